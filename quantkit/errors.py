@@ -1,0 +1,37 @@
+"""Exceptions. Libraries raise these, the command line prints them and exits with status 1.
+
+A message is complete by itself: it names the file, the tensor, the numbers that disagree and the remedy.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class QuantkitError(Exception):
+    """Base of every error that quantkit raises on purpose."""
+
+
+class FormatError(QuantkitError):
+    """A file is truncated, corrupt, hostile or of a kind that is not read."""
+
+
+class DataError(QuantkitError):
+    """Numbers that cannot be worked with: NaN, Inf, shapes that do not fit a type."""
+
+
+class UnsupportedError(QuantkitError):
+    """Valid input that quantkit knows of but does not handle."""
+
+
+class UnknownNameError(QuantkitError):
+    """A name that is not registered; the message lists the nearest ones."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]):
+        names = sorted(known)
+        near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(names)}"
+        super().__init__(f"unknown {kind} '{name}'; {hint}")
+        self.name = name
+        self.near = near

@@ -1,0 +1,369 @@
+"""The one door to numba: lazy kernels, a disk cache that cannot go stale, CPU features, threads.
+
+Nothing here imports numba until the first kernel runs, so a module full of kernels costs nothing to import.
+
+    @kernel                      a function compiled for each new set of argument types, GIL released, no Python inside
+    @callback("void(int64)")     the same as a C function with one signature; `.address` is what an op list holds
+    over_rows(task, rows)        task(start, stop) on several threads
+    isa()                        "avx512vnni", "avx512", "avx2" or "generic": the code path the SIMD kernels take
+
+Kernels call kernels by their global names. numba keys its own cache by the one source file a function stands in
+and misses edits to kernels it inlines from elsewhere; here the key is a digest of the file *and of every quantkit
+module it imports, directly or not*, so a change recompiles what depends on it and nothing else.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.util
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+NOTICE_AFTER_SECONDS = 2.0
+_PACKAGE = __name__.partition(".")[0]
+
+# ----------------------------------------------------------------------------------------------------------- the cache
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels live: `$QUANTKIT_CACHE_DIR`, or `quantkit` in the user's cache folder.
+
+    One folder per numba version and target CPU; numba's own index adds the exact CPU features to each entry's key.
+    """
+    root = os.environ.get("QUANTKIT_CACHE_DIR")
+    if root is None:
+        root = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), _PACKAGE)
+    import numba
+
+    return Path(root) / f"numba-{numba.__version__}-py{sys.version_info[0]}{sys.version_info[1]}-{_cpu_name()}"
+
+
+def _module_source(name: str) -> Path | None:
+    """Path of the source of a quantkit module, None when there is no such module (`name` may be a function)."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, AttributeError, ValueError):
+        return None
+    return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
+
+
+def _imports(path: Path, module: str) -> set[str]:
+    """Names of the quantkit modules that a source file imports, anywhere in it."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = importlib.util.resolve_name("." * node.level + base, package)
+            found.add(base)
+            found.update(f"{base}.{alias.name}" for alias in node.names)
+    return {name for name in found if name.split(".")[0] == _PACKAGE}
+
+
+@functools.cache
+def source_digest(module: str) -> str:
+    """Digest of a module's source and of all quantkit sources it can reach by importing."""
+    pending, seen = [module], {}
+    while pending:
+        name = pending.pop()
+        if name in seen:
+            continue
+        path = Path(__file__) if name == __name__ else _module_source(name)
+        if path is None and name == module:  # a test's or a notebook's module
+            path = Path(sys.modules[name].__file__ or "")
+        seen[name] = path
+        # A package's own __init__ only re-exports; following it would tie every kernel to the whole house.
+        if path is not None and path.name != "__init__.py":
+            pending.extend(_imports(path, name))
+    digest = hashlib.sha256()
+    for name in sorted(seen):
+        if (source := seen[name]) is not None:
+            digest.update(name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _cache_class() -> type:
+    """numba's disk cache with our folder and our idea of freshness."""
+    from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
+
+    class Locator(_CacheLocator):
+        def __init__(self, function: Callable, path: str):
+            self._function = function
+
+        def get_cache_path(self) -> str:
+            return str(cache_directory())
+
+        def get_source_stamp(self) -> str:
+            return source_digest(self._function.__module__)
+
+        def get_disambiguator(self) -> str:
+            return str(self._function.__code__.co_firstlineno)
+
+        @classmethod
+        def from_function(cls, function: Callable, path: str) -> Any:
+            return cls(function, path)
+
+    class Impl(CompileResultCacheImpl):
+        _locator_classes = [Locator]  # noqa: RUF012  numba's name for it
+
+    class Cache(FunctionCache):
+        _impl_class = Impl
+
+    return Cache
+
+
+@functools.cache
+def _cache_is_usable() -> bool:
+    path = cache_directory()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / f".probe-{os.getpid()}").touch()
+        (path / f".probe-{os.getpid()}").unlink()
+    except OSError as error:
+        print(
+            f"quantkit: {path} cannot be written ({error.strerror}); kernels are compiled anew in every process. "
+            "Set QUANTKIT_CACHE_DIR to a writable folder.",
+            file=sys.stderr,
+        )
+        return False
+    return True
+
+
+class _CompileNotice:
+    """Says on stderr, in one line, that kernels are being compiled once that has taken longer than two seconds."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._started = 0.0
+        self._spent = 0.0
+        self._count = 0
+        self._timer: threading.Timer | None = None
+        self._shown = False
+
+    def on_start(self, event: Any) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._started = time.monotonic()
+            self._timer = threading.Timer(max(0.05, NOTICE_AFTER_SECONDS - self._spent), self._show)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def on_end(self, event: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._spent += time.monotonic() - self._started
+            self._count += 1
+            if self._timer:
+                self._timer.cancel()
+            if self._shown:
+                self._show()
+
+    def _show(self) -> None:
+        seconds = self._spent + (time.monotonic() - self._started if self._depth else 0.0)
+        text = f"quantkit: compiling kernels for this CPU, kept for next time: {self._count} done, {seconds:.0f} s"
+        if sys.stderr.isatty():
+            print(f"\r{text}", end="", file=sys.stderr, flush=True)
+        elif not self._shown:
+            print(text, file=sys.stderr, flush=True)
+        if not self._shown and sys.stderr.isatty():
+            import atexit
+
+            atexit.register(print, file=sys.stderr)
+        self._shown = True
+
+
+@functools.cache
+def _install_notice() -> None:
+    from numba.core import event
+
+    notice = _CompileNotice()
+
+    class Listener(event.Listener):
+        on_start = staticmethod(notice.on_start)
+        on_end = staticmethod(notice.on_end)
+
+    event.register("numba:compile", Listener())
+
+
+# ---------------------------------------------------------------------------------------------------------- the kernels
+
+_OPTIONS: dict[str, Any] = {"nopython": True, "nogil": True, "error_model": "numpy", "boundscheck": False}
+_materialize = threading.RLock()
+
+
+class Kernel:
+    """A function that numba compiles when it is first called, or first used inside another kernel."""
+
+    def __init__(self, function: Callable, options: dict[str, Any]):
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.options = _OPTIONS | options
+
+    @functools.cached_property
+    def dispatcher(self) -> Any:
+        with _materialize:
+            import numba
+
+            _install_notice()
+            options = dict(self.options)
+            options.pop("nopython")
+            made = numba.njit(**options)(self.function)
+            if _cache_is_usable():
+                made._cache = _cache_class()(self.function)
+            return made
+
+    @property
+    def _numba_type_(self) -> Any:
+        """What numba asks of a global it meets inside another kernel."""
+        return self.dispatcher._numba_type_
+
+    def __call__(self, *args: Any) -> Any:
+        return self.dispatcher(*args)
+
+
+def kernel(function: Callable | None = None, **options: Any) -> Any:
+    """Decorator: a lazily compiled, cached, GIL-free kernel. Options are numba's (`fastmath=True`, `inline=…`)."""
+    if function is None:
+        return lambda f: Kernel(f, options)
+    return Kernel(function, options)
+
+
+class Callback:
+    """A function compiled as C code with one signature; `address` is its entry point as an integer."""
+
+    def __init__(self, function: Callable, signature: str, options: dict[str, Any]):
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.signature = signature
+        self.options = _OPTIONS | options
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        with _materialize:
+            from numba.core.ccallback import CFunc
+            from numba.core.sigutils import normalize_signature
+
+            _install_notice()
+            options = dict(self.options)
+            options.pop("nogil")
+            made = CFunc(self.function, normalize_signature(self.signature), locals={}, options=options)
+            if _cache_is_usable():
+                made._cache = _cache_class()(self.function)
+            made.compile()
+            return made
+
+    @property
+    def address(self) -> int:
+        return self._compiled.address
+
+
+def callback(signature: str, **options: Any) -> Callable[[Callable], Callback]:
+    """Decorator: a lazily compiled, cached C function of the given numba signature."""
+    return lambda function: Callback(function, signature, options)
+
+
+def readonly(array: Any) -> Any:
+    """A view that cannot be written. numba compiles a kernel once for it, be the memory mapped or owned."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+# ---------------------------------------------------------------------------------------------------- CPU and threads
+
+_VNNI_CPUS = ("cascadelake", "cooperlake", "icelake", "tigerlake", "rocketlake", "sapphirerapids", "emeraldrapids",
+              "graniterapids", "znver4", "znver5")  # fmt: skip
+_AVX512_CPUS = ("skylake-avx512", "skx", "cannonlake", "x86-64-v4")
+_AVX2_CPUS = ("haswell", "broadwell", "skylake", "core-avx2", "core-avx-i", "alderlake", "raptorlake", "meteorlake",
+              "arrowlake", "lunarlake", "znver1", "znver2", "znver3", "x86-64-v3")  # fmt: skip
+
+
+def _cpu_name() -> str:
+    from numba.core import config
+
+    if config.CPU_NAME:
+        return str(config.CPU_NAME)
+    from llvmlite import binding
+
+    return binding.get_host_cpu_name()
+
+
+@functools.cache
+def cpu_features() -> frozenset[str]:
+    """Features of the CPU that numba generates code for: the host, or what NUMBA_CPU_NAME/_FEATURES say."""
+    from numba.core import config
+
+    if config.CPU_FEATURES:
+        return frozenset(part[1:] for part in str(config.CPU_FEATURES).split(",") if part.startswith("+"))
+    if config.CPU_NAME:
+        name = str(config.CPU_NAME)
+        vnni = {"avx512vnni"} if name.startswith(_VNNI_CPUS) else set()
+        wide = {"avx512f", "avx512bw", "avx512vl", "avx512dq"} if vnni or name in _AVX512_CPUS else set()
+        return frozenset(vnni | wide | ({"avx2", "fma", "f16c"} if wide or name in _AVX2_CPUS else set()))
+    from llvmlite import binding
+
+    return frozenset(name for name, present in binding.get_host_cpu_features().items() if present)
+
+
+@functools.cache
+def isa() -> str:
+    """The SIMD code path: "avx512vnni", "avx512" (with BW), "avx2" (with FMA and F16C) or "generic"."""
+    has = cpu_features()
+    if {"avx512f", "avx512bw", "avx512vl"} <= has:
+        return "avx512vnni" if "avx512vnni" in has else "avx512"
+    return "avx2" if {"avx2", "fma", "f16c"} <= has else "generic"
+
+
+def _cgroup_cpus() -> float:
+    """CPUs that a container's quota allows; infinite without one."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return float("inf") if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return float("inf")
+
+
+@functools.cache
+def default_threads() -> int:
+    """Threads to use where nobody said: `$QUANTKIT_THREADS`, else the CPUs this process may run on."""
+    if text := os.environ.get("QUANTKIT_THREADS"):
+        return max(1, int(text))
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(cpus, _cgroup_cpus())))
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="quantkit")
+
+
+def over_rows(
+    task: Callable[[int, int], None], rows: int, *, multiple: int = 1, threads: int | None = None, pieces: int = 4
+) -> None:
+    """Call `task(start, stop)` over slices of range(rows) from several threads and wait for all of them.
+
+    Slices begin at multiples of `multiple`; each thread gets about `pieces` of them, so uneven rows balance. The
+    task should spend its time in kernels, which release the GIL. The first exception is raised again here.
+    """
+    threads = threads or default_threads()
+    groups = -(-rows // multiple)
+    slices = min(groups, threads * pieces) if threads > 1 else 1
+    if slices <= 1:
+        task(0, rows)
+        return
+    bounds = [min(rows, groups * i // slices * multiple) for i in range(slices + 1)]
+    futures = [_pool(threads).submit(task, lo, hi) for lo, hi in zip(bounds, bounds[1:]) if hi > lo]
+    for future in futures:
+        future.result()

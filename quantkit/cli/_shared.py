@@ -1,0 +1,62 @@
+"""What the commands share: options spelled once, sizes, tables, JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quantkit.errors import QuantkitError
+
+Threads = Annotated[
+    int | None, typer.Option("--threads", "-t", help="Threads; default: the CPUs this process may use.", min=1)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
+          "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "50G", "800M", "1.5GiB" or "1000000": M and G are decimal as in gguf-split, MiB and GiB binary."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?(?:IB)?)B?", text.strip().upper())
+    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
+        raise QuantkitError(f"'{text}' is not a size; write for example 50G (10^9 bytes each) or 48GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def gib(size: float) -> str:
+    """Bytes as people publish them: "226.003 GiB"."""
+    return f"{size / 2**30:.3f} GiB"
+
+
+def mib(size: float) -> str:
+    return f"{size / 2**20:.2f} MiB"
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout; paths become strings."""
+    print(json.dumps(value, ensure_ascii=False, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):  # numpy scalars and arrays
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1) -> str:
+    """Columns of text: the first `left` flush left, the others flush right."""
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        return "  ".join(f"{c:<{w}}" if i < left else f"{c:>{w}}" for i, (c, w) in enumerate(zip(row, widths))).rstrip()
+
+    return "\n".join([line(cells[0]), line(["-" * w for w in widths]), *map(line, cells[1:])])

@@ -1,0 +1,183 @@
+"""Files that appear whole or not at all.
+
+A file is written as `NAME.partial-<pid>` beside its final name, made durable with fsync, and renamed with `os.replace`.
+Until then nothing stands under the final name, whatever kills the process; an exception removes the partial file.
+
+A writer holds a lock (flock) on its partial file. The kernel drops the lock when the process dies, so a later writer of
+the same name can tell a dead writer's leavings, which it removes, from those of a live one, which it leaves alone.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from quantkit.errors import QuantkitError
+
+try:
+    import fcntl
+except ImportError:  # Windows: no locks there, so partial files of dead writers are left for the user to remove
+    fcntl = None  # type: ignore[assignment]
+
+_BUFFER = 1 << 20
+
+
+@contextmanager
+def os_errors(path: Path, doing: str) -> Iterator[None]:
+    """Turn an OSError into a QuantkitError that names the file and what was being done to it."""
+    try:
+        yield
+    except OSError as error:
+        raise QuantkitError(f"{path}: cannot {doing}: {error.strerror or error}") from error
+
+
+class AtomicFile:
+    """A file being written. `stream` takes the bytes; `publish` or `discard` ends it."""
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self.temporary = self.path.with_name(f"{self.path.name}.partial-{os.getpid()}")
+        with os_errors(self.path, "write"):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            remove_stale(self.path)
+            self.stream: BinaryIO = _create(self.temporary)
+
+    def seal(self) -> None:
+        """Make what was written durable."""
+        with os_errors(self.temporary, "write"):
+            self.stream.flush()
+            os.fsync(self.stream.fileno())
+
+    def replace(self) -> None:
+        """Give the sealed file its final name. The lock is held until then."""
+        with os_errors(self.path, "rename the finished file to this name"):
+            if fcntl is None:  # Windows renames no open file
+                self.stream.close()
+            os.replace(self.temporary, self.path)
+            self.stream.close()
+
+    def discard(self) -> None:
+        """Remove the partial file. Does nothing after `replace`."""
+        if not self.stream.closed:
+            # Closing flushes what is buffered, which fails again on a full disk; the bytes are unwanted here.
+            try:
+                self.stream.close()
+            except OSError:
+                os.close(self.stream.raw.fileno()) if not self.stream.raw.closed else None  # type: ignore[attr-defined]
+            self.temporary.unlink(missing_ok=True)
+
+
+def publish(files: Sequence[AtomicFile]) -> None:
+    """Make all files durable, then rename them, the last one first, and make the renames durable.
+
+    The first file of a set is what readers open, so it appears when all others are in place.
+    """
+    for file in files:
+        file.seal()
+    for file in reversed(files):
+        file.replace()
+    for directory in {file.path.parent for file in files}:
+        _sync_directory(directory)
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """`with writing(path) as stream:` for a file that is written in one go."""
+    file = AtomicFile(path)
+    try:
+        yield file.stream
+        publish([file])
+    finally:
+        file.discard()
+
+
+def remove_stale(path: Path) -> None:
+    """Remove the partial files that dead writers of `path` left behind."""
+    for name in glob.glob(glob.escape(str(path)) + ".partial-*"):
+        try:
+            fd = os.open(name, os.O_RDWR)
+        except OSError:  # gone by now, or another user's
+            continue
+        try:
+            if _lock(fd) is True:
+                os.unlink(name)
+        finally:
+            os.close(fd)
+
+
+def require_space(directory: Path, nbytes: int) -> None:
+    """Raise QuantkitError when the file system of `directory` has not `nbytes` free: better now than after hours."""
+    while not directory.exists():
+        directory = directory.parent
+    free = shutil.disk_usage(directory).free
+    if free < nbytes:
+        raise QuantkitError(
+            f"{directory}: the output takes {nbytes} bytes ({nbytes / 2**30:.2f} GiB), the file system has {free} "
+            f"({free / 2**30:.2f} GiB) free"
+        )
+
+
+def allow_open_files(count: int) -> None:
+    """Raise this process's limit of open files so that `count` more fit; QuantkitError when the system forbids it."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    needed = count + 256
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise QuantkitError(
+            f"{count} shards need as many open files; the system allows {hard}: raise `ulimit -n`, or merge shards"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _lock(fd: int) -> bool | None:
+    """Try to lock an open file: True when got, False when another writer has it, None where locks do not exist."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return None
+
+
+def _create(path: Path) -> BinaryIO:
+    """Create `path`, lock it and open it empty."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+        if _lock(fd) is False:
+            os.close(fd)
+            raise QuantkitError(f"{path}: another writer is writing this file")
+        try:
+            # Between open and lock another process may have taken it for stale and removed it.
+            if os.path.samestat(os.fstat(fd), os.stat(path)):
+                os.ftruncate(fd, 0)
+                return os.fdopen(fd, "wb", buffering=_BUFFER)
+        except FileNotFoundError:
+            pass
+        os.close(fd)
+
+
+def _sync_directory(directory: Path) -> None:
+    """fsync a directory, so that a rename in it survives a power cut. Not all systems can."""
+    try:
+        fd = os.open(directory, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(fd)
+    except OSError:
+        return
+    finally:
+        os.close(fd)

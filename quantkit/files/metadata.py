@@ -1,0 +1,162 @@
+"""GGUF metadata: a dict that remembers the GGUF value type ("kind") of each value.
+
+Readers of GGUF are strict about kinds (a u32 key stored as i32 is refused), so a value that is read, changed and
+written must keep the kind it had.
+
+Kinds, by id: u8 i8 u16 i16 u32 i32 f32 bool str (array) u64 i64 f64. A list is an array of one kind, that of its
+elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from quantkit.errors import DataError
+
+ARRAY = 9
+KINDS = ("u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "str", "array", "u64", "i64", "f64")
+IDS = {kind: i for i, kind in enumerate(KINDS)}
+DTYPES = {
+    kind: np.dtype("u1" if kind == "bool" else f"<{kind[0]}{int(kind[1:]) // 8}")
+    for kind in KINDS
+    if kind not in ("str", "array")
+}
+"""How each fixed-size kind is stored."""
+
+_FLOATS = ("f32", "f64")
+_MAX_F32 = float(np.finfo(np.float32).max)
+_OF_DTYPE = {dtype: kind for kind, dtype in DTYPES.items() if kind != "bool"} | {np.dtype(bool): "bool"}
+_MISSING = object()
+
+
+class Metadata(dict[str, Any]):
+    """Keys and values of a GGUF file, in file order.
+
+    `m[key] = value` and `m.set(key, value)` keep the kind of a key that exists if the value fits it, and choose one
+    otherwise: u32 (i32 if negative) or the 64-bit kind for an int, f32 for a float, i32 for the ints of a list.
+    """
+
+    def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), **more: Any):
+        super().__init__()
+        self._kinds: dict[str, str] = {}
+        self.update(values, **more)
+
+    def kind(self, key: str) -> str:
+        """The kind of a value, for a list that of its elements."""
+        return self._kinds[key]
+
+    def set(self, key: str, value: Any, kind: str | None = None) -> None:
+        """Store a value. DataError when it does not fit `kind`, or has no GGUF form."""
+        if not isinstance(key, str):
+            raise DataError(f"metadata keys are strings, got {key!r}")
+        natural = _OF_DTYPE.get(value.dtype.newbyteorder("<")) if isinstance(value, (np.ndarray, np.generic)) else None
+        if isinstance(value, (np.ndarray, np.generic)):
+            value = value.tolist()
+        elif isinstance(value, tuple):
+            value = list(value)
+        if kind is None:
+            kind = self._kinds.get(key)
+            if kind is None or not _fits(value, kind):
+                kind = natural or _infer(key, value)
+        elif kind not in IDS or kind == "array":
+            raise DataError(f"metadata key {key}: unknown kind '{kind}'; known: {', '.join(DTYPES)}, str")
+        if not _fits(value, kind):
+            raise DataError(f"metadata key {key}: {_brief(value)} is not a value of kind {kind}")
+        self._put(key, value, kind)
+
+    def _put(self, key: str, value: Any, kind: str) -> None:
+        """Store what is known to fit."""
+        super().__setitem__(key, value)
+        self._kinds[key] = kind
+
+    def copy(self) -> Metadata:
+        return Metadata(self)
+
+    def __reduce__(self) -> Any:
+        return _restore, (dict(self), self._kinds)
+
+    def update(self, values: Any = (), **more: Any) -> None:  # type: ignore[override]
+        """As dict.update; kinds come along from another Metadata."""
+        kinds = values._kinds if isinstance(values, Metadata) else {}
+        for key, value in dict(values, **more).items():
+            self.set(key, value, kinds.get(key))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.set(key, value)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self.set(key, default)
+        return self[key]
+
+    def __ior__(self, other: Any) -> Metadata:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
+    def __delitem__(self, key: str) -> None:
+        super().__delitem__(key)
+        del self._kinds[key]
+
+    def pop(self, key: str, default: Any = _MISSING) -> Any:
+        if key not in self and default is not _MISSING:
+            return default
+        value = self[key]
+        del self[key]
+        return value
+
+    def popitem(self) -> tuple[str, Any]:
+        key, value = super().popitem()
+        del self._kinds[key]
+        return key, value
+
+    def clear(self) -> None:
+        super().clear()
+        self._kinds.clear()
+
+
+def _restore(values: dict[str, Any], kinds: dict[str, str]) -> Metadata:
+    made = Metadata()
+    for key, value in values.items():
+        made._put(key, value, kinds[key])
+    return made
+
+
+def _fits(value: Any, kind: str) -> bool:
+    """Whether a value, or every element of a list, can be stored as `kind`."""
+    values = value if isinstance(value, list) else [value]
+    if kind == "str":
+        return all(isinstance(v, str) for v in values)
+    if kind == "bool":
+        return all(isinstance(v, bool) for v in values)
+    if any(isinstance(v, bool) or not isinstance(v, (int, float) if kind in _FLOATS else int) for v in values):
+        return False
+    if not values:
+        return True
+    if kind == "f32":
+        return all(not _MAX_F32 < abs(v) < float("inf") for v in values)
+    if kind == "f64":
+        return all(isinstance(v, float) or abs(v) < 1 << 1023 for v in values)
+    limits = np.iinfo(DTYPES[kind])
+    return limits.min <= min(values) and max(values) <= limits.max
+
+
+def _infer(key: str, value: Any) -> str:
+    """The kind of a value that nobody gave one."""
+    if isinstance(value, list):
+        if not value:
+            raise DataError(f"metadata key {key}: an empty list needs a kind")
+        candidates = ("bool", "str", "i32", "u32", "i64", "u64", "f32", "f64")
+    else:
+        candidates = ("bool", "str", "u32", "i32", "u64", "i64", "f32", "f64")
+    for kind in candidates:
+        if _fits(value, kind):
+            return kind
+    raise DataError(f"metadata key {key}: {_brief(value)} has no GGUF form")
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -2,20 +2,25 @@
 
     offset  size     field
     0       f16      d
-    2       32 x i8  q
+    2       32 x i8  q    -127..127 (-128 decodes, but kernels in the field negate codes: it is never written)
 
     y = d * q
 
-Encode: see `_encode_block`.
+Encode: the half d and nearest codes that minimise sum w (x - y)^2; see `search`. Eight bits leave little to find, so
+the grid is short.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from quantkit.half import half_to_float
+from quantkit.half import float_to_half, half_to_float
 from quantkit.jit import kernel
+from quantkit.types import search
 from quantkit.types.base import QuantType
+
+_LO, _HI = np.float32(-127), np.float32(127)
+_GRID = search.around(127, 0.99, 1.005, 4, refits=1)
 
 
 @kernel
@@ -30,7 +35,26 @@ def _decode(data, out):
                 out[row, 32 * b + j] = scale * np.float32(block[34 * b + 2 + j])
 
 
+@kernel
+def _encode(x, importance, out):
+    rows, n = x.shape
+    blocks = n // 32
+    scales = np.empty(rows * blocks, np.float32)
+    search.find_scales(x, importance, _GRID, _LO, _HI, scales)
+    codes = np.empty(32, np.uint32)
+    for row in range(rows):
+        half = out[row].view(np.uint16)
+        for b in range(blocks):
+            scale = scales[row * blocks + b]
+            half[17 * b] = float_to_half(scale)
+            search.nearest_codes(x[row, 32 * b : 32 * b + 32], scale, _LO, _HI, codes)
+            for j in range(32):  # codes count from -127; modulo 256 this is two's complement
+                out[row, 34 * b + 2 + j] = np.uint8(codes[j] - np.uint32(127))
+
+
 class Q8_0(QuantType):
     name, ggml_type, file_type = "q8_0", 8, 7
     block_size, block_bytes = 32, 34
+    uses_imatrix = True
+    encode_rows = staticmethod(_encode)
     decode_rows = staticmethod(_decode)

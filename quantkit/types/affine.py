@@ -1,0 +1,146 @@
+"""Search for scale and minimum of a block of 32: the encoder shared by the types `y = d * q + m`.
+
+    minimise  sum over the block of  w * (x - d * q - m)^2      w = importance of the column (1 without)
+    over      d >= 0 and m, IEEE halves, and the codes q, integers in [0, top]
+
+As in `search`, whose arrays, lanes and units these kernels share: a candidate (d, m) gives nearest codes and, with
+r = x - d q - m, the sums E = sum w r^2, D = sum w r q, Q = sum w q^2, O = sum w r, C = sum w q, W = sum w. Under
+d + s, m + t the same codes have the error E - 2 s D - 2 t O + s^2 Q + 2 s t C + t^2 W. Its least point is a 2 x 2
+linear system; s is then rounded so that d + s is a half, t re-fitted to that s and rounded too, and the result scored.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quantkit.jit import kernel
+from quantkit.types.search import DATA_SIZE, LANES, UNIT, load_blocks, nearest_half
+
+# Rows of `state`; UNIT and EXTREME are those of `search`.
+SCALE, MINIMUM, INVERSE = 0, 1, 2
+ERROR, SLOPE, CURVE, OFFSET, CROSS, WEIGHT = 3, 4, 5, 6, 9, 10
+BEST, BEST_SCALE, BEST_MINIMUM = 11, 12, 13
+LOW, HIGH = 14, 15
+STATE_SIZE = 16 * LANES
+
+_ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
+_ROUND = np.float32(3 << 22)
+_SINGULAR = np.float32(1e-5)
+
+
+@kernel
+def _start(data, state):
+    """LOW, HIGH and WEIGHT of each lane; no candidate seen yet."""
+    for lane in range(LANES):
+        state[LOW * LANES + lane] = data[lane]
+        state[HIGH * LANES + lane] = data[lane]
+        state[WEIGHT * LANES + lane] = _ZERO
+        state[BEST * LANES + lane] = np.float32(np.inf)
+        state[BEST_SCALE * LANES + lane] = _ZERO
+        state[BEST_MINIMUM * LANES + lane] = _ZERO
+    for j in range(32):
+        for lane in range(LANES):
+            x = data[j * LANES + lane]
+            state[LOW * LANES + lane] = min(state[LOW * LANES + lane], x)
+            state[HIGH * LANES + lane] = max(state[HIGH * LANES + lane], x)
+            state[WEIGHT * LANES + lane] += data[(32 + j) * LANES + lane]
+
+
+@kernel
+def _propose(state, cut_low, cut_high, top):
+    """Codes 0 ... top span the block's range less the fractions cut off at either end; a cut of 1 takes up the best."""
+    for lane in range(LANES):
+        low, high = state[LOW * LANES + lane], state[HIGH * LANES + lane]
+        span = high - low
+        scale = span * (_ONE - cut_low - cut_high) / top
+        minimum = low + span * cut_low
+        again = cut_low == _ONE
+        state[SCALE * LANES + lane] = state[BEST_SCALE * LANES + lane] if again else scale
+        state[MINIMUM * LANES + lane] = state[BEST_MINIMUM * LANES + lane] if again else minimum
+
+
+@kernel
+def _sums(data, state, top):
+    """E, D, Q, O and C of the nearest codes under each lane's SCALE and MINIMUM."""
+    for lane in range(LANES):
+        scale = state[SCALE * LANES + lane]
+        state[INVERSE * LANES + lane] = _ONE / scale if scale > _ZERO else _ZERO
+        state[ERROR * LANES + lane] = _ZERO
+        state[SLOPE * LANES + lane] = _ZERO
+        state[CURVE * LANES + lane] = _ZERO
+        state[OFFSET * LANES + lane] = _ZERO
+        state[CROSS * LANES + lane] = _ZERO
+    for j in range(32):
+        for lane in range(LANES):
+            x = data[j * LANES + lane] - state[MINIMUM * LANES + lane]
+            w = data[(32 + j) * LANES + lane]
+            t = min(max(x * state[INVERSE * LANES + lane], _ZERO), top)
+            q = (t + _ROUND) - _ROUND
+            r = x - state[SCALE * LANES + lane] * q
+            wr = w * r
+            wq = w * q
+            state[ERROR * LANES + lane] += wr * r
+            state[OFFSET * LANES + lane] += wr
+            state[SLOPE * LANES + lane] += wr * q
+            state[CROSS * LANES + lane] += wq
+            state[CURVE * LANES + lane] += wq * q
+
+
+@kernel
+def _keep_better(state):
+    """Move each candidate to its best pair of halves, given the sums, and keep it where it beats BEST."""
+    for lane in range(LANES):
+        scale, minimum = state[SCALE * LANES + lane], state[MINIMUM * LANES + lane]
+        slope, offset = state[SLOPE * LANES + lane], state[OFFSET * LANES + lane]
+        curve, cross, weight = state[CURVE * LANES + lane], state[CROSS * LANES + lane], state[WEIGHT * LANES + lane]
+        unit = state[UNIT * LANES + lane]
+        determinant = curve * weight - cross * cross
+        solvable = determinant > _SINGULAR * curve * weight
+        s = (slope * weight - offset * cross) / determinant if solvable else _ZERO
+        stored = nearest_half(max(scale + s, _ZERO) * unit) * (_ONE / unit)
+        s = stored - scale
+        base = nearest_half((minimum + (offset - s * cross) / weight) * unit) * (_ONE / unit)
+        t = base - minimum
+        error = state[ERROR * LANES + lane] - s * (_TWO * slope - s * curve) - t * (_TWO * offset - t * weight)
+        error += _TWO * s * t * cross
+        better = error < state[BEST * LANES + lane]
+        state[BEST * LANES + lane] = error if better else state[BEST * LANES + lane]
+        state[BEST_SCALE * LANES + lane] = stored if better else state[BEST_SCALE * LANES + lane]
+        state[BEST_MINIMUM * LANES + lane] = base if better else state[BEST_MINIMUM * LANES + lane]
+
+
+@kernel
+def find_pairs(x, importance, cuts, top, scales, minima):
+    """scales, minima float32[blocks]: the stored pair (exactly halves) of every block of x float32[rows, n].
+
+    cuts float32[candidates, 2]: what each candidate leaves out at the low and the high end of the block's range, as
+    fractions of it; (1, 1) refits the best so far.
+    """
+    data = np.empty(DATA_SIZE, np.float32)
+    state = np.empty(STATE_SIZE, np.float32)
+    for first in range(0, scales.size, LANES):
+        load_blocks(x, importance, first, data, state)
+        _start(data, state)
+        for k in range(cuts.shape[0]):
+            _propose(state, cuts[k, 0], cuts[k, 1], top)
+            _sums(data, state, top)
+            _keep_better(state)
+        for lane in range(min(LANES, scales.size - first)):
+            scales[first + lane] = state[BEST_SCALE * LANES + lane] * state[UNIT * LANES + lane]
+            minima[first + lane] = state[BEST_MINIMUM * LANES + lane] * state[UNIT * LANES + lane]
+
+
+@kernel
+def nearest_codes(x, scale, minimum, top, codes):
+    """codes uint32[32]: the integers in [0, top] nearest to (x - minimum) / scale, for x float32[32]."""
+    inverse = _ONE / scale if scale > _ZERO else _ZERO
+    for j in range(32):
+        t = min(max((x[j] - minimum) * inverse, _ZERO), top)
+        codes[j] = np.uint32((t + _ROUND) - _ROUND)
+
+
+def cuts_within(least: float, most: float, steps: int, refits: int) -> np.ndarray:
+    """Candidates for `find_pairs`: `steps` x `steps` cuts between two fractions of the range, then `refits` refits."""
+    line = np.linspace(least, most, steps)
+    grid = np.stack(np.meshgrid(line, line), axis=-1).reshape(-1, 2)
+    return np.concatenate([grid, np.ones((refits, 2))]).astype(np.float32)

@@ -4,6 +4,8 @@
     layout("iq2_xxs") the record of any known type, with or without codec
     from_id(139)      what a GGUF tensor info holds; layout only where no codec is registered
     all()             every type with a codec, by id
+
+A name or id of a type without codec still has a record: its sizes are needed to walk over a file.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def get(name: str) -> QuantType:
     """The type called `name`, in any case. UnknownNameError lists the nearest names."""
     found = layout(name)
     if not found.has_codec:
-        raise UnsupportedError(f"type {found.name} (id {found.ggml_type}) is known but quantkit has no codec for it yet")
+        raise UnsupportedError(f"type {found.name} (id {found.ggml_type}) is known but quantkit has no codec for it")
     return found
 
 

@@ -2,7 +2,8 @@
 
 A type's file holds one subclass of `QuantType`: the numbers of the format as class attributes and two kernels,
 
-    encode_rows(x, importance, out)   x float32[rows, n], importance float32[n] or float32[0], out uint8[rows, row_bytes(n)]
+    encode_rows(x, importance, out)   x float32[rows, n], importance float32[n] or float32[0] for none,
+                                      out uint8[rows, row_bytes(n)]
     decode_rows(data, out)            data uint8[rows, row_bytes(n)], out float32[rows, n]
 
 each of them sequential over rows; this module cuts the rows over threads, checks what comes in, and registers the type.
@@ -36,6 +37,7 @@ class QuantType:
     base: str | None = None  # the row-by-row type of an interleaved one
     requires_imatrix: bool = False
     uses_imatrix: bool = False
+    overflow: float = np.inf  # finite magnitudes from here on would be stored as Inf: quantize refuses them
 
     encode_rows: Any = None
     decode_rows: Any = None
@@ -83,8 +85,9 @@ class QuantType:
     def quantize(self, x: Any, importance: Any = None, *, threads: int | None = None) -> np.ndarray:
         """Encode float32[rows, n] as uint8[rows, row_bytes(n)].
 
-        `importance` float32[n] weighs the squared error of each column. NaN or Inf in `x`, or a negative or
-        non-finite importance, is a DataError that names its place.
+        `importance` float32[n] weighs the squared error of each column; types without `uses_imatrix` only check it.
+        NaN, Inf or a value too large for the type in `x`, or a negative or non-finite importance, is a DataError that
+        names its place. The bytes do not depend on `threads`.
         """
         if self.encode_rows is None:
             raise UnsupportedError(f"{self.name}: quantkit cannot encode this type")
@@ -96,20 +99,21 @@ class QuantType:
         self._check_rows(rows)
         if self.requires_imatrix and importance is None:
             raise DataError(f"{self.name}: this type needs an importance matrix; pass importance=")
-        weights = check_importance(importance, n) if self.uses_imatrix else np.empty(0, np.float32)
-        x, weights = jit.readonly(x), jit.readonly(weights)
+        weights = check_importance(importance, n)
+        x, weights = jit.readonly(x), jit.readonly(weights if self.uses_imatrix else weights[:0])
 
         def task(start: int, stop: int) -> None:
-            check_finite(x[start:stop], start)
+            check_finite(x[start:stop], start, self.overflow, self.name)
             self.encode_rows(x[start:stop], weights, out[start:stop])
 
         jit.over_rows(task, rows, multiple=self.interleave, threads=threads)
         return out
 
-    def dequantize(
-        self, data: Any, n: int, *, out: np.ndarray | None = None, threads: int | None = None
-    ) -> np.ndarray:
-        """Decode uint8[rows, row_bytes(n)] to float32[rows, n]; bit for bit the values the format defines."""
+    def dequantize(self, data: Any, n: int, *, out: np.ndarray | None = None, threads: int | None = None) -> np.ndarray:
+        """Decode uint8[rows, row_bytes(n)] to float32[rows, n]; bit for bit the values the format defines.
+
+        `out`, a float32[rows, n] to fill, is returned where given. DataError on shapes that do not fit.
+        """
         if self.decode_rows is None:
             raise UnsupportedError(f"{self.name}: quantkit cannot decode this type yet")
         data = np.ascontiguousarray(data, np.uint8)
@@ -119,6 +123,8 @@ class QuantType:
         self._check_rows(rows)
         if out is None:
             out = np.empty((rows, n), np.float32)
+        elif out.shape != (rows, n) or out.dtype != np.float32:
+            raise DataError(f"{self.name}: expected out=float32[{rows}, {n}], got {out.dtype}{list(out.shape)}")
         data = jit.readonly(data)
         jit.over_rows(lambda a, b: self.decode_rows(data[a:b], out[a:b]), rows, multiple=self.interleave,
                       threads=threads if rows * n > 1 << 16 else 1, pieces=1)  # fmt: skip
@@ -129,14 +135,19 @@ class QuantType:
             raise DataError(f"{self.name}: {rows} rows are not a multiple of the {self.interleave} it interleaves")
 
 
-def check_finite(x: np.ndarray, first_row: int = 0) -> None:
-    """Raise DataError naming row, column and value of the first NaN or Inf in float32[rows, n]."""
-    if np.isfinite(x.sum(dtype=np.float64)):  # inf and nan survive a sum of float32 in float64, finite values cannot overflow
+def check_finite(x: np.ndarray, first_row: int = 0, overflow: float = np.inf, name: str = "") -> None:
+    """Raise DataError naming row, column and value of the first NaN, Inf or too large magnitude in float32[rows, n].
+
+    `name` is the type that cannot hold finite magnitudes from `overflow` on.
+    """
+    if not x.size or (x.max() < overflow and x.min() > -overflow):  # both are NaN where an element is
         return
-    bad = np.argwhere(~np.isfinite(x))
-    if len(bad):
-        row, column = (int(v) for v in bad[0])
-        raise DataError(f"row {first_row + row}, column {column} is {x[row, column]}; {len(bad)} value(s) are not finite")
+    bad = np.argwhere(~(np.abs(x) < overflow))
+    row, column = (int(v) for v in bad[0])
+    place = f"row {first_row + row}, column {column} is {x[row, column]}"
+    if not np.isfinite(x).all():
+        raise DataError(f"{place}; {len(bad)} value(s) are not finite")
+    raise DataError(f"{place}; {len(bad)} value(s) do not fit {name}, which ends below {overflow:g}; use f32")
 
 
 def check_importance(importance: Any, n: int) -> np.ndarray:

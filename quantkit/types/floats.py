@@ -1,10 +1,12 @@
 """F32, F16 and BF16: the types that are numbers already.
 
     f32   4 bytes, IEEE single
-    f16   2 bytes, IEEE half; encoding rounds to nearest even, values beyond 65504 become Inf as everywhere
+    f16   2 bytes, IEEE half; encoding rounds to nearest even
     bf16  2 bytes, upper half of an IEEE single; encoding rounds to nearest even
 
-Decoding is exact. numpy does these conversions at memory speed, so there is nothing to compile.
+Decoding is exact. A finite weight rounded to Inf would ruin a model without a word, so `quantize` refuses it and names
+its place; `overflow` is the first magnitude that rounds to Inf. numpy does these conversions at memory speed, so there
+is nothing to compile.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ class F32(QuantType):
 class F16(QuantType):
     name, ggml_type, file_type = "f16", 1, 1
     block_size, block_bytes = 1, 2
+    overflow = 65520.0
 
     @staticmethod
     def encode_rows(x: np.ndarray, importance: np.ndarray, out: np.ndarray) -> None:
-        with np.errstate(over="ignore"):
-            out.view("<f2")[...] = x
+        out.view("<f2")[...] = x
 
     @staticmethod
     def decode_rows(data: np.ndarray, out: np.ndarray) -> None:
@@ -44,6 +46,7 @@ class F16(QuantType):
 class BF16(QuantType):
     name, ggml_type, file_type = "bf16", 30, 32
     block_size, block_bytes = 1, 2
+    overflow = 255.5 * 2.0**120
 
     @staticmethod
     def encode_rows(x: np.ndarray, importance: np.ndarray, out: np.ndarray) -> None:

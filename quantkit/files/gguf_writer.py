@@ -1,6 +1,6 @@
 """Writing GGUF: all shapes and types are known first, so the header is written once and data follow in row chunks.
 
-Memory stays at one chunk. Files and whole sets of shards appear under their final names only when complete (atomic.py).
+Files and whole sets of shards appear under their final names only when complete (stream.py, atomic.py).
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from quantkit import types
 from quantkit.errors import DataError
-from quantkit.files.atomic import AtomicFile, allow_open_files, os_errors, publish, require_space
 from quantkit.files.metadata import ARRAY, DTYPES, IDS, Metadata
+from quantkit.files.stream import Layout, Slot, StreamWriter
 from quantkit.types import QuantType
 
 VERSION = 3
@@ -113,11 +112,11 @@ def partition(sizes: Sequence[int], max_bytes: int | None = None, max_tensors: i
     return cut(high)
 
 
-class Writer:
+class Writer(StreamWriter):
     """Writes one GGUF file, or a set of shards when a limit asks for more than one.
 
         with Writer(path, metadata, specs, split_max_bytes=50 * 10**9) as w:
-            w.write(name, data)     # tensors in the order of specs, each in as many pieces as you like
+            w.write(name, data)     # uint8 rows; tensors in the order of specs, each in as many pieces as you like
 
     metadata         Metadata or a dict; general.alignment and split.* are left out, the writer sets its own
     split_max_bytes  limit on the tensor bytes of a shard (padded to 32; the header is not counted)
@@ -134,98 +133,14 @@ class Writer:
         split_max_bytes: int | None = None,
         split_max_tensors: int | None = None,
     ):
-        self.path = Path(path)
+        path = Path(path)
         self.specs = list(specs)
-        _check_unique(self.specs)
         counts = partition([_padded(spec.nbytes) for spec in self.specs], split_max_bytes, split_max_tensors)
-        self.paths = _shard_names(self.path, len(counts))
-        self._headers = _headers(metadata, self.specs, counts)
-        require_space(self.path.parent, sum(map(len, self._headers)) + sum(_padded(s.nbytes) for s in self.specs))
-        allow_open_files(len(counts))
-        self._first_of_next = np.cumsum(counts).tolist()
-        self._files: list[AtomicFile] = []
-        self._index = 0  # of the tensor being written
-        self._written = 0  # bytes of it
-        try:
-            self._begin_shards()
-        except BaseException:
-            self.abort()
-            raise
-
-    def write(self, name: str, data: Any) -> None:
-        """Append bytes, uint8 of any shape, to tensor `name`: the one begun, or the next of the specs.
-
-        DataError when it is another's turn or when it gets more bytes than its spec says.
-        """
-        if isinstance(data, (bytes, bytearray, memoryview)):
-            data = np.frombuffer(data, np.uint8)
-        if not isinstance(data, np.ndarray) or data.dtype != np.uint8:
-            raise DataError(
-                f"{self.path}: tensor {name}: expected uint8 data, got {getattr(data, 'dtype', type(data))}"
-            )
-        if self._index == len(self.specs):
-            raise DataError(f"{self.path}: tensor {name}: all {len(self.specs)} tensors are written already")
-        spec = self.specs[self._index]
-        if name != spec.name:
-            raise DataError(
-                f"{self.path}: it is the turn of tensor {spec.name} ({self._written} of {spec.nbytes} bytes written), "
-                f"not of {name}"
-            )
-        if self._written + data.nbytes > spec.nbytes:
-            raise DataError(
-                f"{self.path}: tensor {name}: {self._written + data.nbytes} bytes, its {spec.type.name} data of shape "
-                f"{spec.shape} are {spec.nbytes}"
-            )
-        file = self._files[-1]
-        with os_errors(file.temporary, f"write tensor {name}"):
-            file.stream.write(np.ascontiguousarray(data).data)
-            self._written += data.nbytes
-            if self._written == spec.nbytes:
-                file.stream.write(bytes(_padded(spec.nbytes) - spec.nbytes))
-                self._index += 1
-                self._written = 0
-        if self._written == 0:
-            self._begin_shards()
-
-    def close(self) -> None:
-        """Check that every tensor is complete and give the files their final names."""
-        if self._index < len(self.specs):
-            spec = self.specs[self._index]
-            self.abort()
-            raise DataError(
-                f"{self.path}: {self._index} of {len(self.specs)} tensors were written; tensor {spec.name} has "
-                f"{self._written} of {spec.nbytes} bytes"
-            )
-        try:
-            publish(self._files)
-        finally:
-            self.abort()
-
-    def abort(self) -> None:
-        """Remove what was written. Does nothing to files that are complete."""
-        for file in self._files:
-            file.discard()
-
-    def __enter__(self) -> Writer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
-
-    def _begin_shards(self) -> None:
-        """Open the file that the next tensor goes to, and write its header, if it is not open yet."""
-        while len(self._files) < len(self.paths) and (
-            not self._files or self._index >= self._first_of_next[len(self._files) - 1]
-        ):
-            file = AtomicFile(self.paths[len(self._files)])
-            self._files.append(file)
-            with os_errors(file.temporary, "write the header"):
-                file.stream.write(self._headers[len(self._files) - 1])
+        paths = _shard_names(path, len(counts))
+        headers = _headers(metadata, self.specs, counts)
+        stops = np.cumsum(counts).tolist()
+        shards = [self.specs[stop - count : stop] for stop, count in zip(stops, counts)]
+        super().__init__(path, [_layout(*shard) for shard in zip(paths, headers, shards)])
 
 
 # --------------------------------------------------------------------------------------------------------------- layout
@@ -235,12 +150,13 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _check_unique(specs: Sequence[TensorSpec]) -> None:
-    seen: set[str] = set()
+def _layout(path: Path, header: bytes, specs: Sequence[TensorSpec]) -> Layout:
+    """The data follow the header, every tensor padded, the last one too."""
+    slots, offset = [], len(header)
     for spec in specs:
-        if spec.name in seen:
-            raise DataError(f"tensor {spec.name} is to be written twice")
-        seen.add(spec.name)
+        slots.append(Slot(spec.name, spec.nbytes, offset, f"{spec.type.name} data of shape {spec.shape}"))
+        offset += _padded(spec.nbytes)
+    return Layout(path, header, slots, offset)
 
 
 def _shard_names(path: Path, count: int) -> list[Path]:

@@ -1,0 +1,151 @@
+"""Streaming into files whose layout is known in full before the first byte: what GGUF and safetensors writers share.
+
+Each file gets its final size and its header when it is begun; tensors are then put at their offsets, in the order of
+the layout, in as many pieces as the caller likes. Memory stays at one piece.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from quantkit.errors import DataError
+from quantkit.files.atomic import AtomicFile, allow_open_files, os_errors, publish, require_space
+
+Self = TypeVar("Self", bound="StreamWriter")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a tensor goes in its file."""
+
+    name: str
+    nbytes: int
+    offset: int
+    what: str  # "q4_K data of shape (576, 576)", for messages
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One file: what stands at its start, the tensors in the order they will come, its size."""
+
+    path: Path
+    header: bytes
+    slots: Sequence[Slot]
+    size: int
+
+
+class StreamWriter:
+    """Writes the files of `layouts`; they appear together when all are complete, the first one last.
+
+    Used as a context manager: leaving the block completes the files; an exception in it, or a tensor that is not
+    complete, removes what was written.
+    """
+
+    def __init__(self, path: Path, layouts: Sequence[Layout]):
+        self.path = path
+        self.paths = [layout.path for layout in layouts]
+        self._layouts = layouts
+        self._slots = [(slot, i) for i, layout in enumerate(layouts) for slot in layout.slots]
+        self._files: list[AtomicFile] = []
+        self._index = 0  # of the tensor being written
+        self._written = 0  # bytes of it
+        names = [slot.name for slot, _ in self._slots]
+        if len(set(names)) < len(names):
+            twice = next(name for i, name in enumerate(names) if name in names[:i])
+            raise DataError(f"{path}: tensor {twice} is to be written twice")
+        require_space(path.parent, sum(layout.size for layout in layouts))
+        allow_open_files(len(layouts))
+        try:
+            self._begin(0)
+        except BaseException:
+            self.abort()
+            raise
+
+    def write(self, name: str, data: Any) -> None:
+        """Append bytes, uint8 of any shape, to tensor `name`: the one begun, or the next in order.
+
+        DataError when it is another's turn or when it gets more bytes than it has.
+        """
+        if isinstance(data, (bytes, bytearray, memoryview)):
+            data = np.frombuffer(data, np.uint8)
+        if not isinstance(data, np.ndarray) or data.dtype != np.uint8:
+            got = getattr(data, "dtype", type(data).__name__)
+            raise DataError(f"{self.path}: tensor {name}: expected uint8 data, got {got}")
+        self._skip_empty(name)
+        if self._index == len(self._slots):
+            raise DataError(f"{self.path}: tensor {name}: all {len(self._slots)} tensors are written already")
+        slot, number = self._slots[self._index]
+        total = self._written + data.nbytes
+        if name != slot.name:
+            raise DataError(
+                f"{self.path}: it is the turn of tensor {slot.name} ({self._written} of {slot.nbytes} bytes written), "
+                f"not of {name}"
+            )
+        if total > slot.nbytes:
+            raise DataError(f"{self.path}: tensor {name}: {total} bytes, its {slot.what} are {slot.nbytes}")
+        file = self._begin(number)
+        with os_errors(file.temporary, f"write tensor {name}"):
+            if self._written == 0:
+                file.stream.seek(slot.offset)
+            file.stream.write(np.ascontiguousarray(data).data)
+        self._written = total
+        if total == slot.nbytes:
+            self._index += 1
+            self._written = 0
+
+    def close(self) -> None:
+        """Check that every tensor is complete and give the files their final names."""
+        try:
+            self._skip_empty(None)
+            if self._index < len(self._slots):
+                slot, _ = self._slots[self._index]
+                raise DataError(
+                    f"{self.path}: {self._index} of {len(self._slots)} tensors were written; tensor {slot.name} has "
+                    f"{self._written} of {slot.nbytes} bytes"
+                )
+            self._begin(len(self._layouts) - 1)
+            publish(self._files)
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Remove what was written. Does nothing to files that are complete."""
+        for file in self._files:
+            file.discard()
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    def _skip_empty(self, name: str | None) -> None:
+        """Pass over tensors of no bytes, which nobody needs to write, up to `name`."""
+        while self._index < len(self._slots):
+            slot = self._slots[self._index][0]
+            if slot.nbytes or slot.name == name:
+                return
+            self._index += 1
+
+    def _begin(self, number: int) -> AtomicFile:
+        """File `number`, begun together with all before it."""
+        while len(self._files) <= number:
+            layout = self._layouts[len(self._files)]
+            file = AtomicFile(layout.path)
+            self._files.append(file)
+            with os_errors(file.temporary, "write the header"):
+                os.ftruncate(file.stream.fileno(), layout.size)  # so that padding is there without being written
+                file.stream.write(layout.header)
+        return self._files[number]

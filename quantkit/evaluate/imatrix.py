@@ -1,0 +1,116 @@
+"""Collecting an importance matrix: for every weight, the mean square of what enters each of its columns.
+
+Every token vector x that enters a weight adds x_j² to the weight's column j, in float64, and one to its count. All
+positions of a chunk count, also those whose logits are not scored. Recorded are the matrices of the blocks (`blk.`),
+and the output matrix when asked; `token_embd.weight` is looked up, so nothing enters it unless it is the output too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from quantkit import jit
+from quantkit.errors import DataError
+from quantkit.evaluate.perplexity import Perplexity, check_context, negative_log_likelihood, require_finite
+from quantkit.evaluate.text import DEFAULT_BATCH, Chunks, batches
+from quantkit.files.imatrix import Entry, Imatrix
+from quantkit.files.kld import rows_per_chunk, scored_rows
+from quantkit.jit import kernel
+
+OUTPUT_NAMES = ("output.weight", "token_embd.weight")
+
+
+@kernel
+def _add_squares(x, sums):
+    """sums float64[n] += column sums of squares of float32[tokens, n]."""
+    tokens, n = x.shape
+    for t in range(tokens):
+        for j in range(n):
+            sums[j] += np.float64(x[t, j]) * np.float64(x[t, j])
+
+
+class Collector:
+    """Sums of squares by weight; `observe` is what the model's observer calls."""
+
+    def __init__(self, process_output: bool = False):
+        self.process_output = process_output
+        self.chunks = 0
+        self._sums: dict[str, np.ndarray] = {}
+        self._counts: dict[str, int] = {}
+
+    def observe(self, name: str, x: np.ndarray) -> None:
+        """Add float32[tokens, n] that enters the weight `name`; NaN or Inf is a DataError that names the weight."""
+        if not (name.startswith("blk.") or (self.process_output and name in OUTPUT_NAMES)):
+            return
+        x = x.reshape(-1, x.shape[-1])
+        sums = self._sums.setdefault(name, np.zeros(x.shape[1]))
+        frozen = jit.readonly(np.ascontiguousarray(x))
+        jit.over_rows(lambda a, b: _add_squares(frozen[:, a:b], sums[a:b]), x.shape[1], multiple=64, pieces=1)
+        if not np.isfinite(sums).all():
+            token, column = (int(v) for v in np.argwhere(~np.isfinite(x))[0])
+            raise DataError(
+                f"{name}: column {column} of what enters it is {x[token, column]} at token {token} of its batch, in or "
+                f"after chunk {self.chunks + 1}; the weights before it are broken or overflow"
+            )
+        self._counts[name] = self._counts.get(name, 0) + len(x)
+
+    def result(self, dataset: str) -> Imatrix:
+        """What has been collected so far. A chunk counts as one call, as where the reference's batch is its context."""
+        entries = {
+            name: Entry(
+                np.asarray(sums / self._counts[name], np.float32)[None],
+                np.array([self._counts[name]], np.int64),
+                max(1, self.chunks),
+            )
+            for name, sums in self._sums.items()
+        }
+        return Imatrix(entries, self.chunks, dataset)
+
+
+def collect(
+    model: Any,
+    chunks: Chunks,
+    *,
+    process_output: bool = False,
+    with_perplexity: bool = True,
+    n_batch: int = DEFAULT_BATCH,
+    on_chunk: Callable[[int, Perplexity | None, Collector], None] | None = None,
+) -> Imatrix:
+    """Run a model over chunks and return the importance matrix of its weights.
+
+    `on_chunk(chunks done, perplexity so far or None, collector)` is called after each chunk.
+    """
+    check_context(model, chunks.n_ctx)
+    collector = Collector(process_output)
+    nll = np.empty((len(chunks), rows_per_chunk(chunks.n_ctx)))
+    before, model.observer = model.observer, collector.observe
+    try:
+        for part in batches(len(chunks), chunks.n_ctx, 2 * model.vocab_size, n_batch):
+            logits = _run(model, chunks, part, with_perplexity or process_output)
+            for index in range(part.start, part.stop):
+                collector.chunks = index + 1
+                if with_perplexity:
+                    nll[index] = _score(model, chunks, index, logits[index - part.start])
+                if on_chunk is not None:
+                    so_far = Perplexity(nll[: index + 1], chunks.n_ctx) if with_perplexity else None
+                    on_chunk(index + 1, so_far, collector)
+    finally:
+        model.observer = before
+    return collector.result(chunks.source)
+
+
+def _run(model: Any, chunks: Chunks, part: slice, with_logits: bool) -> np.ndarray:
+    """Logits of every position: all of them must pass through every weight, the output's included."""
+    rows = slice(0, chunks.n_ctx) if with_logits else slice(chunks.n_ctx - 1, chunks.n_ctx)
+    return model.forward_sequences(chunks.inputs[part], rows)
+
+
+def _score(model: Any, chunks: Chunks, index: int, logits: np.ndarray) -> np.ndarray:
+    """nll of one chunk's scored tokens from float32[n_ctx, n_vocab]."""
+    rows = scored_rows(chunks.n_ctx)
+    nll = negative_log_likelihood(logits[rows], chunks.tokens[index, rows.start + 1 :])
+    require_finite(model, chunks.inputs, index, nll)
+    return nll

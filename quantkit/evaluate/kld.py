@@ -1,0 +1,280 @@
+"""KL divergence of a model from a base, token by token, and the statistics the reference prints of it.
+
+At every scored position, with q the model's probabilities and b the base's:
+
+    nll      = -log q[target],  nll_base = -log b[target]
+    kld      = sum of b_i (log b_i - log q_i) over i with log b_i > -16     (not renormalised: tiny negatives occur)
+    same top = argmax q == argmax b, the first of equals
+    dp       = exp(-nll) - exp(-nll_base)
+
+Errors are standard errors of a mean over n positions, err(x) = sqrt((mean x² - (mean x)²) / (n - 1)); both models see
+the same tokens, so their difference uses cov(x, y) = (mean xy - mean x mean y) / (n - 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from quantkit import jit
+from quantkit.errors import DataError
+from quantkit.evaluate.perplexity import evaluate_chunks, log_sum_exp, require_finite
+from quantkit.evaluate.text import DEFAULT_BATCH, with_bos
+from quantkit.files.kld import BaseReader, EncodedRows, scored_rows
+from quantkit.jit import kernel
+
+FLOOR_NATS = -16.0  # base tokens less likely than this do not count
+
+
+@kernel
+def _compare_rows(logits, scale, low, codes, targets, nll, nll_base, kld, same_top):
+    """One pass over float32[rows, n] logits and the base's uint16[rows, n] codes; fills four arrays of [rows]."""
+    rows, n = logits.shape
+    for r in range(rows):
+        top, log_sum = log_sum_exp(logits[r])
+        shift = np.float32(top + np.float32(log_sum))
+        total = 0.0
+        best, best_base = 0, 0
+        for i in range(n):
+            if logits[r, i] > logits[r, best]:
+                best = i
+            if codes[r, i] > codes[r, best_base]:
+                best_base = i
+            log_b = scale[r] * np.float32(codes[r, i]) + low[r]
+            if log_b > np.float32(-16.0):
+                log_q = np.float32(logits[r, i] - shift)
+                total += np.float64(np.exp(log_b) * (log_b - log_q))
+        target = targets[r]
+        nll[r] = log_sum - (np.float64(logits[r, target]) - np.float64(top))
+        nll_base[r] = -np.float64(scale[r] * np.float32(codes[r, target]) + low[r])
+        kld[r] = total
+        same_top[r] = best == best_base
+
+
+class RowFigures(NamedTuple):
+    """Figures of scored positions, one row each: float64, and bool for same_top."""
+
+    nll: np.ndarray
+    nll_base: np.ndarray
+    kld: np.ndarray
+    same_top: np.ndarray
+
+
+def compare_rows(logits: np.ndarray, base: EncodedRows, targets: np.ndarray) -> RowFigures:
+    """Figures of float32[rows, n_vocab] logits against the base's rows; targets int[rows]."""
+    rows = len(logits)
+    figures = RowFigures(np.empty(rows), np.empty(rows), np.empty(rows), np.empty(rows, np.bool_))
+    inputs = (np.ascontiguousarray(logits), *base, np.asarray(targets, np.int32))
+    frozen = [jit.readonly(array) for array in inputs]
+
+    def task(a: int, b: int) -> None:
+        _compare_rows(*(array[a:b] for array in frozen), *(array[a:b] for array in figures))
+
+    jit.over_rows(task, rows)
+    return figures
+
+
+# ---------------------------------------------------------------------------------------------------------- statistics
+
+
+class Estimate(NamedTuple):
+    """A value and its standard error."""
+
+    value: float
+    error: float
+
+
+def mean_error(x: np.ndarray) -> float:
+    """Standard error of the mean; 0 for ten values or fewer, or where they do not vary."""
+    variance = float(np.mean(x * x) - x.mean() ** 2)
+    return math.sqrt(variance / (x.size - 1)) if x.size > 10 and variance > 0 else 0.0
+
+
+def mean_covariance(x: np.ndarray, y: np.ndarray) -> float:
+    """Covariance of the two means; 0 for fewer than ten values."""
+    return float(np.mean(x * y) - x.mean() * y.mean()) / (x.size - 1) if x.size >= 10 else 0.0
+
+
+def percentile(ordered: np.ndarray, fraction: float) -> float:
+    """Linear interpolation in sorted values."""
+    x = fraction * (ordered.size - 1)
+    k = int(x)
+    above = ordered[min(k + 1, ordered.size - 1)]
+    return float((1 - (x - k)) * ordered[k] + (x - k) * above)
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Result of a comparison: arrays of [n], one a scored position, in the text's order."""
+
+    nll: np.ndarray  # float64, nats
+    nll_base: np.ndarray  # float64, nats
+    kld: np.ndarray  # float64, nats
+    same_top: np.ndarray  # bool
+
+    def __len__(self) -> int:
+        return self.nll.size
+
+    @property
+    def dp(self) -> np.ndarray:
+        """Difference of the target's probability, model minus base."""
+        return np.exp(-self.nll) - np.exp(-self.nll_base)
+
+    @property
+    def ppl(self) -> Estimate:
+        value = math.exp(self.nll.mean())
+        return Estimate(value, value * mean_error(self.nll))
+
+    @property
+    def ppl_base(self) -> Estimate:
+        value = math.exp(self.nll_base.mean())
+        return Estimate(value, value * mean_error(self.nll_base))
+
+    @property
+    def correlation(self) -> float:
+        """Of the two ln PPL."""
+        product = mean_error(self.nll) * mean_error(self.nll_base)
+        return mean_covariance(self.nll, self.nll_base) / product if product else math.nan
+
+    @property
+    def ln_ratio(self) -> Estimate:
+        """ln(PPL / PPL of the base), paired."""
+        e, e_base = mean_error(self.nll), mean_error(self.nll_base)
+        variance = e**2 + e_base**2 - 2 * mean_covariance(self.nll, self.nll_base)
+        return Estimate(float(self.nll.mean() - self.nll_base.mean()), math.sqrt(max(0.0, variance)))
+
+    @property
+    def ratio(self) -> Estimate:
+        value = math.exp(self.ln_ratio.value)
+        return Estimate(value, value * self.ln_ratio.error)
+
+    @property
+    def difference(self) -> Estimate:
+        """PPL - PPL of the base, paired."""
+        (p, e), (p_base, e_base) = self.ppl, self.ppl_base
+        variance = e**2 + e_base**2 - 2 * p * p_base * mean_covariance(self.nll, self.nll_base)
+        return Estimate(p - p_base, math.sqrt(max(0.0, variance)))
+
+    @property
+    def mean_kld(self) -> Estimate:
+        return Estimate(float(self.kld.mean()), mean_error(self.kld))
+
+    @property
+    def mean_dp(self) -> Estimate:
+        return Estimate(float(self.dp.mean()), mean_error(self.dp))
+
+    @property
+    def rms_dp(self) -> Estimate:
+        squares = self.dp**2
+        value = math.sqrt(squares.mean())
+        return Estimate(value, mean_error(squares) / (2 * value) if value else 0.0)
+
+    @property
+    def top_agreement(self) -> Estimate:
+        """Fraction of positions where both models rank the same token first."""
+        p = float(self.same_top.mean())
+        return Estimate(p, math.sqrt(p * (1 - p) / (len(self) - 1)) if len(self) > 1 else 0.0)
+
+    def sorted_kld(self) -> np.ndarray:
+        return np.sort(self.kld.astype(np.float32))
+
+    def sorted_dp(self) -> np.ndarray:
+        return np.sort(self.dp.astype(np.float32))
+
+    def first(self, n: int) -> Divergence:
+        """The result over the first n positions."""
+        return Divergence(self.nll[:n], self.nll_base[:n], self.kld[:n], self.same_top[:n])
+
+
+# ---------------------------------------------------------------------------------------------------------- evaluation
+
+
+def divergence(
+    model: Any,
+    base: BaseReader,
+    *,
+    n_batch: int = DEFAULT_BATCH,
+    on_chunk: Callable[[int, Divergence], None] | None = None,
+) -> Divergence:
+    """Compare a model with a base file over the file's own tokens.
+
+    `on_chunk(chunks done, result so far)` is called after each chunk. A base of another vocabulary is a DataError.
+    """
+    if model.vocab_size != base.n_vocab:
+        raise DataError(
+            f"{base.path}: made with a vocabulary of {base.n_vocab}, the model has {model.vocab_size}; "
+            "a base only fits models with the same tokenizer"
+        )
+    inputs = with_bos(base.tokens, model.tokenizer)
+    rows = scored_rows(base.n_ctx)
+    k = base.rows_per_chunk
+    n = base.n_chunk * k
+    result = Divergence(np.empty(n), np.empty(n), np.empty(n), np.empty(n, np.bool_))
+    for index, logits in evaluate_chunks(model, inputs, n_batch):
+        figures = compare_rows(logits, base.chunk(index), base.tokens[index, rows.start + 1 :])
+        require_finite(model, inputs, index, figures.nll)
+        here = slice(index * k, (index + 1) * k)
+        for name in RowFigures._fields:
+            getattr(result, name)[here] = getattr(figures, name)
+        if on_chunk is not None:
+            on_chunk(index + 1, result.first((index + 1) * k))
+    return result
+
+
+# -------------------------------------------------------------------------------------------------------- printed form
+
+CHUNK_HEADER = (
+    "chunk             PPL               ln(PPL(Q)/PPL(base))          KL Divergence"
+    "              Δp RMS            Same top p"
+)
+
+
+def chunk_line(index: int, so_far: Divergence) -> str:
+    """The reference's line after each chunk, running values."""
+    ppl, ratio, kld, rms, top = so_far.ppl, so_far.ln_ratio, so_far.mean_kld, so_far.rms_dp, so_far.top_agreement
+    return (
+        f"{index:4d}    {ppl.value:9.4f} ± {ppl.error:9.4f}    {ratio.value:10.5f} ± {ratio.error:10.5f}"
+        f"    {kld.value:10.5f} ± {kld.error:10.5f}    {100 * rms.value:6.3f} ± {100 * rms.error:6.3f} %"
+        f"    {100 * top.value:6.3f} ± {100 * top.error:6.3f} %"
+    )
+
+
+def report(d: Divergence) -> str:
+    """The reference's final report; its readers go by label."""
+
+    def with_error(label: str, e: Estimate) -> str:
+        return f"{label:<30}: {e.value:10.6f} ± {e.error:10.6f}"
+
+    kld, dp = d.sorted_kld(), 100 * d.sorted_dp()
+    lines = [
+        "====== Perplexity statistics ======",
+        with_error("Mean PPL(Q)", d.ppl),
+        with_error("Mean PPL(base)", d.ppl_base),
+        f"{'Cor(ln(PPL(Q)), ln(PPL(base)))':<30}: {100 * d.correlation:6.2f}%",
+        with_error("Mean ln(PPL(Q)/PPL(base))", d.ln_ratio),
+        with_error("Mean PPL(Q)/PPL(base)", d.ratio),
+        with_error("Mean PPL(Q)-PPL(base)", d.difference),
+        "",
+        "====== KL divergence statistics ======",
+        f"Mean    KLD: {d.mean_kld.value:10.6f} ± {d.mean_kld.error:10.6f}",
+        f"Maximum KLD: {kld[-1]:10.6f}",
+        *(f"{100 * f:4.1f}%   KLD: {percentile(kld, f):10.6f}" for f in (0.999, 0.99, 0.95, 0.9)),
+        f"Median  KLD: {percentile(kld, 0.5):10.6f}",
+        *(f"{100 * f:4.1f}%   KLD: {percentile(kld, f):10.6f}" for f in (0.1, 0.05, 0.01, 0.001)),
+        f"Minimum KLD: {kld[0]:10.6f}",
+        "",
+        "====== Token probability statistics ======",
+        f"Mean    Δp: {100 * d.mean_dp.value:6.3f} ± {100 * d.mean_dp.error:5.3f} %",
+        f"Maximum Δp: {dp[-1]:6.3f}%",
+        *(f"{100 * f:4.1f}%   Δp: {percentile(dp, f):6.3f}%" for f in (0.999, 0.99, 0.95, 0.9, 0.75)),
+        f"Median  Δp: {percentile(dp, 0.5):6.3f}%",
+        *(f"{100 * f:4.1f}%   Δp: {percentile(dp, f):6.3f}%" for f in (0.25, 0.1, 0.05, 0.01, 0.001)),
+        f"Minimum Δp: {dp[0]:6.3f}%",
+        f"RMS Δp    : {100 * d.rms_dp.value:6.3f} ± {100 * d.rms_dp.error:5.3f} %",
+        f"Same top p: {100 * d.top_agreement.value:6.3f} ± {100 * d.top_agreement.error:5.3f} %",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,93 @@
+"""From a text file to the chunks that the reference's tools evaluate.
+
+The whole text is tokenized once, with the tokenizer's own BOS and without parsing special tokens; one newline at its
+end is dropped, and so is the remainder that does not fill a chunk. In front of every chunk stands BOS *instead of* the
+chunk's first token, if the model adds BOS; what is scored are still the text's own tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantkit.errors import DataError
+from quantkit.files.atomic import os_errors
+
+DEFAULT_CONTEXT = 512
+DEFAULT_BATCH = 2048
+_LOGITS_BUDGET = 256 << 20  # bytes of logits held at a time, unless a single chunk's are more
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """A text cut into equal chunks.
+
+    tokens: int32[n_chunk, n_ctx], the text's own. inputs: the same with BOS in front, what the model is fed.
+    """
+
+    tokens: np.ndarray
+    inputs: np.ndarray
+    source: str
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def n_ctx(self) -> int:
+        return int(self.tokens.shape[1])
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The file's text without the one newline at its end. Bytes that are not UTF-8 are a DataError."""
+    with os_errors(Path(path), "read"):
+        data = Path(path).read_bytes().removesuffix(b"\n")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: offset {error.start}: not UTF-8 ({error.reason}); convert the text first") from None
+
+
+def with_bos(tokens: np.ndarray, tokenizer: Any) -> np.ndarray:
+    """int[n_chunk, n_ctx] with every first token replaced by BOS, if this tokenizer adds one."""
+    if not tokenizer.adds_bos:
+        return tokens
+    inputs = tokens.copy()
+    inputs[:, 0] = tokenizer.bos_id
+    return inputs
+
+
+def chunked(
+    tokenizer: Any,
+    path: str | os.PathLike[str],
+    n_ctx: int = DEFAULT_CONTEXT,
+    limit: int | None = None,
+    skip: int = 0,
+) -> Chunks:
+    """Tokenize a file and cut it into chunks of `n_ctx` tokens, after the first `skip` chunks and at most `limit`."""
+    if n_ctx < 4:
+        raise DataError(f"chunks of {n_ctx} tokens are too short to score anything; take at least 4 (-c)")
+    if limit is not None and limit < 1:
+        raise DataError(f"{limit} chunks were asked for; ask for at least one (--chunks)")
+    ids = tokenizer.encode(read_text(path), bos=None)
+    if len(ids) < (2 + skip) * n_ctx:
+        raise DataError(
+            f"{path}: {len(ids)} tokens, chunks of {n_ctx} need at least {(2 + skip) * n_ctx}; "
+            "take a longer text or shorter chunks (-c)"
+        )
+    n_chunk = len(ids) // n_ctx - skip
+    n_chunk = n_chunk if limit is None else min(n_chunk, limit)
+    tokens = np.asarray(ids[skip * n_ctx : (skip + n_chunk) * n_ctx], np.int32).reshape(n_chunk, n_ctx)
+    return Chunks(tokens, with_bos(tokens, tokenizer), str(path))
+
+
+def batches(n_chunk: int, n_ctx: int, n_vocab: int, n_batch: int = DEFAULT_BATCH) -> Iterator[slice]:
+    """Slices of chunks evaluated together: `n_batch` tokens, fewer where their logits would take too much memory."""
+    rows = n_ctx - 1 - n_ctx // 2
+    together = max(1, min(n_batch // n_ctx, _LOGITS_BUDGET // (4 * rows * n_vocab)))
+    for start in range(0, n_chunk, together):
+        yield slice(start, min(n_chunk, start + together))

@@ -56,12 +56,12 @@ def types(
 def _row(record: dict[str, Any]) -> list[Any]:
     keys = ("name", "base", "imatrix", "id", "file_type", "bits_per_weight", "block", "block_bytes", "row_header_bytes",
             "rows", "decode", "encode")  # fmt: skip
-    said = {True: "yes", False: "-", None: ""}
-    return [
-        said[value]
-        if value is None or isinstance(value, bool)
-        else f"{value:.4f}"
-        if isinstance(value, float)
-        else value
-        for value in (record[key] for key in keys)
-    ]
+    return [_said(record[key]) for key in keys]
+
+
+def _said(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "-"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,228 @@
+"""`quantkit quantize`: plan, show the plan, write."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quantkit.cli._shared import Json, Threads, gib, mib, parse_size, print_json, table
+from quantkit.errors import QuantkitError
+
+if TYPE_CHECKING:
+    from quantkit.files.imatrix import Imatrix
+    from quantkit.quantize import Written
+    from quantkit.recipe import Options, Plan, Recipe
+
+_Type = Annotated[str | None, typer.Option(metavar="T", show_default=False)]
+
+
+def quantize(
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="A GGUF file, or any shard of a set.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.", show_default=False)],
+    file_type: Annotated[
+        str, typer.Argument(metavar="TYPE", help="File type, as Q4_K_M, its number, or COPY.", show_default=False)
+    ],
+    thread_count: Annotated[
+        int | None, typer.Argument(metavar="THREADS", help="As --threads.", show_default=False)
+    ] = None,
+    imatrix: Annotated[Path | None, typer.Option(help="Importance matrix.", metavar="FILE")] = None,
+    custom_q: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RULES", help="Rules 're=type,…', or a file of them. Repeatable; the first match decides."
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="A recipe; its rules come after those of --custom-q.")
+    ] = None,
+    pure: Annotated[bool, typer.Option("--pure", help="TYPE for every tensor, no mix.")] = False,
+    output_tensor_type: _Type = None,
+    token_embedding_type: _Type = None,
+    ffn_gate_inp_type: _Type = None,
+    attn_q_type: _Type = None,
+    attn_k_type: _Type = None,
+    attn_v_type: _Type = None,
+    attn_qkv_type: _Type = None,
+    attn_output_type: _Type = None,
+    ffn_gate_type: _Type = None,
+    ffn_down_type: _Type = None,
+    ffn_up_type: _Type = None,
+    leave_output_tensor: Annotated[
+        bool, typer.Option("--leave-output-tensor", help="Keep output.weight as it is.")
+    ] = False,
+    allow_requantize: Annotated[
+        bool, typer.Option("--allow-requantize", help="Also quantize tensors that are quantized already.")
+    ] = False,
+    include_weights: Annotated[
+        list[str] | None, typer.Option(metavar="S", help="Use only imatrix entries whose name holds S. Repeatable.")
+    ] = None,
+    exclude_weights: Annotated[
+        list[str] | None, typer.Option(metavar="S", help="Use no imatrix entry whose name holds S. Repeatable.")
+    ] = None,
+    override_kv: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=TYPE:VALUE", help="Set a metadata key; TYPE int, float, bool or str. Repeatable."),
+    ] = None,
+    split_max_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Write shards of at most SIZE, as 50G or 48GiB.")
+    ] = None,
+    split_max_tensors: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Write shards of at most N tensors.")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Take warnings about the plan for errors.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show every tensor and why it has its type.")
+    ] = False,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Quantize a GGUF file by file type, rules and flags.
+
+    What decides a tensor's type, strongest first: --token-embedding-type and --output-tensor-type; the first matching
+    rule of --custom-q and --recipe; --attn-q-type and its kin; the mix of TYPE; its default. Rows that do not fit a
+    type fall back to a narrower one. Rules that do nothing are warned about; the output carries its recipe.
+    """
+    import quantkit
+    from quantkit.quantize import Override
+    from quantkit.quantize import quantize as run
+
+    if source.is_dir():
+        raise QuantkitError(f"{source}: a directory; make a GGUF of it first: quantkit convert {source} model.gguf")
+    file = quantkit.open(source)
+    matrix = _read_imatrix(imatrix, include_weights, exclude_weights)
+    class_types = {
+        "attn_q": attn_q_type, "attn_k": attn_k_type, "attn_v": attn_v_type, "attn_qkv": attn_qkv_type,
+        "attn_output": attn_output_type, "ffn_gate": ffn_gate_type, "ffn_down": ffn_down_type, "ffn_up": ffn_up_type,
+    }  # fmt: skip
+    exact = (output_tensor_type, token_embedding_type, ffn_gate_inp_type)
+    options = _options(pure, exact, class_types, leave_output_tensor, allow_requantize)
+    overrides = [Override.parse(text) for text in override_kv or []]
+    size = None if split_max_size is None else parse_size(split_max_size)
+
+    from quantkit.recipe import plan
+
+    made = plan(
+        file.tensors.values(),
+        file_type,
+        _rules(custom_q, recipe),
+        metadata=file.metadata,
+        imatrix=matrix,
+        options=options,
+    )
+    made.require_codecs()
+    if strict:
+        made.require_clean()
+    if not json:
+        print_plan(made, verbose)
+    if dry_run:
+        if json:
+            print_json(made.to_json())
+        return
+    started = time.perf_counter()
+    written = run(
+        file,
+        out,
+        made,
+        imatrix=matrix,
+        imatrix_file=str(imatrix or ""),
+        overrides=overrides,
+        threads=threads or _positive(thread_count),
+        split_max_bytes=size,
+        split_max_tensors=split_max_tensors,
+        progress=True,
+    )
+    _report(made, written, time.perf_counter() - started, json)
+
+
+def _positive(threads: int | None) -> int | None:
+    """Zero and less mean all CPUs, as in the reference."""
+    return threads if threads and threads > 0 else None
+
+
+def _read_imatrix(path: Path | None, include: list[str] | None, exclude: list[str] | None) -> Imatrix | None:
+    if include and exclude:
+        raise typer.BadParameter("--include-weights and --exclude-weights contradict each other")
+    if path is None:
+        if include or exclude:
+            raise typer.BadParameter(
+                "--include-weights and --exclude-weights filter an importance matrix: pass --imatrix"
+            )
+        return None
+    from quantkit.files import imatrix
+
+    matrix = imatrix.read(path)
+    if include:
+        matrix.entries = {k: v for k, v in matrix.entries.items() if any(s in k for s in include)}
+    if exclude:
+        matrix.entries = {k: v for k, v in matrix.entries.items() if not any(s in k for s in exclude)}
+    return matrix
+
+
+def _rules(custom_q: list[str] | None, named: str | None) -> Recipe:
+    """The rules of all --custom-q in order, then those of --recipe."""
+    from quantkit.recipe import Recipe, find, parse
+
+    found = Recipe()
+    for text in custom_q or []:
+        found += find(text) if "=" not in text or Path(text).is_file() else parse(text, "--custom-q")
+    return found + find(named) if named else found
+
+
+def _options(
+    pure: bool, exact: tuple[str | None, ...], class_types: dict[str, str | None], leave: bool, again: bool
+) -> Options:
+    from quantkit import types
+    from quantkit.recipe import Options
+
+    output, embedding, router = (types.layout(name) if name else None for name in exact)
+    chosen = {name: types.layout(t) for name, t in class_types.items() if t}
+    return Options(pure, output, embedding, router, chosen, leave, again)
+
+
+# ------------------------------------------------------------------------------------------------------------- printing
+
+
+def print_plan(plan: Plan, verbose: bool = False) -> None:
+    """Classes of tensors by type, what each rule did, warnings, sizes."""
+    if verbose:
+        each = [(t.name, "x".join(map(str, t.shape)), t.source.name, t.type.name, t.reason, mib(t.bytes_after))
+                for t in plan.tensors]  # fmt: skip
+        print(table(("tensor", "shape", "from", "to", "why", "size"), each, left=5), end="\n\n")
+    print(table(("tensors", "from", "to", "why", "count", "size"), _classes(plan), left=4), end="\n\n")
+    if plan.rules:
+        rows = [(i, str(use.rule), len(use.matched), len(use.decided)) for i, use in enumerate(plan.rules, 1)]
+        print(table(("rule", "regex=type", "matches", "decides"), rows, left=2), end="\n\n")
+    for warning in plan.warnings:
+        print(f"warning: {warning}")
+    print(
+        f"{plan.file_type.name}: {len(plan.tensors)} tensors, {gib(plan.bytes_before)} -> {gib(plan.bytes_after)}, "
+        f"{plan.bits_per_weight:.3f} bits per weight"
+    )
+
+
+def _classes(plan: Plan) -> list[tuple[Any, ...]]:
+    """Tensors that differ only in their layer, source, type and reason, as one line each."""
+    grouped: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
+    for t in plan.tensors:
+        name = re.sub(r"^blk\.\d+\.", "blk.*.", t.name)
+        grouped[name, t.source.name, t.type.name, t.reason].append(t.bytes_after)
+    return [(*key, len(sizes), mib(math.fsum(sizes))) for key, sizes in grouped.items()]
+
+
+def _report(plan: Plan, written: Written, seconds: float, json: bool) -> None:
+    if json:
+        print_json(plan.to_json() | {"paths": written.paths, "size": written.size, "seconds": seconds})
+        return
+    for path in written.paths:
+        print(f"wrote {path}")
+    speed = plan.bytes_before / max(seconds, 1e-9) / 2**20
+    print(f"{gib(written.size)} in {seconds:.1f} s, {speed:.0f} MiB/s of input")

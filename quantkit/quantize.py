@@ -1,0 +1,255 @@
+"""Quantizing a file: rows are read, encoded and written in small pieces, as a plan says.
+
+    source tensor -> pieces of rows -> decode -> encode -> check -> writer, in order
+
+Each piece is decoded and encoded by one thread; several are in flight, and what they give is written in order. So
+memory is bounded by a constant a thread, tensors of all sizes keep all threads busy, and the bytes do not depend on how
+many there are. The output appears under its final name when it is complete.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantkit import __version__, jit
+from quantkit.errors import DataError, QuantkitError
+from quantkit.files.gguf import GGUF, Metadata, Tensor, TensorSpec, Writer
+from quantkit.files.imatrix import Imatrix
+from quantkit.recipe import Plan, PlannedTensor
+from quantkit.types import check_finite
+
+PIECE_ELEMENTS = 1 << 19  # 2 MiB of float32: stays in a core's cache from decoding to encoding
+QUANTIZATION_VERSION = 2
+# Scales are f16 and never larger than the largest weight, so below this no encoding can overflow.
+_SAFE_MAGNITUDE = 30000.0
+_LONGEST_TEXT = 127  # bytes that the reference's readers take of the imatrix strings
+
+
+@dataclass(frozen=True)
+class Override:
+    """A metadata key set by the user: kind is "int", "float", "bool" or "str"."""
+
+    key: str
+    kind: str
+    value: Any
+
+    @classmethod
+    def parse(cls, text: str) -> Override:
+        """Read KEY=TYPE:VALUE."""
+        key, equals, rest = text.partition("=")
+        kind, colon, value = rest.partition(":")
+        readers: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": {"true": True, "false": False}.get}
+        try:
+            parsed = readers[kind](value) if key and equals and colon else None
+        except (KeyError, ValueError):
+            parsed = None
+        if parsed is None:
+            raise QuantkitError(
+                f"override '{text}' is not KEY=TYPE:VALUE with TYPE int, float, bool (true, false) or str"
+            )
+        return cls(key, kind, parsed)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a run wrote: the files and their bytes, header and padding included."""
+
+    paths: list[Path]
+    size: int
+
+
+def quantize(
+    source: GGUF,
+    out: str | os.PathLike[str],
+    plan: Plan,
+    *,
+    imatrix: Imatrix | None = None,
+    imatrix_file: str = "",
+    overrides: Sequence[Override] = (),
+    threads: int | None = None,
+    split_max_bytes: int | None = None,
+    split_max_tensors: int | None = None,
+    progress: bool = False,
+) -> Written:
+    """Write `source` to `out` with every tensor in the type that `plan` gives it.
+
+    `imatrix` is the matrix that the plan was made with, `imatrix_file` its name for the output's metadata. Raises
+    DataError naming file, tensor, row and column for values that are not finite; nothing is left under `out` then.
+    """
+    plan.require_codecs()
+    metadata = output_metadata(source.metadata, plan, imatrix, imatrix_file, overrides)
+    specs = [TensorSpec(t.name, t.shape, t.type) for t in plan.tensors]
+    threads = threads or jit.default_threads()
+    with Writer(out, metadata, specs, split_max_bytes, split_max_tensors) as writer:
+        _refuse_overwriting(source, writer.paths)
+        with _Bar(plan.bytes_before, progress) as bar, ThreadPoolExecutor(threads) as pool:
+            for piece, data in _in_order(pool, _pieces(source, plan, imatrix), ahead=2 * threads):
+                writer.write(piece.planned.name, data)
+                bar.update(piece.planned.name, piece.source_bytes)
+        paths = writer.paths
+    return Written(paths, sum(path.stat().st_size for path in paths))
+
+
+# ----------------------------------------------------------------------------------------------------------- the pieces
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows `start` to `stop` of a tensor, all of one matrix of it."""
+
+    planned: PlannedTensor
+    tensor: Tensor
+    start: int
+    stop: int
+    importance: np.ndarray | None
+
+    @property
+    def source_bytes(self) -> int:
+        return (self.stop - self.start) * self.tensor.row_bytes
+
+    def encode(self) -> np.ndarray:
+        """The rows in the planned type: uint8[rows, row_bytes]."""
+        data = self.tensor.rows(self.start, self.stop)
+        if self.planned.copied:
+            return data
+        x = self.planned.source.dequantize(data, self.planned.shape[-1], threads=1)
+        try:
+            encoded = self.planned.type.quantize(x, self.importance, threads=1)
+            self._check_encoded(x, encoded)
+        except DataError as error:
+            raise DataError(f"{self.tensor.path}: {self.planned.name}: {self._in_the_tensor(x, error)}") from None
+        return encoded
+
+    def _check_encoded(self, x: np.ndarray, encoded: np.ndarray) -> None:
+        """Refuse finite weights whose scales overflow the half precision that they are stored in."""
+        if self.planned.type.name in ("f32", "bf16") or max(x.max(), -x.min()) < _SAFE_MAGNITUDE:
+            return
+        back = self.planned.type.dequantize(encoded, self.planned.shape[-1], threads=1)
+        bad = np.argwhere(~np.isfinite(back))
+        if len(bad):
+            row, column = (int(v) for v in bad[0])
+            raise DataError(
+                f"row {self.start + row}, column {column} is {x[row, column]}, too large for {self.planned.type.name}; "
+                "keep this tensor in f32 or bf16 with --custom-q"
+            )
+
+    def _in_the_tensor(self, x: np.ndarray, error: DataError) -> DataError:
+        """The same complaint with rows counted from the start of the tensor."""
+        try:
+            check_finite(x, self.start)
+        except DataError as placed:
+            return placed
+        return error
+
+
+def _pieces(source: GGUF, plan: Plan, imatrix: Imatrix | None) -> Iterator[_Piece]:
+    """All pieces of the output, in its order."""
+    for planned in plan.tensors:
+        tensor = source.tensors[planned.name]
+        rows = planned.shape[-2] if len(planned.shape) > 1 else 1
+        columns = planned.shape[-1]
+        weights = None
+        if imatrix is not None and planned.importance is not None:
+            weights = imatrix[planned.importance].columns(columns)
+        group = math.lcm(planned.source.interleave, planned.type.interleave)
+        step = max(1, PIECE_ELEMENTS // columns // group) * group
+        for matrix in range(math.prod(planned.shape[:-2])):
+            importance = None if weights is None else weights[matrix]
+            for start in range(matrix * rows, (matrix + 1) * rows, step):
+                yield _Piece(planned, tensor, start, min(start + step, (matrix + 1) * rows), importance)
+
+
+def _in_order(pool: ThreadPoolExecutor, pieces: Iterator[_Piece], ahead: int) -> Iterator[tuple[_Piece, np.ndarray]]:
+    """Encode pieces on a pool, `ahead` of them in flight, and give them back in their order."""
+    flying: deque[tuple[_Piece, Future[np.ndarray]]] = deque()
+    try:
+        for piece in pieces:
+            flying.append((piece, pool.submit(piece.encode)))
+            if len(flying) >= ahead:
+                first, future = flying.popleft()
+                yield first, future.result()
+        while flying:
+            first, future = flying.popleft()
+            yield first, future.result()
+    finally:
+        for _, future in flying:
+            future.cancel()
+
+
+# ------------------------------------------------------------------------------------------------ metadata and the rest
+
+
+def output_metadata(
+    source: Mapping[str, Any],
+    plan: Plan,
+    imatrix: Imatrix | None = None,
+    imatrix_file: str = "",
+    overrides: Sequence[Override] = (),
+) -> Metadata:
+    """The input's keys in their order, then what was done: version, overrides, importance, recipe, file type."""
+    made = Metadata(source)
+    made.set("general.quantization_version", QUANTIZATION_VERSION, "u32")
+    for override in overrides:
+        _apply(made, override)
+    if imatrix is not None:
+        made.set("quantize.imatrix.file", _short(imatrix_file), "str")
+        made.set("quantize.imatrix.dataset", _short(imatrix.dataset), "str")
+        made.set("quantize.imatrix.entries_count", len(imatrix), "i32")
+        if imatrix.chunks > 0:
+            made.set("quantize.imatrix.chunks_count", imatrix.chunks, "i32")
+    made.set("quantkit.recipe", plan.text(), "str")
+    made.set("quantkit.version", __version__, "str")
+    if plan.file_type.number is not None:
+        made.set("general.file_type", plan.file_type.number, "u32")
+    return made
+
+
+def _apply(metadata: Metadata, override: Override) -> None:
+    """Set a key. One that exists keeps its kind, because readers refuse a key of another kind."""
+    new = {"int": "i32", "float": "f32", "bool": "bool", "str": "str"}[override.kind]
+    kind = metadata.kind(override.key) if override.key in metadata else new
+    if isinstance(metadata.get(override.key), list) or (override.kind == "int") != (kind[0] in "ui"):
+        found = "a list" if isinstance(metadata.get(override.key), list) else kind
+        raise QuantkitError(f"override {override.key}: the file's value is {found}, the override {override.kind}")
+    metadata.set(override.key, override.value, kind)
+
+
+def _short(text: str) -> str:
+    """As much of a text as readers of imatrix keys take."""
+    return text.encode()[:_LONGEST_TEXT].decode(errors="ignore")
+
+
+def _refuse_overwriting(source: GGUF, outputs: Sequence[Path]) -> None:
+    for path in outputs:
+        if path.exists() and any(os.path.samefile(path, other) for other in source.paths):
+            raise QuantkitError(f"{path}: this is the input; write to another name")
+
+
+class _Bar:
+    """Progress in bytes of the source with an ETA, on a terminal."""
+
+    def __init__(self, total: int, show: bool):
+        self._total, self._show = total, show
+
+    def __enter__(self) -> _Bar:
+        from tqdm import tqdm
+
+        # disable=None: silent where stderr is no terminal.
+        self._bar: Any = tqdm(total=self._total, unit="B", unit_scale=True, disable=None if self._show else True)
+        return self
+
+    def update(self, name: str, nbytes: int) -> None:
+        self._bar.set_description_str(name, refresh=False)
+        self._bar.update(nbytes)
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.close()

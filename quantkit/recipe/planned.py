@@ -1,0 +1,157 @@
+"""What a plan is: the type of every tensor with the reason, the use of every rule, the sizes, the warnings."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quantkit.errors import UnsupportedError
+from quantkit.recipe.errors import RecipeError
+from quantkit.recipe.grammar import Recipe, Rule
+from quantkit.recipe.presets import FileType
+from quantkit.types import QuantType
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One tensor of the output.
+
+    shape is numpy's: rows of `shape[-1]` columns, experts first. `wanted` is the type before the shape had its say, and
+    differs from `type` where a fallback took place. `importance` names the entry of the importance matrix that is used.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    source: QuantType
+    type: QuantType
+    reason: str
+    wanted: QuantType | None = None
+    rule: int | None = None  # index of the rule that decided
+    importance: str | None = None
+
+    @property
+    def copied(self) -> bool:
+        return self.type is self.source
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    def _bytes(self, t: QuantType) -> int:
+        return math.prod(self.shape[:-1]) * t.row_bytes(self.shape[-1])
+
+    @property
+    def bytes_before(self) -> int:
+        return self._bytes(self.source)
+
+    @property
+    def bytes_after(self) -> int:
+        return self._bytes(self.type)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "shape": list(self.shape),
+            "source": self.source.name,
+            "type": self.type.name,
+            "wanted": (self.wanted or self.type).name,
+            "reason": self.reason,
+            "rule": self.rule,
+            "importance": self.importance,
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+        }
+
+
+@dataclass
+class RuleUse:
+    """What one rule matched: every tensor, those that may be quantized at all, those that it decided."""
+
+    rule: Rule
+    matched: list[str] = field(default_factory=list)
+    candidates: list[str] = field(default_factory=list)
+    decided: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rule": str(self.rule),
+            "matched": len(self.matched),
+            "candidates": len(self.candidates),
+            "decided": len(self.decided),
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every tensor's type with the reason. `warnings` are full sentences about what is probably not meant."""
+
+    file_type: FileType
+    recipe: Recipe
+    flags: str  # the flags that shaped the plan, as on the command line
+    tensors: tuple[PlannedTensor, ...]
+    rules: tuple[RuleUse, ...]
+    warnings: tuple[str, ...]
+
+    def __getitem__(self, name: str) -> PlannedTensor:
+        return next(t for t in self.tensors if t.name == name)
+
+    @property
+    def bytes_before(self) -> int:
+        return sum(t.bytes_before for t in self.tensors)
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of tensor data, without header and padding."""
+        return sum(t.bytes_after for t in self.tensors)
+
+    @property
+    def elements(self) -> int:
+        return sum(t.elements for t in self.tensors)
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.bytes_after / max(1, self.elements)
+
+    def types(self) -> Counter[str]:
+        """How many tensors get each type."""
+        return Counter(t.type.name for t in self.tensors)
+
+    def require_codecs(self) -> None:
+        """UnsupportedError when a tensor must be encoded to, or decoded from, a type that quantkit cannot."""
+        changed = [t for t in self.tensors if not t.copied]
+        self._refuse("encode", [(t, t.type) for t in changed if t.type.encode_rows is None])
+        self._refuse("decode", [(t, t.source) for t in changed if t.source.decode_rows is None])
+
+    def _refuse(self, verb: str, pairs: Sequence[tuple[PlannedTensor, QuantType]]) -> None:
+        if pairs:
+            tensor, t = pairs[0]
+            more = f" and {len(pairs) - 1} more tensor(s)" if len(pairs) > 1 else ""
+            raise UnsupportedError(
+                f"{tensor.name}{more}: the plan needs to {verb} {t.name}, which quantkit cannot; choose another type "
+                "for it with --custom-q (`quantkit types` lists what there is)"
+            )
+
+    def require_clean(self) -> None:
+        """RecipeError that tells all warnings, if there are any."""
+        if self.warnings:
+            raise RecipeError("; ".join(self.warnings))
+
+    def text(self) -> str:
+        """The recipe with what else shaped the plan as comments: what the output carries as `quantkit.recipe`."""
+        about = f"quantkit quantize {self.file_type.name}{' ' if self.flags else ''}{self.flags}"
+        return str(Recipe(self.recipe.rules, "\n".join(filter(None, (about, self.recipe.about)))))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "file_type": self.file_type.name,
+            "flags": self.flags,
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "bits_per_weight": self.bits_per_weight,
+            "rules": [use.to_json() for use in self.rules],
+            "warnings": list(self.warnings),
+            "tensors": [t.to_json() for t in self.tensors],
+        }

@@ -1,0 +1,297 @@
+"""From tensors, file type, recipe and flags to a plan. Pure: names and shapes in, types and reasons out.
+
+What decides a tensor's type, strongest first (spec/tools.md 2.3):
+
+    1. exact flags      --token-embedding-type, --output-tensor-type, --ffn-gate-inp-type
+    2. rules            --custom-q and --recipe, the first that matches
+    3. class flags      --attn-q-type, --ffn-down-type, …
+    4. the mix of the file type, unless --pure
+    5. the file type's default type
+
+and then the tensor's shape: rows that are no whole number of blocks, or too few to be interleaved, fall back.
+
+Where the reference does something else, on purpose: it ignores rules and class flags when the file type is a float and
+under --pure (here they count, and --pure refuses them); it writes a corrupt tensor when an exact flag asks for a type
+that the rows do not fit (here that falls back too); --attn-qkv-type does nothing there (here it beats --attn-q-type).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from quantkit import types
+from quantkit.errors import DataError, UnsupportedError
+from quantkit.files.imatrix import Imatrix
+from quantkit.recipe.errors import RecipeError
+from quantkit.recipe.fallback import fit_columns, interleaved_rows, row_by_row
+from quantkit.recipe.grammar import Recipe, Rule
+from quantkit.recipe.lint import warnings_of
+from quantkit.recipe.mixes import BUILT, Mix, Model, tensor_class
+from quantkit.recipe.planned import Plan, PlannedTensor, RuleUse
+from quantkit.recipe.presets import FileType, file_type
+from quantkit.types import QuantType
+
+EMBEDDING, OUTPUT, LAYER_EMBEDDING = "token_embd.weight", "output.weight", "per_layer_token_embd.weight"
+
+_INTEGERS = frozenset(("i8", "i16", "i32", "i64"))
+# Parts of names of weights that stay as they are: small, and harmful to quantize.
+_KEPT = {
+    "_norm.weight": "a norm",
+    "ssm_conv1d": "a convolution",
+    "ssm_x.weight": "a state-space projection",
+    "ssm_dt.weight": "a state-space projection",
+    "attn_rel_b.weight": "a position bias",
+    "position_embd.weight": "position embeddings",
+    "token_types.weight": "token types",
+}
+# Where a tensor has no importance of its own: the entry that saw the same input, as runtimes fuse the two products.
+_STAND_INS = (
+    ("ffn_up_exps.weight", "ffn_gate_up_exps.weight"),
+    ("ffn_gate_exps.weight", "ffn_gate_up_exps.weight"),
+    ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    ("ffn_gate_up_exps.weight", "ffn_up_exps.weight"),
+    ("ffn_gate.weight", "ffn_up.weight"),
+    ("attn_v_b.weight", "attn_kv_b.weight"),
+    ("attn_kv_b.weight", "attn_v_b.weight"),
+)
+
+
+class Tensor(Protocol):
+    """What is asked of a tensor; shapes are numpy's."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def type(self) -> QuantType: ...
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags that shape a plan. `class_types` is keyed by the classes of `mixes.CLASSES` and "attn_qkv"."""
+
+    pure: bool = False
+    output_type: QuantType | None = None
+    embedding_type: QuantType | None = None
+    router_type: QuantType | None = None
+    class_types: Mapping[str, QuantType] = field(default_factory=dict)
+    leave_output: bool = False
+    allow_requantize: bool = False
+
+    def __str__(self) -> str:
+        """As typed on the command line."""
+        named = {"output-tensor": self.output_type, "token-embedding": self.embedding_type}
+        named |= {"ffn-gate-inp": self.router_type} | {k.replace("_", "-"): t for k, t in self.class_types.items()}
+        said = [f"--{name}-type {t.name}" for name, t in named.items() if t is not None]
+        switches = {"pure": self.pure, "leave-output-tensor": self.leave_output}
+        return " ".join(said + [f"--{name}" for name, on in switches.items() if on])
+
+
+def plan(
+    tensors: Iterable[Tensor],
+    target: str | FileType,
+    recipe: Recipe | None = None,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    imatrix: Imatrix | None = None,
+    options: Options | None = None,
+) -> Plan:
+    """Decide the type of every tensor of a file.
+
+    `tensors` in file order (mixes go by it), `metadata` the file's, for the mixes. Raises RecipeError for flags that
+    contradict each other, DataError for an importance matrix that does not fit or a quantized source without
+    `allow_requantize`, UnsupportedError for a file type whose mix is not built where it would be needed.
+    """
+    options = options or Options()
+    recipe = recipe or Recipe()
+    target = target if isinstance(target, FileType) else file_type(target)
+    listed = list(tensors)
+    planner = _Planner(target, recipe, options, Model.of(metadata or {}, (t.name for t in listed)), imatrix)
+    planned = tuple(planner.tensor(t) for t in listed)
+    if not options.allow_requantize:
+        _refuse_requantizing(planned)
+    warnings = warnings_of(planner.uses, planned, imatrix)
+    return Plan(target, recipe, str(options), planned, tuple(planner.uses), tuple(warnings))
+
+
+@dataclass(frozen=True)
+class _Choice:
+    type: QuantType
+    reason: str
+    rule: int | None = None
+
+
+class _Planner:
+    """The decisions of one plan; tensors are asked for in file order."""
+
+    def __init__(self, target: FileType, recipe: Recipe, options: Options, model: Model, imatrix: Imatrix | None):
+        self.target, self.recipe, self.options, self.model, self.imatrix = target, recipe, options, model, imatrix
+        self.uses = [RuleUse(rule) for rule in recipe.rules]
+        self._refuse_contradictions()
+        mixed = target.default is not None and not options.pure and not target.is_float and target.name in BUILT
+        self.mix = Mix(target, target.default, model, imatrix is not None) if mixed and target.default else None
+
+    def _refuse_contradictions(self) -> None:
+        given = [*map(str, self.recipe.rules), *self.options.class_types]
+        if self.options.pure and given:
+            raise RecipeError(
+                f"--pure gives every tensor the type of {self.target.name}, so '{given[0]}' would do nothing; drop one"
+            )
+        if self.target.default is None and (given or str(self.options)):
+            raise RecipeError(f"COPY changes no tensor, so '{(given or [str(self.options)])[0]}' would do nothing")
+
+    def tensor(self, t: Tensor) -> PlannedTensor:
+        kept = self._kept_because(t)
+        matching = self._note_matches(t.name, candidate=kept is None)
+        if kept is not None or self.target.default is None:
+            return PlannedTensor(t.name, t.shape, t.type, t.type, kept or "COPY")
+        choice = self._choose(t, matching)
+        if choice.rule is not None:
+            self.uses[choice.rule].decided.append(t.name)
+        fitted, why = _fit(choice.type, t)
+        reason = f"{choice.reason}; {why}" if why else choice.reason
+        if fitted is t.type:
+            return PlannedTensor(t.name, t.shape, t.type, t.type, reason, choice.type, choice.rule)
+        importance = self._importance(t, fitted)
+        return PlannedTensor(t.name, t.shape, t.type, fitted, reason, choice.type, choice.rule, importance)
+
+    def _kept_because(self, t: Tensor) -> str | None:
+        """Why a tensor is copied whatever the recipe says; None for one that may be quantized."""
+        if self.target.default is None:
+            return "COPY"
+        if t.type.name in _INTEGERS:
+            return "kept: integers"
+        if not t.name.endswith("weight"):
+            return "kept: not a weight"
+        if len(t.shape) < 2 or math.prod(t.shape[:-1]) == 1:
+            return "kept: one-dimensional"
+        for part, what in _KEPT.items():
+            if part in t.name:
+                return f"kept: {what}"
+        if t.name == OUTPUT and self.options.leave_output:
+            return "kept: --leave-output-tensor"
+        if "ffn_gate_inp.weight" in t.name and self.options.router_type in (None, t.type):
+            return "kept: the router"
+        return None
+
+    def _note_matches(self, name: str, candidate: bool) -> int | None:
+        """Enter a tensor in the book of every rule that matches it; index of the first."""
+        first = None
+        for index, use in enumerate(self.uses):
+            if use.rule.matches(name):
+                use.matched.append(name)
+                if candidate:
+                    use.candidates.append(name)
+                first = index if first is None else first
+        return first
+
+    def _choose(self, t: Tensor, matching: int | None) -> _Choice:
+        # The mix counts the tensors it is asked about, so it is asked about all of them.
+        mixed = self.mix.choose(t.name, t.shape[-1]) if self.mix else None
+        if exact := self._exact_flag(t.name):
+            return exact
+        if matching is not None:
+            rule: Rule = self.recipe.rules[matching]
+            return _Choice(rule.type, f"rule {matching + 1}: {rule}", matching)
+        flag = self._class_flag(t.name)
+        if flag is not None:
+            return _Choice(self.options.class_types[flag], f"--{flag.replace('_', '-')}-type")
+        assert self.target.default is not None
+        if mixed is not None:
+            chosen = types.layout(mixed)
+            own = chosen is self.target.default
+            return _Choice(chosen, self.target.name if own else f"mix of {self.target.name}")
+        if self.options.pure or self.target.is_float:
+            return _Choice(self.target.default, self.target.name)
+        raise UnsupportedError(
+            f"{t.name}: the mix of {self.target.name} is not built; use --pure for {self.target.default.name} "
+            f"everywhere, or let --custom-q decide every tensor, as with a last rule '.*={self.target.default.name}'"
+        )
+
+    def _exact_flag(self, name: str) -> _Choice | None:
+        options = self.options
+        if name == EMBEDDING and options.embedding_type:
+            return _Choice(options.embedding_type, "--token-embedding-type")
+        if options.output_type and (name == OUTPUT or (name == EMBEDDING and self.model.tied)):
+            return _Choice(options.output_type, "--output-tensor-type")
+        if options.router_type and "ffn_gate_inp.weight" in name:
+            return _Choice(options.router_type, "--ffn-gate-inp-type")
+        return None
+
+    def _class_flag(self, name: str) -> str | None:
+        for flag in ("attn_qkv" if "attn_qkv.weight" in name else None, tensor_class(name)):
+            if flag in self.options.class_types:
+                return flag
+        return None
+
+    def _importance(self, t: Tensor, chosen: QuantType) -> str | None:
+        """Name of the entry for a tensor, checked to fit it."""
+        if self.imatrix is None or not chosen.uses_imatrix:
+            if chosen.requires_imatrix:
+                raise DataError(f"{t.name}: {chosen.name} needs an importance matrix; pass --imatrix FILE")
+            return None
+        entry = importance_entry(t.name, self.imatrix)
+        matrices, columns = math.prod(t.shape[:-2]), t.shape[-1]
+        if entry is not None and self.imatrix[entry].values.size != matrices * columns:
+            size = self.imatrix[entry].values.size
+            if t.name != EMBEDDING:
+                raise DataError(
+                    f"{t.name}: the importance matrix has {size} values for it, the tensor needs {matrices} x "
+                    f"{columns} = {matrices * columns}; it was measured on another model"
+                )
+            entry = None
+        if entry is None and chosen.requires_imatrix:
+            raise DataError(
+                f"{t.name}: {chosen.name} needs importance and the matrix has no entry for this tensor; choose another "
+                "type"
+            )
+        if entry is not None and not np.isfinite(self.imatrix[entry].values).all():
+            raise DataError(f"{t.name}: the importance matrix holds values that are not finite under {entry}")
+        return entry
+
+
+def _fit(wanted: QuantType, t: Tensor) -> tuple[QuantType, str]:
+    """The type that a tensor's shape allows, and why when it is another one."""
+    rows, columns = t.shape[-2], t.shape[-1]
+    found, why = wanted, []
+    if t.name in (EMBEDDING, LAYER_EMBEDDING) and interleaved_rows(found) > 1:
+        found = row_by_row(found)
+        why.append("rows of an embedding are looked up one by one")
+    for _ in range(2):  # the base type of an interleaved one may be wider than it
+        if columns % found.block_size:
+            why.append(f"{columns} columns are no multiple of {found.name}'s {found.block_size}")
+            try:
+                found = fit_columns(found, columns, t.type)
+            except RecipeError as error:
+                raise RecipeError(f"{t.name}: {error}") from None
+        if rows % interleaved_rows(found):
+            why.append(f"{rows} rows are no multiple of {found.name}'s {interleaved_rows(found)}")
+            found = row_by_row(found)
+    return found, "; ".join(why)
+
+
+def importance_entry(name: str, imatrix: Imatrix) -> str | None:
+    """The entry of an importance matrix that serves a tensor: its own, or that of one with the same input."""
+    if name in imatrix:
+        return name
+    for ending, stand_in in _STAND_INS:
+        if name.endswith("." + ending) and (other := name[: -len(ending)] + stand_in) in imatrix:
+            return other
+    return None
+
+
+def _refuse_requantizing(planned: Iterable[PlannedTensor]) -> None:
+    again = [t for t in planned if not t.copied and t.source.block_size > 1]
+    if again:
+        names = ", ".join(f"{t.name} ({t.source.name} to {t.type.name})" for t in again[:3])
+        more = f" and {len(again) - 3} more" if len(again) > 3 else ""
+        raise DataError(
+            f"{names}{more}: already quantized, and quantizing again loses more than quantizing the original; start "
+            "from F16, BF16 or F32, or pass --allow-requantize"
+        )

@@ -1,0 +1,38 @@
+"""The recipes that come with quantkit: `recipes/*.recipe` of the repository, `library/` of an installed package."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from quantkit.errors import UnknownNameError
+from quantkit.recipe.errors import RecipeError
+from quantkit.recipe.grammar import Recipe, parse
+
+_HERE = Path(__file__).parent
+SUFFIX = ".recipe"
+
+
+def _folder() -> Path:
+    """`library` is a link to the repository's `recipes`; a checkout without links still has the original."""
+    library = _HERE / "library"
+    return library if library.is_dir() else _HERE.parents[1] / "recipes"
+
+
+def shipped() -> list[str]:
+    """Names of the shipped recipes."""
+    return sorted(path.name[: -len(SUFFIX)] for path in _folder().glob(f"*{SUFFIX}"))
+
+
+def find(name: str | os.PathLike[str]) -> Recipe:
+    """The recipe in a file, or the shipped one of that name."""
+    path = Path(name)
+    if not path.is_file():
+        if str(name) not in shipped():
+            raise UnknownNameError("recipe, neither a file nor a shipped one:", str(name), shipped())
+        path = _folder() / f"{name}{SUFFIX}"
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: byte {error.start} is not UTF-8; a recipe is a text file") from None
+    return parse(text, str(path))

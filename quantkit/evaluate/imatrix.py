@@ -78,8 +78,8 @@ def collect(
     with_perplexity: bool = True,
     n_batch: int = DEFAULT_BATCH,
     on_chunk: Callable[[int, Perplexity | None, Collector], None] | None = None,
-) -> Imatrix:
-    """Run a model over chunks and return the importance matrix of its weights.
+) -> tuple[Imatrix, Perplexity | None]:
+    """Run a model over chunks; returns the importance matrix of its weights and the perplexity, if asked for.
 
     `on_chunk(chunks done, perplexity so far or None, collector)` is called after each chunk.
     """
@@ -90,8 +90,8 @@ def collect(
     try:
         for part in batches(len(chunks), chunks.n_ctx, 2 * model.vocab_size, n_batch):
             logits = _run(model, chunks, part, with_perplexity or process_output)
+            collector.chunks = part.stop
             for index in range(part.start, part.stop):
-                collector.chunks = index + 1
                 if with_perplexity:
                     nll[index] = _score(model, chunks, index, logits[index - part.start])
                 if on_chunk is not None:
@@ -99,7 +99,7 @@ def collect(
                     on_chunk(index + 1, so_far, collector)
     finally:
         model.observer = before
-    return collector.result(chunks.source)
+    return collector.result(chunks.source), Perplexity(nll, chunks.n_ctx) if with_perplexity else None
 
 
 def _run(model: Any, chunks: Chunks, part: slice, with_logits: bool) -> np.ndarray:

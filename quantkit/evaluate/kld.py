@@ -227,6 +227,19 @@ def divergence(
 
 # -------------------------------------------------------------------------------------------------------- printed form
 
+
+def summary(d: Divergence) -> dict[str, float]:
+    """The figures of the report by name; natural units: nats and probabilities."""
+    kld = d.sorted_kld()
+    figures = {"ppl": d.ppl, "ppl_base": d.ppl_base, "ln_ratio": d.ln_ratio, "kld": d.mean_kld, "mean_dp": d.mean_dp,
+               "rms_dp": d.rms_dp, "same_top": d.top_agreement}  # fmt: skip
+    found: dict[str, float] = {"positions": len(d)}
+    for name, estimate in figures.items():
+        found |= {name: estimate.value, f"{name}_error": estimate.error}
+    percentiles = {"kld_median": 0.5, "kld_p90": 0.9, "kld_p95": 0.95, "kld_p99": 0.99, "kld_p999": 0.999, "kld_max": 1}
+    return found | {name: percentile(kld, f) for name, f in percentiles.items()}
+
+
 CHUNK_HEADER = (
     "chunk             PPL               ln(PPL(Q)/PPL(base))          KL Divergence"
     "              Δp RMS            Same top p"

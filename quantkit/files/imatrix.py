@@ -28,7 +28,8 @@ from pathlib import Path
 import numpy as np
 
 from quantkit.errors import DataError, FormatError, UnsupportedError
-from quantkit.files.atomic import os_errors, writing
+from quantkit.files.atomic import writing
+from quantkit.files.mapping import map_file
 
 _LONGEST_NAME = 4096  # GGUF keeps names in 63 bytes; a longer length is a sign of desynchronised data
 _INT32_MAX = 2**31 - 1
@@ -116,8 +117,7 @@ class _Cursor:
 def read(path: str | os.PathLike[str]) -> Imatrix:
     """Read a legacy importance matrix. Every entry comes as one matrix; `Entry.columns(n)` parts it by row length."""
     path = Path(path)
-    with os_errors(path, "read"):
-        cursor = _Cursor(path, path.read_bytes())
+    cursor = _Cursor(path, map_file(path).tobytes())
     if cursor.data[:4] == b"GGUF":
         raise UnsupportedError(
             f"{path}: an importance matrix in GGUF form is not read; make a legacy one (quantkit imatrix -o X.dat)"

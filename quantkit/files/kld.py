@@ -23,7 +23,6 @@ where round takes ties to even. Everything further than 24 nats below the top is
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 from pathlib import Path
@@ -33,7 +32,8 @@ import numpy as np
 
 from quantkit import jit
 from quantkit.errors import DataError, FormatError
-from quantkit.files.atomic import AtomicFile, os_errors, publish
+from quantkit.files.atomic import AtomicFile, publish
+from quantkit.files.mapping import map_file
 from quantkit.jit import kernel
 
 MAGIC = b"_logits_"
@@ -115,14 +115,13 @@ class BaseReader:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        with os_errors(self.path, "read"), open(self.path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < _HEADER_BYTES:
-                raise FormatError(f"{path}: {size} bytes, the header of a KL-divergence base takes {_HEADER_BYTES}")
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if self._map[:8] != MAGIC:
-            raise FormatError(f"{path}: begins with {bytes(self._map[:8])!r}, a KL-divergence base with {MAGIC!r}")
-        self.n_ctx, self.n_vocab, self.n_chunk = struct.unpack_from("<iii", self._map, 8)
+        self._bytes = map_file(self.path)
+        size = self._bytes.size
+        if size < _HEADER_BYTES:
+            raise FormatError(f"{path}: {size} bytes, the header of a KL-divergence base takes {_HEADER_BYTES}")
+        if (magic := self._bytes[:8].tobytes()) != MAGIC:
+            raise FormatError(f"{path}: begins with {magic!r}, a KL-divergence base with {MAGIC!r}")
+        self.n_ctx, self.n_vocab, self.n_chunk = struct.unpack("<iii", self._bytes[8:_HEADER_BYTES].tobytes())
         if self.n_ctx < 4 or self.n_vocab < 2 or self.n_chunk < 1:
             raise FormatError(
                 f"{path}: offset 8: n_ctx {self.n_ctx}, n_vocab {self.n_vocab}, n_chunk {self.n_chunk}; "
@@ -134,7 +133,7 @@ class BaseReader:
                 f"{path}: {size} bytes, but {self.n_chunk} chunks of {self.n_ctx} tokens and a vocabulary of "
                 f"{self.n_vocab} take {expected}; the file is {'truncated' if size < expected else 'corrupt'}"
             )
-        tokens = np.frombuffer(self._map, "<i4", self.n_chunk * self.n_ctx, _HEADER_BYTES)
+        tokens = np.frombuffer(self._bytes, "<i4", self.n_chunk * self.n_ctx, _HEADER_BYTES)
         bad = np.flatnonzero((tokens < 0) | (tokens >= self.n_vocab))
         if len(bad):
             raise FormatError(
@@ -151,7 +150,7 @@ class BaseReader:
         """The rows of one chunk; FormatError when a row's two numbers cannot be those of log-probabilities."""
         rows, words = self.rows_per_chunk, row_words(self.n_vocab)
         start = _HEADER_BYTES + 4 * self.tokens.size + 2 * words * rows * index
-        data = np.frombuffer(self._map, "<u2", rows * words, start).reshape(rows, words)
+        data = np.frombuffer(self._bytes, "<u2", rows * words, start).reshape(rows, words)
         found = split_rows(data, self.n_vocab)
         with np.errstate(invalid="ignore"):
             top = 65535 * found.scale + found.min_log_prob  # log-probability that the largest code would have

@@ -132,7 +132,7 @@ def test_nan_logits_name_the_chunk_and_the_weight(letters):
 def test_importance_is_the_mean_square_of_what_enters(letters, n_batch, process_output):
     model = FakeModel(adds_bos=True)
     chunks = text.chunked(model.tokenizer, letters, N_CTX)
-    found = imatrix.collect(model, chunks, process_output=process_output, n_batch=n_batch)
+    found, _ = imatrix.collect(model, chunks, process_output=process_output, n_batch=n_batch)
     x = model.table[chunks.inputs] + 0.01 * np.arange(N_CTX)[None, :, None]
     mean_square = (x.reshape(-1, 31).astype(np.float64) ** 2).mean(axis=0)
     expected = {"blk.0.ffn_up.weight": mean_square[:8], "blk.0.ffn_down.weight": mean_square}
@@ -151,10 +151,11 @@ def test_importance_with_and_without_perplexity(letters):
     model = FakeModel()
     chunks = text.chunked(model.tokenizer, letters, N_CTX)
     values = []
-    with_it = imatrix.collect(model, chunks, on_chunk=lambda i, p, c: values.append(p.value))
-    assert values[-1] == pytest.approx(perplexity.perplexity(model, chunks).value)
-    without = imatrix.collect(model, chunks, with_perplexity=False, on_chunk=lambda i, p, c: values.append(p))
-    assert values[-1] is None
+    with_it, ppl = imatrix.collect(model, chunks, on_chunk=lambda i, p, c: values.append(p.value))
+    assert ppl is not None
+    assert values[-1] == ppl.value == pytest.approx(perplexity.perplexity(model, chunks).value)
+    without, no_ppl = imatrix.collect(model, chunks, with_perplexity=False, on_chunk=lambda i, p, c: values.append(p))
+    assert values[-1] is no_ppl is None
     for name, entry in with_it.entries.items():
         np.testing.assert_array_equal(entry.values, without[name].values)
 

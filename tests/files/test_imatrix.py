@@ -86,7 +86,8 @@ def test_columns_refuses_rows_that_do_not_fit():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "number of entries needs 4 bytes, the file has 0"),
+        (b"", "the file is empty"),
+        (b"\1\0", "number of entries needs 4 bytes, the file has 2"),
         (b"GGUF" + bytes(40), "in GGUF form"),
         (struct.pack("<i", 0), "number of entries is 0"),
         (struct.pack("<i", -1), "number of entries is -1"),

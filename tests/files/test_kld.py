@@ -106,7 +106,8 @@ def patched(data: bytes, at: int, value: int | float) -> bytes:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda d: b"", "0 bytes, the header"),
+        (lambda d: b"", "the file is empty"),
+        (lambda d: d[:19], "19 bytes, the header"),
         (lambda d: b"GGUF" + d[4:], "begins with"),
         (lambda d: patched(d, 8, 0), "n_ctx 0"),
         (lambda d: patched(d, 8, -512), "n_ctx -512"),

@@ -1,0 +1,111 @@
+"""What the evaluating commands share: options of the model and the text, running values with an ETA, conditions."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quantkit.errors import QuantkitError
+
+TextFile = Annotated[Path | None, typer.Option("--file", "-f", help="Text, UTF-8.", show_default=False)]
+Context = Annotated[int, typer.Option("--ctx-size", "-c", help="Tokens of a chunk.", min=4)]
+ChunkLimit = Annotated[int | None, typer.Option("--chunks", help="Evaluate at most so many chunks.", min=1)]
+Batch = Annotated[int, typer.Option("--batch-size", "-b", help="Tokens evaluated together: whole chunks.", min=1)]
+Numerics = Annotated[
+    str, typer.Option("--numerics", help="exact: decoded weights, float32 activations; fast: as generating does.")
+]
+CacheType = Annotated[str, typer.Option("--cache-type", "-ctk", help="Type of the KV cache: f16 or f32.")]
+
+
+def open_model(path: Path, numerics: str, threads: int | None, cache_type: str, n_ctx: int | None = None) -> Any:
+    """The model, after saying what is loaded and how."""
+    from quantkit.runtime.model import load
+
+    model = load(path, numerics=numerics, threads=threads, cache_type=cache_type, n_ctx=n_ctx)
+    return model
+
+
+def conditions(
+    numerics: str, threads: int | None, cache_type: str, n_ctx: int, chunks: int, text: str
+) -> dict[str, Any]:
+    """All that a figure depends on besides the model, for people and for JSON."""
+    import numba
+    import numpy
+
+    from quantkit import __version__, jit
+
+    return {
+        "text": text,
+        "n_ctx": n_ctx,
+        "chunks": chunks,
+        "numerics": numerics,
+        "cache_type": cache_type,
+        "threads": threads or jit.default_threads(),
+        "isa": jit.isa(),
+        "quantkit": __version__,
+        "numpy": numpy.__version__,
+        "numba": numba.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def conditions_line(values: dict[str, Any]) -> str:
+    """`text wiki.txt, n_ctx 512, …`"""
+    return ", ".join(f"{key} {value}" for key, value in values.items())
+
+
+def required_text(path: Path | None, what: str) -> Path:
+    if path is None:
+        raise QuantkitError(f"{what} needs a text: pass one with -f FILE")
+    return path
+
+
+class Running:
+    """Prints running values as they come, and on stderr how long the rest will take."""
+
+    def __init__(self, chunks: int, every_seconds: float = 60.0):
+        self._chunks = chunks
+        self._every = every_seconds
+        self._started = self._batch_ended = time.monotonic()
+        self._said = -every_seconds
+
+    def value(self, index: int, value: float) -> None:
+        """`[3]11.1929,` of the chunk with this number, counted from one."""
+        print(f"[{index}]{value:.4f},", end="", flush=True)
+        self.tick(index)
+
+    def tick(self, index: int) -> None:
+        """A chunk is done. Chunks arrive in batches, so the pace is taken where one ends: before a pause."""
+        now = time.monotonic()
+        if index > 1 and now - self._batch_ended > 0.2 and now - self._started - self._said > self._every:
+            self._said = now - self._started
+            pace = (self._batch_ended - self._started) / (index - 1)
+            left = pace * (self._chunks - index + 1) - (now - self._batch_ended)
+            print(f"\n{pace:.2f} seconds per chunk, ETA {duration(max(0.0, left))}", file=sys.stderr, flush=True)
+        self._batch_ended = now
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+
+def duration(seconds: float) -> str:
+    """`1 h 02 min`, `3 min 20 s`, `12 s`."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 60} min {whole % 60:02d} s" if whole >= 60 else f"{whole} s"
+
+
+def markdown(header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
+    """A table for a model card."""
+    lines = [list(map(str, header))]
+    lines += [["---"] + ["---:"] * (len(lines[0]) - 1)]
+    lines += [list(map(str, row)) for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,136 @@
+"""`quantkit perplexity`: perplexity, base files of KL divergence, and KL divergence from them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quantkit.cli._evaluation import (
+    Batch,
+    CacheType,
+    ChunkLimit,
+    Context,
+    Numerics,
+    Running,
+    TextFile,
+    conditions,
+    conditions_line,
+    open_model,
+    required_text,
+)
+from quantkit.cli._shared import Json, Threads, print_json
+from quantkit.errors import QuantkitError
+
+_ENOUGH_FOR_A_REPORT = 100
+
+
+def perplexity(
+    model: Annotated[Path, typer.Argument(help="GGUF file, or any shard of one.")],
+    file: TextFile = None,
+    ctx_size: Context = 512,
+    chunks: ChunkLimit = None,
+    batch_size: Batch = 2048,
+    ppl_output_type: Annotated[int, typer.Option(help="0: [chunk]PPL, … 1: one line a chunk.", min=0, max=1)] = 0,
+    kl_divergence_base: Annotated[
+        Path | None,
+        typer.Option(
+            "--kl-divergence-base", "--save-all-logits", help="Base file: written, or read with --kl-divergence."
+        ),
+    ] = None,
+    kl_divergence: Annotated[
+        bool, typer.Option("--kl-divergence", help="Compare with the base file, over its own text.")
+    ] = False,
+    numerics: Numerics = "exact",
+    threads: Threads = None,
+    cache_type: CacheType = "f16",
+    json: Json = False,
+) -> None:
+    """Measure how well a model predicts a text, or how far it is from another model.
+
+    Protocol, printed form and base files are those of llama-perplexity: chunks of -c tokens, the second half of each
+    is scored.
+    """
+    loaded = open_model(model, numerics, threads, cache_type)
+    quiet = json
+    if kl_divergence:
+        if kl_divergence_base is None:
+            raise QuantkitError("--kl-divergence needs the base to compare with: --kl-divergence-base FILE")
+        result, facts = _diverge(loaded, kl_divergence_base, batch_size, quiet)
+    else:
+        text = required_text(file, "perplexity")
+        result, facts = _measure(loaded, text, ctx_size, chunks, batch_size, kl_divergence_base, ppl_output_type, quiet)
+    said = conditions(numerics, threads, cache_type, facts["n_ctx"], facts["chunks"], facts["text"])
+    if json:
+        print_json({"model": model, **result, "conditions": said})
+    else:
+        print(conditions_line(said), file=sys.stderr)
+
+
+def _measure(
+    model: Any,
+    text: Path,
+    n_ctx: int,
+    limit: int | None,
+    n_batch: int,
+    base: Path | None,
+    style: int,
+    quiet: bool,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Perplexity over a text; returns the result and what it depended on, for JSON."""
+    from quantkit.evaluate import perplexity as evaluation
+    from quantkit.evaluate.text import chunked
+    from quantkit.files.kld import BaseWriter
+
+    chunks = chunked(model.tokenizer, text, n_ctx, limit)
+    print(f"perplexity over {len(chunks)} chunks of {n_ctx} tokens, batch {n_batch}", file=sys.stderr)
+    running = Running(len(chunks))
+
+    def show(so_far: evaluation.Perplexity) -> None:
+        index = len(so_far.nll)
+        if quiet:
+            running.tick(index)
+        elif style == 0:
+            running.value(index, so_far.value)
+        else:
+            mean, error = so_far.nll.mean(), so_far.mean_error
+            print(f"{(index - 1) * n_ctx:8d}  {so_far.value:.4f}  {mean:4f}  {error:4f}", flush=True)
+            running.tick(index)
+
+    with contextlib.ExitStack() as stack:
+        writer = stack.enter_context(BaseWriter(base, chunks.tokens, model.vocab_size)) if base else None
+        found = evaluation.perplexity(model, chunks, n_batch=n_batch, base=writer, on_chunk=show)
+    if not quiet:
+        print(f"\nFinal estimate: PPL over {len(chunks)} chunks for n_ctx={n_ctx} = {found}")
+    running_values = [found.after(i + 1).value for i in range(len(chunks))]
+    result = {"ppl": found.value, "ppl_error": found.error, "running": running_values, "seconds": running.seconds}
+    return result, {"n_ctx": n_ctx, "chunks": len(chunks), "text": str(text)}
+
+
+def _diverge(model: Any, path: Path, n_batch: int, quiet: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """KL divergence from a base file; returns the result and what it depended on, for JSON."""
+    from quantkit.evaluate import kld
+    from quantkit.files.kld import BaseReader
+
+    base = BaseReader(path)
+    print(f"KL divergence over {base.n_chunk} chunks of {base.n_ctx} tokens from {path}", file=sys.stderr)
+    running = Running(base.n_chunk)
+
+    def show(index: int, so_far: kld.Divergence) -> None:
+        if not quiet:
+            if index == 1:
+                print(f"\n{kld.CHUNK_HEADER}")
+            print(kld.chunk_line(index, so_far), flush=True)
+        running.tick(index)
+
+    found = kld.divergence(model, base, n_batch=n_batch, on_chunk=show)
+    if not quiet:
+        if len(found) >= _ENOUGH_FOR_A_REPORT:
+            print(f"\n{kld.report(found)}")
+        else:
+            print(f"\n{len(found)} positions; the full report takes at least {_ENOUGH_FOR_A_REPORT}")
+    result = {**kld.summary(found), "seconds": running.seconds}
+    return result, {"n_ctx": base.n_ctx, "chunks": base.n_chunk, "text": f"of {path}"}

@@ -47,16 +47,22 @@ def _start(data, state):
 
 
 @kernel
-def _propose(state, cut_low, cut_high, top):
-    """Codes 0 ... top span the block's range less the fractions cut off at either end; a cut of 1 takes up the best."""
+def _propose_cut(state, cut_low, cut_high, top):
+    """Codes 0 ... top span the block's range less the fractions cut off at either end."""
     for lane in range(LANES):
         low, high = state[LOW * LANES + lane], state[HIGH * LANES + lane]
         span = high - low
-        scale = span * (_ONE - cut_low - cut_high) / top
-        minimum = low + span * cut_low
-        again = cut_low == _ONE
-        state[SCALE * LANES + lane] = state[BEST_SCALE * LANES + lane] if again else scale
-        state[MINIMUM * LANES + lane] = state[BEST_MINIMUM * LANES + lane] if again else minimum
+        state[SCALE * LANES + lane] = span * ((_ONE - cut_low - cut_high) / top)
+        state[MINIMUM * LANES + lane] = low + span * cut_low
+
+
+@kernel
+def _propose_step(state, wider, shift):
+    """The best pair with its scale times `wider` and its minimum moved up by `shift` of the scales it had."""
+    for lane in range(LANES):
+        scale = state[BEST_SCALE * LANES + lane]
+        state[SCALE * LANES + lane] = scale * wider
+        state[MINIMUM * LANES + lane] = state[BEST_MINIMUM * LANES + lane] + scale * shift
 
 
 @kernel
@@ -110,11 +116,11 @@ def _keep_better(state):
 
 
 @kernel
-def find_pairs(x, importance, cuts, top, scales, minima):
+def find_pairs(x, importance, cuts, steps, top, scales, minima):
     """scales, minima float32[blocks]: the stored pair (exactly halves) of every block of x float32[rows, n].
 
     cuts float32[candidates, 2]: what each candidate leaves out at the low and the high end of the block's range, as
-    fractions of it; (1, 1) refits the best so far.
+    fractions of it. steps float32[candidates, 2]: then (factor of the scale, shift of the minimum) for the best so far.
     """
     data = np.empty(DATA_SIZE, np.float32)
     state = np.empty(STATE_SIZE, np.float32)
@@ -122,7 +128,11 @@ def find_pairs(x, importance, cuts, top, scales, minima):
         load_blocks(x, importance, first, data, state)
         _start(data, state)
         for k in range(cuts.shape[0]):
-            _propose(state, cuts[k, 0], cuts[k, 1], top)
+            _propose_cut(state, cuts[k, 0], cuts[k, 1], top)
+            _sums(data, state, top)
+            _keep_better(state)
+        for k in range(steps.shape[0]):
+            _propose_step(state, steps[k, 0], steps[k, 1])
             _sums(data, state, top)
             _keep_better(state)
         for lane in range(min(LANES, scales.size - first)):
@@ -139,8 +149,18 @@ def nearest_codes(x, scale, minimum, top, codes):
         codes[j] = np.uint32((t + _ROUND) - _ROUND)
 
 
-def cuts_within(least: float, most: float, steps: int, refits: int) -> np.ndarray:
-    """Candidates for `find_pairs`: `steps` x `steps` cuts between two fractions of the range, then `refits` refits."""
-    line = np.linspace(least, most, steps)
-    grid = np.stack(np.meshgrid(line, line), axis=-1).reshape(-1, 2)
-    return np.concatenate([grid, np.ones((refits, 2))]).astype(np.float32)
+def cuts_between(least: float, most: float, count: int) -> np.ndarray:
+    """Cuts for `find_pairs`: every pair of `count` fractions from `least` to `most`; negative ones leave a margin."""
+    line = np.linspace(least, most, count)
+    return np.stack(np.meshgrid(line, line), axis=-1).reshape(-1, 2).astype(np.float32)
+
+
+def steps_down(top: float, first: float, count: int) -> np.ndarray:
+    """Steps for `find_pairs`: the range widened, narrowed, moved up and down by s codes, for s = first, first / 2 ...
+
+    Widening by s moves the low end s down and the high end s up. A refit ends the list.
+    """
+    moves = []
+    for s in first * 0.5 ** np.arange(count):
+        moves += [(1 + 2 * s / top, -s), (1 - 2 * s / top, s), (1, s), (1, -s)]
+    return np.array([*moves, (1, 0)], np.float32)

@@ -21,10 +21,10 @@ from quantkit.types.search import CURVE, ERROR, INVERSE, LANES, SCALE, SLOPE
 
 CODEBOOK = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 _MIDPOINTS = (CODEBOOK[1:] + CODEBOOK[:-1]) / np.float32(2)
-_STEPS = np.diff(CODEBOOK)
+_GAPS = np.diff(CODEBOOK)
 _ZERO, _ONE = np.float32(0), np.float32(1)
 # Either sign of d: the extreme element at or beyond entry -127, or at or beyond 113.
-_GRID = np.concatenate([search.around(-127, 0.75, 1.3, 18), search.around(113, 0.75, 1.3, 18, refits=2)])
+_GRID, _STEPS = search.grid_between((-127, 113), 0.7, 2.0, 13), search.steps_down(0.04, 2)
 
 
 @kernel
@@ -52,7 +52,7 @@ def _sums(data, state):
             t = x * state[INVERSE * LANES + lane]
             q = CODEBOOK[0]
             for k in range(15):
-                q += _STEPS[k] if t > _MIDPOINTS[k] else _ZERO
+                q += _GAPS[k] if t > _MIDPOINTS[k] else _ZERO
             r = x - state[SCALE * LANES + lane] * q
             wr = w * r
             state[ERROR * LANES + lane] += wr * r
@@ -61,14 +61,18 @@ def _sums(data, state):
 
 
 @kernel
-def _find_scales(x, importance, scales):
+def _find_scales(x, importance, grid, steps, scales):
     data = np.empty(search.DATA_SIZE, np.float32)
     state = np.empty(search.STATE_SIZE, np.float32)
     for first in range(0, scales.size, LANES):
         search.load_blocks(x, importance, first, data, state)
         search.start(state)
-        for k in range(_GRID.size):
-            search.propose(state, _GRID[k])
+        for k in range(grid.size):
+            search.propose(state, search.EXTREME, grid[k])
+            _sums(data, state)
+            search.keep_better(state)
+        for k in range(steps.size):
+            search.propose(state, search.BEST_SCALE, steps[k])
             _sums(data, state)
             search.keep_better(state)
         search.store_scales(state, first, scales)
@@ -79,7 +83,7 @@ def _encode(x, importance, out):
     rows, n = x.shape
     blocks = n // 32
     scales = np.empty(rows * blocks, np.float32)
-    _find_scales(x, importance, scales)
+    _find_scales(x, importance, _GRID, _STEPS, scales)
     codes = np.empty(32, np.uint32)
     for row in range(rows):
         half = out[row].view(np.uint16)

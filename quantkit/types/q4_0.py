@@ -20,7 +20,7 @@ from quantkit.types.base import QuantType
 
 _LO, _HI = np.float32(-8), np.float32(7)
 # Either sign of d: the extreme element at or beyond code -8, or at or beyond code 7.
-_GRID = np.concatenate([search.around(-8, 0.8, 1.3, 18), search.around(8, 0.8, 1.3, 18, refits=2)])
+_GRID, _STEPS = search.grid_between((-8, 7), 0.9, 2.2, 14), search.steps_down(0.03, 2)
 
 
 @kernel
@@ -42,7 +42,7 @@ def _encode(x, importance, out):
     rows, n = x.shape
     blocks = n // 32
     scales = np.empty(rows * blocks, np.float32)
-    search.find_scales(x, importance, _GRID, _LO, _HI, scales)
+    search.find_scales(x, importance, _GRID, _STEPS, _LO, _HI, scales)
     codes = np.empty(32, np.uint32)
     for row in range(rows):
         half = out[row].view(np.uint16)

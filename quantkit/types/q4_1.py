@@ -20,7 +20,7 @@ from quantkit.types import affine
 from quantkit.types.base import QuantType
 
 _TOP = np.float32(15)
-_CUTS = affine.cuts_within(-0.05, 0.15, 5, refits=3)
+_CUTS, _STEPS = affine.cuts_between(-0.05, 0.2, 6), affine.steps_down(15, 1, 3)
 
 
 @kernel
@@ -43,7 +43,7 @@ def _encode(x, importance, out):
     rows, n = x.shape
     blocks = n // 32
     scales, minima = np.empty(rows * blocks, np.float32), np.empty(rows * blocks, np.float32)
-    affine.find_pairs(x, importance, _CUTS, _TOP, scales, minima)
+    affine.find_pairs(x, importance, _CUTS, _STEPS, _TOP, scales, minima)
     codes = np.empty(32, np.uint32)
     for row in range(rows):
         half = out[row].view(np.uint16)

@@ -21,7 +21,7 @@ from quantkit.types.base import QuantType
 
 _LO, _HI = np.float32(-16), np.float32(15)
 # Either sign of d: the extreme element at or beyond code -16, or at or beyond code 15.
-_GRID = np.concatenate([search.around(-16, 0.9, 1.2, 18), search.around(16, 0.9, 1.2, 18, refits=2)])
+_GRID, _STEPS = search.grid_between((-16, 15), 0.95, 1.8, 14), search.steps_down(0.02, 2)
 
 
 @kernel
@@ -46,7 +46,7 @@ def _encode(x, importance, out):
     rows, n = x.shape
     blocks = n // 32
     scales = np.empty(rows * blocks, np.float32)
-    search.find_scales(x, importance, _GRID, _LO, _HI, scales)
+    search.find_scales(x, importance, _GRID, _STEPS, _LO, _HI, scales)
     codes = np.empty(32, np.uint32)
     for row in range(rows):
         half = out[row].view(np.uint16)

@@ -21,7 +21,7 @@ from quantkit.types.base import QuantType
 
 _LO, _HI = np.float32(-32), np.float32(31)
 # Either sign of d: the extreme element at or beyond code -32, or at or beyond code 31.
-_GRID = np.concatenate([search.around(-32, 0.94, 1.12, 18), search.around(32, 0.94, 1.12, 18, refits=2)])
+_GRID, _STEPS = search.grid_between((-32, 31), 0.97, 1.5, 16), search.steps_down(0.012, 2)
 
 
 @kernel
@@ -47,7 +47,7 @@ def _encode(x, importance, out):
     rows, n = x.shape
     blocks = n // 32
     scales = np.empty(rows * blocks, np.float32)
-    search.find_scales(x, importance, _GRID, _LO, _HI, scales)
+    search.find_scales(x, importance, _GRID, _STEPS, _LO, _HI, scales)
     codes = np.empty(32, np.uint32)
     for row in range(rows):
         half = out[row].view(np.uint16)

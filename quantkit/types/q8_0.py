@@ -20,7 +20,7 @@ from quantkit.types import search
 from quantkit.types.base import QuantType
 
 _LO, _HI = np.float32(-127), np.float32(127)
-_GRID = search.around(127, 0.99, 1.005, 4, refits=1)
+_GRID, _STEPS = search.grid_between((127,), 0.99, 1.005, 4), search.steps_down(0.001, 0)
 
 
 @kernel
@@ -40,7 +40,7 @@ def _encode(x, importance, out):
     rows, n = x.shape
     blocks = n // 32
     scales = np.empty(rows * blocks, np.float32)
-    search.find_scales(x, importance, _GRID, _LO, _HI, scales)
+    search.find_scales(x, importance, _GRID, _STEPS, _LO, _HI, scales)
     codes = np.empty(32, np.uint32)
     for row in range(rows):
         half = out[row].view(np.uint16)

@@ -163,18 +163,17 @@ def start(state):
 
 
 @kernel
-def propose(state, fraction):
-    """Make EXTREME * fraction the candidate of every lane; fraction 0 takes up the best so far."""
+def propose(state, origin, factor):
+    """Make factor * value `origin` of the state (EXTREME or BEST_SCALE) the candidate of every lane."""
     for lane in range(LANES):
-        best = state[BEST_SCALE * LANES + lane]
-        state[SCALE * LANES + lane] = state[EXTREME * LANES + lane] * fraction if fraction != _ZERO else best
+        state[SCALE * LANES + lane] = state[origin * LANES + lane] * factor
 
 
 @kernel
-def find_scales(x, importance, grid, lo, hi, scales):
+def find_scales(x, importance, grid, steps, lo, hi, scales):
     """scales float32[blocks]: the stored scale (exactly a half) of every block of x float32[rows, n].
 
-    Each entry of `grid` is a candidate, as a fraction of the block's extreme element; 0 refits the best so far.
+    Candidates are `grid` times the block's extreme element, then each of `steps` times the best so far.
     """
     data = np.empty(DATA_SIZE, np.float32)
     state = np.empty(STATE_SIZE, np.float32)
@@ -182,7 +181,11 @@ def find_scales(x, importance, grid, lo, hi, scales):
         load_blocks(x, importance, first, data, state)
         start(state)
         for k in range(grid.size):
-            propose(state, grid[k])
+            propose(state, EXTREME, grid[k])
+            _sums(data, state, lo, hi)
+            keep_better(state)
+        for k in range(steps.size):
+            propose(state, BEST_SCALE, steps[k])
             _sums(data, state, lo, hi)
             keep_better(state)
         store_scales(state, first, scales)
@@ -204,10 +207,15 @@ def nearest_codes(x, scale, lo, hi, codes):
         codes[j] = np.uint32(np.int32(((t + _ROUND) - _ROUND) - lo))
 
 
-def around(levels: float, low: float, high: float, count: int, refits: int = 0) -> np.ndarray:
-    """Grid of `count` candidate scales, fractions of the extreme element: 1 / c for c = low ... high times `levels`.
+def grid_between(codes: tuple[float, ...], low: float, high: float, count: int) -> np.ndarray:
+    """Candidates as fractions of the extreme element: for each of the end codes c, it sits at low * c ... high * c.
 
-    `refits` zeros follow.
+    Beyond 1 it is clipped to the end code. Steps are geometric.
     """
-    candidates = 1.0 / (levels * np.linspace(low, high, count))
-    return np.concatenate([candidates, np.zeros(refits)]).astype(np.float32)
+    return np.concatenate([1.0 / (code * np.geomspace(low, high, count)) for code in codes]).astype(np.float32)
+
+
+def steps_down(first: float, count: int) -> np.ndarray:
+    """Factors for the best scale: 1 + s and 1 - s for `count` sizes s = first, first / 2 ..., then 1 for a refit."""
+    sizes = first * 0.5 ** np.arange(count)
+    return np.append(np.stack([1 + sizes, 1 - sizes], axis=1), 1.0).astype(np.float32)

@@ -1,0 +1,152 @@
+"""Weights times one vector: for each type a C function over rows first .. last - 1,
+
+    void(weights, n, first, last, activations, out)     out[row] = sum over j of y[row, j] * x[j]
+
+with all arguments int64 (addresses are integers), `activations` a buffer of activations.py with codes filled, n a
+multiple of the type's block and of 32, and `out` float32 of which [first, last) is written. For an interleaved type
+`first` and `last` are multiples of its rows.
+
+The plain formula, for a block of 32 with weights scale * (code - offset) + floor and activations s * a:
+
+    s * scale * (sum code * a  -  offset * sum a)  +  floor * s * sum a
+
+The bracket is exact in int32. The kernels are bound by memory, so what counts is that each byte of the weights is read
+once, in order, and that what is done to it fits in the time it takes to arrive.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from quantkit.jit import Callback, callback
+from quantkit.runtime.kernels.cpu.activations import CODES, FLOORS, SCALES, SUMS
+from quantkit.runtime.kernels.cpu.formats import FORMATS, Format
+from quantkit.simd import F32, I8, I16, I32, Emit, Value, emitted, vector
+
+SIGNATURE = "void(int64, int64, int64, int64, int64, int64)"
+ROWS = 4  # in flight: one load of the activations serves them all, and four sums hide the latency of one
+
+FLOAT_TYPES = {0: "f32", 1: "f16", 30: "bf16"}
+_INTS8, _FLOATS8, _FLOATS16 = vector(8, I32), vector(8, F32), vector(16, F32)
+
+
+@emitted("void")
+def integer_product(e, ggml_type: int, weights, n, first, last, activations, out):
+    f = FORMATS[ggml_type]
+    blocks = n >> (f.columns.bit_length() - 1)
+    if f.rows > 1:
+        with e.loop(first, last, f.rows) as row:
+            group = weights + row * blocks * (f.nbytes // f.rows)
+            _lane_rows(e, f, group, blocks, n, activations, out + row * 4)
+        return
+
+    def rows_at(row, count):
+        start = weights + row * blocks * f.nbytes
+        addresses = [start + blocks * (f.nbytes * r) for r in range(count)]
+        _rows(e, f, addresses, blocks, n, activations, out + row * 4)
+
+    _in_steps(e, first, last, rows_at)
+
+
+def _in_steps(e: Emit, first: Value, last: Value, rows_at: object) -> None:
+    """`rows_at(row, ROWS)` as far as that goes, the rest with `rows_at(row, 1)`."""
+    middle = last - ((last - first) & (ROWS - 1))
+    with e.loop(first, middle, ROWS) as row:
+        rows_at(row, ROWS)
+    with e.loop(middle, last, 1) as row:
+        rows_at(row, 1)
+
+
+def _rows(e: Emit, f: Format, addresses: list[Value], blocks: Value, n: Value, x: Value, out: Value) -> None:
+    totals = [e.variable(e.zero(_FLOATS8)) for _ in addresses]
+    with e.loop(0, blocks) as b:
+        readers = [f.read(e, address + b * f.nbytes) for address in addresses]
+        for unit in range(f.columns // 32):
+            at = b * f.columns + 32 * unit
+            codes = e.load(vector(32, I8), x + n * CODES + at)
+            start = e.load(_INTS8, x + n * SUMS + at) * -f.offset if f.offset else e.zero(_INTS8)
+            floors = e.load(_FLOATS8, x + n * FLOORS + at) if f.floor else None
+            scale = e.splat(e.load(F32, x + n * SCALES + (at >> 3)), 8)
+            for reader, total in zip(readers, totals):
+                weight = next(reader)
+                product = e.dot4(start, weight.codes, codes, f.largest).real()
+                partial = e.fma(product, weight.scale * scale, total.get())
+                total.set(e.fma(weight.floor, floors, partial) if f.floor else partial)
+    for r, total in enumerate(totals):
+        e.store(e.sum(total.get()), out + 4 * r)
+
+
+def _lane_rows(e: Emit, f: Format, group: Value, blocks: Value, n: Value, x: Value, out: Value) -> None:
+    """A group of interleaved rows, one a lane."""
+    total = e.variable(e.zero(_FLOATS8))
+    with e.loop(0, blocks) as b:
+        for unit, weight in enumerate(f.read(e, group + b * f.nbytes)):
+            at = b * f.columns + 32 * unit
+            product = _offset_start(e, f, x + n * SUMS + at)
+            for codes, low, high in weight.steps:
+                four = [e.splat(e.load(I32, x + n * CODES + at + c), 4) for c in (low, high)]
+                product = e.dot4(product, codes, e.join(*four).view(vector(32, I8)), f.largest)
+            scale = e.splat(e.load(F32, x + n * SCALES + (at >> 3)), 8)
+            total.set(e.fma(product.real(), weight.scale * scale, total.get()))
+    lanes = total.get()
+    while lanes.lanes > f.rows:
+        half = lanes.lanes // 2
+        lanes = e.part(lanes, 0, half) + e.part(lanes, half, half)
+    e.store(lanes, out)
+
+
+def _offset_start(e: Emit, f: Format, sums: Value) -> Value:
+    """-offset times the sum of the activation codes that each lane sees: all 32, or 16 and 16."""
+    four = e.load(_INTS8, sums)
+    low, high = e.sum(e.part(four, 0, 4)), e.sum(e.part(four, 4, 4))
+    if f.rows == 8:
+        return e.splat(low + high, 8) * -f.offset
+    return e.join(e.splat(low, 4), e.splat(high, 4)) * -f.offset
+
+
+@emitted("void")
+def float_product(e, ggml_type: int, weights, n, first, last, activations, out):
+    width = 4 if FLOAT_TYPES[ggml_type] == "f32" else 2
+
+    def rows_at(row, count):
+        start = weights + row * n * width
+        totals = [[e.variable(e.zero(_FLOATS16)) for _ in range(2)] for _ in range(count)]
+        with e.loop(0, n, 32) as i:
+            for half in range(2):
+                x = e.load(_FLOATS16, activations + (i + 16 * half) * 4)
+                for r in range(count):
+                    weight = _floats(e, ggml_type, start + (n * r + i + 16 * half) * width)
+                    totals[r][half].set(e.fma(weight, x, totals[r][half].get()))
+        for r, (a, b) in enumerate(totals):
+            e.store(e.sum(a.get() + b.get()), out + row * 4 + 4 * r)
+
+    _in_steps(e, first, last, rows_at)
+
+
+def _floats(e: Emit, ggml_type: int, address: Value) -> Value:
+    """16 floats stored as F32, F16 or BF16."""
+    name = FLOAT_TYPES[ggml_type]
+    if name == "f32":
+        return e.load(_FLOATS16, address)
+    bits = e.load(vector(16, I16), address)
+    return e.half_to_float(bits) if name == "f16" else (bits.unsigned(I32) << 16).view(_FLOATS16)
+
+
+@functools.cache
+def product(ggml_type: int) -> Callback | None:
+    """The compiled function of a type; None for types without one."""
+    if ggml_type in FLOAT_TYPES:
+
+        @callback(SIGNATURE)
+        def run(weights, n, first, last, activations, out):
+            float_product(ggml_type, weights, n, first, last, activations, out)
+
+        return run
+    if ggml_type in FORMATS:
+
+        @callback(SIGNATURE)
+        def run(weights, n, first, last, activations, out):
+            integer_product(ggml_type, weights, n, first, last, activations, out)
+
+        return run
+    return None

@@ -1,0 +1,457 @@
+"""SIMD code for kernels, written as Python that emits LLVM vectors.
+
+    @emitted("float32")
+    def dot(e, x, y, n):                       # e: Emit; x, y, n: int64 values (addresses are integers)
+        total = e.variable(e.zero(F32 * 16))
+        with e.loop(0, n, 16) as i:
+            total.set(e.fma(e.load(F32x16, x + i * 4), e.load(F32x16, y + i * 4), total.get()))
+        return e.sum(total.get())
+
+Inside a kernel `dot(x, y, n)` is then a call like any other. The body runs once, when the kernel is compiled: Python
+`for` unrolls, `e.loop` makes a loop of the machine, and `jit.isa()` chooses instructions. Whatever it chooses, integer
+results are the same on every CPU; floats differ by the rounding of fused against separate multiply and add.
+
+Parameters annotated `int` must be constants at the call and arrive as Python integers: what selects a format or a width.
+Loads and stores need no alignment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from quantkit import jit
+
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+F16, F32 = ir.HalfType(), ir.FloatType()
+
+_NUMBA = {"void": types.void, "int64": types.int64, "float32": types.float32}
+_X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
+
+
+def vector(lanes: int, element: ir.Type) -> ir.VectorType:
+    return ir.VectorType(element, lanes)
+
+
+def _element(kind: ir.Type) -> ir.Type:
+    return kind.element if isinstance(kind, ir.VectorType) else kind
+
+
+def _wrapped(number: int, bits: int) -> int:
+    """The signed integer with the same `bits` low bits: LLVM's text form has no other."""
+    return (number + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)
+
+
+class Value:
+    """An LLVM value, scalar or vector, with Python's operators. Numbers become constants of its type.
+
+    `>>` shifts in zeros; integers carry no sign, the conversions say which is meant.
+    """
+
+    __slots__ = ("emit", "ir")
+
+    def __init__(self, emit: Emit, value: ir.Value):
+        self.emit, self.ir = emit, value
+
+    @property
+    def type(self) -> ir.Type:
+        return self.ir.type
+
+    @property
+    def lanes(self) -> int:
+        return self.ir.type.count
+
+    def _operand(self, other: Value | float) -> ir.Value:
+        if isinstance(other, Value):
+            return other.ir
+        if isinstance(other, int) and isinstance(_element(self.type), ir.IntType):
+            other = _wrapped(other, _element(self.type).width)
+        return self.emit.constant(self.type, other).ir
+
+    def _apply(self, other: Value | float, integer: str, real: str | None = None) -> Value:
+        name = real if real and _element(self.type) in (F16, F32) else integer
+        return Value(self.emit, getattr(self.emit.builder, name)(self.ir, self._operand(other)))
+
+    def __add__(self, other: Value | float) -> Value:
+        return self._apply(other, "add", "fadd")
+
+    def __sub__(self, other: Value | float) -> Value:
+        return self._apply(other, "sub", "fsub")
+
+    def __mul__(self, other: Value | float) -> Value:
+        return self._apply(other, "mul", "fmul")
+
+    def __truediv__(self, other: Value | float) -> Value:
+        return self._apply(other, "sdiv", "fdiv")
+
+    def __and__(self, other: Value | int) -> Value:
+        return self._apply(other, "and_")
+
+    def __or__(self, other: Value | int) -> Value:
+        return self._apply(other, "or_")
+
+    def __xor__(self, other: Value | int) -> Value:
+        return self._apply(other, "xor")
+
+    def __lshift__(self, other: Value | int) -> Value:
+        return self._apply(other, "shl")
+
+    def __rshift__(self, other: Value | int) -> Value:
+        return self._apply(other, "lshr")
+
+    def signed_shift(self, bits: int) -> Value:
+        """Shift right, copying the sign."""
+        return self._apply(bits, "ashr")
+
+    def _convert(self, element: ir.Type, operation: str) -> Value:
+        kind = vector(self.lanes, element) if isinstance(self.type, ir.VectorType) else element
+        return Value(self.emit, getattr(self.emit.builder, operation)(self.ir, kind))
+
+    def signed(self, element: ir.Type) -> Value:
+        """Integers widened with their sign."""
+        return self._convert(element, "sext")
+
+    def unsigned(self, element: ir.Type) -> Value:
+        """Integers widened with zeros."""
+        return self._convert(element, "zext")
+
+    def narrow(self, element: ir.Type) -> Value:
+        """The low bits of integers."""
+        return self._convert(element, "trunc")
+
+    def real(self) -> Value:
+        """Signed integers as float32."""
+        return self._convert(F32, "sitofp")
+
+    def view(self, kind: ir.Type) -> Value:
+        """The same bits as another type."""
+        return Value(self.emit, self.emit.builder.bitcast(self.ir, kind))
+
+    def lane(self, index: int) -> Value:
+        return Value(self.emit, self.emit.builder.extract_element(self.ir, ir.Constant(I32, index)))
+
+
+class Variable:
+    """A place for a value that changes in loops; LLVM makes it a register."""
+
+    def __init__(self, emit: Emit, first: Value):
+        self._emit = emit
+        self._slot = cgutils.alloca_once(emit.builder, first.type)
+        self.set(first)
+
+    def get(self) -> Value:
+        return Value(self._emit, self._emit.builder.load(self._slot))
+
+    def set(self, value: Value) -> None:
+        self._emit.builder.store(value.ir, self._slot)
+
+
+class Emit:
+    """What a function under `@emitted` writes its code with."""
+
+    def __init__(self, builder: ir.IRBuilder):
+        self.builder = builder
+        self.isa = jit.isa()
+
+    # ----------------------------------------------------------------------------------------- constants and memory
+
+    def constant(self, kind: ir.Type, number: float | Sequence[float]) -> Value:
+        """A constant; one number fills all lanes of a vector, a sequence gives each its own."""
+        if isinstance(kind, ir.VectorType):
+            each = list(number) if isinstance(number, Sequence) else [number] * kind.count
+            return Value(self, ir.Constant(kind, [ir.Constant(kind.element, v) for v in each]))
+        return Value(self, ir.Constant(kind, number))
+
+    def zero(self, kind: ir.Type) -> Value:
+        return Value(self, ir.Constant(kind, None if isinstance(kind, ir.VectorType) else 0))
+
+    def variable(self, first: Value) -> Variable:
+        return Variable(self, first)
+
+    def _pointer(self, kind: ir.Type, address: Value) -> ir.Value:
+        return self.builder.inttoptr(address.ir, kind.as_pointer())
+
+    def load(self, kind: ir.Type, address: Value) -> Value:
+        return Value(self, self.builder.load(self._pointer(kind, address), align=1))
+
+    def store(self, value: Value, address: Value) -> None:
+        self.builder.store(value.ir, self._pointer(value.type, address), align=1)
+
+    def integer(self, number: int) -> Value:
+        return self.constant(I64, number)
+
+    # ------------------------------------------------------------------------------------------------------ control
+
+    @contextlib.contextmanager
+    def loop(self, start: Value | int, stop: Value | int, step: int = 1) -> Iterator[Value]:
+        """`for i in range(start, stop, step)` with an int64 index."""
+        first, last = (v if isinstance(v, Value) else self.integer(v) for v in (start, stop))
+        index = self.variable(first)
+        block = self.builder.append_basic_block
+        head, body, after = block("loop"), block("body"), block("after")
+        self.builder.branch(head)
+        self.builder.position_at_end(head)
+        i = index.get()
+        self.builder.cbranch(self.builder.icmp_signed("<", i.ir, last.ir), body, after)
+        self.builder.position_at_end(body)
+        yield i
+        index.set(i + step)
+        self.builder.branch(head)
+        self.builder.position_at_end(after)
+
+    def call(self, name: str, kind: ir.Type, *args: Value) -> Value:
+        """Call an LLVM intrinsic (or C function) by name."""
+        function = cgutils.get_or_insert_function(
+            self.builder.module, ir.FunctionType(kind, [a.type for a in args]), name
+        )
+        return Value(self, self.builder.call(function, [a.ir for a in args]))
+
+    # ------------------------------------------------------------------------------------------------------- lanes
+
+    def splat(self, value: Value, lanes: int) -> Value:
+        """A vector with the scalar in every lane."""
+        empty = ir.Constant(vector(lanes, value.type), ir.Undefined)
+        first = self.builder.insert_element(empty, value.ir, ir.Constant(I32, 0))
+        return self.shuffle(Value(self, first), None, [0] * lanes)
+
+    def shuffle(self, a: Value, b: Value | None, lanes: Sequence[int]) -> Value:
+        """Lanes picked from `a` followed by `b`, by constant index."""
+        other = b.ir if b is not None else ir.Constant(a.type, ir.Undefined)
+        mask = ir.Constant(vector(len(lanes), I32), [ir.Constant(I32, i) for i in lanes])
+        return Value(self, self.builder.shuffle_vector(a.ir, other, mask))
+
+    def join(self, a: Value, b: Value) -> Value:
+        """The lanes of `a`, then those of `b`."""
+        return self.shuffle(a, b, range(a.lanes + b.lanes))
+
+    def part(self, a: Value, first: int, lanes: int) -> Value:
+        return self.shuffle(a, None, range(first, first + lanes))
+
+    def insert(self, a: Value, index: int, value: Value) -> Value:
+        return Value(self, self.builder.insert_element(a.ir, value.ir, ir.Constant(I32, index)))
+
+    def _fold(self, v: Value, combine: Callable[[Value, Value], Value]) -> Value:
+        while v.lanes > 1:
+            half = v.lanes // 2
+            low, high = self.part(v, 0, half), self.part(v, half, half)
+            v = combine(low, high)
+        return v.lane(0)
+
+    def sum(self, v: Value) -> Value:
+        """Sum of the lanes, added in halves."""
+        return self._fold(v, lambda a, b: a + b)
+
+    def largest(self, v: Value) -> Value:
+        """Largest lane of a float vector."""
+        return self._fold(v, self.max)
+
+    def lookup(self, table: Sequence[int], index: Value) -> Value:
+        """`table[index]` for 16 bytes and a vector of 16 or 32 indices 0..15."""
+        lanes = index.lanes
+        table = [_wrapped(byte, 8) for byte in table]
+        names = {16: "llvm.x86.ssse3.pshuf.b.128", 32: "llvm.x86.avx2.pshuf.b"}
+        if self.isa != "generic":
+            return self.call(names[lanes], index.type, self.constant(index.type, table * (lanes // 16)), index)
+        value = self.constant(index.type, table[0])
+        for code in range(1, 16):  # compare and select: no byte shuffle is certain to exist
+            here = self.builder.icmp_unsigned("==", index.ir, self.constant(index.type, code).ir)
+            value = Value(self, self.builder.select(here, self.constant(index.type, table[code]).ir, value.ir))
+        return value
+
+    def where_bits(self, v: Value, masks: Sequence[int], number: int) -> Value:
+        """`number` in the byte lanes where a bit of the lane's mask is set in `v`, 0 elsewhere."""
+        masked = v & self.constant(v.type, [_wrapped(m, 8) for m in masks])
+        is_set = self.builder.icmp_unsigned("!=", masked.ir, self.zero(v.type).ir)
+        return Value(self, self.builder.select(is_set, self.constant(v.type, number).ir, self.zero(v.type).ir))
+
+    # ---------------------------------------------------------------------------------------------------- arithmetic
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        """a * b + c, fused where the CPU can."""
+        return self.call(f"llvm.fmuladd.{self._suffix(a.type)}", a.type, a, b, c)
+
+    def max(self, a: Value, b: Value) -> Value:
+        return Value(self, self.builder.select(self.builder.fcmp_ordered(">", a.ir, b.ir), a.ir, b.ir))
+
+    def min(self, a: Value, b: Value) -> Value:
+        return Value(self, self.builder.select(self.builder.fcmp_ordered("<", a.ir, b.ir), a.ir, b.ir))
+
+    def absolute(self, a: Value) -> Value:
+        return self.call(f"llvm.fabs.{self._suffix(a.type)}", a.type, a)
+
+    def nearest(self, a: Value) -> Value:
+        """float32 below 2^22 in magnitude to the nearest int32, ties to even."""
+        kind = vector(a.lanes, I32)
+        magic = 12582912.0  # 1.5 * 2^23: the addition leaves the integer in the low bits
+        return (a + magic).view(kind) - 0x4B400000
+
+    def _suffix(self, kind: ir.Type) -> str:
+        return f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
+
+    def exp(self, x: Value) -> Value:
+        """e^x of a float32 vector to about 2 units in the last place; 0 below -87.3, x above 88 counts as 88.
+
+        x = k ln 2 + r, |r| <= ln 2 / 2; e^r by its Taylor polynomial of degree 6; 2^k through the exponent bits.
+        """
+        kind = x.type
+        tiny = self.builder.fcmp_ordered("<", x.ir, self.constant(kind, -87.3).ir)
+        x = self.min(self.max(x, self.constant(kind, -87.3)), self.constant(kind, 88.0))
+        k = self.nearest(x * 1.4426950408889634)
+        real = k.real()
+        r = self.fma(real, self.constant(kind, -0.693145751953125), x)
+        r = self.fma(real, self.constant(kind, -1.428606765330187e-06), r)
+        p = self.constant(kind, 1 / 720)
+        for term in (1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0):
+            p = self.fma(p, r, self.constant(kind, term))
+        power = ((k + 127) << 23).view(kind)
+        return Value(self, self.builder.select(tiny, self.zero(kind).ir, (p * power).ir))
+
+    # -------------------------------------------------------------------------------------------------- half floats
+
+    def half_to_float(self, bits: Value) -> Value:
+        """The values of halves given as 16-bit integers. Without F16C by shifting: never a call of the C library."""
+        many = isinstance(bits.type, ir.VectorType)
+        if self.isa != "generic":
+            half = vector(bits.lanes, F16) if many else F16
+            return Value(self, self.builder.fpext(bits.view(half).ir, vector(bits.lanes, F32) if many else F32))
+        kind = vector(bits.lanes, F32) if many else F32
+        wide = bits.unsigned(I32)
+        sign = (wide & 0x8000) << 16
+        # Exponent and mantissa moved in place; the product re-biases the exponent and makes subnormals normal.
+        small = ((wide & 0x7FFF) << 13).view(kind) * 2.0**112
+        special = self.builder.icmp_unsigned(">=", (wide & 0x7FFF).ir, self.constant(wide.type, 0x7C00).ir)
+        infinite = ((wide & 0x7FFF) << 13) | 0x7F800000
+        magnitude = self.builder.select(special, infinite.ir, small.view(wide.type).ir)
+        return (Value(self, magnitude) | sign).view(kind)
+
+    def float_to_half(self, x: Value) -> Value:
+        """Bits of the nearest halves of a float32 vector, ties to even; too large becomes Inf."""
+        bits = vector(x.lanes, I16)
+        if self.isa != "generic":
+            return Value(self, self.builder.fptrunc(x.ir, vector(x.lanes, F16))).view(bits)
+        wide = x.view(vector(x.lanes, I32))
+        sign = (wide >> 16) & 0x8000
+        wide = wide & 0x7FFFFFFF
+        # Adding 0.5 rounds subnormal halves to multiples of 2^-24; normal ones are rounded on their bits.
+        subnormal = (wide.view(x.type) + 0.5).view(wide.type) - 0x3F000000
+        normal = (wide + (0xC8000FFF - (1 << 32)) + ((wide >> 13) & 1)) >> 13
+        is_small = self.builder.icmp_unsigned("<", wide.ir, self.constant(wide.type, 0x38800000).ir)
+        is_large = self.builder.icmp_unsigned(">=", wide.ir, self.constant(wide.type, 0x47800000).ir)
+        is_nan = self.builder.icmp_unsigned(">", wide.ir, self.constant(wide.type, 0x7F800000).ir)
+        large = self.builder.select(is_nan, self.constant(wide.type, 0x7E00).ir, self.constant(wide.type, 0x7C00).ir)
+        half = self.builder.select(is_large, large, self.builder.select(is_small, subnormal.ir, normal.ir))
+        return (Value(self, half) | sign).narrow(I16)
+
+    # ----------------------------------------------------------------------------------------- products of small integers
+
+    def dot4(self, total: Value, a: Value, b: Value, largest: int = 255) -> Value:
+        """total[i] + sum over j of a[4i+j] * b[4i+j], a bytes 0..largest, b signed bytes -127..127, total int32.
+
+        One vpdpbusd where there is one. vpmaddubsw adds two products in 16 bits, which holds them up to
+        `largest` = 127; otherwise bytes are widened first.
+        """
+        lanes = total.lanes
+        if self.isa == "avx512vnni" and lanes in (8, 16):
+            name = f"llvm.x86.avx512.vpdpbusd.{32 * lanes}"
+            return self.call(name, total.type, total, a.view(total.type), b.view(total.type))
+        if self.isa != "generic" and largest <= 127 and lanes in (8, 16):
+            return total + self.pairs(self.byte_pairs(a, b))
+        halves = vector(2 * lanes, I16)
+        a, b = a.view(halves), b.view(halves)
+        even = self.multiply_pairs(a & 0xFF, (b << 8).signed_shift(8))
+        return total + even + self.multiply_pairs(a >> 8, b.signed_shift(8))
+
+    def byte_pairs(self, a: Value, b: Value) -> Value:
+        """int16 sums of neighbouring products of bytes `a` (unsigned) and `b` (signed); the caller sees to their range."""
+        lanes = a.lanes // 2
+        name = {16: "llvm.x86.avx2.pmadd.ub.sw", 32: "llvm.x86.avx512.pmaddubs.w.512"}.get(lanes)
+        if self.isa == "generic" or name is None or (lanes == 32 and not self.isa.startswith("avx512")):
+            halves = vector(lanes, I16)
+            a, b = a.view(halves), b.view(halves)
+            return (a & 0xFF) * (b << 8).signed_shift(8) + (a >> 8) * b.signed_shift(8)
+        return self.call(name, vector(lanes, I16), a, b)
+
+    def pairs(self, v: Value) -> Value:
+        """int32 sums of neighbouring int16."""
+        return self.multiply_pairs(v, self.constant(v.type, 1))
+
+    def multiply_pairs(self, a: Value, b: Value) -> Value:
+        """int32 sums of neighbouring products of signed int16: pmaddwd."""
+        lanes = a.lanes // 2
+        name = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}.get(lanes)
+        if self.isa == "generic" or name is None or (lanes == 16 and not self.isa.startswith("avx512")):
+            wide = vector(lanes, I32)
+            a, b = a.view(wide), b.view(wide)
+            low = (a << 16).signed_shift(16) * (b << 16).signed_shift(16)
+            return low + a.signed_shift(16) * b.signed_shift(16)
+        return self.call(name, vector(lanes, I32), a, b)
+
+    # ------------------------------------------------------------------------------------------------------- threads
+
+    def atomic_load(self, address: Value) -> Value:
+        pointer = self._pointer(I64, address)
+        return Value(self, self.builder.load_atomic(pointer, "acquire", 8))
+
+    def atomic_store(self, value: Value, address: Value) -> None:
+        self.builder.store_atomic(value.ir, self._pointer(I64, address), "release", 8)
+
+    def atomic_add(self, value: Value, address: Value) -> Value:
+        """Add to an int64 in memory; the value before."""
+        return Value(self, self.builder.atomic_rmw("add", self._pointer(I64, address), value.ir, "acq_rel"))
+
+    def pause(self) -> None:
+        """Tell the core that this is a waiting loop."""
+        if _X86:
+            self.builder.call(
+                cgutils.get_or_insert_function(
+                    self.builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause"
+                ),
+                [],
+            )
+
+    def call_address(self, address: Value, *args: Value) -> None:
+        """Call a C function `void(int64, ...)` that stands at `address`."""
+        kind = ir.FunctionType(ir.VoidType(), [I64] * len(args))
+        self.builder.call(self._pointer(kind, address), [a.ir for a in args])
+
+
+def emitted(returns: str) -> Callable[[Callable], Any]:
+    """Decorator: make `function(e, *values)` callable in kernels. `returns` is "void", "int64" or "float32".
+
+    Values are int64, or float32 where annotated `float`; parameters annotated `int` are compile-time constants.
+    """
+
+    def decorate(function: Callable) -> Any:
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        fixed = [p.annotation in (int, "int") for p in parameters]
+        kinds = [types.float32 if p.annotation in (float, "float") else types.int64 for p in parameters]
+
+        def typing(typingctx: Any, *args: Any) -> Any:
+            if any(const and not isinstance(a, types.Literal) for a, const in zip(args, fixed)):
+                return None
+            literals = {i: a.literal_value for i, (a, const) in enumerate(zip(args, fixed)) if const}
+            signature = _NUMBA[returns](*(a if const else k for a, k, const in zip(args, kinds, fixed)))
+
+            def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+                emit = Emit(builder)
+                given = [literals.get(i, Value(emit, v)) for i, v in enumerate(values)]
+                result = function(emit, *given)
+                return context.get_dummy_value() if returns == "void" else result.ir
+
+            return signature, generate
+
+        typing.__name__ = function.__name__
+        typing.__doc__ = function.__doc__
+        typing.__module__ = function.__module__
+        typing.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+        return intrinsic(prefer_literal=True)(typing)
+
+    return decorate

@@ -1,0 +1,223 @@
+"""`Arch`: one description of an architecture, read by the converter, the exporter and the runtime.
+
+    metadata(config)              config.json -> GGUF keys
+    config(metadata, tensors)     GGUF keys -> config.json
+    to_gguf(config, shapes)       checkpoint tensors -> GGUF tensors, as Pieces
+    to_hf(hparams, shapes)        GGUF tensors -> checkpoint tensors, as Pieces
+    generated(config)             tensors that a checkpoint has no counterpart of
+    hparams(metadata, tensors)    the numbers of a model, for to_hf and the runtime
+    blocks(hparams), head(hparams)  what is computed
+
+An architecture derives from Arch in a file of its own, which registers it; see archs/llama.py for the pattern. Keys are
+`Entries`: name -> (value, kind), kind being a GGUF type ("u32", "f32", "bool", "str", ...).
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from quantkit.archs.blocks import Block, Head, HParams, Norm
+from quantkit.archs.tensors import Piece, Rule, Shape, missing, pieces
+from quantkit.errors import FormatError, UnsupportedError
+
+Entries = dict[str, tuple[Any, str]]
+Config = Mapping[str, Any]
+
+_by_name: dict[str, Arch] = {}
+
+# Buffers that old checkpoints saved; every implementation computes them.
+IGNORED = re.compile(r"\.(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
+
+
+def registered() -> dict[str, Arch]:
+    return _by_name
+
+
+class Keys:
+    """Reads one architecture's keys from metadata. Errors name the key."""
+
+    def __init__(self, arch: str, metadata: Mapping[str, Any]):
+        self.arch = arch
+        self.metadata = metadata
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.metadata.get(f"{self.arch}.{key}", default)
+
+    def need(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise FormatError(
+                f"metadata key {self.arch}.{key} is missing; the file is not a complete {self.arch} model"
+            )
+        return value
+
+    def number(self, key: str, default: Any = None) -> int:
+        """A count. An array of equal counts, one a layer, is that count; other arrays are refused."""
+        value = self.need(key) if default is None else self.get(key, default)
+        if isinstance(value, (list, tuple, np.ndarray)):
+            distinct = sorted({int(v) for v in value})
+            if len(distinct) != 1:
+                raise UnsupportedError(
+                    f"{self.arch}.{key} differs between layers ({distinct}); quantkit expects one value"
+                )
+            value = distinct[0]
+        return int(value)
+
+
+class Arch(ABC):
+    """An architecture. Its one instance is found with `archs.get(name)` or `archs.from_hf(config)`."""
+
+    name: ClassVar[str]  # general.architecture
+    hf: ClassVar[tuple[str, ...]]  # names in config.json "architectures"; the first is the one `export` writes
+    model_type: ClassVar[str]  # config.json "model_type" of that first name
+    rules: ClassVar[tuple[Rule, ...]]
+    EXAMPLE: ClassVar[dict[str, Any]]  # a tiny config.json
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" in cls.__dict__:
+            _by_name[cls.name] = cls()
+
+    def __repr__(self) -> str:
+        return f"<arch {self.name}>"
+
+    # ------------------------------------------------------------------------------------------------ checkpoint side
+
+    @abstractmethod
+    def metadata(self, config: Config) -> Entries:
+        """GGUF keys of a config.json. UnsupportedError names what cannot be expressed."""
+
+    @abstractmethod
+    def config(self, metadata: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+        """config.json of a GGUF's metadata and tensor names."""
+
+    def generated(self, config: Config) -> dict[str, np.ndarray]:
+        """Tensors float32 that follow from config.json alone."""
+        return {}
+
+    def rebuilt(self, name: str) -> bool:
+        """Whether the GGUF tensor `name` is one of `generated`, so that a checkpoint leaves it out."""
+        return False
+
+    def canonical(self, name: str) -> str:
+        """A checkpoint's name for a tensor as the rules spell it; checkpoints of bare models leave out `model.`."""
+        return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
+
+    def to_gguf(self, config: Config, shapes: Mapping[str, Shape]) -> list[Piece]:
+        """The GGUF tensors that a checkpoint's tensors make, in the order they are written.
+
+        Every tensor must be known and every needed one present; the error names those that are not. `lm_head` is left
+        out where the config ties it to the embedding, as transformers ignores it there.
+        """
+        kept = {name: shape for name, shape in shapes.items() if not IGNORED.search(name)}
+        stored = {self.canonical(name): name for name in kept}
+        entries = {key: value for key, (value, _) in self.metadata(config).items()}
+        if config.get("tie_word_embeddings", self.ties_by_default):
+            stored.pop("lm_head.weight", None)
+        elif "lm_head.weight" not in stored:
+            raise FormatError(
+                "the checkpoint has no lm_head.weight and config.json does not say tie_word_embeddings: true; "
+                "a shard is missing or config.json is wrong"
+            )
+        found = pieces(
+            self.rules, {name: kept[stored[name]] for name in stored}, self.hparams(entries), to_gguf=True
+        )  # fmt: skip
+        self._check(stored, found, entries[f"{self.name}.block_count"], "checkpoint", to_gguf=True)
+        return [
+            Piece(
+                piece.name, piece.shape, tuple(stored[source] for source in piece.sources), piece.transform, piece.f32
+            )
+            for piece in found
+        ]
+
+    ties_by_default: ClassVar[bool] = False  # what transformers assumes where config.json does not say
+
+    def to_hf(self, hparams: HParams, shapes: Mapping[str, Shape]) -> list[Piece]:
+        """The checkpoint tensors that a GGUF's tensors make."""
+        kept = {name: shape for name, shape in shapes.items() if not self.rebuilt(name)}
+        found = pieces(self.rules, kept, hparams, to_gguf=False)
+        self._check(kept, found, hparams.n_layer, "GGUF", to_gguf=False)
+        return found
+
+    def _check(self, names: Collection[str], found: list[Piece], n_layer: int, kind: str, *, to_gguf: bool) -> None:
+        known = {source for piece in found for source in piece.sources}
+        if unknown := sorted(set(names) - known):
+            raise UnsupportedError(
+                f"{len(unknown)} tensor(s) of this {kind} are not known to architecture {self.name}: "
+                f"{', '.join(unknown[:5])}{', …' if len(unknown) > 5 else ''}; "
+                f"the model is a variant that quantkit does not handle (add a rule to quantkit/archs/{self.name}.py)"
+            )
+        if absent := missing(self.rules, names, n_layer, to_gguf=to_gguf):
+            raise FormatError(
+                f"this {kind} of {n_layer} layers lacks {len(absent)} tensor(s): {', '.join(absent[:5])}"
+                f"{', …' if len(absent) > 5 else ''}; a shard is missing or the file is incomplete"
+            )
+
+    # --------------------------------------------------------------------------------------------------- runtime side
+
+    @abstractmethod
+    def hparams(self, metadata: Mapping[str, Any], tensors: Collection[str] = ()) -> HParams:
+        """The model's numbers. `tensors` are the names in the file, which tell biases, rope factors and tying."""
+
+    @abstractmethod
+    def blocks(self, hparams: HParams) -> list[Block]:
+        """The layers, first to last."""
+
+    def head(self, hparams: HParams) -> Head:
+        output = "token_embd" if hparams.tied else "output"
+        return Head("token_embd.weight", Norm("output_norm.weight", hparams.norm_eps), hparams.linear(output))
+
+
+# ------------------------------------------------------------------------------------------------ shared by many archs
+
+EMBEDDING_RULES = (Rule("token_embd", "model.embed_tokens"),)
+OUTPUT_RULES = (
+    Rule("output_norm", "model.norm", f32=True),
+    Rule("output", "lm_head", required=False),
+)
+SWIGLU_RULES = (
+    Rule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
+    Rule("blk.N.ffn_gate", "model.layers.N.mlp.gate_proj", bias=True),
+    Rule("blk.N.ffn_up", "model.layers.N.mlp.up_proj", bias=True),
+    Rule("blk.N.ffn_down", "model.layers.N.mlp.down_proj", bias=True),
+)
+
+
+def need(config: Config, key: str) -> Any:
+    """config[key], or a FormatError that names it."""
+    value = config.get(key)
+    if value is None:
+        raise FormatError(f"config.json has no '{key}', which {config.get('architectures')} needs")
+    return value
+
+
+def refuse(config: Config, key: str, accepted: Collection[Any]) -> None:
+    """UnsupportedError when config.json gives `key` a value that is not accepted; an absent key is."""
+    value = config.get(key)
+    if value is not None and value not in accepted:
+        raise UnsupportedError(
+            f"config.json: {key} = {value!r} is not supported by quantkit; accepted: {', '.join(map(repr, accepted))}"
+        )
+
+
+def rope_parameters(config: Config) -> dict[str, Any]:
+    """`rope_theta`, `rope_type` and the scaling's own values, from either form of config.json.
+
+    transformers 5 writes `rope_parameters`; before, there were `rope_theta` and `rope_scaling` (with `type`).
+    """
+    merged = {"rope_theta": config.get("rope_theta", 10000.0)}
+    merged |= config.get("rope_scaling") or {}
+    merged |= config.get("rope_parameters") or {}
+    merged["rope_type"] = merged.pop("rope_type", None) or merged.get("type") or "default"
+    merged.pop("type", None)
+    return merged
+
+
+def shortest(value: float) -> float:
+    """The shortest decimal that is this float32: 9.999999747e-06 -> 1e-05, as config.json had it."""
+    return float(str(np.float32(value)))

@@ -1,0 +1,141 @@
+"""What a model is made of, as the runtime is told it: a list of blocks, each a list of parts, each naming its tensors.
+
+    Model = embedding, Block(Attention, FeedForward) x n_layer, output norm, output
+
+Every name is a GGUF tensor name; a name that is None is a tensor the file does not have. Shapes follow from HParams.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN's ramp: dimensions that turn often keep their frequency, those that turn rarely are interpolated."""
+
+    original_context: int
+    ext_factor: float = 1.0
+    attn_factor: float = 1.0  # beyond the usual 1 + 0.1 ln(1 / scale), which multiplies cos and sin
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding of the first `dim` elements of each head.
+
+    Pair j turns by the angle position * scale * base^(-2j/dim) / factors[j].
+    """
+
+    style: str  # "norm" turns elements (2j, 2j + 1), "neox" (j, j + dim/2)
+    dim: int
+    base: float
+    scale: float = 1.0  # 1/factor of linear scaling, and of YaRN's interpolated part
+    factors: str | None = None  # tensor float32[dim/2]
+    yarn: Yarn | None = None
+
+
+@dataclass(frozen=True)
+class Norm:
+    """y = x / sqrt(mean(x^2) + eps) * weight."""
+
+    weight: str
+    eps: float
+
+
+@dataclass(frozen=True)
+class Linear:
+    """y = x W^T + bias."""
+
+    weight: str
+    bias: str | None = None
+
+
+@dataclass(frozen=True)
+class Attention:
+    """x + out(attention(q, k, v of norm(x))); causal, query head i reads key/value head i * kv_heads // heads."""
+
+    norm: Norm
+    q: Linear
+    k: Linear
+    v: Linear
+    out: Linear
+    heads: int
+    kv_heads: int
+    head_dim_k: int
+    head_dim_v: int
+    scale: float  # of the scores, before softmax
+    rope: Rope
+    window: int | None = None  # a token sees itself and window - 1 before it
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """x + down(act(gate(y)) * up(y)) with y = norm(x)."""
+
+    norm: Norm
+    gate: Linear
+    up: Linear
+    down: Linear
+    activation: str = "swiglu"  # act is x * sigmoid(x)
+
+
+@dataclass(frozen=True)
+class Block:
+    layer: int
+    parts: tuple[Attention | FeedForward, ...]
+
+
+@dataclass(frozen=True)
+class Head:
+    """What stands around the blocks. `output` is the embedding's own name where the two are tied."""
+
+    embedding: str
+    norm: Norm
+    output: Linear
+
+
+@dataclass(frozen=True, kw_only=True)
+class HParams:
+    """The numbers of a model, from its metadata. Architectures with more to say derive from it."""
+
+    arch: str
+    n_layer: int
+    n_ctx_train: int
+    n_embd: int
+    n_ff: int
+    n_head: int
+    n_head_kv: int
+    head_dim_k: int
+    head_dim_v: int
+    n_vocab: int
+    norm_eps: float
+    rope: Rope
+    window: int | None = None
+    tensors: frozenset[str] = frozenset()  # names in the file: says which optional ones there are
+
+    @property
+    def rope_dim(self) -> int:
+        return self.rope.dim
+
+    @property
+    def rope_base(self) -> float:
+        return self.rope.base
+
+    @property
+    def rope_freq_factors(self) -> str | None:
+        return self.rope.factors
+
+    @property
+    def tied(self) -> bool:
+        """The embedding is the output matrix too."""
+        return "output.weight" not in self.tensors
+
+    def linear(self, stem: str) -> Linear:
+        """`stem`.weight, with `stem`.bias where the file has it."""
+        bias = f"{stem}.bias"
+        return Linear(f"{stem}.weight", bias if bias in self.tensors else None)
+
+    def norm(self, stem: str) -> Norm:
+        return Norm(f"{stem}.weight", self.norm_eps)

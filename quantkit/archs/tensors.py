@@ -1,0 +1,140 @@
+"""How tensors of a checkpoint become tensors of a GGUF, and back: names, order of rows, all of it streamable.
+
+A `Rule` pairs two names. From the rules, `plan` makes a list of `Piece`, one for each tensor to write: which tensors
+it reads and the `Transform` that makes any range of its rows from rows of theirs. No piece ever needs a whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Shape = tuple[int, ...]
+ReadRows = Callable[[int, int], np.ndarray]  # (start, stop) -> rows, as numbers or as raw bytes
+
+
+class Transform:
+    """Rows of a result from rows of its sources. This one copies; others derive from it.
+
+    A tensor of any shape counts as rows of its last axis; one of one axis as rows of a single element.
+    """
+
+    keeps_bits = True  # moves rows whole, so that they may be raw bytes of any type
+    step = 1  # ranges that start and stop at multiples of it read nothing twice
+
+    def shape(self, *sources: Shape) -> Shape:
+        return sources[0]
+
+    def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
+        return sources[0](start, stop)
+
+    def inverse(self) -> Transform:
+        return self
+
+
+COPY = Transform()
+
+
+class ShuffleRows(Transform):
+    """Row b * step + i of the result is row b * step + order[i] of the source, for every block b of `step` rows."""
+
+    def __init__(self, order: Iterable[int]):
+        self.order = np.array(list(order), np.intp)
+        self.step = len(self.order)
+
+    def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
+        first = start // self.step * self.step
+        last = -(-stop // self.step) * self.step
+        wanted = np.arange(start, stop)
+        index = wanted // self.step * self.step + self.order[wanted % self.step] - first
+        return sources[0](first, last)[index]
+
+    def inverse(self) -> Transform:
+        return ShuffleRows(np.argsort(self.order))
+
+
+def interleave_halves(head_dim: int) -> ShuffleRows:
+    """Rows of each head from checkpoint order to that of "norm" rope: pairs (j, j + D/2) become (2j, 2j + 1)."""
+    return ShuffleRows(s * head_dim // 2 + j for j in range(head_dim // 2) for s in (0, 1))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`gguf` is `hf` under another name; N stands for the layer. Names are without .weight and .bias.
+
+    `transform(hparams)` turns checkpoint rows into GGUF rows; it gets the HParams of the model.
+    """
+
+    gguf: str
+    hf: str
+    transform: Callable[[Any], Transform] | None = None
+    required: bool = True
+    bias: bool = False  # a bias may come with it
+    f32: bool = False  # always stored in float32
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor to write: `transform` applied to `sources`, all of them names on the reading side."""
+
+    name: str
+    shape: Shape
+    sources: tuple[str, ...]
+    transform: Transform
+    f32: bool
+
+
+def split_name(name: str) -> tuple[str, int | None, str]:
+    """ "blk.3.attn_q.weight" -> ("blk.N.attn_q", 3, "weight"). The layer is the first part made of digits."""
+    stem, _, suffix = name.rpartition(".")
+    parts = stem.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join([*parts[:i], "N", *parts[i + 1 :]]), int(part), suffix
+    return stem, None, suffix
+
+
+def join_name(stem: str, layer: int | None, suffix: str) -> str:
+    if layer is not None:
+        stem = ".".join(str(layer) if part == "N" else part for part in stem.split("."))
+    return f"{stem}.{suffix}"
+
+
+def pieces(rules: Sequence[Rule], shapes: Mapping[str, Shape], hparams: Any, *, to_gguf: bool) -> list[Piece]:
+    """A piece for every name in `shapes` that a rule knows, in the order of use: input, layers by number, output.
+
+    Names that no rule knows are left out; the caller decides what they mean.
+    """
+    by_stem = {rule.hf if to_gguf else rule.gguf: (place, rule) for place, rule in enumerate(rules)}
+    first_layer = next((i for i, rule in enumerate(rules) if ".N." in rule.gguf), len(rules))
+    found = []
+    for name, shape in shapes.items():
+        stem, layer, suffix = split_name(name)
+        if stem not in by_stem or suffix not in ("weight", "bias"):
+            continue
+        place, rule = by_stem[stem]
+        if suffix == "bias" and not rule.bias:
+            continue
+        transform = rule.transform(hparams) if rule.transform else COPY
+        if not to_gguf:
+            transform = transform.inverse()
+        target = join_name(rule.gguf if to_gguf else rule.hf, layer, suffix)
+        piece = Piece(target, transform.shape(shape), (name,), transform, rule.f32 or len(shape) <= 1)
+        group = 1 if layer is not None else (0 if place < first_layer else 2)
+        found.append(((group, layer or 0, place, suffix == "bias"), piece))
+    return [piece for _, piece in sorted(found, key=lambda pair: pair[0])]
+
+
+def missing(rules: Sequence[Rule], names: Iterable[str], n_layer: int, *, to_gguf: bool) -> list[str]:
+    """Weights that the rules require and `names` lacks, named as the reading side names them."""
+    have = set(names)
+    wanted = []
+    for rule in rules:
+        if rule.required:
+            stem = rule.hf if to_gguf else rule.gguf
+            layers: Iterable[int | None] = range(n_layer) if ".N." in stem else [None]
+            wanted += [join_name(stem, layer, "weight") for layer in layers]
+    return [name for name in wanted if name not in have]

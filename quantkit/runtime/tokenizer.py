@@ -1,0 +1,198 @@
+"""Text <-> token ids, from GGUF metadata alone; the work is done by the `tokenizers` library.
+
+    t = Tokenizer.from_gguf(metadata)
+    t.encode("Hello")                      ids, BOS first where the model wants one
+    t.decode(ids)                          text
+    decoder = t.decode_stream()            decoder.push(id) -> the text that became complete; decoder.finish()
+
+Two kinds of token are found in a text before it is cut into words: user-defined ones always, control tokens
+(<|im_start|> and the like) only with `special=True`. The reference's perplexity tool does not look for them either.
+"""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from quantkit.archs import vocab
+from quantkit.errors import DataError, FormatError, QuantkitError, UnsupportedError
+
+# Control tokens that end a reply in one chat format or another, for files whose keys do not name them.
+_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "</s>")
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's printable alphabet: printable Latin-1 stands for itself, the other bytes for U+0100 onward, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+class Tokenizer:
+    """A model's tokenizer. Ids and flags are those of the file; see `from_gguf`."""
+
+    def __init__(self, metadata: Mapping[str, Any]):
+        self._metadata = metadata
+        self._model = json.dumps(vocab.tokenizer_json(metadata))
+        self._tokens: Sequence[str] = metadata["tokenizer.ggml.tokens"]
+        self._types = vocab.token_types(metadata)
+        self._byte_level = metadata["tokenizer.ggml.model"] == "gpt2"
+        self._strips_space = not self._byte_level and metadata.get("tokenizer.ggml.add_space_prefix", True)
+        self.bos_id = self._special_id("bos")
+        self.eos_id = self._special_id("eos")
+        self.adds_bos = vocab.adds(metadata, "bos") and self.bos_id is not None
+        self.adds_eos = vocab.adds(metadata, "eos") and self.eos_id is not None
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        """The tokenizer of a GGUF file's metadata.
+
+        FormatError when keys are missing or contradict each other; UnsupportedError and UnknownNameError name a
+        tokenizer.ggml.model or tokenizer.ggml.pre that is not handled.
+        """
+        return cls(metadata)
+
+    def _special_id(self, name: str) -> int | None:
+        number = vocab.special_id(self._metadata, name)
+        if number is not None and number >= len(self._tokens):
+            raise FormatError(f"{vocab.SPECIAL[name]} is {number}, but there are {len(self._tokens)} tokens")
+        return number
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._tokens)
+
+    @functools.cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end a reply: EOS, EOT and EOM as the file names them, and control tokens known to mean that."""
+        keys = ("eos", "eot", "eom")
+        named = {self._metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys} | {self.eos_id}
+        known = {i for i, kind in enumerate(self._types) if kind == vocab.CONTROL and self._tokens[i] in _ENDS}
+        return frozenset(int(i) for i in named | known if i is not None)
+
+    # --------------------------------------------------------------------------------------------------------- encode
+
+    @functools.cached_property
+    def _engines(self) -> dict[bool, Any]:
+        """`tokenizers` objects: key True finds control tokens in the text, False does not."""
+        import tokenizers
+
+        try:
+            plain, special = (tokenizers.Tokenizer.from_str(self._model) for _ in range(2))
+        except Exception as error:  # the library raises bare Exception
+            raise FormatError(f"the tokenizer in the metadata is inconsistent: {error}") from error
+        plain.encode_special_tokens = True
+        return {False: plain, True: special}
+
+    def encode(self, text: str, bos: bool | None = None, special: bool = False) -> list[int]:
+        """Token ids of a text.
+
+        `bos` says whether BOS comes first; None leaves it to the model (`adds_bos`), which also decides on EOS at the
+        end. `special` finds control tokens written out in the text.
+        """
+        if bos and self.bos_id is None:
+            raise DataError("the model has no BOS token (tokenizer.ggml.bos_token_id); encode with bos=False")
+        ids = self._engines[special].encode(text, add_special_tokens=False).ids if text else []
+        if self.adds_bos if bos is None else bos:
+            ids = [self.bos_id, *ids]
+        if bos is None and self.adds_eos:
+            ids = [*ids, self.eos_id]
+        return ids
+
+    # --------------------------------------------------------------------------------------------------------- decode
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes a token stands for; those of a control token are its name."""
+        if not 0 <= token < len(self._tokens):
+            raise DataError(f"token {token} is not in the vocabulary of {len(self._tokens)}")
+        text, kind = self._tokens[token], self._types[token]
+        if kind == vocab.BYTE:
+            return bytes([int(text[3:5], 16)])
+        if kind not in (vocab.NORMAL, vocab.BYTE):
+            return text.encode()
+        if not self._byte_level:
+            return text.replace(vocab.SPACE, " ").encode()
+        table = _byte_of_character()
+        if all(character in table for character in text):
+            return bytes(table[character] for character in text)
+        return text.encode()  # a word added to the vocabulary as it is
+
+    def is_control(self, token: int) -> bool:
+        return self._types[token] in (vocab.CONTROL, vocab.UNKNOWN, vocab.UNUSED)
+
+    def decode(self, ids: Iterable[int], special: bool = True) -> str:
+        """The text of token ids; bytes that are not UTF-8 become U+FFFD. `special=False` leaves control tokens out."""
+        decoder = self.decode_stream(special)
+        return "".join([*map(decoder.push, ids), decoder.finish()])
+
+    def decode_stream(self, special: bool = True) -> Decoder:
+        """Decode one token at a time; a character is given out when its last byte has come."""
+        return Decoder(self, special)
+
+    # ----------------------------------------------------------------------------------------------------------- chat
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._metadata.get("tokenizer.chat_template")
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The prompt that the model's own template makes of messages with "role" and "content".
+
+        Needs jinja2; the template runs in its sandbox. Encode the result with `bos=False, special=True`.
+        """
+        if self.chat_template is None:
+            raise UnsupportedError("the model has no chat template (tokenizer.chat_template); pass a plain prompt")
+        try:
+            from jinja2 import TemplateError
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+        except ImportError:
+            raise UnsupportedError("chat templates need jinja2: pip install jinja2") from None
+
+        def refuse(message: str) -> None:
+            raise TemplateError(message)
+
+        named = {
+            f"{name}_token": self._tokens[i]
+            for name, i in (("bos", self.bos_id), ("eos", self.eos_id))
+            if i is not None
+        }
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals["raise_exception"] = refuse
+        environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+        values = named | {"messages": messages, "add_generation_prompt": add_generation_prompt} | variables
+        try:
+            return environment.from_string(self.chat_template).render(values)
+        except TemplateError as error:
+            raise QuantkitError(f"the model's chat template refuses these messages: {error}") from error
+
+
+class Decoder:
+    """Text of a stream of tokens. The space that encoding puts before a text is taken away again."""
+
+    def __init__(self, tokenizer: Tokenizer, special: bool = True):
+        self._tokenizer = tokenizer
+        self._special = special
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._at_start = tokenizer._strips_space
+
+    def push(self, token: int) -> str:
+        """The text that this token completes, often "" inside a character of several tokens."""
+        data = self._tokenizer.token_bytes(token)
+        if self._tokenizer.is_control(token):
+            return self._utf8.decode(data) if self._special else ""
+        if self._at_start:
+            self._at_start = False
+            data = data.removeprefix(b" ")
+        return self._utf8.decode(data)
+
+    def finish(self) -> str:
+        """What is left of an unfinished character."""
+        return self._utf8.decode(b"", final=True)

@@ -20,21 +20,13 @@ Batch = Annotated[int, typer.Option("--batch-size", "-b", help="Tokens evaluated
 Numerics = Annotated[
     str, typer.Option("--numerics", help="exact: decoded weights, float32 activations; fast: as generating does.")
 ]
-CacheType = Annotated[str, typer.Option("--cache-type", "-ctk", help="Type of the KV cache: f16 or f32.")]
+CacheType = Annotated[
+    str | None, typer.Option("--cache-type", "-ctk", help="KV cache, f16 or f32; default: f32 if exact, else f16.")
+]
 
 
-def open_model(path: Path, numerics: str, threads: int | None, cache_type: str, n_ctx: int | None = None) -> Any:
-    """The model, after saying what is loaded and how."""
-    from quantkit.runtime.model import load
-
-    model = load(path, numerics=numerics, threads=threads, cache_type=cache_type, n_ctx=n_ctx)
-    return model
-
-
-def conditions(
-    numerics: str, threads: int | None, cache_type: str, n_ctx: int, chunks: int, text: str
-) -> dict[str, Any]:
-    """All that a figure depends on besides the model, for people and for JSON."""
+def conditions(model: Any, n_ctx: int, chunks: int, text: str) -> dict[str, Any]:
+    """All that a figure depends on besides the file, for people and for JSON."""
     import numba
     import numpy
 
@@ -44,9 +36,9 @@ def conditions(
         "text": text,
         "n_ctx": n_ctx,
         "chunks": chunks,
-        "numerics": numerics,
-        "cache_type": cache_type,
-        "threads": threads or jit.default_threads(),
+        "numerics": model.numerics,
+        "cache_type": model.cache_type,
+        "threads": model.threads,
         "isa": jit.isa(),
         "quantkit": __version__,
         "numpy": numpy.__version__,

@@ -18,7 +18,6 @@ from quantkit.cli._evaluation import (
     TextFile,
     conditions,
     conditions_line,
-    open_model,
     required_text,
 )
 from quantkit.cli._shared import Json, Threads, print_json, table
@@ -44,7 +43,7 @@ def imatrix(
     batch_size: Batch = 2048,
     numerics: Numerics = "exact",
     threads: Threads = None,
-    cache_type: CacheType = "f16",
+    cache_type: CacheType = None,
     json: Json = False,
 ) -> None:
     """Collect an importance matrix: what enters each column of each weight, in the mean square, over a text.
@@ -54,10 +53,11 @@ def imatrix(
     from quantkit.evaluate import imatrix as collecting
     from quantkit.evaluate.text import chunked
     from quantkit.files import imatrix as files
+    from quantkit.runtime.model import load
 
     before = [files.read(path) for path in in_file or []]
     text = required_text(file, "imatrix")
-    loaded = open_model(model, numerics, threads, cache_type)
+    loaded = load(model, numerics=numerics, threads=threads, cache_type=cache_type)
     cut = chunked(loaded.tokenizer, text, ctx_size, chunks, from_chunk)
     print(f"importance matrix over {len(cut)} chunks of {ctx_size} tokens, batch {batch_size}", file=sys.stderr)
     running = Running(len(cut))
@@ -74,7 +74,7 @@ def imatrix(
         loaded, cut, process_output=process_output, with_perplexity=not no_ppl, n_batch=batch_size, on_chunk=show
     )
     files.write(output, files.merge([*before, found]))
-    said = conditions(numerics, threads, cache_type, ctx_size, len(cut), str(text))
+    said = conditions(loaded, ctx_size, len(cut), str(text))
     if json:
         result = {"ppl": ppl.value, "ppl_error": ppl.error} if ppl else {}
         print_json({"model": model, "output": output, "entries": len(found), **result, "conditions": said})

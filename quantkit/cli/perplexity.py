@@ -19,7 +19,6 @@ from quantkit.cli._evaluation import (
     TextFile,
     conditions,
     conditions_line,
-    open_model,
     required_text,
 )
 from quantkit.cli._shared import Json, Threads, print_json
@@ -46,7 +45,7 @@ def perplexity(
     ] = False,
     numerics: Numerics = "exact",
     threads: Threads = None,
-    cache_type: CacheType = "f16",
+    cache_type: CacheType = None,
     json: Json = False,
 ) -> None:
     """Measure how well a model predicts a text, or how far it is from another model.
@@ -54,7 +53,9 @@ def perplexity(
     Protocol, printed form and base files are those of llama-perplexity: chunks of -c tokens, the second half of each
     is scored.
     """
-    loaded = open_model(model, numerics, threads, cache_type)
+    from quantkit.runtime.model import load
+
+    loaded = load(model, numerics=numerics, threads=threads, cache_type=cache_type)
     quiet = json
     if kl_divergence:
         if kl_divergence_base is None:
@@ -63,7 +64,7 @@ def perplexity(
     else:
         text = required_text(file, "perplexity")
         result, facts = _measure(loaded, text, ctx_size, chunks, batch_size, kl_divergence_base, ppl_output_type, quiet)
-    said = conditions(numerics, threads, cache_type, facts["n_ctx"], facts["chunks"], facts["text"])
+    said = conditions(loaded, facts["n_ctx"], facts["chunks"], facts["text"])
     if json:
         print_json({"model": model, **result, "conditions": said})
     else:

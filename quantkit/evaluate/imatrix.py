@@ -14,8 +14,8 @@ import numpy as np
 
 from quantkit import jit
 from quantkit.errors import DataError
-from quantkit.evaluate.perplexity import Perplexity, check_context, negative_log_likelihood, require_finite
-from quantkit.evaluate.text import DEFAULT_BATCH, Chunks, batches
+from quantkit.evaluate.perplexity import Perplexity, evaluate_chunks, negative_log_likelihood
+from quantkit.evaluate.text import DEFAULT_BATCH, Chunks
 from quantkit.files.imatrix import Entry, Imatrix
 from quantkit.files.kld import rows_per_chunk, scored_rows
 from quantkit.jit import kernel
@@ -83,34 +83,21 @@ def collect(
 
     `on_chunk(chunks done, perplexity so far or None, collector)` is called after each chunk.
     """
-    check_context(model, chunks.n_ctx)
     collector = Collector(process_output)
+    scored = scored_rows(chunks.n_ctx)
+    # Every position passes through the blocks whatever is asked for here; through the output matrix only these do.
+    asked = slice(0, chunks.n_ctx) if process_output else scored if with_perplexity else slice(0, 0)
     nll = np.empty((len(chunks), rows_per_chunk(chunks.n_ctx)))
     before, model.observer = model.observer, collector.observe
     try:
-        for part in batches(len(chunks), chunks.n_ctx, 2 * model.vocab_size, n_batch):
-            logits = _run(model, chunks, part, with_perplexity or process_output)
-            collector.chunks = part.stop
-            for index in range(part.start, part.stop):
-                if with_perplexity:
-                    nll[index] = _score(model, chunks, index, logits[index - part.start])
-                if on_chunk is not None:
-                    so_far = Perplexity(nll[: index + 1], chunks.n_ctx) if with_perplexity else None
-                    on_chunk(index + 1, so_far, collector)
+        for index, logits in evaluate_chunks(model, chunks.inputs, n_batch, asked):
+            collector.chunks = index + 1
+            if with_perplexity:
+                rows = logits[scored] if process_output else logits
+                nll[index] = negative_log_likelihood(rows, chunks.tokens[index, scored.start + 1 :])
+            if on_chunk is not None:
+                so_far = Perplexity(nll[: index + 1], chunks.n_ctx) if with_perplexity else None
+                on_chunk(index + 1, so_far, collector)
     finally:
         model.observer = before
     return collector.result(chunks.source), Perplexity(nll, chunks.n_ctx) if with_perplexity else None
-
-
-def _run(model: Any, chunks: Chunks, part: slice, with_logits: bool) -> np.ndarray:
-    """Logits of every position: all of them must pass through every weight, the output's included."""
-    rows = slice(0, chunks.n_ctx) if with_logits else slice(chunks.n_ctx - 1, chunks.n_ctx)
-    return model.forward_sequences(chunks.inputs[part], rows)
-
-
-def _score(model: Any, chunks: Chunks, index: int, logits: np.ndarray) -> np.ndarray:
-    """nll of one chunk's scored tokens from float32[n_ctx, n_vocab]."""
-    rows = scored_rows(chunks.n_ctx)
-    nll = negative_log_likelihood(logits[rows], chunks.tokens[index, rows.start + 1 :])
-    require_finite(model, chunks.inputs, index, nll)
-    return nll

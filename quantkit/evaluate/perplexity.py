@@ -19,7 +19,7 @@ import numpy as np
 
 from quantkit import jit
 from quantkit.errors import DataError
-from quantkit.evaluate.text import DEFAULT_BATCH, Chunks, batches
+from quantkit.evaluate.text import DEFAULT_BATCH, Chunks
 from quantkit.files.kld import BaseWriter, scored_rows
 from quantkit.jit import kernel
 
@@ -81,14 +81,20 @@ class Perplexity:
         return f"{self.value:.4f} +/- {self.error:.5f}"
 
 
-def evaluate_chunks(model: Any, inputs: np.ndarray, n_batch: int = DEFAULT_BATCH) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (index, float32[rows_per_chunk, n_vocab] logits of the scored positions) chunk after chunk."""
+def evaluate_chunks(
+    model: Any, inputs: np.ndarray, n_batch: int = DEFAULT_BATCH, rows: slice | None = None
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (index, float32[k, n_vocab] logits of a chunk's positions `rows`, by default the scored ones) in order.
+
+    Chunks are run `n_batch` tokens at a time; logits exist for one chunk at a time.
+    """
     n_chunk, n_ctx = inputs.shape
     check_context(model, n_ctx)
-    for part in batches(n_chunk, n_ctx, model.vocab_size, n_batch):
-        logits = model.forward_sequences(inputs[part], scored_rows(n_ctx))
-        for index in range(part.start, part.stop):
-            yield index, logits[index - part.start]
+    together = max(1, n_batch // n_ctx)
+    for start in range(0, n_chunk, together):
+        hidden = model.hidden_sequences(inputs[start : start + together], rows or scored_rows(n_ctx))
+        for index, states in enumerate(hidden, start):
+            yield index, model.project(states)
 
 
 def check_context(model: Any, n_ctx: int) -> None:
@@ -107,47 +113,15 @@ def perplexity(
 ) -> Perplexity:
     """Perplexity of a model over chunks.
 
-    `base` also gets every chunk's logits. `on_chunk` is called after each chunk with the result so far. Logits that
-    are NaN or Inf are a DataError that names the first weight whose input was.
+    `base` also gets every chunk's logits. `on_chunk` is called after each chunk with the result so far. (NaN
+    and Inf are the model's to report: it names the tensor that made them.)
     """
     rows = scored_rows(chunks.n_ctx)
     nll = np.empty((len(chunks), rows.stop - rows.start))
     for index, logits in evaluate_chunks(model, chunks.inputs, n_batch):
         nll[index] = negative_log_likelihood(logits, chunks.tokens[index, rows.start + 1 :])
-        require_finite(model, chunks.inputs, index, nll[index])
         if base is not None:
             base.write(logits)
         if on_chunk is not None:
             on_chunk(Perplexity(nll[: index + 1], chunks.n_ctx))
     return Perplexity(nll, chunks.n_ctx)
-
-
-# ------------------------------------------------------------------------------------------------------- the tripwire
-
-
-def require_finite(model: Any, inputs: np.ndarray, index: int, nll: np.ndarray) -> None:
-    """Raise DataError when a chunk's nll holds NaN or Inf, naming the weight that was the first to see one."""
-    if np.isfinite(nll).all():
-        return
-    position = int(np.argmin(np.isfinite(nll))) + scored_rows(inputs.shape[1]).start
-    culprit = first_not_finite(model, inputs[index])
-    raise DataError(
-        f"chunk {index + 1}: the logits at position {position} are not finite; "
-        + (f"NaN or Inf first entered {culprit}" if culprit else "every weight's input was finite")
-    )
-
-
-def first_not_finite(model: Any, tokens: np.ndarray) -> str | None:
-    """Name of the first weight that NaN or Inf enters when the model is run over int[n] tokens; None if none does."""
-    found: list[str] = []
-
-    def watch(name: str, x: np.ndarray) -> None:
-        if not found and not np.isfinite(x.sum(dtype=np.float64)):
-            found.append(name)
-
-    before, model.observer = model.observer, watch
-    try:
-        model.forward_sequences(tokens[None], slice(len(tokens) - 1, len(tokens)))
-    finally:
-        model.observer = before
-    return found[0] if found else None

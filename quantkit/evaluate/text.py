@@ -8,7 +8,6 @@ chunk's first token, if the model adds BOS; what is scored are still the text's 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from quantkit.files.atomic import os_errors
 
 DEFAULT_CONTEXT = 512
 DEFAULT_BATCH = 2048
-_LOGITS_BUDGET = 256 << 20  # bytes of logits held at a time, unless a single chunk's are more
 
 
 @dataclass(frozen=True)
@@ -83,11 +81,3 @@ def chunked(
     n_chunk = n_chunk if limit is None else min(n_chunk, limit)
     tokens = np.asarray(ids[skip * n_ctx : (skip + n_chunk) * n_ctx], np.int32).reshape(n_chunk, n_ctx)
     return Chunks(tokens, with_bos(tokens, tokenizer), str(path))
-
-
-def batches(n_chunk: int, n_ctx: int, n_vocab: int, n_batch: int = DEFAULT_BATCH) -> Iterator[slice]:
-    """Slices of chunks evaluated together: `n_batch` tokens, fewer where their logits would take too much memory."""
-    rows = n_ctx - 1 - n_ctx // 2
-    together = max(1, min(n_batch // n_ctx, _LOGITS_BUDGET // (4 * rows * n_vocab)))
-    for start in range(0, n_chunk, together):
-        yield slice(start, min(n_chunk, start + together))

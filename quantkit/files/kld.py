@@ -32,7 +32,7 @@ import numpy as np
 
 from quantkit import jit
 from quantkit.errors import DataError, FormatError
-from quantkit.files.atomic import AtomicFile, publish
+from quantkit.files.atomic import AtomicFile, publish, require_space
 from quantkit.files.mapping import map_file
 from quantkit.jit import kernel
 
@@ -188,8 +188,9 @@ class BaseWriter:
         self.n_vocab = n_vocab
 
     def __enter__(self) -> BaseWriter:
-        self._file, self._written = AtomicFile(self.path), 0
         n_chunk, n_ctx = self.tokens.shape
+        require_space(self.path.parent, file_bytes(n_ctx, self.n_vocab, n_chunk))
+        self._file, self._written = AtomicFile(self.path), 0
         self._file.stream.write(MAGIC + struct.pack("<iii", n_ctx, self.n_vocab, n_chunk) + self.tokens.tobytes())
         return self
 

@@ -33,13 +33,17 @@ class FakeModel:
         self.observer: Callable[[str, np.ndarray], None] | None = None
         self.calls: list[np.ndarray] = []
 
-    def forward_sequences(self, tokens: np.ndarray, rows: slice) -> np.ndarray:
+    def hidden_sequences(self, tokens: np.ndarray, rows: slice) -> np.ndarray:
         assert tokens.ndim == 2
         self.calls.append(tokens.copy())
-        logits = self.table[tokens] + 0.01 * np.arange(tokens.shape[1], dtype=np.float32)[None, :, None]
+        hidden = self.table[tokens] + 0.01 * np.arange(tokens.shape[1], dtype=np.float32)[None, :, None]
         if self.observer:
-            flat = logits.reshape(-1, self.vocab_size)
+            flat = hidden.reshape(-1, self.vocab_size)
             self.observer("blk.0.ffn_up.weight", flat[:, :8])
             self.observer("blk.0.ffn_down.weight", flat)
-            self.observer("output.weight", logits[:, rows].reshape(-1, self.vocab_size)[:, :4])
-        return np.ascontiguousarray(logits[:, rows])
+        return hidden[:, rows]
+
+    def project(self, hidden: np.ndarray) -> np.ndarray:
+        if self.observer:
+            self.observer("output.weight", hidden[:, :4])
+        return np.ascontiguousarray(hidden)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from quantkit.jit import kernel
-from quantkit.types.search import DATA_SIZE, LANES, UNIT, load_blocks, nearest_half
+from quantkit.types.search import DATA_SIZE, LANES, UNIT, at_least_tiny, load_blocks, nearest_half
 
 # Rows of `state`; UNIT and EXTREME are those of `search`.
 SCALE, MINIMUM, INVERSE = 0, 1, 2
@@ -52,7 +52,8 @@ def _propose_cut(state, cut_low, cut_high, top):
     for lane in range(LANES):
         low, high = state[LOW * LANES + lane], state[HIGH * LANES + lane]
         span = high - low
-        state[SCALE * LANES + lane] = span * ((_ONE - cut_low - cut_high) / top)
+        scale = span * ((_ONE - cut_low - cut_high) / top)
+        state[SCALE * LANES + lane] = at_least_tiny(scale, state[UNIT * LANES + lane])
         state[MINIMUM * LANES + lane] = low + span * cut_low
 
 

@@ -20,7 +20,9 @@ bytes depend neither on the width of the CPU's vectors nor on threads. Two flat 
 
 Blocks are scaled by a power of two to a largest magnitude in [1, 2), weights likewise, so nothing overflows. A weight
 is at least 2^-20 of the block's largest, and 1 where the importance of the whole block is zero: a column the
-calibration never saw is still encoded sanely.
+calibration never saw is still encoded sanely. Scales end at the largest half: elements beyond 65504 times the largest
+code are clipped, never stored as Inf. Candidates begin at the smallest half, so that blocks of weights around 1e-7 keep
+what can be kept.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ _ZERO = np.float32(0)
 _ONE = np.float32(1)
 _TWO = np.float32(2)
 _HALF_MAX = np.float32(65504)
+_HALF_TINY = np.float32(2.0**-24)
 _ROUND = np.float32(3 << 22)  # adding and subtracting it rounds |t| < 2^22 to an integer, ties to even
 _LEAST_WEIGHT = np.float32(2.0**-20)
 
@@ -59,6 +62,15 @@ def nearest_half(v):
     exponent = max(np.float32(v).view(np.uint32) & np.uint32(0x7F800000), np.uint32(113 << 23))
     shift = np.uint32(exponent + np.uint32(13 << 23) + np.uint32(1 << 22)).view(np.float32)
     return np.float32(np.float32(v + shift) - shift)
+
+
+@kernel(inline="always")
+def at_least_tiny(v, unit):
+    """`v`, in units of `unit`, moved away from zero to the smallest half where it is below that but not zero."""
+    tiny = _HALF_TINY * (_ONE / unit)
+    if v == _ZERO or abs(v) >= tiny:
+        return v
+    return tiny if v > _ZERO else -tiny
 
 
 @kernel(inline="always")
@@ -166,7 +178,8 @@ def start(state):
 def propose(state, origin, factor):
     """Make factor * value `origin` of the state (EXTREME or BEST_SCALE) the candidate of every lane."""
     for lane in range(LANES):
-        state[SCALE * LANES + lane] = state[origin * LANES + lane] * factor
+        unit = state[UNIT * LANES + lane]
+        state[SCALE * LANES + lane] = at_least_tiny(state[origin * LANES + lane] * factor, unit)
 
 
 @kernel

@@ -1,0 +1,168 @@
+"""What a forward pass computes besides matrix products, in float32: right on every CPU, vectorised by the compiler.
+
+    rms_norm      y = x / sqrt(mean(x^2) + eps) * weight
+    swiglu        y = gate * sigmoid(gate) * up
+    rope          turns pairs of elements of each head by the angles of their positions
+    widen/narrow  halves to floats and back (nearest, ties to even)
+    softmax_step  one block of keys of the streaming softmax
+
+All are sequential over rows; layers.py gives each thread some of them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quantkit.half import float_to_half, half_to_float
+from quantkit.jit import kernel
+
+# Sums may be reordered, and max may assume that no NaN decides it; NaN still spreads through the sums.
+_SUMS = {"reassoc", "contract"}
+
+_LOG2E = np.float32(1.44269504)
+_LN2_HIGH = np.float32(0.693359375)  # exact in 10 bits, so its product with an integer is exact
+_LN2_LOW = np.float32(-2.12194440e-4)
+_ROUND = np.float32(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, which the low mantissa bits then hold
+_ROUND_BITS = np.int32(0x4B400000)
+_EXP_MIN = np.float32(-87.3)
+_EXP_MAX = np.float32(88.3)
+_ONE, _C2, _C3 = np.float32(1), np.float32(1 / 2), np.float32(1 / 6)
+_C4, _C5, _C6, _C7 = np.float32(1 / 24), np.float32(1 / 120), np.float32(1 / 720), np.float32(1 / 5040)
+
+
+@kernel(inline="always")
+def exp(x):
+    """e^x of a float32 within 2 ulp; 1.2e-38 below -87.3, 2.3e38 above 88.3; NaN stays NaN.
+
+    x = n ln 2 + r with |r| <= ln(2)/2, and e^r by its Taylor series to the seventh power (error 5e-9). No calls and no
+    branches, so that loops over it vectorise.
+    """
+    y = np.float32(x)
+    if y < _EXP_MIN:
+        y = _EXP_MIN
+    if y > _EXP_MAX:
+        y = _EXP_MAX
+    shifted = np.float32(y * _LOG2E + _ROUND)
+    n = np.float32(shifted - _ROUND)
+    r = np.float32(np.float32(y - n * _LN2_HIGH) - n * _LN2_LOW)
+    p = np.float32(_C7 * r + _C6)
+    p = np.float32(p * r + _C5)
+    p = np.float32(p * r + _C4)
+    p = np.float32(p * r + _C3)
+    p = np.float32(p * r + _C2)
+    p = np.float32(p * r + _ONE)
+    p = np.float32(p * r + _ONE)
+    power = np.int32((np.float32(shifted).view(np.int32) - _ROUND_BITS + np.int32(127)) << np.int32(23))
+    return np.float32(p * np.int32(power).view(np.float32))
+
+
+@kernel(fastmath=_SUMS)
+def rms_norm(x, weight, eps, out):
+    """out[t] = x[t] / sqrt(mean(x[t]^2) + eps) * weight; x, out float32[tokens, n]."""
+    tokens, n = x.shape
+    for t in range(tokens):
+        total = np.float64(0)
+        for i in range(n):
+            total += np.float64(x[t, i]) * np.float64(x[t, i])
+        scale = np.float32(1 / np.sqrt(total / n + eps))
+        for i in range(n):
+            out[t, i] = x[t, i] * scale * weight[i]
+
+
+@kernel
+def swiglu(gate, up, out):
+    """out = gate / (1 + e^-gate) * up, element by element; float32[tokens, n]."""
+    tokens, n = gate.shape
+    for t in range(tokens):
+        for i in range(n):
+            g = gate[t, i]
+            out[t, i] = g / (np.float32(1) + exp(-g)) * up[t, i]
+
+
+@kernel
+def rope(x, head_dim, cos, sin, positions, step, stride):
+    """Turn the first 2 * cos.shape[1] elements of every head of x float32[tokens, heads * head_dim], in place.
+
+    Pair j of a head is its elements (j * step, j * step + stride): ("norm") 2, 1; ("neox") 1, dim/2.
+    (a, b) becomes (a cos - b sin, a sin + b cos) with the angle of cos[position, j].
+    """
+    tokens, width = x.shape
+    pairs = cos.shape[1]
+    for t in range(tokens):
+        position = positions[t]
+        for head in range(0, width, head_dim):
+            for j in range(pairs):
+                i = head + j * step
+                a, b = x[t, i], x[t, i + stride]
+                x[t, i] = a * cos[position, j] - b * sin[position, j]
+                x[t, i + stride] = a * sin[position, j] + b * cos[position, j]
+
+
+@kernel
+def widen(halves, column, out):
+    """out = the values of halves[:, column : column + width]; halves uint16[rows, n], out float32[rows, width]."""
+    rows, width = out.shape
+    for r in range(rows):
+        for i in range(width):
+            out[r, i] = half_to_float(halves[r, column + i])
+
+
+@kernel
+def narrow(x, out):
+    """out = the bits of the halves nearest to x; x float32[rows, n], out uint16[rows, n]."""
+    rows, n = x.shape
+    for r in range(rows):
+        for i in range(n):
+            out[r, i] = float_to_half(x[r, i])
+
+
+@kernel(fastmath=True)
+def _largest(row):
+    top = np.float32(-3.4e38)
+    for i in range(row.shape[0]):
+        top = max(top, row[i])
+    return top
+
+
+@kernel
+def _exponentials(row, top):
+    for i in range(row.shape[0]):
+        row[i] = exp(row[i] - top)
+
+
+@kernel(fastmath=_SUMS)
+def _total(row):
+    total = np.float32(0)
+    for i in range(row.shape[0]):
+        total += row[i]
+    return total
+
+
+@kernel
+def softmax_step(scores, group, position, window, top, total, acc):
+    """Turn the scores of a block of keys into weights, and rescale what earlier blocks gave to match.
+
+    scores float32[tokens * group, keys]: row r belongs to token r // group, which stands at `position` + r // group
+    counted from the block's first key and sees the `window` keys up to and including its own position.
+    top, total float32[rows]: the largest score and the sum of weights so far; acc float32[rows, dim]: the sum of
+    weighted values so far. With the new largest score m: weight = e^(score - m), and what was before shrinks by
+    e^(top - m).
+    """
+    rows, keys = scores.shape
+    for r in range(rows):
+        last = position + r // group
+        stop = max(0, min(keys, last + 1))
+        start = min(stop, max(0, last + 1 - window))
+        row = scores[r]
+        row[:start] = np.float32(0)
+        row[stop:] = np.float32(0)
+        if start == stop:
+            continue
+        seen = row[start:stop]
+        new_top = max(top[r], _largest(seen))
+        shrink = exp(top[r] - new_top) if total[r] > 0 else np.float32(0)
+        _exponentials(seen, new_top)
+        top[r] = new_top
+        total[r] = total[r] * shrink + _total(seen)
+        for i in range(acc.shape[1]):
+            acc[r, i] *= shrink

@@ -1,0 +1,249 @@
+"""What a forward pass is made of: embedding, linear, norm, rope, attention. Float32 activations throughout.
+
+A batch is float32[tokens, n]; the tokens of several sequences may stand one after another, and only attention cares.
+
+Matrix products are two steps, so that neither disturbs the other: the pool's threads decode a panel of rows while BLAS
+rests, then BLAS multiplies by the panel with all threads. Attention is the other way round: the pool's threads take a
+head each, and BLAS works on one thread for every one of them. Callers hold `blas.borrowed()`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from quantkit import jit
+from quantkit.archs import blocks
+from quantkit.errors import DataError, UnsupportedError
+from quantkit.files.gguf import Tensor
+from quantkit.runtime import blas
+from quantkit.runtime.cache import Cache
+from quantkit.runtime.kernels import reference
+
+PANEL_ELEMENTS = 1 << 21  # of a decoded panel: 8 MiB, so that it stays in the last level of cache
+QUERY_ROWS = 384  # of a head's scores worked on at a time
+KEY_ROWS = 512
+SERIAL_ELEMENTS = 1 << 15  # less work than that is not worth waking threads for
+
+_local = threading.local()
+
+
+def _scratch(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """float32 memory of this thread, used again and again: fresh pages for every panel cost as much as decoding."""
+    size = math.prod(shape)
+    held = getattr(_local, name, None)
+    if held is None or held.size < size:
+        held = np.empty(size, np.float32)
+        setattr(_local, name, held)
+    return held[:size].reshape(shape)
+
+
+def _over_tokens(task: Callable[[int, int], None], x: np.ndarray, threads: int) -> None:
+    jit.over_rows(task, len(x), threads=threads if x.size > SERIAL_ELEMENTS else 1, pieces=1)
+
+
+def is_finite(x: np.ndarray) -> bool:
+    """Whether no element is NaN or Inf. One sum tells, unless it overflows."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(x.sum()) or np.isfinite(x).all())
+
+
+# --------------------------------------------------------------------------------------------------------------- linear
+
+
+def vector(tensor: Tensor) -> np.ndarray:
+    """float32[n] of a norm's weight, a bias or rope factors."""
+    return jit.readonly(np.ascontiguousarray(tensor.dequantize().reshape(-1)))
+
+
+class Linear:
+    """y = x W^T + bias for a batch of activations, W decoded exactly.
+
+    The seam for `fast` numerics: kernels for quantized activations, chosen by tensor.type, take over in `__call__`.
+    """
+
+    def __init__(self, tensor: Tensor, numerics: str, threads: int, bias: np.ndarray | None = None):
+        if not tensor.type.has_codec:
+            raise UnsupportedError(f"{tensor.path}: tensor {tensor.name}: quantkit cannot decode {tensor.type.name}")
+        if len(tensor.shape) != 2:
+            raise DataError(f"{tensor.path}: tensor {tensor.name} has shape {tensor.shape}, expected (rows, columns)")
+        self.tensor = tensor
+        self.numerics = numerics
+        self.threads = threads
+        self.rows, self.columns = tensor.shape
+        group = tensor.type.interleave
+        self.panel_rows = max(group, PANEL_ELEMENTS // self.columns // group * group)
+        self.bias = bias
+        if bias is not None and bias.shape != (self.rows,):
+            raise DataError(f"{tensor.path}: {tensor.name} has {self.rows} rows, its bias {bias.size} elements")
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        """float32[tokens, rows] of float32[tokens, columns]."""
+        if x.shape[1] != self.columns:
+            raise DataError(f"{self.tensor.name}: rows of {self.columns} columns, activations of {x.shape[1]}")
+        out = np.empty((len(x), self.rows), np.float32)
+        step = self.rows if self._in_place else self.panel_rows
+        for start in range(0, self.rows, step):
+            stop = min(self.rows, start + step)
+            panel = self._decoded(start, stop)
+            blas.set_threads(self.threads)
+            np.matmul(x, panel.T, out=out[:, start:stop])
+        if self.bias is not None:
+            out += self.bias
+        return out
+
+    @property
+    def _in_place(self) -> bool:
+        return self.tensor.type.name == "f32"
+
+    def _decoded(self, start: int, stop: int) -> np.ndarray:
+        """float32[stop - start, columns], valid until this thread asks for the next panel."""
+        data = self.tensor.rows(start, stop)
+        if self._in_place:
+            return data.view(np.float32)
+        panel = _scratch("panel", (stop - start, self.columns))
+        return self.tensor.type.dequantize(data, self.columns, out=panel, threads=self.threads)
+
+
+def embed(tensor: Tensor, tokens: np.ndarray) -> np.ndarray:
+    """float32[tokens, n_embd]: the rows of the embedding that int[tokens] name. Only their groups are decoded."""
+    group = tensor.type.interleave
+    wanted, place = np.unique(tokens // group, return_inverse=True)
+    data = tensor.data.reshape(-1, group, tensor.data.shape[1])[wanted]
+    rows = tensor.type.dequantize(data.reshape(-1, data.shape[2]), tensor.shape[1])
+    return rows[place.reshape(-1) * group + tokens % group]
+
+
+# ------------------------------------------------------------------------------------------------ norm, swiglu and rope
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, threads: int) -> np.ndarray:
+    out = np.empty_like(x)
+    _over_tokens(lambda a, b: reference.rms_norm(x[a:b], weight, eps, out[a:b]), x, threads)
+    return out
+
+
+def swiglu(gate: np.ndarray, up: np.ndarray, threads: int) -> np.ndarray:
+    """gate * sigmoid(gate) * up; overwrites `gate`."""
+    _over_tokens(lambda a, b: reference.swiglu(gate[a:b], up[a:b], gate[a:b]), gate, threads)
+    return gate
+
+
+def rope_tables(rope: blocks.Rope, n_ctx: int, factors: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin, float32[n_ctx, dim/2], of the angle position * frequency of each pair. Worked out in float64.
+
+    `factors` float32[dim/2] divide the frequencies. With YaRN, a pair's frequency moves from f * scale to f as its
+    number j falls from `high` to `low`, the pairs that turn beta_slow and beta_fast times within the original context.
+    """
+    pair = np.arange(rope.dim // 2)
+    frequency = rope.base ** (-2.0 * pair / rope.dim)
+    if factors is not None:
+        frequency = frequency / factors
+    size = 1.0
+    if rope.yarn is None:
+        frequency = frequency * rope.scale
+    else:
+        low, high = (_pair_that_turns(rope, turns) for turns in (rope.yarn.beta_fast, rope.yarn.beta_slow))
+        low, high = max(math.floor(low), 0), min(math.ceil(high), rope.dim - 1)
+        kept = 1 - np.clip((pair - low) / max(0.001, high - low), 0, 1)
+        kept = kept * rope.yarn.ext_factor
+        frequency = frequency * (rope.scale * (1 - kept) + kept)
+        size = rope.yarn.attn_factor * (1 + 0.1 * math.log(1 / rope.scale) if rope.yarn.ext_factor else 1)
+    angle = np.arange(n_ctx)[:, None] * frequency
+    cos, sin = (np.float32(f(angle) * size) for f in (np.cos, np.sin))
+    return jit.readonly(cos), jit.readonly(sin)
+
+
+def _pair_that_turns(rope: blocks.Rope, turns: float) -> float:
+    """The (fractional) number of the pair that turns so many times within YaRN's original context."""
+    assert rope.yarn is not None
+    return rope.dim * math.log(rope.yarn.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
+
+
+def turn(
+    x: np.ndarray, style: str, head_dim: int, tables: tuple[np.ndarray, np.ndarray], positions: np.ndarray, threads: int
+) -> None:
+    """Rope, in place: x float32[tokens, heads * head_dim], positions int64[tokens]."""
+    cos, sin = tables
+    step, stride = (2, 1) if style == "norm" else (1, cos.shape[1])
+    _over_tokens(lambda a, b: reference.rope(x[a:b], head_dim, cos, sin, positions[a:b], step, stride), x, threads)
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
+
+
+class Span(NamedTuple):
+    """Rows start … stop of a batch are the next tokens of the sequence that `cache` holds."""
+
+    start: int
+    stop: int
+    cache: Cache
+
+
+def store(x: np.ndarray, into: np.ndarray, position: int) -> None:
+    """Keep rows x float32[tokens, n] in a cache's array from `position` on."""
+    rows = into[position : position + len(x)]
+    if into.dtype == np.float32:
+        rows[:] = x
+    else:
+        reference.narrow(x, rows)
+
+
+def attend(part: blocks.Attention, layer: int, q: np.ndarray, spans: Sequence[Span], threads: int) -> np.ndarray:
+    """softmax(q k^T * scale) v for every query head, float32[tokens, heads * head_dim_v]; q as it comes out of rope.
+
+    The caches hold the keys and values of the batch's own tokens already, from their `length` on.
+    """
+    out = np.empty((len(q), part.heads * part.head_dim_v), np.float32)
+    step = max(1, QUERY_ROWS // (part.heads // part.kv_heads))
+    work = [
+        (span, head, first, min(span.stop, first + step))
+        for span in spans
+        for first in reversed(range(span.start, span.stop, step))  # the most keys first, the fewest fill the gaps
+        for head in range(part.kv_heads)
+    ]
+
+    def task(begin: int, end: int) -> None:
+        for item in work[begin:end]:
+            _attend_head(part, layer, q, out, *item)
+
+    blas.set_threads(1)
+    scores = part.heads * sum((s.stop - s.start) * (s.cache.length + s.stop - s.start) for s in spans)
+    jit.over_rows(task, len(work), threads=threads if scores > SERIAL_ELEMENTS else 1)
+    return out
+
+
+def _attend_head(
+    part: blocks.Attention, layer: int, q: np.ndarray, out: np.ndarray, span: Span, head: int, first: int, stop: int
+) -> None:
+    """`attend` for tokens first … stop and the query heads that share key/value head `head`: a streaming softmax."""
+    group = part.heads // part.kv_heads
+    tokens, mine = stop - first, slice(head * group, (head + 1) * group)
+    position = span.cache.length + first - span.start
+    window = part.window or span.cache.n_ctx
+    queries = q.reshape(len(q), part.heads, -1)[first:stop, mine].reshape(tokens * group, -1) * np.float32(part.scale)
+    top = np.zeros(tokens * group, np.float32)
+    total = np.zeros(tokens * group, np.float32)
+    acc = np.zeros((tokens * group, part.head_dim_v), np.float32)
+    for key in range(max(0, position + 1 - window), position + tokens, KEY_ROWS):
+        end = min(key + KEY_ROWS, position + tokens)
+        keys = _columns(span.cache.k[layer][key:end], head, part.head_dim_k, "keys")
+        scores = np.matmul(queries, keys.T, out=_scratch("scores", (tokens * group, end - key)))
+        reference.softmax_step(scores, group, position - key, window, top, total, acc)
+        values = _columns(span.cache.v[layer][key:end], head, part.head_dim_v, "values")
+        acc += np.matmul(scores, values, out=_scratch("products", acc.shape))
+    acc /= total[:, None]
+    out.reshape(len(out), part.heads, -1)[first:stop, mine] = acc.reshape(tokens, group, -1)
+
+
+def _columns(rows: np.ndarray, head: int, dim: int, scratch: str) -> np.ndarray:
+    """float32[rows, dim]: one head's part of a cache's rows."""
+    if rows.dtype == np.float32:
+        return rows[:, head * dim : (head + 1) * dim]
+    out = _scratch(scratch, (len(rows), dim))
+    reference.widen(rows, head * dim, out)
+    return out

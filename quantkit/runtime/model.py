@@ -1,0 +1,350 @@
+"""A model that runs: an architecture's blocks computed over a file's tensors.
+
+    m = load("model.gguf")
+    cache = m.new_cache(4096)
+    m.forward([1, 2, 3], cache)          float32[3, vocab], and the cache remembers the three tokens
+    m.forward_sequences(chunks, rows)    many fresh sequences at once, logits of the positions `rows` only
+
+This is the batch path, layer by layer in Python around multi-threaded kernels and BLAS. `_step` is the seam for single
+tokens: where it is set, `forward` hands them to it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from quantkit import archs, jit
+from quantkit.archs import blocks
+from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
+from quantkit.files import gguf
+from quantkit.runtime import blas, layers
+from quantkit.runtime.cache import Cache
+from quantkit.runtime.layers import Span
+from quantkit.runtime.placement import Placement, devices, parse_rules, place
+
+BATCH_TOKENS = 1024  # of a prompt run at a time; more only costs memory
+SEQUENCE_TOKENS = 2048  # of several sequences run at a time
+NUMERICS = ("exact", "fast")
+
+Observer = Callable[[str, np.ndarray], None]
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    numerics: str = "exact",
+    threads: int | None = None,
+    cache_type: str | None = None,
+    n_ctx: int | None = None,
+    override_tensor: str = "",
+    gpu_layers: int = 0,
+) -> Model:
+    """Open a GGUF file (of a set of shards any member) as a Model. Nothing is read before it is needed.
+
+    numerics    "exact": weights decoded exactly, float32 activations. "fast": activations quantized where faster.
+    threads     default: the CPUs this process may use.
+    cache_type  "f16" or "f32"; default f32 for exact numerics, f16 for fast.
+    n_ctx       size of the caches that `new_cache` makes by default; the model's own where not given.
+    override_tensor, gpu_layers   placement, as `-ot` and `-ngl` spell it.
+    """
+    file = gguf.open(path)
+    placement = place(file.tensors, parse_rules(override_tensor), devices(), gpu_layers)
+    return Model(file, placement, numerics=numerics, threads=threads, cache_type=cache_type, n_ctx=n_ctx)
+
+
+class Model:
+    """An open model. One thread at a time may run it.
+
+    hparams, blocks, head   what the architecture says about it
+    weights                 dict name -> files.gguf.Tensor
+    numerics, threads, cache_type, placement   as given to `load`
+    observer                called with (name, float32[tokens, n]) for what enters each weight matrix; None by default
+    """
+
+    def __init__(
+        self,
+        file: gguf.GGUF,
+        placement: Placement,
+        *,
+        numerics: str = "exact",
+        threads: int | None = None,
+        cache_type: str | None = None,
+        n_ctx: int | None = None,
+    ):
+        if numerics not in NUMERICS:
+            raise UnknownNameError("numerics", numerics, NUMERICS)
+        self.path = file.path
+        self.metadata = file.metadata
+        self.weights = file.tensors
+        self.size_bytes = file.size
+        self.placement = placement
+        self.numerics = numerics
+        self.threads = threads or jit.default_threads()
+        self.cache_type = cache_type or ("f32" if numerics == "exact" else "f16")
+        name = file.metadata.get("general.architecture")
+        if not isinstance(name, str):
+            raise FormatError(f"{file.path}: metadata has no general.architecture; the file is not a model")
+        arch = archs.get(name)
+        self.hparams = arch.hparams(file.metadata, file.tensors.keys())
+        self.blocks = arch.blocks(self.hparams)
+        self.head = arch.head(self.hparams)
+        self.n_ctx = n_ctx or self.hparams.n_ctx_train
+        self.observer: Observer | None = None
+        self._vectors: dict[str, np.ndarray] = {}
+        self._linears: dict[str, layers.Linear] = {}
+        self._tables: dict[blocks.Rope, tuple[np.ndarray, np.ndarray]] = {}
+        self._tokenizer: Any = None
+        self._step: Callable[[int, Cache], np.ndarray] | None = None
+        self._checking = False
+        self._check_weights()
+
+    def __repr__(self) -> str:
+        return f"<model {self.path}: {self.hparams.arch}, {self.numerics}, {self.threads} threads>"
+
+    @property
+    def vocab_size(self) -> int:
+        return self.hparams.n_vocab
+
+    @property
+    def n_ctx_train(self) -> int:
+        return self.hparams.n_ctx_train
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer that the metadata describe."""
+        if self._tokenizer is None:
+            from quantkit.runtime.tokenizer import Tokenizer
+
+            self._tokenizer = Tokenizer.from_gguf(self.metadata)
+        return self._tokenizer
+
+    def new_cache(self, n_ctx: int | None = None, cache_type: str | None = None) -> Cache:
+        """An empty cache for one sequence of up to `n_ctx` tokens."""
+        return Cache(self.hparams, n_ctx or self.n_ctx, cache_type or self.cache_type)
+
+    # --------------------------------------------------------------------------------------------------- what it gives
+
+    def forward(self, tokens: Sequence[int] | np.ndarray, cache: Cache, logits: str = "all") -> np.ndarray:
+        """float32[k, vocab]: logits after each of the tokens ("all") or after the last one ("last"; k = 1).
+
+        The tokens continue what the cache holds and are added to it.
+        """
+        if logits not in ("all", "last"):
+            raise UnknownNameError("choice of logits", logits, ("all", "last"))
+        ids = self._checked(tokens)
+        if ids.ndim != 1 or not len(ids):
+            raise DataError(f"forward takes a list of tokens, at least one; got shape {ids.shape}")
+        cache.reserve(len(ids))
+        if len(ids) == 1 and self._step is not None and self.observer is None:
+            return self._step(int(ids[0]), cache)
+        rows = []
+        with blas.borrowed():
+            for start in range(0, len(ids), BATCH_TOKENS):
+                part = ids[start : start + BATCH_TOKENS]
+                x = self._run(part, [Span(0, len(part), cache)])
+                if logits == "all":
+                    rows.append(self._project(x))
+                elif start + len(part) == len(ids):
+                    rows.append(self._project(x[-1:]))
+                cache.length += len(part)
+        return rows[0] if len(rows) == 1 else np.concatenate(rows)
+
+    def logits(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """float32[len, vocab] of a fresh sequence."""
+        return self.forward(tokens, self.new_cache(max(1, len(tokens))))
+
+    def forward_sequences(self, tokens: np.ndarray, rows: slice, cache_type: str | None = None) -> np.ndarray:
+        """float32[n_seq, k, vocab]: logits at the positions `rows` of fresh sequences int[n_seq, len].
+
+        All sequences go through each weight together. For large vocabularies `hidden_sequences` and `project` give the
+        same in pieces.
+        """
+        hidden = self.hidden_sequences(tokens, rows, cache_type)
+        return self.project(hidden.reshape(-1, hidden.shape[2])).reshape(*hidden.shape[:2], -1)
+
+    def hidden_sequences(self, tokens: np.ndarray, rows: slice, cache_type: str | None = None) -> np.ndarray:
+        """float32[n_seq, k, n_embd]: what `project` makes logits of, at the positions `rows` of fresh sequences."""
+        ids = self._checked(tokens)
+        if ids.ndim != 2 or not ids.size:
+            raise DataError(f"expected tokens int[n_seq, len], got shape {ids.shape}")
+        n_seq, length = ids.shape
+        together = max(1, SEQUENCE_TOKENS // length)
+        kind = cache_type or self.cache_type
+        caches = [Cache(self.hparams, length, kind, one_layer=True) for _ in range(min(together, n_seq))]
+        found = []
+        with blas.borrowed():
+            for start in range(0, n_seq, together):
+                part = ids[start : start + together]
+                spans = [Span(i * length, (i + 1) * length, caches[i]) for i in range(len(part))]
+                x = self._run(part.reshape(-1), spans)
+                found.append(x.reshape(len(part), length, -1)[:, rows])
+        return np.concatenate(found)
+
+    def project(self, hidden: np.ndarray) -> np.ndarray:
+        """float32[k, vocab]: logits of float32[k, n_embd] from `hidden_sequences`."""
+        with blas.borrowed():
+            return self._project(np.ascontiguousarray(hidden))
+
+    # ----------------------------------------------------------------------------------------------------- how it runs
+
+    def _run(self, tokens: np.ndarray, spans: list[Span]) -> np.ndarray:
+        """float32[tokens, n_embd] before the output norm; keys and values go into the spans' caches."""
+        x = layers.embed(self.weights[self.head.embedding], tokens)
+        self._require_finite(self.head.embedding, x)
+        for block in self.blocks:
+            before = x
+            x = self._run_block(block, x, spans)
+            if not layers.is_finite(x):
+                self._blame(block, before, spans)
+        return x
+
+    def _run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        for part in block.parts:
+            if isinstance(part, blocks.Attention):
+                x = x + self._attention(part, block.layer, x, spans)
+            else:
+                x = x + self._feed_forward(part, x)
+        return x
+
+    def _attention(self, part: blocks.Attention, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        y = self._norm(part.norm, x)
+        q, k, v = (self._linear(linear, y) for linear in (part.q, part.k, part.v))
+        positions = np.concatenate([np.arange(s.stop - s.start) + s.cache.length for s in spans])
+        tables = self._rope(part.rope, int(positions.max()) + 1)
+        layers.turn(q, part.rope.style, part.head_dim_k, tables, positions, self.threads)
+        layers.turn(k, part.rope.style, part.head_dim_k, tables, positions, self.threads)
+        for span in spans:
+            layers.store(k[span.start : span.stop], span.cache.k[layer], span.cache.length)
+            layers.store(v[span.start : span.stop], span.cache.v[layer], span.cache.length)
+        y = layers.attend(part, layer, q, spans, self.threads)
+        self._check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
+        return self._linear(part.out, y)
+
+    def _feed_forward(self, part: blocks.FeedForward, x: np.ndarray) -> np.ndarray:
+        y = self._norm(part.norm, x)
+        gate, up = self._linear(part.gate, y), self._linear(part.up, y)
+        return self._linear(part.down, layers.swiglu(gate, up, self.threads))
+
+    def _project(self, x: np.ndarray) -> np.ndarray:
+        y = self._linear(self.head.output, self._norm(self.head.norm, x))
+        self._require_finite(self.head.output.weight, y)
+        return y
+
+    def _norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
+        y = layers.rms_norm(x, self._vector(norm.weight), norm.eps, self.threads)
+        self._check(norm.weight, y)
+        return y
+
+    def _linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray:
+        if self.observer is not None and not self._checking:
+            self.observer(linear.weight, x)
+        y = self._weight(linear)(x)
+        self._check(linear.weight, y)
+        return y
+
+    # ---------------------------------------------------------------------------------------------------- what it needs
+
+    def _weight(self, linear: blocks.Linear) -> layers.Linear:
+        found = self._linears.get(linear.weight)
+        if found is None:
+            bias = self._vector(linear.bias) if linear.bias else None
+            found = layers.Linear(self.weights[linear.weight], self.numerics, self.threads, bias)
+            self._linears[linear.weight] = found
+        return found
+
+    def _vector(self, name: str) -> np.ndarray:
+        found = self._vectors.get(name)
+        if found is None:
+            found = self._vectors[name] = layers.vector(self.weights[name])
+        return found
+
+    def _rope(self, rope: blocks.Rope, n_ctx: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tables for at least `n_ctx` positions."""
+        held = self._tables.get(rope)
+        if held is None or len(held[0]) < n_ctx:
+            factors = self._vector(rope.factors) if rope.factors else None
+            held = self._tables[rope] = layers.rope_tables(rope, 1 << (n_ctx - 1).bit_length(), factors)
+        return held
+
+    def _checked(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        ids = np.asarray(tokens, np.int64)
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
+            wrong = int(ids.min()) if ids.min() < 0 else int(ids.max())
+            raise DataError(f"{self.path}: token {wrong} is not in the vocabulary of {self.vocab_size}")
+        return ids
+
+    def _check_weights(self) -> None:
+        """FormatError when a tensor that the blocks name is not there or not of the shape they need."""
+        for name, shape in _needed(self.hparams, self.blocks, self.head):
+            tensor = self.weights.get(name)
+            if tensor is None:
+                raise FormatError(f"{self.path}: tensor {name} is missing; the file is incomplete")
+            if tensor.shape != shape:
+                raise FormatError(f"{self.path}: tensor {name} has shape {tensor.shape}, the metadata say {shape}")
+
+    # ----------------------------------------------------------------------------------------------------- the tripwire
+
+    def _check(self, what: str, y: np.ndarray) -> None:
+        """`_require_finite` while `_blame` looks for the culprit; elsewhere once a block is often enough."""
+        if self._checking:
+            self._require_finite(what, y)
+
+    def _require_finite(self, what: str, y: np.ndarray) -> None:
+        """DataError that names `what` made y float32[tokens, n] when it holds NaN or Inf."""
+        if layers.is_finite(y):
+            return
+        token, column = (int(i) for i in np.argwhere(~np.isfinite(y))[0])
+        tensor = self.weights.get(what)
+        note = ""
+        if tensor is not None and tensor.type.has_codec:
+            rows = tensor.dequantize().reshape(-1, tensor.shape[-1])
+            bad = np.flatnonzero(~np.isfinite(rows).all(1))
+            note = (
+                f"; the tensor itself is not finite in {len(bad)} row(s), first {bad[0]}"
+                if len(bad)
+                else ("; the tensor is finite, so the product is beyond float32")
+            )
+        raise DataError(f"{self.path}: {what} made {y[token, column]} for token {token}, element {column}{note}")
+
+    def _blame(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> None:
+        """Run a block whose result was not finite once more, and raise a DataError that names the first bad tensor."""
+        self._checking = True
+        try:
+            self._run_block(block, x, spans)
+        finally:
+            self._checking = False
+        raise DataError(f"{self.path}: blk.{block.layer}: the sum of its parts is beyond float32")
+
+
+def _needed(
+    hp: blocks.HParams, parts: Sequence[blocks.Block], head: blocks.Head
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of every tensor that the blocks and what stands around them name."""
+    yield head.embedding, (hp.n_vocab, hp.n_embd)
+    yield head.norm.weight, (hp.n_embd,)
+    yield from _linear_shapes(head.output, hp.n_vocab, hp.n_embd)
+    for part in (part for block in parts for part in block.parts):
+        yield part.norm.weight, (hp.n_embd,)
+        if isinstance(part, blocks.Attention):
+            if part.rope.factors:
+                yield part.rope.factors, (part.rope.dim // 2,)
+            yield from _linear_shapes(part.q, part.heads * part.head_dim_k, hp.n_embd)
+            yield from _linear_shapes(part.k, part.kv_heads * part.head_dim_k, hp.n_embd)
+            yield from _linear_shapes(part.v, part.kv_heads * part.head_dim_v, hp.n_embd)
+            yield from _linear_shapes(part.out, hp.n_embd, part.heads * part.head_dim_v)
+        elif part.activation == "swiglu":
+            yield from _linear_shapes(part.gate, hp.n_ff, hp.n_embd)
+            yield from _linear_shapes(part.up, hp.n_ff, hp.n_embd)
+            yield from _linear_shapes(part.down, hp.n_embd, hp.n_ff)
+        else:
+            raise UnsupportedError(f"{part.up.weight}: the runtime has no activation '{part.activation}'")
+
+
+def _linear_shapes(linear: blocks.Linear, rows: int, columns: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield linear.weight, (rows, columns)
+    if linear.bias:
+        yield linear.bias, (rows,)

@@ -1,0 +1,81 @@
+"""Logits of a real model against the reference's library and against transformers in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quantkit.files import gguf
+from quantkit.runtime.model import Model, load
+
+TOKENS = 512
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    x = logits.astype(np.float64)
+    x -= x.max(1, keepdims=True)
+    return x - np.log(np.exp(x).sum(1, keepdims=True))
+
+
+def compare(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
+    """Largest absolute difference of log-probabilities, and mean KL divergence."""
+    a, b = log_softmax(theirs), log_softmax(ours)
+    return float(np.abs(a - b).max()), float((np.exp(a) * (a - b)).sum(1).mean())
+
+
+@pytest.fixture(scope="module")
+def tokens(golden: Path, smollm2_f16: Path) -> list[int]:
+    text = (golden / "eval.txt").read_text()
+    return load(smollm2_f16).tokenizer.encode(text)[:TOKENS]
+
+
+def test_f16_agrees_with_the_reference_library(smollm2_f16: Path, tokens: list[int]) -> None:
+    """With an f16 cache, the reference's default."""
+    from tests.conformance.libllama import Llama
+
+    ours = load(smollm2_f16, cache_type="f16").logits(tokens)
+    with Llama(smollm2_f16) as llama:
+        theirs = llama.logits(tokens)
+    largest, kld = compare(ours, theirs)
+    print(f"largest difference {largest:.5f}, mean KLD {kld:.2e}")
+    assert largest < 0.05
+    assert kld < 1e-5
+
+
+def transformers_logits(model: Model, tokens: list[int]) -> np.ndarray:
+    """float32[tokens, vocab] of transformers' Llama with the model's decoded weights, rows back in checkpoint order."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from quantkit import archs
+
+    hp, arch = model.hparams, archs.get("llama")
+    config = arch.config(model.metadata, model.weights.keys())
+    net = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval().to(torch.float32)
+    shapes = {name: tensor.shape for name, tensor in model.weights.items()}
+    state = {}
+    for piece in arch.to_hf(hp, shapes):
+        decoded = [model.weights[source].dequantize() for source in piece.sources]
+        sources = [d.reshape(-1, d.shape[-1] if d.ndim > 1 else 1) for d in decoded]
+        rows = piece.transform.rows([lambda a, b, s=s: s[a:b] for s in sources], 0, len(sources[0]))
+        state[piece.name] = torch.from_numpy(np.ascontiguousarray(rows).reshape(piece.shape))
+    missing, unexpected = net.load_state_dict(state, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    with torch.no_grad():
+        return net(torch.tensor([tokens])).logits[0].numpy()
+
+
+def test_f32_agrees_with_transformers(smollm2_f32: Path, tokens: list[int]) -> None:
+    model = load(smollm2_f32)
+    largest, kld = compare(model.logits(tokens), transformers_logits(model, tokens))
+    print(f"largest difference {largest:.6f}, mean KLD {kld:.2e}")
+    assert largest < 0.002
+
+
+def test_f16_file_is_the_decoded_wheel_file(smollm2_q4_1: Path, smollm2_f16: Path, tokens: list[int]) -> None:
+    """Rounding Q4_1's values to halves changes next to nothing; the broken kernel of the reference gives a KLD of 1."""
+    _, kld = compare(load(smollm2_q4_1).logits(tokens), load(smollm2_f16).logits(tokens))
+    assert kld < 1e-5
+    assert gguf.open(smollm2_q4_1).tensors["blk.0.attn_q.weight"].type.name == "q4_1"

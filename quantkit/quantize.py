@@ -29,7 +29,7 @@ from quantkit.types import check_finite
 
 PIECE_ELEMENTS = 1 << 19  # 2 MiB of float32: stays in a core's cache from decoding to encoding
 QUANTIZATION_VERSION = 2
-# Scales are f16 and never larger than the largest weight, so below this no encoding can overflow.
+# Scales are f16 and never larger than the largest weight, so below this no encoding can run out of range.
 _SAFE_MAGNITUDE = 30000.0
 _LONGEST_TEXT = 127  # bytes that the reference's readers take of the imatrix strings
 
@@ -124,31 +124,36 @@ class _Piece:
         x = self.planned.source.dequantize(data, self.planned.shape[-1], threads=1)
         try:
             encoded = self.planned.type.quantize(x, self.importance, threads=1)
-            self._check_encoded(x, encoded)
         except DataError as error:
-            raise DataError(f"{self.tensor.path}: {self.planned.name}: {self._in_the_tensor(x, error)}") from None
+            raise DataError(f"{self._place}: {self._placed(x, error)}") from None
+        self._check_encoded(x, encoded)
         return encoded
 
+    @property
+    def _place(self) -> str:
+        return f"{self.tensor.path}: {self.planned.name}"
+
     def _check_encoded(self, x: np.ndarray, encoded: np.ndarray) -> None:
-        """Refuse finite weights whose scales overflow the half precision that they are stored in."""
-        if self.planned.type.name in ("f32", "bf16") or max(x.max(), -x.min()) < _SAFE_MAGNITUDE:
+        """Refuse finite weights that are too large for the half-precision scales of a type."""
+        largest = max(x.max(), -x.min())
+        if largest < _SAFE_MAGNITUDE:
             return
         back = self.planned.type.dequantize(encoded, self.planned.shape[-1], threads=1)
-        bad = np.argwhere(~np.isfinite(back))
+        bad = np.argwhere(~(np.abs(back - x) <= largest / 2))  # not finite, or cut off
         if len(bad):
             row, column = (int(v) for v in bad[0])
             raise DataError(
-                f"row {self.start + row}, column {column} is {x[row, column]}, too large for {self.planned.type.name}; "
-                "keep this tensor in f32 or bf16 with --custom-q"
+                f"{self._place}: row {self.start + row}, column {column} is {x[row, column]} and would become "
+                f"{back[row, column]}: too large for {self.planned.type.name}; keep this tensor in f32 or bf16"
             )
 
-    def _in_the_tensor(self, x: np.ndarray, error: DataError) -> DataError:
-        """The same complaint with rows counted from the start of the tensor."""
+    def _placed(self, x: np.ndarray, error: DataError) -> str:
+        """A complaint about the piece with rows counted from the start of the tensor."""
         try:
             check_finite(x, self.start)
         except DataError as placed:
-            return placed
-        return error
+            return str(placed)
+        return f"{error}" if self.start == 0 else f"{error} (rows counted from {self.start})"
 
 
 def _pieces(source: GGUF, plan: Plan, imatrix: Imatrix | None) -> Iterator[_Piece]:

@@ -1,0 +1,352 @@
+"""The quantize loop: right bytes, the same for any thread count, nothing half-done."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import quantkit
+from quantkit import quantize as loop
+from quantkit import recipe, types
+from quantkit.cli import main
+from quantkit.errors import DataError, QuantkitError, UnsupportedError
+from quantkit.files import imatrix
+from quantkit.files.gguf import Metadata, TensorSpec, Writer
+from quantkit.quantize import Override, quantize
+
+ROWS, COLUMNS, EXPERTS = 48, 256, 3
+
+
+def write_model(path: Path, rng: np.random.Generator, **values: np.ndarray) -> Path:
+    """A small F32 file: an embedding, a matrix, experts, a norm; `values` replaces tensors by class."""
+    shapes = {
+        "token_embd.weight": (ROWS, COLUMNS),
+        "blk.0.attn_q.weight": (ROWS, COLUMNS),
+        "blk.0.ffn_up_exps.weight": (EXPERTS, ROWS, COLUMNS),
+        "blk.0.attn_norm.weight": (COLUMNS,),
+    }
+    metadata = Metadata({"general.architecture": "llama", "general.name": "tiny"})
+    metadata.set("general.file_type", 0, "u32")
+    metadata.set("llama.context_length", 128, "u32")
+    metadata.set("general.alignment", 64, "u32")
+    metadata.set("llama.block_count", 1, "u32")
+    specs = [TensorSpec(name, shape, types.get("f32")) for name, shape in shapes.items()]
+    with Writer(path, metadata, specs) as writer:
+        for spec in specs:
+            x = values.get(spec.name.split(".")[-2], rng.standard_normal(spec.shape)).astype("<f4")
+            writer.write(spec.name, x.reshape(-1).view(np.uint8))
+    return path
+
+
+@pytest.fixture
+def model(tmp_path: Path, rng: np.random.Generator) -> Path:
+    return write_model(tmp_path / "in.gguf", rng)
+
+
+def made_of(path: Path, target: str, rules: str = "", matrix: imatrix.Imatrix | None = None, **options: object):
+    file = quantkit.open(path)
+    return file, recipe.plan(
+        file.tensors.values(), target, recipe.parse(rules), metadata=file.metadata, imatrix=matrix,
+        options=recipe.Options(**options),
+    )  # fmt: skip
+
+
+def importance(rng: np.random.Generator) -> imatrix.Imatrix:
+    names = {"blk.0.attn_q.weight": 1, "blk.0.ffn_up_exps.weight": EXPERTS}
+    entries = {
+        name: imatrix.Entry(rng.random((1, n * COLUMNS), np.float32) ** 4, np.ones(1, np.int64), 5)
+        for name, n in names.items()
+    }
+    return imatrix.Imatrix(entries, 5, "some text")
+
+
+# ------------------------------------------------------------------------------------------------------------ the bytes
+
+
+def test_every_tensor_is_what_its_type_makes_of_it(model: Path, tmp_path: Path, rng: np.random.Generator) -> None:
+    """Experts with their own slice of importance, chunks of odd sizes, an interleaved type."""
+    matrix = importance(rng)
+    file, plan = made_of(model, "Q8_0", "attn_q=q8_0_r8,exps=iq4_nl", matrix)
+    out = tmp_path / "out.gguf"
+    loop_pieces = loop.PIECE_ELEMENTS
+    try:
+        loop.PIECE_ELEMENTS = 11 * COLUMNS  # 11 rows, cut to 8 where rows are interleaved
+        written = quantize(file, out, plan, imatrix=matrix, threads=2)
+    finally:
+        loop.PIECE_ELEMENTS = loop_pieces
+    back = quantkit.open(out)
+    assert written.paths == [out]
+    assert written.size == out.stat().st_size
+    assert list(back.tensors) == list(file.tensors)
+    for planned in plan.tensors:
+        x = file.tensors[planned.name].dequantize()
+        got = back.tensors[planned.name]
+        assert (got.type, got.shape, got.nbytes) == (planned.type, planned.shape, planned.bytes_after)
+        if len(planned.shape) == 3:
+            weights = matrix[planned.importance].columns(COLUMNS)
+            expected = np.concatenate([planned.type.quantize(x[e], weights[e]) for e in range(EXPERTS)])
+            other = np.concatenate([planned.type.quantize(x[e], weights[0]) for e in range(EXPERTS)])
+            assert not np.array_equal(expected, other)
+        else:
+            weights = None if planned.importance is None else matrix[planned.importance].columns(COLUMNS)[0]
+            expected = planned.type.quantize(x.reshape(-1, x.shape[-1]), weights)
+        np.testing.assert_array_equal(got.data, expected)
+
+
+@pytest.mark.parametrize("target", ["Q8_0", "IQ4_NL"])
+def test_the_same_bytes_for_any_thread_count(
+    model: Path, tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "PIECE_ELEMENTS", 5 * COLUMNS)
+    contents = set()
+    for threads in (1, 2, 5):
+        file, plan = made_of(model, target, pure=True)
+        contents.add(quantize(file, tmp_path / f"{threads}.gguf", plan, threads=threads).paths[0].read_bytes())
+    assert len(contents) == 1
+
+
+def test_interleaved_and_row_by_row_sources_give_the_same(model: Path, tmp_path: Path) -> None:
+    file, plan = made_of(model, "Q8_0", "attn_q=q8_0_r8")
+    quantize(file, tmp_path / "r8.gguf", plan)
+    again, plan = made_of(tmp_path / "r8.gguf", "F16", allow_requantize=True)
+    quantize(again, tmp_path / "f16.gguf", plan)
+    x = again.tensors["blk.0.attn_q.weight"].dequantize().astype(np.float16)
+    got = quantkit.open(tmp_path / "f16.gguf").tensors["blk.0.attn_q.weight"].dequantize()
+    np.testing.assert_array_equal(got, x.astype(np.float32))
+
+
+def test_f16_of_the_wheel_is_decode_and_round(smollm2_q4_1: Path, tmp_path: Path) -> None:
+    file, plan = made_of(smollm2_q4_1, "F16", allow_requantize=True)
+    quantize(file, tmp_path / "f16.gguf", plan)
+    back = quantkit.open(tmp_path / "f16.gguf")
+    for name, tensor in file.tensors.items():
+        x = tensor.dequantize()
+        expected = x.astype("<f2") if x.ndim > 1 else x
+        assert back.tensors[name].data.tobytes() == expected.tobytes(), name
+
+
+# --------------------------------------------------------------------------------------------------------- the metadata
+
+
+def test_metadata(model: Path, tmp_path: Path, rng: np.random.Generator) -> None:
+    matrix = importance(rng)
+    file, plan = made_of(model, "Q8_0", "attn_q=q5_0", matrix)
+    overrides = [Override.parse("llama.context_length=int:4096"), Override.parse("a.new=int:-7"),
+                 Override.parse("general.name=str:other"), Override.parse("a.flag=bool:true")]  # fmt: skip
+    quantize(file, tmp_path / "o.gguf", plan, imatrix=matrix, imatrix_file="x" * 300, overrides=overrides)
+    got = quantkit.open(tmp_path / "o.gguf").metadata
+    kinds = {key: (value, got.kind(key)) for key, value in got.items()}
+    assert "general.alignment" not in got
+    assert list(got)[:5] == [
+        "general.architecture", "general.name", "general.file_type", "llama.context_length", "llama.block_count"
+    ]  # fmt: skip
+    assert kinds["general.file_type"] == (7, "u32")
+    assert kinds["general.quantization_version"] == (2, "u32")
+    assert kinds["llama.context_length"] == (4096, "u32")
+    assert kinds["a.new"] == (-7, "i32")
+    assert kinds["a.flag"] == (True, "bool")
+    assert kinds["general.name"] == ("other", "str")
+    assert kinds["quantize.imatrix.file"] == ("x" * 127, "str")
+    assert kinds["quantize.imatrix.dataset"] == ("some text", "str")
+    assert kinds["quantize.imatrix.entries_count"] == (2, "i32")
+    assert kinds["quantize.imatrix.chunks_count"] == (5, "i32")
+    assert kinds["quantkit.version"] == (quantkit.__version__, "str")
+    assert recipe.parse(got["quantkit.recipe"]).one_line() == "attn_q=q5_0"
+
+
+def test_the_file_type_comes_last_where_it_is_new(tmp_path: Path, model: Path) -> None:
+    file, plan = made_of(model, "Q8_0")
+    del file.metadata["general.file_type"]
+    assert list(loop.output_metadata(file.metadata, plan))[-1] == "general.file_type"
+
+
+@pytest.mark.parametrize("text", ["a", "a=int", "a=int:x", "a=bool:1", "a=u32:3", "=int:3"])
+def test_bad_overrides(text: str) -> None:
+    with pytest.raises(QuantkitError, match="is not KEY=TYPE:VALUE"):
+        Override.parse(text)
+
+
+def test_an_override_keeps_the_kind_or_is_refused(model: Path) -> None:
+    file, plan = made_of(model, "Q8_0")
+    for text in ("llama.context_length=str:x", "general.name=int:3", "llama.context_length=int:-1"):
+        with pytest.raises(QuantkitError, match=r"llama\.context_length|general\.name"):
+            loop.output_metadata(file.metadata, plan, overrides=[Override.parse(text)])
+
+
+def test_copy_keeps_everything(model: Path, tmp_path: Path) -> None:
+    file, plan = made_of(model, "COPY")
+    quantize(file, tmp_path / "copy.gguf", plan)
+    back = quantkit.open(tmp_path / "copy.gguf")
+    assert back.metadata["general.file_type"] == 0
+    for name, tensor in file.tensors.items():
+        np.testing.assert_array_equal(back.tensors[name].data, tensor.data)
+
+
+def test_shards(model: Path, tmp_path: Path) -> None:
+    file, plan = made_of(model, "Q8_0")
+    whole = quantize(file, tmp_path / "one.gguf", plan).paths[0]
+    written = quantize(file, tmp_path / "many.gguf", plan, split_max_tensors=2)
+    assert [path.name for path in written.paths] == ["many-00001-of-00002.gguf", "many-00002-of-00002.gguf"]
+    one, many = quantkit.open(whole), quantkit.open(written.paths[1])
+    assert list(one.tensors) == list(many.tensors)
+    for name, tensor in one.tensors.items():
+        np.testing.assert_array_equal(many.tensors[name].data, tensor.data)
+    again, plan = made_of(written.paths[0], "F16", allow_requantize=True)
+    back = quantize(again, tmp_path / "joined.gguf", plan).paths[0]
+    assert not [key for key in quantkit.open(back).metadata if key.startswith("split.")]
+
+
+# ---------------------------------------------------------------------------------------------------------- what fails
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("target", ["Q8_0", "F16"])
+def test_values_that_are_not_finite(tmp_path: Path, rng: np.random.Generator, value: float, target: str) -> None:
+    x = rng.standard_normal((EXPERTS, ROWS, COLUMNS))
+    x[1, 7, 19] = value
+    bad = write_model(tmp_path / "bad.gguf", rng, ffn_up_exps=x)
+    file, plan = made_of(bad, target)
+    with pytest.raises(DataError) as error:
+        quantize(file, tmp_path / "out.gguf", plan, threads=2)
+    assert f"{bad}: blk.0.ffn_up_exps.weight: row {ROWS + 7}, column 19 is {value}" in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.gguf"]
+
+
+@pytest.mark.parametrize(("target", "large"), [("F16", 1e5), ("Q8_0", 3e7), ("Q4_0", 3e6)])
+def test_weights_that_overflow_the_scales(tmp_path: Path, rng: np.random.Generator, target: str, large: float) -> None:
+    x = rng.standard_normal((ROWS, COLUMNS))
+    x[3, 5] = large
+    file, plan = made_of(write_model(tmp_path / "bad.gguf", rng, attn_q=x), target, pure=True)
+    with pytest.raises(DataError, match=r"bad\.gguf: blk\.0\.attn_q\.weight: row 3, column 5 .*(too large|not fit)"):
+        quantize(file, tmp_path / "out.gguf", plan)
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_large_weights_that_fit_are_no_error(tmp_path: Path, rng: np.random.Generator) -> None:
+    x = rng.standard_normal((ROWS, COLUMNS))
+    x[3, 5] = 60000.0
+    file, plan = made_of(write_model(tmp_path / "in.gguf", rng, attn_q=x), "F16")
+    quantize(file, tmp_path / "out.gguf", plan)
+    assert quantkit.open(tmp_path / "out.gguf").tensors["blk.0.attn_q.weight"].dequantize()[3, 5] == 60000.0
+
+
+def test_the_input_is_never_overwritten(model: Path, tmp_path: Path) -> None:
+    before = model.read_bytes()
+    (tmp_path / "link.gguf").symlink_to(model)
+    file, plan = made_of(model, "Q8_0")
+    for out in (model, tmp_path / "link.gguf"):
+        with pytest.raises(QuantkitError, match="this is the input"):
+            quantize(file, out, plan)
+    assert model.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.gguf", "link.gguf"]
+
+
+def test_an_existing_output_is_replaced_only_by_a_complete_one(tmp_path: Path, rng: np.random.Generator) -> None:
+    x = np.full((EXPERTS, ROWS, COLUMNS), np.nan)
+    out = tmp_path / "out.gguf"
+    out.write_bytes(b"old")
+    file, plan = made_of(write_model(tmp_path / "bad.gguf", rng, ffn_up_exps=x), "Q8_0")
+    with pytest.raises(DataError):
+        quantize(file, out, plan)
+    assert out.read_bytes() == b"old"
+    file, plan = made_of(write_model(tmp_path / "good.gguf", rng), "Q8_0")
+    quantize(file, out, plan)
+    assert quantkit.open(out).metadata["general.file_type"] == 7
+
+
+def test_types_without_codec_fail_before_anything_is_written(model: Path, tmp_path: Path) -> None:
+    file, plan = made_of(model, "Q8_0", "attn_q=iq2_xxs")
+    with pytest.raises(UnsupportedError, match=r"attn_q\.weight.*iq2_xxs"):
+        quantize(file, tmp_path / "out.gguf", plan)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.gguf"]
+
+
+# -------------------------------------------------------------------------------------------------------- the command
+
+
+def test_a_dry_run_is_the_real_plan_and_tells_the_real_sizes(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.gguf"
+    args = ["quantize", str(model), str(out), "q8_0", "1", "--custom-q", "attn_q=q5_0", "--json"]
+    assert main([*args, "--dry-run"]) == 0
+    dry = json.loads(capsys.readouterr().out)
+    assert not out.exists()
+    assert main(args) == 0
+    real = json.loads(capsys.readouterr().out)
+    assert {key: real[key] for key in dry} == dry
+    tensors = quantkit.open(out).tensors
+    assert {t["name"]: (t["type"], t["bytes_after"]) for t in dry["tensors"]} == {
+        name: (t.type.name, t.nbytes) for name, t in tensors.items()
+    }
+    assert real["paths"] == [str(out)]
+    assert real["size"] == out.stat().st_size
+
+
+def test_the_command_prints_plan_rules_and_warnings(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["quantize", str(model), str(tmp_path / "o.gguf"), "Q8_0", "--dry-run", "-v"]
+    assert main([*args, "--custom-q", "attn_q=q5_0", "--custom-q", "nothing=q8_0"]) == 0
+    said = capsys.readouterr().out
+    assert "rule 1: attn_q=q5_0" in said
+    assert "warning: rule 2 'nothing=q8_0' matches none of the 4 tensors" in said
+    assert main([*args, "--custom-q", "nothing=q8_0", "--strict"]) == 1
+    assert capsys.readouterr().err.startswith("error: rule 1 'nothing=q8_0'")
+
+
+def test_a_dry_run_also_refuses_to_requantize(
+    smollm2_q4_1: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["quantize", str(smollm2_q4_1), str(tmp_path / "o"), "Q4_0", "--dry-run"]) == 1
+    assert "--allow-requantize" in capsys.readouterr().err
+
+
+def test_weights_of_the_imatrix_can_be_filtered(
+    model: Path, tmp_path: Path, rng: np.random.Generator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    imatrix.write(tmp_path / "i.dat", importance(rng))
+    args = ["quantize", str(model), str(tmp_path / "o.gguf"), "IQ4_NL", "--pure", "--dry-run", "--json"]
+    args += ["--imatrix", str(tmp_path / "i.dat")]
+    for flags, used in (((), 2), (("--include-weights", "exps"), 1), (("--exclude-weights", "blk"), 0)):
+        assert main([*args, *flags]) == 0
+        found = json.loads(capsys.readouterr().out)["tensors"]
+        assert sum(t["importance"] is not None for t in found) == used
+    assert main([*args, "--include-weights", "a", "--exclude-weights", "b"]) == 2
+
+
+def test_killed_at_any_moment_it_leaves_nothing_and_a_rerun_succeeds(tmp_path: Path, rng: np.random.Generator) -> None:
+    """SIGKILL at moments spread over the run: nothing under the final name, a rerun gives the undisturbed bytes."""
+    x = rng.standard_normal((EXPERTS, 4096, COLUMNS))
+    model = tmp_path / "in.gguf"
+    specs = [TensorSpec(f"blk.{i}.ffn_up_exps.weight", x.shape, types.get("f32")) for i in range(3)]
+    with Writer(model, {"general.architecture": "llama"}, specs) as writer:
+        for spec in specs:
+            writer.write(spec.name, x.astype("<f4").reshape(-1).view(np.uint8))
+    out = tmp_path / "out.gguf"
+    command = [sys.executable, "-m", "quantkit", "quantize", str(model), str(out), "Q8_0", "1"]
+    started = time.monotonic()
+    subprocess.run(command, check=True, capture_output=True)
+    whole, seconds = out.read_bytes(), time.monotonic() - started
+    out.unlink()
+    killed = 0
+    for share in (0.3, 0.5, 0.65, 0.75, 0.85, 0.95):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(share * seconds)
+        os.kill(process.pid, signal.SIGKILL)
+        if process.wait() == -signal.SIGKILL:
+            killed += 1
+            assert not out.exists() or out.read_bytes() == whole  # killed after the rename
+        out.unlink(missing_ok=True)
+    assert killed >= 3
+    subprocess.run(command, check=True, capture_output=True)
+    assert out.read_bytes() == whole
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.gguf", "out.gguf"]

@@ -61,10 +61,11 @@ def required_text(path: Path | None, what: str) -> Path:
 class Running:
     """Prints running values as they come, and on stderr how long the rest will take."""
 
-    def __init__(self, chunks: int, every_seconds: float = 60.0):
+    def __init__(self, chunks: int, n_ctx: int, n_batch: int, every_seconds: float = 60.0):
         self._chunks = chunks
+        self._together = max(1, n_batch // n_ctx)  # chunks come in batches: a pace holds where one ends
         self._every = every_seconds
-        self._started = self._batch_ended = time.monotonic()
+        self._started = time.monotonic()
         self._said = -every_seconds
 
     def value(self, index: int, value: float) -> None:
@@ -73,14 +74,12 @@ class Running:
         self.tick(index)
 
     def tick(self, index: int) -> None:
-        """A chunk is done. Chunks arrive in batches, so the pace is taken where one ends: before a pause."""
-        now = time.monotonic()
-        if index > 1 and now - self._batch_ended > 0.2 and now - self._started - self._said > self._every:
-            self._said = now - self._started
-            pace = (self._batch_ended - self._started) / (index - 1)
-            left = pace * (self._chunks - index + 1) - (now - self._batch_ended)
-            print(f"\n{pace:.2f} seconds per chunk, ETA {duration(max(0.0, left))}", file=sys.stderr, flush=True)
-        self._batch_ended = now
+        """The chunk with this number, counted from one, is done."""
+        if index % self._together or index == self._chunks or self.seconds - self._said < self._every:
+            return
+        self._said = self.seconds
+        left = duration(self.seconds / index * (self._chunks - index))
+        print(f"\n{self.seconds / index:.2f} seconds per chunk, ETA {left}", file=sys.stderr, flush=True)
 
     @property
     def seconds(self) -> float:

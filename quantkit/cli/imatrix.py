@@ -60,7 +60,7 @@ def imatrix(
     loaded = load(model, numerics=numerics, threads=threads, cache_type=cache_type)
     cut = chunked(loaded.tokenizer, text, ctx_size, chunks, from_chunk)
     print(f"importance matrix over {len(cut)} chunks of {ctx_size} tokens, batch {batch_size}", file=sys.stderr)
-    running = Running(len(cut))
+    running = Running(len(cut), ctx_size, batch_size)
 
     def show(index: int, so_far: Any, collector: collecting.Collector) -> None:
         if so_far is not None and not json:

@@ -88,7 +88,7 @@ def _measure(
 
     chunks = chunked(model.tokenizer, text, n_ctx, limit)
     print(f"perplexity over {len(chunks)} chunks of {n_ctx} tokens, batch {n_batch}", file=sys.stderr)
-    running = Running(len(chunks))
+    running = Running(len(chunks), n_ctx, n_batch)
 
     def show(so_far: evaluation.Perplexity) -> None:
         index = len(so_far.nll)
@@ -118,7 +118,7 @@ def _diverge(model: Any, path: Path, n_batch: int, quiet: bool) -> tuple[dict[st
 
     base = BaseReader(path)
     print(f"KL divergence over {base.n_chunk} chunks of {base.n_ctx} tokens from {path}", file=sys.stderr)
-    running = Running(base.n_chunk)
+    running = Running(base.n_chunk, base.n_ctx, n_batch)
 
     def show(index: int, so_far: kld.Divergence) -> None:
         if not quiet:

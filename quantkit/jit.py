@@ -58,7 +58,7 @@ def _module_source(name: str) -> Path | None:
 def _imports(path: Path, module: str) -> set[str]:
     """Names of the quantkit modules that a source file imports, anywhere in it."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
@@ -244,7 +244,7 @@ class Callback:
     """A function compiled as C code with one signature; `address` is its entry point as an integer."""
 
     def __init__(self, function: Callable, signature: str, options: dict[str, Any]):
-        functools.update_wrapper(self, function)
+        functools.update_wrapper(self, function)  # type: ignore[arg-type]  # named like it, not callable like it
         self.function = function
         self.signature = signature
         self.options = _OPTIONS | options
@@ -258,7 +258,7 @@ class Callback:
             _install_notice()
             options = dict(self.options)
             options.pop("nogil")
-            made = CFunc(self.function, normalize_signature(self.signature), locals={}, options=options)
+            made: Any = CFunc(self.function, normalize_signature(self.signature), locals={}, options=options)
             if _cache_is_usable():
                 made._cache = _cache_class()(self.function)
             made.compile()

@@ -18,6 +18,7 @@ import ast
 import functools
 import hashlib
 import importlib.util
+import itertools
 import os
 import sys
 import threading
@@ -364,6 +365,6 @@ def over_rows(
         task(0, rows)
         return
     bounds = [min(rows, groups * i // slices * multiple) for i in range(slices + 1)]
-    futures = [_pool(threads).submit(task, lo, hi) for lo, hi in zip(bounds, bounds[1:]) if hi > lo]
+    futures = [_pool(threads).submit(task, lo, hi) for lo, hi in itertools.pairwise(bounds) if hi > lo]
     for future in futures:
         future.result()

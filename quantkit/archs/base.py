@@ -93,8 +93,8 @@ class Arch(ABC):
         """GGUF keys of a config.json. UnsupportedError names what cannot be expressed."""
 
     @abstractmethod
-    def config(self, metadata: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
-        """config.json of a GGUF's metadata and tensor names."""
+    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """config.json of a GGUF's metadata and tensors; of a lazy tensor only `dequantize()` is used, if anything."""
 
     def generated(self, config: Config) -> dict[str, np.ndarray]:
         """Tensors float32 that follow from config.json alone."""

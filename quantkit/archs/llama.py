@@ -106,8 +106,8 @@ class Llama(Arch):
     def rebuilt(self, name: str) -> bool:
         return name == rope.FACTORS
 
-    def config(self, metadata: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
-        hp, keys = self.hparams(metadata, tensors), Keys(self.name, metadata)
+    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+        hp, keys = self.hparams(metadata, tensors.keys()), Keys(self.name, metadata)
         mistral = hp.window is not None
         found: dict[str, Any] = {
             "architectures": [self.hf[1] if mistral else self.hf[0]],
@@ -135,7 +135,10 @@ class Llama(Arch):
             found["head_dim"] = hp.head_dim_k
         if mistral:
             found["sliding_window"] = hp.window
-        if scaling := rope.scaling_parameters(keys):
+        if hp.rope_freq_factors:
+            factors = tensors[hp.rope_freq_factors].dequantize()
+            found["rope_scaling"] = rope.llama3_parameters(factors, found["rope_theta"])
+        elif scaling := rope.scaling_parameters(keys):
             found["rope_scaling"] = scaling
         return found
 

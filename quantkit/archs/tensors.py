@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from quantkit.errors import FormatError
+
 Shape = tuple[int, ...]
 ReadRows = Callable[[int, int], np.ndarray]  # (start, stop) -> rows, as numbers or as raw bytes
 
@@ -121,6 +123,8 @@ def pieces(rules: Sequence[Rule], shapes: Mapping[str, Shape], hparams: Any, *, 
         transform = rule.transform(hparams) if rule.transform else COPY
         if not to_gguf:
             transform = transform.inverse()
+        if shape and shape[0] % transform.step:
+            raise FormatError(f"tensor {name}: {shape[0]} rows are not a multiple of the {transform.step} of a head")
         target = join_name(rule.gguf if to_gguf else rule.hf, layer, suffix)
         piece = Piece(target, transform.shape(shape), (name,), transform, rule.f32 or len(shape) <= 1)
         group = 1 if layer is not None else (0 if place < first_layer else 2)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.archs import pretokenizers
-from quantkit.archs.base import Entries
+from quantkit.archs.base import Entries, shortest
 from quantkit.errors import FormatError, UnsupportedError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -45,6 +45,15 @@ _ENDS = {
     "<end_of_turn>": "tokenizer.ggml.eot_token_id",
     "<|eom_id|>": "tokenizer.ggml.eom_token_id",
 }
+# generation_config.json -> general.sampling.*
+_SAMPLING = {
+    "temperature": ("temp", "f32"),
+    "top_k": ("top_k", "i32"),
+    "top_p": ("top_p", "f32"),
+    "min_p": ("min_p", "f32"),
+    "repetition_penalty": ("penalty_repeat", "f32"),
+}
+METADATA_FILE = "gguf_metadata.json"  # general.* keys for which a checkpoint has no place of its own
 _LOOKS_SPECIAL = re.compile(r"<pad>|<mask>|<2mass>|\[@BOS@\]|<\|.*\|>|<｜.*｜>|<unused\d+>")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -184,9 +193,12 @@ def _settings(
         if number < len(tokens) and tokens[number] in _ENDS and (number, "u32") != entries.get(SPECIAL["eos"]):
             entries.setdefault(_ENDS[tokens[number]], (number, "u32"))
     before, after = _template(tokenizer.get("post_processor") or {})
-    for name, side in (("bos", before), ("eos", after)):
-        stated = settings.get(f"add_{name}_token")
-        entries[f"tokenizer.ggml.add_{name}_token"] = (bool(side) if stated is None else bool(stated), "bool")
+    stated = {"bos": settings.get("add_bos_token"), "eos": settings.get("add_eos_token")}
+    add_bos, add_eos = (bool(side) if stated[name] is None else bool(stated[name])
+                        for name, side in (("bos", before), ("eos", after)))  # fmt: skip
+    entries["tokenizer.ggml.add_bos_token"] = (add_bos, "bool")
+    if add_eos:  # no reader adds EOS without being told
+        entries["tokenizer.ggml.add_eos_token"] = (True, "bool")
     if isinstance(settings.get("add_prefix_space"), bool):
         entries["tokenizer.ggml.add_space_prefix"] = (settings["add_prefix_space"], "bool")
     return entries | _chat_templates(directory, settings)
@@ -224,6 +236,19 @@ def _chat_templates(directory: Path, settings: Mapping[str, Any]) -> Entries:
     if others:
         entries["tokenizer.chat_templates"] = (list(others), "str")
     return entries
+
+
+def sampling(directory: Path) -> Entries:
+    """general.sampling.*: how generation_config.json says to sample, where it does."""
+    generation = read_json(directory / "generation_config.json")
+    if not generation.get("do_sample"):
+        return {}
+    stated = {name: generation[name] for name in _SAMPLING if generation.get(name) is not None}
+    kinds = {"f32": float, "i32": int}
+    return {
+        f"general.sampling.{_SAMPLING[name][0]}": (kinds[_SAMPLING[name][1]](value), _SAMPLING[name][1])
+        for name, value in stated.items()
+    }
 
 
 # ------------------------------------------------------------------------------------------------- GGUF -> Hugging Face
@@ -389,4 +414,19 @@ def tokenizer_config(metadata: Mapping[str, Any], context_length: int) -> dict[s
         found["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
     elif template is not None:
         found["chat_template"] = template
+    return found
+
+
+def generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """generation_config.json: the tokens that begin, end and pad a text, and how to sample."""
+    found: dict[str, Any] = {}
+    for name in ("bos", "eos", "pad"):
+        if (number := special_id(metadata, name)) is not None:
+            found[f"{name}_token_id"] = number
+    ends = [metadata[key] for key in dict.fromkeys(_ENDS.values()) if key in metadata]
+    if ends:
+        found["eos_token_id"] = list(dict.fromkeys([*_as_list(found.get("eos_token_id")), *map(int, ends)]))
+    for name, (key, kind) in _SAMPLING.items():
+        if (value := metadata.get(f"general.sampling.{key}")) is not None:
+            found |= {"do_sample": True, name: shortest(value) if kind == "f32" else int(value)}
     return found

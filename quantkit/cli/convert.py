@@ -1,0 +1,87 @@
+"""`quantkit convert`: a Hugging Face directory to GGUF."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quantkit.cli._shared import Json, Threads, gib, parse_size, print_json, table
+
+if TYPE_CHECKING:
+    from quantkit.convert import Conversion
+
+
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="HF_DIR", help="Directory with config.json, tokenizer.json and safetensors.", show_default=False
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The file to write.", show_default=False)],
+    outtype: Annotated[
+        str, typer.Option(metavar="TYPE", help="auto, bf16, f16, f32 or q8_0; auto is bf16 or f16, as the checkpoint.")
+    ] = "auto",
+    split_max_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Write shards of at most SIZE, as 50G or 48GiB.")
+    ] = None,
+    pre: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="tokenizer.ggml.pre, where the tokenizer is not recognised."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, write nothing.")] = False,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Convert a Hugging Face checkpoint to GGUF.
+
+    Matrices get the outtype; norms, biases and vectors are f32. A float32 checkpoint becomes f16 unless you say
+    --outtype f32. Memory stays bounded whatever the model's size, and the file appears when it is complete.
+    """
+    from quantkit.convert import convert as run
+
+    size = None if split_max_size is None else parse_size(split_max_size)
+    started = time.monotonic()
+    done = run(source, out, outtype, pre=pre, split_max_bytes=size, dry_run=dry_run, threads=threads, progress=not json)
+    record = _record(done, time.monotonic() - started)
+    if json:
+        print_json(record)
+        return
+    rows = [(name, count, gib(nbytes)) for name, (count, nbytes) in record["types"].items()]
+    print(table(("type", "tensors", "size"), rows))
+    print(
+        f"{done.arch.name}, {record['parameters'] / 1e6:.2f} M parameters, {len(done.specs)} tensors, "
+        f"{gib(done.nbytes)}, {8 * done.nbytes / done.n_params:.3f} bits per weight, "
+        f"tokenizer {record['tokenizer']}"
+    )
+    if done.fallbacks:
+        listed = ", ".join(done.fallbacks[:3]) + (", …" if done.fallbacks[3:] else "")
+        print(
+            f"warning: rows of {len(done.fallbacks)} tensor(s) are no multiple of {done.outtype.block_size}, so they "
+            f"are f16 instead of {done.outtype.name}: {listed}"
+        )
+    for path in done.paths:
+        print(f"wrote {path} in {record['seconds']:.1f} s")
+
+
+def _record(done: Conversion, seconds: float) -> dict[str, Any]:
+    counts, sizes = Counter(s.type.name for s in done.specs), Counter[str]()
+    for spec in done.specs:
+        sizes[spec.type.name] += spec.nbytes
+    metadata = done.metadata
+    return {
+        "architecture": done.arch.name,
+        "outtype": done.outtype.name,
+        "parameters": done.n_params,
+        "tensors": len(done.specs),
+        "bytes": done.nbytes,
+        "types": {name: [counts[name], sizes[name]] for name in counts},
+        "fallbacks": done.fallbacks,
+        "tokenizer": f"{metadata['tokenizer.ggml.model']}/{metadata['tokenizer.ggml.pre']}",
+        "paths": done.paths,
+        "seconds": seconds,
+    }

@@ -1,0 +1,56 @@
+"""`quantkit export`: a GGUF file to a Hugging Face directory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantkit.cli._shared import Json, Threads, gib, parse_size, print_json, table
+
+
+def export(
+    source: Annotated[
+        Path, typer.Argument(metavar="IN.gguf", help="The file, or any shard of a set.", show_default=False)
+    ],
+    directory: Annotated[Path, typer.Argument(metavar="HF_DIR", help="The directory to write.", show_default=False)],
+    dtype: Annotated[
+        str, typer.Option(metavar="TYPE", help="What quantized tensors become: auto (f32, lossless), bf16, f16 or f32.")
+    ] = "auto",
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest safetensors file, as 5G.")] = "5G",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, write nothing.")] = False,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Export a GGUF file to a Hugging Face directory.
+
+    Float tensors keep their dtype and bits, quantized ones are decoded exactly. The directory loads in transformers
+    (AutoModelForCausalLM, AutoTokenizer), and convert makes the same GGUF of it again.
+    """
+    from quantkit.export import export as run
+
+    started = time.monotonic()
+    done = run(
+        source,
+        directory,
+        dtype,
+        max_shard_bytes=parse_size(max_shard_size),
+        dry_run=dry_run,
+        threads=threads,
+        progress=not json,
+    )
+    seconds = time.monotonic() - started
+    sizes: dict[str, list[int]] = {}
+    for spec in done.specs:
+        entry = sizes.setdefault(spec.dtype, [0, 0])
+        entry[0] += 1
+        entry[1] += spec.nbytes
+    if json:
+        print_json({"bytes": done.nbytes, "dtypes": sizes, "paths": done.paths, "seconds": seconds})
+        return
+    print(table(("dtype", "tensors", "size"), [(name, count, gib(size)) for name, (count, size) in sizes.items()]))
+    print(f"{len(done.specs)} tensors, {gib(done.nbytes)}; {', '.join(done.files)}")
+    if done.paths:
+        print(f"wrote {done.directory} in {seconds:.1f} s")

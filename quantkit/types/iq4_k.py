@@ -101,9 +101,10 @@ def _profiles(xs, w, tops, p, r, scratch):
 def _promise(d, top, p, r):
     """The |m| that the profile of a sub-block likes best under super-scale d, and the error it removes."""
     first, per_step = _LO / top, np.float32(PLACES - 1) * top / (_HI - _LO)
-    low, high = np.int64(top / (_HI * d)), np.int64(top / (_LO * d)) + 1
+    low, high = int(top / (_HI * d)), int(top / (_LO * d)) + 1
     best, choice = np.float32(0), 0
-    for m in range(min(max(low, 1), 31), min(high, 31) + 1):
+    low = min(max(low, 1), 31)
+    for m in range(low, min(high, 31) + 1):
         gain = profile_gain(p[0], r[0], d * np.float32(m), first, per_step)
         if gain > best:
             best, choice = gain, m

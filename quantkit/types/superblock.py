@@ -36,7 +36,7 @@ def power_below(x):
 
 @kernel
 def load_block(x, xs, minimum):
-    """Copy a block in units of a power of two: x = xs * unit, largest |xs| in [1, 2). Returns unit and the mean of xs^2.
+    """Copy a block in units of a power of two: x = xs * unit, largest |xs| in [1, 2). Returns unit, mean of xs^2.
 
     unit is 0, and xs undefined, when no element reaches `minimum`: then zeros are the best code there is.
     """
@@ -95,7 +95,7 @@ BINS = (
 
 
 def nearest_table(levels: np.ndarray) -> np.ndarray:
-    """int32[BINS]: the index of the level nearest to each bin of [-128, 128). Exact midpoints go to the larger level."""
+    """int32[BINS]: the index of the level nearest to each bin of [-128, 128); exact midpoints go to the larger."""
     centre = np.arange(BINS) / 2 - 127.75
     return np.abs(centre[:, None] - levels).argmin(axis=1).astype(np.int32)
 

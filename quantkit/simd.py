@@ -11,8 +11,8 @@ Inside a kernel `dot(x, y, n)` is then a call like any other. The body runs once
 `for` unrolls, `e.loop` makes a loop of the machine, and `jit.isa()` chooses instructions. Whatever it chooses, integer
 results are the same on every CPU; floats differ by the rounding of fused against separate multiply and add.
 
-Parameters annotated `int` must be constants at the call and arrive as Python integers: what selects a format or a width.
-Loads and stores need no alignment.
+Parameters annotated `int` must be constants at the call and arrive as Python integers: what selects a format or a
+width. Loads and stores need no alignment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -279,10 +279,12 @@ class Emit:
         return self.call(f"llvm.fmuladd.{self._suffix(a.type)}", a.type, a, b, c)
 
     def max(self, a: Value, b: Value) -> Value:
-        return Value(self, self.builder.select(self.builder.fcmp_ordered(">", a.ir, b.ir), a.ir, b.ir))
+        """The larger of two floats; `a` where either is NaN."""
+        return Value(self, self.builder.select(self.builder.fcmp_ordered("<", a.ir, b.ir), b.ir, a.ir))
 
     def min(self, a: Value, b: Value) -> Value:
-        return Value(self, self.builder.select(self.builder.fcmp_ordered("<", a.ir, b.ir), a.ir, b.ir))
+        """The smaller of two floats; `a` where either is NaN."""
+        return Value(self, self.builder.select(self.builder.fcmp_ordered(">", a.ir, b.ir), b.ir, a.ir))
 
     def absolute(self, a: Value) -> Value:
         return self.call(f"llvm.fabs.{self._suffix(a.type)}", a.type, a)
@@ -297,7 +299,7 @@ class Emit:
         return f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
 
     def exp(self, x: Value) -> Value:
-        """e^x of a float32 vector to about 2 units in the last place; 0 below -87.3, x above 88 counts as 88.
+        """e^x of a float32 vector to about 2 units in the last place; 0 below -87.3, as of 88 above 88, NaN of NaN.
 
         x = k ln 2 + r, |r| <= ln 2 / 2; e^r by its Taylor polynomial of degree 6; 2^k through the exponent bits.
         """
@@ -350,7 +352,7 @@ class Emit:
         half = self.builder.select(is_large, large, self.builder.select(is_small, subnormal.ir, normal.ir))
         return (Value(self, half) | sign).narrow(I16)
 
-    # ----------------------------------------------------------------------------------------- products of small integers
+    # --------------------------------------------------------------------------------------- products of small integers
 
     def dot4(self, total: Value, a: Value, b: Value, largest: int = 255) -> Value:
         """total[i] + sum over j of a[4i+j] * b[4i+j], a bytes 0..largest, b signed bytes -127..127, total int32.
@@ -370,7 +372,7 @@ class Emit:
         return total + even + self.multiply_pairs(a >> 8, b.signed_shift(8))
 
     def byte_pairs(self, a: Value, b: Value) -> Value:
-        """int16 sums of neighbouring products of bytes `a` (unsigned) and `b` (signed); the caller sees to their range."""
+        """int16 sums of neighbouring products of bytes `a` (unsigned) and `b` (signed), modulo 2^16 at worst."""
         lanes = a.lanes // 2
         name = {16: "llvm.x86.avx2.pmadd.ub.sw", 32: "llvm.x86.avx512.pmaddubs.w.512"}.get(lanes)
         if self.isa == "generic" or name is None or (lanes == 32 and not self.isa.startswith("avx512")):
@@ -455,3 +457,82 @@ def emitted(returns: str) -> Callable[[Callable], Any]:
         return intrinsic(prefer_literal=True)(typing)
 
     return decorate
+
+
+# ----------------------------------------------------------------------------------------- what plain kernels need of it
+
+
+@emitted("int64")
+def load_int(e, address):
+    """The int64 at an address."""
+    return e.load(I64, address)
+
+
+@emitted("float32")
+def load_float(e, address):
+    return e.load(F32, address)
+
+
+@emitted("void")
+def store_int(e, value, address):
+    e.store(value, address)
+
+
+@emitted("int64")
+def atomic_load(e, address):
+    return e.atomic_load(address)
+
+
+@emitted("void")
+def atomic_store(e, value, address):
+    e.atomic_store(value, address)
+
+
+@emitted("int64")
+def atomic_add(e, value, address):
+    return e.atomic_add(value, address)
+
+
+@emitted("void")
+def pause(e):
+    e.pause()
+
+
+@emitted("void")
+def call3(e, address, a, b, c):
+    """Call a C function `void(int64, int64, int64)`."""
+    e.call_address(address, a, b, c)
+
+
+@emitted("void")
+def call6(e, address, a, b, c, d, f, g):
+    e.call_address(address, a, b, c, d, f, g)
+
+
+def _pointer_of(element: Any) -> Any:
+    @intrinsic
+    def pointer(typingctx: Any, address: Any) -> Any:
+        kind = types.CPointer(element)
+
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+            return builder.inttoptr(values[0], context.get_value_type(kind))
+
+        return kind(types.int64), generate
+
+    return pointer
+
+
+_float_pointer = _pointer_of(types.float32)
+_half_pointer = _pointer_of(types.uint16)
+
+
+@jit.kernel(inline="always")
+def floats(address, n):
+    """The n float32 at an address as an array."""
+    return carray(_float_pointer(address), n)
+
+
+@jit.kernel(inline="always")
+def halves(address, n):
+    """The n halves at an address as an array of their bits."""
+    return carray(_half_pointer(address), n)

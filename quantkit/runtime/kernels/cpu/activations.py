@@ -13,7 +13,7 @@ A block with a NaN or an Inf gets the scale NaN, so that it shows in every resul
 
 from __future__ import annotations
 
-from quantkit.jit import callback
+from quantkit.jit import kernel
 from quantkit.simd import F32, I8, I32, Emit, Value, emitted, vector
 
 CODES, SUMS, FLOORS, SCALES = 4, 5, 6, 7  # offsets in the buffer, in units of n
@@ -33,10 +33,10 @@ def quantize_block(e: Emit, x: Value) -> tuple[Value, Value]:
 
 
 @emitted("void")
-def quantize(e, buffer, n):
-    """Fill codes, sums, floors and scales of a buffer that holds x."""
+def quantize_range(e, buffer, n, first, last):
+    """Fill codes, sums, floors and scales of elements first .. last - 1 of a buffer that holds x."""
     ones = e.constant(vector(32, I8), 1)
-    with e.loop(0, n, 32) as i:
+    with e.loop(first, last, 32) as i:
         codes, scale = quantize_block(e, e.load(vector(32, F32), buffer + i * 4))
         sums = e.dot4(e.zero(vector(8, I32)), ones, codes, 1)
         e.store(codes, buffer + n * CODES + i)
@@ -45,7 +45,7 @@ def quantize(e, buffer, n):
         e.store(scale, buffer + n * SCALES + (i >> 3))
 
 
-@callback("void(int64, int64)")
-def quantize_vector(buffer, n):
-    """The same as a C function."""
-    quantize(buffer, n)
+@kernel(inline="always")
+def quantize(buffer, n):
+    """Fill codes, sums, floors and scales of a buffer that holds x."""
+    quantize_range(buffer, n, 0, n)

@@ -7,7 +7,7 @@ A row is read in units of 32 columns. A format's reader yields the units of one 
 with `codes` 32 unsigned bytes in column order and `scale`, `floor` float32 x 8, lane i for columns 4i .. 4i+3 (the
 four that one 32-bit lane of a byte product sums up). The byte maps stand in `quantkit/types`.
 
-An interleaved type has a reader of its own kind: 8 lanes are 8 rows, or 4 rows twice, and a unit is 8 steps of 32 bytes,
+An interleaved type has a reader of its own kind: 8 lanes are 8 rows, or 4 rows twice, and a unit is steps of 32 bytes,
 lane i of a step holding four columns of row i % rows.
 """
 

@@ -1,0 +1,139 @@
+"""The operations of a single token's pass, as C functions `void(parameters, thread, threads)` for walk.py.
+
+Each reads its parameters, int64s named below, and does the share of `thread`. What is small (a norm, the activations'
+quantization) every thread does for itself in a buffer of its own: that is cheaper than waiting for another to do it.
+Such buffers are given as base and stride; stride 0 is a buffer that all share.
+
+`split` cuts rows between threads; operations that pass rows on without a wait between them must cut alike.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quantkit.jit import callback, kernel
+from quantkit.runtime.kernels.cpu.activations import quantize, quantize_range
+from quantkit.simd import F32, call6, emitted, floats, load_float, load_int, vector
+
+SIGNATURE = "void(int64, int64, int64)"
+_SUMS = {"reassoc", "contract"}
+
+
+@kernel(inline="always")
+def split(rows, multiple, thread, threads):
+    """Where the share of a thread begins; shares are multiples of `multiple` rows, but for the last."""
+    return min(rows, -(-rows // multiple) * thread // threads * multiple)
+
+
+# ------------------------------------------------------------------------------------------------------------- rms norm
+
+NORM = ("x", "weight", "n", "eps", "buffer", "stride")  # eps points to a float32
+
+
+@callback(SIGNATURE, fastmath=_SUMS)
+def norm(p, thread, threads):
+    """buffer = x / sqrt(mean(x^2) + eps) * weight, quantized; by every thread for itself."""
+    n = load_int(p + 16)
+    x, weight = floats(load_int(p), n), floats(load_int(p + 8), n)
+    buffer = load_int(p + 32) + thread * load_int(p + 40)
+    y = floats(buffer, n)
+    total = np.float32(0)
+    for i in range(n):
+        total += x[i] * x[i]
+    scale = np.float32(1) / np.sqrt(total / np.float32(n) + load_float(load_int(p + 24)))
+    for i in range(n):
+        y[i] = x[i] * scale * weight[i]
+    quantize(buffer, n)
+
+
+# ------------------------------------------------------------------------------------------------------- matrix-vector
+
+MATVEC = ("kernel", "weights", "n", "rows", "multiple", "buffer", "stride", "out", "bias", "residual")
+
+
+@callback(SIGNATURE)
+def matvec(p, thread, threads):
+    """out = W buffer (+ bias) for the thread's rows; residual += out where there is one. Absent: address 0."""
+    rows, multiple = load_int(p + 24), load_int(p + 32)
+    first = split(rows, multiple, thread, threads)
+    last = split(rows, multiple, thread + 1, threads)
+    address = load_int(p + 56)
+    call6(
+        load_int(p),
+        load_int(p + 8),
+        load_int(p + 16),
+        first,
+        last,
+        load_int(p + 40) + thread * load_int(p + 48),
+        address,
+    )
+    out = floats(address, rows)
+    if load_int(p + 64) != 0:
+        bias = floats(load_int(p + 64), rows)
+        for i in range(first, last):
+            out[i] += bias[i]
+    if load_int(p + 72) != 0:
+        residual = floats(load_int(p + 72), rows)
+        for i in range(first, last):
+            residual[i] += out[i]
+
+
+# -------------------------------------------------------------------------------------------------------------- swiglu
+
+SWIGLU = ("gate", "up", "n", "multiple", "buffer")
+
+
+@emitted("void")
+def swiglu_range(e, gate, up, first, last, out):
+    """out = gate / (1 + e^-gate) * up, n a multiple of 32."""
+    kind = vector(16, F32)
+    with e.loop(first, last, 16) as i:
+        g = e.load(kind, gate + i * 4)
+        sigmoid = e.constant(kind, 1.0) / (e.exp(g * -1.0) + 1.0)
+        e.store(g * sigmoid * e.load(kind, up + i * 4), out + i * 4)
+
+
+@callback(SIGNATURE)
+def swiglu(p, thread, threads):
+    """buffer = gate * sigmoid(gate) * up, quantized: the thread's rows only."""
+    n, multiple, buffer = load_int(p + 16), load_int(p + 24), load_int(p + 32)
+    first = split(n, multiple, thread, threads)
+    last = split(n, multiple, thread + 1, threads)
+    swiglu_range(load_int(p), load_int(p + 8), first, last, buffer)
+    quantize_range(buffer, n, first, last)
+
+
+# ----------------------------------------------------------------------------------------------- joining the attention
+
+COMBINE = ("partial", "heads", "dim", "buffer", "stride")
+
+
+@callback(SIGNATURE)
+def combine(p, thread, threads):
+    """buffer = attention from what the threads made of their positions, quantized; by every thread for itself.
+
+    partial: for each thread float32[heads, dim + 2]: the sums of e^(score - top) * value, then top and the sum of
+    e^(score - top).
+    """
+    heads, dim = load_int(p + 8), load_int(p + 16)
+    width = dim + 2
+    partial = floats(load_int(p), threads * heads * width)
+    buffer = load_int(p + 24) + thread * load_int(p + 32)
+    y = floats(buffer, heads * dim)
+    for head in range(heads):
+        top = np.float32(-1e30)
+        for t in range(threads):
+            top = max(top, partial[(t * heads + head) * width + dim])
+        total = np.float32(0)
+        out = y[head * dim : head * dim + dim]
+        out[:] = np.float32(0)
+        for t in range(threads):
+            part = partial[(t * heads + head) * width : (t * heads + head + 1) * width]
+            share = np.exp(part[dim] - top)
+            total += share * part[dim + 1]
+            for i in range(dim):
+                out[i] += share * part[i]
+        inverse = np.float32(1) / total
+        for i in range(dim):
+            out[i] *= inverse
+    quantize(buffer, heads * dim)

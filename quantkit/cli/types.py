@@ -8,6 +8,8 @@ import typer
 
 from quantkit.cli._shared import Json, print_json, table
 
+HEADER = ("type", "base", "imatrix", "id", "ftype", "bpw", "block", "bytes", "header", "rows", "decode", "encode")
+
 
 def records(layouts: bool = False) -> list[dict[str, Any]]:
     """One dictionary a type, in order of id; with `layouts`, also the types that are only recognised."""
@@ -49,11 +51,11 @@ def types(
     if json:
         print_json(listed)
         return
-    header = ("type", "base", "imatrix", "id", "ftype", "bpw", "block", "bytes", "header", "rows", "decode", "encode")
-    print(table(header, [_row(record) for record in listed], left=3))
+    print(table(HEADER, [row(record) for record in listed], left=3))
 
 
-def _row(record: dict[str, Any]) -> list[Any]:
+def row(record: dict[str, Any]) -> list[str]:
+    """A record as the cells below HEADER."""
     keys = ("name", "base", "imatrix", "id", "file_type", "bits_per_weight", "block", "block_bytes", "row_header_bytes",
             "rows", "decode", "encode")  # fmt: skip
     return [_said(record[key]) for key in keys]

@@ -1,0 +1,81 @@
+"""docs/cli.md and docs/types.md: `python -m quantkit.cli._docs` writes them, a test fails when they are stale."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from quantkit import cli
+from quantkit.cli._shared import table
+
+DOCS = Path(__file__).parents[2] / "docs"
+WIDTH = 100
+_MADE = "<!-- made by `python -m quantkit.cli._docs` with typer {}; do not edit -->\n"
+
+
+def made() -> str:
+    """The first line of a page. Versions of typer lay out help differently, so it names the one that did."""
+    return _MADE.format(importlib.metadata.version("typer"))
+
+
+def cli_page() -> str:
+    """The help of every command, as it is printed."""
+    parts = [made(), "# The command line\n\n", "```\n", cli.help_page(), "```\n"]
+    for command in cli.commands():
+        for path in ([command], *([command, name] for name in cli.subcommands(command))):
+            parts.append(f"\n## quantkit {' '.join(path)}\n\n```\n{_help(path)}```\n")
+    return "".join(parts)
+
+
+def types_page() -> str:
+    """The registry: types with a codec, then those that are only recognised."""
+    from quantkit.cli.types import HEADER, records, row
+
+    every = records(layouts=True)
+    known = [r for r in every if r["decode"]]
+    others = ", ".join(f"{r['name']} ({r['id']})" for r in every if not r["decode"])
+    listed = table(HEADER, [row(r) for r in known], left=3)
+    return (
+        f"{made()}# Tensor types\n\nAs `quantkit types` prints them; a type's byte map opens its file in "
+        f"`quantkit/types`.\n\n```\n{listed}\n```\n\n"
+        f"Read, sized and copied, but neither decoded nor encoded yet: {others}.\n"
+    )
+
+
+PAGES = {"cli.md": cli_page, "types.md": types_page}
+
+
+def _help(path: list[str]) -> str:
+    """What `quantkit PATH --help` prints on a terminal of a fixed width."""
+    said = io.StringIO()
+    with _columns(WIDTH), contextlib.redirect_stdout(said):
+        cli.main([*path, "--help"])
+    return said.getvalue()
+
+
+@contextlib.contextmanager
+def _columns(width: int) -> Iterator[None]:
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(width)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = before
+
+
+def main() -> None:
+    DOCS.mkdir(exist_ok=True)
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page(), encoding="utf-8")
+        print(f"wrote {DOCS / name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Sizes and tables."""
+
+from __future__ import annotations
+
+import pytest
+
+from quantkit.cli._shared import gib, parse_size, table
+from quantkit.errors import QuantkitError
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("50G", 50 * 10**9),
+        ("800M", 8 * 10**8),
+        ("1.5GiB", 3 << 29),
+        ("4096", 4096),
+        ("2 gb", 2 * 10**9),
+        ("1TiB", 1 << 40),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "G", "50X", "-3G", "0", "1e9", "5IB"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(QuantkitError, match="is not a size"):
+        parse_size(text)
+
+
+def test_published_form() -> None:
+    assert gib(226.003 * 2**30) == "226.003 GiB"
+
+
+def test_table() -> None:
+    assert table(("a", "number"), [("x", 1), ("long", 22)]) == "a     number\n----  ------\nx          1\nlong      22"

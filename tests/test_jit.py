@@ -1,0 +1,154 @@
+"""The door to numba: a cache that neither goes stale nor is thrown away, CPU features, threads.
+
+The cache is tested on a small house of its own: a copy of jit.py in a package that is also called quantkit, with one
+kernel that calls another from a second file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from quantkit import jit
+
+HELPER = "from quantkit.jit import kernel\n\n\n@kernel\ndef twice(x):\n    return {} * x\n"
+USER = """
+from quantkit.helper import twice
+from quantkit.jit import callback, kernel
+
+
+@kernel
+def f(x):
+    return twice(x) + 1
+
+
+@callback("int64(int64)")
+def g(x):
+    return twice(x) + 1
+"""
+SCRIPT = """
+import ctypes, json, sys
+from quantkit import jit, user
+jit.NOTICE_AFTER_SECONDS = 0.0
+value = user.f(5)
+stats = user.f.dispatcher.stats
+called = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(user.g.address)(5)
+print(json.dumps({
+    "value": value, "called": called, "callback_hits": user.g._compiled.cache_hits,
+    "hits": sum(stats.cache_hits.values()), "misses": sum(stats.cache_misses.values()),
+}))
+"""
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Path:
+    package = tmp_path / "quantkit"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "jit.py").write_text(Path(jit.__file__).read_text())
+    (package / "helper.py").write_text(HELPER.format(2))
+    (package / "user.py").write_text(USER)
+    (package / "unrelated.py").write_text("a = 1\n")
+    return tmp_path
+
+
+def run(house: Path, cache: str | None = None) -> tuple[dict, str]:
+    environment = os.environ | {"PYTHONPATH": str(house), "QUANTKIT_CACHE_DIR": cache or str(house / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True, cwd=house
+    )
+    return json.loads(done.stdout), done.stderr
+
+
+def test_the_second_process_compiles_nothing(house: Path) -> None:
+    first, said = run(house)
+    assert first == {"value": 11, "called": 11, "hits": 0, "misses": 1, "callback_hits": 0}
+    assert said.count("quantkit: compiling kernels for this CPU") == 1
+    second, said = run(house)
+    assert second == {"value": 11, "called": 11, "hits": 1, "misses": 0, "callback_hits": 1}
+    assert said == ""
+
+
+def test_an_edit_recompiles_what_depends_on_it_and_nothing_else(house: Path) -> None:
+    run(house)
+    (house / "quantkit" / "unrelated.py").write_text("a = 2\n")
+    assert run(house)[0]["hits"] == 1
+    (house / "quantkit" / "helper.py").write_text(HELPER.format(3))
+    found = run(house)[0]
+    assert (found["value"], found["called"]) == (16, 16)
+    assert found["misses"] == 1
+    assert run(house)[0]["hits"] == 1
+
+
+def test_a_cache_that_cannot_be_written_is_told_and_done_without(house: Path) -> None:
+    (house / "file").write_text("")
+    found, said = run(house, cache=str(house / "file"))
+    assert found["value"] == found["called"] == 11
+    assert said.count("cannot be written") == 1
+    assert "QUANTKIT_CACHE_DIR" in said
+
+
+@pytest.mark.parametrize(
+    ("environment", "isa"),
+    [
+        ({"NUMBA_CPU_NAME": "icelake-server"}, "avx512vnni"),
+        ({"NUMBA_CPU_NAME": "skylake-avx512"}, "avx512"),
+        ({"NUMBA_CPU_NAME": "haswell"}, "avx2"),
+        ({"NUMBA_CPU_NAME": "generic"}, "generic"),
+        ({"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"}, "generic"),
+        ({"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c,-avx512f"}, "avx2"),
+    ],
+)
+def test_numba_is_told_which_cpu_to_work_for(environment: dict[str, str], isa: str) -> None:
+    code = "from quantkit import jit; print(jit.isa(), jit.cache_directory().name.endswith(jit._cpu_name()))"
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("NUMBA_CPU")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [isa, "True"]
+
+
+def test_threads_by_environment() -> None:
+    code = "from quantkit import jit; print(jit.default_threads())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"QUANTKIT_THREADS": "3"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "3\n"
+    assert jit.default_threads() >= 1
+
+
+@pytest.mark.parametrize(("rows", "multiple", "threads"), [(100, 1, 3), (100, 8, 2), (7, 8, 4), (1, 1, 4), (64, 4, 1)])
+def test_over_rows_covers_every_row_once(rows: int, multiple: int, threads: int) -> None:
+    seen: list[tuple[int, int]] = []
+    jit.over_rows(lambda a, b: seen.append((a, b)), rows, multiple=multiple, threads=threads)
+    seen.sort()
+    assert [row for a, b in seen for row in range(a, b)] == list(range(rows))
+    assert all(a % multiple == 0 for a, _ in seen)
+
+
+def test_over_rows_uses_threads_and_raises_what_they_raise() -> None:
+    names: set[str] = set()
+    meet = threading.Barrier(2, timeout=20)
+
+    def task(start: int, stop: int) -> None:
+        meet.wait()
+        names.add(threading.current_thread().name)
+
+    jit.over_rows(task, 2, threads=2, pieces=1)
+    assert len(names) == 2
+
+    def fails(start: int, stop: int) -> None:
+        raise ValueError(f"at {start}")
+
+    with pytest.raises(ValueError, match="at 0"):
+        jit.over_rows(fails, 8, threads=2)

@@ -38,7 +38,7 @@ from quantkit.types import QuantType
 
 __all__ = ["GGUF", "Metadata", "Tensor", "TensorSpec", "Writer", "open"]
 
-MAX_HEADER = 64 << 20  # bytes; the largest vocabularies of today take 16 MiB
+MAX_HEADER = 40 << 20  # bytes; the largest vocabularies of today take 16 MiB
 MAX_ELEMENTS = 3 << 20  # of all metadata arrays together
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 17  # 61 layers of 256 separate experts are 46848
@@ -184,10 +184,11 @@ def _shard_paths(shard: _Shard, count: int) -> list[Path]:
             f"{shard.path}: split.count is {count}, so the name must end in -NNNNN-of-{count:05d}.gguf; "
             "without it the other shards cannot be found"
         )
-    paths = [shard.path.with_name(f"{match[1]}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
-    for i, path in enumerate(paths):
-        if not path.exists():
-            raise FormatError(f"{path}: shard {i + 1} of {count} is missing")
+    paths = []
+    for number in range(1, count + 1):
+        paths.append(shard.path.with_name(f"{match[1]}-{number:05d}-of-{count:05d}.gguf"))
+        if not paths[-1].exists():
+            raise FormatError(f"{paths[-1]}: shard {number} of {count} is missing")
     return paths
 
 

@@ -15,11 +15,14 @@ from pathlib import Path
 from quantkit.errors import FormatError
 
 _SPACE = re.compile(rb"[ \t\r\n]*")
+_SYMBOLS = {
+    symbol: re.compile(rb"[ \t\r\n]*" + re.escape(symbol)) for symbol in (b"{", b"}", b"[", b"]", b":", b",", b'"')
+}
 _PLAIN = re.compile(rb'[^"\\\x00-\x1f]*')
 _NATURAL = re.compile(rb"(?:0|[1-9][0-9]{0,18})(?![0-9.eE])")
 _SCALAR = re.compile(rb"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
 MAX_DEPTH = 64
-MAX_SKIPPED_BYTES = 1 << 20  # of a string that nobody asked for
+MAX_SKIPPED_BYTES = 1 << 18  # of a value that nobody asked for
 
 
 class Scanner:
@@ -64,7 +67,7 @@ class Scanner:
             raise self.error(f"{what} is longer than {limit} bytes", start)
         if self.text[end : end + 1] != b'"':
             found = self.text[end : end + 1]
-            raise self.error(f"{what} has no end, or a bare {found!r} in it", end)
+            raise self.error(f"{what} has a bare {found!r} in it" if found else f"{what} has no end", end)
         self.pos = end + 1
         token = self.text[start:end]
         try:
@@ -102,8 +105,11 @@ class Scanner:
     def skip(self) -> None:
         """Pass over one value of any kind."""
         closers: list[bytes] = []
+        start = self.pos
         while True:
             self._skip_space()
+            if self.pos - start > MAX_SKIPPED_BYTES:
+                raise self.error(f"a value of no use here is longer than {MAX_SKIPPED_BYTES} bytes", start)
             here = self.text[self.pos : self.pos + 1]
             if here in (b"{", b"["):
                 self.pos += 1
@@ -143,14 +149,15 @@ class Scanner:
         self.pos = _SPACE.match(self.text, self.pos).end()  # type: ignore[union-attr]
 
     def _accept(self, symbol: bytes) -> bool:
-        self._skip_space()
-        if self.text[self.pos : self.pos + 1] != symbol:
+        match = _SYMBOLS[symbol].match(self.text, self.pos)
+        if match is None:
             return False
-        self.pos += 1
+        self.pos = match.end()
         return True
 
     def _expect(self, symbol: bytes, what: str) -> None:
         if not self._accept(symbol):
+            self._skip_space()
             raise self.error(f"{what}: expected {symbol.decode()!r}, found {self._next()}")
 
     def _next(self) -> str:

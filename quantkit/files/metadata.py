@@ -151,8 +151,9 @@ def _infer(key: str, value: Any) -> str:
         candidates = ("bool", "str", "i32", "u32", "i64", "u64", "f32", "f64")
     else:
         candidates = ("bool", "str", "u32", "i32", "u64", "i64", "f32", "f64")
+    integers = all(isinstance(v, int) for v in (value if isinstance(value, list) else [value]))
     for kind in candidates:
-        if _fits(value, kind):
+        if _fits(value, kind) and not (integers and kind in _FLOATS):  # an int too large for any kind is no float
             return kind
     raise DataError(f"metadata key {key}: {_brief(value)} has no GGUF form")
 

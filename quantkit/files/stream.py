@@ -78,7 +78,9 @@ class StreamWriter:
         if not isinstance(data, np.ndarray) or data.dtype != np.uint8:
             got = getattr(data, "dtype", type(data).__name__)
             raise DataError(f"{self.path}: tensor {name}: expected uint8 data, got {got}")
-        self._skip_empty(name)
+        if data.nbytes == 0:
+            return
+        self._skip_empty()
         if self._index == len(self._slots):
             raise DataError(f"{self.path}: tensor {name}: all {len(self._slots)} tensors are written already")
         slot, number = self._slots[self._index]
@@ -103,7 +105,7 @@ class StreamWriter:
     def close(self) -> None:
         """Check that every tensor is complete and give the files their final names."""
         try:
-            self._skip_empty(None)
+            self._skip_empty()
             if self._index < len(self._slots):
                 slot, _ = self._slots[self._index]
                 raise DataError(
@@ -131,12 +133,9 @@ class StreamWriter:
         else:
             self.abort()
 
-    def _skip_empty(self, name: str | None) -> None:
-        """Pass over tensors of no bytes, which nobody needs to write, up to `name`."""
-        while self._index < len(self._slots):
-            slot = self._slots[self._index][0]
-            if slot.nbytes or slot.name == name:
-                return
+    def _skip_empty(self) -> None:
+        """Pass over tensors of no bytes, which are complete without being written."""
+        while self._index < len(self._slots) and self._slots[self._index][0].nbytes == 0:
             self._index += 1
 
     def _begin(self, number: int) -> AtomicFile:

@@ -1,0 +1,121 @@
+"""`quantkit inspect`: what a GGUF file holds."""
+
+from __future__ import annotations
+
+import json as json_module
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import typer
+
+from quantkit.cli._shared import Json, gib, print_json, table
+
+if TYPE_CHECKING:
+    from quantkit.files.gguf import GGUF
+
+SHOWN_ELEMENTS = 8  # of an array
+SHOWN_CHARACTERS = 100  # of a value in the table
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A GGUF file; of a set of shards any one.", show_default=False)],
+    json: Json = False,
+    tensors: Annotated[bool, typer.Option("--tensors/--no-tensors", help="List every tensor.")] = True,
+) -> None:
+    """Show a GGUF file: metadata, tensors, sizes by type.
+
+    Long arrays are cut to their first elements, in JSON too. Shapes are rows first: (experts, rows, columns).
+    """
+    from quantkit.files import gguf
+
+    file = gguf.open(path)
+    if json:
+        print_json(record(file, tensors))
+        return
+    _print_text(file, tensors)
+
+
+def record(file: GGUF, tensors: bool = True) -> dict[str, Any]:
+    """All that the command shows, as one dictionary."""
+    found: dict[str, Any] = {
+        "files": file.paths,
+        "version": file.version,
+        "bytes": file.size,
+        "metadata": {key: _value_record(file, key) for key in file.metadata},
+        "types": totals(file),
+    }
+    if tensors:
+        found["tensors"] = [
+            {"name": t.name, "type": t.type.name, "shape": t.shape, "bytes": t.nbytes} for t in file.tensors.values()
+        ]
+    return found
+
+
+def totals(file: GGUF) -> list[dict[str, Any]]:
+    """One dictionary a type, the largest first, and one of all: tensors, elements, bytes, bits per weight."""
+    by_type: dict[str, list[int]] = {}
+    for tensor in file.tensors.values():
+        sums = by_type.setdefault(tensor.type.name, [0, 0, 0])
+        for i, n in enumerate((1, math.prod(tensor.shape), tensor.nbytes)):
+            sums[i] += n
+    rows = sorted(by_type.items(), key=lambda item: -item[1][2])
+    rows.append(("all", [sum(sums[i] for sums in by_type.values()) for i in range(3)]))
+    return [
+        {
+            "type": name,
+            "tensors": n,
+            "elements": elements,
+            "bytes": size,
+            "bpw": 8 * size / elements if elements else 0.0,
+        }
+        for name, (n, elements, size) in rows
+    ]
+
+
+def _value_record(file: GGUF, key: str) -> dict[str, Any]:
+    value, kind = file.metadata[key], file.metadata.kind(key)
+    if not isinstance(value, list):
+        return {"kind": kind, "value": value}
+    return {"kind": f"{kind}[]", "count": len(value), "first": value[:SHOWN_ELEMENTS]}
+
+
+def _print_text(file: GGUF, tensors: bool) -> None:
+    for path in file.paths:
+        print(path)
+    print(f"GGUF version {file.version}, {gib(file.size)}, {len(file.tensors)} tensors\n")
+    rows = [(_printable(key), *_value_text(_value_record(file, key))) for key in file.metadata]
+    print(table(("key", "kind", "value"), rows, left=3), end="\n\n")
+    if tensors:
+        listed = [(_printable(t.name), t.type.name, _shape(t.shape), t.nbytes) for t in file.tensors.values()]
+        print(table(("tensor", "type", "shape", "bytes"), listed, left=2), end="\n\n")
+    header = ("type", "tensors", "elements", "GiB", "bpw")
+    summed = [
+        (t["type"], t["tensors"], t["elements"], f"{t['bytes'] / 2**30:.3f}", f"{t['bpw']:.4f}") for t in totals(file)
+    ]
+    print(table(header, summed))
+
+
+def _value_text(record: dict[str, Any]) -> tuple[str, str]:
+    """Kind and value as two cells."""
+    is_list = "first" in record
+    values = record["first"] if is_list else [record["value"]]
+    if record["kind"].startswith("f32"):
+        values = [float(str(np.float32(v))) for v in values]  # 1e-05, not the 9.999999747378752e-06 that it is
+    text = _printable(json_module.dumps(values if is_list else values[0], ensure_ascii=False))
+    if len(text) > SHOWN_CHARACTERS:
+        note = "" if is_list else f" {len(text)} characters"
+        text = f"{text[:SHOWN_CHARACTERS]}…{note}"
+    if is_list and record["count"] > SHOWN_ELEMENTS:
+        text = f"{text.rstrip(']…')}… {record['count']} in all"
+    return record["kind"], text
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _printable(text: str) -> str:
+    """`text` with its control characters escaped: a file's names must not steer the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,149 @@
+"""Files appear whole or not at all: exceptions, kills, leavings of dead writers, two writers at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from quantkit.errors import QuantkitError
+from quantkit.files import atomic, gguf
+from quantkit.files.gguf import TensorSpec, Writer
+
+SPECS = [TensorSpec(f"t{i}", (64, 1024), "f32") for i in range(4)]
+CHUNK = np.zeros((8, 4096), np.uint8)
+
+SLOW_WRITER = """
+import sys, time
+from tests.files.test_atomic import CHUNK, SPECS
+from quantkit.files.gguf import Writer
+with Writer(sys.argv[1], {}, SPECS, split_max_tensors=2) as writer:
+    for spec in SPECS:
+        for _ in range(8):
+            writer.write(spec.name, CHUNK)
+            print(spec.name, flush=True)
+            time.sleep(0.01)
+"""
+
+
+def write(path, **limits):
+    with Writer(path, {}, SPECS, **limits) as writer:
+        for spec in SPECS:
+            writer.write(spec.name, np.zeros((64, 4096), np.uint8))
+    return writer.paths
+
+
+@pytest.mark.parametrize("lines", [1, 12, 20, 31])
+def test_a_killed_writer_leaves_nothing_under_a_final_name(tmp_path, lines):
+    path = tmp_path / "m.gguf"
+    process = subprocess.Popen([sys.executable, "-c", SLOW_WRITER, path], stdout=subprocess.PIPE, text=True)
+    for _ in range(lines):
+        assert process.stdout.readline()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    left = [p.name for p in tmp_path.iterdir()]
+    assert left
+    assert all(name.endswith(f".partial-{process.pid}") for name in left)
+    paths = write(path, split_max_tensors=2)
+    assert sorted(tmp_path.iterdir()) == paths  # the dead writer's files are gone too
+    assert len(gguf.open(paths[1]).tensors) == 4
+
+
+def test_an_interrupt_removes_what_was_written(tmp_path):
+    with pytest.raises(KeyboardInterrupt), Writer(tmp_path / "m.gguf", {}, SPECS) as writer:  # noqa: PT012
+        writer.write("t0", CHUNK)
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_old_file_stays_until_the_new_one_is_complete(tmp_path):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"old")
+    with pytest.raises(ZeroDivisionError), Writer(path, {}, SPECS) as writer:  # noqa: PT012
+        writer.write("t0", CHUNK)
+        raise ZeroDivisionError
+    assert path.read_bytes() == b"old"
+    write(path)
+    assert len(gguf.open(path).tensors) == 4
+
+
+def test_a_file_can_be_written_over_while_it_is_read(tmp_path):
+    path = tmp_path / "m.gguf"
+    write(path)
+    source = gguf.open(path)
+    with Writer(path, {}, SPECS[:1]) as writer:
+        writer.write("t0", source.tensors["t3"].data)
+    assert list(gguf.open(path).tensors) == ["t0"]
+    assert source.tensors["t3"].data.shape == (64, 4096)
+
+
+def test_two_writers_of_one_file(tmp_path):
+    path = tmp_path / "m.gguf"
+    with Writer(path, {}, SPECS) as first:
+        with pytest.raises(QuantkitError, match="another writer"):
+            Writer(path, {}, SPECS)
+        for spec in SPECS:
+            first.write(spec.name, np.zeros((64, 4096), np.uint8))
+    assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_a_live_writer_of_another_process_is_left_alone(tmp_path):
+    path = tmp_path / "m.gguf"
+    process = subprocess.Popen([sys.executable, "-c", SLOW_WRITER, path], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline()
+    theirs = tmp_path / f"m-00001-of-00002.gguf.partial-{process.pid}"
+    atomic.remove_stale(tmp_path / "m-00001-of-00002.gguf")
+    assert theirs.exists()
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    deadline = time.monotonic() + 5
+    while theirs.exists() and time.monotonic() < deadline:
+        atomic.remove_stale(tmp_path / "m-00001-of-00002.gguf")
+    assert not theirs.exists()
+
+
+def test_stale_files_are_matched_by_name_only(tmp_path):
+    for name in ("a.gguf.partial-1", "[a].gguf.partial-1", "b.gguf.partial-1", "a.gguf"):
+        (tmp_path / name).touch()
+    atomic.remove_stale(tmp_path / "[a].gguf")
+    assert sorted(os.listdir(tmp_path)) == ["a.gguf", "a.gguf.partial-1", "b.gguf.partial-1"]
+
+
+def test_a_small_file(tmp_path):
+    with atomic.writing(tmp_path / "new" / "f.txt") as stream:
+        stream.write(b"x")
+        assert os.listdir(tmp_path / "new") == [f"f.txt.partial-{os.getpid()}"]
+    assert (tmp_path / "new" / "f.txt").read_bytes() == b"x"
+    with pytest.raises(ValueError, match="no"), atomic.writing(tmp_path / "g") as stream:  # noqa: PT012
+        stream.write(b"x")
+        raise ValueError("no")
+    assert os.listdir(tmp_path) == ["new"]
+
+
+def test_errors_of_the_system_name_the_file(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.gguf").mkdir()
+    with pytest.raises(QuantkitError, match=r"file/m\.gguf: cannot write: "):
+        write(tmp_path / "file" / "m.gguf")
+    with pytest.raises(QuantkitError, match=r"folder\.gguf: cannot rename"):
+        write(tmp_path / "folder.gguf")
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder.gguf"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
+def test_a_full_disk(tmp_path):
+    file = atomic.AtomicFile(tmp_path / "m.gguf")
+    with open("/dev/full", "r+b", buffering=0) as full:
+        os.dup2(full.fileno(), file.stream.fileno())
+    file.stream.write(b"x" * 100)
+    with pytest.raises(QuantkitError, match=r"m\.gguf\.partial-.*cannot write: No space left"):
+        file.seal()
+    file.discard()
+    assert list(tmp_path.iterdir()) == []

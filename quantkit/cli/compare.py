@@ -34,6 +34,7 @@ def compare(
         bool, typer.Option("--speed", help="Also time a prompt of 512 and generation, numerics fast.")
     ] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw KLD against size to this PNG, SVG or PDF.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the results here, JSON.")] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table for a model card.")] = False,
     numerics: Numerics = "exact",
     threads: Threads = None,
@@ -44,8 +45,11 @@ def compare(
 
     ± is one standard error. All differences are paired by token, so they are far surer than the PPLs' own errors.
     """
+    from json import dumps
+
     from quantkit.evaluate.compare import compare as measure
     from quantkit.evaluate.compare import table_header, table_rows
+    from quantkit.files.atomic import writing
     from quantkit.runtime.model import load
 
     text = required_text(file, "compare")
@@ -69,8 +73,12 @@ def compare(
     said = conditions(opened[0], ctx_size, found.chunks, str(text))
     if plot is not None:
         _draw(plot, found, said)
+    record = {"reference": str(reference), "models": [c.record() for c in found.candidates], "conditions": said}
+    if output is not None:
+        with writing(output) as stream:
+            stream.write(dumps(record, indent=1).encode())
     if json:
-        print_json({"reference": reference, "models": [c.record() for c in found.candidates], "conditions": said})
+        print_json(record)
         return
     header, rows = table_header(found), table_rows(found)
     print(markdown(header, rows) if as_markdown else table(header, rows))

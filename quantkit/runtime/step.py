@@ -178,7 +178,12 @@ class Step:
         return normed
 
     def _matvec(
-        self, linear: blocks.Linear, buffer: tuple[int, int], out: np.ndarray, residual: bool = False, wait: bool = False
+        self,
+        linear: blocks.Linear,
+        buffer: tuple[int, int],
+        out: np.ndarray,
+        residual: bool = False,
+        wait: bool = False,
     ) -> None:
         tensor = self._weights[linear.weight]
         rows, columns = tensor.shape

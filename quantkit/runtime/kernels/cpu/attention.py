@@ -60,19 +60,24 @@ def _row(e: Emit, address: Value, half: int) -> Value:
 def chunk_scores(e, q, keys, stride, count, group: int, dim: int, half: int, scores):
     """scores[g, i] = q[g] . key i, for `group` queries float32[dim] and `count` rows, `stride` bytes apart."""
     width = 2 if half else 4
-    together = max(1, 32 // (dim // 16))  # queries whose vectors may stay in registers
-    for start in range(0, group, together):
-        heads = range(start, min(group, start + together))
-        with e.loop(0, count) as i:
-            row = keys + i * stride
-            totals = {g: None for g in heads}
-            for c in range(0, dim, 16):
-                key = _row(e, row + c * width, half)
-                for g in heads:
-                    query = e.load(_FLOATS16, q + 4 * (g * dim + c))
-                    totals[g] = query * key if totals[g] is None else e.fma(query, key, totals[g])
-            for g in heads:
-                e.store(e.sum(totals[g]), scores + i * 4 + 4 * CHUNK * g)
+
+    def positions(i, many):
+        sums = {}
+        for c in range(0, dim, 16):
+            queries = [e.load(_FLOATS16, q + 4 * (g * dim + c)) for g in range(group)]
+            for r in range(many):
+                key = _row(e, keys + (i + r) * stride + c * width, half)
+                for g, query in enumerate(queries):
+                    sums[g, r] = e.fma(query, key, sums[g, r]) if c else query * key
+        for g in range(group):
+            four = [sums[g, r] for r in range(many)]
+            e.store(e.sum4(*four) if many == 4 else e.sum(four[0]), scores + i * 4 + 4 * CHUNK * g)
+
+    middle = count & -4
+    with e.loop(0, middle, 4) as i:
+        positions(i, 4)
+    with e.loop(middle, count) as i:
+        positions(i, 1)
 
 
 @emitted("void")
@@ -165,8 +170,21 @@ def attention(group: int, dim_k: int, dim_v: int, half: int) -> Callback:
                 many = min(CHUNK, end - at)
                 keys = k_cache + at * k_stride + head * dim_k * width
                 values = v_cache + at * v_stride + head * dim_v * width
-                chunk_scores(queries + head * group * dim_k * 4, keys, k_stride, many, group, dim_k, half, scores)
+                chunk_scores(
+                    queries + head * group * dim_k * 4,
+                    keys,
+                    k_stride,
+                    many,
+                    group,
+                    dim_k,
+                    half,
+                    scores,
+                    values,
+                    v_stride,
+                )
                 chunk_softmax(scores, many, group, dim_v, result)
-                chunk_values(scores, values, v_stride, many, group, dim_v, half, result)
+                chunk_values(
+                    scores, values, v_stride, many, group, dim_v, half, result, keys + CHUNK * k_stride, k_stride
+                )
 
     return run

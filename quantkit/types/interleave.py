@@ -267,13 +267,31 @@ class Permutation:
 
     def forward(self, data: np.ndarray, out: np.ndarray) -> None:
         """Interleave: uint8[groups * rows, row bytes] -> uint8 of the same shape."""
-        words = out.reshape(len(out) // self.rows, -1).view("<u4")
-        _interleave(jit.readonly(data), words, self.starts, self.forward_table, self.rows, self.head, self.block_bytes)
+        _interleave(
+            jit.readonly(data),
+            self._words(out),
+            self.starts,
+            self.forward_table,
+            self.rows,
+            self.head,
+            self.block_bytes,
+        )
 
     def backward(self, data: np.ndarray, out: np.ndarray) -> None:
         """Undo `forward`."""
-        words = jit.readonly(data.reshape(len(data) // self.rows, -1).view("<u4"))
-        _deinterleave(words, out, self.starts, self.backward_table, self.rows, self.head, self.block_bytes)
+        _deinterleave(
+            jit.readonly(self._words(data)),
+            out,
+            self.starts,
+            self.backward_table,
+            self.rows,
+            self.head,
+            self.block_bytes,
+        )
+
+    def _words(self, groups: np.ndarray) -> np.ndarray:
+        """uint8[rows, row bytes] as uint32[groups, words]."""
+        return groups.reshape(len(groups) // self.rows, self.rows * groups.shape[1]).view("<u4")
 
 
 class Interleaved(QuantType):

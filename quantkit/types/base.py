@@ -106,7 +106,8 @@ class QuantType:
             check_finite(x[start:stop], start, self.overflow, self.name)
             self.encode_rows(x[start:stop], weights, out[start:stop])
 
-        jit.over_rows(task, rows, multiple=self.interleave, threads=threads)
+        if rows:
+            jit.over_rows(task, rows, multiple=self.interleave, threads=threads)
         return out
 
     def dequantize(self, data: Any, n: int, *, out: np.ndarray | None = None, threads: int | None = None) -> np.ndarray:
@@ -126,8 +127,9 @@ class QuantType:
         elif out.shape != (rows, n) or out.dtype != np.float32:
             raise DataError(f"{self.name}: expected out=float32[{rows}, {n}], got {out.dtype}{list(out.shape)}")
         data = jit.readonly(data)
-        jit.over_rows(lambda a, b: self.decode_rows(data[a:b], out[a:b]), rows, multiple=self.interleave,
-                      threads=threads if rows * n > 1 << 16 else 1, pieces=1)  # fmt: skip
+        if rows:
+            jit.over_rows(lambda a, b: self.decode_rows(data[a:b], out[a:b]), rows, multiple=self.interleave,
+                          threads=threads if rows * n > 1 << 16 else 1, pieces=1)  # fmt: skip
         return out
 
     def _check_rows(self, rows: int) -> None:

@@ -20,7 +20,7 @@ from quantkit.types import search
 from quantkit.types.base import QuantType
 
 _LO, _HI = np.float32(-127), np.float32(127)
-_GRID, _STEPS = search.grid_between((127,), 0.99, 1.005, 4), search.steps_down(0.001, 0)
+_GRID, _STEPS = search.grid_between((127,), 0.984, 1.004, 5), search.steps_down(0.001, 0)
 
 
 @kernel

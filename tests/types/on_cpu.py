@@ -1,0 +1,51 @@
+"""Codecs as another CPU would run them: code is generated for it in a process of its own, digests come back.
+
+python -m tests.types.on_cpu decode|encode NAME…
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from quantkit import types
+from tests.types import data
+
+N = 1024
+
+
+def digests(what: str, names: list[str]) -> dict[str, str]:
+    """A digest of each type's decoded values of random bytes, or encoded bytes of heavy-tailed rows."""
+    found = {}
+    for name in names:
+        t = types.get(name)
+        if what == "decode":
+            encoded = data.random_bytes(t, np.random.default_rng(5), 4 * t.interleave, N)
+            result = t.dequantize(encoded, N)
+            result[np.isnan(result)] = 0
+        else:
+            x = data.rows("student3", 5, 4 * t.interleave, N)
+            result = t.quantize(x, data.importance(5, N))
+        found[name] = hashlib.sha256(result).hexdigest()
+    return found
+
+
+def run(cpu: str, what: str, names: list[str]) -> dict[str, str]:
+    """`digests` from a process whose kernels are compiled for `cpu` (an LLVM name)."""
+    environment = os.environ | {"NUMBA_CPU_NAME": cpu}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.types.on_cpu", what, *names],
+        env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return dict(line.split() for line in done.stdout.splitlines())
+
+
+if __name__ == "__main__":
+    for name, digest in digests(sys.argv[1], sys.argv[2:]).items():
+        print(name, digest)

@@ -1,0 +1,208 @@
+"""Encoding: never a larger error than the reference's, sane at the edges, the same bytes everywhere."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quantkit import types
+from quantkit.errors import DataError
+from tests.types import data, on_cpu
+
+TYPES = [t for t in types.all() if data.can_encode(t)]
+by_type = pytest.mark.parametrize("t", TYPES, ids=lambda t: t.name)
+
+
+def rows_for(t: types.QuantType, count: int) -> int:
+    return -(-count // t.interleave) * t.interleave
+
+
+# ------------------------------------------------------------------------------------------------------------- quality
+
+
+@by_type
+@pytest.mark.parametrize("weighted", [False, True], ids=["none", "importance"])
+@pytest.mark.parametrize("kind", data.DISTRIBUTIONS)
+def test_error_is_not_above_the_reference(t, kind, weighted, request):
+    """Plain squared error without importance, importance-weighted squared error with it."""
+    from tests.conformance import ggml
+
+    if t.requires_imatrix and not weighted:
+        pytest.skip(f"{t.name} needs importance")
+    model = request.getfixturevalue("smollm2_q4_1") if kind == "real" else None
+    n = 512
+    x = data.rows(kind, 2027, rows_for(t, 16), n, model)
+    weights = data.importance(2027, n) if weighted else None
+    ours = data.squared_error(x, t.dequantize(t.quantize(x, weights), n), weights)
+    if t.name == "f32":  # the reference has no encoder of what needs none
+        assert ours == 0
+        return
+    theirs = data.squared_error(x, ggml.dequantize(t.name, ggml.quantize(t.name, x, weights), n), weights)
+    assert ours <= theirs, f"{ours / theirs:.4f} of the reference's error"
+
+
+@by_type
+def test_importance_is_used(t):
+    if not t.uses_imatrix or t.requires_imatrix:
+        pytest.skip(f"{t.name} does not weigh columns, or always does")
+    n = 2 * max(t.block_size, 256)
+    x, weights = data.rows("gaussian", 4, rows_for(t, 8), n), data.importance(4, n)
+    without, given = (t.dequantize(t.quantize(x, w), n) for w in (None, weights))
+    assert data.squared_error(x, given, weights) < data.squared_error(x, without, weights)
+    assert data.squared_error(x, without) < data.squared_error(x, given)
+
+
+@by_type
+def test_encoding_again_changes_little(t):
+    n = 2 * max(t.block_size, 256)
+    x = data.rows("gaussian", 5, rows_for(t, 8), n)
+    weights = data.importance(5, n) if t.requires_imatrix else None
+    once = t.dequantize(t.quantize(x, weights), n)
+    twice = t.dequantize(t.quantize(once, weights), n)
+    assert data.squared_error(once, twice) <= 0.05 * data.squared_error(x, once)
+
+
+@pytest.mark.parametrize(
+    ("name", "lo", "hi", "bound"), [("q4_0", -8, 7, 1.01), ("q5_0", -16, 15, 1.01), ("q6_0", -32, 31, 1.05)]
+)
+def test_search_comes_close_to_trying_everything(name, lo, hi, bound):
+    """Against 400 scales of either sign with nearest codes, by the plain formula."""
+    t = types.get(name)
+    x = data.rows("student4", 6, 8, 256)
+    ours = data.squared_error(x, t.dequantize(t.quantize(x), 256))
+    blocks = x.reshape(-1, 32).astype(np.float64)
+    best = np.full(len(blocks), np.inf)
+    for fraction in np.linspace(0.6, 1.1, 200):
+        for sign in (-1, 1):
+            extreme = np.abs(blocks).max(axis=1, keepdims=True)
+            d = np.float16(sign * extreme * fraction / hi).astype(np.float64)
+            error = ((blocks - d * np.clip(np.rint(blocks / d), lo, hi)) ** 2).sum(axis=1)
+            best = np.minimum(best, error)
+    assert ours <= bound * best.sum()
+
+
+# --------------------------------------------------------------------------------------------------------------- edges
+
+
+def edge_blocks(n: int) -> dict[str, np.ndarray]:
+    """Rows of n that are awkward in one way each."""
+    rng = np.random.default_rng(8)
+    g = rng.standard_normal(n).astype(np.float32)
+    spike = np.zeros(n, np.float32)
+    spike[n // 3] = -2.5
+    mixed = g.copy()
+    mixed[3], mixed[5] = 1e30, 1e-30
+    with np.errstate(under="ignore"):
+        denormal = g * np.float32(1e-40)
+    return {
+        "zeros": np.zeros(n, np.float32), "constant": np.full(n, 0.37, np.float32), "negative": -np.abs(g),
+        "spike": spike, "denormal": denormal, "tiny": g * np.float32(1e-7), "small": g * np.float32(1e-5),
+        "large": g * np.float32(1e6), "huge": g * np.float32(1e30), "mixed": mixed, "offset": g + np.float32(100),
+        "largest": np.copysign(np.finfo(np.float32).max, g),
+    }  # fmt: skip
+
+
+def edge_importances(n: int) -> dict[str, np.ndarray]:
+    halves = np.ones(n, np.float32)
+    halves[: n // 2] = 0
+    return {
+        "ones": np.ones(n, np.float32), "zeros": np.zeros(n, np.float32), "half": halves,
+        "one column": np.eye(n, dtype=np.float32)[n // 3], "huge": np.full(n, 1e38, np.float32),
+        "denormal": np.full(n, 1e-42, np.float32), "wild": np.exp2(np.linspace(-100, 100, n)).astype(np.float32),
+    }  # fmt: skip
+
+
+@by_type
+def test_edges_are_finite_and_never_worse_than_zero(t):
+    n = max(t.block_size, 32)
+    for x_name, row in edge_blocks(n).items():
+        x = np.repeat(row[None], t.interleave, axis=0)
+        if np.abs(row).max() >= t.overflow:
+            with pytest.raises(DataError, match="row 0"):
+                t.quantize(x)
+            continue
+        for w_name, weights in edge_importances(n).items():
+            y = t.dequantize(t.quantize(x, weights), n)
+            assert np.isfinite(y).all(), (x_name, w_name)
+            if w_name == "ones":  # every type can store zeros, or nearly
+                assert data.squared_error(x, y) <= 1.001 * data.squared_error(x, 0), x_name
+            if not row.any():
+                assert not y.any(), (x_name, w_name)
+
+
+@by_type
+def test_zero_importance_of_a_block_is_no_importance(t):
+    n = 4 * max(t.block_size, 32)
+    x = data.rows("gaussian", 9, t.interleave, n)
+    weights = np.ones(n, np.float32)
+    weights[: n // 2] = 0
+    y = t.dequantize(t.quantize(x, weights), n)
+    left, right = data.squared_error(x[:, : n // 2], y[:, : n // 2]), data.squared_error(x[:, n // 2 :], y[:, n // 2 :])
+    assert left <= 2 * right
+
+
+@by_type
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_named(t, value):
+    n = max(t.block_size, 32)
+    x = np.zeros((4 * t.interleave, n), np.float32)
+    weights = np.ones(n, np.float32)
+    row = 3 * t.interleave
+    x[row, 17] = value
+    with pytest.raises(DataError, match=rf"row {row}, column 17 is {value}"):
+        t.quantize(x, weights, threads=2)
+    x[row, 17] = 0
+    weights[5] = value
+    with pytest.raises(DataError, match=r"column 5 is"):
+        t.quantize(x, weights)
+    weights[5] = -1
+    with pytest.raises(DataError, match=r"column 5 is -1"):
+        t.quantize(x, weights)
+
+
+@pytest.mark.parametrize(("name", "fits", "too_large"), [("f16", 65519.0, 65520.0), ("bf16", 3.39e38, 3.4e38)])
+def test_finite_weights_never_become_inf(name, fits, too_large):
+    t = types.get(name)
+    x = np.full((3, 32), -fits, np.float32)
+    assert np.isfinite(t.dequantize(t.quantize(x), 32)).all()
+    x[1, 30] = -too_large
+    with pytest.raises(DataError, match=rf"row 1, column 30 is -.* do not fit {name}"):
+        t.quantize(x)
+
+
+# --------------------------------------------------------------------------------------------------------- same bytes
+
+
+@by_type
+def test_threads_slices_and_one_block(t):
+    n = 3 * max(t.block_size, 32)
+    x = data.rows("student3", 10, 7 * t.interleave, n)
+    weights = data.importance(10, n)
+    whole = t.quantize(x, weights, threads=1)
+    np.testing.assert_array_equal(whole, t.quantize(x, weights, threads=2))
+    part = slice(2 * t.interleave, 5 * t.interleave)
+    np.testing.assert_array_equal(whole[part], t.quantize(x[part], weights))
+    if t.row_meta_bytes == 0 and t.interleave == 1:
+        width = max(t.block_size, 32)
+        first = t.quantize(np.ascontiguousarray(x[:1, :width]), weights[:width])
+        np.testing.assert_array_equal(whole[:1, : t.row_bytes(width)], first)
+    assert t.quantize(x[:0], weights).shape == (0, t.row_bytes(n))
+
+
+@by_type
+def test_any_array_is_taken(t):
+    """Lists, float64, Fortran order and read-only memory give the bytes of a plain float32 array."""
+    n = max(t.block_size, 32)
+    x, weights = data.rows("gaussian", 11, t.interleave, n), data.importance(11, n)
+    expected = t.quantize(x, weights)
+    frozen = x.copy()
+    frozen.flags.writeable = False
+    for form in (x.astype(np.float64), np.asfortranarray(x), frozen, x.tolist()):
+        np.testing.assert_array_equal(t.quantize(form, weights), expected)
+
+
+@pytest.mark.parametrize("cpu", ["generic", "haswell"])
+def test_the_same_on_another_cpu(cpu):
+    """Vectors of any width sum in the same order."""
+    names = ["q4_0", "q4_1", "iq4_nl"]
+    assert on_cpu.run(cpu, "encode", names) == on_cpu.digests("encode", names)

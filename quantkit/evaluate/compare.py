@@ -133,10 +133,10 @@ def throughput(
     model.forward(tokens[:1], warm, logits="last")
     best = Throughput(0.0, 0.0)
     begun = time.perf_counter()
-    for _ in range(repeats):
+    for repeat in range(repeats):
         cache = model.new_cache(n_prompt + n_generate)
         started = time.perf_counter()
-        if started - begun > seconds:
+        if repeat and started - begun > seconds:
             break
         logits = model.forward(tokens, cache, logits="last")
         middle = time.perf_counter()

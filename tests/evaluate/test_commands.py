@@ -1,0 +1,97 @@
+"""The commands perplexity, imatrix and compare on a real model and little text."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from quantkit import cli
+from quantkit.files import imatrix
+from quantkit.files.kld import BaseReader
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*args: object) -> str:
+        status = cli.main([str(a) for a in args])
+        caught = capsys.readouterr()
+        assert status == 0, caught.err
+        return caught.out
+
+    return call
+
+
+@pytest.fixture
+def text(golden, tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text((golden / "eval.txt").read_text()[:2000])
+    return path
+
+
+def test_perplexity_prints_the_reference_s_lines(run, f16_model, text):
+    out = run("perplexity", f16_model, "-f", text, "-c", 64, "--chunks", 3)
+    assert re.fullmatch(
+        r"(\[\d\]\d+\.\d{4},){3}\nFinal estimate: PPL over 3 chunks for n_ctx=64 = \d+\.\d{4} \+/- \d+\.\d{5}\n", out
+    )
+    lines = run("perplexity", f16_model, "-f", text, "-c", 64, "--chunks", 3, "--ppl-output-type", 1).splitlines()
+    assert [line.split()[0] for line in lines[:3]] == ["0", "64", "128"]
+    assert out.split()[-3] == lines[-1].split()[-3]
+
+
+def test_base_written_and_read(run, f16_model, q8_0_model, text, tmp_path):
+    base = tmp_path / "base.kld"
+    written = run("perplexity", f16_model, "-f", text, "-c", 64, "--chunks", 4, "--kl-divergence-base", base)
+    assert BaseReader(base).n_chunk == 4
+    out = run("perplexity", q8_0_model, "--kl-divergence-base", base, "--kl-divergence")
+    assert out.count(" ± ") >= 4 * 5 + 8
+    stated = float(re.search(r"Mean PPL\(base\)\s*:\s*([\d.]+)", out)[1])
+    assert abs(stated / float(written.split()[-3]) - 1) < 1e-4
+    record = json.loads(run("perplexity", q8_0_model, "--kl-divergence-base", base, "--kl-divergence", "--json"))
+    assert f"{record['kld']:10.6f}" in out
+    assert record["conditions"]["numerics"] == "exact"
+
+
+def test_golden_s_chunk_line(run, golden, f16_model):
+    out = run("perplexity", f16_model, "--kl-divergence-base", golden / "smollm2-135m-f16.c64.kld", "--kl-divergence")
+    line = next(line for line in out.splitlines() if line.startswith("   1 "))
+    assert line.endswith("100.000 ±  0.000 %")
+    assert "31 positions" in out
+
+
+def test_imatrix_collect_show_and_continue(run, f16_model, text, tmp_path):
+    whole, first, rest = (tmp_path / f"{name}.dat" for name in ("whole", "first", "rest"))
+    out = run("imatrix", f16_model, "-f", text, "-c", 64, "--chunks", 4, "-o", whole, "-ofreq", 2)
+    assert re.search(r"\[4\]\d+\.\d{4},\nFinal estimate: PPL = ", out)
+    run("imatrix", f16_model, "-f", text, "-c", 64, "--chunks", 2, "-o", first, "--no-ppl")
+    run("imatrix", f16_model, "-f", text, "-c", 64, "--chunks", 2, "--chunk", 2, "--in-file", first, "-o", rest)
+    at_once, in_two = imatrix.read(whole), imatrix.read(rest)
+    assert (at_once.chunks, in_two.chunks) == (4, 4)
+    for name, entry in at_once.entries.items():
+        assert abs(in_two[name].values - entry.values).max() <= 1e-4 * entry.values.max()
+    assert "blk.0.attn_q.weight" in run("imatrix", "show", whole)
+    assert "210 entries, 8 chunks" in run("imatrix", "merge", whole, rest, "-o", tmp_path / "merged.dat")
+
+
+def test_imatrix_of_the_output(run, f16_model, text, tmp_path):
+    run("imatrix", f16_model, "-f", text, "-c", 64, "--chunks", 1, "-o", tmp_path / "x.dat", "--process-output")
+    found = imatrix.read(tmp_path / "x.dat")
+    assert set(found.entries) - {n for n in found.entries if n.startswith("blk.")} == {"token_embd.weight"}  # tied
+
+
+def test_compare(run, f16_model, q8_0_model, text, tmp_path):
+    args = ("compare", f16_model, q8_0_model, "-f", text, "-c", 64, "--chunks", 4)
+    out = run(*args, "-o", tmp_path / "x.json")
+    assert "numerics exact" in out
+    assert out.splitlines()[2].startswith("f16 ")
+    record = json.loads((tmp_path / "x.json").read_text())
+    assert record["models"][1]["kld"] > 0
+    assert run(*args, "--markdown").startswith("| file | GiB | bpw | PPL |")
+
+
+def test_what_is_missing_is_said(capsys, f16_model):
+    assert cli.main(["perplexity", str(f16_model)]) == 1
+    assert "pass one with -f FILE" in capsys.readouterr().err
+    assert cli.main(["perplexity", str(f16_model), "--kl-divergence"]) == 1
+    assert "--kl-divergence-base FILE" in capsys.readouterr().err

@@ -1,0 +1,99 @@
+"""Comparison, its table and its picture, on fake models over small real files."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quantkit import types
+from quantkit.errors import QuantkitError
+from quantkit.evaluate import compare, plots
+from quantkit.files.gguf import Metadata, TensorSpec, Writer
+from tests.evaluate.fake import FakeModel
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Three small GGUF files of 2, 1 and 1 bytes a weight or so."""
+    made = {}
+    for name, kind in (("ref", "f16"), ("near", "q8_0"), ("far", "q8_0")):
+        made[name] = tmp_path / f"{name}.gguf"
+        metadata = Metadata()
+        metadata.set("general.architecture", "fake")
+        with Writer(made[name], metadata, [TensorSpec("a.weight", (4, 64), types.get(kind))]) as writer:
+            writer.write("a.weight", types.get(kind).quantize(np.ones((4, 64), np.float32)))
+    return made
+
+
+@pytest.fixture
+def compared(files, tmp_path):
+    text = tmp_path / "letters.txt"
+    text.write_text("pack my box with five dozen liquor jugs " * 12)
+    noise = {"ref.gguf": 0.0, "near.gguf": 0.02, "far.gguf": 0.3}
+    said = []
+    found = compare.compare(files["ref"], [files["near"], files["far"]], text, n_ctx=32,
+                            open_model=lambda path: FakeModel(noise=noise[path.name]), say=said.append)  # fmt: skip
+    assert len(said) == 3
+    return found
+
+
+def test_candidates_are_measured_against_the_reference(compared):
+    reference, near, far = compared.candidates
+    assert (compared.chunks, compared.positions) == (15, 15 * 15)
+    assert reference.divergence is None
+    assert reference.bits_per_weight == 16
+    assert near.bits_per_weight == 8.5
+    assert near.size_bytes == near.path.stat().st_size
+    assert 0 < near.divergence.mean_kld.value < far.divergence.mean_kld.value
+    assert near.divergence.ppl_base.value == pytest.approx(reference.ppl.value, rel=1e-4)
+
+
+def test_records_and_rows_say_the_same(compared):
+    header, rows = compare.table_header(compared), compare.table_rows(compared)
+    assert [len(row) for row in rows] == [len(header)] * 3
+    assert "PP t/s" not in header
+    record = compared.candidates[2].record()
+    assert f"{record['kld']:.6f}" in rows[2][header.index("KLD mean")]
+    assert record["kld_median"] <= record["kld_p99"] <= record["kld_max"]
+    assert "kld" not in compared.candidates[0].record()
+
+
+def test_picture(compared, tmp_path):
+    pytest.importorskip("matplotlib")
+    plots.plot(tmp_path / "x.png", compared.candidates, "title")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(QuantkitError, match="nothing to draw"):
+        plots.plot(tmp_path / "y.png", compared.candidates[:1], "title")
+
+
+def test_without_matplotlib_one_line_says_how(compared, tmp_path, monkeypatch):
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(plots.MissingPlots, match=r"pip install 'quantkit\[plots\]'"):
+        plots.plot(tmp_path / "x.png", compared.candidates, "title")
+
+
+class Clocked:
+    """A model whose forward pass only counts tokens."""
+
+    vocab_size, n_ctx_train = 16, 600
+
+    def __init__(self):
+        self.runs: list[int] = []
+
+    def new_cache(self, n_ctx):
+        return None
+
+    def forward(self, tokens, cache, logits):
+        self.runs.append(len(tokens))
+        return np.zeros((1, 16), np.float32)
+
+
+def test_throughput_runs_prompt_then_single_tokens():
+    model = Clocked()
+    found = compare.throughput(model, n_prompt=100, n_generate=5, repeats=2)
+    assert model.runs == [2, 1, 100, 1, 1, 1, 1, 1, 100, 1, 1, 1, 1, 1]
+    assert found.prompt > 0
+    assert found.generation > 0
+    model = Clocked()
+    compare.throughput(model, n_prompt=100, n_generate=50, repeats=9, seconds=0.0)
+    assert model.runs == [2, 1, 100, 1]  # out of time after the least that gives a figure

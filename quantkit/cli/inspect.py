@@ -20,7 +20,9 @@ SHOWN_CHARACTERS = 100  # of a value in the table
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A GGUF file; of a set of shards any one.", show_default=False)],
+    path: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A GGUF file; of a set of shards any one.", show_default=False)
+    ],
     json: Json = False,
     tensors: Annotated[bool, typer.Option("--tensors/--no-tensors", help="List every tensor.")] = True,
 ) -> None:

@@ -13,7 +13,7 @@ import glob
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -64,11 +64,10 @@ class AtomicFile:
     def discard(self) -> None:
         """Remove the partial file. Does nothing after `replace`."""
         if not self.stream.closed:
-            # Closing flushes what is buffered, which fails again on a full disk; the bytes are unwanted here.
-            try:
+            # Closing flushes what is buffered, which may fail, on a full disk for one. The file is closed all the same,
+            # and its bytes are unwanted.
+            with suppress(OSError):
                 self.stream.close()
-            except OSError:
-                os.close(self.stream.raw.fileno()) if not self.stream.raw.closed else None  # type: ignore[attr-defined]
             self.temporary.unlink(missing_ok=True)
 
 

@@ -56,7 +56,7 @@ class _I2S(QuantType):
     """i2_s (id 36) keeps its scale behind the whole tensor, n/4 + 32 bytes, so it has no rows."""
 
     def row_bytes(self, n: int) -> int:
-        raise UnsupportedError("i2_s: this type's data are not rows; quantkit reads files with it but not its tensors")
+        raise UnsupportedError("i2_s: this type's data are not rows")
 
 
 _I2_S = _I2S()
@@ -94,13 +94,14 @@ class Tensor:
 
     @property
     def row_bytes(self) -> int:
+        if self.type is _I2_S:
+            raise UnsupportedError(f"{self.path}: tensor {self.name} is i2_s, whose data are not rows; it is not read")
         return self.type.row_bytes(self.shape[-1])
 
     @property
     def data(self) -> np.ndarray:
         """uint8[n_rows, row_bytes]: a read-only view of the mapping, rows in file order, no copy."""
-        row_bytes = self.row_bytes
-        return self._file[self.offset : self.offset + self.nbytes].reshape(-1, row_bytes)
+        return self._file[self.offset : self.offset + self.nbytes].reshape(-1, self.row_bytes)
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         """uint8[stop - start, row_bytes]: a view of some rows. Whole groups only of interleaved types."""
@@ -162,12 +163,21 @@ def open(path: str | os.PathLike[str]) -> GGUF:
         return GGUF(path, [opened])
     paths = _shard_paths(opened, count)
     allow_open_files(count)
-    shards = [opened if other == path else _Shard(other) for other in paths]
     total = opened.split_key("split.tensors.count")
-    for number, shard in enumerate(shards):
+    if total > MAX_TENSORS:
+        raise FormatError(f"{path}: split.tensors.count is {total}, quantkit reads up to {MAX_TENSORS}")
+    shards: list[_Shard] = []
+    for number, other in enumerate(paths):
+        shard = opened if other == path else _Shard(other)
         for key, expected in (("split.no", number), ("split.count", count), ("split.tensors.count", total)):
             if (found := shard.split_key(key)) != expected:
                 raise FormatError(f"{shard.path}: {key} is {found}, by name and {path.name} it must be {expected}")
+        shards.append(shard)
+        held = sum(len(shard.tensors) for shard in shards)
+        if held > total:
+            raise FormatError(f"{shard.path}: {held} tensors up to this shard, split.tensors.count is {total}")
+        if number:  # what else others than the first may hold counts for nothing
+            shard.metadata.clear()
     joined = GGUF(path, shards)
     if len(joined.tensors) != total:
         raise FormatError(
@@ -200,8 +210,8 @@ class _Shard:
         self.bytes = map_file(path)
         cursor = _Cursor(path, self.bytes)
         self.version = _version(cursor)
-        n_tensors = cursor.count("number of tensors", 8, _TENSOR_MIN, MAX_TENSORS)
-        n_keys = cursor.count("number of metadata keys", 8, _KEY_MIN, MAX_KEYS)
+        n_tensors = cursor.count("number of tensors", _TENSOR_MIN, MAX_TENSORS)
+        n_keys = cursor.count("number of metadata keys", _KEY_MIN, MAX_KEYS)
         self.metadata = _read_metadata(cursor, n_keys)
         self.tensors = _read_tensors(cursor, n_tensors, self._alignment())
         for tensor in self.tensors.values():
@@ -255,10 +265,10 @@ class _Cursor:
     def u64(self, what: str) -> int:
         return _u64(self.view, self.take(8, what))[0]
 
-    def count(self, what: str, width: int, item_bytes: int, limit: int) -> int:
-        """A number of items of at least `item_bytes`, which must fit the rest of the file and stay within `limit`."""
+    def count(self, what: str, item_bytes: int, limit: int) -> int:
+        """A u64: how many items of at least `item_bytes` follow. They must fit the rest of the file, and `limit`."""
         pos = self.pos
-        count = self.u64(what) if width == 8 else self.u32(what)
+        count = self.u64(what)
         if count * item_bytes > self.size - self.pos:
             raise self.error(
                 f"{what} is {count}, at least {count * item_bytes} bytes; {self.size - self.pos} are left", pos
@@ -343,7 +353,7 @@ def _read_array(cursor: _Cursor, what: str) -> tuple[str, list[Any]]:
     if kind == KINDS[ARRAY]:
         raise cursor.error(f"{what} is an array of arrays, which no reader of GGUF takes", pos)
     size = 8 if kind == "str" else DTYPES[kind].itemsize
-    count = cursor.count(f"number of elements of {what}", 8, size, MAX_ELEMENTS - cursor.elements)
+    count = cursor.count(f"number of elements of {what}", size, MAX_ELEMENTS - cursor.elements)
     cursor.elements += count
     return kind, cursor.strings(count, what) if kind == "str" else _read_numbers(cursor, kind, count, what)
 

@@ -73,6 +73,9 @@ _TO_FLOAT: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "F8_E8M0": lambda raw: _e8m0_values()[raw],
     "I8": lambda raw: raw.view("i1").astype(np.float32),
     "U8": lambda raw: raw.astype(np.float32),
+    "BOOL": lambda raw: raw.astype(np.float32),
+    "I16": lambda raw: raw.view("<i2").astype(np.float32),
+    "U16": lambda raw: raw.view("<u2").astype(np.float32),
 }
 """uint8 bytes, a whole number of rows, to float32 values: the dtypes that float32 holds exactly."""
 

@@ -46,12 +46,20 @@ def test_every_byte_has_its_value(dtype, tmp_path):
 
 def test_wide_floats_are_exact_and_may_be_unaligned(tmp_path, rng):
     halves = np.arange(65536, dtype=np.uint16).reshape(256, 256)
-    bits = {"F32": rng.integers(0, 2**32, (5, 7), np.uint32), "F16": halves, "BF16": halves}
+    bits = {
+        "U16": halves,
+        "I16": halves,
+        "F32": rng.integers(0, 2**32, (5, 7), np.uint32),
+        "F16": halves,
+        "BF16": halves,
+    }
     table, data = {"pad": entry("U8", [1], 0, 1)}, bytes(1)
     for dtype, values in bits.items():
         table[dtype] = entry(dtype, list(values.shape), len(data), len(data) + values.nbytes)
         data += values.tobytes()
     tensors = open_checkpoint(raw.put(tmp_path / "model.safetensors", raw.safetensors(table, data))).tensors
+    assert np.array_equal(tensors["U16"].dequantize(), halves)
+    assert np.array_equal(tensors["I16"].dequantize(), halves.view(np.int16))
     assert np.array_equal(tensors["F32"].dequantize(), bits["F32"].view(np.float32), equal_nan=True)
     assert np.array_equal(tensors["F16"].dequantize(), bits["F16"].view(np.float16).astype(np.float32), equal_nan=True)
     assert np.array_equal(tensors["BF16"].dequantize().view(np.uint32), bits["BF16"].astype(np.uint32) << 16)

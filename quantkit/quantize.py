@@ -31,6 +31,7 @@ PIECE_ELEMENTS = 1 << 19  # 2 MiB of float32: stays in a core's cache from decod
 QUANTIZATION_VERSION = 2
 # Scales are f16 and never larger than the largest weight, so below this no encoding can run out of range.
 _SAFE_MAGNITUDE = 30000.0
+_FLOATS = frozenset(("f32", "f16", "bf16"))
 _LONGEST_TEXT = 127  # bytes that the reference's readers take of the imatrix strings
 
 
@@ -104,13 +105,14 @@ def quantize(
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows `start` to `stop` of a tensor, all of one matrix of it."""
+    """Rows `start` to `stop` of a tensor, all of one matrix of it; `verbatim` ones go through unread."""
 
     planned: PlannedTensor
     tensor: Tensor
     start: int
     stop: int
     importance: np.ndarray | None
+    verbatim: bool
 
     @property
     def source_bytes(self) -> int:
@@ -119,13 +121,16 @@ class _Piece:
     def encode(self) -> np.ndarray:
         """The rows in the planned type: uint8[rows, row_bytes]."""
         data = self.tensor.rows(self.start, self.stop)
-        if self.planned.copied:
+        if self.verbatim:
             return data
         x = self.planned.source.dequantize(data, self.planned.shape[-1], threads=1)
         try:
+            check_finite(x, self.start, self.planned.type.overflow, self.planned.type.name)
+            if self.planned.copied:
+                return data
             encoded = self.planned.type.quantize(x, self.importance, threads=1)
         except DataError as error:
-            raise DataError(f"{self._place}: {self._placed(x, error)}") from None
+            raise DataError(f"{self._place}: {error}") from None
         self._check_encoded(x, encoded)
         return encoded
 
@@ -147,14 +152,6 @@ class _Piece:
                 f"{back[row, column]}: too large for {self.planned.type.name}; keep this tensor in f32 or bf16"
             )
 
-    def _placed(self, x: np.ndarray, error: DataError) -> str:
-        """A complaint about the piece with rows counted from the start of the tensor."""
-        try:
-            check_finite(x, self.start)
-        except DataError as placed:
-            return str(placed)
-        return f"{error}" if self.start == 0 else f"{error} (rows counted from {self.start})"
-
 
 def _pieces(source: GGUF, plan: Plan, imatrix: Imatrix | None) -> Iterator[_Piece]:
     """All pieces of the output, in its order."""
@@ -165,12 +162,15 @@ def _pieces(source: GGUF, plan: Plan, imatrix: Imatrix | None) -> Iterator[_Piec
         weights = None
         if imatrix is not None and planned.importance is not None:
             weights = imatrix[planned.importance].columns(columns)
+        # Floats that are kept, norms above all, are looked at: a NaN in them spoils the model as surely as any other.
+        verbatim = planned.copied and (plan.file_type.default is None or planned.source.name not in _FLOATS)
         group = math.lcm(planned.source.interleave, planned.type.interleave)
         step = max(1, PIECE_ELEMENTS // columns // group) * group
         for matrix in range(math.prod(planned.shape[:-2])):
             importance = None if weights is None else weights[matrix]
             for start in range(matrix * rows, (matrix + 1) * rows, step):
-                yield _Piece(planned, tensor, start, min(start + step, (matrix + 1) * rows), importance)
+                stop = min(start + step, (matrix + 1) * rows)
+                yield _Piece(planned, tensor, start, stop, importance, verbatim)
 
 
 def _in_order(pool: ThreadPoolExecutor, pieces: Iterator[_Piece], ahead: int) -> Iterator[tuple[_Piece, np.ndarray]]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -230,6 +231,31 @@ def test_weights_that_overflow_the_scales(tmp_path: Path, rng: np.random.Generat
     assert not (tmp_path / "out.gguf").exists()
 
 
+def test_kept_floats_are_looked_at_and_copies_are_not(tmp_path: Path, rng: np.random.Generator) -> None:
+    norm = np.ones(COLUMNS)
+    norm[5] = np.nan
+    bad = write_model(tmp_path / "bad.gguf", rng, attn_norm=norm)
+    file, plan = made_of(bad, "Q8_0")
+    with pytest.raises(DataError, match=r"blk\.0\.attn_norm\.weight: row 0, column 5 is nan"):
+        quantize(file, tmp_path / "out.gguf", plan)
+    file, plan = made_of(bad, "COPY")
+    quantize(file, tmp_path / "out.gguf", plan)
+
+
+def test_memory_is_bounded_whatever_the_size(tmp_path: Path) -> None:
+    spec = TensorSpec("blk.0.ffn_up_exps.weight", (6, 16384, COLUMNS), types.get("f32"))
+    with Writer(tmp_path / "in.gguf", {"general.architecture": "llama"}, [spec]) as writer:
+        for _ in range(6):
+            writer.write(spec.name, np.zeros(spec.nbytes // 6, np.uint8))
+    file, plan = made_of(tmp_path / "in.gguf", "Q8_0", pure=True)
+    tracemalloc.start()
+    try:
+        quantize(file, tmp_path / "out.gguf", plan, threads=2)
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20 < spec.nbytes // 4
+    finally:
+        tracemalloc.stop()
+
+
 def test_large_weights_that_fit_are_no_error(tmp_path: Path, rng: np.random.Generator) -> None:
     x = rng.standard_normal((ROWS, COLUMNS))
     x[3, 5] = 60000.0
@@ -301,6 +327,18 @@ def test_the_command_prints_plan_rules_and_warnings(
     assert "warning: rule 2 'nothing=q8_0' matches none of the 4 tensors" in said
     assert main([*args, "--custom-q", "nothing=q8_0", "--strict"]) == 1
     assert capsys.readouterr().err.startswith("error: rule 1 'nothing=q8_0'")
+
+
+def test_rules_of_any_length_and_from_a_file(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["quantize", str(model), str(tmp_path / "o.gguf"), "Q8_0", "--dry-run", "--json", "--custom-q"]
+    long = ",".join(f"blk\\.{i}\\.attn_q=q5_0" for i in range(300))
+    (tmp_path / "rules.txt").write_text("# mine\n" + long.replace(",", "\n"))
+    plans = []
+    for rules in (long, str(tmp_path / "rules.txt")):
+        assert main([*args, rules]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    assert plans[0] == plans[1]
+    assert len(plans[0]["rules"]) == 300
 
 
 def test_a_dry_run_also_refuses_to_requantize(

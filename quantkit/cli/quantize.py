@@ -173,7 +173,7 @@ def _rules(custom_q: list[str] | None, named: str | None) -> Recipe:
 
     found = Recipe()
     for text in custom_q or []:
-        found += find(text) if "=" not in text or Path(text).is_file() else parse(text, "--custom-q")
+        found += parse(text, "--custom-q") if "=" in text else find(text)
     return found + find(named) if named else found
 
 

@@ -82,6 +82,11 @@ def test_mix(file_type: str, models: dict[Shape, Path], tmp_path: Path) -> None:
         assert not differences(our_plan(model, file_type), reference_plan(model, file_type)), shape
         with_matrix = reference_plan(model, file_type, "--imatrix", str(tmp_path / "i.dat"))
         assert not differences(our_plan(model, file_type, matrix=matrix), with_matrix), shape
+
+
+@pytest.mark.parametrize("file_type", ["Q4_K_M", "IQ4_K_R4", "Q8_0_R8", "BF16"])
+def test_pure(file_type: str, models: dict[Shape, Path]) -> None:
+    for shape, model in models.items():
         assert not differences(our_plan(model, file_type, pure=True), reference_plan(model, file_type, "--pure")), shape
 
 

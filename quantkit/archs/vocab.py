@@ -256,8 +256,11 @@ def sampling(directory: Path) -> Entries:
 
 def token_types(metadata: Mapping[str, Any]) -> list[int]:
     """Type of every token; NORMAL where the file does not say."""
-    types = metadata.get("tokenizer.ggml.token_type")
-    return [NORMAL] * len(metadata["tokenizer.ggml.tokens"]) if types is None else [int(t) for t in types]
+    count = len(metadata["tokenizer.ggml.tokens"])
+    types = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", [NORMAL] * count)]
+    if len(types) != count:
+        raise FormatError(f"tokenizer.ggml.token_type has {len(types)} entries for {count} tokens")
+    return types
 
 
 def tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -274,8 +277,6 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
             raise FormatError(f"metadata key {key} is missing; a {kind} tokenizer needs it")
     parts = _byte_level_parts(metadata) if kind == "gpt2" else _sentencepiece_parts(metadata)
     tokens, types = metadata["tokenizer.ggml.tokens"], token_types(metadata)
-    if len(types) != len(tokens):
-        raise FormatError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
     added = [
         {"id": i, "content": str(token), "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
          "special": types[i] != USER_DEFINED}

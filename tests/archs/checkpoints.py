@@ -1,0 +1,85 @@
+"""Tiny checkpoints for the tests: tokenizers trained on a few lines, random weights saved by transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TEXT = [
+    "The quick brown fox jumps over the lazy dog, and the dog does not mind; it's 1234 times lazier than that.",
+    "Numbers 0 1 2 3 4 5 6 7 8 9 10 100 1000, spaces   and\ttabs, the end of the line.\n\nThe others there, then.",
+    "Größe, naïve café, 你好 世界, привет мир: the bytes of these are many.",
+]
+HARD = (
+    "Hello world's 12345 I'LL we'Ve  \n\n\n  tabs\t\tand   spaces \r\n ümlaut ÀÉÎ 你好，世界 カタカナ 한국어 हिन्दी 😀 "
+    "a.b,c;d/e\\f (x+y)==z <<<>>> $100 3.14 ½ Ⅷ ² snake_case CamelCaseWord HTTPServer ... !!! ???\n\nend   "
+)
+
+
+def byte_level(vocab_size: int = 320, **changes: Any) -> dict[str, Any]:
+    """tokenizer.json of a byte-level BPE, "gpt-2" cutting, with <|begin|> and <|end|> as control tokens 0 and 1."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|begin|>", "<|end|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(TEXT, trainer)
+    return json.loads(made.to_str()) | changes
+
+
+def sentencepiece(vocab_size: int = 400, prefix: bool = True) -> dict[str, Any]:
+    """tokenizer.json as Llama 2 has it: BPE over U+2581 text with byte fallback; <unk> <s> </s>, then the bytes."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    steps = [tokenizers.normalizers.Prepend("▁")] if prefix else []
+    made.normalizer = tokenizers.normalizers.Sequence([*steps, tokenizers.normalizers.Replace(" ", "▁")])
+    controls = ["<unk>", "<s>", "</s>"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=controls + [f"<0x{byte:02X}>" for byte in range(256)],
+        limit_alphabet=60,
+        show_progress=False,
+    )
+    made.train_from_iterator([word for line in TEXT for word in line.split(" ")], trainer)
+    found = json.loads(made.to_str())
+    found["added_tokens"] = [token for token in found["added_tokens"] if token["content"] in controls]
+    return found
+
+
+def write_tokenizer(directory: Path, tokenizer: dict[str, Any], **config: Any) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def tiny(directory: Path, dtype: str = "float32", **config: Any) -> Any:
+    """Save a random two-layer Llama with its tokenizer in `directory`; gives the model back.
+
+    Norm weights and biases are random too, so that a tensor in the wrong place shows.
+    """
+    torch = pytest.importorskip("torch", reason="torch makes the random checkpoints")
+    transformers = pytest.importorskip("transformers", reason="transformers saves the random checkpoints")
+    from quantkit import archs
+
+    example = archs.get("llama").EXAMPLE | config
+    torch.manual_seed(5)
+    kind = getattr(transformers, example["architectures"][0].replace("ForCausalLM", "Config"))
+    model = transformers.AutoModelForCausalLM.from_config(kind(**example)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.uniform_(0.5, 1.5)
+            elif parameter.ndim == 2:
+                parameter.normal_(0, parameter.shape[1] ** -0.5)
+    model = model.to(getattr(torch, dtype))
+    model.save_pretrained(directory)
+    write_tokenizer(directory, byte_level(example["vocab_size"]), bos_token="<|begin|>", eos_token="<|end|>")
+    return model

@@ -1,0 +1,66 @@
+"""Names and row orders: any range of rows is the same as that range of the whole, and everything has an inverse."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quantkit import archs
+from quantkit.archs.tensors import ShuffleRows, interleave_halves, join_name, pieces, split_name
+from quantkit.errors import FormatError
+
+
+@pytest.mark.parametrize("order", [(0,), (2, 0, 1), (3, 1, 0, 2)])
+def test_ranges_of_rows_equal_the_whole(order: tuple[int, ...]) -> None:
+    x = np.arange(24).reshape(12, 2)
+    transform = ShuffleRows(order)
+    whole = np.concatenate([x[b : b + len(order)][list(order)] for b in range(0, 12, len(order))])
+    for start in range(12):
+        for stop in range(start + 1, 13):
+            got = transform.rows([lambda a, b: x[a:b]], start, stop)
+            np.testing.assert_array_equal(got, whole[start:stop])
+    back = transform.inverse().rows([lambda a, b: whole[a:b]], 0, 12)
+    np.testing.assert_array_equal(back, x)
+
+
+def test_rope_order_is_that_of_the_format() -> None:
+    """GGUF row h*D + 2j + s is checkpoint row h*D + s*D/2 + j."""
+    heads, dim = 3, 8
+    x = np.arange(heads * dim).reshape(-1, 1)
+    got = interleave_halves(dim).rows([lambda a, b: x[a:b]], 0, heads * dim)[:, 0]
+    for h in range(heads):
+        for j in range(dim // 2):
+            for s in (0, 1):
+                assert got[h * dim + 2 * j + s] == h * dim + s * dim // 2 + j
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("blk.13.attn_q.weight", ("blk.N.attn_q", 13, "weight")),
+        ("model.layers.0.self_attn.q_proj.bias", ("model.layers.N.self_attn.q_proj", 0, "bias")),
+        ("output_norm.weight", ("output_norm", None, "weight")),
+    ],
+)
+def test_names_split_and_join(name: str, parts: tuple[str, int | None, str]) -> None:
+    assert split_name(name) == parts
+    assert join_name(*parts) == name
+
+
+def test_order_is_natural_and_by_use() -> None:
+    arch = archs.get("llama")
+    shapes = {"lm_head.weight": (8, 4), "model.norm.weight": (4,)}
+    for i in (10, 2, 1):
+        shapes[f"model.layers.{i}.mlp.down_proj.weight"] = (4, 8)
+        shapes[f"model.layers.{i}.input_layernorm.weight"] = (4,)
+    shapes["model.embed_tokens.weight"] = (8, 4)
+    found = [piece.name for piece in pieces(arch.rules, shapes, None, to_gguf=True)]
+    layers = [f"blk.{i}.{stem}.weight" for i in (1, 2, 10) for stem in ("attn_norm", "ffn_down")]
+    assert found == ["token_embd.weight", *layers, "output_norm.weight", "output.weight"]
+
+
+def test_rows_that_do_not_fill_heads_are_refused() -> None:
+    arch = archs.get("llama")
+    hparams = arch.hparams({key: value for key, (value, _) in arch.metadata(arch.EXAMPLE).items()})
+    with pytest.raises(FormatError, match=r"q_proj\.weight: 60 rows are not a multiple of the 16"):
+        pieces(arch.rules, {"model.layers.0.self_attn.q_proj.weight": (60, 64)}, hparams, to_gguf=True)

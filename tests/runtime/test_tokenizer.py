@@ -1,0 +1,269 @@
+"""The runtime's tokenizer: golden ids, the reference's ids for every way of cutting, text back from ids."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+
+from quantkit.archs import pretokenizers, vocab
+from quantkit.errors import DataError, FormatError, QuantkitError, UnknownNameError, UnsupportedError
+from quantkit.files.gguf import Metadata, TensorSpec, Writer
+from quantkit.files.gguf import open as open_gguf
+from quantkit.runtime.tokenizer import Tokenizer
+from tests.archs.checkpoints import HARD, TEXT, byte_level, sentencepiece, write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_q4_1: Path) -> Metadata:
+    return open_gguf(smollm2_q4_1).metadata
+
+
+def metadata_of(tmp_path: Path, tokenizer: dict[str, Any], size: int, **config: Any) -> Metadata:
+    write_tokenizer(tmp_path, tokenizer, **config)
+    metadata = Metadata()
+    for key, (value, kind) in vocab.read(tmp_path, {"vocab_size": size}).items():
+        metadata.set(key, value, kind)
+    return metadata
+
+
+# --------------------------------------------------------------------------------------------------------------- golden
+
+
+def test_golden_ids(smollm2: Metadata, golden: Path) -> None:
+    text = (golden / "eval.txt").read_text(encoding="utf-8").removesuffix("\n")
+    tokenizer = Tokenizer.from_gguf(smollm2)
+    ids = tokenizer.encode(text)
+    assert len(ids) == 5933
+    assert tokenizer.decode(ids) == text
+    base = (golden / "smollm2-135m-f16.c64.kld").read_bytes()
+    np.testing.assert_array_equal(np.frombuffer(base, "<i4", 64, 20), ids[:64])
+
+
+def test_same_ids_as_transformers(smollm2: Metadata, smollm2_q4_1: Path, golden: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(str(smollm2_q4_1.parent), gguf_file=smollm2_q4_1.name)
+    text = (golden / "eval.txt").read_text(encoding="utf-8")
+    assert Tokenizer.from_gguf(smollm2).encode(text) == theirs(text, add_special_tokens=False).input_ids
+
+
+def test_same_ids_as_smollm2s_own_definition(smollm2: Metadata) -> None:
+    """Digits one by one, then GPT-2's cutting, as the published tokenizer.json says it."""
+    tokens = {token: i for i, token in enumerate(smollm2["tokenizer.ggml.tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in smollm2["tokenizer.ggml.merges"]]
+    theirs = tokenizers.Tokenizer(tokenizers.models.BPE(tokens, merges))
+    steps = [tokenizers.pre_tokenizers.Digits(True), tokenizers.pre_tokenizers.ByteLevel(False)]
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(steps)
+    ours = Tokenizer.from_gguf(smollm2)
+    for text in [*TEXT, HARD, "1234 12345 100000", "don't DON'T we'LL", "a  b\n \n c"]:
+        assert ours.encode(text) == theirs.encode(text).ids
+
+
+# ------------------------------------------------------------------------------------------------------------ reference
+
+
+class ReferenceVocab:
+    """Tokenizing with the reference's library; only the metadata are loaded."""
+
+    def __init__(self, path: Path):
+        self._c: Any = pytest.importorskip("ik_llama_cpp._ctypes_api", reason="the reference wheel is not installed")
+        self._c._lib.llama_log_set(_QUIET, None)
+        parameters = self._c.llama_model_default_params()
+        parameters.vocab_only = True
+        self._model = self._c.llama_model_load_from_file(str(path).encode(), parameters)
+        assert self._model, f"the reference does not load {path}"
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        data = text.encode()
+        out = (ctypes.c_int32 * (len(data) + 8))()
+        count = self._c.llama_tokenize(self._model, data, len(data), out, len(out), False, special)
+        return list(out[:count])
+
+    @property
+    def adds_bos(self) -> bool:
+        function = self._c._lib.llama_vocab_get_add_bos
+        function.restype, function.argtypes = ctypes.c_bool, [ctypes.c_void_p]
+        return function(self._c.llama_model_get_vocab(self._model))
+
+    def close(self) -> None:
+        self._c.llama_free_model(self._model)
+
+
+_QUIET = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda level, text, data: None)
+
+
+@pytest.fixture
+def reference(tmp_path: Path, smollm2: Metadata) -> Iterator[Any]:
+    """metadata of a tokenizer -> ReferenceVocab."""
+    opened = []
+
+    def load(metadata: Metadata) -> ReferenceVocab:
+        path = tmp_path / "vocab.gguf"
+        model = Metadata(smollm2)
+        for key in list(model):
+            if key.startswith("tokenizer."):
+                del model[key]
+        model.update(metadata)
+        model.set("llama.vocab_size", len(metadata["tokenizer.ggml.tokens"]), "u32")
+        with Writer(path, model, [TensorSpec("token_embd.weight", (1, 32), "f32")]) as writer:
+            writer.write("token_embd.weight", np.zeros(128, np.uint8))
+        opened.append(ReferenceVocab(path))
+        return opened[-1]
+
+    yield load
+    for vocabulary in opened:
+        vocabulary.close()
+
+
+def with_numbers(metadata: Metadata) -> Metadata:
+    """Tokens of two to four digits added, so that ways of cutting digits differ."""
+    made = metadata.copy()
+    merges = ["1 2", "12 3", "3 4", "123 4", "4 5", "Ġ 1", "0 0"]
+    for merge in merges:
+        made["tokenizer.ggml.tokens"] = [*made["tokenizer.ggml.tokens"], merge.replace(" ", "")]
+        made["tokenizer.ggml.token_type"] = [*made["tokenizer.ggml.token_type"], vocab.NORMAL]
+    made["tokenizer.ggml.merges"] = [*made["tokenizer.ggml.merges"], *merges]
+    return made
+
+
+@pytest.mark.parametrize("entry", pretokenizers.TABLE, ids=lambda entry: entry.names[0])
+def test_same_ids_as_the_reference(smollm2: Metadata, reference: Any, entry: pretokenizers.PreTokenizer) -> None:
+    """HARD is in Unicode's composed form, which the reference takes for granted."""
+    metadata = with_numbers(smollm2)
+    metadata.set("tokenizer.ggml.pre", entry.names[0], "str")
+    del metadata["tokenizer.ggml.add_bos_token"]
+    theirs, ours = reference(metadata), Tokenizer.from_gguf(metadata)
+    for text in (HARD, "1234 12345 100000", "don't DON'T we'LL", "a  b\n \n c", "<|im_start|>user"):
+        assert ours.encode(text, bos=False) == theirs.encode(text), text
+        assert ours.encode(text, bos=False, special=True) == theirs.encode(text, special=True), text
+    assert ours.adds_bos == theirs.adds_bos
+
+
+def test_sentencepiece_as_the_reference(tmp_path: Path, reference: Any) -> None:
+    metadata = metadata_of(tmp_path / "hf", sentencepiece(), 400, bos_token="<s>", eos_token="</s>", add_bos_token=True)
+    theirs, ours = reference(metadata), Tokenizer.from_gguf(metadata)
+    for text in [*TEXT, HARD, "the", " the", "x</s>y"]:
+        assert ours.encode(text, bos=False) == theirs.encode(text), text
+        assert ours.encode(text, bos=False, special=True) == theirs.encode(text, special=True), text
+    assert ours.adds_bos
+    assert theirs.adds_bos
+
+
+# ------------------------------------------------------------------------------------------------------------------ API
+
+
+def test_bos_and_special(tmp_path: Path) -> None:
+    tokens = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+    metadata = metadata_of(tmp_path, byte_level(), 320, add_bos_token=True, **tokens)
+    tokenizer = Tokenizer.from_gguf(metadata)
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (0, 1, 320)
+    assert tokenizer.adds_bos
+    plain = tokenizer.encode("the", bos=False)
+    assert tokenizer.encode("the") == [0, *plain]
+    assert tokenizer.encode("the", bos=True) == [0, *plain]
+    assert tokenizer.encode("") == [0]
+    assert tokenizer.encode("the<|end|>", bos=False, special=True) == [*plain, 1]
+    assert 1 not in tokenizer.encode("the<|end|>")
+    metadata.set("tokenizer.ggml.add_eos_token", True, "bool")
+    assert Tokenizer.from_gguf(metadata).encode("the") == [0, *plain, 1]
+    del metadata["tokenizer.ggml.bos_token_id"]
+    with pytest.raises(DataError, match="no BOS"):
+        Tokenizer.from_gguf(metadata).encode("the", bos=True)
+
+
+def test_user_defined_tokens_are_always_found(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    tokenizer["model"]["vocab"] = {t: i for t, i in tokenizer["model"]["vocab"].items() if i < 319}
+    tokenizer["model"]["merges"] = [
+        m for m in tokenizer["model"]["merges"] if "".join(m) in tokenizer["model"]["vocab"]
+    ]
+    added = {"id": 319, "content": "<tool>", "special": False, "normalized": False}
+    tokenizer["added_tokens"].append(added | dict.fromkeys(("single_word", "lstrip", "rstrip"), False))
+    made = Tokenizer.from_gguf(metadata_of(tmp_path, tokenizer, 320))
+    assert made.encode("<tool>") == made.encode("<tool>", special=True) == [319]
+    assert made.decode([319], special=False) == "<tool>"
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_decoding_is_the_inverse(tmp_path: Path, kind: str) -> None:
+    tokenizer = byte_level() if kind == "gpt2" else sentencepiece()
+    made = Tokenizer.from_gguf(metadata_of(tmp_path, tokenizer, 400))
+    for text in [*TEXT, HARD, " leading", "trailing ", "\n"]:
+        ids = made.encode(text, bos=False)
+        assert made.decode(ids) == text
+        stream = made.decode_stream()
+        pieces = [stream.push(token) for token in ids] + [stream.finish()]
+        assert "".join(pieces) == text
+        assert "�" not in "".join(pieces)
+
+
+def test_a_stream_waits_for_whole_characters(tmp_path: Path) -> None:
+    made = Tokenizer.from_gguf(metadata_of(tmp_path, byte_level(), 320))
+    ids = made.encode("😀", bos=False)
+    assert len(ids) == 4
+    stream = made.decode_stream()
+    assert [stream.push(token) for token in ids] == ["", "", "", "😀"]
+    assert stream.finish() == ""
+    assert stream.push(ids[0]) == ""
+    assert stream.finish() == "�"
+    assert b"".join(map(made.token_bytes, ids)) == "😀".encode()
+
+
+def test_control_tokens_can_be_left_out(smollm2: Metadata) -> None:
+    tokenizer = Tokenizer.from_gguf(smollm2)
+    ids = tokenizer.encode("<|im_start|>hello<|im_end|>", special=True)
+    assert (ids[0], ids[-1]) == (1, 2)
+    assert tokenizer.decode(ids) == "<|im_start|>hello<|im_end|>"
+    assert tokenizer.decode(ids, special=False) == "hello"
+    assert tokenizer.eos_ids == {0, 2}
+
+
+def test_chat_template(smollm2: Metadata) -> None:
+    pytest.importorskip("jinja2")
+    tokenizer = Tokenizer.from_gguf(smollm2)
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+    assert prompt.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    refusing = smollm2.copy()
+    refusing["tokenizer.chat_template"] = "{{ raise_exception('only users') }}"
+    with pytest.raises(QuantkitError, match="only users"):
+        Tokenizer.from_gguf(refusing).apply_chat_template([])
+    refusing["tokenizer.chat_template"] = "{{ ''.__class__.__mro__ }}"
+    with pytest.raises(QuantkitError, match="unsafe"):
+        Tokenizer.from_gguf(refusing).apply_chat_template([])
+    del refusing["tokenizer.chat_template"]
+    with pytest.raises(UnsupportedError, match="no chat template"):
+        Tokenizer.from_gguf(refusing).apply_chat_template([])
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_what_is_missing_or_unknown_is_named(smollm2: Metadata) -> None:
+    def changed(key: str, value: Any = None) -> Metadata:
+        made = smollm2.copy()
+        if value is None:
+            del made[key]
+        else:
+            made[key] = value
+        return made
+
+    with pytest.raises(UnsupportedError, match="'t5'"):
+        Tokenizer.from_gguf(changed("tokenizer.ggml.model", "t5"))
+    with pytest.raises(UnknownNameError, match=r"smolm.*did you mean smollm"):
+        Tokenizer.from_gguf(changed("tokenizer.ggml.pre", "smolm"))
+    with pytest.raises(FormatError, match=r"tokenizer\.ggml\.merges is missing"):
+        Tokenizer.from_gguf(changed("tokenizer.ggml.merges"))
+    with pytest.raises(FormatError, match="merges tokens that are not in"):
+        Tokenizer.from_gguf(changed("tokenizer.ggml.merges", ["xyzzy plugh"]))
+    with pytest.raises(FormatError, match="token_type has 1 entries for 49152"):
+        Tokenizer.from_gguf(changed("tokenizer.ggml.token_type", [1]))
+    with pytest.raises(FormatError, match="eos_token_id is 99999"):
+        Tokenizer.from_gguf(changed("tokenizer.ggml.eos_token_id", 99999))
+    tokenizer = Tokenizer.from_gguf(smollm2)
+    with pytest.raises(DataError, match="token 49152 is not in the vocabulary"):
+        tokenizer.decode([49152])

@@ -1,6 +1,6 @@
 """Which kernel computes with which type on this machine's CPU.
 
-    product(type)            C function: weights times one vector (kernels/cpu/matvec.py), or None
+product(type)            C function: weights times one vector (kernels/cpu/matvec.py), or None
 """
 
 from __future__ import annotations

@@ -1,0 +1,268 @@
+"""Weights times a batch of vectors, in integers: y[token, row] for T tokens by P * 16 rows at a time.
+
+Weights are read as formats.py describes them and laid out, P panels of 16 rows at a time, in the thread's own scratch;
+so each type has its unpacking, and all share the product. A panel holds for each unit of 32 columns one record:
+
+    0       8 x 16 x 4 u8     codes: four columns of each of 16 rows, then the next four
+    512     16 x f32          scale of each row; for formats with two scales a unit, of its first half,
+    576     16 x f32          then of its second; for formats with a floor, the floor
+
+Activations are quantized once, in tiles of T tokens; per tile and unit one record:
+
+    0       T x 32 i8         codes, x = scale * code
+    32 T    T x f32           scale
+    36 T    2 x T x i32       minus the sum of the codes of each half
+    44 T    T x f32           scale * sum
+
+A tile's last tokens may be missing: their records are zero and their results are not stored. The inner loop takes four
+columns of 16 rows from a panel, four of one token from a tile, and has 64 products summed by one instruction. The
+plain formula is that of matvec.py, and the integers are the same.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from quantkit import jit
+from quantkit.jit import Callback, callback
+from quantkit.runtime.kernels.cpu.activations import quantize_block
+from quantkit.runtime.kernels.cpu.formats import FORMATS, Format, LaneUnit
+from quantkit.runtime.kernels.cpu.ops import SIGNATURE, split
+from quantkit.simd import F32, I8, I32, Emit, Value, emitted, floats, load_int, vector
+
+LANES = 16
+PANELS = 2  # P
+_CODES = 512  # bytes of a record's codes
+
+_INTS16, _FLOATS16, _BYTES64 = vector(16, I32), vector(16, F32), vector(64, I8)
+
+
+@functools.cache
+def tile_tokens() -> int:
+    """T: as many as leave the sums of P * T results in registers."""
+    return 6 if jit.isa().startswith("avx512") else 4
+
+
+def record_bytes(f: Format) -> int:
+    return _CODES + 4 * LANES * (1 + (f.group == 16) + f.floor)
+
+
+def scratch_bytes(f: Format, n: int) -> int:
+    """Of each thread: the panels, then a tile of results."""
+    return PANELS * (n // 32 * record_bytes(f) + 4 * LANES * tile_tokens())
+
+
+def activation_tile_bytes(n: int) -> int:
+    return 48 * tile_tokens() * (n // 32)
+
+
+# ---------------------------------------------------------------------------------------------------------- activations
+
+
+@emitted("int64")
+def _tile_tokens(e):
+    return e.integer(tile_tokens())
+
+
+QUANTIZE = ("x", "n", "tokens", "tiles")  # tokens points to an int64
+
+
+@emitted("void")
+def _quantize_token(e, x, n, tile, token):
+    """One token's part of the records of its tile."""
+    tokens = tile_tokens()
+    ones = e.constant(vector(32, I8), 1)
+    with e.loop(0, n, 32) as i:
+        record = tile + (i >> 5) * (48 * tokens)
+        codes, scale = quantize_block(e, e.load(vector(32, F32), x + i * 4))
+        sums = e.dot4(e.zero(vector(8, I32)), ones, codes, 1)
+        halves = [e.sum(e.part(sums, first, 4)) for first in (0, 4)]
+        e.store(codes, record + token * 32)
+        e.store(scale, record + 32 * tokens + token * 4)
+        for half, total in enumerate(halves):
+            e.store(total * -1, record + (36 + 4 * half) * tokens + token * 4)
+        e.store((halves[0] + halves[1]).real() * scale, record + 44 * tokens + token * 4)
+
+
+@emitted("void")
+def _clear(e, address, nbytes):
+    with e.loop(0, nbytes, 16) as i:
+        e.store(e.zero(vector(4, I32)), address + i)
+
+
+@callback(SIGNATURE)
+def quantize_tiles(p, thread, threads):
+    """Tiles of x float32[tokens, n], n a multiple of 32."""
+    x, n, count, tiles = load_int(p), load_int(p + 8), load_int(load_int(p + 16)), load_int(p + 24)
+    tokens = _tile_tokens()
+    size = 48 * tokens * (n // 32)
+    total = -(-count // tokens)
+    for tile in range(split(total, 1, thread, threads), split(total, 1, thread + 1, threads)):
+        address = tiles + tile * size
+        if (tile + 1) * tokens > count:
+            _clear(address, size)
+        for token in range(min(tokens, count - tile * tokens)):
+            _quantize_token(x + (tile * tokens + token) * n * 4, n, address, token)
+
+
+# --------------------------------------------------------------------------------------------------------------- panels
+
+
+@emitted("void")
+def _unpack(e, ggml_type: int, weights, n, rows, panel):
+    """Lay `rows` (at most 16) rows out as a panel. Rows that are missing keep what was there; nobody reads them."""
+    f = FORMATS[ggml_type]
+    blocks, size = n >> (f.columns.bit_length() - 1), record_bytes(f)
+    with e.loop(0, rows, f.rows) as row, e.loop(0, blocks) as b:
+        block = weights + (row * blocks + b * f.rows) * (f.nbytes // f.rows)
+        for i, unit in enumerate(f.read(e, block)):
+            record = panel + (b * (f.columns // 32) + i) * size + row * 4
+            if isinstance(unit, LaneUnit):
+                _place_lanes(e, f, unit, record)
+                continue
+            words = unit.codes.view(vector(8, I32))
+            for step in range(8):
+                e.store(words.lane(step), record + 64 * step)
+            numbers = [unit.scale.lane(0)] + [unit.scale.lane(4)] * (f.group == 16)
+            for j, number in enumerate(numbers + ([unit.floor.lane(0)] if f.floor else [])):
+                e.store(number, record + _CODES + 64 * j)
+
+
+def _place_lanes(e: Emit, f: Format, unit: LaneUnit, record: Value) -> None:
+    """The same for rows that are interleaved already: lanes 0 .. 3 and 4 .. 7 are rows or halves."""
+    for codes, low, high in unit.steps:
+        words = codes.view(vector(8, I32))
+        if f.rows == 8:
+            e.store(words, record + 16 * low)
+        else:
+            e.store(e.part(words, 0, 4), record + 16 * low)
+            e.store(e.part(words, 4, 4), record + 16 * high)
+    if f.rows == 8:
+        e.store(unit.scale, record + _CODES)
+    else:
+        e.store(e.part(unit.scale, 0, 4), record + _CODES)
+        e.store(e.part(unit.scale, 4, 4), record + _CODES + 64)
+
+
+# -------------------------------------------------------------------------------------------------------------- product
+
+
+@emitted("void")
+def _multiply(e, ggml_type: int, panels, n, tile, out, stride, add: int):
+    """out[t, 16 p + lane] (+)= the product of P panels and a tile; rows of out are `stride` bytes apart."""
+    f, tokens = FORMATS[ggml_type], tile_tokens()
+    units, size = n >> 5, record_bytes(f)
+    places = [(p, t) for p in range(PANELS) for t in range(tokens)]
+    totals = {place: e.variable(e.zero(_FLOATS16)) for place in places}
+    with e.loop(0, units) as u:
+        records = [panels + (units * p + u) * size for p in range(PANELS)]
+        given = tile + u * (48 * tokens)
+        groups = 2 if f.group == 16 else 1
+        for group in range(groups):
+            products = _products(e, f, records, given, range(group * 8 // groups, (group + 1) * 8 // groups))
+            for p, record in enumerate(records):
+                scale = e.load(_FLOATS16, record + _CODES + 64 * group)
+                for t in range(tokens):
+                    both = scale * e.splat(e.load(F32, given + 32 * tokens + 4 * t), LANES)
+                    totals[p, t].set(e.fma(products[p, t].real(), both, totals[p, t].get()))
+        if f.floor:
+            for p, t in places:
+                floor = e.load(_FLOATS16, records[p] + _CODES + 64 * groups)
+                total = e.splat(e.load(F32, given + 44 * tokens + 4 * t), LANES)
+                totals[p, t].set(e.fma(floor, total, totals[p, t].get()))
+    for p, t in places:
+        address = out + stride * t + 64 * p
+        result = totals[p, t].get()
+        e.store(e.load(_FLOATS16, address) + result if add else result, address)
+
+
+def _products(e: Emit, f: Format, records: list[Value], given: Value, steps: range) -> dict[tuple[int, int], Value]:
+    """int32 x 16 of each panel and token: the sum of (code - offset) * activation over some steps of a unit."""
+    tokens = tile_tokens()
+    found = {}
+    for t in range(tokens):
+        start = _start(e, f, given, t, steps)
+        found.update({(p, t): start for p in range(len(records))})
+    run = 0 if e.isa == "avx512vnni" or e.isa == "generic" else 32767 // (254 * f.largest)
+    pending: dict[tuple[int, int], Value] = {}  # int16 sums of up to `run` steps, which that many cannot overflow
+    for i, step in enumerate(steps):
+        weights = [e.load(_BYTES64, record + 64 * step) for record in records]
+        last = run and ((i + 1) % run == 0 or step == steps[-1])
+        for t in range(tokens):
+            four = e.splat(e.load(I32, given + 32 * t + 4 * step), LANES).view(_BYTES64)
+            for p, weight in enumerate(weights):
+                if not run:
+                    found[p, t] = e.dot4(found[p, t], weight, four, f.largest)
+                    continue
+                pairs = e.byte_pairs(weight, four)
+                pending[p, t] = pending[p, t] + pairs if (p, t) in pending else pairs
+                if last:
+                    found[p, t] = found[p, t] + e.pairs(pending.pop((p, t)))
+    return found
+
+
+def _start(e: Emit, f: Format, given: Value, t: int, steps: range) -> Value:
+    """-offset times the sum of the token's codes in these steps."""
+    if not f.offset:
+        return e.zero(_INTS16)
+    tokens = tile_tokens()
+    halves = [e.load(I32, given + (36 + 4 * half) * tokens + 4 * t) for half in (0, 1) if half * 4 in steps]
+    total = halves[0] if len(halves) == 1 else halves[0] + halves[1]
+    return e.splat(total * f.offset, LANES)
+
+
+MULTIPLY = ("weights", "n", "rows", "tokens", "tiles", "out", "bias", "scratch", "stride")
+
+
+@functools.cache
+def multiply(ggml_type: int, add: int) -> Callback | None:
+    """The operation out[token, row] (+)= W x (+ bias); `tokens` points to an int64. None for types without kernel."""
+    if ggml_type not in FORMATS:
+        return None
+    f = FORMATS[ggml_type]
+    step, row_bytes = PANELS * LANES, f.nbytes // f.rows
+    unit_bytes, columns = record_bytes(f), f.columns
+
+    @callback(SIGNATURE)
+    def run(p, thread, threads):
+        weights, n, rows = load_int(p), load_int(p + 8), load_int(p + 16)
+        count, tiles = load_int(load_int(p + 24)), load_int(p + 32)
+        tokens = _tile_tokens()
+        tile_bytes = 48 * tokens * (n // 32)
+        panels = load_int(p + 56) + thread * load_int(p + 64)
+        panel_bytes = n // 32 * unit_bytes
+        results = panels + PANELS * panel_bytes
+        for first in range(split(rows, step, thread, threads), split(rows, step, thread + 1, threads), step):
+            for panel in range(PANELS):
+                here = min(LANES, rows - first - panel * LANES)
+                start = weights + (first + panel * LANES) * (n // columns) * row_bytes
+                _unpack(ggml_type, start, n, here, panels + panel * panel_bytes)
+            for tile in range(-(-count // tokens)):
+                out = load_int(p + 40) + (tile * tokens * rows + first) * 4
+                given = tiles + tile * tile_bytes
+                if first + step <= rows and (tile + 1) * tokens <= count:
+                    _multiply(ggml_type, panels, n, given, out, rows * 4, add)
+                else:
+                    _multiply(ggml_type, panels, n, given, results, step * 4, 0)
+                    _copy(results, step, out, rows, min(tokens, count - tile * tokens), min(step, rows - first), add)
+            if load_int(p + 48) != 0:
+                _add_bias(load_int(p + 48), load_int(p + 40), first, min(rows, first + step), rows, count)
+
+    return run
+
+
+@jit.kernel
+def _copy(source, source_width, out, width, tokens, rows, add):
+    """The part of a tile's results that is wanted."""
+    for t in range(tokens):
+        x, y = floats(source + t * source_width * 4, rows), floats(out + t * width * 4, rows)
+        for i in range(rows):
+            y[i] = x[i] + y[i] if add else x[i]
+
+
+@jit.kernel
+def _add_bias(bias, out, first, last, rows, tokens):
+    b, y = floats(bias, rows), floats(out, rows * tokens)
+    for t in range(tokens):
+        for row in range(first, last):
+            y[t * rows + row] += b[row]

@@ -89,5 +89,5 @@ def _draw(path: Path, found: Any, said: dict[str, Any]) -> None:
     from quantkit.evaluate.plots import plot
 
     name = found.candidates[0].path.stem
-    plot(path, found.candidates, f"Divergence from {name}: {found.positions} tokens of {said['text']}")
+    plot(path, found.candidates, f"Divergence from {name}: {found.positions} tokens of {Path(said['text']).name}")
     print(f"picture: {path}", file=sys.stderr)

@@ -6,14 +6,17 @@ matplotlib is an extra; `MissingPlots` says how to get it.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluate.compare import Candidate
+from quantkit.evaluate.kld import Divergence, percentile
 
 _COLOURS = ("#2f6db3", "#d1662b", "#3a9157", "#8a4fa3", "#b8a02c", "#4aa3a8", "#c2477d", "#6b6b6b")
 _LEAST_KLD = 1e-6  # nats; less is the rounding of a base file
@@ -34,55 +37,89 @@ def plot(path: str | os.PathLike[str], candidates: Sequence[Candidate], title: s
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    measured = [c for c in candidates if c.divergence is not None]
-    if not measured:
+    points = _points(candidates)
+    if not points:
         raise QuantkitError(f"{path}: nothing to draw, no model was compared with the reference")
     figure = Figure(figsize=(12.5, 5.4), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
-    _sizes(left, measured)
-    _spread(right, measured)
+    _draw_sizes(left, points)
+    _draw_spread(right, points)
     figure.suptitle(title, fontsize=11)
     figure.savefig(path)
 
 
-def _sizes(axes: Any, measured: Sequence[Candidate]) -> None:
+@dataclass
+class _Point:
+    """Candidates that lie on each other, such as a file and its repacked form, drawn as one."""
+
+    names: list[str]
+    size: float  # GiB
+    bits: float
+    divergence: Divergence
+    colour: str
+
+    @property
+    def kld(self) -> float:
+        return max(self.divergence.mean_kld.value, _LEAST_KLD)
+
+    def coincides(self, size: float, divergence: Divergence) -> bool:
+        kld = max(divergence.mean_kld.value, _LEAST_KLD)
+        return abs(size / self.size - 1) < 0.005 and abs(math.log(kld / self.kld)) < 0.02
+
+
+def _points(candidates: Sequence[Candidate]) -> list[_Point]:
+    found: list[_Point] = []
+    for c in candidates:
+        if c.divergence is None:
+            continue
+        size = c.size_bytes / 2**30
+        same = next((p for p in found if p.coincides(size, c.divergence)), None)
+        if same is None:
+            colour = _COLOURS[len(found) % len(_COLOURS)]
+            found.append(_Point([c.path.stem], size, c.bits_per_weight, c.divergence, colour))
+        else:
+            same.names.append(c.path.stem)
+    return found
+
+
+def _draw_sizes(axes: Any, points: Sequence[_Point]) -> None:
     """Mean KLD, with its error, against GiB: lower left is better."""
-    for index, c in enumerate(measured):
-        assert c.divergence is not None
-        kld, x = c.divergence.mean_kld, c.size_bytes / 2**30
-        y = max(kld.value, _LEAST_KLD)
-        colour = _COLOURS[index % len(_COLOURS)]
-        axes.errorbar(x, y, yerr=min(kld.error, 0.95 * y), fmt="o", color=colour, capsize=3, markersize=7)
+    middle = (min(p.size for p in points) + max(p.size for p in points)) / 2
+    for p in points:
+        error = min(p.divergence.mean_kld.error, 0.95 * p.kld)
+        axes.errorbar(p.size, p.kld, yerr=error, fmt="o", color=p.colour, capsize=3, markersize=7)
+        side = 1 if p.size <= middle else -1  # labels point to the inside
         axes.annotate(
-            f"{c.path.stem}\n{c.bits_per_weight:.2f} bpw", (x, y), xytext=(9, 5), textcoords="offset points",
-            fontsize=8.5, color=colour,
+            "\n".join([*p.names, f"{p.bits:.2f} bpw, KLD {p.kld:.2g}"]), (p.size, p.kld), textcoords="offset points",
+            xytext=(10 * side, 0), ha="left" if side > 0 else "right", va="center", fontsize=8.5, color=p.colour,
         )  # fmt: skip
     axes.set_yscale("log")
-    axes.margins(x=0.25, y=0.2)
+    axes.margins(x=0.2, y=0.2)
     axes.set_xlabel("size, GiB")
     axes.set_ylabel("mean KL divergence, nats")
     axes.set_title("Quality against size (lower left is better)", fontsize=10)
     _quiet(axes)
 
 
-def _spread(axes: Any, measured: Sequence[Candidate]) -> None:
-    """Share of tokens whose KLD exceeds x; marks at the median and at 1 %."""
-    lowest = 1.0
-    for index, c in enumerate(measured):
-        assert c.divergence is not None
-        ordered = np.maximum(c.divergence.sorted_kld(), _LEAST_KLD)
+def _draw_spread(axes: Any, points: Sequence[_Point]) -> None:
+    """Share of tokens whose KLD exceeds x; lines at the median and at 1 %."""
+    leftmost = rightmost = 1.0
+    positions = min(len(p.divergence) for p in points)
+    for p in points:
+        ordered = np.maximum(p.divergence.sorted_kld(), _LEAST_KLD)
         share = 1 - np.arange(ordered.size) / ordered.size
-        colour = _COLOURS[index % len(_COLOURS)]
-        axes.step(ordered, 100 * share, where="post", color=colour, linewidth=1.6, label=c.path.stem)
-        lowest = min(lowest, float(share[-1]))
-    for share, label in ((50, "median"), (1, "worst 1 %")):
-        axes.axhline(share, color="#999999", linewidth=0.8, linestyle=":")
-        axes.annotate(label, (0.005, share), xycoords=("axes fraction", "data"), xytext=(2, 2),
+        axes.step(ordered, 100 * share, where="post", color=p.colour, linewidth=1.6, label=", ".join(p.names))
+        leftmost = min(leftmost, percentile(ordered, 0.02))
+        rightmost = max(rightmost, float(ordered[-1]))
+    for height, label in ((50, "median"), (1, "worst 1 %")):
+        axes.axhline(height, color="#999999", linewidth=0.8, linestyle=":")
+        axes.annotate(label, (0.005, height), xycoords=("axes fraction", "data"), xytext=(2, 2),
                       textcoords="offset points", fontsize=8, color="#777777")  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_ylim(80 * lowest, 130)
+    axes.set_xlim(leftmost, 1.5 * rightmost)
+    axes.set_ylim(80 / positions, 130)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("KL divergence of a token, nats")
     axes.set_ylabel("tokens above it, %")

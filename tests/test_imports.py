@@ -32,7 +32,6 @@ FLOORS = {
     "quantize": 4,
     "runtime": 4,
     "runtime.model": 5,
-    "runtime.generate": 5,
     "evaluate": 6,
     "cli": 7,
     "": 7,  # the package itself and __main__: re-exports, loaded when asked for

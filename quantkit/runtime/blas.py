@@ -1,7 +1,8 @@
-"""How many threads numpy's matrix product may use.
+"""Keeping numpy's matrix products on the thread that asks for them.
 
-numpy itself offers no setting, its OpenBLAS does, as a C function. Where numpy was built with another BLAS, that one
-keeps its own setting: results are the same, only `--threads` does not hold for matrix products.
+quantkit's own threads share out the work. A BLAS that adds its own to each of them oversubscribes the CPU, and its
+threads wait for each other spinning: with a core taken by another process it was ten times slower. numpy itself offers
+no setting; its OpenBLAS does, as a C function. Built with another BLAS, numpy gives the same results, slower at worst.
 """
 
 from __future__ import annotations
@@ -38,25 +39,27 @@ def _functions() -> tuple[Callable[[], int], Callable[[int], None]] | None:
     return None
 
 
-def set_threads(threads: int) -> None:
-    """Let matrix products use `threads` threads from now on, in the whole process; for use inside `borrowed`."""
-    if functions := _functions():
-        functions[1](threads)
-
-
 @contextlib.contextmanager
-def borrowed() -> Iterator[None]:
-    """The number of threads may be changed inside; when the last of all users leaves, it is what it was before."""
+def single_threaded() -> Iterator[None]:
+    """Matrix products made inside stay on the thread that calls them, in the whole process.
+
+    When the last of all users leaves, the number of threads is again what it was before the first came.
+    """
     global _users, _before
     functions = _functions()
+    if functions is None:
+        yield
+        return
+    get, set_threads = functions
     with _lock:
-        if _users == 0 and functions:
-            _before = functions[0]()
+        if _users == 0:
+            _before = get()
+            set_threads(1)
         _users += 1
     try:
         yield
     finally:
         with _lock:
             _users -= 1
-            if _users == 0 and functions:
-                functions[1](_before)
+            if _users == 0:
+                set_threads(_before)

@@ -2,9 +2,8 @@
 
 A batch is float32[tokens, n]; the tokens of several sequences may stand one after another, and only attention cares.
 
-Matrix products are two steps, so that neither disturbs the other: the pool's threads decode a panel of rows while BLAS
-rests, then BLAS multiplies by the panel with all threads. Attention is the other way round: the pool's threads take a
-head each, and BLAS works on one thread for every one of them. Callers hold `blas.borrowed()`.
+Threads are the pool's, and each multiplies with a BLAS that keeps to its own thread (callers hold
+`blas.single_threaded()`): BLAS's own threads are no faster, and much slower when they have to share their cores.
 """
 
 from __future__ import annotations
@@ -20,11 +19,13 @@ from quantkit import jit
 from quantkit.archs import blocks
 from quantkit.errors import DataError, UnsupportedError
 from quantkit.files.gguf import Tensor
-from quantkit.runtime import blas
 from quantkit.runtime.cache import Cache
 from quantkit.runtime.kernels import reference
 
-PANEL_ELEMENTS = 1 << 21  # of a decoded panel: 8 MiB, so that it stays in the last level of cache
+FEW_TOKENS = 32  # batches up to this are bound by decoding, not by multiplying
+PANEL_ELEMENTS = 1 << 21  # decoded at a time for larger batches: 8 MiB, so that they stay in the last level of cache
+TILE_TOKENS = 256  # multiplied at a time
+STRIP_ELEMENTS = 1 << 16  # decoded at a time for smaller ones, by each thread: 256 KiB, for its own cache
 QUERY_ROWS = 384  # of a head's scores worked on at a time
 KEY_ROWS = 512
 SERIAL_ELEMENTS = 1 << 15  # less work than that is not worth waking threads for
@@ -86,27 +87,54 @@ class Linear:
         if x.shape[1] != self.columns:
             raise DataError(f"{self.tensor.name}: rows of {self.columns} columns, activations of {x.shape[1]}")
         out = np.empty((len(x), self.rows), np.float32)
-        step = self.rows if self._in_place else self.panel_rows
-        for start in range(0, self.rows, step):
-            stop = min(self.rows, start + step)
-            panel = self._decoded(start, stop)
-            blas.set_threads(self.threads)
-            np.matmul(x, panel.T, out=out[:, start:stop])
+        if len(x) <= FEW_TOKENS:
+            self._row_by_row(x, out)
+        else:
+            self._panel_by_panel(x, out)
         if self.bias is not None:
             out += self.bias
         return out
 
-    @property
-    def _in_place(self) -> bool:
-        return self.tensor.type.name == "f32"
+    def _panel_by_panel(self, x: np.ndarray, out: np.ndarray) -> None:
+        """All threads decode a panel, then all multiply by it."""
+        for start in range(0, self.rows, self.panel_rows):
+            stop = min(self.rows, start + self.panel_rows)
+            _multiply(x, self._decoded(start, stop, self.threads), out[:, start:stop], self.threads)
 
-    def _decoded(self, start: int, stop: int) -> np.ndarray:
-        """float32[stop - start, columns], valid until this thread asks for the next panel."""
+    def _row_by_row(self, x: np.ndarray, out: np.ndarray) -> None:
+        """Each thread decodes some rows and multiplies by them while they are in its own cache."""
+
+        def task(begin: int, end: int) -> None:
+            for start in range(begin, end, step):
+                stop = min(end, start + step)
+                np.matmul(x, self._decoded(start, stop, 1).T, out=out[:, start:stop])
+
+        group = self.tensor.type.interleave
+        step = max(group, STRIP_ELEMENTS // self.columns // group * group)
+        jit.over_rows(task, self.rows, multiple=step, threads=self.threads)
+
+    def _decoded(self, start: int, stop: int, threads: int) -> np.ndarray:
+        """float32[stop - start, columns], valid until this thread asks for the next panel. F32 is used in place."""
         data = self.tensor.rows(start, stop)
-        if self._in_place:
+        if self.tensor.type.name == "f32":
             return data.view(np.float32)
         panel = _scratch("panel", (stop - start, self.columns))
-        return self.tensor.type.dequantize(data, self.columns, out=panel, threads=self.threads)
+        return self.tensor.type.dequantize(data, self.columns, out=panel, threads=threads)
+
+
+def _multiply(x: np.ndarray, panel: np.ndarray, out: np.ndarray, threads: int) -> None:
+    """out = x panel^T in tiles, twice as many as threads: one that is held up does not hold up the others."""
+    token_tiles = -(-len(x) // TILE_TOKENS)
+    row_tiles = -(-2 * threads // token_tiles)
+    rows = -(-len(panel) // row_tiles)
+    tiles = [(t, r) for r in range(0, len(panel), rows) for t in range(0, len(x), TILE_TOKENS)]
+
+    def task(begin: int, end: int) -> None:
+        for t, r in tiles[begin:end]:
+            a, b = slice(t, t + TILE_TOKENS), slice(r, r + rows)
+            np.matmul(x[a], panel[b].T, out=out[a, b])
+
+    jit.over_rows(task, len(tiles), threads=threads)
 
 
 def embed(tensor: Tensor, tokens: np.ndarray) -> np.ndarray:
@@ -211,7 +239,6 @@ def attend(part: blocks.Attention, layer: int, q: np.ndarray, spans: Sequence[Sp
         for item in work[begin:end]:
             _attend_head(part, layer, q, out, *item)
 
-    blas.set_threads(1)
     scores = part.heads * sum((s.stop - s.start) * (s.cache.length + s.stop - s.start) for s in spans)
     jit.over_rows(task, len(work), threads=threads if scores > SERIAL_ELEMENTS else 1)
     return out

@@ -6,7 +6,7 @@
     m.forward_sequences(chunks, rows)    many fresh sequences at once, logits of the positions `rows` only
 
 This is the batch path, layer by layer in Python around multi-threaded kernels and BLAS. `_step` is the seam for single
-tokens: where it is set, `forward` hands them to it.
+tokens, float32[vocab] of (token, cache): where it is set, `forward` hands them to it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from quantkit.errors import DataError, FormatError, UnknownNameError, Unsupporte
 from quantkit.files import gguf
 from quantkit.runtime import blas, layers
 from quantkit.runtime.cache import Cache
+from quantkit.runtime.generate import Generated, Sampling, generate
 from quantkit.runtime.layers import Span
 from quantkit.runtime.placement import Placement, devices, parse_rules, place
 
@@ -140,9 +141,9 @@ class Model:
             raise DataError(f"forward takes a list of tokens, at least one; got shape {ids.shape}")
         cache.reserve(len(ids))
         if len(ids) == 1 and self._step is not None and self.observer is None:
-            return self._step(int(ids[0]), cache)
+            return self._step(int(ids[0]), cache)[None]
         rows = []
-        with blas.borrowed():
+        with blas.single_threaded():
             for start in range(0, len(ids), BATCH_TOKENS):
                 part = ids[start : start + BATCH_TOKENS]
                 x = self._run(part, [Span(0, len(part), cache)])
@@ -176,7 +177,7 @@ class Model:
         kind = cache_type or self.cache_type
         caches = [Cache(self.hparams, length, kind, one_layer=True) for _ in range(min(together, n_seq))]
         found = []
-        with blas.borrowed():
+        with blas.single_threaded():
             for start in range(0, n_seq, together):
                 part = ids[start : start + together]
                 spans = [Span(i * length, (i + 1) * length, caches[i]) for i in range(len(part))]
@@ -184,9 +185,19 @@ class Model:
                 found.append(x.reshape(len(part), length, -1)[:, rows])
         return np.concatenate(found)
 
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        n_predict: int = 128,
+        sampling: Sampling | None = None,
+        on_text: Callable[[str], None] | None = None,
+    ) -> Generated:
+        """Continue a prompt in a fresh sequence; see `runtime.generate`. `.text` of the result is the reply."""
+        return generate(self, prompt, n_predict, sampling, on_text=on_text)
+
     def project(self, hidden: np.ndarray) -> np.ndarray:
         """float32[k, vocab]: logits of float32[k, n_embd] from `hidden_sequences`."""
-        with blas.borrowed():
+        with blas.single_threaded():
             return self._project(np.ascontiguousarray(hidden))
 
     # ----------------------------------------------------------------------------------------------------- how it runs

@@ -1,0 +1,193 @@
+"""Text from a model: a prompt is run as a batch, then token follows token until an end.
+
+A token is chosen from the logits of the last position in llama.cpp's order, each step on what the one before left:
+
+    repetition penalty p   of tokens among the last `penalty_last`: logit / p if positive, logit * p if not
+    top-k                  the k largest
+    top-p                  the largest, until their probabilities sum up to p
+    min-p                  those at least p times as probable as the largest
+    temperature            probabilities of logits / t; 0 takes the largest logit after the penalty
+
+Draws come from PCG64 of the seed: the same seed, file, numerics and CPU give the same text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from quantkit.errors import DataError
+from quantkit.runtime.cache import Cache
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. top_k 0, top_p 1, min_p 0 and penalty 1 switch their step off."""
+
+    temperature: float = 0.0
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    penalty: float = 1.0
+    penalty_last: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, good, range_ in (
+            ("temperature", self.temperature >= 0, "at least 0"),
+            ("top_k", self.top_k >= 0, "at least 0"),
+            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
+            ("penalty", self.penalty > 0, "above 0"),
+            ("penalty_last", self.penalty_last >= 0, "at least 0"),
+            ("seed", self.seed >= 0, "at least 0"),
+        ):
+            if not good:
+                raise DataError(f"{name} is {getattr(self, name)}; it must be {range_}")
+
+
+class Sampler:
+    """Chooses tokens; holds the random state of one text."""
+
+    def __init__(self, sampling: Sampling):
+        self.sampling = sampling
+        self._random = np.random.Generator(np.random.PCG64(sampling.seed))
+
+    def __call__(self, logits: np.ndarray, history: Sequence[int]) -> int:
+        """A token for float32[vocab] logits; `history` holds the tokens so far."""
+        s = self.sampling
+        if s.penalty != 1 and s.penalty_last:
+            logits = penalized(logits, history[-s.penalty_last :], s.penalty)
+        if s.temperature == 0:
+            return int(np.argmax(logits))
+        tokens = candidates(logits, s.top_k, s.top_p, s.min_p)
+        weights = _softmax(logits[tokens] / s.temperature)
+        drawn = self._random.random() * weights.sum()
+        return int(tokens[min(np.searchsorted(np.cumsum(weights), drawn, side="right"), len(tokens) - 1)])
+
+
+def penalized(logits: np.ndarray, seen: Iterable[int], penalty: float) -> np.ndarray:
+    """A copy of float32[vocab] in which the tokens seen are less likely."""
+    logits = logits.copy()
+    tokens = np.unique(np.fromiter(seen, np.int64))
+    logits[tokens] = np.where(logits[tokens] > 0, logits[tokens] / penalty, logits[tokens] * penalty)
+    return logits
+
+
+def candidates(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """int[k]: the tokens that may be drawn, most likely first; equal ones in order of number. Never empty."""
+    if 0 < top_k < len(logits):
+        bound = np.partition(logits, -top_k)[-top_k]
+        tokens = np.flatnonzero(logits >= bound)
+    else:
+        tokens = np.arange(len(logits))
+    tokens = tokens[np.argsort(-logits[tokens], kind="stable")][: top_k or None]
+    p = _softmax(logits[tokens])
+    if top_p < 1:
+        p = p[: int(np.searchsorted(np.cumsum(p), top_p)) + 1]
+    if min_p > 0:
+        p = p[p >= min_p * p[0]]
+    return tokens[: len(p)]
+
+
+def _softmax(logits: np.ndarray) -> np.ndarray:
+    e = np.exp(logits.astype(np.float64) - np.float64(logits.max()))
+    return e / e.sum()
+
+
+@dataclass
+class Generated:
+    """What came of a prompt, and how long it took.
+
+    text, tokens   the reply, without the token that ended it
+    stopped        "end" (a token that ends replies), "length" (n_predict) or "context" (the cache is full)
+    """
+
+    prompt_tokens: list[int]
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    stopped: str = "length"
+    prompt_seconds: float = 0.0
+    predict_seconds: float = 0.0  # of the steps after the prompt
+    steps: int = 0
+
+    @property
+    def prompt_rate(self) -> float:
+        """Tokens of the prompt per second."""
+        return len(self.prompt_tokens) / self.prompt_seconds if self.prompt_seconds else 0.0
+
+    @property
+    def predict_rate(self) -> float:
+        """Steps after the prompt per second."""
+        return self.steps / self.predict_seconds if self.predict_seconds else 0.0
+
+
+def generate(
+    model: Any,
+    prompt: str | Sequence[int],
+    n_predict: int = 128,
+    sampling: Sampling | None = None,
+    *,
+    cache: Cache | None = None,
+    on_text: Callable[[str], None] | None = None,
+) -> Generated:
+    """Continue a prompt, text or tokens, by up to `n_predict` tokens (-1: until an end or a full cache).
+
+    `on_text` is called with each piece of text as soon as it is complete. `cache` may hold what came before the
+    prompt; without one, a cache of the model's context, or of what is needed if less, is made.
+    """
+    tokens = model.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+    if not tokens:
+        raise DataError("the prompt has no tokens; pass some text")
+    if n_predict < -1:
+        raise DataError(f"n_predict is {n_predict}; it must be a number of tokens, or -1 for no limit")
+    if cache is None:
+        wanted = len(tokens) + n_predict if n_predict >= 0 else model.n_ctx
+        cache = model.new_cache(min(model.n_ctx, wanted))
+    result = Generated(tokens)
+    started = time.perf_counter()
+    logits = model.forward(tokens, cache, "last")[0]
+    result.prompt_seconds = time.perf_counter() - started
+    _continue(model, cache, logits, n_predict, Sampler(sampling or Sampling()), on_text, result)
+    return result
+
+
+def _continue(
+    model: Any,
+    cache: Cache,
+    logits: np.ndarray,
+    n_predict: int,
+    sampler: Sampler,
+    on_text: Callable[[str], None] | None,
+    result: Generated,
+) -> None:
+    """Choose token after token into `result`, from the logits that follow the prompt."""
+    decoder = model.tokenizer.decode_stream(special=False)
+    pieces = []
+    started = time.perf_counter()
+    while len(result.tokens) != n_predict:
+        token = sampler(logits, [*result.prompt_tokens[-sampler.sampling.penalty_last :], *result.tokens])
+        if token in model.tokenizer.eos_ids:
+            result.stopped = "end"
+            break
+        result.tokens.append(token)
+        pieces.append(decoder.push(token))
+        if on_text and pieces[-1]:
+            on_text(pieces[-1])
+        if len(result.tokens) == n_predict:
+            break
+        if cache.length == cache.n_ctx:
+            result.stopped = "context"
+            break
+        logits = model.forward([token], cache, "last")[0]
+        result.steps += 1
+    result.predict_seconds = time.perf_counter() - started
+    if rest := decoder.finish():
+        pieces.append(rest)
+        if on_text:
+            on_text(rest)
+    result.text = "".join(pieces)

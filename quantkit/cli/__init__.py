@@ -146,7 +146,7 @@ def _translated(function: Callable[..., Any]) -> Callable[..., Any]:
             print(f"error: {place}{error.strerror or error}", file=sys.stderr)
             raise SystemExit(1) from None
         except KeyboardInterrupt:
-            print("\ninterrupted; nothing was left under a final name", file=sys.stderr)
+            print("\ninterrupted", file=sys.stderr)
             raise SystemExit(INTERRUPTED) from None
 
     return run

@@ -238,14 +238,13 @@ class _Planner:
             return None
         entry = importance_entry(t.name, self.imatrix)
         matrices, columns = math.prod(t.shape[:-2]), t.shape[-1]
-        if entry is not None and self.imatrix[entry].values.size != matrices * columns:
-            size = self.imatrix[entry].values.size
-            if t.name != EMBEDDING:
+        if entry is not None and (size := self.imatrix[entry].values.size) != matrices * columns:
+            if entry == t.name != EMBEDDING:
                 raise DataError(
                     f"{t.name}: the importance matrix has {size} values for it, the tensor needs {matrices} x "
                     f"{columns} = {matrices * columns}; it was measured on another model"
                 )
-            entry = None
+            entry = None  # a stand-in of another shape; an embedding, whose entry nobody should have measured
         if entry is None and chosen.requires_imatrix:
             raise DataError(
                 f"{t.name}: {chosen.name} needs importance and the matrix has no entry for this tensor; choose another "

@@ -217,6 +217,10 @@ def test_missing_importance_is_warned_about_and_wrong_sizes_refused() -> None:
     assert ["1 tensor(s) that would use one: blk.0.ffn_up.weight" in text for text in made.warnings] == [True]
     with pytest.raises(DataError, match=r"has 512 values for it, the tensor needs 1 x 256"):
         recipe.plan(listed, "IQ4_NL", imatrix=matrix_for(256, **{"blk.0.ffn_up.weight": 2}))
+    stand_in = recipe.plan(
+        tensors("blk.0.ffn_gate.weight"), "IQ4_NL", imatrix=matrix_for(256, **{"blk.0.ffn_up.weight": 2})
+    )
+    assert stand_in.tensors[0].importance is None
     tolerated = recipe.plan(listed[1:2], "IQ4_NL", imatrix=matrix_for(256, **{"token_embd.weight": 2}))
     assert tolerated["token_embd.weight"].importance is None
 

@@ -22,37 +22,51 @@ import numpy as np
 
 from quantkit import jit
 from quantkit.errors import DataError
-from quantkit.evaluate.perplexity import evaluate_chunks, log_sum_exp
+from quantkit.evaluate.perplexity import BLOCK, evaluate_chunks, log_sum_exp, total
 from quantkit.evaluate.text import DEFAULT_BATCH, with_bos
 from quantkit.files.kld import BaseReader, EncodedRows, scored_rows
 from quantkit.jit import kernel
-
-FLOOR_NATS = -16.0  # base tokens less likely than this do not count
+from quantkit.runtime.kernels.reference import exp
 
 
 @kernel
-def _compare_rows(logits, scale, low, codes, targets, nll, nll_base, kld, same_top):
-    """One pass over float32[rows, n] logits and the base's uint16[rows, n] codes; fills four arrays of [rows]."""
+def _kld_terms(row, shift, codes, scale, low, out):
+    """out[i] = b (log b - log q), 0 where log b <= -16; log q = row - shift, log b = scale * code + low."""
+    for i in range(row.shape[0]):
+        log_b = scale * np.float32(codes[i]) + low
+        term = exp(log_b) * (log_b - (row[i] - shift))
+        out[i] = term if log_b > np.float32(-16.0) else np.float32(0.0)
+
+
+@kernel
+def _first_largest(values):
+    best = 0
+    for i in range(values.shape[0]):
+        if values[i] > values[best]:
+            best = i
+    return best
+
+
+@kernel
+def _compare_rows(logits, words, targets, nll, nll_base, kld, same_top):
+    """float32[rows, n] logits against the base's uint16[rows, 4 + n or so] words; fills four arrays of [rows]."""
     rows, n = logits.shape
+    scratch = np.empty(BLOCK, np.float32)
     for r in range(rows):
-        top, log_sum = log_sum_exp(logits[r])
-        shift = np.float32(top + np.float32(log_sum))
-        total = 0.0
-        best, best_base = 0, 0
-        for i in range(n):
-            if logits[r, i] > logits[r, best]:
-                best = i
-            if codes[r, i] > codes[r, best_base]:
-                best_base = i
-            log_b = scale[r] * np.float32(codes[r, i]) + low[r]
-            if log_b > np.float32(-16.0):
-                log_q = np.float32(logits[r, i] - shift)
-                total += np.float64(np.exp(log_b) * (log_b - log_q))
+        row, codes, header = logits[r], words[r, 4 : 4 + n], words[r, :4].view(np.float32)
+        scale, low = header[0], header[1]
+        top, log_sum = log_sum_exp(row, scratch)
+        shift = np.float32(np.float64(top) + log_sum)
+        found = 0.0
+        for start in range(0, n, BLOCK):
+            stop = min(n, start + BLOCK)
+            _kld_terms(row[start:stop], shift, codes[start:stop], scale, low, scratch[: stop - start])
+            found += total(scratch[: stop - start])
         target = targets[r]
-        nll[r] = log_sum - (np.float64(logits[r, target]) - np.float64(top))
-        nll_base[r] = -np.float64(scale[r] * np.float32(codes[r, target]) + low[r])
-        kld[r] = total
-        same_top[r] = best == best_base
+        nll[r] = log_sum - (np.float64(row[target]) - np.float64(top))
+        nll_base[r] = -np.float64(scale * np.float32(codes[target]) + low)
+        kld[r] = found
+        same_top[r] = _first_largest(row) == _first_largest(codes)
 
 
 class RowFigures(NamedTuple):
@@ -68,7 +82,7 @@ def compare_rows(logits: np.ndarray, base: EncodedRows, targets: np.ndarray) -> 
     """Figures of float32[rows, n_vocab] logits against the base's rows; targets int[rows]."""
     rows = len(logits)
     figures = RowFigures(np.empty(rows), np.empty(rows), np.empty(rows), np.empty(rows, np.bool_))
-    inputs = (np.ascontiguousarray(logits), *base, np.asarray(targets, np.int32))
+    inputs = (np.ascontiguousarray(logits), base.words, np.asarray(targets, np.int32))
     frozen = [jit.readonly(array) for array in inputs]
 
     def task(a: int, b: int) -> None:

@@ -22,24 +22,56 @@ from quantkit.errors import DataError
 from quantkit.evaluate.text import DEFAULT_BATCH, Chunks
 from quantkit.files.kld import BaseWriter, scored_rows
 from quantkit.jit import kernel
+from quantkit.runtime.kernels.reference import exp
+
+# Kernels work on blocks this long: exponentials go to a scratch array in a loop that vectorises, then are summed.
+BLOCK = 1024
 
 
-@kernel
-def log_sum_exp(row):
-    """log sum exp of float32[n] as (largest value, log of the sum of exponentials relative to it)."""
+@kernel(fastmath={"reassoc", "nnan", "nsz"})
+def _largest(row):
     top = row[0]
     for i in range(row.shape[0]):
         top = max(top, row[i])
-    total = 0.0
+    return top
+
+
+@kernel
+def _exponentials(row, top, out):
     for i in range(row.shape[0]):
-        total += np.float64(np.exp(np.float32(row[i] - top)))
-    return top, np.log(total)
+        out[i] = exp(row[i] - top)
+
+
+@kernel(fastmath={"reassoc"})
+def total(values):
+    """Sum of float32[n] in float64."""
+    found = 0.0
+    for i in range(values.shape[0]):
+        found += np.float64(values[i])
+    return found
+
+
+@kernel
+def log_sum_exp(row, scratch):
+    """log sum exp of finite float32[n] as (largest value, log of the sum of exponentials relative to it).
+
+    scratch is float32[BLOCK] to work in.
+    """
+    top = _largest(row)
+    n = row.shape[0]
+    found = 0.0
+    for start in range(0, n, BLOCK):
+        size = min(BLOCK, n - start)
+        _exponentials(row[start : start + size], top, scratch[:size])
+        found += total(scratch[:size])
+    return top, np.log(found)
 
 
 @kernel
 def _nll_rows(logits, targets, out):
+    scratch = np.empty(BLOCK, np.float32)
     for r in range(logits.shape[0]):
-        top, log_sum = log_sum_exp(logits[r])
+        top, log_sum = log_sum_exp(logits[r], scratch)
         out[r] = log_sum - (np.float64(logits[r, targets[r]]) - np.float64(top))
 
 

@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import os
 import struct
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -50,6 +51,36 @@ def scored_rows(n_ctx: int) -> slice:
 def row_words(n_vocab: int) -> int:
     """16-bit words of a row."""
     return 2 * ((n_vocab + 1) // 2) + _ROW_HEADER_WORDS
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """Rows of a base file: log p = scale[:, None] * codes + min_log_prob[:, None]. Views; nothing is copied.
+
+    words: uint16[rows, row_words(n_vocab)], as in the file.
+    """
+
+    words: np.ndarray
+    n_vocab: int
+
+    @property
+    def scale(self) -> np.ndarray:
+        """float32[rows]."""
+        return self.words[:, :_ROW_HEADER_WORDS].view("<f4")[:, 0]
+
+    @property
+    def min_log_prob(self) -> np.ndarray:
+        """float32[rows]."""
+        return self.words[:, :_ROW_HEADER_WORDS].view("<f4")[:, 1]
+
+    @property
+    def codes(self) -> np.ndarray:
+        """uint16[rows, n_vocab]."""
+        return self.words[:, _ROW_HEADER_WORDS : _ROW_HEADER_WORDS + self.n_vocab]
+
+    def log_probs(self) -> np.ndarray:
+        """float32[rows, n_vocab]."""
+        return self.scale[:, None] * self.codes.astype(np.float32) + self.min_log_prob[:, None]
 
 
 @kernel
@@ -80,8 +111,8 @@ def _encode_rows(logits, out):
             out[r, i] = 0
 
 
-def encode_rows(logits: np.ndarray) -> np.ndarray:
-    """Encode float32[rows, n_vocab] as uint16[rows, row_words(n_vocab)]. NaN or Inf is a DataError."""
+def encode_rows(logits: np.ndarray) -> EncodedRows:
+    """Encode float32[rows, n_vocab]. NaN or Inf is a DataError."""
     logits = np.ascontiguousarray(logits, np.float32)
     finite = np.isfinite(logits.sum(axis=1, dtype=np.float64))
     if not finite.all():
@@ -89,25 +120,7 @@ def encode_rows(logits: np.ndarray) -> np.ndarray:
     out = np.empty((len(logits), row_words(logits.shape[1])), np.uint16)
     logits = jit.readonly(logits)
     jit.over_rows(lambda a, b: _encode_rows(logits[a:b], out[a:b]), len(logits))
-    return out
-
-
-class EncodedRows(NamedTuple):
-    """Rows of a base file: log p = scale[:, None] * codes + min_log_prob[:, None]."""
-
-    scale: np.ndarray  # float32[rows]
-    min_log_prob: np.ndarray  # float32[rows]
-    codes: np.ndarray  # uint16[rows, n_vocab], a view of the file
-
-    def log_probs(self) -> np.ndarray:
-        """float32[rows, n_vocab]."""
-        return self.scale[:, None] * self.codes.astype(np.float32) + self.min_log_prob[:, None]
-
-
-def split_rows(words: np.ndarray, n_vocab: int) -> EncodedRows:
-    """uint16[rows, row_words(n_vocab)] taken apart; views, nothing is copied."""
-    header = words[:, :_ROW_HEADER_WORDS].view("<f4")
-    return EncodedRows(header[:, 0], header[:, 1], words[:, _ROW_HEADER_WORDS : _ROW_HEADER_WORDS + n_vocab])
+    return EncodedRows(out, logits.shape[1])
 
 
 class BaseReader:
@@ -151,7 +164,7 @@ class BaseReader:
         rows, words = self.rows_per_chunk, row_words(self.n_vocab)
         start = _HEADER_BYTES + 4 * self.tokens.size + 2 * words * rows * index
         data = np.frombuffer(self._bytes, "<u2", rows * words, start).reshape(rows, words)
-        found = split_rows(data, self.n_vocab)
+        found = EncodedRows(data, self.n_vocab)
         with np.errstate(invalid="ignore"):
             top = 65535 * found.scale + found.min_log_prob  # log-probability that the largest code would have
             sound = (found.scale >= 0) & (found.min_log_prob <= 0) & (top < 0.01) & (found.min_log_prob > -1e4)
@@ -194,15 +207,13 @@ class BaseWriter:
         self._file.stream.write(MAGIC + struct.pack("<iii", n_ctx, self.n_vocab, n_chunk) + self.tokens.tobytes())
         return self
 
-    def write(self, logits: np.ndarray) -> np.ndarray:
-        """Append one chunk's float32[rows_per_chunk, n_vocab] logits; returns the words written."""
+    def write(self, logits: np.ndarray) -> None:
+        """Append one chunk's float32[rows_per_chunk, n_vocab] logits."""
         expected = (rows_per_chunk(self.tokens.shape[1]), self.n_vocab)
         if logits.shape != expected:
             raise DataError(f"{self.path}: chunk {self._written}: expected logits {expected}, got {logits.shape}")
-        words = encode_rows(logits)
-        self._file.stream.write(words.astype("<u2", copy=False).data)
+        self._file.stream.write(encode_rows(logits).words.astype("<u2", copy=False).data)
         self._written += 1
-        return words
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quantkit.evaluate import kld
-from quantkit.files.kld import encode_rows, split_rows
+from quantkit.files.kld import encode_rows
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:
@@ -21,7 +21,7 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 def rows(rng):
     base = (rng.standard_normal((40, 333)) * 5).astype(np.float32)
     model = (base + rng.standard_normal(base.shape) * 0.2).astype(np.float32)
-    return model, split_rows(encode_rows(base), 333), rng.integers(0, 333, 40)
+    return model, encode_rows(base), rng.integers(0, 333, 40)
 
 
 def test_rows_follow_the_definition(rows):
@@ -41,13 +41,13 @@ def test_tokens_below_the_floor_do_not_count():
     base[0, 3] = -17
     model = base.copy()
     model[0, 3] = -60
-    found = kld.compare_rows(model, split_rows(encode_rows(base), 4), [0])
+    found = kld.compare_rows(model, encode_rows(base), [0])
     assert abs(found.kld[0]) < 1e-5
 
 
 def test_a_model_against_itself_is_zero(rng):
     logits = (rng.standard_normal((20, 999)) * 4).astype(np.float32)
-    found = kld.compare_rows(logits, split_rows(encode_rows(logits), 999), np.zeros(20, int))
+    found = kld.compare_rows(logits, encode_rows(logits), np.zeros(20, int))
     assert np.abs(found.kld).max() < 2e-4
     assert abs(found.kld.mean()) < 1e-4
     assert found.same_top.all()
@@ -55,9 +55,9 @@ def test_a_model_against_itself_is_zero(rng):
 
 def test_first_of_equals_is_the_top():
     model = np.array([[0, 5, 5, 1]], np.float32)
-    base = split_rows(encode_rows(np.array([[0, 7, 7, 1]], np.float32)), 4)
+    base = encode_rows(np.array([[0, 7, 7, 1]], np.float32))
     assert kld.compare_rows(model, base, [0]).same_top[0]
-    later = split_rows(encode_rows(np.array([[0, 6, 7, 1]], np.float32)), 4)
+    later = encode_rows(np.array([[0, 6, 7, 1]], np.float32))
     assert not kld.compare_rows(model, later, [0]).same_top[0]
 
 

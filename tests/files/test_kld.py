@@ -50,7 +50,7 @@ def test_reads_the_reference_s_file(golden):
 def test_encoding_the_reference_s_rows_again_gives_its_codes(golden):
     """Decoded rows are logits whose own encoding must be what they came from, to a code's rounding."""
     rows = kld.BaseReader(golden / "smollm2-135m-f16.c64.kld").chunk(0)
-    again = kld.split_rows(kld.encode_rows(rows.log_probs()), 49152)
+    again = kld.encode_rows(rows.log_probs())
     np.testing.assert_allclose(again.scale, rows.scale, rtol=1e-5)
     np.testing.assert_allclose(again.min_log_prob, rows.min_log_prob, atol=2e-4)
     assert np.abs(again.codes.astype(int) - rows.codes.astype(int)).max() <= 1
@@ -60,16 +60,15 @@ def test_encoding_the_reference_s_rows_again_gives_its_codes(golden):
 @pytest.mark.parametrize("n_vocab", [2, 100, 101])
 def test_encoding_follows_the_formula(rng, spread, n_vocab):
     logits = (rng.standard_normal((5, n_vocab)) * spread + 3).astype(np.float32)
-    words = kld.encode_rows(logits)
-    assert words.shape == (5, kld.row_words(n_vocab))
-    found = kld.split_rows(words, n_vocab)
+    found = kld.encode_rows(logits)
+    assert found.words.shape == (5, kld.row_words(n_vocab))
     for r, row in enumerate(logits):
         scale, low, codes = naive_encode(row)
         assert found.scale[r] == scale
         assert abs(found.min_log_prob[r] - low) <= 2 * np.spacing(np.float32(24))
         np.testing.assert_array_equal(found.codes[r], codes)
     if n_vocab % 2:
-        assert not words[:, -1].any()
+        assert not found.words[:, -1].any()
 
 
 def test_layout(base, logits):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
 import sys
 import time
@@ -27,9 +28,6 @@ CacheType = Annotated[
 
 def conditions(model: Any, n_ctx: int, chunks: int, text: str) -> dict[str, Any]:
     """All that a figure depends on besides the file, for people and for JSON."""
-    import numba
-    import numpy
-
     from quantkit import __version__, jit
 
     return {
@@ -41,8 +39,8 @@ def conditions(model: Any, n_ctx: int, chunks: int, text: str) -> dict[str, Any]
         "threads": model.threads,
         "isa": jit.isa(),
         "quantkit": __version__,
-        "numpy": numpy.__version__,
-        "numba": numba.__version__,
+        "numpy": importlib.metadata.version("numpy"),
+        "numba": importlib.metadata.version("numba"),
         "python": platform.python_version(),
     }
 

@@ -34,8 +34,9 @@ from quantkit.types.superblock import load_block, put_half, relative_importance,
 
 BLOCK = 144
 
-_LANES = 16  # candidates side by side, one per SIMD lane
-_NARROW, _WIDE = np.float32(13.8), np.float32(16.8)  # the range of a sub-block becomes so many steps
+_LANES = 32  # candidates side by side, one per SIMD lane: 8 step sizes times 4 offsets
+_NARROW, _WIDE = np.float32(11.5), np.float32(17)  # the range of a sub-block becomes so many steps,
+_BELOW, _ABOVE = np.float32(-0.8), np.float32(0.4)  # its smallest element, or zero, becomes such a code
 _SCALES, _MINIMA = 10, 6  # super-scales looked at,
 _LEAST, _MOST = np.float32(0.94), np.float32(1.2)  # from and to these multiples of largest / 63
 _ROUNDS = 3  # exact choices, least-squares super-scales between them
@@ -123,9 +124,9 @@ def _fit(x, e, best, lanes):
     if high == low:  # all equal and not positive: the minimum alone says it
         return np.float32(0), -low
     for c in range(_LANES):
-        steps = _NARROW + (_WIDE - _NARROW) * np.float32(c) / np.float32(_LANES - 1)
+        steps = _NARROW + (_WIDE - _NARROW) * np.float32(c // 4) / np.float32(_LANES // 4 - 1)
         inverses[c] = steps / (high - low)
-        offsets[c] = -low * inverses[c]
+        offsets[c] = _BELOW + (_ABOVE - _BELOW) * np.float32(c % 4) / np.float32(3) - low * inverses[c]
     scale = minimum = least = np.float32(0)
     for _ in range(2):
         _accumulate(x, e, inverses, offsets, eq, eqq, eqx)

@@ -211,9 +211,9 @@ def output_metadata(
         made.set("quantize.imatrix.entries_count", len(imatrix), "i32")
         if imatrix.chunks > 0:
             made.set("quantize.imatrix.chunks_count", imatrix.chunks, "i32")
-    made.set("quantkit.recipe", plan.text(), "str")
-    made.set("quantkit.version", __version__, "str")
-    if plan.file_type.number is not None:
+    if plan.file_type.number is not None:  # a copy keeps the recipe it was made by
+        made.set("quantkit.recipe", plan.text(), "str")
+        made.set("quantkit.version", __version__, "str")
         made.set("general.file_type", plan.file_type.number, "u32")
     return made
 

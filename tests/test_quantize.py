@@ -184,9 +184,11 @@ def test_an_override_keeps_the_kind_or_is_refused(model: Path) -> None:
 
 def test_copy_keeps_everything(model: Path, tmp_path: Path) -> None:
     file, plan = made_of(model, "COPY")
+    file.metadata["quantkit.recipe"] = "as it was"
     quantize(file, tmp_path / "copy.gguf", plan)
     back = quantkit.open(tmp_path / "copy.gguf")
     assert back.metadata["general.file_type"] == 0
+    assert back.metadata["quantkit.recipe"] == "as it was"
     for name, tensor in file.tensors.items():
         np.testing.assert_array_equal(back.tensors[name].data, tensor.data)
 
@@ -359,6 +361,30 @@ def test_weights_of_the_imatrix_can_be_filtered(
         found = json.loads(capsys.readouterr().out)["tensors"]
         assert sum(t["importance"] is not None for t in found) == used
     assert main([*args, "--include-weights", "a", "--exclude-weights", "b"]) == 2
+
+
+def test_an_interrupt_leaves_nothing_at_all(tmp_path: Path, rng: np.random.Generator) -> None:
+    spec = TensorSpec("blk.0.ffn_up.weight", (1 << 16, COLUMNS), types.get("f32"))
+    with Writer(tmp_path / "in.gguf", {"general.architecture": "llama"}, [spec]) as writer:
+        writer.write(spec.name, rng.standard_normal(spec.shape, np.float32).view(np.uint8))
+    command = [
+        sys.executable,
+        "-m",
+        "quantkit",
+        "quantize",
+        "--pure",
+        str(tmp_path / "in.gguf"),
+        str(tmp_path / "out.gguf"),
+    ]
+    process = subprocess.Popen([*command, "IQ4_NL", "1"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not list(tmp_path.glob("*.partial-*")):
+        time.sleep(0.01)
+    time.sleep(0.1)  # well into the loop
+    process.send_signal(signal.SIGINT)
+    said = process.communicate()[1].strip().split("\n")
+    assert said[-1] == "interrupted"
+    assert process.returncode == 130
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.gguf"]
 
 
 def test_killed_at_any_moment_it_leaves_nothing_and_a_rerun_succeeds(tmp_path: Path, rng: np.random.Generator) -> None:

@@ -75,6 +75,8 @@ def export(
     `dtype` is what quantized tensors become: "bf16", "f16" or "f32"; "auto" is "f32". The weights appear last, when
     they are complete. With `dry_run` everything is checked and nothing written.
     """
+    if dtype not in DTYPES:
+        raise UnknownNameError("dtype", dtype, DTYPES)
     plan = prepare(open_gguf(source), directory, dtype)
     if dry_run:
         return plan
@@ -90,9 +92,7 @@ def export(
 
 
 def prepare(source: GGUF, directory: str | os.PathLike[str], dtype: str = "auto") -> Export:
-    """Decide what the checkpoint of an open GGUF holds."""
-    if dtype not in DTYPES:
-        raise UnknownNameError("dtype", dtype, DTYPES)
+    """Decide what the checkpoint of an open GGUF holds; `dtype` as in `export`."""
     name = source.metadata.get("general.architecture")
     if not isinstance(name, str):
         raise FormatError(f"{source.path}: metadata has no general.architecture; the file is not a model")

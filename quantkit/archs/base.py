@@ -17,12 +17,13 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from quantkit.archs.blocks import Block, Head, HParams, Norm
-from quantkit.archs.tensors import Piece, Rule, Shape, missing, pieces
+from quantkit.archs.tensors import Piece, Rule, Shape, missing, pieces, split_name
 from quantkit.errors import FormatError, UnsupportedError
 
 Entries = dict[str, tuple[Any, str]]
@@ -76,6 +77,7 @@ class Arch(ABC):
     hf: ClassVar[tuple[str, ...]]  # names in config.json "architectures"; the first is the one `export` writes
     model_type: ClassVar[str]  # config.json "model_type" of that first name
     rules: ClassVar[tuple[Rule, ...]]
+    ties_by_default: ClassVar[bool] = False  # what transformers assumes where config.json has no tie_word_embeddings
     EXAMPLE: ClassVar[dict[str, Any]]  # a tiny config.json
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -114,9 +116,7 @@ class Arch(ABC):
         Every tensor must be known and every needed one present; the error names those that are not. `lm_head` is left
         out where the config ties it to the embedding, as transformers ignores it there.
         """
-        kept = {name: shape for name, shape in shapes.items() if not IGNORED.search(name)}
-        stored = {self.canonical(name): name for name in kept}
-        entries = {key: value for key, (value, _) in self.metadata(config).items()}
+        stored = {self.canonical(name): name for name in shapes if not IGNORED.search(name)}
         if config.get("tie_word_embeddings", self.ties_by_default):
             stored.pop("lm_head.weight", None)
         elif "lm_head.weight" not in stored:
@@ -124,18 +124,10 @@ class Arch(ABC):
                 "the checkpoint has no lm_head.weight and config.json does not say tie_word_embeddings: true; "
                 "a shard is missing or config.json is wrong"
             )
-        found = pieces(
-            self.rules, {name: kept[stored[name]] for name in stored}, self.hparams(entries), to_gguf=True
-        )  # fmt: skip
-        self._check(stored, found, entries[f"{self.name}.block_count"], "checkpoint", to_gguf=True)
-        return [
-            Piece(
-                piece.name, piece.shape, tuple(stored[source] for source in piece.sources), piece.transform, piece.f32
-            )
-            for piece in found
-        ]
-
-    ties_by_default: ClassVar[bool] = False  # what transformers assumes where config.json does not say
+        hparams = self.hparams({key: value for key, (value, _) in self.metadata(config).items()})
+        found = pieces(self.rules, {name: shapes[stored[name]] for name in stored}, hparams, to_gguf=True)
+        self._check(stored, found, hparams.n_layer, "checkpoint", to_gguf=True)
+        return [replace(piece, sources=tuple(stored[source] for source in piece.sources)) for piece in found]
 
     def to_hf(self, hparams: HParams, shapes: Mapping[str, Shape]) -> list[Piece]:
         """The checkpoint tensors that a GGUF's tensors make."""
@@ -145,10 +137,10 @@ class Arch(ABC):
         return found
 
     def _check(self, names: Collection[str], found: list[Piece], n_layer: int, kind: str, *, to_gguf: bool) -> None:
-        known = {source for piece in found for source in piece.sources}
+        known = {source for piece in found for source in piece.sources if (split_name(source)[1] or 0) < n_layer}
         if unknown := sorted(set(names) - known):
             raise UnsupportedError(
-                f"{len(unknown)} tensor(s) of this {kind} are not known to architecture {self.name}: "
+                f"{len(unknown)} tensor(s) of this {kind} are not known to {self.name} of {n_layer} layers: "
                 f"{', '.join(unknown[:5])}{', …' if len(unknown) > 5 else ''}; "
                 f"the model is a variant that quantkit does not handle (add a rule to quantkit/archs/{self.name}.py)"
             )

@@ -51,7 +51,7 @@ def llama3_factors(parameters: Mapping[str, Any], dim: int) -> np.ndarray:
 def llama3_parameters(factors: np.ndarray, theta: float) -> dict[str, Any]:
     """The config.json values whose `llama3_factors` are these, found among those in use; they must fit to 1e-6."""
     dim, factor = 2 * len(factors), shortest(factors.max())
-    for low, high, log_old in itertools.product((1.0, 2.0), (4.0, 8.0), range(10, 21)):
+    for low, high, log_old in itertools.product((1.0, 2.0), (4.0, 8.0), range(5, 25)):
         found = {
             "rope_type": "llama3",
             "factor": factor,

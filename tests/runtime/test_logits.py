@@ -51,7 +51,7 @@ def transformers_logits(model: Model, tokens: list[int]) -> np.ndarray:
     from quantkit import archs
 
     hp, arch = model.hparams, archs.get("llama")
-    config = arch.config(model.metadata, model.weights.keys())
+    config = arch.config(model.metadata, model.weights)
     net = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval().to(torch.float32)
     shapes = {name: tensor.shape for name, tensor in model.weights.items()}
     state = {}

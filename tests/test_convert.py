@@ -1,0 +1,331 @@
+"""convert and export: checkpoints of transformers become GGUFs that compute the same, and come back bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import quantkit
+from quantkit import types
+from quantkit.convert import convert, prepare
+from quantkit.errors import DataError, FormatError, QuantkitError, UnknownNameError, UnsupportedError
+from quantkit.export import export
+from quantkit.files.gguf import GGUF
+from quantkit.files.gguf import open as open_gguf
+from quantkit.files.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
+from tests.archs.checkpoints import tiny
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}  # fmt: skip
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "head_dim": {"head_dim": 32},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "llama3": {"rope_parameters": LLAMA3, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+}
+
+
+def data(file: GGUF) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    return {name: (t.type.name, t.shape, t.data.tobytes()) for name, t in file.tensors.items()}
+
+
+def keys(file: GGUF, *without: str) -> dict[str, tuple[Any, str]]:
+    metadata = file.metadata
+    return {key: (metadata[key], metadata.kind(key)) for key in metadata if key not in without}
+
+
+# --------------------------------------------------------------------------------------------------- against references
+
+
+def log_probabilities(logits: np.ndarray) -> np.ndarray:
+    x = logits.astype(np.float64)
+    x -= x.max(1, keepdims=True)
+    return x - np.log(np.exp(x).sum(1, keepdims=True))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_file_computes_what_transformers_does(tmp_path: Path, variant: str) -> None:
+    """A checkpoint in transformers, its GGUF in quantkit and in the reference: float32 all.
+
+    The reference (wheel 0.1.5) ignores rope_freqs.weight: for the llama3 variant its logits are those of the model
+    without rope scaling, off by more than 5, so there it is no oracle.
+    """
+    torch = pytest.importorskip("torch")
+    model = tiny(tmp_path / "hf", **VARIANTS[variant])
+    convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+    tokens = np.random.default_rng(3).integers(2, 320, 100).tolist()
+    with torch.no_grad():
+        expected = log_probabilities(model(torch.tensor([tokens])).logits[0].numpy())
+    ours = log_probabilities(quantkit.load(tmp_path / "m.gguf").logits(tokens))
+    assert np.abs(ours - expected).max() < 1e-3
+    if variant != "llama3":
+        libllama = pytest.importorskip("tests.conformance.libllama")
+        with libllama.Llama(tmp_path / "m.gguf", n_ctx=128) as llama:
+            theirs = log_probabilities(llama.logits(tokens))
+        # Its cache is f16. Rows in a wrong order give differences above 1.
+        assert np.abs(theirs - expected).max() < 0.05
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_checkpoints_come_back_bit_for_bit(tmp_path: Path, variant: str, dtype: str) -> None:
+    tiny(tmp_path / "a", dtype, **VARIANTS[variant])
+    convert(tmp_path / "a", tmp_path / "m.gguf", "bf16" if dtype == "bfloat16" else "f32")
+    export(tmp_path / "m.gguf", tmp_path / "b")
+    before, after = open_checkpoint(tmp_path / "a").tensors, open_checkpoint(tmp_path / "b").tensors
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.shape == after[name].shape
+        np.testing.assert_array_equal(tensor.dequantize(), after[name].dequantize(), err_msg=name)
+        if len(tensor.shape) > 1:
+            assert tensor.dtype == after[name].dtype
+    convert(tmp_path / "b", tmp_path / "n.gguf", "bf16" if dtype == "bfloat16" else "f32")
+    assert data(open_gguf(tmp_path / "n.gguf")) == data(open_gguf(tmp_path / "m.gguf"))
+    # transformers writes head_dim even where it is the default; export writes it where the file says it
+    assert keys(open_gguf(tmp_path / "n.gguf")) == keys(open_gguf(tmp_path / "m.gguf"))
+
+
+def test_transformers_loads_what_is_exported(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = tiny(tmp_path / "a", **VARIANTS["llama3"])
+    convert(tmp_path / "a", tmp_path / "m.gguf", "f32")
+    export(tmp_path / "m.gguf", tmp_path / "b")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+    tokens = torch.tensor([np.random.default_rng(3).integers(2, 320, 100).tolist()])
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, again(tokens).logits)
+    ours = transformers.AutoTokenizer.from_pretrained(tmp_path / "b")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "a")
+    text = "The fox, 123 <|end|> naïve 你好"
+    assert ours(text).input_ids == theirs(text).input_ids
+    assert (ours.bos_token, ours.eos_token) == (theirs.bos_token, theirs.eos_token)
+
+
+# ------------------------------------------------------------------------------------------------------ the real model
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_q4_1: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 exported to a directory."""
+    directory = tmp_path_factory.mktemp("smollm2") / "hf"
+    export(smollm2_q4_1, directory, "bf16")
+    return directory
+
+
+def test_smollm2_there_and_back(smollm2: Path, smollm2_q4_1: Path, tmp_path: Path) -> None:
+    """bf16 values of the file's own, and all its keys."""
+    convert(smollm2, tmp_path / "m.gguf")
+    source, made = open_gguf(smollm2_q4_1), open_gguf(tmp_path / "m.gguf")
+    assert keys(made, "general.file_type") == keys(source, "general.file_type")
+    assert made.metadata["general.file_type"] == 32
+    assert made.tensors.keys() == source.tensors.keys()
+    bf16 = types.get("bf16")
+    for name, tensor in source.tensors.items():
+        if len(tensor.shape) == 1:
+            assert (made.tensors[name].type.name, made.tensors[name].data.tobytes()) == ("f32", tensor.data.tobytes())
+        elif "blk.0." in name or "blk.29." in name:
+            np.testing.assert_array_equal(made.tensors[name].data, bf16.quantize(tensor.dequantize()), err_msg=name)
+
+
+def test_float32_export_loses_nothing(smollm2_q4_1: Path, tmp_path: Path) -> None:
+    """Every decoded value of the quantized file is in the checkpoint; rows of q and k are in the other order."""
+    plan = export(smollm2_q4_1, tmp_path / "hf", dry_run=True)
+    assert {spec.dtype for spec in plan.specs} == {"F32"}
+    assert not (tmp_path / "hf").exists()
+    source = open_gguf(smollm2_q4_1)
+    wanted = {"model.layers.7.self_attn.k_proj.weight", "model.layers.7.mlp.down_proj.weight"}
+    made: dict[str, list[np.ndarray]] = {name: [] for name in wanted}
+    for name, job in plan.jobs():
+        if name in wanted:
+            made[name].append(job())
+    found = {name: np.concatenate([p.reshape(-1) for p in parts]).view("<f4") for name, parts in made.items()}
+    down = source.tensors["blk.7.ffn_down.weight"].dequantize()
+    np.testing.assert_array_equal(found["model.layers.7.mlp.down_proj.weight"], down.reshape(-1))
+    k = source.tensors["blk.7.attn_k.weight"].dequantize().reshape(3, 32, 2, 576).swapaxes(1, 2).reshape(-1)
+    np.testing.assert_array_equal(found["model.layers.7.self_attn.k_proj.weight"], k)
+
+
+def test_killed_at_any_moment_leaves_no_file(smollm2: Path, tmp_path: Path) -> None:
+    out = tmp_path / "m.gguf"
+    command = [sys.executable, "-m", "quantkit", "convert", str(smollm2), str(out), "--outtype", "f32"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not any(tmp_path.glob("m.gguf.partial-*")) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.005)
+    assert any(tmp_path.glob("m.gguf.partial-*")), "the conversion was over before it could be killed"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not out.exists()
+    convert(smollm2, out, "bf16")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+# ------------------------------------------------------------------------------------------------------ types and order
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny") / "Tiny-Llama"
+    tiny(directory, "bfloat16")
+    return directory
+
+
+@pytest.mark.parametrize(("outtype", "file_type"), [("auto", 32), ("bf16", 32), ("f16", 1), ("f32", 0), ("q8_0", 7)])
+def test_outtypes(checkpoint: Path, tmp_path: Path, outtype: str, file_type: int) -> None:
+    done = convert(checkpoint, tmp_path / "m.gguf", outtype)
+    made = open_gguf(tmp_path / "m.gguf")
+    name = "bf16" if outtype == "auto" else outtype
+    assert done.outtype.name == name
+    assert made.metadata["general.file_type"] == file_type
+    assert made.metadata["general.name"] == "Tiny-Llama"
+    for tensor in made.tensors.values():
+        assert tensor.type.name == ("f32" if len(tensor.shape) == 1 else name)
+    stored = open_checkpoint(checkpoint).tensors["model.layers.1.mlp.down_proj.weight"].dequantize()
+    expected = types.get(name).quantize(stored)
+    np.testing.assert_array_equal(made.tensors["blk.1.ffn_down.weight"].data, expected)
+
+
+def test_order_is_that_of_use(checkpoint: Path) -> None:
+    names = [spec.name for spec in prepare(checkpoint).specs]
+    assert (names[0], names[-2:]) == ("token_embd.weight", ["output_norm.weight", "output.weight"])
+    assert [name for name in names if name.endswith("attn_q.weight")] == ["blk.0.attn_q.weight", "blk.1.attn_q.weight"]
+
+
+def test_rows_that_do_not_fit_become_f16(tmp_path: Path) -> None:
+    tiny(tmp_path / "hf", intermediate_size=72)
+    done = convert(tmp_path / "hf", tmp_path / "m.gguf", "q8_0")
+    assert done.fallbacks == ["blk.0.ffn_down.weight", "blk.1.ffn_down.weight"]
+    made = open_gguf(tmp_path / "m.gguf").tensors
+    assert (made["blk.0.ffn_down.weight"].type.name, made["blk.0.ffn_up.weight"].type.name) == ("f16", "q8_0")
+
+
+def test_shards_and_threads_do_not_change_the_data(checkpoint: Path, tmp_path: Path) -> None:
+    convert(checkpoint, tmp_path / "one.gguf", "q8_0", threads=1)
+    done = convert(checkpoint, tmp_path / "many.gguf", "q8_0", split_max_bytes=40_000, threads=3)
+    assert len(done.paths) > 1
+    assert data(open_gguf(done.paths[0])) == data(open_gguf(tmp_path / "one.gguf"))
+
+
+def test_small_pieces_make_the_same_file(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert(checkpoint, tmp_path / "a.gguf", "f16")
+    monkeypatch.setattr("quantkit.files.pipeline.PIECE_ELEMENTS", 200)
+    convert(checkpoint, tmp_path / "b.gguf", "f16")
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+
+
+def test_dry_run_writes_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    done = convert(checkpoint, tmp_path / "m.gguf", dry_run=True)
+    assert done.n_params == sum(int(np.prod(spec.shape)) for spec in done.specs)
+    assert done.paths == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_model_card_and_general_keys(tmp_path: Path) -> None:
+    tiny(tmp_path / "hf")
+    card = "---\nlicense: mit\nlanguage:\n- en\n- de\ntags: []\nother:\n  - x\n---\n# A model\nlicense: none\n"
+    (tmp_path / "hf" / "README.md").write_text(card)
+    (tmp_path / "hf" / "gguf_metadata.json").write_text(
+        json.dumps({"general.author": "me", "general.languages": ["fr"]})
+    )
+    metadata = prepare(tmp_path / "hf").metadata
+    assert metadata["general.license"] == "mit"
+    assert metadata["general.author"] == "me"
+    assert metadata["general.languages"] == ["fr"]
+    assert metadata["general.size_label"] == f"{prepare(tmp_path / 'hf').n_params / 1000:.0f}K"
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+def edit(source: Path, target: Path, **config: Any) -> Path:
+    """A copy of a checkpoint with other settings in config.json; a value of None removes one."""
+    target.mkdir()
+    for path in source.iterdir():
+        (target / path.name).symlink_to(path)
+    content = json.loads((source / "config.json").read_text()) | config
+    (target / "config.json").unlink()
+    (target / "config.json").write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"architectures": ["FooForCausalLM"]}, UnsupportedError, "FooForCausalLM is not an architecture"),
+        ({"quantization_config": {"quant_method": "fp8"}}, UnsupportedError, r"quantized already \(fp8\)"),
+        ({"num_hidden_layers": 3}, FormatError, r"lacks 9 tensor\(s\): model\.layers\.2\."),
+        ({"num_hidden_layers": 1}, UnsupportedError, r"9 tensor\(s\) .* not known .* model\.layers\.1\."),
+        ({"vocab_size": 400}, FormatError, "has 320 rows, config.json a vocab_size of 400"),
+        ({"rms_norm_eps": None}, FormatError, "rms_norm_eps"),
+    ],
+)
+def test_what_cannot_be_converted_is_named(
+    checkpoint: Path, tmp_path: Path, change: dict[str, Any], error: type[QuantkitError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        convert(edit(checkpoint, tmp_path / "hf", **change), tmp_path / "m.gguf")
+    assert not (tmp_path / "m.gguf").exists()
+
+
+def test_bad_arguments(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match="outtype 'q4_1'"):
+        convert(checkpoint, tmp_path / "m.gguf", "q4_1")
+    with pytest.raises(FormatError, match="not a directory"):
+        convert(tmp_path / "none", tmp_path / "m.gguf")
+    with pytest.raises(FormatError, match=r"config\.json is missing"):
+        convert(tmp_path, tmp_path / "m.gguf")
+    with pytest.raises(UnknownNameError, match="dtype 'q8_0'"):
+        export(checkpoint, tmp_path / "x", "q8_0")
+
+
+def test_values_that_overflow_are_named(checkpoint: Path, tmp_path: Path) -> None:
+    """1e5 is a bfloat16 but not a half."""
+    source = edit(checkpoint, tmp_path / "hf")
+    stored = open_checkpoint(checkpoint)
+    bad = "model.layers.1.mlp.up_proj.weight"
+    (source / "model.safetensors").unlink()
+    specs = [CheckpointSpec(t.name, t.shape, "F32") for t in stored.tensors.values()]
+    with CheckpointWriter(source, specs) as writer:
+        for tensor in stored.tensors.values():
+            x = tensor.dequantize().copy()
+            if tensor.name == bad:
+                x[5, 3] = 1e5
+            writer.write(tensor.name, x.view(np.uint8))
+    with pytest.raises(DataError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        convert(source, tmp_path / "m.gguf", "f16")
+    assert not (tmp_path / "m.gguf").exists()
+    convert(source, tmp_path / "m.gguf", "bf16")
+
+
+def test_commands(checkpoint: Path, tmp_path: Path) -> None:
+    def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "quantkit", *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    out = tmp_path / "m.gguf"
+    done = run("convert", checkpoint, out, "--outtype", "q8_0", "--json")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert (record["outtype"], record["tensors"], record["paths"]) == ("q8_0", 21, [str(out)])
+    done = run("export", out, tmp_path / "hf")
+    assert done.returncode == 0, done.stderr
+    assert "21 tensors" in done.stdout
+    assert run("convert", tmp_path / "hf", tmp_path / "n.gguf", "--outtype", "q8_0").returncode == 0
+    again, before = open_gguf(tmp_path / "n.gguf"), open_gguf(out)
+    for name in ("blk.0.attn_q.weight", "output_norm.weight"):
+        np.testing.assert_array_equal(again.tensors[name].dequantize(), before.tensors[name].dequantize())
+    failed = run("convert", tmp_path / "none", out)
+    assert failed.returncode == 1
+    assert failed.stderr.startswith("error: ")

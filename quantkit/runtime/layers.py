@@ -17,14 +17,13 @@ import numpy as np
 
 from quantkit import jit
 from quantkit.archs import blocks
-from quantkit.errors import DataError, UnsupportedError
 from quantkit.files.gguf import Tensor
 from quantkit.runtime.cache import Cache
 from quantkit.runtime.kernels import reference
 
 FEW_TOKENS = 32  # batches up to this are bound by decoding, not by multiplying
 PANEL_ELEMENTS = 1 << 21  # decoded at a time for larger batches: 8 MiB, so that they stay in the last level of cache
-TILE_TOKENS = 256  # multiplied at a time
+TILE_TOKENS = TILE_ROWS = 256  # multiplied at a time, by each thread
 STRIP_ELEMENTS = 1 << 16  # decoded at a time for smaller ones, by each thread: 256 KiB, for its own cache
 QUERY_ROWS = 384  # of a head's scores worked on at a time
 KEY_ROWS = 512
@@ -68,10 +67,6 @@ class Linear:
     """
 
     def __init__(self, tensor: Tensor, numerics: str, threads: int, bias: np.ndarray | None = None):
-        if not tensor.type.has_codec:
-            raise UnsupportedError(f"{tensor.path}: tensor {tensor.name}: quantkit cannot decode {tensor.type.name}")
-        if len(tensor.shape) != 2:
-            raise DataError(f"{tensor.path}: tensor {tensor.name} has shape {tensor.shape}, expected (rows, columns)")
         self.tensor = tensor
         self.numerics = numerics
         self.threads = threads
@@ -79,13 +74,9 @@ class Linear:
         group = tensor.type.interleave
         self.panel_rows = max(group, PANEL_ELEMENTS // self.columns // group * group)
         self.bias = bias
-        if bias is not None and bias.shape != (self.rows,):
-            raise DataError(f"{tensor.path}: {tensor.name} has {self.rows} rows, its bias {bias.size} elements")
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
         """float32[tokens, rows] of float32[tokens, columns]."""
-        if x.shape[1] != self.columns:
-            raise DataError(f"{self.tensor.name}: rows of {self.columns} columns, activations of {x.shape[1]}")
         out = np.empty((len(x), self.rows), np.float32)
         if len(x) <= FEW_TOKENS:
             self._row_by_row(x, out)
@@ -107,7 +98,7 @@ class Linear:
         def task(begin: int, end: int) -> None:
             for start in range(begin, end, step):
                 stop = min(end, start + step)
-                np.matmul(x, self._decoded(start, stop, 1).T, out=out[:, start:stop])
+                _product(x, self._decoded(start, stop, 1).T, out[:, start:stop])
 
         group = self.tensor.type.interleave
         step = max(group, STRIP_ELEMENTS // self.columns // group * group)
@@ -123,18 +114,21 @@ class Linear:
 
 
 def _multiply(x: np.ndarray, panel: np.ndarray, out: np.ndarray, threads: int) -> None:
-    """out = x panel^T in tiles, twice as many as threads: one that is held up does not hold up the others."""
-    token_tiles = -(-len(x) // TILE_TOKENS)
-    row_tiles = -(-2 * threads // token_tiles)
-    rows = -(-len(panel) // row_tiles)
-    tiles = [(t, r) for r in range(0, len(panel), rows) for t in range(0, len(x), TILE_TOKENS)]
+    """out = x panel^T in tiles. Their size is the same for any number of threads, and so are the results."""
+    tiles = [(t, r) for r in range(0, len(panel), TILE_ROWS) for t in range(0, len(x), TILE_TOKENS)]
 
     def task(begin: int, end: int) -> None:
         for t, r in tiles[begin:end]:
-            a, b = slice(t, t + TILE_TOKENS), slice(r, r + rows)
-            np.matmul(x[a], panel[b].T, out=out[a, b])
+            a, b = slice(t, t + TILE_TOKENS), slice(r, r + TILE_ROWS)
+            _product(x[a], panel[b].T, out[a, b])
 
     jit.over_rows(task, len(tiles), threads=threads)
+
+
+def _product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """a @ b without a word about NaN and Inf, which the model looks for itself."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.matmul(a, b, out=out)
 
 
 def embed(tensor: Tensor, tokens: np.ndarray) -> np.ndarray:
@@ -259,10 +253,10 @@ def _attend_head(
     for key in range(max(0, position + 1 - window), position + tokens, KEY_ROWS):
         end = min(key + KEY_ROWS, position + tokens)
         keys = _columns(span.cache.k[layer][key:end], head, part.head_dim_k, "keys")
-        scores = np.matmul(queries, keys.T, out=_scratch("scores", (tokens * group, end - key)))
+        scores = _product(queries, keys.T, _scratch("scores", (tokens * group, end - key)))
         reference.softmax_step(scores, group, position - key, window, top, total, acc)
         values = _columns(span.cache.v[layer][key:end], head, part.head_dim_v, "values")
-        acc += np.matmul(scores, values, out=_scratch("products", acc.shape))
+        acc += _product(scores, values, _scratch("products", acc.shape))
     acc /= total[:, None]
     out.reshape(len(out), part.heads, -1)[first:stop, mine] = acc.reshape(tokens, group, -1)
 

@@ -289,13 +289,18 @@ class Model:
         return ids
 
     def _check_weights(self) -> None:
-        """FormatError when a tensor that the blocks name is not there or not of the shape they need."""
+        """FormatError when a tensor that the blocks name is not there or not of the shape they need.
+
+        UnsupportedError when it is of a type that cannot be decoded.
+        """
         for name, shape in _needed(self.hparams, self.blocks, self.head):
             tensor = self.weights.get(name)
             if tensor is None:
                 raise FormatError(f"{self.path}: tensor {name} is missing; the file is incomplete")
             if tensor.shape != shape:
                 raise FormatError(f"{self.path}: tensor {name} has shape {tensor.shape}, the metadata say {shape}")
+            if not tensor.type.has_codec:
+                raise UnsupportedError(f"{tensor.path}: tensor {name}: quantkit cannot decode {tensor.type.name} yet")
 
     # ----------------------------------------------------------------------------------------------------- the tripwire
 

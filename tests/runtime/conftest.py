@@ -73,6 +73,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     f32 = types.get("f32")
     with gguf.Writer(path, metadata, [gguf.TensorSpec(n, s, f32) for n, s in shapes.items()]) as writer:
         for name, shape in shapes.items():
-            x = rng.standard_normal(shape, np.float32) * np.float32(0.3 if len(shape) == 2 else 0.1)
+            x = rng.standard_normal(shape, np.float32) * np.float32(0.07 if len(shape) == 2 else 0.1)
             writer.write(name, (x + np.float32(len(shape) == 1)).reshape(-1, shape[-1]).view(np.uint8))
     return path

@@ -294,6 +294,15 @@ class Emit:
         is_set = self.builder.icmp_unsigned("!=", masked.ir, self.zero(v.type).ir)
         return Value(self, self.builder.select(is_set, self.constant(v.type, number).ir, self.zero(v.type).ir))
 
+    def between(self, v: Value, first: Value, last: Value) -> Value:
+        """Where first <= v < last, signed integers: what `choose` takes."""
+        low, high = (self.builder.icmp_signed(op, v.ir, b.ir) for op, b in ((">=", first), ("<", last)))
+        return Value(self, self.builder.and_(low, high))
+
+    def choose(self, where: Value, a: Value, b: Value) -> Value:
+        """Lanes of `a` where it holds, of `b` elsewhere."""
+        return Value(self, self.builder.select(where.ir, a.ir, b.ir))
+
     # ---------------------------------------------------------------------------------------------------- arithmetic
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
@@ -481,7 +490,7 @@ def emitted(returns: str) -> Callable[[Callable], Any]:
     return decorate
 
 
-# ----------------------------------------------------------------------------------------- what plain kernels need of it
+# ---------------------------------------------------------------------------------------- what plain kernels need of it
 
 
 @emitted("int64")

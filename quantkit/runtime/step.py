@@ -1,9 +1,9 @@
-"""One token through a whole model in one compiled walk, for `fast` numerics.
+"""A model for `fast` numerics: its blocks laid out once as lists of operations that all threads walk together.
 
-A `Step` lays a model's blocks out once as a list of operations (kernels/cpu/ops.py, attention.py) on fixed buffers; a
-token is then one call, in which all threads walk the list (kernels/cpu/walk.py). Per block, with waits where | stands:
+`Step` runs one token, `Prompt` a batch (kernels/cpu/walk.py, ops.py, batch.py). Per block, with waits where | stands:
 
-    norm, q, k, v | attention | join, out, add | norm, gate, up, swiglu | down, add |
+    Step      norm, q, k, v | attention | join, out, add | norm, gate, up, swiglu | down, add |
+    Prompt    norm | q, k, v | rope, cache | attention | quantize | out, add | norm | gate, up | swiglu | down, add |
 
 Weights are read as they lie in the file. Activations are quantized to 8 bits in blocks of 32 before each product with a
 quantized matrix; products with F32, F16 and BF16 matrices keep them in float32.
@@ -11,8 +11,7 @@ quantized matrix; products with F32, F16 and BF16 matrices keep them in float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -21,17 +20,18 @@ from quantkit.files.gguf import Tensor
 from quantkit.runtime import layers
 from quantkit.runtime.cache import Cache
 from quantkit.runtime.kernels import table
-from quantkit.runtime.kernels.cpu import ops
+from quantkit.runtime.kernels.cpu import attention, batch, gemm, ops
 from quantkit.runtime.kernels.cpu.activations import activation_bytes
-from quantkit.runtime.kernels.cpu.attention import PARAMETERS as ATTENTION
-from quantkit.runtime.kernels.cpu.attention import attention, scratch_bytes
-from quantkit.runtime.kernels.cpu.walk import crew
+from quantkit.runtime.kernels.cpu.walk import OpList
 
+BATCH_TOKENS = 512  # of a prompt at a time: the weights are unpacked once for all of them
 _ROWS = 32  # shares of a matrix are multiples of so many rows: whole blocks of what is quantized next
 
+Weights = Mapping[str, Tensor]
 
-def obstacle(weights: dict[str, Tensor], parts: Sequence[blocks.Block], head: blocks.Head) -> str | None:
-    """Why these blocks cannot be laid out as a Step; None when they can."""
+
+def obstacle(weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head) -> str | None:
+    """Why these blocks cannot be laid out here; None when they can."""
     linears = [head.output]
     for part in (part for block in parts for part in block.parts):
         if isinstance(part, blocks.Attention):
@@ -48,47 +48,41 @@ def obstacle(weights: dict[str, Tensor], parts: Sequence[blocks.Block], head: bl
             return f"no kernel for {tensor.type.name} ({linear.weight})"
         if tensor.shape[1] % 32:
             return f"rows of {tensor.shape[1]} columns are not a multiple of 32 ({linear.weight})"
+        if tensor.shape[0] % tensor.type.interleave:
+            return f"{tensor.shape[0]} rows are not whole groups of {tensor.type.interleave} ({linear.weight})"
     return None
 
 
-class Step:
-    """`step(token, cache) -> float32[vocab]`: logits after one more token, which the cache then holds.
+class _Laid:
+    """What Step and Prompt share: the walk over the blocks, and the operations that look into a cache."""
 
-    weights     the model's tensors by name; parts, head: its description
-    n_ctx       positions to make rope tables for; they grow when a cache is larger
-    """
-
-    def __init__(self, weights: dict[str, Tensor], parts: Sequence[blocks.Block], head: blocks.Head, threads: int):
+    def __init__(self, weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head, threads: int):
         self._weights = weights
         self._parts = parts
-        self._embedding = weights[head.embedding]
+        self._head = head
         self._threads = threads
-        self._ops: list[tuple[int, int, int]] = []
-        self._alive: list[Any] = []  # what the operations point to
-        self._attentions: list[tuple[int, blocks.Attention, np.ndarray]] = []
-        self._state = np.zeros(1, np.int64)
+        self._rope_tables: dict[blocks.Rope, tuple[np.ndarray, np.ndarray]] = {}
         self._cache: Cache | None = None
         self._kind = ""
-        self._buffers: dict[tuple[str, int], np.ndarray] = {}
-        self._head = head
-
-    # ------------------------------------------------------------------------------------------------------- running
-
-    def __call__(self, token: int, cache: Cache) -> np.ndarray:
-        """float32[vocab], a fresh array. The caller has seen to it that the cache has room."""
-        if cache is not self._cache:
-            self._use(cache)
-        self._x[:] = layers.embed(self._embedding, np.array([token]))[0]
-        self._state[0] = cache.length
-        crew(self._threads).walk(self._list)
-        cache.length += 1
-        return self._logits.copy()
+        self.vocab, self.n_embd = weights[head.embedding].shape
 
     def _use(self, cache: Cache) -> None:
-        """Point the attention operations to another cache."""
+        """Point the operations to another cache; lay them out first, or anew for another type of cache."""
+        if cache is self._cache:
+            return
         if cache.cache_type != self._kind:
-            self._lay_out(cache.cache_type)
-        for layer, part, parameters in self._attentions:
+            self._kind = cache.cache_type
+            self._looking: list[tuple[int, blocks.Attention, tuple[str, ...], np.ndarray]] = []
+            self._ops = OpList(self._threads)
+            self._begin()
+            for block in self._parts:
+                for part in block.parts:
+                    if isinstance(part, blocks.Attention):
+                        self._attention(block.layer, part)
+                    else:
+                        self._feed_forward(part)
+            self._end()
+        for layer, part, names, parameters in self._looking:
             cos, sin = self._tables(part.rope, cache.n_ctx)
             values = {
                 "cos": cos.ctypes.data,
@@ -97,8 +91,8 @@ class Step:
                 "v_cache": cache.v[layer].ctypes.data,
                 "window": part.window or cache.n_ctx,
             }
-            for name, value in values.items():
-                parameters[ATTENTION.index(name)] = value
+            for name in values.keys() & set(names):
+                parameters[names.index(name)] = values[name]
         self._cache = cache
 
     def _tables(self, rope: blocks.Rope, n_ctx: int) -> tuple[np.ndarray, np.ndarray]:
@@ -108,117 +102,207 @@ class Step:
             held = self._rope_tables[rope] = layers.rope_tables(rope, n_ctx, factors)
         return held
 
-    # -------------------------------------------------------------------------------------------------- the operations
+    def _look(self, layer: int, part: blocks.Attention, function: int, names: tuple[str, ...], **values: int) -> None:
+        """Append an operation on a layer's cache."""
+        self._looking.append((layer, part, names, self._ops.add(function, names, wait=True, **values)))
 
-    def _lay_out(self, cache_type: str) -> None:
-        self._ops, self._alive, self._attentions = [], [], []
-        self._rope_tables: dict[blocks.Rope, tuple[np.ndarray, np.ndarray]] = {}
-        self._kind = cache_type
-        rows, n_embd = self._embedding.shape
-        self._x, self._logits = self._floats(n_embd), self._floats(rows)
-        for block in self._parts:
-            for part in block.parts:
-                if isinstance(part, blocks.Attention):
-                    self._attention(block.layer, part)
-                else:
-                    self._feed_forward(part)
-        normed = self._norm(self._head.norm)
-        self._matvec(self._head.output, normed, self._logits, wait=True)
-        self._list = np.array(self._ops, np.int64)
+    def _vector(self, name: str | None) -> int:
+        """Address of a norm's weight or a bias; 0 for None."""
+        return self._ops.keep(layers.vector(self._weights[name])).ctypes.data if name else 0
+
+    def _rows(self, linear: blocks.Linear) -> int:
+        return self._weights[linear.weight].shape[0]
+
+    def _begin(self) -> None:
+        raise NotImplementedError
+
+    def _attention(self, layer: int, part: blocks.Attention) -> None:
+        raise NotImplementedError
+
+    def _feed_forward(self, part: blocks.FeedForward) -> None:
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        raise NotImplementedError
+
+
+def _rope_values(part: blocks.Attention) -> dict[str, int]:
+    """How the kernels are told which elements make a pair."""
+    adjacent = part.rope.style == "norm"
+    return {
+        "rope_dim": part.rope.dim,
+        "step": 2 if adjacent else 1,
+        "pair": 1 if adjacent else part.rope.dim // 2,
+        "kv_heads": part.kv_heads,
+    }
+
+
+class Step(_Laid):
+    """One token: `step(token, cache) -> float32[vocab]`, the logits after it; the cache then holds it."""
+
+    def __call__(self, token: int, cache: Cache) -> np.ndarray:
+        """A fresh array. The caller has seen to it that the cache has room."""
+        self._use(cache)
+        self._x[:] = layers.embed(self._weights[self._head.embedding], np.array([token]))[0]
+        self._state[0] = cache.length
+        self._ops.run()
+        cache.length += 1
+        return self._logits.copy()
+
+    def _begin(self) -> None:
+        self._state = np.zeros(1, np.int64)
+        self._x, self._logits = np.zeros(self.n_embd, np.float32), np.zeros(self.vocab, np.float32)
+
+    def _end(self) -> None:
+        self._matvec(self._head.output, self._norm(self._head.norm), self._logits.ctypes.data, wait=True)
 
     def _attention(self, layer: int, part: blocks.Attention) -> None:
         normed = self._norm(part.norm)
-        q, k, v = (self._floats(self._weights[linear.weight].shape[0]) for linear in (part.q, part.k, part.v))
+        q, k, v = (self._ops.buffer(name, 4 * self._rows(getattr(part, name))) for name in "qkv")
         self._matvec(part.q, normed, q)
         self._matvec(part.k, normed, k)
         self._matvec(part.v, normed, v, wait=True)
         group = part.heads // part.kv_heads
-        stride = -(-scratch_bytes(part.heads, part.head_dim_k, group) // 64) * 64
-        partial = self._floats(self._threads * part.heads * (part.head_dim_v + 2))
-        norm_style = part.rope.style == "norm"
-        values = {
-            "state": self._state.ctypes.data,
-            "q": q.ctypes.data,
-            "k": k.ctypes.data,
-            "v": v.ctypes.data,
-            "rope_dim": part.rope.dim,
-            "step": 2 if norm_style else 1,
-            "pair": 1 if norm_style else part.rope.dim // 2,
-            "kv_heads": part.kv_heads,
-            "scale": self._constant(part.scale),
-            "partial": partial.ctypes.data,
-            "scratch": self._buffer("attention", self._threads * stride).ctypes.data,
-            "stride": stride,
-        }
-        kernel = attention(group, part.head_dim_k, part.head_dim_v, int(self._kind == "f16"))
-        parameters = self._op(kernel.address, [values.get(name, 0) for name in ATTENTION], wait=True)
-        self._attentions.append((layer, part, parameters))
+        scratch, stride = self._ops.private("scratch", attention.scratch_bytes(part.heads, part.head_dim_k, group))
+        partial = self._ops.buffer("partial", 4 * self._threads * part.heads * (part.head_dim_v + 2))
+        kernel = attention.attention(group, part.head_dim_k, part.head_dim_v, int(self._kind == "f16"))
+        self._look(
+            layer, part, kernel.address, attention.PARAMETERS, state=self._state.ctypes.data, q=q, k=k, v=v,
+            scale=self._ops.constant(part.scale), partial=partial, scratch=scratch, stride=stride, **_rope_values(part),
+        )  # fmt: skip
         joined = self._private("joined", part.heads * part.head_dim_v)
-        self._op(ops.combine.address, [partial.ctypes.data, part.heads, part.head_dim_v, *joined])
-        self._matvec(part.out, joined, self._floats(len(self._x)), residual=True, wait=True)
+        self._ops.add(
+            ops.combine.address, ops.COMBINE, partial=partial, heads=part.heads, dim=part.head_dim_v,
+            buffer=joined[0], stride=joined[1],
+        )  # fmt: skip
+        self._matvec(part.out, joined, self._ops.buffer("added", 4 * self.n_embd), residual=True, wait=True)
 
     def _feed_forward(self, part: blocks.FeedForward) -> None:
-        normed = self._norm(part.norm)
-        n_ff = self._weights[part.gate.weight].shape[0]
-        gate, up = self._buffer("gate", 4 * n_ff), self._buffer("up", 4 * n_ff)
+        normed, n_ff = self._norm(part.norm), self._rows(part.gate)
+        gate, up = self._ops.buffer("gate", 4 * n_ff), self._ops.buffer("up", 4 * n_ff)
         self._matvec(part.gate, normed, gate)
         self._matvec(part.up, normed, up)
-        hidden = self._buffer("hidden", activation_bytes(n_ff)).ctypes.data
-        self._op(ops.swiglu.address, [gate.ctypes.data, up.ctypes.data, n_ff, _ROWS, hidden], wait=True)
-        self._matvec(part.down, (hidden, 0), self._floats(len(self._x)), residual=True, wait=True)
-
-    def _norm(self, norm: blocks.Norm) -> tuple[int, int]:
-        """Address and stride of the threads' buffers with the normed x."""
-        weight = self._keep(layers.vector(self._weights[norm.weight]))
-        normed = self._private("normed", len(self._x))
-        self._op(
-            ops.norm.address,
-            [self._x.ctypes.data, weight.ctypes.data, len(self._x), self._constant(norm.eps), *normed],
+        hidden = self._ops.buffer("hidden", activation_bytes(n_ff))
+        self._ops.add(
+            ops.swiglu.address, ops.SWIGLU, wait=True, gate=gate, up=up, n=n_ff, multiple=_ROWS, buffer=hidden
         )
-        return normed
-
-    def _matvec(
-        self,
-        linear: blocks.Linear,
-        buffer: tuple[int, int],
-        out: np.ndarray,
-        residual: bool = False,
-        wait: bool = False,
-    ) -> None:
-        tensor = self._weights[linear.weight]
-        rows, columns = tensor.shape
-        kernel = table.product(tensor.type)
-        assert kernel is not None
-        bias = self._keep(layers.vector(self._weights[linear.bias])).ctypes.data if linear.bias else 0
-        added = self._x.ctypes.data if residual else 0
-        values = [kernel.address, self._keep(tensor.data).ctypes.data, columns, rows, _ROWS, *buffer, out.ctypes.data]
-        self._op(ops.matvec.address, [*values, bias, added], wait)
-
-    def _op(self, function: int, parameters: list[int], wait: bool = False) -> np.ndarray:
-        held = self._keep(np.array(parameters, np.int64))
-        self._ops.append((function, held.ctypes.data, int(wait)))
-        return held
-
-    # ------------------------------------------------------------------------------------------------------- memory
-
-    def _keep(self, array: np.ndarray) -> np.ndarray:
-        self._alive.append(array)
-        return array
-
-    def _floats(self, n: int) -> np.ndarray:
-        return self._keep(np.zeros(n, np.float32))
-
-    def _constant(self, value: float) -> int:
-        return self._keep(np.array([value], np.float32)).ctypes.data
-
-    def _buffer(self, name: str, nbytes: int) -> np.ndarray:
-        """Working memory; operations of one name in different blocks share it."""
-        key = (name, nbytes)
-        if key not in self._buffers:
-            self._buffers[key] = self._keep(np.zeros(nbytes, np.uint8))
-        return self._buffers[key]
+        self._matvec(part.down, (hidden, 0), self._ops.buffer("added", 4 * self.n_embd), residual=True, wait=True)
 
     def _private(self, name: str, n: int) -> tuple[int, int]:
-        """Address and stride of one activation buffer a thread."""
-        stride = -(-activation_bytes(n) // 64) * 64
-        return self._buffer(name, self._threads * stride).ctypes.data, stride
+        """One activation buffer a thread."""
+        return self._ops.private(name, activation_bytes(n))
+
+    def _norm(self, norm: blocks.Norm) -> tuple[int, int]:
+        """Append the norm of x; address and stride of the threads' buffers it ends in."""
+        buffer, stride = self._private("normed", self.n_embd)
+        self._ops.add(
+            ops.norm.address, ops.NORM, x=self._x.ctypes.data, weight=self._vector(norm.weight), n=self.n_embd,
+            eps=self._ops.constant(norm.eps), buffer=buffer, stride=stride,
+        )  # fmt: skip
+        return buffer, stride
+
+    def _matvec(
+        self, linear: blocks.Linear, buffer: tuple[int, int], out: int, residual: bool = False, wait: bool = False
+    ) -> None:
+        tensor = self._weights[linear.weight]
+        weights = self._ops.keep(tensor.data).ctypes.data
+        kernel = table.product(tensor.type)
+        assert kernel is not None
+        self._ops.add(
+            ops.matvec.address, ops.MATVEC, wait, kernel=kernel.address, weights=weights, n=tensor.shape[1],
+            rows=tensor.shape[0], multiple=_ROWS, buffer=buffer[0], stride=buffer[1], out=out,
+            bias=self._vector(linear.bias), residual=self._x.ctypes.data if residual else 0,
+        )  # fmt: skip
+
+
+class Prompt(_Laid):
+    """A batch: `prompt(tokens, cache) -> float32[tokens, n_embd]` before the output norm; the cache then holds them."""
+
+    def __call__(self, tokens: np.ndarray, cache: Cache) -> np.ndarray:
+        """At most BATCH_TOKENS tokens; a view that the next call overwrites."""
+        self._use(cache)
+        count = len(tokens)
+        self._x[:count] = layers.embed(self._weights[self._head.embedding], tokens)
+        self._state[:] = cache.length, count, 0
+        self._ops.run()
+        cache.length += count
+        return self._x[:count]
+
+    def _begin(self) -> None:
+        self._state = self._ops.keep(np.zeros(3, np.int64))
+        self._x = np.zeros((BATCH_TOKENS, self.n_embd), np.float32)
+
+    def _end(self) -> None:
+        pass
+
+    @property
+    def _counted(self) -> int:
+        """Address of the number of tokens."""
+        return self._state.ctypes.data + batch.TOKENS
+
+    def _floats(self, name: str, n: int) -> int:
+        return self._ops.buffer(name, 4 * BATCH_TOKENS * n)
+
+    def _attention(self, layer: int, part: blocks.Attention) -> None:
+        ops, state = self._ops, self._state.ctypes.data
+        normed = self._norm(part.norm, (part.q, part.k, part.v))
+        q, k, v = (self._floats(name, self._rows(getattr(part, name))) for name in "qkv")
+        self._multiply(part.q, normed, q)
+        self._multiply(part.k, normed, k)
+        self._multiply(part.v, normed, v, wait=True)
+        group, half = part.heads // part.kv_heads, int(self._kind == "f16")
+        scratch, stride = ops.private("turned", 4 * part.kv_heads * part.head_dim_k)
+        self._look(
+            layer, part, batch.rope.address, batch.ROPE, state=state, q=q, k=k, v=v, scale=ops.constant(part.scale),
+            group=group, dim_k=part.head_dim_k, dim_v=part.head_dim_v, width=2 if half else 4, scratch=scratch,
+            stride=stride, **_rope_values(part),
+        )  # fmt: skip
+        scratch, stride = ops.private("pieces", batch.attention_scratch_bytes(group, part.head_dim_k, part.head_dim_v))
+        width = part.heads * part.head_dim_v
+        out = self._floats("attended", width)
+        kernel = batch.attention(group, part.head_dim_k, part.head_dim_v, half)
+        self._look(
+            layer, part, kernel.address, batch.ATTENTION, state=state, q=q, kv_heads=part.kv_heads, out=out,
+            scratch=scratch, stride=stride,
+        )  # fmt: skip
+        self._multiply(part.out, self._ready(out, width, (part.out,)), self._x.ctypes.data, add=1, wait=True)
+
+    def _feed_forward(self, part: blocks.FeedForward) -> None:
+        normed, n_ff = self._norm(part.norm, (part.gate, part.up)), self._rows(part.gate)
+        gate, up = self._floats("gate", n_ff), self._floats("up", n_ff)
+        self._multiply(part.gate, normed, gate)
+        self._multiply(part.up, normed, up, wait=True)
+        self._ops.add(
+            batch.swiglu.address, batch.SWIGLU, state=self._state.ctypes.data, gate=gate, up=up, n=n_ff, out=gate
+        )
+        self._multiply(part.down, self._ready(gate, n_ff, (part.down,)), self._x.ctypes.data, add=1, wait=True)
+
+    def _norm(self, norm: blocks.Norm, readers: Sequence[blocks.Linear]) -> tuple[int, int]:
+        out = self._floats("normed", self.n_embd)
+        self._ops.add(
+            batch.norm.address, batch.NORM, state=self._state.ctypes.data, x=self._x.ctypes.data,
+            weight=self._vector(norm.weight), n=self.n_embd, eps=self._ops.constant(norm.eps), out=out,
+        )  # fmt: skip
+        return self._ready(out, self.n_embd, readers)
+
+    def _ready(self, x: int, n: int, readers: Sequence[blocks.Linear]) -> tuple[int, int]:
+        """Make x what the readers multiply: addresses of float32 rows and, for those that take them, of tiles."""
+        tiles = self._ops.buffer("tiles", gemm.activation_bytes(n, BATCH_TOKENS))
+        self._ops.add(
+            gemm.quantize_tiles.address, gemm.QUANTIZE, wait=True, x=x, n=n, tokens=self._counted, tiles=tiles
+        )
+        return x, tiles
+
+    def _multiply(
+        self, linear: blocks.Linear, given: tuple[int, int], out: int, add: int = 0, wait: bool = False
+    ) -> None:
+        tensor = self._weights[linear.weight]
+        rows, n = tensor.shape
+        how = table.batch(tensor.type)
+        assert how is not None
+        scratch, stride = self._ops.private("panels", how.scratch_bytes(n))
+        self._ops.add(
+            how.kernel(add).address, gemm.MULTIPLY, wait, weights=self._ops.keep(tensor.data).ctypes.data, n=n,
+            rows=rows, tokens=self._counted, x=given[how.quantized], out=out, bias=self._vector(linear.bias),
+            scratch=scratch, stride=stride,
+        )  # fmt: skip

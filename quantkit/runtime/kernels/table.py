@@ -1,15 +1,85 @@
 """Which kernel computes with which type on this machine's CPU.
 
-product(type)            C function: weights times one vector (kernels/cpu/matvec.py), or None
+product(type)               weights times one vector, a C function of kernels/cpu/matvec.py; None where there is none
+batch(type)                 how a batch is multiplied: in integers (gemm.py) or in float32 (floats.py), or None
+linear(tensor, threads)     a callable for batches that quantizes activations; None where decoded panels and BLAS
+                            are as fast, or the type has no kernel
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from quantkit import jit
+from quantkit.files.gguf import Tensor
 from quantkit.jit import Callback
-from quantkit.runtime.kernels.cpu import matvec
+from quantkit.runtime.kernels.cpu import floats, gemm, matvec
+from quantkit.runtime.kernels.cpu.formats import FORMATS
+from quantkit.runtime.kernels.cpu.walk import OpList
 from quantkit.types import QuantType
 
 
 def product(kind: QuantType) -> Callback | None:
-    """The matrix-vector function of a type; None for types that only `reference` computes with."""
     return matvec.product(kind.ggml_type)
+
+
+class Batch(NamedTuple):
+    """`kernel(add)` is the operation out (+)= W x; `quantized`: x are tiles of gemm.py, not float32 rows."""
+
+    quantized: bool
+    kernel: Callable[[int], Callback]
+    scratch_bytes: Callable[[int], int]  # of each thread, for rows of n
+
+
+def batch(kind: QuantType) -> Batch | None:
+    number = kind.ggml_type
+    found = FORMATS.get(number)
+    if found is not None and _integers_are_faster(found.largest):
+        return Batch(True, lambda add: _there(gemm.multiply(number, add)), lambda n: gemm.scratch_bytes(found, n))
+    if floats.multiply(number, 0) is None:
+        return None
+    return Batch(False, lambda add: _there(floats.multiply(number, add)), floats.scratch_bytes)
+
+
+def _integers_are_faster(largest: int) -> bool:
+    """Without VNNI, codes above 127 overflow the 16-bit sums of the byte product and take four instructions."""
+    return jit.isa() == "avx512vnni" or largest <= 127
+
+
+def _there(callback: Callback | None) -> Callback:
+    assert callback is not None
+    return callback
+
+
+def linear(tensor: Tensor, threads: int) -> Callable[[np.ndarray], np.ndarray] | None:
+    """float32[tokens, n] -> float32[tokens, rows] with activations quantized, for `fast` numerics."""
+    how = batch(tensor.type)
+    rows, n = tensor.shape
+    if how is None or not how.quantized or n % 32 or rows % tensor.type.interleave:
+        return None
+    ops, data = OpList(threads), tensor.data
+    count = ops.keep(np.zeros(1, np.int64))
+    scratch, stride = ops.private("scratch", how.scratch_bytes(n))
+    tokens = count.ctypes.data
+    quantize = ops.add(gemm.quantize_tiles.address, gemm.QUANTIZE, wait=True, n=n, tokens=tokens)
+    multiply = ops.add(
+        how.kernel(0).address, gemm.MULTIPLY, weights=data.ctypes.data, n=n, rows=rows, tokens=tokens,
+        scratch=scratch, stride=stride,
+    )  # fmt: skip
+
+    def run(x: np.ndarray) -> np.ndarray:
+        x = np.ascontiguousarray(x, np.float32)
+        out = np.empty((len(x), rows), np.float32)
+        tiles = np.empty(gemm.activation_bytes(n, len(x)), np.uint8)
+        count[0] = len(x)
+        quantize[gemm.QUANTIZE.index("x")] = x.ctypes.data
+        quantize[gemm.QUANTIZE.index("tiles")] = multiply[gemm.MULTIPLY.index("x")] = tiles.ctypes.data
+        multiply[gemm.MULTIPLY.index("out")] = out.ctypes.data
+        ops.run()
+        return out
+
+    run.weights = data  # type: ignore[attr-defined]  # what the operations point to stays alive with the function
+    return run

@@ -170,21 +170,9 @@ def attention(group: int, dim_k: int, dim_v: int, half: int) -> Callback:
                 many = min(CHUNK, end - at)
                 keys = k_cache + at * k_stride + head * dim_k * width
                 values = v_cache + at * v_stride + head * dim_v * width
-                chunk_scores(
-                    queries + head * group * dim_k * 4,
-                    keys,
-                    k_stride,
-                    many,
-                    group,
-                    dim_k,
-                    half,
-                    scores,
-                    values,
-                    v_stride,
-                )
+                mine = queries + head * group * dim_k * 4
+                chunk_scores(mine, keys, k_stride, many, group, dim_k, half, scores)
                 chunk_softmax(scores, many, group, dim_v, result)
-                chunk_values(
-                    scores, values, v_stride, many, group, dim_v, half, result, keys + CHUNK * k_stride, k_stride
-                )
+                chunk_values(scores, values, v_stride, many, group, dim_v, half, result)
 
     return run

@@ -24,11 +24,12 @@ from __future__ import annotations
 import functools
 
 from quantkit import jit
-from quantkit.jit import Callback, callback
+from quantkit.jit import Callback, callback, kernel
 from quantkit.runtime.kernels.cpu.activations import quantize_block
+from quantkit.runtime.kernels.cpu.floats import add_bias, copy_tile
 from quantkit.runtime.kernels.cpu.formats import FORMATS, Format, LaneUnit
 from quantkit.runtime.kernels.cpu.ops import SIGNATURE, split
-from quantkit.simd import F32, I8, I32, Emit, Value, emitted, floats, load_int, vector
+from quantkit.simd import F32, I8, I32, Emit, Value, emitted, load_int, vector
 
 LANES = 16
 PANELS = 2  # P
@@ -52,8 +53,9 @@ def scratch_bytes(f: Format, n: int) -> int:
     return PANELS * (n // 32 * record_bytes(f) + 4 * LANES * tile_tokens())
 
 
-def activation_tile_bytes(n: int) -> int:
-    return 48 * tile_tokens() * (n // 32)
+def activation_bytes(n: int, tokens: int) -> int:
+    """Of the tiles of so many tokens."""
+    return -(-tokens // tile_tokens()) * 48 * tile_tokens() * (n // 32)
 
 
 # ---------------------------------------------------------------------------------------------------------- activations
@@ -62,6 +64,16 @@ def activation_tile_bytes(n: int) -> int:
 @emitted("int64")
 def _tile_tokens(e):
     return e.integer(tile_tokens())
+
+
+@kernel
+def token_share(count, thread, threads):
+    """First and last + 1 of a thread's tokens: whole tiles."""
+    tokens = _tile_tokens()
+    tiles = -(-count // tokens)
+    return min(count, split(tiles, 1, thread, threads) * tokens), min(
+        count, split(tiles, 1, thread + 1, threads) * tokens
+    )
 
 
 QUANTIZE = ("x", "n", "tokens", "tiles")  # tokens points to an int64
@@ -179,25 +191,29 @@ def _multiply(e, ggml_type: int, panels, n, tile, out, stride, add: int):
 def _products(e: Emit, f: Format, records: list[Value], given: Value, steps: range) -> dict[tuple[int, int], Value]:
     """int32 x 16 of each panel and token: the sum of (code - offset) * activation over some steps of a unit."""
     tokens = tile_tokens()
-    found = {}
-    for t in range(tokens):
-        start = _start(e, f, given, t, steps)
-        found.update({(p, t): start for p in range(len(records))})
-    run = 0 if e.isa == "avx512vnni" or e.isa == "generic" else 32767 // (254 * f.largest)
-    pending: dict[tuple[int, int], Value] = {}  # int16 sums of up to `run` steps, which that many cannot overflow
-    for i, step in enumerate(steps):
-        weights = [e.load(_BYTES64, record + 64 * step) for record in records]
-        last = run and ((i + 1) % run == 0 or step == steps[-1])
-        for t in range(tokens):
-            four = e.splat(e.load(I32, given + 32 * t + 4 * step), LANES).view(_BYTES64)
-            for p, weight in enumerate(weights):
-                if not run:
-                    found[p, t] = e.dot4(found[p, t], weight, four, f.largest)
-                    continue
-                pairs = e.byte_pairs(weight, four)
-                pending[p, t] = pending[p, t] + pairs if (p, t) in pending else pairs
-                if last:
-                    found[p, t] = found[p, t] + e.pairs(pending.pop((p, t)))
+    places = [(p, t) for p in range(len(records)) for t in range(tokens)]
+    in_bytes = e.isa in ("avx512", "avx2") and f.largest <= 127
+    run = 32767 // (254 * f.largest) if in_bytes else len(steps)  # products of pairs that 16 bits can sum up
+    found: dict[tuple[int, int], Value] = {}
+    for first in range(0, len(steps), run):
+        part = steps[first : first + run]
+        if not found and not in_bytes:
+            found = {(p, t): _start(e, f, given, t, steps) for p, t in places}
+        sums = {} if in_bytes else found
+        for step in part:
+            weights = [e.load(_BYTES64, record + 64 * step) for record in records]
+            for t in range(tokens):
+                four = e.splat(e.load(I32, given + 32 * t + 4 * step), LANES).view(_BYTES64)
+                for p, weight in enumerate(weights):
+                    if in_bytes:
+                        pairs = e.byte_pairs(weight, four)
+                        sums[p, t] = sums[p, t] + pairs if (p, t) in sums else pairs
+                    else:
+                        sums[p, t] = e.dot4(sums[p, t], weight, four, f.largest)
+        if in_bytes:
+            for p, t in places:
+                before = found.get((p, t)) or _start(e, f, given, t, steps)
+                found[p, t] = before + e.pairs(sums[p, t])
     return found
 
 
@@ -211,7 +227,7 @@ def _start(e: Emit, f: Format, given: Value, t: int, steps: range) -> Value:
     return e.splat(total * f.offset, LANES)
 
 
-MULTIPLY = ("weights", "n", "rows", "tokens", "tiles", "out", "bias", "scratch", "stride")
+MULTIPLY = ("weights", "n", "rows", "tokens", "x", "out", "bias", "scratch", "stride")
 
 
 @functools.cache
@@ -244,25 +260,9 @@ def multiply(ggml_type: int, add: int) -> Callback | None:
                     _multiply(ggml_type, panels, n, given, out, rows * 4, add)
                 else:
                     _multiply(ggml_type, panels, n, given, results, step * 4, 0)
-                    _copy(results, step, out, rows, min(tokens, count - tile * tokens), min(step, rows - first), add)
+                    many = min(tokens, count - tile * tokens)
+                    copy_tile(results, step, out, rows, many, min(step, rows - first), add)
             if load_int(p + 48) != 0:
-                _add_bias(load_int(p + 48), load_int(p + 40), first, min(rows, first + step), rows, count)
+                add_bias(load_int(p + 48), load_int(p + 40), first, min(rows, first + step), rows, count)
 
     return run
-
-
-@jit.kernel
-def _copy(source, source_width, out, width, tokens, rows, add):
-    """The part of a tile's results that is wanted."""
-    for t in range(tokens):
-        x, y = floats(source + t * source_width * 4, rows), floats(out + t * width * 4, rows)
-        for i in range(rows):
-            y[i] = x[i] + y[i] if add else x[i]
-
-
-@jit.kernel
-def _add_bias(bias, out, first, last, rows, tokens):
-    b, y = floats(bias, rows), floats(out, rows * tokens)
-    for t in range(tokens):
-        for row in range(first, last):
-            y[t * rows + row] += b[row]

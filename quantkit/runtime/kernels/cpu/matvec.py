@@ -20,13 +20,13 @@ import functools
 
 from quantkit.jit import Callback, callback
 from quantkit.runtime.kernels.cpu.activations import CODES, FLOORS, SCALES, SUMS
+from quantkit.runtime.kernels.cpu.decode import FLOAT_TYPES, load_floats
 from quantkit.runtime.kernels.cpu.formats import FORMATS, Format
-from quantkit.simd import F32, I8, I16, I32, Emit, Value, emitted, vector
+from quantkit.simd import F32, I8, I32, Emit, Value, emitted, vector
 
 SIGNATURE = "void(int64, int64, int64, int64, int64, int64)"
 ROWS = 4  # in flight: one load of the activations serves them all, and four sums hide the latency of one
 
-FLOAT_TYPES = {0: "f32", 1: "f16", 30: "bf16"}
 _INTS8, _FLOATS8, _FLOATS16 = vector(8, I32), vector(8, F32), vector(16, F32)
 
 
@@ -129,21 +129,12 @@ def float_product(e, ggml_type: int, weights, n, first, last, activations, out):
             for half in range(2):
                 x = e.load(_FLOATS16, activations + (i + 16 * half) * 4)
                 for r in range(count):
-                    weight = _floats(e, ggml_type, start + (n * r + i + 16 * half) * width)
+                    weight = load_floats(e, ggml_type, start + (n * r + i + 16 * half) * width)
                     totals[r][half].set(e.fma(weight, x, totals[r][half].get()))
         for r, (a, b) in enumerate(totals):
             e.store(e.sum(a.get() + b.get()), out + row * 4 + 4 * r)
 
     _in_steps(e, first, last, rows_at)
-
-
-def _floats(e: Emit, ggml_type: int, address: Value) -> Value:
-    """16 floats stored as F32, F16 or BF16."""
-    name = FLOAT_TYPES[ggml_type]
-    if name == "f32":
-        return e.load(_FLOATS16, address)
-    bits = e.load(vector(16, I16), address)
-    return e.half_to_float(bits) if name == "f16" else (bits.unsigned(I32) << 16).view(_FLOATS16)
 
 
 @functools.cache

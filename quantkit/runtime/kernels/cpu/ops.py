@@ -30,19 +30,24 @@ def split(rows, multiple, thread, threads):
 NORM = ("x", "weight", "n", "eps", "buffer", "stride")  # eps points to a float32
 
 
-@callback(SIGNATURE, fastmath=_SUMS)
-def norm(p, thread, threads):
-    """buffer = x / sqrt(mean(x^2) + eps) * weight, quantized; by every thread for itself."""
-    n = load_int(p + 16)
-    x, weight = floats(load_int(p), n), floats(load_int(p + 8), n)
-    buffer = load_int(p + 32) + thread * load_int(p + 40)
-    y = floats(buffer, n)
+@kernel(fastmath=_SUMS)
+def norm_into(x, weight, n, eps, out):
+    """out = x / sqrt(mean(x^2) + eps) * weight, float32[n]."""
+    x, weight, y = floats(x, n), floats(weight, n), floats(out, n)
     total = np.float32(0)
     for i in range(n):
         total += x[i] * x[i]
-    scale = np.float32(1) / np.sqrt(total / np.float32(n) + load_float(load_int(p + 24)))
+    scale = np.float32(1) / np.sqrt(total / np.float32(n) + eps)
     for i in range(n):
         y[i] = x[i] * scale * weight[i]
+
+
+@callback(SIGNATURE)
+def norm(p, thread, threads):
+    """buffer = norm of x, quantized; by every thread for itself."""
+    n = load_int(p + 16)
+    buffer = load_int(p + 32) + thread * load_int(p + 40)
+    norm_into(load_int(p), load_int(p + 8), n, load_float(load_int(p + 24)), buffer)
     quantize(buffer, n)
 
 

@@ -147,3 +147,48 @@ def crew(threads: int) -> Crew:
 
 if hasattr(os, "register_at_fork"):  # a forked child has none of our threads
     os.register_at_fork(after_in_child=crew.cache_clear)
+
+
+class OpList:
+    """Operations in the making, and the memory they point to."""
+
+    def __init__(self, threads: int):
+        self.threads = threads
+        self._ops: list[tuple[int, int, int]] = []
+        self._alive: list[np.ndarray] = []
+        self._buffers: dict[tuple[str, int], np.ndarray] = {}
+        self._array: np.ndarray | None = None
+
+    def add(self, function: int, names: tuple[str, ...], wait: bool = False, **values: int) -> np.ndarray:
+        """Append an operation. Parameters that are not given are 0; the array of all is returned, to be changed."""
+        unknown = set(values) - set(names)
+        assert not unknown, f"no parameters {unknown} among {names}"
+        parameters = self.keep(np.array([values.get(name, 0) for name in names], np.int64))
+        self._ops.append((function, parameters.ctypes.data, int(wait)))
+        self._array = None
+        return parameters
+
+    def run(self) -> None:
+        if self._array is None:
+            self._array = np.array(self._ops, np.int64)
+        crew(self.threads).walk(self._array)
+
+    def keep(self, array: np.ndarray) -> np.ndarray:
+        self._alive.append(array)
+        return array
+
+    def constant(self, value: float) -> int:
+        """Address of a float32."""
+        return self.keep(np.array([value], np.float32)).ctypes.data
+
+    def buffer(self, name: str, nbytes: int) -> int:
+        """Address of working memory, zero at first; operations that name the same buffer share it."""
+        key = (name, nbytes)
+        if key not in self._buffers:
+            self._buffers[key] = np.zeros(nbytes // 8 + 1, np.int64)
+        return self._buffers[key].ctypes.data
+
+    def private(self, name: str, nbytes: int) -> tuple[int, int]:
+        """Address and stride of a buffer for each thread, on cache lines of their own."""
+        stride = -(-nbytes // 64) * 64
+        return self.buffer(name, self.threads * stride), stride

@@ -193,7 +193,7 @@ def story(model: Path, folder: Path, calibration: Path, test: Path, picture: boo
     yield Step("Quantize plainly to Q8_0",
                ["quantize", str(bf16), str(q8_0), "Q8_0"], [bf16], [q8_0])  # fmt: skip
     yield Step("Quantize plainly to Q4_0, without importance",
-               ["quantize", str(bf16), str(q4_0), "Q4_0", "--pure"], [bf16], [q4_0])  # fmt: skip
+               ["quantize", str(bf16), str(q4_0), "Q4_0"], [bf16], [q4_0])  # fmt: skip
     yield Step(f"Quantize by the recipe {recipe}, with importance",
                ["quantize", str(bf16), str(mix), "Q8_0", "--recipe", recipe, "--imatrix", str(matrix)],
                [bf16, matrix], [mix])  # fmt: skip

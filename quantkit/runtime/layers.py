@@ -8,6 +8,7 @@ Threads are the pool's, and each multiplies with a BLAS that keeps to its own th
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from quantkit.runtime.kernels import reference
 FEW_TOKENS = 32  # batches up to this are bound by decoding, not by multiplying
 PANEL_ELEMENTS = 1 << 21  # decoded at a time for larger batches: 8 MiB, so that they stay in the last level of cache
 TILE_TOKENS = TILE_ROWS = 256  # multiplied at a time, by each thread
-STRIP_ELEMENTS = 1 << 16  # decoded at a time for smaller ones, by each thread: 256 KiB, for its own cache
+STRIP_ELEMENTS = 1 << 17  # decoded at a time for smaller ones, by each thread: 512 KiB, for its own cache
 QUERY_ROWS = 384  # of a head's scores worked on at a time
 KEY_ROWS = 512
 SERIAL_ELEMENTS = 1 << 15  # less work than that is not worth waking threads for
@@ -46,9 +47,14 @@ def _over_tokens(task: Callable[[int, int], None], x: np.ndarray, threads: int) 
     jit.over_rows(task, len(x), threads=threads if x.size > SERIAL_ELEMENTS else 1, pieces=1)
 
 
+def _silent() -> np.errstate:
+    """numpy says nothing about NaN and Inf inside: the model looks for them itself, and names where they come from."""
+    return np.errstate(over="ignore", invalid="ignore")
+
+
 def is_finite(x: np.ndarray) -> bool:
     """Whether no element is NaN or Inf. One sum tells, unless it overflows."""
-    with np.errstate(over="ignore", invalid="ignore"):
+    with _silent():
         return bool(np.isfinite(x.sum()) or np.isfinite(x).all())
 
 
@@ -61,10 +67,7 @@ def vector(tensor: Tensor) -> np.ndarray:
 
 
 class Linear:
-    """y = x W^T + bias for a batch of activations, W decoded exactly.
-
-    The seam for `fast` numerics: kernels for quantized activations, chosen by tensor.type, take over in `__call__`.
-    """
+    """y = x W^T + bias for a batch of activations: W decoded exactly or, for `fast` numerics, as kernels/table.py says."""
 
     def __init__(self, tensor: Tensor, numerics: str, threads: int, bias: np.ndarray | None = None):
         self.tensor = tensor
@@ -78,13 +81,24 @@ class Linear:
     def __call__(self, x: np.ndarray) -> np.ndarray:
         """float32[tokens, rows] of float32[tokens, columns]."""
         out = np.empty((len(x), self.rows), np.float32)
-        if len(x) <= FEW_TOKENS:
+        if self._quantized is not None:
+            self._quantized(x, out)
+        elif len(x) <= FEW_TOKENS:
             self._row_by_row(x, out)
         else:
             self._panel_by_panel(x, out)
         if self.bias is not None:
             out += self.bias
         return out
+
+    @functools.cached_property
+    def _quantized(self) -> Callable[[np.ndarray, np.ndarray], None] | None:
+        """The kernel that quantizes activations; None where decoding is as fast, or the numerics are exact."""
+        if self.numerics != "fast":
+            return None
+        from quantkit.runtime.kernels import table  # loads numba
+
+        return table.linear(self.tensor, self.threads)
 
     def _panel_by_panel(self, x: np.ndarray, out: np.ndarray) -> None:
         """All threads decode a panel, then all multiply by it."""
@@ -96,9 +110,10 @@ class Linear:
         """Each thread decodes some rows and multiplies by them while they are in its own cache."""
 
         def task(begin: int, end: int) -> None:
-            for start in range(begin, end, step):
-                stop = min(end, start + step)
-                _product(x, self._decoded(start, stop, 1).T, out[:, start:stop])
+            with _silent():
+                for start in range(begin, end, step):
+                    stop = min(end, start + step)
+                    np.matmul(x, self._decoded(start, stop, 1).T, out=out[:, start:stop])
 
         group = self.tensor.type.interleave
         step = max(group, STRIP_ELEMENTS // self.columns // group * group)
@@ -118,17 +133,12 @@ def _multiply(x: np.ndarray, panel: np.ndarray, out: np.ndarray, threads: int) -
     tiles = [(t, r) for r in range(0, len(panel), TILE_ROWS) for t in range(0, len(x), TILE_TOKENS)]
 
     def task(begin: int, end: int) -> None:
-        for t, r in tiles[begin:end]:
-            a, b = slice(t, t + TILE_TOKENS), slice(r, r + TILE_ROWS)
-            _product(x[a], panel[b].T, out[a, b])
+        with _silent():
+            for t, r in tiles[begin:end]:
+                a, b = slice(t, t + TILE_TOKENS), slice(r, r + TILE_ROWS)
+                np.matmul(x[a], panel[b].T, out=out[a, b])
 
     jit.over_rows(task, len(tiles), threads=threads)
-
-
-def _product(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """a @ b without a word about NaN and Inf, which the model looks for itself."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        return np.matmul(a, b, out=out)
 
 
 def embed(tensor: Tensor, tokens: np.ndarray) -> np.ndarray:
@@ -151,7 +161,7 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, threads: int) -> np.
 
 def swiglu(gate: np.ndarray, up: np.ndarray, threads: int) -> np.ndarray:
     """gate * sigmoid(gate) * up; overwrites `gate`."""
-    _over_tokens(lambda a, b: reference.swiglu(gate[a:b], up[a:b], gate[a:b]), gate, threads)
+    _over_tokens(lambda a, b: reference.swiglu(gate[a:b], up[a:b]), gate, threads)
     return gate
 
 
@@ -230,8 +240,9 @@ def attend(part: blocks.Attention, layer: int, q: np.ndarray, spans: Sequence[Sp
     ]
 
     def task(begin: int, end: int) -> None:
-        for item in work[begin:end]:
-            _attend_head(part, layer, q, out, *item)
+        with _silent():
+            for item in work[begin:end]:
+                _attend_head(part, layer, q, out, *item)
 
     scores = part.heads * sum((s.stop - s.start) * (s.cache.length + s.stop - s.start) for s in spans)
     jit.over_rows(task, len(work), threads=threads if scores > SERIAL_ELEMENTS else 1)
@@ -253,10 +264,10 @@ def _attend_head(
     for key in range(max(0, position + 1 - window), position + tokens, KEY_ROWS):
         end = min(key + KEY_ROWS, position + tokens)
         keys = _columns(span.cache.k[layer][key:end], head, part.head_dim_k, "keys")
-        scores = _product(queries, keys.T, _scratch("scores", (tokens * group, end - key)))
+        scores = np.matmul(queries, keys.T, out=_scratch("scores", (tokens * group, end - key)))
         reference.softmax_step(scores, group, position - key, window, top, total, acc)
         values = _columns(span.cache.v[layer][key:end], head, part.head_dim_v, "values")
-        acc += _product(scores, values, _scratch("products", acc.shape))
+        acc += np.matmul(scores, values, out=_scratch("products", acc.shape))
     acc /= total[:, None]
     out.reshape(len(out), part.heads, -1)[first:stop, mine] = acc.reshape(tokens, group, -1)
 

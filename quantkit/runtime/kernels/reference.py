@@ -70,13 +70,13 @@ def rms_norm(x, weight, eps, out):
 
 
 @kernel
-def swiglu(gate, up, out):
-    """out = gate / (1 + e^-gate) * up, element by element; float32[tokens, n]."""
+def swiglu(gate, up):
+    """gate / (1 + e^-gate) * up, element by element, in place of `gate`; float32[tokens, n]."""
     tokens, n = gate.shape
     for t in range(tokens):
         for i in range(n):
             g = gate[t, i]
-            out[t, i] = g / (np.float32(1) + exp(-g)) * up[t, i]
+            gate[t, i] = g / (np.float32(1) + exp(-g)) * up[t, i]
 
 
 @kernel

@@ -30,6 +30,7 @@ FLOORS = {
     "convert": 4,
     "export": 4,
     "quantize": 4,
+    "repack_file": 4,
     "runtime": 4,
     "runtime.model": 5,
     "evaluate": 6,

@@ -53,15 +53,19 @@ class PreTokenizer:
 
 
 TABLE = (
-    PreTokenizer(("gpt-2", "phi-2", "olmo", "mpt", "jais", "jina-es", "jina-de"), (_GPT2,)),
-    PreTokenizer(("smollm", "starcoder", "refact", "command-r", "codeshell"), (r"\p{N}", _GPT2)),
-    PreTokenizer(("llama-bpe", "llama3", "llama-v3"), (_LLAMA3,), ignore_merges=True, adds_bos=True),
+    PreTokenizer(("gpt-2", "phi-2", "olmo", "mpt", "jais", "jina-es", "jina-de", "roberta-bpe", "exaone4"), (_GPT2,)),
+    PreTokenizer(("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"), (r"\p{N}", _GPT2)),
+    PreTokenizer(("command-r",), (r"\p{N}", _GPT2), nfc=True),
+    PreTokenizer(
+        ("llama-bpe", "llama3", "llama-v3", "pixtral", "falcon3", "lfm2"), (_LLAMA3,), ignore_merges=True, adds_bos=True
+    ),
     PreTokenizer(("smaug-bpe", "dbrx", "chatglm-bpe", "glm4"), (_LLAMA3,)),
-    PreTokenizer(("qwen2", "stablelm2", "deepseek-r1-qwen"), (_QWEN2,), nfc=True),
+    PreTokenizer(("qwen2",), (_QWEN2,), nfc=True),
+    PreTokenizer(("deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "bailingmoe", "grok-2"), (_QWEN2,)),
     PreTokenizer(("qwen35",), (_QWEN35,), nfc=True),
     PreTokenizer(("tekken",), (_TEKKEN,), ignore_merges=True, adds_bos=True),
     PreTokenizer(("gpt-4o",), (_GPT4O,)),
-    PreTokenizer(("deepseek-v3",), (r"\p{N}{1,3}", _CJK, _DEEPSEEK3)),
+    PreTokenizer(("deepseek-v3", "hunyuan-dense"), (r"\p{N}{1,3}", _CJK, _DEEPSEEK3)),
     PreTokenizer(("default",), (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 )
 _BY_NAME = {name: entry for entry in TABLE for name in entry.names}
@@ -96,22 +100,26 @@ def _splits(step: Mapping[str, Any]) -> list[str]:
     how = (step.get("behavior"), bool(step.get("invert")))
     if kind == "Split" and how in (("Isolated", False), ("Removed", True)):
         pattern = step["pattern"]
-        return [pattern["Regex"] if "Regex" in pattern else re.escape(pattern["String"])]
+        regex = pattern["Regex"] if "Regex" in pattern else re.escape(pattern["String"])
+        return [regex.replace("\r", r"\r").replace("\n", r"\n")]  # DeepSeek's has the characters themselves
     raise UnsupportedError(f"tokenizer.json: pre_tokenizer step {dict(step)} has no counterpart in GGUF")
 
 
 def recognise(tokenizer: Mapping[str, Any]) -> str:
-    """The GGUF name of a byte-level tokenizer.json's way of cutting; UnsupportedError shows it when there is none."""
+    """The GGUF name of a byte-level tokenizer.json's way of cutting; UnsupportedError shows it when there is none.
+
+    The expressions must be the same. Among entries that share them, the one that agrees best in composing and in
+    ignoring merges is taken; the two matter for rare texts only, and GGUF has no other way to say them.
+    """
     normalizer = tokenizer.get("normalizer") or {"type": "Sequence", "normalizers": []}
     steps = [step["type"] for step in normalizer.get("normalizers", [normalizer])]
     splits = tuple(_splits(tokenizer["pre_tokenizer"]))
-    ignore_merges = bool(tokenizer["model"].get("ignore_merges"))
-    if set(steps) <= {"NFC"}:
-        for entry in TABLE:
-            if entry.splits == splits and entry.ignore_merges == ignore_merges:
-                return entry.names[0]
-    raise UnsupportedError(
-        f"tokenizer.json cuts text in a way that has no name here: normalizer {steps}, splits {list(splits)}, "
-        f"ignore_merges {ignore_merges}. If you know what llama.cpp calls it, say --pre NAME; quantkit's own runtime "
-        f"knows {', '.join(entry.names[0] for entry in TABLE)}"
-    )
+    found = [entry for entry in TABLE if entry.splits == splits]
+    if not found or not set(steps) <= {"NFC"}:
+        raise UnsupportedError(
+            f"tokenizer.json cuts text in a way that has no name here: normalizer {steps}, splits {list(splits)}. "
+            "If you know what llama.cpp calls it, say --pre NAME; quantkit's own runtime knows "
+            f"{', '.join(entry.names[0] for entry in TABLE)}"
+        )
+    wanted = (bool(tokenizer["model"].get("ignore_merges")), "NFC" in steps)
+    return min(found, key=lambda entry: (entry.ignore_merges != wanted[0]) + (entry.nfc != wanted[1])).names[0]

@@ -15,7 +15,8 @@ TEXT = [
 ]
 HARD = (
     "Hello world's 12345 I'LL we'Ve  \n\n\n  tabs\t\tand   spaces \r\n ümlaut ÀÉÎ 你好，世界 カタカナ 한국어 हिन्दी 😀 "
-    "a.b,c;d/e\\f (x+y)==z <<<>>> $100 3.14 ½ Ⅷ ² snake_case CamelCaseWord HTTPServer ... !!! ???\n\nend   "
+    "a.b,c;d/e\\f #include path/\nx (x+y)==z <<<>>> $100 3.14 ½ Ⅷ ² snake_case CamelCaseWord HTTPServer "
+    "... !!! ???\n\nend   "
 )
 
 
@@ -33,6 +34,23 @@ def byte_level(vocab_size: int = 320, **changes: Any) -> dict[str, Any]:
     )
     made.train_from_iterator(TEXT, trainer)
     return json.loads(made.to_str()) | changes
+
+
+def cutting() -> dict[str, Any]:
+    """tokenizer.json whose merges know no bounds between words, so that every way of cutting HARD gives other ids."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=2000,
+        special_tokens=["<|begin|>", "<|end|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([HARD[i : i + 40] for i in range(0, len(HARD), 7)], trainer)
+    found = json.loads(made.to_str())
+    found["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    return found
 
 
 def sentencepiece(vocab_size: int = 400, prefix: bool = True) -> dict[str, Any]:

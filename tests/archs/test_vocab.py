@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,24 @@ def test_smollm_as_its_own_files_have_it() -> None:
     ]
     tokenizer = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}, "model": {}}
     assert pretokenizers.recognise(tokenizer) == "smollm"
+
+
+@pytest.mark.parametrize(("module", "name"), [("qwen2", "qwen2"), ("qwen3_5", "qwen35")])
+def test_transformers_own_expressions_are_recognised(module: str, name: str) -> None:
+    pytest.importorskip("transformers")
+    source = importlib.import_module(f"transformers.models.{module}.tokenization_{module}")
+    split = {"type": "Split", "pattern": {"Regex": source.PRETOKENIZE_REGEX}, "behavior": "Isolated", "invert": False}
+    tokenizer = {"normalizer": {"type": "NFC"}, "pre_tokenizer": split, "model": {}}
+    assert pretokenizers.recognise(tokenizer) == name
+
+
+def test_line_ends_may_stand_for_themselves() -> None:
+    """DeepSeek's tokenizer.json has CR and LF in its expression, not their escapes."""
+    tokenizer = hf(pretokenizers.get("deepseek-v3"))
+    for step in tokenizer["pre_tokenizer"]["pretokenizers"][:-1]:
+        regex = step["pattern"]["Regex"]
+        step["pattern"]["Regex"] = regex.replace(r"\r", "\r").replace(r"\n", "\n")
+    assert pretokenizers.recognise(tokenizer) == "deepseek-v3"
 
 
 def test_unknown_cutting_says_how_to_name_it(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@
     m.forward([1, 2, 3], cache)          float32[3, vocab], and the cache remembers the three tokens
     m.forward_sequences(chunks, rows)    many fresh sequences at once, logits of the positions `rows` only
 
-This is the batch path, layer by layer in Python around multi-threaded kernels and BLAS. `_step` is the seam for single
-tokens, float32[vocab] of (token, cache): where it is set, `forward` hands them to it.
+This is the path layer by layer, in Python around multi-threaded kernels and BLAS. For `fast` numerics `forward` hands
+the tokens to runtime/step.py, where the model is one list of operations, unless `slow_because` says why it cannot.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Model:
     hparams, blocks, head   what the architecture says about it
     weights                 dict name -> files.gguf.Tensor
     numerics, threads, cache_type, placement   as given to `load`
+    slow_because            why a model of `fast` numerics runs layer by layer; None where it does not
     observer                called with (name, float32[tokens, n]) for what enters each weight matrix; None by default
     """
 
@@ -99,9 +100,12 @@ class Model:
         self._linears: dict[str, layers.Linear] = {}
         self._tables: dict[blocks.Rope, tuple[np.ndarray, np.ndarray]] = {}
         self._tokenizer: Any = None
-        self._step: Callable[[int, Cache], np.ndarray] | None = None
         self._checking = False
         self._check_weights()
+        self._fast: Any = None
+        self.slow_because: str | None = None
+        if numerics == "fast":
+            self._fast, self.slow_because = self._compiled()
 
     def __repr__(self) -> str:
         return f"<model {self.path}: {self.hparams.arch}, {self.numerics}, {self.threads} threads>"
@@ -140,8 +144,12 @@ class Model:
         if ids.ndim != 1 or not len(ids):
             raise DataError(f"forward takes a list of tokens, at least one; got shape {ids.shape}")
         cache.reserve(len(ids))
-        if len(ids) == 1 and self._step is not None and self.observer is None:
-            return self._step(int(ids[0]), cache)[None]
+        if self._fast is not None and self.observer is None:
+            before = cache.length
+            found = self._forward_fast(ids, cache, logits)
+            if layers.is_finite(found):
+                return found
+            cache.length = before  # layer by layer, to name the tensor that is to blame
         rows = []
         with blas.single_threaded():
             for start in range(0, len(ids), BATCH_TOKENS):
@@ -201,6 +209,20 @@ class Model:
             return self._project(np.ascontiguousarray(hidden))
 
     # ----------------------------------------------------------------------------------------------------- how it runs
+
+    def _compiled(self) -> tuple[Any, str | None]:
+        """The model as a runtime.step.Fast, or None and why not."""
+        from quantkit.runtime import step
+
+        reason = step.obstacle(self.weights, self.blocks, self.head)
+        if reason is not None:
+            return None, reason
+        return step.Fast(self.weights, self.blocks, self.head, self.threads), None
+
+    def _forward_fast(self, ids: np.ndarray, cache: Cache, logits: str) -> np.ndarray:
+        if logits == "last" or len(ids) == 1:
+            return self._fast.last(ids, cache)
+        return np.concatenate([self.project(x) for x in self._fast.hidden(ids, cache)])
 
     def _run(self, tokens: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] before the output norm; keys and values go into the spans' caches."""

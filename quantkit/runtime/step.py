@@ -11,7 +11,8 @@ quantized matrix; products with F32, F16 and BF16 matrices keep them in float32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -74,14 +75,13 @@ class _Laid:
             self._kind = cache.cache_type
             self._looking: list[tuple[int, blocks.Attention, tuple[str, ...], np.ndarray]] = []
             self._ops = OpList(self._threads)
-            self._begin()
             for block in self._parts:
                 for part in block.parts:
                     if isinstance(part, blocks.Attention):
                         self._attention(block.layer, part)
                     else:
                         self._feed_forward(part)
-            self._end()
+            self._finish(self._ops)
         for layer, part, names, parameters in self._looking:
             cos, sin = self._tables(part.rope, cache.n_ctx)
             values = {
@@ -106,15 +106,12 @@ class _Laid:
         """Append an operation on a layer's cache."""
         self._looking.append((layer, part, names, self._ops.add(function, names, wait=True, **values)))
 
-    def _vector(self, name: str | None) -> int:
+    def _vector(self, ops: OpList, name: str | None) -> int:
         """Address of a norm's weight or a bias; 0 for None."""
-        return self._ops.keep(layers.vector(self._weights[name])).ctypes.data if name else 0
+        return ops.keep(layers.vector(self._weights[name])).ctypes.data if name else 0
 
     def _rows(self, linear: blocks.Linear) -> int:
         return self._weights[linear.weight].shape[0]
-
-    def _begin(self) -> None:
-        raise NotImplementedError
 
     def _attention(self, layer: int, part: blocks.Attention) -> None:
         raise NotImplementedError
@@ -122,8 +119,8 @@ class _Laid:
     def _feed_forward(self, part: blocks.FeedForward) -> None:
         raise NotImplementedError
 
-    def _end(self) -> None:
-        raise NotImplementedError
+    def _finish(self, ops: OpList) -> None:
+        """What comes after the blocks."""
 
 
 def _rope_values(part: blocks.Attention) -> dict[str, int]:
@@ -140,6 +137,11 @@ def _rope_values(part: blocks.Attention) -> dict[str, int]:
 class Step(_Laid):
     """One token: `step(token, cache) -> float32[vocab]`, the logits after it; the cache then holds it."""
 
+    def __init__(self, weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head, threads: int):
+        super().__init__(weights, parts, head, threads)
+        self._state = np.zeros(1, np.int64)
+        self._x, self._logits = np.zeros(self.n_embd, np.float32), np.zeros(self.vocab, np.float32)
+
     def __call__(self, token: int, cache: Cache) -> np.ndarray:
         """A fresh array. The caller has seen to it that the cache has room."""
         self._use(cache)
@@ -149,19 +151,28 @@ class Step(_Laid):
         cache.length += 1
         return self._logits.copy()
 
-    def _begin(self) -> None:
-        self._state = np.zeros(1, np.int64)
-        self._x, self._logits = np.zeros(self.n_embd, np.float32), np.zeros(self.vocab, np.float32)
+    def project(self, x: np.ndarray) -> np.ndarray:
+        """Logits float32[vocab] of float32[n_embd] that has passed the blocks."""
+        self._x[:] = x
+        self._tail.run()
+        return self._logits.copy()
 
-    def _end(self) -> None:
-        self._matvec(self._head.output, self._norm(self._head.norm), self._logits.ctypes.data, wait=True)
+    @functools.cached_property
+    def _tail(self) -> OpList:
+        ops = OpList(self._threads)
+        self._finish(ops)
+        return ops
+
+    def _finish(self, ops: OpList) -> None:
+        normed = self._norm(ops, self._head.norm)
+        self._matvec(ops, self._head.output, normed, self._logits.ctypes.data, wait=True)
 
     def _attention(self, layer: int, part: blocks.Attention) -> None:
-        normed = self._norm(part.norm)
+        normed = self._norm(self._ops, part.norm)
         q, k, v = (self._ops.buffer(name, 4 * self._rows(getattr(part, name))) for name in "qkv")
-        self._matvec(part.q, normed, q)
-        self._matvec(part.k, normed, k)
-        self._matvec(part.v, normed, v, wait=True)
+        self._matvec(self._ops, part.q, normed, q)
+        self._matvec(self._ops, part.k, normed, k)
+        self._matvec(self._ops, part.v, normed, v, wait=True)
         group = part.heads // part.kv_heads
         scratch, stride = self._ops.private("scratch", attention.scratch_bytes(part.heads, part.head_dim_k, group))
         partial = self._ops.buffer("partial", 4 * self._threads * part.heads * (part.head_dim_v + 2))
@@ -175,48 +186,61 @@ class Step(_Laid):
             ops.combine.address, ops.COMBINE, partial=partial, heads=part.heads, dim=part.head_dim_v,
             buffer=joined[0], stride=joined[1],
         )  # fmt: skip
-        self._matvec(part.out, joined, self._ops.buffer("added", 4 * self.n_embd), residual=True, wait=True)
+        self._matvec(self._ops, part.out, joined, self._ops.buffer("added", 4 * self.n_embd), residual=True, wait=True)
 
     def _feed_forward(self, part: blocks.FeedForward) -> None:
-        normed, n_ff = self._norm(part.norm), self._rows(part.gate)
+        normed, n_ff = self._norm(self._ops, part.norm), self._rows(part.gate)
         gate, up = self._ops.buffer("gate", 4 * n_ff), self._ops.buffer("up", 4 * n_ff)
-        self._matvec(part.gate, normed, gate)
-        self._matvec(part.up, normed, up)
+        self._matvec(self._ops, part.gate, normed, gate)
+        self._matvec(self._ops, part.up, normed, up)
         hidden = self._ops.buffer("hidden", activation_bytes(n_ff))
         self._ops.add(
             ops.swiglu.address, ops.SWIGLU, wait=True, gate=gate, up=up, n=n_ff, multiple=_ROWS, buffer=hidden
         )
-        self._matvec(part.down, (hidden, 0), self._ops.buffer("added", 4 * self.n_embd), residual=True, wait=True)
+        self._matvec(
+            self._ops, part.down, (hidden, 0), self._ops.buffer("added", 4 * self.n_embd), residual=True, wait=True
+        )
 
     def _private(self, name: str, n: int) -> tuple[int, int]:
         """One activation buffer a thread."""
         return self._ops.private(name, activation_bytes(n))
 
-    def _norm(self, norm: blocks.Norm) -> tuple[int, int]:
+    def _norm(self, laid: OpList, norm: blocks.Norm) -> tuple[int, int]:
         """Append the norm of x; address and stride of the threads' buffers it ends in."""
-        buffer, stride = self._private("normed", self.n_embd)
-        self._ops.add(
-            ops.norm.address, ops.NORM, x=self._x.ctypes.data, weight=self._vector(norm.weight), n=self.n_embd,
-            eps=self._ops.constant(norm.eps), buffer=buffer, stride=stride,
+        buffer, stride = laid.private("normed", activation_bytes(self.n_embd))
+        laid.add(
+            ops.norm.address, ops.NORM, x=self._x.ctypes.data, weight=self._vector(laid, norm.weight), n=self.n_embd,
+            eps=laid.constant(norm.eps), buffer=buffer, stride=stride,
         )  # fmt: skip
         return buffer, stride
 
     def _matvec(
-        self, linear: blocks.Linear, buffer: tuple[int, int], out: int, residual: bool = False, wait: bool = False
+        self,
+        laid: OpList,
+        linear: blocks.Linear,
+        buffer: tuple[int, int],
+        out: int,
+        residual: bool = False,
+        wait: bool = False,
     ) -> None:
         tensor = self._weights[linear.weight]
-        weights = self._ops.keep(tensor.data).ctypes.data
+        weights = laid.keep(tensor.data).ctypes.data
         kernel = table.product(tensor.type)
         assert kernel is not None
-        self._ops.add(
+        laid.add(
             ops.matvec.address, ops.MATVEC, wait, kernel=kernel.address, weights=weights, n=tensor.shape[1],
             rows=tensor.shape[0], multiple=_ROWS, buffer=buffer[0], stride=buffer[1], out=out,
-            bias=self._vector(linear.bias), residual=self._x.ctypes.data if residual else 0,
+            bias=self._vector(laid, linear.bias), residual=self._x.ctypes.data if residual else 0,
         )  # fmt: skip
 
 
 class Prompt(_Laid):
     """A batch: `prompt(tokens, cache) -> float32[tokens, n_embd]` before the output norm; the cache then holds them."""
+
+    def __init__(self, weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head, threads: int):
+        super().__init__(weights, parts, head, threads)
+        self._state = np.zeros(3, np.int64)
+        self._x = np.zeros((BATCH_TOKENS, self.n_embd), np.float32)
 
     def __call__(self, tokens: np.ndarray, cache: Cache) -> np.ndarray:
         """At most BATCH_TOKENS tokens; a view that the next call overwrites."""
@@ -227,13 +251,6 @@ class Prompt(_Laid):
         self._ops.run()
         cache.length += count
         return self._x[:count]
-
-    def _begin(self) -> None:
-        self._state = self._ops.keep(np.zeros(3, np.int64))
-        self._x = np.zeros((BATCH_TOKENS, self.n_embd), np.float32)
-
-    def _end(self) -> None:
-        pass
 
     @property
     def _counted(self) -> int:
@@ -281,7 +298,7 @@ class Prompt(_Laid):
         out = self._floats("normed", self.n_embd)
         self._ops.add(
             batch.norm.address, batch.NORM, state=self._state.ctypes.data, x=self._x.ctypes.data,
-            weight=self._vector(norm.weight), n=self.n_embd, eps=self._ops.constant(norm.eps), out=out,
+            weight=self._vector(self._ops, norm.weight), n=self.n_embd, eps=self._ops.constant(norm.eps), out=out,
         )  # fmt: skip
         return self._ready(out, self.n_embd, readers)
 
@@ -303,6 +320,27 @@ class Prompt(_Laid):
         scratch, stride = self._ops.private("panels", how.scratch_bytes(n))
         self._ops.add(
             how.kernel(add).address, gemm.MULTIPLY, wait, weights=self._ops.keep(tensor.data).ctypes.data, n=n,
-            rows=rows, tokens=self._counted, x=given[how.quantized], out=out, bias=self._vector(linear.bias),
+            rows=rows, tokens=self._counted, x=given[how.quantized], out=out, bias=self._vector(self._ops, linear.bias),
             scratch=scratch, stride=stride,
         )  # fmt: skip
+
+
+class Fast:
+    """Step and Prompt of one model, as `Model.forward` calls them."""
+
+    def __init__(self, weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head, threads: int):
+        self.step = Step(weights, parts, head, threads)
+        self.prompt = Prompt(weights, parts, head, threads)
+
+    def last(self, ids: np.ndarray, cache: Cache) -> np.ndarray:
+        """float32[1, vocab]: logits after the last of int64[tokens], which the cache then holds."""
+        if len(ids) == 1:
+            return self.step(int(ids[0]), cache)[None]
+        for x in self.hidden(ids, cache):
+            last = x[-1]
+        return self.step.project(last)[None]
+
+    def hidden(self, ids: np.ndarray, cache: Cache) -> Iterator[np.ndarray]:
+        """float32[tokens, n_embd] before the output norm, in batches, each valid until the next."""
+        for start in range(0, len(ids), BATCH_TOKENS):
+            yield self.prompt(ids[start : start + BATCH_TOKENS], cache)

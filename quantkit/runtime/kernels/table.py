@@ -54,8 +54,8 @@ def _there(callback: Callback | None) -> Callback:
     return callback
 
 
-def linear(tensor: Tensor, threads: int) -> Callable[[np.ndarray], np.ndarray] | None:
-    """float32[tokens, n] -> float32[tokens, rows] with activations quantized, for `fast` numerics."""
+def linear(tensor: Tensor, threads: int) -> Callable[[np.ndarray, np.ndarray], None] | None:
+    """`run(x, out)`: out float32[tokens, rows] = x W^T for x float32[tokens, n], with activations quantized."""
     how = batch(tensor.type)
     rows, n = tensor.shape
     if how is None or not how.quantized or n % 32 or rows % tensor.type.interleave:
@@ -70,16 +70,14 @@ def linear(tensor: Tensor, threads: int) -> Callable[[np.ndarray], np.ndarray] |
         scratch=scratch, stride=stride,
     )  # fmt: skip
 
-    def run(x: np.ndarray) -> np.ndarray:
+    def run(x: np.ndarray, out: np.ndarray) -> None:
         x = np.ascontiguousarray(x, np.float32)
-        out = np.empty((len(x), rows), np.float32)
         tiles = np.empty(gemm.activation_bytes(n, len(x)), np.uint8)
         count[0] = len(x)
         quantize[gemm.QUANTIZE.index("x")] = x.ctypes.data
         quantize[gemm.QUANTIZE.index("tiles")] = multiply[gemm.MULTIPLY.index("x")] = tiles.ctypes.data
         multiply[gemm.MULTIPLY.index("out")] = out.ctypes.data
         ops.run()
-        return out
 
-    run.weights = data  # type: ignore[attr-defined]  # what the operations point to stays alive with the function
+    ops.keep(data)
     return run

@@ -44,7 +44,7 @@ def rope_into(x, out, dim, cos, sin, rope_dim, step, pair, scale):
 
 
 @emitted("void")
-def keep(e, x, n, half: int, row):
+def keep(e: Emit, x: Value, n: Value, half: int, row: Value) -> None:
     """Write n floats to a cache's row, as halves or floats; n a multiple of 16."""
     with e.loop(0, n, 16) as i:
         v = e.load(_FLOATS16, x + i * 4)
@@ -57,12 +57,14 @@ def _row(e: Emit, address: Value, half: int) -> Value:
 
 
 @emitted("void")
-def chunk_scores(e, q, keys, stride, count, group: int, dim: int, half: int, scores):
+def chunk_scores(
+    e: Emit, q: Value, keys: Value, stride: Value, count: Value, group: int, dim: int, half: int, scores: Value
+) -> None:
     """scores[g, i] = q[g] . key i, for `group` queries float32[dim] and `count` rows, `stride` bytes apart."""
     width = 2 if half else 4
 
     def positions(i, many):
-        sums = {}
+        sums: dict[tuple[int, int], Value] = {}
         for c in range(0, dim, 16):
             queries = [e.load(_FLOATS16, q + 4 * (g * dim + c)) for g in range(group)]
             for r in range(many):
@@ -81,7 +83,7 @@ def chunk_scores(e, q, keys, stride, count, group: int, dim: int, half: int, sco
 
 
 @emitted("void")
-def chunk_softmax(e, scores, count, group: int, dim: int, out):
+def chunk_softmax(e: Emit, scores: Value, count: Value, group: int, dim: int, out: Value) -> None:
     """Replace scores by e^(score - top) and rescale out float32[group, dim + 2] where top grows."""
     lowest = e.constant(F32, -1e30)
     for g in range(group):
@@ -107,7 +109,9 @@ def chunk_softmax(e, scores, count, group: int, dim: int, out):
 
 
 @emitted("void")
-def chunk_values(e, weights, values, stride, count, group: int, dim: int, half: int, out):
+def chunk_values(
+    e: Emit, weights: Value, values: Value, stride: Value, count: Value, group: int, dim: int, half: int, out: Value
+) -> None:
     """out[g] += sum over i of weights[g, i] * value i."""
     width = 2 if half else 4
     together = max(1, 16 // (dim // 16))

@@ -15,7 +15,7 @@ from quantkit.runtime.kernels.cpu.attention import keep, rope_into
 from quantkit.runtime.kernels.cpu.floats import ROWS, float_tile, tile_lanes, transpose_block
 from quantkit.runtime.kernels.cpu.gemm import token_share
 from quantkit.runtime.kernels.cpu.ops import SIGNATURE, norm_into, swiglu_range
-from quantkit.simd import F32, I16, atomic_add, emitted, floats, load_float, load_int, store_int, vector
+from quantkit.simd import F32, I16, Emit, Value, atomic_add, emitted, floats, load_float, load_int, store_int, vector
 
 POSITION, TOKENS, PIECE = 0, 8, 16  # byte offsets in state
 _FLOATS16 = vector(16, F32)
@@ -104,7 +104,9 @@ def piece_rows(group: int) -> int:
 
 
 @emitted("void")
-def _widen(e, half: int, rows, stride, count, dim: int, out, out_stride):
+def _widen(
+    e: Emit, half: int, rows: Value, stride: Value, count: Value, dim: int, out: Value, out_stride: Value
+) -> None:
     """`count` rows of `dim` elements of a cache as float32; strides in bytes."""
     with e.loop(0, count) as i:
         for c in range(0, dim, 16):

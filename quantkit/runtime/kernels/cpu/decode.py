@@ -22,12 +22,12 @@ def load_floats(e: Emit, ggml_type: int, address: Value) -> Value:
 
 
 @emitted("void")
-def decode_rows(e, ggml_type: int, weights, n, rows, out):
+def decode_rows(e: Emit, ggml_type: int, weights: Value, n: Value, rows: Value, out: Value) -> None:
     """float32[rows, n] at `out`; rows a multiple of the rows a group has, n of the block and of 32."""
     if ggml_type in FLOAT_TYPES:
         width = 4 if FLOAT_TYPES[ggml_type] == "f32" else 2
-        with e.loop(0, rows * n, 16) as i:
-            e.store(load_floats(e, ggml_type, weights + i * width), out + i * 4)
+        with e.loop(0, rows * n, 16) as at:
+            e.store(load_floats(e, ggml_type, weights + at * width), out + at * 4)
         return
     f = FORMATS[ggml_type]
     blocks = n >> (f.columns.bit_length() - 1)

@@ -34,7 +34,9 @@ def tile_lanes(e):
 
 
 @emitted("void")
-def float_tile(e, a, a_stride, b, b_stride, n, c, c_stride, add: int):
+def float_tile(
+    e: Emit, a: Value, a_stride: Value, b: Value, b_stride: Value, n: Value, c: Value, c_stride: Value, add: int
+) -> None:
     """The formula above over n columns of A; strides in bytes."""
     wide = lanes() // 2
     kind = vector(wide, F32)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from quantkit.simd import F32, I8, I16, I32, Emit, Value, vector
 from quantkit.types.iq4_k import CODEBOOK
@@ -61,7 +62,7 @@ class Format:
 FORMATS: dict[int, Format] = {}  # by ggml type id
 
 
-def _format(ggml_type: int, name: str, **numbers: int) -> Callable[[Callable], Callable]:
+def _format(ggml_type: int, name: str, **numbers: Any) -> Callable[[Callable], Callable]:
     def register(read: Callable[[Emit, Value], Iterator]) -> Callable:
         FORMATS[ggml_type] = Format(name, read, **numbers)
         return read

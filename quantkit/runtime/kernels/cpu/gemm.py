@@ -121,7 +121,7 @@ def quantize_tiles(p, thread, threads):
 
 
 @emitted("void")
-def _unpack(e, ggml_type: int, weights, n, rows, panel):
+def _unpack(e: Emit, ggml_type: int, weights: Value, n: Value, rows: Value, panel: Value) -> None:
     """Lay `rows` (at most 16) rows out as a panel. Rows that are missing keep what was there; nobody reads them."""
     f = FORMATS[ggml_type]
     blocks, size = n >> (f.columns.bit_length() - 1), record_bytes(f)
@@ -160,7 +160,9 @@ def _place_lanes(e: Emit, f: Format, unit: LaneUnit, record: Value) -> None:
 
 
 @emitted("void")
-def _multiply(e, ggml_type: int, panels, n, tile, out, stride, add: int):
+def _multiply(
+    e: Emit, ggml_type: int, panels: Value, n: Value, tile: Value, out: Value, stride: Value, add: int
+) -> None:
     """out[t, 16 p + lane] (+)= the product of P panels and a tile; rows of out are `stride` bytes apart."""
     f, tokens = FORMATS[ggml_type], tile_tokens()
     units, size = n >> 5, record_bytes(f)

@@ -17,6 +17,7 @@ once, in order, and that what is done to it fits in the time it takes to arrive.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 from quantkit.jit import Callback, callback
 from quantkit.runtime.kernels.cpu.activations import CODES, FLOORS, SCALES, SUMS
@@ -31,7 +32,9 @@ _INTS8, _FLOATS8, _FLOATS16 = vector(8, I32), vector(8, F32), vector(16, F32)
 
 
 @emitted("void")
-def integer_product(e, ggml_type: int, weights, n, first, last, activations, out):
+def integer_product(
+    e: Emit, ggml_type: int, weights: Value, n: Value, first: Value, last: Value, activations: Value, out: Value
+) -> None:
     f = FORMATS[ggml_type]
     blocks = n >> (f.columns.bit_length() - 1)
     if f.rows > 1:
@@ -40,7 +43,7 @@ def integer_product(e, ggml_type: int, weights, n, first, last, activations, out
             _lane_rows(e, f, group, blocks, n, activations, out + row * 4)
         return
 
-    def rows_at(row, count):
+    def rows_at(row: Value, count: int) -> None:
         start = weights + row * blocks * f.nbytes
         addresses = [start + blocks * (f.nbytes * r) for r in range(count)]
         _rows(e, f, addresses, blocks, n, activations, out + row * 4)
@@ -59,7 +62,7 @@ def _ask_ahead(e: Emit, start: Value, steps: Value, step: Value, nbytes: int) ->
         e.prefetch(ahead + line)
 
 
-def _in_steps(e: Emit, first: Value, last: Value, rows_at: object) -> None:
+def _in_steps(e: Emit, first: Value, last: Value, rows_at: Callable[[Value, int], None]) -> None:
     """`rows_at(row, ROWS)` as far as that goes, the rest with `rows_at(row, 1)`."""
     middle = last - ((last - first) & (ROWS - 1))
     with e.loop(first, middle, ROWS) as row:
@@ -77,13 +80,13 @@ def _rows(e: Emit, f: Format, addresses: list[Value], blocks: Value, n: Value, x
             at = b * f.columns + 32 * unit
             codes = e.load(vector(32, I8), x + n * CODES + at)
             start = e.load(_INTS8, x + n * SUMS + at) * -f.offset if f.offset else e.zero(_INTS8)
-            floors = e.load(_FLOATS8, x + n * FLOORS + at) if f.floor else None
+            floors = e.load(_FLOATS8, x + n * FLOORS + at)  # LLVM drops it where there is no floor
             scale = e.splat(e.load(F32, x + n * SCALES + (at >> 3)), 8)
             for reader, total in zip(readers, totals):
                 weight = next(reader)
                 product = e.dot4(start, weight.codes, codes, f.largest).real()
                 partial = e.fma(product, weight.scale * scale, total.get())
-                total.set(e.fma(weight.floor, floors, partial) if f.floor else partial)
+                total.set(e.fma(weight.floor, floors, partial) if weight.floor else partial)
     for r, total in enumerate(totals):
         e.store(e.sum(total.get()), out + 4 * r)
 
@@ -118,10 +121,12 @@ def _offset_start(e: Emit, f: Format, sums: Value) -> Value:
 
 
 @emitted("void")
-def float_product(e, ggml_type: int, weights, n, first, last, activations, out):
+def float_product(
+    e: Emit, ggml_type: int, weights: Value, n: Value, first: Value, last: Value, activations: Value, out: Value
+) -> None:
     width = 4 if FLOAT_TYPES[ggml_type] == "f32" else 2
 
-    def rows_at(row, count):
+    def rows_at(row: Value, count: int) -> None:
         start = weights + row * n * width
         totals = [[e.variable(e.zero(_FLOATS16)) for _ in range(2)] for _ in range(count)]
         with e.loop(0, n, 32) as i:

@@ -67,7 +67,7 @@ def vector(tensor: Tensor) -> np.ndarray:
 
 
 class Linear:
-    """y = x W^T + bias for a batch of activations: W decoded exactly or, for `fast` numerics, as kernels/table.py says."""
+    """y = x W^T + bias for a batch of activations, W decoded exactly; for `fast` numerics as kernels/table.py says."""
 
     def __init__(self, tensor: Tensor, numerics: str, threads: int, bias: np.ndarray | None = None):
         self.tensor = tensor

@@ -4,7 +4,7 @@ An interleaved tensor holds groups of R rows; block b of a group holds block b o
 in another order. A type is the list of its fields:
 
     Field(width, base, group)    elements of `width` bits; base[j] is the bit address of element j in a base block,
-                                 group[k, j] that of element j of row k in an interleaved block
+                                 `group` says that of element j of row k in an interleaved block
 
 From this one list come interleaving, its inverse, decoding (undo, then decode the base type), encoding (encode the
 base type, then interleave) and the check that no bit is lost or written twice. Row headers stay in row order in
@@ -12,7 +12,7 @@ front of the group. Address helpers, all of them in bits with byte offsets `at`:
 
     packed(width, count, at)          base: one after the other
     planes(width, run, count, at)     base: element j of a span in byte j % run, bit field j // run
-    Slots(size, at)                   group: element s = R j + k in byte s % size, bit field s // size
+    Slots(size, at, pitch, bit)       group: element s = R j + k in byte s % size, bit field s // size
     Lines(pattern, at)                group: runs of four columns in the order of QUAD, NIB, CRUMB, PLANE_A …
     EvenOdd(at)                       group: one-bit flags, those of even elements first
 
@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -50,24 +50,39 @@ def planes(width: int, run: int, count: int, at: int = 0) -> np.ndarray:
     return 8 * (at + span * run + j % run) + width * (j // run)
 
 
+class Placement(Protocol):
+    """Where an interleaved block keeps the elements of a field."""
+
+    def addresses(self, rows: int, width: int, count: int) -> np.ndarray:
+        """int64[rows, count]: the bit address of element j of row k."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Slots:
-    """Element j of row k is slot s = R j + k: field s // size of byte s % size; for size 0 element s of an array."""
+    """Element j of row k is slot s = R j + k, in byte s % size, field s // size; with size 0, slots follow each other.
+
+    A field is `pitch` bits, by default those of an element, which begins `bit` bits into it.
+    """
 
     size: int
     at: int
+    pitch: int = 0
+    bit: int = 0
 
     def addresses(self, rows: int, width: int, count: int) -> np.ndarray:
+        pitch = self.pitch or width
         s = rows * np.arange(count) + np.arange(rows)[:, None]
         if not self.size:
-            return 8 * self.at + width * s
-        return 8 * (self.at + s % self.size) + width * (s // self.size)
+            return 8 * self.at + pitch * s + self.bit
+        return 8 * (self.at + s % self.size) + pitch * (s // self.size) + self.bit
 
 
 @dataclasses.dataclass(frozen=True)
 class Lines:
-    """Four neighbouring columns stay neighbours. A line is 4 R bytes, four of each row; bit field t of line l holds the
-    columns pattern[l][t] .. + 3 of a span as long as the pattern; spans follow each other."""
+    """Four neighbouring columns stay neighbours: a line is 4 R bytes, four of each row in turn.
+
+    Bit field t of line l holds the columns pattern[l][t] .. + 3 of a span of columns; spans follow each other.
+    """
 
     pattern: tuple[tuple[int, ...], ...]
     at: int
@@ -106,15 +121,17 @@ class Field:
 
     width: int
     base: Sequence[int] | np.ndarray
-    group: Slots | Lines | EvenOdd
+    group: Placement
 
 
 # ------------------------------------------------------------------------------------------------------------ compiling
 
 
 def bit_map(fields: Sequence[Field], rows: int, block_bytes: int) -> np.ndarray:
-    """int64[8 * rows * block_bytes]: the bit of the R base blocks, set one behind the other, that each bit of an
-    interleaved block holds. TypeError unless the fields name every bit of both sides exactly once."""
+    """int64[8 * rows * block_bytes]: for each bit of an interleaved block its place in the R base blocks end to end.
+
+    TypeError unless the fields name every bit of both sides exactly once.
+    """
     bits = 8 * rows * block_bytes
     source = np.full(bits, -1, np.int64)
     for field in fields:
@@ -128,10 +145,13 @@ def bit_map(fields: Sequence[Field], rows: int, block_bytes: int) -> np.ndarray:
 
 
 def word_starts(fields: Sequence[Field], block_bytes: int) -> np.ndarray:
-    """Bytes of a base block at which 32-bit words are read and written; they cover the block, the outer ones may
-    overlap. Most of them stand where the widest field does, so that its words move whole."""
-    widest = max(fields, key=lambda field: field.width * len(field.base) if len(field.base) > 1 else 0)
-    phase = int(min(widest.base)) // 8 % 4
+    """Bytes of a base block at which 32-bit words are read and written.
+
+    They cover the block and may overlap at its ends; in between they are aligned with the largest field, so that its
+    words move whole.
+    """
+    largest = max(fields, key=lambda field: field.width * len(field.base))
+    phase = int(min(largest.base)) // 8 % 4
     return np.unique([0, *range(phase, block_bytes - 3, 4), block_bytes - 4])
 
 
@@ -254,6 +274,8 @@ class Permutation:
     """A description compiled for R rows: `forward` from base blocks to the group, `backward` the other way."""
 
     def __init__(self, fields: Sequence[Field], rows: int, block_bytes: int, head: int = 0):
+        if head % 4 or rows * block_bytes % 4 or block_bytes < 4:
+            raise TypeError(f"blocks of {block_bytes} bytes and headers of {head} cannot be moved by 32-bit words")
         source = bit_map(fields, rows, block_bytes)
         starts = word_starts(fields, block_bytes)
         words = (8 * (block_bytes * np.arange(rows)[:, None] + starts)).ravel()  # first bit of every base word
@@ -267,27 +289,13 @@ class Permutation:
 
     def forward(self, data: np.ndarray, out: np.ndarray) -> None:
         """Interleave: uint8[groups * rows, row bytes] -> uint8 of the same shape."""
-        _interleave(
-            jit.readonly(data),
-            self._words(out),
-            self.starts,
-            self.forward_table,
-            self.rows,
-            self.head,
-            self.block_bytes,
-        )
+        words = self._words(out)
+        _interleave(jit.readonly(data), words, self.starts, self.forward_table, self.rows, self.head, self.block_bytes)
 
     def backward(self, data: np.ndarray, out: np.ndarray) -> None:
         """Undo `forward`."""
-        _deinterleave(
-            jit.readonly(self._words(data)),
-            out,
-            self.starts,
-            self.backward_table,
-            self.rows,
-            self.head,
-            self.block_bytes,
-        )
+        words = jit.readonly(self._words(data))
+        _deinterleave(words, out, self.starts, self.backward_table, self.rows, self.head, self.block_bytes)
 
     def _words(self, groups: np.ndarray) -> np.ndarray:
         """uint8[rows, row bytes] as uint32[groups, words]."""

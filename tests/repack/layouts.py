@@ -55,34 +55,11 @@ def _six_bit(at: int) -> tuple[list[int], list[int]]:
 
 def _k_scales() -> tuple[Field, ...]:
     (s_low, s_high), (m_low, m_high) = _six_bit(0), _six_bit(4)
-    pairs = [a for pair in zip(s_low, m_low) for a in pair]
     return (
         _D4, _bytes(1, 2, 8, 16),
-        Field(4, pairs, _Pairs(4, at=32)),
-        Field(2, [a for pair in zip(s_high, m_high) for a in pair], _HighPairs(at=16)),
+        Field(4, s_low, Slots(0, 32, pitch=8)), Field(4, m_low, Slots(0, 32, pitch=8, bit=4)),
+        Field(2, s_high, Slots(16, 16, pitch=4)), Field(2, m_high, Slots(16, 16, pitch=4, bit=2)),
     )  # fmt: skip
-
-
-class _Pairs(NamedTuple):
-    """Element 2 j + half of row k: nibble `half` of byte 4 j + k."""
-
-    width: int
-    at: int
-
-    def addresses(self, rows: int, width: int, count: int) -> np.ndarray:
-        j, half = np.divmod(np.arange(count), 2)
-        return 8 * (self.at + rows * j + np.arange(rows)[:, None]) + width * half
-
-
-class _HighPairs(NamedTuple):
-    """Element 2 j + half of row k: crumb `half` of nibble s // 16 of byte s % 16, s = 4 j + k."""
-
-    at: int
-
-    def addresses(self, rows: int, width: int, count: int) -> np.ndarray:
-        j, half = np.divmod(np.arange(count), 2)
-        s = rows * j + np.arange(rows)[:, None]
-        return 8 * (self.at + s % 16) + 4 * (s // 16) + width * half
 
 
 def _q6_0_high() -> list[int]:
@@ -91,17 +68,6 @@ def _q6_0_high() -> list[int]:
 
 def _iq3_s_entries() -> list[int]:
     return [8 * (2 + 8 * ib + e) for ib in range(8) for e in (0, 4, 1, 5, 2, 6, 3, 7)]
-
-
-class _Blocks(NamedTuple):
-    """Runs of `run` elements of a row stay together, rows in turn."""
-
-    run: int
-    at: int
-
-    def addresses(self, rows: int, width: int, count: int) -> np.ndarray:
-        block, i = np.divmod(np.arange(count), self.run)
-        return 8 * self.at + width * (self.run * (rows * block + np.arange(rows)[:, None]) + i)
 
 
 LAYOUTS: dict[str, Layout] = {
@@ -128,7 +94,7 @@ LAYOUTS: dict[str, Layout] = {
         _bytes(1, 208, 0, 16), _bytes(16, 192, 8), Field(4, planes(4, 64, 256, 0), Lines(NIB, 328)),
         Field(2, planes(2, 32, 256, 128), Lines(((0, 8, 4, 12),), 72)))),
     "iq2_s_r4": Layout(4, 82, 0, 256, "a8a6c99f", (
-        _D4, Field(8, packed(8, 32, 2), _Blocks(4, 8)), Field(8, packed(8, 32, 34), _Blocks(4, 168)),
+        _D4, _bytes(8, 2, 8, 32), _bytes(8, 34, 168, 32),
         _bytes(8, 66, 136), _bytes(8, 74, 296))),
     "iq3_s_r4": Layout(4, 110, 0, 256, "18ec740e", (
         _D4, Field(8, _iq3_s_entries(), Slots(0, 8)), _bytes(8, 66, 264),

@@ -5,8 +5,8 @@
 
 Order of the tensors: rope factors, embedding, the layers by number (within one: attention, then feed-forward), output
 norm, output. Types: `outtype`, except that norms, biases and everything of one dimension are f32, and rows that do not
-fit q8_0's blocks of 32 are f16. "auto" is the dtype of the first matrix in the checkpoint if that is bf16 or f16, and
-f16 for a float32 checkpoint.
+fit q8_0's blocks of 32 are f16. "auto" is the dtype of the first matrix in bf16 or f16, and f16 for a checkpoint that
+is all float32.
 """
 
 from __future__ import annotations
@@ -148,9 +148,9 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _automatic(checkpoint: Checkpoint) -> str:
-    """ "bf16" or "f16" as the first matrix is; "f16" for other dtypes."""
-    first = next((t.dtype for t in checkpoint.tensors.values() if len(t.shape) >= 2), "")
-    return "bf16" if first == "BF16" else "f16"
+    """The name of the first 16-bit dtype that a matrix has; "f16" where all are float32."""
+    matrices = [_DTYPES.get(tensor.dtype) for tensor in checkpoint.tensors.values() if len(tensor.shape) >= 2]
+    return next((name for name in matrices if name in ("bf16", "f16")), None) or "f16"
 
 
 def _type_of(piece: Piece, outtype: QuantType) -> QuantType:

@@ -110,7 +110,9 @@ def prepare(source: GGUF, directory: str | os.PathLike[str], dtype: str = "auto"
     ]
     main = next((spec.dtype for spec in specs if len(spec.shape) >= 2), target)
     ids = {f"{name}_token_id": vocab.special_id(source.metadata, name) for name in ("bos", "eos", "pad")}
-    config |= {key: number for key, number in ids.items() if number is not None} | {"dtype": _TORCH[main]}
+    rows = source.tensors["token_embd.weight"].shape[0]  # may be more than there are tokens
+    config |= {key: number for key, number in ids.items() if number is not None}
+    config |= {"vocab_size": rows, "dtype": _TORCH[main]}
     contents = {
         "config.json": config,
         "generation_config.json": vocab.generation_config(source.metadata),

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import quantkit
-from quantkit import types
+from quantkit import archs, types
 from quantkit.convert import convert, prepare
 from quantkit.errors import DataError, FormatError, QuantkitError, UnknownNameError, UnsupportedError
 from quantkit.export import export
@@ -52,6 +52,23 @@ def log_probabilities(logits: np.ndarray) -> np.ndarray:
     x = logits.astype(np.float64)
     x -= x.max(1, keepdims=True)
     return x - np.log(np.exp(x).sum(1, keepdims=True))
+
+
+@pytest.mark.parametrize("arch", [arch.name for arch in archs.all()])
+def test_every_architectures_example(tmp_path: Path, arch: str) -> None:
+    """Converted, run by quantkit, exported again: the logits are those of transformers all the way."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = tiny(tmp_path / "hf", arch=arch)
+    convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+    export(tmp_path / "m.gguf", tmp_path / "back")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    tokens = np.random.default_rng(3).integers(2, 320, 100).tolist()
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens])).logits
+        assert torch.equal(again(torch.tensor([tokens])).logits, expected)
+    ours = log_probabilities(quantkit.load(tmp_path / "m.gguf").logits(tokens))
+    assert np.abs(ours - log_probabilities(expected[0].numpy())).max() < 1e-3
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -55,7 +55,7 @@ _SAMPLING = {
 }
 METADATA_FILE = "gguf_metadata.json"  # general.* keys for which a checkpoint has no place of its own
 _LOOKS_SPECIAL = re.compile(r"<pad>|<mask>|<2mass>|\[@BOS@\]|<\|.*\|>|<｜.*｜>|<unused\d+>")
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _tokens(tokenizer: Mapping[str, Any], vocab_size: int, byte_level: bool) -> 
     text = {i: token for token, i in model["vocab"].items()}
     kind = dict.fromkeys(text, NORMAL)
     if not byte_level:
-        kind |= {i: BYTE for i, token in text.items() if _BYTE_TOKEN.fullmatch(token)}
+        kind |= {i: BYTE for i, token in text.items() if BYTE_TOKEN.fullmatch(token)}
     for added in tokenizer.get("added_tokens") or ():
         i, content = added["id"], added["content"]
         special = added.get("special") or _LOOKS_SPECIAL.fullmatch(content)
@@ -275,6 +275,8 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
     for key in needed:
         if key not in metadata:
             raise FormatError(f"metadata key {key} is missing; a {kind} tokenizer needs it")
+        if not isinstance(metadata[key], list):
+            raise FormatError(f"metadata key {key} is {metadata[key]!r}; it should be an array")
     parts = _byte_level_parts(metadata) if kind == "gpt2" else _sentencepiece_parts(metadata)
     tokens, types = metadata["tokenizer.ggml.tokens"], token_types(metadata)
     added = [
@@ -304,7 +306,7 @@ def _bpe(vocab: dict[str, int], merges: list[list[str]], **settings: Any) -> dic
 def _byte_level_parts(metadata: Mapping[str, Any]) -> dict[str, Any]:
     entry = pretokenizers.get(metadata.get("tokenizer.ggml.pre", "default"))
     vocab = _vocab(metadata)
-    merges = [str(merge).split(" ", 1) for merge in metadata["tokenizer.ggml.merges"]]
+    merges = [list(str(merge).partition(" ")[::2]) for merge in metadata["tokenizer.ggml.merges"]]
     for left, right in merges:
         if left not in vocab or right not in vocab or left + right not in vocab:
             raise FormatError(
@@ -324,6 +326,8 @@ def _sentencepiece_parts(metadata: Mapping[str, Any]) -> dict[str, Any]:
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     tokens, types = metadata["tokenizer.ggml.tokens"], token_types(metadata)
     scores = metadata["tokenizer.ggml.scores"]
+    if len(scores) != len(tokens):
+        raise FormatError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens")
     vocab = _vocab(metadata)
     mergeable = {str(token): i for i, token in enumerate(tokens) if types[i] == NORMAL}
     ranked = sorted(mergeable, key=lambda token: (-float(scores[mergeable[token]]), mergeable[token]))
@@ -362,11 +366,19 @@ def adds(metadata: Mapping[str, Any], name: str) -> bool:
 
 
 def special_id(metadata: Mapping[str, Any], name: str) -> int | None:
-    """Id of "bos", "eos", "unk", ... as the file says it; SentencePiece's own 1, 2, 0 where it does not."""
+    """Id of "bos", "eos", "unk", ... as the file says it; SentencePiece's own 1, 2, 0 where it does not.
+
+    FormatError for one that is no token.
+    """
     found = metadata.get(SPECIAL[name])
     if found is None and metadata.get("tokenizer.ggml.model") == "llama":
         found = {"bos": 1, "eos": 2, "unk": 0}.get(name)
-    return None if found is None else int(found)
+    if found is None:
+        return None
+    count = len(metadata["tokenizer.ggml.tokens"])
+    if not 0 <= int(found) < count:
+        raise FormatError(f"{SPECIAL[name]} is {found}, but there are {count} tokens")
+    return int(found)
 
 
 def _post_processor(metadata: Mapping[str, Any], otherwise: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -42,8 +42,8 @@ class Tokenizer:
         self._types = vocab.token_types(metadata)
         self._byte_level = metadata["tokenizer.ggml.model"] == "gpt2"
         self._strips_space = not self._byte_level and metadata.get("tokenizer.ggml.add_space_prefix", True)
-        self.bos_id = self._special_id("bos")
-        self.eos_id = self._special_id("eos")
+        self.bos_id = vocab.special_id(metadata, "bos")
+        self.eos_id = vocab.special_id(metadata, "eos")
         self.adds_bos = vocab.adds(metadata, "bos") and self.bos_id is not None
         self.adds_eos = vocab.adds(metadata, "eos") and self.eos_id is not None
 
@@ -55,12 +55,6 @@ class Tokenizer:
         tokenizer.ggml.model or tokenizer.ggml.pre that is not handled.
         """
         return cls(metadata)
-
-    def _special_id(self, name: str) -> int | None:
-        number = vocab.special_id(self._metadata, name)
-        if number is not None and number >= len(self._tokens):
-            raise FormatError(f"{vocab.SPECIAL[name]} is {number}, but there are {len(self._tokens)} tokens")
-        return number
 
     @property
     def vocab_size(self) -> int:
@@ -110,7 +104,7 @@ class Tokenizer:
         if not 0 <= token < len(self._tokens):
             raise DataError(f"token {token} is not in the vocabulary of {len(self._tokens)}")
         text, kind = self._tokens[token], self._types[token]
-        if kind == vocab.BYTE:
+        if kind == vocab.BYTE and vocab.BYTE_TOKEN.fullmatch(text):
             return bytes([int(text[3:5], 16)])
         if kind not in (vocab.NORMAL, vocab.BYTE):
             return text.encode()

@@ -78,8 +78,8 @@ def write_tokenizer(directory: Path, tokenizer: dict[str, Any], **config: Any) -
     (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def tiny(directory: Path, dtype: str = "float32", **config: Any) -> Any:
-    """Save a random two-layer Llama with its tokenizer in `directory`; gives the model back.
+def tiny(directory: Path, dtype: str = "float32", arch: str = "llama", **config: Any) -> Any:
+    """Save a random model of an architecture's EXAMPLE, changed, with a tokenizer; gives the model back.
 
     Norm weights and biases are random too, so that a tensor in the wrong place shows.
     """
@@ -87,7 +87,7 @@ def tiny(directory: Path, dtype: str = "float32", **config: Any) -> Any:
     transformers = pytest.importorskip("transformers", reason="transformers saves the random checkpoints")
     from quantkit import archs
 
-    example = archs.get("llama").EXAMPLE | config
+    example = archs.get(arch).EXAMPLE | config
     torch.manual_seed(5)
     kind = getattr(transformers, example["architectures"][0].replace("ForCausalLM", "Config"))
     model = transformers.AutoModelForCausalLM.from_config(kind(**example)).eval()

@@ -275,6 +275,10 @@ def test_what_is_missing_or_unknown_is_named(smollm2: Metadata) -> None:
         Tokenizer.from_gguf(changed("tokenizer.ggml.merges"))
     with pytest.raises(FormatError, match="merges tokens that are not in"):
         Tokenizer.from_gguf(changed("tokenizer.ggml.merges", ["xyzzy plugh"]))
+    with pytest.raises(FormatError, match="merges tokens that are not in"):
+        Tokenizer.from_gguf(changed("tokenizer.ggml.merges", ["xyzzy"]))
+    with pytest.raises(FormatError, match="is 'x'; it should be an array"):
+        Tokenizer.from_gguf(changed("tokenizer.ggml.merges", "x"))
     with pytest.raises(FormatError, match="token_type has 1 entries for 49152"):
         Tokenizer.from_gguf(changed("tokenizer.ggml.token_type", [1]))
     with pytest.raises(FormatError, match="eos_token_id is 99999"):

@@ -144,7 +144,7 @@ def _fit(x, e, best, lanes):
 
 
 @kernel(inline="always")
-def _codes_for(sums, d, dmin, s):
+def _minimum_beside(sums, d, dmin, s):
     """The M that is best beside S = s for the codes behind the sums, and the error."""
     scale = d * np.float32(s)
     wanted = (scale * sums[2] - sums[1]) / (sums[0] * dmin)
@@ -157,8 +157,8 @@ def _settle(sums, scale, d, dmin):
     """S and M of a sub-block under d and dmin by its sums, and the error."""
     low = np.int64(min(max(scale / d, np.float32(0)), np.float32(63)))
     high = min(low + 1, 63)
-    m_low, error_low = _codes_for(sums, d, dmin, low)
-    m_high, error_high = _codes_for(sums, d, dmin, high)
+    m_low, error_low = _minimum_beside(sums, d, dmin, low)
+    m_high, error_high = _minimum_beside(sums, d, dmin, high)
     if error_low <= error_high:
         return low, m_low, error_low
     return high, m_high, error_high

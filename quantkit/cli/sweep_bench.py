@@ -1,0 +1,50 @@
+"""`quantkit sweep-bench`: speed of prompt and generation as the cache fills."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantkit.cli._shared import Json, Threads, print_json
+from quantkit.cli.bench import CacheType, FastNumerics, bandwidth, conditions, record
+
+_HEADER = "|    PP |     TG |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |  TG GB/s |"
+
+
+def sweep_bench(
+    model: Annotated[Path, typer.Argument(help="GGUF file, or any shard of one.")],
+    ctx_size: Annotated[int, typer.Option("--ctx-size", "-c", help="Tokens of the cache to fill.", min=5)] = 2048,
+    batch_size: Annotated[int, typer.Option("--batch-size", "-b", "-ub", help="Tokens of a step.", min=4)] = 512,
+    numerics: FastNumerics = "fast",
+    cache_type: CacheType = None,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Time prompt and generation as the cache fills.
+
+    At each step: the time of -b tokens as a prompt, and of a quarter as many generated one by one at the same place.
+    Rows come as they are measured.
+    """
+    from quantkit.evaluate import bench as measure
+    from quantkit.runtime.model import load
+
+    loaded = load(model, numerics=numerics, threads=threads, cache_type=cache_type, n_ctx=ctx_size)
+    about = conditions(loaded) | {"n_ctx": ctx_size, "n_batch": batch_size}
+    rows = measure.sweep(loaded, ctx_size, batch_size)
+    if json:
+        steps = [{"prompt": record(prompt), "generation": record(generation)} for prompt, generation in rows]
+        print_json({"model": model, "size": loaded.size_bytes, **about, "steps": steps})
+        return
+    print(f"{model}: " + ", ".join(f"{key} {value}" for key, value in about.items()), file=sys.stderr)
+    print(_HEADER)
+    print("|" + "|".join("-" * len(cell) for cell in _HEADER.strip("|").split("|")) + "|")
+    for prompt, generation in rows:
+        print(
+            f"| {prompt.tokens:5d} | {generation.tokens:6d} | {prompt.n_kv:6d} "
+            f"| {prompt.seconds:8.3f} | {prompt.tokens_per_second:8.2f} "
+            f"| {generation.seconds:8.3f} | {generation.tokens_per_second:8.2f} | {bandwidth(generation):>8} |",
+            flush=True,
+        )

@@ -23,6 +23,10 @@ is at least 2^-20 of the block's largest, and 1 where the importance of the whol
 calibration never saw is still encoded sanely. Scales end at the largest half: elements beyond 65504 times the largest
 code are clipped, never stored as Inf. Candidates begin at the smallest half, so that blocks of weights around 1e-7 keep
 what can be kept.
+
+Why the importance alone: the reference multiplies it by sqrt(mean x^2 + x^2). Weights that grow with size were tried on
+SmolLM2, over two random roundings of the source weights. Without importance the KL divergence moved by -11% and -1%
+(Q4_0), +1% (IQ4_NL) and +17% (Q4_1); with it, in one run, from 0.128 to 0.137 (Q4_0). No gain could be shown.
 """
 
 from __future__ import annotations

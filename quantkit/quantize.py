@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from quantkit import __version__, jit
+from quantkit import __version__
 from quantkit.errors import DataError, QuantkitError
 from quantkit.files.gguf import GGUF, Metadata, Tensor, TensorSpec, Writer
 from quantkit.files.imatrix import Imatrix
+from quantkit.files.pipeline import pump
 from quantkit.recipe import Plan, PlannedTensor
 from quantkit.types import check_finite
 
@@ -89,13 +88,10 @@ def quantize(
     plan.require_codecs()
     metadata = output_metadata(source.metadata, plan, imatrix, imatrix_file, overrides)
     specs = [TensorSpec(t.name, t.shape, t.type) for t in plan.tensors]
-    threads = threads or jit.default_threads()
     with Writer(out, metadata, specs, split_max_bytes, split_max_tensors) as writer:
         _refuse_overwriting(source, writer.paths)
-        with _Bar(plan.bytes_before, progress) as bar, ThreadPoolExecutor(threads) as pool:
-            for piece, data in _in_order(pool, _pieces(source, plan, imatrix), ahead=2 * threads):
-                writer.write(piece.planned.name, data)
-                bar.update(piece.planned.name, piece.source_bytes)
+        jobs = ((piece.planned.name, piece.encode) for piece in _pieces(source, plan, imatrix))
+        pump(jobs, writer.write, plan.bytes_after, threads=threads, progress=progress)
         paths = writer.paths
     return Written(paths, sum(path.stat().st_size for path in paths))
 
@@ -113,10 +109,6 @@ class _Piece:
     stop: int
     importance: np.ndarray | None
     verbatim: bool
-
-    @property
-    def source_bytes(self) -> int:
-        return (self.stop - self.start) * self.tensor.row_bytes
 
     def encode(self) -> np.ndarray:
         """The rows in the planned type: uint8[rows, row_bytes]."""
@@ -173,23 +165,6 @@ def _pieces(source: GGUF, plan: Plan, imatrix: Imatrix | None) -> Iterator[_Piec
                 yield _Piece(planned, tensor, start, stop, importance, verbatim)
 
 
-def _in_order(pool: ThreadPoolExecutor, pieces: Iterator[_Piece], ahead: int) -> Iterator[tuple[_Piece, np.ndarray]]:
-    """Encode pieces on a pool, `ahead` of them in flight, and give them back in their order."""
-    flying: deque[tuple[_Piece, Future[np.ndarray]]] = deque()
-    try:
-        for piece in pieces:
-            flying.append((piece, pool.submit(piece.encode)))
-            if len(flying) >= ahead:
-                first, future = flying.popleft()
-                yield first, future.result()
-        while flying:
-            first, future = flying.popleft()
-            yield first, future.result()
-    finally:
-        for _, future in flying:
-            future.cancel()
-
-
 # ------------------------------------------------------------------------------------------------ metadata and the rest
 
 
@@ -237,24 +212,3 @@ def _refuse_overwriting(source: GGUF, outputs: Sequence[Path]) -> None:
     for path in outputs:
         if path.exists() and any(os.path.samefile(path, other) for other in source.paths):
             raise QuantkitError(f"{path}: this is the input; write to another name")
-
-
-class _Bar:
-    """Progress in bytes of the source with an ETA, on a terminal."""
-
-    def __init__(self, total: int, show: bool):
-        self._total, self._show = total, show
-
-    def __enter__(self) -> _Bar:
-        from tqdm import tqdm
-
-        # disable=None: silent where stderr is no terminal.
-        self._bar: Any = tqdm(total=self._total, unit="B", unit_scale=True, disable=None if self._show else True)
-        return self
-
-    def update(self, name: str, nbytes: int) -> None:
-        self._bar.set_description_str(name, refresh=False)
-        self._bar.update(nbytes)
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.close()

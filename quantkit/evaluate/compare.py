@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from quantkit.evaluate import kld
+from quantkit.evaluate.bench import bench
 from quantkit.evaluate.kld import Divergence, Estimate, percentile
 from quantkit.evaluate.perplexity import perplexity
 from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, chunked
@@ -119,36 +119,10 @@ def size_of(path: Path) -> tuple[int, float]:
     return file.size, 8 * sum(t.nbytes for t in file.tensors.values()) / max(1, weights)
 
 
-def throughput(
-    model: Any, n_prompt: int = 512, n_generate: int = 64, repeats: int = 3, seconds: float = 6.0
-) -> Throughput:
-    """Best of `repeats`: a prompt of random tokens at once, then tokens one by one behind it; a warm-up goes before.
-
-    No generation goes on, and no repeat begins, when `seconds` have passed since the first began.
-    """
-    n_prompt = min(n_prompt, model.n_ctx_train - n_generate)
-    tokens = np.random.default_rng(0).integers(0, model.vocab_size, n_prompt)
-    warm = model.new_cache(4)
-    model.forward(tokens[:2], warm, logits="last")
-    model.forward(tokens[:1], warm, logits="last")
-    best = Throughput(0.0, 0.0)
-    begun = time.perf_counter()
-    for repeat in range(repeats):
-        cache = model.new_cache(n_prompt + n_generate)
-        started = time.perf_counter()
-        if repeat and started - begun > seconds:
-            break
-        logits = model.forward(tokens, cache, logits="last")
-        middle = time.perf_counter()
-        generated = 0
-        while generated < n_generate and (not generated or time.perf_counter() - begun < seconds):
-            logits = model.forward([int(logits[0].argmax())], cache, logits="last")
-            generated += 1
-        ended = time.perf_counter()
-        best = Throughput(
-            max(best.prompt, n_prompt / (middle - started)), max(best.generation, generated / (ended - middle))
-        )
-    return best
+def throughput(model: Any, n_prompt: int = 512, n_generate: int = 64, repeat: int = 3) -> Throughput:
+    """A prompt of random tokens and single tokens, each from an empty cache; medians."""
+    prompt, generation = bench(model, min(n_prompt, model.n_ctx_train), n_generate, repeat)
+    return Throughput(prompt.tokens_per_second, generation.tokens_per_second)
 
 
 # --------------------------------------------------------------------------------------------------------------- table

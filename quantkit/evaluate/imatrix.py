@@ -42,23 +42,23 @@ class Collector:
         self._counts: dict[str, int] = {}
 
     def observe(self, name: str, x: np.ndarray) -> None:
-        """Add float32[tokens, n] that enters the weight `name`; NaN or Inf is a DataError that names the weight."""
+        """Add float32[tokens, n] that enters the weight `name`."""
         if not (name.startswith("blk.") or (self.process_output and name in OUTPUT_NAMES)):
             return
         x = x.reshape(-1, x.shape[-1])
         sums = self._sums.setdefault(name, np.zeros(x.shape[1]))
         frozen = jit.readonly(np.ascontiguousarray(x))
         jit.over_rows(lambda a, b: _add_squares(frozen[:, a:b], sums[a:b]), x.shape[1], multiple=64, pieces=1)
-        if not np.isfinite(sums).all():
-            token, column = (int(v) for v in np.argwhere(~np.isfinite(x))[0])
-            raise DataError(
-                f"{name}: column {column} of what enters it is {x[token, column]} at token {token} of its batch, in or "
-                f"after chunk {self.chunks + 1}; the weights before it are broken or overflow"
-            )
         self._counts[name] = self._counts.get(name, 0) + len(x)
 
     def result(self, dataset: str) -> Imatrix:
-        """What has been collected so far. A chunk counts as one call, as where the reference's batch is its context."""
+        """What has been collected so far; DataError that names the first weight that NaN or Inf entered, if one did.
+
+        A chunk counts as one call, as it does in the reference where the batch is the context.
+        """
+        for name, sums in self._sums.items():
+            if not np.isfinite(sums).all():
+                raise DataError(f"{name}: NaN or Inf entered it within {self.chunks} chunks")
         entries = {
             name: Entry(
                 np.asarray(sums / self._counts[name], np.float32)[None],

@@ -8,6 +8,7 @@ import pytest
 from quantkit import types
 from quantkit.errors import QuantkitError
 from quantkit.evaluate import compare, plots
+from quantkit.evaluate.bench import Speed
 from quantkit.files.gguf import Metadata, TensorSpec, Writer
 from tests.evaluate.fake import FakeModel
 
@@ -72,28 +73,14 @@ def test_without_matplotlib_one_line_says_how(compared, tmp_path, monkeypatch):
         plots.plot(tmp_path / "x.png", compared.candidates, "title")
 
 
-class Clocked:
-    """A model whose forward pass only counts tokens."""
+def test_throughput_is_the_bench_s(monkeypatch):
+    model = FakeModel()  # trained for 64 tokens
+    asked = []
 
-    vocab_size, n_ctx_train = 16, 600
+    def bench(*args):
+        asked.append(args)
+        return [Speed("pp64", 0, 64, 0.5), Speed("tg64", 0, 64, 4.0)]
 
-    def __init__(self):
-        self.runs: list[int] = []
-
-    def new_cache(self, n_ctx):
-        return None
-
-    def forward(self, tokens, cache, logits):
-        self.runs.append(len(tokens))
-        return np.zeros((1, 16), np.float32)
-
-
-def test_throughput_runs_prompt_then_single_tokens():
-    model = Clocked()
-    found = compare.throughput(model, n_prompt=100, n_generate=5, repeats=2)
-    assert model.runs == [2, 1, 100, 1, 1, 1, 1, 1, 100, 1, 1, 1, 1, 1]
-    assert found.prompt > 0
-    assert found.generation > 0
-    model = Clocked()
-    compare.throughput(model, n_prompt=100, n_generate=50, repeats=9, seconds=0.0)
-    assert model.runs == [2, 1, 100, 1]  # out of time after the least that gives a figure
+    monkeypatch.setattr(compare, "bench", bench)
+    assert compare.throughput(model, repeat=2) == (128, 16)
+    assert asked == [(model, 64, 64, 2)]

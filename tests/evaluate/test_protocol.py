@@ -148,6 +148,6 @@ def test_nan_entering_a_weight_names_it(letters):
     model = FakeModel()
     chunks = text.chunked(model.tokenizer, letters, N_CTX)
     model.table[chunks.tokens[0, 5], 3] = np.nan
-    with pytest.raises(DataError, match=r"blk.0.ffn_up.weight: column 3 of what enters it is nan"):
+    with pytest.raises(DataError, match=r"blk.0.ffn_up.weight: NaN or Inf entered it within 8 chunks"):
         imatrix.collect(model, chunks)
     assert model.observer is None

@@ -24,11 +24,10 @@ OUTPUT_NAMES = ("output.weight", "token_embd.weight")
 
 
 @kernel
-def _add_squares(x, sums):
-    """sums float64[n] += column sums of squares of float32[tokens, n]."""
-    tokens, n = x.shape
-    for t in range(tokens):
-        for j in range(n):
+def _add_squares(x, sums, start, stop):
+    """sums float64[n] += column sums of squares of float32[tokens, n], of the columns from `start` to `stop`."""
+    for t in range(x.shape[0]):
+        for j in range(start, stop):
             sums[j] += np.float64(x[t, j]) * np.float64(x[t, j])
 
 
@@ -48,7 +47,7 @@ class Collector:
         x = x.reshape(-1, x.shape[-1])
         sums = self._sums.setdefault(name, np.zeros(x.shape[1]))
         frozen = jit.readonly(np.ascontiguousarray(x))
-        jit.over_rows(lambda a, b: _add_squares(frozen[:, a:b], sums[a:b]), x.shape[1], multiple=64, pieces=1)
+        jit.over_rows(lambda a, b: _add_squares(frozen, sums, a, b), x.shape[1], multiple=64, pieces=1)
         self._counts[name] = self._counts.get(name, 0) + len(x)
 
     def result(self, dataset: str) -> Imatrix:

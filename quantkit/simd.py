@@ -332,7 +332,7 @@ class Emit:
     def exp(self, x: Value) -> Value:
         """e^x of a float32 vector to about 2 units in the last place; 0 below -87.3, as of 88 above 88, NaN of NaN.
 
-        x = k ln 2 + r, |r| <= ln 2 / 2; e^r by its Taylor polynomial of degree 6; 2^k through the exponent bits.
+        x = k ln 2 + r, |r| <= ln 2 / 2; e^r by its Taylor polynomial of degree 7; 2^k through the exponent bits.
         """
         kind = x.type
         tiny = self.builder.fcmp_ordered("<", x.ir, self.constant(kind, -87.3).ir)
@@ -341,8 +341,8 @@ class Emit:
         real = k.real()
         r = self.fma(real, self.constant(kind, -0.693145751953125), x)
         r = self.fma(real, self.constant(kind, -1.428606765330187e-06), r)
-        p = self.constant(kind, 1 / 720)
-        for term in (1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0):
+        p = self.constant(kind, 1 / 5040)
+        for term in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0):
             p = self.fma(p, r, self.constant(kind, term))
         power = ((k + 127) << 23).view(kind)
         return Value(self, self.builder.select(tiny, self.zero(kind).ir, (p * power).ir))

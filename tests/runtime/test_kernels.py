@@ -1,0 +1,313 @@
+"""The kernels of every type against the decoded weights in float64, on this CPU's path and on every simpler one."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from quantkit import types
+from quantkit.jit import callback, kernel
+from quantkit.runtime.kernels import table
+from quantkit.runtime.kernels.cpu import activations, decode, floats, gemm, matvec, walk
+from quantkit.runtime.kernels.cpu.formats import FORMATS
+from quantkit.simd import load_int, store_int
+from quantkit.types import QuantType
+from tests.runtime.other_cpus import CPUS, is_other_cpu, run_tests
+from tests.runtime.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
+
+_ALL = ("q4_0", "q4_1", "q5_0", "q5_1", "q6_0", "q8_0", "iq4_nl", "q4_K", "q6_K", "iq4_k", "q8_0_r8", "iq4_k_r4")
+_SOME = (
+    "q4_0",
+    "q5_1",
+    "q8_0",
+    "q6_K",
+    "iq4_k_r4",
+)  # codes of 4, 5, 8, 6 bits, a codebook; offset, floor, halves, lanes
+INTEGER = [types.layout(name) for name in (_SOME if is_other_cpu() else _ALL)]
+FLOAT = [types.layout(name) for name in ("f32", "f16", "bf16")]
+N = 768
+EXACT, ROUNDED = 2e-6, 0.01  # of the sum of the products' magnitudes; of the result's size
+
+
+def by_name(kind: QuantType) -> str:
+    return kind.name
+
+
+@pytest.mark.parametrize("isa", CPUS)
+def test_other_cpus(isa: str) -> None:
+    run_tests(__file__, isa)
+
+
+def test_every_format_is_tested() -> None:
+    assert {types.layout(name).ggml_type for name in _ALL} == set(FORMATS)
+    assert {t.ggml_type for t in FLOAT} == set(decode.FLOAT_TYPES)
+
+
+def random_rows(kind: QuantType, rows: int, n: int = N, seed: int = 3) -> np.ndarray:
+    """Encoded bytes of every bit pattern but for the scales, which are tame."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((rows, n)).astype(np.float32)
+    if kind in FLOAT or kind.encode_rows is not None:
+        return types.get(kind.name).quantize(x)
+    pytest.skip(f"no encoder for {kind.name} yet")
+
+
+def quantized(x: np.ndarray) -> np.ndarray:
+    """float64: activations as the formula of activations.py makes them, block by block."""
+    blocks = x.reshape(-1, 32)
+    scale = np.abs(blocks).max(1, keepdims=True) * np.float32(1 / 127)
+    codes = np.rint(blocks * (np.float32(1) / scale))
+    return (codes.astype(np.float64) * scale).reshape(x.shape)
+
+
+def buffer_of(x: np.ndarray) -> np.ndarray:
+    """An activation buffer of float32[n]."""
+    buffer = np.zeros(activations.activation_bytes(len(x)), np.uint8)
+    buffer[: 4 * len(x)].view(np.float32)[:] = x
+    quantize_buffer(buffer.ctypes.data, len(x))
+    return buffer
+
+
+@kernel
+def quantize_buffer(address, n):
+    activations.quantize(address, n)
+
+
+def call(function: int, *arguments: int) -> None:
+    ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * len(arguments))(function)(*arguments)
+
+
+def assert_products(got: np.ndarray, weights: np.ndarray, x: np.ndarray, tolerance: float) -> None:
+    """got[t, row] = x[t] . weights[row] within `tolerance` of the sum of the products' magnitudes."""
+    size = np.abs(x) @ np.abs(weights).T
+    assert np.all(np.abs(got - x @ weights.T) <= tolerance * size)
+
+
+# ------------------------------------------------------------------------------------------------------- activations
+
+
+def test_activations(rng: np.random.Generator) -> None:
+    x = rng.standard_normal(96).astype(np.float32)
+    x[32:64] = 0
+    buffer = buffer_of(x)
+    codes, scales = buffer[4 * 96 : 5 * 96].view(np.int8), buffer[7 * 96 :].view(np.float32)
+    sums, floors = buffer[5 * 96 : 6 * 96].view(np.int32), buffer[6 * 96 : 7 * 96].view(np.float32)
+    np.testing.assert_allclose(scales, np.abs(x.reshape(3, 32)).max(1) / 127, rtol=1e-6)
+    np.testing.assert_allclose(codes * np.repeat(scales, 32), x, atol=float(scales.max()) * 0.501)
+    assert np.abs(codes.reshape(3, 32)).max(1).tolist() == [127, 0, 127]
+    np.testing.assert_array_equal(sums, codes.astype(int).reshape(-1, 4).sum(1))
+    np.testing.assert_allclose(floors, sums * np.repeat(scales, 8), rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_spoiled_activation_shows(bad: float) -> None:
+    x = np.ones(64, np.float32)
+    x[40] = bad
+    scales = buffer_of(x)[7 * 64 :].view(np.float32)
+    assert np.isfinite(scales[0])
+    assert np.isnan(scales[1])
+
+
+# -------------------------------------------------------------------------------------------------- one vector, decode
+
+
+@pytest.mark.parametrize("kind", INTEGER + FLOAT, ids=by_name)
+def test_product_with_a_vector(kind: QuantType, rng: np.random.Generator) -> None:
+    """Every row, and only the rows asked for: by fours, by ones, by groups."""
+    rows = 24
+    data, x = random_rows(kind, rows), rng.standard_normal(N).astype(np.float32)
+    weights = types.get(kind.name).dequantize(data, N).astype(np.float64)
+    given, buffer = x.astype(np.float64) if kind in FLOAT else quantized(x), buffer_of(x)
+    run = table.product(kind)
+    assert run is not None
+    for first, last in ((0, 24), (8, 24), (16, 24)) if kind.interleave > 1 else ((0, 24), (3, 10), (5, 5), (23, 24)):
+        out = np.full(rows, 7, np.float32)
+        call(run.address, data.ctypes.data, N, first, last, buffer.ctypes.data, out.ctypes.data)
+        assert_products(out[None, first:last], weights[first:last], given[None], EXACT)
+        assert np.all(out[:first] == 7)
+        assert np.all(out[last:] == 7)
+    error = out[first:last] - (weights @ x)[first:last]
+    assert np.abs(error).max() <= ROUNDED * np.linalg.norm(weights, axis=1).max() * np.linalg.norm(x) / np.sqrt(N) * 3
+
+
+@pytest.mark.parametrize("kind", INTEGER + FLOAT, ids=by_name)
+def test_descriptions_decode_to_the_bit(kind: QuantType) -> None:
+    """A product with the identity matrix gives the weights back, and they are the type's own."""
+    n = 256
+    data = random_rows(kind, 40, n)
+    got = multiply(floats, kind, data, np.eye(n, dtype=np.float32))
+    np.testing.assert_array_equal(got.T, types.get(kind.name).dequantize(data, n))
+
+
+# ------------------------------------------------------------------------------------------------------------- batches
+
+
+def multiply(
+    module: ModuleType,
+    kind: QuantType,
+    data: np.ndarray,
+    x: np.ndarray,
+    add: np.ndarray | None = None,
+    threads: int = 2,
+) -> np.ndarray:
+    """float32[tokens, rows] of an operation of gemm.py or floats.py, on several threads; `add` is what was there."""
+    rows, (count, n) = len(data), x.shape
+    ops = walk.OpList(threads)
+    tokens = ops.keep(np.array([count])).ctypes.data
+    out = np.full((count + 1, rows), 7, np.float32)
+    if add is not None:
+        out[:count] = add
+    given = x.ctypes.data
+    if module is gemm:
+        tiles = ops.buffer("tiles", gemm.activation_bytes(n, count))
+        ops.add(gemm.quantize_tiles.address, gemm.QUANTIZE, wait=True, x=given, n=n, tokens=tokens, tiles=tiles)
+        scratch, stride = ops.private("scratch", gemm.scratch_bytes(FORMATS[kind.ggml_type], n))
+        given = tiles
+    else:
+        scratch, stride = ops.private("scratch", floats.scratch_bytes(n))
+    run = module.multiply(kind.ggml_type, int(add is not None))
+    ops.add(
+        run.address, module.MULTIPLY, weights=data.ctypes.data, n=n, rows=rows, tokens=tokens, x=given,
+        out=out.ctypes.data, scratch=scratch, stride=stride,
+    )  # fmt: skip
+    ops.run()
+    assert np.all(out[count] == 7), "wrote beyond the last token"
+    return out[:count]
+
+
+@pytest.mark.parametrize("kind", INTEGER, ids=by_name)
+def test_integer_product_with_a_batch(kind: QuantType, rng: np.random.Generator) -> None:
+    """41 rows are a whole pair of panels and a bit; 13 tokens two tiles and a bit."""
+    rows = 40 if kind.interleave > 1 else 41
+    data, x = random_rows(kind, rows), rng.standard_normal((13, N)).astype(np.float32)
+    weights = types.get(kind.name).dequantize(data, N).astype(np.float64)
+    got = multiply(gemm, kind, data, x)
+    assert_products(got, weights, quantized(x), EXACT)
+    np.testing.assert_array_equal(multiply(gemm, kind, data, x[:1]), got[:1])
+
+
+@pytest.mark.parametrize("module", [gemm, floats])
+def test_a_product_is_added(module: ModuleType, rng: np.random.Generator) -> None:
+    kind = types.get("q4_0")
+    data, x = random_rows(kind, 41), rng.standard_normal((13, N)).astype(np.float32)
+    before = rng.standard_normal((13, 41)).astype(np.float32)
+    added = multiply(module, kind, data, x, add=before)
+    np.testing.assert_allclose(added - before, multiply(module, kind, data, x), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["f16", "q4_0"])
+def test_float_product_with_a_batch(name: str, rng: np.random.Generator) -> None:
+    kind = types.get(name)
+    data, x = random_rows(kind, 40), rng.standard_normal((13, N)).astype(np.float32)
+    weights = kind.dequantize(data, N).astype(np.float64)
+    got = multiply(floats, kind, data, x)
+    assert_products(got, weights, x.astype(np.float64), EXACT)
+
+
+def test_the_integers_are_the_same_everywhere() -> None:
+    """Scales of 1 leave only integers, and every path must give exactly those, at the extremes of both codes too."""
+    rng = np.random.default_rng(11)
+    n, rows = 1024, 48
+    codes = rng.integers(-128, 128, (rows, n)).astype(np.int8)
+    codes[0], codes[1] = -128, 127
+    data = np.empty((rows, n // 32, 34), np.uint8)
+    data[:, :, :2] = np.array([1], np.float16).view(np.uint8)
+    data[:, :, 2:] = codes.reshape(rows, -1, 32).view(np.uint8)
+    x = rng.integers(-127, 128, (7, n)).astype(np.float32)
+    x.reshape(7, -1, 32)[:, :, 0] = 127
+    x[0], x[1] = 127, -127
+    wanted = x.astype(np.int64) @ codes.astype(np.int64).T
+    assert np.abs(wanted).max() < 1 << 24
+    got = multiply(gemm, types.get("q8_0"), data.reshape(rows, -1), x)
+    np.testing.assert_array_equal(got, wanted)
+    for token in range(7):
+        out = np.zeros(rows, np.float32)
+        buffer = buffer_of(x[token])
+        run = matvec.product(8)
+        assert run is not None
+        call(run.address, data.ctypes.data, n, 0, rows, buffer.ctypes.data, out.ctypes.data)
+        np.testing.assert_array_equal(out, wanted[token])
+
+
+# ---------------------------------------------------------------------------------------------------------------- walk
+
+NOTE = ("place", "log", "next")
+
+
+@callback("void(int64, int64, int64)")
+def note(p, thread, threads):
+    """log[next++] = place, by thread 0."""
+    if thread == 0:
+        at = load_int(load_int(p + 16))
+        store_int(load_int(p), load_int(p + 8) + 8 * at)
+        store_int(at + 1, load_int(p + 16))
+
+
+@callback("void(int64, int64, int64)")
+def gather(p, thread, threads):
+    """Each thread writes the sum of all threads' numbers, plus one, beside them."""
+    total = 0
+    for i in range(threads):
+        total += load_int(load_int(p) + 64 * i)
+    store_int(total + 1, load_int(p + 8) + 64 * thread)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_operations_run_in_order(threads: int) -> None:
+    ops = walk.OpList(threads)
+    log, at = np.zeros(40, np.int64), np.zeros(1, np.int64)
+    for place in range(40):
+        ops.add(note.address, NOTE, wait=place % 3 == 0, place=place, log=log.ctypes.data, next=at.ctypes.data)
+    ops.run()
+    np.testing.assert_array_equal(log, range(40))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_see_what_the_others_wrote(threads: int) -> None:
+    """x -> threads * x + 1, back and forth between two buffers, each step needing all of the last."""
+    ops = walk.OpList(threads)
+    a, b = ops.buffer("a", 64 * threads), ops.buffer("b", 64 * threads)
+    for step in range(12):
+        source, target = (a, b) if step % 2 == 0 else (b, a)
+        ops.add(gather.address, ("source", "target"), wait=True, source=source, target=target)
+    ops.run()
+    wanted = 0
+    for _ in range(12):
+        wanted = threads * wanted + 1
+    got = np.ctypeslib.as_array(ctypes.cast(a, ctypes.POINTER(ctypes.c_int64)), (8 * threads,))[::8]
+    np.testing.assert_array_equal(got, wanted)
+
+
+def test_an_idle_crew_uses_no_processor_and_wakes() -> None:
+    ops = walk.OpList(2)
+    log, at = np.zeros(2, np.int64), np.zeros(1, np.int64)
+    ops.add(note.address, NOTE, wait=True, place=5, log=log.ctypes.data, next=at.ctypes.data)
+    ops.run()
+    time.sleep(0.5)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.1
+    ops.run()
+    assert at[0] == 2
+
+
+def test_several_callers_take_turns() -> None:
+    lists = []
+    for _ in range(4):
+        ops, log, at = walk.OpList(2), np.zeros(500, np.int64), np.zeros(1, np.int64)
+        for place in range(100):
+            ops.add(note.address, NOTE, wait=True, place=place, log=log.ctypes.data, next=at.ctypes.data)
+        lists.append((ops, log, at))
+    callers = [threading.Thread(target=lambda ops=ops: [ops.run() for _ in range(5)]) for ops, _, _ in lists]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    for _, log, at in lists:
+        assert at[0] == 500
+        np.testing.assert_array_equal(log, np.tile(np.arange(100), 5))

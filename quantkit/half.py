@@ -3,6 +3,8 @@
     half_to_float(uint16) -> float32      exact, subnormals, Inf and NaN included
     float_to_half(float32) -> uint16      nearest, ties to even; beyond 65504 Inf, as the hardware's conversion
     bfloat_to_float(uint16) -> float32    exact
+
+Each is plain integer arithmetic, the same on every CPU, and vectorises where its caller's loop does.
 """
 
 from __future__ import annotations

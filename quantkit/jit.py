@@ -40,7 +40,7 @@ def cache_directory() -> Path:
     One folder per numba version and target CPU; numba's own index adds the exact CPU features to each entry's key.
     """
     root = os.environ.get("QUANTKIT_CACHE_DIR")
-    if root is None:
+    if not root:
         root = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), _PACKAGE)
     import numba
 

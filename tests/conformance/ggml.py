@@ -3,6 +3,8 @@
     quantize("iq4_k", x, importance)   uint8[rows, row_bytes]
     dequantize("iq4_k", data, n)       float32[rows, n]
     QUANTIZE_TOOL                      path of the bundled llama-quantize
+
+Importing this module skips the tests of the importing one where the wheel is not installed.
 """
 
 from __future__ import annotations

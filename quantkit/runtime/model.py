@@ -147,7 +147,7 @@ class Model:
         if self._fast is not None and self.observer is None:
             before = cache.length
             found = self._forward_fast(ids, cache, logits)
-            if layers.is_finite(found):
+            if found is not None:
                 return found
             cache.length = before  # layer by layer, to name the tensor that is to blame
         rows = []
@@ -219,10 +219,17 @@ class Model:
             return None, reason
         return step.Fast(self.weights, self.blocks, self.head, self.threads), None
 
-    def _forward_fast(self, ids: np.ndarray, cache: Cache, logits: str) -> np.ndarray:
+    def _forward_fast(self, ids: np.ndarray, cache: Cache, logits: str) -> np.ndarray | None:
+        """What `forward` gives; None when something on the way is not finite."""
         if logits == "last" or len(ids) == 1:
-            return self._fast.last(ids, cache)
-        return np.concatenate([self.project(x) for x in self._fast.hidden(ids, cache)])
+            last = self._fast.last(ids, cache)
+            return last if layers.is_finite(last) else None
+        rows = []
+        for x in self._fast.hidden(ids, cache):
+            if not layers.is_finite(x):
+                return None
+            rows.append(self.project(x))
+        return np.concatenate(rows)
 
     def _run(self, tokens: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] before the output norm; keys and values go into the spans' caches."""

@@ -118,8 +118,8 @@ def _widen(
 
 
 @emitted("void")
-def _soften(e, scores, first, last, dim, out, top_and_sum):
-    """One row of the streaming softmax: scores[first .. last - 1] of KEYS to e^(score - top), the others to 0.
+def _soften(e, scores, count, first, last, dim, out, top_and_sum):
+    """One row of the streaming softmax: scores[first .. last - 1] of `count` to e^(score - top), the others to 0.
 
     Where top grows, out float32[dim] and the sum shrink.
     """
@@ -133,11 +133,11 @@ def _soften(e, scores, first, last, dim, out, top_and_sum):
 
     old = e.load(F32, top_and_sum)
     top = e.variable(e.splat(old, 16))
-    with e.loop(0, KEYS, 16) as i:
+    with e.loop(0, count, 16) as i:
         top.set(e.max(top.get(), masked(i)))
     new = e.largest(top.get())
     total = e.variable(e.zero(_FLOATS16))
-    with e.loop(0, KEYS, 16) as i:
+    with e.loop(0, count, 16) as i:
         weights = e.exp(masked(i) - e.splat(new, 16))
         e.store(weights, scores + i * 4)
         total.set(total.get() + weights)
@@ -217,13 +217,13 @@ def attention(group: int, dim_k: int, dim_v: int, half: int) -> Callback:
                 k = load_int(p + 16) + at * k_stride + head * dim_k * width
                 v = load_int(p + 24) + at * v_stride + head * dim_v * width
                 _chunk(k, v, k_stride, v_stride, here, dim_k, dim_v, half, decoded, keys, values, wide)
-                used = -(-many * group // ROWS) * ROWS
-                _tiles(queries, dim_k * 4, keys, KEYS * 4, dim_k, scores, KEYS * 4, used, KEYS, False)
+                used, lanes = -(-many * group // ROWS) * ROWS, -(-here // 32) * 32
+                _tiles(queries, dim_k * 4, keys, KEYS * 4, dim_k, scores, KEYS * 4, used, lanes, False)
                 for row in range(many * group):
                     seen = position + first + row // group + 1 - at
                     result = results + row * wide * 4
-                    _soften(scores + row * KEYS * 4, max(0, seen - window), seen, dim_v, result, tops + row * 8)
-                _tiles(scores, KEYS * 4, values, wide * 4, KEYS, results, wide * 4, used, wide, True)
+                    _soften(scores + row * KEYS * 4, lanes, max(0, seen - window), seen, dim_v, result, tops + row * 8)
+                _tiles(scores, KEYS * 4, values, wide * 4, lanes, results, wide * 4, used, wide, True)
             for row in range(many * group):
                 token, member = first + row // group, row % group
                 y = floats(load_int(p + 48) + ((token * kv_heads + head) * group + member) * dim_v * 4, dim_v)

@@ -67,10 +67,12 @@ def _walk(ops, count, sync, thread, threads):
 
 
 @kernel
-def _publish(sync, ops, count):
+def _lead(sync, ops, count, threads):
+    """Publish a list and walk it with those who follow. One call, so that no signal leaves them alone with it."""
     store_int(ops, sync + OPS)
     store_int(count, sync + COUNT)
     atomic_add(1, sync + JOB)
+    _walk(ops, count, sync, 0, threads)
 
 
 @kernel
@@ -107,6 +109,7 @@ class Crew:
         self._memory[self._job + (YIELD - JOB) // 8] = _yield_function()
         self._busy = threading.Lock()
         self._wake = threading.Condition()
+        self._calls = 0  # lists that have been announced
         self._asleep = 0
         self._started = False
 
@@ -116,10 +119,10 @@ class Crew:
             if not self._started and self.threads > 1:
                 self._start()
             with self._wake:
-                _publish(self._sync, ops.ctypes.data, len(ops))
+                self._calls += 1
                 if self._asleep:
                     self._wake.notify_all()
-            _walk(ops.ctypes.data, len(ops), self._sync, 0, self.threads)
+            _lead(self._sync, ops.ctypes.data, len(ops), self.threads)
 
     def _start(self) -> None:
         self._started = True
@@ -131,9 +134,10 @@ class Crew:
 
     def _work(self, thread: int, seen: int) -> None:
         while True:
+            calls = self._calls
             seen = _follow(self._sync, thread, self.threads, seen)
             with self._wake:
-                while self._memory[self._job] == seen:
+                while self._calls == calls:  # none was announced since: none can be under way
                     self._asleep += 1
                     self._wake.wait()
                     self._asleep -= 1

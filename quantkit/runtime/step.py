@@ -304,6 +304,9 @@ class Prompt(_Laid):
 
     def _ready(self, x: int, n: int, readers: Sequence[blocks.Linear]) -> tuple[int, int]:
         """Make x what the readers multiply: addresses of float32 rows and, for those that take them, of tiles."""
+        if not any(table.batch(self._weights[linear.weight].type).quantized for linear in readers):
+            self._ops.wait()
+            return x, 0
         tiles = self._ops.buffer("tiles", gemm.activation_bytes(n, BATCH_TOKENS))
         self._ops.add(
             gemm.quantize_tiles.address, gemm.QUANTIZE, wait=True, x=x, n=n, tokens=self._counted, tiles=tiles
@@ -316,7 +319,6 @@ class Prompt(_Laid):
         tensor = self._weights[linear.weight]
         rows, n = tensor.shape
         how = table.batch(tensor.type)
-        assert how is not None
         scratch, stride = self._ops.private("panels", how.scratch_bytes(n))
         self._ops.add(
             how.kernel(add).address, gemm.MULTIPLY, wait, weights=self._ops.keep(tensor.data).ctypes.data, n=n,

@@ -1,7 +1,7 @@
 """Which kernel computes with which type on this machine's CPU.
 
 product(type)               weights times one vector, a C function of kernels/cpu/matvec.py; None where there is none
-batch(type)                 how a batch is multiplied: in integers (gemm.py) or in float32 (floats.py), or None
+batch(type)                 how a batch is multiplied: in integers (gemm.py) or in float32 (floats.py)
 linear(tensor, threads)     a callable for batches that quantizes activations; None where decoded panels and BLAS
                             are as fast, or the type has no kernel
 """
@@ -23,6 +23,7 @@ from quantkit.types import QuantType
 
 
 def product(kind: QuantType) -> Callback | None:
+    """`void(weights, n, first, last, activations, out)`."""
     return matvec.product(kind.ggml_type)
 
 
@@ -34,14 +35,13 @@ class Batch(NamedTuple):
     scratch_bytes: Callable[[int], int]  # of each thread, for rows of n
 
 
-def batch(kind: QuantType) -> Batch | None:
+def batch(kind: QuantType) -> Batch:
+    """For types that have a `product`."""
     number = kind.ggml_type
     found = FORMATS.get(number)
     if found is not None and _integers_are_faster(found.largest):
-        return Batch(True, lambda add: _there(gemm.multiply(number, add)), lambda n: gemm.scratch_bytes(found, n))
-    if floats.multiply(number, 0) is None:
-        return None
-    return Batch(False, lambda add: _there(floats.multiply(number, add)), floats.scratch_bytes)
+        return Batch(True, lambda add: gemm.multiply(number, add), lambda n: gemm.scratch_bytes(found, n))
+    return Batch(False, lambda add: floats.multiply(number, add), floats.scratch_bytes)
 
 
 def _integers_are_faster(largest: int) -> bool:
@@ -49,16 +49,13 @@ def _integers_are_faster(largest: int) -> bool:
     return jit.isa() == "avx512vnni" or largest <= 127
 
 
-def _there(callback: Callback | None) -> Callback:
-    assert callback is not None
-    return callback
-
-
 def linear(tensor: Tensor, threads: int) -> Callable[[np.ndarray, np.ndarray], None] | None:
     """`run(x, out)`: out float32[tokens, rows] = x W^T for x float32[tokens, n], with activations quantized."""
-    how = batch(tensor.type)
     rows, n = tensor.shape
-    if how is None or not how.quantized or n % 32 or rows % tensor.type.interleave:
+    if product(tensor.type) is None or n % 32 or rows % tensor.type.interleave:
+        return None
+    how = batch(tensor.type)
+    if not how.quantized:
         return None
     ops, data = OpList(threads), tensor.data
     count = ops.keep(np.zeros(1, np.int64))

@@ -108,14 +108,13 @@ def add_bias(bias, out, first, last, rows, tokens):
 
 
 @functools.cache
-def multiply(ggml_type: int, add: int) -> Callback | None:
+def multiply(ggml_type: int, add: int) -> Callback:
     """The operation out[token, row] (+)= W x (+ bias) in float32; `tokens` points to an int64."""
     if ggml_type in FLOAT_TYPES:
         block, nbytes = 1, 4 if FLOAT_TYPES[ggml_type] == "f32" else 2
-    elif ggml_type in FORMATS:
-        block, nbytes = FORMATS[ggml_type].columns, FORMATS[ggml_type].nbytes // FORMATS[ggml_type].rows
     else:
-        return None
+        f = FORMATS[ggml_type]
+        block, nbytes = f.columns, f.nbytes // f.rows
 
     @callback(SIGNATURE)
     def run(p, thread, threads):

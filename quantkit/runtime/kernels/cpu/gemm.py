@@ -233,10 +233,8 @@ MULTIPLY = ("weights", "n", "rows", "tokens", "x", "out", "bias", "scratch", "st
 
 
 @functools.cache
-def multiply(ggml_type: int, add: int) -> Callback | None:
-    """The operation out[token, row] (+)= W x (+ bias); `tokens` points to an int64. None for types without kernel."""
-    if ggml_type not in FORMATS:
-        return None
+def multiply(ggml_type: int, add: int) -> Callback:
+    """The operation out[token, row] (+)= W x (+ bias) for a type of FORMATS; `tokens` points to an int64."""
     f = FORMATS[ggml_type]
     step, row_bytes = PANELS * LANES, f.nbytes // f.rows
     unit_bytes, columns = record_bytes(f), f.columns

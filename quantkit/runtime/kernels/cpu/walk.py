@@ -172,6 +172,11 @@ class OpList:
         self._array = None
         return parameters
 
+    def wait(self) -> None:
+        """Let all threads wait for each other after the last operation."""
+        function, parameters, _ = self._ops[-1]
+        self._ops[-1] = function, parameters, 1
+
     def run(self) -> None:
         if self._array is None:
             self._array = np.array(self._ops, np.int64)

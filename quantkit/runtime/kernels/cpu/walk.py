@@ -109,7 +109,7 @@ class Crew:
         self._memory[self._job + (YIELD - JOB) // 8] = _yield_function()
         self._busy = threading.Lock()
         self._wake = threading.Condition()
-        self._calls = 0  # lists that have been announced
+        self._announced = 0  # number of the last list: what JOB is once it is published
         self._asleep = 0
         self._started = False
 
@@ -119,10 +119,13 @@ class Crew:
             if not self._started and self.threads > 1:
                 self._start()
             with self._wake:
-                self._calls += 1
+                self._announced = int(self._memory[self._job]) + 1
                 if self._asleep:
                     self._wake.notify_all()
-            _lead(self._sync, ops.ctypes.data, len(ops), self.threads)
+            try:
+                _lead(self._sync, ops.ctypes.data, len(ops), self.threads)
+            finally:  # an interrupt may have come before it was published; nobody need stay awake for it then
+                self._announced = int(self._memory[self._job])
 
     def _start(self) -> None:
         self._started = True
@@ -134,10 +137,10 @@ class Crew:
 
     def _work(self, thread: int, seen: int) -> None:
         while True:
-            calls = self._calls
             seen = _follow(self._sync, thread, self.threads, seen)
             with self._wake:
-                while self._calls == calls:  # none was announced since: none can be under way
+                # However late a list is published after it was announced, whoever is to walk it stays awake.
+                while self._announced == seen:
                     self._asleep += 1
                     self._wake.wait()
                     self._asleep -= 1

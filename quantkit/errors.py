@@ -30,7 +30,8 @@ class UnknownNameError(QuantkitError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]):
         names = sorted(known)
-        near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.4)
+        of_lower = {known_name.lower(): known_name for known_name in names}
+        near = [of_lower[n] for n in difflib.get_close_matches(name.lower(), of_lower, n=3, cutoff=0.4)]
         hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(names)}"
         super().__init__(f"unknown {kind} '{name}'; {hint}")
         self.name = name

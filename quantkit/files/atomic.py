@@ -42,6 +42,8 @@ class AtomicFile:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         self.temporary = self.path.with_name(f"{self.path.name}.partial-{os.getpid()}")
+        if self.path.is_dir():  # what `replace` would find out only when all is written
+            raise QuantkitError(f"{self.path}: this is a directory; name the file to write in it")
         with os_errors(self.path, "write"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             remove_stale(self.path)

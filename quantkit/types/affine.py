@@ -93,9 +93,23 @@ def _sums(data, state, top):
             state[CURVE * LANES + lane] += wq * q
 
 
+@kernel(inline="always")
+def _stored_error(state, lane, s, t):
+    """The error of a lane's codes when its scale and minimum become s and t; s and t are halves."""
+    s -= state[SCALE * LANES + lane]
+    t -= state[MINIMUM * LANES + lane]
+    slope, offset = state[SLOPE * LANES + lane], state[OFFSET * LANES + lane]
+    curve, cross, weight = state[CURVE * LANES + lane], state[CROSS * LANES + lane], state[WEIGHT * LANES + lane]
+    error = state[ERROR * LANES + lane] - s * (_TWO * slope - s * curve) - t * (_TWO * offset - t * weight)
+    return error + _TWO * s * t * cross
+
+
 @kernel
 def _keep_better(state):
-    """Move each candidate to its best pair of halves, given the sums, and keep it where it beats BEST."""
+    """Score each candidate, given the sums, as halves and moved to its best pair of halves; keep what beats BEST.
+
+    The unmoved one keeps weights exact that were on a grid before.
+    """
     for lane in range(LANES):
         scale, minimum = state[SCALE * LANES + lane], state[MINIMUM * LANES + lane]
         slope, offset = state[SLOPE * LANES + lane], state[OFFSET * LANES + lane]
@@ -105,11 +119,12 @@ def _keep_better(state):
         solvable = determinant > _SINGULAR * curve * weight
         s = (slope * weight - offset * cross) / determinant if solvable else _ZERO
         stored = nearest_half(max(scale + s, _ZERO) * unit) * (_ONE / unit)
-        s = stored - scale
-        base = nearest_half((minimum + (offset - s * cross) / weight) * unit) * (_ONE / unit)
-        t = base - minimum
-        error = state[ERROR * LANES + lane] - s * (_TWO * slope - s * curve) - t * (_TWO * offset - t * weight)
-        error += _TWO * s * t * cross
+        base = nearest_half((minimum + (offset - (stored - scale) * cross) / weight) * unit) * (_ONE / unit)
+        error = _stored_error(state, lane, stored, base)
+        scale, minimum = nearest_half(scale * unit) * (_ONE / unit), nearest_half(minimum * unit) * (_ONE / unit)
+        unmoved = _stored_error(state, lane, scale, minimum)
+        stored, base = (scale, minimum) if unmoved < error else (stored, base)
+        error = min(error, unmoved)
         better = error < state[BEST * LANES + lane]
         state[BEST * LANES + lane] = error if better else state[BEST * LANES + lane]
         state[BEST_SCALE * LANES + lane] = stored if better else state[BEST_SCALE * LANES + lane]

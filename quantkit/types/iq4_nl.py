@@ -71,6 +71,11 @@ def _find_scales(x, importance, grid, steps, scales):
             search.propose(state, search.EXTREME, grid[k])
             _sums(data, state)
             search.keep_better(state)
+        if importance.size and search.find_anchors(data, state):
+            for k in range(CODEBOOK.size):
+                search.propose(state, search.ANCHOR, _ONE / CODEBOOK[k])
+                _sums(data, state)
+                search.keep_better(state)
         for k in range(steps.size):
             search.propose(state, search.BEST_SCALE, steps[k])
             _sums(data, state)

@@ -15,7 +15,8 @@ Both products are rounded to float32.
 Encode: minimise sum w (x - y)^2 with w = q where an importance q is given, else w = v + x^2, v being the mean of x^2
 over the block. For each of a few super-scales, rounded to what a half holds, every multiplier that puts the largest
 element of a sub-block near the end of the code range is tried with nearest codes; the best is refined by least-squares
-super-scales.
+super-scales. Where importance makes a few elements outweigh all others, as massive activations do, what counts is how
+near codes come to those few, large or not: more super-scales are tried there, and multipliers from a wider range.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ import numpy as np
 from quantkit.half import half_to_float
 from quantkit.jit import kernel
 from quantkit.types.base import QuantType
-from quantkit.types.superblock import load_block, put_half, relative_importance, storable
+from quantkit.types.superblock import LEAST_WEIGHT, load_block, put_half, relative_importance, storable
 
 BLOCK = 210
 
-_LO, _HI = np.float32(29.5), np.float32(34)  # the largest element of a sub-block becomes 29.5 to 34 (clipped) units
-_LANES = 64  # multipliers of a sub-block that are tried at once, at most
-_SCALES = 6  # super-scales looked at,
-_LEAST, _MOST = np.float32(0.99), np.float32(1.2)  # from and to these multiples of largest / (32 * 128)
+_LEAST, _MOST = np.float32(0.99), np.float32(1.2)  # super-scales from and to these multiples of largest / (32 * 128)
 _REFITS = 2
+# How many of them are looked at, and how many units the largest element of a sub-block may become; over 32 is clipped.
+_SCALES, _WINDOW = 6, (np.float32(29.5), np.float32(34))
+_WIDE_SCALES, _WIDE_WINDOW = 24, (np.float32(20), np.float32(44))
+_LANES = 160  # multipliers of a sub-block that are tried at once, at most
+_FEW = np.float32(24)  # columns
 
 
 @kernel
@@ -57,14 +60,14 @@ def _decode(data, out):
 
 
 @kernel
-def _choose(x, w, d, top, scales, inverses, errors):
+def _choose(x, w, d, top, window, scales, inverses, errors):
     """The multiplier of least error under super-scale d > 0 for a sub-block whose largest magnitude is `top`.
 
     The arrays float32[_LANES] are scratch: what is tried stands side by side, so that the inner loop runs in SIMD
     lanes. Returns the multiplier, 0 where nothing beats zeros, and the error.
     """
-    low = min(max(int(top / (_HI * d)), 1), 127)
-    high = min(max(int(top / (_LO * d)) + 1, low), low + _LANES // 2 - 1, 128)
+    low = min(max(int(top / (window[1] * d)), 1), 127)
+    high = min(max(int(top / (window[0] * d)) + 1, low), low + _LANES // 2 - 1, 128)
     count = 2 * (high - low + 1)
     for c in range(count):
         scales[c] = d * np.float32(_multiplier(low, c))
@@ -92,14 +95,14 @@ def _multiplier(low, c):
 
 
 @kernel
-def _choose_all(xs, w, d, tops, multipliers, limit, lanes):
+def _choose_all(xs, w, d, tops, window, multipliers, limit, lanes):
     """Multipliers of all sub-blocks under d and the block's error; gives up, returning Inf, beyond `limit`."""
     total = np.float32(0)
     for s in range(16):
         multipliers[s] = 0
         if tops[s] > np.float32(0):
             x, weight = xs[16 * s : 16 * s + 16], w[16 * s : 16 * s + 16]
-            multipliers[s], error = _choose(x, weight, d, tops[s], lanes[0], lanes[1], lanes[2])
+            multipliers[s], error = _choose(x, weight, d, tops[s], window, lanes[0], lanes[1], lanes[2])
             total += error
             if total > limit:
                 return np.float32(np.inf)
@@ -123,8 +126,23 @@ def _refit(xs, w, d, multipliers):
 
 
 @kernel
-def _search(xs, w, unit, multipliers, tops, lanes):
-    """Super-scale of a block; its multipliers go to row 0 of `multipliers` int64[2, 16]."""
+def _needs_wide_search(xs, w):
+    """Whether few columns count, (sum w)^2 / sum w^2 of them, or none do at some sub-block's largest element."""
+    total = squares = np.float32(0)
+    for s in range(16):
+        top = 16 * s
+        for i in range(16 * s, 16 * s + 16):
+            total += w[i]
+            squares += w[i] * w[i]
+            top = i if abs(xs[i]) > abs(xs[top]) else top
+        if w[top] <= np.float32(LEAST_WEIGHT):
+            return True
+    return total * total < _FEW * squares
+
+
+@kernel
+def _search(xs, w, unit, scales, window, multipliers, tops, lanes):
+    """Super-scale of a block, of `scales` and refits; its multipliers go to row 0 of `multipliers` int64[2, 16]."""
     largest = np.float32(0)
     for s in range(16):
         tops[s] = np.float32(0)
@@ -132,15 +150,15 @@ def _search(xs, w, unit, multipliers, tops, lanes):
             tops[s] = max(tops[s], abs(xs[j]))
         largest = max(largest, tops[s])
     least, best = np.float32(np.inf), np.float32(0)
-    for trial in range(_SCALES + _REFITS):
-        if trial < _SCALES:
-            factor = _LEAST + (_MOST - _LEAST) * np.float32(trial) / np.float32(_SCALES - 1)
+    for trial in range(scales + _REFITS):
+        if trial < scales:
+            factor = _LEAST + (_MOST - _LEAST) * np.float32(trial) / np.float32(scales - 1)
             d = storable(largest * factor / np.float32(32 * 128), unit)
         else:
             d = storable(_refit(xs, w, best, multipliers[0]), unit)
         if d == best:
             continue
-        total = _choose_all(xs, w, d, tops, multipliers[1], least, lanes)
+        total = _choose_all(xs, w, d, tops, window, multipliers[1], least, lanes)
         if total < least:
             least, best = total, d
             multipliers[0] = multipliers[1]
@@ -176,10 +194,14 @@ def _encode(x, importance, out):
             if unit == np.float32(0):
                 block[:] = np.uint8(0)
                 continue
-            if not relative_importance(importance, 256 * b, w):
+            scales, window = _SCALES, _WINDOW
+            if relative_importance(importance, 256 * b, w):
+                if _needs_wide_search(xs, w):
+                    scales, window = _WIDE_SCALES, _WIDE_WINDOW
+            else:
                 for i in range(256):
                     w[i] = mean + xs[i] * xs[i]
-            d = _search(xs, w, unit, multipliers, tops, lanes)
+            d = _search(xs, w, unit, scales, window, multipliers, tops, lanes)
             _store(xs, unit, d, multipliers[0], block)
 
 

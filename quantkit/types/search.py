@@ -11,6 +11,8 @@ from which the error of the same codes under any other scale d + s follows: E - 
 So each candidate is moved to its own optimum, rounded to the half a file can hold, and scored *after* rounding; the
 codes finally stored are those nearest under the stored half, which can only lower the score. Candidates come from a
 grid around `largest element / largest code`; the best is then improved by re-deriving codes until nothing changes.
+Where one column outweighs the rest of its block, as massive activations make it do, the scales under which its element
+is a whole code are candidates too: what remains is then the rounding of the half, and each of them has its own.
 
 Kernels look at LANES blocks at once, one per SIMD lane: sums are formed element by element in a fixed order, so the
 bytes depend neither on the width of the CPU's vectors nor on threads. Two flat float32 arrays hold everything:
@@ -48,7 +50,8 @@ BEST = 5  # least error so far ...
 BEST_SCALE = 6  # ... and its d
 UNIT = 7  # power of two the block was divided by
 EXTREME = 8  # element of largest magnitude, with its sign
-STATE_SIZE = 9 * LANES
+ANCHOR = 9  # element that outweighs its block, 0 where none does
+STATE_SIZE = 10 * LANES
 
 _ZERO = np.float32(0)
 _ONE = np.float32(1)
@@ -57,6 +60,7 @@ _HALF_MAX = np.float32(65504)
 _HALF_TINY = np.float32(2.0**-24)
 _ROUND = np.float32(3 << 22)  # adding and subtracting it rounds |t| < 2^22 to an integer, ties to even
 _LEAST_WEIGHT = np.float32(2.0**-20)
+_OUTWEIGHS = np.float32(0.8)  # of the block's sum w x^2
 
 
 @kernel(inline="always")
@@ -155,7 +159,10 @@ def _sums(data, state, lo, hi):
 
 @kernel
 def keep_better(state):
-    """Move each candidate to its best half, given E, D and Q, and keep it where it beats BEST."""
+    """Score each candidate, given E, D and Q, as a half and moved to its best half; keep what beats BEST.
+
+    A scale of 0 is no candidate. The unmoved one keeps weights exact that were on a grid before.
+    """
     for lane in range(LANES):
         scale = state[SCALE * LANES + lane]
         slope = state[SLOPE * LANES + lane]
@@ -165,7 +172,12 @@ def keep_better(state):
         stored = nearest_half(fitted * unit) * (_ONE / unit)
         step = stored - scale
         error = state[ERROR * LANES + lane] - step * (_TWO * slope - step * curve)
-        better = error < state[BEST * LANES + lane]
+        unmoved = nearest_half(scale * unit) * (_ONE / unit)
+        step = unmoved - scale
+        error_unmoved = state[ERROR * LANES + lane] - step * (_TWO * slope - step * curve)
+        stored = unmoved if error_unmoved < error else stored
+        error = min(error, error_unmoved)
+        better = error < state[BEST * LANES + lane] and scale != _ZERO
         state[BEST * LANES + lane] = error if better else state[BEST * LANES + lane]
         state[BEST_SCALE * LANES + lane] = stored if better else state[BEST_SCALE * LANES + lane]
 
@@ -179,8 +191,28 @@ def start(state):
 
 
 @kernel
+def find_anchors(data, state):
+    """Fill ANCHOR; tells whether any lane has one."""
+    found = False
+    for lane in range(LANES):
+        total = most = anchor = _ZERO
+        for j in range(32):
+            x = data[j * LANES + lane]
+            squared = data[(32 + j) * LANES + lane] * x * x
+            total += squared
+            if squared > most:
+                most, anchor = squared, x
+        if most <= _OUTWEIGHS * total:
+            anchor = _ZERO
+        state[ANCHOR * LANES + lane] = anchor
+        if anchor != _ZERO:
+            found = True
+    return found
+
+
+@kernel
 def propose(state, origin, factor):
-    """Make factor * value `origin` of the state (EXTREME or BEST_SCALE) the candidate of every lane."""
+    """Make factor * value `origin` of the state (EXTREME, BEST_SCALE or ANCHOR) the candidate of every lane."""
     for lane in range(LANES):
         unit = state[UNIT * LANES + lane]
         state[SCALE * LANES + lane] = at_least_tiny(state[origin * LANES + lane] * factor, unit)
@@ -190,7 +222,8 @@ def propose(state, origin, factor):
 def find_scales(x, importance, grid, steps, lo, hi, scales):
     """scales float32[blocks]: the stored scale (exactly a half) of every block of x float32[rows, n].
 
-    Candidates are `grid` times the block's extreme element, then each of `steps` times the best so far.
+    Candidates are `grid` times the block's extreme element, its anchor divided by every code, then each of `steps`
+    times the best so far.
     """
     data = np.empty(DATA_SIZE, np.float32)
     state = np.empty(STATE_SIZE, np.float32)
@@ -201,6 +234,12 @@ def find_scales(x, importance, grid, steps, lo, hi, scales):
             propose(state, EXTREME, grid[k])
             _sums(data, state, lo, hi)
             keep_better(state)
+        if importance.size and find_anchors(data, state):
+            for k in range(np.int64(lo), np.int64(hi) + 1):
+                if k:
+                    propose(state, ANCHOR, _ONE / np.float32(k))
+                    _sums(data, state, lo, hi)
+                    keep_better(state)
         for k in range(steps.size):
             propose(state, BEST_SCALE, steps[k])
             _sums(data, state, lo, hi)

@@ -156,7 +156,7 @@ def test_file_types_by_name_alias_and_number() -> None:
     assert recipe.file_type("q4_k").name == "Q4_K_M"
     assert recipe.file_type("15").name == "Q4_K_M"
     assert recipe.file_type(0).name == "F32"
-    with pytest.raises(UnknownNameError, match="did you mean"):
+    with pytest.raises(UnknownNameError, match="did you mean Q4_K_M"):
         recipe.file_type("Q4_KM")
 
 

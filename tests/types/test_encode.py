@@ -42,6 +42,35 @@ def test_error_is_not_above_the_reference(t, kind, weighted, request):
 
 
 @by_type
+@pytest.mark.parametrize("importance", ["few columns", "unseen columns"])
+def test_error_is_not_above_the_reference_under_uneven_importance(t, importance):
+    """Columns of massive activations, and columns that the calibration never saw."""
+    from tests.conformance import ggml
+
+    if not t.uses_imatrix and not t.requires_imatrix:
+        pytest.skip(f"{t.name} does not weigh columns")
+    n, rng = 768, np.random.default_rng(31)
+    x = data.rows("gaussian", 31, rows_for(t, 16), n)
+    weights = rng.lognormal(0, 2.5, n) if importance == "few columns" else data.importance(31, n)
+    if importance == "unseen columns":
+        weights[rng.random(n) < 0.3] = 0
+    weights = weights.astype(np.float32)
+    ours = data.squared_error(x, t.dequantize(t.quantize(x, weights), n), weights)
+    theirs = data.squared_error(x, ggml.dequantize(t.name, ggml.quantize(t.name, x, weights), n), weights)
+    assert ours <= theirs, f"{ours / theirs:.4f} of the reference's error"
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q5_0"])
+def test_weights_of_a_grid_stay_exact_beside_one_that_outweighs_them(name):
+    """Weights that were quantized before, whatever their block's extreme is, under importance of one column each."""
+    t = types.get(name)
+    x = (np.random.default_rng(5).integers(-7, 8, (16, 256)) / 64).astype(np.float32)
+    weights = np.full(256, 1e-3, np.float32)
+    weights[::32] = 10
+    np.testing.assert_array_equal(t.dequantize(t.quantize(x, weights), 256), x)
+
+
+@by_type
 def test_importance_is_used(t):
     if not t.uses_imatrix or t.requires_imatrix:
         pytest.skip(f"{t.name} does not weigh columns, or always does")

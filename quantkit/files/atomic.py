@@ -41,9 +41,11 @@ class AtomicFile:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        self.temporary = self.path.with_name(f"{self.path.name}.partial-{os.getpid()}")
         if self.path.is_dir():  # what `replace` would find out only when all is written
             raise QuantkitError(f"{self.path}: this is a directory; name the file to write in it")
+        if self.path.exists() and not self.path.is_file():  # /dev/null, which root's `replace` would do away with
+            raise QuantkitError(f"{self.path}: exists and is no regular file; write to another name")
+        self.temporary = self.path.with_name(f"{self.path.name}.partial-{os.getpid()}")
         with os_errors(self.path, "write"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             remove_stale(self.path)

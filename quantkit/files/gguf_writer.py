@@ -164,6 +164,8 @@ def _shard_names(path: Path, count: int) -> list[Path]:
         return [path]
     if count > MAX_SHARDS:
         raise DataError(f"{path}: {count} shards, a set has at most {MAX_SHARDS}; raise the limit of a shard's size")
+    if not path.name:
+        raise DataError(f"{path}: this is a directory; name the file to write in it")
     prefix = _SHARD_SUFFIX.sub("", path.name)
     return [path.with_name(f"{prefix}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
 

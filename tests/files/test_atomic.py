@@ -137,6 +137,19 @@ def test_errors_of_the_system_name_the_file(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["file", "folder.gguf"]
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names on this system")
+def test_only_regular_files_are_replaced(tmp_path):
+    """A pipe here, /dev/null in practice: renaming over a device would remove it."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", ""):
+        with pytest.raises(QuantkitError, match=r"no regular file|this is a directory"):
+            atomic.AtomicFile(path)
+    with pytest.raises(QuantkitError, match="this is a directory"):
+        Writer("", {}, SPECS, split_max_tensors=2)
+    assert (tmp_path / "pipe").is_fifo()
+    assert os.listdir(tmp_path) == ["pipe"]
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
 def test_a_full_disk(tmp_path):
     file = atomic.AtomicFile(tmp_path / "m.gguf")

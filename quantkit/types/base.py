@@ -70,7 +70,7 @@ class QuantType:
 
     def row_bytes(self, n: int) -> int:
         """Bytes of a row of `n` elements."""
-        if n % self.block_size:
+        if n < 0 or n % self.block_size:
             raise DataError(f"{self.name}: rows of {n} elements are not a multiple of its block of {self.block_size}")
         return self.row_meta_bytes + n // self.block_size * self.block_bytes
 
@@ -78,6 +78,8 @@ class QuantType:
         """Bits per weight; with `n`, of rows that long, header included."""
         if n is None:
             return 8 * self.block_bytes / self.block_size
+        if n < 1:
+            raise DataError(f"{self.name}: rows of {n} elements have no bits per weight")
         return 8 * self.row_bytes(n) / n
 
     # ------------------------------------------------------------------------------------------------------ codecs
@@ -91,7 +93,7 @@ class QuantType:
         """
         if self.encode_rows is None:
             raise UnsupportedError(f"{self.name}: quantkit cannot encode this type")
-        x = np.ascontiguousarray(x, np.float32)
+        x = _as_float32(x)
         if x.ndim != 2:
             raise DataError(f"{self.name}: expected float32[rows, n], got shape {x.shape}")
         rows, n = x.shape
@@ -137,6 +139,15 @@ class QuantType:
             raise DataError(f"{self.name}: {rows} rows are not a multiple of the {self.interleave} it interleaves")
 
 
+def _as_float32(values: Any) -> np.ndarray:
+    """Contiguous float32 of any real numbers; what float32 cannot hold becomes Inf, which the checks then name."""
+    array = np.asarray(values)
+    if array.dtype.kind in "cSU":
+        raise DataError(f"expected real numbers, got {array.dtype}")
+    with np.errstate(over="ignore"):
+        return np.ascontiguousarray(array, np.float32)
+
+
 def check_finite(x: np.ndarray, first_row: int = 0, overflow: float = np.inf, name: str = "") -> None:
     """Raise DataError naming row, column and value of the first NaN, Inf or too large magnitude in float32[rows, n].
 
@@ -156,7 +167,7 @@ def check_importance(importance: Any, n: int) -> np.ndarray:
     """Importance as contiguous float32[n]; float32[0] for None. DataError on wrong length, NaN, Inf or negatives."""
     if importance is None:
         return np.empty(0, np.float32)
-    weights = np.ascontiguousarray(importance, np.float32)
+    weights = _as_float32(importance)
     if weights.shape != (n,):
         raise DataError(f"importance has shape {weights.shape}, the rows have {n} columns")
     bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))

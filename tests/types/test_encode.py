@@ -189,6 +189,23 @@ def test_what_is_not_finite_is_named(t, value):
         t.quantize(x, weights)
 
 
+@pytest.mark.filterwarnings("error")
+def test_what_is_no_float32_is_refused():
+    t = types.get("q4_0")
+    with pytest.raises(DataError, match="row 0, column 0 is inf"):
+        t.quantize(np.full((1, 32), 1e300))
+    with pytest.raises(DataError, match="column 0 is inf"):
+        t.quantize(np.ones((1, 32)), np.full(32, 1e300))
+    for values in (np.ones((1, 32), np.complex64), [["a"] * 32]):
+        with pytest.raises(DataError, match="expected real numbers"):
+            t.quantize(values)
+    for n in (-32, 31):
+        with pytest.raises(DataError, match="not a multiple"):
+            t.row_bytes(n)
+    with pytest.raises(DataError, match="0 elements"):
+        t.bits_per_weight(0)
+
+
 @pytest.mark.parametrize(("name", "fits", "too_large"), [("f16", 65519.0, 65520.0), ("bf16", 3.39e38, 3.4e38)])
 def test_finite_weights_never_become_inf(name, fits, too_large):
     t = types.get(name)

@@ -28,6 +28,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from quantkit.errors import QuantkitError
+
 NOTICE_AFTER_SECONDS = 2.0
 _PACKAGE = __name__.partition(".")[0]
 
@@ -340,7 +342,9 @@ def _cgroup_cpus() -> float:
 def default_threads() -> int:
     """Threads to use where nobody said: `$QUANTKIT_THREADS`, else the CPUs this process may run on."""
     if text := os.environ.get("QUANTKIT_THREADS"):
-        return max(1, int(text))
+        if not text.isdecimal() or int(text) < 1:
+            raise QuantkitError(f"QUANTKIT_THREADS is '{text}'; it must be a number of threads, at least 1")
+        return int(text)
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(cpus, _cgroup_cpus())))
 
@@ -348,6 +352,10 @@ def default_threads() -> int:
 @functools.cache
 def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="quantkit")
+
+
+if hasattr(os, "register_at_fork"):  # a forked child has none of these threads; what it submitted would wait forever
+    os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def over_rows(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -51,7 +52,8 @@ def house(tmp_path: Path) -> Path:
     package = tmp_path / "quantkit"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "jit.py").write_text(Path(jit.__file__).read_text())
+    for name in ("errors.py", "jit.py"):
+        (package / name).write_text(Path(jit.__file__).with_name(name).read_text())
     (package / "helper.py").write_text(HELPER.format(2))
     (package / "user.py").write_text(USER)
     (package / "unrelated.py").write_text("a = 1\n")
@@ -125,6 +127,41 @@ def test_threads_by_environment() -> None:
     )
     assert done.stdout == "3\n"
     assert jit.default_threads() >= 1
+
+
+@pytest.mark.parametrize("text", ["many", "0", "-2", "1.5"])
+def test_threads_by_environment_must_be_a_number(text: str) -> None:
+    code = "from quantkit import jit\ntry: jit.default_threads()\nexcept jit.QuantkitError as error: print(error)"
+    environment = os.environ | {"QUANTKIT_THREADS": text}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == f"QUANTKIT_THREADS is '{text}'; it must be a number of threads, at least 1\n"
+
+
+FORK = """
+import os
+from quantkit import jit
+
+jit.over_rows(lambda a, b: None, 8, threads=2)
+child = os.fork()
+if child == 0:
+    rows = []
+    jit.over_rows(lambda a, b: rows.append(b - a), 8, threads=2)
+    print(sum(rows), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_over_rows_works_in_a_forked_child() -> None:
+    """A child has none of its parent's threads, so what it submits to the parent's pool would wait for ever."""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as parent:
+        try:
+            assert parent.communicate(timeout=30)[0] == "8\n"
+        except subprocess.TimeoutExpired:
+            os.killpg(parent.pid, signal.SIGKILL)
+            raise
 
 
 @pytest.mark.parametrize(("rows", "multiple", "threads"), [(100, 1, 3), (100, 8, 2), (7, 8, 4), (1, 1, 4), (64, 4, 1)])

@@ -45,8 +45,9 @@ def batch(kind: QuantType) -> Batch:
 
 
 def _integers_are_faster(largest: int) -> bool:
-    """Without VNNI, codes above 127 overflow the 16-bit sums of the byte product and take four instructions."""
-    return jit.isa() == "avx512vnni" or largest <= 127
+    """Measured, benchmarks/RESULTS.md: without VNNI codes above 127 overflow the 16-bit sums of the byte product and
+    take four instructions; without AVX-512 the sums of small ones take too many beside two float units."""
+    return jit.isa() == "avx512vnni" or (jit.isa() == "avx512" and largest <= 127)
 
 
 def linear(tensor: Tensor, threads: int) -> Callable[[np.ndarray, np.ndarray], None] | None:

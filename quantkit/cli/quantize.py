@@ -94,6 +94,7 @@ def quantize(
     import quantkit
     from quantkit.quantize import Override
     from quantkit.quantize import quantize as run
+    from quantkit.recipe import plan
 
     if source.is_dir():
         raise QuantkitError(f"{source}: a directory; make a GGUF of it first: quantkit convert {source} model.gguf")
@@ -107,9 +108,6 @@ def quantize(
     options = _options(pure, exact, class_types, leave_output_tensor, allow_requantize)
     overrides = [Override.parse(text) for text in override_kv or []]
     size = None if split_max_size is None else parse_size(split_max_size)
-
-    from quantkit.recipe import plan
-
     made = plan(
         file.tensors.values(),
         file_type,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from quantkit.errors import DataError
 from quantkit.evaluate import kld
 from quantkit.evaluate.bench import bench
 from quantkit.evaluate.kld import Divergence, Estimate, percentile
@@ -87,6 +88,12 @@ def compare(
     """
     first = Path(reference)
     model = open_model(first)
+    for other in map(Path, models):  # before the hours of work that they would end
+        if (found_vocab := open_model(other).vocab_size) != model.vocab_size:
+            raise DataError(
+                f"{other}: a vocabulary of {found_vocab}, {first} has {model.vocab_size}; models are compared token by "
+                "token, so they must share a tokenizer"
+            )
     chunks = chunked(model.tokenizer, text, n_ctx, limit)
     with tempfile.TemporaryDirectory(prefix="quantkit-compare-") as folder:
         path = Path(folder) / "base.kld"

@@ -49,6 +49,17 @@ def test_candidates_are_measured_against_the_reference(compared):
     assert near.divergence.ppl_base.value == pytest.approx(reference.ppl.value, rel=1e-4)
 
 
+def test_another_vocabulary_is_refused_before_any_work(files, tmp_path):
+    vocab = {"ref.gguf": 9, "near.gguf": 7}
+
+    def refuse(line):
+        pytest.fail(f"work began: {line}")
+
+    with pytest.raises(QuantkitError, match=r"near\.gguf: a vocabulary of 7, .*ref\.gguf has 9"):
+        compare.compare(files["ref"], [files["near"]], tmp_path / "text", n_ctx=32, say=refuse,
+                        open_model=lambda path: FakeModel(vocab=vocab[path.name]))  # fmt: skip
+
+
 def test_records_and_rows_say_the_same(compared):
     header, rows = compare.table_header(compared), compare.table_rows(compared)
     assert [len(row) for row in rows] == [len(header)] * 3

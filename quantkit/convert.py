@@ -30,7 +30,7 @@ from quantkit.errors import DataError, FormatError, UnknownNameError, Unsupporte
 from quantkit.files.gguf import Metadata, TensorSpec, Writer
 from quantkit.files.pipeline import Job, pump, row_ranges
 from quantkit.files.safetensors import Checkpoint, CheckpointTensor, open_checkpoint
-from quantkit.types import QuantType
+from quantkit.types import QuantType, check_finite
 
 OUTTYPES = ("auto", "bf16", "f16", "f32", "q8_0")
 QUANTIZATION_VERSION = 2
@@ -200,13 +200,15 @@ def _reader(tensor: CheckpointTensor, raw: bool) -> ReadRows:
 
 
 def _encode(spec: TensorSpec, piece: Piece, sources: list[CheckpointTensor], start: int, stop: int) -> np.ndarray:
-    """Rows `start` to `stop` of an output tensor, as bytes. Bits that need no change are never decoded."""
+    """Rows `start` to `stop` of an output tensor, as bytes. Bits that need no change are only looked at."""
     same = piece.transform.keeps_bits and all(_DTYPES[tensor.dtype] == spec.type.name for tensor in sources)
     data = piece.transform.rows([_reader(tensor, same) for tensor in sources], start, stop)
-    if same:
-        return data
+    n = spec.shape[-1]
     try:
-        return spec.type.quantize(data.reshape(-1, spec.shape[-1]), threads=1)
+        if not same:
+            return spec.type.quantize(data.reshape(-1, n), threads=1)
+        check_finite(spec.type.dequantize(data.reshape(-1, spec.type.row_bytes(n)), n, threads=1))
+        return data
     except DataError as error:
         first = f" (rows are counted from {start})" if start else ""
         raise DataError(f"{sources[0].path}: tensor {sources[0].name}: {error}{first}") from None

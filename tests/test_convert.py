@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -307,20 +308,37 @@ def test_bad_arguments(checkpoint: Path, tmp_path: Path) -> None:
         export(checkpoint, tmp_path / "x", "q8_0")
 
 
-def test_values_that_overflow_are_named(checkpoint: Path, tmp_path: Path) -> None:
-    """1e5 is a bfloat16 but not a half."""
-    source = edit(checkpoint, tmp_path / "hf")
+BAD = "model.layers.1.mlp.up_proj.weight"
+
+
+def with_value(checkpoint: Path, source: Path, value: float) -> Path:
+    """The checkpoint in float32 with one odd value in BAD, at row 5, column 3."""
+    edit(checkpoint, source)
     stored = open_checkpoint(checkpoint)
-    bad = "model.layers.1.mlp.up_proj.weight"
     (source / "model.safetensors").unlink()
     specs = [CheckpointSpec(t.name, t.shape, "F32") for t in stored.tensors.values()]
     with CheckpointWriter(source, specs) as writer:
         for tensor in stored.tensors.values():
             x = tensor.dequantize().copy()
-            if tensor.name == bad:
-                x[5, 3] = 1e5
+            if tensor.name == BAD:
+                x[5, 3] = value
             writer.write(tensor.name, x.view(np.uint8))
-    with pytest.raises(DataError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+    return source
+
+
+@pytest.mark.parametrize("outtype", ["f32", "bf16", "q8_0"])
+def test_values_that_are_not_finite_are_named(checkpoint: Path, tmp_path: Path, outtype: str) -> None:
+    """Also where bits go through unchanged: a NaN in a file is found out only by its nonsense."""
+    source = with_value(checkpoint, tmp_path / "hf", np.nan)
+    with pytest.raises(DataError, match=rf"{re.escape(BAD)}.*row 5, column 3 is nan"):
+        convert(source, tmp_path / "m.gguf", outtype)
+    assert not (tmp_path / "m.gguf").exists()
+
+
+def test_values_that_overflow_are_named(checkpoint: Path, tmp_path: Path) -> None:
+    """1e5 is a bfloat16 but not a half."""
+    source = with_value(checkpoint, tmp_path / "hf", 1e5)
+    with pytest.raises(DataError, match=re.escape(BAD)):
         convert(source, tmp_path / "m.gguf", "f16")
     assert not (tmp_path / "m.gguf").exists()
     convert(source, tmp_path / "m.gguf", "bf16")

@@ -132,6 +132,9 @@ def _diverge(model: Any, path: Path, n_batch: int, quiet: bool) -> tuple[dict[st
         if len(found) >= _ENOUGH_FOR_A_REPORT:
             print(f"\n{kld.report(found)}")
         else:
-            print(f"\n{len(found)} positions; the full report takes at least {_ENOUGH_FOR_A_REPORT}")
+            print(
+                f"\nPPL of the base {found.ppl_base.value:.4f} ± {found.ppl_base.error:.4f}; {len(found)} positions, "
+                f"the full report takes at least {_ENOUGH_FOR_A_REPORT}"
+            )
     result = {**kld.summary(found), "seconds": running.seconds}
     return result, {"n_ctx": base.n_ctx, "chunks": base.n_chunk, "text": f"of {path}"}

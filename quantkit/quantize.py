@@ -24,7 +24,7 @@ from quantkit.files.gguf import GGUF, Metadata, Tensor, TensorSpec, Writer
 from quantkit.files.imatrix import Imatrix
 from quantkit.files.pipeline import pump
 from quantkit.recipe import Plan, PlannedTensor
-from quantkit.types import check_finite
+from quantkit.types import check_finite, effort_level
 
 PIECE_ELEMENTS = 1 << 19  # 2 MiB of float32: stays in a core's cache from decoding to encoding
 QUANTIZATION_VERSION = 2
@@ -75,6 +75,7 @@ def quantize(
     imatrix: Imatrix | None = None,
     imatrix_file: str = "",
     overrides: Sequence[Override] = (),
+    effort: str = "normal",
     threads: int | None = None,
     split_max_bytes: int | None = None,
     split_max_tensors: int | None = None,
@@ -82,15 +83,17 @@ def quantize(
 ) -> Written:
     """Write `source` to `out` with every tensor in the type that `plan` gives it.
 
-    `imatrix` is the matrix that the plan was made with, `imatrix_file` its name for the output's metadata. Raises
-    DataError naming file, tensor, row and column for values that are not finite; nothing is left under `out` then.
+    `imatrix` is the matrix that the plan was made with, `imatrix_file` its name for the output's metadata. `effort`
+    ("fast", "normal", "best") is what the encoders' search may cost; a file remembers it where it is not normal.
+    Raises DataError naming file, tensor, row and column for values that are not finite; then nothing is left of `out`.
     """
+    effort_level(effort)
     plan.require_codecs()
-    metadata = output_metadata(source.metadata, plan, imatrix, imatrix_file, overrides)
+    metadata = output_metadata(source.metadata, plan, imatrix, imatrix_file, overrides, effort)
     specs = [TensorSpec(t.name, t.shape, t.type) for t in plan.tensors]
     with Writer(out, metadata, specs, split_max_bytes, split_max_tensors) as writer:
         _refuse_overwriting(source, writer.paths)
-        jobs = ((piece.planned.name, piece.encode) for piece in _pieces(source, plan, imatrix))
+        jobs = ((piece.planned.name, piece.encode) for piece in _pieces(source, plan, imatrix, effort))
         pump(jobs, writer.write, plan.bytes_after, threads=threads, progress=progress)
         paths = writer.paths
     return Written(paths, sum(path.stat().st_size for path in paths))
@@ -108,6 +111,7 @@ class _Piece:
     start: int
     stop: int
     importance: np.ndarray | None
+    effort: str
     verbatim: bool
 
     def encode(self) -> np.ndarray:
@@ -120,7 +124,7 @@ class _Piece:
             check_finite(x, self.start, self.planned.type.overflow, self.planned.type.name)
             if self.planned.copied:
                 return data
-            encoded = self.planned.type.quantize(x, self.importance, threads=1)
+            encoded = self.planned.type.quantize(x, self.importance, effort=self.effort, threads=1)
         except DataError as error:
             raise DataError(f"{self._place}: {error}") from None
         self._check_encoded(x, encoded)
@@ -145,7 +149,7 @@ class _Piece:
             )
 
 
-def _pieces(source: GGUF, plan: Plan, imatrix: Imatrix | None) -> Iterator[_Piece]:
+def _pieces(source: GGUF, plan: Plan, imatrix: Imatrix | None, effort: str) -> Iterator[_Piece]:
     """All pieces of the output, in its order."""
     for planned in plan.tensors:
         tensor = source.tensors[planned.name]
@@ -162,7 +166,7 @@ def _pieces(source: GGUF, plan: Plan, imatrix: Imatrix | None) -> Iterator[_Piec
             importance = None if weights is None else weights[matrix]
             for start in range(matrix * rows, (matrix + 1) * rows, step):
                 stop = min(start + step, (matrix + 1) * rows)
-                yield _Piece(planned, tensor, start, stop, importance, verbatim)
+                yield _Piece(planned, tensor, start, stop, importance, effort, verbatim)
 
 
 # ------------------------------------------------------------------------------------------------ metadata and the rest
@@ -174,6 +178,7 @@ def output_metadata(
     imatrix: Imatrix | None = None,
     imatrix_file: str = "",
     overrides: Sequence[Override] = (),
+    effort: str = "normal",
 ) -> Metadata:
     """The input's keys in their order, then what was done: version, overrides, importance, recipe, file type."""
     made = Metadata(source)
@@ -189,6 +194,9 @@ def output_metadata(
     if plan.file_type.number is not None:  # a copy keeps the recipe it was made by
         made.set("quantkit.recipe", plan.text(), "str")
         made.set("quantkit.version", __version__, "str")
+        made.pop("quantkit.effort", None)  # the input's
+        if effort != "normal":
+            made.set("quantkit.effort", effort, "str")
         made.set("general.file_type", plan.file_type.number, "u32")
     return made
 

@@ -18,7 +18,7 @@ import quantkit
 from quantkit import quantize as loop
 from quantkit import recipe, types
 from quantkit.cli import main
-from quantkit.errors import DataError, QuantkitError, UnsupportedError
+from quantkit.errors import DataError, QuantkitError, UnknownNameError, UnsupportedError
 from quantkit.files import imatrix
 from quantkit.files.gguf import Metadata, TensorSpec, Writer
 from quantkit.quantize import Override, quantize
@@ -291,8 +291,8 @@ def test_an_existing_output_is_replaced_only_by_a_complete_one(tmp_path: Path, r
 
 
 def test_types_without_codec_fail_before_anything_is_written(model: Path, tmp_path: Path) -> None:
-    file, plan = made_of(model, "Q8_0", "attn_q=iq2_xxs")
-    with pytest.raises(UnsupportedError, match=r"attn_q\.weight.*iq2_xxs"):
+    file, plan = made_of(model, "Q8_0", "attn_q=i2_s")
+    with pytest.raises(UnsupportedError, match=r"attn_q\.weight.*i2_s"):
         quantize(file, tmp_path / "out.gguf", plan)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.gguf"]
 
@@ -415,3 +415,20 @@ def test_killed_at_any_moment_it_leaves_nothing_and_a_rerun_succeeds(tmp_path: P
     subprocess.run(command, check=True, capture_output=True)
     assert out.read_bytes() == whole
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.gguf", "out.gguf"]
+
+
+def test_effort_is_taken_checked_and_remembered(model, tmp_path):
+    file, plan = made_of(model, "Q4_0", pure=True)
+    found = {}
+    for effort in ("fast", "best"):
+        quantize(file, tmp_path / effort, plan, effort=effort)
+        out = quantkit.open(tmp_path / effort)
+        assert out.metadata["quantkit.effort"] == effort
+        found[effort] = out.tensors["blk.0.attn_q.weight"].data.tobytes()
+    assert found["fast"] != found["best"]
+    with pytest.raises(UnknownNameError, match="unknown effort 'quick'; known: best, fast, normal"):
+        quantize(file, tmp_path / "other", plan, effort="quick")
+    assert not (tmp_path / "other").exists()
+    quantize(quantkit.open(tmp_path / "best"), tmp_path / "again", made_of(tmp_path / "best", "Q8_0", pure=True,
+             allow_requantize=True)[1])  # fmt: skip
+    assert "quantkit.effort" not in quantkit.open(tmp_path / "again").metadata

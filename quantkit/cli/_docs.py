@@ -33,15 +33,18 @@ def cli_page() -> str:
 
 def types_page() -> str:
     """The registry: types with a codec, then those that are only recognised."""
-    from quantkit.cli.types import HEADER, records, row
+    from quantkit import types
+    from quantkit.cli.types import HEADER, LEFT, records, row
 
     every = records(layouts=True)
     known = [r for r in every if r["decode"]]
     others = ", ".join(f"{r['name']} ({r['id']})" for r in every if not r["decode"])
-    listed = table(HEADER, [row(r) for r in known], left=3)
+    listed = table(HEADER, [row(r) for r in known], left=LEFT)
+    remarks = "".join(f"- **{t.name}**: {t.remark}\n" for t in types.all() if t.remark)
     return (
         f"{made()}# Tensor types\n\nAs `quantkit types` prints them; a type's byte map opens its file in "
         f"`quantkit/types`.\n\n```\n{listed}\n```\n\n"
+        f"Where two reconstructions exist:\n\n{remarks}\n"
         f"Read, sized and copied, but neither decoded nor encoded yet: {others}.\n"
     )
 

@@ -61,12 +61,18 @@ def quantize(
     allow_requantize: Annotated[
         bool, typer.Option("--allow-requantize", help="Also quantize tensors that are quantized already.")
     ] = False,
+    ignore_imatrix_rules: Annotated[
+        bool, typer.Option("--ignore-imatrix-rules", help="Allow very low-bit types without importance.")
+    ] = False,
     include_weights: Annotated[
         list[str] | None, typer.Option(metavar="S", help="Use only imatrix entries whose name holds S. Repeatable.")
     ] = None,
     exclude_weights: Annotated[
         list[str] | None, typer.Option(metavar="S", help="Use no imatrix entry whose name holds S. Repeatable.")
     ] = None,
+    effort: Annotated[
+        str, typer.Option(metavar="E", help="What the search for codes may cost: fast, normal or best.")
+    ] = "normal",
     override_kv: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=TYPE:VALUE", help="Set a metadata key; TYPE int, float, bool or str. Repeatable."),
@@ -95,9 +101,11 @@ def quantize(
     from quantkit.quantize import Override
     from quantkit.quantize import quantize as run
     from quantkit.recipe import plan
+    from quantkit.types import effort_level
 
     if source.is_dir():
         raise QuantkitError(f"{source}: a directory; make a GGUF of it first: quantkit convert {source} model.gguf")
+    effort_level(effort)  # refused before anything is read
     file = quantkit.open(source)
     matrix = _read_imatrix(imatrix, include_weights, exclude_weights)
     class_types = {
@@ -105,7 +113,7 @@ def quantize(
         "attn_output": attn_output_type, "ffn_gate": ffn_gate_type, "ffn_down": ffn_down_type, "ffn_up": ffn_up_type,
     }  # fmt: skip
     exact = (output_tensor_type, token_embedding_type, ffn_gate_inp_type)
-    options = _options(pure, exact, class_types, leave_output_tensor, allow_requantize)
+    options = _options(pure, exact, class_types, leave_output_tensor, allow_requantize, ignore_imatrix_rules)
     overrides = [Override.parse(text) for text in override_kv or []]
     size = None if split_max_size is None else parse_size(split_max_size)
     made = plan(
@@ -133,6 +141,7 @@ def quantize(
         imatrix=matrix,
         imatrix_file=str(imatrix or ""),
         overrides=overrides,
+        effort=effort,
         threads=threads or _positive(thread_count),
         split_max_bytes=size,
         split_max_tensors=split_max_tensors,
@@ -176,14 +185,19 @@ def _rules(custom_q: list[str] | None, named: str | None) -> Recipe:
 
 
 def _options(
-    pure: bool, exact: tuple[str | None, ...], class_types: dict[str, str | None], leave: bool, again: bool
+    pure: bool,
+    exact: tuple[str | None, ...],
+    class_types: dict[str, str | None],
+    leave: bool,
+    again: bool,
+    ignore_rules: bool,
 ) -> Options:
     from quantkit import types
     from quantkit.recipe import Options
 
     output, embedding, router = (types.layout(name) if name else None for name in exact)
     chosen = {name: types.layout(t) for name, t in class_types.items() if t}
-    return Options(pure, output, embedding, router, chosen, leave, again)
+    return Options(pure, output, embedding, router, chosen, leave, again, ignore_rules)
 
 
 # ------------------------------------------------------------------------------------------------------------- printing

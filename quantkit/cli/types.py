@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quantkit.cli._shared import Json, print_json, table
 
-HEADER = ("type", "base", "imatrix", "id", "ftype", "bpw", "block", "bytes", "header", "rows", "decode", "encode")
+if TYPE_CHECKING:
+    from quantkit.types import QuantType
+
+HEADER = ("type", "base", "repacked", "imatrix", "cpu", "cuda", "id", "ftype", "bpw", "block", "bytes", "header",
+          "rows", "n=4096", "decode", "encode")  # fmt: skip
+LEFT = 6  # columns of words
+
+
+def _cpu_kernel(t: QuantType) -> str:
+    """How products run: "integer" or "float" for a kernel that reads packed weights, "decode" for panels and BLAS."""
+    from quantkit.runtime.kernels import table
+
+    if t.decode_rows is None:
+        return ""
+    if table.product(t) is None:
+        return "decode"
+    return "integer" if t.ggml_type in table.FORMATS else "float"
 
 
 def records(layouts: bool = False) -> list[dict[str, Any]]:
@@ -27,7 +43,11 @@ def records(layouts: bool = False) -> list[dict[str, Any]]:
             "block_bytes": t.block_bytes,
             "row_header_bytes": t.row_meta_bytes,
             "rows": t.interleave,
+            "row_bytes_of_4096": None if 4096 % t.block_size else t.row_bytes(4096),
             "base": t.base,
+            "repacked": next((other.name for other in types.all() if other.base == t.name), None),
+            "cpu_kernel": _cpu_kernel(t),
+            "cuda_kernel": "",  # there are none yet
             "imatrix": "needed" if t.requires_imatrix else "used" if t.uses_imatrix else "",
             "decode": t.decode_rows is not None,
             "encode": t.encode_rows is not None,
@@ -44,20 +64,21 @@ def types(
 ) -> None:
     """List the tensor types: id, bits per weight, block, what they can do.
 
-    Bits per weight are those of the blocks; types with a row header add it once a row. Rows above 1 means that the
-    type interleaves so many rows of its base type.
+    Bits per weight are those of the blocks; types with a row header add it once a row, as the bytes of a row of 4096
+    show. Rows above 1 means that the type interleaves so many rows of its base type. Products run on the CPU from
+    packed weights (integer, float) or, a panel at a time, from decoded ones (decode).
     """
     listed = records(layouts)
     if json:
         print_json(listed)
         return
-    print(table(HEADER, [row(record) for record in listed], left=3))
+    print(table(HEADER, [row(record) for record in listed], left=LEFT))
 
 
 def row(record: dict[str, Any]) -> list[str]:
     """A record as the cells below HEADER."""
-    keys = ("name", "base", "imatrix", "id", "file_type", "bits_per_weight", "block", "block_bytes", "row_header_bytes",
-            "rows", "decode", "encode")  # fmt: skip
+    keys = ("name", "base", "repacked", "imatrix", "cpu_kernel", "cuda_kernel", "id", "file_type", "bits_per_weight",
+            "block", "block_bytes", "row_header_bytes", "rows", "row_bytes_of_4096", "decode", "encode")  # fmt: skip
     return [_said(record[key]) for key in keys]
 
 

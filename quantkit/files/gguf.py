@@ -52,17 +52,6 @@ _u32 = struct.Struct("<I").unpack_from
 _u64 = struct.Struct("<Q").unpack_from
 
 
-class _I2S(QuantType):
-    """i2_s (id 36) keeps its scale behind the whole tensor, n/4 + 32 bytes, so it has no rows."""
-
-    def row_bytes(self, n: int) -> int:
-        raise UnsupportedError("i2_s: this type's data are not rows")
-
-
-_I2_S = _I2S()
-_I2_S.name, _I2_S.ggml_type, _I2_S.block_size, _I2_S.block_bytes = "i2_s", 36, 4, 1
-
-
 # ---------------------------------------------------------------------------------------------------------- the tensors
 
 
@@ -94,14 +83,16 @@ class Tensor:
 
     @property
     def row_bytes(self) -> int:
-        if self.type is _I2_S:
-            raise UnsupportedError(f"{self.path}: tensor {self.name} is i2_s, whose data are not rows; it is not read")
         return self.type.row_bytes(self.shape[-1])
 
     @property
     def data(self) -> np.ndarray:
-        """uint8[n_rows, row_bytes]: a read-only view of the mapping, rows in file order, no copy."""
-        return self._file[self.offset : self.offset + self.nbytes].reshape(-1, self.row_bytes)
+        """uint8[n_rows, row_bytes]: a read-only view of the mapping, rows in file order, no copy (of i2_s a copy)."""
+        return self._rows(0, self.n_rows)
+
+    def _rows(self, start: int, stop: int) -> np.ndarray:
+        stored = self._file[self.offset : self.offset + self.nbytes]
+        return self.type.rows_of(stored, self.shape[-1], start, stop)
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         """uint8[stop - start, row_bytes]: a view of some rows. Whole groups only of interleaved types."""
@@ -113,7 +104,7 @@ class Tensor:
                 f"{self.path}: tensor {self.name}: {self.type.name} interleaves {group} rows, so slices begin and end "
                 f"at multiples of {group}, not {start} to {stop}"
             )
-        return self.data[start:stop]
+        return self._rows(start, stop)
 
     def decode_rows(self, start: int, stop: int) -> np.ndarray:
         """float32[stop - start, shape[-1]]: the exact values of some rows."""
@@ -418,10 +409,7 @@ def _read_tensor(cursor: _Cursor, what: str, alignment: int) -> Tensor:
             f"{quant_type.name}",
             pos,
         )
-    if quant_type is _I2_S:
-        nbytes = elements // 4 + 32
-    else:
-        nbytes = quant_type.row_bytes(dims[0]) * (elements // dims[0])
+    nbytes = quant_type.tensor_bytes(dims[::-1])
     pos = cursor.pos
     offset = cursor.u64(f"offset of {what}")
     if offset % alignment:
@@ -430,8 +418,6 @@ def _read_tensor(cursor: _Cursor, what: str, alignment: int) -> Tensor:
 
 
 def _type_of(cursor: _Cursor, number: int, what: str, pos: int) -> QuantType:
-    if number == _I2_S.ggml_type:
-        return _I2_S
     try:
         return types.from_id(number)
     except FormatError:

@@ -47,6 +47,8 @@ class TensorSpec:
             raise DataError(f"tensor {self.name!r}: a name has 1 to {MAX_NAME_BYTES} bytes, this one {size}")
         if not 1 <= len(self.shape) <= MAX_DIMS or min(self.shape) < 1:
             raise DataError(f"tensor {self.name}: shape {self.shape} has not 1 to {MAX_DIMS} dimensions of at least 1")
+        if self.type.whole_tensor and self.n_rows > 1:
+            raise DataError(f"tensor {self.name}: {self.type.name} is only read; convert it, to iq2_bn without loss")
         group = self.type.interleave
         if group > 1 and (len(self.shape) == 1 or self.shape[-2] % group):
             raise DataError(

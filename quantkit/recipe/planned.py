@@ -41,7 +41,7 @@ class PlannedTensor:
         return math.prod(self.shape)
 
     def _bytes(self, t: QuantType) -> int:
-        return math.prod(self.shape[:-1]) * t.row_bytes(self.shape[-1])
+        return t.tensor_bytes(self.shape)
 
     @property
     def bytes_before(self) -> int:
@@ -122,7 +122,7 @@ class Plan:
     def require_codecs(self) -> None:
         """UnsupportedError when a tensor must be encoded to, or decoded from, a type that quantkit cannot."""
         changed = [t for t in self.tensors if not t.copied]
-        self._refuse("encode", [(t, t.type) for t in changed if t.type.encode_rows is None])
+        self._refuse("encode", [(t, t.type) for t in changed if t.type.encode_rows is None or t.type.activation])
         self._refuse("decode", [(t, t.source) for t in changed if t.source.decode_rows is None])
 
     def _refuse(self, verb: str, pairs: Sequence[tuple[PlannedTensor, QuantType]]) -> None:

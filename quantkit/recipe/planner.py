@@ -49,6 +49,8 @@ _KEPT = {
     "position_embd.weight": "position embeddings",
     "token_types.weight": "token types",
 }
+# Types that the field never uses without importance, but for embeddings and output (spec/tools.md 2.9); q2_K in Q2_K_S.
+_VERY_LOW = frozenset(["iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m", "iq1_s_r4", "iq1_m_r4", "iq1_kt", "iq2_kt"])
 # Where a tensor has no importance of its own: the entry that saw the same input, as runtimes fuse the two products.
 _STAND_INS = (
     ("ffn_up_exps.weight", "ffn_gate_up_exps.weight"),
@@ -83,13 +85,18 @@ class Options:
     class_types: Mapping[str, QuantType] = field(default_factory=dict)
     leave_output: bool = False
     allow_requantize: bool = False
+    ignore_imatrix_rules: bool = False
 
     def __str__(self) -> str:
         """As typed on the command line."""
         named = {"output-tensor": self.output_type, "token-embedding": self.embedding_type}
         named |= {"ffn-gate-inp": self.router_type} | {k.replace("_", "-"): t for k, t in self.class_types.items()}
         said = [f"--{name}-type {t.name}" for name, t in named.items() if t is not None]
-        switches = {"pure": self.pure, "leave-output-tensor": self.leave_output}
+        switches = {
+            "pure": self.pure,
+            "leave-output-tensor": self.leave_output,
+            "ignore-imatrix-rules": self.ignore_imatrix_rules,
+        }
         return " ".join(said + [f"--{name}" for name, on in switches.items() if on])
 
 
@@ -159,6 +166,8 @@ class _Planner:
         if fitted is t.type:
             return PlannedTensor(t.name, t.shape, t.type, t.type, reason, choice.type, choice.rule)
         importance = self._importance(t, fitted)
+        if importance is None:
+            self._refuse_very_low(t, fitted)
         return PlannedTensor(t.name, t.shape, t.type, fitted, reason, choice.type, choice.rule, importance)
 
     def _kept_because(self, t: Tensor) -> str | None:
@@ -253,6 +262,16 @@ class _Planner:
         if entry is not None and not np.isfinite(self.imatrix[entry].values).all():
             raise DataError(f"{t.name}: the importance matrix holds values that are not finite under {entry}")
         return entry
+
+    def _refuse_very_low(self, t: Tensor, chosen: QuantType) -> None:
+        name = row_by_row(chosen).name
+        low = name in _VERY_LOW or (name == "q2_K" and self.target.name == "Q2_K_S")
+        if low and t.name not in (EMBEDDING, OUTPUT) and not self.options.ignore_imatrix_rules:
+            lacks = "no importance matrix is given" if self.imatrix is None else "the importance matrix lacks it"
+            raise DataError(
+                f"{t.name}: {chosen.name} is of little use without importance, and {lacks}; pass --imatrix FILE with "
+                "an entry for it, choose another type, or say --ignore-imatrix-rules"
+            )
 
 
 def _fit(wanted: QuantType, t: Tensor) -> tuple[QuantType, str]:

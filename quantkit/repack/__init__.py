@@ -23,21 +23,23 @@ __all__ = ["interleaved_form", "repack", "unpack"]
 
 def interleaved_form(base: QuantType) -> Interleaved | None:
     """The type that interleaves rows of `base`; None when it has none (or is one already)."""
-    return next((t for t in types.all() if isinstance(t, Interleaved) and t.base == base.name), None)
+    forms = (t for t in types.all() if isinstance(t, Interleaved) and not t.legacy)
+    return next((t for t in forms if t.base == base.name and base.has_codec), None)
 
 
 def repack(data: Any, type_name: str, n: int, *, threads: int | None = None) -> tuple[np.ndarray, str]:
     """Interleave the rows of a matrix, or of each matrix of a stack.
 
     `data` is uint8[…, rows, row_bytes(n)] of type `type_name` with n columns; rows must be a multiple of the number the
-    interleaved type weaves together. Returns an array of the same shape, laid out as in a file, and its type's name.
+    interleaved type weaves together. Returns the array laid out as in a file, and its type's name; its shape is that
+    of `data` but for Q8_KV, whose rows lose 4 bytes.
     """
     base = types.get(type_name)
     form = interleaved_form(base)
     if form is None:
         raise UnsupportedError(f"type {base.name} has no row-interleaved form")
     matrices = _matrices(data, base, n, form.interleave)
-    return form.interleave_rows(matrices, threads=threads).reshape(np.shape(data)), form.name.upper()
+    return form.interleave_rows(matrices, threads=threads).reshape(*np.shape(data)[:-1], -1), form.name.upper()
 
 
 def unpack(data: Any, type_name: str, n: int, *, threads: int | None = None) -> tuple[np.ndarray, str]:
@@ -46,7 +48,7 @@ def unpack(data: Any, type_name: str, n: int, *, threads: int | None = None) -> 
     if not isinstance(form, Interleaved):
         raise UnsupportedError(f"type {form.name} is not row-interleaved; there is nothing to unpack")
     matrices = _matrices(data, form, n, form.interleave)
-    return form.deinterleave_rows(matrices, threads=threads).reshape(np.shape(data)), form.of.name.upper()
+    return form.deinterleave_rows(matrices, threads=threads).reshape(*np.shape(data)[:-1], -1), form.of.name.upper()
 
 
 def _matrices(data: Any, kind: QuantType, n: int, interleave: int) -> np.ndarray:

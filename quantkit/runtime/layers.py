@@ -125,7 +125,7 @@ class Linear:
         if self.tensor.type.name == "f32":
             return data.view(np.float32)
         panel = _scratch("panel", (stop - start, self.columns))
-        return self.tensor.type.dequantize(data, self.columns, out=panel, threads=threads)
+        return self.tensor.type.dequantize(data, self.columns, out=panel, threads=threads, products=True)
 
 
 def _multiply(x: np.ndarray, panel: np.ndarray, out: np.ndarray, threads: int) -> None:

@@ -3,7 +3,8 @@
     get("iq4_k")      any case; an unknown name raises with the nearest ones
     layout("iq2_xxs") the record of any known type, with or without codec
     from_id(139)      what a GGUF tensor info holds; layout only where no codec is registered
-    all()             every type with a codec, by id
+    all()             every type with a codec that files hold, by id
+    activations()     the run-time formats of right-hand sides of products, by id
 
 A name or id of a type without codec still has a record: its sizes are needed to walk over a file.
 """
@@ -15,9 +16,20 @@ import pkgutil
 
 from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
 from quantkit.types import base, layouts
-from quantkit.types.base import QuantType, check_finite, check_importance
+from quantkit.types.base import EFFORTS, QuantType, check_finite, check_importance, effort_level
 
-__all__ = ["QuantType", "all", "check_finite", "check_importance", "from_id", "get", "layout"]
+__all__ = [
+    "EFFORTS",
+    "QuantType",
+    "activations",
+    "all",
+    "check_finite",
+    "check_importance",
+    "effort_level",
+    "from_id",
+    "get",
+    "layout",
+]
 
 layouts.define()
 for _module in pkgutil.iter_modules(__path__):
@@ -52,5 +64,10 @@ def from_id(ggml_type: int) -> QuantType:
 
 
 def all() -> list[QuantType]:
-    """Every type that can be decoded, in order of id."""
+    """Every type of files that can be decoded, in order of id."""
     return sorted(base.registered(), key=lambda t: t.ggml_type)
+
+
+def activations() -> list[QuantType]:
+    """The formats of activations, which files never hold, in order of id."""
+    return sorted((t for t in base.layouts() if t.activation), key=lambda t: t.ggml_type)

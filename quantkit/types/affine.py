@@ -14,16 +14,16 @@ from __future__ import annotations
 import numpy as np
 
 from quantkit.jit import kernel
-from quantkit.types.search import DATA_SIZE, LANES, UNIT, at_least_tiny, load_blocks, nearest_half
+from quantkit.types.search import LANES, UNIT, at_least_tiny, nearest_half
 
-# Rows of `state`; UNIT and EXTREME are those of `search`.
+# Rows of `state`; UNIT is that of `search`.
 SCALE, MINIMUM, INVERSE = 0, 1, 2
 ERROR, SLOPE, CURVE, OFFSET, CROSS, WEIGHT = 3, 4, 5, 6, 9, 10
 BEST, BEST_SCALE, BEST_MINIMUM = 11, 12, 13
 LOW, HIGH = 14, 15
 STATE_SIZE = 16 * LANES
 
-_ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
+_ZERO, _HALF, _ONE, _TWO = np.float32(0), np.float32(0.5), np.float32(1), np.float32(2)
 _ROUND = np.float32(3 << 22)
 _SINGULAR = np.float32(1e-5)
 
@@ -132,43 +132,45 @@ def _keep_better(state):
 
 
 @kernel
-def find_pairs(x, importance, cuts, steps, top, scales, minima):
-    """scales, minima float32[blocks]: the stored pair (exactly halves) of every block of x float32[rows, n].
+def find_pairs(data, state, cuts, steps, top):
+    """BEST_SCALE and BEST_MINIMUM of a batch that is loaded.
 
     cuts float32[candidates, 2]: what each candidate leaves out at the low and the high end of the block's range, as
     fractions of it. steps float32[candidates, 2]: then (factor of the scale, shift of the minimum) for the best so far.
     """
-    data = np.empty(DATA_SIZE, np.float32)
-    state = np.empty(STATE_SIZE, np.float32)
-    for first in range(0, scales.size, LANES):
-        load_blocks(x, importance, first, data, state)
-        _start(data, state)
-        for k in range(cuts.shape[0]):
-            _propose_cut(state, cuts[k, 0], cuts[k, 1], top)
-            _sums(data, state, top)
-            _keep_better(state)
-        for k in range(steps.shape[0]):
-            _propose_step(state, steps[k, 0], steps[k, 1])
-            _sums(data, state, top)
-            _keep_better(state)
-        for lane in range(min(LANES, scales.size - first)):
-            scales[first + lane] = state[BEST_SCALE * LANES + lane] * state[UNIT * LANES + lane]
-            minima[first + lane] = state[BEST_MINIMUM * LANES + lane] * state[UNIT * LANES + lane]
+    _start(data, state)
+    for k in range(cuts.shape[0]):
+        _propose_cut(state, cuts[k, 0], cuts[k, 1], top)
+        _sums(data, state, top)
+        _keep_better(state)
+    for k in range(steps.shape[0]):
+        _propose_step(state, steps[k, 0], steps[k, 1])
+        _sums(data, state, top)
+        _keep_better(state)
 
 
 @kernel
-def nearest_codes(x, scale, minimum, top, codes):
-    """codes uint32[32]: the integers in [0, top] nearest to (x - minimum) / scale, for x float32[32]."""
-    inverse = _ONE / scale if scale > _ZERO else _ZERO
-    for j in range(32):
-        t = min(max((x[j] - minimum) * inverse, _ZERO), top)
-        codes[j] = np.uint32((t + _ROUND) - _ROUND)
+def store_pairs(state, scales, minima):
+    """scales, minima float32[LANES]: the lanes' BEST_SCALE and BEST_MINIMUM in the units of x."""
+    for lane in range(LANES):
+        scales[lane] = state[BEST_SCALE * LANES + lane] * state[UNIT * LANES + lane]
+        minima[lane] = state[BEST_MINIMUM * LANES + lane] * state[UNIT * LANES + lane]
 
 
-def cuts_between(least: float, most: float, count: int) -> np.ndarray:
-    """Cuts for `find_pairs`: every pair of `count` fractions from `least` to `most`; negative ones leave a margin."""
-    line = np.linspace(least, most, count)
-    return np.stack(np.meshgrid(line, line), axis=-1).reshape(-1, 2).astype(np.float32)
+@kernel
+def code_of(x, inverse, minimum, top):
+    """The integer in [0, top] nearest to (x - minimum) * inverse."""
+    return np.int32(min(max((x - minimum) * inverse, _ZERO), top) + _HALF)
+
+
+def spread(least: float, most: float, count: int) -> np.ndarray:
+    """Cuts for `find_pairs`: none, then pairs from `least` to `most`; negative ones leave a margin.
+
+    They follow the plane's counterpart of the golden ratio (rho^3 = rho + 1): every beginning is spread evenly.
+    """
+    rho = 1.32471795724474602596
+    at = np.arange(count)[:, None] / rho ** np.arange(1, 3) % 1
+    return np.where(np.arange(count)[:, None] > 0, least + (most - least) * at, 0).astype(np.float32)
 
 
 def steps_down(top: float, first: float, count: int) -> np.ndarray:

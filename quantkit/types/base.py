@@ -2,23 +2,37 @@
 
 A type's file holds one subclass of `QuantType`: the numbers of the format as class attributes and two kernels,
 
-    encode_rows(x, importance, out)   x float32[rows, n], importance float32[n] or float32[0] for none,
-                                      out uint8[rows, row_bytes(n)]
-    decode_rows(data, out)            data uint8[rows, row_bytes(n)], out float32[rows, n]
+    encode_rows(x, importance, effort, out)   x float32[rows, n], importance float32[n] or float32[0] for none,
+                                              effort FAST, NORMAL or BEST, out uint8[rows, row_bytes(n)]
+    decode_rows(data, out)                    data uint8[rows, row_bytes(n)], out float32[rows, n]
 
 each of them sequential over rows; this module cuts the rows over threads, checks what comes in, and registers the type.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from quantkit import jit
-from quantkit.errors import DataError, UnsupportedError
+from quantkit.errors import DataError, UnknownNameError, UnsupportedError
 
 _by_id: dict[int, QuantType] = {}
+
+EFFORTS = ("fast", "normal", "best")  # what a search may cost: a kernel gets the index
+FAST, NORMAL, BEST = range(3)
+
+_PIECE_BYTES = 1 << 18  # of float32: what is checked and then encoded while it is still in the cache
+
+
+def effort_level(name: str) -> int:
+    """FAST, NORMAL or BEST by name; UnknownNameError otherwise."""
+    if name not in EFFORTS:
+        raise UnknownNameError("effort", name, EFFORTS)
+    return EFFORTS.index(name)
 
 
 class QuantType:
@@ -38,9 +52,15 @@ class QuantType:
     requires_imatrix: bool = False
     uses_imatrix: bool = False
     overflow: float = np.inf  # finite magnitudes from here on would be stored as Inf: quantize refuses them
+    activation: bool = False  # a format of right-hand sides of products, which files never hold
+    whole_tensor: bool = False  # a tensor is stored as one row of all its elements
+    serial_below: int = 0  # elements that are encoded before a second thread has begun
+    reports_largest: bool = False  # encode_rows returns the bits of the largest magnitude: no pass to find it before
 
     encode_rows: Any = None
     decode_rows: Any = None
+    product_rows: Any = None  # decodes the values that matrix products use, where they are not those of decode_rows
+    remark: str = ""  # what docs/types.md says below the table
 
     _fields: ClassVar[tuple[str, ...]] = ("name", "ggml_type", "block_size", "block_bytes", "row_meta_bytes")
 
@@ -74,6 +94,18 @@ class QuantType:
             raise DataError(f"{self.name}: rows of {n} elements are not a multiple of its block of {self.block_size}")
         return self.row_meta_bytes + n // self.block_size * self.block_bytes
 
+    def tensor_bytes(self, shape: Sequence[int]) -> int:
+        """Bytes of a tensor (shape in numpy's order, rows last but one)."""
+        elements = math.prod(shape)
+        if self.whole_tensor:
+            return self.row_bytes(elements)
+        return elements // shape[-1] * self.row_bytes(shape[-1])
+
+    def rows_of(self, stored: np.ndarray, n: int, start: int, stop: int) -> np.ndarray:
+        """uint8[stop - start, row_bytes(n)]: some rows of a tensor as files store it; a view where that is possible."""
+        size = self.row_bytes(n)
+        return stored[start * size : stop * size].reshape(-1, size)
+
     def bits_per_weight(self, n: int | None = None) -> float:
         """Bits per weight; with `n`, of rows that long, header included."""
         if n is None:
@@ -84,15 +116,19 @@ class QuantType:
 
     # ------------------------------------------------------------------------------------------------------ codecs
 
-    def quantize(self, x: Any, importance: Any = None, *, threads: int | None = None) -> np.ndarray:
+    def quantize(
+        self, x: Any, importance: Any = None, *, effort: str = "normal", threads: int | None = None
+    ) -> np.ndarray:
         """Encode float32[rows, n] as uint8[rows, row_bytes(n)].
 
         `importance` float32[n] weighs the squared error of each column; types without `uses_imatrix` only check it.
+        `effort` trades time for error: "fast", "normal" or "best"; types that leave nothing to search ignore it.
         NaN, Inf or a value too large for the type in `x`, or a negative or non-finite importance, is a DataError that
         names its place. The bytes do not depend on `threads`.
         """
         if self.encode_rows is None:
             raise UnsupportedError(f"{self.name}: quantkit cannot encode this type")
+        level = effort_level(effort)
         x = _as_float32(x)
         if x.ndim != 2:
             raise DataError(f"{self.name}: expected float32[rows, n], got shape {x.shape}")
@@ -103,19 +139,36 @@ class QuantType:
             raise DataError(f"{self.name}: this type needs an importance matrix; pass importance=")
         weights = check_importance(importance, n)
         x, weights = jit.readonly(x), jit.readonly(weights if self.uses_imatrix else weights[:0])
+        step = max(1, _PIECE_BYTES // (4 * n * self.interleave)) * self.interleave if n else rows
+
+        limit = int(np.float32(self.overflow).view(np.uint32)) if self.reports_largest else 0
 
         def task(start: int, stop: int) -> None:
-            check_finite(x[start:stop], start, self.overflow, self.name)
-            self.encode_rows(x[start:stop], weights, out[start:stop])
+            for a in range(start, stop, step):
+                b = min(a + step, stop)
+                if not limit:
+                    check_finite(x[a:b], a, self.overflow, self.name)
+                    self.encode_rows(x[a:b], weights, level, out[a:b])
+                elif self.encode_rows(x[a:b], weights, level, out[a:b]) >= limit:
+                    check_finite(x[a:b], a, self.overflow, self.name)
 
         if rows:
-            jit.over_rows(task, rows, multiple=self.interleave, threads=threads)
+            jit.over_rows(task, rows, multiple=self.interleave, threads=1 if x.size < self.serial_below else threads)
         return out
 
-    def dequantize(self, data: Any, n: int, *, out: np.ndarray | None = None, threads: int | None = None) -> np.ndarray:
+    def dequantize(
+        self,
+        data: Any,
+        n: int,
+        *,
+        out: np.ndarray | None = None,
+        threads: int | None = None,
+        products: bool = False,
+    ) -> np.ndarray:
         """Decode uint8[rows, row_bytes(n)] to float32[rows, n]; bit for bit the values the format defines.
 
-        `out`, a float32[rows, n] to fill, is returned where given. DataError on shapes that do not fit.
+        `out`, a float32[rows, n] to fill, is returned where given. `products` asks for the values that matrix products
+        use: they differ for iq6_k. DataError on shapes that do not fit.
         """
         if self.decode_rows is None:
             raise UnsupportedError(f"{self.name}: quantkit cannot decode this type yet")
@@ -130,7 +183,8 @@ class QuantType:
             raise DataError(f"{self.name}: expected out=float32[{rows}, {n}], got {out.dtype}{list(out.shape)}")
         data = jit.readonly(data)
         if rows:
-            jit.over_rows(lambda a, b: self.decode_rows(data[a:b], out[a:b]), rows, multiple=self.interleave,
+            decode = (products and self.product_rows) or self.decode_rows
+            jit.over_rows(lambda a, b: decode(data[a:b], out[a:b]), rows, multiple=self.interleave,
                           threads=threads if rows * n > 1 << 16 else 1, pieces=1)  # fmt: skip
         return out
 
@@ -142,10 +196,22 @@ class QuantType:
 def _as_float32(values: Any) -> np.ndarray:
     """Contiguous float32 of any real numbers; what float32 cannot hold becomes Inf, which the checks then name."""
     array = np.asarray(values)
+    if array.dtype == np.float32:
+        return np.ascontiguousarray(array)
     if array.dtype.kind in "cSU":
         raise DataError(f"expected real numbers, got {array.dtype}")
     with np.errstate(over="ignore"):
         return np.ascontiguousarray(array, np.float32)
+
+
+@jit.kernel
+def _largest_bits(x):
+    """Bits of the largest magnitude in float32[n]: those of Inf are above all numbers', those of NaN above Inf's."""
+    bits = x.view(np.uint32)
+    most = np.uint32(0)
+    for i in range(bits.size):
+        most = np.uint32(max(most, np.uint32(bits[i] & np.uint32(0x7FFFFFFF))))  # uint64 without, at half the speed
+    return most
 
 
 def check_finite(x: np.ndarray, first_row: int = 0, overflow: float = np.inf, name: str = "") -> None:
@@ -153,7 +219,8 @@ def check_finite(x: np.ndarray, first_row: int = 0, overflow: float = np.inf, na
 
     `name` is the type that cannot hold finite magnitudes from `overflow` on.
     """
-    if not x.size or (x.max() < overflow and x.min() > -overflow):  # both are NaN where an element is
+    limit = np.float32(overflow).view(np.uint32)
+    if _largest_bits(jit.readonly(x.reshape(-1))) < limit:
         return
     bad = np.argwhere(~(np.abs(x) < overflow))
     row, column = (int(v) for v in bad[0])
@@ -182,7 +249,7 @@ def by_id(ggml_type: int) -> QuantType:
 
 
 def registered() -> list[QuantType]:
-    return [t for t in _by_id.values() if t.has_codec]
+    return [t for t in _by_id.values() if t.has_codec and not t.activation]
 
 
 def layouts() -> list[QuantType]:

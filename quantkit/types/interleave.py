@@ -16,6 +16,8 @@ front of the group. Address helpers, all of them in bits with byte offsets `at`:
     Lines(pattern, at)                group: runs of four columns in the order of QUAD, NIB, CRUMB, PLANE_A …
     EvenOdd(at)                       group: one-bit flags, those of even elements first
 
+Three types also re-code indices of signs on the way (`Signs`); that loses nothing either.
+
 The formula is `move_bits` in the tests: for every field, row and element, copy `width` bits. Here the list is compiled
 once into moves of masked, rotated 32-bit words (most fields keep four neighbouring bytes together), and a kernel walks
 them; the same moves backwards are the inverse.
@@ -124,6 +126,22 @@ class Field:
     group: Placement
 
 
+@dataclasses.dataclass(frozen=True)
+class Signs:
+    """Seven-bit indices of signs, kept in the group as the running exclusive-or of their bits.
+
+    With bits s0 … s6 an index stands for these signs and their parity; the group has t_j = s0 ^ … ^ s_j instead, and
+    s_j = t_j ^ t_(j-1) gives them back. Per block the 32-bit words at bytes `words` hold them, each at bits `first`.
+    """
+
+    words: Sequence[int]
+    first: Sequence[int]
+
+    def mask(self, skip: int) -> np.uint32:
+        """All bits of the indices in a word but the lowest `skip` of each."""
+        return np.uint32(sum((0x7F >> skip << skip) << at for at in self.first))
+
+
 # ------------------------------------------------------------------------------------------------------------ compiling
 
 
@@ -216,6 +234,21 @@ def _move(table, source, target, lanes):
 
 
 @kernel
+def _sum_signs(data, starts, head, block_bytes, by_one, by_two, by_four):
+    """Replace the indices in every block of uint8[rows, …] by their running exclusive-or; with by_two and by_four 0
+    the other way."""
+    for row in range(data.shape[0]):
+        for b in range((data.shape[1] - head) // block_bytes):
+            block = data[row, head + b * block_bytes : head + (b + 1) * block_bytes]
+            for start in starts:
+                t = _load(block, start)
+                t ^= np.uint32(t << np.uint32(1)) & by_one
+                t ^= np.uint32(t << np.uint32(2)) & by_two
+                t ^= np.uint32(t << np.uint32(4)) & by_four
+                _store(block, start, t)
+
+
+@kernel
 def _interleave(data, words, starts, table, rows, head, block_bytes):
     """data uint8[groups * rows, head + blocks * block_bytes] -> words uint32[groups, rows * row bytes / 4]."""
     blocks = (data.shape[1] - head) // block_bytes
@@ -273,14 +306,14 @@ def _deinterleave(words, data, starts, table, rows, head, block_bytes):
 class Permutation:
     """A description compiled for R rows: `forward` from base blocks to the group, `backward` the other way."""
 
-    def __init__(self, fields: Sequence[Field], rows: int, block_bytes: int, head: int = 0):
+    def __init__(self, fields: Sequence[Field], rows: int, block_bytes: int, head: int = 0, signs: Signs | None = None):
         if head % 4 or rows * block_bytes % 4 or block_bytes < 4:
             raise TypeError(f"blocks of {block_bytes} bytes and headers of {head} cannot be moved by 32-bit words")
         source = bit_map(fields, rows, block_bytes)
         starts = word_starts(fields, block_bytes)
         words = (8 * (block_bytes * np.arange(rows)[:, None] + starts)).ravel()  # first bit of every base word
         inverse = np.argsort(source)
-        self.rows, self.block_bytes, self.head = rows, block_bytes, head
+        self.rows, self.block_bytes, self.head, self.signs = rows, block_bytes, head, signs
         self.starts = jit.readonly(starts)
         self.forward_table = jit.readonly(moves(source.reshape(-1, 32), words))
         self.backward_table = jit.readonly(
@@ -289,6 +322,9 @@ class Permutation:
 
     def forward(self, data: np.ndarray, out: np.ndarray) -> None:
         """Interleave: uint8[groups * rows, row bytes] -> uint8 of the same shape."""
+        if self.signs:
+            data = np.array(data)
+            self._sum_signs(data, self.signs.mask(2), self.signs.mask(4))
         words = self._words(out)
         _interleave(jit.readonly(data), words, self.starts, self.forward_table, self.rows, self.head, self.block_bytes)
 
@@ -296,6 +332,13 @@ class Permutation:
         """Undo `forward`."""
         words = jit.readonly(self._words(data))
         _deinterleave(words, out, self.starts, self.backward_table, self.rows, self.head, self.block_bytes)
+        if self.signs:
+            self._sum_signs(out, np.uint32(0), np.uint32(0))
+
+    def _sum_signs(self, data: np.ndarray, by_two: np.uint32, by_four: np.uint32) -> None:
+        assert self.signs
+        starts = jit.readonly(np.array(self.signs.words, np.int64))
+        _sum_signs(data, starts, self.head, self.block_bytes, self.signs.mask(1), by_two, by_four)
 
     def _words(self, groups: np.ndarray) -> np.ndarray:
         """uint8[rows, row bytes] as uint32[groups, words]."""
@@ -312,11 +355,15 @@ class Interleaved(QuantType):
 
     of: ClassVar[type[QuantType]]
     fields: ClassVar[Sequence[Field]] = ()
+    signs: ClassVar[Signs | None] = None
+
+    legacy: ClassVar[bool] = False  # read and undone, but never what rows are repacked to
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         cls.base = cls.of.name
-        for name in ("block_size", "block_bytes", "row_meta_bytes", "requires_imatrix", "uses_imatrix"):
-            setattr(cls, name, getattr(cls.of, name))
+        for name in ("block_size", "block_bytes", "row_meta_bytes", "overflow", "requires_imatrix", "uses_imatrix"):
+            if name not in cls.__dict__:
+                setattr(cls, name, getattr(cls.of, name))
         super().__init_subclass__(**kwargs)
 
     @property
@@ -324,36 +371,38 @@ class Interleaved(QuantType):
         return registry.by_id(self.of.ggml_type)
 
     @functools.cached_property
-    def permutation(self) -> Permutation:
-        return Permutation(self.fields, self.interleave, self.block_bytes, self.row_meta_bytes)
+    def permutation(self) -> Any:
+        """What has `forward(data, out)` and `backward(data, out)`, from rows to groups and back."""
+        return Permutation(self.fields, self.interleave, self.block_bytes, self.row_meta_bytes, self.signs)
 
     def interleave_rows(self, data: Any, *, threads: int | None = None) -> np.ndarray:
-        """Rows of the base type, uint8[rows, row bytes], as groups of this one: the same bits, same shape."""
-        return self._permuted(data, self.permutation.forward, threads)
+        """Rows of the base type, uint8[rows, row bytes], as groups of this one."""
+        return self._moved(data, self.base_type, self, self.permutation.forward, threads)
 
     def deinterleave_rows(self, data: Any, *, threads: int | None = None) -> np.ndarray:
-        """Groups of this type, uint8[rows, row bytes], as rows of the base type; undoes `interleave_rows` exactly."""
-        return self._permuted(data, self.permutation.backward, threads)
+        """Groups of this type, uint8[rows, row bytes], as rows of the base type; undoes `interleave_rows`."""
+        return self._moved(data, self, self.base_type, self.permutation.backward, threads)
 
-    def _permuted(self, data: Any, permute: Any, threads: int | None) -> np.ndarray:
+    def _moved(self, data: Any, source: QuantType, target: QuantType, move: Any, threads: int | None) -> np.ndarray:
         data = np.ascontiguousarray(data, np.uint8)
-        if data.ndim != 2 or (data.shape[1] - self.row_meta_bytes) % self.block_bytes:
+        if data.ndim != 2 or (data.shape[1] - source.row_meta_bytes) % source.block_bytes:
             raise DataError(
-                f"{self.name}: shape {data.shape} is not uint8[rows, row bytes] with rows of "
-                f"{self.row_meta_bytes} + a multiple of {self.block_bytes} bytes"
+                f"{source.name}: shape {data.shape} is not uint8[rows, row bytes] with rows of "
+                f"{source.row_meta_bytes} + a multiple of {source.block_bytes} bytes"
             )
         self._check_rows(len(data))
-        out = np.empty_like(data)
-        jit.over_rows(lambda a, b: permute(data[a:b], out[a:b]), len(data), multiple=self.interleave,
+        n = (data.shape[1] - source.row_meta_bytes) // source.block_bytes * source.block_size
+        out = np.empty((len(data), target.row_bytes(n)), np.uint8)
+        jit.over_rows(lambda a, b: move(data[a:b], out[a:b]), len(data), multiple=self.interleave,
                       threads=threads if data.nbytes > 1 << 16 else 1)  # fmt: skip
         return out
 
-    def encode_rows(self, x: np.ndarray, importance: np.ndarray, out: np.ndarray) -> None:
-        data = np.empty_like(out)
-        self.base_type.encode_rows(x, importance, data)
+    def encode_rows(self, x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
+        data = np.empty((len(x), self.base_type.row_bytes(x.shape[1])), np.uint8)
+        self.base_type.encode_rows(x, importance, effort, data)
         self.permutation.forward(data, out)
 
     def decode_rows(self, data: np.ndarray, out: np.ndarray) -> None:
-        rows = np.empty(data.shape, np.uint8)
+        rows = np.empty((len(data), self.base_type.row_bytes(out.shape[1])), np.uint8)
         self.permutation.backward(data, rows)
         self.base_type.decode_rows(jit.readonly(rows), out)

@@ -6,39 +6,39 @@
 
     y = d * CODEBOOK[q]   q in 0..15
 
-Encode: the half d, of either sign, and nearest codebook entries that minimise sum w (x - y)^2; see `search`.
+Encode: the half d, of either sign, and nearest codebook entries that minimise sum w (x - y)^2; see `search`. Without
+importance w = x^2 + a part of its mean over the block.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from quantkit.half import float_to_half, half_to_float
 from quantkit.jit import kernel
 from quantkit.types import search
 from quantkit.types.base import QuantType
-from quantkit.types.search import CURVE, ERROR, INVERSE, LANES, SCALE, SLOPE
+from quantkit.types.codebooks import BINS, K4, bin_of
+from quantkit.types.search import CURVE, ERROR, INVERSE, LANES, SLOPE, half_at, halves_of, inverse_of, nibbles, put_half
 
-CODEBOOK = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
-_MIDPOINTS = (CODEBOOK[1:] + CODEBOOK[:-1]) / np.float32(2)
-_GAPS = np.diff(CODEBOOK)
-_ZERO, _ONE = np.float32(0), np.float32(1)
-# Either sign of d: the extreme element at or beyond entry -127, or at or beyond 113.
-_GRID, _STEPS = search.grid_between((-127, 113), 0.7, 2.0, 13), search.steps_down(0.04, 2)
+CODEBOOK = K4.values[:16]
+_NEAREST = K4.nearest[:BINS].astype(np.uint8)
+_ROUNDED = CODEBOOK[_NEAREST]
+# Either sign of d: the extreme element around entry -127, or around 113; see `search.spread`.
+# The candidates, and how many of them each effort tries.
+_GRID, _COUNTS = search.spread((-127, 113), 0.6, 2.0, 96), (5, 36, 96)
+_STEPS = search.steps_down(0.04, 2)
+_MEAN_SQUARE = np.float32(0.75)  # its part: the reference weighs by x^2 alone, the plain error should not suffer
 
 
 @kernel
 def _decode(data, out):
-    rows, n = out.shape
-    for row in range(rows):
-        block = data[row]
-        half = block.view(np.uint16)  # 9 a block
-        for b in range(n // 32):
-            scale = half_to_float(half[9 * b])
-            for j in range(16):
-                byte = block[18 * b + 2 + j]
-                out[row, 32 * b + j] = scale * CODEBOOK[byte & 15]
-                out[row, 32 * b + 16 + j] = scale * CODEBOOK[byte >> 4]
+    blocks, y = data.reshape(-1, 18), out.reshape(-1, 32)
+    for b in range(len(y)):
+        scale = half_at(blocks[b], 0)
+        for j in range(16):
+            byte = blocks[b, 2 + j]
+            y[b, j] = scale * CODEBOOK[byte & 15]
+            y[b, j + 16] = scale * CODEBOOK[byte >> 4]
 
 
 @kernel
@@ -47,13 +47,10 @@ def _sums(data, state):
     search.clear_sums(state)
     for j in range(32):
         for lane in range(LANES):
-            x = data[j * LANES + lane]
             w = data[(32 + j) * LANES + lane]
-            t = x * state[INVERSE * LANES + lane]
-            q = CODEBOOK[0]
-            for k in range(15):
-                q += _GAPS[k] if t > _MIDPOINTS[k] else _ZERO
-            r = x - state[SCALE * LANES + lane] * q
+            t = data[j * LANES + lane] * state[INVERSE * LANES + lane]
+            q = _ROUNDED[bin_of(t)]
+            r = t - q
             wr = w * r
             state[ERROR * LANES + lane] += wr * r
             state[SLOPE * LANES + lane] += wr * q
@@ -61,49 +58,54 @@ def _sums(data, state):
 
 
 @kernel
-def _find_scales(x, importance, grid, steps, scales):
-    data = np.empty(search.DATA_SIZE, np.float32)
-    state = np.empty(search.STATE_SIZE, np.float32)
-    for first in range(0, scales.size, LANES):
-        search.load_blocks(x, importance, first, data, state)
-        search.start(state)
-        for k in range(grid.size):
-            search.propose(state, search.EXTREME, grid[k])
+def _find_scales(data, state, grid, steps):
+    """`search.find_scales` with entries of the codebook."""
+    search.start(state)
+    for k in range(grid.size):
+        search.propose(state, search.EXTREME, grid[k])
+        _sums(data, state)
+        search.keep_better(state)
+    for k in range(steps.size):
+        search.propose(state, search.BEST_SCALE, steps[k])
+        _sums(data, state)
+        search.keep_better(state)
+    if search.find_anchors(data, state):
+        for k in range(CODEBOOK.size):
+            search.propose(state, search.ANCHOR, np.float32(1) / CODEBOOK[k])
             _sums(data, state)
             search.keep_better(state)
-        if importance.size and search.find_anchors(data, state):
-            for k in range(CODEBOOK.size):
-                search.propose(state, search.ANCHOR, _ONE / CODEBOOK[k])
-                _sums(data, state)
-                search.keep_better(state)
-        for k in range(steps.size):
-            search.propose(state, search.BEST_SCALE, steps[k])
-            _sums(data, state)
-            search.keep_better(state)
-        search.store_scales(state, first, scales)
 
 
 @kernel
-def _encode(x, importance, out):
-    rows, n = x.shape
-    blocks = n // 32
-    scales = np.empty(rows * blocks, np.float32)
-    _find_scales(x, importance, _GRID, _STEPS, scales)
-    codes = np.empty(32, np.uint32)
-    for row in range(rows):
-        half = out[row].view(np.uint16)
-        for b in range(blocks):
-            scale = scales[row * blocks + b]
-            half[9 * b] = float_to_half(scale)
-            inverse = _ONE / scale if scale != _ZERO else _ZERO
-            for j in range(32):
-                t = x[row, 32 * b + j] * inverse
-                code = np.uint32(0)
-                for k in range(15):
-                    code += np.uint32(t > _MIDPOINTS[k])
-                codes[j] = code
-            for j in range(16):
-                out[row, 18 * b + 2 + j] = np.uint8(codes[j] | (codes[j + 16] << np.uint32(4)))
+def _code_of(x, inverse):
+    return _NEAREST[bin_of(x * inverse)]
+
+
+@kernel
+def _pack(x, scales, halves, out):
+    """Write blocks, uint8[count, 18], of x float32[count, 32]: scales, given with their bits, and nearest entries."""
+    for b in range(len(out)):
+        put_half(halves[b], out[b], 0)
+        inverse = inverse_of(scales[b])
+        for j in range(16):
+            out[b, 2 + j] = nibbles(_code_of(x[b, j], inverse), _code_of(x[b, j + 16], inverse))
+
+
+@kernel
+def _encode(x, importance, effort, out):
+    blocks, packed = x.reshape(-1, 32), out.reshape(-1, 18)
+    data, state = np.empty(search.DATA_SIZE, np.float32), np.empty(search.STATE_SIZE, np.float32)
+    weights = search.relative_weights(importance)
+    scales, halves = np.empty(LANES, np.float32), np.empty(LANES, np.uint16)
+    for first in range(0, len(blocks), LANES):
+        some = blocks[first : first + LANES]
+        search.load_blocks(some, weights, first, data, state)
+        if len(weights) == 0:
+            search.weigh_by_size(data, state, _MEAN_SQUARE)
+        _find_scales(data, state, _GRID[: _COUNTS[effort]], _STEPS)
+        search.store_scales(state, scales)
+        halves_of(scales, halves)
+        _pack(some, scales, halves, packed[first : first + LANES])
 
 
 class IQ4_NL(QuantType):

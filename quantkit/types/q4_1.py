@@ -8,52 +8,67 @@
     y = d * q + m         q in 0..15; the product is rounded to float32, then the sum
 
 Encode: the halves d and m and nearest codes that minimise sum w (x - y)^2; see `affine`.
+Without importance w = 1, and below effort "best" d and m come in closed form; see `refit`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from quantkit.half import float_to_half, half_to_float
 from quantkit.jit import kernel
-from quantkit.types import affine
-from quantkit.types.base import QuantType
+from quantkit.types import affine, refit, search
+from quantkit.types.affine import code_of
+from quantkit.types.base import BEST, QuantType
+from quantkit.types.search import LANES, half_at, halves_of, inverse_of, nibbles, put_half
 
 _TOP = np.float32(15)
-_CUTS, _STEPS = affine.cuts_between(-0.05, 0.2, 6), affine.steps_down(15, 1, 3)
+# The candidates, and how many of them each effort tries.
+_CUTS, _COUNTS = affine.spread(-0.08, 0.12, 192), (8, 56, 192)
+_STEPS = affine.steps_down(15, 1, 3)
 
 
 @kernel
 def _decode(data, out):
-    rows, n = out.shape
-    for row in range(rows):
-        block = data[row]
-        half = block.view(np.uint16)  # 10 a block
-        for b in range(n // 32):
-            scale = half_to_float(half[10 * b])
-            minimum = half_to_float(half[10 * b + 1])
-            for j in range(16):
-                byte = np.int32(block[20 * b + 4 + j])
-                out[row, 32 * b + j] = scale * np.float32(byte & 15) + minimum
-                out[row, 32 * b + 16 + j] = scale * np.float32(byte >> 4) + minimum
+    blocks, y = data.reshape(-1, 20), out.reshape(-1, 32)
+    for b in range(len(y)):
+        scale = half_at(blocks[b], 0)
+        minimum = half_at(blocks[b], 2)
+        for j in range(16):
+            byte = np.int32(blocks[b, 4 + j])
+            y[b, j] = scale * np.float32(np.int32(byte & 15)) + minimum
+            y[b, j + 16] = scale * np.float32(np.int32(byte >> 4)) + minimum
 
 
 @kernel
-def _encode(x, importance, out):
-    rows, n = x.shape
-    blocks = n // 32
-    scales, minima = np.empty(rows * blocks, np.float32), np.empty(rows * blocks, np.float32)
-    affine.find_pairs(x, importance, _CUTS, _STEPS, _TOP, scales, minima)
-    codes = np.empty(32, np.uint32)
-    for row in range(rows):
-        half = out[row].view(np.uint16)
-        for b in range(blocks):
-            scale, minimum = scales[row * blocks + b], minima[row * blocks + b]
-            half[10 * b] = float_to_half(scale)
-            half[10 * b + 1] = float_to_half(minimum)
-            affine.nearest_codes(x[row, 32 * b : 32 * b + 32], scale, minimum, _TOP, codes)
-            for j in range(16):
-                out[row, 20 * b + 4 + j] = np.uint8(codes[j] | (codes[j + 16] << np.uint32(4)))
+def _pack(x, scales, minima, halves, out):
+    """Write blocks, uint8[count, 20], of x float32[count, 32]: pairs, given with their bits, and nearest codes."""
+    for b in range(len(out)):
+        put_half(halves[0, b], out[b], 0)
+        put_half(halves[1, b], out[b], 2)
+        inverse, minimum = inverse_of(scales[b]), minima[b]
+        for j in range(16):
+            out[b, 4 + j] = nibbles(
+                code_of(x[b, j], inverse, minimum, _TOP), code_of(x[b, j + 16], inverse, minimum, _TOP)
+            )
+
+
+@kernel
+def _encode(x, importance, effort, out):
+    blocks, packed = x.reshape(-1, 32), out.reshape(-1, 20)
+    data, state = np.empty(search.DATA_SIZE, np.float32), np.empty(affine.STATE_SIZE, np.float32)
+    space, scales, minima = np.empty((6, LANES), np.float32), np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    halves, weights = np.empty((2, LANES), np.uint16), search.relative_weights(importance)
+    for first in range(0, len(blocks), LANES):
+        some = blocks[first : first + LANES]
+        if len(weights) == 0 and effort != BEST:
+            refit.find_pairs(some, _TOP, space, scales, minima)
+        else:
+            search.load_blocks(some, weights, first, data, state)
+            affine.find_pairs(data, state, _CUTS[: _COUNTS[effort]], _STEPS, _TOP)
+            affine.store_pairs(state, scales, minima)
+        halves_of(scales, halves[0])
+        halves_of(minima, halves[1])
+        _pack(some, scales, minima, halves, packed[first : first + LANES])
 
 
 class Q4_1(QuantType):

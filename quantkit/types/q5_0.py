@@ -8,20 +8,25 @@
     y = d * (q - 16)      q in 0..31
 
 Encode: the half d, of either sign, and nearest codes that minimise sum w (x - y)^2; see `search`.
+Without importance w = 1, and below effort "best" d is one of two in closed form; see `refit`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from quantkit.half import float_to_half, half_to_float
+from quantkit.half import half_to_float
 from quantkit.jit import kernel
-from quantkit.types import search
-from quantkit.types.base import QuantType
+from quantkit.types import refit, search
+from quantkit.types.base import BEST, QuantType
+from quantkit.types.search import LANES, code_of, halves_of, inverse_of, nibbles, put_half
 
 _LO, _HI = np.float32(-16), np.float32(15)
-# Either sign of d: the extreme element at or beyond code -16, or at or beyond code 15.
-_GRID, _STEPS = search.grid_between((-16, 15), 0.95, 1.8, 14), search.steps_down(0.02, 2)
+# Either sign of d: the extreme element around code -16, or around code 15; see `search.spread`.
+# The candidates, and how many of them each effort tries.
+_GRID, _COUNTS = search.spread((-16, 15), 0.8, 1.4, 96), (6, 32, 96)
+_STEPS = search.steps_down(0.02, 2)
+_STARTS = np.array([1 / -16, 1 / 15], np.float32)
 
 
 @kernel
@@ -42,27 +47,37 @@ def _decode(data, out):
 
 
 @kernel
-def _encode(x, importance, out):
-    rows, n = x.shape
-    blocks = n // 32
-    scales = np.empty(rows * blocks, np.float32)
-    search.find_scales(x, importance, _GRID, _STEPS, _LO, _HI, scales)
-    codes = np.empty(32, np.uint32)
-    for row in range(rows):
-        half = out[row].view(np.uint16)
-        for b in range(blocks):
-            scale = scales[row * blocks + b]
-            search.nearest_codes(x[row, 32 * b : 32 * b + 32], scale, _LO, _HI, codes)
-            high = np.uint32(0)
-            for j in range(32):
-                high |= (codes[j] >> np.uint32(4)) << np.uint32(j)
-            half[11 * b] = float_to_half(scale)
-            half[11 * b + 1] = np.uint16(high & np.uint32(0xFFFF))
-            half[11 * b + 2] = np.uint16(high >> np.uint32(16))
-            for j in range(16):
-                out[row, 22 * b + 6 + j] = np.uint8(
-                    (codes[j] & np.uint32(15)) | ((codes[j + 16] & np.uint32(15)) << np.uint32(4))
-                )
+def _pack(x, scales, halves, out):
+    """Write blocks, uint8[count, 22], of x float32[count, 32]: scales, given with their bits, and nearest codes."""
+    for b in range(len(out)):
+        put_half(halves[b], out[b], 0)
+        inverse = inverse_of(scales[b])
+        fifths = np.uint32(0)
+        for j in range(16):
+            low, high = code_of(x[b, j], inverse, _LO, _HI), code_of(x[b, j + 16], inverse, _LO, _HI)
+            out[b, 6 + j] = nibbles(low & 15, high)
+            fifths = np.uint32(fifths | np.uint32(np.uint32(low >> 4) << np.uint32(j)))
+            fifths = np.uint32(fifths | np.uint32(np.uint32(high >> 4) << np.uint32(j + 16)))
+        for j in range(4):
+            out[b, 2 + j] = np.uint8(fifths >> np.uint32(8 * j))
+
+
+@kernel
+def _encode(x, importance, effort, out):
+    blocks, packed = x.reshape(-1, 32), out.reshape(-1, 22)
+    data, state = np.empty(search.DATA_SIZE, np.float32), np.empty(search.STATE_SIZE, np.float32)
+    space, scales = np.empty((6, LANES), np.float32), np.empty(LANES, np.float32)
+    halves, weights = np.empty(LANES, np.uint16), search.relative_weights(importance)
+    for first in range(0, len(blocks), LANES):
+        some = blocks[first : first + LANES]
+        if len(weights) == 0 and effort != BEST:
+            refit.find_scales(some, _STARTS, _LO, _HI, space, scales)
+        else:
+            search.load_blocks(some, weights, first, data, state)
+            search.find_scales(data, state, _GRID[: _COUNTS[effort]], _STEPS, _LO, _HI)
+            search.store_scales(state, scales)
+        halves_of(scales, halves)
+        _pack(some, scales, halves, packed[first : first + LANES])
 
 
 class Q5_0(QuantType):

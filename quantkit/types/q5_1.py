@@ -9,19 +9,24 @@
     y = d * q + m         q in 0..31; the product is rounded to float32, then the sum
 
 Encode: the halves d and m and nearest codes that minimise sum w (x - y)^2; see `affine`.
+Without importance w = 1, and below effort "best" d and m come in closed form; see `refit`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from quantkit.half import float_to_half, half_to_float
+from quantkit.half import half_to_float
 from quantkit.jit import kernel
-from quantkit.types import affine
-from quantkit.types.base import QuantType
+from quantkit.types import affine, refit, search
+from quantkit.types.affine import code_of
+from quantkit.types.base import BEST, QuantType
+from quantkit.types.search import LANES, halves_of, inverse_of, nibbles, put_half
 
 _TOP = np.float32(31)
-_CUTS, _STEPS = affine.cuts_between(-0.03, 0.12, 6), affine.steps_down(31, 1, 3)
+# The candidates, and how many of them each effort tries.
+_CUTS, _COUNTS = affine.spread(-0.07, 0.06, 192), (8, 56, 192)
+_STEPS = affine.steps_down(31, 1, 3)
 
 
 @kernel
@@ -43,27 +48,39 @@ def _decode(data, out):
 
 
 @kernel
-def _encode(x, importance, out):
-    rows, n = x.shape
-    blocks = n // 32
-    scales, minima = np.empty(rows * blocks, np.float32), np.empty(rows * blocks, np.float32)
-    affine.find_pairs(x, importance, _CUTS, _STEPS, _TOP, scales, minima)
-    codes = np.empty(32, np.uint32)
-    for row in range(rows):
-        half = out[row].view(np.uint16)
-        for b in range(blocks):
-            scale, minimum = scales[row * blocks + b], minima[row * blocks + b]
-            affine.nearest_codes(x[row, 32 * b : 32 * b + 32], scale, minimum, _TOP, codes)
-            high = np.uint32(0)
-            for j in range(32):
-                high |= (codes[j] >> np.uint32(4)) << np.uint32(j)
-            half[12 * b] = float_to_half(scale)
-            half[12 * b + 1] = float_to_half(minimum)
-            half[12 * b + 2] = np.uint16(high & np.uint32(0xFFFF))
-            half[12 * b + 3] = np.uint16(high >> np.uint32(16))
-            for j in range(16):
-                low = codes[j] & np.uint32(15)
-                out[row, 24 * b + 8 + j] = np.uint8(low | ((codes[j + 16] & np.uint32(15)) << np.uint32(4)))
+def _pack(x, scales, minima, halves, out):
+    """Write blocks, uint8[count, 24], of x float32[count, 32]: pairs, given with their bits, and nearest codes."""
+    for b in range(len(out)):
+        put_half(halves[0, b], out[b], 0)
+        put_half(halves[1, b], out[b], 2)
+        inverse, minimum = inverse_of(scales[b]), minima[b]
+        fifths = np.uint32(0)
+        for j in range(16):
+            low, high = code_of(x[b, j], inverse, minimum, _TOP), code_of(x[b, j + 16], inverse, minimum, _TOP)
+            out[b, 8 + j] = nibbles(low & 15, high)
+            fifths = np.uint32(fifths | np.uint32(np.uint32(low >> 4) << np.uint32(j)))
+            fifths = np.uint32(fifths | np.uint32(np.uint32(high >> 4) << np.uint32(j + 16)))
+        for j in range(4):
+            out[b, 4 + j] = np.uint8(fifths >> np.uint32(8 * j))
+
+
+@kernel
+def _encode(x, importance, effort, out):
+    blocks, packed = x.reshape(-1, 32), out.reshape(-1, 24)
+    data, state = np.empty(search.DATA_SIZE, np.float32), np.empty(affine.STATE_SIZE, np.float32)
+    space, scales, minima = np.empty((6, LANES), np.float32), np.empty(LANES, np.float32), np.empty(LANES, np.float32)
+    halves, weights = np.empty((2, LANES), np.uint16), search.relative_weights(importance)
+    for first in range(0, len(blocks), LANES):
+        some = blocks[first : first + LANES]
+        if len(weights) == 0 and effort != BEST:
+            refit.find_pairs(some, _TOP, space, scales, minima)
+        else:
+            search.load_blocks(some, weights, first, data, state)
+            affine.find_pairs(data, state, _CUTS[: _COUNTS[effort]], _STEPS, _TOP)
+            affine.store_pairs(state, scales, minima)
+        halves_of(scales, halves[0])
+        halves_of(minima, halves[1])
+        _pack(some, scales, minima, halves, packed[first : first + LANES])
 
 
 class Q5_1(QuantType):

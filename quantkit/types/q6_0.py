@@ -8,61 +8,69 @@
     y = d * (q - 32)      q in 0..63
 
 Encode: the half d, of either sign, and nearest codes that minimise sum w (x - y)^2; see `search`.
+Without importance w = x^2 + a part of its mean over the block.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from quantkit.half import float_to_half, half_to_float
 from quantkit.jit import kernel
 from quantkit.types import search
 from quantkit.types.base import QuantType
+from quantkit.types.search import LANES, code_of, half_at, halves_of, inverse_of, nibbles, put_half
 
 _LO, _HI = np.float32(-32), np.float32(31)
-# Either sign of d: the extreme element at or beyond code -32, or at or beyond code 31.
-_GRID, _STEPS = search.grid_between((-32, 31), 0.97, 1.5, 16), search.steps_down(0.012, 2)
+# Either sign of d: the extreme element around code -32, or around code 31; see `search.spread`.
+# The candidates, and how many of them each effort tries.
+_GRID, _COUNTS = search.spread((-32, 31), 0.75, 1.2, 192), (8, 48, 192)
+_STEPS = search.steps_down(0.012, 2)
+_MEAN_SQUARE = np.float32(0.5)  # its part: the reference weighs by x^2 alone, the plain error should not suffer
 
 
 @kernel
 def _decode(data, out):
-    rows, n = out.shape
-    for row in range(rows):
-        block = data[row]
-        half = block.view(np.uint16)  # 13 a block
-        for b in range(n // 32):
-            scale = half_to_float(half[13 * b])
-            for part in range(2):  # elements 8 * part + (0..7), and 16 further
-                for j in range(8):
-                    high = np.int32(block[26 * b + 2 + j]) >> (4 * part)
-                    byte = np.int32(block[26 * b + 10 + 8 * part + j])
-                    low = (byte & 15) | ((high & 3) << 4)
-                    up = (byte >> 4) | ((high & 12) << 2)
-                    out[row, 32 * b + 8 * part + j] = scale * np.float32(low - 32)
-                    out[row, 32 * b + 8 * part + j + 16] = scale * np.float32(up - 32)
+    blocks, y = data.reshape(-1, 26), out.reshape(-1, 32)
+    for b in range(len(y)):
+        scale = half_at(blocks[b], 0)
+        for part in range(2):  # elements 8 * part + (0..7), and 16 further
+            low, some = blocks[b, 10 + 8 * part :], y[b, 8 * part :]
+            for j in range(8):
+                high = np.int32(blocks[b, 2 + j]) >> (4 * part)
+                byte = np.int32(low[j])
+                some[j] = scale * np.float32(np.int32(((byte & 15) | ((high & 3) << 4)) - 32))
+                some[j + 16] = scale * np.float32(np.int32(((byte >> 4) | ((high & 12) << 2)) - 32))
 
 
 @kernel
-def _encode(x, importance, out):
-    rows, n = x.shape
-    blocks = n // 32
-    scales = np.empty(rows * blocks, np.float32)
-    search.find_scales(x, importance, _GRID, _STEPS, _LO, _HI, scales)
-    codes = np.empty(32, np.uint32)
-    for row in range(rows):
-        half = out[row].view(np.uint16)
-        for b in range(blocks):
-            scale = scales[row * blocks + b]
-            half[13 * b] = float_to_half(scale)
-            search.nearest_codes(x[row, 32 * b : 32 * b + 32], scale, _LO, _HI, codes)
-            for j in range(16):
-                out[row, 26 * b + 10 + j] = np.uint8(
-                    (codes[j] & np.uint32(15)) | ((codes[j + 16] & np.uint32(15)) << np.uint32(4))
-                )
-            for j in range(8):
-                first = (codes[j] >> np.uint32(4)) | ((codes[j + 16] >> np.uint32(4)) << np.uint32(2))
-                second = (codes[j + 8] >> np.uint32(4)) | ((codes[j + 24] >> np.uint32(4)) << np.uint32(2))
-                out[row, 26 * b + 2 + j] = np.uint8(first | (second << np.uint32(4)))
+def _pack(x, scales, halves, out):
+    """Write blocks, uint8[count, 26], of x float32[count, 32]: scales, given with their bits, and nearest codes."""
+    for b in range(len(out)):
+        put_half(halves[b], out[b], 0)
+        inverse = inverse_of(scales[b])
+        for j in range(8):
+            a, c = code_of(x[b, j], inverse, _LO, _HI), code_of(x[b, j + 16], inverse, _LO, _HI)
+            out[b, 10 + j] = nibbles(a & 15, c)
+            e, g = code_of(x[b, j + 8], inverse, _LO, _HI), code_of(x[b, j + 24], inverse, _LO, _HI)
+            out[b, 18 + j] = nibbles(e & 15, g)
+            out[b, 2 + j] = np.uint8((a >> 4) + (c >> 4) * 4 + (e >> 4) * 16 + (g >> 4) * 64)
+
+
+@kernel
+def _encode(x, importance, effort, out):
+    blocks, packed = x.reshape(-1, 32), out.reshape(-1, 26)
+    data, state = np.empty(search.DATA_SIZE, np.float32), np.empty(search.STATE_SIZE, np.float32)
+    weights = search.relative_weights(importance)
+    scales, halves = np.empty(LANES, np.float32), np.empty(LANES, np.uint16)
+    for first in range(0, len(blocks), LANES):
+        some = blocks[first : first + LANES]
+        search.load_blocks(some, weights, first, data, state)
+        if len(weights) == 0:
+            search.weigh_by_size(data, state, _MEAN_SQUARE)
+        search.find_scales(data, state, _GRID[: _COUNTS[effort]], _STEPS, _LO, _HI)
+        search.store_scales(state, scales)
+        halves_of(scales, halves)
+        _pack(some, scales, halves, packed[first : first + LANES])
 
 
 class Q6_0(QuantType):

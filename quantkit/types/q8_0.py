@@ -6,50 +6,62 @@
 
     y = d * q
 
-Encode: the half d and nearest codes that minimise sum w (x - y)^2; see `search`. Eight bits leave little to find, so
-the grid is short.
+Encode: the half d and nearest codes that minimise sum w (x - y)^2; see `search`. Without importance w = 1, and below
+effort "best" d is one of four in closed form; see `refit`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from quantkit.half import float_to_half, half_to_float
 from quantkit.jit import kernel
-from quantkit.types import search
-from quantkit.types.base import QuantType
+from quantkit.types import refit, search
+from quantkit.types.base import BEST, QuantType
+from quantkit.types.search import LANES, code_of, half_at, halves_of, inverse_of, put_half
 
 _LO, _HI = np.float32(-127), np.float32(127)
-_GRID, _STEPS = search.grid_between((127,), 0.984, 1.004, 5), search.steps_down(0.001, 0)
+# The candidates, and how many of them each effort tries.
+_GRID, _COUNTS = search.spread((127,), 0.9, 1.003, 64), (2, 5, 64)
+_STEPS = np.empty(0, np.float32)
+# Without a search: below 1 the largest element ends below the last code, for more luck with the others.
+_STARTS = (1 / (127 * np.array([1, 0.985, 0.97, 0.955]))).astype(np.float32)
 
 
 @kernel
 def _decode(data, out):
-    rows, n = out.shape
-    for row in range(rows):
-        block = data[row].view(np.int8)
-        half = data[row].view(np.uint16)  # 17 a block
-        for b in range(n // 32):
-            scale = half_to_float(half[17 * b])
-            for j in range(32):
-                out[row, 32 * b + j] = scale * np.float32(block[34 * b + 2 + j])
+    blocks, y = data.reshape(-1, 34), out.reshape(-1, 32)
+    for b in range(len(y)):
+        scale = half_at(blocks[b], 0)
+        for j in range(32):
+            y[b, j] = scale * np.float32(np.int32(np.int8(blocks[b, 2 + j])))
 
 
 @kernel
-def _encode(x, importance, out):
-    rows, n = x.shape
-    blocks = n // 32
-    scales = np.empty(rows * blocks, np.float32)
-    search.find_scales(x, importance, _GRID, _STEPS, _LO, _HI, scales)
-    codes = np.empty(32, np.uint32)
-    for row in range(rows):
-        half = out[row].view(np.uint16)
-        for b in range(blocks):
-            scale = scales[row * blocks + b]
-            half[17 * b] = float_to_half(scale)
-            search.nearest_codes(x[row, 32 * b : 32 * b + 32], scale, _LO, _HI, codes)
-            for j in range(32):  # codes count from -127; modulo 256 this is two's complement
-                out[row, 34 * b + 2 + j] = np.uint8(codes[j] - np.uint32(127))
+def _pack(x, scales, halves, out):
+    """Write blocks, uint8[count, 34], of x float32[count, 32]: scales, given with their bits, and nearest codes."""
+    for b in range(len(out)):
+        put_half(halves[b], out[b], 0)
+        inverse = inverse_of(scales[b])
+        for j in range(32):  # codes count from -127; modulo 256 this is two's complement
+            out[b, 2 + j] = np.uint8(code_of(x[b, j], inverse, _LO, _HI) - 127)
+
+
+@kernel
+def _encode(x, importance, effort, out):
+    blocks, packed = x.reshape(-1, 32), out.reshape(-1, 34)
+    data, state = np.empty(search.DATA_SIZE, np.float32), np.empty(search.STATE_SIZE, np.float32)
+    space, scales = np.empty((6, LANES), np.float32), np.empty(LANES, np.float32)
+    halves, weights = np.empty(LANES, np.uint16), search.relative_weights(importance)
+    for first in range(0, len(blocks), LANES):
+        some = blocks[first : first + LANES]
+        if len(weights) == 0 and effort != BEST:
+            refit.find_scales(some, _STARTS, _LO, _HI, space, scales)
+        else:
+            search.load_blocks(some, weights, first, data, state)
+            search.find_scales(data, state, _GRID[: _COUNTS[effort]], _STEPS, _LO, _HI)
+            search.store_scales(state, scales)
+        halves_of(scales, halves)
+        _pack(some, scales, halves, packed[first : first + LANES])
 
 
 class Q8_0(QuantType):

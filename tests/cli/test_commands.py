@@ -28,7 +28,7 @@ def test_types_lists_the_registry(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["types"]) == 0
     assert "q8_0" in capsys.readouterr().out
     assert main(["types", "--layouts", "--json"]) == 0
-    assert any(r["name"] == "iq2_xxs" and not r["decode"] for r in json.loads(capsys.readouterr().out))
+    assert any(r["name"] == "i32" and not r["decode"] for r in json.loads(capsys.readouterr().out))
 
 
 def test_diff(tmp_path: Path, rng: np.random.Generator, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,10 @@ ROOT = Path(ik.__file__).parent
 QUANTIZE_TOOL = ROOT / "bin" / "llama-quantize"
 
 
+# The reference's decoders of these return the codes behind a row's header, which holds the scale (spec 6.7).
+_BARE_CODES = {"iq1_bn": np.float16, "iq2_bn": np.float32}
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     lib = ctypes.CDLL(str(ROOT / "lib" / "libggml.so"))
@@ -50,13 +54,17 @@ def quantize(name: str, x: np.ndarray, importance: np.ndarray | None = None) -> 
 def dequantize(name: str, data: np.ndarray, n: int) -> np.ndarray:
     """Rows decoded one by one (whole groups for interleaved types)."""
     t = types.layout(name)
-    special = {"f16": "ggml_fp16_to_fp32_row", "bf16": "ggml_bf16_to_fp32_row"}
+    special = {"f16": "ggml_fp16_to_fp32_row", "bf16": "ggml_bf16_to_fp32_row", "i2_s": "dequantize_row_ms_i2s"}
     function = getattr(library(), special.get(t.name, f"dequantize_row_{t.name}"))
     function.restype = None
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     data = np.ascontiguousarray(data, np.uint8)
     rows = data.shape[0]
     out = np.empty((rows, n), np.float32)
+    header = t.row_meta_bytes if t.name in _BARE_CODES else 0
     for row in range(0, rows, t.interleave):
-        function(data[row:].ctypes.data, out[row:].ctypes.data, n * t.interleave)
+        function(data[row:].ctypes.data + header, out[row:].ctypes.data, n * t.interleave)
+    if header:
+        with np.errstate(all="ignore"):
+            out *= data[:, :header].copy().view(_BARE_CODES[t.name]).astype(np.float32)
     return out

@@ -183,14 +183,39 @@ def test_interleaved_rows_come_in_groups(tmp_path):
 
 
 def test_types_without_codec_open_but_do_not_decode(tmp_path):
-    infos = [raw.info("a", (128, 2), 36, 0), raw.info("i", (4,), 26, 96)]
-    file = gguf.open(raw.put(tmp_path / "a.gguf", raw.gguf([], infos, bytes(128))))
-    assert (file.tensors["a"].nbytes, file.tensors["a"].type.name) == (96, "i2_s")
-    with pytest.raises(UnsupportedError, match="i2_s"):
-        _ = file.tensors["a"].data
+    file = gguf.open(raw.put(tmp_path / "a.gguf", raw.gguf([], [raw.info("i", (4,), 26, 0)], bytes(32))))
     assert file.tensors["i"].data.view("<i4").tolist() == [[0, 0, 0, 0]]
     with pytest.raises(UnsupportedError, match="tensor i: quantkit cannot decode i32"):
         file.tensors["i"].dequantize()
+
+
+def test_i2_s_has_one_scale_for_all_rows(tmp_path):
+    """Rows are read out of a tensor that has none, and keep their values as iq2_bn."""
+    t = np.random.default_rng(3).integers(0, 3, (2, 5, 256)).astype(np.uint8)
+    x = np.float32(0.3) * (t.astype(np.float32) - 1)
+    groups = t.reshape(-1, 4, 32)
+    codes = groups[:, 0] << 6 | groups[:, 1] << 4 | groups[:, 2] << 2 | groups[:, 3]
+    stored = np.r_[codes.ravel(), np.array([0.3], "<f4").view(np.uint8), np.zeros(28, np.uint8)]
+    infos = [raw.info("a", (256, 5, 2), 36, 0), raw.info("b", (4,), 26, stored.size)]
+    file = gguf.open(raw.put(tmp_path / "a.gguf", raw.gguf([], infos, stored.tobytes() + bytes(32))))
+    tensor = file.tensors["a"]
+    assert (tensor.nbytes, tensor.type.name, tensor.n_rows) == (256 * 10 // 4 + 32, "i2_s", 10)
+    assert np.array_equal(tensor.dequantize(), x)
+    assert np.array_equal(tensor.decode_rows(3, 7), x.reshape(10, 256)[3:7])
+    assert tensor.rows(3, 7).shape == tensor.data[3:7].shape == (4, tensor.row_bytes)
+    with pytest.raises(DataError, match="only read"):
+        TensorSpec("a", tensor.shape, tensor.type)
+    as_rows = types.get("iq2_bn")
+    assert np.array_equal(
+        as_rows.dequantize(as_rows.quantize(tensor.dequantize().reshape(10, 256)), 256).ravel(), x.ravel()
+    )
+
+
+def test_i2_s_that_is_cut_short_or_has_odd_rows_is_refused(tmp_path):
+    with pytest.raises(FormatError, match="truncated"):
+        gguf.open(raw.put(tmp_path / "a.gguf", raw.gguf([], [raw.info("a", (128, 2), 36, 0)], bytes(64))))
+    with pytest.raises(FormatError, match="rows of 64 elements"):
+        gguf.open(raw.put(tmp_path / "b.gguf", raw.gguf([], [raw.info("a", (64, 2), 36, 0)], bytes(64))))
 
 
 # --------------------------------------------------------------------------------------------------------------- shards

@@ -139,9 +139,19 @@ def test_a_mix_that_is_not_built_names_the_remedies() -> None:
 
 
 def test_types_without_codec_are_refused_by_name() -> None:
-    made = recipe.plan(tensors("blk.0.ffn_up.weight"), "IQ2_XXS", options=Options(pure=True))
-    with pytest.raises(UnsupportedError, match=r"blk\.0\.ffn_up\.weight.*iq2_xxs"):
+    made = recipe.plan(tensors("blk.0.ffn_up.weight"), "Q8_0", recipe.parse("ffn_up=i2_s"))
+    with pytest.raises(UnsupportedError, match=r"blk\.0\.ffn_up\.weight.*i2_s"):
         made.require_codecs()
+
+
+@pytest.mark.parametrize("target", ["IQ1_KT", "IQ1_M", "IQ2_M"])
+def test_very_low_bits_need_importance_but_for_embeddings(target: str) -> None:
+    with pytest.raises(DataError, match=r"ffn_up\.weight: iq.* without importance.*--ignore-imatrix-rules"):
+        chosen(tensors("blk.0.ffn_up.weight"), target, pure=True)
+    wanted = recipe.file_type(target).default
+    assert wanted is not None
+    assert chosen(tensors("blk.0.ffn_up.weight"), target, pure=True, ignore_imatrix_rules=True) == [wanted.name]
+    assert chosen(tensors("token_embd.weight"), target, pure=True) == [wanted.name]
 
 
 def test_quantizing_again_needs_permission() -> None:

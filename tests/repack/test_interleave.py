@@ -10,50 +10,82 @@ import pytest
 from quantkit import repack, types
 from quantkit.errors import DataError, UnsupportedError
 from quantkit.types.interleave import Field, Interleaved, Lines, Permutation, Slots, packed
-from tests.repack.layouts import LAYOUTS, Layout, move_bits, spec_tensor
+from tests.repack.layouts import CRCS, move_bits, spec_tensor
 
-CRCS = {"iq4_k_r4": "45589912", "q8_0_r8": "7d0b11c0"} | {name: layout.crc for name, layout in LAYOUTS.items()}
 INTERLEAVED = [t for t in types.all() if isinstance(t, Interleaved)]
+# Types that only move bits: neither signs nor nibbles are re-coded, nothing is dropped.
+MOVED = [t for t in INTERLEAVED if type(t.permutation) is Permutation and not t.signs]
+LOSSLESS = [t for t in INTERLEAVED if not t.name.startswith("q8_k")]
 by_type = pytest.mark.parametrize("t", INTERLEAVED, ids=lambda t: t.name)
 
 
-def layout_of(t: Interleaved) -> Layout:
-    return Layout(t.interleave, t.block_bytes, t.row_meta_bytes, t.block_size, CRCS[t.name], tuple(t.fields))
+def base_rows(t: Interleaved, rng: np.random.Generator, groups: int, n: int) -> np.ndarray:
+    """Any bytes as rows of the base type."""
+    return rng.integers(0, 256, (groups * t.interleave, t.base_type.row_bytes(n)), dtype=np.uint8)
 
 
-ALL = LAYOUTS | {t.name: layout_of(t) for t in INTERLEAVED}
-by_layout = pytest.mark.parametrize("name", sorted(ALL))
+def test_every_interleaved_type_is_here():
+    assert {t.name for t in INTERLEAVED} == set(CRCS)
 
 
-def random_rows(layout: Layout, rng: np.random.Generator, groups: int, blocks: int) -> np.ndarray:
-    shape = (groups * layout.rows, layout.head + blocks * layout.block_bytes)
-    return rng.integers(0, 256, shape, dtype=np.uint8)
+@by_type
+def test_the_specs_vectors(t):
+    """Section 12 of the spec: checksum of a tensor of two groups (of R8 and R16 of Q8_K, 16 rows) by 512 columns."""
+    rows = 16 if t.name.startswith("q8_k") else 2 * t.interleave
+    data = spec_tensor(rows, t.base_type.row_bytes(512))
+    if t.base == "q8_K":
+        scales = 1 / (3 + np.arange(16)[:, None] + 5 * np.arange(2)).astype(np.float32)
+        data.reshape(16, 2, 296)[:, :, :4] = scales[..., None].view(np.uint8)
+    assert f"{zlib.crc32(t.interleave_rows(data)):08x}" == CRCS[t.name]
 
 
-@by_layout
-def test_the_specs_vectors(name):
-    """Section 12 of the spec: checksum of a tensor of two groups by 512 columns."""
-    layout = ALL[name]
-    data = spec_tensor(2 * layout.rows, layout.head + 512 // layout.columns * layout.block_bytes)
-    out = np.empty_like(data)
-    Permutation(layout.fields, layout.rows, layout.block_bytes, layout.head).forward(data, out)
-    assert f"{zlib.crc32(out):08x}" == layout.crc
-
-
-@by_layout
-def test_the_formula_and_its_inverse(name, rng):
+@pytest.mark.parametrize("t", MOVED, ids=lambda t: t.name)
+def test_the_formula(t, rng):
     """Any bytes; batches of blocks that fill the lanes and that do not; one group and several."""
-    layout = ALL[name]
-    permutation = Permutation(layout.fields, layout.rows, layout.block_bytes, layout.head)
+    p = t.permutation
     for groups, blocks in ((1, 1), (3, 1), (1, 16), (2, 17), (5, 3)):
-        data = random_rows(layout, rng, groups, blocks)
-        there, back = np.empty_like(data), np.empty_like(data)
-        permutation.forward(data, there)
-        np.testing.assert_array_equal(
-            there, move_bits(data, layout.rows, layout.block_bytes, layout.head, layout.fields)
-        )
-        permutation.backward(there, back)
-        np.testing.assert_array_equal(back, data)
+        data = rng.integers(0, 256, (groups * p.rows, p.head + blocks * p.block_bytes), dtype=np.uint8)
+        there = np.empty_like(data)
+        p.forward(data, there)
+        np.testing.assert_array_equal(there, move_bits(data, p.rows, p.block_bytes, p.head, t.fields))
+
+
+@pytest.mark.parametrize("t", LOSSLESS, ids=lambda t: t.name)
+def test_the_inverse(t, rng):
+    """Any bytes come back; of Q8_KV all but the sums, which are those of the codes."""
+    for groups, blocks in ((1, 1), (3, 1), (1, 16), (2, 17), (5, 3)):
+        data = base_rows(t, rng, groups, blocks * max(t.block_size, 2))
+        if t.base == "q8_KV":
+            data[:, 4:8] = data[:, 8:].view(np.int8).sum(axis=1, dtype=np.int32)[:, None].view(np.uint8)
+        np.testing.assert_array_equal(t.deinterleave_rows(t.interleave_rows(data)), data)
+
+
+def test_signs_are_recoded_as_the_spec_says():
+    """Section 4.6: checksum of the 128 re-coded indices."""
+    t = types.get("iq2_xs_r4")
+    data = np.zeros((4, 4 * t.block_bytes), np.uint8)
+    codes = np.zeros((4, 4, 37), "<u2")
+    codes[0, :, 1:33] = np.arange(128).reshape(4, 32) << 9
+    data[...] = codes.reshape(4, -1).view(np.uint8)
+    groups = t.interleave_rows(data).reshape(4, -1)[:, 8:264].view("<u2").reshape(4, 8, 4, 4)
+    found = (groups[:, :, 0] >> 9).astype(np.uint8).ravel()
+    assert list(found[:8]) == [0, 127, 126, 1, 124, 3, 2, 125]
+    assert f"{zlib.crc32(found):08x}" == "d6567bd6"
+
+
+def test_q8_k_keeps_codes_and_rounded_scales(rng):
+    """Going back from groups of Q8_K gives its codes, the scales as halves hold them, and the sums of the codes."""
+    base = types.layout("q8_K")
+    x = rng.standard_normal((16, 512)).astype(np.float32)
+    data = base.quantize(x)
+    for name in ("q8_k_r8", "q8_k_r16"):
+        t = types.get(name)
+        back = t.deinterleave_rows(t.interleave_rows(data)).reshape(16, 2, 296)
+        there = data.reshape(16, 2, 296)
+        np.testing.assert_array_equal(back[..., 8:], there[..., 8:])
+        d, s = (back[..., at : at + 4].copy().view(np.float32) for at in (0, 4))
+        np.testing.assert_array_equal(d, there[..., :4].copy().view(np.float32).astype(np.float16))
+        np.testing.assert_allclose(s[..., 0], d[..., 0] * back[..., 8:264].view(np.int8).sum(axis=-1), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -77,37 +109,60 @@ def test_lines_must_hold_every_column():
 # ----------------------------------------------------------------------------------------------------- the reference
 
 
+# What the reference lacks or does wrong (spec/repack.md 5.26, 7, 11): checked against the vectors and the base type.
+NOT_ENCODED = {"bf16_r16": "it cuts bf16 off instead of rounding", "mxfp4_r8": "its build does not know the type"}
+NOT_DECODED = NOT_ENCODED | dict.fromkeys(("bf16_r16", "q4_0_4x4", "q4_0_4x8", "q4_0_8x8"), "it has no decoder")
+
+
 @by_type
 @pytest.mark.parametrize("weighted", [False, True], ids=["none", "importance"])
 def test_quantizing_gives_the_references_layout(t, weighted, rng):
-    """The reference's direct encoding is its base encoding interleaved as here (these types have no guard)."""
+    """The reference's direct encoding is its base encoding interleaved as here, where no sub-block is degenerate."""
     from tests.conformance import ggml
 
+    if t.name in NOT_ENCODED:
+        pytest.skip(f"reference: {NOT_ENCODED[t.name]}")
+    if (t.legacy and weighted) or (t.requires_imatrix and not weighted):
+        pytest.skip("the reference takes no importance here" if weighted else f"{t.name} needs importance")
     n = 1024
-    x = rng.standard_normal((4 * t.interleave, n)).astype(np.float32)
-    weights = rng.chisquare(1, n).astype(np.float32) if weighted else None
-    base = ggml.quantize(t.base, x, weights)
-    np.testing.assert_array_equal(t.interleave_rows(base), ggml.quantize(t.name, x, weights))
+    x = rng.standard_normal((2 * t.interleave, n)).astype(np.float32)
+    weights = rng.chisquare(1, n).astype(np.float32) + np.float32(0.05) if weighted else None
+    base = types.layout(t.base).quantize(x) if t.base == "q8_K" else ggml.quantize(t.base, x, weights)
+    theirs = ggml.quantize(t.name, x, weights)
+    ours = t.interleave_rows(base)
+    if t.name == "q8_k_r16" and not np.array_equal(ours, theirs):  # builds differ in the bias (spec/repack.md 9)
+        ours = _without_bias(ours)
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def _without_bias(groups: np.ndarray) -> np.ndarray:
+    """Q8_K_R16 as builds without VNNI have it: the codes as signed bytes."""
+    blocks = groups.reshape(-1, 16 * 258).copy()
+    blocks[:, 32:] ^= 0x80
+    return blocks.reshape(groups.shape)
 
 
 @by_type
 def test_decoding_the_references_groups(t, rng):
     from tests.conformance import ggml
 
-    data = random_rows(ALL[t.name], rng, 3, 1024 // t.block_size)
-    ours, theirs = t.dequantize(data, 1024), ggml.dequantize(t.name, data, 1024)
-    same = (ours.view(np.uint32) == theirs.view(np.uint32)) | (np.isnan(ours) & np.isnan(theirs))
-    assert same.all()
+    if t.name in NOT_DECODED:
+        pytest.skip(f"reference: {NOT_DECODED[t.name]}")
+    rows = base_rows(t, rng, 3, 1024)
+    if t.base == "q8_K":  # the reference subtracts after multiplying, which of infinite scales makes NaN
+        rows = t.base_type.quantize(rng.standard_normal((3 * t.interleave, 1024)))
+    data = t.interleave_rows(rows)
+    # Values, not bits: of some types the reference's groups decode to 0 where the rows decode to -0.
+    np.testing.assert_array_equal(t.dequantize(data, 1024), ggml.dequantize(t.name, data, 1024))
 
 
 # ------------------------------------------------------------------------------------------------------------- arrays
 
 
-@by_type
+@pytest.mark.parametrize("t", [t for t in LOSSLESS if not t.legacy and t.base != "q8_KV"], ids=lambda t: t.name)
 def test_repack_and_unpack_arrays(t, rng):
     n = 512
-    base = types.get(t.base)
-    data = rng.integers(0, 256, (3, 2 * t.interleave, base.row_bytes(n)), dtype=np.uint8)
+    data = base_rows(t, rng, 6, n).reshape(3, 2 * t.interleave, -1)
     packed_data, name = repack.repack(data, t.base.upper(), n)
     assert (name, packed_data.shape) == (t.name.upper(), data.shape)
     for expert in range(3):  # each matrix of a stack by itself
@@ -118,12 +173,22 @@ def test_repack_and_unpack_arrays(t, rng):
     np.testing.assert_array_equal(t.interleave_rows(data[0], threads=2), t.interleave_rows(data[0], threads=1))
 
 
+def test_q8_kv_changes_its_size(rng):
+    x = rng.standard_normal((2, 16, 96)).astype(np.float32)
+    base = types.get("q8_KV")
+    data = np.stack([base.quantize(m) for m in x])
+    packed_data, name = repack.repack(data, "q8_kv", 96)
+    assert (name, packed_data.shape) == ("Q8_KV_R8", (2, 16, 100))
+    back, _ = repack.unpack(packed_data, name, 96)
+    np.testing.assert_array_equal(back, data)
+
+
 @by_type
 def test_values_and_encodings_are_those_of_the_base(t, rng):
     n = 512
-    base = types.get(t.base)
-    x = rng.standard_normal((4 * t.interleave, n)).astype(np.float32)
+    x = rng.standard_normal((2 * t.interleave, n)).astype(np.float32)
     weights = rng.chisquare(1, n).astype(np.float32)
+    base = t.base_type
     data = t.quantize(x, weights)
     np.testing.assert_array_equal(data, t.interleave_rows(base.quantize(x, weights)))
     np.testing.assert_array_equal(t.dequantize(data, n), base.dequantize(t.deinterleave_rows(data), n))

@@ -1,4 +1,4 @@
-"""Rows to encode: Gaussian, heavy-tailed and real, with an importance; and bytes to decode."""
+"""Rows to encode, Gaussian to real; importances; how the reference weighs errors; bytes to decode."""
 
 from __future__ import annotations
 
@@ -11,24 +11,38 @@ import numpy as np
 from quantkit.files import gguf
 from quantkit.types import QuantType, get
 
-DISTRIBUTIONS = ("gaussian", "student4", "student3", "real")
+DISTRIBUTIONS = ("gaussian", "student4", "student3", "real", "rotated", "outliers")
 
 
 def rows(kind: str, seed: int, count: int, n: int, model: Path | None = None) -> np.ndarray:
-    """float32[count, n] of the kind, of the size of weights; "real" ones are drawn from `model`, a GGUF."""
+    """float32[count, n] of the kind, of the size of weights.
+
+    "real" ones are drawn from `model`, a GGUF; "rotated" are the same after an orthogonal rotation of their columns,
+    which leaves their spectrum and takes away the grid they were rounded to; "outliers" are Gaussian with 2% of the
+    columns 4 to 20 times larger.
+    """
     rng = np.random.default_rng([seed, DISTRIBUTIONS.index(kind)])
     if kind == "gaussian":
         return (0.02 * rng.standard_normal((count, n))).astype(np.float32)
     if kind.startswith("student"):
         return (0.02 * rng.standard_t(int(kind[7:]), (count, n))).astype(np.float32)
+    if kind == "outliers":
+        scale = np.where(rng.random(n) < 0.02, rng.uniform(4, 20, n), 1)
+        return (0.02 * rng.standard_normal((count, n)) * scale).astype(np.float32)
     assert model is not None
-    return _real(model, rng, count, n)
+    return _real(model, rng, count, n, rotated=kind == "rotated")
 
 
 _open = functools.cache(gguf.open)
 
 
-def _real(model: Path, rng: np.random.Generator, count: int, n: int) -> np.ndarray:
+@functools.cache
+def _rotation(n: int) -> np.ndarray:
+    """A random orthogonal float32[n, n]."""
+    return np.linalg.qr(np.random.default_rng(n).standard_normal((n, n)))[0].astype(np.float32)
+
+
+def _real(model: Path, rng: np.random.Generator, count: int, n: int, rotated: bool) -> np.ndarray:
     """Runs of n consecutive weights at random places of eight tensors."""
     tensors = _open(model).tensors
     parts = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_gate", "ffn_down")
@@ -39,7 +53,8 @@ def _real(model: Path, rng: np.random.Generator, count: int, n: int) -> np.ndarr
         height, width = tensor.shape
         need = -(-n // width)
         first = int(rng.integers(height - need + 1))
-        pieces.append(tensor.decode_rows(first, first + need).reshape(-1)[:n])
+        found = tensor.decode_rows(first, first + need)
+        pieces.append((found @ _rotation(width) if rotated else found).reshape(-1)[:n])
     return np.ascontiguousarray(pieces, np.float32)
 
 
@@ -53,6 +68,37 @@ def random_bytes(t: QuantType, rng: np.random.Generator, count: int, n: int) -> 
     return rng.integers(0, 256, (count, t.row_bytes(n)), dtype=np.uint8)
 
 
+# How the reference weighs an element where no importance is given, besides plain 1: multiples of its square, of its
+# magnitude, and of the mean square v of the 256 around it (spec/types-ik.md 3.1, 5.7; `gguf` types as its code does).
+_SQUARE = "q6_0 q3_K q6_K iq3_xxs iq3_s iq4_nl iq4_xs iq4_k iq3_ks iq4_ks iq5_ks iq4_kss iq1_m"
+_SQUARE_AND_MEAN = {"iq2_k": 3 / 8, "iq2_ks": 3 / 8, "iq3_k": 3 / 8, "iq5_k": 1 / 2, "iq6_k": 1 / 2, "iq2_s": 1 / 2,
+                    "iq1_kt": 1 / 2, "iq2_kt": 1 / 2, "iq3_kt": 1 / 2, "iq4_kt": 1 / 2}  # fmt: skip
+_MAGNITUDE = "q2_K iq2_kl"
+_MAGNITUDE_AND_ROOT = "q4_K q5_K"  # of the mean square of the 32 around it
+
+
+def reference_weights(t: QuantType, x: np.ndarray) -> np.ndarray:
+    """float64[rows, n]: what the reference minimises without importance is the sum of these times (x - y)^2."""
+    name = t.base or t.name
+    x = np.asarray(x, np.float64)
+    square = x * x
+
+    def mean(width: int) -> np.ndarray:
+        return np.repeat(square.reshape(len(x), -1, width).mean(axis=2), width, axis=1)
+
+    if name in _SQUARE.split():
+        return square
+    if name in _SQUARE_AND_MEAN:
+        return square + _SQUARE_AND_MEAN[name] * mean(256)
+    if name in _MAGNITUDE.split():
+        return np.abs(x)
+    if name in _MAGNITUDE_AND_ROOT.split():
+        return np.abs(x) + np.sqrt(mean(32))
+    if name in ("iq1_s_r4", "iq1_m_r4"):
+        return np.sqrt(1.5 * mean(32) + square)
+    return np.ones_like(x)
+
+
 def squared_error(x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None) -> float:
     """sum of weights * (x - y)^2 in float64; weights float32[n], 1 where None."""
     square = (x.astype(np.float64) - y) ** 2
@@ -61,6 +107,11 @@ def squared_error(x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = Non
 
 def can_encode(t: QuantType) -> bool:
     return (get(t.base) if t.base else t).encode_rows is not None
+
+
+def reference_encodes(t: QuantType) -> bool:
+    """Whether the reference has an encoder; it copies f32, and only reads some foreign types."""
+    return t.name not in ("f32", "i2_s")
 
 
 def smollm2() -> Path | None:

@@ -23,7 +23,7 @@ def some_bytes(t: types.QuantType, rng: np.random.Generator, n: int) -> np.ndarr
     return data.random_bytes(t, rng, 5 * t.interleave, n)
 
 
-@by_type
+@pytest.mark.parametrize("t", [t for t in types.all() if not t.base], ids=lambda t: t.name)  # others: tests/repack
 def test_against_the_reference(t, rng):
     from tests.conformance import ggml
 
@@ -43,8 +43,11 @@ def test_against_the_gguf_package(t, rng):
         pytest.skip(f"the gguf package does not know id {t.ggml_type}")
     n = 4 * max(t.block_size, 32)
     encoded = some_bytes(t, rng, n)
-    with np.errstate(all="ignore"):
-        expected = gguf.quants.dequantize(encoded, kind)
+    try:
+        with np.errstate(all="ignore"):
+            expected = gguf.quants.dequantize(encoded, kind)
+    except NotImplementedError:
+        pytest.skip(f"the gguf package does not decode {kind.name}")
     same_bits(t.dequantize(encoded, n), expected)
 
 
@@ -65,7 +68,7 @@ def test_every_scale(name):
     t = types.get(name)
     n = max(t.block_size, 2)
     encoded = np.full((65536, t.row_bytes(n)), 0x35, np.uint8)
-    at = 208 if name == "q6_k" else 0
+    at = {"q2_k": 80, "q3_k": 108, "q6_k": 208}.get(name, 0)
     encoded[:, at : at + 2] = np.arange(65536, dtype="<u2").view(np.uint8).reshape(-1, 2)
     sample = np.r_[0:1030, 0x3C00, 0x7BFF:0x7C03, 0x8000:0x8003, 0xFBFF:0xFC03]
     with np.errstate(all="ignore"):

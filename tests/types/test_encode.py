@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from quantkit import types
-from quantkit.errors import DataError
+from quantkit.errors import DataError, UnknownNameError
 from tests.types import data, on_cpu
 
-TYPES = [t for t in types.all() if data.can_encode(t)]
+TYPES = [t for t in types.all() if data.can_encode(t) and not t.base]  # an interleaved type encodes as its base does
 by_type = pytest.mark.parametrize("t", TYPES, ids=lambda t: t.name)
 
 
@@ -17,28 +17,48 @@ def rows_for(t: types.QuantType, count: int) -> int:
     return -(-count // t.interleave) * t.interleave
 
 
+def encoded_and_back(t: types.QuantType, x: np.ndarray, weights: np.ndarray | None, effort: str = "normal"):
+    return t.dequantize(t.quantize(x, weights, effort=effort), x.shape[1])
+
+
 # ------------------------------------------------------------------------------------------------------------- quality
 
 
 @by_type
 @pytest.mark.parametrize("weighted", [False, True], ids=["none", "importance"])
-@pytest.mark.parametrize("kind", data.DISTRIBUTIONS)
+@pytest.mark.parametrize("kind", ["gaussian", "student4", "student3", "rotated", "outliers"])
 def test_error_is_not_above_the_reference(t, kind, weighted, request):
-    """Plain squared error without importance, importance-weighted squared error with it."""
+    """With importance, by it. Without, by the weights the reference minimises then; the plain error 1% more at most."""
     from tests.conformance import ggml
 
     if t.requires_imatrix and not weighted:
         pytest.skip(f"{t.name} needs importance")
-    model = request.getfixturevalue("smollm2_q4_1") if kind == "real" else None
+    model = request.getfixturevalue("smollm2_q4_1") if kind == "rotated" else None
     n = 512
     x = data.rows(kind, 2027, rows_for(t, 16), n, model)
     weights = data.importance(2027, n) if weighted else None
-    ours = data.squared_error(x, t.dequantize(t.quantize(x, weights), n), weights)
-    if t.name == "f32":  # the reference has no encoder of what needs none
-        assert ours == 0
+    ours = encoded_and_back(t, x, weights)
+    if not data.reference_encodes(t):
+        assert t.name != "f32" or np.array_equal(ours, x)
         return
-    theirs = data.squared_error(x, ggml.dequantize(t.name, ggml.quantize(t.name, x, weights), n), weights)
-    assert ours <= theirs, f"{ours / theirs:.4f} of the reference's error"
+    theirs = ggml.dequantize(t.name, ggml.quantize(t.name, x, weights), n)
+    metric = weights if weighted else data.reference_weights(t, x)
+    error, bound = (data.squared_error(x, y, metric) for y in (ours, theirs))
+    assert error <= bound, f"{(error / bound) ** 0.5:.4f} of the reference's error"
+    if not weighted:
+        error, bound = (data.squared_error(x, y) for y in (ours, theirs))
+        assert error <= 1.01**2 * bound, f"{(error / bound) ** 0.5:.4f} of the reference's plain error"
+
+
+@by_type
+def test_effort_buys_accuracy(t):
+    n = 1024
+    x, weights = data.rows("student4", 40, rows_for(t, 16), n), data.importance(40, n)
+    fast, normal, best = (data.squared_error(x, encoded_and_back(t, x, weights, e), weights) for e in types.EFFORTS)
+    assert best <= 1.003 * normal  # what is minimised is not the importance alone
+    assert normal <= 1.003 * fast
+    with pytest.raises(UnknownNameError, match="unknown effort 'most'"):
+        t.quantize(x, weights, effort="most")
 
 
 @by_type
@@ -89,25 +109,6 @@ def test_encoding_again_changes_little(t):
     once = t.dequantize(t.quantize(x, weights), n)
     twice = t.dequantize(t.quantize(once, weights), n)
     assert data.squared_error(once, twice) <= 0.05 * data.squared_error(x, once)
-
-
-@pytest.mark.parametrize(
-    ("name", "lo", "hi", "bound"), [("q4_0", -8, 7, 1.01), ("q5_0", -16, 15, 1.01), ("q6_0", -32, 31, 1.05)]
-)
-def test_search_comes_close_to_trying_everything(name, lo, hi, bound):
-    """Against 400 scales of either sign with nearest codes, by the plain formula."""
-    t = types.get(name)
-    x = data.rows("student4", 6, 8, 256)
-    ours = data.squared_error(x, t.dequantize(t.quantize(x), 256))
-    blocks = x.reshape(-1, 32).astype(np.float64)
-    best = np.full(len(blocks), np.inf)
-    for fraction in np.linspace(0.6, 1.1, 200):
-        for sign in (-1, 1):
-            extreme = np.abs(blocks).max(axis=1, keepdims=True)
-            d = np.float16(sign * extreme * fraction / hi).astype(np.float64)
-            error = ((blocks - d * np.clip(np.rint(blocks / d), lo, hi)) ** 2).sum(axis=1)
-            best = np.minimum(best, error)
-    assert ours <= bound * best.sum()
 
 
 # --------------------------------------------------------------------------------------------------------------- edges

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.simd import F32, I8, I16, I32, Emit, Value, vector
-from quantkit.types.iq4_k import CODEBOOK
+from quantkit.types.codebooks import K4
 
 BYTES8, BYTES16, BYTES32 = (vector(lanes, I8) for lanes in (8, 16, 32))
 FLOATS8, FLOATS16 = vector(8, F32), vector(16, F32)
 INTS8, INTS16 = vector(8, I32), vector(16, I32)
 
-_CODES = [int(v) + 128 for v in CODEBOOK]  # IQ4_NL has the same values
+_CODES = [int(v) + 128 for v in K4.values[:16]]  # IQ4_NL has the same values
 
 
 @dataclass(frozen=True)

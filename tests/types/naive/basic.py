@@ -1,9 +1,4 @@
-"""Decoders in plain Python, one element at a time, written from the byte maps: oracles for the compiled ones.
-
-    DECODERS[name](row: bytes, n) -> list of n float32 values
-
-Every operation on float32 is rounded at once, as the formats define.
-"""
+"""The types of the main job, element by element; every operation on float32 is rounded at once, as the formats say."""
 
 from __future__ import annotations
 
@@ -12,20 +7,9 @@ from collections.abc import Callable
 
 from numpy import float32
 
+from tests.types.naive.fields import bit, half, nibble
+
 KVALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-
-
-def half(row: bytes, at: int) -> float32:
-    return float32(struct.unpack_from("<e", row, at)[0])
-
-
-def nibble(row: bytes, at: int, j: int, count: int = 16) -> int:
-    """Element j of 2 * count nibbles: the low ones first."""
-    return row[at + j % count] >> 4 * (j // count) & 15
-
-
-def bit(row: bytes, at: int, j: int) -> int:
-    return row[at + j // 8] >> j % 8 & 1
 
 
 def f32(row: bytes, n: int) -> list[float32]:

@@ -1,0 +1,30 @@
+"""BF16_R16 (id 230): BF16 with sixteen rows interleaved, 64 bytes per 16 rows by 2 columns.
+
+    two columns of each row in turn
+
+Encoding rounds to the nearest BF16; the reference cuts off instead.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from quantkit.errors import DataError
+from quantkit.types.floats import BF16
+from quantkit.types.interleave import Field, Interleaved, Permutation, Slots, packed
+
+
+class BF16_R16(Interleaved):
+    name, ggml_type, file_type = "bf16_r16", 230, 232
+    of, interleave = BF16, 16
+    overflow = BF16.overflow
+    fields = (Field(32, packed(32, 1), Slots(0, at=0)),)
+
+    def row_bytes(self, n: int) -> int:
+        if n % 2:
+            raise DataError(f"{self.name}: rows of {n} elements cannot be interleaved by pairs of columns")
+        return super().row_bytes(n)
+
+    @functools.cached_property
+    def permutation(self) -> Permutation:
+        return Permutation(self.fields, self.interleave, block_bytes=4)

@@ -1,0 +1,85 @@
+"""IQ1_BN (id 134): ternary rows, a header of 2 bytes and blocks of 64, 13 bytes.
+
+    row header: f16 d
+    offset  size     field
+    0       12 x u8  ql   byte 3 i + k: digits of elements 16 i + 5 k ... 16 i + 5 k + 4
+    12      u8       ex   digits of elements 15, 31, 47, 63
+
+    y = d * (t - 1)       t = 0, 1, 2
+
+Digits t0 ... t4 of a byte are N = t0 + 3 t1 + 9 t2 + 27 t3 + 81 t4 (t4 = 0 in ex) as the fraction N / 243: the byte is
+ceil(256 N / 243), and digit k comes back as (3 u) div 256 of u = (byte * 3^(4 - k)) mod 256.
+
+Encode: d and nearest codes that minimise sum w (x - y)^2; rows that are ternary lose what d loses as a half, no more;
+see `ternary`. (The reference's own row decoder forgets header and scale; its matrix products, and this module, do not.)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quantkit.half import float_to_half, half_to_float
+from quantkit.jit import kernel
+from quantkit.types import ternary
+from quantkit.types.base import QuantType
+
+_HALF_MAX = np.float32(65504)
+
+# Five digits, one a byte of a 64-bit word, lowest first, times this hold N in byte 4: no byte below it overflows.
+_FIVE = np.uint64(0xFFFFFFFFFF)
+_POWERS = np.uint64(sum(3**k << 8 * (4 - k) for k in range(5)))
+
+# t - 1 of the five digits of every byte.
+_bytes = np.arange(256)[:, None]
+_DIGITS = ((_bytes * 3 ** np.arange(4, -1, -1) % 256 * 3 // 256) - 1).astype(np.float32)
+
+
+@kernel
+def _decode(data, out):
+    rows, n = out.shape
+    for row in range(rows):
+        scale = half_to_float(data[row, :2].view(np.uint16)[0])
+        for b in range(n // 64):
+            block, y = data[row, 2 + 13 * b : 15 + 13 * b], out[row, 64 * b : 64 * b + 64]
+            for i in range(4):
+                for k in range(3):
+                    for j in range(5):
+                        y[16 * i + 5 * k + j] = scale * _DIGITS[block[3 * i + k], j]
+                y[16 * i + 15] = scale * _DIGITS[block[12], i]
+
+
+@kernel(inline="always")
+def _pack(digits):
+    """The byte of five digits, each a byte of a word."""
+    number = ((digits & _FIVE) * _POWERS) >> np.uint64(32) & np.uint64(255)
+    return np.uint8((number * np.uint64(256) + np.uint64(242)) // np.uint64(243))
+
+
+@kernel
+def _encode(x, importance, effort, out):
+    rows, n = x.shape
+    w, codes = np.empty(n, np.float32), np.empty(n, np.uint8)
+    ternary.row_weights(importance, w)
+    word = codes.view(np.uint64)
+    for row in range(rows):
+        half = float_to_half(min(ternary.find_scale(x[row], w, effort), _HALF_MAX))
+        out[row, :2].view(np.uint16)[0] = half
+        ternary.nearest_codes(x[row], half_to_float(half), codes)
+        for b in range(n // 64):
+            block = out[row, 2 + 13 * b : 15 + 13 * b]
+            rest = np.uint64(0)
+            for i in range(4):
+                low, high = word[8 * b + 2 * i], word[8 * b + 2 * i + 1]
+                block[3 * i] = _pack(low)
+                block[3 * i + 1] = _pack(low >> np.uint64(40) | high << np.uint64(24))
+                block[3 * i + 2] = _pack(high >> np.uint64(16))
+                rest |= high >> np.uint64(56) << np.uint64(8 * i)
+            block[12] = _pack(rest)
+
+
+class IQ1_BN(QuantType):
+    name, ggml_type, file_type = "iq1_bn", 134, 136
+    block_size, block_bytes, row_meta_bytes = 64, 13, 2
+    uses_imatrix = True
+    encode_rows = staticmethod(_encode)
+    decode_rows = staticmethod(_decode)

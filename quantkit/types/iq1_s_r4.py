@@ -1,0 +1,68 @@
+"""IQ1_S_R4 (id 219): groups of four rows, each with one scale; 24 bytes per 4 rows by 32 columns.
+
+    header   4 x f16   d    of each row
+    offset   size      field
+    0        16 x u8   qs   low 8 bits of the grid point of columns 8 g .. + 7 of row k: qs[4 g + k]
+    16       4 x u16   qh   per row as in IQ1_S
+
+    y = (d * (2 s + 1)) * (g + delta)       delta = 1/8 or -1/8
+
+An encoding of its own, not IQ1_S in another order: d belongs to a whole row.
+
+Encode: minimise sum w (x - y)^2 with w = q sqrt(12 v + x^2), v the mean of x^2 over the row and q the importance,
+1 where none is given; how, see `iq1`. A sub-block of zeros decodes to d / 8, as it must.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quantkit.half import half_to_float
+from quantkit.jit import kernel
+from quantkit.types.base import QuantType
+from quantkit.types.iq1 import search_row, search_space
+from quantkit.types.iq1_s import decode_sub_block, encode_sub_block
+from quantkit.types.parabola import ODD
+from quantkit.types.superblock import put_half
+
+BLOCK = 24  # of four rows
+
+
+@kernel
+def _decode(data, out):
+    rows, n = out.shape
+    for first in range(0, rows, 4):
+        group = data[first : first + 4].reshape(-1)
+        for k in range(4):
+            d = half_to_float(np.uint16(group[2 * k]) | np.uint16(group[2 * k + 1]) << np.uint16(8))
+            for b in range(n // 32):
+                block = group[8 + BLOCK * b : 8 + BLOCK * b + BLOCK]
+                high = np.uint32(block[16 + 2 * k]) | np.uint32(block[17 + 2 * k]) << np.uint32(8)
+                decode_sub_block(d, block[k:], 4, high, out[first + k, 32 * b : 32 * b + 32])
+
+
+@kernel
+def _encode(x, importance, effort, out):
+    rows, n = x.shape
+    xs, w = np.empty(n, np.float32), np.empty(n, np.float32)
+    codes, negatives = np.empty((2, n // 8), np.uint32), np.empty((2, n // 8), np.bool_)
+    multipliers, space = np.empty((3, n // 32), np.float32), search_space(n, 4)
+    for first in range(0, rows, 4):
+        group = out[first : first + 4].reshape(-1)
+        for k in range(4):
+            d = search_row(x[first + k], importance, xs, w, 4, ODD, effort, codes, negatives, multipliers, space)
+            put_half(group, 2 * k, d)
+            for b in range(n // 32):
+                block = group[8 + BLOCK * b : 8 + BLOCK * b + BLOCK]
+                encode_sub_block(
+                    codes[0, 4 * b :], negatives[0, 4 * b], multipliers[0, b], block[k:], 4, block[16 + 2 * k :]
+                )
+
+
+class IQ1_S_R4(QuantType):
+    name, ggml_type, file_type = "iq1_s_r4", 219, 224
+    block_size, block_bytes, row_meta_bytes = 32, BLOCK // 4, 2
+    interleave = 4
+    uses_imatrix = True
+    encode_rows = staticmethod(_encode)
+    decode_rows = staticmethod(_decode)

@@ -1,0 +1,244 @@
+"""IQ2_KL (id 157): rows with one scale; blocks of 256 in sub-blocks of 32, 86 bytes; elements are coded in pairs.
+
+    header   f16       d    of the row
+    offset   size      field
+    0        u16       sh   bits 2 s, + 1: high bits of the multiplier of sub-block s
+    2        4 x u8    sl   nibble s / 4 of sl[s % 4]: its low bits
+    6        64 x u8   qs   nibble s % 2 of qs[16 (s / 2) + p]: low bits of the code of pair p, elements 2 p and 2 p + 1
+    70       16 x u8   qh   bit s of qh[p]: high bit of the code
+
+    m = sl + 16 sh - 32                     -32 to 31
+    y = (d * m) * PAIRS[q]                  two values
+
+Both products are rounded to float32; the code values are integers.
+
+Encode: minimise sum w (x - y)^2 with w = q sqrt(8 v + x^2) where an importance q is given, else w = |x| + root v / 16,
+v being the mean of x^2 over the row. Under a given scale s the error of a pair is a sum over its two elements, so it
+is tabulated for the eight levels of each and the best of the 32 pairs read off, exactly, for the 128 pairs of a block
+side by side. A range of scales of either sign gives each sub-block its codings, from which d is chosen (`parabola`);
+then, in rounds: multipliers next to the best and the codes under them, chosen exactly; the least-squares d.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quantkit.half import half_to_float
+from quantkit.jit import kernel
+from quantkit.types.base import QuantType
+from quantkit.types.parabola import SIGNED, first_scale, nearest_multiplier
+from quantkit.types.superblock import load_block, put_half, relative_importance, storable
+
+BLOCK = 86
+LEVELS = np.array([-63, -40, -23, -10, 1, 13, 28, 47], np.float32)
+# The levels of each pair's first and second element.
+FIRST = np.array([0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 5, 5, 5, 5, 5, 6, 6, 6, 6, 6, 7, 7])
+SECOND = np.array([2, 5, 0, 3, 5, 7, 1, 2, 4, 5, 6, 0, 4, 5, 7, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 0, 2, 4, 6, 7, 2, 5])
+PAIRS = np.stack([LEVELS[FIRST], LEVELS[SECOND]], axis=1)
+
+SCALE_FACTOR = np.float32(1)  # of the stored d; above 1 the error grows, but the weights shrink less
+_SQUARES = np.float32(8)  # mean squares added to an element's own in its weight, with importance
+_FLOOR = np.float32(1 / 16)  # root mean squares added to |x| in its weight, without
+
+LANES = 128  # the pairs of a block: pair p of sub-block s is lane 8 p + s
+_FIRST_LEVELS = np.ascontiguousarray(PAIRS[:, 0])
+_SECOND_LEVELS = np.ascontiguousarray(PAIRS[:, 1])
+
+# Efforts: codings of either sign in the profile, super-scales, multipliers tried in a round, rounds.
+_PROFILE = np.array([4, 8, 16])
+_SUPER = np.array([12, 24, 96])
+_TRIES = np.array([1, 3, 5])
+_ROUNDS = np.array([1, 1, 3])
+_LO, _HI = np.float32(40), np.float32(100)  # a profile's scales let the largest element become this many units
+
+
+@kernel
+def _decode(data, out):
+    rows, n = out.shape
+    for row in range(rows):
+        d = half_to_float(np.uint16(data[row, 0]) | np.uint16(data[row, 1]) << np.uint16(8))
+        for b in range(n // 256):
+            block = data[row, 2 + BLOCK * b : 2 + BLOCK * b + BLOCK]
+            high = np.uint32(block[0]) | np.uint32(block[1]) << np.uint32(8)
+            for s in range(8):
+                low = (block[2 + s % 4] >> np.uint8(4 * (s // 4))) & np.uint8(15)
+                high_bits = (high >> np.uint32(2 * s)) & np.uint32(3)
+                scale = d * np.float32(np.int32(low) + np.int32(16) * np.int32(high_bits) - np.int32(32))
+                y = out[row, 256 * b + 32 * s : 256 * b + 32 * s + 32]
+                for p in range(16):
+                    code = (block[6 + 16 * (s // 2) + p] >> np.uint8(4 * (s % 2))) & np.uint8(15)
+                    code |= ((block[70 + p] >> np.uint8(s)) & np.uint8(1)) << np.uint8(4)
+                    y[2 * p] = scale * PAIRS[code, 0]
+                    y[2 * p + 1] = scale * PAIRS[code, 1]
+
+
+@kernel
+def _load_lanes(xs, w, at, pull, weight):
+    """Lay out w x and w of the block that starts at `at`: [element of the pair, lane]."""
+    for s in range(8):
+        for p in range(16):
+            for e in range(2):
+                i = at + 32 * s + 2 * p + e
+                pull[e, 8 * p + s] = w[i] * xs[i]
+                weight[e, 8 * p + s] = w[i]
+
+
+@kernel
+def _match(pull, weight, scales, tables, best, code, p, r):
+    """The best pairs of a block under its sub-blocks' `scales`, in `code`, and their P and R of each sub-block."""
+    for i in range(8):
+        level = LEVELS[i]
+        for lane in range(LANES):
+            s = scales[lane]
+            for e in range(2):
+                tables[e, i, lane] = s * level * (pull[e, lane] + pull[e, lane] - s * level * weight[e, lane])
+    for lane in range(LANES):
+        best[lane], code[lane] = np.float32(-1e30), np.uint32(0)
+    for q in range(0, 32, 4):
+        for lane in range(LANES):
+            most, choice = best[lane], code[lane]
+            for k in range(4):
+                gain = tables[0, FIRST[q + k], lane] + tables[1, SECOND[q + k], lane]
+                choice = np.uint32(q + k) if gain > most else choice
+                most = gain if gain > most else most
+            best[lane], code[lane] = most, choice
+    p[:], r[:] = np.float32(0), np.float32(0)
+    for pair in range(16):
+        for s in range(8):
+            lane = 8 * pair + s
+            a, b = _FIRST_LEVELS[code[lane] & np.uint32(31)], _SECOND_LEVELS[code[lane] & np.uint32(31)]
+            p[s] += pull[0, lane] * a + pull[1, lane] * b
+            r[s] += weight[0, lane] * (a * a) + weight[1, lane] * (b * b)
+
+
+@kernel
+def _profile(xs, w, count, subs_p, subs_r, space):
+    """P and R, float32[2 count, sub-block], of the best codes under `count` scales of either sign."""
+    pull, weight, scales, tables, best, code, p, r, tops = space
+    for b in range(len(xs) // 256):
+        _load_lanes(xs, w, 256 * b, pull, weight)
+        for s in range(8):
+            tops[s] = np.float32(0)
+            for i in range(256 * b + 32 * s, 256 * b + 32 * s + 32):
+                tops[s] = max(tops[s], abs(xs[i]))
+        for k in range(2 * count):
+            units = _LO + (_HI - _LO) * np.float32(k // 2) / np.float32(count - 1)
+            factor = (np.float32(1) if k % 2 else np.float32(-1)) / units
+            for lane in range(LANES):
+                scales[lane] = factor * tops[lane % 8]
+            _match(pull, weight, scales, tables, best, code, p, r)
+            for s in range(8):
+                subs_p[k, 8 * b + s], subs_r[k, 8 * b + s] = p[s], r[s]
+
+
+@kernel
+def _choose(xs, w, tries, d, near, codes, multipliers, space):
+    """Multipliers next to `near` and codes under them, chosen by their exact error under d. Returns sum m P, m^2 R."""
+    pull, weight, scales, tables, best, code, p, r, gains = space
+    sum_p = sum_r = np.float32(0)
+    found_p, found_r = np.empty(8, np.float32), np.empty(8, np.float32)
+    for b in range(len(xs) // 256):
+        _load_lanes(xs, w, 256 * b, pull, weight)
+        for k in range(tries):
+            away = np.float32((k + 1) // 2 * (1 - k % 2 * 2))
+            for lane in range(LANES):
+                scales[lane] = d * nearest_multiplier(near[8 * b + lane % 8] + away, SIGNED)
+            _match(pull, weight, scales, tables, best, code, p, r)
+            for s in range(8):
+                gain = scales[s] * (p[s] + p[s] - scales[s] * r[s])
+                if k == 0 or gain > gains[s]:
+                    gains[s], found_p[s], found_r[s] = gain, p[s], r[s]
+                    multipliers[8 * b + s] = nearest_multiplier(near[8 * b + s] + away, SIGNED)
+                    for pair in range(16):
+                        codes[128 * b + 16 * s + pair] = np.uint8(code[8 * pair + s])
+        for s in range(8):
+            m = multipliers[8 * b + s]
+            sum_p += m * found_p[s]
+            sum_r += m * m * found_r[s]
+    return sum_p, sum_r
+
+
+@kernel
+def _search(xs, w, unit, effort, codes, multipliers, space):
+    """Super-scale of a row; its codes, uint8[2, n / 2], and multipliers, float32[3, n / 32], go to row 0."""
+    lanes, p, r, gains = space
+    count = _PROFILE[effort]
+    _profile(xs, w, count, p, r, lanes)
+    near = multipliers[2]
+    d = first_scale(unit, SIGNED, _SUPER[effort], p[: 2 * count], r[: 2 * count], gains, near)
+    most, best = np.float32(-1), d
+    for _ in range(_ROUNDS[effort]):
+        sum_p, sum_r = _choose(xs, w, _TRIES[effort], d, near, codes[1], multipliers[1], lanes)
+        refitted = storable(sum_p / sum_r, unit) if sum_p > np.float32(0) else d
+        gain = refitted * (sum_p + sum_p - refitted * sum_r)
+        if gain > most:
+            most, best = gain, refitted
+            for i in range(codes.shape[1]):
+                codes[0, i] = codes[1, i]
+            for s in range(len(near)):
+                multipliers[0, s] = multipliers[1, s]
+        if refitted == d:
+            break
+        d = refitted
+        for s in range(len(near)):
+            near[s] = multipliers[1, s]
+    return storable(best * SCALE_FACTOR, unit)
+
+
+@kernel
+def _store(codes, multipliers, block):
+    """Write a block: the codes of its 128 pairs, the multipliers of its 8 sub-blocks."""
+    block[:] = np.uint8(0)
+    for s in range(8):
+        m = np.uint32(multipliers[s] + np.float32(32))
+        block[s // 4] |= np.uint8(m >> np.uint32(4) << np.uint32(2 * (s % 4)))
+        block[2 + s % 4] |= np.uint8((m & np.uint32(15)) << np.uint32(4 * (s // 4)))
+        for p in range(16):
+            code = codes[16 * s + p]
+            block[6 + 16 * (s // 2) + p] |= np.uint8((code & np.uint8(15)) << np.uint8(4 * (s % 2)))
+            block[70 + p] |= np.uint8(code >> np.uint8(4) << np.uint8(s))
+
+
+@kernel
+def _encode(x, importance, effort, out):
+    rows, n = x.shape
+    xs, w = np.empty(n, np.float32), np.empty(n, np.float32)
+    codes, multipliers = np.empty((2, n // 2), np.uint8), np.empty((3, n // 32), np.float32)
+    lanes = (
+        np.empty((2, LANES), np.float32),
+        np.empty((2, LANES), np.float32),
+        np.empty(LANES, np.float32),
+        np.empty((2, 8, LANES), np.float32),
+        np.empty(LANES, np.float32),
+        np.empty(LANES, np.uint32),
+        np.empty(8, np.float32),
+        np.empty(8, np.float32),
+        np.empty(8, np.float32),
+    )
+    profiles = 2 * _PROFILE[effort]
+    p, r = np.empty((profiles, n // 32), np.float32), np.empty((profiles, n // 32), np.float32)
+    space = (lanes, p, r, np.empty(n // 32, np.float32))
+    for row in range(rows):
+        unit, mean = load_block(x[row], xs, np.float32(2.0**-25))
+        if unit == np.float32(0):
+            out[row] = np.uint8(0)
+            continue
+        if relative_importance(importance, 0, w):
+            for i in range(n):
+                w[i] *= np.sqrt(_SQUARES * mean + xs[i] * xs[i])
+        else:
+            floor = _FLOOR * np.sqrt(mean)
+            for i in range(n):
+                w[i] = abs(xs[i]) + floor
+        put_half(out[row], 0, _search(xs, w, unit, effort, codes, multipliers, space) * unit)
+        for b in range(n // 256):
+            at = 2 + BLOCK * b
+            _store(codes[0, 128 * b : 128 * b + 128], multipliers[0, 8 * b : 8 * b + 8], out[row, at : at + BLOCK])
+
+
+class IQ2_KL(QuantType):
+    name, ggml_type, file_type = "iq2_kl", 157, 155
+    block_size, block_bytes, row_meta_bytes = 256, BLOCK, 2
+    uses_imatrix = True
+    encode_rows = staticmethod(_encode)
+    decode_rows = staticmethod(_decode)

@@ -1,0 +1,67 @@
+"""IQ3_XXS (id 18): blocks of 256 in sub-blocks of 32 and groups of 4, 98 bytes.
+
+    offset  size     field
+    0       f16      d
+    2       64 x u8  number of the grid point of each group
+    66      8 x u32  for each sub-block: bits 7 i ... 7 i + 6 signs of its groups 2 i and 2 i + 1, the eighth sign
+                     their parity; bits 28 ... 31 l
+
+    y = ((d * (l + 0.5) / 2) * magnitude) * sign
+
+Grid, family and objective are in `grids.py`, the search in `emitted/grid.py`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quantkit.half import half_to_float
+from quantkit.jit import kernel
+from quantkit.types.grids import EVEN_SIGNS, GridType, grid, write_group
+
+BLOCK = 98
+
+_GRID = grid("iq3_xxs")
+_POINTS = _GRID.points
+
+
+@kernel
+def _decode(data, out):
+    rows, n = out.shape
+    for row in range(rows):
+        for b in range(n // 256):
+            block = data[row, BLOCK * b : BLOCK * b + BLOCK]
+            y = out[row, 256 * b : 256 * b + 256]
+            d = half_to_float(np.uint16(block[0]) | np.uint16(block[1]) << np.uint16(8))
+            for s in range(8):
+                word = np.uint32(0)
+                for i in range(4):
+                    word |= np.uint32(block[66 + 4 * s + i]) << np.uint32(8 * i)
+                scale = d * ((np.float32(word >> np.uint32(28)) + np.float32(0.5)) * np.float32(0.5))
+                for i in range(8):
+                    signs = EVEN_SIGNS[(word >> np.uint32(7 * (i // 2))) & np.uint32(127)]
+                    at = 32 * s + 4 * i
+                    write_group(scale, _POINTS[block[2 + 8 * s + i]], signs[4 * (i % 2) :], y[at : at + 4])
+
+
+@kernel
+def _pack(scales, multipliers, points, signs, out):
+    for b in range(len(scales)):
+        out[b, 0], out[b, 1] = np.uint8(scales[b]), np.uint8(scales[b] >> np.uint16(8))
+        for g in range(64):
+            out[b, 2 + g] = np.uint8(points[b, g])
+        for s in range(8):
+            word = np.uint32(multipliers[b, s]) << np.uint32(28)
+            for i in range(4):
+                word |= np.uint32(signs[b, 4 * s + i] & np.uint8(127)) << np.uint32(7 * i)
+            for i in range(4):
+                out[b, 66 + 4 * s + i] = np.uint8(word >> np.uint32(8 * i))
+
+
+class IQ3_XXS(GridType):
+    name, ggml_type, file_type = "iq3_xxs", 18, 23
+    block_bytes = BLOCK
+    grid, sub_block, divisor, even_signs = _GRID, 32, 4, True
+    with_importance, without_importance = 2.0, 0.5
+    _pack = staticmethod(_pack)
+    decode_rows = staticmethod(_decode)

@@ -1,0 +1,88 @@
+"""IQ4_KSS (id 146): row header of 4 bytes, blocks of 256 in groups of 32, 128 bytes.
+
+    row     f32       d
+    offset  size      field
+    0       64 x u16  words   group g has words[8 g] .. words[8 g + 7]
+
+    sc = bit 0 of the group's words, of the first word in bit 0
+    m = (sc & 254) - 127                    odd, -127 to 127
+    u = word & 0xfffe,  v = u ^ u >> 1      nibbles of v from the lowest: codes of elements 2 k, 2 k + 16, 2 k + 1,
+                                            2 k + 17 of the group, k being the word's number in it
+    y = (d * m) * (K4[q] + 4 (sc & 1))      both products rounded to float32
+
+Bit 0 of u being 0, v has an even number of ones: four codes share 15 bits.
+
+Encode: minimise sum w (x - y)^2 by the search of `rowscaled`, with the best codes under that constraint;
+`given`, `alone` and `steady` below shape w.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quantkit.jit import kernel
+from quantkit.types import rowscaled
+from quantkit.types.base import QuantType
+from quantkit.types.codebooks import K4
+
+BLOCK = 128
+
+_VALUES = K4.values
+_RULES = rowscaled.Rules(
+    lowest=np.float32(-127), highest=np.float32(127), step=np.float32(2), table=rowscaled.IN_K4, books=2,
+    even=True, span=0, half=False,
+    extreme=np.float32(127), near=np.float32(75), far=np.float32(180),
+    given=np.float32(4), alone=np.float32(0.25), steady=False,
+)  # fmt: skip
+
+
+@kernel
+def _decode(data, out):
+    rows, n = out.shape
+    for row in range(rows):
+        d = data[row, :4].view(np.float32)[0]
+        for group in range(n // 32):
+            words = data[row, 4 + 16 * group : 4 + 16 * group + 16]
+            y = out[row, 32 * group : 32 * group + 32]
+            sc = np.int32(0)
+            for k in range(8):
+                sc |= np.int32(words[2 * k] & np.uint8(1)) << np.int32(k)
+            scale = d * np.float32((sc & np.int32(254)) - np.int32(127))
+            first = (sc & np.int32(1)) * np.int32(16)
+            for k in range(8):
+                u = (np.int32(words[2 * k]) | np.int32(words[2 * k + 1]) << np.int32(8)) & np.int32(0xFFFE)
+                v = u ^ u >> np.int32(1)
+                for e in range(4):
+                    q = v >> np.int32(4 * e) & np.int32(15)
+                    y[2 * k + e // 2 + 16 * (e % 2)] = scale * _VALUES[first + q]
+
+
+@kernel
+def _encode(x, importance, effort, out):
+    rows, n = x.shape
+    space, codes = rowscaled.space_for(n, _RULES, effort), np.empty(32, np.uint8)
+    for row in range(rows):
+        rowscaled.search(x[row], importance, _RULES, effort, space)
+        out[row, :4].view(np.float32)[0] = space.d[0] * space.unit[0]
+        for group in range(n // 32):
+            words = out[row, 4 + 16 * group : 4 + 16 * group + 16]
+            sc = np.int32(rowscaled.odd_scale(group, space))
+            rowscaled.even_codes_of(group, space, codes)
+            for k in range(8):
+                v = np.int32(0)
+                for e in range(4):
+                    v |= np.int32(codes[2 * k + e // 2 + 16 * (e % 2)]) << np.int32(4 * e)
+                u = v ^ v >> np.int32(1)  # bit i of u shall be the xor of bits i to 15 of v
+                u ^= u >> np.int32(2)
+                u ^= u >> np.int32(4)
+                u ^= u >> np.int32(8)
+                u |= sc >> np.int32(k) & np.int32(1)
+                words[2 * k], words[2 * k + 1] = np.uint8(u & np.int32(255)), np.uint8(u >> np.int32(8))
+
+
+class IQ4_KSS(QuantType):
+    name, ggml_type, file_type = "iq4_kss", 146, 148
+    block_size, block_bytes, row_meta_bytes = 256, BLOCK, 4
+    uses_imatrix = True
+    encode_rows = staticmethod(_encode)
+    decode_rows = staticmethod(_decode)

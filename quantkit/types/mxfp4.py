@@ -1,0 +1,144 @@
+"""MXFP4 (id 39): blocks of 32, 17 bytes.
+
+    offset  size     field
+    0       u8       e
+    1       16 x u8  qs   low nibble of byte j: element j; high nibble: element j + 16
+
+    y = 2^(e - 128) * E2M1[q]         q in 0..15; E2M1 doubled, so that its entries are integers
+
+e = 0 and e = 1 give subnormal scales; 255 is a scale as all others. Codes 0 and 8 both are +0.
+
+Encode: the exponent and nearest codes that minimise sum w (x - y)^2, w the importance of the column (1 without).
+Exponents that bring the largest element next to the greatest entry, or cut it off, are all tried, LANES blocks side by
+side as in `search`, whose loading and weights these kernels share. None is so large that an entry becomes Inf.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quantkit.jit import kernel
+from quantkit.types import search
+from quantkit.types.base import QuantType
+from quantkit.types.search import BEST, ERROR, EXTREME, INVERSE, LANES, SCALE, UNIT, inverse_of, nibbles
+
+E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+_LARGEST = np.float32(6)  # of the entries as they are meant, not doubled: 0 0.5 1 1.5 2 3 4 6
+_BOUNDS = (E2M1[1:8] + E2M1[:7]) / np.float32(4)  # between them
+_GREATEST_E = np.int32(252)  # 6 * 2^125 is the largest finite value
+
+# Candidates are e0 + the first few of these, as many as effort allows; under e0 the largest element lies in [4, 8).
+# Without importance the first three hold the best; elements of little importance may be cut off further.
+_OFFSETS, _COUNTS = np.array([0, 1, -1, -2, 2, -3], np.int32), (2, 4, 6)
+
+# Rows of `state` beside those of `search`, as int32.
+_E, _BEST_E = search.SLOPE, search.BEST_SCALE
+
+_ZERO = np.float32(0)
+_ROUND = np.float32(3 << 21)  # times a power of two p: adding and subtracting it rounds to a multiple of p / 2
+
+
+@kernel
+def _decode(data, out):
+    rows, n = out.shape
+    for row in range(rows):
+        blocks, y = data[row].reshape(-1, 17), out[row].reshape(-1, 32)
+        for b in range(n // 32):
+            e = np.uint32(blocks[b, 0])
+            bits = np.uint32((e - np.uint32(1)) << np.uint32(23)) if e > 1 else np.uint32(np.uint32(0x200000) << e)
+            scale = np.uint32(bits).view(np.float32)
+            for j in range(16):
+                byte = blocks[b, 1 + j]
+                y[b, j] = scale * E2M1[byte & 15]
+                y[b, j + 16] = scale * E2M1[byte >> 4]
+
+
+@kernel(inline="always")
+def _exponent(v):
+    """The exponent field of a float32: 127 for 1, 0 for 0."""
+    return np.int32(np.uint32(np.float32(v).view(np.uint32) << np.uint32(1)) >> np.uint32(24))
+
+
+@kernel
+def _propose(state, codes, offset):
+    """The candidate e0 + offset of each lane: its e in `codes`, SCALE = 2^(e - 127) in units of UNIT, INVERSE."""
+    for lane in range(LANES):
+        top, unit = _exponent(state[EXTREME * LANES + lane]), _exponent(state[UNIT * LANES + lane])
+        e = min(max(top + unit - np.int32(129) + offset, np.int32(0)), _GREATEST_E)
+        codes[_E * LANES + lane] = e
+        state[SCALE * LANES + lane] = np.uint32(np.int32(e - unit + np.int32(127)) << np.int32(23)).view(np.float32)
+        state[INVERSE * LANES + lane] = np.float32(1) / state[SCALE * LANES + lane]
+        state[ERROR * LANES + lane] = _ZERO
+
+
+@kernel
+def _sums(data, state):
+    """sum w (x / SCALE - nearest entry)^2 of each lane.
+
+    An entry t of a power of two p <= |t| < 2 p is a multiple of p / 2, below 1 of 1 / 2.
+    """
+    for j in range(32):
+        for lane in range(LANES):
+            w = data[(32 + j) * LANES + lane]
+            t = data[j * LANES + lane] * state[INVERSE * LANES + lane]
+            q = min(max(t, -_LARGEST), _LARGEST)
+            power = max(np.float32(q).view(np.uint32) & np.uint32(0x7F800000), np.uint32(127 << 23))
+            shift = np.uint32(power).view(np.float32) * _ROUND
+            r = t - ((q + shift) - shift)
+            state[ERROR * LANES + lane] += w * r * r
+
+
+@kernel
+def _keep_better(state, codes):
+    """Keep the exponent of what beats BEST; errors are in units of EXTREME squared."""
+    for lane in range(LANES):
+        size = state[SCALE * LANES + lane] * inverse_of(state[EXTREME * LANES + lane])
+        error = state[ERROR * LANES + lane] * (size * size)
+        better = error < state[BEST * LANES + lane]
+        state[BEST * LANES + lane] = error if better else state[BEST * LANES + lane]
+        codes[_BEST_E * LANES + lane] = codes[_E * LANES + lane] if better else codes[_BEST_E * LANES + lane]
+
+
+@kernel
+def _code_of(t):
+    """The code of the entry nearest to t; never that of -0."""
+    code = np.int32(0)
+    for k in range(7):
+        code += np.int32(abs(t) > _BOUNDS[k])
+    return np.int32(code + np.int32(8)) if t < -_BOUNDS[0] else code
+
+
+@kernel
+def _pack(x, state, best, out):
+    """Write blocks, uint8[count, 17], of x float32[count, 32] with the exponents `best` int32[LANES]."""
+    for b in range(len(out)):
+        e, unit = best[b], np.float32(1) / state[UNIT * LANES + b]  # x * 2^(127 - e) in two steps that float32 holds
+        rest = np.int32(_exponent(state[UNIT * LANES + b]) - e + np.int32(127))
+        inverse = np.uint32(rest << np.int32(23)).view(np.float32)
+        out[b, 0] = np.uint8(e if state[EXTREME * LANES + b] != _ZERO else 0)
+        for j in range(16):
+            out[b, 1 + j] = nibbles(_code_of(x[b, j] * unit * inverse), _code_of(x[b, j + 16] * unit * inverse))
+
+
+@kernel
+def _encode(x, importance, effort, out):
+    blocks, packed = x.reshape(-1, 32), out.reshape(-1, 17)
+    data, state = np.empty(search.DATA_SIZE, np.float32), np.empty(search.STATE_SIZE, np.float32)
+    codes, weights = state.view(np.int32), search.relative_weights(importance)
+    for first in range(0, len(blocks), LANES):
+        some = blocks[first : first + LANES]
+        search.load_blocks(some, weights, first, data, state)
+        search.start(state)
+        for k in range(_COUNTS[effort]):
+            _propose(state, codes, _OFFSETS[k])
+            _sums(data, state)
+            _keep_better(state, codes)
+        _pack(some, state, codes[_BEST_E * LANES :], packed[first : first + LANES])
+
+
+class MXFP4(QuantType):
+    name, ggml_type, file_type = "mxfp4", 39, 38
+    block_size, block_bytes = 32, 17
+    uses_imatrix = True
+    encode_rows = staticmethod(_encode)
+    decode_rows = staticmethod(_decode)

@@ -1,0 +1,114 @@
+"""Q8_KV (id 151): rows of n 8-bit codes under one scale, 8 + n bytes.
+
+    offset  size     field
+    0       f32      d
+    4       i32      sum   of all codes of the row, which products need; the decoder does not
+    8       n x i8   q     -127..127 (-128 decodes, but kernels in the field negate codes: it is never written)
+
+    y = d * q
+
+Encode: d = largest magnitude / 127 and the nearest codes; importance is not looked at. Eight bits round all elements
+alike, so what is left to gain is to clip the largest a little, the more of them there are to gain by it: effort "best"
+goes down from there and keeps the d with the least sum (x - y)^2.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quantkit.jit import kernel
+from quantkit.types.base import BEST, QuantType
+
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+_INFINITE = np.int32(0x7F800000)
+_ZERO, _ONE, _TOP = np.float32(0), np.float32(1), np.float32(127)
+_GREATEST = np.nextafter(np.finfo(np.float32).max / _TOP, _ZERO)  # times 127 it is still finite
+_ROUND = np.float32(3 << 22)  # adding it rounds |t| < 2^22 to an integer, ties to even, in the sum's lowest bits
+_ROUND_BITS = _ROUND.view(np.int32)
+_LEAST = np.float32(2.0**-126)  # 1 / d would overflow soon below: such rows, of magnitudes below 1.5e-36, become zeros
+
+_LANES = 32
+_STEP, _PATIENCE = np.float32(2.0**-8), 4  # of effort "best": how far apart scales are, how many in a row may be worse
+
+
+@kernel
+def _decode(data, out):
+    rows, n = out.shape
+    for row in range(rows):
+        scale = data[row, :4].view(np.float32)[0]
+        code = data[row, 8:].view(np.int8)
+        for j in range(n):
+            out[row, j] = scale * np.float32(code[j])
+
+
+@kernel
+def _encode(x, importance, effort, out):
+    rows, n = x.shape
+    most = np.int32(0)
+    for row in range(rows):
+        bits = x[row].view(np.int32)
+        largest = np.int32(0)
+        for j in range(n):
+            largest = np.int32(max(largest, np.int32(bits[j] & _MAGNITUDE)))
+        most = max(most, largest)
+        scale = min(np.int32(largest).view(np.float32) / _TOP, _GREATEST)
+        if scale < _LEAST or largest >= _INFINITE:  # the latter is for the caller to refuse
+            out[row] = np.uint8(0)
+            continue
+        source = x[row]
+        if effort == BEST:
+            scale = _search(source, scale)
+            source = np.minimum(np.maximum(source, -_TOP * scale), _TOP * scale)
+        out[row, :4].view(np.float32)[0] = scale
+        out[row, 4:8].view(np.int32)[0] = _nearest(source, _ONE / scale, out[row, 8:].view(np.int8))
+    return most
+
+
+@kernel
+def _nearest(x, inverse, code):
+    """Fill int8[n] with the integers nearest to x * inverse, none beyond 127; returns their sum."""
+    total = np.int32(0)
+    for j in range(x.size):
+        bits = np.float32(x[j] * inverse + _ROUND).view(np.int32)
+        code[j] = np.int8(bits)
+        total = np.int32(total + bits)
+    return np.int32(total - np.int32(np.int32(x.size) * _ROUND_BITS))
+
+
+@kernel
+def _search(x, first):
+    """The scale at or below `first` with the least squared error, as far as going down keeps paying."""
+    sums = np.empty(_LANES, np.float32)
+    best, least, failed = first, np.float32(np.inf), 0
+    scale = first
+    while failed < _PATIENCE:
+        relative = scale / first
+        error = relative * relative * _squared_error(x, _ONE / scale, sums)
+        failed += 1
+        if error < least:
+            best, least, failed = scale, error, 0
+        scale -= first * _STEP
+    return best
+
+
+@kernel
+def _squared_error(x, inverse, sums):
+    """Of the codes nearest to x * inverse, in units of the scale; summed in lanes."""
+    sums[:] = _ZERO
+    for first in range(0, x.size, _LANES):
+        for lane in range(_LANES):
+            t = x[first + lane] * inverse
+            r = t - ((min(max(t, -_TOP), _TOP) + _ROUND) - _ROUND)
+            sums[lane] += r * r
+    total = _ZERO
+    for lane in range(_LANES):
+        total += sums[lane]
+    return total
+
+
+class Q8_KV(QuantType):
+    name, ggml_type, file_type = "q8_KV", 151, 149
+    block_size, block_bytes, row_meta_bytes = 32, 32, 8
+    serial_below, reports_largest = 1 << 18, True
+    encode_rows = staticmethod(_encode)
+    decode_rows = staticmethod(_decode)

@@ -1,0 +1,48 @@
+"""Types of one bit or three values (spec/types-ik.md 6.5 to 6.8), and q8_KV (6.3)."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+from numpy import float32
+
+from tests.types.naive.fields import bit, bits, half, single
+
+
+def q1_0_g128(row: bytes, n: int) -> list[float32]:
+    def sign(at: int, j: int) -> int:
+        return 1 if bit(row, at + 2, j) else -1
+
+    return [half(row, at) * float32(sign(at, j)) for at in range(0, 18 * n // 128, 18) for j in range(128)]
+
+
+def iq1_bn(row: bytes, n: int) -> list[float32]:
+    def digit(at: int, j: int) -> int:
+        i, p = divmod(j, 16)
+        byte, k = (row[at + 3 * i + p // 5], p % 5) if p < 15 else (row[at + 12], i)
+        return 3 * (byte * 3 ** (4 - k) % 256) // 256
+
+    blocks = range(2, 2 + 13 * n // 64, 13)
+    return [half(row, 0) * float32(digit(at, j) - 1) for at in blocks for j in range(64)]
+
+
+def iq2_bn(row: bytes, n: int) -> list[float32]:
+    blocks = range(4, 4 + 16 * n // 64, 16)
+    return [single(row, 0) * float32(bits(row[at + j % 16], 2 * (j // 16), 2) - 1) for at in blocks for j in range(64)]
+
+
+def i2_s(row: bytes, n: int) -> list[float32]:
+    def field(k: int) -> int:
+        return bits(row[32 * (k // 128) + k % 32], 6 - 2 * (k % 128 // 32), 2)
+
+    return [single(row, n // 4) * float32(field(k) - 1) for k in range(n)]
+
+
+def q8_kv(row: bytes, n: int) -> list[float32]:
+    return [single(row, 0) * float32(q) for q in struct.unpack_from(f"<{n}b", row, 8)]
+
+
+DECODERS: dict[str, Callable[[bytes, int], list[float32]]] = {
+    f.__name__: f for f in (q1_0_g128, iq1_bn, iq2_bn, i2_s, q8_kv)
+}

@@ -26,7 +26,8 @@ def rewrite(source: Path, target: Path, kind: str) -> Path:
     with gguf.Writer(target, metadata, specs) as writer:
         for spec, tensor in zip(specs, file.tensors.values()):
             rows = tensor.dequantize().reshape(-1, tensor.shape[-1])
-            writer.write(tensor.name, spec.type.quantize(rows))
+            even = np.ones(rows.shape[1], np.float32) if spec.type.requires_imatrix else None
+            writer.write(tensor.name, spec.type.quantize(rows, even))
     return target
 
 

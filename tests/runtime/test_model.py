@@ -23,6 +23,11 @@ def naive_logits(path: Path, tokens: np.ndarray) -> np.ndarray:
     """float64[len, vocab]: a llama in numpy, token mixing by complex numbers, one head at a time."""
     file = gguf.open(path)
     w = {name: tensor.dequantize().astype(np.float64) for name, tensor in file.tensors.items()}
+    for name, tensor in file.tensors.items():
+        if len(tensor.shape) == 2 and name != "token_embd.weight":  # where the products of a type use other values
+            w[name] = tensor.type.dequantize(tensor.rows(0, tensor.n_rows), tensor.shape[1], products=True).astype(
+                np.float64
+            )
     meta = file.metadata
     heads, kv_heads = meta["llama.attention.head_count"], meta["llama.attention.head_count_kv"]
     x = w["token_embd.weight"][tokens]

@@ -196,6 +196,13 @@ class Emit:
         read, keep, data = (ir.Constant(I32, v) for v in (0, 3, 1))
         self.builder.call(function, [self._pointer(I8, address), read, keep, data])
 
+    def table(self, numbers: Sequence[int], element: ir.Type) -> Value:
+        """The address of constant integers in the compiled code."""
+        kind = ir.ArrayType(element, len(numbers))
+        constants = [ir.Constant(element, _wrapped(int(v), element.width)) for v in numbers]
+        place = cgutils.global_constant(self.builder.module, "table", ir.Constant(kind, constants))
+        return Value(self, self.builder.ptrtoint(place, I64))
+
     def integer(self, number: int) -> Value:
         return self.constant(I64, number)
 

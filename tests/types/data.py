@@ -10,6 +10,7 @@ import numpy as np
 
 from quantkit.files import gguf
 from quantkit.types import QuantType, get
+from quantkit.types.interleave import Interleaved
 
 DISTRIBUTIONS = ("gaussian", "student4", "student3", "real", "rotated", "outliers")
 
@@ -66,6 +67,23 @@ def importance(seed: int, n: int) -> np.ndarray:
 def random_bytes(t: QuantType, rng: np.random.Generator, count: int, n: int) -> np.ndarray:
     """uint8[count, row_bytes(n)]: every field takes every value, scales may be subnormal, Inf and NaN."""
     return rng.integers(0, 256, (count, t.row_bytes(n)), dtype=np.uint8)
+
+
+def tame_bytes(t: QuantType, rng: np.random.Generator, count: int, n: int) -> np.ndarray:
+    """The same with values that are finite and below 1e4: blocks that are not, or rows' headers, are drawn again."""
+    if isinstance(t, Interleaved):
+        return t.interleave_rows(tame_bytes(t.base_type, rng, count, n))
+    data = random_bytes(t, rng, count, n)
+    blocks = 1 if t.row_meta_bytes or t.interleave > 1 else n // t.block_size  # that are drawn anew one by one
+    drawn = data.reshape(count // t.interleave * blocks, -1)
+    width = t.row_meta_bytes * t.interleave or drawn.shape[1]
+    for _ in range(1000):
+        with np.errstate(all="ignore"):
+            wild = ~(np.abs(t.dequantize(data, n)) < 1e4).reshape(len(drawn), -1).all(axis=1)
+        if not wild.any():
+            return data
+        drawn[wild, :width] = rng.integers(0, 256, (wild.sum(), width), dtype=np.uint8)
+    raise AssertionError(f"{t.name}: bytes stay wild")
 
 
 # How the reference weighs an element where no importance is given, besides plain 1: multiples of its square, of its

@@ -17,7 +17,7 @@ from quantkit import jit
 from quantkit.files.gguf import Tensor
 from quantkit.jit import Callback
 from quantkit.runtime.kernels.cpu import floats, gemm, matvec
-from quantkit.runtime.kernels.cpu.formats import FORMATS
+from quantkit.runtime.kernels.cpu.formats.table import FORMATS
 from quantkit.runtime.kernels.cpu.walk import OpList
 from quantkit.types import QuantType
 

@@ -5,7 +5,8 @@ Each product is rounded before the floor is added, so the values are those of th
 
 from __future__ import annotations
 
-from quantkit.runtime.kernels.cpu.formats import FORMATS, LaneUnit
+from quantkit.runtime.kernels.cpu.formats.base import LaneUnit
+from quantkit.runtime.kernels.cpu.formats.table import FORMATS
 from quantkit.simd import F32, I16, I32, Emit, Value, emitted, vector
 
 FLOAT_TYPES = {0: "f32", 1: "f16", 30: "bf16"}
@@ -32,8 +33,8 @@ def decode_rows(e: Emit, ggml_type: int, weights: Value, n: Value, rows: Value, 
     f = FORMATS[ggml_type]
     blocks = n >> (f.columns.bit_length() - 1)
     with e.loop(0, rows, f.rows) as row, e.loop(0, blocks) as b:
-        block = weights + (row * blocks + b * f.rows) * (f.nbytes // f.rows)
-        for i, unit in enumerate(f.read(e, block)):
+        group = weights + f.group_bytes(blocks) * (row >> (f.rows.bit_length() - 1))
+        for i, unit in enumerate(f.units(e, group, b)):
             place = out + (row * n + b * f.columns + 32 * i) * 4
             if isinstance(unit, LaneUnit):
                 _store_lanes(e, unit, f.offset, f.rows, n, place)
@@ -47,6 +48,8 @@ def _store_lanes(e: Emit, unit: LaneUnit, offset: int, rows: int, n: Value, plac
     for codes, low, high in unit.steps:
         scale = e.shuffle(unit.scale, None, [c // 4 for c in range(32)])
         values = (codes.unsigned(I32) - offset).real() * scale
+        if unit.floor:
+            values = values + e.shuffle(unit.floor, None, [c // 4 for c in range(32)])
         for lane in range(8):
             column = low if lane < 4 else high
             e.store(e.part(values, 4 * lane, 4), place + n * (4 * (lane % rows)) + 4 * column)

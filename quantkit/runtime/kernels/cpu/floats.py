@@ -14,7 +14,7 @@ import functools
 from quantkit import jit
 from quantkit.jit import Callback, callback, kernel
 from quantkit.runtime.kernels.cpu.decode import FLOAT_TYPES, decode_rows
-from quantkit.runtime.kernels.cpu.formats import FORMATS
+from quantkit.runtime.kernels.cpu.formats.table import FORMATS
 from quantkit.runtime.kernels.cpu.ops import SIGNATURE, split
 from quantkit.simd import F32, Emit, Value, emitted, floats, load_int, vector
 
@@ -111,10 +111,10 @@ def add_bias(bias, out, first, last, rows, tokens):
 def multiply(ggml_type: int, add: int) -> Callback:
     """The operation out[token, row] (+)= W x (+ bias) in float32; `tokens` points to an int64."""
     if ggml_type in FLOAT_TYPES:
-        block, nbytes = 1, 4 if FLOAT_TYPES[ggml_type] == "f32" else 2
+        block, nbytes, head = 1, 4 if FLOAT_TYPES[ggml_type] == "f32" else 2, 0
     else:
         f = FORMATS[ggml_type]
-        block, nbytes = f.columns, f.nbytes // f.rows
+        block, nbytes, head = f.columns, f.nbytes // f.rows, f.head // f.rows
 
     @callback(SIGNATURE)
     def run(p, thread, threads):
@@ -126,7 +126,7 @@ def multiply(ggml_type: int, add: int) -> Callback:
         results = spare + ROWS * n * 4
         for first in range(split(rows, step, thread, threads), split(rows, step, thread + 1, threads), step):
             here = min(step, rows - first)
-            decode_rows(ggml_type, weights + first * (n // block) * nbytes, n, here, decoded)
+            decode_rows(ggml_type, weights + first * (n // block * nbytes + head), n, here, decoded)
             transpose_rows(decoded, n, step, panel, step * 4)
             for token in range(0, count, ROWS):
                 many = min(ROWS, count - token)

@@ -4,15 +4,15 @@ Weights are read as formats.py describes them and laid out, P panels of 16 rows 
 so each type has its unpacking, and all share the product. A panel holds for each unit of 32 columns one record:
 
     0       8 x 16 x 4 u8     codes: four columns of each of 16 rows, then the next four
-    512     16 x f32          scale of each row; for formats with two scales a unit, of its first half,
-    576     16 x f32          then of its second; for formats with a floor, the floor
+    512     16 x f32          scale of each row; for formats with two scales a unit, of its first half, then of its
+                              second; for formats with a floor, then the floor, or both
 
 Activations are quantized once, in tiles of T tokens; per tile and unit one record:
 
     0       T x 32 i8         codes, x = scale * code
     32 T    T x f32           scale
     36 T    2 x T x i32       minus the sum of the codes of each half
-    44 T    T x f32           scale * sum
+    44 T    3 x T x f32       scale * sum, of all and of each half
 
 A tile's last tokens may be missing: their records are zero and their results are not stored. The inner loop takes four
 columns of 16 rows from a panel, four of one token from a tile, and has 64 products summed by one instruction. The
@@ -27,13 +27,15 @@ from quantkit import jit
 from quantkit.jit import Callback, callback, kernel
 from quantkit.runtime.kernels.cpu.activations import quantize_block
 from quantkit.runtime.kernels.cpu.floats import add_bias, copy_tile
-from quantkit.runtime.kernels.cpu.formats import FORMATS, Format, LaneUnit
+from quantkit.runtime.kernels.cpu.formats.base import Format, LaneUnit
+from quantkit.runtime.kernels.cpu.formats.table import FORMATS
 from quantkit.runtime.kernels.cpu.ops import SIGNATURE, split
 from quantkit.simd import F32, I8, I32, Emit, Value, emitted, load_int, vector
 
 LANES = 16
 PANELS = 2  # P
 _CODES = 512  # bytes of a record's codes
+_RECORD = 56  # bytes of a tile's record, times T
 
 _INTS16, _FLOATS16, _BYTES64 = vector(16, I32), vector(16, F32), vector(64, I8)
 
@@ -45,7 +47,12 @@ def tile_tokens() -> int:
 
 
 def record_bytes(f: Format) -> int:
-    return _CODES + 4 * LANES * (1 + (f.group == 16) + f.floor)
+    return _CODES + 4 * LANES * _halves(f) * (1 + f.floor)
+
+
+def _halves(f: Format) -> int:
+    """Scales, and floors, that a row has in a unit."""
+    return 32 // f.group
 
 
 def scratch_bytes(f: Format, n: int) -> int:
@@ -55,7 +62,7 @@ def scratch_bytes(f: Format, n: int) -> int:
 
 def activation_bytes(n: int, tokens: int) -> int:
     """Of the tiles of so many tokens."""
-    return -(-tokens // tile_tokens()) * 48 * tile_tokens() * (n // 32)
+    return -(-tokens // tile_tokens()) * _RECORD * tile_tokens() * (n // 32)
 
 
 # ---------------------------------------------------------------------------------------------------------- activations
@@ -85,7 +92,7 @@ def _quantize_token(e, x, n, tile, token):
     tokens = tile_tokens()
     ones = e.constant(vector(32, I8), 1)
     with e.loop(0, n, 32) as i:
-        record = tile + (i >> 5) * (48 * tokens)
+        record = tile + (i >> 5) * (_RECORD * tokens)
         codes, scale = quantize_block(e, e.load(vector(32, F32), x + i * 4))
         sums = e.dot4(e.zero(vector(8, I32)), ones, codes, 1)
         halves = [e.sum(e.part(sums, first, 4)) for first in (0, 4)]
@@ -93,7 +100,8 @@ def _quantize_token(e, x, n, tile, token):
         e.store(scale, record + 32 * tokens + token * 4)
         for half, total in enumerate(halves):
             e.store(total * -1, record + (36 + 4 * half) * tokens + token * 4)
-        e.store((halves[0] + halves[1]).real() * scale, record + 44 * tokens + token * 4)
+        for i, total in enumerate((halves[0] + halves[1], *halves)):
+            e.store(total.real() * scale, record + (44 + 4 * i) * tokens + token * 4)
 
 
 @emitted("void")
@@ -107,7 +115,7 @@ def quantize_tiles(p, thread, threads):
     """Tiles of x float32[tokens, n], n a multiple of 32."""
     x, n, count, tiles = load_int(p), load_int(p + 8), load_int(load_int(p + 16)), load_int(p + 24)
     tokens = _tile_tokens()
-    size = 48 * tokens * (n // 32)
+    size = _RECORD * tokens * (n // 32)
     total = -(-count // tokens)
     for tile in range(split(total, 1, thread, threads), split(total, 1, thread + 1, threads)):
         address = tiles + tile * size
@@ -126,8 +134,8 @@ def _unpack(e: Emit, ggml_type: int, weights: Value, n: Value, rows: Value, pane
     f = FORMATS[ggml_type]
     blocks, size = n >> (f.columns.bit_length() - 1), record_bytes(f)
     with e.loop(0, rows, f.rows) as row, e.loop(0, blocks) as b:
-        block = weights + (row * blocks + b * f.rows) * (f.nbytes // f.rows)
-        for i, unit in enumerate(f.read(e, block)):
+        group = weights + f.group_bytes(blocks) * (row >> (f.rows.bit_length() - 1))
+        for i, unit in enumerate(f.units(e, group, b)):
             record = panel + (b * (f.columns // 32) + i) * size + row * 4
             if isinstance(unit, LaneUnit):
                 _place_lanes(e, f, unit, record)
@@ -135,9 +143,10 @@ def _unpack(e: Emit, ggml_type: int, weights: Value, n: Value, rows: Value, pane
             words = unit.codes.view(vector(8, I32))
             for step in range(8):
                 e.store(words.lane(step), record + 64 * step)
-            numbers = [unit.scale.lane(0)] + [unit.scale.lane(4)] * (f.group == 16)
-            for j, number in enumerate(numbers + ([unit.floor.lane(0)] if f.floor else [])):
-                e.store(number, record + _CODES + 64 * j)
+            numbers = [unit.scale, unit.floor] if f.floor else [unit.scale]
+            for j, number in enumerate(numbers):
+                for half in range(_halves(f)):
+                    e.store(number.lane(4 * half), record + _CODES + 64 * (_halves(f) * j + half))
 
 
 def _place_lanes(e: Emit, f: Format, unit: LaneUnit, record: Value) -> None:
@@ -149,11 +158,13 @@ def _place_lanes(e: Emit, f: Format, unit: LaneUnit, record: Value) -> None:
         else:
             e.store(e.part(words, 0, 4), record + 16 * low)
             e.store(e.part(words, 4, 4), record + 16 * high)
-    if f.rows == 8:
-        e.store(unit.scale, record + _CODES)
-    else:
-        e.store(e.part(unit.scale, 0, 4), record + _CODES)
-        e.store(e.part(unit.scale, 4, 4), record + _CODES + 64)
+    for j, number in enumerate([unit.scale, unit.floor] if unit.floor else [unit.scale]):
+        place = record + _CODES + 64 * _halves(f) * j
+        if f.rows == 8:
+            e.store(number, place)
+            continue
+        for half in range(_halves(f)):
+            e.store(e.part(number, 4 * half, 4), place + 64 * half)
 
 
 # -------------------------------------------------------------------------------------------------------------- product
@@ -170,8 +181,8 @@ def _multiply(
     totals = {place: e.variable(e.zero(_FLOATS16)) for place in places}
     with e.loop(0, units) as u:
         records = [panels + (units * p + u) * size for p in range(PANELS)]
-        given = tile + u * (48 * tokens)
-        groups = 2 if f.group == 16 else 1
+        given = tile + u * (_RECORD * tokens)
+        groups = _halves(f)
         for group in range(groups):
             products = _products(e, f, records, given, range(group * 8 // groups, (group + 1) * 8 // groups))
             for p, record in enumerate(records):
@@ -179,10 +190,11 @@ def _multiply(
                 for t in range(tokens):
                     both = scale * e.splat(e.load(F32, given + 32 * tokens + 4 * t), LANES)
                     totals[p, t].set(e.fma(products[p, t].real(), both, totals[p, t].get()))
-        if f.floor:
+        for group in range(groups if f.floor else 0):
+            which = 44 if groups == 1 else 48 + 4 * group
             for p, t in places:
-                floor = e.load(_FLOATS16, records[p] + _CODES + 64 * groups)
-                total = e.splat(e.load(F32, given + 44 * tokens + 4 * t), LANES)
+                floor = e.load(_FLOATS16, records[p] + _CODES + 64 * (groups + group))
+                total = e.splat(e.load(F32, given + which * tokens + 4 * t), LANES)
                 totals[p, t].set(e.fma(floor, total, totals[p, t].get()))
     for p, t in places:
         address = out + stride * t + 64 * p
@@ -236,7 +248,7 @@ MULTIPLY = ("weights", "n", "rows", "tokens", "x", "out", "bias", "scratch", "st
 def multiply(ggml_type: int, add: int) -> Callback:
     """The operation out[token, row] (+)= W x (+ bias) for a type of FORMATS; `tokens` points to an int64."""
     f = FORMATS[ggml_type]
-    step, row_bytes = PANELS * LANES, f.nbytes // f.rows
+    step, block_bytes, head = PANELS * LANES, f.nbytes // f.rows, f.head // f.rows
     unit_bytes, columns = record_bytes(f), f.columns
 
     @callback(SIGNATURE)
@@ -244,14 +256,14 @@ def multiply(ggml_type: int, add: int) -> Callback:
         weights, n, rows = load_int(p), load_int(p + 8), load_int(p + 16)
         count, tiles = load_int(load_int(p + 24)), load_int(p + 32)
         tokens = _tile_tokens()
-        tile_bytes = 48 * tokens * (n // 32)
+        tile_bytes = _RECORD * tokens * (n // 32)
         panels = load_int(p + 56) + thread * load_int(p + 64)
         panel_bytes = n // 32 * unit_bytes
         results = panels + PANELS * panel_bytes
         for first in range(split(rows, step, thread, threads), split(rows, step, thread + 1, threads), step):
             for panel in range(PANELS):
                 here = min(LANES, rows - first - panel * LANES)
-                start = weights + (first + panel * LANES) * (n // columns) * row_bytes
+                start = weights + (first + panel * LANES) * (n // columns * block_bytes + head)
                 _unpack(ggml_type, start, n, here, panels + panel * panel_bytes)
             for tile in range(-(-count // tokens)):
                 out = load_int(p + 40) + (tile * tokens * rows + first) * 4

@@ -22,7 +22,8 @@ from collections.abc import Callable
 from quantkit.jit import Callback, callback
 from quantkit.runtime.kernels.cpu.activations import CODES, FLOORS, SCALES, SUMS
 from quantkit.runtime.kernels.cpu.decode import FLOAT_TYPES, load_floats
-from quantkit.runtime.kernels.cpu.formats import FORMATS, Format
+from quantkit.runtime.kernels.cpu.formats.base import Format
+from quantkit.runtime.kernels.cpu.formats.table import FORMATS
 from quantkit.simd import F32, I8, I32, Emit, Value, emitted, vector
 
 SIGNATURE = "void(int64, int64, int64, int64, int64, int64)"
@@ -39,13 +40,13 @@ def integer_product(
     blocks = n >> (f.columns.bit_length() - 1)
     if f.rows > 1:
         with e.loop(first, last, f.rows) as row:
-            group = weights + row * blocks * (f.nbytes // f.rows)
+            group = weights + f.group_bytes(blocks) * (row >> (f.rows.bit_length() - 1))
             _lane_rows(e, f, group, blocks, n, activations, out + row * 4)
         return
 
     def rows_at(row: Value, count: int) -> None:
-        start = weights + row * blocks * f.nbytes
-        addresses = [start + blocks * (f.nbytes * r) for r in range(count)]
+        size = f.group_bytes(blocks)
+        addresses = [weights + size * (row + r) for r in range(count)]
         _rows(e, f, addresses, blocks, n, activations, out + row * 4)
 
     _in_steps(e, first, last, rows_at)
@@ -75,7 +76,7 @@ def _rows(e: Emit, f: Format, addresses: list[Value], blocks: Value, n: Value, x
     totals = [e.variable(e.zero(_FLOATS8)) for _ in addresses]
     with e.loop(0, blocks) as b:
         _ask_ahead(e, addresses[0], blocks, b, f.nbytes * len(addresses))
-        readers = [f.read(e, address + b * f.nbytes) for address in addresses]
+        readers = [f.units(e, address, b) for address in addresses]
         for unit in range(f.columns // 32):
             at = b * f.columns + 32 * unit
             codes = e.load(vector(32, I8), x + n * CODES + at)
@@ -96,14 +97,16 @@ def _lane_rows(e: Emit, f: Format, group: Value, blocks: Value, n: Value, x: Val
     total = e.variable(e.zero(_FLOATS8))
     with e.loop(0, blocks) as b:
         _ask_ahead(e, group, blocks, b, f.nbytes)
-        for unit, weight in enumerate(f.read(e, group + b * f.nbytes)):
+        for unit, weight in enumerate(f.units(e, group, b)):
             at = b * f.columns + 32 * unit
-            product = _offset_start(e, f, x + n * SUMS + at)
+            sums = _lane_sums(e, f, e.load(_INTS8, x + n * SUMS + at))
+            product = sums * -f.offset if f.offset else e.zero(_INTS8)
             for codes, low, high in weight.steps:
                 four = [e.splat(e.load(I32, x + n * CODES + at + c), 4) for c in (low, high)]
                 product = e.dot4(product, codes, e.join(*four).view(vector(32, I8)), f.largest)
             scale = e.splat(e.load(F32, x + n * SCALES + (at >> 3)), 8)
-            total.set(e.fma(product.real(), weight.scale * scale, total.get()))
+            partial = e.fma(product.real(), weight.scale * scale, total.get())
+            total.set(e.fma(sums.real() * scale, weight.floor, partial) if weight.floor else partial)
     lanes = total.get()
     while lanes.lanes > f.rows:
         half = lanes.lanes // 2
@@ -111,13 +114,12 @@ def _lane_rows(e: Emit, f: Format, group: Value, blocks: Value, n: Value, x: Val
     e.store(lanes, out)
 
 
-def _offset_start(e: Emit, f: Format, sums: Value) -> Value:
-    """-offset times the sum of the activation codes that each lane sees: all 32, or 16 and 16."""
-    four = e.load(_INTS8, sums)
-    low, high = e.sum(e.part(four, 0, 4)), e.sum(e.part(four, 4, 4))
+def _lane_sums(e: Emit, f: Format, fours: Value) -> Value:
+    """Of the sums of four activation codes, what each lane sees: all 32 columns, or 16 and 16."""
+    low, high = e.sum(e.part(fours, 0, 4)), e.sum(e.part(fours, 4, 4))
     if f.rows == 8:
-        return e.splat(low + high, 8) * -f.offset
-    return e.join(e.splat(low, 4), e.splat(high, 4)) * -f.offset
+        return e.splat(low + high, 8)
+    return e.join(e.splat(low, 4), e.splat(high, 4))
 
 
 @emitted("void")

@@ -1,0 +1,101 @@
+"""Speed of the products with packed weights, by type: one vector, and a batch of 192.
+
+    python benchmarks/bench_kernels.py [--types iq4_k,q4_K] [--rows 4096] [--n 2048] [--repeat 5]
+
+One thread, CPU seconds, medians; weights are random bytes and larger than the caches where --rows x --n is. For a
+vector: GB/s of weights read and Gweights/s; beside it the speed of summing the same bytes as F32, which is what memory
+gives one thread. For a batch: GOP/s, two operations a weight and token. A table; the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from quantkit import jit, types
+from quantkit.jit import kernel
+from quantkit.runtime.kernels import table
+from quantkit.runtime.kernels.cpu import activations, gemm, walk
+from quantkit.runtime.kernels.cpu.formats.table import FORMATS
+from tests.types.data import tame_bytes
+
+TOKENS = 192
+
+
+@kernel
+def _quantize(address, n):
+    activations.quantize(address, n)
+
+
+def seconds(run: Callable[[], None], repeat: int) -> float:
+    run()
+    found = []
+    for _ in range(repeat):
+        begin = time.process_time()
+        run()
+        found.append(time.process_time() - begin)
+    return float(np.median(found))
+
+
+def vector(kind: types.QuantType, data: np.ndarray, n: int, repeat: int) -> float:
+    product = table.product(kind)
+    assert product is not None
+    buffer = np.zeros(activations.activation_bytes(n), np.uint8)
+    buffer[: 4 * n].view(np.float32)[:] = np.random.default_rng(1).standard_normal(n)
+    _quantize(buffer.ctypes.data, n)
+    out = np.zeros(len(data), np.float32)
+    run = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 6)(product.address)
+    arguments = data.ctypes.data, n, 0, len(data), buffer.ctypes.data, out.ctypes.data
+    return seconds(lambda: run(*arguments), repeat)
+
+
+def batch(kind: types.QuantType, data: np.ndarray, n: int, repeat: int) -> float:
+    ops = walk.OpList(1)
+    x = np.random.default_rng(1).standard_normal((TOKENS, n)).astype(np.float32)
+    out = np.zeros((TOKENS, len(data)), np.float32)
+    tokens = ops.keep(np.array([TOKENS])).ctypes.data
+    tiles = ops.buffer("tiles", gemm.activation_bytes(n, TOKENS))
+    ops.add(gemm.quantize_tiles.address, gemm.QUANTIZE, wait=True, x=x.ctypes.data, n=n, tokens=tokens, tiles=tiles)
+    scratch, stride = ops.private("scratch", gemm.scratch_bytes(FORMATS[kind.ggml_type], n))
+    ops.add(gemm.multiply(kind.ggml_type, 0).address, gemm.MULTIPLY, weights=data.ctypes.data, n=n, rows=len(data),
+            tokens=tokens, x=tiles, out=out.ctypes.data, scratch=scratch, stride=stride)  # fmt: skip
+    return seconds(ops.run, repeat)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", help="names separated by commas; all that have integer kernels without")
+    parser.add_argument("--rows", type=int, default=4096)
+    parser.add_argument("--n", type=int, default=2048)
+    parser.add_argument("--repeat", type=int, default=5)
+    options = parser.parse_args()
+    wanted = options.types.split(",") if options.types else [f.name for f in FORMATS.values()]
+    rng = np.random.default_rng(0)
+    floats = np.ones(options.rows * options.n // 8, np.float32)
+    memory = floats.nbytes / seconds(floats.sum, options.repeat) / 1e9
+    print(f"{options.rows} x {options.n}, {jit.isa()}, one thread; numpy sums F32 at {memory:.1f} GB/s")
+    print(f"{'type':12s} {'GB/s':>7s} {'Gweights/s':>11s} {'batch GOP/s':>12s}")
+    results = {}
+    for name in wanted:
+        kind = types.get(name)
+        data = tame_bytes(kind, rng, options.rows, options.n)
+        one, many = (f(kind, data, options.n, options.repeat) for f in (vector, batch))
+        weights = options.rows * options.n
+        row = {"gb_s": data.nbytes / one / 1e9, "gweights_s": weights / one / 1e9,
+               "gop_s": 2 * weights * TOKENS / many / 1e9}  # fmt: skip
+        results[name] = row
+        print(f"{name:12s} {row['gb_s']:7.2f} {row['gweights_s']:11.2f} {row['gop_s']:12.0f}", flush=True)
+    print(json.dumps({"bench": "kernels", "isa": jit.isa(), **vars(options), "memory": memory, "types": results}))
+
+
+if __name__ == "__main__":
+    main()

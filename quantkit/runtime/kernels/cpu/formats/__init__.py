@@ -1,0 +1,1 @@
+"""How the CPU kernels read each type."""

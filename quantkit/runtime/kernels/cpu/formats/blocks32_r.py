@@ -1,0 +1,1 @@
+"""Formats: Interleaved types of blocks of 32."""

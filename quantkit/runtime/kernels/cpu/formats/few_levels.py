@@ -1,0 +1,1 @@
+"""Formats: Ternary, binary and mxfp4."""

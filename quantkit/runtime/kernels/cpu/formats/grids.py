@@ -1,0 +1,1 @@
+"""Formats: iq2_xxs to iq3_s."""

@@ -1,0 +1,1 @@
+"""Formats: iq1_s, iq1_m and kin."""

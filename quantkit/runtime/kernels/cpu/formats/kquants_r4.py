@@ -1,0 +1,1 @@
+"""Formats: The interleaved k-quants."""

@@ -1,0 +1,1 @@
+"""Formats: Interleaved iq2_k to iq5_k."""

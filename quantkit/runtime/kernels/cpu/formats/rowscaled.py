@@ -1,0 +1,1 @@
+"""Formats: Types with a scale for each row."""

@@ -55,5 +55,5 @@ def row_by_row(t: QuantType) -> QuantType:
     """The base type of an interleaved type, any other type itself."""
     if interleaved_rows(t) == 1:
         return t
-    name = t.base or _BASE.get(t.name.lower()) or t.name.lower().rpartition("_r")[0]
+    name = _BASE.get(t.name.lower()) or t.base or t.name.lower().rpartition("_r")[0]
     return types.layout(name)

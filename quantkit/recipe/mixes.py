@@ -1,8 +1,8 @@
 """Mixes: which tensors a file type treats better or worse than its default type.
 
-The rules are ik_llama.cpp's, measured and listed in spec/tools.md 2.6 as blocks O (output), E (embedding) and G1 to G7;
-here are those that concern the file types of `BUILT`. Some of them go by the position of a tensor among those of its
-class, so tensors must be asked for in file order, each once.
+The rules are ik_llama.cpp's, measured and listed in spec/tools.md 2.6 as blocks O (output), E (embedding), A, B and C
+(the smallest file types) and G1 to G7 (all others, by class of tensor). Some of them go by the position of a tensor
+among those of its class, so tensors must be asked for in file order, each once.
 """
 
 from __future__ import annotations
@@ -13,23 +13,105 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.recipe.presets import FileType
+from quantkit.recipe.presets import FileType, file_types
 from quantkit.types import QuantType
 
-BUILT = frozenset(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q6_0", "Q8_0", "IQ4_NL", "Q4_K_S", "Q4_K_M", "Q6_K", "IQ4_K",
-                   "Q4_0_R8", "Q5_0_R4", "Q6_0_R4", "Q8_0_R8", "IQ4_NL_R4", "Q4_K_R4", "Q6_K_R4",
-                   "IQ4_K_R4"))  # fmt: skip
+BUILT = frozenset(f.name for f in file_types() if f.default is not None and not f.is_float)
 
-# Block O: an output tensor as good as these needs no q6_K.
-_FINE_OUTPUTS = frozenset(("q8_0", "q8_0_r8", "iq6_k", "q6_k_r4", "q8_k_r8", "q8_KV", "q8_KV_r8"))
-# G1: with 2 queries a key and more, attn_v is small enough to be iq5_k.
-_IQ5_VALUES = frozenset(("IQ4_NL", "IQ4_NL_R4", "IQ4_K", "IQ4_K_R4"))
-# G4: without an importance matrix the first eighth of ffn_down is q5_K.
-_PLAIN_FRONT = frozenset(("IQ4_NL", "IQ4_NL_R4"))
-# G4: with one, it goes one step up.
-_IMATRIX_FRONT = {"Q4_0": "q4_1", "Q5_0": "q5_1", "Q4_0_R8": "iq4_nl_r4"}
-# G5: a mixture of experts spends little on attn_output.
-_EXPERTS_ATTN_OUTPUT = frozenset(("Q4_K_S", "Q4_K_M", "Q4_K_R4", "IQ4_NL", "IQ4_NL_R4", "IQ4_K", "IQ4_K_R4"))
+# ---------------------------------------------------------------------------------------- outputs and embeddings (O, E)
+
+_SMALL_OUTPUT = frozenset(("IQ1_S", "IQ1_M", "IQ1_S_R4", "IQ1_M_R4", "IQ1_KT", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M",
+                           "IQ2_M_R4", "IQ2_K", "IQ2_K_R4", "IQ2_KS", "IQ2_KL", "IQ2_KT", "IQ3_XXS", "IQ3_XXS_R4",
+                           "IQ3_K", "IQ3_K_R4", "IQ3_KS", "IQ3_KT"))  # fmt: skip
+_SMALL_OUTPUT_R4 = frozenset(("IQ2_XXS_R4", "IQ2_XS_R4"))
+_TIED_IQ5 = frozenset(("IQ3_S", "IQ3_S_R4", "IQ3_M", "IQ3_KL", "IQ4_XS", "IQ4_KS", "IQ4_KS_R4", "IQ4_KSS"))
+_FINE_OUTPUTS = frozenset(("q8_0", "q8_0_r8", "iq6_k", "q6_k_r4", "q8_k_r8", "q8_KV", "q8_KV_r8"))  # need no q6_K
+_EMBEDDINGS = {
+    "q2_K": ("IQ1_S", "IQ1_M", "IQ1_S_R4", "IQ1_M_R4", "IQ2_XXS", "IQ2_XXS_R4", "IQ2_XS", "IQ2_XS_R4"),
+    "iq3_s": ("IQ2_S", "IQ2_M", "IQ2_M_R4", "IQ3_XXS", "IQ3_KT"),
+    "iq3_k": ("IQ3_XXS_R4",),
+    "iq4_nl": ("IQ1_BN", "IQ2_BN", "IQ2_BN_R4"),
+}
+_EMBEDDING = {name: kind for kind, names in _EMBEDDINGS.items() for name in names}
+
+# ------------------------------------------------------------------------------------ the smallest file types (A, B, C)
+
+
+@dataclass(frozen=True)
+class Small:
+    """What a small file type gives to the tensors that matter most; None: its default type."""
+
+    values: tuple[str, str, str]  # attn_v with 4 queries a key or 4 experts, with 2 queries, otherwise
+    many: str  # attn_k and attn_q beside 8 experts and more
+    qkv: str
+    down: str  # ffn_down of the first eighth
+    out: tuple[str, str | None]  # attn_output with 4 experts and more, otherwise
+    first: str | None = None  # the first layer's experts, where there are 8 and more
+    shared: str | None = None  # shared experts
+    counted: bool = False  # the first eighth of ffn_down is counted in tensors, not in layers, with experts too
+    two_experts: bool = False  # attn_v: 2 experts count as 2 queries
+
+
+_A = Small(("iq4_k_r4", "iq3_k_r4", "q2_k_r4"), "q4_k_r4", "iq2_k_r4", "q2_k_r4", ("q5_k_r4", "iq2_k_r4"),
+           "iq3_k_r4", "iq4_k_r4")  # fmt: skip
+_B = Small(("iq4_k", "iq3_k", "q2_K"), "q4_K", "iq3_k", "iq3_k", ("q5_K", "iq3_k"), "iq3_k", "iq4_k")
+_C = {
+    out: Small(("iq4_k", "iq3_k", "q2_K"), "q4_K", "iq2_k", "q2_K", ("q5_K", out), counted=True, two_experts=True)
+    for out in ("iq2_k", None)
+}
+_C_HIGH = Small(("iq4_k", "iq3_k", "iq3_s"), "q4_K", "iq3_xxs", "iq3_s", ("q5_K", "iq3_s"), counted=True,
+                two_experts=True)  # fmt: skip
+_SMALL = {
+    "IQ1_S_R4": _A, "IQ1_M_R4": _A, "IQ2_KT": _B, "IQ1_S": _C["iq2_k"], "IQ1_M": _C["iq2_k"], "IQ2_XXS": _C[None],
+    "IQ2_XXS_R4": _C[None], "IQ2_XS": _C[None], "IQ2_XS_R4": _C[None], "IQ2_KS": _C[None], "IQ2_S": _C_HIGH,
+    "IQ2_M": _C_HIGH, "IQ2_M_R4": _C_HIGH,
+}  # fmt: skip
+
+# ------------------------------------------------------------------------------------------------ all others (G1 to G7)
+
+# G1, attn_v by queries a key: the first pair whose number is reached decides.
+_VALUES: dict[str, tuple[tuple[int, str], ...]] = {
+    "Q2_K": ((4, "q4_K"), (0, "q3_K")), "IQ2_K": ((2, "iq4_k"), (0, "iq3_k")),
+    "IQ2_K_R4": ((2, "iq4_k_r4"), (0, "iq3_k_r4")), "Q2_K_S": ((4, "q4_K"),), "Q2_K_R4": ((4, "q4_k_r4"),),
+    "IQ3_XXS": ((4, "q4_K"), (2, "iq3_k")), "IQ3_XXS_R4": ((4, "q4_k_r4"), (2, "iq3_k_r4")),
+    "IQ3_KT": ((4, "iq4_k"), (0, "iq3_k")), "IQ4_KT": ((4, "iq5_k"), (0, "iq4_k")), "IQ3_XS": ((2, "iq4_k"),),
+    "IQ3_S": ((2, "iq4_k"),), "IQ3_K": ((2, "iq4_k"),), "IQ3_S_R4": ((2, "iq4_k_r4"),),
+    "IQ3_K_R4": ((2, "iq4_k_r4"),), "IQ3_KS": ((2, "iq4_ks"),), "IQ2_KL": ((2, "iq4_ks"),),
+    "IQ3_KL": ((2, "iq5_k"), (0, "iq4_k")), "IQ3_M": ((2, "iq5_k"), (0, "iq4_k")), "Q3_K_L": ((0, "q5_K"),),
+    "IQ4_KS_R4": ((2, "iq5_k_r4"),),
+} | dict.fromkeys(("IQ4_NL", "IQ4_NL_R4", "IQ4_XS", "IQ4_XS_R8", "IQ4_KS", "IQ4_KSS", "IQ4_K", "IQ4_K_R4"),
+                  ((2, "iq5_k"),))  # fmt: skip
+_VALUES_OF_70B = {"q3_K": "q5_K", "q4_K": "q5_K", "iq3_k": "iq5_k"}
+_BETTER = {
+    "q2_K": "iq3_s", "iq3_xxs": "iq3_s", "q2_k_r4": "iq3_k_r4", "iq3_xxs_r4": "iq3_k_r4", "q3_K": "q4_K",
+    "iq3_s": "q4_K", "iq3_k": "iq4_k", "iq3_ks": "iq4_ks", "iq2_kl": "iq4_ks", "iq3_s_r4": "q4_k_r4",
+    "q3_k_r4": "q4_k_r4", "q4_K": "q5_K", "iq4_xs": "q5_K", "iq4_nl": "q5_K", "iq4_nl_r4": "q5_K", "iq4_xs_r8": "q5_K",
+    "iq4_k": "iq5_k", "iq4_ks": "iq5_k", "q5_K": "q6_K", "iq5_k": "iq6_k", "iq5_ks": "iq6_k",
+}  # fmt: skip
+# G1 and G3 of a model of 8B or 70B with a large vocabulary: attn_v goes up, attn_q down.
+_TRADED = {"Q5_K_S": ("q6_K", "q4_K"), "IQ5_K": ("iq6_k", "iq4_k"), "IQ5_KS": ("iq6_k", "iq4_ks")}
+
+_KEYS_AND_QUERIES = {"IQ3_XS": "iq3_xxs", "IQ3_XXS": "iq2_s", "IQ3_XXS_R4": "iq2_s"}  # G2, G3
+
+# G4, ffn_down: of every layer; of the first eighth, without and with an importance matrix; without one, front and rest.
+_DOWN = {"Q2_K": "q3_K"}
+_DOWN_FRONT = {"Q2_K_S": "q4_K", "Q2_K_R4": "q4_k_r4", "IQ3_M": "iq4_k"}
+_DOWN_FRONT_PLAIN = {"IQ4_KS_R4": "q5_k_r4"} | dict.fromkeys(
+    ("IQ4_NL", "IQ4_NL_R4", "IQ4_XS", "IQ4_XS_R8", "IQ4_KS", "IQ4_KSS"), "q5_K"
+)
+_DOWN_FRONT_WEIGHED = {"Q4_0": "q4_1", "Q5_0": "q5_1", "Q4_0_R8": "iq4_nl_r4"}
+_DOWN_PLAIN = {"IQ3_XXS": ("q4_K", "q3_K"), "IQ3_KT": ("iq4_k", "iq3_k"), "IQ3_XXS_R4": ("q4_k_r4", "iq3_k_r4")}
+_DOWN_MORE = {"Q4_K_M": "q6_K", "Q5_K_M": "q6_K", "IQ3_KL": "iq4_ks"}  # where `more_bits`
+
+# G5: attn_output with 4 experts and more, and with less.
+_OUT_OF_EXPERTS = {"IQ2_KL": "iq4_ks"} | dict.fromkeys(
+    ("Q2_K", "Q2_K_R4", "Q3_K_S", "Q3_K_M", "Q3_K_R4", "Q4_K_S", "Q4_K_M", "Q4_K_R4", "IQ2_K", "IQ2_K_R4", "IQ3_XXS",
+     "IQ3_XXS_R4", "IQ3_XS", "IQ3_S", "IQ3_S_R4", "IQ3_M", "IQ3_K", "IQ3_K_R4", "IQ3_KS", "IQ3_KL", "IQ3_KT", "IQ4_NL",
+     "IQ4_NL_R4", "IQ4_XS", "IQ4_XS_R8", "IQ4_K", "IQ4_K_R4", "IQ4_KS", "IQ4_KS_R4", "IQ4_KSS", "IQ5_KS", "IQ5_KS_R4"),
+    "q5_K",
+)  # fmt: skip
+_OUT = {"Q2_K": "q3_K", "IQ3_XXS": "iq3_s", "IQ3_XXS_R4": "iq3_k_r4", "Q3_K_M": "q4_K", "Q3_K_L": "q5_K",
+        "IQ3_M": "iq4_k", "IQ2_K": "iq3_k", "IQ2_K_R4": "iq3_k_r4", "IQ3_KL": "iq4_ks"}  # fmt: skip
 
 # Substring of the name -> class, in the order of the blocks; each is also the name of a class flag.
 CLASSES = (("attn_v.weight", "attn_v"), ("attn_k", "attn_k"), ("attn_q", "attn_q"), ("ffn_down", "ffn_down"),
@@ -52,6 +134,7 @@ class Model:
     size_class: str = ""  # "8B", "70B" or neither
     tied: bool = False  # no output.weight: the embedding is the output
     attn_v_tensors: int = 0
+    large_vocabulary: bool = False
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any], names: Iterable[str]) -> Model:
@@ -74,6 +157,7 @@ class Model:
             size_class=_size_class(arch, value("block_count"), value("embedding_length"), vocabulary, heads, key_heads),
             tied="output.weight" not in names,
             attn_v_tensors=sum("attn_v.weight" in name or "attn_qkv.weight" in name for name in names),
+            large_vocabulary=vocabulary >= 127999,
         )
 
 
@@ -104,59 +188,129 @@ class Mix:
     def choose(self, name: str, columns: int) -> str:
         """Name of the type for a tensor."""
         kind = tensor_class(name)
-        index = self._index(name, kind)
+        count, layer = self._place(name, kind)
         if name == "output.weight" or (name == "token_embd.weight" and self.model.tied):
             return self._output(columns)
-        chosen = None
-        if kind == "attn_v":
-            chosen = self._attn_v(index)
-        elif kind == "attn_k" and self.model.experts >= 4:
-            chosen = "q8_0"
-        elif kind == "ffn_down":
-            chosen = self._ffn_down(index)
-        elif kind == "attn_output" and self.model.experts >= 4 and self.name in _EXPERTS_ATTN_OUTPUT:
-            chosen = "q5_K"
+        if name in ("token_embd.weight", "per_layer_token_embd.weight"):
+            return _EMBEDDING.get(self.name, self.default)
+        small = _SMALL.get(self.name)
+        chosen = self._small(small, name, count, layer) if small else self._by_class(kind, count, layer)
         return chosen or self.default
 
-    def _index(self, name: str, kind: str | None) -> int:
-        """Position of a tensor in its class: the layer for experts, otherwise how many came before."""
+    def _place(self, name: str, kind: str | None) -> tuple[int, int]:
+        """How many of its class came before a tensor; and the layer that rules go by, which is that without experts."""
         if kind is None:
-            return 0
+            return 0, 0
         before = self._seen[kind]
         self._seen[kind] += 1
         layer = re.match(r"blk\.(\d+)\.", name)
-        return int(layer[1]) if layer and kind.startswith("ffn_") and self.model.experts > 1 else before
+        return before, int(layer[1]) if layer and kind.startswith("ffn_") and self.model.experts > 1 else before
 
     def _output(self, columns: int) -> str:
+        tied = self.model.tied
         if self.model.architecture == "falcon" or columns % 256:
             return "q8_0"
+        if self.name in _SMALL_OUTPUT:
+            return "iq4_k" if tied else "q5_K"
+        if self.name in _SMALL_OUTPUT_R4:
+            return "iq4_k_r4" if tied else "q5_k_r4"
+        if tied and self.name in _TIED_IQ5:
+            return "iq5_k"
         return self.default if self.default in _FINE_OUTPUTS else "q6_K"
 
+    def _small(self, mix: Small, name: str, count: int, layer: int) -> str | None:
+        """Blocks A, B and C: what a name contains is looked at in this order."""
+        experts, queries = self.model.experts, self.model.queries_per_key
+        if "attn_v.weight" in name:
+            much, some = experts >= 4 or queries >= 4, queries >= 2 or (mix.two_experts and experts >= 2)
+            return mix.values[0 if much else 1 if some else 2]
+        if experts >= 8 and ("attn_k" in name or "attn_q" in name):
+            return mix.many
+        if experts >= 8 and mix.first and re.search(r"blk\.0\.ffn_(down|gate|up)", name):
+            return mix.first
+        if "attn_qkv.weight" in name:
+            return mix.qkv
+        if mix.shared and "_shexp.weight" in name:
+            return mix.shared
+        if "ffn_down" in name:
+            return mix.down if (count if mix.counted else layer) < self.model.layers // 8 else None
+        return mix.out[0 if experts >= 4 else 1] if "attn_output.weight" in name else None
+
+    def _by_class(self, kind: str | None, count: int, layer: int) -> str | None:
+        """Blocks G1 to G7."""
+        if kind == "attn_v":
+            return self._attn_v(count)
+        if kind == "attn_k":
+            return "q8_0" if self.model.experts >= 4 else _KEYS_AND_QUERIES.get(self.name)
+        if kind == "attn_q":
+            return _TRADED[self.name][1] if self._trades() else _KEYS_AND_QUERIES.get(self.name)
+        if kind == "ffn_down":
+            return self._ffn_down(layer)
+        if kind == "attn_output":
+            return self._attn_output()
+        if kind in ("ffn_gate", "ffn_up"):
+            layers = self.model.layers
+            if self.name == "IQ3_XS" and layers // 8 <= layer < 7 * layers // 8:
+                return "iq3_xxs"
+            return "iq4_ks" if self.name == "IQ3_KL" and more_bits(layer, layers) else None
+        return None
+
+    def _trades(self) -> bool:
+        return self.name in _TRADED and self.model.large_vocabulary and bool(self.model.size_class)
+
     def _attn_v(self, i: int) -> str | None:
-        model = self.model
+        model, queries = self.model, self.model.queries_per_key
         if model.experts >= 4:
             return "q8_0"
         if model.size_class == "70B":
-            return "q5_K" if self.default == "q4_K" else None
-        if model.queries_per_key >= 2 and self.name in _IQ5_VALUES:
-            return "iq5_k"
-        if self.name == "Q4_K_M" and more_bits(i, model.attn_v_tensors):
+            return _VALUES_OF_70B.get(self.default)
+        for least, found in _VALUES.get(self.name, ()):
+            if queries >= least:
+                return found
+        if self.name == "IQ3_XXS":
+            return "iq3_xxs" if self.has_imatrix else "iq3_s"
+        if self.name == "IQ3_XXS_R4":
+            return "iq3_xxs_r4" if self.has_imatrix else "iq3_k_r4"
+        if self.name == "Q3_K_M":
+            return "q5_K" if i < 2 else "q4_K"
+        if self.name in ("Q4_K_M", "Q5_K_M") and more_bits(i, model.attn_v_tensors):
             return "q6_K"
         if self.name in ("Q4_K_S", "Q4_K_R4") and i < 4:
             return "q5_K"
-        draft = model.architecture == "dflash-draft" and self.name == "Q4_K_M"
-        return "q5_K" if model.queries_per_key >= 4 and self.default == "q4_K" and not draft else None
+        if self.name in _TRADED:
+            return _TRADED[self.name][0] if self._trades() else None
+        draft = model.architecture == "dflash-draft" and self.name in ("Q4_K_M", "Q5_K_M")
+        return _BETTER.get(self.default) if queries >= 4 and not draft else None
 
     def _ffn_down(self, i: int) -> str | None:
-        falcon = self.model.architecture == "falcon"
-        layers = self.model.layers
-        front = i < layers // 8
-        if self.name == "Q4_K_M":
-            if falcon and i >= layers // 16:
-                return "q5_K" if more_bits(i, layers) else "q4_K"
-            return "q6_K" if falcon or more_bits(i, layers) else None
-        if front and not self.has_imatrix and self.name in _PLAIN_FRONT:
+        layers, falcon = self.model.layers, self.model.architecture == "falcon"
+        front, more = i < layers // 8, more_bits(i, layers)
+        if self.name == "Q3_K_M":
+            return "q5_K" if i < layers // 16 else "q4_K" if more or not falcon else "q3_K"
+        if self.name == "Q3_K_L":
+            return "q4_K" if falcon else "q5_K"
+        if self.name == "Q4_K_M" and falcon:
+            return "q6_K" if i < layers // 16 else "q5_K" if more else "q4_K"
+        if self.name in _DOWN:
+            return _DOWN[self.name]
+        if self.name in _DOWN_MORE:
+            return _DOWN_MORE[self.name] if more else None
+        if self.name in _DOWN_PLAIN and not self.has_imatrix:
+            return _DOWN_PLAIN[self.name][0 if front else 1]
+        if self.name == "IQ3_M" and self.model.experts >= 4 and more:
+            return "iq4_k"
+        if not front:
+            return None
+        if self.name in ("Q4_K_S", "Q4_K_R4") and not falcon:
             return "q5_K"
-        if front and self.name in ("Q4_K_S", "Q4_K_R4") and not falcon:
-            return "q5_K"
-        return _IMATRIX_FRONT.get(self.name) if front and self.has_imatrix else None
+        by_matrix = _DOWN_FRONT_WEIGHED if self.has_imatrix else _DOWN_FRONT_PLAIN
+        return _DOWN_FRONT.get(self.name) or by_matrix.get(self.name)
+
+    def _attn_output(self) -> str | None:
+        if self.model.architecture == "falcon":
+            return "q4_K" if self.name == "Q3_K_L" else None
+        if self.model.experts >= 4:
+            return _OUT_OF_EXPERTS.get(self.name)
+        if self.name == "IQ3_KT":
+            return "iq3_k" if self.model.queries_per_key >= 4 else None
+        return _OUT.get(self.name)

@@ -1,0 +1,172 @@
+"""Prompt and generation speed beside the reference wheel's, in one process, by turns.
+
+    python benchmarks/bench_model.py [MODEL.gguf …] [--synthetic llama-1.2b --types q4_K,iq4_k]
+                                     [-t 2] [-p 512] [-n 64] [-d 2048] [-r 5]
+
+Every round times the reference's prompt of -p tokens, the generation of -n tokens into an empty cache and, with -d,
+into one of that many tokens; then ours: so what else the machine does meets both alike. Both keep a cache of halves;
+the reference runs with flash attention. The table gives medians over the rounds, and the ratio ours / reference as the
+median of the rounds' own ratios. --synthetic makes models of random weights (synthetic.py) in --folder, one by one.
+The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.synthetic import SHAPES, write
+from quantkit import jit
+from quantkit.evaluate.bench import bytes_per_token
+from quantkit.runtime.model import load
+
+REST = 0.05  # seconds between the two, until the other's threads have gone to sleep
+
+
+class Reference:
+    """The wheel's libllama on one model."""
+
+    def __init__(self, path: Path, threads: int, n_ctx: int, n_batch: int):
+        from ik_llama_cpp import _ctypes_api as api
+
+        self.api = api
+        api.llama_backend_init()
+        parameters = api.llama_model_default_params()
+        parameters.n_gpu_layers = 0
+        self.model = api.llama_model_load_from_file(os.fspath(path).encode(), parameters)
+        context = api.llama_context_default_params()
+        context.n_ctx, context.n_batch, context.n_ubatch = n_ctx, n_batch, n_batch
+        context.n_threads = context.n_threads_batch = threads
+        context.flash_attn = True
+        self.context = api.llama_init_from_model(self.model, context)
+
+    def clear(self) -> None:
+        self.api.llama_kv_cache_clear(self.context)
+
+    def close(self) -> None:
+        self.api.llama_free(self.context)
+        self.api.llama_free_model(self.model)
+
+    def run(self, tokens: np.ndarray, position: int) -> None:
+        """Decode tokens at a position; logits of the last only."""
+        batch = self.api.llama_batch_init(len(tokens), 0, 1)
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i] = int(token), position + i, 1
+            batch.seq_id[i][0], batch.logits[i] = 0, int(i == len(tokens) - 1)
+        status = self.api.llama_decode(self.context, batch)
+        self.api.llama_batch_free(batch)
+        if status:
+            raise RuntimeError(f"the reference's llama_decode returned {status}")
+
+
+class Ours:
+    def __init__(self, path: Path, threads: int, n_ctx: int):
+        self.model = load(path, numerics="fast", threads=threads)
+        self.cache = self.model.new_cache(n_ctx)
+
+    def clear(self) -> None:
+        self.cache.length = 0
+
+    def run(self, tokens: np.ndarray, position: int) -> None:
+        self.model.forward(tokens, self.cache, logits="last")
+
+
+def generate(side: Any, tokens: np.ndarray, position: int) -> float:
+    begin = time.perf_counter()
+    for i in range(len(tokens)):
+        side.run(tokens[i : i + 1], position + i)
+    return time.perf_counter() - begin
+
+
+def round_of(side: Any, tokens: np.ndarray, args: argparse.Namespace) -> list[float]:
+    """Seconds of a prompt, of generation from nothing and, where asked, of generation at a depth."""
+    side.clear()
+    time.sleep(REST)
+    begin = time.perf_counter()
+    side.run(tokens[: args.n_prompt], 0)
+    found = [time.perf_counter() - begin]
+    side.clear()
+    found.append(generate(side, tokens[: args.n_gen], 0))
+    if args.depth:
+        side.clear()
+        for start in range(0, args.depth, args.n_prompt):
+            side.run(tokens[start : min(start + args.n_prompt, args.depth)], start)
+        found.append(generate(side, tokens[: args.n_gen], args.depth))
+    return found
+
+
+def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    n_ctx = max(args.n_prompt, args.depth) + args.n_gen
+    ours, reference = Ours(path, args.threads, n_ctx), Reference(path, args.threads, n_ctx, args.n_prompt)
+    tokens = np.random.default_rng(0).integers(0, ours.model.vocab_size, n_ctx)
+    rounds: list[tuple[list[float], list[float]]] = []
+    for _ in range(args.repeat + 1):
+        theirs = round_of(reference, tokens, args)
+        rounds.append((round_of(ours, tokens, args), theirs))
+    reference.close()
+    found: dict[str, Any] = {"model": path.stem, "slow_because": ours.model.slow_because}
+    for i, (name, count) in enumerate((("pp", args.n_prompt), ("tg", args.n_gen), ("tgd", args.n_gen))):
+        if i == 2 and not args.depth:
+            continue
+        mine, other = ([side[i] for side in sides] for sides in zip(*rounds[1:]))
+        found[name] = count / statistics.median(mine)
+        found[f"{name}_reference"] = count / statistics.median(other)
+        found[f"{name}_ratio"] = statistics.median(b / a for a, b in zip(mine, other))
+        found[f"{name}_best_ratio"] = min(other) / min(mine)
+    read = bytes_per_token(ours.model, args.n_gen // 2)
+    found["tg_gb_per_second"] = read * found["tg"] / 1e9
+    found["tg_reference_gb_per_second"] = read * found["tg_reference"] / 1e9
+    return found
+
+
+def line(row: dict[str, Any]) -> str:
+    cells = [f"{row['model']:28}"]
+    for name in ("pp", "tg", "tgd"):
+        if name in row:
+            cells.append(f"{row[name]:9.1f} {row[f'{name}_reference']:9.1f} {row[f'{name}_ratio']:6.2f}")
+    cells.append(f"{row['tg_gb_per_second']:6.1f} {row['tg_reference_gb_per_second']:6.1f}")
+    return " ".join(cells) + (f"  layer by layer: {row['slow_because']}" if row["slow_because"] else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", type=Path)
+    parser.add_argument("--synthetic", choices=SHAPES)
+    parser.add_argument("--types", default="q4_K")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/quantkit-models"))
+    parser.add_argument("-t", "--threads", type=int, default=jit.default_threads())
+    parser.add_argument("-p", "--n-prompt", type=int, default=512)
+    parser.add_argument("-n", "--n-gen", type=int, default=64)
+    parser.add_argument("-d", "--depth", type=int, default=0)
+    parser.add_argument("-r", "--repeat", type=int, default=5)
+    args = parser.parse_args()
+    kinds = [(f"PP{args.n_prompt}"), f"TG{args.n_gen}"] + ([f"@{args.depth}"] if args.depth else [])
+    print(f"{args.threads} threads, {jit.isa()}, {args.repeat} rounds, tokens/s")
+    print(" ".join([f"{'model':28}", *(f"{k:>9} {'ref':>9} {'ratio':>6}" for k in kinds), f"{'GB/s':>6} {'ref':>6}"]))
+    rows = []
+    for path in args.models:
+        rows.append(measure(path, args))
+        print(line(rows[-1]), flush=True)
+    for kind in args.types.split(",") if args.synthetic else ():
+        args.folder.mkdir(parents=True, exist_ok=True)
+        path = write(args.synthetic, kind, args.folder / f"{args.synthetic}.{kind}.gguf")
+        rows.append(measure(path, args))
+        print(line(rows[-1]), flush=True)
+        path.unlink()
+    conditions = {"threads": args.threads, "isa": jit.isa(), "n_prompt": args.n_prompt, "n_gen": args.n_gen}
+    print(json.dumps({**conditions, "depth": args.depth, "repeat": args.repeat, "models": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Repacking and unpacking a file beside copying it, and beside the reference's llama-quantize --repack.
+
+    python benchmarks/bench_repack.py [--types q4_0,iq4_k] [--size 1] [--threads 2] [--repeat 3] [--directory DIR]
+
+Each file holds --size GiB of one type in matrices of 14336 x 4096, its content random. All take turns over it, page
+cache warm, and write to a name that is not there; medians of --repeat.
+
+    copy       cp, which returns when all is in the page cache; "synced": until it is on the disk as well (fsync)
+    repack     our command: its own seconds, from plan to the renamed file on the disk; "process": with Python's start
+    unpack     the way back
+    reference  llama-quantize --repack, the whole process; it does not sync
+    peak       the most memory that our process ever had resident, pages of the mapped input included (VmHWM)
+    kernel     interleaving all pieces on --threads threads, written nowhere
+    write      writing as many bytes in such pieces, made of nothing; sync: what is then left to wait for the disk
+
+The last line is JSON, times in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import quantkit
+from quantkit import types
+from quantkit.files.gguf import Metadata, TensorSpec, Writer
+from quantkit.files.mapping import release
+from quantkit.files.pipeline import pump
+from quantkit.repack_file import Repacking, plan_repack
+
+ROWS, COLUMNS = 14336, 4096
+COMMAND = (
+    "import sys; from quantkit.cli import main; status = main(sys.argv[1:]); "
+    "print(*[line for line in open('/proc/self/status') if line.startswith('VmHWM')]); sys.exit(status)"
+)
+
+
+def make(path: Path, kind: str, gibibytes: float) -> None:
+    """A llama that has nothing but ffn_up."""
+    t = types.get(kind)
+    count = max(1, round(gibibytes * 2**30 / (ROWS * t.row_bytes(COLUMNS))))
+    metadata = Metadata({"general.architecture": "llama", "tokenizer.ggml.model": "no_vocab"})
+    keys = {"block_count": count, "context_length": 128, "embedding_length": COLUMNS, "feed_forward_length": ROWS,
+            "attention.head_count": 32, "vocab_size": 32}  # fmt: skip
+    for key, value in keys.items():
+        metadata.set(f"llama.{key}", value, "u32")
+    metadata.set("llama.attention.layer_norm_rms_epsilon", 1e-5, "f32")
+    metadata.set("general.quantization_version", 2, "u32")
+    metadata.set("general.file_type", t.file_type, "u32")
+    specs = [TensorSpec(f"blk.{i}.ffn_up.weight", (ROWS, COLUMNS), t) for i in range(count)]
+    rng = np.random.default_rng(1)
+    data = rng.integers(0, 256, (ROWS, t.row_bytes(COLUMNS)), dtype=np.uint8)
+    with Writer(path, metadata, specs) as writer:
+        for spec in specs:
+            writer.write(spec.name, data)
+
+
+def seconds(function: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+def run(*command: str | Path) -> str:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{command[0]} failed:\n{done.stderr[-1000:]}")
+    return done.stdout
+
+
+def copied(source: Path, out: Path) -> dict[str, float]:
+    out.unlink(missing_ok=True)
+    begin = time.perf_counter()
+    run("cp", source, out)
+    copy = time.perf_counter() - begin
+    with out.open("rb") as stream:
+        os.fsync(stream.fileno())
+    return {"copy": copy, "synced": time.perf_counter() - begin}
+
+
+def ours(command: str, source: Path, out: Path, threads: int) -> dict[str, float]:
+    out.unlink(missing_ok=True)
+    begin = time.perf_counter()
+    said = run(sys.executable, "-c", COMMAND, command, source, out, "--json", "--threads", str(threads)).splitlines()
+    process = time.perf_counter() - begin
+    return {
+        command: json.loads(said[0])["seconds"],
+        f"{command} process": process,
+        f"{command} peak": int(said[1].split()[-2]) / 1024,
+    }
+
+
+def reference(tool: Path, source: Path, out: Path, threads: int) -> dict[str, float]:
+    out.unlink(missing_ok=True)
+    return {"reference": seconds(lambda: run(tool, "--repack", source, out, "Q8_0", str(threads)))}
+
+
+def parts(job: Repacking, out: Path, threads: int) -> dict[str, float]:
+    """Kernels without writing; writing without kernels."""
+    options: dict[str, Any] = {"threads": threads, "progress": False}
+    jobs = [piece for change in job.changes for piece in change.jobs()]
+    sizes: list[tuple[str, int]] = []
+
+    def drop(name: str, data: np.ndarray) -> None:
+        sizes.append((name, data.nbytes))
+        release(data)
+
+    kernel = seconds(lambda: pump(jobs, drop, job.nbytes, **options))
+    piece = np.random.default_rng(2).integers(0, 256, max(size for _, size in sizes), dtype=np.uint8)
+    hollow = [(name, functools.partial(piece.__getitem__, slice(size))) for name, size in sizes]
+    out.unlink(missing_ok=True)
+    writer = Writer(out, job.metadata, [change.spec for change in job.changes])
+    write = seconds(lambda: pump(hollow, writer.write, job.nbytes, **options))
+    return {"kernel": kernel, "write": write, "sync": seconds(writer.close)}
+
+
+def measure(kind: str, folder: Path, tool: Path | None, options: argparse.Namespace) -> dict[str, float]:
+    """Medians of everything for one type, and the ratios that count."""
+    source, repacked, out = (folder / f"{name}.gguf" for name in ("source", "repacked", "out"))
+    make(source, kind, options.size)
+    job = plan_repack(quantkit.open(source))
+    ours("repack", source, repacked, options.threads)  # warms the page cache, compiles
+    ours("unpack", repacked, out, options.threads)
+    rounds = []
+    for _ in range(options.repeat):
+        found = copied(source, out) | ours("repack", source, out, options.threads)
+        found |= ours("unpack", repacked, out, options.threads) | parts(job, out, options.threads)
+        if tool:
+            found |= reference(tool, source, out, options.threads)
+        rounds.append(found)
+    medians = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+    for command in ("repack", "unpack"):
+        medians[f"{command} of copy"] = medians["copy"] / medians[command]
+        medians[f"{command} of synced copy"] = medians["synced"] / medians[command]
+    return {"GiB": source.stat().st_size / 2**30, **medians}
+
+
+SHOWN = ("copy", "synced", "repack", "repack process", "unpack", "reference", "kernel", "write", "sync",
+                 "repack peak", "repack of copy", "repack of synced copy", "unpack of synced copy")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--types", default="iq4_k,q4_0,q4_K,iq2_xxs,q8_0")
+    parser.add_argument("--size", type=float, default=1.0, help="GiB of each file")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--directory", type=Path, default=None, help="where the files are made; default: TMPDIR")
+    options = parser.parse_args()
+    found = importlib.util.find_spec("ik_llama_cpp")
+    tool = Path(found.origin).parent / "bin" / "llama-quantize" if found and found.origin else None
+    results = {}
+    print(f"{'type':8s} {'GiB':>6s} " + " ".join(f"{name:>{max(7, len(name))}s}" for name in SHOWN))
+    for kind in options.types.split(","):
+        with tempfile.TemporaryDirectory(dir=options.directory, prefix="bench-repack-") as folder:
+            results[kind] = measure(kind, Path(folder), tool, options)
+        cells = []
+        for name in SHOWN:
+            value = results[kind].get(name, float("nan"))
+            width = max(7, len(name))
+            cells.append(f"{value:{width}.0f}" if "peak" in name else f"{value:{width}.2f}")
+        print(f"{kind:8s} {results[kind]['GiB']:6.3f} " + " ".join(cells), flush=True)
+    print(json.dumps({"threads": options.threads, "repeat": options.repeat, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Models of random weights for benches: the shapes of real ones, every matrix of one type.
+
+    write("llama-1.2b", "iq4_k", path)
+
+A few hundred rows are drawn and encoded for each row length, and every matrix repeats them: how long a product takes
+does not depend on the weights, and encoding a billion of them would take longer than the bench. Embedding and output
+are of the type too, where rows of an embedding can be of it, else q8_0; norms are float32. There is no tokenizer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from quantkit import types
+from quantkit.files.gguf import Metadata, TensorSpec, Writer
+from quantkit.types import QuantType
+
+ROWS = 64  # that are drawn
+
+
+@dataclass(frozen=True)
+class Shape:
+    layers: int
+    columns: int
+    ff: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+
+
+SHAPES = {
+    "llama-1.2b": Shape(layers=16, columns=2048, ff=8192, heads=32, kv_heads=8, vocabulary=32000),
+    "llama-tiny": Shape(layers=2, columns=512, ff=1024, heads=8, kv_heads=2, vocabulary=1024),
+}
+
+
+def specs(shape: Shape, kind: QuantType) -> list[TensorSpec]:
+    kv = shape.columns // shape.heads * shape.kv_heads
+    embedding = kind if kind.interleave == 1 else types.get("q8_0")
+    found = [
+        TensorSpec("token_embd.weight", (shape.vocabulary, shape.columns), embedding),
+        TensorSpec("output_norm.weight", (shape.columns,), types.get("f32")),
+        TensorSpec("output.weight", (shape.vocabulary, shape.columns), kind),
+    ]
+    matrices = {
+        "attn_q": (shape.columns, shape.columns), "attn_k": (kv, shape.columns), "attn_v": (kv, shape.columns),
+        "attn_output": (shape.columns, shape.columns), "ffn_gate": (shape.ff, shape.columns),
+        "ffn_up": (shape.ff, shape.columns), "ffn_down": (shape.columns, shape.ff),
+    }  # fmt: skip
+    for i in range(shape.layers):
+        found += [
+            TensorSpec(f"blk.{i}.{n}.weight", (shape.columns,), types.get("f32")) for n in ("attn_norm", "ffn_norm")
+        ]
+        found += [TensorSpec(f"blk.{i}.{name}.weight", size, kind) for name, size in matrices.items()]
+    return found
+
+
+def metadata(shape: Shape) -> Metadata:
+    made = Metadata({"general.architecture": "llama"})
+    values = {
+        "block_count": shape.layers, "context_length": 8192, "embedding_length": shape.columns,
+        "feed_forward_length": shape.ff, "attention.head_count": shape.heads,
+        "attention.head_count_kv": shape.kv_heads, "vocab_size": shape.vocabulary,
+        "rope.dimension_count": shape.columns // shape.heads,
+    }  # fmt: skip
+    for key, value in values.items():
+        made.set(f"llama.{key}", value, "u32")
+    made.set("llama.attention.layer_norm_rms_epsilon", 1e-5, "f32")
+    made.set("tokenizer.ggml.model", "no_vocab", "str")
+    return made
+
+
+def write(name: str, kind_name: str, path: Path) -> Path:
+    """A model of a shape in SHAPES with all matrices of a type."""
+    shape, kind = SHAPES[name], types.get(kind_name)
+    rng = np.random.default_rng(0)
+    drawn: dict[tuple[str, int], np.ndarray] = {}
+
+    def rows(spec: TensorSpec) -> np.ndarray:
+        n = spec.shape[-1]
+        if len(spec.shape) == 1:
+            return np.ones((1, n), np.float32).view(np.uint8)
+        if (spec.type.name, n) not in drawn:
+            x = rng.standard_normal((ROWS, n)).astype(np.float32) / np.float32(n) ** np.float32(0.5)
+            even = np.ones(n, np.float32) if spec.type.requires_imatrix else None
+            drawn[spec.type.name, n] = spec.type.quantize(x, even, effort="fast")
+        return np.tile(drawn[spec.type.name, n], (-(-spec.shape[0] // ROWS), 1))[: spec.shape[0]]
+
+    wanted = specs(shape, kind)
+    with Writer(path, metadata(shape), wanted) as writer:
+        for spec in wanted:
+            writer.write(spec.name, rows(spec))
+    return path

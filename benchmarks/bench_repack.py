@@ -3,7 +3,8 @@
     python benchmarks/bench_repack.py [--types q4_0,iq4_k] [--size 1] [--threads 2] [--repeat 3] [--directory DIR]
 
 Each file holds --size GiB of one type in matrices of 14336 x 4096, its content random. All take turns over it, page
-cache warm, and write to a name that is not there; medians of --repeat.
+cache warm, and write to a name that is not there; medians of --repeat. "CPU" are CPU seconds of the process, which say
+more where the machine is busy with other things.
 
     copy       cp, which returns when all is in the page cache; "synced": until it is on the disk as well (fsync)
     repack     our command: its own seconds, from plan to the renamed file on the disk; "process": with Python's start
@@ -12,6 +13,8 @@ cache warm, and write to a name that is not there; medians of --repeat.
     peak       the most memory that our process ever had resident, pages of the mapped input included (VmHWM)
     kernel     interleaving all pieces on --threads threads, written nowhere
     write      writing as many bytes in such pieces, made of nothing; sync: what is then left to wait for the disk
+
+    /copy      speed of repacking in that of copying; /synced: of copying until it is on the disk; unpack likewise
 
 The last line is JSON, times in seconds.
 """
@@ -23,6 +26,7 @@ import functools
 import importlib.util
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -65,6 +69,7 @@ def make(path: Path, kind: str, gibibytes: float) -> None:
     specs = [TensorSpec(f"blk.{i}.ffn_up.weight", (ROWS, COLUMNS), t) for i in range(count)]
     rng = np.random.default_rng(1)
     data = rng.integers(0, 256, (ROWS, t.row_bytes(COLUMNS)), dtype=np.uint8)
+    data &= 0xBF  # scales that are numbers wherever they stand: the reference refuses others
     with Writer(path, metadata, specs) as writer:
         for spec in specs:
             writer.write(spec.name, data)
@@ -76,38 +81,45 @@ def seconds(function: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def run(*command: str | Path) -> str:
+def run(*command: str | Path) -> tuple[str, float]:
+    """What a command prints, and the CPU seconds it took."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{command[0]} failed:\n{done.stderr[-1000:]}")
-    return done.stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return done.stdout, sum(after[:2]) - sum(before[:2])
 
 
 def copied(source: Path, out: Path) -> dict[str, float]:
     out.unlink(missing_ok=True)
     begin = time.perf_counter()
-    run("cp", source, out)
+    cpu = run("cp", source, out)[1]
     copy = time.perf_counter() - begin
     with out.open("rb") as stream:
         os.fsync(stream.fileno())
-    return {"copy": copy, "synced": time.perf_counter() - begin}
+    return {"copy": copy, "synced": time.perf_counter() - begin, "copy CPU": cpu}
 
 
 def ours(command: str, source: Path, out: Path, threads: int) -> dict[str, float]:
     out.unlink(missing_ok=True)
     begin = time.perf_counter()
-    said = run(sys.executable, "-c", COMMAND, command, source, out, "--json", "--threads", str(threads)).splitlines()
+    said, cpu = run(sys.executable, "-c", COMMAND, command, source, out, "--json", "--threads", str(threads))
     process = time.perf_counter() - begin
+    record, peak = said.split("\n")[:2]
     return {
-        command: json.loads(said[0])["seconds"],
+        command: json.loads(record)["seconds"],
         f"{command} process": process,
-        f"{command} peak": int(said[1].split()[-2]) / 1024,
+        f"{command} CPU": cpu,
+        f"{command} peak": int(peak.split()[-2]) / 1024,
     }
 
 
 def reference(tool: Path, source: Path, out: Path, threads: int) -> dict[str, float]:
     out.unlink(missing_ok=True)
-    return {"reference": seconds(lambda: run(tool, "--repack", source, out, "Q8_0", str(threads)))}
+    begin = time.perf_counter()
+    cpu = run(tool, "--repack", source, out, "Q8_0", str(threads))[1]
+    return {"reference": time.perf_counter() - begin, "reference CPU": cpu}
 
 
 def parts(job: Repacking, out: Path, threads: int) -> dict[str, float]:
@@ -150,8 +162,10 @@ def measure(kind: str, folder: Path, tool: Path | None, options: argparse.Namesp
     return {"GiB": source.stat().st_size / 2**30, **medians}
 
 
-SHOWN = ("copy", "synced", "repack", "repack process", "unpack", "reference", "kernel", "write", "sync",
-                 "repack peak", "repack of copy", "repack of synced copy", "unpack of synced copy")  # fmt: skip
+SHOWN = {"copy": "copy", "synced": "synced", "repack": "repack", "repack process": "process", "unpack": "unpack",
+         "reference": "refer.", "copy CPU": "cp CPU", "repack CPU": "our CPU", "reference CPU": "ref CPU",
+         "kernel": "kernel", "write": "write", "sync": "sync", "repack peak": "MB",
+         "repack of copy": "/copy", "repack of synced copy": "/synced", "unpack of synced copy": "unpack"}  # fmt: skip
 
 
 def main() -> None:
@@ -165,17 +179,15 @@ def main() -> None:
     found = importlib.util.find_spec("ik_llama_cpp")
     tool = Path(found.origin).parent / "bin" / "llama-quantize" if found and found.origin else None
     results = {}
-    print(f"{'type':8s} {'GiB':>6s} " + " ".join(f"{name:>{max(7, len(name))}s}" for name in SHOWN))
+    print(f"{'type':8s} {'GiB':>6s} " + " ".join(f"{head:>7s}" for head in SHOWN.values()))
     for kind in options.types.split(","):
         with tempfile.TemporaryDirectory(dir=options.directory, prefix="bench-repack-") as folder:
             results[kind] = measure(kind, Path(folder), tool, options)
-        cells = []
-        for name in SHOWN:
-            value = results[kind].get(name, float("nan"))
-            width = max(7, len(name))
-            cells.append(f"{value:{width}.0f}" if "peak" in name else f"{value:{width}.2f}")
+        shown = [results[kind].get(name, float("nan")) for name in SHOWN]
+        cells = [f"{value:7.0f}" if "peak" in name else f"{value:7.2f}" for name, value in zip(SHOWN, shown)]
         print(f"{kind:8s} {results[kind]['GiB']:6.3f} " + " ".join(cells), flush=True)
-    print(json.dumps({"threads": options.threads, "repeat": options.repeat, "results": results}))
+    busy = os.getloadavg()[0]
+    print(json.dumps({"threads": options.threads, "repeat": options.repeat, "load": busy, "results": results}))
 
 
 if __name__ == "__main__":

@@ -22,9 +22,12 @@ from quantkit import __version__
 from quantkit.errors import DataError, QuantkitError
 from quantkit.files.gguf import GGUF, Metadata, Tensor, TensorSpec, Writer
 from quantkit.files.imatrix import Imatrix
+from quantkit.files.mapping import release
 from quantkit.files.pipeline import pump
 from quantkit.recipe import Plan, PlannedTensor
+from quantkit.recipe.interleaving import FILE_TYPE_BEFORE, rename_repacked
 from quantkit.types import check_finite, effort_level
+from quantkit.types.interleave import Interleaved
 
 PIECE_ELEMENTS = 1 << 19  # 2 MiB of float32: stays in a core's cache from decoding to encoding
 QUANTIZATION_VERSION = 2
@@ -79,22 +82,30 @@ def quantize(
     threads: int | None = None,
     split_max_bytes: int | None = None,
     split_max_tensors: int | None = None,
+    keep_split: bool = False,
     progress: bool = False,
 ) -> Written:
     """Write `source` to `out` with every tensor in the type that `plan` gives it.
 
     `imatrix` is the matrix that the plan was made with, `imatrix_file` its name for the output's metadata. `effort`
     ("fast", "normal", "best") is what the encoders' search may cost; a file remembers it where it is not normal.
+    `keep_split` makes the shards of the source.
     Raises DataError naming file, tensor, row and column for values that are not finite; then nothing is left of `out`.
     """
     effort_level(effort)
     plan.require_codecs()
     metadata = output_metadata(source.metadata, plan, imatrix, imatrix_file, overrides, effort)
     specs = [TensorSpec(t.name, t.shape, t.type) for t in plan.tensors]
-    with Writer(out, metadata, specs, split_max_bytes, split_max_tensors) as writer:
+    shards = source.shards if keep_split else None
+    with Writer(out, metadata, specs, split_max_bytes, split_max_tensors, shards) as writer:
         _refuse_overwriting(source, writer.paths)
+
+        def put(name: str, data: np.ndarray) -> None:
+            writer.write(name, data)
+            release(data)  # of a copied tensor, a view of the input
+
         jobs = ((piece.planned.name, piece.encode) for piece in _pieces(source, plan, imatrix, effort))
-        pump(jobs, writer.write, plan.bytes_after, threads=threads, progress=progress)
+        pump(jobs, put, plan.bytes_after, threads=threads, progress=progress)
         paths = writer.paths
     return Written(paths, sum(path.stat().st_size for path in paths))
 
@@ -104,7 +115,7 @@ def quantize(
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows `start` to `stop` of a tensor, all of one matrix of it; `verbatim` ones go through unread."""
+    """Rows `start` to `stop` of a tensor, all of one matrix of it; of `verbatim` ones the values are not looked at."""
 
     planned: PlannedTensor
     tensor: Tensor
@@ -117,18 +128,33 @@ class _Piece:
     def encode(self) -> np.ndarray:
         """The rows in the planned type: uint8[rows, row_bytes]."""
         data = self.tensor.rows(self.start, self.stop)
+        made = self._made(data)
+        if made is not data:  # which is still to be written
+            release(data)
+        return made
+
+    def _made(self, data: np.ndarray) -> np.ndarray:
         if self.verbatim:
-            return data
+            return self._same_bits(data)
         x = self.planned.source.dequantize(data, self.planned.shape[-1], threads=1)
         try:
             check_finite(x, self.start, self.planned.type.overflow, self.planned.type.name)
-            if self.planned.copied:
-                return data
+            if self.planned.copied or self.planned.relaid:
+                return self._same_bits(data)
             encoded = self.planned.type.quantize(x, self.importance, effort=self.effort, threads=1)
         except DataError as error:
             raise DataError(f"{self._place}: {error}") from None
         self._check_encoded(x, encoded)
         return encoded
+
+    def _same_bits(self, data: np.ndarray) -> np.ndarray:
+        """The source's bytes, in the order of the planned type."""
+        if self.planned.copied:
+            return data
+        if isinstance(self.planned.type, Interleaved) and self.planned.type.base == self.planned.source.name:
+            return self.planned.type.interleave_rows(data, threads=1)
+        assert isinstance(self.planned.source, Interleaved)
+        return self.planned.source.deinterleave_rows(data, threads=1)
 
     @property
     def _place(self) -> str:
@@ -159,7 +185,8 @@ def _pieces(source: GGUF, plan: Plan, imatrix: Imatrix | None, effort: str) -> I
         if imatrix is not None and planned.importance is not None:
             weights = imatrix[planned.importance].columns(columns)
         # Floats that are kept, norms above all, are looked at: a NaN in them spoils the model as surely as any other.
-        verbatim = planned.copied and (plan.file_type.default is None or planned.source.name not in _FLOATS)
+        same_bits = planned.copied or planned.relaid
+        verbatim = same_bits and (plan.file_type.default is None or planned.source.name not in _FLOATS)
         group = math.lcm(planned.source.interleave, planned.type.interleave)
         step = max(1, PIECE_ELEMENTS // columns // group) * group
         for matrix in range(math.prod(planned.shape[:-2])):
@@ -197,7 +224,9 @@ def output_metadata(
         made.pop("quantkit.effort", None)  # the input's
         if effort != "normal":
             made.set("quantkit.effort", effort, "str")
+        made.pop(FILE_TYPE_BEFORE, None)  # the input's too
         made.set("general.file_type", plan.file_type.number, "u32")
+    rename_repacked(made, plan.became())
     return made
 
 

@@ -2,11 +2,17 @@
 
     job = plan_repack(open("model.gguf"), ["ffn_.*_exps"])     what becomes of each tensor, and why; writes nothing
     job = plan_unpack(open("model-r4.gguf"))
-    write(job, "out.gguf")
+    write(job, "out.gguf", keep_split=True)
 
 Tensors keep their order, names and shapes; those that are not repacked are copied. Metadata is kept but for
-general.file_type, which names the interleaved type when most of the file's main type is interleaved; the number it had
-is kept beside it, and unpacking restores it, so that unpacking a repacked file gives the file there was.
+general.file_type (`recipe.interleaving`) and for the keys of shards, which are those of the output. Unpacking a
+repacked file gives the file there was.
+
+Rows of Q8_KV_R8 take 4 + n bytes, as readers expect and as direct quantization writes them. What the reference repacks
+from Q8_KV keeps the 8 + n of the base type, and every reader is lost after the first group (spec/repack.md 11.1).
+
+The loop goes at the speed of memory, so pieces are small enough to stay in a core's cache, and pages of the input are
+let go of behind it: the peak of memory does not grow with the file.
 """
 
 from __future__ import annotations
@@ -19,20 +25,15 @@ from pathlib import Path
 
 import numpy as np
 
-from quantkit.errors import QuantkitError, UnknownNameError
+from quantkit.errors import QuantkitError
 from quantkit.files.gguf import GGUF, Metadata, Tensor, TensorSpec, Writer
+from quantkit.files.mapping import release
 from quantkit.files.pipeline import Job, pump, row_ranges
-from quantkit.recipe.ecmascript import compile_pattern
-from quantkit.recipe.presets import file_type
-from quantkit.repack import interleaved_form
+from quantkit.recipe.interleaving import Selection, rename_repacked, rename_unpacked
+from quantkit.repack import row_form, to_rows, why_not
 from quantkit.types import QuantType
 from quantkit.types.interleave import Interleaved
 
-FILE_TYPE = "general.file_type"
-FILE_TYPE_BEFORE = "quantkit.repack.file_type"  # u32: general.file_type of the file that was repacked
-
-# Embeddings are looked up row by row, which interleaved types cannot serve.
-EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
 _INTERLEAVED_NAMES = ("_r4", "_r8", "_r16")
 
 
@@ -48,21 +49,25 @@ class Change:
     def changed(self) -> bool:
         return self.type is not self.tensor.type
 
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.tensor.name, self.tensor.shape, self.type)
+
     def jobs(self) -> Iterator[Job]:
-        """The new bytes, in pieces. A group never straddles two experts: each has whole groups of rows."""
-        tensor = self.tensor
-        ranges = row_ranges(tensor.shape, max(self.type.interleave, tensor.type.interleave))
-        for start, stop in ranges if len(tensor.shape) > 1 else [(0, 1)]:
-            yield tensor.name, functools.partial(self._rows, start, stop)
+        """The new bytes, in pieces."""
+        for start, stop in _ranges(self.tensor, max(self.type.interleave, self.tensor.type.interleave)):
+            yield self.tensor.name, functools.partial(self._rows, start, stop)
 
     def _rows(self, start: int, stop: int) -> np.ndarray:
         data = self.tensor.rows(start, stop)
         if not self.changed:
             return data
         if isinstance(self.type, Interleaved):
-            return self.type.interleave_rows(data, threads=1)
-        assert isinstance(self.tensor.type, Interleaved)
-        return self.tensor.type.deinterleave_rows(data, threads=1)
+            made = self.type.interleave_rows(data, threads=1)
+        else:
+            made = to_rows(self.tensor.type, data, self.tensor.shape[-1], threads=1)
+        release(data)
+        return made
 
 
 @dataclass(frozen=True)
@@ -79,8 +84,8 @@ class Repacking:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tensor data, before and after."""
-        return sum(change.tensor.nbytes for change in self.changes)
+        """Bytes of tensor data of the result; the input's differ only by types that drop or add scales."""
+        return sum(change.spec.nbytes for change in self.changes)
 
 
 def plan_repack(source: GGUF, patterns: Sequence[str] = ()) -> Repacking:
@@ -88,99 +93,83 @@ def plan_repack(source: GGUF, patterns: Sequence[str] = ()) -> Repacking:
 
     Raises QuantkitError for a pattern that is found in no tensor's name.
     """
-    regexes = [compile_pattern(pattern) for pattern in patterns]
-    for pattern, regex in zip(patterns, regexes):
-        if not any(regex.search(name) for name in source.tensors):
-            count = len(source.tensors)
-            raise QuantkitError(f"{source.path}: --repack-pattern '{pattern}' is found in none of {count} tensor names")
+    selection = Selection(patterns, source.tensors.keys(), str(source.path))
     changes = []
     for tensor in source.tensors.values():
-        form, reason = _interleaved(tensor)
-        if form and regexes and not any(regex.search(tensor.name) for regex in regexes):
-            form, reason = None, "no --repack-pattern matches"
+        form, reason = selection.form(tensor.name, tensor.shape, tensor.type)
         changes.append(Change(tensor, form or tensor.type, reason))
-    return Repacking(source, changes, _repacked_metadata(source, changes))
+    metadata = Metadata(source.metadata)
+    rename_repacked(metadata, _became(changes))
+    return Repacking(source, changes, metadata)
 
 
 def plan_unpack(source: GGUF) -> Repacking:
-    """Give every interleaved tensor the rows of its base type back."""
+    """Give every interleaved tensor the rows of its base type back.
+
+    Tensors of IQ1_M_R4 are read to see whether IQ1_M can hold them; the first row that it cannot is the reason to keep
+    one.
+    """
     changes = []
     for tensor in source.tensors.values():
-        if isinstance(tensor.type, Interleaved):
-            changes.append(Change(tensor, tensor.type.base_type))
-        else:
+        form = row_form(tensor.type)
+        reason = _obstacle(tensor) if form else ""
+        if form and not reason:
+            changes.append(Change(tensor, form))
+            continue
+        if not form:
             foreign = tensor.type.name.endswith(_INTERLEAVED_NAMES)
             reason = f"quantkit cannot unpack {tensor.type.name}" if foreign else "not interleaved"
-            changes.append(Change(tensor, tensor.type, reason))
-    return Repacking(source, changes, _unpacked_metadata(source, changes))
+        changes.append(Change(tensor, tensor.type, reason))
+    metadata = Metadata(source.metadata)
+    rename_unpacked(metadata, _became(changes))
+    return Repacking(source, changes, metadata)
 
 
 def write(
-    job: Repacking, out: str | os.PathLike[str], *, threads: int | None = None, progress: bool = False
+    job: Repacking,
+    out: str | os.PathLike[str],
+    *,
+    split_max_bytes: int | None = None,
+    split_max_tensors: int | None = None,
+    keep_split: bool = False,
+    threads: int | None = None,
+    progress: bool = False,
 ) -> list[Path]:
-    """Write the file that `job` describes; it appears under its name when it is complete. Returns the paths."""
-    specs = [TensorSpec(change.tensor.name, change.tensor.shape, change.type) for change in job.changes]
-    with Writer(out, job.metadata, specs) as writer:
+    """Write the file that `job` describes; it appears under its name when it is complete. Returns the paths.
+
+    With a limit, or with `keep_split` and an input of several shards, these are PREFIX-00001-of-0000N.gguf.
+    """
+    shards = job.source.shards if keep_split else None
+    specs = [change.spec for change in job.changes]
+    with Writer(out, job.metadata, specs, split_max_bytes, split_max_tensors, shards) as writer:
         for path in writer.paths:
             if path.exists() and any(os.path.samefile(path, other) for other in job.source.paths):
                 raise QuantkitError(f"{path}: this is the input; write to another name")
+
+        def put(name: str, data: np.ndarray) -> None:
+            writer.write(name, data)
+            release(data)  # of a copied tensor, a view of the input
+
         jobs = (piece for change in job.changes for piece in change.jobs())
-        pump(jobs, writer.write, job.nbytes, threads=threads, progress=progress)
+        pump(jobs, put, job.nbytes, threads=threads, progress=progress)
         return list(writer.paths)
 
 
-def _interleaved(tensor: Tensor) -> tuple[Interleaved | None, str]:
-    """The interleaved type of a tensor, or None and the reason why it has none."""
-    if tensor.name in EMBEDDINGS:
-        return None, "embeddings are read row by row"
-    if isinstance(tensor.type, Interleaved):
-        return None, "interleaved already"
-    form = interleaved_form(tensor.type)
-    if form is None:
-        return None, f"{tensor.type.name} has no interleaved form here"
-    rows = tensor.shape[-2] if len(tensor.shape) > 1 else 1
-    if rows % form.interleave:
-        return None, f"{rows} rows are not a multiple of {form.interleave}"
-    return form, ""
+def _ranges(tensor: Tensor, step: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows. A group never straddles two experts: each has whole groups of rows."""
+    return row_ranges(tensor.shape, step) if len(tensor.shape) > 1 else iter([(0, 1)])
 
 
-# ----------------------------------------------------------------------------------------------------------- file types
+def _obstacle(tensor: Tensor) -> str:
+    """Why a tensor cannot be unpacked, "" where it can."""
+    for start, stop in _ranges(tensor, tensor.type.interleave):
+        data = tensor.rows(start, stop)
+        reason = why_not(tensor.type, data, tensor.shape[-1], start)
+        release(data)
+        if reason:
+            return reason
+    return ""
 
 
-def _repacked_metadata(source: GGUF, changes: Sequence[Change]) -> Metadata:
-    """The metadata with the file type of the interleaved form of the main type, if that is what most of it became."""
-    metadata = Metadata(source.metadata)
-    main = _main_type(metadata)
-    form = interleaved_form(main) if main else None
-    if main and form and form.file_type is not None:
-        after = sum(change.tensor.nbytes for change in changes if change.type is form)
-        left = sum(change.tensor.nbytes for change in changes if change.type is main)
-        if after > left:
-            metadata.set(FILE_TYPE_BEFORE, metadata[FILE_TYPE], "u32")
-            metadata.set(FILE_TYPE, form.file_type, "u32")
-    return metadata
-
-
-def _unpacked_metadata(source: GGUF, changes: Sequence[Change]) -> Metadata:
-    """The metadata with the file type there was before repacking, or that of the base type."""
-    metadata = Metadata(source.metadata)
-    main = _main_type(metadata)
-    if not isinstance(main, Interleaved) or not any(change.changed for change in changes):
-        return metadata
-    before = metadata.pop(FILE_TYPE_BEFORE, None)
-    if not isinstance(before, int) or isinstance(before, bool):
-        before = main.base_type.file_type
-    if before is not None:
-        metadata.set(FILE_TYPE, before, "u32")
-    return metadata
-
-
-def _main_type(metadata: Metadata) -> QuantType | None:
-    """The tensor type behind general.file_type, None where that is missing or names none."""
-    number = metadata.get(FILE_TYPE)
-    if not isinstance(number, int) or isinstance(number, bool):
-        return None
-    try:
-        return file_type(number).default
-    except UnknownNameError:
-        return None
+def _became(changes: Sequence[Change]) -> list[tuple[str, QuantType, QuantType, int]]:
+    return [(c.tensor.name, c.tensor.type, c.type, c.tensor.nbytes) for c in changes]

@@ -31,129 +31,13 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from quantkit import jit
+from quantkit.simd_values import F16, F32, I8, I16, I32, I64, IntType, Value, Variable, element_of, vector, wrapped
 
-I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-F16, F32 = ir.HalfType(), ir.FloatType()
+__all__ = ["F16", "F32", "I8", "I16", "I32", "I64", "Emit", "IntType", "Value", "Variable", "emitted", "vector"]
 
 _NUMBA = {"void": types.void, "int64": types.int64, "float32": types.float32}
+_FRAME = 4096  # bytes for vectors `in_memory`
 _X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
-
-
-def vector(lanes: int, element: ir.Type) -> ir.VectorType:
-    return ir.VectorType(element, lanes)
-
-
-def _element(kind: ir.Type) -> ir.Type:
-    return kind.element if isinstance(kind, ir.VectorType) else kind
-
-
-def _wrapped(number: int, bits: int) -> int:
-    """The signed integer with the same `bits` low bits: LLVM's text form has no other."""
-    return (number + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)
-
-
-class Value:
-    """An LLVM value, scalar or vector, with Python's operators. Numbers become constants of its type.
-
-    `>>` shifts in zeros; integers carry no sign, the conversions say which is meant.
-    """
-
-    __slots__ = ("emit", "ir")
-
-    def __init__(self, emit: Emit, value: ir.Value):
-        self.emit, self.ir = emit, value
-
-    @property
-    def type(self) -> ir.Type:
-        return self.ir.type
-
-    @property
-    def lanes(self) -> int:
-        return self.ir.type.count
-
-    def _operand(self, other: Value | float) -> ir.Value:
-        if isinstance(other, Value):
-            return other.ir
-        if isinstance(other, int) and isinstance(_element(self.type), ir.IntType):
-            other = _wrapped(other, _element(self.type).width)
-        return self.emit.constant(self.type, other).ir
-
-    def _apply(self, other: Value | float, integer: str, real: str | None = None) -> Value:
-        name = real if real and _element(self.type) in (F16, F32) else integer
-        return Value(self.emit, getattr(self.emit.builder, name)(self.ir, self._operand(other)))
-
-    def __add__(self, other: Value | float) -> Value:
-        return self._apply(other, "add", "fadd")
-
-    def __sub__(self, other: Value | float) -> Value:
-        return self._apply(other, "sub", "fsub")
-
-    def __mul__(self, other: Value | float) -> Value:
-        return self._apply(other, "mul", "fmul")
-
-    def __truediv__(self, other: Value | float) -> Value:
-        return self._apply(other, "sdiv", "fdiv")
-
-    def __and__(self, other: Value | int) -> Value:
-        return self._apply(other, "and_")
-
-    def __or__(self, other: Value | int) -> Value:
-        return self._apply(other, "or_")
-
-    def __xor__(self, other: Value | int) -> Value:
-        return self._apply(other, "xor")
-
-    def __lshift__(self, other: Value | int) -> Value:
-        return self._apply(other, "shl")
-
-    def __rshift__(self, other: Value | int) -> Value:
-        return self._apply(other, "lshr")
-
-    def signed_shift(self, bits: int) -> Value:
-        """Shift right, copying the sign."""
-        return self._apply(bits, "ashr")
-
-    def _convert(self, element: ir.Type, operation: str) -> Value:
-        kind = vector(self.lanes, element) if isinstance(self.type, ir.VectorType) else element
-        return Value(self.emit, getattr(self.emit.builder, operation)(self.ir, kind))
-
-    def signed(self, element: ir.Type) -> Value:
-        """Integers widened with their sign."""
-        return self._convert(element, "sext")
-
-    def unsigned(self, element: ir.Type) -> Value:
-        """Integers widened with zeros."""
-        return self._convert(element, "zext")
-
-    def narrow(self, element: ir.Type) -> Value:
-        """The low bits of integers."""
-        return self._convert(element, "trunc")
-
-    def real(self) -> Value:
-        """Signed integers as float32."""
-        return self._convert(F32, "sitofp")
-
-    def view(self, kind: ir.Type) -> Value:
-        """The same bits as another type."""
-        return Value(self.emit, self.emit.builder.bitcast(self.ir, kind))
-
-    def lane(self, index: int) -> Value:
-        return Value(self.emit, self.emit.builder.extract_element(self.ir, ir.Constant(I32, index)))
-
-
-class Variable:
-    """A place for a value that changes in loops; LLVM makes it a register."""
-
-    def __init__(self, emit: Emit, first: Value):
-        self._emit = emit
-        self._slot = cgutils.alloca_once(emit.builder, first.type)
-        self.set(first)
-
-    def get(self) -> Value:
-        return Value(self._emit, self._emit.builder.load(self._slot))
-
-    def set(self, value: Value) -> None:
-        self._emit.builder.store(value.ir, self._slot)
 
 
 class Emit:
@@ -162,6 +46,9 @@ class Emit:
     def __init__(self, builder: ir.IRBuilder):
         self.builder = builder
         self.isa = jit.isa()
+        self._tables: dict[tuple[int, ...], ir.Value] = {}
+        self._frame: tuple[ir.Value, Value] | None = None  # where `in_memory` puts vectors, and its address
+        self._framed = 0  # bytes of it that are taken
 
     # ----------------------------------------------------------------------------------------- constants and memory
 
@@ -198,10 +85,13 @@ class Emit:
 
     def table(self, numbers: Sequence[int], element: ir.Type) -> Value:
         """The address of constant integers in the compiled code."""
-        kind = ir.ArrayType(element, len(numbers))
-        constants = [ir.Constant(element, _wrapped(int(v), element.width)) for v in numbers]
-        place = cgutils.global_constant(self.builder.module, "table", ir.Constant(kind, constants))
-        return Value(self, self.builder.ptrtoint(place, I64))
+        key = element.width, *numbers
+        if key not in self._tables:
+            kind = ir.ArrayType(element, len(numbers))
+            constants = [ir.Constant(element, wrapped(int(v), element.width)) for v in numbers]
+            constant = ir.Constant(kind, constants)
+            self._tables[key] = cgutils.global_constant(self.builder.module, "table", constant)
+        return Value(self, self.builder.ptrtoint(self._tables[key], I64))
 
     def integer(self, number: int) -> Value:
         return self.constant(I64, number)
@@ -285,9 +175,12 @@ class Emit:
         return self._fold(v, self.max)
 
     def lookup(self, table: Sequence[int], index: Value) -> Value:
-        """`table[index]` for 16 bytes and a vector of 16 or 32 indices 0..15."""
+        """`table[index]` for bytes and a vector of 16 or 32 indices: 16 of them and indices 0..15, or 32 or 64 of them
+        and indices taken modulo that."""
         lanes = index.lanes
-        table = [_wrapped(byte, 8) for byte in table]
+        table = [wrapped(byte, 8) for byte in table]
+        if len(table) > 16:
+            return self._long_lookup(table, index)
         names = {16: "llvm.x86.ssse3.pshuf.b.128", 32: "llvm.x86.avx2.pshuf.b"}
         if self.isa != "generic":
             return self.call(names[lanes], index.type, self.constant(index.type, table * (lanes // 16)), index)
@@ -297,11 +190,26 @@ class Emit:
             value = Value(self, self.builder.select(here, self.constant(index.type, table[code]).ir, value.ir))
         return value
 
+    def _long_lookup(self, table: list[int], index: Value) -> Value:
+        """A lookup in each half of the table, of which one bit of the index chooses; vpermb does 32 bytes at once."""
+        if len(table) == 32 == index.lanes and self.isa.startswith("avx512") and "avx512vbmi" in jit.cpu_features():
+            return self.call("llvm.x86.avx512.permvar.qi.256", index.type, self.constant(index.type, table), index)
+        half = len(table) // 2
+        within = index & 15 if half == 16 else index
+        low, high = self.lookup(table[:half], within), self.lookup(table[half:], within)
+        is_high = self.builder.icmp_unsigned("!=", (index & half).ir, self.zero(index.type).ir)
+        return Value(self, self.builder.select(is_high, high.ir, low.ir))
+
     def where_bits(self, v: Value, masks: Sequence[int], number: int) -> Value:
         """`number` in the byte lanes where a bit of the lane's mask is set in `v`, 0 elsewhere."""
-        masked = v & self.constant(v.type, [_wrapped(m, 8) for m in masks])
+        masked = v & self.constant(v.type, [wrapped(m, 8) for m in masks])
         is_set = self.builder.icmp_unsigned("!=", masked.ir, self.zero(v.type).ir)
         return Value(self, self.builder.select(is_set, self.constant(v.type, number).ir, self.zero(v.type).ir))
+
+    def integer_of(self, v: Value, mask: int) -> Value:
+        """An integer of a bit for each lane, lane 0 the lowest: whether the lane has a bit of `mask` set."""
+        is_set = self.builder.icmp_unsigned("!=", (v & mask).ir, self.zero(v.type).ir)
+        return Value(self, self.builder.bitcast(is_set, ir.IntType(v.lanes)))
 
     def between(self, v: Value, first: Value, last: Value) -> Value:
         """Where first <= v < last, signed integers: what `choose` takes."""
@@ -311,6 +219,43 @@ class Emit:
     def choose(self, where: Value, a: Value, b: Value) -> Value:
         """Lanes of `a` where it holds, of `b` elsewhere."""
         return Value(self, self.builder.select(where.ir, a.ir, b.ir))
+
+    def bits(self, v: Value) -> Value:
+        """The bits of an integer, lowest first, as lanes: what `choose` takes."""
+        return v.view(vector(v.type.width, ir.IntType(1)))
+
+    def any_bits(self, v: Value, masks: Sequence[int]) -> Value:
+        """Where a bit of the lane's mask is set in `v`: what `choose` takes."""
+        masked = v & self.constant(v.type, [wrapped(m, v.type.element.width) for m in masks])
+        return Value(self, self.builder.icmp_unsigned("!=", masked.ir, self.zero(v.type).ir))
+
+    def below(self, v: Value, bound: int) -> Value:
+        """Where v < bound, unsigned integers: what `choose` takes."""
+        return Value(self, self.builder.icmp_unsigned("<", v.ir, v._operand(bound)))
+
+    def multiply_high(self, a: Value, b: Value) -> Value:
+        """Upper halves of the products of unsigned 16-bit integers."""
+        return ((a.unsigned(I32) * b.unsigned(I32)) >> 16).narrow(I16)
+
+    def in_memory(self, v: Value) -> Value:
+        """The address of a copy of a vector, for loads of its parts.
+
+        LLVM does not see that they read what was stored: it would extract lanes instead, two instructions each.
+        """
+        if self._frame is None:
+            with self.builder.goto_entry_block():
+                place = self.builder.alloca(ir.ArrayType(I8, _FRAME))
+                place.align = 32
+                kind = ir.FunctionType(I64, [I64])
+                hidden = self.builder.call(ir.InlineAsm(kind, "", "=r,0", False), [self.builder.ptrtoint(place, I64)])
+            self._frame = place, Value(self, hidden)
+        place, address = self._frame
+        width = getattr(element_of(v.type), "width", 32)  # float types do not say theirs
+        first, self._framed = self._framed, self._framed + -(-v.lanes * width // 256) * 32
+        assert self._framed <= _FRAME, "too many vectors in memory"
+        target = self.builder.gep(place, [ir.Constant(I32, 0), ir.Constant(I32, first)])
+        self.builder.store(v.ir, self.builder.bitcast(target, v.type.as_pointer()), align=32)
+        return address + first
 
     # ---------------------------------------------------------------------------------------------------- arithmetic
 

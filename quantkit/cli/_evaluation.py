@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from quantkit.cli._runtime import repacked
 from quantkit.errors import QuantkitError
 
 TextFile = Annotated[Path | None, typer.Option("--file", "-f", help="Text, UTF-8.", show_default=False)]
@@ -38,6 +39,7 @@ def conditions(model: Any, n_ctx: int, chunks: int, text: str) -> dict[str, Any]
         "cache_type": model.cache_type,
         "threads": model.threads,
         "isa": jit.isa(),
+        **repacked(model),
         "quantkit": __version__,
         "numpy": importlib.metadata.version("numpy"),
         "numba": importlib.metadata.version("numba"),

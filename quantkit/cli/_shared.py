@@ -16,6 +16,15 @@ Threads = Annotated[
     int | None, typer.Option("--threads", "-t", help="Threads; default: the CPUs this process may use.", min=1)
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+SplitMaxSize = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Write shards of at most SIZE, as 50G or 48GiB.")
+]
+SplitMaxTensors = Annotated[int | None, typer.Option(metavar="N", min=1, help="Write shards of at most N tensors.")]
+KeepSplit = Annotated[bool, typer.Option("--keep-split", help="Write the shards that the input has.")]
+RepackPattern = Annotated[
+    list[str] | None,
+    typer.Option(metavar="RE,…", help="Only tensors in whose name one of these regexes is found. Repeatable."),
+]
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
           "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
@@ -27,6 +36,18 @@ def parse_size(text: str) -> int:
     if match is None or match[2] not in _UNITS or float(match[1]) == 0:
         raise QuantkitError(f"'{text}' is not a size; write for example 50G (10^9 bytes each) or 48GiB")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def split_limit(size: str | None, tensors: int | None, keep: bool) -> int | None:
+    """The bytes of --split-max-size; bad usage when --keep-split says something else."""
+    if keep and (size is not None or tensors is not None):
+        raise typer.BadParameter("--keep-split and --split-max-size or --split-max-tensors contradict each other")
+    return None if size is None else parse_size(size)
+
+
+def comma_separated(texts: list[str] | None) -> list[str]:
+    """The parts of an option that may be repeated and may hold several at once."""
+    return [part for text in texts or [] for part in text.split(",") if part]
 
 
 def gib(size: float) -> str:

@@ -9,6 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
+from quantkit.cli._runtime import (
+    CpuMoe,
+    GpuLayers,
+    NCpuMoe,
+    OverrideTensor,
+    RunTimeRepack,
+    open_model,
+    placement_flags,
+    repacked,
+)
 from quantkit.cli._shared import Json, Threads, gib, print_json, table
 from quantkit.errors import QuantkitError
 
@@ -28,6 +38,11 @@ def bench(
     numerics: FastNumerics = "fast",
     cache_type: CacheType = None,
     threads: Threads = None,
+    gpu_layers: GpuLayers = None,
+    override_tensor: OverrideTensor = None,
+    cpu_moe: CpuMoe = False,
+    n_cpu_moe: NCpuMoe = 0,
+    run_time_repack: RunTimeRepack = False,
     json: Json = False,
 ) -> None:
     """Time a prompt and the generation of tokens.
@@ -35,11 +50,11 @@ def bench(
     GB/s is what generating reads, weights and cache, beside which the memory's own speed is the limit.
     """
     from quantkit.evaluate import bench as measure
-    from quantkit.runtime.model import load
 
     if not n_prompt and not n_gen:
         raise QuantkitError("bench with -p 0 and -n 0 measures nothing; give one of them a number of tokens")
-    loaded = load(model, numerics=numerics, threads=threads, cache_type=cache_type)
+    flags = placement_flags(gpu_layers, override_tensor, cpu_moe, n_cpu_moe)
+    loaded = open_model(model, flags, run_time_repack, numerics=numerics, threads=threads, cache_type=cache_type)
     speeds = measure.bench(loaded, n_prompt, n_gen, repetitions)
     about = conditions(loaded) | {"repetitions": repetitions}
     if json:
@@ -60,6 +75,7 @@ def conditions(model: Any) -> dict[str, Any]:
         "threads": model.threads,
         "isa": jit.isa(),
         "quantkit": __version__,
+        **repacked(model),
     }
     return found | ({"layer_by_layer": model.slow_because} if model.slow_because else {})
 

@@ -9,6 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
+from quantkit.cli._runtime import (
+    CpuMoe,
+    GpuLayers,
+    NCpuMoe,
+    OverrideTensor,
+    RunTimeRepack,
+    open_model,
+    placement_flags,
+    repacked,
+)
 from quantkit.cli._shared import Json, Threads, print_json
 from quantkit.errors import QuantkitError
 
@@ -44,10 +54,11 @@ def generate(
         typer.Option("--cache-type", "-ctk", "-ctv", help="f16 or f32; default: f16 if fast, f32 if exact."),
     ] = None,
     threads: Threads = None,
-    override_tensor: Annotated[
-        str, typer.Option("--override-tensor", "-ot", help="REGEX=DEVICE,…: where tensors go.", show_default=False)
-    ] = "",
-    gpu_layers: Annotated[int, typer.Option("--gpu-layers", "-ngl", help="Layers on the GPU.", min=0)] = 0,
+    gpu_layers: GpuLayers = None,
+    override_tensor: OverrideTensor = None,
+    cpu_moe: CpuMoe = False,
+    n_cpu_moe: NCpuMoe = 0,
+    run_time_repack: RunTimeRepack = False,
     json: Json = False,
 ) -> None:
     """Continue a prompt, or answer it with --chat.
@@ -55,15 +66,14 @@ def generate(
     The reply goes to stdout as it comes; the conditions and the speed of prompt and generation to stderr.
     """
     from quantkit.runtime.generate import Sampling
-    from quantkit.runtime.model import load
 
     text = _prompt(prompt, file)
     seed = secrets.randbits(32) if seed is None else seed
     sampling = Sampling(temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed)
-    loaded = load(model, numerics=numerics, threads=threads, cache_type=cache_type, n_ctx=ctx_size,
-                  override_tensor=override_tensor, gpu_layers=gpu_layers)  # fmt: skip
-    for rule in loaded.placement.idle:
-        print(f"warning: -ot {rule} decides no tensor", file=sys.stderr)
+    flags = placement_flags(gpu_layers, override_tensor, cpu_moe, n_cpu_moe)
+    loaded = open_model(
+        model, flags, run_time_repack, numerics=numerics, threads=threads, cache_type=cache_type, n_ctx=ctx_size
+    )
     tokens = _tokens(loaded.tokenizer, text, chat, system)
     result = loaded.generate(tokens, n_predict, sampling, None if json else _show)
     if json:
@@ -122,6 +132,7 @@ def _record(path: Path, model: Any, result: Any, sampling: Any) -> dict[str, Any
             "numerics": model.numerics,
             "cache_type": model.cache_type,
             "threads": model.threads,
+            **repacked(model),
             "sampling": asdict(sampling),
         },
     }

@@ -21,6 +21,15 @@ from quantkit.cli._evaluation import (
     conditions_line,
     required_text,
 )
+from quantkit.cli._runtime import (
+    CpuMoe,
+    GpuLayers,
+    NCpuMoe,
+    OverrideTensor,
+    RunTimeRepack,
+    open_model,
+    placement_flags,
+)
 from quantkit.cli._shared import Json, Threads, print_json
 from quantkit.errors import QuantkitError
 
@@ -46,6 +55,11 @@ def perplexity(
     numerics: Numerics = "exact",
     threads: Threads = None,
     cache_type: CacheType = None,
+    gpu_layers: GpuLayers = None,
+    override_tensor: OverrideTensor = None,
+    cpu_moe: CpuMoe = False,
+    n_cpu_moe: NCpuMoe = 0,
+    run_time_repack: RunTimeRepack = False,
     json: Json = False,
 ) -> None:
     """Measure how well a model predicts a text, or how far it is from another model.
@@ -53,9 +67,8 @@ def perplexity(
     Protocol, printed form and base files are those of llama-perplexity: chunks of -c tokens, the second half of each
     is scored.
     """
-    from quantkit.runtime.model import load
-
-    loaded = load(model, numerics=numerics, threads=threads, cache_type=cache_type)
+    flags = placement_flags(gpu_layers, override_tensor, cpu_moe, n_cpu_moe)
+    loaded = open_model(model, flags, run_time_repack, numerics=numerics, threads=threads, cache_type=cache_type)
     quiet = json
     if kl_divergence:
         if kl_divergence_base is None:

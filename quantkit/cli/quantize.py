@@ -11,7 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli._shared import Json, Threads, gib, mib, parse_size, print_json, table
+from quantkit.cli._shared import (
+    Json,
+    KeepSplit,
+    RepackPattern,
+    SplitMaxSize,
+    SplitMaxTensors,
+    Threads,
+    comma_separated,
+    gib,
+    mib,
+    print_json,
+    split_limit,
+    table,
+)
 from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:
@@ -77,12 +90,13 @@ def quantize(
         list[str] | None,
         typer.Option(metavar="KEY=TYPE:VALUE", help="Set a metadata key; TYPE int, float, bool or str. Repeatable."),
     ] = None,
-    split_max_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Write shards of at most SIZE, as 50G or 48GiB.")
-    ] = None,
-    split_max_tensors: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Write shards of at most N tensors.")
-    ] = None,
+    repack: Annotated[
+        bool, typer.Option("--repack", help="Interleave every tensor that can be, in the type that was decided.")
+    ] = False,
+    repack_pattern: RepackPattern = None,
+    split_max_size: SplitMaxSize = None,
+    split_max_tensors: SplitMaxTensors = None,
+    keep_split: KeepSplit = False,
     strict: Annotated[bool, typer.Option("--strict", help="Take warnings about the plan for errors.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")] = False,
     verbose: Annotated[
@@ -96,6 +110,8 @@ def quantize(
     What decides a tensor's type, strongest first: --token-embedding-type and --output-tensor-type; the first matching
     rule of --custom-q and --recipe; --attn-q-type and its kin; the mix of TYPE; its default. Rows that do not fit a
     type fall back to a narrower one. Rules that do nothing are warned about; the output carries its recipe.
+    --repack and --repack-pattern do in one pass what `quantkit repack` would do to the output; the pattern alone is
+    enough. Types that are interleaved, as IQ4_K_R4, can also be asked for like any other.
     """
     import quantkit
     from quantkit.quantize import Override
@@ -113,9 +129,10 @@ def quantize(
         "attn_output": attn_output_type, "ffn_gate": ffn_gate_type, "ffn_down": ffn_down_type, "ffn_up": ffn_up_type,
     }  # fmt: skip
     exact = (output_tensor_type, token_embedding_type, ffn_gate_inp_type)
-    options = _options(pure, exact, class_types, leave_output_tensor, allow_requantize, ignore_imatrix_rules)
+    switches = (leave_output_tensor, allow_requantize, ignore_imatrix_rules, repack)
+    options = _options(pure, exact, class_types, *switches, tuple(comma_separated(repack_pattern)))
     overrides = [Override.parse(text) for text in override_kv or []]
-    size = None if split_max_size is None else parse_size(split_max_size)
+    size = split_limit(split_max_size, split_max_tensors, keep_split)
     made = plan(
         file.tensors.values(),
         file_type,
@@ -145,6 +162,7 @@ def quantize(
         threads=threads or _positive(thread_count),
         split_max_bytes=size,
         split_max_tensors=split_max_tensors,
+        keep_split=keep_split,
         progress=True,
     )
     _report(made, written, time.perf_counter() - started, json)
@@ -191,13 +209,15 @@ def _options(
     leave: bool,
     again: bool,
     ignore_rules: bool,
+    repack: bool,
+    patterns: tuple[str, ...],
 ) -> Options:
     from quantkit import types
     from quantkit.recipe import Options
 
     output, embedding, router = (types.layout(name) if name else None for name in exact)
     chosen = {name: types.layout(t) for name, t in class_types.items() if t}
-    return Options(pure, output, embedding, router, chosen, leave, again, ignore_rules)
+    return Options(pure, output, embedding, router, chosen, leave, again, ignore_rules, repack, patterns)
 
 
 # ------------------------------------------------------------------------------------------------------------- printing
@@ -216,9 +236,15 @@ def print_plan(plan: Plan, verbose: bool = False) -> None:
     for warning in plan.warnings:
         print(f"warning: {warning}")
     print(
-        f"{plan.file_type.name}: {len(plan.tensors)} tensors, {gib(plan.bytes_before)} -> {gib(plan.bytes_after)}, "
+        f"{_names(plan)}: {len(plan.tensors)} tensors, {gib(plan.bytes_before)} -> {gib(plan.bytes_after)}, "
         f"{plan.bits_per_weight:.3f} bits per weight"
     )
+
+
+def _names(plan: Plan) -> str:
+    """The file type asked for, and the one that the output names where that is another."""
+    name, written = plan.file_type.name, plan.written_type.name
+    return name if name == written else f"{name}, written as {written}"
 
 
 def _classes(plan: Plan) -> list[tuple[Any, ...]]:

@@ -5,11 +5,24 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from quantkit.cli._shared import Json, Threads, gib, mib, print_json, table
+from quantkit.cli._shared import (
+    Json,
+    KeepSplit,
+    RepackPattern,
+    SplitMaxSize,
+    SplitMaxTensors,
+    Threads,
+    comma_separated,
+    gib,
+    mib,
+    print_json,
+    split_limit,
+    table,
+)
 
 if TYPE_CHECKING:
     from quantkit.repack_file import Repacking
@@ -20,10 +33,10 @@ def repack(
         Path, typer.Argument(metavar="IN", help="A GGUF file, or any shard of a set.", show_default=False)
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.", show_default=False)],
-    repack_pattern: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RE,…", help="Only tensors in whose name one of these regexes is found. Repeatable."),
-    ] = None,
+    repack_pattern: RepackPattern = None,
+    split_max_size: SplitMaxSize = None,
+    split_max_tensors: SplitMaxTensors = None,
+    keep_split: KeepSplit = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change and write nothing.")] = False,
     threads: Threads = None,
     json: Json = False,
@@ -31,17 +44,28 @@ def repack(
     """Interleave the rows of a file's tensors, which CPU kernels read faster.
 
     Values do not change, and `quantkit unpack` gives the file back. Embeddings stay as they are; so do types without an
-    interleaved form and matrices whose rows are not a multiple of what the form interleaves. Interleaved tensors are
-    for the CPU: name with --repack-pattern those that will run there. When nothing can change, nothing is written.
+    interleaved form and matrices whose rows are not a multiple of what the form interleaves. BF16 is interleaved only
+    where a pattern names it: bf16_r16 needs a CPU with AVX512_BF16. F16 never is, as that would lose bits.
+    Interleaved tensors are for the CPU: name with --repack-pattern those that will run there. When nothing can change,
+    nothing is written.
     """
     import quantkit
     from quantkit.repack_file import plan_repack
 
-    patterns = [part for text in repack_pattern or [] for part in text.split(",") if part]
-    carry_out(plan_repack(quantkit.open(source), patterns), out, dry_run, threads, json)
+    split = Split(split_limit(split_max_size, split_max_tensors, keep_split), split_max_tensors, keep_split)
+    job = plan_repack(quantkit.open(source), comma_separated(repack_pattern))
+    carry_out(job, out, split, dry_run, threads, json)
 
 
-def carry_out(job: Repacking, out: Path, dry_run: bool, threads: int | None, json: bool) -> None:
+class Split(NamedTuple):
+    """How the output is cut into shards: at most so many bytes, so many tensors, or as the input."""
+
+    max_bytes: int | None
+    max_tensors: int | None
+    keep: bool
+
+
+def carry_out(job: Repacking, out: Path, split: Split, dry_run: bool, threads: int | None, json: bool) -> None:
     """Show what a repacking does, do it unless there is nothing to do, and say so."""
     from quantkit.repack_file import write
 
@@ -50,7 +74,15 @@ def carry_out(job: Repacking, out: Path, dry_run: bool, threads: int | None, jso
     if not json:
         print(_summary(job), end="\n\n")
     if job.changed and not dry_run:
-        paths = write(job, out, threads=threads, progress=not json)
+        paths = write(
+            job,
+            out,
+            split_max_bytes=split.max_bytes,
+            split_max_tensors=split.max_tensors,
+            keep_split=split.keep,
+            threads=threads,
+            progress=not json,
+        )
     seconds = time.perf_counter() - started
     if json:
         print_json(_record(job, paths, seconds))

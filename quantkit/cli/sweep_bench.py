@@ -8,6 +8,15 @@ from typing import Annotated
 
 import typer
 
+from quantkit.cli._runtime import (
+    CpuMoe,
+    GpuLayers,
+    NCpuMoe,
+    OverrideTensor,
+    RunTimeRepack,
+    open_model,
+    placement_flags,
+)
 from quantkit.cli._shared import Json, Threads, print_json
 from quantkit.cli.bench import CacheType, FastNumerics, bandwidth, conditions, record
 
@@ -21,6 +30,11 @@ def sweep_bench(
     numerics: FastNumerics = "fast",
     cache_type: CacheType = None,
     threads: Threads = None,
+    gpu_layers: GpuLayers = None,
+    override_tensor: OverrideTensor = None,
+    cpu_moe: CpuMoe = False,
+    n_cpu_moe: NCpuMoe = 0,
+    run_time_repack: RunTimeRepack = False,
     json: Json = False,
 ) -> None:
     """Time prompt and generation as the cache fills.
@@ -29,9 +43,11 @@ def sweep_bench(
     Rows come as they are measured.
     """
     from quantkit.evaluate import bench as measure
-    from quantkit.runtime.model import load
 
-    loaded = load(model, numerics=numerics, threads=threads, cache_type=cache_type, n_ctx=ctx_size)
+    flags = placement_flags(gpu_layers, override_tensor, cpu_moe, n_cpu_moe)
+    loaded = open_model(
+        model, flags, run_time_repack, numerics=numerics, threads=threads, cache_type=cache_type, n_ctx=ctx_size
+    )
     about = conditions(loaded) | {"n_ctx": ctx_size, "n_batch": batch_size}
     rows = measure.sweep(loaded, ctx_size, batch_size)
     if json:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli._shared import Json, Threads
-from quantkit.cli.repack import carry_out
+from quantkit.cli._shared import Json, KeepSplit, SplitMaxSize, SplitMaxTensors, Threads, split_limit
+from quantkit.cli.repack import Split, carry_out
 
 
 def unpack(
@@ -16,6 +16,9 @@ def unpack(
         Path, typer.Argument(metavar="IN", help="A GGUF file, or any shard of a set.", show_default=False)
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.", show_default=False)],
+    split_max_size: SplitMaxSize = None,
+    split_max_tensors: SplitMaxTensors = None,
+    keep_split: KeepSplit = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change and write nothing.")] = False,
     threads: Threads = None,
     json: Json = False,
@@ -23,10 +26,12 @@ def unpack(
     """Undo repacking: give interleaved tensors the rows of their base types.
 
     Every bit is kept: a file that `quantkit repack` wrote becomes the file it was made from, and one that was quantized
-    straight to interleaved types becomes one that GPUs and other tools can use. When nothing is interleaved, nothing is
-    written.
+    straight to interleaved types becomes one that GPUs and other tools can use. Tensors of IQ1_S_R4 become IQ1_S, those
+    of IQ1_M_R4 become IQ1_M where it can hold their scales and stay otherwise, those of Q8_K_R8 become Q8_0: their
+    values do not change, their sizes do. When nothing can change, nothing is written.
     """
     import quantkit
     from quantkit.repack_file import plan_unpack
 
-    carry_out(plan_unpack(quantkit.open(source)), out, dry_run, threads, json)
+    split = Split(split_limit(split_max_size, split_max_tensors, keep_split), split_max_tensors, keep_split)
+    carry_out(plan_unpack(quantkit.open(source)), out, split, dry_run, threads, json)

@@ -126,11 +126,13 @@ class GGUF:
     path      what was opened                   paths    every file of it, in order
     metadata  Metadata of the first shard       tensors  dict name -> Tensor, in file order
     version   of the format                     size     bytes of all files
+    shards    number of tensors in each file
     """
 
     def __init__(self, path: Path, shards: list[_Shard]):
         self.path = path
         self.paths = [shard.path for shard in shards]
+        self.shards = [len(shard.tensors) for shard in shards]
         self.metadata = shards[0].metadata
         self.version = shards[0].version
         self.size = sum(shard.bytes.size for shard in shards)

@@ -122,6 +122,7 @@ class Writer(StreamWriter):
 
     metadata         Metadata or a dict; general.alignment and split.* are left out, the writer sets its own
     split_max_bytes  limit on the tensor bytes of a shard (padded to 32; the header is not counted)
+    shards           instead of limits the number of tensors of each shard, as `GGUF.shards` of another file
     paths            final names: `path`, or PREFIX-00001-of-0000N.gguf for each of N > 1 shards
 
     Leaving the block completes the files; an exception in it, or tensors that are missing, remove what was written.
@@ -134,15 +135,28 @@ class Writer(StreamWriter):
         specs: Iterable[TensorSpec],
         split_max_bytes: int | None = None,
         split_max_tensors: int | None = None,
+        shards: Sequence[int] | None = None,
     ):
         path = Path(path)
         self.specs = list(specs)
-        counts = partition([_padded(spec.nbytes) for spec in self.specs], split_max_bytes, split_max_tensors)
+        counts = self._counts(path, split_max_bytes, split_max_tensors, shards)
         paths = _shard_names(path, len(counts))
         headers = _headers(metadata, self.specs, counts)
         stops = np.cumsum(counts).tolist()
-        shards = [self.specs[stop - count : stop] for stop, count in zip(stops, counts)]
-        super().__init__(path, [_layout(*shard) for shard in zip(paths, headers, shards)])
+        parts = [self.specs[stop - count : stop] for stop, count in zip(stops, counts)]
+        super().__init__(path, [_layout(*part) for part in zip(paths, headers, parts)])
+
+    def _counts(
+        self, path: Path, max_bytes: int | None, max_tensors: int | None, shards: Sequence[int] | None
+    ) -> list[int]:
+        """The number of tensors of each file."""
+        if shards is None:
+            return partition([_padded(spec.nbytes) for spec in self.specs], max_bytes, max_tensors)
+        if max_bytes is not None or max_tensors is not None:
+            raise DataError(f"{path}: shards are given by their tensors or by a limit, not by both")
+        if sum(shards) != len(self.specs) or min(shards, default=-1) < 0:
+            raise DataError(f"{path}: shards of {sum(shards)} tensors in all for a file of {len(self.specs)}")
+        return list(shards)
 
 
 # --------------------------------------------------------------------------------------------------------------- layout

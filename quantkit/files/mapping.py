@@ -29,3 +29,27 @@ def map_file(path: Path) -> np.ndarray:
         raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValueError as error:  # a NUL in the name; a file that shrank since fstat
         raise FormatError(f"{path}: cannot be read: {error}") from error
+
+
+# A page that is touched brings up to 2 MiB around it along, so also some that were let go of before.
+_AROUND = 4 << 20
+
+
+def release(view: np.ndarray) -> None:
+    """Let go of the memory behind a view of a mapped file, which is read again where it is touched again.
+
+    Pages of a mapping count as a process's memory once they were touched, however large the file. Those of the view,
+    and of what lies shortly before it, are taken out of it and stay in the system's cache. So whoever walks over a file
+    and releases what is behind needs little. Of other arrays than such views nothing is done.
+    """
+    if not hasattr(mmap, "MADV_DONTNEED"):  # Windows
+        return
+    whole = view
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    mapped = whole.base.obj if isinstance(whole.base, memoryview) else None
+    if not isinstance(mapped, mmap.mmap) or not view.nbytes:
+        return
+    start = view.ctypes.data - whole.ctypes.data
+    first = max(0, start - _AROUND) // mmap.PAGESIZE * mmap.PAGESIZE
+    mapped.madvise(mmap.MADV_DONTNEED, first, start + view.nbytes - first)

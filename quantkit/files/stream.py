@@ -1,13 +1,15 @@
 """Streaming into files whose layout is known in full before the first byte: what GGUF and safetensors writers share.
 
 Each file gets its final size and its header when it is begun; tensors are then put at their offsets, in the order of
-the layout, in as many pieces as the caller likes. Memory stays at one piece.
+the layout, in as many pieces as the caller likes. Memory stays at one piece. The disk works meanwhile: what was written
+is synced from time to time by a thread, so that the sync at the end, which makes the file durable, finds little to do.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +21,9 @@ from quantkit.errors import DataError
 from quantkit.files.atomic import AtomicFile, allow_open_files, os_errors, publish, require_space
 
 Self = TypeVar("Self", bound="StreamWriter")
+
+_SYNC_EVERY = 64 << 20  # bytes written between two syncs; smaller files are synced once, at the end
+_sync_data = getattr(os, "fdatasync", os.fsync)  # which macOS and Windows lack
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class StreamWriter:
         self._files: list[AtomicFile] = []
         self._index = 0  # of the tensor being written
         self._written = 0  # bytes of it
+        self._syncer = _Syncer()
         names = [slot.name for slot, _ in self._slots]
         if len(set(names)) < len(names):
             twice = next(name for i, name in enumerate(names) if name in names[:i])
@@ -97,6 +103,7 @@ class StreamWriter:
             if self._written == 0:
                 file.stream.seek(slot.offset)
             file.stream.write(np.ascontiguousarray(data).data)
+            self._syncer.wrote(file, data.nbytes)
         self._written = total
         if total == slot.nbytes:
             self._index += 1
@@ -112,13 +119,16 @@ class StreamWriter:
                     f"{self.path}: {self._index} of {len(self._slots)} tensors were written; tensor {slot.name} has "
                     f"{self._written} of {slot.nbytes} bytes"
                 )
-            self._begin(len(self._layouts) - 1)
+            file = self._begin(len(self._layouts) - 1)
+            with os_errors(file.temporary, "write"):
+                self._syncer.finish()
             publish(self._files)
         finally:
             self.abort()
 
     def abort(self) -> None:
         """Remove what was written. Does nothing to files that are complete."""
+        self._syncer.abandon()
         for file in self._files:
             file.discard()
 
@@ -148,3 +158,35 @@ class StreamWriter:
                 os.ftruncate(file.stream.fileno(), layout.size)  # so that padding is there without being written
                 file.stream.write(layout.header)
         return self._files[number]
+
+
+class _Syncer:
+    """Has a thread make durable what was written to a file, whenever that is much and the thread is idle."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._running: Future[None] | None = None
+        self._behind = 0  # bytes written since the last sync was begun
+
+    def wrote(self, file: AtomicFile, nbytes: int) -> None:
+        """Note what was written to `file`. Raises the OSError of a sync that failed: the system tells it only once."""
+        self._behind += nbytes
+        if self._behind < _SYNC_EVERY or not (self._running is None or self._running.done()):
+            return
+        self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="quantkit-sync")
+        if self._running is not None:
+            self._running.result()
+        self._running = self._pool.submit(_sync_data, file.stream.fileno())
+        self._behind = 0
+
+    def finish(self) -> None:
+        """Wait for the sync that is running."""
+        if self._running is not None:
+            self._running.result()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Wait without asking how it went: the files are unwanted, but may not be closed under a running sync."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None

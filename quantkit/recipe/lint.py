@@ -44,7 +44,7 @@ def _missing_importance(planned: Sequence[PlannedTensor]) -> str | None:
     without = [
         t.name
         for t in planned
-        if not t.copied and t.type.uses_imatrix and t.importance is None and t.name not in _UNMEASURED
+        if not (t.copied or t.relaid) and t.type.uses_imatrix and t.importance is None and t.name not in _UNMEASURED
     ]
     if not without:
         return None

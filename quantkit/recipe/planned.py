@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from quantkit import types
 from quantkit.errors import UnsupportedError
 from quantkit.recipe.errors import RecipeError
 from quantkit.recipe.grammar import Recipe, Rule
+from quantkit.recipe.interleaving import Became, repacked_type
 from quantkit.recipe.presets import FileType
 from quantkit.types import QuantType
 
@@ -21,6 +23,7 @@ class PlannedTensor:
 
     shape is numpy's: rows of `shape[-1]` columns, experts first. `wanted` is the type before the shape had its say, and
     differs from `type` where a fallback took place. `importance` names the entry of the importance matrix that is used.
+    `repacked`: --repack interleaved what was decided; `row_type` is what that was.
     """
 
     name: str
@@ -31,10 +34,20 @@ class PlannedTensor:
     wanted: QuantType | None = None
     rule: int | None = None  # index of the rule that decided
     importance: str | None = None
+    repacked: bool = False
 
     @property
     def copied(self) -> bool:
         return self.type is self.source
+
+    @property
+    def relaid(self) -> bool:
+        """The source's bits in another order: interleaved, or rows of what is interleaved in the source."""
+        return self.source.name == self.type.base or self.type.name == self.source.base
+
+    @property
+    def row_type(self) -> QuantType:
+        return types.layout(self.type.base) if self.repacked and self.type.base else self.type
 
     @property
     def elements(self) -> int:
@@ -115,13 +128,22 @@ class Plan:
     def bits_per_weight(self) -> float:
         return 8 * self.bytes_after / max(1, self.elements)
 
+    @property
+    def written_type(self) -> FileType:
+        """What general.file_type of the output names: `file_type`, or what --repack made of most of its main type."""
+        return repacked_type(self.file_type, self.became())
+
+    def became(self) -> list[Became]:
+        """What --repack did to each tensor; nothing, without it."""
+        return [(t.name, t.row_type, t.type, t.bytes_after) for t in self.tensors]
+
     def types(self) -> Counter[str]:
         """How many tensors get each type."""
         return Counter(t.type.name for t in self.tensors)
 
     def require_codecs(self) -> None:
         """UnsupportedError when a tensor must be encoded to, or decoded from, a type that quantkit cannot."""
-        changed = [t for t in self.tensors if not t.copied]
+        changed = [t for t in self.tensors if not t.copied and not t.relaid]
         self._refuse("encode", [(t, t.type) for t in changed if t.type.encode_rows is None or t.type.activation])
         self._refuse("decode", [(t, t.source) for t in changed if t.source.decode_rows is None])
 
@@ -147,6 +169,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         return {
             "file_type": self.file_type.name,
+            "written_as": self.written_type.name,
             "flags": self.flags,
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,

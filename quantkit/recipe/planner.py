@@ -8,18 +8,21 @@ What decides a tensor's type, strongest first (spec/tools.md 2.3):
     4. the mix of the file type, unless --pure
     5. the file type's default type
 
-and then the tensor's shape: rows that are no whole number of blocks, or too few to be interleaved, fall back.
+and then the tensor's shape: rows that are no whole number of blocks, or too few to be interleaved, fall back. With
+--repack, what was decided is interleaved where that is possible, tensors that are kept included (`interleaving`).
 
 Where the reference does something else, on purpose: it ignores rules and class flags when the file type is a float and
 under --pure (here they count, and --pure refuses them); it writes a corrupt tensor when an exact flag asks for a type
-that the rows do not fit (here that falls back too); --attn-qkv-type does nothing there (here it beats --attn-q-type).
+that the rows do not fit (here that falls back too); --attn-qkv-type does nothing there (here it beats --attn-q-type);
+--repack there ignores TYPE and all that chooses types (that is `quantkit repack` here). Tensors whose type is wanted in
+rows and is interleaved in the source, or the other way round, only change their order of bits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +33,7 @@ from quantkit.files.imatrix import Imatrix
 from quantkit.recipe.errors import RecipeError
 from quantkit.recipe.fallback import fit_columns, interleaved_rows, row_by_row
 from quantkit.recipe.grammar import Recipe, Rule
+from quantkit.recipe.interleaving import Selection
 from quantkit.recipe.lint import warnings_of
 from quantkit.recipe.mixes import BUILT, Mix, Model, tensor_class
 from quantkit.recipe.planned import Plan, PlannedTensor, RuleUse
@@ -76,7 +80,10 @@ class Tensor(Protocol):
 
 @dataclass(frozen=True)
 class Options:
-    """The flags that shape a plan. `class_types` is keyed by the classes of `mixes.CLASSES` and "attn_qkv"."""
+    """The flags that shape a plan. `class_types` is keyed by the classes of `mixes.CLASSES` and "attn_qkv".
+
+    `repack_patterns` are ECMAScript regexes: with `repack`, only tensors in whose name one is found are interleaved.
+    """
 
     pure: bool = False
     output_type: QuantType | None = None
@@ -86,9 +93,21 @@ class Options:
     leave_output: bool = False
     allow_requantize: bool = False
     ignore_imatrix_rules: bool = False
+    repack: bool = False
+    repack_patterns: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """As typed on the command line."""
+        repacking = ["--repack"] if self.repack and not self.repack_patterns else []
+        repacking += [f"--repack-pattern {','.join(self.repack_patterns)}"] if self.repack_patterns else []
+        return " ".join([*self._choosing(), *repacking])
+
+    @property
+    def choose(self) -> bool:
+        """Whether any of them has a say in types."""
+        return bool(self._choosing())
+
+    def _choosing(self) -> list[str]:
         named = {"output-tensor": self.output_type, "token-embedding": self.embedding_type}
         named |= {"ffn-gate-inp": self.router_type} | {k.replace("_", "-"): t for k, t in self.class_types.items()}
         said = [f"--{name}-type {t.name}" for name, t in named.items() if t is not None]
@@ -97,7 +116,7 @@ class Options:
             "leave-output-tensor": self.leave_output,
             "ignore-imatrix-rules": self.ignore_imatrix_rules,
         }
-        return " ".join(said + [f"--{name}" for name, on in switches.items() if on])
+        return said + [f"--{name}" for name, on in switches.items() if on]
 
 
 def plan(
@@ -119,10 +138,12 @@ def plan(
     recipe = recipe or Recipe()
     target = target if isinstance(target, FileType) else file_type(target)
     listed = list(tensors)
-    planner = _Planner(target, recipe, options, Model.of(metadata or {}, (t.name for t in listed)), imatrix)
+    names = [t.name for t in listed]
+    selection = Selection(options.repack_patterns, names) if options.repack or options.repack_patterns else None
+    planner = _Planner(target, recipe, options, Model.of(metadata or {}, names), imatrix, selection)
     planned = tuple(planner.tensor(t) for t in listed)
     if not options.allow_requantize:
-        _refuse_requantizing(planned)
+        _refuse_requantizing(planned, selection is not None)
     warnings = warnings_of(planner.uses, planned, imatrix)
     return Plan(target, recipe, str(options), planned, tuple(planner.uses), tuple(warnings))
 
@@ -137,8 +158,17 @@ class _Choice:
 class _Planner:
     """The decisions of one plan; tensors are asked for in file order."""
 
-    def __init__(self, target: FileType, recipe: Recipe, options: Options, model: Model, imatrix: Imatrix | None):
+    def __init__(
+        self,
+        target: FileType,
+        recipe: Recipe,
+        options: Options,
+        model: Model,
+        imatrix: Imatrix | None,
+        selection: Selection | None,
+    ):
         self.target, self.recipe, self.options, self.model, self.imatrix = target, recipe, options, model, imatrix
+        self.selection = selection  # of what is interleaved
         self.uses = [RuleUse(rule) for rule in recipe.rules]
         self._refuse_contradictions()
         mixed = target.default is not None and not options.pure and not target.is_float and target.name in BUILT
@@ -150,10 +180,20 @@ class _Planner:
             raise RecipeError(
                 f"--pure gives every tensor the type of {self.target.name}, so '{given[0]}' would do nothing; drop one"
             )
-        if self.target.default is None and (given or str(self.options)):
+        if self.target.default is None and (given or self.options.choose):
             raise RecipeError(f"COPY changes no tensor, so '{(given or [str(self.options)])[0]}' would do nothing")
 
     def tensor(self, t: Tensor) -> PlannedTensor:
+        planned = self._decide(t)
+        if self.selection is None or len(t.shape) < 2 or planned.type.name == "f32":
+            return planned
+        form, why = self.selection.form(t.name, t.shape, planned.type)
+        if form is None:
+            kept = planned.wanted is None and self.target.default is not None  # and says so
+            return planned if kept else replace(planned, reason=f"{planned.reason}; not repacked: {why}")
+        return replace(planned, type=form, reason=f"{planned.reason}; repacked", repacked=True)
+
+    def _decide(self, t: Tensor) -> PlannedTensor:
         kept = self._kept_because(t)
         matching = self._note_matches(t.name, candidate=kept is None)
         if kept is not None or self.target.default is None:
@@ -163,12 +203,13 @@ class _Planner:
             self.uses[choice.rule].decided.append(t.name)
         fitted, why = _fit(choice.type, t)
         reason = f"{choice.reason}; {why}" if why else choice.reason
-        if fitted is t.type:
-            return PlannedTensor(t.name, t.shape, t.type, t.type, reason, choice.type, choice.rule)
+        planned = PlannedTensor(t.name, t.shape, t.type, fitted, reason, choice.type, choice.rule)
+        if planned.copied or planned.relaid:
+            return planned
         importance = self._importance(t, fitted)
         if importance is None:
             self._refuse_very_low(t, fitted)
-        return PlannedTensor(t.name, t.shape, t.type, fitted, reason, choice.type, choice.rule, importance)
+        return replace(planned, importance=importance)
 
     def _kept_because(self, t: Tensor) -> str | None:
         """Why a tensor is copied whatever the recipe says; None for one that may be quantized."""
@@ -304,12 +345,13 @@ def importance_entry(name: str, imatrix: Imatrix) -> str | None:
     return None
 
 
-def _refuse_requantizing(planned: Iterable[PlannedTensor]) -> None:
-    again = [t for t in planned if not t.copied and t.source.block_size > 1]
+def _refuse_requantizing(planned: Iterable[PlannedTensor], repack: bool) -> None:
+    again = [t for t in planned if not (t.copied or t.relaid) and t.source.block_size > 1]
     if again:
         names = ", ".join(f"{t.name} ({t.source.name} to {t.type.name})" for t in again[:3])
         more = f" and {len(again) - 3} more" if len(again) > 3 else ""
+        repacking = "; to repack the file as it is: quantkit repack IN OUT" if repack else ""
         raise DataError(
             f"{names}{more}: already quantized, and quantizing again loses more than quantizing the original; start "
-            "from F16, BF16 or F32, or pass --allow-requantize"
+            f"from F16, BF16 or F32, or pass --allow-requantize{repacking}"
         )

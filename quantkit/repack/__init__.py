@@ -3,24 +3,34 @@
     repack(data, "IQ4_K", n)        -> (data, "IQ4_K_R4")
     unpack(data, "IQ4_K_R4", n)     -> (data, "IQ4_K")
     interleaved_form(type)          the interleaved type of a base type, or None
+    row_form(type)                  what unpacking makes of a type, or None
 
-Nothing is lost: unpack(repack(x)) is x for any bytes, valid or not. Where each bit goes stands in the type's own file.
+Nothing is lost: unpack(repack(x)) is x for any bytes, valid or not, but for the sums of Q8_KV, which are made anew.
+Where each bit goes stands in the type's own file. IQ1_S_R4, IQ1_M_R4 and Q8_K_R8 are no other type in another order:
+nothing is repacked to them, and `unpack` converts them where that is exact (`conversions`).
+
+Quantizing straight to an interleaved type is encoding to its base type and interleaving. What importance that vanishes
+over a sub-block needs is done by the base type's encoder; no guard like the reference's (spec/repack.md 2.7) stands
+between.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 
 from quantkit import types
 from quantkit.errors import DataError, UnsupportedError
+from quantkit.repack import conversions
 from quantkit.types import QuantType
 from quantkit.types.interleave import Interleaved
 
-__all__ = ["interleaved_form", "repack", "unpack"]
+__all__ = ["interleaved_form", "repack", "row_form", "to_rows", "unpack", "why_not"]
 
 
+@functools.cache
 def interleaved_form(base: QuantType) -> Interleaved | None:
     """The type that interleaves rows of `base`; None when it has none (or is one already)."""
     forms = (t for t in types.all() if isinstance(t, Interleaved) and not t.legacy)
@@ -42,13 +52,38 @@ def repack(data: Any, type_name: str, n: int, *, threads: int | None = None) -> 
     return form.interleave_rows(matrices, threads=threads).reshape(*np.shape(data)[:-1], -1), form.name.upper()
 
 
+def row_form(t: QuantType) -> QuantType | None:
+    """The row-by-row type that unpacking makes of `t`; None when it interleaves no rows."""
+    return conversions.row_form(t) or (t.base_type if isinstance(t, Interleaved) else None)
+
+
 def unpack(data: Any, type_name: str, n: int, *, threads: int | None = None) -> tuple[np.ndarray, str]:
-    """Undo `repack`: uint8[…, rows, row_bytes(n)] of an interleaved type as rows of its base type."""
-    form = types.get(type_name)
-    if not isinstance(form, Interleaved):
-        raise UnsupportedError(f"type {form.name} is not row-interleaved; there is nothing to unpack")
-    matrices = _matrices(data, form, n, form.interleave)
-    return form.deinterleave_rows(matrices, threads=threads).reshape(*np.shape(data)[:-1], -1), form.of.name.upper()
+    """Undo `repack`: uint8[…, rows, row_bytes(n)] of an interleaved type as rows of its base type.
+
+    DataError names the first row of IQ1_S_R4 or IQ1_M_R4 that IQ1_S or IQ1_M cannot hold.
+    """
+    t = types.get(type_name)
+    base = row_form(t)
+    if base is None:
+        raise UnsupportedError(f"type {t.name} is not row-interleaved; there is nothing to unpack")
+    rows = to_rows(t, _matrices(data, t, n, t.interleave), n, threads=threads)
+    return rows.reshape(*np.shape(data)[:-1], -1), base.name.upper()
+
+
+def why_not(t: QuantType, data: np.ndarray, n: int, first_row: int = 0) -> str:
+    """Why groups of `t`, uint8[rows, row bytes], cannot be unpacked without loss; "" where they can.
+
+    Rows are counted from `first_row` in the message.
+    """
+    return conversions.why_not(t, data, n, first_row) if conversions.row_form(t) else ""
+
+
+def to_rows(t: QuantType, data: np.ndarray, n: int, *, threads: int | None = None) -> np.ndarray:
+    """Groups of `t`, uint8[rows, row bytes], as rows of `row_form(t)`."""
+    if conversions.row_form(t):
+        return conversions.convert(t, data, n, threads=threads)
+    assert isinstance(t, Interleaved)
+    return t.deinterleave_rows(data, threads=threads)
 
 
 def _matrices(data: Any, kind: QuantType, n: int, interleave: int) -> np.ndarray:

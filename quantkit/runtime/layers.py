@@ -28,6 +28,7 @@ TILE_TOKENS = TILE_ROWS = 256  # multiplied at a time, by each thread
 STRIP_ELEMENTS = 1 << 17  # decoded at a time for smaller ones, by each thread: 512 KiB, for its own cache
 QUERY_ROWS = 384  # of a head's scores worked on at a time
 KEY_ROWS = 512
+ROWS_TOGETHER = 16  # the largest group; matrices of all types are cut at multiples of it: repacked, they round the same
 SERIAL_ELEMENTS = 1 << 15  # less work than that is not worth waking threads for
 
 _local = threading.local()
@@ -74,8 +75,7 @@ class Linear:
         self.numerics = numerics
         self.threads = threads
         self.rows, self.columns = tensor.shape
-        group = tensor.type.interleave
-        self.panel_rows = max(group, PANEL_ELEMENTS // self.columns // group * group)
+        self.panel_rows = _whole_rows(PANEL_ELEMENTS, self.columns)
         self.bias = bias
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
@@ -115,8 +115,7 @@ class Linear:
                     stop = min(end, start + step)
                     np.matmul(x, self._decoded(start, stop, 1).T, out=out[:, start:stop])
 
-        group = self.tensor.type.interleave
-        step = max(group, STRIP_ELEMENTS // self.columns // group * group)
+        step = _whole_rows(STRIP_ELEMENTS, self.columns)
         jit.over_rows(task, self.rows, multiple=step, threads=self.threads)
 
     def _decoded(self, start: int, stop: int, threads: int) -> np.ndarray:
@@ -126,6 +125,11 @@ class Linear:
             return data.view(np.float32)
         panel = _scratch("panel", (stop - start, self.columns))
         return self.tensor.type.dequantize(data, self.columns, out=panel, threads=threads, products=True)
+
+
+def _whole_rows(elements: int, columns: int) -> int:
+    """How many rows make about so many elements."""
+    return max(1, elements // columns // ROWS_TOGETHER) * ROWS_TOGETHER
 
 
 def _multiply(x: np.ndarray, panel: np.ndarray, out: np.ndarray, threads: int) -> None:

@@ -21,11 +21,12 @@ from quantkit import archs, jit
 from quantkit.archs import blocks
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.files import gguf
-from quantkit.runtime import blas, layers
+from quantkit.runtime import blas, layers, repacking
 from quantkit.runtime.cache import Cache
 from quantkit.runtime.generate import Generated, Sampling, generate
 from quantkit.runtime.layers import Span
-from quantkit.runtime.placement import Placement, devices, parse_rules, place
+from quantkit.runtime.placement import Flags, Placement, devices, place
+from quantkit.runtime.repacking import Repacked
 
 BATCH_TOKENS = 1024  # of a prompt run at a time; more only costs memory
 SEQUENCE_TOKENS = 2048  # of several sequences run at a time
@@ -41,8 +42,10 @@ def load(
     threads: int | None = None,
     cache_type: str | None = None,
     n_ctx: int | None = None,
-    override_tensor: str = "",
-    gpu_layers: int = 0,
+    override_tensor: str | Sequence[str] = "",
+    gpu_layers: int | None = None,
+    n_cpu_moe: int = 0,
+    repack: bool = False,
 ) -> Model:
     """Open a GGUF file (of a set of shards any member) as a Model. Nothing is read before it is needed.
 
@@ -50,19 +53,23 @@ def load(
     threads     default: the CPUs this process may use.
     cache_type  "f16" or "f32"; default f32 for exact numerics, f16 for fast.
     n_ctx       size of the caches that `new_cache` makes by default; the model's own where not given.
-    override_tensor, gpu_layers   placement, as `-ot` and `-ngl` spell it.
+    override_tensor, gpu_layers, n_cpu_moe   placement, as `-ot` (once or several times), `-ngl` and `--n-cpu-moe` say.
+    repack      interleave now, in memory, the rows of all tensors on the CPU that have such a form (`-rtr`).
     """
     file = gguf.open(path)
-    placement = place(file.tensors, parse_rules(override_tensor), devices(), gpu_layers)
-    return Model(file, placement, numerics=numerics, threads=threads, cache_type=cache_type, n_ctx=n_ctx)
+    rules = (override_tensor,) if isinstance(override_tensor, str) else tuple(override_tensor)
+    flags = Flags(gpu_layers, rules, n_cpu_moe)
+    placement = place(file.tensors, flags.rules, devices(), flags.gpu_layers, n_cpu_moe=flags.n_cpu_moe)
+    return Model(file, placement, numerics=numerics, threads=threads, cache_type=cache_type, n_ctx=n_ctx, repack=repack)
 
 
 class Model:
     """An open model. One thread at a time may run it.
 
     hparams, blocks, head   what the architecture says about it
-    weights                 dict name -> files.gguf.Tensor
+    weights                 dict name -> files.gguf.Tensor, of what is repacked one in memory
     numerics, threads, cache_type, placement   as given to `load`
+    repacked                what -rtr did; None without it
     slow_because            why a model of `fast` numerics runs layer by layer; None where it does not
     observer                called with (name, float32[tokens, n]) for what enters each weight matrix; None by default
     """
@@ -76,6 +83,7 @@ class Model:
         threads: int | None = None,
         cache_type: str | None = None,
         n_ctx: int | None = None,
+        repack: bool = False,
     ):
         if numerics not in NUMERICS:
             raise UnknownNameError("numerics", numerics, NUMERICS)
@@ -102,6 +110,9 @@ class Model:
         self._tokenizer: Any = None
         self._checking = False
         self._check_weights()
+        self.repacked: Repacked | None = None
+        if repack:
+            self.weights, self.repacked = repacking.repack(self.weights, placement, self.threads)
         self._fast: Any = None
         self.slow_because: str | None = None
         if numerics == "fast":

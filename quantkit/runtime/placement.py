@@ -1,34 +1,58 @@
-"""Which device holds which tensor: a pure function of the tensors, the rules and the devices there are.
+"""Which device holds which tensor: pure functions of the tensors, the flags and the devices there are.
 
     place({"blk.0.ffn_down.weight", …}, parse_rules("ffn_.*=CPU"), devices())
+    plan(file.tensors, parse_flags("-ngl 99 -ot exps=CPU"), file.metadata)     for GPUs that need not be here
 
-A rule is REGEX=DEVICE, as `-ot` takes it: the regex is searched for anywhere in the name, the first rule that matches
-decides, and a tensor that no rule matches goes to the default device. Every tensor's device is explicit in the result,
-and so is the number of tensors that each rule decided, because a rule that decides nothing is a mistake.
+    -ngl N             the last N layers go to the GPU, with N above their number the output too; embeddings stay.
+                       Several GPUs share the layers evenly. Default: all, where there is a GPU
+    -ot REGEX=DEVICE   the regex is searched for anywhere in the name; the first rule that matches decides, whatever
+                       -ngl says
+    --n-cpu-moe N      the experts of the last N layers that have some stay on the CPU (of layers that several GPUs
+                       share the last of each one's, in proportion); rules of -ot come before it. --cpu-moe: of all
+
+Every tensor's device is explicit in the result, and so is the number of tensors that each rule decided, because a rule
+that decides nothing is a mistake. With -ngl 0 other tools drop -ot; here it holds.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
-from collections.abc import Collection, Iterable, Sequence
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from quantkit.errors import DataError, UnsupportedError
+from quantkit.types import QuantType
+
+ALL_LAYERS = 999  # what --cpu-moe stands for
+
+# CUDA kernels exist for these of the interleaved types (spec/repack.md 10); of the first two for rows of 256 columns.
+_ON_GPU = ("iq1_s_r4", "iq1_m_r4", "iq2_k_r4", "iq3_k_r4", "iq4_k_r4", "iq5_k_r4", "iq4_ks_r4", "iq5_ks_r4")
+_ROWS_OF_256 = ("iq1_s_r4", "iq1_m_r4")
+
+_LAYER = re.compile(r"blk\.(\d+)\.")
+_EXPERTS = r"\.ffn_(up|down|gate|gate_up)_exps\.(weight|scale)"
 
 
 @dataclass(frozen=True)
 class Device:
     """Where tensors can live and be computed with."""
 
-    name: str  # as `-ot` spells it: "CPU"
+    name: str  # as `-ot` spells it: "CPU", "CUDA0"
 
 
 CPU = Device("CPU")
 
 
 def devices() -> list[Device]:
-    """The devices that this version runs on, the default one first."""
+    """The devices that this version runs on."""
     return [CPU]
+
+
+# ---------------------------------------------------------------------------------------------------------------- flags
 
 
 @dataclass(frozen=True)
@@ -37,6 +61,7 @@ class Rule:
 
     pattern: str
     device: str
+    flag: str = ""  # of the command line, where it is not -ot
 
     def __post_init__(self) -> None:
         try:
@@ -46,6 +71,11 @@ class Rule:
 
     def __str__(self) -> str:
         return f"{self.pattern}={self.device}"
+
+    @property
+    def said(self) -> str:
+        """What the user wrote."""
+        return self.flag or f"-ot {self}"
 
 
 def parse_rules(text: str) -> list[Rule]:
@@ -59,6 +89,46 @@ def parse_rules(text: str) -> list[Rule]:
             raise DataError(f"-ot '{part}': a rule is REGEX=DEVICE, for example 'ffn_.*_exps=CPU'")
         rules.append(Rule(pattern, device))
     return rules
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What a command line says about placement."""
+
+    gpu_layers: int | None = None  # -ngl; None: as many as there are, where there is a GPU
+    override_tensor: tuple[str, ...] = ()  # -ot, once or several times
+    n_cpu_moe: int = 0  # --n-cpu-moe; ALL_LAYERS for --cpu-moe
+
+    def __post_init__(self) -> None:
+        for flag, number in (("-ngl", self.gpu_layers or 0), ("--n-cpu-moe", self.n_cpu_moe)):
+            if number < 0:
+                raise DataError(f"{flag} {number}: a number of layers is 0 or more")
+
+    @property
+    def rules(self) -> list[Rule]:
+        return [rule for text in self.override_tensor for rule in parse_rules(text)]
+
+
+def parse_flags(text: str) -> Flags:
+    """Flags of a piece of command line, as `-ngl 99 -ot exps=CPU`. DataError for anything else in it."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-ngl", "--gpu-layers", "--n-gpu-layers", type=int, dest="gpu_layers")
+    parser.add_argument("-ot", "--override-tensor", action="append", default=[], dest="rules")
+    parser.add_argument("-ncmoe", "--n-cpu-moe", type=int, default=0, dest="n_cpu_moe")
+    parser.add_argument("-cmoe", "--cpu-moe", action="store_const", const=ALL_LAYERS, dest="n_cpu_moe")
+    try:
+        found = parser.parse_args(shlex.split(text))
+    except ValueError as error:
+        raise DataError(f"placement '{text}': {error}") from None
+    return Flags(found.gpu_layers, tuple(found.rules), found.n_cpu_moe)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ValueError(f"{message}; it takes -ngl N, -ot REGEX=DEVICE, --cpu-moe and --n-cpu-moe N")
+
+
+# ------------------------------------------------------------------------------------------------------------ placement
 
 
 @dataclass(frozen=True)
@@ -77,29 +147,184 @@ class Placement:
         """Rules that decided nothing: no name matches, or earlier rules took all that do."""
         return [rule for rule, count in zip(self.rules, self.decided) if count == 0]
 
+    def on_cpu(self, name: str) -> bool:
+        return self.devices[name] == CPU
+
 
 def place(
-    tensors: Iterable[str], rules: Sequence[Rule] = (), available: Collection[Device] = (CPU,), gpu_layers: int = 0
+    tensors: Iterable[str],
+    rules: Sequence[Rule] = (),
+    available: Collection[Device] = (CPU,),
+    gpu_layers: int | None = None,
+    *,
+    n_layers: int | None = None,
+    n_cpu_moe: int = 0,
+    mtp_layers: int = 0,
 ) -> Placement:
-    """The device of every tensor. The first of `available` is the default.
+    """The device of every tensor, of those `available`, of which one is the CPU.
 
-    UnsupportedError when a rule names a device that is not there, or `gpu_layers` (-ngl) asks for a GPU.
+    n_layers     the model's; by default as many as the names tell
+    mtp_layers   so many of them, the last, predict further tokens, and `n_cpu_moe` does not count them
+
+    UnsupportedError when a rule names a device that is not there, or -ngl asks for a GPU and there is none.
     """
-    by_name = {device.name.lower(): device for device in available}
+    names = list(tensors)
+    gpus = [device for device in available if device != CPU]
     valid = f"valid devices: {', '.join(device.name for device in available)}"
-    if gpu_layers > 0:
+    if gpu_layers and not gpus:
         raise UnsupportedError(f"-ngl {gpu_layers}: there is no GPU device to put layers on; {valid}; take -ngl 0")
+    by_name = {device.name.lower(): device for device in available}
     for rule in rules:
         if rule.device.lower() not in by_name:
-            raise UnsupportedError(f"-ot {rule}: device '{rule.device}' is not there; {valid}")
-    default = next(iter(available))
+            raise UnsupportedError(f"{rule.said}: device '{rule.device}' is not there; {valid}")
+    if n_layers is None:
+        n_layers = 1 + max((layer for layer in map(_layer, names) if layer is not None), default=-1)
+    wanted = (ALL_LAYERS if gpus else 0) if gpu_layers is None else gpu_layers
+    of_layer = _layer_devices(n_layers, wanted, gpus)
+    if n_cpu_moe:
+        rules = [*rules, _experts_rule(names, n_cpu_moe, of_layer, n_layers - mtp_layers)]
     decided = [0] * len(rules)
     found = {}
-    for name in tensors:
-        found[name] = default
+    for name in names:
+        layer = _layer(name)
+        if layer is None and name.startswith("output"):
+            layer = n_layers
+        found[name] = of_layer.get(layer, CPU) if layer is not None else CPU
         for i, rule in enumerate(rules):
             if re.search(rule.pattern, name):
                 found[name] = by_name[rule.device.lower()]
                 decided[i] += 1
                 break
     return Placement(found, tuple(rules), tuple(decided))
+
+
+def _layer(name: str) -> int | None:
+    match = _LAYER.match(name)
+    return int(match[1]) if match else None
+
+
+def _layer_devices(n_layers: int, gpu_layers: int, gpus: Sequence[Device]) -> dict[int, Device]:
+    """The GPU of each layer that goes to one; layer `n_layers` is the output."""
+    count = min(gpu_layers, n_layers + 1) if gpus else 0
+    first = max(0, n_layers - gpu_layers)
+    return {first + i: gpus[i * len(gpus) // count] for i in range(count)}
+
+
+def _experts_rule(names: Iterable[str], count: int, of_layer: Mapping[int, Device], n_layers: int) -> Rule:
+    """What --n-cpu-moe says, of the first `n_layers` layers."""
+    with_experts = {int(match[1]) for match in (re.match(rf"blk\.(\d+){_EXPERTS}", name) for name in names) if match}
+    shares: dict[Device, list[int]] = defaultdict(list)
+    for layer in sorted(of_layer.keys() & range(n_layers)):
+        shares[of_layer[layer]].append(layer)
+    parts = list(shares.values()) if len(shares) > 1 else [list(range(n_layers))]
+    total, before, chosen = sum(map(len, parts)) or 1, 0, []
+    for part in parts:
+        after = before + len(part)
+        mine = count * after // total - count * before // total
+        chosen += [layer for layer in reversed(part) if layer in with_experts][:mine]
+        before = after
+    flag = "--cpu-moe" if count == ALL_LAYERS else f"--n-cpu-moe {count}"
+    return Rule(rf"^blk\.({'|'.join(map(str, sorted(chosen)))}){_EXPERTS}", CPU.name, flag)
+
+
+# ------------------------------------------------------------------------------------------------ for GPUs elsewhere
+
+
+class Info(Protocol):
+    """What is asked of a tensor: a file's has it, and so has a TensorSpec."""
+
+    @property
+    def type(self) -> QuantType: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def plan(tensors: Mapping[str, Info], flags: Flags, metadata: Mapping[str, Any], path: object) -> Placement:
+    """The placement by `flags` of a model's tensors on a machine that has the GPUs they name, and at least one.
+
+    `metadata` are the model's; `path` is what messages call it. UnsupportedError for a tensor of an interleaved type
+    that would go to a GPU without a kernel for it, and as `place`.
+    """
+    arch = metadata.get("general.architecture")
+    n_layers, mtp_layers = (metadata.get(f"{arch}.{key}") for key in ("block_count", "nextn_predict_layers"))
+    found = place(
+        tensors,
+        flags.rules,
+        _declared(flags.rules),
+        flags.gpu_layers,
+        n_layers=n_layers if isinstance(n_layers, int) else None,
+        n_cpu_moe=flags.n_cpu_moe,
+        mtp_layers=mtp_layers if isinstance(mtp_layers, int) else 0,
+    )
+    _require_kernels(found, tensors, path)
+    return found
+
+
+def _declared(rules: Iterable[Rule]) -> list[Device]:
+    """The CPU and CUDA0 … up to the last one that a rule names."""
+    last = 0
+    for rule in rules:
+        match = re.fullmatch(r"cuda(\d{1,2})", rule.device, re.IGNORECASE)
+        if match is None and rule.device.upper() != CPU.name:
+            raise UnsupportedError(f"{rule.said}: '{rule.device}' is no device; valid devices: CPU, CUDA0, CUDA1, …")
+        last = max(last, int(match[1]) if match else 0)
+    return [CPU, *(Device(f"CUDA{i}") for i in range(last + 1))]
+
+
+def gpu_kernels(kind: QuantType, columns: int = 256) -> bool:
+    """Whether a GPU could compute with a tensor of this type and so many columns."""
+    if kind.interleave == 1:
+        return True
+    return kind.name in _ON_GPU and not (kind.name in _ROWS_OF_256 and columns % 256)
+
+
+def _require_kernels(placement: Placement, tensors: Mapping[str, Info], path: object) -> None:
+    """UnsupportedError with the interleaved tensors on GPUs that have no kernel for them, and what to do."""
+    wrong = [
+        name
+        for name, tensor in tensors.items()
+        if not placement.on_cpu(name) and not gpu_kernels(tensor.type, tensor.shape[-1])
+    ]
+    if wrong:
+        classes: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+        for name in wrong:
+            classes[_form(name), tensors[name].type.name, placement[name].name].append(_layer(name) or 0)
+        lines = (
+            f"\n  {form.replace('#', f'({_ranges(layers)})')}  {kind}  {device}"
+            for (form, kind, device), layers in classes.items()
+        )
+        raise UnsupportedError(
+            f"{path}: {len(wrong)} row-interleaved tensors would go to a GPU, which has no kernel for their types:"
+            f"{''.join(lines)}\nKeep them on the CPU by a first rule -ot '{_keeping(wrong, tensors)}', or undo the "
+            f"interleaving: quantkit unpack {path} OUT"
+        )
+
+
+def _form(name: str) -> str:
+    """A name without its layer: blk.#.ffn_down.weight."""
+    return _LAYER.sub("blk.#.", name)
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """`0-2,5` of 0, 1, 2, 5."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _keeping(names: Iterable[str], of: Iterable[str]) -> str:
+    """A rule that puts exactly these tensors of a model on the CPU."""
+    layers: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        layers[_form(name)].append(str(_layer(name)))
+    there = Counter(map(_form, of))
+    patterns = [
+        re.escape(form).replace(r"\#", r"\d+" if len(mine) == there[form] else f"({'|'.join(mine)})")
+        for form, mine in layers.items()
+    ]
+    return f"^({'|'.join(patterns)})$={CPU.name}"

@@ -19,8 +19,8 @@ front of the group. Address helpers, all of them in bits with byte offsets `at`:
 Three types also re-code indices of signs on the way (`Signs`); that loses nothing either.
 
 The formula is `move_bits` in the tests: for every field, row and element, copy `width` bits. Here the list is compiled
-once into moves of masked, rotated 32-bit words (most fields keep four neighbouring bytes together), and a kernel walks
-them; the same moves backwards are the inverse.
+once into moves of masked, rotated 32-bit words (most fields keep four neighbouring bytes together), and
+`emitted/interleave.py` carries them out for sixteen blocks at a time; the same moves backwards are the inverse.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
 from quantkit import jit
 from quantkit.errors import DataError
-from quantkit.jit import kernel
 from quantkit.types import base as registry
 from quantkit.types.base import QuantType
+
+UNIT = 16  # bytes of a block that are read and written together; `emitted/interleave.py` counts on it
+LINE = 64  # bytes of a cache line
 
 # ------------------------------------------------------------------------------------------------------- descriptions
 
@@ -137,9 +139,9 @@ class Signs:
     words: Sequence[int]
     first: Sequence[int]
 
-    def mask(self, skip: int) -> np.uint32:
+    def mask(self, skip: int) -> int:
         """All bits of the indices in a word but the lowest `skip` of each."""
-        return np.uint32(sum((0x7F >> skip << skip) << at for at in self.first))
+        return sum((0x7F >> skip << skip) << at for at in self.first)
 
 
 # ------------------------------------------------------------------------------------------------------------ compiling
@@ -162,187 +164,151 @@ def bit_map(fields: Sequence[Field], rows: int, block_bytes: int) -> np.ndarray:
     return source
 
 
-def word_starts(fields: Sequence[Field], block_bytes: int) -> np.ndarray:
-    """Bytes of a base block at which 32-bit words are read and written.
+def units(nbytes: int, phase: int = 0) -> np.ndarray:
+    """Offsets of the 16-byte units in which a block is read and written, in the order of writing.
 
-    They cover the block and may overlap at its ends; in between they are aligned with the largest field, so that its
-    words move whole.
+    They follow each other from byte `phase` on; ones at the block's ends, which may overlap, come before them.
     """
-    largest = max(fields, key=lambda field: field.width * len(field.base))
-    phase = int(min(largest.base)) // 8 % 4
-    return np.unique([0, *range(phase, block_bytes - 3, 4), block_bytes - 4])
+    whole = range(min(phase, nbytes - UNIT), nbytes - UNIT + 1, UNIT)
+    ends = [0] * (whole[0] > 0) + [nbytes - UNIT] * (whole[-1] + UNIT < nbytes)
+    return np.array([*ends, *whole], np.int64)
 
 
-def moves(target: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Where the 32 bits of each target word come from: int64[moves, 4] of (source word, target word, rotation, mask).
+def places(offsets: np.ndarray, nbytes: int) -> np.ndarray:
+    """int64[8 * nbytes]: where each bit of a block is in its units' bits end to end; of two places the later one."""
+    found = np.full(8 * nbytes, -1, np.int64)
+    for unit, at in enumerate(offsets):
+        found[8 * at : 8 * (at + UNIT)] = 8 * UNIT * unit + np.arange(8 * UNIT)
+    return found
 
-    `target[word, bit]` is a source bit, `starts[word]` the first source bit of a source word.
-        target word |= rotate_left(source word, rotation) & mask
+
+def moves(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(table, classes) of `emitted.interleave.move` to copy each bit source[i] to bit target[i].
+
+    Bits are counted through words of 32. Neighbours that stay neighbours move together.
     """
-    found = []
-    for word, wanted in enumerate(target):
-        left = np.ones(32, bool)
-        while left.any():
-            bit = int(left.argmax())
-            candidates = []  # the source words that hold this bit, with the bits that the same rotation brings along
-            for source in range(*np.searchsorted(starts, [wanted[bit] - 31, wanted[bit] + 1])):
-                inside = wanted - starts[source]
-                rotation = (np.arange(32) - inside) % 32
-                taken = left & (inside >= 0) & (inside < 32) & (rotation == rotation[bit])
-                candidates.append((int(taken.sum()), source, int(rotation[bit]), taken))
-            _, source, turn, taken = max(candidates, key=lambda c: c[0])
-            found.append((source, word, turn, int((taken.astype(np.int64) << np.arange(32)).sum())))
-            left &= ~taken
-    return np.array(found, np.int64)
-
-
-# -------------------------------------------------------------------------------------------------------------- kernels
-
-LANES = 16  # blocks that go through the table together
-
-
-@kernel(inline="always")
-def _load(data, at):
-    """Four bytes as a little-endian word, wherever they stand. Unsigned indices let this become one load."""
-    a = np.uint64(at)
-    low = np.uint32(data[a]) | np.uint32(data[a + np.uint64(1)]) << np.uint32(8)
-    return low | np.uint32(data[a + np.uint64(2)]) << np.uint32(16) | np.uint32(data[a + np.uint64(3)]) << np.uint32(24)
-
-
-@kernel(inline="always")
-def _store(data, at, word):
-    a = np.uint64(at)
-    data[a] = np.uint8(word)
-    data[a + np.uint64(1)] = np.uint8(word >> np.uint32(8))
-    data[a + np.uint64(2)] = np.uint8(word >> np.uint32(16))
-    data[a + np.uint64(3)] = np.uint8(word >> np.uint32(24))
-
-
-@kernel
-def _move(table, source, target, lanes):
-    """Carry out the moves in all lanes: source uint32[words, lanes] -> target uint32[words, lanes].
-
-    `lanes` is an argument, not a constant, so that the inner loop is vectorised instead of unrolled.
-    """
-    target[:] = np.uint32(0)
-    for m in range(table.shape[0]):
-        s, t = source[np.uint64(table[m, 0])], target[np.uint64(table[m, 1])]
-        left, right = np.uint32(table[m, 2]) & np.uint32(31), np.uint32(32 - table[m, 2]) & np.uint32(31)
-        mask = np.uint32(table[m, 3])
-        for lane in range(lanes):
-            t[lane] |= (np.uint32(s[lane] << left) | np.uint32(s[lane] >> right)) & mask
-
-
-@kernel
-def _sum_signs(data, starts, head, block_bytes, by_one, by_two, by_four):
-    """Replace the indices in every block of uint8[rows, …] by their running exclusive-or; with by_two and by_four 0
-    the other way."""
-    for row in range(data.shape[0]):
-        for b in range((data.shape[1] - head) // block_bytes):
-            block = data[row, head + b * block_bytes : head + (b + 1) * block_bytes]
-            for start in starts:
-                t = _load(block, start)
-                t ^= np.uint32(t << np.uint32(1)) & by_one
-                t ^= np.uint32(t << np.uint32(2)) & by_two
-                t ^= np.uint32(t << np.uint32(4)) & by_four
-                _store(block, start, t)
-
-
-@kernel
-def _interleave(data, words, starts, table, rows, head, block_bytes):
-    """data uint8[groups * rows, head + blocks * block_bytes] -> words uint32[groups, rows * row bytes / 4]."""
-    blocks = (data.shape[1] - head) // block_bytes
-    total, per_row, block_words = words.shape[0] * blocks, len(starts), rows * block_bytes // 4
-    source = np.empty((rows * per_row, LANES), np.uint32)
-    target = np.empty((block_words, LANES), np.uint32)
-    for row in range(data.shape[0]):
-        for i in range(head // 4):
-            words[row // rows, row % rows * (head // 4) + i] = _load(data[row], 4 * i)
-    for first in range(0, total, LANES):
-        lanes = min(LANES, total - first)
-        for lane in range(lanes):
-            group, b = divmod(first + lane, blocks)
-            for k in range(rows):
-                block = data[group * rows + k, head + b * block_bytes :]
-                for i in range(per_row):
-                    source[np.uint64(k * per_row + i), lane] = _load(block, starts[i])
-        _move(table, source, target, LANES)
-        for lane in range(lanes):
-            group, b = divmod(first + lane, blocks)
-            block_out = words[group, rows * head // 4 + b * block_words :]
-            for i in range(block_words):
-                block_out[i] = target[i, lane]
-
-
-@kernel
-def _deinterleave(words, data, starts, table, rows, head, block_bytes):
-    """The inverse: words uint32[groups, rows * row bytes / 4] -> data uint8[groups * rows, …]."""
-    blocks = (data.shape[1] - head) // block_bytes
-    total, per_row, block_words = words.shape[0] * blocks, len(starts), rows * block_bytes // 4
-    source = np.empty((block_words, LANES), np.uint32)
-    target = np.empty((rows * per_row, LANES), np.uint32)
-    for row in range(data.shape[0]):
-        for i in range(head // 4):
-            _store(data[row], 4 * i, words[row // rows, row % rows * (head // 4) + i])
-    for first in range(0, total, LANES):
-        lanes = min(LANES, total - first)
-        for lane in range(lanes):
-            group, b = divmod(first + lane, blocks)
-            block_in = words[group, rows * head // 4 + b * block_words :]
-            for i in range(block_words):
-                source[i, lane] = block_in[i]
-        _move(table, source, target, LANES)
-        for lane in range(lanes):
-            group, b = divmod(first + lane, blocks)
-            for k in range(rows):
-                block = data[group * rows + k, head + b * block_bytes :]
-                for i in range(per_row):
-                    _store(block, starts[i], target[np.uint64(k * per_row + i), lane])
+    rotation = (target - source) % 32
+    key, which = np.unique((target // 32 << 32) | (source // 32 << 5) | rotation, return_inverse=True)
+    masks = np.zeros(len(key), np.uint32)
+    np.bitwise_or.at(masks, which, np.uint32(1) << (target % 32).astype(np.uint32))
+    word, first, per_word = np.unique(key >> 32, return_index=True, return_counts=True)
+    table, classes = [], []
+    for count in np.unique(per_word):
+        chosen = per_word == count
+        at = first[chosen, None] + np.arange(count)
+        each = np.stack([key[at] >> 5 & 0x7FFFFFF, key[at] & 31, masks[at]], axis=-1).reshape(len(at), -1)
+        table.append(np.hstack([word[chosen, None], each]).astype(np.uint32).ravel())
+        classes.append((count, len(at)))
+    return np.concatenate(table).view(np.int32), np.array(classes, np.int64)
 
 
 # ------------------------------------------------------------------------------------------------------------ the type
 
 
+class _Side(NamedTuple):
+    """Where the blocks of rows, or of groups, are: what `emitted.interleave.permute` is told of them."""
+
+    blocks: tuple[int, int, int]  # address of the first block, bytes of a group, bytes from block to block
+    units: np.ndarray  # offsets in a block
+    lines: np.ndarray
+
+
+class _Way(NamedTuple):
+    """How to go from blocks to a group, or back: what else `permute` is told."""
+
+    classes: np.ndarray
+    table: np.ndarray
+    signs: np.ndarray
+    masks: np.ndarray
+    before: bool
+
+
 class Permutation:
-    """A description compiled for R rows: `forward` from base blocks to the group, `backward` the other way."""
+    """A description compiled for R rows: `forward` from base blocks to the group, `backward` the other way.
+
+    Several small blocks, `fold`, go as one.
+    """
 
     def __init__(self, fields: Sequence[Field], rows: int, block_bytes: int, head: int = 0, signs: Signs | None = None):
-        if head % 4 or rows * block_bytes % 4 or block_bytes < 4:
-            raise TypeError(f"blocks of {block_bytes} bytes and headers of {head} cannot be moved by 32-bit words")
-        source = bit_map(fields, rows, block_bytes)
-        starts = word_starts(fields, block_bytes)
-        words = (8 * (block_bytes * np.arange(rows)[:, None] + starts)).ravel()  # first bit of every base word
-        inverse = np.argsort(source)
-        self.rows, self.block_bytes, self.head, self.signs = rows, block_bytes, head, signs
-        self.starts = jit.readonly(starts)
-        self.forward_table = jit.readonly(moves(source.reshape(-1, 32), words))
-        self.backward_table = jit.readonly(
-            moves(inverse[words[:, None] + np.arange(32)], 32 * np.arange(len(source) // 32))
-        )
+        self.rows, self.block_bytes, self.head, self.fold = rows, block_bytes, head, -(-UNIT // block_bytes)
+        nbytes, largest = self.fold * block_bytes, max(fields, key=lambda field: field.width * len(field.base))
+        self._base = jit.readonly(units(nbytes, phase=int(min(largest.base)) // 8 % 4))  # so that its words move whole
+        self._group = jit.readonly(units(rows * nbytes))
+        of_block, row_bits = places(self._base, nbytes), 8 * UNIT * len(self._base)
+        row, bit = np.divmod(bit_map(fields, rows, block_bytes), 8 * block_bytes)
+        base = np.concatenate([row_bits * row + of_block[8 * block_bytes * i + bit] for i in range(self.fold)])
+        group = places(self._group, rows * nbytes)
+        at = of_block[8 * np.array(signs.words)] if signs else np.empty(0, np.int64)
+        if (at % 32).any():
+            raise TypeError("the words with indices of signs are not in step with those of the largest field")
+        words = (np.arange(rows)[:, None] * row_bits + at).ravel() // 32
+        one, two, four = (signs.mask(skip) for skip in (1, 2, 4)) if signs else (0, 0, 0)
+        self._forward = self._way(base, group, words, (one, two, four), True)
+        self._backward = self._way(group, base, words, (one, 0, 0), False)
+
+    @staticmethod
+    def _way(source: np.ndarray, target: np.ndarray, signs: np.ndarray, masks: Sequence[int], before: bool) -> _Way:
+        table, classes = moves(source, target)
+        classes, table, signs, given = map(jit.readonly, (classes, table, signs, np.array(masks, np.int64)))
+        return _Way(classes, table, signs, given, before)
 
     def forward(self, data: np.ndarray, out: np.ndarray) -> None:
-        """Interleave: uint8[groups * rows, row bytes] -> uint8 of the same shape."""
-        if self.signs:
-            data = np.array(data)
-            self._sum_signs(data, self.signs.mask(2), self.signs.mask(4))
-        words = self._words(out)
-        _interleave(jit.readonly(data), words, self.starts, self.forward_table, self.rows, self.head, self.block_bytes)
+        """Interleave: uint8[groups * rows, row bytes] -> uint8 of the same shape, both contiguous."""
+        self._check(data, out)
+        self._run(self._forward, data, self._groups(out))
 
     def backward(self, data: np.ndarray, out: np.ndarray) -> None:
         """Undo `forward`."""
-        words = jit.readonly(self._words(data))
-        _deinterleave(words, out, self.starts, self.backward_table, self.rows, self.head, self.block_bytes)
-        if self.signs:
-            self._sum_signs(out, np.uint32(0), np.uint32(0))
+        self._check(data, out)
+        self._run(self._backward, out, self._groups(data))
 
-    def _sum_signs(self, data: np.ndarray, by_two: np.uint32, by_four: np.uint32) -> None:
-        assert self.signs
-        starts = jit.readonly(np.array(self.signs.words, np.int64))
-        _sum_signs(data, starts, self.head, self.block_bytes, self.signs.mask(1), by_two, by_four)
+    def _check(self, data: np.ndarray, out: np.ndarray) -> None:
+        """TypeError unless the arrays are what a kernel that is told addresses may have."""
+        whole = len(data) % self.rows == 0 and (data.shape[1] - self.head) % self.block_bytes == 0
+        if data.shape != out.shape or not whole or not (data.flags.c_contiguous and out.flags.c_contiguous):
+            raise TypeError(
+                f"uint8{data.shape} and uint8{out.shape} are not both contiguous and groups of {self.rows} rows, each "
+                f"of {self.head} + a multiple of {self.block_bytes} bytes"
+            )
 
-    def _words(self, groups: np.ndarray) -> np.ndarray:
-        """uint8[rows, row bytes] as uint32[groups, words]."""
-        return groups.reshape(len(groups) // self.rows, self.rows * groups.shape[1]).view("<u4")
+    def _groups(self, data: np.ndarray) -> np.ndarray:
+        return data.reshape(len(data) // self.rows, self.rows * data.shape[1])
+
+    def _run(self, way: _Way, rows: np.ndarray, groups: np.ndarray) -> None:
+        """From rows uint8[groups * R, row bytes] to groups uint8[groups, R * row bytes], or from these to those."""
+        head, woven = self.head, self.rows * self.head
+        blocks = (rows.shape[1] - head) // self.block_bytes
+        if 0 < blocks < self.fold:
+            self._run_padded(way, rows, groups, (self.fold - blocks) * self.block_bytes)
+            return
+        from quantkit.types.emitted.interleave import permute, work_space  # loads numba
+
+        if head:
+            heads = rows.reshape(len(groups), self.rows, -1)[..., :head], groups[:, :woven].reshape(-1, self.rows, head)
+            heads[way.before][...] = heads[not way.before]
+        row_starts = rows.shape[1] * np.arange(self.rows)[:, None]
+        of_rows = self._side(rows.ctypes.data + head, groups.shape[1], self.block_bytes, row_starts, self._base)
+        of_groups = self._side(
+            groups.ctypes.data + woven, groups.shape[1], self.rows * self.block_bytes, 0, self._group
+        )
+        source, target = (of_rows, of_groups) if way.before else (of_groups, of_rows)
+        space = work_space(len(source.units) + len(target.units))
+        permute(*source, *target, len(groups), blocks, self.fold, *way, *space)
+
+    def _side(self, first: int, group_bytes: int, pitch: int, rows: np.ndarray | int, units: np.ndarray) -> _Side:
+        """Of blocks `pitch` bytes apart, whose parts begin at `rows`."""
+        lines = np.arange(0, self.fold * pitch, LINE)
+        return _Side((first, group_bytes, pitch), *(jit.readonly(np.ravel(rows + each)) for each in (units, lines)))
+
+    def _run_padded(self, way: _Way, rows: np.ndarray, groups: np.ndarray, missing: int) -> None:
+        """The same for rows shorter than `fold` blocks, which lack `missing` bytes."""
+        long_rows = np.pad(rows, ((0, 0), (0, missing)))
+        long_groups = np.pad(groups, ((0, 0), (0, self.rows * missing)))
+        self._run(way, long_rows, long_groups)
+        if way.before:
+            groups[...] = long_groups[:, : groups.shape[1]]
+        else:
+            rows[...] = long_rows[:, : rows.shape[1]]
 
 
 class Interleaved(QuantType):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from quantkit.errors import QuantkitError
-from quantkit.files import atomic, gguf
+from quantkit.files import atomic, gguf, stream
 from quantkit.files.gguf import TensorSpec, Writer
 
 SPECS = [TensorSpec(f"t{i}", (64, 1024), "f32") for i in range(4)]
@@ -160,3 +160,20 @@ def test_a_full_disk(tmp_path):
         file.seal()
     file.discard()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sync_that_fails_on_the_way_is_told(tmp_path, monkeypatch):
+    """What a thread is told by the disk, once, must not be lost: the sync at the end may succeed."""
+
+    def fail(fd):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(stream, "_SYNC_EVERY", 1 << 16)
+    synced = []
+    monkeypatch.setattr(stream, "_sync_data", synced.append)
+    write(tmp_path / "good.gguf")
+    assert synced
+    monkeypatch.setattr(stream, "_sync_data", fail)
+    with pytest.raises(QuantkitError, match=r"bad\.gguf\.partial-\d+: cannot write.*: Input/output error"):
+        write(tmp_path / "bad.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["good.gguf"]

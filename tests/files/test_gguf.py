@@ -385,3 +385,23 @@ def test_a_missing_shard_is_named(tmp_path):
     paths[1].unlink()
     with pytest.raises(FormatError, match=r"m-00002-of-00003\.gguf: shard 2 of 3 is missing"):
         gguf.open(paths[2])
+
+
+@pytest.mark.parametrize("shards", [[3, 0, 4], [0, 7], [7]])
+def test_shards_by_their_tensors(tmp_path, shards):
+    """As another file has them; the first or any may hold no tensor."""
+    paths, data = write(tmp_path / "s.gguf", some_specs(7), {"a": 1}, shards=shards)
+    assert len(paths) == len(shards)
+    file = gguf.open(paths[-1])
+    assert file.shards == shards
+    assert file.metadata["a"] == 1
+    assert all(np.array_equal(file.tensors[name].data, rows) for name, rows in data.items())
+
+
+def test_shards_that_do_not_fit_are_refused(tmp_path):
+    for shards in ([3, 3], [8, -1], []):
+        with pytest.raises(DataError, match=r"shards of \d+ tensors in all for a file of 7"):
+            write(tmp_path / "s.gguf", some_specs(7), shards=shards)
+    with pytest.raises(DataError, match="not by both"):
+        write(tmp_path / "s.gguf", some_specs(7), shards=[7], split_max_tensors=2)
+    assert not list(tmp_path.iterdir())

@@ -253,3 +253,52 @@ def test_sizes() -> None:
     assert made.bytes_before == sum(spec.nbytes for spec in specs)
     assert made.bytes_after == sum(t.bytes_after for t in made.tensors) == made.to_json()["bytes_after"]
     assert made.bits_per_weight == pytest.approx(8 * made.bytes_after / sum(int(np.prod(s.shape)) for s in specs))
+
+
+# ------------------------------------------------------------------------------------------------- repacking
+
+
+def test_what_was_decided_is_interleaved() -> None:
+    listed = tensors("token_embd.weight", "blk.0.ffn_up.weight", "blk.0.attn_q.weight", "blk.0.attn_norm.weight")
+    listed += [Info("blk.0.attn_k.weight", (36, 256), types.get("f16")), Info("n", (256,), types.get("f32"))]
+    rules = "attn_q=iq6_k,attn_k=q8_0"
+    made = recipe.plan(listed, "Q4_0", recipe.parse(rules), options=Options(repack=True))
+    assert {t.name: (t.type.name, t.reason) for t in made.tensors} == {
+        "token_embd.weight": ("q6_K", "mix of Q4_0; not repacked: embeddings are read row by row"),
+        "blk.0.ffn_up.weight": ("q4_0_r8", "Q4_0; repacked"),
+        "blk.0.attn_q.weight": ("iq6_k", "rule 1: attn_q=iq6_k; not repacked: iq6_k has no interleaved form here"),
+        "blk.0.attn_k.weight": ("q8_0", "rule 2: attn_k=q8_0; not repacked: 36 rows are not a multiple of 8"),
+        "blk.0.attn_norm.weight": ("f16", "kept: a norm"),
+        "n": ("f32", "kept: not a weight"),
+    }
+    assert made["blk.0.ffn_up.weight"].row_type is types.get("q4_0")
+    assert made["blk.0.ffn_up.weight"].bytes_after == made["blk.0.ffn_up.weight"].elements * 18 // 32
+    assert made.written_type.name == "Q4_0_R8"
+    assert made.to_json()["written_as"] == "Q4_0_R8"
+    assert str(Options(repack=True, pure=True)) == "--pure --repack"
+
+
+def test_repacking_keeps_to_patterns() -> None:
+    listed = tensors("blk.0.ffn_up.weight", "blk.1.ffn_up.weight", "blk.0.attn_q.weight", source="bf16")
+    halves = recipe.plan(listed[:1], "F16", options=Options(repack=True)).tensors[0]
+    assert halves.reason.endswith("bf16_r16 would lose bits: if you want that, quantkit quantize IN OUT BF16_R16")
+    options = {"repack_patterns": ("blk.0", "attn")}
+    assert chosen(listed, "Q4_0", pure=True, **options) == ["q4_0_r8", "q4_0", "q4_0_r8"]
+    assert chosen(listed, "BF16", repack=True) == ["bf16"] * 3  # bf16_r16 only where it is named
+    assert chosen(listed, "BF16", **options) == ["bf16_r16", "bf16", "bf16_r16"]
+    assert chosen(listed, "COPY", **options) == ["bf16_r16", "bf16", "bf16_r16"]
+    assert str(Options(**options)) == "--repack-pattern blk.0,attn"
+    with pytest.raises(RecipeError, match="--repack-pattern 'exps' is found in none of 3 tensor names"):
+        chosen(listed, "Q4_0", repack_patterns=("attn", "exps"))
+
+
+def test_another_order_of_the_same_bits_is_no_requantizing() -> None:
+    """And asks for no importance."""
+    listed = tensors("blk.0.ffn_up.weight", source="iq2_xxs")
+    for target, becomes in (("IQ2_XXS", "iq2_xxs"), ("IQ2_XXS_R4", "iq2_xxs_r4")):
+        assert chosen(listed, target, pure=True) == [becomes]
+    assert chosen(tensors("blk.0.ffn_up.weight", source="iq2_xxs_r4"), "IQ2_XXS", pure=True) == ["iq2_xxs"]
+    made = recipe.plan(listed, "IQ2_XXS_R4", options=Options(pure=True), imatrix=matrix_for(256))
+    assert made.warnings == ()
+    with pytest.raises(DataError, match="quantkit repack IN OUT"):
+        chosen(listed, "Q4_0", repack=True)

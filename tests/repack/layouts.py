@@ -1,10 +1,20 @@
-"""The vectors of spec/repack.md 12, and the formula that descriptions of interleaved layouts stand for."""
+"""The vectors of spec/repack.md 12, and the formula that descriptions of interleaved layouts stand for.
+
+python -m tests.repack.layouts NAME…     checksums of the specs' tensors there and back, for code made for another CPU
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from quantkit import types
 
 # CRC-32 of two groups by 512 columns after interleaving `spec_tensor`.
 CRCS = {
@@ -40,3 +50,28 @@ def move_bits(data: np.ndarray, rows: int, block_bytes: int, head: int, fields: 
     packed_bits = np.concatenate([heads.reshape(groups, -1), out.reshape(groups, -1)], axis=1)
     assert packed_bits.max() <= 1
     return np.packbits(packed_bits, axis=1, bitorder="little").reshape(data.shape)
+
+
+def checksums(names: list[str]) -> dict[str, str]:
+    """CRC-32 of the spec's tensor interleaved, and of what comes back of it."""
+    found = {}
+    for name in names:
+        t = types.get(name)
+        there = t.interleave_rows(spec_tensor(2 * t.interleave, t.base_type.row_bytes(512)))
+        found[name] = f"{zlib.crc32(there):08x}-{zlib.crc32(t.deinterleave_rows(there)):08x}"
+    return found
+
+
+def checksums_on(cpu: str, names: list[str]) -> dict[str, str]:
+    """`checksums` of a process whose kernels are compiled for `cpu`, an LLVM name."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.repack.layouts", *names],
+        env=os.environ | {"NUMBA_CPU_NAME": cpu}, cwd=Path(__file__).parents[2], capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return dict(line.split() for line in done.stdout.splitlines())
+
+
+if __name__ == "__main__":
+    for name, checksum in checksums(sys.argv[1:]).items():
+        print(name, checksum)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +18,9 @@ import quantkit
 from quantkit import types
 from quantkit.cli import main
 from quantkit.errors import QuantkitError
-from quantkit.files.gguf import GGUF, TensorSpec, Writer
+from quantkit.files.gguf import GGUF, Metadata, TensorSpec, Writer
+from quantkit.recipe import file_types
+from quantkit.repack import interleaved_form
 from quantkit.repack_file import plan_repack, plan_unpack, write
 from tests.recipe.synthetic import Shape
 
@@ -30,8 +36,8 @@ def content(spec: TensorSpec, rng: np.random.Generator) -> np.ndarray:
     return blocks
 
 
-def model(path: Path, rng: np.random.Generator, file_type: int | None = 140) -> Path:
-    """A small mixture of experts in IQ4_K with Q8_0 attention."""
+def model(path: Path, rng: np.random.Generator, file_type: int | None = 140, shards: int = 0) -> Path:
+    """A small mixture of experts in IQ4_K with Q8_0 attention; with `shards`, in so many files: the last of them."""
     shape = Shape(layers=2, experts=3)
     specs = []
     for spec in shape.specs():
@@ -41,10 +47,21 @@ def model(path: Path, rng: np.random.Generator, file_type: int | None = 140) -> 
     metadata.set("general.quantization_version", 2, "u32")
     if file_type is not None:
         metadata.set("general.file_type", file_type, "u32")
-    with Writer(path, metadata, specs) as writer:
+    counts = None if not shards else [len(specs) - 2 * (shards - 1), *[2] * (shards - 1)]
+    with Writer(path, metadata, specs, shards=counts) as writer:
         for spec in specs:
             writer.write(spec.name, content(spec, rng))
-    return path
+    return writer.paths[-1]
+
+
+def one_tensor(path: Path, kind: str, shape: tuple[int, ...], data: np.ndarray, **keys: int) -> GGUF:
+    metadata = Metadata({"general.architecture": "llama"})
+    for key, value in keys.items():
+        metadata.set(f"general.{key}", value, "u32")
+    spec = TensorSpec("blk.0.ffn_up.weight", shape, types.layout(kind))
+    with Writer(path, metadata, [spec]) as writer:
+        writer.write(spec.name, data)
+    return quantkit.open(path)
 
 
 @pytest.fixture
@@ -97,6 +114,19 @@ def test_the_file_type_says_what_most_of_the_main_type_is(
         assert job.metadata.get("general.file_type") == expected
 
 
+@pytest.mark.parametrize(
+    ("number", "back"), [(214, 14), (210, 21), (229, 29), (399, 7), (223, 23), (33, 2), (398, 149)]
+)
+def test_the_file_type_of_what_was_never_repacked(tmp_path: Path, number: int, back: int) -> None:
+    """Of a file quantized straight to interleaved types: that of the mix in rows."""
+    kind = next(t.default for t in file_types() if t.number == number)
+    assert kind is not None
+    data = np.zeros((16, kind.row_bytes(256)), np.uint8)
+    assert plan_unpack(one_tensor(tmp_path / "a", kind.name, (16, 256), data, file_type=number)).metadata == {
+        "general.architecture": "llama", "general.file_type": back,
+    }  # fmt: skip
+
+
 def test_unpacking_a_file_quantized_straight(tmp_path: Path, rng: np.random.Generator) -> None:
     t = types.get("q8_0_r8")
     x = rng.standard_normal((16, 64)).astype(np.float32)
@@ -125,6 +155,279 @@ def test_commands(source: GGUF, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert not Path(no).exists()
     assert main(["repack", str(source.path), str(source.path)]) == 1
     assert "this is the input" in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------------------------------------------------- shards
+
+
+def split_keys(path: Path) -> dict[str, tuple[int, str]]:
+    """Of one shard: key -> value and kind."""
+    from quantkit.files.gguf import _Shard
+
+    metadata = _Shard(path).metadata
+    return {key: (metadata[key], metadata.kind(key)) for key in metadata if key.startswith("split.")}
+
+
+def test_shards_in_and_out(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Any member opens the set; the split is kept, made anew or undone, and the way back gives the very files."""
+    last = model(tmp_path / "in.gguf", rng, shards=3)
+    source = quantkit.open(last)
+    assert [path.name for path in source.paths] == [f"in-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    kept = write(plan_repack(source), tmp_path / "kept.gguf", keep_split=True)
+    repacked = quantkit.open(kept[1])
+    assert repacked.shards == source.shards == [len(source.tensors) - 4, 2, 2]
+    total = len(source.tensors)
+    for number, path in enumerate(kept):
+        assert split_keys(path) == {
+            "split.no": (number, "u16"), "split.count": (3, "u16"), "split.tensors.count": (total, "i32"),
+        }  # fmt: skip
+    back = write(plan_unpack(repacked), tmp_path / "back.gguf", keep_split=True)
+    for there, here in zip(source.paths, back):
+        assert here.read_bytes() == there.read_bytes()
+
+    fewer = write(plan_repack(source), tmp_path / "fewer.gguf", split_max_tensors=total // 2 + 1)
+    limited = write(plan_unpack(quantkit.open(fewer[0])), tmp_path / "limited.gguf", split_max_bytes=source.size // 4)
+    one = write(plan_repack(quantkit.open(limited[-1])), tmp_path / "one.gguf")
+    assert (len(fewer), len(limited) > 3, len(one)) == (2, True, 1)
+    assert split_keys(one[0]) == {}
+    for name, tensor in quantkit.open(one[0]).tensors.items():
+        for paths in (kept, fewer):
+            np.testing.assert_array_equal(quantkit.open(paths[0]).tensors[name].data, tensor.data)
+
+
+def test_one_file_has_one_shard_to_keep(source: GGUF, tmp_path: Path) -> None:
+    assert write(plan_repack(source), tmp_path / "a.gguf", keep_split=True) == [tmp_path / "a.gguf"]
+
+
+def test_splitting_on_the_command_line(
+    tmp_path: Path, rng: np.random.Generator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last, out, back = model(tmp_path / "in.gguf", rng, shards=2), tmp_path / "out.gguf", tmp_path / "back.gguf"
+    assert main(["repack", str(last), str(out), "--keep-split", "--json"]) == 0
+    paths = json.loads(capsys.readouterr().out)["paths"]
+    assert len(paths) == 2
+    assert main(["unpack", paths[0], str(back), "--split-max-size", "100K", "--json"]) == 0
+    sizes = [Path(path).stat().st_size for path in json.loads(capsys.readouterr().out)["paths"]]
+    assert len(sizes) > 2
+    assert main(["unpack", paths[1], str(back), "--split-max-tensors", "1000", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["paths"] == [str(back)]
+    for flag in (("--split-max-size", "1G"), ("--split-max-tensors", "3")):
+        assert main(["repack", str(last), str(out), "--keep-split", *flag]) == 2
+
+
+def test_shards_beside_the_reference(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Its --repack --keep-split of our shards; and it joins what we split."""
+    from tests.conformance.ggml import QUANTIZE_TOOL
+    from tests.repack.models import assert_same_tensors, reference_repack
+
+    model(tmp_path / "in.gguf", rng, shards=3)
+    first = tmp_path / "in-00001-of-00003.gguf"
+    ours = write(plan_repack(quantkit.open(first)), tmp_path / "ours.gguf", keep_split=True)
+    command = [str(QUANTIZE_TOOL), "--repack", "--keep-split", str(first), str(tmp_path / "theirs.gguf"), "Q8_0", "1"]
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    for number, path in enumerate(ours, 1):
+        theirs = tmp_path / f"theirs-0000{number}-of-00003.gguf"
+        assert split_keys(theirs) == split_keys(path)
+    assert_same_tensors(ours[0], tmp_path / "theirs-00001-of-00003.gguf")
+    back = write(plan_unpack(quantkit.open(ours[0])), tmp_path / "back.gguf", split_max_tensors=7)
+    assert_same_tensors(reference_repack(back[0], tmp_path / "joined.gguf"), ours[0])
+
+
+# -------------------------------------------------------------------------------------------------- what is special
+
+
+def test_q8_kv_has_the_stride_that_readers_expect(tmp_path: Path, rng: np.random.Generator) -> None:
+    """4 + n a row, as the reference quantizes; what it repacks has gaps (spec/repack.md 11.1)."""
+    from tests.conformance import ggml
+
+    n, x = 256, rng.standard_normal((24, 256)).astype(np.float32)
+    data = types.get("q8_KV").quantize(x)
+    f = one_tensor(tmp_path / "kv.gguf", "q8_KV", x.shape, data, file_type=149)
+    write(plan_repack(f), tmp_path / "r8.gguf")
+    repacked = quantkit.open(tmp_path / "r8.gguf")
+    tensor = repacked.tensors["blk.0.ffn_up.weight"]
+    assert (tensor.type.name, tensor.nbytes) == ("q8_KV_r8", 24 * (4 + n))
+    assert repacked.metadata["general.file_type"] == 398
+    np.testing.assert_array_equal(tensor.data, ggml.quantize("q8_KV_r8", x))
+    write(plan_unpack(repacked), tmp_path / "back.gguf")
+    assert (tmp_path / "back.gguf").read_bytes() == f.path.read_bytes()
+
+
+def test_floats(tmp_path: Path, rng: np.random.Generator) -> None:
+    """F16 stays, as it would lose bits, and quantizing does what is asked; BF16 is repacked where it is named."""
+    x = rng.standard_normal((32, 64)).astype(np.float32)
+    half = one_tensor(tmp_path / "f16.gguf", "f16", x.shape, types.get("f16").quantize(x), file_type=1)
+    (change,) = plan_repack(half, ["ffn"]).changes
+    assert not change.changed
+    assert "quantkit quantize IN OUT BF16_R16" in change.reason
+    assert main(["quantize", str(half.path), str(tmp_path / "r16.gguf"), "BF16_R16"]) == 0
+    made = quantkit.open(tmp_path / "r16.gguf")
+    assert made.metadata["general.file_type"] == 232
+    rounded = types.get("bf16").quantize(half.tensors["blk.0.ffn_up.weight"].dequantize())
+    np.testing.assert_array_equal(
+        made.tensors["blk.0.ffn_up.weight"].data, quantkit.repack.repack(rounded, "bf16", 64)[0]
+    )
+
+    brain = one_tensor(tmp_path / "bf16.gguf", "bf16", x.shape, types.get("bf16").quantize(x), file_type=32)
+    (change,) = plan_repack(brain).changes
+    assert not change.changed
+    assert "name it by --repack-pattern" in change.reason
+    job = plan_repack(brain, ["ffn"])
+    assert (job.changed[0].type.name, job.metadata["general.file_type"]) == ("bf16_r16", 232)
+    odd = one_tensor(tmp_path / "odd.gguf", "bf16", (32, 3), np.zeros((32, 6), np.uint8))
+    assert "cannot be interleaved by pairs of columns" in plan_repack(odd, ["ffn"]).changes[0].reason
+
+
+def test_what_is_no_operand_of_a_product_stays(tmp_path: Path) -> None:
+    t = types.get("q8_0")
+    names = ("position_embd.weight", "token_embd.weight", "blk.0.ssm_conv1d.weight", "blk.0.attn_rel_b.weight")
+    specs = [TensorSpec(name, (16, 32), t) for name in names]
+    with Writer(tmp_path / "a.gguf", {}, specs) as writer:
+        for spec in specs:
+            writer.write(spec.name, np.zeros(spec.nbytes, np.uint8))
+    assert not plan_repack(quantkit.open(tmp_path / "a.gguf")).changed
+
+
+def test_encodings_of_their_own_are_unpacked_where_that_is_exact(
+    tmp_path: Path, rng: np.random.Generator, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """IQ1_S_R4 always, IQ1_M_R4 by its multipliers, neither where the columns do not fit; the rest says why."""
+    kinds = {"a": ("iq1_s_r4", 256), "b": ("iq1_m_r4", 256), "c": ("iq1_m_r4", 256), "d": ("iq1_s_r4", 288)}
+    specs = [TensorSpec(f"{name}.weight", (2, 64, n), types.get(kind)) for name, (kind, n) in kinds.items()]
+    metadata = Metadata({"general.architecture": "llama"})
+    metadata.set("general.file_type", 224, "u32")
+    with Writer(tmp_path / "in.gguf", metadata, specs) as writer:
+        for spec in specs:
+            data = rng.integers(0, 256, (spec.n_rows, spec.row_bytes), dtype=np.uint8)
+            groups = data.reshape(32, -1)
+            groups[:, 1:8:2] &= 0x3F  # finite scales
+            if spec.name in ("b.weight", "c.weight"):
+                groups[:, 8:].reshape(32, -1, 28)[:, :, 24:] |= 0x11
+            if spec.name == "c.weight":
+                groups[20, 8 + 28 * 3 + 24 + 2] ^= 0x11  # row 82: an even multiplier in columns 96 to 127
+            writer.write(spec.name, data)
+    source, out = quantkit.open(tmp_path / "in.gguf"), tmp_path / "out.gguf"
+    assert main(["unpack", str(source.path), str(out), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    found = {t["name"][0]: (t["to"], t["reason"]) for t in record["tensors"]}
+    assert found == {
+        "a": ("iq1_s", None), "b": ("iq1_m", None),
+        "c": ("iq1_m_r4", "iq1_m cannot hold the multipliers of row 82, columns 0 to 255"),
+        "d": ("iq1_s_r4", "288 columns are not a multiple of iq1_s's 256"),
+    }  # fmt: skip
+    back = quantkit.open(out)
+    for name, tensor in source.tensors.items():
+        ours, theirs = back.tensors[name].dequantize(), tensor.dequantize()
+        np.testing.assert_array_equal(ours.view(np.uint32), theirs.view(np.uint32))
+    assert back.metadata["general.file_type"] == 224  # as much of it is left as became IQ1_S
+    assert record["bytes"] == sum(t.nbytes for t in back.tensors.values())
+
+
+# ------------------------------------------------------------------------------------------------- accidents, memory
+
+
+def big(path: Path, mebibytes: int, kind: str = "q4_K") -> Path:
+    """So many MiB of a type, all zeros, in tensors of 10 MiB or one of less."""
+    t, each = types.get(kind), min(mebibytes, 10)
+    rows = (each << 20) // t.row_bytes(1024) // 16 * 16
+    specs = [TensorSpec(f"blk.{i}.ffn_up.weight", (rows, 1024), t) for i in range(mebibytes // each)]
+    with Writer(path, {"general.architecture": "llama"}, specs) as writer:
+        for spec in specs:
+            writer.write(spec.name, np.zeros(spec.nbytes, np.uint8))
+    return path
+
+
+def joined(path: Path, *sources: Path) -> Path:
+    """The tensors of all in one file, named by their number."""
+    tensors = [tensor for source in sources for tensor in quantkit.open(source).tensors.values()]
+    specs = [TensorSpec(f"blk.{i}.ffn_up.weight", t.shape, t.type) for i, t in enumerate(tensors)]
+    with Writer(path, {"general.architecture": "llama"}, specs) as writer:
+        for spec, tensor in zip(specs, tensors):
+            writer.write(spec.name, tensor.data)
+    return path
+
+
+@pytest.mark.parametrize("command", ["repack", "unpack"])
+def test_killed_in_the_middle_it_leaves_nothing(tmp_path: Path, command: str) -> None:
+    """SIGKILL when the partial file has begun to fill, and later; a rerun succeeds and clears up."""
+    source, out = big(tmp_path / "in.gguf", 150), tmp_path / "out.gguf"
+    if command == "unpack":
+        write(plan_repack(quantkit.open(source)), tmp_path / "r4.gguf")
+        source = (tmp_path / "r4.gguf").replace(tmp_path / "in.gguf")
+    arguments = [sys.executable, "-m", "quantkit", command, str(source), str(out), "--threads", "1"]
+    subprocess.run(arguments, check=True, capture_output=True)  # compiles what the killed ones must not wait for
+    whole = out.read_bytes()
+    out.unlink()
+    killed = 0
+    for delay in (0.0, 0.02, 0.05, 0.1, 0.2):
+        process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and not list(tmp_path.glob("*.partial-*")):
+            time.sleep(0.002)
+        time.sleep(delay)
+        os.kill(process.pid, signal.SIGKILL)
+        if process.wait() == -signal.SIGKILL:
+            killed += 1
+            assert not out.exists() or out.read_bytes() == whole  # killed after the rename
+        out.unlink(missing_ok=True)
+    assert killed >= 2
+    subprocess.run(arguments, check=True, capture_output=True)
+    assert out.read_bytes() == whole
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.gguf", "out.gguf"]
+
+
+@pytest.mark.parametrize(("command", "kind"), [("repack", "q4_K"), ("unpack", "iq2_xxs_r4"), ("repack", "f16")])
+def test_memory_does_not_grow_with_the_file(command: str, kind: str, tmp_path: Path) -> None:
+    """The peak of the whole process, pages of the mapped input included, is that of a small file."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("no /proc tells a process's peak of memory here")
+    peaks = []
+    program = (
+        "import sys; from quantkit.cli import main; assert main(sys.argv[1:]) == 0; "
+        "print(*[line for line in open('/proc/self/status') if line.startswith('VmHWM')])"
+    )  # not ru_maxrss, which begins with that of the process before exec
+    for mebibytes in (1, 1, 400):
+        source = big(tmp_path / "in.gguf", mebibytes, kind)
+        if kind == "f16":  # is copied, beside what is not
+            big(tmp_path / "q8_0.gguf", 1, "q8_0")
+            source = joined(tmp_path / "both.gguf", source, tmp_path / "q8_0.gguf")
+        arguments = [sys.executable, "-c", program, command, str(source), str(tmp_path / "out.gguf"), "--threads", "2"]
+        done = subprocess.run(arguments, check=True, capture_output=True, text=True)
+        peaks.append(int(done.stdout.split()[-2]) / 1024)
+    assert peaks[2] < peaks[1] + 100
+    assert peaks[2] < 400
+
+
+# --------------------------------------------------------------------------------------------------- the reference
+
+
+# Of these file types the reference keeps the number although all is repacked, and its build does not know MXFP4_R8.
+KEPT = {"Q2_K_S": 210, "IQ2_S": 220, "IQ3_XS": 226, "IQ3_M": 226, "IQ3_KL": 339, "MXFP4": 351}
+
+
+def test_file_types_beside_the_reference(tmp_path: Path) -> None:
+    """Every file type of which tensors can be repacked: where all are, the name is the reference's, or truer."""
+    from tests.repack.models import reference_repack
+
+    metadata = Shape(layers=1).metadata()
+    seen = set()
+    for found in file_types():
+        if found.default is None or found.default.interleave > 1 or found.is_float:
+            continue
+        if interleaved_form(found.default) is None:
+            continue
+        spec = TensorSpec("blk.0.ffn_up.weight", (64, 256), found.default)
+        metadata.set("general.file_type", found.number, "u32")
+        with Writer(tmp_path / "in.gguf", metadata, [spec]) as writer:
+            writer.write(spec.name, np.zeros(spec.nbytes, np.uint8))
+        ours = plan_repack(quantkit.open(tmp_path / "in.gguf")).metadata["general.file_type"]
+        seen.add(found.name)
+        if found.name in KEPT:
+            assert ours == KEPT[found.name]
+        else:
+            theirs = reference_repack(tmp_path / "in.gguf", tmp_path / "theirs.gguf")
+            assert ours == quantkit.open(theirs).metadata["general.file_type"], found.name
+    assert len(seen) > 30
+    assert set(KEPT) <= seen
 
 
 def test_against_the_references_repacking(source: GGUF, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from quantkit import repack, types
 from quantkit.errors import DataError, UnsupportedError
 from quantkit.types.interleave import Field, Interleaved, Lines, Permutation, Slots, packed
-from tests.repack.layouts import CRCS, move_bits, spec_tensor
+from tests.repack.layouts import CRCS, checksums, checksums_on, move_bits, spec_tensor
 
 INTERLEAVED = [t for t in types.all() if isinstance(t, Interleaved)]
 # Types that only move bits: neither signs nor nibbles are re-coded, nothing is dropped.
@@ -60,6 +60,38 @@ def test_the_inverse(t, rng):
         np.testing.assert_array_equal(t.deinterleave_rows(t.interleave_rows(data)), data)
 
 
+@pytest.mark.parametrize("n", [2, 4, 6, 8, 10, 18])
+def test_short_rows_of_small_blocks(n, rng):
+    """Blocks of BF16_R16 go four at a time; rows may have fewer, or no multiple of four."""
+    t = types.get("bf16_r16")
+    data = rng.integers(0, 256, (48, 2 * n), dtype=np.uint8)
+    there = t.interleave_rows(data)
+    np.testing.assert_array_equal(there, move_bits(data, 16, 4, 0, t.fields))
+    np.testing.assert_array_equal(t.deinterleave_rows(there), data)
+
+
+def test_no_byte_outside_is_touched(rng):
+    """Blocks are moved sixteen at a time, and fewer at the end."""
+    for name in ("q4_0_r8", "iq4_ks_r4", "mxfp4_r8", "bf16_r16"):
+        t = types.get(name)
+        data = base_rows(t, rng, 3, 512)
+        around = np.full(data.size + 512, 77, np.uint8)
+        inside = around[256:-256].reshape(data.shape)
+        for way, given in ((t.permutation.forward, data), (t.permutation.backward, t.interleave_rows(data))):
+            way(given, inside)
+            assert (around[:256] == 77).all()
+            assert (around[-256:] == 77).all()
+        np.testing.assert_array_equal(inside, data)
+
+
+@pytest.mark.parametrize("cpu", ["x86-64", "haswell", "skylake-avx512"])
+def test_the_same_bytes_on_other_cpus(cpu):
+    names = ["q4_k_r4", "q8_0_r8", "iq2_xxs_r4", "iq5_ks_r4", "mxfp4_r8", "bf16_r16"]
+    found = checksums_on(cpu, names)
+    assert found == checksums(names)
+    assert [crc.split("-")[0] for crc in found.values()] == [CRCS[name] for name in names]
+
+
 def test_signs_are_recoded_as_the_spec_says():
     """Section 4.6: checksum of the 128 re-coded indices."""
     t = types.get("iq2_xs_r4")
@@ -99,6 +131,14 @@ def test_q8_k_keeps_codes_and_rounded_scales(rng):
 def test_a_description_that_loses_bits_is_refused(fields):
     with pytest.raises(TypeError, match="exactly once"):
         Permutation(fields, 4, 8)
+
+
+def test_arrays_that_are_no_whole_groups_are_refused(rng):
+    p = types.get("iq4_k_r4").permutation
+    data = rng.integers(0, 256, (8, 288), dtype=np.uint8)
+    for given, out in ((data, data[:4]), (data[:6], data[:6]), (data[:, :143], data[:, :143]), (data.T, data.T)):
+        with pytest.raises(TypeError, match="not both contiguous and groups of 4 rows"):
+            p.forward(given, out)
 
 
 def test_lines_must_hold_every_column():

@@ -1,9 +1,26 @@
+"""Which tensor goes where, and with that which are repacked: figures of shared/field-notes.md 4."""
+
 from __future__ import annotations
 
 import pytest
 
+from quantkit import types
 from quantkit.errors import DataError, UnsupportedError
-from quantkit.runtime.placement import CPU, Device, Rule, parse_rules, place
+from quantkit.files.gguf import TensorSpec
+from quantkit.repack.eligible import interleaved
+from quantkit.runtime.placement import (
+    ALL_LAYERS,
+    CPU,
+    Device,
+    Flags,
+    Placement,
+    Rule,
+    gpu_kernels,
+    parse_flags,
+    parse_rules,
+    place,
+    plan,
+)
 
 NAMES = [
     "token_embd.weight",
@@ -60,3 +77,198 @@ def test_a_device_that_is_not_there_is_an_error_with_the_valid_ones() -> None:
 
 def test_devices_are_found_in_any_case() -> None:
     assert place(["a"], parse_rules("a=cpu"))["a"] == CPU
+
+
+# ------------------------------------------------------------------------------------------- layers and experts on GPUs
+
+
+def layer_names(layers: int, dense: int = 0) -> list[str]:
+    """A model's names: attention and, after `dense` plain layers, experts."""
+    names = ["token_embd.weight", "output_norm.weight", "output.weight", "rope_freqs.weight"]
+    for i in range(layers):
+        names.append(f"blk.{i}.attn_q.weight")
+        names += [f"blk.{i}.ffn_{part}{'_exps' if i >= dense else ''}.weight" for part in ("up", "down", "gate")]
+    return names
+
+
+def on_gpu(placement: Placement) -> set[str]:
+    return {name for name in placement.devices if not placement.on_cpu(name)}
+
+
+def test_layers_go_to_the_gpu_from_the_last_one_down() -> None:
+    names = layer_names(4)
+    assert on_gpu(place(names, (), [CPU, GPU], 0)) == set()
+    assert on_gpu(place(names, (), [CPU, GPU], 2)) == {name for name in names if name[:6] in ("blk.2.", "blk.3.")}
+    assert on_gpu(place(names, (), [CPU, GPU], 4)) == {name for name in names if name.startswith("blk.")}
+    everything = {name for name in names if name not in ("token_embd.weight", "rope_freqs.weight")}
+    for gpu_layers in (5, 99, None):
+        assert on_gpu(place(names, (), [CPU, GPU], gpu_layers)) == everything
+    # The metadata know better than the names of a part of a model.
+    assert on_gpu(place(names, (), [CPU, GPU], 4, n_layers=6)) == {n for n in names if n[:6] in ("blk.2.", "blk.3.")}
+
+
+def test_several_gpus_share_the_layers() -> None:
+    found = place(layer_names(7), (), [CPU, GPU, Device("CUDA1")], 99)
+    assert [found[f"blk.{i}.attn_q.weight"].name[-1] for i in range(7)] == list("0000111")
+    assert found["output.weight"].name == "CUDA1"
+
+
+def layers_on_cpu(placement: Placement, layers: int) -> list[int]:
+    return [i for i in range(layers) if placement.on_cpu(f"blk.{i}.ffn_up_exps.weight")]
+
+
+def test_experts_stay_from_the_last_layer_down() -> None:
+    def experts(names: list[str], count: int, **more: int) -> Placement:
+        return place(names, parse_rules(r"blk\.9\.ffn=CUDA0"), [CPU, GPU], 99, n_cpu_moe=count, **more)
+
+    names = layer_names(10)
+    assert layers_on_cpu(experts(names, 3), 10) == [7, 8]  # -ot comes first
+    assert layers_on_cpu(experts(names, ALL_LAYERS), 10) == list(range(9))
+    assert layers_on_cpu(experts(names, 3, mtp_layers=1), 10) == [6, 7, 8]
+    assert not experts(names, 3).on_cpu("blk.8.attn_q.weight")
+    (rule,) = place(layer_names(3, dense=3), (), [CPU, GPU], n_cpu_moe=ALL_LAYERS).idle
+    assert rule.said == "--cpu-moe"
+    assert place([], n_cpu_moe=2).idle[0].said == "--n-cpu-moe 2"
+
+
+def test_experts_stay_in_proportion_where_gpus_share_the_layers() -> None:
+    found = place(layer_names(9), (), [CPU, GPU, Device("CUDA1")], 99, n_cpu_moe=4)
+    assert [found[f"blk.{i}.attn_q.weight"].name[-1] for i in range(9)] == list("000001111")
+    assert layers_on_cpu(found, 9) == [3, 4, 7, 8]
+
+
+def test_flags_as_they_are_typed() -> None:
+    found = parse_flags("-ngl 99 -ot 'blk\\.(3|4)\\.ffn_.*=CUDA0' --override-tensor exps=CPU --n-cpu-moe 7")
+    assert found == Flags(99, (r"blk\.(3|4)\.ffn_.*=CUDA0", "exps=CPU"), 7)
+    assert found.rules == [Rule(r"blk\.(3|4)\.ffn_.*", "CUDA0"), Rule("exps", "CPU")]
+    assert parse_flags("--cpu-moe") == Flags(None, (), ALL_LAYERS)
+    assert parse_flags("") == Flags()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("-fa -ngl 99", "-fa.*it takes -ngl N"), ("-ngl x", "invalid int value"), ("-ot 'a", "No closing quotation"),
+     ("-ngl -1", "-ngl -1: a number of layers is 0 or more"), ("--n-cpu-moe -2", "--n-cpu-moe -2")],
+)  # fmt: skip
+def test_flags_that_are_none(text: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        parse_flags(text)
+
+
+# ------------------------------------------------------------------------------------------------------ whole models
+
+
+def deepseek(down: str, gate: str) -> dict[str, TensorSpec]:
+    """DeepSeek-R1 with all three sets of attention tensors: 1147, of which 361 are float32."""
+    names: dict[str, tuple[tuple[int, ...], str]] = {
+        "token_embd.weight": ((129280, 7168), "q8_0"), "output.weight": ((129280, 7168), "q8_0"),
+        "output_norm.weight": ((7168,), "f32"),
+    }  # fmt: skip
+    for i in range(61):
+        at = f"blk.{i}."
+        for norm, n in (("attn_norm", 7168), ("attn_q_a_norm", 1536), ("attn_kv_a_norm", 512), ("ffn_norm", 7168)):
+            names[f"{at}{norm}.weight"] = (n,), "f32"
+        for name, shape in {
+            "attn_q_a": (1536, 7168), "attn_q_b": (24576, 1536), "attn_kv_a_mqa": (576, 7168),
+            "attn_kv_b": (32768, 512), "attn_k_b": (65536, 128), "attn_v_b": (16384, 512), "attn_output": (7168, 16384),
+        }.items():  # fmt: skip
+            names[f"{at}{name}.weight"] = shape, "q8_0"
+        n_ff, end = (18432, "") if i < 3 else (2048, "_shexp")
+        names[f"{at}ffn_down{end}.weight"] = (7168, n_ff), "q8_0"
+        names |= {f"{at}ffn_{part}{end}.weight": ((n_ff, 7168), "q8_0") for part in ("gate", "up")}
+        if i >= 3:
+            names[f"{at}ffn_gate_inp.weight"] = (256, 7168), "f32"
+            names[f"{at}exp_probs_b.bias"] = (256,), "f32"
+            names[f"{at}ffn_down_exps.weight"] = (256, 7168, 2048), down
+            names |= {f"{at}ffn_{part}_exps.weight": ((256, 2048, 7168), gate) for part in ("gate", "up")}
+    return {name: TensorSpec(name, shape, types.get(kind)) for name, (shape, kind) in names.items()}
+
+
+def qwen3_235b(attention: str, down: str, gate: str) -> dict[str, TensorSpec]:
+    names: dict[str, tuple[tuple[int, ...], str]] = {
+        "token_embd.weight": ((151936, 4096), "q8_0"), "output.weight": ((151936, 4096), "q8_0"),
+        "output_norm.weight": ((4096,), "f32"),
+    }  # fmt: skip
+    for i in range(94):
+        at = f"blk.{i}."
+        for norm, n in (("attn_norm", 4096), ("ffn_norm", 4096), ("attn_q_norm", 128), ("attn_k_norm", 128)):
+            names[f"{at}{norm}.weight"] = (n,), "f32"
+        names[f"{at}ffn_gate_inp.weight"] = (128, 4096), "f32"
+        for name, shape in {"q": (8192, 4096), "k": (512, 4096), "v": (512, 4096), "output": (4096, 8192)}.items():
+            names[f"{at}attn_{name}.weight"] = shape, attention
+        names[f"{at}ffn_down_exps.weight"] = (128, 4096, 1536), down
+        names |= {f"{at}ffn_{part}_exps.weight": ((128, 1536, 4096), gate) for part in ("gate", "up")}
+    return {name: TensorSpec(name, shape, types.get(kind)) for name, (shape, kind) in names.items()}
+
+
+def repacked(tensors: dict[str, TensorSpec], flags: str) -> int:
+    """How many tensors -rtr repacks."""
+    placement = plan(tensors, parse_flags(flags), {}, "model.gguf")
+    on_cpu = [t for name, t in tensors.items() if placement.on_cpu(name)]
+    return sum(interleaved(t.name, t.shape, t.type)[0] is not None for t in on_cpu)
+
+
+@pytest.mark.parametrize(
+    ("flags", "count"),
+    [
+        ("-ngl 99 -ot exps=CPU", 174),
+        ("-ngl 99 --cpu-moe", 174),
+        (r"-ngl 99 -ot 'blk\.3\.ffn_.*=CUDA0' -ot exps=CPU", 171),
+        (r"-ngl 99 -ot 'blk\.(3|4)\.ffn_.*=CUDA0,exps=CPU'", 168),
+        ("-ngl 99 --n-cpu-moe 56", 168),
+    ],
+)
+def test_counts_of_deepseek(flags: str, count: int) -> None:
+    tensors = deepseek("iq3_k", "iq2_k")
+    assert len(tensors) == 1147
+    assert sum(t.type.name == "f32" for t in tensors.values()) == 361
+    assert repacked(tensors, flags) == count
+
+
+def test_counts_of_qwen3() -> None:
+    tensors = qwen3_235b("iq6_k", "iq4_k", "iq3_k")
+    assert len(tensors) == 1131
+    assert sum(t.type.name == "f32" for t in tensors.values()) == 471
+    assert repacked(tensors, "-ngl 99 --n-cpu-moe 82") == 246
+    layers = "|".join(map(str, range(12)))
+    assert repacked(tensors, rf"-ngl 99 -ot 'blk\.({layers})\.ffn_.*=CUDA0,exps=CPU'") == 246
+    assert repacked(qwen3_235b("iq6_k", "q8_0", "iq6_k"), "-ngl 0") == 95
+
+
+# ---------------------------------------------------------------------------------------------- interleaved on a GPU
+
+
+def test_gpus_have_kernels_for_eight_interleaved_types() -> None:
+    found = {t.name for t in types.all() if t.interleave > 1 and gpu_kernels(t)}
+    assert found == {"iq1_s_r4", "iq1_m_r4", "iq2_k_r4", "iq3_k_r4", "iq4_k_r4", "iq5_k_r4", "iq4_ks_r4", "iq5_ks_r4"}
+    assert gpu_kernels(types.get("q4_K"))
+    assert not gpu_kernels(types.get("iq1_s_r4"), 384)
+
+
+def test_interleaved_tensors_are_refused_on_a_gpu_without_a_kernel() -> None:
+    tensors = deepseek("q3_k_r4", "iq2_k_r4")
+    with pytest.raises(UnsupportedError) as refused:
+        plan(tensors, parse_flags(r"-ngl 99 -ot 'blk\.(5|6|9)\.ffn=CPU'"), {}, "model.gguf")
+    message = str(refused.value)
+    assert "model.gguf: 55 row-interleaved tensors would go to a GPU" in message
+    assert "blk.(3-4,7-8,10-60).ffn_down_exps.weight  q3_k_r4  CUDA0" in message
+    assert "iq2_k_r4" not in message
+    assert "quantkit unpack model.gguf OUT" in message
+    with pytest.raises(UnsupportedError) as refused:
+        plan(tensors, parse_flags("-ngl 99"), {}, "model.gguf")
+    rule = str(refused.value).split("-ot '")[1].split("'")[0]
+    assert rule == r"^(blk\.\d+\.ffn_down_exps\.weight)$=CPU"
+    assert not plan(tensors, parse_flags(f"-ngl 99 -ot '{rule}'"), {}, "model.gguf").on_cpu("blk.3.ffn_up_exps.weight")
+
+
+def test_plans_know_the_model_from_its_metadata_and_devices_from_the_rules() -> None:
+    tensors = {name: TensorSpec(name, (256, 256), types.get("q8_0")) for name in layer_names(4)}
+    metadata = {"general.architecture": "glm4moe", "glm4moe.block_count": 4, "glm4moe.nextn_predict_layers": 1}
+    found = plan(tensors, parse_flags("-ngl 99 --n-cpu-moe 1"), metadata, "model.gguf")
+    assert layers_on_cpu(found, 4) == [2]
+    found = plan(tensors, parse_flags("-ot 'blk.0=CUDA2,blk.1=cpu'"), metadata, "model.gguf")
+    assert found["blk.0.attn_q.weight"] == Device("CUDA2")
+    assert found["blk.1.attn_q.weight"] == CPU
+    assert found["blk.2.attn_q.weight"] == Device("CUDA1")
+    with pytest.raises(UnsupportedError, match="'CDUA0' is no device; valid devices: CPU, CUDA0"):
+        plan(tensors, parse_flags("-ot exps=CDUA0"), metadata, "model.gguf")

@@ -70,7 +70,8 @@ def random_bytes(t: QuantType, rng: np.random.Generator, count: int, n: int) -> 
 
 
 def tame_bytes(t: QuantType, rng: np.random.Generator, count: int, n: int) -> np.ndarray:
-    """The same with values that are finite and below 1e4: blocks that are not, or rows' headers, are drawn again."""
+    """The same with scales as of weights: blocks, or rows' headers, whose largest value is not between 1e-5 and 1e4 are
+    drawn again. (Products of subnormal numbers take many times as long.)"""
     if isinstance(t, Interleaved):
         return t.interleave_rows(tame_bytes(t.base_type, rng, count, n))
     data = random_bytes(t, rng, count, n)
@@ -79,7 +80,8 @@ def tame_bytes(t: QuantType, rng: np.random.Generator, count: int, n: int) -> np
     width = t.row_meta_bytes * t.interleave or drawn.shape[1]
     for _ in range(1000):
         with np.errstate(all="ignore"):
-            wild = ~(np.abs(t.dequantize(data, n)) < 1e4).reshape(len(drawn), -1).all(axis=1)
+            largest = np.abs(t.dequantize(data, n)).reshape(len(drawn), -1).max(axis=1)
+        wild = ~((largest > 1e-5) & (largest < 1e4))
         if not wild.any():
             return data
         drawn[wild, :width] = rng.integers(0, 256, (wild.sum(), width), dtype=np.uint8)

@@ -1,1 +1,1 @@
-"""Searches written with `simd`, which loads numba when it is imported: types import these inside functions only."""
+"""Searches and moves written with `simd`, which loads numba on import: types import these inside functions only."""

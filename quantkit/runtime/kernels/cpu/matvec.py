@@ -22,7 +22,7 @@ from collections.abc import Callable
 from quantkit.jit import Callback, callback
 from quantkit.runtime.kernels.cpu.activations import CODES, FLOORS, SCALES, SUMS
 from quantkit.runtime.kernels.cpu.decode import FLOAT_TYPES, load_floats
-from quantkit.runtime.kernels.cpu.formats.base import Format
+from quantkit.runtime.kernels.cpu.formats.base import Format, Picked, pick
 from quantkit.runtime.kernels.cpu.formats.table import FORMATS
 from quantkit.simd import F32, I8, I32, Emit, Value, emitted, vector
 
@@ -77,19 +77,76 @@ def _rows(e: Emit, f: Format, addresses: list[Value], blocks: Value, n: Value, x
     with e.loop(0, blocks) as b:
         _ask_ahead(e, addresses[0], blocks, b, f.nbytes * len(addresses))
         readers = [f.units(e, address, b) for address in addresses]
+        first = b * f.columns
+        scaled = _Scaled(e, f.columns // 32, x + n * SCALES + (first >> 3), x + n * FLOORS + first)
         for unit in range(f.columns // 32):
             at = b * f.columns + 32 * unit
             codes = e.load(vector(32, I8), x + n * CODES + at)
             start = e.load(_INTS8, x + n * SUMS + at) * -f.offset if f.offset else e.zero(_INTS8)
             floors = e.load(_FLOATS8, x + n * FLOORS + at)  # LLVM drops it where there is no floor
-            scale = e.splat(e.load(F32, x + n * SCALES + (at >> 3)), 8)
             for reader, total in zip(readers, totals):
                 weight = next(reader)
                 product = e.dot4(start, weight.codes, codes, f.largest).real()
-                partial = e.fma(product, weight.scale * scale, total.get())
-                total.set(e.fma(weight.floor, floors, partial) if weight.floor else partial)
+                partial = e.fma(product, scaled.scale(weight.scale, unit), total.get())
+                total.set(scaled.add_floor(partial, weight.floor, floors, unit) if weight.floor else partial)
     for r, total in enumerate(totals):
         e.store(e.sum(total.get()), out + 4 * r)
+
+
+class _Scaled:
+    """Scales of a block's units times those of the activations, which are `units` floats at `given`, and floors.
+
+    Scales that were picked from a vector are multiplied in it, all at once. One that fills eight lanes then comes from
+    memory: that costs a load, of which there are few, not a shuffle, of which there are many. Floors that were picked
+    from a vector of eight are added all at once too.
+    """
+
+    def __init__(self, e: Emit, units: int, given: Value, floors: Value):
+        self.e, self.units, self.given, self.floors = e, units, given, floors
+        self.done: dict[tuple[int, int], tuple[Value, ...]] = {}  # what was multiplied, its product, its address
+        self.sums: dict[int, list[Value]] = {}
+
+    def scale(self, scale: Value, unit: int) -> Value:
+        e = self.e
+        if isinstance(scale, Picked):
+            count = len(scale.which)
+            first = unit - scale.which[0] // count  # the unit of lane 0
+            lanes = scale.scales.lanes // count
+            if scale.which[0] % count == 0 and first >= 0 and first + lanes <= self.units:
+                return self._picked(scale, first)
+        return scale * e.splat(e.load(F32, self.given + 4 * unit), 8)
+
+    def add_floor(self, total: Value, floor: Value, sums: Value, unit: int) -> Value:
+        """Plus floor * sums, `sums` for the eight lanes of the unit. Of floors that were picked, with the first all."""
+        if not isinstance(floor, Picked) or floor.scales.lanes != 8 or self.units * len(floor.which) % 8:
+            return self.e.fma(floor, sums, total)
+        eight, lane = divmod(unit * len(floor.which), 8)
+        if floor.which[0] != lane:
+            raise ValueError(f"unit {unit} picks floors from {floor.which[0]}, not from {lane} on: they are in order")
+        return total if lane else self.e.fma(floor.scales, self._group_sums(len(floor.which))[eight], total)
+
+    def _group_sums(self, groups: int) -> list[Value]:
+        """Sums of the floors of the block's activations in so many groups a unit; eight a vector."""
+        if groups not in self.sums:
+            e, even, odd = self.e, range(0, 16, 2), range(1, 16, 2)
+            runs = [e.load(_FLOATS8, self.floors + 32 * unit) for unit in range(self.units)]
+            while len(runs) > self.units * groups // 8:
+                pairs = zip(runs[::2], runs[1::2])
+                runs = [e.shuffle(v, w, even) + e.shuffle(v, w, odd) for v, w in pairs]
+            self.sums[groups] = runs
+        return self.sums[groups]
+
+    def _picked(self, scale: Picked, first: int) -> Value:
+        e, key, count = self.e, (id(scale.scales), first), len(scale.which)
+        if key not in self.done:
+            lanes = scale.scales.lanes
+            given = e.load(vector(lanes // count, F32), self.given + 4 * first)
+            product = scale.scales * e.shuffle(given, None, [lane // count for lane in range(lanes)])
+            self.done[key] = (scale.scales, product, e.in_memory(product) if count == 1 else product)
+        _, product, address = self.done[key]
+        if count == 1:
+            return e.splat(e.load(F32, address + 4 * scale.which[0]), 8)
+        return pick(e, product, *scale.which)
 
 
 def _lane_rows(e: Emit, f: Format, group: Value, blocks: Value, n: Value, x: Value, out: Value) -> None:
@@ -101,9 +158,13 @@ def _lane_rows(e: Emit, f: Format, group: Value, blocks: Value, n: Value, x: Val
             at = b * f.columns + 32 * unit
             sums = _lane_sums(e, f, e.load(_INTS8, x + n * SUMS + at))
             product = sums * -f.offset if f.offset else e.zero(_INTS8)
+            given = e.load(_INTS8, x + n * CODES + at)
             for codes, low, high in weight.steps:
-                four = [e.splat(e.load(I32, x + n * CODES + at + c), 4) for c in (low, high)]
-                product = e.dot4(product, codes, e.join(*four).view(vector(32, I8)), f.largest)
+                if low == high:  # a load fills all lanes
+                    four = e.splat(e.load(I32, x + n * CODES + at + low), 8)
+                else:
+                    four = e.shuffle(given, None, [low // 4] * 4 + [high // 4] * 4)
+                product = e.dot4(product, codes, four.view(vector(32, I8)), f.largest)
             scale = e.splat(e.load(F32, x + n * SCALES + (at >> 3)), 8)
             partial = e.fma(product.real(), weight.scale * scale, total.get())
             total.set(e.fma(sums.real() * scale, weight.floor, partial) if weight.floor else partial)
@@ -116,10 +177,9 @@ def _lane_rows(e: Emit, f: Format, group: Value, blocks: Value, n: Value, x: Val
 
 def _lane_sums(e: Emit, f: Format, fours: Value) -> Value:
     """Of the sums of four activation codes, what each lane sees: all 32 columns, or 16 and 16."""
-    low, high = e.sum(e.part(fours, 0, 4)), e.sum(e.part(fours, 4, 4))
-    if f.rows == 8:
-        return e.splat(low + high, 8)
-    return e.join(e.splat(low, 4), e.splat(high, 4))
+    for distance in (1, 2, 4) if f.rows == 8 else (1, 2):
+        fours = fours + e.shuffle(fours, None, [lane ^ distance for lane in range(8)])
+    return fours
 
 
 @emitted("void")

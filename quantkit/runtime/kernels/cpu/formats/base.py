@@ -88,11 +88,26 @@ def load_halves(e: Emit, address: Value, lanes: int) -> Value:
 
 
 def low_then_high(e: Emit, packed: Value) -> Value:
-    """All low nibbles, then all high ones."""
-    return e.join(packed & 15, packed >> 4)
+    """All low nibbles of 16 bytes, then all high ones."""
+    return low_and_high(e, e.shuffle(packed, None, [*range(16), *range(16)]))
 
 
-def pick(e: Emit, scales: Value, *lanes: int) -> Value:
+def low_and_high(e: Emit, packed: Value) -> Value:
+    """Low nibbles of the first 16 bytes, high ones of the others."""
+    return (packed.view(INTS8) >> e.constant(INTS8, [0, 0, 0, 0, 4, 4, 4, 4])).view(BYTES32) & 15
+
+
+class Picked(Value):
+    """What `pick` gives, with what it was picked from: kernels can first do to all scales what they do to each."""
+
+    __slots__ = ("scales", "which")
+
+    def __init__(self, e: Emit, spread: Value, scales: Value, which: tuple[int, ...]):
+        super().__init__(e, spread.ir)
+        self.scales, self.which = scales, which
+
+
+def pick(e: Emit, scales: Value, *lanes: int) -> Picked:
     """Eight lanes filled in equal shares by these lanes of `scales`."""
     each = 8 // len(lanes)
-    return e.shuffle(scales, None, [lane for lane in lanes for _ in range(each)])
+    return Picked(e, e.shuffle(scales, None, [lane for lane in lanes for _ in range(each)]), scales, lanes)

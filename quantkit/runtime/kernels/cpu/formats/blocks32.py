@@ -1,4 +1,4 @@
-"""Formats of q4_0, q4_1, q5_0, q5_1, q6_0, q8_0, iq4_nl and, interleaved, q8_0_r8: blocks of 32 columns."""
+"""Formats of q4_0, q4_1, q5_0, q5_1, q6_0, q8_0 and iq4_nl: blocks of 32 columns."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from quantkit.runtime.kernels.cpu.formats.base import (
     BYTES8,
     BYTES16,
     BYTES32,
-    LaneUnit,
     Unit,
     format_of,
     load_half,
-    load_halves,
     low_then_high,
 )
 from quantkit.simd import I32
@@ -66,9 +64,3 @@ def _q8_0(e, block):
 def _iq4_nl(e, block):
     codes = e.lookup(CODES, low_then_high(e, e.load(BYTES16, block + 2)))
     yield Unit(codes, e.splat(load_half(e, block), 8))
-
-
-@format_of("q8_0_r8", columns=32, nbytes=272, offset=128, largest=255, rows=8)
-def _q8_0_r8(e, block):
-    steps = [(e.load(BYTES32, block + 16 + 32 * s) ^ -128, 4 * s, 4 * s) for s in range(8)]
-    yield LaneUnit(steps, load_halves(e, block, 8))

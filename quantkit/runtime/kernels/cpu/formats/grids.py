@@ -1,1 +1,123 @@
-"""Formats: iq2_xxs to iq3_s."""
+"""Formats of iq2_xxs, iq2_xs, iq2_s, iq3_xxs and iq3_s: grid points by number, and a sign for each column.
+
+The tables have magnitudes plus the offset; a negative column's code is twice the offset less that. What is not in the
+block as it is needed, numbers of points and signs, is made for the whole block at once.
+"""
+
+from __future__ import annotations
+
+from quantkit.runtime.kernels.cpu.formats.base import (
+    BYTES16,
+    BYTES32,
+    INTS8,
+    Unit,
+    format_of,
+    load_half,
+    pick,
+)
+from quantkit.runtime.kernels.cpu.formats.points import codes_of, grid_table, stored
+from quantkit.simd import I8, I16, I32, Emit, Value, vector
+
+OFFSET, OFFSET_3S = 64, 16  # largest magnitudes are 43, and 62 of iq3_xxs; 15 of iq3_s
+IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS = (grid_table(name, OFFSET) for name in ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs"))
+IQ3_S = grid_table("iq3_s", OFFSET_3S)
+_ODD_NIBBLES = [0x80 * (i.bit_count() % 2) for i in range(16)]
+_SHORTS16 = vector(16, I16)
+
+
+def negated(e: Emit, codes: Value, where: Value, offset: int) -> Value:
+    """Codes of the negative values where it holds."""
+    return e.choose(where, 2 * offset - codes, codes)
+
+
+def odd_multiples(numbers: Value, unit: Value) -> Value:
+    """(2 l + 1) * unit of integers l; exact, so d * ((l + 0.5) / 4) is this with d / 8."""
+    return (numbers + numbers + 1).real() * unit
+
+
+def _with_parity(e: Emit, signs: Value) -> Value:
+    """Bytes of seven bits with, on top, the bit that makes the number of ones even."""
+    return signs | e.lookup(_ODD_NIBBLES, (signs ^ signs >> 4) & 15)
+
+
+def _signs_of_words(e: Emit, words: Value) -> Value:
+    """Bytes of the signs that 8 words of four times seven bits stand for."""
+    spread = [words << i & 0x7F << 8 * i for i in range(4)]
+    return _with_parity(e, (spread[0] | spread[1] | (spread[2] | spread[3])).view(BYTES32))
+
+
+def _nibble_scales(e: Emit, address: Value, unit: Value) -> Value:
+    """Of eight sub-blocks whose l are nibbles one after the other."""
+    nibbles = e.splat(e.load(I32, address), 8) >> e.constant(INTS8, [4 * i for i in range(8)]) & 15
+    return odd_multiples(nibbles, e.splat(unit, 8))
+
+
+@format_of("iq2_xxs", columns=256, nbytes=66, offset=OFFSET, largest=107)
+def _iq2_xxs(e, block):
+    words = e.shuffle(e.load(INTS8, block + 2), e.load(INTS8, block + 34), range(1, 16, 2))
+    scales = odd_multiples(words >> 28, e.splat(load_half(e, block) * 0.125, 8))
+    signs = e.in_memory(_signs_of_words(e, words))
+    for s in range(8):
+        codes = codes_of(e, IQ2_XXS, (block + 2 + 8 * s).__add__, range(4), I8)
+        negative = e.bits(e.load(I32, signs + 4 * s))
+        yield Unit(negated(e, codes, negative, OFFSET), pick(e, scales, s))
+
+
+@format_of("iq2_xs", columns=256, nbytes=74, offset=OFFSET, largest=107, group=16)
+def _iq2_xs(e, block):
+    d = load_half(e, block) * 0.125
+    scales = [_nibble_scales(e, block + 66 + 4 * half, d) for half in range(2)]
+    words = [e.load(_SHORTS16, block + 2 + 32 * half) for half in range(2)]
+    at = stored(e, [part & 511 for part in words])
+    high = e.shuffle(*((part >> 9).view(BYTES32) for part in words), range(0, 64, 2))
+    signs = e.in_memory(_with_parity(e, high))
+    for s in range(8):
+        codes = codes_of(e, IQ2_XS, at, range(4 * s, 4 * s + 4))
+        negative = e.bits(e.load(I32, signs + 4 * s))
+        yield Unit(negated(e, codes, negative, OFFSET), pick(e, scales[s // 4], 2 * s % 8, 2 * s % 8 + 1))
+
+
+def crumbs_above(e: Emit, crumbs: Value) -> Value:
+    """Four times four bytes of four crumbs: 16 words with a crumb each as bits 8 and 9."""
+    words = e.shuffle(crumbs, None, [g // 4 for g in range(16)]).unsigned(I16)
+    return words << e.constant(_SHORTS16, [8, 6, 4, 2] * 4) & 0x300
+
+
+@format_of("iq2_s", columns=256, nbytes=82, offset=OFFSET, largest=107, group=16)
+def _iq2_s(e, block):
+    d = load_half(e, block) * 0.125
+    scales = [_nibble_scales(e, block + 74 + 4 * half, d) for half in range(2)]
+    high = [crumbs_above(e, e.load(vector(4, I8), block + 66 + 4 * half)) for half in range(2)]
+    at = stored(e, [e.load(BYTES16, block + 2 + 16 * half).unsigned(I16) | high[half] for half in range(2)])
+    for s in range(8):
+        codes = codes_of(e, IQ2_S, at, range(4 * s, 4 * s + 4))
+        negative = e.bits(e.load(I32, block + 34 + 4 * s))
+        yield Unit(negated(e, codes, negative, OFFSET), pick(e, scales[s // 4], 2 * s % 8, 2 * s % 8 + 1))
+
+
+@format_of("iq3_xxs", columns=256, nbytes=98, offset=OFFSET, largest=126)
+def _iq3_xxs(e, block):
+    words = e.load(INTS8, block + 66)
+    scales = odd_multiples(words >> 28, e.splat(load_half(e, block) * 0.25, 8))
+    signs = e.in_memory(_signs_of_words(e, words))
+    for s in range(8):
+        codes = codes_of(e, IQ3_XXS, (block + 2 + 8 * s).__add__, range(8), I8)
+        negative = e.bits(e.load(I32, signs + 4 * s))
+        yield Unit(negated(e, codes, negative, OFFSET), pick(e, scales, s))
+
+
+def ninth_bit(e: Emit, numbers: Value, where: Value) -> Value:
+    """16 numbers of a byte as words, 256 more where it holds."""
+    words = numbers.unsigned(I16)
+    return e.choose(where, words | 256, words)
+
+
+@format_of("iq3_s", columns=256, nbytes=110, offset=OFFSET_3S, largest=31)
+def _iq3_s(e, block):
+    scales = _nibble_scales(e, block + 106, load_half(e, block))
+    high = [e.bits(e.load(I16, block + 66 + 2 * part)) for part in range(4)]
+    at = stored(e, [ninth_bit(e, e.load(BYTES16, block + 2 + 16 * part), high[part]) for part in range(4)])
+    for s in range(8):
+        codes = codes_of(e, IQ3_S, at, range(8 * s, 8 * s + 8))
+        negative = e.bits(e.load(I32, block + 74 + 4 * s))
+        yield Unit(negated(e, codes, negative, OFFSET_3S), pick(e, scales, s))

@@ -1,1 +1,104 @@
-"""Formats: iq1_s, iq1_m and kin."""
+"""Formats of iq1_s, iq1_m and, interleaved, iq1_s_r4 and iq1_m_r4: ternary grid points and a shift of an eighth.
+
+Codes count eighths: y = (d * m / 8) * (8 g +- 1), which rounds as (d * m) * (g +- 1/8) does. The table has 8 g + 8 as
+the bytes of one integer; to it 2 is added, or 0 for a negative shift.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quantkit.runtime.kernels.cpu.formats.base import (
+    BYTES8,
+    BYTES16,
+    BYTES32,
+    INTS8,
+    LaneUnit,
+    Unit,
+    format_of,
+    load_half,
+    pick,
+)
+from quantkit.runtime.kernels.cpu.formats.grids import odd_multiples
+from quantkit.runtime.kernels.cpu.formats.grids_r4 import row_nibbles, row_scales, wide_steps
+from quantkit.runtime.kernels.cpu.formats.points import codes_of, stored, table
+from quantkit.simd import I16, I32, I64, Emit, Value, vector
+from quantkit.types.iq1 import LEVELS
+
+_TABLE = table((8 * LEVELS + 8).astype(np.uint8))
+_SHORTS16 = vector(16, I16)
+_TWOS = 0x02020202
+
+
+def _thirds(e: Emit, words: Value, groups: list[int]) -> Value:
+    """Bits 3 g .. 3 g + 2 of each word as its bits 8 to 10, with its lane's g."""
+    return words << e.constant(words.type, [9 - 3 * g for g in groups]) >> 1 & 0x700
+
+
+def _twos(words: Value) -> Value:
+    """Four bytes of 2 where bit 15 is clear, of 0 where it is set."""
+    return (words << 16).signed_shift(31) & _TWOS ^ _TWOS
+
+
+@format_of("iq1_s", columns=256, nbytes=50, offset=9, largest=18)
+def _iq1_s(e, block):
+    words = e.load(vector(8, I16), block + 34)
+    numbers = []
+    for half in range(2):
+        each = e.shuffle(words, None, [4 * half + g // 4 for g in range(16)])
+        numbers.append(e.load(BYTES16, block + 2 + 16 * half).unsigned(I16) | _thirds(e, each, [0, 1, 2, 3] * 4))
+    words, at = words.unsigned(I32), stored(e, numbers)
+    scales = odd_multiples(words >> 12 & 7, e.splat(load_half(e, block) * 0.125, 8))
+    shifts = e.in_memory(_twos(words))
+    for s in range(8):
+        shift = e.splat(e.load(I32, shifts + 4 * s), 8).view(BYTES32)
+        yield Unit(codes_of(e, _TABLE, at, range(4 * s, 4 * s + 4)) + shift, pick(e, scales, s))
+
+
+@format_of("iq1_m", columns=256, nbytes=56, offset=9, largest=18, group=16)
+def _iq1_m(e, block):
+    words = e.load(I64, block + 48)
+    parts = [words >> 12 * j + 12 & 15 << 4 * j for j in range(4)]
+    d = e.half_to_float((parts[0] | parts[1] | (parts[2] | parts[3])).narrow(I16)) * 0.125
+    scales, numbers, shifts = [], [], []
+    for half in range(2):
+        thirds = e.shuffle(e.load(vector(2, I16), block + 48 + 4 * half), None, [s // 4 for s in range(8)])
+        thirds = thirds.unsigned(I32) >> e.constant(INTS8, [0, 3, 6, 9] * 2) & 7
+        scales.append(odd_multiples(thirds, e.splat(d, 8)))
+        nibbles = e.load(BYTES8, block + 32 + 8 * half).unsigned(I16)
+        nibbles = (nibbles | nibbles << 4).view(BYTES16)  # in the low halves of the bytes
+        high = nibbles.unsigned(I16) << 8 & 0x700
+        numbers.append(e.load(BYTES16, block + 16 * half).unsigned(I16) | high)
+        shifts.append(nibbles >> 2 & 2 ^ 2)
+    at, shifts_at = stored(e, numbers), e.in_memory(e.join(*shifts))
+    for s in range(8):
+        shift = e.splat(e.load(I32, shifts_at + 4 * s), 8).view(BYTES32)
+        shift = e.shuffle(shift, None, [c // 8 for c in range(32)])
+        codes = codes_of(e, _TABLE, at, range(4 * s, 4 * s + 4))
+        yield Unit(codes + shift, pick(e, scales[s // 4], 2 * s % 8, 2 * s % 8 + 1))
+
+
+@format_of("iq1_s_r4", columns=32, nbytes=24, offset=9, largest=18, rows=4, head=8)
+def _iq1_s_r4(e, block, head):
+    words = e.load(vector(4, I16), block + 16)
+    high = _thirds(e, e.shuffle(words, None, [0, 1, 2, 3] * 4), [g for g in range(4) for _ in range(4)])
+    at = stored(e, [e.load(BYTES16, block).unsigned(I16) | high])
+    words = e.join(words, words).unsigned(I32)
+    shift = _twos(words).view(BYTES32)
+    steps = [(codes + shift, low, high) for codes, low, high in wide_steps(e, _TABLE, at, 1, 4)]
+    yield LaneUnit(steps, odd_multiples(words >> 12 & 7, row_scales(e, head, 0.125)))
+
+
+@format_of("iq1_m_r4", columns=32, nbytes=28, offset=9, largest=18, group=16, rows=4, head=8)
+def _iq1_m_r4(e, block, head):
+    # Byte 4 h + row holds two nibbles, of the points 2 h and 2 h + 1 of the row; h is 1 in lanes 4..7.
+    nibbles = e.load(BYTES8, block + 16)
+    high = e.shuffle(nibbles, None, [i // 8 * 4 + i % 4 for i in range(16)]).unsigned(I16)
+    high = high << e.constant(_SHORTS16, [8 - 4 * (i // 4 % 2) for i in range(16)]) & 0x700
+    at = stored(e, [e.load(BYTES16, block).unsigned(I16) | high])
+    flags = e.shuffle(nibbles, None, [c // 4 for c in range(32)])
+    steps = []
+    for codes, low, high_column in wide_steps(e, _TABLE, at, 1, 4):
+        shift = e.where_bits(flags, [8 << 4 * (low // 8)] * 32, 2) ^ 2
+        steps.append((codes + shift, low, high_column))
+    yield LaneUnit(steps, row_nibbles(e, block + 24).real() * row_scales(e, head, 0.125))

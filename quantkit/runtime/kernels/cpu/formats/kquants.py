@@ -1,34 +1,91 @@
-"""Formats of q4_K and q6_K."""
+"""Formats of q2_K, q3_K, q4_K, q5_K and q6_K."""
 
 from __future__ import annotations
 
-from quantkit.runtime.kernels.cpu.formats.base import BYTES16, BYTES32, Unit, format_of, load_half, pick
-from quantkit.simd import I8, I32, vector
+from quantkit.runtime.kernels.cpu.formats.base import (
+    BYTES4,
+    BYTES8,
+    BYTES32,
+    INTS8,
+    Picked,
+    Unit,
+    format_of,
+    load_half,
+    pick,
+)
+from quantkit.runtime.kernels.cpu.formats.nonlinear import centred, moved
+from quantkit.simd import I32, Emit, Value
+
+
+def _pair(e: Emit, scales: list[Value], unit: int) -> Picked:
+    """The numbers of a unit's two sub-blocks, of two vectors of 8 (one of 16 slows the CPU, see `nonlinear`)."""
+    return pick(e, scales[unit // 4], 2 * unit % 8, 2 * unit % 8 + 1)
+
+
+@format_of("q2_K", columns=256, nbytes=84, offset=0, largest=3, group=16, floor=True)
+def _q2_k(e, block):
+    d, least = e.splat(load_half(e, block + 80), 8), e.splat(load_half(e, block + 82) * -1.0, 8)
+    packed = [e.load(BYTES8, block + 8 * half).unsigned(I32) for half in range(2)]
+    scales, floors = [(v & 15).real() * d for v in packed], [(v >> 4).real() * least for v in packed]
+    for unit in range(8):
+        crumbs = e.load(BYTES32, block + 16 + 32 * (unit // 4))
+        yield Unit(moved(crumbs, -2 * (unit % 4)) & 3, _pair(e, scales, unit), _pair(e, floors, unit))
+
+
+@format_of("q3_K", columns=256, nbytes=110, offset=4, largest=7, group=16)
+def _q3_k(e, block):
+    d = e.splat(load_half(e, block + 108), 8)
+    low = e.load(BYTES8, block + 96).unsigned(I32)
+    high = e.shuffle(e.load(BYTES4, block + 104), None, [0, 1, 2, 3] * 2).unsigned(I32) << 4
+    scales = []
+    for half in range(2):  # sub-block s has the pair of bits s // 4 of byte s % 4
+        pairs = high >> e.constant(INTS8, [4 * half] * 4 + [4 * half + 2] * 4)
+        scales.append(centred(low >> 4 * half & 15 | pairs & 0x30, 32) * d)
+    thirds = e.load(BYTES32, block)
+    for unit in range(8):
+        crumbs = e.load(BYTES32, block + 32 + 32 * (unit // 4))
+        codes = moved(crumbs, -2 * (unit % 4)) & 3 | moved(thirds, 2 - unit) & 4
+        yield Unit(codes, _pair(e, scales, unit))
+
+
+def _scales_and_floors(e: Emit, block: Value) -> tuple[Value, Value]:
+    """The eight scales of a block of q4_K or q5_K, and the eight floors.
+
+    Twelve bytes hold eight 6-bit multipliers of d and eight of dmin: bytes 0..3 and 4..7 the first four of each with,
+    in their top two bits, the high bits of the last four, whose low nibbles share bytes 8..11.
+    """
+    packed = [e.load(BYTES4, block + at) for at in (4, 8, 12)]
+    first = e.join(packed[0], packed[2] & 15 | (packed[0] >> 2) & 0x30) & 63
+    second = e.join(packed[1], packed[2] >> 4 | (packed[1] >> 2) & 0x30) & 63
+    scales = first.unsigned(I32).real() * e.splat(load_half(e, block), 8)
+    return scales, second.unsigned(I32).real() * e.splat(load_half(e, block + 2) * -1.0, 8)
 
 
 @format_of("q4_K", columns=256, nbytes=144, offset=0, largest=15, floor=True)
 def _q4_k(e, block):
-    # Twelve bytes hold eight 6-bit multipliers of d and eight of dmin: bytes 0..3 and 4..7 the first four of each with,
-    # in their top two bits, the high bits of the last four, whose low nibbles share bytes 8..11.
-    packed = e.load(vector(4, I8), block + 4), e.load(vector(4, I8), block + 8), e.load(vector(4, I8), block + 12)
-    first = e.join(packed[0], packed[2] & 15 | (packed[0] >> 2) & 0x30) & 63
-    second = e.join(packed[1], packed[2] >> 4 | (packed[1] >> 2) & 0x30) & 63
-    scales = first.unsigned(I32).real() * e.splat(load_half(e, block), 8)
-    floors = second.unsigned(I32).real() * e.splat(load_half(e, block + 2) * -1.0, 8)
-    for pair in range(4):
-        codes = e.load(BYTES32, block + 16 + 32 * pair)
-        yield Unit(codes & 15, pick(e, scales, 2 * pair), pick(e, floors, 2 * pair))
-        yield Unit(codes >> 4, pick(e, scales, 2 * pair + 1), pick(e, floors, 2 * pair + 1))
+    scales, floors = _scales_and_floors(e, block)
+    for unit in range(8):
+        packed = e.load(BYTES32, block + 16 + 32 * (unit // 2))
+        yield Unit(moved(packed, -4 * (unit % 2)) & 15, pick(e, scales, unit), pick(e, floors, unit))
+
+
+@format_of("q5_K", columns=256, nbytes=176, offset=0, largest=31, floor=True)
+def _q5_k(e, block):
+    scales, floors = _scales_and_floors(e, block)
+    fifths = e.load(BYTES32, block + 16)
+    for unit in range(8):
+        packed = e.load(BYTES32, block + 48 + 32 * (unit // 2))
+        codes = moved(packed, -4 * (unit % 2)) & 15 | moved(fifths, 4 - unit) & 16
+        yield Unit(codes, pick(e, scales, unit), pick(e, floors, unit))
 
 
 @format_of("q6_K", columns=256, nbytes=210, offset=32, largest=63, group=16)
 def _q6_k(e, block):
-    scales = e.load(BYTES16, block + 192).signed(I32).real() * e.splat(load_half(e, block + 208), 16)
-    for part in range(2):
-        low = [e.load(BYTES32, block + 64 * part + 32 * i) for i in range(2)]
-        high = e.load(BYTES32, block + 128 + 32 * part)
-        for t in range(4):
-            nibbles = low[t % 2] & 15 if t < 2 else low[t % 2] >> 4
-            crumbs = (high << 4 if t == 0 else high << 2 if t == 1 else high if t == 2 else high >> 2) & 0x30
-            s = 8 * part + 2 * t
-            yield Unit(nibbles | crumbs, pick(e, scales, s, s + 1))
+    d = e.splat(load_half(e, block + 208), 8)
+    scales = [e.load(BYTES8, block + 192 + 8 * half).signed(I32).real() * d for half in range(2)]
+    for unit in range(8):
+        part, t = divmod(unit, 4)
+        packed = e.load(BYTES32, block + 64 * part + 32 * (t % 2))
+        crumbs = e.load(BYTES32, block + 128 + 32 * part)
+        codes = moved(packed, -4 * (t // 2)) & 15 | moved(crumbs, 4 - 2 * t) & 48
+        yield Unit(codes, _pair(e, scales, unit))

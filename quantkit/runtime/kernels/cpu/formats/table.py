@@ -9,6 +9,7 @@ from quantkit.runtime.kernels.cpu.formats import (
     blocks32_r,
     few_levels,
     grids,
+    grids_r4,
     iq1,
     kquants,
     kquants_r4,
@@ -21,7 +22,8 @@ from quantkit.runtime.kernels.cpu.formats.base import Format
 from quantkit.types import layout
 
 _FAMILIES: tuple[ModuleType, ...] = (
-    blocks32, blocks32_r, kquants, kquants_r4, nonlinear, nonlinear_r4, rowscaled, grids, iq1, trellis, few_levels,
+    blocks32, blocks32_r, kquants, kquants_r4, nonlinear, nonlinear_r4, rowscaled, grids, grids_r4, iq1, trellis,
+    few_levels,
 )  # fmt: skip
 
 FORMATS: dict[int, Format] = {

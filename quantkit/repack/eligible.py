@@ -1,0 +1,50 @@
+"""Which tensors are interleaved: by name, type and shape, with the reason where one is not (spec/repack.md 8.1).
+
+Three things differ from what the reference does, each because the file would not run:
+
+    BF16     only where it is asked for by name. The reference multiplies bf16_r16 where it was built for AVX512_BF16;
+             other builds compute garbage without a word. (It goes by the build that repacks, not by that which runs.)
+    F16      never: bf16_r16 has 7 of its 10 bits of mantissa. Those who want that quantize to it.
+    tables   position_embd, token_types and attn_rel_b are looked up row by row like the embeddings, ssm_conv1d is no
+             operand of a product; the reference repacks those that happen to be quantized.
+"""
+
+from __future__ import annotations
+
+from quantkit.errors import DataError
+from quantkit.repack import interleaved_form
+from quantkit.types import QuantType
+from quantkit.types.interleave import Interleaved
+
+EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
+_NO_OPERANDS = ("position_embd.weight", "token_types.weight", "attn_rel_b.weight", "ssm_conv1d")
+_INTERLEAVED_NAMES = ("_r4", "_r8", "_r16")
+
+
+def interleaved(
+    name: str, shape: tuple[int, ...], kind: QuantType, named: bool = False
+) -> tuple[Interleaved | None, str]:
+    """The interleaved type of a tensor (shape in numpy's order), or None and the reason why it has none.
+
+    `named` says that the tensor was asked for by its name, not only by there being a form for its type.
+    """
+    if name in EMBEDDINGS:
+        return None, "embeddings are read row by row"
+    if kind.interleave > 1 or kind.name.endswith(_INTERLEAVED_NAMES):
+        return None, "interleaved already"
+    form = interleaved_form(kind)
+    if form is None:
+        lossy = "; bf16_r16 would lose bits: if you want that, quantkit quantize IN OUT BF16_R16"
+        return None, f"{kind.name} has no interleaved form here{lossy if kind.name == 'f16' else ''}"
+    if any(part in name for part in _NO_OPERANDS):
+        return None, "not an operand of a matrix product"
+    rows = shape[-2] if len(shape) > 1 else 1
+    if rows % form.interleave:
+        return None, f"{rows} rows are not a multiple of {form.interleave}"
+    try:
+        form.row_bytes(shape[-1])
+    except DataError as error:
+        return None, str(error)
+    if kind.name == "bf16" and not named:
+        return None, "only CPUs with AVX512_BF16 can use bf16_r16; for those, name it by --repack-pattern"
+    return form, ""

@@ -1,0 +1,50 @@
+"""Points of grids, looked up by their numbers: for grids.py, grids_r4.py and iq1.py.
+
+A point is one load of 4 or 8 bytes. Its number is a load as well, from the block or, where it has to be put together,
+from memory to which many were written at once; extracting lanes would take longer, and gathers are slow on many CPUs.
+Vectors are of 256 bits at most: wider ones take a port from all vector instructions around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from quantkit.runtime.kernels.cpu.formats.base import BYTES32
+from quantkit.simd import I16, I32, I64, Emit, IntType, Value, vector
+from quantkit.types.grids import grid
+
+
+class Table(NamedTuple):
+    """Points as integers of so many bits, the first column's code lowest."""
+
+    points: list[int]
+    element: IntType
+
+
+def table(codes: np.ndarray) -> Table:
+    """Of uint8[points, 8 or 4]."""
+    wide = codes.shape[1] == 8
+    return Table(codes.view(np.uint64 if wide else np.uint32)[:, 0].tolist(), I64 if wide else I32)
+
+
+def grid_table(name: str, offset: int) -> Table:
+    """Of the magnitudes of a type's grid plus the offset."""
+    return table(grid(name).points.astype(np.uint8) + np.uint8(offset))
+
+
+def stored(e: Emit, numbers: Iterable[Value]) -> Callable[[int], Value]:
+    """The address of each of many numbers, words in vectors of 16."""
+    starts = [e.in_memory(part) for part in numbers]
+    return lambda i: starts[i // 16] + 2 * (i % 16)
+
+
+def codes_of(e: Emit, found: Table, at: Callable[[int], Value], places: Iterable[int], kind: IntType = I16) -> Value:
+    """32 bytes: side by side the points whose numbers, of this kind, stand at at(place)."""
+    start, size = e.table(found.points, found.element), found.element.width // 8
+    joined = e.zero(vector(32 // size, found.element))
+    for i, place in enumerate(places):
+        joined = e.insert(joined, i, e.load(found.element, start + e.load(kind, at(place)).unsigned(I64) * size))
+    return joined.view(BYTES32)

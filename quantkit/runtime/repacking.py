@@ -1,0 +1,64 @@
+"""Repacking at load (-rtr): tensors interleaved in memory as `quantkit repack` interleaves them in a file."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quantkit import jit
+from quantkit.files.gguf import Tensor
+from quantkit.repack.eligible import interleaved
+from quantkit.runtime.placement import Placement
+from quantkit.types import QuantType
+from quantkit.types.interleave import Interleaved
+
+
+class _InMemory(Tensor):
+    """A tensor of a file with its rows interleaved."""
+
+    __slots__ = ()
+
+    def __init__(self, tensor: Tensor, form: Interleaved, threads: int):
+        data = form.interleave_rows(tensor.data, threads=threads)
+        super().__init__(tensor.name, tensor.shape, form, data.nbytes, 0, tensor.path)
+        self._file = jit.readonly(data.reshape(-1))
+
+
+@dataclass(frozen=True)
+class Repacked:
+    """What repacking at load did: of each tensor that changed, its type before and after; bytes and seconds of all."""
+
+    types: dict[str, tuple[QuantType, Interleaved]]
+    nbytes: int
+    seconds: float
+
+    def __len__(self) -> int:
+        return len(self.types)
+
+    @property
+    def slower(self) -> Counter[tuple[str, str]]:
+        """How many tensors of which type became one without a kernel for `fast` numerics, though theirs has one."""
+        from quantkit.runtime.kernels import table  # loads numba
+
+        return Counter(
+            (before.name, after.name)
+            for before, after in self.types.values()
+            if table.product(before) is not None and table.product(after) is None
+        )
+
+
+def repack(tensors: Mapping[str, Tensor], placement: Placement, threads: int) -> tuple[dict[str, Tensor], Repacked]:
+    """The tensors, those on the CPU that can be interleaved without loss being so, and what was done."""
+    started = time.perf_counter()
+    found, changed = dict(tensors), {}
+    for name, tensor in tensors.items():
+        if not placement.on_cpu(name):
+            continue
+        form, _ = interleaved(name, tensor.shape, tensor.type, named=True)
+        if form is not None:
+            found[name] = _InMemory(tensor, form, threads)
+            changed[name] = tensor.type, form
+    nbytes = sum(found[name].nbytes for name in changed)
+    return found, Repacked(changed, nbytes, time.perf_counter() - started)

@@ -31,6 +31,7 @@ from quantkit.files.mapping import release
 from quantkit.files.pipeline import Job, pump, row_ranges
 from quantkit.recipe.interleaving import Selection, rename_repacked, rename_unpacked
 from quantkit.repack import row_form, to_rows, why_not
+from quantkit.runtime.placement import Placement
 from quantkit.types import QuantType
 from quantkit.types.interleave import Interleaved
 
@@ -88,15 +89,18 @@ class Repacking:
         return sum(change.spec.nbytes for change in self.changes)
 
 
-def plan_repack(source: GGUF, patterns: Sequence[str] = ()) -> Repacking:
+def plan_repack(source: GGUF, patterns: Sequence[str] = (), placement: Placement | None = None) -> Repacking:
     """Interleave every tensor that can be, or of those the ones in whose name some pattern (ECMAScript) is found.
 
+    With a placement, tensors that it puts on a GPU are left alone: few interleaved types have kernels there.
     Raises QuantkitError for a pattern that is found in no tensor's name.
     """
     selection = Selection(patterns, source.tensors.keys(), str(source.path))
     changes = []
     for tensor in source.tensors.values():
         form, reason = selection.form(tensor.name, tensor.shape, tensor.type)
+        if form and placement and not placement.on_cpu(tensor.name):
+            form, reason = None, f"on {placement[tensor.name].name} in this placement"
         changes.append(Change(tensor, form or tensor.type, reason))
     metadata = Metadata(source.metadata)
     rename_repacked(metadata, _became(changes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -25,7 +26,9 @@ from quantkit.cli._shared import (
 )
 
 if TYPE_CHECKING:
+    from quantkit.files.gguf import GGUF
     from quantkit.repack_file import Repacking
+    from quantkit.runtime.placement import Placement
 
 
 def repack(
@@ -34,6 +37,14 @@ def repack(
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.", show_default=False)],
     repack_pattern: RepackPattern = None,
+    placed: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="PLACEMENT",
+            help="Only what stays on the CPU under these flags, as '-ngl 99 -ot exps=CPU' or '--n-cpu-moe 20'.",
+        ),
+    ] = None,
     split_max_size: SplitMaxSize = None,
     split_max_tensors: SplitMaxTensors = None,
     keep_split: KeepSplit = False,
@@ -46,15 +57,26 @@ def repack(
     Values do not change, and `quantkit unpack` gives the file back. Embeddings stay as they are; so do types without an
     interleaved form and matrices whose rows are not a multiple of what the form interleaves. BF16 is interleaved only
     where a pattern names it: bf16_r16 needs a CPU with AVX512_BF16. F16 never is, as that would lose bits.
-    Interleaved tensors are for the CPU: name with --repack-pattern those that will run there. When nothing can change,
-    nothing is written.
+    Interleaved tensors are for the CPU: say with --for how the file will be run, or name with --repack-pattern those
+    that will be there. When nothing can change, nothing is written.
     """
     import quantkit
     from quantkit.repack_file import plan_repack
 
     split = Split(split_limit(split_max_size, split_max_tensors, keep_split), split_max_tensors, keep_split)
-    job = plan_repack(quantkit.open(source), comma_separated(repack_pattern))
-    carry_out(job, out, split, dry_run, threads, json)
+    file = quantkit.open(source)
+    placement = _placement(file, placed) if placed is not None else None
+    carry_out(plan_repack(file, comma_separated(repack_pattern), placement), out, split, dry_run, threads, json)
+
+
+def _placement(file: GGUF, text: str) -> Placement:
+    """Where a run with these flags puts tensors; UnsupportedError if a GPU would get what it has no kernel for."""
+    from quantkit.runtime.placement import parse_flags, plan
+
+    found = plan(file.tensors, parse_flags(text), file.metadata, file.path)
+    for rule in found.idle:
+        print(f"warning: {rule.said} decides no tensor", file=sys.stderr)
+    return found
 
 
 class Split(NamedTuple):

@@ -30,6 +30,7 @@ def _cpu_kernel(t: QuantType) -> str:
 def records(layouts: bool = False) -> list[dict[str, Any]]:
     """One dictionary a type, in order of id; with `layouts`, also the types that are only recognised."""
     from quantkit import types
+    from quantkit.repack import interleaved_form
     from quantkit.types import base
 
     listed = sorted(base.layouts(), key=lambda t: t.ggml_type) if layouts else types.all()
@@ -45,7 +46,7 @@ def records(layouts: bool = False) -> list[dict[str, Any]]:
             "rows": t.interleave,
             "row_bytes_of_4096": None if 4096 % t.block_size else t.row_bytes(4096),
             "base": t.base,
-            "repacked": next((other.name for other in types.all() if other.base == t.name), None),
+            "repacked": form.name if (form := interleaved_form(t)) else None,
             "cpu_kernel": _cpu_kernel(t),
             "cuda_kernel": "",  # there are none yet
             "imatrix": "needed" if t.requires_imatrix else "used" if t.uses_imatrix else "",

@@ -17,7 +17,7 @@ import numpy as np
 from quantkit import jit
 
 PIECE_ELEMENTS = 1 << 20
-_KEPT = 24 << 20  # bytes; larger than pieces are, and no more than what glibc would go up to
+_KEPT = 8 << 20  # bytes; larger than pieces are, and no more than what glibc would go up to
 
 Job = tuple[str, Callable[[], np.ndarray]]  # tensor to append to, what makes its next bytes
 

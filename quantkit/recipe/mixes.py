@@ -13,10 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.recipe.presets import FileType, file_types
+from quantkit.recipe.presets import FileType
 from quantkit.types import QuantType
-
-BUILT = frozenset(f.name for f in file_types() if f.default is not None and not f.is_float)
 
 # ---------------------------------------------------------------------------------------- outputs and embeddings (O, E)
 

@@ -28,14 +28,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from quantkit import types
-from quantkit.errors import DataError, UnsupportedError
+from quantkit.errors import DataError
 from quantkit.files.imatrix import Imatrix
 from quantkit.recipe.errors import RecipeError
 from quantkit.recipe.fallback import fit_columns, interleaved_rows, row_by_row
 from quantkit.recipe.grammar import Recipe, Rule
 from quantkit.recipe.interleaving import Selection
 from quantkit.recipe.lint import warnings_of
-from quantkit.recipe.mixes import BUILT, Mix, Model, tensor_class
+from quantkit.recipe.mixes import Mix, Model, tensor_class
 from quantkit.recipe.planned import Plan, PlannedTensor, RuleUse
 from quantkit.recipe.presets import FileType, file_type
 from quantkit.types import QuantType
@@ -132,7 +132,7 @@ def plan(
 
     `tensors` in file order (mixes go by it), `metadata` the file's, for the mixes. Raises RecipeError for flags that
     contradict each other, DataError for an importance matrix that does not fit or a quantized source without
-    `allow_requantize`, UnsupportedError for a file type whose mix is not built where it would be needed.
+    `allow_requantize`.
     """
     options = options or Options()
     recipe = recipe or Recipe()
@@ -171,7 +171,7 @@ class _Planner:
         self.selection = selection  # of what is interleaved
         self.uses = [RuleUse(rule) for rule in recipe.rules]
         self._refuse_contradictions()
-        mixed = target.default is not None and not options.pure and not target.is_float and target.name in BUILT
+        mixed = target.default is not None and not options.pure and not target.is_float
         self.mix = Mix(target, target.default, model, imatrix is not None) if mixed and target.default else None
 
     def _refuse_contradictions(self) -> None:
@@ -257,12 +257,7 @@ class _Planner:
             chosen = types.layout(mixed)
             own = chosen is self.target.default
             return _Choice(chosen, self.target.name if own else f"mix of {self.target.name}")
-        if self.options.pure or self.target.is_float:
-            return _Choice(self.target.default, self.target.name)
-        raise UnsupportedError(
-            f"{t.name}: the mix of {self.target.name} is not built; use --pure for {self.target.default.name} "
-            f"everywhere, or let --custom-q decide every tensor, as with a last rule '.*={self.target.default.name}'"
-        )
+        return _Choice(self.target.default, self.target.name)
 
     def _exact_flag(self, name: str) -> _Choice | None:
         options = self.options

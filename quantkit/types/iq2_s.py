@@ -58,7 +58,7 @@ def _pack(scales, multipliers, points, signs, out):
 
 
 class IQ2_S(GridType):
-    name, ggml_type, file_type = "iq2_s", 22, 28
+    name, ggml_type, file_type = "iq2_s", 22, 29
     block_bytes = BLOCK
     grid, sub_block, divisor, even_signs = _GRID, 16, 8, False
     with_importance, without_importance = 2.0, 1.0

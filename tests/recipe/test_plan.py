@@ -130,14 +130,6 @@ def test_pure_refuses_rules_that_would_do_nothing() -> None:
         chosen(tensors("blk.0.ffn_up.weight"), "Q4_0", "ffn=q8_0", pure=True)
 
 
-def test_a_mix_that_is_not_built_names_the_remedies() -> None:
-    listed = tensors("blk.0.ffn_up.weight", "blk.0.ffn_down.weight")
-    with pytest.raises(UnsupportedError, match=r"ffn_down.*--pure.*--custom-q"):
-        chosen(listed, "IQ2_K", "ffn_up=q4_0")
-    assert chosen(listed, "IQ2_K", "ffn_up=q4_0,.*=q8_0") == ["q4_0", "q8_0"]
-    assert chosen(listed, "IQ2_K", pure=True) == ["iq2_k", "iq2_k"]
-
-
 def test_types_without_codec_are_refused_by_name() -> None:
     made = recipe.plan(tensors("blk.0.ffn_up.weight"), "Q8_0", recipe.parse("ffn_up=i2_s"))
     with pytest.raises(UnsupportedError, match=r"blk\.0\.ffn_up\.weight.*i2_s"):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import quantkit
-from quantkit import types
+from quantkit import cli, types
 from quantkit.cli import main
 from quantkit.errors import QuantkitError
 from quantkit.files.gguf import GGUF, Metadata, TensorSpec, Writer
@@ -460,3 +460,56 @@ def test_nothing_to_do_as_in_the_reference(
     assert main(["repack", str(smollm2_q4_1), str(tmp_path / "ours.gguf")]) == 0
     assert "nothing to do" in capsys.readouterr().out
     assert not any(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------------ for a placement
+
+
+def run_for(source: GGUF, out: Path, placement: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    status = cli.main(["repack", str(source.path), str(out), "--for", placement])
+    said = capsys.readouterr()
+    return status, said.out + said.err
+
+
+def test_only_what_stays_on_the_cpu_is_repacked(
+    source: GGUF, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.gguf"
+    status, said = run_for(source, out, "-ngl 99 --n-cpu-moe 1 -ot attn_q=CPU", capsys)
+    assert status == 0
+    assert "on CUDA0 in this placement" in said
+    kinds = {name: t.type for name, t in quantkit.open(out).tensors.items()}
+    interleaved = {name for name, kind in kinds.items() if kind.interleave > 1}
+    experts = {f"blk.1.ffn_{part}_exps.weight" for part in ("gate", "up", "down")}
+    first = {name.replace("blk.1.", "blk.0.") for name in experts}
+    assert {"blk.0.attn_q.weight", "blk.1.attn_q.weight"} < interleaved
+    assert len(interleaved - {"blk.0.attn_q.weight", "blk.1.attn_q.weight"}) == 3
+    assert interleaved & experts == experts or interleaved & first == first
+
+
+def test_a_rule_that_places_nothing_is_warned_about(
+    source: GGUF, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, said = run_for(source, tmp_path / "out.gguf", "-ot nothing=CPU -ngl 0", capsys)
+    assert status == 0
+    assert "warning: -ot nothing=CPU decides no tensor" in said
+
+
+def test_a_repacked_type_on_a_gpu_without_a_kernel_is_refused(
+    source: GGUF, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(plan_repack(source, ["attn_q"]), tmp_path / "some.gguf")
+    some = quantkit.open(tmp_path / "some.gguf")
+    status, said = run_for(some, tmp_path / "out.gguf", "-ngl 99", capsys)
+    assert status == 1
+    assert "attn_q.weight" in said
+    assert "=CPU" in said
+    assert "quantkit unpack" in said
+    assert not (tmp_path / "out.gguf").exists()
+
+
+@pytest.mark.parametrize("flags", ["--no-such-flag", "-ngl many", "-ot broken", "-ot 'x=CPU"])
+def test_flags_that_are_none(flags: str, source: GGUF, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _ = run_for(source, tmp_path / "out.gguf", flags, capsys)
+    assert status == 1
+    assert not (tmp_path / "out.gguf").exists()

@@ -365,6 +365,10 @@ if hasattr(os, "register_at_fork"):  # a forked child has none of these threads;
     os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
+_PROBES = (64, 8)  # parts of the rows that are timed; the second, where of the first much may be overhead
+_WORTH_WAKING = 4e-4  # seconds of work; handing out slices takes about 2e-4
+
+
 def over_rows(
     task: Callable[[int, int], None], rows: int, *, multiple: int = 1, threads: int | None = None, pieces: int = 4
 ) -> None:
@@ -372,14 +376,30 @@ def over_rows(
 
     Slices begin at multiples of `multiple`; each thread gets about `pieces` of them, so uneven rows balance. The
     task should spend its time in kernels, which release the GIL. The first exception is raised again here.
+    The first rows are done here and timed: what is left goes to other threads only if it will take longer than waking
+    them.
     """
     threads = threads or default_threads()
     groups = -(-rows // multiple)
-    slices = min(groups, threads * pieces) if threads > 1 else 1
-    if slices <= 1:
+    if threads <= 1 or groups <= 1:
         task(0, rows)
         return
-    bounds = [min(rows, groups * i // slices * multiple) for i in range(slices + 1)]
+    done = 0
+    for part in _PROBES:
+        first = min(rows, done + max(1, groups // part) * multiple)
+        begin = time.perf_counter()
+        task(done, first)
+        left = (time.perf_counter() - begin) * (rows - first) / (first - done)
+        done = first
+        if left < _WORTH_WAKING:
+            if done < rows:
+                task(done, rows)
+            return
+        if left > 8 * _WORTH_WAKING:
+            break
+    groups = -(-(rows - done) // multiple)
+    slices = min(groups, threads * pieces)
+    bounds = [done + min(rows - done, groups * i // slices * multiple) for i in range(slices + 1)]
     futures = [_pool(threads).submit(task, lo, hi) for lo, hi in itertools.pairwise(bounds) if hi > lo]
     for future in futures:
         future.result()

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -175,17 +176,22 @@ def test_over_rows_covers_every_row_once(rows: int, multiple: int, threads: int)
 
 def test_over_rows_uses_threads_and_raises_what_they_raise() -> None:
     names: set[str] = set()
-    meet = threading.Barrier(2, timeout=20)
 
     def task(start: int, stop: int) -> None:
-        meet.wait()
+        time.sleep(0.002 * (stop - start))
         names.add(threading.current_thread().name)
 
-    jit.over_rows(task, 2, threads=2, pieces=1)
-    assert len(names) == 2
+    jit.over_rows(task, 64, threads=2)
+    assert len(names - {threading.current_thread().name}) == 2
 
     def fails(start: int, stop: int) -> None:
         raise ValueError(f"at {start}")
 
     with pytest.raises(ValueError, match="at 0"):
         jit.over_rows(fails, 8, threads=2)
+
+
+def test_over_rows_keeps_small_work_here() -> None:
+    names: list[str] = []
+    jit.over_rows(lambda a, b: names.append(threading.current_thread().name), 640, threads=2)
+    assert set(names) == {threading.current_thread().name}

@@ -54,7 +54,6 @@ class QuantType:
     overflow: float = np.inf  # finite magnitudes from here on would be stored as Inf: quantize refuses them
     activation: bool = False  # a format of right-hand sides of products, which files never hold
     whole_tensor: bool = False  # a tensor is stored as one row of all its elements
-    serial_below: int = 0  # elements that are encoded before a second thread has begun
     reports_largest: bool = False  # encode_rows returns the bits of the largest magnitude: no pass to find it before
 
     encode_rows: Any = None
@@ -153,7 +152,7 @@ class QuantType:
                     check_finite(x[a:b], a, self.overflow, self.name)
 
         if rows:
-            jit.over_rows(task, rows, multiple=self.interleave, threads=1 if x.size < self.serial_below else threads)
+            jit.over_rows(task, rows, multiple=self.interleave, threads=threads)
         return out
 
     def dequantize(

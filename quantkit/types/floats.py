@@ -23,8 +23,6 @@ _LEAST = np.int32(113 << 23)  # exponent of the least normal half, 2^-14; below 
 _ANCHOR = np.int32(13 << 23)  # a float32 this many exponents above has the last place of the half
 _DROPPED, _UPPER = np.int32(13), np.int32(16)  # places that a mantissa loses, and that the sign moves
 
-_SERIAL_BELOW = 1 << 18  # a thread starts in the time in which another converts this many
-
 
 @kernel
 def _encode_f16(x, importance, effort, out):
@@ -71,7 +69,6 @@ def _decode_bf16(data, out):
 class F32(QuantType):
     name, ggml_type, file_type = "f32", 0, 0
     block_size, block_bytes = 1, 4
-    serial_below = _SERIAL_BELOW
 
     @staticmethod
     def encode_rows(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
@@ -85,7 +82,7 @@ class F32(QuantType):
 class F16(QuantType):
     name, ggml_type, file_type = "f16", 1, 1
     block_size, block_bytes = 1, 2
-    serial_below, reports_largest = _SERIAL_BELOW, True
+    reports_largest = True
     overflow = 65520.0
     encode_rows = staticmethod(_encode_f16)
     decode_rows = staticmethod(_decode_f16)
@@ -94,7 +91,7 @@ class F16(QuantType):
 class BF16(QuantType):
     name, ggml_type, file_type = "bf16", 30, 32
     block_size, block_bytes = 1, 2
-    serial_below, reports_largest = _SERIAL_BELOW, True
+    reports_largest = True
     overflow = 255.5 * 2.0**120
     encode_rows = staticmethod(_encode_bf16)
     decode_rows = staticmethod(_decode_bf16)

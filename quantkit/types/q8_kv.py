@@ -109,6 +109,6 @@ def _squared_error(x, inverse, sums):
 class Q8_KV(QuantType):
     name, ggml_type, file_type = "q8_KV", 151, 149
     block_size, block_bytes, row_meta_bytes = 32, 32, 8
-    serial_below, reports_largest = 1 << 18, True
+    reports_largest = True
     encode_rows = staticmethod(_encode)
     decode_rows = staticmethod(_decode)

@@ -20,6 +20,7 @@ import numpy as np
 
 from quantkit import __version__
 from quantkit.errors import DataError, QuantkitError
+from quantkit.files.atomic import refuse_inputs
 from quantkit.files.gguf import GGUF, Metadata, Tensor, TensorSpec, Writer
 from quantkit.files.imatrix import Imatrix
 from quantkit.files.mapping import release
@@ -98,14 +99,9 @@ def quantize(
     specs = [TensorSpec(t.name, t.shape, t.type) for t in plan.tensors]
     shards = source.shards if keep_split else None
     with Writer(out, metadata, specs, split_max_bytes, split_max_tensors, shards) as writer:
-        _refuse_overwriting(source, writer.paths)
-
-        def put(name: str, data: np.ndarray) -> None:
-            writer.write(name, data)
-            release(data)  # of a copied tensor, a view of the input
-
+        refuse_inputs(writer.paths, source.paths)
         jobs = ((piece.planned.name, piece.encode) for piece in _pieces(source, plan, imatrix, effort))
-        pump(jobs, put, plan.bytes_after, threads=threads, progress=progress)
+        pump(jobs, writer.write, plan.bytes_after, threads=threads, progress=progress)
         paths = writer.paths
     return Written(paths, sum(path.stat().st_size for path in paths))
 
@@ -243,9 +239,3 @@ def _apply(metadata: Metadata, override: Override) -> None:
 def _short(text: str) -> str:
     """As much of a text as readers of imatrix keys take."""
     return text.encode()[:_LONGEST_TEXT].decode(errors="ignore")
-
-
-def _refuse_overwriting(source: GGUF, outputs: Sequence[Path]) -> None:
-    for path in outputs:
-        if path.exists() and any(os.path.samefile(path, other) for other in source.paths):
-            raise QuantkitError(f"{path}: this is the input; write to another name")

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quantkit.errors import QuantkitError
+from quantkit.files.atomic import refuse_inputs
 from quantkit.files.gguf import GGUF, Metadata, Tensor, TensorSpec, Writer
 from quantkit.files.mapping import release
 from quantkit.files.pipeline import Job, pump, row_ranges
@@ -146,16 +146,9 @@ def write(
     shards = job.source.shards if keep_split else None
     specs = [change.spec for change in job.changes]
     with Writer(out, job.metadata, specs, split_max_bytes, split_max_tensors, shards) as writer:
-        for path in writer.paths:
-            if path.exists() and any(os.path.samefile(path, other) for other in job.source.paths):
-                raise QuantkitError(f"{path}: this is the input; write to another name")
-
-        def put(name: str, data: np.ndarray) -> None:
-            writer.write(name, data)
-            release(data)  # of a copied tensor, a view of the input
-
+        refuse_inputs(writer.paths, job.source.paths)
         jobs = (piece for change in job.changes for piece in change.jobs())
-        pump(jobs, put, job.nbytes, threads=threads, progress=progress)
+        pump(jobs, writer.write, job.nbytes, threads=threads, progress=progress)
         return list(writer.paths)
 
 

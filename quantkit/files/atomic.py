@@ -12,7 +12,7 @@ from __future__ import annotations
 import glob
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -184,3 +184,10 @@ def _sync_directory(directory: Path) -> None:
         return
     finally:
         os.close(fd)
+
+
+def refuse_inputs(outputs: Iterable[Path], inputs: Sequence[Path]) -> None:
+    """QuantkitError where an output that exists is one of the inputs."""
+    for path in outputs:
+        if path.exists() and any(os.path.samefile(path, other) for other in inputs):
+            raise QuantkitError(f"{path}: this is the input; write to another name")

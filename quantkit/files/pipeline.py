@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from quantkit import jit
+from quantkit.files.mapping import release
 
 PIECE_ELEMENTS = 1 << 20
 _KEPT = 8 << 20  # bytes; larger than pieces are, and no more than what glibc would go up to
@@ -40,6 +41,7 @@ def pump(
     with bar, ThreadPoolExecutor(threads, thread_name_prefix="quantkit-pump") as pool:
         for name, data in _in_order(pool, jobs, ahead=2 * threads):
             write(name, data)
+            release(data)  # of what is only copied, a view of the input
             bar.set_description_str(name, refresh=False)
             bar.update(data.nbytes)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, SWIGLU_RULES, Config, Entries, refuse
 from quantkit.archs.blocks import Attention, HParams
@@ -32,7 +32,7 @@ class Qwen3(Decoder):
     hf = ("Qwen3ForCausalLM",)
     model_type = "qwen3"
     rope_style = "neox"
-    rules = (*EMBEDDING_RULES, *ATTENTION_RULES, *SWIGLU_RULES, *OUTPUT_RULES)
+    rules: ClassVar[tuple[Rule, ...]] = (*EMBEDDING_RULES, *ATTENTION_RULES, *SWIGLU_RULES, *OUTPUT_RULES)
     EXAMPLE = {  # noqa: RUF012  data
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -65,5 +65,5 @@ class Qwen3(Decoder):
         return super().config(metadata, tensors) | {"head_dim": self.hparams(metadata).head_dim_k}
 
     def attention(self, hp: HParams, i: int) -> Attention:
-        norms = {f"{head}_norm": hp.norm(f"blk.{i}.attn_{head}_norm") for head in "qk"}
-        return replace(super().attention(hp, i), **norms)
+        q_norm, k_norm = (hp.norm(f"blk.{i}.attn_{head}_norm") for head in "qk")
+        return replace(super().attention(hp, i), q_norm=q_norm, k_norm=k_norm)

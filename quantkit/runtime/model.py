@@ -241,7 +241,8 @@ class Model:
         reason = step.obstacle(self.weights, self.blocks, self.head)
         if reason is not None:
             return None, reason
-        return step.Fast(self.weights, self.blocks, self.head, self.threads), None
+        routing = step.Routing(self.fused_experts, self.expert_reduction)
+        return step.Fast(self.weights, self.blocks, self.head, self.threads, routing), None
 
     def _forward_fast(self, ids: np.ndarray, cache: Cache, logits: str) -> np.ndarray | None:
         """What `forward` gives; None when something on the way is not finite."""

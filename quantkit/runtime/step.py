@@ -416,8 +416,8 @@ class Prompt(_Laid):
         laid, (x, tiles) = self._ops, self._norm(part.norm, (part.router,))
         logits = self._floats("router", part.count)
         self._multiply(part.router, (x, tiles), logits, wait=True)
-        kinds = [table.batch(self._weights[linear.weight].type) for linear in (part.gate, part.up, part.down)]
-        multiple = experts.multiple_of(*(kind.quantized for kind in kinds))
+        gate, up, down = (self._unit(linear) for linear in (part.gate, part.up, part.down))
+        multiple = math.lcm(gate.tokens, up.tokens, down.tokens)
         most = experts.most_entries(BATCH_TOKENS, part.count, part.used, multiple)
         plan = laid.buffer("plan", experts.plan_bytes(BATCH_TOKENS, part.count, part.used, multiple))
         chosen = laid.buffer("chosen", 8 * BATCH_TOKENS * part.used)
@@ -430,63 +430,61 @@ class Prompt(_Laid):
             experts.sort.address, experts.SORT, True, tokens=self._counted, x=x, n=self.n_embd, experts=part.count,
             used=part.used, chosen=chosen, weights=shares, plan=plan, most=most, multiple=multiple,
         )  # fmt: skip
-        given = {0: (plan + experts.rows_at(part.count, most), 8)}  # address, bytes of an entry; 1: quantized
-        if kinds[0].quantized or kinds[1].quantized:
+        given = {False: (plan + experts.rows_at(part.count, most), 8)}  # address, bytes of an entry; True: quantized
+        if gate.quantized or up.quantized:
             size = gemm.RECORD * (self.n_embd // 32)
-            given[1] = laid.buffer("gathered", most * size), size
+            given[True] = laid.buffer("gathered", most * size), size
             laid.add(
                 experts.gather.address, experts.GATHER, True, plan=plan, experts=part.count, most=most, n=self.n_embd,
-                tiles=given[1][0],
+                tiles=given[True][0], tokens=gemm.tile_tokens(),
             )  # fmt: skip
-        read = gemm.RECORD * (part.ff // 32) if kinds[2].quantized else 4 * part.ff
-        hidden = laid.buffer("activated", most * read)
+        size = gemm.RECORD * (part.ff // 32) if down.quantized else 4 * part.ff
+        hidden = laid.buffer("activated", most * size)
         self._activated(part, plan, most, given, hidden)
-        down, at, nbytes = self._matrices(part.down)
-        scratch, stride = self._for_experts(part.down)
         laid.add(
-            experts.add(down.type.ggml_type, int(kinds[2].quantized)).address, experts.ADD, True, plan=plan,
-            experts=part.count, most=most, weights=at, bytes=nbytes, n=part.ff, rows=self.n_embd, hidden=hidden,
-            entry_bytes=read, out=self._x.ctypes.data, scratch=scratch, stride=stride,
+            experts.add.address, experts.ADD, True, out=self._x.ctypes.data, weights=self._matrices(part.down)[1],
+            most=most, quantized=int(down.quantized), **self._multiplied(part.down, plan, (hidden, size)),
         )  # fmt: skip
 
     def _activated(
-        self, part: blocks.Experts, plan: int, most: int, given: dict[int, tuple[int, int]], hidden: int
+        self, part: blocks.Experts, plan: int, most: int, given: dict[bool, tuple[int, int]], hidden: int
     ) -> None:
         """Append hidden = act(gate) * up of all entries: one operation, or three where gate and up differ in type."""
-        laid = self._ops
-        last = int(table.batch(self._weights[part.down.weight].type).quantized)
-        gate, gate_at, nbytes = self._matrices(part.gate)
-        up, up_at, _ = self._matrices(part.up)
-        if self._routing.fused and gate.type is up.type:
-            quantized = int(table.batch(gate.type).quantized)
-            (x, size), (scratch, stride) = given[quantized], self._for_experts(part.gate)
+        laid, down = self._ops, self._unit(part.down)
+        matrices = [self._matrices(linear) for linear in (part.gate, part.up)]
+        inputs = [given[self._unit(linear).quantized] for linear in (part.gate, part.up)]
+        tokens = down.tokens if down.quantized else 0
+        if self._routing.fused and matrices[0][0].type is matrices[1][0].type:
             laid.add(
-                experts.fused(gate.type.ggml_type, quantized, last).address, experts.FUSED, True, plan=plan,
-                experts=part.count, gate=gate_at, up=up_at, bytes=nbytes, n=self.n_embd, ff=part.ff, x=x,
-                entry_bytes=size, hidden=hidden, scratch=scratch, stride=stride,
+                experts.fused.address, experts.FUSED, True, gate=matrices[0][1], up=matrices[1][1], hidden=hidden,
+                down_tokens=tokens, **self._multiplied(part.gate, plan, inputs[0]),
             )  # fmt: skip
             return
-        products = []
-        for counter, linear in enumerate((part.gate, part.up)):
-            tensor, at, nbytes = self._matrices(linear)
-            quantized = int(table.batch(tensor.type).quantized)
-            (x, size), (scratch, stride) = given[quantized], self._for_experts(linear)
-            products.append(laid.buffer(f"product {counter}", 4 * most * part.ff))
+        products = [laid.buffer(f"product {i}", 4 * most * part.ff) for i in range(2)]
+        for i, linear in enumerate((part.gate, part.up)):
             laid.add(
-                experts.multiply(tensor.type.ggml_type, quantized).address, experts.MULTIPLY, counter == 1, plan=plan,
-                experts=part.count, weights=at, bytes=nbytes, n=self.n_embd, rows=part.ff, x=x, entry_bytes=size,
-                out=products[counter], counter=counter, scratch=scratch, stride=stride,
+                experts.multiply.address, experts.MULTIPLY, i == 1, weights=matrices[i][1], out=products[i], counter=i,
+                **self._multiplied(linear, plan, inputs[i]),
             )  # fmt: skip
         laid.add(
-            experts.activate(last).address, experts.ACTIVATION, True, plan=plan, gate=products[0], up=products[1],
-            ff=part.ff, hidden=hidden,
+            experts.activate.address, experts.ACTIVATION, True, plan=plan, gate=products[0], up=products[1],
+            ff=part.ff, hidden=hidden, down_tokens=tokens,
         )  # fmt: skip
 
-    def _for_experts(self, linear: blocks.Linear) -> tuple[int, int]:
-        """Scratch of each thread for products with one expert's matrix."""
-        tensor = self._weights[linear.weight]
-        quantized = table.batch(tensor.type).quantized
-        return self._ops.private("panels", experts.scratch_bytes(tensor.type.ggml_type, quantized, tensor.shape[-1]))
+    def _unit(self, linear: blocks.Linear) -> experts.Unit:
+        kind = self._weights[linear.weight].type
+        return experts.unit(kind.ggml_type, table.batch(kind).quantized)
+
+    def _multiplied(self, linear: blocks.Linear, plan: int, given: tuple[int, int]) -> dict[str, int]:
+        """What products with experts of one matrix are told of it, and of what it is multiplied by."""
+        (tensor, _, nbytes), unit = self._matrices(linear), self._unit(linear)
+        count, rows, n = tensor.shape
+        scratch, stride = self._ops.private("panels", unit.scratch_bytes(n))
+        return {
+            "plan": plan, "experts": count, "lay_out": unit.lay_out.address, "product": unit.product.address,
+            "tokens": unit.tokens, "panel_bytes": unit.panel_bytes, "bytes": nbytes, "n": n, "rows": rows,
+            "x": given[0], "entry_bytes": given[1], "scratch": scratch, "stride": stride,
+        }  # fmt: skip
 
     def _norm(self, norm: blocks.Norm, readers: Sequence[blocks.Linear]) -> tuple[int, int]:
         out = self._floats("normed", self.n_embd)

@@ -23,22 +23,23 @@ Prompts (`choose`, `sort`, `gather`, `fused` or `multiply` and `activate`, `add`
 A unit of work is 32 rows of one expert (of `add` 32 rows of all of them, so that no two threads add to the same place
 and the sum has one order). A thread unpacks them into its scratch and multiplies them by the expert's tiles: in
 integers as gemm.py does, or in float32 as floats.py does. The 32 rows of gate and up are the 32 columns of one unit of
-what `down` reads, so `fused` writes them there, and nothing in between.
+what `down` reads, so `fused` writes them there, and nothing in between. Laying out and multiplying is a pair of C
+functions of each type (`unit`), called by address: compiled once, whatever operations need them.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from quantkit.jit import Callback, callback, kernel
 from quantkit.runtime.kernels.cpu import floats as floating
 from quantkit.runtime.kernels.cpu import gemm
 from quantkit.runtime.kernels.cpu.activations import quantize_range
-from quantkit.runtime.kernels.cpu.decode import FLOAT_TYPES, decoded
+from quantkit.runtime.kernels.cpu.decode import decoded
 from quantkit.runtime.kernels.cpu.formats.table import FORMATS
 from quantkit.runtime.kernels.cpu.gemm import quantize_token, token_share
+from quantkit.runtime.kernels.cpu.matvec import SIGNATURE as SIX
 from quantkit.runtime.kernels.cpu.ops import SIGNATURE, split, swiglu_range
 from quantkit.runtime.kernels.reference import route
 from quantkit.simd import (
@@ -47,6 +48,7 @@ from quantkit.simd import (
     Emit,
     Value,
     atomic_add,
+    call3,
     call6,
     emitted,
     floats,
@@ -221,16 +223,16 @@ def sort(p, thread, threads):
         store_int(0, plan + NEXT + 8 * i)
 
 
-GATHER = ("plan", "experts", "most", "n", "tiles")
+GATHER = ("plan", "experts", "most", "n", "tiles", "tokens")
 
 
 @callback(SIGNATURE)
 def gather(p, thread, threads):
-    """Tiles of gemm.py of the rows of all entries, n columns each."""
+    """Tiles of gemm.py, of so many tokens, of the rows of all entries, n columns each."""
     plan, experts, most, n = load_int(p), load_int(p + 8), load_int(p + 16), load_int(p + 24)
     token_of = integers(plan + LIST + experts * 24, most)
     row_of = integers(plan + LIST + experts * 24 + most * 8, most)
-    tokens = _entries_of_tile(1)
+    tokens = load_int(p + 40)
     size = gemm.RECORD * tokens * (n // 32)
     total = load_int(plan + ENTRIES) // tokens
     for tile in range(split(total, 1, thread, threads), split(total, 1, thread + 1, threads)):
@@ -239,77 +241,104 @@ def gather(p, thread, threads):
                 quantize_token(row_of[tile * tokens + t], n, load_int(p + 32) + tile * size, t)
 
 
-# ------------------------------------------------------------------------------------------------------------ products
+# ------------------------------------------------------------------------------------------------ products of one unit
 
 
-def multiple_of(*quantized: bool) -> int:
-    """What the entries of an expert are filled up to, for readers of tiles of gemm.py or of floats.py."""
-    return math.lcm(*(gemm.tile_tokens() if each else floating.ROWS for each in quantized))
+class Unit(NamedTuple):
+    """How 32 rows of a type are multiplied by a tile of `tokens` entries.
+
+    lay_out   void(weights, n, panel): the rows as `product` reads them
+    product   void(panel, n, x, out, stride, 0): out[t, 0 .. 31], rows of it `stride` bytes apart
+    quantized     x is a tile of gemm.py, not the addresses of float32 rows
+    panel_bytes   of 32 columns
+    """
+
+    lay_out: Callback
+    product: Callback
+    quantized: bool
+    tokens: int
+    panel_bytes: int
+
+    def scratch_bytes(self, n: int) -> int:
+        """Of each thread: panels of gate and up, tiles of their results, addresses."""
+        return 2 * (n // 32 * self.panel_bytes + 4 * self.tokens * ROWS) + 8 * self.tokens
 
 
-def panel_bytes(ggml_type: int, quantized: bool, n: int) -> int:
-    """Of a unit's rows laid out for products; float32 ones need room for the rows as they were decoded too."""
+@functools.cache
+def unit(ggml_type: int, quantized: bool) -> Unit:
+    """For a type of FORMATS, and in float32 also for float types."""
     if quantized:
-        return ROWS // gemm.LANES * (n // 32) * gemm.record_bytes(FORMATS[ggml_type])
-    return 8 * ROWS * n
-
-
-def scratch_bytes(ggml_type: int, quantized: bool, n: int) -> int:
-    """Of each thread: panels of gate and up, and tiles of their results."""
-    tokens = max(gemm.tile_tokens(), floating.ROWS)
-    return 2 * (panel_bytes(ggml_type, quantized, n) + 4 * tokens * ROWS)
-
-
-@emitted("int64")
-def _entries_of_tile(e: Emit, quantized: int) -> Value:
-    return e.integer(multiple_of(bool(quantized)))
+        size = ROWS // gemm.LANES * gemm.record_bytes(FORMATS[ggml_type])
+        return Unit(_integer_panel(ggml_type), _integer_product(ggml_type), True, gemm.tile_tokens(), size)
+    return Unit(_float_panel(ggml_type), _float_product, False, floating.ROWS, 8 * ROWS * 32)
 
 
 @emitted("void")
-def _lay_out(e: Emit, quantized: int, ggml_type: int, weights: Value, n: Value, panel: Value) -> None:
-    """A unit's rows, at `weights`, as the product reads them."""
-    f = FORMATS.get(ggml_type)
-    blocks = n >> ((f.columns if f else 1).bit_length() - 1)
-    if f is None:
-        row_bytes = n * (4 if FLOAT_TYPES[ggml_type] == "f32" else 2)
-    else:
-        row_bytes = blocks * (f.nbytes // f.rows) + f.head // f.rows
-    if quantized:
-        with e.loop(0, ROWS // gemm.LANES) as i:
-            size = (n >> 5) * gemm.record_bytes(FORMATS[ggml_type])
-            gemm.unpack(e, ggml_type, weights + row_bytes * gemm.LANES * i, n, gemm.LANES, panel + size * i)
-        return
+def _lay_out_integers(e: Emit, ggml_type: int, weights: Value, n: Value, panel: Value) -> None:
+    f = FORMATS[ggml_type]
+    row_bytes = (n >> (f.columns.bit_length() - 1)) * (f.nbytes // f.rows) + f.head // f.rows
+    with e.loop(0, ROWS // gemm.LANES) as i:
+        size = (n >> 5) * gemm.record_bytes(f)
+        gemm.unpack(e, ggml_type, weights + row_bytes * gemm.LANES * i, n, gemm.LANES, panel + size * i)
+
+
+@emitted("void")
+def _lay_out_floats(e: Emit, ggml_type: int, weights: Value, n: Value, panel: Value) -> None:
+    """Panels of `lanes()` rows, transposed; behind them the rows as they were decoded."""
     wide = floating.lanes()
     rows = panel + n * 4 * ROWS
     decoded(e, ggml_type, weights, n, ROWS, rows)
-    with e.loop(0, ROWS, 16) as i, e.loop(0, n, 16) as j:  # lane i of a panel of `wide` rows, of which there may be two
+    with e.loop(0, ROWS, 16) as i, e.loop(0, n, 16) as j:
         place = panel + n * 4 * (i & -wide) + j * (4 * wide) + (i & (wide - 1)) * 4
         floating.transposed(e, rows + (n * i + j) * 4, n * 4, place, 4 * wide)
 
 
 @emitted("void")
-def _product(
-    e: Emit,
-    quantized: int,
-    ggml_type: int,
-    by_address: int,
-    panel: Value,
-    n: Value,
-    x: Value,
-    out: Value,
-    stride: Value,
-) -> None:
-    """out[t, 0 .. 31] = the product of a unit's rows and a tile at x; rows of `out` are `stride` bytes apart.
+def _multiply_integers(e: Emit, ggml_type: int, panel: Value, n: Value, x: Value, out: Value, stride: Value) -> None:
+    gemm.panels_times_tile(e, ggml_type, panel, n, x, out, stride, 0)
 
-    For float32: x are the rows one after another or, `by_address`, their addresses.
-    """
-    if quantized:
-        gemm.panels_times_tile(e, ggml_type, panel, n, x, out, stride, 0)
-        return
+
+@emitted("void")
+def _multiply_floats(e: Emit, panel: Value, n: Value, x: Value, out: Value, stride: Value) -> None:
     wide = floating.lanes()
-    rows = [e.load(I64, x + 8 * i) if by_address else x + n * 4 * i for i in range(floating.ROWS)]
+    rows = [e.load(I64, x + 8 * i) for i in range(floating.ROWS)]
     for first in range(0, ROWS, wide):
         floating.tile_of_rows(e, rows, panel + n * 4 * first, 4 * wide, n, out + 4 * first, stride, 0)
+
+
+@functools.cache
+def _integer_panel(ggml_type: int) -> Callback:
+    @callback(SIGNATURE)
+    def lay_out(weights, n, panel):
+        _lay_out_integers(ggml_type, weights, n, panel)
+
+    return lay_out
+
+
+@functools.cache
+def _integer_product(ggml_type: int) -> Callback:
+    @callback(SIX)
+    def product(panel, n, x, out, stride, unused):
+        _multiply_integers(ggml_type, panel, n, x, out, stride)
+
+    return product
+
+
+@functools.cache
+def _float_panel(ggml_type: int) -> Callback:
+    @callback(SIGNATURE)
+    def lay_out(weights, n, panel):
+        _lay_out_floats(ggml_type, weights, n, panel)
+
+    return lay_out
+
+
+@callback(SIX)
+def _float_product(panel, n, x, out, stride, unused):
+    _multiply_floats(panel, n, x, out, stride)
+
+
+# ------------------------------------------------------------------------------------------------------- all the units
 
 
 @emitted("void")
@@ -321,55 +350,20 @@ def _add_scaled(e: Any, x: Value, weight: float, out: Value) -> None:
 
 
 @emitted("void")
-def _keep(e: Emit, quantized: int, x: Value, hidden: Value, ff: Value, entry: Value, column: Value) -> None:
-    """Columns column .. column + 31 of an entry's activations, for `add` to read."""
-    if not quantized:
-        for i in range(0, ROWS, 16):
-            e.store(e.load(_FLOATS16, x + 4 * i), hidden + (entry * ff + column + i) * 4)
-        return
-    tokens = gemm.tile_tokens()
-    tile, size = entry / e.integer(tokens), gemm.RECORD * tokens
-    record = hidden + (tile * (ff >> 5) + (column >> 5)) * size
-    gemm.token_as_records(e, x, ROWS, record, entry - tile * tokens)
+def _copy(e: Emit, x: Value, out: Value) -> None:
+    """32 floats."""
+    for i in range(0, ROWS, 16):
+        e.store(e.load(_FLOATS16, x + 4 * i), out + 4 * i)
 
 
-FUSED = ("plan", "experts", "gate", "up", "bytes", "n", "ff", "x", "entry_bytes", "hidden", "scratch", "stride")
-# x: tiles of gemm.py, or addresses of float32 rows; entry_bytes: of x
-
-
-@functools.cache
-def fused(ggml_type: int, quantized: int, down_quantized: int) -> Callback:
-    """The operation hidden = act(gate x) * (up x) for all entries, gate and up of one type, as `add` reads it."""
-    panel_of_32 = panel_bytes(ggml_type, bool(quantized), 32)
-
-    @callback(SIGNATURE)
-    def run(p, thread, threads):
-        plan, experts, nbytes = load_int(p), load_int(p + 8), load_int(p + 32)
-        n, ff, entry_bytes, hidden = load_int(p + 40), load_int(p + 48), load_int(p + 64), load_int(p + 72)
-        active, tokens, blocks = integers(plan + LIST, experts * 3), _entries_of_tile(quantized), ff // ROWS
-        panels, size = load_int(p + 80) + thread * load_int(p + 88), n // 32 * panel_of_32
-        results, result_bytes = panels + 2 * size, tokens * ROWS * 4
-        units = load_int(plan + ACTIVE) * blocks
-        while True:
-            unit = atomic_add(1, plan + NEXT)
-            if unit >= units:
-                break
-            block = unit % blocks
-            expert, first, many = _list_entry(active, unit // blocks)
-            for which in range(2):
-                start = load_int(p + 16 + 8 * which) + expert * nbytes + block * ROWS * (nbytes // ff)
-                _lay_out(quantized, ggml_type, start, n, panels + which * size)
-            for at in range(first, first + many, tokens):
-                x = load_int(p + 56) + at * entry_bytes
-                for which in range(2):
-                    out = results + which * result_bytes
-                    _product(quantized, ggml_type, 1, panels + which * size, n, x, out, ROWS * 4)
-                for t in range(min(tokens, first + many - at)):
-                    gate = results + t * ROWS * 4
-                    swiglu_range(gate, gate + result_bytes, 0, ROWS, gate)
-                    _keep(down_quantized, gate, hidden, ff, at + t, block * ROWS)
-
-    return run
+@kernel
+def _keep(x, hidden, ff, entry, column, tokens):
+    """Columns column .. column + 31 of an entry's activations: in tiles of so many tokens, or as floats for 0."""
+    if tokens == 0:
+        _copy(x, hidden + (entry * ff + column) * 4)
+    else:
+        record = hidden + (entry // tokens * (ff // 32) + column // 32) * gemm.RECORD * tokens
+        quantize_token(x, ROWS, record, entry % tokens)
 
 
 @kernel(inline="always")
@@ -377,97 +371,110 @@ def _list_entry(active, i):
     return active[3 * i], active[3 * i + 1], active[3 * i + 2]
 
 
-MULTIPLY = (
-    "plan",
-    "experts",
-    "weights",
-    "bytes",
-    "n",
-    "rows",
-    "x",
-    "entry_bytes",
-    "out",
-    "counter",
-    "scratch",
-    "stride",
-)
+PRODUCT = ("plan", "experts", "lay_out", "product", "tokens", "panel_bytes", "bytes", "n", "rows", "x", "entry_bytes",
+           "scratch", "stride")  # fmt: skip
+# What the three operations below have in common. x: tiles of gemm.py, or addresses of float32 rows; entry_bytes: of x.
+FUSED = (*PRODUCT, "gate", "up", "hidden", "down_tokens")
 
 
-@functools.cache
-def multiply(ggml_type: int, quantized: int) -> Callback:
-    """The operation out = W x for all entries, float32[entries, rows]; `counter`: which of plan's counts its units."""
+@callback(SIGNATURE)
+def fused(p, thread, threads):
+    """hidden = act(gate x) * (up x) for all entries, gate and up of one type, as `add` reads it."""
+    plan, experts, lay_out, product = load_int(p), load_int(p + 8), load_int(p + 16), load_int(p + 24)
+    tokens, nbytes, n, ff = load_int(p + 32), load_int(p + 48), load_int(p + 56), load_int(p + 64)
+    active, blocks, size = integers(plan + LIST, experts * 3), ff // ROWS, n // 32 * load_int(p + 40)
+    panels = load_int(p + 88) + thread * load_int(p + 96)
+    results, result_bytes = panels + 2 * size, tokens * ROWS * 4
+    units = load_int(plan + ACTIVE) * blocks
+    while True:
+        unit = atomic_add(1, plan + NEXT)
+        if unit >= units:
+            break
+        expert, first, many = _list_entry(active, unit // blocks)
+        row = unit % blocks * ROWS
+        for which in range(2):
+            start = load_int(p + 104 + 8 * which) + expert * nbytes + row * (nbytes // ff)
+            call3(lay_out, start, n, panels + which * size)
+        for at in range(first, first + many, tokens):
+            x = load_int(p + 72) + at * load_int(p + 80)
+            for which in range(2):
+                call6(product, panels + which * size, n, x, results + which * result_bytes, ROWS * 4, 0)
+            for t in range(min(tokens, first + many - at)):
+                gate = results + t * ROWS * 4
+                swiglu_range(gate, gate + result_bytes, 0, ROWS, gate)
+                _keep(gate, load_int(p + 120), ff, at + t, row, load_int(p + 128))
 
-    @callback(SIGNATURE)
-    def run(p, thread, threads):
-        plan, experts, nbytes = load_int(p), load_int(p + 8), load_int(p + 24)
-        n, rows, entry_bytes = load_int(p + 32), load_int(p + 40), load_int(p + 56)
-        active, tokens, blocks = integers(plan + LIST, experts * 3), _entries_of_tile(quantized), rows // ROWS
-        panel = load_int(p + 80) + thread * load_int(p + 88)
-        units = load_int(plan + ACTIVE) * blocks
-        while True:
-            unit = atomic_add(1, plan + NEXT + 8 * load_int(p + 72))
-            if unit >= units:
-                break
-            block = unit % blocks
-            expert, first, many = _list_entry(active, unit // blocks)
-            start = load_int(p + 16) + expert * nbytes + block * ROWS * (nbytes // rows)
-            _lay_out(quantized, ggml_type, start, n, panel)
+
+MULTIPLY = (*PRODUCT, "weights", "out", "counter")
+
+
+@callback(SIGNATURE)
+def multiply(p, thread, threads):
+    """out = W x for all entries, float32[entries, rows]; `counter`: which of plan's counts its units."""
+    plan, experts, lay_out, product = load_int(p), load_int(p + 8), load_int(p + 16), load_int(p + 24)
+    tokens, nbytes, n, rows = load_int(p + 32), load_int(p + 48), load_int(p + 56), load_int(p + 64)
+    active, blocks = integers(plan + LIST, experts * 3), rows // ROWS
+    panel = load_int(p + 88) + thread * load_int(p + 96)
+    units = load_int(plan + ACTIVE) * blocks
+    while True:
+        unit = atomic_add(1, plan + NEXT + 8 * load_int(p + 120))
+        if unit >= units:
+            break
+        expert, first, many = _list_entry(active, unit // blocks)
+        row = unit % blocks * ROWS
+        call3(lay_out, load_int(p + 104) + expert * nbytes + row * (nbytes // rows), n, panel)
+        for at in range(first, first + many, tokens):
+            out = load_int(p + 112) + (at * rows + row) * 4
+            call6(product, panel, n, load_int(p + 72) + at * load_int(p + 80), out, rows * 4, 0)
+
+
+ACTIVATION = ("plan", "gate", "up", "ff", "hidden", "down_tokens")
+
+
+@callback(SIGNATURE)
+def activate(p, thread, threads):
+    """hidden = act(gate) * up of float32[entries, ff], as `add` reads it."""
+    plan, ff = load_int(p), load_int(p + 24)
+    entries = load_int(plan + ENTRIES)
+    for entry in range(split(entries, 1, thread, threads), split(entries, 1, thread + 1, threads)):
+        gate, up = load_int(p + 8) + entry * ff * 4, load_int(p + 16) + entry * ff * 4
+        swiglu_range(gate, up, 0, ff, gate)
+        for column in range(0, ff, ROWS):
+            _keep(gate + column * 4, load_int(p + 32), ff, entry, column, load_int(p + 40))
+
+
+ADD = (*PRODUCT, "weights", "out", "most", "quantized")
+
+
+@callback(SIGNATURE)
+def add(p, thread, threads):
+    """out[token] += weight * (W x) for all entries, out float32[tokens, rows]; experts by number.
+
+    x: tiles of gemm.py if `quantized`, else float32 rows one after another.
+    """
+    plan, experts, lay_out, product = load_int(p), load_int(p + 8), load_int(p + 16), load_int(p + 24)
+    tokens, nbytes, n, rows = load_int(p + 32), load_int(p + 48), load_int(p + 56), load_int(p + 64)
+    entry_bytes, out, most = load_int(p + 80), load_int(p + 112), load_int(p + 120)
+    active, blocks = integers(plan + LIST, experts * 3), rows // ROWS
+    token_of = integers(plan + LIST + experts * 24, most)
+    weight_of = floats(plan + LIST + experts * 24 + most * 16, most)
+    panel = load_int(p + 88) + thread * load_int(p + 96)
+    results = panel + n // 32 * load_int(p + 40)
+    address_of = integers(results + tokens * ROWS * 4, tokens)
+    while True:
+        row = atomic_add(1, plan + NEXT + 16) * ROWS
+        if row >= blocks * ROWS:
+            break
+        for i in range(load_int(plan + ACTIVE)):
+            expert, first, many = _list_entry(active, i)
+            call3(lay_out, load_int(p + 104) + expert * nbytes + row * (nbytes // rows), n, panel)
             for at in range(first, first + many, tokens):
-                out = load_int(p + 64) + (at * rows + block * ROWS) * 4
-                _product(quantized, ggml_type, 1, panel, n, load_int(p + 48) + at * entry_bytes, out, rows * 4)
-
-    return run
-
-
-ACTIVATION = ("plan", "gate", "up", "ff", "hidden")
-
-
-@functools.cache
-def activate(down_quantized: int) -> Callback:
-    """The operation hidden = act(gate) * up of float32[entries, ff], as `add` reads it."""
-
-    @callback(SIGNATURE)
-    def run(p, thread, threads):
-        plan, ff, hidden = load_int(p), load_int(p + 24), load_int(p + 32)
-        entries = load_int(plan + ENTRIES)
-        for entry in range(split(entries, 1, thread, threads), split(entries, 1, thread + 1, threads)):
-            gate, up = load_int(p + 8) + entry * ff * 4, load_int(p + 16) + entry * ff * 4
-            swiglu_range(gate, up, 0, ff, gate)
-            for column in range(0, ff, ROWS):
-                _keep(down_quantized, gate + column * 4, hidden, ff, entry, column)
-
-    return run
-
-
-ADD = ("plan", "experts", "most", "weights", "bytes", "n", "rows", "hidden", "entry_bytes", "out", "scratch", "stride")
-
-
-@functools.cache
-def add(ggml_type: int, quantized: int) -> Callback:
-    """The operation out[token] += weight * (W hidden) for all entries, out float32[tokens, rows]; experts by number."""
-    panel_of_32 = panel_bytes(ggml_type, bool(quantized), 32)
-
-    @callback(SIGNATURE)
-    def run(p, thread, threads):
-        plan, experts, most, nbytes = load_int(p), load_int(p + 8), load_int(p + 16), load_int(p + 32)
-        n, rows, entry_bytes, out = load_int(p + 40), load_int(p + 48), load_int(p + 64), load_int(p + 72)
-        active, tokens, blocks = integers(plan + LIST, experts * 3), _entries_of_tile(quantized), rows // ROWS
-        token_of = integers(plan + LIST + experts * 24, most)
-        weight_of = floats(plan + LIST + experts * 24 + most * 16, most)
-        panel = load_int(p + 80) + thread * load_int(p + 88)
-        results = panel + n // 32 * panel_of_32
-        while True:
-            block = atomic_add(1, plan + NEXT + 16)
-            if block >= blocks:
-                break
-            for i in range(load_int(plan + ACTIVE)):
-                expert, first, many = _list_entry(active, i)
-                start = load_int(p + 24) + expert * nbytes + block * ROWS * (nbytes // rows)
-                _lay_out(quantized, ggml_type, start, n, panel)
-                for at in range(first, first + many, tokens):
-                    _product(quantized, ggml_type, 0, panel, n, load_int(p + 56) + at * entry_bytes, results, ROWS * 4)
-                    for t in range(min(tokens, first + many - at)):
-                        place = out + (token_of[at + t] * rows + block * ROWS) * 4
-                        _add_scaled(results + t * ROWS * 4, weight_of[at + t], place)
-
-    return run
+                x = load_int(p + 72) + at * entry_bytes
+                if load_int(p + 128) == 0:
+                    for t in range(tokens):
+                        address_of[t] = x + t * entry_bytes
+                    x = results + tokens * ROWS * 4
+                call6(product, panel, n, x, results, ROWS * 4, 0)
+                for t in range(min(tokens, first + many - at)):
+                    place = out + (token_of[at + t] * rows + row) * 4
+                    _add_scaled(results + t * ROWS * 4, weight_of[at + t], place)

@@ -227,8 +227,8 @@ class Step(_Laid):
     def _attention(self, layer: int, part: blocks.Attention) -> None:
         normed = self._norm(self._ops, part.norm)
         q, k, v = (self._ops.buffer(name, 4 * self._rows(getattr(part, name))) for name in "qkv")
-        self._heads(part, part.q, part.q_norm, normed, q)
-        self._heads(part, part.k, part.k_norm, normed, k)
+        self._normed_heads(part, part.q, part.q_norm, normed, q)
+        self._normed_heads(part, part.k, part.k_norm, normed, k)
         self._matvec(self._ops, part.v, normed, v, wait=True)
         group = part.heads // part.kv_heads
         scratch, stride = self._ops.private("scratch", attention.scratch_bytes(part.heads, part.head_dim_k, group))
@@ -245,7 +245,7 @@ class Step(_Laid):
         )  # fmt: skip
         self._matvec(self._ops, part.out, joined, self._ops.buffer("added", 4 * self.n_embd), residual=True, wait=True)
 
-    def _heads(
+    def _normed_heads(
         self, part: blocks.Attention, linear: blocks.Linear, norm: blocks.Norm | None, given: tuple[int, int], out: int
     ) -> None:
         """Queries or keys, normed head by head where there is a norm: by the thread that made them."""

@@ -131,23 +131,49 @@ def quantize_tiles(p, thread, threads):
 
 
 def unpack(e: Emit, ggml_type: int, weights: Value, n: Value, rows: Value | int, panel: Value) -> None:
-    """Lay `rows` (at most 16) rows out as a panel. Rows that are missing keep what was there; nobody reads them."""
+    """Lay `rows` (at most 16) rows out as a panel. Rows that are missing keep what was there; nobody reads them.
+
+    Block by block, so that what is written stays in the first level of cache: codes first row by row, 32 bytes each,
+    then transposed where they stand.
+    """
     f = FORMATS[ggml_type]
-    blocks, size = n >> (f.columns.bit_length() - 1), record_bytes(f)
-    with e.loop(0, rows, f.rows) as row, e.loop(0, blocks) as b:
-        group = weights + f.group_bytes(blocks) * (row >> (f.rows.bit_length() - 1))
-        for i, unit in enumerate(f.units(e, group, b)):
-            record = panel + (b * (f.columns // 32) + i) * size + row * 4
-            if isinstance(unit, LaneUnit):
-                _place_lanes(e, f, unit, record)
-                continue
-            words = unit.codes.view(vector(8, I32))
-            for step in range(8):
-                e.store(words.lane(step), record + 64 * step)
-            numbers = [unit.scale, unit.floor] if f.floor else [unit.scale]
-            for j, number in enumerate(numbers):
-                for half in range(_halves(f)):
-                    e.store(number.lane(4 * half), record + _CODES + 64 * (_halves(f) * j + half))
+    blocks, size, units = n >> (f.columns.bit_length() - 1), record_bytes(f), f.columns // 32
+    with e.loop(0, blocks) as b:
+        records = panel + b * (units * size)
+        with e.loop(0, rows, f.rows) as row:
+            group = weights + f.group_bytes(blocks) * (row >> (f.rows.bit_length() - 1))
+            for i, unit in enumerate(f.units(e, group, b)):
+                record = records + i * size
+                if isinstance(unit, LaneUnit):
+                    _place_lanes(e, f, unit, record + row * 4)
+                    continue
+                e.store(unit.codes, record + row * 32)
+                numbers = [unit.scale, unit.floor] if f.floor else [unit.scale]
+                for j, number in enumerate(numbers):
+                    for half in range(_halves(f)):
+                        place = record + row * 4 + _CODES + 64 * (_halves(f) * j + half)
+                        e.store(number.lane(4 * half), place)
+        if f.rows == 1:
+            with e.loop(0, units) as i:
+                _transpose_codes(e, records + i * size)
+
+
+def _transpose_codes(e: Emit, record: Value) -> None:
+    """16 rows of 8 words become 8 rows of 16, in place.
+
+    A word's place is a vector's number and a lane: row / 2, and row % 2 * 8 + word. Three rounds exchange a bit of the
+    one for a bit of the other, so that the vectors are the words' numbers; the last puts the lanes in order of rows.
+    """
+    vectors = [e.load(_INTS16, record + 64 * i) for i in range(8)]
+    rows = [[(2 * i + lane // 8, lane % 8) for lane in range(16)] for i in range(8)]
+    for bit in (1, 2, 4):
+        for i in (i for i in range(8) if not i & bit):
+            both, where = (vectors[i], vectors[i | bit]), rows[i] + rows[i | bit]
+            for j, wanted in ((i, 0), (i | bit, bit)):
+                lanes = sorted((k for k in range(32) if where[k][1] & bit == wanted), key=lambda k: where[k])
+                vectors[j], rows[j] = e.shuffle(*both, lanes), [where[k] for k in lanes]
+    for i, vector_ in enumerate(vectors):
+        e.store(vector_, record + 64 * i)
 
 
 _unpack = emitted("void")(unpack)

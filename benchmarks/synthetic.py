@@ -1,6 +1,7 @@
 """Models of random weights for benches: the shapes of real ones, every matrix of one type.
 
     write("llama-1.2b", "iq4_k", path)
+    write("qwen3moe", "iq4_k", path)
 
 A few hundred rows are drawn and encoded for each row length, and every matrix repeats them: how long a product takes
 does not depend on the weights, and encoding a billion of them would take longer than the bench. Embedding and output
@@ -29,46 +30,65 @@ class Shape:
     heads: int
     kv_heads: int
     vocabulary: int
+    arch: str = "llama"
+    head_dim: int = 64
+    experts: int = 0  # ff is that of one of them
+    used: int = 0
 
 
 SHAPES = {
     "llama-1.2b": Shape(layers=16, columns=2048, ff=8192, heads=32, kv_heads=8, vocabulary=32000),
     "llama-tiny": Shape(layers=2, columns=512, ff=1024, heads=8, kv_heads=2, vocabulary=1024),
-}
+    "qwen3moe": Shape(layers=8, columns=2048, ff=768, heads=32, kv_heads=4, vocabulary=32000, arch="qwen3moe",
+                      head_dim=128, experts=64, used=8),
+    "qwen3moe-tiny": Shape(layers=2, columns=512, ff=256, heads=4, kv_heads=2, vocabulary=1024, arch="qwen3moe",
+                           head_dim=64, experts=8, used=3),
+}  # fmt: skip
 
 
 def specs(shape: Shape, kind: QuantType) -> list[TensorSpec]:
-    kv = shape.columns // shape.heads * shape.kv_heads
+    wide, kv, f32 = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, types.get("f32")
     embedding = kind if kind.interleave == 1 else types.get("q8_0")
     found = [
         TensorSpec("token_embd.weight", (shape.vocabulary, shape.columns), embedding),
-        TensorSpec("output_norm.weight", (shape.columns,), types.get("f32")),
+        TensorSpec("output_norm.weight", (shape.columns,), f32),
         TensorSpec("output.weight", (shape.vocabulary, shape.columns), kind),
     ]
-    matrices = {
-        "attn_q": (shape.columns, shape.columns), "attn_k": (kv, shape.columns), "attn_v": (kv, shape.columns),
-        "attn_output": (shape.columns, shape.columns), "ffn_gate": (shape.ff, shape.columns),
-        "ffn_up": (shape.ff, shape.columns), "ffn_down": (shape.columns, shape.ff),
+    matrices: dict[str, tuple[int, ...]] = {
+        "attn_q": (wide, shape.columns), "attn_k": (kv, shape.columns), "attn_v": (kv, shape.columns),
+        "attn_output": (shape.columns, wide),
     }  # fmt: skip
+    vectors = {"attn_norm": shape.columns, "ffn_norm": shape.columns}
+    stem, stack = ("_exps", (shape.experts,)) if shape.experts else ("", ())
+    for name in ("ffn_gate", "ffn_up"):
+        matrices[name + stem] = (*stack, shape.ff, shape.columns)
+    matrices["ffn_down" + stem] = (*stack, shape.columns, shape.ff)
+    if shape.arch == "qwen3moe":
+        vectors |= {"attn_q_norm": shape.head_dim, "attn_k_norm": shape.head_dim}
     for i in range(shape.layers):
-        found += [
-            TensorSpec(f"blk.{i}.{n}.weight", (shape.columns,), types.get("f32")) for n in ("attn_norm", "ffn_norm")
-        ]
+        found += [TensorSpec(f"blk.{i}.{name}.weight", (n,), f32) for name, n in vectors.items()]
+        if shape.experts:
+            found.append(TensorSpec(f"blk.{i}.ffn_gate_inp.weight", (shape.experts, shape.columns), f32))
         found += [TensorSpec(f"blk.{i}.{name}.weight", size, kind) for name, size in matrices.items()]
     return found
 
 
 def metadata(shape: Shape) -> Metadata:
-    made = Metadata({"general.architecture": "llama"})
+    made = Metadata({"general.architecture": shape.arch})
     values = {
         "block_count": shape.layers, "context_length": 8192, "embedding_length": shape.columns,
         "feed_forward_length": shape.ff, "attention.head_count": shape.heads,
         "attention.head_count_kv": shape.kv_heads, "vocab_size": shape.vocabulary,
-        "rope.dimension_count": shape.columns // shape.heads,
+        "rope.dimension_count": shape.head_dim, "attention.key_length": shape.head_dim,
+        "attention.value_length": shape.head_dim,
     }  # fmt: skip
+    if shape.experts:
+        values |= {
+            "expert_count": shape.experts, "expert_used_count": shape.used, "expert_feed_forward_length": shape.ff,
+        }  # fmt: skip
     for key, value in values.items():
-        made.set(f"llama.{key}", value, "u32")
-    made.set("llama.attention.layer_norm_rms_epsilon", 1e-5, "f32")
+        made.set(f"{shape.arch}.{key}", value, "u32")
+    made.set(f"{shape.arch}.attention.layer_norm_rms_epsilon", 1e-5, "f32")
     made.set("tokenizer.ggml.model", "no_vocab", "str")
     return made
 
@@ -87,10 +107,13 @@ def write(name: str, kind_name: str, path: Path) -> Path:
             x = rng.standard_normal((ROWS, n)).astype(np.float32) / np.float32(n) ** np.float32(0.5)
             even = np.ones(n, np.float32) if spec.type.requires_imatrix else None
             drawn[spec.type.name, n] = spec.type.quantize(x, even, effort="fast")
-        return np.tile(drawn[spec.type.name, n], (-(-spec.shape[0] // ROWS), 1))[: spec.shape[0]]
+        if spec.name.endswith("ffn_gate_inp.weight"):  # every token has experts of its own, as it would
+            return rng.standard_normal(spec.shape).astype(np.float32).view(np.uint8)
+        return np.tile(drawn[spec.type.name, n], (-(-spec.shape[-2] // ROWS), 1))[: spec.shape[-2]]
 
     wanted = specs(shape, kind)
     with Writer(path, metadata(shape), wanted) as writer:
         for spec in wanted:
-            writer.write(spec.name, rows(spec))
+            for _ in range(spec.shape[0] if len(spec.shape) == 3 else 1):
+                writer.write(spec.name, rows(spec))
     return path

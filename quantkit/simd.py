@@ -509,6 +509,7 @@ def _pointer_of(element: Any) -> Any:
 
 _float_pointer = _pointer_of(types.float32)
 _half_pointer = _pointer_of(types.uint16)
+_int_pointer = _pointer_of(types.int64)
 
 
 @jit.kernel(inline="always")
@@ -521,3 +522,9 @@ def floats(address, n):
 def halves(address, n):
     """The n halves at an address as an array of their bits."""
     return carray(_half_pointer(address), n)
+
+
+@jit.kernel(inline="always")
+def integers(address, n):
+    """The n int64 at an address as an array."""
+    return carray(_int_pointer(address), n)

@@ -34,6 +34,31 @@ RunTimeRepack = Annotated[
     bool, typer.Option("--run-time-repack", "-rtr", help="Interleave rows in memory, as `repack` does in a file.")
 ]
 
+FusedMoe = Annotated[
+    bool,
+    typer.Option("--fused-moe/--no-fused-moe", "-fmoe/-no-fmoe", help="Gate, up and activation of experts at once."),
+]
+ExpertReduction = Annotated[
+    str | None,
+    typer.Option(
+        "--smart-expert-reduction",
+        "-ser",
+        metavar="K,t",
+        help="Of the experts of a token the first K, others only above t times the first one's probability.",
+    ),
+]
+
+
+def experts(fused_moe: bool, reduction: str | None) -> dict[str, Any]:
+    """What `runtime.model.load` is told of -fmoe and -ser."""
+    if reduction is None:
+        return {"fused_experts": fused_moe}
+    try:
+        least, share = reduction.split(",")
+        return {"fused_experts": fused_moe, "expert_reduction": (int(least), float(share))}
+    except ValueError:
+        raise typer.BadParameter(f"-ser {reduction}: write K,t, as 6,0.4") from None
+
 
 def placement_flags(gpu_layers: int | None, override_tensor: list[str] | None, cpu_moe: bool, n_cpu_moe: int) -> Flags:
     """What the four options say together."""
@@ -67,6 +92,10 @@ def open_model(path: Path, flags: Flags, repack: bool, **options: Any) -> Any:
     return model
 
 
-def repacked(model: Any) -> dict[str, int]:
-    """The number of repacked tensors among the conditions of a figure; nothing without -rtr."""
-    return {} if model.repacked is None else {"repacked": len(model.repacked)}
+def repacked(model: Any) -> dict[str, Any]:
+    """The number of repacked tensors, and which experts are left out, among the conditions of a figure; where any."""
+    found: dict[str, Any] = {} if model.repacked is None else {"repacked": len(model.repacked)}
+    if model.expert_reduction is not None:
+        least, share = model.expert_reduction
+        found["expert reduction"] = f"{least},{share:g}"
+    return found

@@ -11,10 +11,13 @@ import typer
 
 from quantkit.cli._runtime import (
     CpuMoe,
+    ExpertReduction,
+    FusedMoe,
     GpuLayers,
     NCpuMoe,
     OverrideTensor,
     RunTimeRepack,
+    experts,
     open_model,
     placement_flags,
     repacked,
@@ -43,6 +46,8 @@ def bench(
     cpu_moe: CpuMoe = False,
     n_cpu_moe: NCpuMoe = 0,
     run_time_repack: RunTimeRepack = False,
+    fused_moe: FusedMoe = True,
+    smart_expert_reduction: ExpertReduction = None,
     json: Json = False,
 ) -> None:
     """Time a prompt and the generation of tokens.
@@ -54,7 +59,15 @@ def bench(
     if not n_prompt and not n_gen:
         raise QuantkitError("bench with -p 0 and -n 0 measures nothing; give one of them a number of tokens")
     flags = placement_flags(gpu_layers, override_tensor, cpu_moe, n_cpu_moe)
-    loaded = open_model(model, flags, run_time_repack, numerics=numerics, threads=threads, cache_type=cache_type)
+    loaded = open_model(
+        model,
+        flags,
+        run_time_repack,
+        numerics=numerics,
+        threads=threads,
+        cache_type=cache_type,
+        **experts(fused_moe, smart_expert_reduction),
+    )
     speeds = measure.bench(loaded, n_prompt, n_gen, repetitions)
     about = conditions(loaded) | {"repetitions": repetitions}
     if json:

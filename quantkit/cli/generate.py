@@ -11,10 +11,13 @@ import typer
 
 from quantkit.cli._runtime import (
     CpuMoe,
+    ExpertReduction,
+    FusedMoe,
     GpuLayers,
     NCpuMoe,
     OverrideTensor,
     RunTimeRepack,
+    experts,
     open_model,
     placement_flags,
     repacked,
@@ -59,6 +62,8 @@ def generate(
     cpu_moe: CpuMoe = False,
     n_cpu_moe: NCpuMoe = 0,
     run_time_repack: RunTimeRepack = False,
+    fused_moe: FusedMoe = True,
+    smart_expert_reduction: ExpertReduction = None,
     json: Json = False,
 ) -> None:
     """Continue a prompt, or answer it with --chat.
@@ -72,7 +77,14 @@ def generate(
     sampling = Sampling(temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed)
     flags = placement_flags(gpu_layers, override_tensor, cpu_moe, n_cpu_moe)
     loaded = open_model(
-        model, flags, run_time_repack, numerics=numerics, threads=threads, cache_type=cache_type, n_ctx=ctx_size
+        model,
+        flags,
+        run_time_repack,
+        numerics=numerics,
+        threads=threads,
+        cache_type=cache_type,
+        n_ctx=ctx_size,
+        **experts(fused_moe, smart_expert_reduction),
     )
     tokens = _tokens(loaded.tokenizer, text, chat, system)
     result = loaded.generate(tokens, n_predict, sampling, None if json else _show)

@@ -23,10 +23,13 @@ from quantkit.cli._evaluation import (
 )
 from quantkit.cli._runtime import (
     CpuMoe,
+    ExpertReduction,
+    FusedMoe,
     GpuLayers,
     NCpuMoe,
     OverrideTensor,
     RunTimeRepack,
+    experts,
     open_model,
     placement_flags,
 )
@@ -60,6 +63,8 @@ def perplexity(
     cpu_moe: CpuMoe = False,
     n_cpu_moe: NCpuMoe = 0,
     run_time_repack: RunTimeRepack = False,
+    fused_moe: FusedMoe = True,
+    smart_expert_reduction: ExpertReduction = None,
     json: Json = False,
 ) -> None:
     """Measure how well a model predicts a text, or how far it is from another model.
@@ -68,7 +73,15 @@ def perplexity(
     is scored.
     """
     flags = placement_flags(gpu_layers, override_tensor, cpu_moe, n_cpu_moe)
-    loaded = open_model(model, flags, run_time_repack, numerics=numerics, threads=threads, cache_type=cache_type)
+    loaded = open_model(
+        model,
+        flags,
+        run_time_repack,
+        numerics=numerics,
+        threads=threads,
+        cache_type=cache_type,
+        **experts(fused_moe, smart_expert_reduction),
+    )
     quiet = json
     if kl_divergence:
         if kl_divergence_base is None:

@@ -10,10 +10,13 @@ import typer
 
 from quantkit.cli._runtime import (
     CpuMoe,
+    ExpertReduction,
+    FusedMoe,
     GpuLayers,
     NCpuMoe,
     OverrideTensor,
     RunTimeRepack,
+    experts,
     open_model,
     placement_flags,
 )
@@ -35,6 +38,8 @@ def sweep_bench(
     cpu_moe: CpuMoe = False,
     n_cpu_moe: NCpuMoe = 0,
     run_time_repack: RunTimeRepack = False,
+    fused_moe: FusedMoe = True,
+    smart_expert_reduction: ExpertReduction = None,
     json: Json = False,
 ) -> None:
     """Time prompt and generation as the cache fills.
@@ -46,7 +51,14 @@ def sweep_bench(
 
     flags = placement_flags(gpu_layers, override_tensor, cpu_moe, n_cpu_moe)
     loaded = open_model(
-        model, flags, run_time_repack, numerics=numerics, threads=threads, cache_type=cache_type, n_ctx=ctx_size
+        model,
+        flags,
+        run_time_repack,
+        numerics=numerics,
+        threads=threads,
+        cache_type=cache_type,
+        n_ctx=ctx_size,
+        **experts(fused_moe, smart_expert_reduction),
     )
     about = conditions(loaded) | {"n_ctx": ctx_size, "n_batch": batch_size}
     rows = measure.sweep(loaded, ctx_size, batch_size)

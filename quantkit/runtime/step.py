@@ -5,6 +5,11 @@
     Step      norm, q, k, v | attention | join, out, add | norm, gate, up, swiglu | down, add |
     Prompt    norm | q, k, v | rope, cache | attention | quantize | out, add | norm | gate, up | swiglu | down, add |
 
+and with experts (kernels/cpu/experts.py) in place of the feed-forward:
+
+    Step      norm, router | pick, gate, up, swiglu | down, add |
+    Prompt    norm | router | choose | sort | gather | gate, up, swiglu | down, add |
+
 Weights are read as they lie in the file. Activations are quantized to 8 bits in blocks of 32 before each product with a
 quantized matrix; products with F32, F16 and BF16 matrices keep them in float32.
 """
@@ -12,7 +17,9 @@ quantized matrix; products with F32, F16 and BF16 matrices keep them in float32.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +27,9 @@ from quantkit.archs import blocks
 from quantkit.files.gguf import Tensor
 from quantkit.runtime import layers
 from quantkit.runtime.cache import Cache
+from quantkit.runtime.experts import Reduction
 from quantkit.runtime.kernels import table
-from quantkit.runtime.kernels.cpu import attention, batch, gemm, ops
+from quantkit.runtime.kernels.cpu import attention, batch, experts, gemm, ops
 from quantkit.runtime.kernels.cpu.activations import activation_bytes
 from quantkit.runtime.kernels.cpu.walk import OpList
 
@@ -41,23 +49,42 @@ def obstacle(weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head)
                 return f"heads of {part.head_dim_k} and {part.head_dim_v} dimensions are not multiples of 16"
         else:
             linears += [part.gate, part.up, part.down]
+            if isinstance(part, blocks.Experts):
+                linears.append(part.router)
+                for linear in (part.gate, part.down):
+                    if weights[linear.weight].shape[1] % experts.ROWS:
+                        rows = weights[linear.weight].shape[1]
+                        return f"{rows} rows of an expert are not a multiple of {experts.ROWS} ({linear.weight})"
             if part.activation != "swiglu":
                 return f"no kernel for the activation {part.activation}"
     for linear in linears:
         tensor = weights[linear.weight]
         if table.product(tensor.type) is None:
             return f"no kernel for {tensor.type.name} ({linear.weight})"
-        if tensor.shape[1] % 32:
-            return f"rows of {tensor.shape[1]} columns are not a multiple of 32 ({linear.weight})"
-        if tensor.shape[0] % tensor.type.interleave:
-            return f"{tensor.shape[0]} rows are not whole groups of {tensor.type.interleave} ({linear.weight})"
+        if tensor.shape[-1] % 32:
+            return f"rows of {tensor.shape[-1]} columns are not a multiple of 32 ({linear.weight})"
+        if tensor.shape[-2] % tensor.type.interleave:
+            return f"{tensor.shape[-2]} rows are not whole groups of {tensor.type.interleave} ({linear.weight})"
     return None
+
+
+class Routing(NamedTuple):
+    """How experts are run: `fused` as in `load`, and which are left out, see runtime/experts.py."""
+
+    fused: bool = True
+    reduction: Reduction | None = None
+
+
+DEFAULT = Routing()
 
 
 class _Laid:
     """What Step and Prompt share: the walk over the blocks, and the operations that look into a cache."""
 
-    def __init__(self, weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head, threads: int):
+    def __init__(
+        self, weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head, threads: int, routing: Routing
+    ):
+        self._routing = routing
         self._weights = weights
         self._parts = parts
         self._head = head
@@ -79,6 +106,8 @@ class _Laid:
                 for part in block.parts:
                     if isinstance(part, blocks.Attention):
                         self._attention(block.layer, part)
+                    elif isinstance(part, blocks.Experts):
+                        self._experts(part)
                     else:
                         self._feed_forward(part)
             self._finish(self._ops)
@@ -119,6 +148,27 @@ class _Laid:
     def _feed_forward(self, part: blocks.FeedForward) -> None:
         raise NotImplementedError
 
+    def _experts(self, part: blocks.Experts) -> None:
+        raise NotImplementedError
+
+    def _choice(self, part: blocks.Experts) -> dict[str, int]:
+        """How the kernels are told which experts to take."""
+        least, share = self._routing.reduction or (part.used, 0.0)
+        return {
+            "experts": part.count,
+            "used": part.used,
+            "least": least,
+            "share": self._ops.constant(share),
+            "normalise": int(part.normalise),
+            "scale": self._ops.constant(part.scale),
+        }
+
+    def _matrices(self, linear: blocks.Linear) -> tuple[Tensor, int, int]:
+        """A stacked tensor, its address, and the bytes of an expert's matrix."""
+        tensor = self._weights[linear.weight]
+        data = self._ops.keep(tensor.data)
+        return tensor, data.ctypes.data, data.nbytes // tensor.shape[0]
+
     def _finish(self, ops: OpList) -> None:
         """What comes after the blocks."""
 
@@ -137,8 +187,15 @@ def _rope_values(part: blocks.Attention) -> dict[str, int]:
 class Step(_Laid):
     """One token: `step(token, cache) -> float32[vocab]`, the logits after it; the cache then holds it."""
 
-    def __init__(self, weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head, threads: int):
-        super().__init__(weights, parts, head, threads)
+    def __init__(
+        self,
+        weights: Weights,
+        parts: Sequence[blocks.Block],
+        head: blocks.Head,
+        threads: int,
+        routing: Routing = DEFAULT,
+    ):
+        super().__init__(weights, parts, head, threads, routing)
         self._state = np.zeros(1, np.int64)
         self._x, self._logits = np.zeros(self.n_embd, np.float32), np.zeros(self.vocab, np.float32)
 
@@ -170,8 +227,8 @@ class Step(_Laid):
     def _attention(self, layer: int, part: blocks.Attention) -> None:
         normed = self._norm(self._ops, part.norm)
         q, k, v = (self._ops.buffer(name, 4 * self._rows(getattr(part, name))) for name in "qkv")
-        self._matvec(self._ops, part.q, normed, q)
-        self._matvec(self._ops, part.k, normed, k)
+        self._normed_heads(part, part.q, part.q_norm, normed, q)
+        self._normed_heads(part, part.k, part.k_norm, normed, k)
         self._matvec(self._ops, part.v, normed, v, wait=True)
         group = part.heads // part.kv_heads
         scratch, stride = self._ops.private("scratch", attention.scratch_bytes(part.heads, part.head_dim_k, group))
@@ -187,6 +244,55 @@ class Step(_Laid):
             buffer=joined[0], stride=joined[1],
         )  # fmt: skip
         self._matvec(self._ops, part.out, joined, self._ops.buffer("added", 4 * self.n_embd), residual=True, wait=True)
+
+    def _normed_heads(
+        self, part: blocks.Attention, linear: blocks.Linear, norm: blocks.Norm | None, given: tuple[int, int], out: int
+    ) -> None:
+        """Queries or keys, normed head by head where there is a norm: by the thread that made them."""
+        if norm is None:
+            self._matvec(self._ops, linear, given, out)
+            return
+        multiple = math.lcm(_ROWS, part.head_dim_k)
+        self._matvec(self._ops, linear, given, out, multiple=multiple)
+        self._ops.add(
+            ops.head_norm.address, ops.HEAD_NORM, x=out, weight=self._vector(self._ops, norm.weight),
+            rows=self._rows(linear), dim=part.head_dim_k, eps=self._ops.constant(norm.eps), multiple=multiple,
+        )  # fmt: skip
+
+    def _experts(self, part: blocks.Experts) -> None:
+        laid, normed = self._ops, self._norm(self._ops, part.norm)
+        logits = laid.buffer("router", 4 * part.count)
+        group = self._weights[part.router.weight].type.interleave
+        self._matvec(laid, part.router, normed, logits, wait=True, multiple=max(4, group))
+        picked, stride = laid.private("picked", experts.picked_bytes(part.count, part.used))
+        laid.add(
+            experts.pick.address, experts.PICK, False, logits=logits, picked=picked, stride=stride, **self._choice(part)
+        )
+        gate, gate_at, gate_bytes = self._matrices(part.gate)
+        up, up_at, up_bytes = self._matrices(part.up)
+        hidden_bytes = -(-activation_bytes(part.ff) // 64) * 64
+        hidden = laid.buffer("experts", part.used * hidden_bytes)
+        products = laid.buffer("products", 8 * part.used * part.ff)
+        every = experts.GATE | experts.UP | experts.ACTIVATE
+        steps = (every,) if self._routing.fused else (experts.GATE, experts.UP, experts.ACTIVATE)
+        for step in steps:
+            laid.add(
+                experts.up.address, experts.STEPS, step == steps[-1], steps=step, gate_kernel=self._product(gate),
+                gate=gate_at, gate_bytes=gate_bytes, up_kernel=self._product(up), up=up_at, up_bytes=up_bytes,
+                n=self.n_embd, ff=part.ff, multiple=_ROWS, picked=picked, stride=stride, x=normed[0],
+                x_stride=normed[1], products=products, hidden=hidden, hidden_bytes=hidden_bytes,
+            )  # fmt: skip
+        down, down_at, down_bytes = self._matrices(part.down)
+        laid.add(
+            experts.down.address, experts.DOWN, True, kernel=self._product(down), weights=down_at, bytes=down_bytes,
+            n=part.ff, rows=self.n_embd, multiple=_ROWS, picked=picked, stride=stride, used=part.used, hidden=hidden,
+            hidden_bytes=hidden_bytes, out=laid.buffer("added", 4 * self.n_embd), residual=self._x.ctypes.data,
+        )  # fmt: skip
+
+    def _product(self, tensor: Tensor) -> int:
+        kernel = table.product(tensor.type)
+        assert kernel is not None
+        return kernel.address
 
     def _feed_forward(self, part: blocks.FeedForward) -> None:
         normed, n_ff = self._norm(self._ops, part.norm), self._rows(part.gate)
@@ -222,14 +328,13 @@ class Step(_Laid):
         out: int,
         residual: bool = False,
         wait: bool = False,
+        multiple: int = _ROWS,
     ) -> None:
         tensor = self._weights[linear.weight]
         weights = laid.keep(tensor.data).ctypes.data
-        kernel = table.product(tensor.type)
-        assert kernel is not None
         laid.add(
-            ops.matvec.address, ops.MATVEC, wait, kernel=kernel.address, weights=weights, n=tensor.shape[1],
-            rows=tensor.shape[0], multiple=_ROWS, buffer=buffer[0], stride=buffer[1], out=out,
+            ops.matvec.address, ops.MATVEC, wait, kernel=self._product(tensor), weights=weights, n=tensor.shape[1],
+            rows=tensor.shape[0], multiple=multiple, buffer=buffer[0], stride=buffer[1], out=out,
             bias=self._vector(laid, linear.bias), residual=self._x.ctypes.data if residual else 0,
         )  # fmt: skip
 
@@ -237,8 +342,15 @@ class Step(_Laid):
 class Prompt(_Laid):
     """A batch: `prompt(tokens, cache) -> float32[tokens, n_embd]` before the output norm; the cache then holds them."""
 
-    def __init__(self, weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head, threads: int):
-        super().__init__(weights, parts, head, threads)
+    def __init__(
+        self,
+        weights: Weights,
+        parts: Sequence[blocks.Block],
+        head: blocks.Head,
+        threads: int,
+        routing: Routing = DEFAULT,
+    ):
+        super().__init__(weights, parts, head, threads, routing)
         self._state = np.zeros(3, np.int64)
         self._x = np.zeros((BATCH_TOKENS, self.n_embd), np.float32)
 
@@ -267,6 +379,12 @@ class Prompt(_Laid):
         self._multiply(part.q, normed, q)
         self._multiply(part.k, normed, k)
         self._multiply(part.v, normed, v, wait=True)
+        for norm, x, heads in ((part.q_norm, q, part.heads), (part.k_norm, k, part.kv_heads)):
+            if norm is not None:
+                ops.add(
+                    batch.head_norm.address, batch.HEAD_NORM, state=state, x=x, weight=self._vector(ops, norm.weight),
+                    heads=heads, dim=part.head_dim_k, eps=ops.constant(norm.eps),
+                )  # fmt: skip
         group, half = part.heads // part.kv_heads, int(self._kind == "f16")
         scratch, stride = ops.private("turned", 4 * part.kv_heads * part.head_dim_k)
         self._look(
@@ -293,6 +411,80 @@ class Prompt(_Laid):
             batch.swiglu.address, batch.SWIGLU, state=self._state.ctypes.data, gate=gate, up=up, n=n_ff, out=gate
         )
         self._multiply(part.down, self._ready(gate, n_ff, (part.down,)), self._x.ctypes.data, add=1, wait=True)
+
+    def _experts(self, part: blocks.Experts) -> None:
+        laid, (x, tiles) = self._ops, self._norm(part.norm, (part.router,))
+        logits = self._floats("router", part.count)
+        self._multiply(part.router, (x, tiles), logits, wait=True)
+        gate, up, down = (self._unit(linear) for linear in (part.gate, part.up, part.down))
+        multiple = math.lcm(gate.tokens, up.tokens, down.tokens)
+        most = experts.most_entries(BATCH_TOKENS, part.count, part.used, multiple)
+        plan = laid.buffer("plan", experts.plan_bytes(BATCH_TOKENS, part.count, part.used, multiple))
+        chosen = laid.buffer("chosen", 8 * BATCH_TOKENS * part.used)
+        shares = self._floats("shares", part.used)
+        laid.add(
+            experts.choose.address, experts.CHOOSE, True, tokens=self._counted, logits=logits, chosen=chosen,
+            weights=shares, **self._choice(part),
+        )  # fmt: skip
+        laid.add(
+            experts.sort.address, experts.SORT, True, tokens=self._counted, x=x, n=self.n_embd, experts=part.count,
+            used=part.used, chosen=chosen, weights=shares, plan=plan, most=most, multiple=multiple,
+        )  # fmt: skip
+        given = {False: (plan + experts.rows_at(part.count, most), 8)}  # address, bytes of an entry; True: quantized
+        if gate.quantized or up.quantized:
+            size = gemm.RECORD * (self.n_embd // 32)
+            given[True] = laid.buffer("gathered", most * size), size
+            laid.add(
+                experts.gather.address, experts.GATHER, True, plan=plan, experts=part.count, most=most, n=self.n_embd,
+                tiles=given[True][0], tokens=gemm.tile_tokens(),
+            )  # fmt: skip
+        size = gemm.RECORD * (part.ff // 32) if down.quantized else 4 * part.ff
+        hidden = laid.buffer("activated", most * size)
+        self._activated(part, plan, most, given, hidden)
+        laid.add(
+            experts.add.address, experts.ADD, True, out=self._x.ctypes.data, weights=self._matrices(part.down)[1],
+            most=most, quantized=int(down.quantized), **self._multiplied(part.down, plan, (hidden, size)),
+        )  # fmt: skip
+
+    def _activated(
+        self, part: blocks.Experts, plan: int, most: int, given: dict[bool, tuple[int, int]], hidden: int
+    ) -> None:
+        """Append hidden = act(gate) * up of all entries: one operation, or three where gate and up differ in type."""
+        laid, down = self._ops, self._unit(part.down)
+        matrices = [self._matrices(linear) for linear in (part.gate, part.up)]
+        inputs = [given[self._unit(linear).quantized] for linear in (part.gate, part.up)]
+        tokens = down.tokens if down.quantized else 0
+        if self._routing.fused and matrices[0][0].type is matrices[1][0].type:
+            laid.add(
+                experts.fused.address, experts.FUSED, True, gate=matrices[0][1], up=matrices[1][1], hidden=hidden,
+                down_tokens=tokens, **self._multiplied(part.gate, plan, inputs[0]),
+            )  # fmt: skip
+            return
+        products = [laid.buffer(f"product {i}", 4 * most * part.ff) for i in range(2)]
+        for i, linear in enumerate((part.gate, part.up)):
+            laid.add(
+                experts.multiply.address, experts.MULTIPLY, i == 1, weights=matrices[i][1], out=products[i], counter=i,
+                **self._multiplied(linear, plan, inputs[i]),
+            )  # fmt: skip
+        laid.add(
+            experts.activate.address, experts.ACTIVATION, True, plan=plan, gate=products[0], up=products[1],
+            ff=part.ff, hidden=hidden, down_tokens=tokens,
+        )  # fmt: skip
+
+    def _unit(self, linear: blocks.Linear) -> experts.Unit:
+        kind = self._weights[linear.weight].type
+        return experts.unit(kind.ggml_type, table.batch(kind).quantized)
+
+    def _multiplied(self, linear: blocks.Linear, plan: int, given: tuple[int, int]) -> dict[str, int]:
+        """What products with experts of one matrix are told of it, and of what it is multiplied by."""
+        (tensor, _, nbytes), unit = self._matrices(linear), self._unit(linear)
+        count, rows, n = tensor.shape
+        scratch, stride = self._ops.private("panels", unit.scratch_bytes(n))
+        return {
+            "plan": plan, "experts": count, "lay_out": unit.lay_out.address, "product": unit.product.address,
+            "tokens": unit.tokens, "panel_bytes": unit.panel_bytes, "bytes": nbytes, "n": n, "rows": rows,
+            "x": given[0], "entry_bytes": given[1], "scratch": scratch, "stride": stride,
+        }  # fmt: skip
 
     def _norm(self, norm: blocks.Norm, readers: Sequence[blocks.Linear]) -> tuple[int, int]:
         out = self._floats("normed", self.n_embd)
@@ -330,9 +522,16 @@ class Prompt(_Laid):
 class Fast:
     """Step and Prompt of one model, as `Model.forward` calls them."""
 
-    def __init__(self, weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head, threads: int):
-        self.step = Step(weights, parts, head, threads)
-        self.prompt = Prompt(weights, parts, head, threads)
+    def __init__(
+        self,
+        weights: Weights,
+        parts: Sequence[blocks.Block],
+        head: blocks.Head,
+        threads: int,
+        routing: Routing = DEFAULT,
+    ):
+        self.step = Step(weights, parts, head, threads, routing)
+        self.prompt = Prompt(weights, parts, head, threads, routing)
 
     def last(self, ids: np.ndarray, cache: Cache) -> np.ndarray:
         """float32[1, vocab]: logits after the last of int64[tokens], which the cache then holds."""

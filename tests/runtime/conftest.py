@@ -11,14 +11,18 @@ from quantkit import types
 from quantkit.files import gguf
 
 
-def rewrite(source: Path, target: Path, kind: str) -> Path:
-    """`source` with every matrix decoded and encoded as `kind`, where its rows fit; vectors stay float32."""
+def rewrite(source: Path, target: Path, kind: str, **others: str) -> Path:
+    """`source` with every matrix decoded and encoded as `kind`, where its rows fit; vectors and routers stay float32.
+
+    `others`: part of a name -> type of such tensors.
+    """
     file = gguf.open(source)
     quant = types.get(kind)
 
     def chosen(tensor: gguf.Tensor) -> types.QuantType:
-        fits = len(tensor.shape) == 2 and tensor.shape[1] % quant.block_size == 0
-        return quant if fits and tensor.n_rows % quant.interleave == 0 else types.get("f32")
+        wanted = next((types.get(other) for part, other in others.items() if part in tensor.name), quant)
+        fits = len(tensor.shape) >= 2 and tensor.shape[-1] % wanted.block_size == 0 and "gate_inp" not in tensor.name
+        return wanted if fits and tensor.shape[-2] % wanted.interleave == 0 else types.get("f32")
 
     specs = [gguf.TensorSpec(t.name, t.shape, chosen(t)) for t in file.tensors.values()]
     metadata = file.metadata.copy()
@@ -70,10 +74,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("llama.vocab_size", VOCAB, "u32"),
     ):
         metadata.set(key, value, kind)
-    path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
+    return random_model(tmp_path_factory.mktemp("tiny") / "tiny.gguf", metadata, shapes, rng)
+
+
+def random_model(
+    path: Path, metadata: gguf.Metadata, shapes: dict[str, tuple[int, ...]], rng: np.random.Generator
+) -> Path:
+    """Float32 matrices about 0, vectors about 1."""
     f32 = types.get("f32")
     with gguf.Writer(path, metadata, [gguf.TensorSpec(n, s, f32) for n, s in shapes.items()]) as writer:
         for name, shape in shapes.items():
-            x = rng.standard_normal(shape, np.float32) * np.float32(0.07 if len(shape) == 2 else 0.1)
+            x = rng.standard_normal(shape, np.float32) * np.float32(0.07 if len(shape) > 1 else 0.1)
             writer.write(name, (x + np.float32(len(shape) == 1)).reshape(-1, shape[-1]).view(np.uint8))
     return path

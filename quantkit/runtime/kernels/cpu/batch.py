@@ -34,6 +34,18 @@ def norm(p, thread, threads):
         norm_into(load_int(p + 8) + token * n * 4, load_int(p + 16), n, eps, load_int(p + 40) + token * n * 4)
 
 
+HEAD_NORM = ("state", "x", "weight", "heads", "dim", "eps")
+
+
+@callback(SIGNATURE)
+def head_norm(p, thread, threads):
+    """Every head of x float32[tokens, heads, dim] normed in place."""
+    heads, dim, eps = load_int(p + 24), load_int(p + 32), load_float(load_int(p + 40))
+    first, last = token_share(load_int(load_int(p) + TOKENS), thread, threads)
+    for head in range(first * heads, last * heads):
+        norm_into(load_int(p + 8) + head * dim * 4, load_int(p + 16), dim, eps, load_int(p + 8) + head * dim * 4)
+
+
 SWIGLU = ("state", "gate", "up", "n", "out")
 
 

@@ -22,12 +22,11 @@ def load_floats(e: Emit, ggml_type: int, address: Value) -> Value:
     return e.half_to_float(bits) if name == "f16" else (bits.unsigned(I32) << 16).view(_FLOATS16)
 
 
-@emitted("void")
-def decode_rows(e: Emit, ggml_type: int, weights: Value, n: Value, rows: Value, out: Value) -> None:
+def decoded(e: Emit, ggml_type: int, weights: Value, n: Value, rows: Value | int, out: Value) -> None:
     """float32[rows, n] at `out`; rows a multiple of the rows a group has, n of the block and of 32."""
     if ggml_type in FLOAT_TYPES:
         width = 4 if FLOAT_TYPES[ggml_type] == "f32" else 2
-        with e.loop(0, rows * n, 16) as at:
+        with e.loop(0, n * rows, 16) as at:
             e.store(load_floats(e, ggml_type, weights + at * width), out + at * 4)
         return
     f = FORMATS[ggml_type]
@@ -42,6 +41,9 @@ def decode_rows(e: Emit, ggml_type: int, weights: Value, n: Value, rows: Value, 
             lanes = [c // 4 for c in range(32)]
             values = (unit.codes.unsigned(I32) - f.offset).real() * e.shuffle(unit.scale, None, lanes)
             e.store(values + e.shuffle(unit.floor, None, lanes) if unit.floor else values, place)
+
+
+decode_rows = emitted("void")(decoded)
 
 
 def _store_lanes(e: Emit, unit: LaneUnit, offset: int, rows: int, n: Value, place: Value) -> None:

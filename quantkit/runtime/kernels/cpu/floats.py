@@ -33,25 +33,31 @@ def tile_lanes(e):
     return e.integer(lanes())
 
 
-@emitted("void")
-def float_tile(
-    e: Emit, a: Value, a_stride: Value, b: Value, b_stride: Value, n: Value, c: Value, c_stride: Value, add: int
+def tile_of_rows(
+    e: Emit, rows: list[Value], b: Value, b_stride: Value | int, n: Value, c: Value, c_stride: Value | int, add: int
 ) -> None:
-    """The formula above over n columns of A; strides in bytes."""
+    """The formula above for rows of A at these addresses, over their n columns; strides in bytes."""
     wide = lanes() // 2
     kind = vector(wide, F32)
-    places = [(i, v) for i in range(ROWS) for v in range(2)]
+    places = [(i, v) for i in range(len(rows)) for v in range(2)]
     targets = {(i, v): c + c_stride * i + 4 * wide * v for i, v in places}
     totals = {p: e.variable(e.load(kind, targets[p]) if add else e.zero(kind)) for p in places}
-    rows = [a + a_stride * i for i in range(ROWS)]
     with e.loop(0, n) as j:
-        vectors = [e.load(kind, b + b_stride * j + 4 * wide * v) for v in range(2)]
+        vectors = [e.load(kind, b + j * b_stride + 4 * wide * v) for v in range(2)]
         for i, row in enumerate(rows):
             number = e.splat(e.load(F32, row + j * 4), wide)
             for v in range(2):
                 totals[i, v].set(e.fma(number, vectors[v], totals[i, v].get()))
     for p in places:
         e.store(totals[p].get(), targets[p])
+
+
+@emitted("void")
+def float_tile(
+    e: Emit, a: Value, a_stride: Value, b: Value, b_stride: Value, n: Value, c: Value, c_stride: Value, add: int
+) -> None:
+    """The formula above over n columns of A; strides in bytes."""
+    tile_of_rows(e, [a + a_stride * i for i in range(ROWS)], b, b_stride, n, c, c_stride, add)
 
 
 def transpose16(e: Emit, v: list[Value]) -> list[Value]:
@@ -65,12 +71,14 @@ def transpose16(e: Emit, v: list[Value]) -> list[Value]:
     return v
 
 
-@emitted("void")
-def transpose_block(e, x, x_stride, y, y_stride):
+def transposed(e: Emit, x: Value, x_stride: Value, y: Value, y_stride: Value | int) -> None:
     """y[j, i] = x[i, j] for 16 x 16 float32; strides in bytes."""
     rows = [e.load(_FLOATS16, x + x_stride * i) for i in range(16)]
     for j, column in enumerate(transpose16(e, rows)):
         e.store(column, y + y_stride * j)
+
+
+transpose_block = emitted("void")(transposed)
 
 
 @kernel

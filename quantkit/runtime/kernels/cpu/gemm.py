@@ -35,7 +35,7 @@ from quantkit.simd import F32, I8, I32, Emit, Value, emitted, load_int, vector
 LANES = 16
 PANELS = 2  # P
 _CODES = 512  # bytes of a record's codes
-_RECORD = 56  # bytes of a tile's record, times T
+RECORD = 56  # bytes of a tile's record, times T
 
 _INTS16, _FLOATS16, _BYTES64 = vector(16, I32), vector(16, F32), vector(64, I8)
 
@@ -62,7 +62,7 @@ def scratch_bytes(f: Format, n: int) -> int:
 
 def activation_bytes(n: int, tokens: int) -> int:
     """Of the tiles of so many tokens."""
-    return -(-tokens // tile_tokens()) * _RECORD * tile_tokens() * (n // 32)
+    return -(-tokens // tile_tokens()) * RECORD * tile_tokens() * (n // 32)
 
 
 # ---------------------------------------------------------------------------------------------------------- activations
@@ -86,13 +86,12 @@ def token_share(count, thread, threads):
 QUANTIZE = ("x", "n", "tokens", "tiles")  # tokens points to an int64
 
 
-@emitted("void")
-def _quantize_token(e, x, n, tile, token):
+def token_as_records(e: Emit, x: Value, n: Value | int, tile: Value, token: Value) -> None:
     """One token's part of the records of its tile."""
     tokens = tile_tokens()
     ones = e.constant(vector(32, I8), 1)
     with e.loop(0, n, 32) as i:
-        record = tile + (i >> 5) * (_RECORD * tokens)
+        record = tile + (i >> 5) * (RECORD * tokens)
         codes, scale = quantize_block(e, e.load(vector(32, F32), x + i * 4))
         sums = e.dot4(e.zero(vector(8, I32)), ones, codes, 1)
         halves = [e.sum(e.part(sums, first, 4)) for first in (0, 4)]
@@ -100,8 +99,11 @@ def _quantize_token(e, x, n, tile, token):
         e.store(scale, record + 32 * tokens + token * 4)
         for half, total in enumerate(halves):
             e.store(total * -1, record + (36 + 4 * half) * tokens + token * 4)
-        for i, total in enumerate((halves[0] + halves[1], *halves)):
-            e.store(total.real() * scale, record + (44 + 4 * i) * tokens + token * 4)
+        for place, total in enumerate((halves[0] + halves[1], *halves)):
+            e.store(total.real() * scale, record + (44 + 4 * place) * tokens + token * 4)
+
+
+quantize_token = emitted("void")(token_as_records)
 
 
 @emitted("void")
@@ -115,38 +117,66 @@ def quantize_tiles(p, thread, threads):
     """Tiles of x float32[tokens, n], n a multiple of 32."""
     x, n, count, tiles = load_int(p), load_int(p + 8), load_int(load_int(p + 16)), load_int(p + 24)
     tokens = _tile_tokens()
-    size = _RECORD * tokens * (n // 32)
+    size = RECORD * tokens * (n // 32)
     total = -(-count // tokens)
     for tile in range(split(total, 1, thread, threads), split(total, 1, thread + 1, threads)):
         address = tiles + tile * size
         if (tile + 1) * tokens > count:
             _clear(address, size)
         for token in range(min(tokens, count - tile * tokens)):
-            _quantize_token(x + (tile * tokens + token) * n * 4, n, address, token)
+            quantize_token(x + (tile * tokens + token) * n * 4, n, address, token)
 
 
 # --------------------------------------------------------------------------------------------------------------- panels
 
 
-@emitted("void")
-def _unpack(e: Emit, ggml_type: int, weights: Value, n: Value, rows: Value, panel: Value) -> None:
-    """Lay `rows` (at most 16) rows out as a panel. Rows that are missing keep what was there; nobody reads them."""
+def unpack(e: Emit, ggml_type: int, weights: Value, n: Value, rows: Value | int, panel: Value) -> None:
+    """Lay `rows` (at most 16) rows out as a panel. Rows that are missing keep what was there; nobody reads them.
+
+    Block by block, so that what is written stays in the first level of cache: codes first row by row, 32 bytes each,
+    then transposed where they stand.
+    """
     f = FORMATS[ggml_type]
-    blocks, size = n >> (f.columns.bit_length() - 1), record_bytes(f)
-    with e.loop(0, rows, f.rows) as row, e.loop(0, blocks) as b:
-        group = weights + f.group_bytes(blocks) * (row >> (f.rows.bit_length() - 1))
-        for i, unit in enumerate(f.units(e, group, b)):
-            record = panel + (b * (f.columns // 32) + i) * size + row * 4
-            if isinstance(unit, LaneUnit):
-                _place_lanes(e, f, unit, record)
-                continue
-            words = unit.codes.view(vector(8, I32))
-            for step in range(8):
-                e.store(words.lane(step), record + 64 * step)
-            numbers = [unit.scale, unit.floor] if f.floor else [unit.scale]
-            for j, number in enumerate(numbers):
-                for half in range(_halves(f)):
-                    e.store(number.lane(4 * half), record + _CODES + 64 * (_halves(f) * j + half))
+    blocks, size, units = n >> (f.columns.bit_length() - 1), record_bytes(f), f.columns // 32
+    with e.loop(0, blocks) as b:
+        records = panel + b * (units * size)
+        with e.loop(0, rows, f.rows) as row:
+            group = weights + f.group_bytes(blocks) * (row >> (f.rows.bit_length() - 1))
+            for i, unit in enumerate(f.units(e, group, b)):
+                record = records + i * size
+                if isinstance(unit, LaneUnit):
+                    _place_lanes(e, f, unit, record + row * 4)
+                    continue
+                e.store(unit.codes, record + row * 32)
+                numbers = [unit.scale, unit.floor] if f.floor else [unit.scale]
+                for j, number in enumerate(numbers):
+                    for half in range(_halves(f)):
+                        place = record + row * 4 + _CODES + 64 * (_halves(f) * j + half)
+                        e.store(number.lane(4 * half), place)
+        if f.rows == 1:
+            with e.loop(0, units) as i:
+                _transpose_codes(e, records + i * size)
+
+
+def _transpose_codes(e: Emit, record: Value) -> None:
+    """16 rows of 8 words become 8 rows of 16, in place.
+
+    A word's place is a vector's number and a lane: row / 2, and row % 2 * 8 + word. Three rounds exchange a bit of the
+    one for a bit of the other, so that the vectors are the words' numbers; the last puts the lanes in order of rows.
+    """
+    vectors = [e.load(_INTS16, record + 64 * i) for i in range(8)]
+    rows = [[(2 * i + lane // 8, lane % 8) for lane in range(16)] for i in range(8)]
+    for bit in (1, 2, 4):
+        for i in (i for i in range(8) if not i & bit):
+            both, where = (vectors[i], vectors[i | bit]), rows[i] + rows[i | bit]
+            for j, wanted in ((i, 0), (i | bit, bit)):
+                lanes = sorted((k for k in range(32) if where[k][1] & bit == wanted), key=lambda k: where[k])
+                vectors[j], rows[j] = e.shuffle(*both, lanes), [where[k] for k in lanes]
+    for i, vector_ in enumerate(vectors):
+        e.store(vector_, record + 64 * i)
+
+
+_unpack = emitted("void")(unpack)
 
 
 def _place_lanes(e: Emit, f: Format, unit: LaneUnit, record: Value) -> None:
@@ -170,9 +200,8 @@ def _place_lanes(e: Emit, f: Format, unit: LaneUnit, record: Value) -> None:
 # -------------------------------------------------------------------------------------------------------------- product
 
 
-@emitted("void")
-def _multiply(
-    e: Emit, ggml_type: int, panels: Value, n: Value, tile: Value, out: Value, stride: Value, add: int
+def panels_times_tile(
+    e: Emit, ggml_type: int, panels: Value, n: Value, tile: Value, out: Value, stride: Value | int, add: int
 ) -> None:
     """out[t, 16 p + lane] (+)= the product of P panels and a tile; rows of out are `stride` bytes apart."""
     f, tokens = FORMATS[ggml_type], tile_tokens()
@@ -181,7 +210,7 @@ def _multiply(
     totals = {place: e.variable(e.zero(_FLOATS16)) for place in places}
     with e.loop(0, units) as u:
         records = [panels + (units * p + u) * size for p in range(PANELS)]
-        given = tile + u * (_RECORD * tokens)
+        given = tile + u * (RECORD * tokens)
         groups = _halves(f)
         for group in range(groups):
             products = _products(e, f, records, given, range(group * 8 // groups, (group + 1) * 8 // groups))
@@ -200,6 +229,9 @@ def _multiply(
         address = out + stride * t + 64 * p
         result = totals[p, t].get()
         e.store(e.load(_FLOATS16, address) + result if add else result, address)
+
+
+_multiply = emitted("void")(panels_times_tile)
 
 
 def _products(e: Emit, f: Format, records: list[Value], given: Value, steps: range) -> dict[tuple[int, int], Value]:
@@ -256,7 +288,7 @@ def multiply(ggml_type: int, add: int) -> Callback:
         weights, n, rows = load_int(p), load_int(p + 8), load_int(p + 16)
         count, tiles = load_int(load_int(p + 24)), load_int(p + 32)
         tokens = _tile_tokens()
-        tile_bytes = _RECORD * tokens * (n // 32)
+        tile_bytes = RECORD * tokens * (n // 32)
         panels = load_int(p + 56) + thread * load_int(p + 64)
         panel_bytes = n // 32 * unit_bytes
         results = panels + PANELS * panel_bytes

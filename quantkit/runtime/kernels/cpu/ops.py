@@ -51,6 +51,18 @@ def norm(p, thread, threads):
     quantize(buffer, n)
 
 
+HEAD_NORM = ("x", "weight", "rows", "dim", "eps", "multiple")
+
+
+@callback(SIGNATURE)
+def head_norm(p, thread, threads):
+    """Every head of x float32[rows / dim, dim] normed in place; shares are whole heads."""
+    rows, dim, multiple = load_int(p + 16), load_int(p + 24), load_int(p + 40)
+    eps = load_float(load_int(p + 32))
+    for row in range(split(rows, multiple, thread, threads), split(rows, multiple, thread + 1, threads), dim):
+        norm_into(load_int(p) + row * 4, load_int(p + 8), dim, eps, load_int(p) + row * 4)
+
+
 # ------------------------------------------------------------------------------------------------------- matrix-vector
 
 MATVEC = ("kernel", "weights", "n", "rows", "multiple", "buffer", "stride", "out", "bias", "residual")

@@ -1,0 +1,480 @@
+"""Feed-forward with experts: which experts a token goes to, and products with the matrices of those only.
+
+Matrices of all experts lie one after another: gate and up [experts, ff, n], down [experts, n, ff]; `bytes` is from one
+expert's to the next. Both passes choose as `reference.route` does, and make an expert's activations, act(gate) * up, as
+the product with `down` takes them: quantized where it does.
+
+One token (`pick`, `up`, `down`): all rows of gate of the chosen experts, one expert after another, are cut between the
+threads as if they were one matrix, so that each reads long runs; so are those of up, and the activation of a row is
+made where both were. Which experts are chosen every thread finds for itself, in `picked`:
+
+    int64 count, int64[used] experts, float32[used] weights, float32[experts] probabilities
+
+Prompts (`choose`, `sort`, `gather`, `fused` or `multiply` and `activate`, `add`): tokens are sorted by expert. `plan`:
+
+    int64   entries: tokens times their experts, each expert's filled up to whole tiles
+    int64   number of experts with tokens
+    int64   next unit of work of `fused` or `multiply` of gate, of `multiply` of up, of `add`
+    int64[experts, 3]    of each expert with tokens: number, first entry, tokens
+    int64[entries]       token, -1 where it only fills up
+    int64[entries]       address of the token's float32 row
+    float32[entries]     weight
+
+A unit of work is 32 rows of one expert (of `add` 32 rows of all of them, so that no two threads add to the same place
+and the sum has one order). A thread unpacks them into its scratch and multiplies them by the expert's tiles: in
+integers as gemm.py does, or in float32 as floats.py does. The 32 rows of gate and up are the 32 columns of one unit of
+what `down` reads, so `fused` writes them there, and nothing in between. Laying out and multiplying is a pair of C
+functions of each type (`unit`), called by address: compiled once, whatever operations need them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from quantkit.jit import Callback, callback, kernel
+from quantkit.runtime.kernels.cpu import floats as floating
+from quantkit.runtime.kernels.cpu import gemm
+from quantkit.runtime.kernels.cpu.activations import quantize_range
+from quantkit.runtime.kernels.cpu.decode import decoded
+from quantkit.runtime.kernels.cpu.formats.table import FORMATS
+from quantkit.runtime.kernels.cpu.gemm import quantize_token, token_share
+from quantkit.runtime.kernels.cpu.matvec import SIGNATURE as SIX
+from quantkit.runtime.kernels.cpu.ops import SIGNATURE, split, swiglu_range
+from quantkit.runtime.kernels.reference import route
+from quantkit.simd import (
+    F32,
+    I64,
+    Emit,
+    Value,
+    atomic_add,
+    call3,
+    call6,
+    emitted,
+    floats,
+    integers,
+    load_float,
+    load_int,
+    store_int,
+    vector,
+)
+
+ROWS = 32  # of a unit of work
+_FLOATS16 = vector(16, F32)
+
+# ----------------------------------------------------------------------------------------------------------- one token
+
+
+def picked_bytes(experts: int, used: int) -> int:
+    return 8 + 12 * used + 4 * experts
+
+
+PICK = ("logits", "experts", "used", "least", "share", "normalise", "scale", "picked", "stride")
+# share and scale point to a float32
+
+
+@callback(SIGNATURE)
+def pick(p, thread, threads):
+    """picked = the experts of the token with these router logits; by every thread for itself."""
+    experts, used = load_int(p + 8), load_int(p + 16)
+    picked = load_int(p + 56) + thread * load_int(p + 64)
+    weights = floats(picked + 8 + 8 * used, used)
+    logits = floats(picked + 8 + 12 * used, experts)
+    logits[:] = floats(load_int(p), experts)
+    share, scale = load_float(load_int(p + 32)), load_float(load_int(p + 48))
+    count = route(
+        logits, used, load_int(p + 24), share, load_int(p + 40) != 0, scale, integers(picked + 8, used), weights
+    )
+    store_int(count, picked)
+
+
+GATE, UP, ACTIVATE = 1, 2, 4
+STEPS = ("steps", "gate_kernel", "gate", "gate_bytes", "up_kernel", "up", "up_bytes", "n", "ff", "multiple", "picked",
+         "stride", "x", "x_stride", "products", "hidden", "hidden_bytes")  # fmt: skip
+
+
+@callback(SIGNATURE)
+def up(p, thread, threads):
+    """hidden[i] = act(gate x) * (up x) of the i-th expert picked, quantized; `steps`: which parts of it.
+
+    products: float32[used, 2, ff].
+    """
+    steps, n, ff, multiple = load_int(p), load_int(p + 56), load_int(p + 64), load_int(p + 72)
+    picked = load_int(p + 80) + thread * load_int(p + 88)
+    x = load_int(p + 96) + thread * load_int(p + 104)
+    rows = load_int(picked) * ff
+    first, last = split(rows, multiple, thread, threads), split(rows, multiple, thread + 1, threads)
+    while first < last:
+        i = first // ff
+        begin = first - i * ff
+        end = min(ff, begin + last - first)
+        expert = load_int(picked + 8 + 8 * i)
+        gate = load_int(p + 112) + i * 2 * ff * 4
+        hidden = load_int(p + 120) + i * load_int(p + 128)
+        if steps & GATE:
+            call6(load_int(p + 8), load_int(p + 16) + expert * load_int(p + 24), n, begin, end, x, gate)
+        if steps & UP:
+            call6(load_int(p + 32), load_int(p + 40) + expert * load_int(p + 48), n, begin, end, x, gate + ff * 4)
+        if steps & ACTIVATE:
+            swiglu_range(gate, gate + ff * 4, begin, end, hidden)
+            quantize_range(hidden, ff, begin, end)
+        first += end - begin
+
+
+DOWN = ("kernel", "weights", "bytes", "n", "rows", "multiple", "picked", "stride", "used", "hidden", "hidden_bytes",
+        "out", "residual")  # fmt: skip
+
+
+@callback(SIGNATURE)
+def down(p, thread, threads):
+    """residual += the sum of weight * (down hidden) over the experts picked, for the thread's rows."""
+    rows, multiple = load_int(p + 32), load_int(p + 40)
+    picked, used = load_int(p + 48) + thread * load_int(p + 56), load_int(p + 64)
+    weights = floats(picked + 8 + 8 * used, used)
+    first, last = split(rows, multiple, thread, threads), split(rows, multiple, thread + 1, threads)
+    out, residual = floats(load_int(p + 88), rows), floats(load_int(p + 96), rows)
+    for i in range(load_int(picked)):
+        matrix = load_int(p + 8) + load_int(picked + 8 + 8 * i) * load_int(p + 16)
+        hidden = load_int(p + 72) + i * load_int(p + 80)
+        call6(load_int(p), matrix, load_int(p + 24), first, last, hidden, load_int(p + 88))
+        weight = weights[i]
+        for row in range(first, last):
+            residual[row] += weight * out[row]
+
+
+# ---------------------------------------------------------------------------------------------------- tokens by expert
+
+ENTRIES, ACTIVE, NEXT, LIST = 0, 8, 16, 40  # byte offsets in plan; NEXT is of three counters
+
+
+def most_entries(tokens: int, experts: int, used: int, multiple: int) -> int:
+    return tokens * used + experts * (multiple - 1)
+
+
+def rows_at(experts: int, most: int) -> int:
+    """Where in plan the addresses of rows begin."""
+    return LIST + 24 * experts + 8 * most
+
+
+def plan_bytes(tokens: int, experts: int, used: int, multiple: int) -> int:
+    return LIST + 24 * experts + 20 * most_entries(tokens, experts, used, multiple)
+
+
+CHOOSE = ("tokens", "logits", "experts", "used", "least", "share", "normalise", "scale", "chosen", "weights")
+
+
+@callback(SIGNATURE)
+def choose(p, thread, threads):
+    """chosen int64[tokens, used], -1 where left out, and weights float32[tokens, used] of router logits.
+
+    logits float32[tokens, experts] are overwritten; tokens points to an int64, share and scale to a float32.
+    """
+    experts, used, least = load_int(p + 16), load_int(p + 24), load_int(p + 32)
+    share, normalise, scale = load_float(load_int(p + 40)), load_int(p + 48) != 0, load_float(load_int(p + 56))
+    first, last = token_share(load_int(load_int(p)), thread, threads)
+    for token in range(first, last):
+        logits = floats(load_int(p + 8) + token * experts * 4, experts)
+        chosen = integers(load_int(p + 64) + token * used * 8, used)
+        weights = floats(load_int(p + 72) + token * used * 4, used)
+        count = route(logits, used, least, share, normalise, scale, chosen, weights)
+        chosen[count:] = -1
+
+
+SORT = ("tokens", "x", "n", "experts", "used", "chosen", "weights", "plan", "most", "multiple")
+
+
+@callback(SIGNATURE)
+def sort(p, thread, threads):
+    """plan of the chosen experts; x float32[tokens, n]. One thread does it: some microseconds for a batch."""
+    if thread != 0:
+        return
+    tokens, n, experts, used = load_int(load_int(p)), load_int(p + 16), load_int(p + 24), load_int(p + 32)
+    chosen, weights = integers(load_int(p + 40), tokens * used), floats(load_int(p + 48), tokens * used)
+    plan, most, multiple = load_int(p + 56), load_int(p + 64), load_int(p + 72)
+    active = integers(plan + LIST, experts * 3)
+    token_of = integers(plan + LIST + experts * 24, most)
+    row_of = integers(plan + LIST + experts * 24 + most * 8, most)
+    weight_of = floats(plan + LIST + experts * 24 + most * 16, most)
+    active[:] = 0
+    for i in range(tokens * used):
+        if chosen[i] >= 0:
+            active[3 * chosen[i] + 2] += 1
+    entries = 0
+    for e in range(experts):
+        active[3 * e + 1] = entries
+        entries += -(-active[3 * e + 2] // multiple) * multiple
+    token_of[:entries] = -1
+    row_of[:entries] = load_int(p + 8)  # a row that there is
+    for i in range(tokens * used):
+        e = chosen[i]
+        if e >= 0:
+            at = active[3 * e + 1]
+            active[3 * e + 1] += 1
+            token_of[at], row_of[at], weight_of[at] = i // used, load_int(p + 8) + i // used * n * 4, weights[i]
+    count = 0
+    for e in range(experts):
+        many = active[3 * e + 2]
+        if many > 0:
+            active[3 * count], active[3 * count + 1], active[3 * count + 2] = e, active[3 * e + 1] - many, many
+            count += 1
+    store_int(entries, plan + ENTRIES)
+    store_int(count, plan + ACTIVE)
+    for i in range(3):
+        store_int(0, plan + NEXT + 8 * i)
+
+
+GATHER = ("plan", "experts", "most", "n", "tiles", "tokens")
+
+
+@callback(SIGNATURE)
+def gather(p, thread, threads):
+    """Tiles of gemm.py, of so many tokens, of the rows of all entries, n columns each."""
+    plan, experts, most, n = load_int(p), load_int(p + 8), load_int(p + 16), load_int(p + 24)
+    token_of = integers(plan + LIST + experts * 24, most)
+    row_of = integers(plan + LIST + experts * 24 + most * 8, most)
+    tokens = load_int(p + 40)
+    size = gemm.RECORD * tokens * (n // 32)
+    total = load_int(plan + ENTRIES) // tokens
+    for tile in range(split(total, 1, thread, threads), split(total, 1, thread + 1, threads)):
+        for t in range(tokens):
+            if token_of[tile * tokens + t] >= 0:  # nobody reads the others' results
+                quantize_token(row_of[tile * tokens + t], n, load_int(p + 32) + tile * size, t)
+
+
+# ------------------------------------------------------------------------------------------------ products of one unit
+
+
+class Unit(NamedTuple):
+    """How 32 rows of a type are multiplied by a tile of `tokens` entries.
+
+    lay_out   void(weights, n, panel): the rows as `product` reads them
+    product   void(panel, n, x, out, stride, 0): out[t, 0 .. 31], rows of it `stride` bytes apart
+    quantized     x is a tile of gemm.py, not the addresses of float32 rows
+    panel_bytes   of 32 columns
+    """
+
+    lay_out: Callback
+    product: Callback
+    quantized: bool
+    tokens: int
+    panel_bytes: int
+
+    def scratch_bytes(self, n: int) -> int:
+        """Of each thread: panels of gate and up, tiles of their results, addresses."""
+        return 2 * (n // 32 * self.panel_bytes + 4 * self.tokens * ROWS) + 8 * self.tokens
+
+
+@functools.cache
+def unit(ggml_type: int, quantized: bool) -> Unit:
+    """For a type of FORMATS, and in float32 also for float types."""
+    if quantized:
+        size = ROWS // gemm.LANES * gemm.record_bytes(FORMATS[ggml_type])
+        return Unit(_integer_panel(ggml_type), _integer_product(ggml_type), True, gemm.tile_tokens(), size)
+    return Unit(_float_panel(ggml_type), _float_product, False, floating.ROWS, 8 * ROWS * 32)
+
+
+@emitted("void")
+def _lay_out_integers(e: Emit, ggml_type: int, weights: Value, n: Value, panel: Value) -> None:
+    f = FORMATS[ggml_type]
+    row_bytes = (n >> (f.columns.bit_length() - 1)) * (f.nbytes // f.rows) + f.head // f.rows
+    with e.loop(0, ROWS // gemm.LANES) as i:
+        size = (n >> 5) * gemm.record_bytes(f)
+        gemm.unpack(e, ggml_type, weights + row_bytes * gemm.LANES * i, n, gemm.LANES, panel + size * i)
+
+
+@emitted("void")
+def _lay_out_floats(e: Emit, ggml_type: int, weights: Value, n: Value, panel: Value) -> None:
+    """Panels of `lanes()` rows, transposed; behind them the rows as they were decoded."""
+    wide = floating.lanes()
+    rows = panel + n * 4 * ROWS
+    decoded(e, ggml_type, weights, n, ROWS, rows)
+    with e.loop(0, ROWS, 16) as i, e.loop(0, n, 16) as j:
+        place = panel + n * 4 * (i & -wide) + j * (4 * wide) + (i & (wide - 1)) * 4
+        floating.transposed(e, rows + (n * i + j) * 4, n * 4, place, 4 * wide)
+
+
+@emitted("void")
+def _multiply_integers(e: Emit, ggml_type: int, panel: Value, n: Value, x: Value, out: Value, stride: Value) -> None:
+    gemm.panels_times_tile(e, ggml_type, panel, n, x, out, stride, 0)
+
+
+@emitted("void")
+def _multiply_floats(e: Emit, panel: Value, n: Value, x: Value, out: Value, stride: Value) -> None:
+    wide = floating.lanes()
+    rows = [e.load(I64, x + 8 * i) for i in range(floating.ROWS)]
+    for first in range(0, ROWS, wide):
+        floating.tile_of_rows(e, rows, panel + n * 4 * first, 4 * wide, n, out + 4 * first, stride, 0)
+
+
+@functools.cache
+def _integer_panel(ggml_type: int) -> Callback:
+    @callback(SIGNATURE)
+    def lay_out(weights, n, panel):
+        _lay_out_integers(ggml_type, weights, n, panel)
+
+    return lay_out
+
+
+@functools.cache
+def _integer_product(ggml_type: int) -> Callback:
+    @callback(SIX)
+    def product(panel, n, x, out, stride, unused):
+        _multiply_integers(ggml_type, panel, n, x, out, stride)
+
+    return product
+
+
+@functools.cache
+def _float_panel(ggml_type: int) -> Callback:
+    @callback(SIGNATURE)
+    def lay_out(weights, n, panel):
+        _lay_out_floats(ggml_type, weights, n, panel)
+
+    return lay_out
+
+
+@callback(SIX)
+def _float_product(panel, n, x, out, stride, unused):
+    _multiply_floats(panel, n, x, out, stride)
+
+
+# ------------------------------------------------------------------------------------------------------- all the units
+
+
+@emitted("void")
+def _add_scaled(e: Any, x: Value, weight: float, out: Value) -> None:
+    """out[0 .. 31] += weight * x[0 .. 31]."""
+    for i in range(0, ROWS, 16):
+        scaled = e.load(_FLOATS16, x + 4 * i) * e.splat(weight, 16)
+        e.store(e.load(_FLOATS16, out + 4 * i) + scaled, out + 4 * i)
+
+
+@emitted("void")
+def _copy(e: Emit, x: Value, out: Value) -> None:
+    """32 floats."""
+    for i in range(0, ROWS, 16):
+        e.store(e.load(_FLOATS16, x + 4 * i), out + 4 * i)
+
+
+@kernel
+def _keep(x, hidden, ff, entry, column, tokens):
+    """Columns column .. column + 31 of an entry's activations: in tiles of so many tokens, or as floats for 0."""
+    if tokens == 0:
+        _copy(x, hidden + (entry * ff + column) * 4)
+    else:
+        record = hidden + (entry // tokens * (ff // 32) + column // 32) * gemm.RECORD * tokens
+        quantize_token(x, ROWS, record, entry % tokens)
+
+
+@kernel(inline="always")
+def _list_entry(active, i):
+    return active[3 * i], active[3 * i + 1], active[3 * i + 2]
+
+
+PRODUCT = ("plan", "experts", "lay_out", "product", "tokens", "panel_bytes", "bytes", "n", "rows", "x", "entry_bytes",
+           "scratch", "stride")  # fmt: skip
+# What the three operations below have in common. x: tiles of gemm.py, or addresses of float32 rows; entry_bytes: of x.
+FUSED = (*PRODUCT, "gate", "up", "hidden", "down_tokens")
+
+
+@callback(SIGNATURE)
+def fused(p, thread, threads):
+    """hidden = act(gate x) * (up x) for all entries, gate and up of one type, as `add` reads it."""
+    plan, experts, lay_out, product = load_int(p), load_int(p + 8), load_int(p + 16), load_int(p + 24)
+    tokens, nbytes, n, ff = load_int(p + 32), load_int(p + 48), load_int(p + 56), load_int(p + 64)
+    active, blocks, size = integers(plan + LIST, experts * 3), ff // ROWS, n // 32 * load_int(p + 40)
+    panels = load_int(p + 88) + thread * load_int(p + 96)
+    results, result_bytes = panels + 2 * size, tokens * ROWS * 4
+    units = load_int(plan + ACTIVE) * blocks
+    while True:
+        unit = atomic_add(1, plan + NEXT)
+        if unit >= units:
+            break
+        expert, first, many = _list_entry(active, unit // blocks)
+        row = unit % blocks * ROWS
+        for which in range(2):
+            start = load_int(p + 104 + 8 * which) + expert * nbytes + row * (nbytes // ff)
+            call3(lay_out, start, n, panels + which * size)
+        for at in range(first, first + many, tokens):
+            x = load_int(p + 72) + at * load_int(p + 80)
+            for which in range(2):
+                call6(product, panels + which * size, n, x, results + which * result_bytes, ROWS * 4, 0)
+            for t in range(min(tokens, first + many - at)):
+                gate = results + t * ROWS * 4
+                swiglu_range(gate, gate + result_bytes, 0, ROWS, gate)
+                _keep(gate, load_int(p + 120), ff, at + t, row, load_int(p + 128))
+
+
+MULTIPLY = (*PRODUCT, "weights", "out", "counter")
+
+
+@callback(SIGNATURE)
+def multiply(p, thread, threads):
+    """out = W x for all entries, float32[entries, rows]; `counter`: which of plan's counts its units."""
+    plan, experts, lay_out, product = load_int(p), load_int(p + 8), load_int(p + 16), load_int(p + 24)
+    tokens, nbytes, n, rows = load_int(p + 32), load_int(p + 48), load_int(p + 56), load_int(p + 64)
+    active, blocks = integers(plan + LIST, experts * 3), rows // ROWS
+    panel = load_int(p + 88) + thread * load_int(p + 96)
+    units = load_int(plan + ACTIVE) * blocks
+    while True:
+        unit = atomic_add(1, plan + NEXT + 8 * load_int(p + 120))
+        if unit >= units:
+            break
+        expert, first, many = _list_entry(active, unit // blocks)
+        row = unit % blocks * ROWS
+        call3(lay_out, load_int(p + 104) + expert * nbytes + row * (nbytes // rows), n, panel)
+        for at in range(first, first + many, tokens):
+            out = load_int(p + 112) + (at * rows + row) * 4
+            call6(product, panel, n, load_int(p + 72) + at * load_int(p + 80), out, rows * 4, 0)
+
+
+ACTIVATION = ("plan", "gate", "up", "ff", "hidden", "down_tokens")
+
+
+@callback(SIGNATURE)
+def activate(p, thread, threads):
+    """hidden = act(gate) * up of float32[entries, ff], as `add` reads it."""
+    plan, ff = load_int(p), load_int(p + 24)
+    entries = load_int(plan + ENTRIES)
+    for entry in range(split(entries, 1, thread, threads), split(entries, 1, thread + 1, threads)):
+        gate, up = load_int(p + 8) + entry * ff * 4, load_int(p + 16) + entry * ff * 4
+        swiglu_range(gate, up, 0, ff, gate)
+        for column in range(0, ff, ROWS):
+            _keep(gate + column * 4, load_int(p + 32), ff, entry, column, load_int(p + 40))
+
+
+ADD = (*PRODUCT, "weights", "out", "most", "quantized")
+
+
+@callback(SIGNATURE)
+def add(p, thread, threads):
+    """out[token] += weight * (W x) for all entries, out float32[tokens, rows]; experts by number.
+
+    x: tiles of gemm.py if `quantized`, else float32 rows one after another.
+    """
+    plan, experts, lay_out, product = load_int(p), load_int(p + 8), load_int(p + 16), load_int(p + 24)
+    tokens, nbytes, n, rows = load_int(p + 32), load_int(p + 48), load_int(p + 56), load_int(p + 64)
+    entry_bytes, out, most = load_int(p + 80), load_int(p + 112), load_int(p + 120)
+    active, blocks = integers(plan + LIST, experts * 3), rows // ROWS
+    token_of = integers(plan + LIST + experts * 24, most)
+    weight_of = floats(plan + LIST + experts * 24 + most * 16, most)
+    panel = load_int(p + 88) + thread * load_int(p + 96)
+    results = panel + n // 32 * load_int(p + 40)
+    address_of = integers(results + tokens * ROWS * 4, tokens)
+    while True:
+        row = atomic_add(1, plan + NEXT + 16) * ROWS
+        if row >= blocks * ROWS:
+            break
+        for i in range(load_int(plan + ACTIVE)):
+            expert, first, many = _list_entry(active, i)
+            call3(lay_out, load_int(p + 104) + expert * nbytes + row * (nbytes // rows), n, panel)
+            for at in range(first, first + many, tokens):
+                x = load_int(p + 72) + at * entry_bytes
+                if load_int(p + 128) == 0:
+                    for t in range(tokens):
+                        address_of[t] = x + t * entry_bytes
+                    x = results + tokens * ROWS * 4
+                call6(product, panel, n, x, results, ROWS * 4, 0)
+                for t in range(min(tokens, first + many - at)):
+                    place = out + (token_of[at + t] * rows + row) * 4
+                    _add_scaled(results + t * ROWS * 4, weight_of[at + t], place)

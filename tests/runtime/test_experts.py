@@ -1,0 +1,223 @@
+"""Feed-forward with experts: routing against a plain formula, the compiled passes against the exact model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quantkit import types
+from quantkit.errors import DataError, UnsupportedError
+from quantkit.files import gguf
+from quantkit.runtime.kernels import reference
+from quantkit.runtime.model import load
+from tests.runtime.conftest import random_model, rewrite
+from tests.runtime.other_cpus import is_other_cpu, run_tests
+from tests.runtime.test_step import by_steps, changed, spread
+
+VOCAB, EMBD, FF, EXPERTS, USED = 320, 256, 256, 8, 3
+TOKENS = np.random.default_rng(4).integers(0, VOCAB, 59)
+ALL = {"qwen3moe.expert_used_count": (EXPERTS, "u32")}
+
+
+@pytest.fixture(scope="session")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random qwen3moe whose rows are multiples of 256, so that every type fits."""
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (VOCAB, EMBD), "output.weight": (VOCAB, EMBD)}
+    for i in range(2):
+        shapes |= {f"blk.{i}.{name}_norm.weight": (EMBD,) for name in ("attn", "ffn")}
+        shapes |= {f"blk.{i}.attn_{name}_norm.weight": (64,) for name in "qk"}
+        shapes |= {f"blk.{i}.attn_{name}.weight": (rows, EMBD) for name, rows in (("q", 256), ("k", 64), ("v", 64))}
+        shapes |= {f"blk.{i}.attn_output.weight": (EMBD, 256), f"blk.{i}.ffn_gate_inp.weight": (EXPERTS, EMBD)}
+        shapes |= {f"blk.{i}.ffn_{name}_exps.weight": (EXPERTS, FF, EMBD) for name in ("gate", "up")}
+        shapes |= {f"blk.{i}.ffn_down_exps.weight": (EXPERTS, EMBD, FF)}
+    shapes["output_norm.weight"] = (EMBD,)
+    metadata = gguf.Metadata()
+    metadata.set("general.architecture", "qwen3moe", "str")
+    numbers = {
+        "block_count": 2, "context_length": 128, "embedding_length": EMBD, "feed_forward_length": 512,
+        "attention.head_count": 4, "attention.head_count_kv": 1, "attention.key_length": 64,
+        "attention.value_length": 64, "expert_count": EXPERTS, "expert_used_count": USED,
+        "expert_feed_forward_length": FF, "vocab_size": VOCAB,
+    }  # fmt: skip
+    for key, value in numbers.items():
+        metadata.set(f"qwen3moe.{key}", value, "u32")
+    metadata.set("qwen3moe.attention.layer_norm_rms_epsilon", 1e-6, "f32")
+    path = tmp_path_factory.mktemp("moe") / "moe.gguf"
+    return random_model(path, metadata, shapes, np.random.default_rng(6))
+
+
+@pytest.fixture(scope="session")
+def dense(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All experts used: nothing hangs on which of two nearly equal ones is taken."""
+    return changed(moe, tmp_path_factory.mktemp("dense") / "dense.gguf", ALL, {})
+
+
+# ------------------------------------------------------------------------------------------------------------- routing
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize(
+    ("used", "least", "share"), [(1, 1, 0), (3, 3, 0), (8, 8, 0), (4, 2, 0.5), (4, 1, 1), (8, 3, 0.0)]
+)
+def test_routing_is_the_plain_formula(
+    used: int, least: int, share: float, normalise: bool, rng: np.random.Generator
+) -> None:
+    for _ in range(50):
+        logits = rng.standard_normal(8).astype(np.float32)
+        p = np.exp(logits.astype(np.float64))
+        p /= p.sum()
+        order = np.argsort(-p, kind="stable")[:used]
+        kept = [e for rank, e in enumerate(order) if rank < least or p[e] > share * p[order[0]]]
+        wanted = p[kept] / (p[kept].sum() if normalise else 1) * 2.5
+        chosen, weights = np.full(used, -7, np.int64), np.zeros(used, np.float32)
+        count = reference.route(logits, used, least, np.float32(share), normalise, np.float32(2.5), chosen, weights)
+        assert list(chosen[:count]) == kept
+        np.testing.assert_allclose(weights[:count], wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_routing_of_what_is_not_finite_is_within_bounds_and_shows(bad: float) -> None:
+    logits = np.array([1, bad, 2, 3], np.float32)
+    chosen, weights = np.full(3, -7, np.int64), np.zeros(3, np.float32)
+    count = reference.route(logits, 3, 3, np.float32(0), True, np.float32(1), chosen, weights)
+    assert count == 3
+    assert sorted(set(chosen)) == sorted(chosen)
+    assert set(chosen) <= {0, 1, 2, 3}
+    assert np.isnan(weights).any()
+
+
+def test_equal_probabilities_take_the_first() -> None:
+    chosen, weights = np.zeros(2, np.int64), np.zeros(2, np.float32)
+    reference.route(np.zeros(5, np.float32), 2, 2, np.float32(0), True, np.float32(1), chosen, weights)
+    assert list(chosen) == [0, 1]
+    assert list(weights) == [0.5, 0.5]
+
+
+# ------------------------------------------------------------------------------------------------- the compiled passes
+
+
+def check(path: Path, limit: float, **options: object) -> None:
+    """The fast model against the exact one: prompts of several odd lengths, and token by token."""
+    wanted = load(path, cache_type="f32", expert_reduction=options.get("expert_reduction")).logits(TOKENS)  # type: ignore[arg-type]
+    fast = load(path, numerics="fast", cache_type="f32", **options)  # type: ignore[arg-type]
+    assert fast.slow_because is None
+    for count in (2, 7, 59):
+        assert spread(fast.logits(TOKENS[:count]), wanted[:count]) < limit
+    assert spread(by_steps(fast, TOKENS), wanted) < limit
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("used", [1, USED, EXPERTS])
+def test_float_weights_agree_with_the_exact_model(used: int, fused: bool, moe: Path, tmp_path: Path) -> None:
+    path = changed(moe, tmp_path / "m.gguf", {"qwen3moe.expert_used_count": (used, "u32")}, {})
+    check(path, 1e-5, fused_experts=fused)
+
+
+@pytest.mark.parametrize("used", [1, USED])
+def test_all_tokens_on_the_same_experts(used: int, moe: Path, tmp_path: Path) -> None:
+    """Routers of zeros: the first experts get every token, the others none."""
+    zeros = {f"blk.{i}.ffn_gate_inp.weight": np.zeros((EXPERTS, EMBD), np.float32) for i in range(2)}
+    path = changed(moe, tmp_path / "m.gguf", {"qwen3moe.expert_used_count": (used, "u32")}, zeros)
+    check(path, 1e-5)
+
+
+def test_weights_that_are_not_normalised(moe: Path, tmp_path: Path) -> None:
+    check(changed(moe, tmp_path / "m.gguf", {"qwen3moe.expert_weights_norm": (False, "bool")}, {}), 1e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_any_number_of_threads(threads: int, moe: Path) -> None:
+    check(moe, 1e-5, threads=threads)
+
+
+KINDS = ["q4_0", "iq4_k", "bf16", "f16", "q8_0", "q4_K", "q8_0_r8", "q4_K_r4", "iq4_k_r4"]
+FURTHER = ["iq2_xxs", "iq3_k", "iq4_ks", "iq4_kt", "mxfp4", "iq1_m", "iq4_xs_r8"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [*(KINDS[:3] if is_other_cpu() else KINDS), *(pytest.param(kind, marks=pytest.mark.full) for kind in FURTHER)],
+)
+def test_quantized_experts_are_near_the_exact_model(kind: str, dense: Path, tmp_path: Path) -> None:
+    path = rewrite(dense, tmp_path / "m.gguf", "f32", _exps=kind)
+    assert gguf.open(path).tensors["blk.1.ffn_up_exps.weight"].type is types.get(kind)
+    check(path, 1e-3 if "f16" in kind else 0.02)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kinds", [("q4_0", "f16", "q8_0"), ("q5_K", "q5_K", "f32"), ("f32", "f32", "iq4_k")])
+def test_gate_up_and_down_of_several_types(
+    kinds: tuple[str, str, str], fused: bool, dense: Path, tmp_path: Path
+) -> None:
+    """Float rows and tiles of integers side by side; gate and up of two types run unfused, whatever is asked for."""
+    others = dict(zip(("gate_exps", "up_exps", "down_exps"), kinds))
+    check(rewrite(dense, tmp_path / "m.gguf", "f32", **others), 0.02, fused_experts=fused)
+
+
+def test_experts_reduced(moe: Path) -> None:
+    check(moe, 1e-5, expert_reduction=(1, 0.6))
+    exact = [load(moe, expert_reduction=given).logits(TOKENS) for given in (None, (1, 0.0), (1, 0.6))]
+    assert np.array_equal(exact[0], exact[1])
+    assert spread(exact[2], exact[0]) > 0.01
+
+
+def test_one_expert_whatever_its_share(moe: Path, tmp_path: Path) -> None:
+    """t = 1 leaves exactly K: with K = 1 and weights that are divided by their sum, a model of one expert a token."""
+    one = changed(moe, tmp_path / "m.gguf", {"qwen3moe.expert_used_count": (1, "u32")}, {})
+    np.testing.assert_allclose(
+        load(moe, expert_reduction=(1, 1.0)).logits(TOKENS), load(one).logits(TOKENS), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [((3, 0.5), "below the 3"), ((0, 0.5), "at least 1"), ((1, 1.5), "0 to 1")]
+)
+def test_reductions_that_make_no_sense(given: tuple[int, float], message: str, moe: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        load(moe, expert_reduction=given)
+
+
+def test_no_experts_to_reduce(tiny: Path) -> None:
+    with pytest.raises(DataError, match="no experts"):
+        load(tiny, expert_reduction=(1, 0.5))
+
+
+@pytest.mark.parametrize(("kind", "form"), [("q4_K", "q4_K_r4"), ("q8_0", "q8_0_r8")])
+def test_repacked_at_load(kind: str, form: str, dense: Path, tmp_path: Path) -> None:
+    path = rewrite(dense, tmp_path / "m.gguf", "f32", _exps=kind)
+    plain, repacked = (load(path, numerics="fast", repack=again) for again in (False, True))
+    assert repacked.slow_because is None
+    assert repacked.weights["blk.0.ffn_down_exps.weight"].type is types.get(form)
+    assert spread(repacked.logits(TOKENS), plain.logits(TOKENS)) < 0.02
+    assert spread(by_steps(repacked, TOKENS[:9]), by_steps(plain, TOKENS[:9])) < 0.02
+    exact = [load(path, repack=again).logits(TOKENS) for again in (False, True)]
+    np.testing.assert_allclose(exact[0], exact[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [[3], [3, 4, 5]])
+def test_the_tripwire_names_the_tensor(tokens: list[int], moe: Path, tmp_path: Path) -> None:
+    router = gguf.open(moe).tensors["blk.1.ffn_gate_inp.weight"].dequantize().copy()
+    router[5, 7] = np.nan
+    path = changed(moe, tmp_path / "bad.gguf", {}, {"blk.1.ffn_gate_inp.weight": router})
+    with pytest.raises(DataError, match=r"blk\.1\.ffn_gate_inp\.weight"):
+        load(path, numerics="fast").forward(tokens, load(path).new_cache(16))
+
+
+def test_experts_cannot_be_observed_yet(moe: Path) -> None:
+    model = load(moe)
+    model.observer = lambda name, x: None
+    with pytest.raises(UnsupportedError, match="importance matrix"):
+        model.logits(TOKENS[:3])
+
+
+def test_stacks_of_the_wrong_shape_are_refused(moe: Path, tmp_path: Path) -> None:
+    path = changed(moe, tmp_path / "m.gguf", {"qwen3moe.expert_count": (EXPERTS - 1, "u32")}, {})
+    with pytest.raises(Exception, match=r"shape \(8, 256\), the metadata say \(7, 256\)"):
+        load(path)
+
+
+@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
+def test_on_other_cpus(isa: str) -> None:
+    run_tests(__file__, isa)

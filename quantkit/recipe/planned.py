@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quantkit import types
@@ -164,7 +164,7 @@ class Plan:
     def text(self) -> str:
         """The recipe with what else shaped the plan as comments: what the output carries as `quantkit.recipe`."""
         about = f"quantkit quantize {self.file_type.name}{' ' if self.flags else ''}{self.flags}"
-        return str(Recipe(self.recipe.rules, "\n".join(filter(None, (about, self.recipe.about)))))
+        return str(replace(self.recipe, about="\n".join(filter(None, (about, self.recipe.about)))))
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -100,7 +100,9 @@ class Sizes:
         value = self.metadata.get(f"{self.arch}.{key}")
         if isinstance(value, (list, tuple)):
             if len(set(value)) != 1:
-                raise UnsupportedError(f"{self.arch}.{key} differs between layers; the shapes of such models are not known")
+                raise UnsupportedError(
+                    f"{self.arch}.{key} differs between layers; the shapes of such models are not known"
+                )
             value = value[0]
         return int(value) if value else None
 

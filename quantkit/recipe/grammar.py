@@ -51,9 +51,7 @@ class Rule:
     def __post_init__(self) -> None:
         bare = layers.SHORTHAND.sub("", self.pattern)
         if not self.pattern or re.search(r"[=,\s]", bare):
-            raise RecipeError(
-                f"pattern '{self.pattern}': a pattern is not empty and holds no '=', no ',' and no blank"
-            )
+            raise RecipeError(f"pattern '{self.pattern}': a pattern is not empty and holds no '=', no ',' and no blank")
         if self.pattern.startswith("#"):
             raise RecipeError(f"pattern '{self.pattern}': a line that begins with # is a comment; write [#]")
         _ = self.regex
@@ -153,7 +151,9 @@ class _Parser:
                 raise RecipeError(f"{place}{error}") from None
         if unknown := [name for name in self.given if name not in self.settings]:
             known = ", ".join(self.settings) or "none"
-            raise UnknownNameError(f"setting of {self.where or 'this recipe'} (it has: {known})", unknown[0], self.settings)
+            raise UnknownNameError(
+                f"setting of {self.where or 'this recipe'} (it has: {known})", unknown[0], self.settings
+            )
         end = self._remark()
         about = end if self.about is None else self.about
         return Recipe(tuple(self.rules), about, tuple(self.settings.values()), "" if self.about is None else end)

@@ -28,19 +28,28 @@ def is_config(path: str | os.PathLike[str]) -> bool:
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The config.json at a path, or in the directory at it, with the language model's part on top."""
+    """The config.json at a path, or in the directory at it: the language model's part of it."""
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise FormatError(f"{file} is missing; a plan needs a GGUF file, a checkpoint's directory or its config.json") from None
+        raise FormatError(
+            f"{file} is missing; a plan needs a GGUF file, a checkpoint's directory or its config.json"
+        ) from None
     except (ValueError, UnicodeDecodeError) as error:
         raise FormatError(f"{file}: not JSON: {error}") from None
     if not isinstance(config, dict):
         raise FormatError(f"{file}: a {type(config).__name__} where config.json holds an object")
+    return language_config(config)
+
+
+def language_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a config.json that describes other parts too, under the class of the whole."""
     text = config.get("text_config")
-    return {**text, **{key: config[key] for key in ("architectures",) if key in config}} if isinstance(text, dict) else config
+    if not isinstance(text, dict):
+        return config
+    return text | {key: config[key] for key in ("architectures",) if key in config}
 
 
 def from_config(config: Mapping[str, Any], where: str = "config.json") -> tuple[list[TensorSpec], Metadata]:

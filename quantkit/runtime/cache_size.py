@@ -2,7 +2,7 @@
 
     of_layers(metadata, n_ctx, types.layout("f16"), types.layout("q8_0"))    bytes of each layer
 
-    attention     n_ctx rows of kv_heads * key_length in the type of keys, and of kv_heads * value_length in that of values
+    attention     n_ctx rows of kv_heads * key_length in the type of keys, of kv_heads * value_length in that of values
     latent        n_ctx rows of kv_lora_rank + rope dims in the type of keys (`mla` 1 to 3); 0 caches full heads
     recurrent     conv_kernel - 1 columns and a state of heads * key dim * value dim, float32, whatever the context
 

@@ -74,6 +74,9 @@ class Rule:
     def __str__(self) -> str:
         return f"{self.pattern}={self.device}"
 
+    def matches(self, name: str) -> bool:
+        return re.search(self.pattern, name) is not None
+
     @property
     def said(self) -> str:
         """What the user wrote."""
@@ -211,7 +214,7 @@ def place(
             layer = n_layers
         found[name] = of_layer.get(layer, CPU) if layer is not None else CPU
         for i, rule in enumerate(rules):
-            if re.search(rule.pattern, name):
+            if rule.matches(name):
                 found[name] = by_name[rule.device.lower()]
                 decided[i] += 1
                 break
@@ -223,9 +226,7 @@ def _layer(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _layer_devices(
-    n_layers: int, gpu_layers: int, gpus: Sequence[Device], split: Sequence[float]
-) -> dict[int, Device]:
+def _layer_devices(n_layers: int, gpu_layers: int, gpus: Sequence[Device], split: Sequence[float]) -> dict[int, Device]:
     """The GPU of each layer that goes to one; layer `n_layers` is the output."""
     count = min(gpu_layers, n_layers + 1) if gpus else 0
     first = max(0, n_layers - gpu_layers)
@@ -309,7 +310,7 @@ def gpu_kernels(kind: QuantType, columns: int = 256) -> bool:
 
 
 def without_kernels(placement: Placement, tensors: Mapping[str, Info]) -> str:
-    """What is wrong with interleaved tensors on GPUs that have no kernel for them, and what to do; "" where there are none."""
+    """Which interleaved tensors are on GPUs that have no kernel for them, and what to do; "" where none are."""
     wrong = [
         name
         for name, tensor in tensors.items()

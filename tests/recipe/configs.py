@@ -1,4 +1,4 @@
-"""config.json of models that people publish recipes for: the keys that shapes follow from, with their published values."""
+"""config.json of models that people publish recipes for: the keys that shapes follow from, with their values."""
 
 from __future__ import annotations
 

@@ -85,7 +85,9 @@ def decoder_entries(name: str, config: Config) -> Entries:
 
 def expert_entries(name: str, config: Config) -> Entries:
     """The keys of routed experts, under whichever of their names config.json has them."""
-    count = next((config[key] for key in ("n_routed_experts", "num_experts", "num_local_experts") if config.get(key)), 0)
+    count = next(
+        (config[key] for key in ("n_routed_experts", "num_experts", "num_local_experts") if config.get(key)), 0
+    )
     entries: Entries = {
         "expert_count": (count or need(config, "num_experts"), "u32"),
         "expert_used_count": (need(config, "num_experts_per_tok"), "u32"),

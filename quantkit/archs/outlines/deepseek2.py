@@ -69,6 +69,6 @@ class DeepSeek2(Outline):
 
 
 def in_layout(tensors: Iterable[Listed], layout: str) -> list[Listed]:
-    """The tensors of a model as files of a layout have them: "all" of attn_kv_b, attn_k_b and attn_v_b, "joint", "split"."""
+    """Tensors as files of a layout have them: "all" of attn_kv_b, attn_k_b and attn_v_b, the "joint" one, "split"."""
     left_out = _LEFT_OUT[layout]
     return [t for t in tensors if not any(f".{stem}." in t.name for stem in left_out)]

@@ -1,5 +1,7 @@
-"""glm4moe: GLM-4.5 and 4.6. Grouped queries with biases, leading dense layers, routed and shared experts, and the layers
-that predict further tokens, which are kept as layers after the main ones."""
+"""glm4moe: GLM-4.5 and 4.6. Grouped queries with biases, leading dense layers, routed and shared experts.
+
+Layers that predict further tokens are kept, as layers after the main ones.
+"""
 
 from __future__ import annotations
 

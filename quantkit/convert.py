@@ -74,7 +74,7 @@ class Conversion:
                 continue
             piece = self.pieces[spec.name]
             sources = [self.checkpoint.tensors[name] for name in piece.sources]
-            for start, stop in row_ranges(spec.shape, piece.transform.step):
+            for start, stop in _ranges(spec, piece):
                 yield spec.name, functools.partial(_encode, spec, piece, sources, start, stop)
 
 
@@ -199,6 +199,16 @@ def _reader(tensor: CheckpointTensor, raw: bool) -> ReadRows:
     return tensor.rows
 
 
+def _ranges(spec: TensorSpec, piece: Piece) -> Iterator[tuple[int, int]]:
+    """Ranges of rows for a job each. Of stacked sources none reads two, so that an error names the right one."""
+    each = piece.transform.each
+    if each is None:
+        yield from row_ranges(spec.shape, piece.transform.step)
+        return
+    for first in range(0, each * len(piece.sources), each):
+        yield from ((first + start, first + stop) for start, stop in row_ranges((each, spec.shape[-1]), 1))
+
+
 def _encode(spec: TensorSpec, piece: Piece, sources: list[CheckpointTensor], start: int, stop: int) -> np.ndarray:
     """Rows `start` to `stop` of an output tensor, as bytes. Bits that need no change are only looked at."""
     same = piece.transform.keeps_bits and all(_DTYPES[tensor.dtype] == spec.type.name for tensor in sources)
@@ -210,8 +220,9 @@ def _encode(spec: TensorSpec, piece: Piece, sources: list[CheckpointTensor], sta
         check_finite(spec.type.dequantize(data.reshape(-1, spec.type.row_bytes(n)), n, threads=1))
         return data
     except DataError as error:
-        first = f" (rows are counted from {start})" if start else ""
-        raise DataError(f"{sources[0].path}: tensor {sources[0].name}: {error}{first}") from None
+        number, begin = divmod(start, piece.transform.each) if piece.transform.each else (0, start)
+        source, first = sources[number], f" (rows are counted from {begin})" if begin else ""
+        raise DataError(f"{source.path}: tensor {source.name}: {error}{first}") from None
 
 
 # ------------------------------------------------------------------------------------------------------------- metadata

@@ -149,25 +149,27 @@ class Arch(ABC):
             )
         hparams = self.hparams({key: value for key, (value, _) in self.metadata(config).items()})
         found = pieces(self.rules, {name: shapes[stored[name]] for name in stored}, hparams, to_gguf=True)
-        self._check(stored, found, hparams.n_layer, "checkpoint", to_gguf=True)
+        self._check(stored, found, hparams, "checkpoint", to_gguf=True)
         return [replace(piece, sources=tuple(stored[source] for source in piece.sources)) for piece in found]
 
     def to_hf(self, hparams: HParams, shapes: Mapping[str, Shape]) -> list[Piece]:
         """The checkpoint tensors that a GGUF's tensors make."""
         kept = {name: shape for name, shape in shapes.items() if not self.rebuilt(name)}
         found = pieces(self.rules, kept, hparams, to_gguf=False)
-        self._check(kept, found, hparams.n_layer, "GGUF", to_gguf=False)
+        self._check(kept, found, hparams, "GGUF", to_gguf=False)
         return found
 
-    def _check(self, names: Collection[str], found: list[Piece], n_layer: int, kind: str, *, to_gguf: bool) -> None:
+    def _check(self, names: Collection[str], found: list[Piece], hp: HParams, kind: str, *, to_gguf: bool) -> None:
+        n_layer = hp.n_layer
         known = {source for piece in found for source in piece.sources if (split_name(source)[1] or 0) < n_layer}
         if unknown := sorted(set(names) - known):
             raise UnsupportedError(
-                f"{len(unknown)} tensor(s) of this {kind} are not known to {self.name} of {n_layer} layers: "
+                f"{len(unknown)} tensor(s) of this {kind} are not known to {self.name} of {n_layer} layers"
+                f"{f' and {hp.n_expert} experts' if hp.n_expert else ''}: "
                 f"{', '.join(unknown[:5])}{', …' if len(unknown) > 5 else ''}; "
                 f"the model is a variant that quantkit does not handle (add a rule to quantkit/archs/{self.name}.py)"
             )
-        if absent := missing(self.rules, names, n_layer, to_gguf=to_gguf):
+        if absent := missing(self.rules, names, n_layer, to_gguf=to_gguf, n_expert=hp.n_expert):
             raise FormatError(
                 f"this {kind} of {n_layer} layers lacks {len(absent)} tensor(s): {', '.join(absent[:5])}"
                 f"{', …' if len(absent) > 5 else ''}; a shard is missing or the file is incomplete"

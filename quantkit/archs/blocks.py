@@ -1,6 +1,6 @@
 """What a model is made of, as the runtime is told it: a list of blocks, each a list of parts, each naming its tensors.
 
-    Model = embedding, Block(Attention, FeedForward) x n_layer, output norm, output
+    Model = embedding, Block(Attention, FeedForward or Experts) x n_layer, output norm, output
 
 Every name is a GGUF tensor name; a name that is None is a tensor the file does not have. Shapes follow from HParams.
 """
@@ -68,6 +68,8 @@ class Attention:
     scale: float  # of the scores, before softmax
     rope: Rope
     window: int | None = None  # a token sees itself and window - 1 before it
+    q_norm: Norm | None = None  # of each head, before rope; weight float32[head_dim_k]
+    k_norm: Norm | None = None
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,33 @@ class FeedForward:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """x + sum over e of w_e * down_e(act(gate_e(y)) * up_e(y)) with y = norm(x), e being the `used` of `count` experts
+    with the largest p = softmax(router(y)). w_e = p_e, divided by the sum over those e with `normalise`, times `scale`.
+
+    gate, up: weights [count, ff, n_embd]; down: [count, n_embd, ff].
+    """
+
+    norm: Norm
+    router: Linear
+    gate: Linear
+    up: Linear
+    down: Linear
+    count: int
+    used: int
+    ff: int
+    normalise: bool
+    scale: float = 1.0
+    activation: str = "swiglu"
+
+
+Part = Attention | FeedForward | Experts
+
+
+@dataclass(frozen=True)
 class Block:
     layer: int
-    parts: tuple[Attention | FeedForward, ...]
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True)
@@ -113,6 +139,10 @@ class HParams:
     norm_eps: float
     rope: Rope
     window: int | None = None
+    n_expert: int = 0
+    n_expert_used: int = 0
+    n_ff_expert: int = 0
+    normalises: bool = True  # weights of the experts used are divided by their sum
     tensors: frozenset[str] = frozenset()  # names in the file: says which optional ones there are
 
     @property

@@ -26,6 +26,7 @@ class Transform:
 
     keeps_bits = True  # moves rows whole, so that they may be raw bytes of any type
     step = 1  # ranges that start and stop at multiples of it read nothing twice
+    each: int | None = None  # rows of each source, where the result is one source after another
 
     def shape(self, *sources: Shape) -> Shape:
         return sources[0]
@@ -58,6 +59,40 @@ class ShuffleRows(Transform):
         return ShuffleRows(np.argsort(self.order))
 
 
+class Stack(Transform):
+    """Sources [rows, n] one after another on a new first axis: the experts of a layer become [experts, rows, n]."""
+
+    each: int
+
+    def __init__(self, rows: int):
+        self.each = rows
+
+    def shape(self, *sources: Shape) -> Shape:
+        return (len(sources), *sources[0])
+
+    def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
+        parts = []
+        while start < stop:
+            source, first = divmod(start, self.each)
+            last = min(self.each, first + stop - start)
+            parts.append(sources[source](first, last))
+            start += last - first
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+class Unstack(Transform):
+    """Expert `number` of a source [experts, rows, n]; undoes Stack."""
+
+    def __init__(self, number: int, rows: int):
+        self.first = number * rows
+
+    def shape(self, *sources: Shape) -> Shape:
+        return sources[0][1:]
+
+    def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
+        return sources[0](self.first + start, self.first + stop)
+
+
 def interleave_halves(head_dim: int) -> ShuffleRows:
     """Rows of each head from checkpoint order to that of "norm" rope: pairs (j, j + D/2) become (2j, 2j + 1)."""
     return ShuffleRows(s * head_dim // 2 + j for j in range(head_dim // 2) for s in (0, 1))
@@ -67,7 +102,8 @@ def interleave_halves(head_dim: int) -> ShuffleRows:
 class Rule:
     """`gguf` is `hf` under another name; N stands for the layer. Names are without .weight and .bias.
 
-    `transform(hparams)` turns checkpoint rows into GGUF rows; it gets the HParams of the model.
+    `transform(hparams)` turns checkpoint rows into GGUF rows; it gets the HParams of the model. Where `hf` has an E,
+    for the expert, the matrices of all experts of a layer are stacked as one GGUF tensor; there is no transform then.
     """
 
     gguf: str
@@ -92,47 +128,88 @@ class Piece:
 def split_name(name: str) -> tuple[str, int | None, str]:
     """ "blk.3.attn_q.weight" -> ("blk.N.attn_q", 3, "weight"). The layer is the first part made of digits."""
     stem, _, suffix = name.rpartition(".")
+    stem, layer = _numbered(stem, "N")
+    return stem, layer, suffix
+
+
+def _numbered(stem: str, letter: str) -> tuple[str, int | None]:
+    """The stem with its first part made of digits replaced, and the number."""
     parts = stem.split(".")
     for i, part in enumerate(parts):
         if part.isdigit():
-            return ".".join([*parts[:i], "N", *parts[i + 1 :]]), int(part), suffix
-    return stem, None, suffix
+            return ".".join([*parts[:i], letter, *parts[i + 1 :]]), int(part)
+    return stem, None
 
 
-def join_name(stem: str, layer: int | None, suffix: str) -> str:
-    if layer is not None:
-        stem = ".".join(str(layer) if part == "N" else part for part in stem.split("."))
-    return f"{stem}.{suffix}"
+def join_name(stem: str, layer: int | None, suffix: str, expert: int | None = None) -> str:
+    numbers = {"N": layer, "E": expert}
+    parts = [str(numbers[part]) if numbers.get(part) is not None else part for part in stem.split(".")]
+    return f"{'.'.join(parts)}.{suffix}"
 
 
 def pieces(rules: Sequence[Rule], shapes: Mapping[str, Shape], hparams: Any, *, to_gguf: bool) -> list[Piece]:
     """A piece for every name in `shapes` that a rule knows, in the order of use: input, layers by number, output.
 
-    Names that no rule knows are left out; the caller decides what they mean.
+    Names that no rule knows are left out; the caller decides what they mean. The experts of a layer are one piece of a
+    GGUF, `hparams.n_expert` pieces of a checkpoint.
     """
     by_stem = {rule.hf if to_gguf else rule.gguf: (place, rule) for place, rule in enumerate(rules)}
     first_layer = next((i for i, rule in enumerate(rules) if ".N." in rule.gguf), len(rules))
-    found = []
+    found: list[tuple[tuple[int, ...], Piece]] = []
+    stacks: dict[str, tuple[tuple[int, ...], Rule, dict[int, str]]] = {}
     for name, shape in shapes.items():
         stem, layer, suffix = split_name(name)
+        stem, expert = _numbered(stem, "E") if to_gguf else (stem, None)
         if stem not in by_stem or suffix not in ("weight", "bias"):
             continue
         place, rule = by_stem[stem]
         if suffix == "bias" and not rule.bias:
             continue
-        transform = rule.transform(hparams) if rule.transform else COPY
-        if not to_gguf:
-            transform = transform.inverse()
-        if shape and shape[0] % transform.step:
-            raise FormatError(f"tensor {name}: {shape[0]} rows are not a multiple of the {transform.step} of a head")
-        target = join_name(rule.gguf if to_gguf else rule.hf, layer, suffix)
-        piece = Piece(target, transform.shape(shape), (name,), transform, rule.f32 or len(shape) <= 1)
         group = 1 if layer is not None else (0 if place < first_layer else 2)
-        found.append(((group, layer or 0, place, suffix == "bias"), piece))
+        order = (group, layer or 0, place, int(suffix == "bias"))
+        target = join_name(rule.gguf if to_gguf else rule.hf, layer, suffix)
+        if expert is not None:
+            if expert < hparams.n_expert:
+                stacks.setdefault(target, (order, rule, {}))[2][expert] = name
+        elif ".E." in rule.hf:
+            found += [((*order, piece), made) for piece, made in enumerate(_unstacked(rule, name, shape, hparams))]
+        else:
+            found.append((order, _renamed(rule, name, target, shape, hparams, to_gguf)))
+    found += [(order, _stacked(rule, target, each, shapes)) for target, (order, rule, each) in stacks.items()]
     return [piece for _, piece in sorted(found, key=lambda pair: pair[0])]
 
 
-def missing(rules: Sequence[Rule], names: Iterable[str], n_layer: int, *, to_gguf: bool) -> list[str]:
+def _renamed(rule: Rule, name: str, target: str, shape: Shape, hparams: Any, to_gguf: bool) -> Piece:
+    transform = rule.transform(hparams) if rule.transform else COPY
+    if not to_gguf:
+        transform = transform.inverse()
+    if shape and shape[0] % transform.step:
+        raise FormatError(f"tensor {name}: {shape[0]} rows are not a multiple of the {transform.step} of a head")
+    return Piece(target, transform.shape(shape), (name,), transform, rule.f32 or len(shape) <= 1)
+
+
+def _stacked(rule: Rule, target: str, experts: Mapping[int, str], shapes: Mapping[str, Shape]) -> Piece:
+    """All experts that there are, by number; whether one is missing the caller finds out."""
+    names = tuple(name for _, name in sorted(experts.items()))
+    first = shapes[names[0]]
+    for name in names:
+        if shapes[name] != first or len(first) != 2:
+            raise FormatError(f"tensor {name} is {shapes[name]}, {names[0]} {first}; experts must be matrices alike")
+    transform = Stack(first[0])
+    return Piece(target, transform.shape(*(shapes[name] for name in names)), names, transform, rule.f32)
+
+
+def _unstacked(rule: Rule, name: str, shape: Shape, hparams: Any) -> list[Piece]:
+    if len(shape) != 3 or shape[0] != hparams.n_expert:
+        raise FormatError(f"tensor {name} has shape {shape}; the metadata say {hparams.n_expert} experts")
+    _, layer, suffix = split_name(name)
+    made = [(join_name(rule.hf, layer, suffix, i), Unstack(i, shape[1])) for i in range(shape[0])]
+    return [Piece(target, transform.shape(shape), (name,), transform, rule.f32) for target, transform in made]
+
+
+def missing(
+    rules: Sequence[Rule], names: Iterable[str], n_layer: int, *, to_gguf: bool, n_expert: int = 0
+) -> list[str]:
     """Weights that the rules require and `names` lacks, named as the reading side names them."""
     have = set(names)
     wanted = []
@@ -140,5 +217,6 @@ def missing(rules: Sequence[Rule], names: Iterable[str], n_layer: int, *, to_ggu
         if rule.required:
             stem = rule.hf if to_gguf else rule.gguf
             layers: Iterable[int | None] = range(n_layer) if ".N." in stem else [None]
-            wanted += [join_name(stem, layer, "weight") for layer in layers]
+            experts: Iterable[int | None] = range(n_expert) if ".E." in stem else [None]
+            wanted += [join_name(stem, layer, "weight", expert) for layer in layers for expert in experts]
     return [name for name in wanted if name not in have]

@@ -21,7 +21,7 @@ from quantkit import archs, jit
 from quantkit.archs import blocks
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.files import gguf
-from quantkit.runtime import blas, layers, repacking
+from quantkit.runtime import blas, experts, layers, repacking
 from quantkit.runtime.cache import Cache
 from quantkit.runtime.generate import Generated, Sampling, generate
 from quantkit.runtime.layers import Span
@@ -46,6 +46,8 @@ def load(
     gpu_layers: int | None = None,
     n_cpu_moe: int = 0,
     repack: bool = False,
+    fused_experts: bool = True,
+    expert_reduction: tuple[int, float] | None = None,
 ) -> Model:
     """Open a GGUF file (of a set of shards any member) as a Model. Nothing is read before it is needed.
 
@@ -55,12 +57,18 @@ def load(
     n_ctx       size of the caches that `new_cache` makes by default; the model's own where not given.
     override_tensor, gpu_layers, n_cpu_moe   placement, as `-ot` (once or several times), `-ngl` and `--n-cpu-moe` say.
     repack      interleave now, in memory, the rows of all tensors on the CPU that have such a form (`-rtr`).
+    fused_experts   gate, up and activation of an expert in one operation (`-fmoe`); the numbers are the same.
+    expert_reduction   (K, t), `-ser K,t`: the first K experts always, others only with a probability above t times the
+                first one's. It changes what the model computes, in both numerics.
     """
     file = gguf.open(path)
     rules = (override_tensor,) if isinstance(override_tensor, str) else tuple(override_tensor)
     flags = Flags(gpu_layers, rules, n_cpu_moe)
     placement = place(file.tensors, flags.rules, devices(), flags.gpu_layers, n_cpu_moe=flags.n_cpu_moe)
-    return Model(file, placement, numerics=numerics, threads=threads, cache_type=cache_type, n_ctx=n_ctx, repack=repack)
+    return Model(
+        file, placement, numerics=numerics, threads=threads, cache_type=cache_type, n_ctx=n_ctx, repack=repack,
+        fused_experts=fused_experts, expert_reduction=expert_reduction,
+    )  # fmt: skip
 
 
 class Model:
@@ -70,6 +78,7 @@ class Model:
     weights                 dict name -> files.gguf.Tensor, of what is repacked one in memory
     numerics, threads, cache_type, placement   as given to `load`
     repacked                what -rtr did; None without it
+    fused_experts, expert_reduction   as given to `load`
     slow_because            why a model of `fast` numerics runs layer by layer; None where it does not
     observer                called with (name, float32[tokens, n]) for what enters each weight matrix; None by default
     """
@@ -84,6 +93,8 @@ class Model:
         cache_type: str | None = None,
         n_ctx: int | None = None,
         repack: bool = False,
+        fused_experts: bool = True,
+        expert_reduction: tuple[int, float] | None = None,
     ):
         if numerics not in NUMERICS:
             raise UnknownNameError("numerics", numerics, NUMERICS)
@@ -110,6 +121,8 @@ class Model:
         self._tokenizer: Any = None
         self._checking = False
         self._check_weights()
+        self.fused_experts = fused_experts
+        self.expert_reduction = experts.reduction(self.blocks, expert_reduction, self.path)
         self.repacked: Repacked | None = None
         if repack:
             self.weights, self.repacked = repacking.repack(self.weights, placement, self.threads)
@@ -257,6 +270,8 @@ class Model:
         for part in block.parts:
             if isinstance(part, blocks.Attention):
                 x = x + self._attention(part, block.layer, x, spans)
+            elif isinstance(part, blocks.Experts):
+                x = x + self._experts(part, x)
             else:
                 x = x + self._feed_forward(part, x)
         return x
@@ -264,6 +279,7 @@ class Model:
     def _attention(self, part: blocks.Attention, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         y = self._norm(part.norm, x)
         q, k, v = (self._linear(linear, y) for linear in (part.q, part.k, part.v))
+        q, k = self._head_norm(part.q_norm, q), self._head_norm(part.k_norm, k)
         positions = np.concatenate([np.arange(s.stop - s.start) + s.cache.length for s in spans])
         tables = self._rope(part.rope, int(positions.max()) + 1)
         layers.turn(q, part.rope.style, part.head_dim_k, tables, positions, self.threads)
@@ -279,6 +295,25 @@ class Model:
         y = self._norm(part.norm, x)
         gate, up = self._linear(part.gate, y), self._linear(part.up, y)
         return self._linear(part.down, layers.swiglu(gate, up, self.threads))
+
+    def _experts(self, part: blocks.Experts, x: np.ndarray) -> np.ndarray:
+        if self.observer is not None and not self._checking:
+            raise UnsupportedError(
+                f"{self.path}: what enters the experts of {part.gate.weight} cannot be observed yet, so there is no "
+                "importance matrix of models with experts; quantize with one made elsewhere (--imatrix)"
+            )
+        y = self._norm(part.norm, x)
+        chosen, weights = experts.route(part, self._linear(part.router, y), self.expert_reduction)
+        y = experts.run(part, self.weights, y, chosen, weights, self.threads)
+        self._check(part.down.weight, y)
+        return y
+
+    def _head_norm(self, norm: blocks.Norm | None, x: np.ndarray) -> np.ndarray:
+        """x float32[tokens, heads * dim] normed head by head; as it is without a norm."""
+        if norm is None:
+            return x
+        dim = self.weights[norm.weight].shape[0]
+        return self._norm(norm, x.reshape(-1, dim)).reshape(x.shape)
 
     def _project(self, x: np.ndarray) -> np.ndarray:
         y = self._linear(self.head.output, self._norm(self.head.norm, x))
@@ -386,18 +421,31 @@ def _needed(
     for part in (part for block in parts for part in block.parts):
         yield part.norm.weight, (hp.n_embd,)
         if isinstance(part, blocks.Attention):
+            for norm in (part.q_norm, part.k_norm):
+                if norm is not None:
+                    yield norm.weight, (part.head_dim_k,)
             if part.rope.factors:
                 yield part.rope.factors, (part.rope.dim // 2,)
             yield from _linear_shapes(part.q, part.heads * part.head_dim_k, hp.n_embd)
             yield from _linear_shapes(part.k, part.kv_heads * part.head_dim_k, hp.n_embd)
             yield from _linear_shapes(part.v, part.kv_heads * part.head_dim_v, hp.n_embd)
             yield from _linear_shapes(part.out, hp.n_embd, part.heads * part.head_dim_v)
-        elif part.activation == "swiglu":
+        elif part.activation != "swiglu":
+            raise UnsupportedError(f"{part.up.weight}: the runtime has no activation '{part.activation}'")
+        elif isinstance(part, blocks.Experts):
+            yield from _linear_shapes(part.router, part.count, hp.n_embd)
+            for linear, rows, columns in (
+                (part.gate, part.ff, hp.n_embd),
+                (part.up, part.ff, hp.n_embd),
+                (part.down, hp.n_embd, part.ff),
+            ):
+                if linear.bias:
+                    raise UnsupportedError(f"{linear.bias}: the runtime knows no experts with biases")
+                yield linear.weight, (part.count, rows, columns)
+        else:
             yield from _linear_shapes(part.gate, hp.n_ff, hp.n_embd)
             yield from _linear_shapes(part.up, hp.n_ff, hp.n_embd)
             yield from _linear_shapes(part.down, hp.n_embd, hp.n_ff)
-        else:
-            raise UnsupportedError(f"{part.up.weight}: the runtime has no activation '{part.activation}'")
 
 
 def _linear_shapes(linear: blocks.Linear, rows: int, columns: int) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -5,6 +5,7 @@
     rope          turns pairs of elements of each head by the angles of their positions
     widen/narrow  halves to floats and back (nearest, ties to even)
     softmax_step  one block of keys of the streaming softmax
+    route         which experts a token goes to, and their weights
 
 All are sequential over rows; layers.py gives each thread some of them.
 """
@@ -166,3 +167,36 @@ def softmax_step(scores, group, position, window, top, total, acc):
         total[r] = total[r] * shrink + _total(seen)
         for i in range(acc.shape[1]):
             acc[r, i] *= shrink
+
+
+@kernel
+def route(logits, used, least, share, normalise, scale, chosen, weights):
+    """Experts of one token, and how many: p = softmax(logits), the `used` largest, of equal ones the first.
+
+    logits float32[experts] are overwritten; chosen int64[used] and weights float32[used] come ordered by p. Those after
+    the first `least` whose p is not above `share` times the largest are left out (`share` 0 leaves none out). weights
+    are p, divided by their sum over those that are left with `normalise`, times `scale`.
+    """
+    experts = logits.shape[0]
+    _exponentials(logits, _largest(logits))
+    total = _total(logits)
+    for e in range(experts):
+        logits[e] /= total
+    count = 0
+    for rank in range(used):
+        best = -1
+        for e in range(experts):  # NaN is as good as any: it has to show in the result
+            if logits[e] != np.float32(-1) and (best < 0 or logits[e] > logits[best]):
+                best = e
+        p = logits[best]
+        logits[best] = np.float32(-1)  # taken
+        if rank >= least and not p > share * weights[0]:
+            break
+        chosen[rank], weights[rank] = best, p
+        count += 1
+    factor = np.float32(scale)
+    if normalise:
+        factor /= _total(weights[:count])
+    for rank in range(count):
+        weights[rank] *= factor
+    return count

@@ -1,0 +1,146 @@
+"""What llama, qwen3 and their kin share: RMS norms before attention and feed-forward, grouped-query attention with rope
+over whole heads, SwiGLU. An architecture derives from Decoder and says what it does otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from quantkit.archs import rope
+from quantkit.archs.base import Arch, Config, Entries, Keys, need, refuse, rope_parameters, shortest
+from quantkit.archs.blocks import Attention, Block, FeedForward, HParams, Part
+from quantkit.errors import UnsupportedError
+
+
+class Decoder(Arch):
+    rope_style: ClassVar[str]  # "norm" or "neox", see blocks.Rope
+
+    # ------------------------------------------------------------------------------------------------ checkpoint side
+
+    def head_dim(self, config: Config) -> int:
+        return config.get("head_dim") or need(config, "hidden_size") // need(config, "num_attention_heads")
+
+    def metadata(self, config: Config) -> Entries:
+        refuse(config, "hidden_act", ("silu", "swish"))
+        parameters = rope_parameters(config)
+        refuse(parameters, "partial_rotary_factor", (1, 1.0))
+        heads = need(config, "num_attention_heads")
+        values: Entries = {
+            "block_count": (need(config, "num_hidden_layers"), "u32"),
+            "context_length": (need(config, "max_position_embeddings"), "u32"),
+            "embedding_length": (need(config, "hidden_size"), "u32"),
+            "feed_forward_length": (need(config, "intermediate_size"), "u32"),
+            "attention.head_count": (heads, "u32"),
+            "attention.head_count_kv": (config.get("num_key_value_heads") or heads, "u32"),
+            "rope.freq_base": (float(parameters["rope_theta"]), "f32"),
+            "attention.layer_norm_rms_epsilon": (float(need(config, "rms_norm_eps")), "f32"),
+            "vocab_size": (need(config, "vocab_size"), "u32"),
+        }
+        entries = {f"{self.name}.{key}": entry for key, entry in values.items()}
+        return entries | rope.scaling_entries(self.name, parameters)
+
+    def generated(self, config: Config) -> dict[str, np.ndarray]:
+        parameters = rope_parameters(config)
+        if parameters["rope_type"] != "llama3":
+            return {}
+        return {rope.FACTORS: rope.llama3_factors(parameters, self.head_dim(config))}
+
+    def rebuilt(self, name: str) -> bool:
+        return name == rope.FACTORS
+
+    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+        hp, keys = self.hparams(metadata, tensors.keys()), Keys(self.name, metadata)
+        if hp.head_dim_k != hp.head_dim_v or hp.rope_dim != hp.head_dim_k:
+            raise UnsupportedError(
+                f"{self.name} with key length {hp.head_dim_k}, value length {hp.head_dim_v}, {hp.rope_dim} rotary "
+                f"dims: {self.hf[0]} of transformers has one head_dim for all three"
+            )
+        found: dict[str, Any] = {
+            "architectures": [self.hf[0]],
+            "model_type": self.model_type,
+            "vocab_size": hp.n_vocab,
+            "hidden_size": hp.n_embd,
+            "intermediate_size": hp.n_ff,
+            "num_hidden_layers": hp.n_layer,
+            "num_attention_heads": hp.n_head,
+            "num_key_value_heads": hp.n_head_kv,
+            "max_position_embeddings": hp.n_ctx_train,
+            "rope_theta": shortest(hp.rope_base),
+            "rms_norm_eps": shortest(hp.norm_eps),
+            "hidden_act": "silu",
+            "tie_word_embeddings": hp.tied,
+            "attention_bias": all_or_none(hp, ("attn_q", "attn_k", "attn_v", "attn_output"), self.hf[0]),
+        }
+        if hp.rope_freq_factors:
+            factors = tensors[hp.rope_freq_factors].dequantize()
+            found["rope_scaling"] = rope.llama3_parameters(factors, found["rope_theta"])
+        elif scaling := rope.scaling_parameters(keys):
+            found["rope_scaling"] = scaling
+        return found
+
+    # --------------------------------------------------------------------------------------------------- runtime side
+
+    def hparams(self, metadata: Mapping[str, Any], tensors: Collection[str] = ()) -> HParams:
+        return HParams(**self.numbers(Keys(self.name, metadata), tensors))
+
+    def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
+        """The fields of HParams, for an architecture to add to."""
+        embd, heads = keys.number("embedding_length"), keys.number("attention.head_count")
+        head_dim = keys.number("attention.key_length", embd // heads)
+        tokens = keys.metadata.get("tokenizer.ggml.tokens", ())
+        return {
+            "arch": self.name,
+            "n_layer": keys.number("block_count"),
+            "n_ctx_train": keys.number("context_length"),
+            "n_embd": embd,
+            "n_ff": keys.number("feed_forward_length"),
+            "n_head": heads,
+            "n_head_kv": keys.number("attention.head_count_kv", heads),
+            "head_dim_k": head_dim,
+            "head_dim_v": keys.number("attention.value_length", embd // heads),
+            "n_vocab": keys.number("vocab_size", len(tokens) or None),
+            "norm_eps": float(keys.need("attention.layer_norm_rms_epsilon")),
+            "rope": rope.rope(keys, self.rope_style, keys.number("rope.dimension_count", head_dim), tensors),
+            "window": keys.get("attention.sliding_window"),
+            "tensors": frozenset(tensors),
+        }
+
+    def blocks(self, hparams: HParams) -> list[Block]:
+        return [Block(i, (self.attention(hparams, i), self.feed_forward(hparams, i))) for i in range(hparams.n_layer)]
+
+    def attention(self, hp: HParams, i: int) -> Attention:
+        return Attention(
+            norm=hp.norm(f"blk.{i}.attn_norm"),
+            q=hp.linear(f"blk.{i}.attn_q"),
+            k=hp.linear(f"blk.{i}.attn_k"),
+            v=hp.linear(f"blk.{i}.attn_v"),
+            out=hp.linear(f"blk.{i}.attn_output"),
+            heads=hp.n_head,
+            kv_heads=hp.n_head_kv,
+            head_dim_k=hp.head_dim_k,
+            head_dim_v=hp.head_dim_v,
+            scale=hp.head_dim_k**-0.5,
+            rope=hp.rope,
+            window=hp.window,
+        )
+
+    def feed_forward(self, hp: HParams, i: int) -> Part:
+        return FeedForward(
+            norm=hp.norm(f"blk.{i}.ffn_norm"),
+            gate=hp.linear(f"blk.{i}.ffn_gate"),
+            up=hp.linear(f"blk.{i}.ffn_up"),
+            down=hp.linear(f"blk.{i}.ffn_down"),
+        )
+
+
+def all_or_none(hp: HParams, stems: tuple[str, ...], hf: str) -> bool:
+    """Whether these tensors have biases in every layer; some of them only is more than config.json can say."""
+    names = [f"blk.{i}.{stem}.bias" for i in range(hp.n_layer) for stem in stems]
+    present = [name for name in names if name in hp.tensors]
+    if present and len(present) < len(names):
+        absent = next(name for name in names if name not in hp.tensors)
+        raise UnsupportedError(f"{present[0]} is there and {absent} is not; transformers' {hf} has both or neither")
+    return bool(present)

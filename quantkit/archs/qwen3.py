@@ -1,0 +1,69 @@
+"""Qwen3: grouped-query attention whose queries and keys are RMS-normed head by head before "neox" rope, SwiGLU.
+
+The head size is a setting of its own (128 where config.json does not say), and rows keep the checkpoint's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, SWIGLU_RULES, Config, Entries, refuse
+from quantkit.archs.blocks import Attention, HParams
+from quantkit.archs.decoder import Decoder
+from quantkit.archs.tensors import Rule
+
+_HEAD_DIM = 128  # transformers' default
+
+ATTENTION_RULES = (
+    Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
+    Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", bias=True),
+    Rule("blk.N.attn_q_norm", "model.layers.N.self_attn.q_norm", f32=True),
+    Rule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", bias=True),
+    Rule("blk.N.attn_k_norm", "model.layers.N.self_attn.k_norm", f32=True),
+    Rule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
+    Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
+)
+
+
+class Qwen3(Decoder):
+    name = "qwen3"
+    hf = ("Qwen3ForCausalLM",)
+    model_type = "qwen3"
+    rope_style = "neox"
+    rules = (*EMBEDDING_RULES, *ATTENTION_RULES, *SWIGLU_RULES, *OUTPUT_RULES)
+    EXAMPLE = {  # noqa: RUF012  data
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    }
+
+    def head_dim(self, config: Config) -> int:
+        return config.get("head_dim") or _HEAD_DIM
+
+    def metadata(self, config: Config) -> Entries:
+        refuse(config, "use_sliding_window", (False,))
+        lengths = ("key_length", "value_length")
+        return super().metadata(config) | {
+            f"{self.name}.attention.{length}": (self.head_dim(config), "u32") for length in lengths
+        }
+
+    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+        return super().config(metadata, tensors) | {"head_dim": self.hparams(metadata).head_dim_k}
+
+    def attention(self, hp: HParams, i: int) -> Attention:
+        norms = {f"{head}_norm": hp.norm(f"blk.{i}.attn_{head}_norm") for head in "qk"}
+        return replace(super().attention(hp, i), **norms)

@@ -1,0 +1,90 @@
+"""Qwen3 with experts in place of every feed-forward: softmax over all experts, the largest few taken.
+
+Whether their weights are divided by their sum is `norm_topk_prob` in config.json (False where it is not said) and
+`qwen3moe.expert_weights_norm` here (true where a file does not say: llama.cpp and ik_llama.cpp write no such key and
+always divide). Layers without experts among them (`mlp_only_layers`, `decoder_sparse_step`) are refused: the format's
+readers know none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Entries, Keys, need, refuse
+from quantkit.archs.blocks import Experts, HParams, Part
+from quantkit.archs.qwen3 import ATTENTION_RULES, Qwen3
+from quantkit.archs.tensors import Rule
+from quantkit.errors import FormatError
+
+
+class Qwen3MoE(Qwen3):
+    name = "qwen3moe"
+    hf = ("Qwen3MoeForCausalLM",)
+    model_type = "qwen3_moe"
+    rules = (
+        *EMBEDDING_RULES,
+        *ATTENTION_RULES,
+        Rule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
+        Rule("blk.N.ffn_gate_inp", "model.layers.N.mlp.gate", f32=True),
+        Rule("blk.N.ffn_gate_exps", "model.layers.N.mlp.experts.E.gate_proj"),
+        Rule("blk.N.ffn_up_exps", "model.layers.N.mlp.experts.E.up_proj"),
+        Rule("blk.N.ffn_down_exps", "model.layers.N.mlp.experts.E.down_proj"),
+        *OUTPUT_RULES,
+    )
+    EXAMPLE = Qwen3.EXAMPLE | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+    def metadata(self, config: Config) -> Entries:
+        refuse(config, "decoder_sparse_step", (1,))
+        refuse(config, "mlp_only_layers", ([],))
+        experts = config.get("num_local_experts") or need(config, "num_experts")  # transformers 5 writes the former
+        return super().metadata(config) | {
+            "qwen3moe.expert_count": (experts, "u32"),
+            "qwen3moe.expert_used_count": (need(config, "num_experts_per_tok"), "u32"),
+            "qwen3moe.expert_feed_forward_length": (need(config, "moe_intermediate_size"), "u32"),
+            "qwen3moe.expert_weights_norm": (bool(config.get("norm_topk_prob", False)), "bool"),
+        }
+
+    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+        hp = self.hparams(metadata)
+        return super().config(metadata, tensors) | {
+            "num_experts": hp.n_expert,
+            "num_experts_per_tok": hp.n_expert_used,
+            "moe_intermediate_size": hp.n_ff_expert,
+            "norm_topk_prob": hp.normalises,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+
+    def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
+        count, used = keys.number("expert_count"), keys.number("expert_used_count")
+        if not 1 <= used <= count:
+            raise FormatError(f"qwen3moe.expert_used_count is {used} of expert_count {count}; it must be 1 to {count}")
+        return super().numbers(keys, tensors) | {
+            "n_expert": count,
+            "n_expert_used": used,
+            "n_ff_expert": keys.number("expert_feed_forward_length"),
+            "normalises": bool(keys.get("expert_weights_norm", True)),
+        }
+
+    def feed_forward(self, hp: HParams, i: int) -> Part:
+        return Experts(
+            norm=hp.norm(f"blk.{i}.ffn_norm"),
+            router=hp.linear(f"blk.{i}.ffn_gate_inp"),
+            gate=hp.linear(f"blk.{i}.ffn_gate_exps"),
+            up=hp.linear(f"blk.{i}.ffn_up_exps"),
+            down=hp.linear(f"blk.{i}.ffn_down_exps"),
+            count=hp.n_expert,
+            used=hp.n_expert_used,
+            ff=hp.n_ff_expert,
+            normalise=hp.normalises,
+        )

@@ -74,6 +74,7 @@ class PlannedTensor:
             "reason": self.reason,
             "rule": self.rule,
             "importance": self.importance,
+            "repacked": self.repacked,
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
         }
@@ -95,6 +96,24 @@ class RuleUse:
             "candidates": len(self.candidates),
             "decided": len(self.decided),
         }
+
+
+@dataclass
+class TypeUse:
+    """The tensors of one type."""
+
+    type: QuantType
+    count: int = 0
+    elements: int = 0
+    bytes: int = 0
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.bytes / max(1, self.elements)
+
+    def to_json(self) -> dict[str, Any]:
+        numbers = {name: getattr(self, name) for name in ("count", "elements", "bytes", "bits_per_weight")}
+        return {"type": self.type.name} | numbers
 
 
 @dataclass(frozen=True)
@@ -137,6 +156,14 @@ class Plan:
         """What --repack did to each tensor; nothing, without it."""
         return [(t.name, t.row_type, t.type, t.bytes_after) for t in self.tensors]
 
+    def by_type(self) -> list[TypeUse]:
+        """What each type is used for, the one of most bytes first."""
+        found = {t.type.name: TypeUse(t.type) for t in self.tensors}
+        for t in self.tensors:
+            use = found[t.type.name]
+            use.count, use.elements, use.bytes = use.count + 1, use.elements + t.elements, use.bytes + t.bytes_after
+        return sorted(found.values(), key=lambda use: -use.bytes)
+
     def types(self) -> Counter[str]:
         """How many tensors get each type."""
         return Counter(t.type.name for t in self.tensors)
@@ -171,9 +198,11 @@ class Plan:
             "file_type": self.file_type.name,
             "written_as": self.written_type.name,
             "flags": self.flags,
+            "recipe": str(self.recipe),
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
             "bits_per_weight": self.bits_per_weight,
+            "types": [use.to_json() for use in self.by_type()],
             "rules": [use.to_json() for use in self.rules],
             "warnings": list(self.warnings),
             "tensors": [t.to_json() for t in self.tensors],

@@ -53,24 +53,20 @@ def regex_of(layers: Iterable[int]) -> str:
     units: dict[str, list[int]] = defaultdict(list)  # by what stands before the last digit
     for n in sorted(set(layers)):
         units[str(n)[:-1]].append(n % 10)
+    alone = units.pop("", None)
     tens: dict[tuple[str, str], list[int]] = defaultdict(list)  # by what stands before the last two, and the last
     for before, last in units.items():
-        tens[before[:-1], _digits(last)].append(int(before[-1:] or -1))
-    return "|".join(
-        f"{before}{'' if middle == [-1] else _digits(middle)}{last}" for (before, last), middle in tens.items()
-    )
+        tens[before[:-1], _digits(last)].append(int(before[-1]))
+    parts = [_digits(alone)] if alone else []
+    return "|".join([*parts, *(f"{before}{_digits(middle)}{last}" for (before, last), middle in tens.items())])
 
 
 def _digits(found: list[int]) -> str:
-    """One digit or a class of them: 4, [34], [3-9]."""
-    runs: list[list[int]] = []
-    for digit in found:
-        if runs and digit == runs[-1][1] + 1:
-            runs[-1][1] = digit
-        else:
-            runs.append([digit, digit])
-    parts = [str(a) if a == b else f"{a}{b}" if b == a + 1 else f"{a}-{b}" for a, b in runs]
-    return parts[0] if len(found) == 1 else f"[{''.join(parts)}]"
+    """One digit or a class of them: 4, [3459], [3-9]; never [3-59], which reads like a range of numbers."""
+    if len(found) == 1:
+        return str(found[0])
+    in_a_row = len(found) > 2 and found[-1] - found[0] == len(found) - 1
+    return f"[{found[0]}-{found[-1]}]" if in_a_row else f"[{''.join(map(str, found))}]"
 
 
 def ranges(layers: Iterable[int]) -> str:

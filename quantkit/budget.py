@@ -9,8 +9,9 @@ Buffers of intermediate results are not computed: they depend on the program tha
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from quantkit import types
@@ -115,10 +116,10 @@ def budget(
     ram: int | None = None,
     margin: int = GIB,
 ) -> Budget:
-    """The load of every device under the placement flags. `vram` has one entry a GPU; without any, and without flags
-    that place tensors on one, all is on the CPU."""
-    if not vram and not _asks_for_gpus(flags):
-        flags = Flags(0, flags.override_tensor, flags.n_cpu_moe)
+    """The load of every device under the placement flags. `vram` has one entry a GPU; without any, and without flags,
+    all is on the CPU."""
+    if not vram and flags == Flags():
+        flags = Flags(0)
     placement = located(tensors, flags, metadata, len(vram) or 1)
     weights: dict[str, int] = {CPU.name: 0}
     counts: dict[str, int] = {}
@@ -139,9 +140,26 @@ def budget(
     return Budget(loads, placement, cache, tuple(_warnings(placement, tensors, loads)))
 
 
-def _asks_for_gpus(flags: Flags) -> bool:
-    named = any(rule.device.upper() != CPU.name for rule in flags.rules)
-    return bool(flags.gpu_layers or flags.tensor_split or named)
+def experts_to_keep(
+    tensors: Mapping[str, Weight],
+    metadata: Mapping[str, Any],
+    flags: Flags,
+    cache: Cache | None,
+    vram: Sequence[int],
+    ram: int | None,
+    margin: int = GIB,
+) -> int | None:
+    """The smallest --n-cpu-moe with which all fits; None where none does, or the model has no experts."""
+    layers = len({name.split(".")[1] for name in tensors if "_exps." in name})
+
+    def found(count: int) -> Budget:
+        return budget(tensors, metadata, replace(flags, n_cpu_moe=count), cache, vram, ram, margin)
+
+    def fits_gpus(count: int) -> bool:
+        return all((load.left or 0) >= 0 for load in found(count).loads if load.device != CPU.name)
+
+    count = bisect.bisect_left(range(layers + 1), True, key=fits_gpus)
+    return count if 0 < count <= layers and found(count).fits else None
 
 
 def _warnings(placement: Placement, tensors: Mapping[str, Weight], loads: Sequence[Load]) -> list[str]:

@@ -210,7 +210,7 @@ class Asked:
 
     def budget(self, plan: Plan, metadata: Mapping[str, Any]) -> Budget | None:
         """Where the plan's tensors go and what a cache takes; None where nothing was asked about that."""
-        from quantkit.budget import GIB, Cache, budget
+        from quantkit.budget import GIB, Cache, budget, experts_to_keep
         from quantkit.runtime.placement import parse_split
 
         flags = placement_flags(self.gpu_layers, self.override_tensor, self.cpu_moe, self.n_cpu_moe)
@@ -221,8 +221,11 @@ class Asked:
         cache = Cache(self.ctx_size, self.cache_type_k, self.cache_type_v, self.mla) if self.ctx_size else None
         vram = [int(size * GIB) for size in _numbers("--vram", self.vram)]
         ram = None if self.ram is None else int(self.ram * GIB)
-        tensors = {t.name: t for t in plan.tensors}
-        return budget(tensors, metadata, flags, cache, vram, ram, int(self.fit_margin * 2**20))
+        about = ({t.name: t for t in plan.tensors}, metadata, flags, cache, vram, ram, int(self.fit_margin * 2**20))
+        found = budget(*about)
+        if found.fits is False and (count := experts_to_keep(*about)):
+            return dataclasses.replace(found, warnings=(*found.warnings, f"all fits with --n-cpu-moe {count}"))
+        return found
 
 
 def read_settings(texts: Sequence[str] | None) -> dict[str, str]:
@@ -288,8 +291,11 @@ def print_plan(plan: Plan, verbose: bool = False, budget: Budget | None = None) 
         print(table(("tensor", "shape", "from", "to", "why", "size"), each, left=5), end="\n\n")
     print(table(("tensors", "from", "to", "why", "count", "size"), _classes(plan), left=4), end="\n\n")
     if plan.rules:
-        rows = [(i, str(use.rule), len(use.matched), len(use.decided)) for i, use in enumerate(plan.rules, 1)]
-        print(table(("rule", "regex=type", "matches", "decides"), rows, left=2), end="\n\n")
+        rows = [
+            (i, str(use.rule), _some(use.decided), len(use.matched), len(use.decided))
+            for i, use in enumerate(plan.rules, 1)
+        ]
+        print(table(("rule", "regex=type", "takes", "matches", "decides"), rows, left=3), end="\n\n")
     if len(plan.types()) > 1:
         print(table(("type", "count", "size", "bpw"), _types(plan)), end="\n\n")
     if budget:
@@ -318,6 +324,15 @@ def print_budget(budget: Budget) -> None:
         reserve = f", with {mib(margin)} of each GPU left for buffers" if margin else ""
         print(f"{'fits' if budget.fits else 'does not fit'}{reserve}")
     print()
+
+
+def _some(names: Sequence[str]) -> str:
+    """A few of the tensors that a rule decided, layers as ranges."""
+    from quantkit.recipe.layers import summarised
+
+    classes = summarised(names)
+    shown = classes if len(classes) < 4 else classes[:2]
+    return ", ".join(shown) + (f" and {len(classes) - 2} more classes" if len(classes) > len(shown) else "")
 
 
 def _types(plan: Plan) -> list[tuple[Any, ...]]:

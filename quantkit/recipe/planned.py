@@ -13,6 +13,7 @@ from quantkit.errors import UnsupportedError
 from quantkit.recipe.errors import RecipeError
 from quantkit.recipe.grammar import Recipe, Rule
 from quantkit.recipe.interleaving import Became, repacked_type
+from quantkit.recipe.layers import summarised
 from quantkit.recipe.presets import FileType
 from quantkit.types import QuantType
 
@@ -95,6 +96,7 @@ class RuleUse:
             "matched": len(self.matched),
             "candidates": len(self.candidates),
             "decided": len(self.decided),
+            "tensors": summarised(self.decided),
         }
 
 

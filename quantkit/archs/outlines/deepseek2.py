@@ -20,6 +20,7 @@ from quantkit.archs.outlines.base import (
     is_dense,
 )
 from quantkit.archs.shapes import Listed, Sizes
+from quantkit.errors import UnsupportedError
 
 _GATING = {"softmax": 1, "sigmoid": 2}
 _LEFT_OUT = {
@@ -43,7 +44,7 @@ class DeepSeek2(Outline):
             f"{a}.attention.value_length": (need(config, "v_head_dim"), "u32"),
             f"{a}.attention.kv_lora_rank": (need(config, "kv_lora_rank"), "u32"),
             f"{a}.rope.dimension_count": (rope, "u32"),
-            f"{a}.expert_gating_func": (_GATING[config.get("scoring_func") or "softmax"], "u32"),
+            f"{a}.expert_gating_func": (_gating(config), "u32"),
         }
         if config.get("q_lora_rank"):
             entries[f"{a}.attention.q_lora_rank"] = (config["q_lora_rank"], "u32")
@@ -63,9 +64,21 @@ class DeepSeek2(Outline):
         attention = f"attn_norm {query} attn_kv_a_mqa attn_kv_a_norm attn_kv_b attn_k_b attn_v_b attn_output ffn_norm"
         if is_dense(sizes, i):
             return f"{attention} {DENSE}"
-        bias = "exp_probs_b.bias" if config.get("topk_method") == "noaux_tc" else ""
+        bias = "exp_probs_b.bias" if config.get("topk_method", _by_class(config, "greedy")) == "noaux_tc" else ""
         shared = SHARED if sizes.key("expert_shared_count") else ""
         return f"{attention} {bias} {EXPERTS} {shared}"
+
+
+def _by_class(config: Config, before: str) -> str:
+    """How experts are chosen where config.json does not say: V3's way, which transformers' class has built in."""
+    return "noaux_tc" if "DeepseekV3ForCausalLM" in config.get("architectures", ()) else before
+
+
+def _gating(config: Config) -> int:
+    name = config.get("scoring_func") or ("sigmoid" if _by_class(config, "") else "softmax")
+    if name not in _GATING:
+        raise UnsupportedError(f"config.json: scoring_func = {name!r} is not known; known: {', '.join(_GATING)}")
+    return _GATING[name]
 
 
 def in_layout(tensors: Iterable[Listed], layout: str) -> list[Listed]:

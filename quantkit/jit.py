@@ -338,11 +338,11 @@ def _numba() -> Any:
     """numba, which must make code for the CPU that `isa` speaks of. Its configuration file could name another one."""
     import numba
 
-    asked = os.environ.get("NUMBA_CPU_NAME") or None
-    if numba.config.CPU_NAME != asked:
+    asked, configured = os.environ.get("NUMBA_CPU_NAME") or None, numba.config.CPU_NAME
+    if asked != configured:
         raise QuantkitError(
-            f"numba is configured for the CPU {numba.config.CPU_NAME}, NUMBA_CPU_NAME says {asked or 'nothing'}; remove "
-            "cpu_name from .numba_config.yaml or set the variable to it"
+            f"numba is configured for the CPU {configured}, NUMBA_CPU_NAME says {asked or 'nothing'}; remove cpu_name "
+            "from .numba_config.yaml, or set the variable to it"
         )
     return numba
 

@@ -343,15 +343,17 @@ class Interleaved(QuantType):
         """What has `forward(data, out)` and `backward(data, out)`, from rows to groups and back."""
         return Permutation(self.fields, self.interleave, self.block_bytes, self.row_meta_bytes, self.signs)
 
-    def interleave_rows(self, data: Any, *, threads: int | None = None) -> np.ndarray:
-        """Rows of the base type, uint8[rows, row bytes], as groups of this one."""
-        return self._moved(data, self.base_type, self, self.permutation.forward, threads)
+    def interleave_rows(self, data: Any, *, threads: int | None = None, out: np.ndarray | None = None) -> np.ndarray:
+        """Rows of the base type, uint8[rows, row bytes], as groups of this one; in `out` if that is given."""
+        return self._moved(data, self.base_type, self, self.permutation.forward, threads, out)
 
-    def deinterleave_rows(self, data: Any, *, threads: int | None = None) -> np.ndarray:
+    def deinterleave_rows(self, data: Any, *, threads: int | None = None, out: np.ndarray | None = None) -> np.ndarray:
         """Groups of this type, uint8[rows, row bytes], as rows of the base type; undoes `interleave_rows`."""
-        return self._moved(data, self, self.base_type, self.permutation.backward, threads)
+        return self._moved(data, self, self.base_type, self.permutation.backward, threads, out)
 
-    def _moved(self, data: Any, source: QuantType, target: QuantType, move: Any, threads: int | None) -> np.ndarray:
+    def _moved(
+        self, data: Any, source: QuantType, target: QuantType, move: Any, threads: int | None, out: np.ndarray | None
+    ) -> np.ndarray:
         data = np.ascontiguousarray(data, np.uint8)
         if data.ndim != 2 or (data.shape[1] - source.row_meta_bytes) % source.block_bytes:
             raise DataError(
@@ -360,9 +362,15 @@ class Interleaved(QuantType):
             )
         self._check_rows(len(data))
         n = (data.shape[1] - source.row_meta_bytes) // source.block_bytes * source.block_size
-        out = np.empty((len(data), target.row_bytes(n)), np.uint8)
-        jit.over_rows(lambda a, b: move(data[a:b], out[a:b]), len(data), multiple=self.interleave,
-                      threads=threads if data.nbytes > 1 << 16 else 1)  # fmt: skip
+        shape = len(data), target.row_bytes(n)
+        if out is None:
+            out = np.empty(shape, np.uint8)
+        elif out.shape != shape or out.dtype != np.uint8:
+            raise DataError(f"{target.name}: the result is uint8{shape}, not {out.dtype}{out.shape}")
+        if threads == 1 or data.nbytes <= 1 << 16:
+            move(data, out)
+            return out
+        jit.over_rows(lambda a, b: move(data[a:b], out[a:b]), len(data), multiple=self.interleave, threads=threads)
         return out
 
     def encode_rows(self, x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:

@@ -28,6 +28,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -37,9 +38,11 @@ from quantkit.files.mapping import release
 from quantkit.files.pipeline import row_ranges, spread
 from quantkit.recipe.interleaving import Selection, rename_repacked, rename_unpacked
 from quantkit.repack import row_form, to_rows, why_not
-from quantkit.runtime.placement import Placement
 from quantkit.types import QuantType
 from quantkit.types.interleave import Interleaved
+
+if TYPE_CHECKING:
+    from quantkit.runtime.placement import Placement
 
 _INTERLEAVED_NAMES = ("_r4", "_r8", "_r16")
 _PIECE_BYTES = 1 << 19  # a core's cache holds them twice

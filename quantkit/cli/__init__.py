@@ -78,9 +78,13 @@ def parser(function: Callable[..., None]) -> Any:
     """The parser that typer makes of a function: call it with a list of arguments."""
     import typer
 
+    from quantkit.cli._plain import take_plain_arguments
+
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})(function)
-    return typer.main.get_command(app)
+    command = typer.main.get_command(app)
+    take_plain_arguments(command)
+    return command
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -182,23 +182,29 @@ def places(offsets: np.ndarray, nbytes: int) -> np.ndarray:
     return found
 
 
+def _starts(ordered: np.ndarray) -> np.ndarray:
+    """Where runs of equal numbers begin. (np.unique loads numpy.ma, which takes longer than all that is done here.)"""
+    return np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+
+
 def moves(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(table, classes) of `emitted.interleave.move` to copy each bit source[i] to bit target[i].
 
     Bits are counted through words of 32. Neighbours that stay neighbours move together.
     """
-    rotation = (target - source) % 32
-    key, which = np.unique((target // 32 << 32) | (source // 32 << 5) | rotation, return_inverse=True)
-    masks = np.zeros(len(key), np.uint32)
-    np.bitwise_or.at(masks, which, np.uint32(1) << (target % 32).astype(np.uint32))
-    word, first, per_word = np.unique(key >> 32, return_index=True, return_counts=True)
+    key = np.sort((target // 32 << 42) | (source // 32 << 10) | ((target - source) % 32 << 5) | target % 32)
+    at = _starts(key >> 5)
+    masks = np.bitwise_or.reduceat(np.uint32(1) << (key & 31).astype(np.uint32), at)
+    move = key[at]
+    first = _starts(move >> 42)
+    per_word = np.diff(first, append=len(move))
     table, classes = [], []
-    for count in np.unique(per_word):
-        chosen = per_word == count
-        at = first[chosen, None] + np.arange(count)
-        each = np.stack([key[at] >> 5 & 0x7FFFFFF, key[at] & 31, masks[at]], axis=-1).reshape(len(at), -1)
-        table.append(np.hstack([word[chosen, None], each]).astype(np.uint32).ravel())
-        classes.append((count, len(at)))
+    for count in sorted(set(per_word.tolist())):
+        chosen = first[per_word == count, None] + np.arange(count)
+        each = np.stack([move[chosen] >> 10 & 0xFFFFFFFF, move[chosen] >> 5 & 31, masks[chosen]], axis=-1)
+        word = move[chosen[:, :1]] >> 42
+        table.append(np.hstack([word, each.reshape(len(chosen), -1)]).astype(np.uint32).ravel())
+        classes.append((count, len(chosen)))
     return np.concatenate(table).view(np.int32), np.array(classes, np.int64)
 
 

@@ -76,7 +76,7 @@ class Function:
         self.compiled = True
         with contextlib.suppress(OSError):  # a cache that cannot be written is done without
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(f"{path.name}.{os.getpid()}")
+            partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
             partial.write_bytes(hashlib.sha256(code).digest() + code)
             os.replace(partial, path)
         return code

@@ -71,6 +71,8 @@ class AtomicFile:
             self.stream.flush()
             if durable:
                 os.fsync(self.stream.fileno())
+            else:  # file systems of a network tell when a descriptor is closed what could not be written
+                os.close(os.dup(self.stream.fileno()))
 
     def replace(self) -> None:
         """Give the sealed file its final name. The lock is held until then."""

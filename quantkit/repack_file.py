@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from quantkit.runtime.placement import Placement
 
 _INTERLEAVED_NAMES = ("_r4", "_r8", "_r16")
-_PIECE_BYTES = 1 << 19  # a core's cache holds them twice
+_PIECE_BYTES = 2 << 20  # a few to each megabyte of tensor per thread and switch
 
 Put = Callable[[str, int, np.ndarray], None]  # what writes bytes of a tensor from a byte on: Writer.put
 _own = threading.local()  # .buffer of each thread, for what it makes

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli._runtime import repacked
+from quantkit.cli._runtime import attention_conditions, repacked
 from quantkit.errors import QuantkitError
 
 TextFile = Annotated[Path | None, typer.Option("--file", "-f", help="Text, UTF-8.", show_default=False)]
@@ -21,9 +21,6 @@ ChunkLimit = Annotated[int | None, typer.Option("--chunks", help="Evaluate at mo
 Batch = Annotated[int, typer.Option("--batch-size", "-b", help="Tokens evaluated together: whole chunks.", min=1)]
 Numerics = Annotated[
     str, typer.Option("--numerics", help="exact: decoded weights, float32 activations; fast: as generating does.")
-]
-CacheType = Annotated[
-    str | None, typer.Option("--cache-type", "-ctk", help="KV cache, f16 or f32; default: f32 if exact, else f16.")
 ]
 
 
@@ -36,7 +33,7 @@ def conditions(model: Any, n_ctx: int, chunks: int, text: str) -> dict[str, Any]
         "n_ctx": n_ctx,
         "chunks": chunks,
         "numerics": model.numerics,
-        "cache_type": model.cache_type,
+        **attention_conditions(model),
         "threads": model.threads,
         "isa": jit.isa(),
         **repacked(model),

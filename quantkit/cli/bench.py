@@ -15,9 +15,11 @@ from quantkit.cli._runtime import (
     NCpuMoe,
     OverrideTensor,
     RunTimeRepack,
+    attention_conditions,
     open_model,
     placement_flags,
     repacked,
+    with_attention,
 )
 from quantkit.cli._shared import Json, Threads, gib, print_json, table
 from quantkit.errors import QuantkitError
@@ -25,18 +27,16 @@ from quantkit.errors import QuantkitError
 FastNumerics = Annotated[
     str, typer.Option("--numerics", help="exact: float32 activations; fast: quantized where that is faster.")
 ]
-CacheType = Annotated[
-    str | None, typer.Option("--cache-type", "-ctk", "-ctv", help="f16 or f32; default: f16 if fast, f32 if exact.")
-]
 
 
+@with_attention
 def bench(
     model: Annotated[Path, typer.Argument(help="GGUF file, or any shard of one.")],
     n_prompt: Annotated[int, typer.Option("--n-prompt", "-p", help="Tokens of the prompt; 0: none.", min=0)] = 512,
     n_gen: Annotated[int, typer.Option("--n-gen", "-n", help="Tokens to generate; 0: none.", min=0)] = 128,
     repetitions: Annotated[int, typer.Option("--repetitions", "-r", help="Times; the median counts.", min=1)] = 5,
     numerics: FastNumerics = "fast",
-    cache_type: CacheType = None,
+    attention: Any = None,
     threads: Threads = None,
     gpu_layers: GpuLayers = None,
     override_tensor: OverrideTensor = None,
@@ -54,7 +54,7 @@ def bench(
     if not n_prompt and not n_gen:
         raise QuantkitError("bench with -p 0 and -n 0 measures nothing; give one of them a number of tokens")
     flags = placement_flags(gpu_layers, override_tensor, cpu_moe, n_cpu_moe)
-    loaded = open_model(model, flags, run_time_repack, numerics=numerics, threads=threads, cache_type=cache_type)
+    loaded = open_model(model, flags, run_time_repack, numerics=numerics, threads=threads, **attention)
     speeds = measure.bench(loaded, n_prompt, n_gen, repetitions)
     about = conditions(loaded) | {"repetitions": repetitions}
     if json:
@@ -71,7 +71,7 @@ def conditions(model: Any) -> dict[str, Any]:
 
     found = {
         "numerics": model.numerics,
-        "cache_type": model.cache_type,
+        **attention_conditions(model),
         "threads": model.threads,
         "isa": jit.isa(),
         "quantkit": __version__,

@@ -15,14 +15,17 @@ from quantkit.cli._runtime import (
     NCpuMoe,
     OverrideTensor,
     RunTimeRepack,
+    attention_conditions,
     open_model,
     placement_flags,
     repacked,
+    with_attention,
 )
 from quantkit.cli._shared import Json, Threads, print_json
 from quantkit.errors import QuantkitError
 
 
+@with_attention
 def generate(
     model: Annotated[Path, typer.Argument(help="GGUF file, or any shard of one.")],
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to continue.", show_default=False)] = None,
@@ -49,10 +52,7 @@ def generate(
     numerics: Annotated[
         str, typer.Option(help="exact: float32 activations; fast: quantized where that is faster.")
     ] = "fast",
-    cache_type: Annotated[
-        str | None,
-        typer.Option("--cache-type", "-ctk", "-ctv", help="f16 or f32; default: f16 if fast, f32 if exact."),
-    ] = None,
+    attention: Any = None,
     threads: Threads = None,
     gpu_layers: GpuLayers = None,
     override_tensor: OverrideTensor = None,
@@ -71,9 +71,7 @@ def generate(
     seed = secrets.randbits(32) if seed is None else seed
     sampling = Sampling(temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed)
     flags = placement_flags(gpu_layers, override_tensor, cpu_moe, n_cpu_moe)
-    loaded = open_model(
-        model, flags, run_time_repack, numerics=numerics, threads=threads, cache_type=cache_type, n_ctx=ctx_size
-    )
+    loaded = open_model(model, flags, run_time_repack, numerics=numerics, threads=threads, **attention, n_ctx=ctx_size)
     tokens = _tokens(loaded.tokenizer, text, chat, system)
     result = loaded.generate(tokens, n_predict, sampling, None if json else _show)
     if json:
@@ -130,7 +128,7 @@ def _record(path: Path, model: Any, result: Any, sampling: Any) -> dict[str, Any
         "tokens_per_second": result.predict_rate,
         "conditions": {
             "numerics": model.numerics,
-            "cache_type": model.cache_type,
+            **attention_conditions(model),
             "threads": model.threads,
             **repacked(model),
             "sampling": asdict(sampling),

@@ -11,7 +11,6 @@ import typer
 
 from quantkit.cli._evaluation import (
     Batch,
-    CacheType,
     ChunkLimit,
     Context,
     Numerics,
@@ -29,6 +28,7 @@ from quantkit.cli._runtime import (
     RunTimeRepack,
     open_model,
     placement_flags,
+    with_attention,
 )
 from quantkit.cli._shared import Json, Threads, print_json
 from quantkit.errors import QuantkitError
@@ -36,6 +36,7 @@ from quantkit.errors import QuantkitError
 _ENOUGH_FOR_A_REPORT = 100
 
 
+@with_attention
 def perplexity(
     model: Annotated[Path, typer.Argument(help="GGUF file, or any shard of one.")],
     file: TextFile = None,
@@ -54,7 +55,7 @@ def perplexity(
     ] = False,
     numerics: Numerics = "exact",
     threads: Threads = None,
-    cache_type: CacheType = None,
+    attention: Any = None,
     gpu_layers: GpuLayers = None,
     override_tensor: OverrideTensor = None,
     cpu_moe: CpuMoe = False,
@@ -68,7 +69,7 @@ def perplexity(
     is scored.
     """
     flags = placement_flags(gpu_layers, override_tensor, cpu_moe, n_cpu_moe)
-    loaded = open_model(model, flags, run_time_repack, numerics=numerics, threads=threads, cache_type=cache_type)
+    loaded = open_model(model, flags, run_time_repack, numerics=numerics, threads=threads, **attention)
     quiet = json
     if kl_divergence:
         if kl_divergence_base is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,19 +16,21 @@ from quantkit.cli._runtime import (
     RunTimeRepack,
     open_model,
     placement_flags,
+    with_attention,
 )
 from quantkit.cli._shared import Json, Threads, print_json
-from quantkit.cli.bench import CacheType, FastNumerics, bandwidth, conditions, record
+from quantkit.cli.bench import FastNumerics, bandwidth, conditions, record
 
 _HEADER = "|    PP |     TG |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |  TG GB/s |"
 
 
+@with_attention
 def sweep_bench(
     model: Annotated[Path, typer.Argument(help="GGUF file, or any shard of one.")],
     ctx_size: Annotated[int, typer.Option("--ctx-size", "-c", help="Tokens of the cache to fill.", min=5)] = 2048,
     batch_size: Annotated[int, typer.Option("--batch-size", "-b", "-ub", help="Tokens of a step.", min=4)] = 512,
     numerics: FastNumerics = "fast",
-    cache_type: CacheType = None,
+    attention: Any = None,
     threads: Threads = None,
     gpu_layers: GpuLayers = None,
     override_tensor: OverrideTensor = None,
@@ -45,9 +47,7 @@ def sweep_bench(
     from quantkit.evaluate import bench as measure
 
     flags = placement_flags(gpu_layers, override_tensor, cpu_moe, n_cpu_moe)
-    loaded = open_model(
-        model, flags, run_time_repack, numerics=numerics, threads=threads, cache_type=cache_type, n_ctx=ctx_size
-    )
+    loaded = open_model(model, flags, run_time_repack, numerics=numerics, threads=threads, **attention, n_ctx=ctx_size)
     about = conditions(loaded) | {"n_ctx": ctx_size, "n_batch": batch_size}
     rows = measure.sweep(loaded, ctx_size, batch_size)
     if json:

@@ -246,8 +246,8 @@ class Attending:
         if rows < group:
             least = -(-group // QUERIES_TOGETHER) * QUERIES_TOGETHER * row
             raise DataError(
-                f"-amb {self.work_mib}: the scores of plain attention over {n_ctx} positions take {-(-least >> 20)} MiB "
-                f"at the least with {threads} threads; allow that, take fewer positions (-c), or flash attention (-fa 1)"
+                f"-amb {self.work_mib}: plain attention's scores over {n_ctx} positions take {-(-least >> 20)} MiB "
+                f"at the least with {threads} threads; give it that, fewer positions (-c), or flash attention (-fa 1)"
             )
         return min(QUERY_ROWS, rows)
 

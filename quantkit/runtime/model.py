@@ -136,7 +136,7 @@ class Model:
         self._tables: dict[blocks.Rope, tuple[np.ndarray, np.ndarray]] = {}
         self._tokenizer: Any = None
         self._checking = False
-        self._check_attention(kind)
+        self._check_attention(kind, n_ctx)
         self._check_weights()
         self.repacked: Repacked | None = None
         if repack:
@@ -394,11 +394,11 @@ class Model:
             raise DataError(f"{self.path}: token {wrong} is not in the vocabulary of {self.vocab_size}")
         return ids
 
-    def _check_attention(self, kind: CacheType) -> None:
+    def _check_attention(self, kind: CacheType, n_ctx: int | None) -> None:
         """UnsupportedError or DataError where caches of this type, or the bound on attention's memory, do not fit."""
         hp = self.hparams
         kind.rotations(hp.head_dim_k, hp.head_dim_v)
-        self.how.query_rows(hp.n_head // hp.n_head_kv, self.n_ctx, self.threads)
+        self.how.query_rows(hp.n_head // hp.n_head_kv, n_ctx or 1, self.threads)
 
     def _check_weights(self) -> None:
         """FormatError when a tensor that the blocks name is not there or not of the shape they need.

@@ -12,14 +12,13 @@ import pytest
 
 from quantkit import types
 from quantkit.archs.blocks import Attention, HParams, Linear, Norm, Rope
-from quantkit.errors import DataError, QuantkitError, UnknownNameError, UnsupportedError
 from quantkit.jit import kernel
 from quantkit.runtime import layers
-from quantkit.runtime.cache import Cache, CacheType, cache_bytes
+from quantkit.runtime.cache import Cache, CacheType
 from quantkit.runtime.kernels import rounding
 from quantkit.runtime.kernels.cpu import attention, batch, rows
 from quantkit.runtime.kernels.cpu.walk import OpList
-from quantkit.runtime.layers import Attending, Span
+from quantkit.runtime.layers import Span
 from quantkit.simd import emitted
 from tests.runtime.other_cpus import is_other_cpu, run_tests, test_that_this_is_the_path  # noqa: F401
 
@@ -193,11 +192,11 @@ class Compiled:
         out = laid.keep(np.zeros((len(q), part.heads * part.head_dim_v), np.float32))
         scratch, stride = laid.private("s", batch.attention_scratch_bytes(self.heads, self.tokens, self.span))
         values |= {"out": out.ctypes.data, "scratch": scratch, "stride": stride}
-        for kernel, names in (
+        for operation, names in (
             (batch.rope(self.heads), batch.ROPE),
             (batch.attention(self.heads, self.tokens), batch.ATTENTION),
         ):
-            laid.add(kernel.address, names, True, **{name: values[name] for name in names})
+            laid.add(operation.address, names, True, **{name: values[name] for name in names})
         laid.run()
         return out
 
@@ -277,9 +276,7 @@ def test_attention_over_caches_of_each_type(name: str, rng: np.random.Generator)
         ((6, 2, 80, 80, 61), "f16/bf16", 150, False),
     ],
 )
-def test_attention_of_each_shape(
-    shape: tuple, kind: str, past: int, at_once: bool, rng: np.random.Generator
-) -> None:
+def test_attention_of_each_shape(shape: tuple, kind: str, past: int, at_once: bool, rng: np.random.Generator) -> None:
     hp, part = model_of(*shape)
     compare(hp, part, CacheType.parse(kind), past, at_once, rng)
 

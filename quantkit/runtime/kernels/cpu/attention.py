@@ -50,7 +50,16 @@ def rope_into(x, out, dim, cos, sin, rope_dim, step, pair, scale):
 
 @emitted("void")
 def chunk_scores(
-    e: Emit, q: Value, keys: Value, stride: int, count: Value, group: int, dim: int, kind: int, scores: Value, row: Value
+    e: Emit,
+    q: Value,
+    keys: Value,
+    stride: int,
+    count: Value,
+    group: int,
+    dim: int,
+    kind: int,
+    scores: Value,
+    row: Value,
 ) -> None:
     """scores[g, i] = q[g] . key i, for `group` queries float32[dim] and `count` keys of ggml type `kind`.
 
@@ -137,7 +146,11 @@ def attention(shape: Heads) -> Callback:
         rope_dim, step, pair = load_int(p + 48), load_int(p + 56), load_int(p + 64)
         cos = floats(load_int(p + 32) + position * rope_dim * 2, rope_dim // 2)
         sin = floats(load_int(p + 40) + position * rope_dim * 2, rope_dim // 2)
-        k_cache, v_cache, n_ctx = load_int(load_int(p + 72)), load_int(load_int(p + 72) + 8), load_int(load_int(p + 72) + 16)
+        k_cache, v_cache, n_ctx = (
+            load_int(load_int(p + 72)),
+            load_int(load_int(p + 72) + 8),
+            load_int(load_int(p + 72) + 16),
+        )
         scale, window, span = load_float(load_int(p + 88)), load_int(p + 96), load_int(p + 104)
         heads = kv_heads * group
         queries = load_int(p + 120) + thread * load_int(p + 128)

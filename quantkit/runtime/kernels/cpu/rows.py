@@ -1,7 +1,8 @@
 """Rows of a cache: floats in, floats out, and the rotation before and after.
 
-A row is one head's key or value, `Heads` what the kernels of attention are made for. `keep` writes what `rounding.encode` gives, to the byte; `row_floats` reads the types
-through the descriptions that weights are read by. Types are ggml type ids, constants where the code is made.
+A row is one head's key or value, `Heads` what the kernels of attention are made for. `keep` writes what
+`rounding.encode` gives, to the byte; `row_floats` reads the types through the descriptions that weights are read by.
+Types are ggml type ids, constants where the code is made.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from quantkit.types import layout
 
 NAMES = {layout(name).ggml_type: name for name in rounding.FLOATS + rounding.QUANTIZED}
 _FLOATS16, _FLOATS32 = vector(16, F32), vector(32, F32)
+
 
 class Heads(NamedTuple):
     """`group` query heads share a key/value head; dimensions are multiples of 16, of 32 for quantized rows."""
@@ -201,7 +203,7 @@ def keep(e: Emit, ggml_type: int, x: Value, dim: int, row: Value) -> None:
 
 @emitted("void")
 def rotate(e: Emit, x: Value, dim: Value, block: int) -> None:
-    """Every `block` of `dim` floats times `rounding.rotation(block)`, in place; a power of two from 16 on, or 0: none."""
+    """Every `block` (16, 32, … 512; 0: none) of `dim` floats times `rounding.rotation(block)`, in place."""
     if not block:
         return
     with e.loop(0, dim, block) as first:

@@ -66,7 +66,12 @@ def sweep_bench(
     about["warmup"] = "a batch" if warmup_batch else "a token"
     print(f"{model}: {said(about, memory)}", file=sys.stderr)
     rows, steps = [], []
-    how = {"n_generate": n_predict, "repeat": repeat, "stride": sweep_stride, "warmup_batch": warmup_batch}
+    how: dict[str, Any] = {
+        "n_generate": n_predict,
+        "repeat": repeat,
+        "stride": sweep_stride,
+        "warmup_batch": warmup_batch,
+    }
     for row in measure.sweep(loaded, ctx_size, batch_size, **how):
         rows.append(row)
         steps.append(_step(*row, memory))

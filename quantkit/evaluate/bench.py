@@ -1,10 +1,11 @@
-"""How fast a model runs: prompts and generation, at an empty cache (`bench`) and as it fills (`sweep`).
+"""How fast a model runs: prompts and generation at chosen depths (`bench`), and as the cache fills (`sweep`).
 
     tokens/s   prompt: tokens of one batch over its time, logits of the last only; generation: one token at a time
-    GB/s       generation: bytes read for a token, weights and filled cache, times tokens/s. Beside what the memory
-               can deliver it tells how much there is left to gain.
+    GB/s       generation: bytes read for a token, weights and filled cache, times tokens/s
+    share      that, of what summing the model's own bytes reaches with the same threads (`read_speed`): the bound of
+               generation is the speed of memory, or of the cache that a small model fits into
 
-Times are medians over repeats, after one that does not count (kernels compile, pages of the file come in).
+Times are medians over repeats, after a warm-up that does not count (kernels compile, pages of the file come in).
 Token ids are random: what is computed does not depend on them.
 """
 
@@ -12,29 +13,62 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from quantkit import jit
 from quantkit.archs import blocks
 from quantkit.errors import DataError
+
+_PIECE = 1 << 22  # bytes that a thread reads at a time
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is timed: `prompt` tokens at once, then `generate` one by one, with `depth` in the cache before them.
+
+    `name` is as llama-bench spells it: pp512, tg128, pp512+tg128, and behind an @ what is in the cache but not timed.
+    """
+
+    prompt: int
+    generate: int
+    depth: int = 0
+
+    @property
+    def name(self) -> str:
+        parts = [f"pp{self.prompt}"] * bool(self.prompt) + [f"tg{self.generate}"] * bool(self.generate)
+        return "+".join(parts) + (f"@pp{self.depth}" if self.depth else "")
+
+    @property
+    def n_ctx(self) -> int:
+        return self.depth + self.prompt + self.generate
 
 
 @dataclass(frozen=True)
 class Speed:
-    """A row of a bench: `tokens` run in `seconds` (median) with `n_kv` in the cache before them."""
+    """A row of a bench: `tokens` run in `samples` seconds, one a repeat, with `n_kv` in the cache before them."""
 
-    test: str  # "pp512", "tg128"
+    test: str
     n_kv: int
     tokens: int
-    seconds: float
-    bytes_read: int | None = None  # per token
+    samples: tuple[float, ...]
+    bytes_read: int | None = None  # per token, of generation
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.samples)
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
+
+    @property
+    def deviation(self) -> float:
+        """Sample standard deviation of tokens/s over the repeats; 0 for one."""
+        return statistics.stdev(self.tokens / s for s in self.samples) if len(self.samples) > 1 else 0.0
 
     @property
     def gb_per_second(self) -> float | None:
@@ -57,38 +91,95 @@ def bytes_per_token(model: Any, n_kv: int) -> int:
     return weights + n_kv * cache.nbytes
 
 
-def bench(model: Any, n_prompt: int, n_generate: int, repeat: int, seed: int = 0) -> list[Speed]:
-    """Speed of a prompt of `n_prompt` tokens, and of `n_generate` tokens, each from an empty cache; 0: left out."""
-    tokens = np.random.default_rng(seed).integers(0, model.vocab_size, max(n_prompt, n_generate))
-    cache = model.new_cache(max(n_prompt, n_generate))
-    found = []
-    if n_prompt:
-        seconds = [_prompt(model, cache, tokens[:n_prompt], 0) for _ in range(repeat + 1)][1:]
-        found.append(Speed(f"pp{n_prompt}", 0, n_prompt, statistics.median(seconds)))
-    if n_generate:
-        seconds = [_generation(model, cache, tokens[:n_generate], 0) for _ in range(repeat + 1)][1:]
-        read = bytes_per_token(model, n_generate // 2)
-        found.append(Speed(f"tg{n_generate}", 0, n_generate, statistics.median(seconds), read))
-    return found
+@jit.kernel
+def _sum(words):
+    total = np.uint64(0)
+    for i in range(len(words)):
+        total += words[i]
+    return total
 
 
-def sweep(model: Any, n_ctx: int, n_batch: int, seed: int = 0) -> Iterator[tuple[Speed, Speed]]:
-    """While a cache of `n_ctx` fills in steps of `n_batch`: the speed of each, and of n_batch / 4 tokens before it."""
-    n_generate = max(1, n_batch // 4)
+def read_speed(model: Any, repeat: int = 3) -> float:
+    """Bytes/s at which the model's threads sum its weights with vector instructions; the best of `repeat` passes."""
+    pieces = []
+    for tensor in model.weights.values():
+        data = tensor.data.reshape(-1)
+        data = data[: data.size // 8 * 8].view(np.uint64)
+        pieces += [data[i : i + _PIECE // 8] for i in range(0, len(data), _PIECE // 8)]
+
+    def task(start: int, stop: int) -> None:
+        for piece in pieces[start:stop]:
+            _sum(jit.readonly(piece))
+
+    seconds = []
+    for _ in range(repeat + 1):
+        begin = time.perf_counter()
+        jit.over_rows(task, len(pieces), threads=model.threads, pieces=16)
+        seconds.append(time.perf_counter() - begin)
+    return sum(piece.nbytes for piece in pieces) / min(seconds[1:])
+
+
+def bench(model: Any, cases: Sequence[Case], repeat: int, *, warmup: bool = True, seed: int = 0) -> Iterator[Speed]:
+    """The speed of each case, in turn: `repeat` samples, with `warmup` after one that is not counted."""
+    longest = max(case.n_ctx for case in cases)
+    tokens = np.random.default_rng(seed).integers(0, model.vocab_size, longest)
+    cache = model.new_cache(longest)
+    for case in cases:
+        if case.depth:
+            _prompt(model, cache, tokens[: case.depth], 0)
+        samples = [_run(model, cache, case, tokens) for _ in range(repeat + warmup)][warmup:]
+        read = None if case.prompt else bytes_per_token(model, case.depth + case.generate // 2)
+        yield Speed(case.name, case.depth, case.prompt + case.generate, tuple(samples), read)
+
+
+def sweep(
+    model: Any,
+    n_ctx: int,
+    n_batch: int,
+    *,
+    n_generate: int = 0,
+    repeat: int = 1,
+    stride: int = 1,
+    warmup_batch: bool = False,
+    seed: int = 0,
+) -> Iterator[tuple[Speed, Speed]]:
+    """While a cache of `n_ctx` fills in steps of `n_batch`: the speed of each, and of generating at the same place.
+
+    n_generate     tokens of that, n_batch / 4 without; the prompt then takes their place
+    repeat         times that both are timed at each place
+    stride         every which step is timed; the others only fill the cache
+    warmup_batch   warm up by a whole batch and not by one token
+    """
+    n_generate = n_generate or max(1, n_batch // 4)
     if n_batch + n_generate > n_ctx:
         raise DataError(f"a context of {n_ctx} has no room for a batch of {n_batch} and {n_generate} tokens after it")
-    tokens = np.random.default_rng(seed).integers(0, model.vocab_size, n_batch)
+    tokens = np.random.default_rng(seed).integers(0, model.vocab_size, max(n_batch, n_generate))
     cache = model.new_cache(n_ctx)
-    _prompt(model, cache, tokens, 0)
     _generation(model, cache, tokens[:1], 0)
-    for n_kv in range(0, n_ctx - n_batch - n_generate + 1, n_batch):
-        generated = _generation(model, cache, tokens[:n_generate], n_kv)
-        filled = _prompt(model, cache, tokens, n_kv)
+    if warmup_batch:
+        _prompt(model, cache, tokens[:n_batch], 0)
+    for step, n_kv in enumerate(range(0, n_ctx - max(n_batch, n_generate) + 1, n_batch)):
+        if step % stride:
+            _prompt(model, cache, tokens[:n_batch], n_kv)
+            continue
+        generated = tuple(_generation(model, cache, tokens[:n_generate], n_kv) for _ in range(repeat))
+        filled = tuple(_prompt(model, cache, tokens[:n_batch], n_kv) for _ in range(repeat))
         read = bytes_per_token(model, n_kv + n_generate // 2)
         yield (
             Speed(f"pp{n_batch}", n_kv, n_batch, filled),
             Speed(f"tg{n_generate}", n_kv, n_generate, generated, read),
         )
+
+
+def _run(model: Any, cache: Any, case: Case, tokens: np.ndarray) -> float:
+    """Seconds of a case; what the cache holds before its depth stays."""
+    seconds, at = 0.0, case.depth
+    if case.prompt:
+        seconds += _prompt(model, cache, tokens[at : at + case.prompt], at)
+    if case.generate:
+        at += case.prompt
+        seconds += _generation(model, cache, tokens[at : at + case.generate], at)
+    return seconds
 
 
 def _prompt(model: Any, cache: Any, tokens: np.ndarray, n_kv: int) -> float:

@@ -17,7 +17,7 @@ import numpy as np
 
 from quantkit.errors import DataError
 from quantkit.evaluate import kld
-from quantkit.evaluate.bench import bench
+from quantkit.evaluate.bench import Case, bench
 from quantkit.evaluate.kld import Divergence, Estimate, percentile
 from quantkit.evaluate.perplexity import perplexity
 from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, chunked
@@ -128,7 +128,7 @@ def size_of(path: Path) -> tuple[int, float]:
 
 def throughput(model: Any, n_prompt: int = 512, n_generate: int = 64, repeat: int = 3) -> Throughput:
     """A prompt of random tokens and single tokens, each from an empty cache; medians."""
-    prompt, generation = bench(model, min(n_prompt, model.n_ctx_train), n_generate, repeat)
+    prompt, generation = bench(model, [Case(min(n_prompt, model.n_ctx_train), 0), Case(0, n_generate)], repeat)
     return Throughput(prompt.tokens_per_second, generation.tokens_per_second)
 
 

@@ -1,4 +1,4 @@
-"""One picture of a comparison: divergence against size, and how divergence is spread over the tokens.
+"""Pictures: of a comparison, divergence against size and its spread over the tokens; of a sweep, speed against depth.
 
 matplotlib is an extra; `MissingPlots` says how to get it.
 """
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from quantkit.errors import QuantkitError
+from quantkit.evaluate.bench import Speed
 from quantkit.evaluate.compare import Candidate
 from quantkit.evaluate.kld import Divergence, percentile
 
@@ -34,19 +35,48 @@ def require_matplotlib() -> None:
 def plot(path: str | os.PathLike[str], candidates: Sequence[Candidate], title: str) -> None:
     """Write a picture (PNG, SVG or PDF by the name's ending) of the candidates that have a divergence."""
     require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     points = _points(candidates)
     if not points:
         raise QuantkitError(f"{path}: nothing to draw, no model was compared with the reference")
-    figure = Figure(figsize=(12.5, 5.4), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(title, 5.4)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
     _draw_sizes(left, points)
     _draw_spread(right, points)
-    figure.suptitle(title, fontsize=11)
     figure.savefig(path)
+
+
+def plot_sweep(path: str | os.PathLike[str], rows: Sequence[tuple[Speed, Speed]], memory: float, title: str) -> None:
+    """Write a picture of a sweep: tokens/s of prompts and of generation against what the cache holds before them.
+
+    `memory` is the speed of memory in bytes/s; under it lies what generation could reach if it did nothing but read.
+    """
+    require_matplotlib()
+    figure = _figure(title, 4.6)
+    depth = [prompt.n_kv for prompt, _ in rows]
+    for axes, side, name in zip(figure.subplots(1, 2), zip(*rows), ("Prompt", "Generation")):
+        values = [speed.tokens_per_second for speed in side]
+        axes.errorbar(depth, values, yerr=[s.deviation for s in side], color=_COLOURS[0], marker="o", markersize=4,
+                      capsize=3, label=f"{side[0].tokens} tokens, measured")  # fmt: skip
+        if side[0].bytes_read:
+            bound = [memory / speed.bytes_read for speed in side]
+            axes.plot(depth, bound, color="#999999", linestyle=":", label="the same bytes at the speed of memory")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("tokens in the cache before (N_KV)")
+        axes.set_ylabel("tokens/s")
+        axes.set_title(name, fontsize=10)
+        axes.legend(fontsize=8.5, frameon=False, loc="lower left")
+        _quiet(axes)
+    figure.savefig(path)
+
+
+def _figure(title: str, height: float) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12.5, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=11)
+    return figure
 
 
 @dataclass

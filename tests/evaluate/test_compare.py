@@ -8,7 +8,7 @@ import pytest
 from quantkit import types
 from quantkit.errors import QuantkitError
 from quantkit.evaluate import compare, plots
-from quantkit.evaluate.bench import Speed
+from quantkit.evaluate.bench import Case, Speed
 from quantkit.files.gguf import Metadata, TensorSpec, Writer
 from tests.evaluate.fake import FakeModel
 
@@ -90,8 +90,8 @@ def test_throughput_is_the_bench_s(monkeypatch):
 
     def bench(*args):
         asked.append(args)
-        return [Speed("pp64", 0, 64, 0.5), Speed("tg64", 0, 64, 4.0)]
+        return [Speed("pp64", 0, 64, (0.5,)), Speed("tg64", 0, 64, (4.0, 3.0, 5.0))]
 
     monkeypatch.setattr(compare, "bench", bench)
     assert compare.throughput(model, repeat=2) == (128, 16)
-    assert asked == [(model, 64, 64, 2)]
+    assert asked == [(model, [Case(64, 0), Case(0, 64)], 2)]

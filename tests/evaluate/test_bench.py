@@ -1,0 +1,106 @@
+"""Benches: which tokens run where, what counts, what is read."""
+
+from __future__ import annotations
+
+import types as std
+
+import numpy as np
+import pytest
+
+from quantkit.errors import DataError
+from quantkit.evaluate import bench, plots
+from quantkit.evaluate.bench import Case, Speed
+
+
+class Recorder:
+    """A model that remembers (tokens in the cache before, tokens run) of each call; a token takes a second."""
+
+    vocab_size = 11
+
+    def __init__(self, monkeypatch):
+        self.calls: list[tuple[int, int]] = []
+        self.now = 0.0
+        self.threads = 2
+        embedding = std.SimpleNamespace(nbytes=1100)
+        self.weights = {"token_embd.weight": embedding, "blk.0.ffn_up.weight": std.SimpleNamespace(nbytes=500)}
+        output = std.SimpleNamespace(weight="token_embd.weight")
+        self.head = std.SimpleNamespace(embedding="token_embd.weight", output=output)
+        self.blocks = ()
+        monkeypatch.setattr(bench.time, "perf_counter", lambda: self.now)
+
+    def new_cache(self, n_ctx):
+        return std.SimpleNamespace(length=0, room=n_ctx, nbytes=7 * n_ctx)
+
+    def forward(self, tokens, cache, logits):
+        assert logits == "last"
+        assert cache.length + len(tokens) <= cache.room
+        self.calls.append((cache.length, len(tokens)))
+        cache.length += len(tokens)
+        self.now += len(tokens)
+
+
+def test_cases_are_named_as_llama_bench_names_them():
+    assert [Case(512, 0).name, Case(0, 128).name, Case(64, 8).name, Case(0, 4, 2048).name] == [
+        "pp512", "tg128", "pp64+tg8", "tg4@pp2048"
+    ]  # fmt: skip
+
+
+def test_a_bench_warms_up_and_times_at_its_depth(monkeypatch):
+    model = Recorder(monkeypatch)
+    prompt, generation = bench.bench(model, [Case(3, 0), Case(0, 2, 4)], 2)
+    once = [(4, 1), (5, 1)]
+    assert model.calls == [(0, 3)] * 3 + [(0, 4)] + once * 3
+    assert prompt == Speed("pp3", 0, 3, (3.0, 3.0))
+    assert generation == Speed("tg2@pp4", 4, 2, (2.0, 2.0), 1100 + 500 + 7 * 5)
+    assert generation.tokens_per_second == 1
+    assert generation.gb_per_second == pytest.approx(1635e-9)
+
+
+def test_a_prompt_and_its_answer_are_timed_together(monkeypatch):
+    model = Recorder(monkeypatch)
+    (speed,) = bench.bench(model, [Case(3, 2)], 1, warmup=False)
+    assert model.calls == [(0, 3), (3, 1), (4, 1)]
+    assert (speed.tokens, speed.seconds, speed.bytes_read) == (5, 5, None)
+
+
+def test_a_sweep_generates_then_fills_at_each_place(monkeypatch):
+    model = Recorder(monkeypatch)
+    rows = list(bench.sweep(model, 12, 4, repeat=2, stride=2, warmup_batch=True))
+    warm = [(0, 1), (0, 4)]
+    assert model.calls == [*warm, *[(0, 1)] * 2, *[(0, 4)] * 2, (4, 4), *[(8, 1)] * 2, *[(8, 4)] * 2]
+    assert [(p.test, p.n_kv, g.test, g.n_kv) for p, g in rows] == [("pp4", 0, "tg1", 0), ("pp4", 8, "tg1", 8)]
+
+
+def test_a_sweep_generates_as_many_as_asked(monkeypatch):
+    model = Recorder(monkeypatch)
+    rows = list(bench.sweep(model, 9, 4, n_generate=5))
+    assert [(p.tokens, g.tokens, g.n_kv) for p, g in rows] == [(4, 5, 0), (4, 5, 4)]
+    with pytest.raises(DataError, match="a context of 8 has no room for a batch of 4 and 5 tokens"):
+        next(bench.sweep(model, 8, 4, n_generate=5))
+
+
+def test_medians_and_deviation():
+    speed = Speed("tg8", 0, 8, (1.0, 4.0, 2.0))
+    assert (speed.seconds, speed.tokens_per_second) == (2, 4)
+    assert speed.deviation == pytest.approx(np.std([8, 2, 4], ddof=1))
+    assert Speed("tg8", 0, 8, (1.0,)).deviation == 0
+
+
+def test_what_is_read_is_all_bytes_of_the_weights(monkeypatch):
+    rng = np.random.default_rng(0)
+    data = [rng.integers(0, 256, size, np.uint8) for size in ((3, 9), (1 << 20, 9))]
+    model = std.SimpleNamespace(weights={i: std.SimpleNamespace(data=d) for i, d in enumerate(data)}, threads=2)
+    seen = []
+    total = bench._sum
+    monkeypatch.setattr(bench, "_sum", lambda words: seen.append(int(total(words))))
+    assert bench.read_speed(model, repeat=1) > 0
+    words = [d.reshape(-1)[: d.size // 8 * 8].view(np.uint64) for d in data]
+    expected = sum(int(w.sum()) for w in words)
+    assert sum(seen) % 2**64 == 2 * expected % 2**64  # the warm-up and the pass
+
+
+def test_a_picture_of_a_sweep(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [(Speed("pp8", n, 8, (1.0, 2.0)), Speed("tg2", n, 2, (1.0, 1.5), 100)) for n in (0, 8)]
+    plots.plot_sweep(tmp_path / "sweep.svg", rows, 1e3, "tiny")
+    assert (tmp_path / "sweep.svg").stat().st_size > 5000

@@ -49,7 +49,7 @@ from quantkit.repack_file import Repacking, plan_repack
 
 ROWS, COLUMNS = 14336, 4096
 COMMAND = (
-    "import sys; from quantkit.cli import main; status = main(sys.argv[1:]); "
+    "import sys; from quantkit.cli import main; status = main(); "
     "print(*[line for line in open('/proc/self/status') if line.startswith('VmHWM')]); sys.exit(status)"
 )
 

@@ -4,6 +4,7 @@ Nothing here imports numba until the first kernel runs, so a module full of kern
 
     @kernel                      a function compiled for each new set of argument types, GIL released, no Python inside
     @callback("void(int64)")     the same as a C function with one signature; `.address` is what an op list holds
+    (machine.py                  C functions that need no numba at all)
     over_rows(task, rows)        task(start, stop) on several threads
     isa()                        "avx512vnni", "avx512", "avx2" or "generic": the code path the SIMD kernels take
 
@@ -24,11 +25,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import QuantkitError
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
 
 NOTICE_AFTER_SECONDS = 2.0
 _PACKAGE = __name__.partition(".")[0]
@@ -36,17 +39,20 @@ _PACKAGE = __name__.partition(".")[0]
 # ----------------------------------------------------------------------------------------------------------- the cache
 
 
+def cache_root() -> Path:
+    """Where compiled code lives: `$QUANTKIT_CACHE_DIR`, or `quantkit` in the user's cache folder."""
+    if root := os.environ.get("QUANTKIT_CACHE_DIR"):
+        return Path(root)
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / _PACKAGE
+
+
 def cache_directory() -> Path:
-    """Where compiled kernels live: `$QUANTKIT_CACHE_DIR`, or `quantkit` in the user's cache folder.
+    """Where numba keeps kernels: a folder per numba version and target CPU.
 
-    One folder per numba version and target CPU; numba's own index adds the exact CPU features to each entry's key.
+    numba's own index adds the exact CPU features to each entry's key.
     """
-    root = os.environ.get("QUANTKIT_CACHE_DIR")
-    if not root:
-        root = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), _PACKAGE)
-    import numba
-
-    return Path(root) / f"numba-{numba.__version__}-py{sys.version_info[0]}{sys.version_info[1]}-{_cpu_name()}"
+    version, python = _numba().__version__, f"py{sys.version_info[0]}{sys.version_info[1]}"
+    return cache_root() / f"numba-{version}-{python}-{target_cpu()[0]}"
 
 
 def _module_source(name: str) -> Path | None:
@@ -224,8 +230,7 @@ class Kernel:
     @functools.cached_property
     def dispatcher(self) -> Any:
         with _materialize:
-            import numba
-
+            numba = _numba()
             _install_notice()
             options = dict(self.options)
             options.pop("nopython")
@@ -300,31 +305,46 @@ _AVX2_CPUS = ("haswell", "broadwell", "skylake", "core-avx2", "core-avx-i", "ald
               "arrowlake", "lunarlake", "znver1", "znver2", "znver3", "x86-64-v3")  # fmt: skip
 
 
-def _cpu_name() -> str:
-    from numba.core import config
+@functools.cache
+def target_cpu() -> tuple[str, str]:
+    """Name of the CPU that code is generated for and its features as LLVM reads them ("+avx2,-avx512f").
 
-    if config.CPU_NAME:
-        return str(config.CPU_NAME)
-    from llvmlite import binding
-
-    return binding.get_host_cpu_name()
+    The host, or what NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say; a name alone stands for all that CPUs so called have.
+    """
+    name, features = os.environ.get("NUMBA_CPU_NAME"), os.environ.get("NUMBA_CPU_FEATURES")
+    if name or features:
+        return name or _binding().get_host_cpu_name(), features or ""
+    return _binding().get_host_cpu_name(), _binding().get_host_cpu_features().flatten()
 
 
 @functools.cache
 def cpu_features() -> frozenset[str]:
-    """Features of the CPU that numba generates code for: the host, or what NUMBA_CPU_NAME/_FEATURES say."""
-    from numba.core import config
+    """Features of the CPU that code is generated for; of a CPU given by name those that choose between kernels."""
+    name, features = target_cpu()
+    if features:
+        return frozenset(part[1:] for part in features.split(",") if part.startswith("+"))
+    vnni = {"avx512vnni"} if name.startswith(_VNNI_CPUS) else set()
+    wide = {"avx512f", "avx512bw", "avx512vl", "avx512dq"} if vnni or name in _AVX512_CPUS else set()
+    return frozenset(vnni | wide | ({"avx2", "fma", "f16c"} if wide or name in _AVX2_CPUS else set()))
 
-    if config.CPU_FEATURES:
-        return frozenset(part[1:] for part in str(config.CPU_FEATURES).split(",") if part.startswith("+"))
-    if config.CPU_NAME:
-        name = str(config.CPU_NAME)
-        vnni = {"avx512vnni"} if name.startswith(_VNNI_CPUS) else set()
-        wide = {"avx512f", "avx512bw", "avx512vl", "avx512dq"} if vnni or name in _AVX512_CPUS else set()
-        return frozenset(vnni | wide | ({"avx2", "fma", "f16c"} if wide or name in _AVX2_CPUS else set()))
+
+def _binding() -> Any:
     from llvmlite import binding
 
-    return frozenset(name for name, present in binding.get_host_cpu_features().items() if present)
+    return binding
+
+
+def _numba() -> Any:
+    """numba, which must make code for the CPU that `isa` speaks of. Its configuration file could name another one."""
+    import numba
+
+    asked, configured = os.environ.get("NUMBA_CPU_NAME") or None, numba.config.CPU_NAME
+    if asked != configured:
+        raise QuantkitError(
+            f"numba is configured for the CPU {configured}, NUMBA_CPU_NAME says {asked or 'nothing'}; remove cpu_name "
+            "from .numba_config.yaml, or set the variable to it"
+        )
+    return numba
 
 
 @functools.cache
@@ -358,6 +378,8 @@ def default_threads() -> int:
 
 @functools.cache
 def _pool(threads: int) -> ThreadPoolExecutor:
+    from concurrent.futures import ThreadPoolExecutor
+
     return ThreadPoolExecutor(threads, thread_name_prefix="quantkit")
 
 

@@ -11,31 +11,44 @@ repacked file gives the file there was.
 Rows of Q8_KV_R8 take 4 + n bytes, as readers expect and as direct quantization writes them. What the reference repacks
 from Q8_KV keeps the 8 + n of the base type, and every reader is lost after the first group (spec/repack.md 11.1).
 
-The loop goes at the speed of memory, so pieces are small enough to stay in a core's cache, and pages of the input are
-let go of behind it: the peak of memory does not grow with the file.
+The loop goes at the speed of memory: the input is mapped, the output written. Each thread takes a piece, interleaves it
+into a buffer of its own and writes that at its place, so what it writes is still in the core's cache, no memory is
+cleared for it, and no thread waits for another. Pages of the input are let go of behind: the peak of memory does not
+grow with the file.
+
+The output is not synced to the disk before it gets its name, which would take as long as all the rest: it can be made
+again from its input, and `cp` does not do it either (files/stream.py says what that means).
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quantkit.files.atomic import refuse_inputs
 from quantkit.files.gguf import GGUF, Metadata, Tensor, TensorSpec, Writer
 from quantkit.files.mapping import release
-from quantkit.files.pipeline import Job, pump, row_ranges
+from quantkit.files.pipeline import row_ranges, spread
 from quantkit.recipe.interleaving import Selection, rename_repacked, rename_unpacked
 from quantkit.repack import row_form, to_rows, why_not
-from quantkit.runtime.placement import Placement
 from quantkit.types import QuantType
 from quantkit.types.interleave import Interleaved
 
+if TYPE_CHECKING:
+    from quantkit.runtime.placement import Placement
+
 _INTERLEAVED_NAMES = ("_r4", "_r8", "_r16")
+_PIECE_BYTES = 2 << 20  # a few to each megabyte of tensor per thread and switch
+
+Put = Callable[[str, int, np.ndarray], None]  # what writes bytes of a tensor from a byte on: Writer.put
+_own = threading.local()  # .buffer of each thread, for what it makes
 
 
 @dataclass(frozen=True)
@@ -54,21 +67,31 @@ class Change:
     def spec(self) -> TensorSpec:
         return TensorSpec(self.tensor.name, self.tensor.shape, self.type)
 
-    def jobs(self) -> Iterator[Job]:
-        """The new bytes, in pieces."""
+    def tasks(self, put: Put) -> Iterator[Callable[[], int]]:
+        """What makes the new bytes and puts them in their place, in pieces; each returns how many there were."""
         for start, stop in _ranges(self.tensor, max(self.type.interleave, self.tensor.type.interleave)):
-            yield self.tensor.name, functools.partial(self._rows, start, stop)
+            yield functools.partial(self._move, start, stop, put)
 
-    def _rows(self, start: int, stop: int) -> np.ndarray:
+    def _move(self, start: int, stop: int, put: Put) -> int:
         data = self.tensor.rows(start, stop)
-        if not self.changed:
-            return data
-        if isinstance(self.type, Interleaved):
-            made = self.type.interleave_rows(data, threads=1)
-        else:
-            made = to_rows(self.tensor.type, data, self.tensor.shape[-1], threads=1)
+        made = self._changed(data) if self.changed else data
+        put(self.tensor.name, start * made.shape[-1], made)
         release(data)
-        return made
+        return made.nbytes
+
+    def _changed(self, data: np.ndarray) -> np.ndarray:
+        """Rows in the new type, in this thread's buffer."""
+        n = self.tensor.shape[-1]
+        out = _buffer(len(data) * self.type.row_bytes(n)).reshape(len(data), -1)
+        if isinstance(self.type, Interleaved):
+            return self.type.interleave_rows(data, threads=1, out=out)
+        return to_rows(self.tensor.type, data, n, threads=1, out=out)
+
+
+def _buffer(nbytes: int) -> np.ndarray:
+    if not hasattr(_own, "buffer") or _own.buffer.size < nbytes:
+        _own.buffer = np.empty(nbytes, np.uint8)
+    return _own.buffer[:nbytes]
 
 
 @dataclass(frozen=True)
@@ -145,16 +168,18 @@ def write(
     """
     shards = job.source.shards if keep_split else None
     specs = [change.spec for change in job.changes]
-    with Writer(out, job.metadata, specs, split_max_bytes, split_max_tensors, shards) as writer:
+    with Writer(out, job.metadata, specs, split_max_bytes, split_max_tensors, shards, durable=False) as writer:
         refuse_inputs(writer.paths, job.source.paths)
-        jobs = (piece for change in job.changes for piece in change.jobs())
-        pump(jobs, writer.write, job.nbytes, threads=threads, progress=progress)
+        tasks = (task for change in job.changes for task in change.tasks(writer.put))
+        spread(tasks, job.nbytes, threads=threads, progress=progress)
         return list(writer.paths)
 
 
 def _ranges(tensor: Tensor, step: int) -> Iterator[tuple[int, int]]:
     """Ranges of rows. A group never straddles two experts: each has whole groups of rows."""
-    return row_ranges(tensor.shape, step) if len(tensor.shape) > 1 else iter([(0, 1)])
+    if len(tensor.shape) == 1:
+        return iter([(0, 1)])
+    return row_ranges(tensor.shape, step, _PIECE_BYTES * tensor.shape[-1] // tensor.row_bytes)
 
 
 def _obstacle(tensor: Tensor) -> str:

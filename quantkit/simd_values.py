@@ -1,14 +1,13 @@
-"""The values of SIMD code: LLVM's, with Python's operators. What makes them is `simd.Emit`."""
+"""The values of SIMD code: LLVM's, with Python's operators. What makes them is `emit.Emit`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
 from llvmlite import ir
-from numba.core import cgutils
 
 if TYPE_CHECKING:
-    from quantkit.simd import Emit
+    from quantkit.emit import Emit
 
 IntType: TypeAlias = ir.IntType
 I8, I16, I32, I64 = (IntType(bits) for bits in (8, 16, 32, 64))
@@ -125,7 +124,8 @@ class Variable:
 
     def __init__(self, emit: Emit, first: Value):
         self._emit = emit
-        self._slot = cgutils.alloca_once(emit.builder, first.type)
+        with emit.builder.goto_entry_block():  # once, though the variable may be in a loop
+            self._slot = emit.builder.alloca(first.type)
         self.set(first)
 
     def get(self) -> Value:

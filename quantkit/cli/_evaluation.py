@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli._runtime import repacked
+from quantkit.cli import _runtime
 from quantkit.errors import QuantkitError
 
 TextFile = Annotated[Path | None, typer.Option("--file", "-f", help="Text, UTF-8.", show_default=False)]
@@ -22,25 +22,15 @@ Batch = Annotated[int, typer.Option("--batch-size", "-b", help="Tokens evaluated
 Numerics = Annotated[
     str, typer.Option("--numerics", help="exact: decoded weights, float32 activations; fast: as generating does.")
 ]
-CacheType = Annotated[
-    str | None, typer.Option("--cache-type", "-ctk", help="KV cache, f16 or f32; default: f32 if exact, else f16.")
-]
 
 
 def conditions(model: Any, n_ctx: int, chunks: int, text: str) -> dict[str, Any]:
     """All that a figure depends on besides the file, for people and for JSON."""
-    from quantkit import __version__, jit
-
     return {
         "text": text,
         "n_ctx": n_ctx,
         "chunks": chunks,
-        "numerics": model.numerics,
-        "cache_type": model.cache_type,
-        "threads": model.threads,
-        "isa": jit.isa(),
-        **repacked(model),
-        "quantkit": __version__,
+        **_runtime.conditions(model),
         "numpy": importlib.metadata.version("numpy"),
         "numba": importlib.metadata.version("numba"),
         "python": platform.python_version(),

@@ -1,14 +1,20 @@
-"""What the commands that run a model share: options of placement and repacking, opening it, what they say of that."""
+"""What the commands that run a model share: options, opening it, what they say of that."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
+import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quantkit.cli._shared import mib
+from quantkit.errors import UnknownNameError
 
 if TYPE_CHECKING:
     from quantkit.runtime.placement import Flags
@@ -30,34 +36,213 @@ CpuMoe = Annotated[bool, typer.Option("--cpu-moe", "-cmoe", help="All experts on
 NCpuMoe = Annotated[
     int, typer.Option("--n-cpu-moe", "-ncmoe", help="Experts of so many layers, the last ones, on the CPU.", min=0)
 ]
-RunTimeRepack = Annotated[
-    bool, typer.Option("--run-time-repack", "-rtr", help="Interleave rows in memory, as `repack` does in a file.")
-]
 
-FusedMoe = Annotated[
-    bool,
-    typer.Option("--fused-moe/--no-fused-moe", "-fmoe/-no-fmoe", help="Gate, up and activation of experts at once."),
-]
-ExpertReduction = Annotated[
-    str | None,
-    typer.Option(
-        "--smart-expert-reduction",
-        "-ser",
-        metavar="K,t",
-        help="Of the experts of a token the first K, others only above t times the first one's probability.",
+
+_OPTIONS: dict[str, tuple[Any, Any]] = {  # of every command that runs a model, with their defaults
+    "gpu_layers": (GpuLayers, None),
+    "override_tensor": (OverrideTensor, None),
+    "cpu_moe": (CpuMoe, False),
+    "n_cpu_moe": (NCpuMoe, 0),
+    "run_time_repack": (
+        Annotated[
+            bool,
+            typer.Option("--run-time-repack", "-rtr", help="Interleave rows in memory, as `repack` does in a file."),
+        ],
+        False,
     ),
-]
+    "fused_moe": (
+        Annotated[
+            bool,
+            typer.Option(
+                "--fused-moe/--no-fused-moe", "-fmoe/-no-fmoe", help="Gate, up and activation of experts at once."
+            ),
+        ],
+        True,
+    ),
+    "smart_expert_reduction": (
+        Annotated[
+            str | None,
+            typer.Option(
+                "--smart-expert-reduction",
+                "-ser",
+                metavar="K,t",
+                help="Of the experts of a token the first K, others only above t times the first one's probability.",
+            ),
+        ],
+        None,
+    ),
+    "cache_type": (
+        Annotated[
+            str | None,
+            typer.Option(
+                "--cache-type",
+                metavar="TYPE",
+                help="Of K and V: f32 f16 bf16 q8_0 q8_KV q6_0 q5_0 q5_1 q4_0 q4_1 iq4_nl; default: f16 if fast, "
+                "f32 if exact.",
+            ),
+        ],
+        None,
+    ),
+    "cache_type_k": (
+        Annotated[str | None, typer.Option("--cache-type-k", "-ctk", metavar="TYPE", help="Of keys alone.")],
+        None,
+    ),
+    "cache_type_v": (
+        Annotated[str | None, typer.Option("--cache-type-v", "-ctv", metavar="TYPE", help="Of values alone.")],
+        None,
+    ),
+    "k_cache_hadamard": (
+        Annotated[
+            bool, typer.Option("--k-cache-hadamard", "-khad", help="Rotate keys before they are rounded for the cache.")
+        ],
+        False,
+    ),
+    "v_cache_hadamard": (Annotated[bool, typer.Option("--v-cache-hadamard", "-vhad", help="Rotate values.")], False),
+    "flash_attn": (
+        Annotated[
+            str,
+            typer.Option(
+                "--flash-attn", "-fa", metavar="on|off|auto|1|0", help="Streaming softmax; off: all scores at once."
+            ),
+        ],
+        "on",
+    ),
+    "attention_max_batch": (
+        Annotated[
+            int,
+            typer.Option(
+                "--attention-max-batch",
+                "-amb",
+                metavar="MIB",
+                help="With -fa off: memory of the scores; 0: any.",
+                min=0,
+            ),
+        ],
+        256,
+    ),
+}
+_FLASH = {"on": True, "auto": True, "1": True, "off": False, "0": False}
 
 
-def experts(fused_moe: bool, reduction: str | None) -> dict[str, Any]:
-    """What `runtime.model.load` is told of -fmoe and -ser."""
-    if reduction is None:
-        return {"fused_experts": fused_moe}
+class Launch:
+    """What the options of `runs_a_model` say: how a command runs its models."""
+
+    def __init__(self, given: dict[str, Any]):
+        self._given = given
+        if given["flash_attn"] not in _FLASH:
+            raise UnknownNameError("choice for -fa", given["flash_attn"], _FLASH)
+        self._options = {
+            "repack": given["run_time_repack"],
+            "fused_experts": given["fused_moe"],
+            "expert_reduction": _reduction(given["smart_expert_reduction"]),
+            "flash_attention": _FLASH[given["flash_attn"]],
+            "attention_mib": given["attention_max_batch"],
+        }
+
+    def open(self, path: Path, *, numerics: str, threads: int | None, n_ctx: int | None = None) -> Any:
+        """`runtime.model.load`; says on stderr what was repacked, and which rules decide nothing."""
+        from quantkit.runtime.model import load
+
+        flags = placement_flags(*(self._given[k] for k in ("gpu_layers", "override_tensor", "cpu_moe", "n_cpu_moe")))
+        model = load(
+            path,
+            numerics=numerics,
+            threads=threads,
+            n_ctx=n_ctx,
+            cache_type=self._cache_type(numerics),
+            override_tensor=flags.override_tensor,
+            gpu_layers=flags.gpu_layers,
+            n_cpu_moe=flags.n_cpu_moe,
+            **self._options,
+        )
+        for rule in model.placement.idle:
+            print(f"warning: {rule.said} decides no tensor", file=sys.stderr)
+        if model.repacked is not None:
+            _say_repacked(model)
+        return model
+
+    def _cache_type(self, numerics: str) -> Any:
+        """The CacheType; None where no option speaks of it."""
+        both, k, v = (self._given[name] for name in ("cache_type", "cache_type_k", "cache_type_v"))
+        khad, vhad = self._given["k_cache_hadamard"], self._given["v_cache_hadamard"]
+        if not (both or k or v or khad or vhad):
+            return None
+        from quantkit.runtime.cache import CacheType
+
+        both = both or ("f32" if numerics == "exact" else "f16")
+        return CacheType(k or both, v or both, khad, vhad)
+
+
+def runs_a_model(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorator: give a command the options of running models in place of its parameter `launch`, a Launch of them."""
+    signature = inspect.signature(command, eval_str=True)  # here, where the command's own names are known
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        if parameter.name != "launch":
+            parameters.append(parameter)
+            continue
+        for name, (kind, default) in _OPTIONS.items():
+            parameters.append(parameter.replace(name=name, annotation=kind, default=default))
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        own = {name: value for name, value in given.items() if name not in _OPTIONS}
+        command(**own, launch=Launch({name: given[name] for name in _OPTIONS}))
+
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def conditions(model: Any) -> dict[str, Any]:
+    """What a figure of a model depends on besides its file, as far as options of running it decide that."""
+    from quantkit import __version__, jit
+
+    found = {
+        "numerics": model.numerics,
+        "cache_type": model.cache_type,
+        "flash_attention": "on" if model.how.flash else f"off, -amb {model.how.work_mib}",
+        "threads": model.threads,
+        "cpu": cpu_name(),
+        "isa": jit.isa(),
+        "quantkit": __version__,
+    }
+    if model.repacked is not None:
+        found["repacked"] = len(model.repacked)
+    if model.expert_reduction is not None:
+        least, share = model.expert_reduction
+        found["expert reduction"] = f"{least},{share:g}"
+    return found | ({"layer_by_layer": model.slow_because} if model.slow_because else {})
+
+
+def cpu_name() -> str:
+    """What the CPU calls itself."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _reduction(text: str | None) -> tuple[int, float] | None:
+    """What -ser says."""
+    if text is None:
+        return None
     try:
-        least, share = reduction.split(",")
-        return {"fused_experts": fused_moe, "expert_reduction": (int(least), float(share))}
+        least, share = text.split(",")
+        return int(least), float(share)
     except ValueError:
-        raise typer.BadParameter(f"-ser {reduction}: write K,t, as 6,0.4") from None
+        raise typer.BadParameter(f"-ser {text}: write K,t, as 6,0.4") from None
+
+
+def _say_repacked(model: Any) -> None:
+    done = model.repacked
+    print(f"repacked {len(done)} tensors, {mib(done.nbytes)}, in {done.seconds:.2f} s", file=sys.stderr)
+    for (before, after), count in done.slower.items() if model.numerics == "fast" else ():
+        print(
+            f"warning: -rtr makes {count} tensors slower: {after} has no fast kernel here, {before} has one",
+            file=sys.stderr,
+        )
 
 
 def placement_flags(gpu_layers: int | None, override_tensor: list[str] | None, cpu_moe: bool, n_cpu_moe: int) -> Flags:
@@ -65,37 +250,3 @@ def placement_flags(gpu_layers: int | None, override_tensor: list[str] | None, c
     from quantkit.runtime.placement import ALL_LAYERS, Flags
 
     return Flags(gpu_layers, tuple(override_tensor or ()), ALL_LAYERS if cpu_moe else n_cpu_moe)
-
-
-def open_model(path: Path, flags: Flags, repack: bool, **options: Any) -> Any:
-    """`runtime.model.load` with its other options; says on stderr what was repacked, and which rules decide nothing."""
-    from quantkit.runtime.model import load
-
-    model = load(
-        path,
-        override_tensor=flags.override_tensor,
-        gpu_layers=flags.gpu_layers,
-        n_cpu_moe=flags.n_cpu_moe,
-        repack=repack,
-        **options,
-    )
-    for rule in model.placement.idle:
-        print(f"warning: {rule.said} decides no tensor", file=sys.stderr)
-    if model.repacked is not None:
-        done = model.repacked
-        print(f"repacked {len(done)} tensors, {mib(done.nbytes)}, in {done.seconds:.2f} s", file=sys.stderr)
-        for (before, after), count in done.slower.items() if model.numerics == "fast" else ():
-            print(
-                f"warning: -rtr makes {count} tensors slower: {after} has no fast kernel here, {before} has one",
-                file=sys.stderr,
-            )
-    return model
-
-
-def repacked(model: Any) -> dict[str, Any]:
-    """The number of repacked tensors, and which experts are left out, among the conditions of a figure; where any."""
-    found: dict[str, Any] = {} if model.repacked is None else {"repacked": len(model.repacked)}
-    if model.expert_reduction is not None:
-        least, share = model.expert_reduction
-        found["expert reduction"] = f"{least},{share:g}"
-    return found

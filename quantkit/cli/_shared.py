@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import FormatError, QuantkitError
 
 Threads = Annotated[
     int | None, typer.Option("--threads", "-t", help="Threads; default: the CPUs this process may use.", min=1)
@@ -57,6 +57,14 @@ def gib(size: float) -> str:
 
 def mib(size: float) -> str:
     return f"{size / 2**20:.2f} MiB"
+
+
+def read_json(path: Path) -> Any:
+    """The JSON document in a file; FormatError where it is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FormatError(f"{path}: not JSON: {error}") from None
 
 
 def print_json(value: Any) -> None:

@@ -10,7 +10,6 @@ import typer
 
 from quantkit.cli._evaluation import (
     Batch,
-    CacheType,
     ChunkLimit,
     Context,
     Numerics,
@@ -20,9 +19,11 @@ from quantkit.cli._evaluation import (
     markdown,
     required_text,
 )
+from quantkit.cli._runtime import Launch, runs_a_model
 from quantkit.cli._shared import Json, Threads, print_json, table
 
 
+@runs_a_model
 def compare(
     reference: Annotated[Path, typer.Argument(help="The model that the others are measured against.")],
     models: Annotated[list[Path], typer.Argument(help="GGUF files with the same vocabulary.")],
@@ -38,7 +39,7 @@ def compare(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table for a model card.")] = False,
     numerics: Numerics = "exact",
     threads: Threads = None,
-    cache_type: CacheType = None,
+    launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
     json: Json = False,
 ) -> None:
     """Compare models with a reference: size, PPL, KL divergence, same top token, on the same tokens.
@@ -50,13 +51,12 @@ def compare(
     from quantkit.evaluate.compare import compare as measure
     from quantkit.evaluate.compare import table_header, table_rows
     from quantkit.files.atomic import writing
-    from quantkit.runtime.model import load
 
     text = required_text(file, "compare")
     opened: list[Any] = []
 
     def open_model(path: Path) -> Any:
-        opened[:] = [load(path, numerics=numerics, threads=threads, cache_type=cache_type)]
+        opened[:] = [launch.open(path, numerics=numerics, threads=threads)]
         return opened[0]
 
     found = measure(
@@ -64,7 +64,7 @@ def compare(
         models,
         text,
         open_model=open_model,
-        open_fast=(lambda path: load(path, numerics="fast", threads=threads)) if speed else None,
+        open_fast=(lambda path: launch.open(path, numerics="fast", threads=threads)) if speed else None,
         n_ctx=ctx_size,
         limit=chunks,
         n_batch=batch_size,

@@ -9,23 +9,12 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli._runtime import (
-    CpuMoe,
-    ExpertReduction,
-    FusedMoe,
-    GpuLayers,
-    NCpuMoe,
-    OverrideTensor,
-    RunTimeRepack,
-    experts,
-    open_model,
-    placement_flags,
-    repacked,
-)
+from quantkit.cli._runtime import Launch, conditions, runs_a_model
 from quantkit.cli._shared import Json, Threads, print_json
 from quantkit.errors import QuantkitError
 
 
+@runs_a_model
 def generate(
     model: Annotated[Path, typer.Argument(help="GGUF file, or any shard of one.")],
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to continue.", show_default=False)] = None,
@@ -52,18 +41,8 @@ def generate(
     numerics: Annotated[
         str, typer.Option(help="exact: float32 activations; fast: quantized where that is faster.")
     ] = "fast",
-    cache_type: Annotated[
-        str | None,
-        typer.Option("--cache-type", "-ctk", "-ctv", help="f16 or f32; default: f16 if fast, f32 if exact."),
-    ] = None,
     threads: Threads = None,
-    gpu_layers: GpuLayers = None,
-    override_tensor: OverrideTensor = None,
-    cpu_moe: CpuMoe = False,
-    n_cpu_moe: NCpuMoe = 0,
-    run_time_repack: RunTimeRepack = False,
-    fused_moe: FusedMoe = True,
-    smart_expert_reduction: ExpertReduction = None,
+    launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
     json: Json = False,
 ) -> None:
     """Continue a prompt, or answer it with --chat.
@@ -75,17 +54,7 @@ def generate(
     text = _prompt(prompt, file)
     seed = secrets.randbits(32) if seed is None else seed
     sampling = Sampling(temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed)
-    flags = placement_flags(gpu_layers, override_tensor, cpu_moe, n_cpu_moe)
-    loaded = open_model(
-        model,
-        flags,
-        run_time_repack,
-        numerics=numerics,
-        threads=threads,
-        cache_type=cache_type,
-        n_ctx=ctx_size,
-        **experts(fused_moe, smart_expert_reduction),
-    )
+    loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=ctx_size)
     tokens = _tokens(loaded.tokenizer, text, chat, system)
     result = loaded.generate(tokens, n_predict, sampling, None if json else _show)
     if json:
@@ -140,11 +109,5 @@ def _record(path: Path, model: Any, result: Any, sampling: Any) -> dict[str, Any
         "prompt_tokens": len(result.prompt_tokens),
         "prompt_tokens_per_second": result.prompt_rate,
         "tokens_per_second": result.predict_rate,
-        "conditions": {
-            "numerics": model.numerics,
-            "cache_type": model.cache_type,
-            "threads": model.threads,
-            **repacked(model),
-            "sampling": asdict(sampling),
-        },
+        "conditions": {**conditions(model), "sampling": asdict(sampling)},
     }

@@ -10,7 +10,6 @@ import typer
 
 from quantkit.cli._evaluation import (
     Batch,
-    CacheType,
     ChunkLimit,
     Context,
     Numerics,
@@ -20,11 +19,13 @@ from quantkit.cli._evaluation import (
     conditions_line,
     required_text,
 )
+from quantkit.cli._runtime import Launch, runs_a_model
 from quantkit.cli._shared import Json, Threads, print_json, table
 
 Output = Annotated[Path, typer.Option("--output", "-o", help="The importance matrix, legacy .dat.")]
 
 
+@runs_a_model
 def imatrix(
     model: Annotated[Path, typer.Argument(help="GGUF file, or any shard of one.")],
     file: TextFile = None,
@@ -43,7 +44,7 @@ def imatrix(
     batch_size: Batch = 2048,
     numerics: Numerics = "exact",
     threads: Threads = None,
-    cache_type: CacheType = None,
+    launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
     json: Json = False,
 ) -> None:
     """Collect an importance matrix: what enters each column of each weight, in the mean square, over a text.
@@ -53,11 +54,10 @@ def imatrix(
     from quantkit.evaluate import imatrix as collecting
     from quantkit.evaluate.text import chunked
     from quantkit.files import imatrix as files
-    from quantkit.runtime.model import load
 
     before = [files.read(path) for path in in_file or []]
     text = required_text(file, "imatrix")
-    loaded = load(model, numerics=numerics, threads=threads, cache_type=cache_type)
+    loaded = launch.open(model, numerics=numerics, threads=threads)
     cut = chunked(loaded.tokenizer, text, ctx_size, chunks, from_chunk)
     print(f"importance matrix over {len(cut)} chunks of {ctx_size} tokens, batch {batch_size}", file=sys.stderr)
     running = Running(len(cut), ctx_size, batch_size)

@@ -11,7 +11,6 @@ import typer
 
 from quantkit.cli._evaluation import (
     Batch,
-    CacheType,
     ChunkLimit,
     Context,
     Numerics,
@@ -21,24 +20,14 @@ from quantkit.cli._evaluation import (
     conditions_line,
     required_text,
 )
-from quantkit.cli._runtime import (
-    CpuMoe,
-    ExpertReduction,
-    FusedMoe,
-    GpuLayers,
-    NCpuMoe,
-    OverrideTensor,
-    RunTimeRepack,
-    experts,
-    open_model,
-    placement_flags,
-)
+from quantkit.cli._runtime import Launch, runs_a_model
 from quantkit.cli._shared import Json, Threads, print_json
 from quantkit.errors import QuantkitError
 
 _ENOUGH_FOR_A_REPORT = 100
 
 
+@runs_a_model
 def perplexity(
     model: Annotated[Path, typer.Argument(help="GGUF file, or any shard of one.")],
     file: TextFile = None,
@@ -57,14 +46,7 @@ def perplexity(
     ] = False,
     numerics: Numerics = "exact",
     threads: Threads = None,
-    cache_type: CacheType = None,
-    gpu_layers: GpuLayers = None,
-    override_tensor: OverrideTensor = None,
-    cpu_moe: CpuMoe = False,
-    n_cpu_moe: NCpuMoe = 0,
-    run_time_repack: RunTimeRepack = False,
-    fused_moe: FusedMoe = True,
-    smart_expert_reduction: ExpertReduction = None,
+    launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
     json: Json = False,
 ) -> None:
     """Measure how well a model predicts a text, or how far it is from another model.
@@ -72,16 +54,7 @@ def perplexity(
     Protocol, printed form and base files are those of llama-perplexity: chunks of -c tokens, the second half of each
     is scored.
     """
-    flags = placement_flags(gpu_layers, override_tensor, cpu_moe, n_cpu_moe)
-    loaded = open_model(
-        model,
-        flags,
-        run_time_repack,
-        numerics=numerics,
-        threads=threads,
-        cache_type=cache_type,
-        **experts(fused_moe, smart_expert_reduction),
-    )
+    loaded = launch.open(model, numerics=numerics, threads=threads)
     quiet = json
     if kl_divergence:
         if kl_divergence_base is None:

@@ -2,77 +2,115 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli._runtime import (
-    CpuMoe,
-    ExpertReduction,
-    FusedMoe,
-    GpuLayers,
-    NCpuMoe,
-    OverrideTensor,
-    RunTimeRepack,
-    experts,
-    open_model,
-    placement_flags,
-)
+from quantkit.cli._runtime import Launch, conditions, runs_a_model
 from quantkit.cli._shared import Json, Threads, print_json
-from quantkit.cli.bench import CacheType, FastNumerics, bandwidth, conditions, record
+from quantkit.cli.bench import FastNumerics, record, said, shares
+from quantkit.errors import UnknownNameError
 
-_HEADER = "|    PP |     TG |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |  TG GB/s |"
+_HEADER = "|    PP |     TG |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s | TG GB/s | of mem |"
+_MEMORY = "  RSS HWM |"
+_FORMATS = ("md", "jsonl")
 
 
+@runs_a_model
 def sweep_bench(
     model: Annotated[Path, typer.Argument(help="GGUF file, or any shard of one.")],
     ctx_size: Annotated[int, typer.Option("--ctx-size", "-c", help="Tokens of the cache to fill.", min=5)] = 2048,
     batch_size: Annotated[int, typer.Option("--batch-size", "-b", "-ub", help="Tokens of a step.", min=4)] = 512,
+    n_predict: Annotated[
+        int, typer.Option("--n-predict", "-n", help="Tokens to generate at each; 0: a quarter of a step.", min=0)
+    ] = 0,
+    repeat: Annotated[int, typer.Option("--repeat", "-nrep", help="Times at each; the median counts.", min=1)] = 1,
+    sweep_stride: Annotated[int, typer.Option("--sweep-stride", help="Time every which step.", min=1)] = 1,
+    warmup_batch: Annotated[
+        bool, typer.Option("--warmup-batch", "-wb", help="Warm up by a whole step, not by a token.")
+    ] = False,
+    sweep_memory: Annotated[
+        bool, typer.Option("--sweep-memory", help="Also the most memory that was resident, MiB.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw tokens/s against depth to this PNG, SVG or PDF.")
+    ] = None,
     numerics: FastNumerics = "fast",
-    cache_type: CacheType = None,
+    launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
     threads: Threads = None,
-    gpu_layers: GpuLayers = None,
-    override_tensor: OverrideTensor = None,
-    cpu_moe: CpuMoe = False,
-    n_cpu_moe: NCpuMoe = 0,
-    run_time_repack: RunTimeRepack = False,
-    fused_moe: FusedMoe = True,
-    smart_expert_reduction: ExpertReduction = None,
+    output_format: Annotated[
+        str, typer.Option("--output-format", metavar="md|jsonl", help="Form of the rows, which come as measured.")
+    ] = "md",
     json: Json = False,
 ) -> None:
     """Time prompt and generation as the cache fills.
 
     At each step: the time of -b tokens as a prompt, and of a quarter as many generated one by one at the same place.
-    Rows come as they are measured.
+    The last columns: what generating reads per second, and its share of what the same threads reach when they only
+    sum the model's bytes. Rows come as they are measured.
     """
     from quantkit.evaluate import bench as measure
 
-    flags = placement_flags(gpu_layers, override_tensor, cpu_moe, n_cpu_moe)
-    loaded = open_model(
-        model,
-        flags,
-        run_time_repack,
-        numerics=numerics,
-        threads=threads,
-        cache_type=cache_type,
-        n_ctx=ctx_size,
-        **experts(fused_moe, smart_expert_reduction),
-    )
-    about = conditions(loaded) | {"n_ctx": ctx_size, "n_batch": batch_size}
-    rows = measure.sweep(loaded, ctx_size, batch_size)
+    if output_format not in _FORMATS:
+        raise UnknownNameError("form of output", output_format, _FORMATS)
+    if plot is not None:
+        from quantkit.evaluate.plots import require_matplotlib
+
+        require_matplotlib()
+    loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=ctx_size)
+    memory = measure.read_speed(loaded)
+    about = conditions(loaded) | {"n_kv_max": ctx_size, "n_ubatch": batch_size, "repeat": repeat}
+    about["warmup"] = "a batch" if warmup_batch else "a token"
+    print(f"{model}: {said(about, memory)}", file=sys.stderr)
+    rows, steps = [], []
+    how = {"n_generate": n_predict, "repeat": repeat, "stride": sweep_stride, "warmup_batch": warmup_batch}
+    for row in measure.sweep(loaded, ctx_size, batch_size, **how):
+        rows.append(row)
+        steps.append(_step(*row, memory))
+        if output_format == "jsonl":
+            print_json(about | {key: value for key, value in steps[-1].items() if key not in ("prompt", "generation")})
+        elif not json:
+            _show(steps[-1], sweep_memory, first=len(rows) == 1)
+        sys.stdout.flush()
     if json:
-        steps = [{"prompt": record(prompt), "generation": record(generation)} for prompt, generation in rows]
-        print_json({"model": model, "size": loaded.size_bytes, **about, "steps": steps})
-        return
-    print(f"{model}: " + ", ".join(f"{key} {value}" for key, value in about.items()), file=sys.stderr)
-    print(_HEADER)
-    print("|" + "|".join("-" * len(cell) for cell in _HEADER.strip("|").split("|")) + "|")
-    for prompt, generation in rows:
-        print(
-            f"| {prompt.tokens:5d} | {generation.tokens:6d} | {prompt.n_kv:6d} "
-            f"| {prompt.seconds:8.3f} | {prompt.tokens_per_second:8.2f} "
-            f"| {generation.seconds:8.3f} | {generation.tokens_per_second:8.2f} | {bandwidth(generation):>8} |",
-            flush=True,
-        )
+        print_json({"model": model, "size": loaded.size_bytes, **about, "memory": memory, "steps": steps})
+    if plot is not None:
+        from quantkit.evaluate.plots import plot_sweep
+
+        plot_sweep(plot, rows, memory, f"{model.name}: {loaded.threads} threads, {about['isa']}, {about['cache_type']}")
+        print(f"picture: {plot}", file=sys.stderr)
+
+
+def _step(prompt: Any, generation: Any, memory: float) -> dict[str, Any]:
+    """A row by the keys of the reference's JSON lines, and all there is to say of both halves."""
+    generated = record(generation, memory)
+    return {
+        "pp": prompt.tokens,
+        "tg": generation.tokens,
+        "n_kv": prompt.n_kv,
+        "t_pp": prompt.seconds,
+        "speed_pp": prompt.tokens_per_second,
+        "t_tg": generation.seconds,
+        "speed_tg": generation.tokens_per_second,
+        "gb_per_second": generated["gb_per_second"],
+        "share_of_memory": generated["share_of_memory"],
+        "rss_hwm": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "prompt": record(prompt, memory),
+        "generation": generated,
+    }
+
+
+def _show(step: dict[str, Any], memory: bool, first: bool) -> None:
+    if first:
+        header = _HEADER + _MEMORY * memory
+        print(header)
+        print("|" + "|".join("-" * len(cell) for cell in header.strip("|").split("|")) + "|")
+    speed, share = shares(step)
+    line = (
+        f"| {step['pp']:5d} | {step['tg']:6d} | {step['n_kv']:6d} | {step['t_pp']:8.3f} | {step['speed_pp']:8.2f} "
+        f"| {step['t_tg']:8.3f} | {step['speed_tg']:8.2f} | {speed:>7} | {share:>6} |"
+    )
+    print(line + f" {step['rss_hwm'] / 2**20:8.0f} |" * memory)

@@ -1,7 +1,8 @@
 """Files that appear whole or not at all.
 
 A file is written as `NAME.partial-<pid>` beside its final name, made durable with fsync, and renamed with `os.replace`.
-Until then nothing stands under the final name, whatever kills the process; an exception removes the partial file.
+Until then nothing stands under the final name, whatever kills the process; an exception removes the partial file. Some
+writers do without the fsync (stream.py says when).
 
 A writer holds a lock (flock) on its partial file. The kernel drops the lock when the process dies, so a later writer of
 the same name can tell a dead writer's leavings, which it removes, from those of a live one, which it leaves alone.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import glob
 import os
 import shutil
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,6 +27,9 @@ except ImportError:  # Windows: no locks there, so partial files of dead writers
     fcntl = None  # type: ignore[assignment]
 
 _BUFFER = 1 << 20
+# Bytes of a write. Of larger ones Linux makes larger pieces of its cache, which it takes from memory long unused. Under
+# a hypervisor that may have been given back: fetching it takes three times as long as all the rest of a write.
+_AT_ONCE = 1 << 18
 
 
 @contextmanager
@@ -50,12 +55,27 @@ class AtomicFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             remove_stale(self.path)
             self.stream: BinaryIO = _create(self.temporary)
+        self._seeking = threading.Lock()
 
-    def seal(self) -> None:
-        """Make what was written durable."""
+    def write_at(self, offset: int, data: memoryview) -> None:
+        """Write bytes at an offset. Several threads may; the place of `stream` is undefined afterwards."""
+        if not hasattr(os, "pwrite"):  # Windows
+            with self._seeking:
+                self.stream.seek(offset)
+                self.stream.write(data)
+            return
+        while len(data):
+            done = os.pwrite(self.stream.fileno(), data[:_AT_ONCE], offset)
+            data, offset = data[done:], offset + done
+
+    def seal(self, durable: bool = True) -> None:
+        """Have the system take what was written and, if `durable`, keep it on the disk."""
         with os_errors(self.temporary, "write"):
             self.stream.flush()
-            os.fsync(self.stream.fileno())
+            if durable:
+                os.fsync(self.stream.fileno())
+            else:  # file systems of a network tell when a descriptor is closed what could not be written
+                os.close(os.dup(self.stream.fileno()))
 
     def replace(self) -> None:
         """Give the sealed file its final name. The lock is held until then."""
@@ -75,17 +95,18 @@ class AtomicFile:
             self.temporary.unlink(missing_ok=True)
 
 
-def publish(files: Sequence[AtomicFile]) -> None:
+def publish(files: Sequence[AtomicFile], durable: bool = True) -> None:
     """Make all files durable, then rename them, the last one first, and make the renames durable.
 
     The first file of a set is what readers open, so it appears when all others are in place.
     """
     for file in files:
-        file.seal()
+        file.seal(durable)
     for file in reversed(files):
         file.replace()
-    for directory in {file.path.parent for file in files}:
-        _sync_directory(directory)
+    if durable:
+        for directory in {file.path.parent for file in files}:
+            _sync_directory(directory)
 
 
 @contextmanager
@@ -165,7 +186,8 @@ def _create(path: Path) -> BinaryIO:
         try:
             # Between open and lock another process may have taken it for stale and removed it.
             if os.path.samestat(os.fstat(fd), os.stat(path)):
-                os.ftruncate(fd, 0)
+                if os.fstat(fd).st_size:  # what a dead writer left. Of files that were cut ext4 begins to write all out
+                    os.ftruncate(fd, 0)  # when they are closed, and close waits for half of it
                 return os.fdopen(fd, "wb", buffering=_BUFFER)
         except FileNotFoundError:
             pass

@@ -123,6 +123,7 @@ class Writer(StreamWriter):
     metadata         Metadata or a dict; general.alignment and split.* are left out, the writer sets its own
     split_max_bytes  limit on the tensor bytes of a shard (padded to 32; the header is not counted)
     shards           instead of limits the number of tensors of each shard, as `GGUF.shards` of another file
+    durable          whether the files are synced before they appear, see stream.py
     paths            final names: `path`, or PREFIX-00001-of-0000N.gguf for each of N > 1 shards
 
     Leaving the block completes the files; an exception in it, or tensors that are missing, remove what was written.
@@ -136,6 +137,7 @@ class Writer(StreamWriter):
         split_max_bytes: int | None = None,
         split_max_tensors: int | None = None,
         shards: Sequence[int] | None = None,
+        durable: bool = True,
     ):
         path = Path(path)
         self.specs = list(specs)
@@ -144,7 +146,7 @@ class Writer(StreamWriter):
         headers = _headers(metadata, self.specs, counts)
         stops = np.cumsum(counts).tolist()
         parts = [self.specs[stop - count : stop] for stop, count in zip(stops, counts)]
-        super().__init__(path, [_layout(*part) for part in zip(paths, headers, parts)])
+        super().__init__(path, [_layout(*part) for part in zip(paths, headers, parts)], durable)
 
     def _counts(
         self, path: Path, max_bytes: int | None, max_tensors: int | None, shards: Sequence[int] | None

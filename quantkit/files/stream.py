@@ -1,24 +1,32 @@
 """Streaming into files whose layout is known in full before the first byte: what GGUF and safetensors writers share.
 
 Each file gets its final size and its header when it is begun; tensors are then put at their offsets, in the order of
-the layout, in as many pieces as the caller likes. Memory stays at one piece. The disk works meanwhile: what was written
-is synced from time to time by a thread, so that the sync at the end, which makes the file durable, finds little to do.
+the layout, in as many pieces as the caller likes, or by several threads at once, each piece at its place (`put`).
+Memory stays at one piece. The disk works meanwhile: what was written is synced from time to time by a thread, so that
+the sync at the end, which makes the file durable, finds little to do.
+
+Not durable are files that can be made again at once from what they were made of: nothing is synced, as `cp` does not,
+and the system writes them in its own time. A process that dies leaves no file under a final name either way; after a
+loss of power within the next half minute or so, such a file may be there and not hold all it should.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from quantkit.errors import DataError
 from quantkit.files.atomic import AtomicFile, allow_open_files, os_errors, publish, require_space
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 Self = TypeVar("Self", bound="StreamWriter")
 
@@ -53,14 +61,17 @@ class StreamWriter:
     complete, removes what was written.
     """
 
-    def __init__(self, path: Path, layouts: Sequence[Layout]):
+    def __init__(self, path: Path, layouts: Sequence[Layout], durable: bool = True):
         self.path = path
+        self.durable = durable
         self.paths = [layout.path for layout in layouts]
         self._layouts = layouts
         self._slots = [(slot, i) for i, layout in enumerate(layouts) for slot in layout.slots]
         self._files: list[AtomicFile] = []
-        self._index = 0  # of the tensor being written
-        self._written = 0  # bytes of it
+        self._written = [0] * len(self._slots)  # bytes of each tensor
+        self._index = 0  # of the first that is not complete
+        self._number = {slot.name: i for i, (slot, _) in enumerate(self._slots)}
+        self._lock = threading.Lock()
         self._syncer = _Syncer()
         names = [slot.name for slot, _ in self._slots]
         if len(set(names)) < len(names):
@@ -79,50 +90,67 @@ class StreamWriter:
 
         DataError when it is another's turn or when it gets more bytes than it has.
         """
+        data = self._bytes(name, data)
+        if data.nbytes == 0:
+            return
+        self._skip_complete()
+        if self._index == len(self._slots):
+            raise DataError(f"{self.path}: tensor {name}: all {len(self._slots)} tensors are written already")
+        slot, _ = self._slots[self._index]
+        if name != slot.name:
+            raise DataError(
+                f"{self.path}: it is the turn of tensor {slot.name} ({self._written[self._index]} of {slot.nbytes} "
+                f"bytes written), not of {name}"
+            )
+        self.put(name, self._written[self._index], data)
+
+    def put(self, name: str, start: int, data: Any) -> None:
+        """Write bytes to tensor `name` from its byte `start` on. Several threads may, each its own part.
+
+        Each byte is to be written once: a tensor is complete when it got as many as it has. DataError for more.
+        """
+        data = self._bytes(name, data)
+        if name not in self._number:
+            raise DataError(f"{self.path}: there is no tensor {name} to write")
+        if data.nbytes == 0:
+            return
+        index = self._number[name]
+        slot, number = self._slots[index]
+        with self._lock:
+            total = max(self._written[index], start) + data.nbytes
+            if total > slot.nbytes:
+                raise DataError(f"{self.path}: tensor {name}: {total} bytes, its {slot.what} are {slot.nbytes}")
+            self._written[index] += data.nbytes
+            file = self._begin(number)
+        with os_errors(file.temporary, f"write tensor {name}"):
+            file.write_at(slot.offset + start, np.ascontiguousarray(data).data.cast("B"))
+            if self.durable:
+                with self._lock:
+                    self._syncer.wrote(file, data.nbytes)
+
+    def _bytes(self, name: str, data: Any) -> np.ndarray:
         if isinstance(data, (bytes, bytearray, memoryview)):
             data = np.frombuffer(data, np.uint8)
         if not isinstance(data, np.ndarray) or data.dtype != np.uint8:
             got = getattr(data, "dtype", type(data).__name__)
             raise DataError(f"{self.path}: tensor {name}: expected uint8 data, got {got}")
-        if data.nbytes == 0:
-            return
-        self._skip_empty()
-        if self._index == len(self._slots):
-            raise DataError(f"{self.path}: tensor {name}: all {len(self._slots)} tensors are written already")
-        slot, number = self._slots[self._index]
-        total = self._written + data.nbytes
-        if name != slot.name:
-            raise DataError(
-                f"{self.path}: it is the turn of tensor {slot.name} ({self._written} of {slot.nbytes} bytes written), "
-                f"not of {name}"
-            )
-        if total > slot.nbytes:
-            raise DataError(f"{self.path}: tensor {name}: {total} bytes, its {slot.what} are {slot.nbytes}")
-        file = self._begin(number)
-        with os_errors(file.temporary, f"write tensor {name}"):
-            if self._written == 0:
-                file.stream.seek(slot.offset)
-            file.stream.write(np.ascontiguousarray(data).data)
-            self._syncer.wrote(file, data.nbytes)
-        self._written = total
-        if total == slot.nbytes:
-            self._index += 1
-            self._written = 0
+        return data
 
     def close(self) -> None:
         """Check that every tensor is complete and give the files their final names."""
         try:
-            self._skip_empty()
+            self._skip_complete()
             if self._index < len(self._slots):
                 slot, _ = self._slots[self._index]
+                complete = sum(written == each.nbytes for written, (each, _) in zip(self._written, self._slots))
                 raise DataError(
-                    f"{self.path}: {self._index} of {len(self._slots)} tensors were written; tensor {slot.name} has "
-                    f"{self._written} of {slot.nbytes} bytes"
+                    f"{self.path}: {complete} of {len(self._slots)} tensors were written; tensor {slot.name} has "
+                    f"{self._written[self._index]} of {slot.nbytes} bytes"
                 )
             file = self._begin(len(self._layouts) - 1)
             with os_errors(file.temporary, "write"):
                 self._syncer.finish()
-            publish(self._files)
+            publish(self._files, self.durable)
         finally:
             self.abort()
 
@@ -143,9 +171,9 @@ class StreamWriter:
         else:
             self.abort()
 
-    def _skip_empty(self) -> None:
-        """Pass over tensors of no bytes, which are complete without being written."""
-        while self._index < len(self._slots) and self._slots[self._index][0].nbytes == 0:
+    def _skip_complete(self) -> None:
+        """Pass over tensors that are complete, as those of no bytes are from the start."""
+        while self._index < len(self._slots) and self._written[self._index] == self._slots[self._index][0].nbytes:
             self._index += 1
 
     def _begin(self, number: int) -> AtomicFile:
@@ -173,6 +201,8 @@ class _Syncer:
         self._behind += nbytes
         if self._behind < _SYNC_EVERY or not (self._running is None or self._running.done()):
             return
+        from concurrent.futures import ThreadPoolExecutor
+
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="quantkit-sync")
         if self._running is not None:
             self._running.result()

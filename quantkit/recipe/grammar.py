@@ -1,47 +1,69 @@
-"""Recipes: ordered rules `REGEX=TYPE`, read from a --custom-q string or a file, and printed back.
+r"""Recipes: ordered rules `REGEX=TYPE`, read from a --custom-q string or a file, and printed back.
 
-    blk\\.\\d+\\.ffn_down_exps\\.weight=iq5_k     # one rule a line, comments behind a #
-    blk\\.\\d+\\.ffn_(gate|up)_exps\\.weight=iq4_k
+    # What it is for, and why: the comments before the first rule are its story.
+    down := iq5_k                              # a setting, changed by --set down=iq6_k
+    blk.{3-18}.ffn_down_exps.weight=q6_K       # layers 3 to 18: a shorthand for blk\.(?:[3-9]|1[0-8])\.
+    blk\.\d+\.ffn_down_exps\.weight=${down}    # one rule a line, comments behind a #
     .*=q8_0
 
-Lines may hold several rules parted by commas, and a --custom-q string is such a line. A rule is split at its first `=`,
-so a pattern holds neither `=` nor `,`. Patterns are ECMAScript, found anywhere in the tensor's name, case-sensitive;
-the first rule that matches a tensor decides. Types are spelled in any case. `parse(str(recipe)) == recipe`.
+Lines may hold several rules parted by commas or blanks: a --custom-q string is such a line, a --tensor-type-file of
+llama.cpp a text of them, a Thireus `.recipe` a file of rules `^name$=type`. A rule is split at its first `=`, so a
+pattern holds neither `=` nor `,` nor blanks. Patterns are ECMAScript, found anywhere in the tensor's name,
+case-sensitive; the first rule that matches a tensor decides. Types are spelled in any case.
+
+`parse(str(recipe)) == recipe`, comments and settings included; `one_line()` is for tools that know neither those nor
+the shorthand.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from quantkit import types
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, UnknownNameError
+from quantkit.recipe import layers
 from quantkit.recipe.ecmascript import compile_pattern
 from quantkit.recipe.errors import RecipeError
 from quantkit.types import QuantType
 
+_SETTING = re.compile(r"\s*([A-Za-z]\w*)\s*:=\s*(.*)")
+_USE = re.compile(r"\$\{(\w*)\}")
+_RULES = re.compile(rf"(?:{layers.SHORTHAND.pattern}|[^,\s])+")
+
 
 @dataclass(frozen=True)
 class Rule:
-    """Tensors whose name holds `pattern` get `type`."""
+    """Tensors whose name holds `pattern` get `type`.
+
+    `template` is the rule before settings were put in, `remark` the comment that stands above it, `note` the one behind
+    it; none of them tells rules apart.
+    """
 
     pattern: str
     type: QuantType
+    template: str = field(default="", compare=False)
+    remark: str = field(default="", compare=False)
+    note: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        if not self.pattern or self.pattern != self.pattern.strip() or re.search(r"[=,\n\r]|\s#", self.pattern):
-            raise RecipeError(
-                f"pattern '{self.pattern}': a pattern is not empty and holds no '=', ',' or line break, no blank at "
-                "its ends, and no blank before a '#'"
-            )
+        bare = layers.SHORTHAND.sub("", self.pattern)
+        if not self.pattern or re.search(r"[=,\s]", bare):
+            raise RecipeError(f"pattern '{self.pattern}': a pattern is not empty and holds no '=', no ',' and no blank")
         if self.pattern.startswith("#"):
             raise RecipeError(f"pattern '{self.pattern}': a line that begins with # is a comment; write [#]")
         _ = self.regex
 
     @functools.cached_property
     def regex(self) -> re.Pattern[str]:
-        return compile_pattern(self.pattern)
+        return compile_pattern(self.expanded)
+
+    @property
+    def expanded(self) -> str:
+        """The pattern without shorthand."""
+        return layers.expand(self.pattern)
 
     def matches(self, name: str) -> bool:
         return self.regex.search(name) is not None
@@ -51,51 +73,132 @@ class Rule:
 
 
 @dataclass(frozen=True)
+class Setting:
+    """A name that rules use as ${name}, and its value."""
+
+    name: str
+    value: str
+    remark: str = field(default="", compare=False)
+    note: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Rules in order of precedence, and what its author says about them (`about`, the comments that open the file)."""
 
     rules: tuple[Rule, ...] = ()
     about: str = ""
+    settings: tuple[Setting, ...] = ()
+    end: str = field(default="", compare=False)  # comments behind the last rule
 
     def __str__(self) -> str:
         """The file form."""
-        story = [f"# {line}".rstrip() for line in self.about.split("\n")] if self.about else []
-        return "".join(f"{line}\n" for line in (*story, *self.rules))
+        lines = _comment(self.about)
+        for setting in self.settings:
+            lines += [*_comment(setting.remark), f"{setting.name} := {setting.value}{_behind(setting.note)}"]
+        for rule in self.rules:
+            lines += [*_comment(rule.remark), f"{rule.template or rule}{_behind(rule.note)}"]
+        return "".join(f"{line}\n" for line in [*lines, *_comment(self.end)])
 
     def one_line(self) -> str:
-        """The --custom-q form."""
-        return ",".join(map(str, self.rules))
+        """The --custom-q form, as every tool reads it."""
+        return ",".join(f"{rule.expanded}={rule.type.name}" for rule in self.rules)
 
     def __add__(self, other: Recipe) -> Recipe:
         """Both recipes' rules, this one's first."""
-        return Recipe(self.rules + other.rules, "\n".join(filter(None, (self.about, other.about))))
+        about = "\n".join(filter(None, (self.about, other.about)))
+        mine = {setting.name: setting.value for setting in self.settings}
+        theirs = {setting.name: setting.value for setting in other.settings}
+        if any(mine.get(name, value) != value for name, value in theirs.items()):
+            rules = tuple(replace(rule, template="") for rule in self.rules + other.rules)
+            return Recipe(rules, about, (), other.end or self.end)
+        settings = self.settings + tuple(setting for setting in other.settings if setting.name not in mine)
+        return Recipe(self.rules + other.rules, about, settings, other.end or self.end)
 
 
-def parse(text: str, where: str = "") -> Recipe:
-    """Read a recipe from a string or the text of a file. RecipeError names `where`, the line and the rule."""
-    rules: list[Rule] = []
-    about: list[str] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        bare = line.strip()
-        if bare.startswith("#"):
-            if not rules:
-                about.append(bare.lstrip("#").strip())
-            continue
-        for item in re.split(r"\s#", line, maxsplit=1)[0].split(","):
-            if item.strip():
-                try:
-                    rules.append(_rule(item.strip()))
-                except QuantkitError as error:
-                    place = f"{where}, line {number}: " if where else ""
-                    raise RecipeError(f"{place}{error}") from None
-    return Recipe(tuple(rules), "\n".join(about).strip("\n"))
+def _comment(text: str) -> list[str]:
+    return [f"#{'' if line.startswith('#') else ' '}{line}".rstrip() for line in text.split("\n")] if text else []
 
 
-def _rule(item: str) -> Rule:
-    pattern, equals, name = (part.strip() for part in item.partition("="))
-    if not equals or not pattern or not name:
-        raise RecipeError(
-            f"'{item}' is not REGEX=TYPE; rules are parted by commas, so a pattern cannot hold one: write xx?, "
-            "not x{1,2}"
-        )
-    return Rule(pattern, types.layout(name))
+def _behind(note: str) -> str:
+    return f"  # {note}" if note else ""
+
+
+def parse(text: str, where: str = "", settings: Mapping[str, str] | None = None) -> Recipe:
+    """Read a recipe from a string or the text of a file, with other values for some of its settings.
+
+    RecipeError names `where`, the line and the rule; UnknownNameError a setting that the recipe does not have.
+    """
+    return _Parser(where, dict(settings or {})).recipe(text)
+
+
+class _Parser:
+    """One text being read: the comments since the last statement become the remark of the next."""
+
+    def __init__(self, where: str, given: dict[str, str]):
+        self.where, self.given = where, given
+        self.rules: list[Rule] = []
+        self.settings: dict[str, Setting] = {}
+        self.about: str | None = None
+        self.comments: list[str] = []
+
+    def recipe(self, text: str) -> Recipe:
+        for number, line in enumerate(text.splitlines(), 1):
+            try:
+                self._line(line.strip())
+            except QuantkitError as error:
+                place = f"{self.where}, line {number}: " if self.where else ""
+                raise RecipeError(f"{place}{error}") from None
+        if unknown := [name for name in self.given if name not in self.settings]:
+            known = ", ".join(self.settings) or "none"
+            raise UnknownNameError(
+                f"setting of {self.where or 'this recipe'} (it has: {known})", unknown[0], self.settings
+            )
+        end = self._remark()
+        about = end if self.about is None else self.about
+        return Recipe(tuple(self.rules), about, tuple(self.settings.values()), "" if self.about is None else end)
+
+    def _line(self, line: str) -> None:
+        if line.startswith("#"):
+            self.comments.append(line[1:].removeprefix(" "))
+            return
+        if not line:
+            return
+        if self.about is None:
+            self.about = self._remark()
+        statement, *notes = re.split(r"\s+#\s*", line, maxsplit=1)
+        note = notes[0] if notes else ""
+        if setting := _SETTING.fullmatch(statement):
+            self._setting(setting[1], setting[2].strip(), note)
+            return
+        items = [found[0] for found in _RULES.finditer(re.sub(r"\s*=\s*", "=", statement))]
+        self.rules += [self._rule(item, note if item is items[-1] else "") for item in items]
+
+    def _remark(self) -> str:
+        text, self.comments = "\n".join(line.rstrip() for line in self.comments).strip("\n"), []
+        return text
+
+    def _setting(self, name: str, value: str, note: str) -> None:
+        if name in self.settings:
+            raise RecipeError(f"setting {name} is there twice")
+        if self.rules:
+            raise RecipeError(f"setting {name} stands behind a rule; settings come first")
+        value = self.given.get(name, value)
+        if not value or re.search(r"[\s=#]", value):
+            raise RecipeError(f"setting {name} := '{value}': a value is not empty and holds no blank, '=' or '#'")
+        self.settings[name] = Setting(name, value, self._remark(), note)
+
+    def _rule(self, item: str, note: str) -> Rule:
+        filled = _USE.sub(self._value, item)
+        pattern, equals, name = filled.partition("=")
+        if not equals or not pattern or not name:
+            raise RecipeError(
+                f"'{item}' is not REGEX=TYPE; rules are parted by commas, so a pattern cannot hold one: write xx?, "
+                "not x{1,2}"
+            )
+        return Rule(pattern, types.layout(name), item if filled != item else "", self._remark(), note)
+
+    def _value(self, use: re.Match[str]) -> str:
+        if use[1] not in self.settings:
+            raise UnknownNameError("setting", use[1], self.settings)
+        return self.settings[use[1]].value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quantkit import types
@@ -13,6 +13,7 @@ from quantkit.errors import UnsupportedError
 from quantkit.recipe.errors import RecipeError
 from quantkit.recipe.grammar import Recipe, Rule
 from quantkit.recipe.interleaving import Became, repacked_type
+from quantkit.recipe.layers import summarised
 from quantkit.recipe.presets import FileType
 from quantkit.types import QuantType
 
@@ -74,6 +75,7 @@ class PlannedTensor:
             "reason": self.reason,
             "rule": self.rule,
             "importance": self.importance,
+            "repacked": self.repacked,
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
         }
@@ -94,7 +96,26 @@ class RuleUse:
             "matched": len(self.matched),
             "candidates": len(self.candidates),
             "decided": len(self.decided),
+            "tensors": summarised(self.decided),
         }
+
+
+@dataclass
+class TypeUse:
+    """The tensors of one type."""
+
+    type: QuantType
+    count: int = 0
+    elements: int = 0
+    bytes: int = 0
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.bytes / max(1, self.elements)
+
+    def to_json(self) -> dict[str, Any]:
+        numbers = {name: getattr(self, name) for name in ("count", "elements", "bytes", "bits_per_weight")}
+        return {"type": self.type.name} | numbers
 
 
 @dataclass(frozen=True)
@@ -137,6 +158,14 @@ class Plan:
         """What --repack did to each tensor; nothing, without it."""
         return [(t.name, t.row_type, t.type, t.bytes_after) for t in self.tensors]
 
+    def by_type(self) -> list[TypeUse]:
+        """What each type is used for, the one of most bytes first."""
+        found = {t.type.name: TypeUse(t.type) for t in self.tensors}
+        for t in self.tensors:
+            use = found[t.type.name]
+            use.count, use.elements, use.bytes = use.count + 1, use.elements + t.elements, use.bytes + t.bytes_after
+        return sorted(found.values(), key=lambda use: -use.bytes)
+
     def types(self) -> Counter[str]:
         """How many tensors get each type."""
         return Counter(t.type.name for t in self.tensors)
@@ -164,16 +193,18 @@ class Plan:
     def text(self) -> str:
         """The recipe with what else shaped the plan as comments: what the output carries as `quantkit.recipe`."""
         about = f"quantkit quantize {self.file_type.name}{' ' if self.flags else ''}{self.flags}"
-        return str(Recipe(self.recipe.rules, "\n".join(filter(None, (about, self.recipe.about)))))
+        return str(replace(self.recipe, about="\n".join(filter(None, (about, self.recipe.about)))))
 
     def to_json(self) -> dict[str, Any]:
         return {
             "file_type": self.file_type.name,
             "written_as": self.written_type.name,
             "flags": self.flags,
+            "recipe": str(self.recipe),
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
             "bits_per_weight": self.bits_per_weight,
+            "types": [use.to_json() for use in self.by_type()],
             "rules": [use.to_json() for use in self.rules],
             "warnings": list(self.warnings),
             "tensors": [t.to_json() for t in self.tensors],

@@ -143,7 +143,7 @@ def plan(
     planner = _Planner(target, recipe, options, Model.of(metadata or {}, names), imatrix, selection)
     planned = tuple(planner.tensor(t) for t in listed)
     if not options.allow_requantize:
-        _refuse_requantizing(planned, selection is not None)
+        refuse_requantizing(planned, selection is not None)
     warnings = warnings_of(planner.uses, planned, imatrix)
     return Plan(target, recipe, str(options), planned, tuple(planner.uses), tuple(warnings))
 
@@ -340,7 +340,8 @@ def importance_entry(name: str, imatrix: Imatrix) -> str | None:
     return None
 
 
-def _refuse_requantizing(planned: Iterable[PlannedTensor], repack: bool) -> None:
+def refuse_requantizing(planned: Iterable[PlannedTensor], repack: bool) -> None:
+    """DataError for a plan that quantizes what is quantized already."""
     again = [t for t in planned if not (t.copied or t.relaid) and t.source.block_size > 1]
     if again:
         names = ", ".join(f"{t.name} ({t.source.name} to {t.type.name})" for t in again[:3])

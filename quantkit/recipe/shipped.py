@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from quantkit.errors import UnknownNameError
@@ -24,8 +25,8 @@ def shipped() -> list[str]:
     return sorted(path.name[: -len(SUFFIX)] for path in _folder().glob(f"*{SUFFIX}"))
 
 
-def find(name: str | os.PathLike[str]) -> Recipe:
-    """The recipe in a file, or the shipped one of that name."""
+def find(name: str | os.PathLike[str], settings: Mapping[str, str] | None = None) -> Recipe:
+    """The recipe in a file, or the shipped one of that name, with other values for some of its settings."""
     path = Path(name)
     if not path.is_file():
         if str(name) not in shipped():
@@ -35,4 +36,4 @@ def find(name: str | os.PathLike[str]) -> Recipe:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: byte {error.start} is not UTF-8; a recipe is a text file") from None
-    return parse(text, str(path))
+    return parse(text, str(path), settings)

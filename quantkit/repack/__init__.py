@@ -78,12 +78,18 @@ def why_not(t: QuantType, data: np.ndarray, n: int, first_row: int = 0) -> str:
     return conversions.why_not(t, data, n, first_row) if conversions.row_form(t) else ""
 
 
-def to_rows(t: QuantType, data: np.ndarray, n: int, *, threads: int | None = None) -> np.ndarray:
-    """Groups of `t`, uint8[rows, row bytes], as rows of `row_form(t)`."""
-    if conversions.row_form(t):
-        return conversions.convert(t, data, n, threads=threads)
-    assert isinstance(t, Interleaved)
-    return t.deinterleave_rows(data, threads=threads)
+def to_rows(
+    t: QuantType, data: np.ndarray, n: int, *, threads: int | None = None, out: np.ndarray | None = None
+) -> np.ndarray:
+    """Groups of `t`, uint8[rows, row bytes], as rows of `row_form(t)`; in `out` if that is given."""
+    if not conversions.row_form(t):
+        assert isinstance(t, Interleaved)
+        return t.deinterleave_rows(data, threads=threads, out=out)
+    made = conversions.convert(t, data, n, threads=threads)
+    if out is None:
+        return made
+    out[...] = made
+    return out
 
 
 def _matrices(data: Any, kind: QuantType, n: int, interleave: int) -> np.ndarray:

@@ -12,15 +12,17 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from quantkit import jit
+from quantkit import jit, types
 from quantkit.archs import blocks
+from quantkit.errors import DataError
 from quantkit.files.gguf import Tensor
 from quantkit.runtime.cache import Cache
-from quantkit.runtime.kernels import reference
+from quantkit.runtime.kernels import reference, rounding
 
 FEW_TOKENS = 32  # batches up to this are bound by decoding, not by multiplying
 PANEL_ELEMENTS = 1 << 21  # decoded at a time for larger batches: 8 MiB, so that they stay in the last level of cache
@@ -28,6 +30,7 @@ TILE_TOKENS = TILE_ROWS = 256  # multiplied at a time, by each thread
 STRIP_ELEMENTS = 1 << 17  # decoded at a time for smaller ones, by each thread: 512 KiB, for its own cache
 QUERY_ROWS = 384  # of a head's scores worked on at a time
 KEY_ROWS = 512
+QUERIES_TOGETHER, KEYS_TOGETHER = 6, 128  # kernels round queries and positions up to multiples of them
 ROWS_TOGETHER = 16  # the largest group; matrices of all types are cut at multiples of it: repacked, they round the same
 SERIAL_ELEMENTS = 1 << 15  # less work than that is not worth waking threads for
 
@@ -220,22 +223,57 @@ class Span(NamedTuple):
     cache: Cache
 
 
-def store(x: np.ndarray, into: np.ndarray, position: int) -> None:
-    """Keep rows x float32[tokens, n] in a cache's array from `position` on."""
-    rows = into[position : position + len(x)]
-    if into.dtype == np.float32:
-        rows[:] = x
-    else:
-        reference.narrow(x, rows)
+@dataclass(frozen=True)
+class Attending:
+    """How attention is computed: the same numbers but for rounding.
+
+    flash      with a streaming softmax, KEY_ROWS positions at a time; else plainly, all scores of a query at once
+    work_mib   MiB that the scores of plain attention may take, those of all threads together; 0: no bound
+    """
+
+    flash: bool = True
+    work_mib: int = 256
+
+    def query_rows(self, group: int, n_ctx: int, threads: int) -> int:
+        """Rows of queries worked on at a time, over up to `n_ctx` positions; at most QUERY_ROWS.
+
+        DataError where not even the queries that share one key fit the bound.
+        """
+        if self.flash or not self.work_mib:
+            return QUERY_ROWS
+        row = 4 * threads * (-(-n_ctx // KEYS_TOGETHER) * KEYS_TOGETHER)
+        rows = (self.work_mib << 20) // row // QUERIES_TOGETHER * QUERIES_TOGETHER
+        if rows < group:
+            least = -(-group // QUERIES_TOGETHER) * QUERIES_TOGETHER * row
+            raise DataError(
+                f"-amb {self.work_mib}: plain attention's scores over {n_ctx} positions take {-(-least >> 20)} MiB "
+                f"at the least with {threads} threads; give it that, fewer positions (-c), or flash attention (-fa 1)"
+            )
+        return min(QUERY_ROWS, rows)
 
 
-def attend(part: blocks.Attention, layer: int, q: np.ndarray, spans: Sequence[Span], threads: int) -> np.ndarray:
+def remember(k: np.ndarray, v: np.ndarray, cache: Cache, layer: int) -> None:
+    """Keep keys and values float32[tokens, heads * dim] of a layer from the cache's `length` on."""
+    kinds = cache.type.k, cache.type.v
+    for x, into, kind, block in zip((k, v), (cache.k[layer], cache.v[layer]), kinds, cache.rotations):
+        heads = x.reshape(len(x), len(into), -1).transpose(1, 0, 2)
+        rows = np.ascontiguousarray(heads).reshape(-1, heads.shape[2])
+        if block:
+            rows = rounding.rotate(rows, block)
+        into[:, cache.length : cache.length + len(x)] = rounding.encode(kind, rows).reshape(len(into), len(x), -1)
+
+
+def attend(
+    part: blocks.Attention, layer: int, q: np.ndarray, spans: Sequence[Span], threads: int, how: Attending = Attending()
+) -> np.ndarray:
     """softmax(q k^T * scale) v for every query head, float32[tokens, heads * head_dim_v]; q as it comes out of rope.
 
     The caches hold the keys and values of the batch's own tokens already, from their `length` on.
     """
     out = np.empty((len(q), part.heads * part.head_dim_v), np.float32)
-    step = max(1, QUERY_ROWS // (part.heads // part.kv_heads))
+    group = part.heads // part.kv_heads
+    most = max(span.cache.length + span.stop - span.start for span in spans)
+    step = max(1, how.query_rows(group, most, threads) // group)
     work = [
         (span, head, first, min(span.stop, first + step))
         for span in spans
@@ -246,7 +284,7 @@ def attend(part: blocks.Attention, layer: int, q: np.ndarray, spans: Sequence[Sp
     def task(begin: int, end: int) -> None:
         with _silent():
             for item in work[begin:end]:
-                _attend_head(part, layer, q, out, *item)
+                _attend_head(part, layer, q, out, KEY_ROWS if how.flash else most, *item)
 
     scores = part.heads * sum((s.stop - s.start) * (s.cache.length + s.stop - s.start) for s in spans)
     jit.over_rows(task, len(work), threads=threads if scores > SERIAL_ELEMENTS else 1)
@@ -254,32 +292,43 @@ def attend(part: blocks.Attention, layer: int, q: np.ndarray, spans: Sequence[Sp
 
 
 def _attend_head(
-    part: blocks.Attention, layer: int, q: np.ndarray, out: np.ndarray, span: Span, head: int, first: int, stop: int
+    part: blocks.Attention,
+    layer: int,
+    q: np.ndarray,
+    out: np.ndarray,
+    key_rows: int,
+    span: Span,
+    head: int,
+    first: int,
+    stop: int,
 ) -> None:
-    """`attend` for tokens first … stop and the query heads that share key/value head `head`: a streaming softmax."""
+    """`attend` for tokens first … stop and the query heads that share key/value head `head`, `key_rows` at a time."""
     group = part.heads // part.kv_heads
     tokens, mine = stop - first, slice(head * group, (head + 1) * group)
     position = span.cache.length + first - span.start
     window = part.window or span.cache.n_ctx
+    rotate_k, rotate_v = span.cache.rotations
     queries = q.reshape(len(q), part.heads, -1)[first:stop, mine].reshape(tokens * group, -1) * np.float32(part.scale)
+    if rotate_k:
+        queries = rounding.rotate(queries, rotate_k)
     top = np.zeros(tokens * group, np.float32)
     total = np.zeros(tokens * group, np.float32)
     acc = np.zeros((tokens * group, part.head_dim_v), np.float32)
-    for key in range(max(0, position + 1 - window), position + tokens, KEY_ROWS):
-        end = min(key + KEY_ROWS, position + tokens)
-        keys = _columns(span.cache.k[layer][key:end], head, part.head_dim_k, "keys")
+    for key in range(max(0, position + 1 - window), position + tokens, key_rows):
+        end = min(key + key_rows, position + tokens)
+        keys = _decoded(span.cache.k[layer][head, key:end], span.cache.type.k, part.head_dim_k, "keys")
         scores = np.matmul(queries, keys.T, out=_scratch("scores", (tokens * group, end - key)))
         reference.softmax_step(scores, group, position - key, window, top, total, acc)
-        values = _columns(span.cache.v[layer][key:end], head, part.head_dim_v, "values")
+        values = _decoded(span.cache.v[layer][head, key:end], span.cache.type.v, part.head_dim_v, "values")
         acc += np.matmul(scores, values, out=_scratch("products", acc.shape))
     acc /= total[:, None]
+    if rotate_v:
+        acc = rounding.rotate(acc, rotate_v)
     out.reshape(len(out), part.heads, -1)[first:stop, mine] = acc.reshape(tokens, group, -1)
 
 
-def _columns(rows: np.ndarray, head: int, dim: int, scratch: str) -> np.ndarray:
-    """float32[rows, dim]: one head's part of a cache's rows."""
-    if rows.dtype == np.float32:
-        return rows[:, head * dim : (head + 1) * dim]
-    out = _scratch(scratch, (len(rows), dim))
-    reference.widen(rows, head * dim, out)
-    return out
+def _decoded(rows: np.ndarray, kind: str, dim: int, scratch: str) -> np.ndarray:
+    """float32[rows, dim] of some rows of one head of a cache, as the type itself decodes them."""
+    if kind == "f32":
+        return rows.view(np.float32)
+    return types.get(kind).dequantize(rows, dim, out=_scratch(scratch, (len(rows), dim)), threads=1)

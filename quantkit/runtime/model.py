@@ -22,14 +22,16 @@ from quantkit.archs import blocks
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.files import gguf
 from quantkit.runtime import blas, experts, layers, repacking
-from quantkit.runtime.cache import Cache
+from quantkit.runtime.cache import Cache, CacheType
 from quantkit.runtime.generate import Generated, Sampling, generate
+from quantkit.runtime.kernels.rounding import FLOATS, QUANTIZED
 from quantkit.runtime.layers import Span
 from quantkit.runtime.placement import Flags, Placement, devices, place
 from quantkit.runtime.repacking import Repacked
 
 BATCH_TOKENS = 1024  # of a prompt run at a time; more only costs memory
 SEQUENCE_TOKENS = 2048  # of several sequences run at a time
+TOGETHER_TOKENS = 512  # of sequences that go on; what `fast` numerics take at a time
 NUMERICS = ("exact", "fast")
 
 Observer = Callable[[str, np.ndarray], None]
@@ -40,7 +42,9 @@ def load(
     *,
     numerics: str = "exact",
     threads: int | None = None,
-    cache_type: str | None = None,
+    cache_type: str | CacheType | None = None,
+    flash_attention: bool = True,
+    attention_mib: int = 256,
     n_ctx: int | None = None,
     override_tensor: str | Sequence[str] = "",
     gpu_layers: int | None = None,
@@ -53,7 +57,9 @@ def load(
 
     numerics    "exact": weights decoded exactly, float32 activations. "fast": activations quantized where faster.
     threads     default: the CPUs this process may use.
-    cache_type  "f16" or "f32"; default f32 for exact numerics, f16 for fast.
+    cache_type  "q8_0" for keys and values, "q8_0/q4_0" for each, "q4_0 khad vhad" rotated; see `runtime.cache`.
+                Default f32 for exact numerics, f16 for fast.
+    flash_attention, attention_mib   see `layers.Attending`: `-fa` and `-amb`.
     n_ctx       size of the caches that `new_cache` makes by default; the model's own where not given.
     override_tensor, gpu_layers, n_cpu_moe   placement, as `-ot` (once or several times), `-ngl` and `--n-cpu-moe` say.
     repack      interleave now, in memory, the rows of all tensors on the CPU that have such a form (`-rtr`).
@@ -61,14 +67,30 @@ def load(
     expert_reduction   (K, t), `-ser K,t`: the first K experts always, others only with a probability above t times the
                 first one's. It changes what the model computes, in both numerics.
     """
+    how = layers.Attending(flash_attention, attention_mib)
+    kind = _cache_type(cache_type, numerics, how)
     file = gguf.open(path)
     rules = (override_tensor,) if isinstance(override_tensor, str) else tuple(override_tensor)
     flags = Flags(gpu_layers, rules, n_cpu_moe)
     placement = place(file.tensors, flags.rules, devices(), flags.gpu_layers, n_cpu_moe=flags.n_cpu_moe)
     return Model(
-        file, placement, numerics=numerics, threads=threads, cache_type=cache_type, n_ctx=n_ctx, repack=repack,
+        file, placement, numerics=numerics, threads=threads, cache_type=kind, how=how, n_ctx=n_ctx, repack=repack,
         fused_experts=fused_experts, expert_reduction=expert_reduction,
     )  # fmt: skip
+
+
+def _cache_type(chosen: str | CacheType | None, numerics: str, how: layers.Attending) -> CacheType:
+    """What caches are made of; UnsupportedError where that is nothing for plain attention."""
+    if numerics not in NUMERICS:
+        raise UnknownNameError("numerics", numerics, NUMERICS)
+    if chosen is None:
+        chosen = "f32" if numerics == "exact" else "f16"
+    kind = CacheType.parse(chosen) if isinstance(chosen, str) else chosen
+    if not how.flash and kind.v in QUANTIZED:
+        raise UnsupportedError(
+            f"-ctv {kind.v} needs flash attention (-fa 1); without, values can be {', '.join(FLOATS)}"
+        )
+    return kind
 
 
 class Model:
@@ -76,7 +98,9 @@ class Model:
 
     hparams, blocks, head   what the architecture says about it
     weights                 dict name -> files.gguf.Tensor, of what is repacked one in memory
-    numerics, threads, cache_type, placement   as given to `load`
+    numerics, threads, placement   as given to `load`
+    cache_type              text of a CacheType, of the caches that `new_cache` makes by default
+    how                     layers.Attending
     repacked                what -rtr did; None without it
     fused_experts, expert_reduction   as given to `load`
     slow_because            why a model of `fast` numerics runs layer by layer; None where it does not
@@ -90,14 +114,15 @@ class Model:
         *,
         numerics: str = "exact",
         threads: int | None = None,
-        cache_type: str | None = None,
+        cache_type: str | CacheType | None = None,
+        how: layers.Attending | None = None,
         n_ctx: int | None = None,
         repack: bool = False,
         fused_experts: bool = True,
         expert_reduction: tuple[int, float] | None = None,
     ):
-        if numerics not in NUMERICS:
-            raise UnknownNameError("numerics", numerics, NUMERICS)
+        self.how = how or layers.Attending()
+        kind = _cache_type(cache_type, numerics, self.how)
         self.path = file.path
         self.metadata = file.metadata
         self.weights = file.tensors
@@ -105,7 +130,7 @@ class Model:
         self.placement = placement
         self.numerics = numerics
         self.threads = threads or jit.default_threads()
-        self.cache_type = cache_type or ("f32" if numerics == "exact" else "f16")
+        self.cache_type = str(kind)
         name = file.metadata.get("general.architecture")
         if not isinstance(name, str):
             raise FormatError(f"{file.path}: metadata has no general.architecture; the file is not a model")
@@ -120,6 +145,7 @@ class Model:
         self._tables: dict[blocks.Rope, tuple[np.ndarray, np.ndarray]] = {}
         self._tokenizer: Any = None
         self._checking = False
+        self._check_attention(kind, n_ctx)
         self._check_weights()
         self.fused_experts = fused_experts
         self.expert_reduction = experts.reduction(self.blocks, expert_reduction, self.path)
@@ -151,9 +177,12 @@ class Model:
             self._tokenizer = Tokenizer.from_gguf(self.metadata)
         return self._tokenizer
 
-    def new_cache(self, n_ctx: int | None = None, cache_type: str | None = None) -> Cache:
+    def new_cache(self, n_ctx: int | None = None, cache_type: str | CacheType | None = None) -> Cache:
         """An empty cache for one sequence of up to `n_ctx` tokens."""
-        return Cache(self.hparams, n_ctx or self.n_ctx, cache_type or self.cache_type)
+        return Cache(self.hparams, n_ctx or self.n_ctx, self._kind(cache_type))
+
+    def _kind(self, cache_type: str | CacheType | None) -> CacheType:
+        return _cache_type(cache_type or self.cache_type, self.numerics, self.how)
 
     # --------------------------------------------------------------------------------------------------- what it gives
 
@@ -190,6 +219,42 @@ class Model:
         """float32[len, vocab] of a fresh sequence."""
         return self.forward(tokens, self.new_cache(max(1, len(tokens))))
 
+    def forward_batch(self, parts: Sequence[tuple[Sequence[int] | np.ndarray, Cache]]) -> np.ndarray:
+        """float32[parts, vocab]: of several sequences, each with a cache and a length of its own, the next tokens.
+
+        The tokens, at least one of each, go through each weight together, and are added to the caches, which are all
+        of one type. The logits are those after the last token of each.
+        """
+        checked = [(self._checked(tokens), cache) for tokens, cache in parts]
+        if not checked or any(ids.ndim != 1 or not len(ids) for ids, _ in checked):
+            raise DataError("forward_batch takes pairs of a list of tokens, at least one, and a cache")
+        caches = [cache for _, cache in checked]
+        if len({id(cache) for cache in caches}) < len(caches) or len({cache.type for cache in caches}) > 1:
+            raise DataError("forward_batch: each sequence needs a cache of its own, and all of them one type")
+        for ids, cache in checked:
+            cache.reserve(len(ids))
+        ends = np.empty((len(checked), self.hparams.n_embd), np.float32)
+        with blas.single_threaded():
+            for ids, spans, which in _batches(checked):
+                x = self._forward_spans(ids, spans)
+                for i, span in zip(which, spans):
+                    ends[i] = x[span.stop - 1]
+        return self.project(ends)
+
+    def _forward_spans(self, ids: np.ndarray, spans: list[Span]) -> np.ndarray:
+        """float32[tokens, n_embd] before the output norm; the caches then hold the tokens."""
+        before = [span.cache.length for span in spans]
+        if self._fast is not None and self.observer is None:
+            x = self._fast.prompt(ids, spans)
+            if layers.is_finite(x):
+                return x
+            for span, length in zip(spans, before):  # layer by layer, to name the tensor that is to blame
+                span.cache.length = length
+        x = self._run(ids, spans)
+        for span in spans:
+            span.cache.length += span.stop - span.start
+        return x
+
     def forward_sequences(self, tokens: np.ndarray, rows: slice, cache_type: str | None = None) -> np.ndarray:
         """float32[n_seq, k, vocab]: logits at the positions `rows` of fresh sequences int[n_seq, len].
 
@@ -206,7 +271,7 @@ class Model:
             raise DataError(f"expected tokens int[n_seq, len], got shape {ids.shape}")
         n_seq, length = ids.shape
         together = max(1, SEQUENCE_TOKENS // length)
-        kind = cache_type or self.cache_type
+        kind = self._kind(cache_type)
         caches = [Cache(self.hparams, length, kind, one_layer=True) for _ in range(min(together, n_seq))]
         found = []
         with blas.single_threaded():
@@ -242,7 +307,7 @@ class Model:
         if reason is not None:
             return None, reason
         routing = step.Routing(self.fused_experts, self.expert_reduction)
-        return step.Fast(self.weights, self.blocks, self.head, self.threads, routing), None
+        return step.Fast(self.weights, self.blocks, self.head, self.threads, self.how, routing), None
 
     def _forward_fast(self, ids: np.ndarray, cache: Cache, logits: str) -> np.ndarray | None:
         """What `forward` gives; None when something on the way is not finite."""
@@ -286,9 +351,8 @@ class Model:
         layers.turn(q, part.rope.style, part.head_dim_k, tables, positions, self.threads)
         layers.turn(k, part.rope.style, part.head_dim_k, tables, positions, self.threads)
         for span in spans:
-            layers.store(k[span.start : span.stop], span.cache.k[layer], span.cache.length)
-            layers.store(v[span.start : span.stop], span.cache.v[layer], span.cache.length)
-        y = layers.attend(part, layer, q, spans, self.threads)
+            layers.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
+        y = layers.attend(part, layer, q, spans, self.threads, self.how)
         self._check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
         return self._linear(part.out, y)
 
@@ -364,6 +428,12 @@ class Model:
             raise DataError(f"{self.path}: token {wrong} is not in the vocabulary of {self.vocab_size}")
         return ids
 
+    def _check_attention(self, kind: CacheType, n_ctx: int | None) -> None:
+        """UnsupportedError or DataError where caches of this type, or the bound on attention's memory, do not fit."""
+        hp = self.hparams
+        kind.rotations(hp.head_dim_k, hp.head_dim_v)
+        self.how.query_rows(hp.n_head // hp.n_head_kv, n_ctx or 1, self.threads)
+
     def _check_weights(self) -> None:
         """FormatError when a tensor that the blocks name is not there or not of the shape they need.
 
@@ -410,6 +480,29 @@ class Model:
         finally:
             self._checking = False
         raise DataError(f"{self.path}: blk.{block.layer}: the sum of its parts is beyond float32")
+
+
+def _batches(
+    parts: Sequence[tuple[np.ndarray, Cache]],
+) -> Iterator[tuple[np.ndarray, list[Span], list[int]]]:
+    """(tokens, their spans, which parts they are of), up to TOGETHER_TOKENS at a time."""
+    taken: list[np.ndarray] = []
+    spans: list[Span] = []
+    which: list[int] = []
+    used = 0
+    for i, (ids, cache) in enumerate(parts):
+        done = 0
+        while done < len(ids):
+            some = ids[done : done + TOGETHER_TOKENS - used]
+            taken.append(some)
+            spans.append(Span(used, used + len(some), cache))
+            which.append(i)
+            done, used = done + len(some), used + len(some)
+            if used == TOGETHER_TOKENS:
+                yield np.concatenate(taken), spans, which
+                taken, spans, which, used = [], [], [], 0
+    if used:
+        yield np.concatenate(taken), spans, which
 
 
 def _needed(

@@ -4,7 +4,7 @@
     plan(file.tensors, parse_flags("-ngl 99 -ot exps=CPU"), file.metadata)     for GPUs that need not be here
 
     -ngl N             the last N layers go to the GPU, with N above their number the output too; embeddings stay.
-                       Several GPUs share the layers evenly. Default: all, where there is a GPU
+                       Several GPUs share the layers evenly, or as -ts says. Default: all, where there is a GPU
     -ot REGEX=DEVICE   the regex is searched for anywhere in the name; the first rule that matches decides, whatever
                        -ngl says
     --n-cpu-moe N      the experts of the last N layers that have some stay on the CPU (of layers that several GPUs
@@ -17,11 +17,13 @@ that decides nothing is a mistake. With -ngl 0 other tools drop -ot; here it hol
 from __future__ import annotations
 
 import argparse
+import bisect
+import itertools
 import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from quantkit.errors import DataError, UnsupportedError
@@ -72,6 +74,9 @@ class Rule:
     def __str__(self) -> str:
         return f"{self.pattern}={self.device}"
 
+    def matches(self, name: str) -> bool:
+        return re.search(self.pattern, name) is not None
+
     @property
     def said(self) -> str:
         """What the user wrote."""
@@ -98,8 +103,11 @@ class Flags:
     gpu_layers: int | None = None  # -ngl; None: as many as there are, where there is a GPU
     override_tensor: tuple[str, ...] = ()  # -ot, once or several times
     n_cpu_moe: int = 0  # --n-cpu-moe; ALL_LAYERS for --cpu-moe
+    tensor_split: tuple[float, ...] = ()  # -ts: the share of each GPU; empty: even
 
     def __post_init__(self) -> None:
+        if self.tensor_split and (min(self.tensor_split) < 0 or not sum(self.tensor_split)):
+            raise DataError(f"-ts {self.tensor_split}: shares are 0 or more, and not all 0")
         for flag, number in (("-ngl", self.gpu_layers or 0), ("--n-cpu-moe", self.n_cpu_moe)):
             if number < 0:
                 raise DataError(f"{flag} {number}: a number of layers is 0 or more")
@@ -109,6 +117,14 @@ class Flags:
         return [rule for text in self.override_tensor for rule in parse_rules(text)]
 
 
+def parse_split(text: str) -> tuple[float, ...]:
+    """The shares of `-ts 3,1` (or 3/1), one a GPU."""
+    try:
+        return tuple(float(part) for part in re.split("[,/]", text) if part.strip())
+    except ValueError:
+        raise DataError(f"-ts '{text}': shares are numbers, as 3,1") from None
+
+
 def parse_flags(text: str) -> Flags:
     """Flags of a piece of command line, as `-ngl 99 -ot exps=CPU`. DataError for anything else in it."""
     parser = _Parser(add_help=False, allow_abbrev=False)
@@ -116,16 +132,17 @@ def parse_flags(text: str) -> Flags:
     parser.add_argument("-ot", "--override-tensor", action="append", default=[], dest="rules")
     parser.add_argument("-ncmoe", "--n-cpu-moe", type=int, default=0, dest="n_cpu_moe")
     parser.add_argument("-cmoe", "--cpu-moe", action="store_const", const=ALL_LAYERS, dest="n_cpu_moe")
+    parser.add_argument("-ts", "--tensor-split", default="", dest="split")
     try:
         found = parser.parse_args(shlex.split(text))
     except ValueError as error:
         raise DataError(f"placement '{text}': {error}") from None
-    return Flags(found.gpu_layers, tuple(found.rules), found.n_cpu_moe)
+    return Flags(found.gpu_layers, tuple(found.rules), found.n_cpu_moe, parse_split(found.split))
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
-        raise ValueError(f"{message}; it takes -ngl N, -ot REGEX=DEVICE, --cpu-moe and --n-cpu-moe N")
+        raise ValueError(f"{message}; it takes -ngl N, -ot REGEX=DEVICE, --cpu-moe, --n-cpu-moe N and -ts N,N")
 
 
 # ------------------------------------------------------------------------------------------------------------ placement
@@ -133,11 +150,15 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Placement:
-    """The device of every tensor, and how many tensors each rule decided."""
+    """The device of every tensor, and how many tensors each rule decided.
+
+    `of_layer` are the GPUs of layers, whatever rules say of their tensors: where their caches live.
+    """
 
     devices: dict[str, Device]
     rules: tuple[Rule, ...] = ()
     decided: tuple[int, ...] = ()
+    of_layer: Mapping[int, Device] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Device:
         return self.devices[name]
@@ -160,11 +181,13 @@ def place(
     n_layers: int | None = None,
     n_cpu_moe: int = 0,
     mtp_layers: int = 0,
+    tensor_split: Sequence[float] = (),
 ) -> Placement:
     """The device of every tensor, of those `available`, of which one is the CPU.
 
-    n_layers     the model's; by default as many as the names tell
-    mtp_layers   so many of them, the last, predict further tokens, and `n_cpu_moe` does not count them
+    n_layers      the model's; by default as many as the names tell
+    mtp_layers    so many of them, the last, predict further tokens, and `n_cpu_moe` does not count them
+    tensor_split  the share of the layers that each GPU gets; even by default
 
     UnsupportedError when a rule names a device that is not there, or -ngl asks for a GPU and there is none.
     """
@@ -180,7 +203,7 @@ def place(
     if n_layers is None:
         n_layers = 1 + max((layer for layer in map(_layer, names) if layer is not None), default=-1)
     wanted = (ALL_LAYERS if gpus else 0) if gpu_layers is None else gpu_layers
-    of_layer = _layer_devices(n_layers, wanted, gpus)
+    of_layer = _layer_devices(n_layers, wanted, gpus, tensor_split)
     if n_cpu_moe:
         rules = [*rules, _experts_rule(names, n_cpu_moe, of_layer, n_layers - mtp_layers)]
     decided = [0] * len(rules)
@@ -191,11 +214,11 @@ def place(
             layer = n_layers
         found[name] = of_layer.get(layer, CPU) if layer is not None else CPU
         for i, rule in enumerate(rules):
-            if re.search(rule.pattern, name):
+            if rule.matches(name):
                 found[name] = by_name[rule.device.lower()]
                 decided[i] += 1
                 break
-    return Placement(found, tuple(rules), tuple(decided))
+    return Placement(found, tuple(rules), tuple(decided), of_layer)
 
 
 def _layer(name: str) -> int | None:
@@ -203,11 +226,12 @@ def _layer(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _layer_devices(n_layers: int, gpu_layers: int, gpus: Sequence[Device]) -> dict[int, Device]:
+def _layer_devices(n_layers: int, gpu_layers: int, gpus: Sequence[Device], split: Sequence[float]) -> dict[int, Device]:
     """The GPU of each layer that goes to one; layer `n_layers` is the output."""
     count = min(gpu_layers, n_layers + 1) if gpus else 0
     first = max(0, n_layers - gpu_layers)
-    return {first + i: gpus[i * len(gpus) // count] for i in range(count)}
+    ends = list(itertools.accumulate([*split, *[0.0] * len(gpus)][: len(gpus)] if any(split) else [1.0] * len(gpus)))
+    return {first + i: gpus[bisect.bisect_right(ends, i * ends[-1] / count)] for i in range(count)}
 
 
 def _experts_rule(names: Iterable[str], count: int, of_layer: Mapping[int, Device], n_layers: int) -> Rule:
@@ -241,35 +265,41 @@ class Info(Protocol):
 
 
 def plan(tensors: Mapping[str, Info], flags: Flags, metadata: Mapping[str, Any], path: object) -> Placement:
-    """The placement by `flags` of a model's tensors on a machine that has the GPUs they name, and at least one.
+    """`located`, with every tensor where it can be computed with; `path` is what messages call the model.
 
-    `metadata` are the model's; `path` is what messages call it. UnsupportedError for a tensor of an interleaved type
-    that would go to a GPU without a kernel for it, and as `place`.
+    UnsupportedError for a tensor of an interleaved type that would go to a GPU without a kernel for it, and as `place`.
     """
+    found = located(tensors, flags, metadata)
+    if wrong := without_kernels(found, tensors):
+        raise UnsupportedError(f"{path}: {wrong}, or undo the interleaving: quantkit unpack {path} OUT")
+    return found
+
+
+def located(tensors: Mapping[str, Info], flags: Flags, metadata: Mapping[str, Any], n_gpus: int = 1) -> Placement:
+    """The placement by `flags` of a model's tensors on a machine that has the GPUs they name, and at least `n_gpus`."""
     arch = metadata.get("general.architecture")
     n_layers, mtp_layers = (metadata.get(f"{arch}.{key}") for key in ("block_count", "nextn_predict_layers"))
-    found = place(
+    return place(
         tensors,
         flags.rules,
-        _declared(flags.rules),
+        _declared(flags.rules, max(n_gpus, len(flags.tensor_split))),
         flags.gpu_layers,
         n_layers=n_layers if isinstance(n_layers, int) else None,
         n_cpu_moe=flags.n_cpu_moe,
         mtp_layers=mtp_layers if isinstance(mtp_layers, int) else 0,
+        tensor_split=flags.tensor_split,
     )
-    _require_kernels(found, tensors, path)
-    return found
 
 
-def _declared(rules: Iterable[Rule]) -> list[Device]:
-    """The CPU and CUDA0 … up to the last one that a rule names."""
-    last = 0
+def _declared(rules: Iterable[Rule], n_gpus: int) -> list[Device]:
+    """The CPU and CUDA0 … up to the last one that a rule names, `n_gpus` of them at least."""
+    count = n_gpus
     for rule in rules:
         match = re.fullmatch(r"cuda(\d{1,2})", rule.device, re.IGNORECASE)
         if match is None and rule.device.upper() != CPU.name:
             raise UnsupportedError(f"{rule.said}: '{rule.device}' is no device; valid devices: CPU, CUDA0, CUDA1, …")
-        last = max(last, int(match[1]) if match else 0)
-    return [CPU, *(Device(f"CUDA{i}") for i in range(last + 1))]
+        count = max(count, int(match[1]) + 1 if match else 0)
+    return [CPU, *(Device(f"CUDA{i}") for i in range(count))]
 
 
 def gpu_kernels(kind: QuantType, columns: int = 256) -> bool:
@@ -279,26 +309,26 @@ def gpu_kernels(kind: QuantType, columns: int = 256) -> bool:
     return kind.name in _ON_GPU and not (kind.name in _ROWS_OF_256 and columns % 256)
 
 
-def _require_kernels(placement: Placement, tensors: Mapping[str, Info], path: object) -> None:
-    """UnsupportedError with the interleaved tensors on GPUs that have no kernel for them, and what to do."""
+def without_kernels(placement: Placement, tensors: Mapping[str, Info]) -> str:
+    """Which interleaved tensors are on GPUs that have no kernel for them, and what to do; "" where none are."""
     wrong = [
         name
         for name, tensor in tensors.items()
         if not placement.on_cpu(name) and not gpu_kernels(tensor.type, tensor.shape[-1])
     ]
-    if wrong:
-        classes: dict[tuple[str, str, str], list[int]] = defaultdict(list)
-        for name in wrong:
-            classes[_form(name), tensors[name].type.name, placement[name].name].append(_layer(name) or 0)
-        lines = (
-            f"\n  {form.replace('#', f'({_ranges(layers)})')}  {kind}  {device}"
-            for (form, kind, device), layers in classes.items()
-        )
-        raise UnsupportedError(
-            f"{path}: {len(wrong)} row-interleaved tensors would go to a GPU, which has no kernel for their types:"
-            f"{''.join(lines)}\nKeep them on the CPU by a first rule -ot '{_keeping(wrong, tensors)}', or undo the "
-            f"interleaving: quantkit unpack {path} OUT"
-        )
+    if not wrong:
+        return ""
+    classes: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for name in wrong:
+        classes[_form(name), tensors[name].type.name, placement[name].name].append(_layer(name) or 0)
+    lines = (
+        f"\n  {form.replace('#', f'({_ranges(layers)})')}  {kind}  {device}"
+        for (form, kind, device), layers in classes.items()
+    )
+    return (
+        f"{len(wrong)} row-interleaved tensors would go to a GPU, which has no kernel for their types:"
+        f"{''.join(lines)}\nKeep them on the CPU by a first rule -ot '{_keeping(wrong, tensors)}'"
+    )
 
 
 def _form(name: str) -> str:

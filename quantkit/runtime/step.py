@@ -17,21 +17,25 @@ quantized matrix; products with F32, F16 and BF16 matrices keep them in float32.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from quantkit import types
 from quantkit.archs import blocks
 from quantkit.files.gguf import Tensor
 from quantkit.runtime import layers
-from quantkit.runtime.cache import Cache
+from quantkit.runtime.cache import Cache, CacheType
 from quantkit.runtime.experts import Reduction
 from quantkit.runtime.kernels import table
 from quantkit.runtime.kernels.cpu import attention, batch, experts, gemm, ops
 from quantkit.runtime.kernels.cpu.activations import activation_bytes
+from quantkit.runtime.kernels.cpu.rows import Heads
 from quantkit.runtime.kernels.cpu.walk import OpList
+from quantkit.runtime.layers import Span
 
 BATCH_TOKENS = 512  # of a prompt at a time: the weights are unpacked once for all of them
 _ROWS = 32  # shares of a matrix are multiples of so many rows: whole blocks of what is quantized next
@@ -75,31 +79,37 @@ class Routing(NamedTuple):
     reduction: Reduction | None = None
 
 
-DEFAULT = Routing()
-
-
 class _Laid:
     """What Step and Prompt share: the walk over the blocks, and the operations that look into a cache."""
 
     def __init__(
-        self, weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head, threads: int, routing: Routing
+        self,
+        weights: Weights,
+        parts: Sequence[blocks.Block],
+        head: blocks.Head,
+        threads: int,
+        how: layers.Attending,
+        routing: Routing,
     ):
         self._routing = routing
         self._weights = weights
         self._parts = parts
         self._head = head
         self._threads = threads
+        self._how = how
         self._rope_tables: dict[blocks.Rope, tuple[np.ndarray, np.ndarray]] = {}
-        self._cache: Cache | None = None
-        self._kind = ""
+        self._caches: list[Cache] = []
+        self._type: CacheType | None = None
+        self._n_ctx = 0  # what plain attention has room for
         self.vocab, self.n_embd = weights[head.embedding].shape
 
-    def _use(self, cache: Cache) -> None:
-        """Point the operations to another cache; lay them out first, or anew for another type of cache."""
-        if cache is self._cache:
+    def _use(self, caches: list[Cache]) -> None:
+        """Point the operations to other caches; lay them out first, or anew for caches of another type."""
+        if len(caches) == len(self._caches) and all(a is b for a, b in zip(caches, self._caches)):
             return
-        if cache.cache_type != self._kind:
-            self._kind = cache.cache_type
+        n_ctx = max(cache.n_ctx for cache in caches)
+        if caches[0].type != self._type or (not self._how.flash and n_ctx > self._n_ctx):
+            self._type, self._n_ctx = caches[0].type, n_ctx
             self._looking: list[tuple[int, blocks.Attention, tuple[str, ...], np.ndarray]] = []
             self._ops = OpList(self._threads)
             for block in self._parts:
@@ -111,18 +121,33 @@ class _Laid:
                     else:
                         self._feed_forward(part)
             self._finish(self._ops)
+        self._places = [
+            np.array([(c.k[layer].ctypes.data, c.v[layer].ctypes.data, c.n_ctx) for c in caches], np.int64)
+            for layer in range(len(caches[0].k))
+        ]
         for layer, part, names, parameters in self._looking:
-            cos, sin = self._tables(part.rope, cache.n_ctx)
+            cos, sin = self._tables(part.rope, n_ctx)
+            place = self._places[layer].ctypes.data
             values = {
                 "cos": cos.ctypes.data,
                 "sin": sin.ctypes.data,
-                "k_cache": cache.k[layer].ctypes.data,
-                "v_cache": cache.v[layer].ctypes.data,
-                "window": part.window or cache.n_ctx,
+                "cache": place,
+                "caches": place,
+                "window": part.window or n_ctx,
             }
             for name in values.keys() & set(names):
                 parameters[names.index(name)] = values[name]
-        self._cache = cache
+        self._caches = caches
+
+    def _heads(self, part: blocks.Attention) -> Heads:
+        assert self._type is not None
+        k, v = (types.get(name).ggml_type for name in (self._type.k, self._type.v))
+        rotations = self._type.rotations(part.head_dim_k, part.head_dim_v)
+        return Heads(part.heads // part.kv_heads, part.head_dim_k, part.head_dim_v, k, v, *rotations)
+
+    def _span(self, flash: int) -> int:
+        """Positions worked on at a time: so many with a streaming softmax, all for plain attention."""
+        return flash if self._how.flash else -(-self._n_ctx // layers.KEYS_TOGETHER) * layers.KEYS_TOGETHER
 
     def _tables(self, rope: blocks.Rope, n_ctx: int) -> tuple[np.ndarray, np.ndarray]:
         held = self._rope_tables.get(rope)
@@ -199,15 +224,16 @@ class Step(_Laid):
         parts: Sequence[blocks.Block],
         head: blocks.Head,
         threads: int,
-        routing: Routing = DEFAULT,
+        how: layers.Attending,
+        routing: Routing,
     ):
-        super().__init__(weights, parts, head, threads, routing)
+        super().__init__(weights, parts, head, threads, how, routing)
         self._state = np.zeros(1, np.int64)
         self._x, self._logits = np.zeros(self.n_embd, np.float32), np.zeros(self.vocab, np.float32)
 
     def __call__(self, token: int, cache: Cache) -> np.ndarray:
         """A fresh array. The caller has seen to it that the cache has room."""
-        self._use(cache)
+        self._use([cache])
         self._x[:] = layers.embed(self._weights[self._head.embedding], np.array([token]))[0]
         self._state[0] = cache.length
         self._ops.run()
@@ -236,18 +262,19 @@ class Step(_Laid):
         self._normed_heads(part, part.q, part.q_norm, normed, q)
         self._normed_heads(part, part.k, part.k_norm, normed, k)
         self._matvec(self._ops, part.v, normed, v, wait=True)
-        group = part.heads // part.kv_heads
-        scratch, stride = self._ops.private("scratch", attention.scratch_bytes(part.heads, part.head_dim_k, group))
+        heads, span = self._heads(part), self._span(attention.CHUNK)
+        nbytes = attention.scratch_bytes(part.heads, part.head_dim_k, heads.group, span)
+        scratch, stride = self._ops.private("scratch", nbytes)
         partial = self._ops.buffer("partial", 4 * self._threads * part.heads * (part.head_dim_v + 2))
-        kernel = attention.attention(group, part.head_dim_k, part.head_dim_v, int(self._kind == "f16"))
         self._look(
-            layer, part, kernel.address, attention.PARAMETERS, state=self._state.ctypes.data, q=q, k=k, v=v,
-            scale=self._ops.constant(part.scale), partial=partial, scratch=scratch, stride=stride, **_rope_values(part),
+            layer, part, attention.attention(heads).address, attention.PARAMETERS, state=self._state.ctypes.data,
+            q=q, k=k, v=v, scale=self._ops.constant(part.scale), span=span, partial=partial, scratch=scratch,
+            stride=stride, **_rope_values(part),
         )  # fmt: skip
         joined = self._private("joined", part.heads * part.head_dim_v)
         self._ops.add(
-            ops.combine.address, ops.COMBINE, partial=partial, heads=part.heads, dim=part.head_dim_v,
-            buffer=joined[0], stride=joined[1],
+            attention.combine(heads.rotate_v).address, attention.COMBINE, partial=partial, heads=part.heads,
+            dim=part.head_dim_v, buffer=joined[0], stride=joined[1],
         )  # fmt: skip
         self._matvec(self._ops, part.out, joined, self._ops.buffer("added", 4 * self.n_embd), residual=True, wait=True)
 
@@ -341,7 +368,7 @@ class Step(_Laid):
 
 
 class Prompt(_Laid):
-    """A batch: `prompt(tokens, cache) -> float32[tokens, n_embd]` before the output norm; the cache then holds them."""
+    """A batch: `prompt(tokens, spans) -> float32[tokens, n_embd]` before the output norm; the caches then hold them."""
 
     def __init__(
         self,
@@ -349,20 +376,24 @@ class Prompt(_Laid):
         parts: Sequence[blocks.Block],
         head: blocks.Head,
         threads: int,
-        routing: Routing = DEFAULT,
+        how: layers.Attending,
+        routing: Routing,
     ):
-        super().__init__(weights, parts, head, threads, routing)
-        self._state = np.zeros(3, np.int64)
+        super().__init__(weights, parts, head, threads, how, routing)
+        self._state = np.zeros(batch.TABLE // 8 + batch.SPAN // 8 * BATCH_TOKENS, np.int64)
         self._x = np.zeros((BATCH_TOKENS, self.n_embd), np.float32)
 
-    def __call__(self, tokens: np.ndarray, cache: Cache) -> np.ndarray:
-        """At most BATCH_TOKENS tokens; a view that the next call overwrites."""
-        self._use(cache)
+    def __call__(self, tokens: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
+        """At most BATCH_TOKENS tokens; a view that the next call overwrites. Caches of several spans have one type."""
+        self._use([span.cache for span in spans])
         count = len(tokens)
         self._x[:count] = layers.embed(self._weights[self._head.embedding], tokens)
-        self._state[:] = cache.length, count, 0
+        table = [(span.start, span.stop - span.start, span.cache.length) for span in spans]
+        state = np.array([count, 0, len(spans), *itertools.chain.from_iterable(table)], np.int64)
+        self._state[: len(state)] = state
         self._ops.run()
-        cache.length += count
+        for span in spans:
+            span.cache.length += span.stop - span.start
         return self._x[:count]
 
     @property
@@ -380,26 +411,25 @@ class Prompt(_Laid):
         self._multiply(part.q, normed, q)
         self._multiply(part.k, normed, k)
         self._multiply(part.v, normed, v, wait=True)
-        for norm, x, heads in ((part.q_norm, q, part.heads), (part.k_norm, k, part.kv_heads)):
+        for norm, x, count in ((part.q_norm, q, part.heads), (part.k_norm, k, part.kv_heads)):
             if norm is not None:
                 ops.add(
                     batch.head_norm.address, batch.HEAD_NORM, state=state, x=x, weight=self._vector(ops, norm.weight),
-                    heads=heads, dim=part.head_dim_k, eps=ops.constant(norm.eps),
+                    heads=count, dim=part.head_dim_k, eps=ops.constant(norm.eps),
                 )  # fmt: skip
-        group, half = part.heads // part.kv_heads, int(self._kind == "f16")
-        scratch, stride = ops.private("turned", 4 * part.kv_heads * part.head_dim_k)
+        heads, span = self._heads(part), self._span(batch.KEYS)
         self._look(
-            layer, part, batch.rope.address, batch.ROPE, state=state, q=q, k=k, v=v, scale=ops.constant(part.scale),
-            group=group, dim_k=part.head_dim_k, dim_v=part.head_dim_v, width=2 if half else 4, scratch=scratch,
-            stride=stride, **_rope_values(part),
+            layer, part, batch.rope(heads).address, batch.ROPE, state=state, q=q, k=k, v=v,
+            scale=ops.constant(part.scale), **_rope_values(part),
         )  # fmt: skip
-        scratch, stride = ops.private("pieces", batch.attention_scratch_bytes(group, part.head_dim_k, part.head_dim_v))
+        rows = self._how.query_rows(heads.group, self._n_ctx, self._threads)
+        tokens = max(1, min(batch.QUERIES, rows) // heads.group)
+        scratch, stride = ops.private("pieces", batch.attention_scratch_bytes(heads, tokens, span))
         width = part.heads * part.head_dim_v
         out = self._floats("attended", width)
-        kernel = batch.attention(group, part.head_dim_k, part.head_dim_v, half)
         self._look(
-            layer, part, kernel.address, batch.ATTENTION, state=state, q=q, kv_heads=part.kv_heads, out=out,
-            scratch=scratch, stride=stride,
+            layer, part, batch.attention(heads, tokens).address, batch.ATTENTION, state=state, q=q,
+            kv_heads=part.kv_heads, span=span, out=out, scratch=scratch, stride=stride,
         )  # fmt: skip
         self._multiply(part.out, self._ready(out, width, (part.out,)), self._x.ctypes.data, add=1, wait=True)
 
@@ -545,10 +575,11 @@ class Fast:
         parts: Sequence[blocks.Block],
         head: blocks.Head,
         threads: int,
-        routing: Routing = DEFAULT,
+        how: layers.Attending,
+        routing: Routing,
     ):
-        self.step = Step(weights, parts, head, threads, routing)
-        self.prompt = Prompt(weights, parts, head, threads, routing)
+        self.step = Step(weights, parts, head, threads, how, routing)
+        self.prompt = Prompt(weights, parts, head, threads, how, routing)
 
     def last(self, ids: np.ndarray, cache: Cache) -> np.ndarray:
         """float32[1, vocab]: logits after the last of int64[tokens], which the cache then holds."""
@@ -561,4 +592,5 @@ class Fast:
     def hidden(self, ids: np.ndarray, cache: Cache) -> Iterator[np.ndarray]:
         """float32[tokens, n_embd] before the output norm, in batches, each valid until the next."""
         for start in range(0, len(ids), BATCH_TOKENS):
-            yield self.prompt(ids[start : start + BATCH_TOKENS], cache)
+            part = ids[start : start + BATCH_TOKENS]
+            yield self.prompt(part, [Span(0, len(part), cache)])

@@ -98,13 +98,15 @@ def _halves(coordinates: np.ndarray) -> np.ndarray:
     """The points by first half, each with all its second halves, _CHUNK at a time; the last fills up a chunk."""
     first = coordinates[:, 0] * VALUES + coordinates[:, 1]
     second = coordinates[:, 2] * VALUES + coordinates[:, 3]
+    beside: dict[int, list[int]] = {}  # plain Python: this runs whenever types are loaded
+    for row, other in zip(first.tolist(), second.tolist()):
+        beside.setdefault(row, []).append(other)
     chunks = []
-    for row in np.unique(first):
-        beside = second[first == row]
+    for row in sorted(beside):
         code = row // VALUES * 16 + row % VALUES
-        for at in range(0, len(beside), _CHUNK):
-            part = beside[at : at + _CHUNK]
-            chunks.append([row, code, *np.pad(part, (0, _CHUNK - len(part)), mode="edge")])
+        for at in range(0, len(beside[row]), _CHUNK):
+            part = beside[row][at : at + _CHUNK]
+            chunks.append([row, code, *part, *part[-1:] * (_CHUNK - len(part))])
     return np.array(chunks, np.int32)
 
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -182,45 +182,51 @@ def places(offsets: np.ndarray, nbytes: int) -> np.ndarray:
     return found
 
 
+def _starts(ordered: np.ndarray) -> np.ndarray:
+    """Where runs of equal numbers begin. (np.unique loads numpy.ma, which takes longer than all that is done here.)"""
+    return np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+
+
 def moves(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(table, classes) of `emitted.interleave.move` to copy each bit source[i] to bit target[i].
 
     Bits are counted through words of 32. Neighbours that stay neighbours move together.
     """
-    rotation = (target - source) % 32
-    key, which = np.unique((target // 32 << 32) | (source // 32 << 5) | rotation, return_inverse=True)
-    masks = np.zeros(len(key), np.uint32)
-    np.bitwise_or.at(masks, which, np.uint32(1) << (target % 32).astype(np.uint32))
-    word, first, per_word = np.unique(key >> 32, return_index=True, return_counts=True)
+    key = np.sort((target // 32 << 42) | (source // 32 << 10) | ((target - source) % 32 << 5) | target % 32)
+    at = _starts(key >> 5)
+    masks = np.bitwise_or.reduceat(np.uint32(1) << (key & 31).astype(np.uint32), at)
+    move = key[at]
+    first = _starts(move >> 42)
+    per_word = np.diff(first, append=len(move))
     table, classes = [], []
-    for count in np.unique(per_word):
-        chosen = per_word == count
-        at = first[chosen, None] + np.arange(count)
-        each = np.stack([key[at] >> 5 & 0x7FFFFFF, key[at] & 31, masks[at]], axis=-1).reshape(len(at), -1)
-        table.append(np.hstack([word[chosen, None], each]).astype(np.uint32).ravel())
-        classes.append((count, len(at)))
+    for count in sorted(set(per_word.tolist())):
+        chosen = first[per_word == count, None] + np.arange(count)
+        each = np.stack([move[chosen] >> 10 & 0xFFFFFFFF, move[chosen] >> 5 & 31, masks[chosen]], axis=-1)
+        word = move[chosen[:, :1]] >> 42
+        table.append(np.hstack([word, each.reshape(len(chosen), -1)]).astype(np.uint32).ravel())
+        classes.append((count, len(chosen)))
     return np.concatenate(table).view(np.int32), np.array(classes, np.int64)
 
 
 # ------------------------------------------------------------------------------------------------------------ the type
 
 
-class _Side(NamedTuple):
-    """Where the blocks of rows, or of groups, are: what `emitted.interleave.permute` is told of them."""
+class _Way:
+    """How to go from blocks to a group, or back."""
 
-    blocks: tuple[int, int, int]  # address of the first block, bytes of a group, bytes from block to block
-    units: np.ndarray  # offsets in a block
-    lines: np.ndarray
+    def __init__(self, source: np.ndarray, target: np.ndarray, signs: np.ndarray, masks: Sequence[int], before: bool):
+        self.table, self.classes = moves(source, target)
+        self.signs, self.before = signs, before
+        self.told = (self.classes.ctypes.data, len(self.classes), self.table.ctypes.data, signs.ctypes.data, len(signs),
+                     *masks, before)  # fmt: skip
 
 
-class _Way(NamedTuple):
-    """How to go from blocks to a group, or back: what else `permute` is told."""
+class _Offsets:
+    """Where the units and the cache lines of a block are, from its first byte on."""
 
-    classes: np.ndarray
-    table: np.ndarray
-    signs: np.ndarray
-    masks: np.ndarray
-    before: bool
+    def __init__(self, units: np.ndarray, lines: np.ndarray):
+        self.units, self.lines = units, lines
+        self.told = units.ctypes.data, len(units), lines.ctypes.data, len(lines)
 
 
 class Permutation:
@@ -232,8 +238,8 @@ class Permutation:
     def __init__(self, fields: Sequence[Field], rows: int, block_bytes: int, head: int = 0, signs: Signs | None = None):
         self.rows, self.block_bytes, self.head, self.fold = rows, block_bytes, head, -(-UNIT // block_bytes)
         nbytes, largest = self.fold * block_bytes, max(fields, key=lambda field: field.width * len(field.base))
-        self._base = jit.readonly(units(nbytes, phase=int(min(largest.base)) // 8 % 4))  # so that its words move whole
-        self._group = jit.readonly(units(rows * nbytes))
+        self._base = units(nbytes, phase=int(min(largest.base)) // 8 % 4)  # so that its words move whole
+        self._group = units(rows * nbytes)
         of_block, row_bits = places(self._base, nbytes), 8 * UNIT * len(self._base)
         row, bit = np.divmod(bit_map(fields, rows, block_bytes), 8 * block_bytes)
         base = np.concatenate([row_bits * row + of_block[8 * block_bytes * i + bit] for i in range(self.fold)])
@@ -243,14 +249,21 @@ class Permutation:
             raise TypeError("the words with indices of signs are not in step with those of the largest field")
         words = (np.arange(rows)[:, None] * row_bits + at).ravel() // 32
         one, two, four = (signs.mask(skip) for skip in (1, 2, 4)) if signs else (0, 0, 0)
-        self._forward = self._way(base, group, words, (one, two, four), True)
-        self._backward = self._way(group, base, words, (one, 0, 0), False)
+        self._forward = _Way(base, group, words, (one, two, four), True)
+        self._backward = _Way(group, base, words, (one, 0, 0), False)
+        self._in_groups = self._offsets(rows * block_bytes, 0, self._group)
+        self._in_rows: dict[int, _Offsets] = {}  # by bytes of a row
 
-    @staticmethod
-    def _way(source: np.ndarray, target: np.ndarray, signs: np.ndarray, masks: Sequence[int], before: bool) -> _Way:
-        table, classes = moves(source, target)
-        classes, table, signs, given = map(jit.readonly, (classes, table, signs, np.array(masks, np.int64)))
-        return _Way(classes, table, signs, given, before)
+    def _offsets(self, pitch: int, starts: np.ndarray | int, of_units: np.ndarray) -> _Offsets:
+        """Of blocks `pitch` bytes apart, whose parts begin at `starts`."""
+        lines = np.arange(0, self.fold * pitch, LINE)
+        return _Offsets(np.ravel(starts + of_units), np.ravel(starts + lines))
+
+    def _offsets_in_rows(self, row_bytes: int) -> _Offsets:
+        if row_bytes not in self._in_rows:
+            starts = row_bytes * np.arange(self.rows)[:, None]
+            self._in_rows[row_bytes] = self._offsets(self.block_bytes, starts, self._base)
+        return self._in_rows[row_bytes]
 
     def forward(self, data: np.ndarray, out: np.ndarray) -> None:
         """Interleave: uint8[groups * rows, row bytes] -> uint8 of the same shape, both contiguous."""
@@ -281,24 +294,19 @@ class Permutation:
         if 0 < blocks < self.fold:
             self._run_padded(way, rows, groups, (self.fold - blocks) * self.block_bytes)
             return
-        from quantkit.types.emitted.interleave import permute, work_space  # loads numba
-
         if head:
             heads = rows.reshape(len(groups), self.rows, -1)[..., :head], groups[:, :woven].reshape(-1, self.rows, head)
             heads[way.before][...] = heads[not way.before]
-        row_starts = rows.shape[1] * np.arange(self.rows)[:, None]
-        of_rows = self._side(rows.ctypes.data + head, groups.shape[1], self.block_bytes, row_starts, self._base)
-        of_groups = self._side(
-            groups.ctypes.data + woven, groups.shape[1], self.rows * self.block_bytes, 0, self._group
-        )
-        source, target = (of_rows, of_groups) if way.before else (of_groups, of_rows)
-        space = work_space(len(source.units) + len(target.units))
-        permute(*source, *target, len(groups), blocks, self.fold, *way, *space)
+        from quantkit.types.emitted.interleave import permute, work_space  # loads llvmlite
 
-    def _side(self, first: int, group_bytes: int, pitch: int, rows: np.ndarray | int, units: np.ndarray) -> _Side:
-        """Of blocks `pitch` bytes apart, whose parts begin at `rows`."""
-        lines = np.arange(0, self.fold * pitch, LINE)
-        return _Side((first, group_bytes, pitch), *(jit.readonly(np.ravel(rows + each)) for each in (units, lines)))
+        in_rows = self._offsets_in_rows(rows.shape[1])
+        sides = (
+            (rows.ctypes.data + head, groups.shape[1], self.block_bytes, *in_rows.told),
+            (groups.ctypes.data + woven, groups.shape[1], self.rows * self.block_bytes, *self._in_groups.told),
+        )
+        source, target = sides if way.before else sides[::-1]
+        space = np.empty(work_space(len(in_rows.units) + len(self._in_groups.units)), np.uint8)
+        permute(*source, *target, len(groups), blocks, self.fold, *way.told, space.ctypes.data)
 
     def _run_padded(self, way: _Way, rows: np.ndarray, groups: np.ndarray, missing: int) -> None:
         """The same for rows shorter than `fold` blocks, which lack `missing` bytes."""
@@ -341,15 +349,17 @@ class Interleaved(QuantType):
         """What has `forward(data, out)` and `backward(data, out)`, from rows to groups and back."""
         return Permutation(self.fields, self.interleave, self.block_bytes, self.row_meta_bytes, self.signs)
 
-    def interleave_rows(self, data: Any, *, threads: int | None = None) -> np.ndarray:
-        """Rows of the base type, uint8[rows, row bytes], as groups of this one."""
-        return self._moved(data, self.base_type, self, self.permutation.forward, threads)
+    def interleave_rows(self, data: Any, *, threads: int | None = None, out: np.ndarray | None = None) -> np.ndarray:
+        """Rows of the base type, uint8[rows, row bytes], as groups of this one; in `out` if that is given."""
+        return self._moved(data, self.base_type, self, self.permutation.forward, threads, out)
 
-    def deinterleave_rows(self, data: Any, *, threads: int | None = None) -> np.ndarray:
+    def deinterleave_rows(self, data: Any, *, threads: int | None = None, out: np.ndarray | None = None) -> np.ndarray:
         """Groups of this type, uint8[rows, row bytes], as rows of the base type; undoes `interleave_rows`."""
-        return self._moved(data, self, self.base_type, self.permutation.backward, threads)
+        return self._moved(data, self, self.base_type, self.permutation.backward, threads, out)
 
-    def _moved(self, data: Any, source: QuantType, target: QuantType, move: Any, threads: int | None) -> np.ndarray:
+    def _moved(
+        self, data: Any, source: QuantType, target: QuantType, move: Any, threads: int | None, out: np.ndarray | None
+    ) -> np.ndarray:
         data = np.ascontiguousarray(data, np.uint8)
         if data.ndim != 2 or (data.shape[1] - source.row_meta_bytes) % source.block_bytes:
             raise DataError(
@@ -358,9 +368,15 @@ class Interleaved(QuantType):
             )
         self._check_rows(len(data))
         n = (data.shape[1] - source.row_meta_bytes) // source.block_bytes * source.block_size
-        out = np.empty((len(data), target.row_bytes(n)), np.uint8)
-        jit.over_rows(lambda a, b: move(data[a:b], out[a:b]), len(data), multiple=self.interleave,
-                      threads=threads if data.nbytes > 1 << 16 else 1)  # fmt: skip
+        shape = len(data), target.row_bytes(n)
+        if out is None:
+            out = np.empty(shape, np.uint8)
+        elif out.shape != shape or out.dtype != np.uint8:
+            raise DataError(f"{target.name}: the result is uint8{shape}, not {out.dtype}{out.shape}")
+        if threads == 1 or data.nbytes <= 1 << 16:
+            move(data, out)
+            return out
+        jit.over_rows(lambda a, b: move(data[a:b], out[a:b]), len(data), multiple=self.interleave, threads=threads)
         return out
 
     def encode_rows(self, x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:

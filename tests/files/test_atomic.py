@@ -177,3 +177,13 @@ def test_a_sync_that_fails_on_the_way_is_told(tmp_path, monkeypatch):
     with pytest.raises(QuantkitError, match=r"bad\.gguf\.partial-\d+: cannot write.*: Input/output error"):
         write(tmp_path / "bad.gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["good.gguf"]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_who_need_not_be_durable_is_not_synced(tmp_path, monkeypatch, durable):
+    synced = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    with Writer(tmp_path / "x.gguf", {}, [TensorSpec("a", (4,), "f32")], durable=durable) as writer:
+        writer.write("a", bytes(16))
+    assert bool(synced) is durable
+    assert [path.name for path in tmp_path.iterdir()] == ["x.gguf"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -312,6 +313,43 @@ def test_the_writer_counts(tmp_path):
         assert list(tmp_path.iterdir()) == []
     attempt(full, ("b", bytes(16)))
     assert [p.name for p in tmp_path.iterdir()] == ["x.gguf"]
+
+
+def test_parts_may_be_put_in_any_order_by_several_threads(tmp_path, rng):
+    specs = [TensorSpec("a", (64, 32), "q8_0"), TensorSpec("empty_row", (1,), "f32"), TensorSpec("b", (8, 32), "q8_0")]
+    data = {spec.name: rng.integers(0, 256, spec.nbytes, dtype=np.uint8) for spec in specs}
+    parts = [
+        (name, start, whole[start : start + 50]) for name, whole in data.items() for start in range(0, len(whole), 50)
+    ]
+    for limit in (None, 2):
+        writer = Writer(tmp_path / "x.gguf", {}, specs, split_max_tensors=limit, durable=False)
+        with writer, ThreadPoolExecutor(4) as pool:
+            for future in [pool.submit(writer.put, *parts[i]) for i in rng.permutation(len(parts))]:
+                future.result()
+        found = gguf.open(writer.paths[0])
+        assert {name: tensor.data.tobytes() for name, tensor in found.tensors.items()} == {
+            name: whole.tobytes() for name, whole in data.items()
+        }
+
+
+def test_parts_that_do_not_fit(tmp_path):
+    specs = [TensorSpec("a", (4, 32), "q8_0"), TensorSpec("b", (4,), "f32")]
+    row = np.zeros(34, np.uint8)
+
+    def attempt(*steps):
+        with Writer(tmp_path / "x.gguf", {}, specs) as writer:
+            for step in steps:
+                writer.put(*step)
+
+    for steps, message in (
+        ([("a", 110, row)], "144 bytes, its q8_0 data of shape"),
+        ([("a", 0, row), ("a", 0, row), ("a", 0, row), ("a", 0, row), ("a", 0, row)], "170 bytes, its q8_0 data"),
+        ([("c", 0, row)], "there is no tensor c"),
+        ([("b", 0, bytes(16)), ("a", 34, row)], "1 of 2 tensors were written; tensor a has 34 of 136"),
+    ):
+        with pytest.raises(DataError, match=message):
+            attempt(*steps)
+        assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

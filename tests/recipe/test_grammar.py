@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from quantkit import types
 from quantkit.errors import QuantkitError, UnknownNameError
-from quantkit.recipe import Recipe, RecipeError, Rule, find, parse, shipped
+from quantkit.files.gguf import TensorSpec
+from quantkit.recipe import Recipe, RecipeError, Rule, find, layers, parse, plan, shipped
 from quantkit.recipe.ecmascript import compile_pattern
+from quantkit.recipe.forms import pinned, printed, thireus
 
 COOKS = r"""
 # IQ2_K_R4 mix
@@ -122,3 +124,131 @@ def test_find_takes_a_file_and_names_the_near_ones(tmp_path: Path) -> None:
     (tmp_path / "bad").write_bytes(b"\xff\xfe")
     with pytest.raises(QuantkitError, match="not UTF-8"):
         find(tmp_path / "bad")
+
+
+# ------------------------------------------------------------------------------------------ layers, settings, forms
+
+
+@given(st.sets(st.integers(0, 250), min_size=1, max_size=40))
+def test_numbers_as_a_regex_match_exactly_those(numbers: set[int]) -> None:
+    regex = compile_pattern(f"^(?:{layers.regex_of(numbers)})$")
+    assert {n for n in range(300) if regex.search(str(n))} == numbers
+    assert layers.numbers(layers.ranges(numbers)) == numbers
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hits"),
+    [
+        ("blk.{3-5,40}.ffn_down_exps.weight", {3, 4, 5, 40}),
+        (r"blk\.{3-5,40}\.ffn_down_exps\.weight", {3, 4, 5, 40}),
+        ("blk.{1}.*exps", {1}),
+        ("^blk.{0-12}", {*range(13)}),
+        ("blk.{7}.", {7}),
+    ],
+)
+def test_layers_in_braces(pattern: str, hits: set[int]) -> None:
+    rule = Rule(pattern, types.get("q8_0"))
+    assert {n for n in range(130) if rule.matches(f"blk.{n}.ffn_down_exps.weight")} == hits
+    assert "{" not in rule.expanded
+    assert parse(f"{pattern}=q8_0,x=q4_0").rules[0] == rule
+    assert not rule.matches("xblk.200.ffn_down_exps.weight")
+
+
+@pytest.mark.parametrize("braces", ["3-", "5-3", "a", "", "3;5"])
+def test_braces_that_name_no_layers(braces: str) -> None:
+    with pytest.raises(RecipeError, match=r"behind blk\. is no list of layers"):
+        parse(f"blk.{{{braces}}}.x=q8_0")
+
+
+NAMED = """# A story
+#   in two lines
+
+down := iq4_k  # of ffn_down
+# Which layers get more.
+hot := 3-5,9
+blk.{${hot}}.ffn_down=${down}  # the hot ones
+## The rest
+
+# and that is all
+ffn_down=q4_0, .*=q8_0
+# the end
+"""
+
+
+def test_settings_have_other_values() -> None:
+    made = parse(NAMED, settings={"hot": "1,2"})
+    assert [str(rule) for rule in made.rules] == ["blk.{1,2}.ffn_down=iq4_k", "ffn_down=q4_0", ".*=q8_0"]
+    assert parse(NAMED).one_line() == r"blk\.(?:[3459])\.ffn_down=iq4_k,ffn_down=q4_0,.*=q8_0"
+    assert str(made).startswith("# A story\n#   in two lines\ndown := iq4_k  # of ffn_down\n# Which layers get more.\n")
+    assert "hot := 1,2\nblk.{${hot}}.ffn_down=${down}  # the hot ones\n## The rest\n# and that is all\n" in str(made)
+    assert str(made).endswith("# the end\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "said"),
+    [
+        (NAMED, {"hat": "1"}, "did you mean hot"),
+        ("a=${x}", {}, "unknown setting 'x'"),
+        ("x := 1\nx := 2", {}, "there twice"),
+        ("a=q8_0\nx := 1", {}, "settings come first"),
+        ("x := \na=q8_0", {}, "not empty"),
+        ("x := 1\na=q8_0", {"x": "a=b"}, "not empty and holds no blank"),
+    ],
+)
+def test_what_is_wrong_with_settings_is_said(text: str, settings: dict[str, str], said: str) -> None:
+    with pytest.raises(QuantkitError, match=said):
+        parse(text, settings=settings)
+
+
+def test_recipes_with_settings_add_up() -> None:
+    one, other = parse("x := q8_0\na=${x}"), parse("x := q4_0\nb=${x}")
+    assert (one + other).one_line() == "a=q8_0,b=q4_0"
+    assert parse(str(one + other)) == one + other
+    assert str(one + parse("y := q4_0\nb=${y}")) == "x := q8_0\ny := q4_0\na=${x}\nb=${y}\n"
+
+
+THIREUS = r"""## Quant mix recipe created using a tool suite
+# Model name: DeepSeek-R1-0528
+
+## Model head & embeddings — qbits: 32 8
+^output_norm\.weight$=f32
+^token_embd\.weight$=q8_0
+
+## CPU-loaded ffn_*_exps
+^blk\.([3-9]|[1-5][0-9]|60)\.ffn_down_exps\.weight$=iq3_k
+
+## Summary of tensor sizes per class
+# GPU Total: 11.744 GiB (95.0%)
+# - tensors.bf16.map SHA-256: 0123
+## THE END!
+"""
+
+
+@pytest.mark.parametrize("text", [NAMED, COOKS, THIREUS, *(str(find(name)) for name in shipped())])
+def test_every_form_is_read_back(text: str) -> None:
+    made = parse(text)
+    assert parse(str(made)) == made
+    assert str(parse(str(made))) == str(made)
+    for form in ("custom-q", "tensor-types"):
+        plain = printed(made, form)
+        again = parse(plain)
+        assert printed(again, form) == plain
+        assert [(rule.expanded, rule.type) for rule in again.rules] == [(r.expanded, r.type) for r in made.rules]
+
+
+def test_comments_of_a_thireus_recipe_are_kept() -> None:
+    assert str(parse(THIREUS)) == "".join(f"{line}\n" for line in THIREUS.splitlines() if line)
+
+
+def test_a_tensor_type_file_is_parted_by_blanks() -> None:
+    assert parse("attn_q=q8_0 ffn_down=Q5_K\n\tffn_up=q4_0").one_line() == "attn_q=q8_0,ffn_down=q5_K,ffn_up=q4_0"
+
+
+def test_a_plan_as_a_thireus_recipe_makes_the_same_plan() -> None:
+    tensors = [TensorSpec(f"blk.{i}.{name}.weight", (64, 256), types.get("f16")) for i in range(24)
+               for name in ("attn_q", "ffn_down", "ffn_up")]  # fmt: skip
+    made = plan(tensors, "Q4_K_M", parse("blk.{0-3,21}.ffn_up=q8_0"))
+    again = plan(tensors, "Q8_0", parse(thireus(made, "tiny")))
+    assert [t.type for t in again.tensors] == [t.type for t in made.tensors]
+    assert again.warnings == ()
+    assert parse(thireus(made)).rules == pinned(made).rules

@@ -130,8 +130,7 @@ def test_attention(
     if cache_type == "f16":  # what the cache keeps
         k, v = (x.astype(np.float16).astype(np.float32) for x in (k, v))
     cache = Cache(hp, past + tokens + 5, cache_type)
-    layers.store(k, cache.k[1], 0)
-    layers.store(v, cache.v[1], 0)
+    layers.remember(k, v, cache, 1)
     cache.length = past
     got = layers.attend(part, 1, q, [Span(0, tokens, cache)], 2)
     np.testing.assert_allclose(got, naive_attention(q, k, v, part), atol=1e-5)
@@ -145,8 +144,7 @@ def test_attention_keeps_sequences_apart(rng: np.random.Generator) -> None:
     caches = [Cache(hp, 40, "f32"), Cache(hp, 30, "f32")]
     spans = [Span(0, 40, caches[0]), Span(40, 70, caches[1])]
     for span in spans:
-        layers.store(k[span.start : span.stop], span.cache.k[0], 0)
-        layers.store(v[span.start : span.stop], span.cache.v[0], 0)
+        layers.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, 0)
     got = layers.attend(part, 0, q, spans, 2)
     for a, b in ((0, 40), (40, 70)):
         np.testing.assert_allclose(got[a:b], naive_attention(q[a:b], k[a:b], v[a:b], part), atol=2e-6)
@@ -156,6 +154,9 @@ def test_the_f16_cache_rounds_as_ieee_does(rng: np.random.Generator) -> None:
     x = (rng.standard_normal((9, 64)) * 10.0 ** rng.integers(-8, 6, (9, 64))).astype(np.float32)
     x[0, :4] = [65519.9, 65520, 2**-25, 1 + 2**-11]
     cache = Cache(hparams(4, 4, 16, 16), 10, "f16")
-    layers.store(x, cache.k[0], 1)
+    cache.length = 1
+    layers.remember(x, x, cache, 0)
     with np.errstate(over="ignore"):
-        np.testing.assert_array_equal(cache.k[0][1:], x.astype(np.float16).view(np.uint16))
+        wanted = x.astype(np.float16).view(np.uint16).reshape(9, 4, 16)
+    for kept in (cache.k[0], cache.v[0]):
+        np.testing.assert_array_equal(kept[:, 1:].view(np.uint16), wanted.transpose(1, 0, 2))

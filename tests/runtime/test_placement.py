@@ -272,3 +272,25 @@ def test_plans_know_the_model_from_its_metadata_and_devices_from_the_rules() -> 
     assert found["blk.2.attn_q.weight"] == Device("CUDA1")
     with pytest.raises(UnsupportedError, match="'CDUA0' is no device; valid devices: CPU, CUDA0"):
         plan(tensors, parse_flags("-ot exps=CDUA0"), metadata, "model.gguf")
+
+
+def test_shares_of_gpus() -> None:
+    names = [f"blk.{i}.attn_q.weight" for i in range(7)] + ["output.weight"]
+    gpus = [Device("CUDA0"), Device("CUDA1"), Device("CUDA2")]
+
+    def counts(split: tuple[float, ...], layers: int = 99) -> list[int]:
+        found = place(names, (), [CPU, *gpus], layers, tensor_split=split)
+        return [sum(found[name] == device for name in names) for device in gpus]
+
+    assert counts((2, 1, 1)) == [4, 2, 2]
+    assert counts((3, 1)) == [6, 2, 0]
+    assert counts((0, 1, 1)) == [0, 4, 4]
+    assert counts((1, 0, 0), 3) == [3, 0, 0]
+    assert counts(()) == counts((5, 5, 5)) == [3, 3, 2]
+    assert parse_flags("-ngl 9 -ts 3,1").tensor_split == parse_flags("-ngl 9 -ts 3/1").tensor_split == (3, 1)
+    for wrong, said in (("a,b", "shares are numbers"), ("0,0", "not all 0"), ("1,-1", "0 or more")):
+        with pytest.raises(DataError, match=said):
+            parse_flags(f"-ts={wrong}")
+    tensors = {name: TensorSpec(name, (8, 32), types.get("q8_0")) for name in names}
+    found = plan(tensors, parse_flags("-ngl 99 -ts 1,1"), {"general.architecture": "llama"}, "m.gguf")
+    assert [found[name].name for name in names] == ["CUDA0"] * 4 + ["CUDA1"] * 4

@@ -3,7 +3,6 @@
     rms_norm      y = x / sqrt(mean(x^2) + eps) * weight
     swiglu        y = gate * sigmoid(gate) * up
     rope          turns pairs of elements of each head by the angles of their positions
-    widen/narrow  halves to floats and back (nearest, ties to even)
     softmax_step  one block of keys of the streaming softmax
     route         which experts a token goes to, and their weights
 
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.half import float_to_half, half_to_float
 from quantkit.jit import kernel
 
 # Sums may be reordered, and max may assume that no NaN decides it; NaN still spreads through the sums.
@@ -97,24 +95,6 @@ def rope(x, head_dim, cos, sin, positions, step, stride):
                 a, b = x[t, i], x[t, i + stride]
                 x[t, i] = a * cos[position, j] - b * sin[position, j]
                 x[t, i + stride] = a * sin[position, j] + b * cos[position, j]
-
-
-@kernel
-def widen(halves, column, out):
-    """out = the values of halves[:, column : column + width]; halves uint16[rows, n], out float32[rows, width]."""
-    rows, width = out.shape
-    for r in range(rows):
-        for i in range(width):
-            out[r, i] = half_to_float(halves[r, column + i])
-
-
-@kernel
-def narrow(x, out):
-    """out = the bits of the halves nearest to x; x float32[rows, n], out uint16[rows, n]."""
-    rows, n = x.shape
-    for r in range(rows):
-        for i in range(n):
-            out[r, i] = float_to_half(x[r, i])
 
 
 @kernel(fastmath=True)

@@ -5,14 +5,14 @@
     scatter   what gather does, backwards
 
 A block is read and written in units of 16 bytes at given offsets. Units may overlap; what is written later stays.
+All of it is one C function that needs no numba (`machine`): repacking a file takes less than importing that.
 """
 
 from __future__ import annotations
 
-import numpy as np
-
-from quantkit.jit import kernel
-from quantkit.simd import I32, I64, Emit, Value, emitted, vector
+from quantkit.emit import Emit
+from quantkit.machine import function
+from quantkit.simd_values import I32, I64, Value, vector
 
 LANES = 16
 _WORDS = vector(LANES, I32)
@@ -32,8 +32,7 @@ def _transposed(e: Emit, rows: list[Value]) -> list[Value]:
     return [zipped(x, y, half) for x, y in pairs for half in ((0, 1, 4, 5), (2, 3, 6, 7))]
 
 
-@emitted("void")
-def expect(e, lanes, offsets, count):
+def _expect(e, lanes, offsets, count):
     """Ask for the cache lines at int64[count] offsets from each of the 16 addresses at `lanes`."""
     at = [e.load(I64, lanes + 8 * lane) for lane in range(LANES)]
     with e.loop(0, count) as i:
@@ -42,8 +41,7 @@ def expect(e, lanes, offsets, count):
             e.prefetch(address + offset)
 
 
-@emitted("void")
-def gather(e, lanes, offsets, count, words):
+def _gather(e, lanes, offsets, count, words):
     """words int32[count, 4, 16]: from each of the 16 addresses at `lanes`, the unit at each of int64[count] offsets."""
     at = [e.load(I64, lanes + 8 * lane) for lane in range(LANES)]
     with e.loop(0, count) as unit:
@@ -56,8 +54,7 @@ def gather(e, lanes, offsets, count, words):
             e.store(word, words + unit * (4 * _VECTOR) + j * _VECTOR)
 
 
-@emitted("void")
-def scatter(e, words, lanes, offsets, count):
+def _scatter(e, words, lanes, offsets, count):
     """Write what `gather` reads."""
     at = [e.load(I64, lanes + 8 * lane) for lane in range(LANES)]
     with e.loop(0, count) as unit:
@@ -68,8 +65,7 @@ def scatter(e, words, lanes, offsets, count):
                 e.store(e.part(row, 4 * q, 4), at[4 * q + i] + offset)
 
 
-@emitted("void")
-def move(e, source, target, classes, count, table):
+def _move(e, source, target, classes, count, table):
     """Fill the target words that the table names.
 
     classes   int64[count, 2]: moves of a target word, number of such words
@@ -94,8 +90,7 @@ def move(e, source, target, classes, count, table):
             e.store(total.get(), target + word * _VECTOR)
 
 
-@emitted("void")
-def running_xor(e, words, numbers, count, by_one, by_two, by_four):
+def _running_xor(e, words, numbers, count, by_one, by_two, by_four):
     """In the numbered words, t ^= t << 1 & by_one, then the same with 2 and 4."""
     masks = [(shift, e.splat(mask.narrow(I32), LANES)) for shift, mask in ((1, by_one), (2, by_two), (4, by_four))]
     with e.loop(0, count) as i:
@@ -106,63 +101,71 @@ def running_xor(e, words, numbers, count, by_one, by_two, by_four):
         e.store(t, at)
 
 
-def work_space(units: int) -> tuple[np.ndarray, np.ndarray]:
-    """What `permute` works in, for so many units of source and target together."""
-    return np.empty((2, 2, LANES), np.int64), np.empty((4 * units + 1) * LANES, np.int32)
+def _less(e, a, b):
+    return Value(e, e.builder.icmp_signed("<", a.ir, b.ir))
 
 
-@kernel(inline="always")
-def _at(array):
-    return np.int64(array.ctypes.data)
+def _both(e, a, b):
+    return Value(e, e.builder.and_(a.ir, b.ir))
 
 
-@kernel
-def _point(lanes, group, i, groups, blocks, fold, source, target):
-    """The addresses, int64[2, 16], of sixteen blocks from the i-th of a group on; for want of more, of the last again.
+def _point(e, lanes, group, i, shape, source, target):
+    """Set the addresses, int64[2, 16] at `lanes`, of sixteen blocks from the i-th of a group on, and go past them.
 
-    Returns where the next ones begin.
+    For want of more, of the last again. `group` and `i` are variables, the others triples as `permute` has them.
     """
-    for lane in range(LANES):
-        if group < groups:
-            at = min(i * fold, blocks - fold)
-            lanes[0, lane] = source[0] + group * source[1] + at * source[2]
-            lanes[1, lane] = target[0] + group * target[1] + at * target[2]
-            i += 1
-            if i * fold >= blocks:
-                group, i = group + 1, 0
-        else:
-            lanes[:, lane] = lanes[:, lane - 1]
-    return group, i
+    groups, blocks, fold = shape
+    first, second = (e.variable(e.integer(0)) for _ in range(2))
+    last = blocks - fold
+    with e.loop(lanes, lanes + 8 * LANES, 8) as place:
+        is_there = _less(e, group.get(), groups)
+        at = i.get() * fold
+        at = e.choose(_less(e, at, last), at, last)
+        for (begin, group_bytes, pitch), latest, offset in ((source, first, 0), (target, second, 8 * LANES)):
+            address = begin + group.get() * group_bytes + at * pitch
+            latest.set(e.choose(is_there, address, latest.get()))
+            e.store(latest.get(), place + offset)
+        following = i.get() + 1
+        is_next = _less(e, following * fold, blocks)
+        i.set(e.choose(is_next, following, e.integer(0)))
+        group.set(e.choose(is_next, group.get(), group.get() + 1))
 
 
-@kernel
+def work_space(units: int) -> int:
+    """Bytes that `permute` works in, for so many units of source and target together."""
+    return 4 * 8 * LANES + (units + 1) * 4 * _VECTOR
+
+
+@function
 def permute(
-    source, source_units, source_lines, target, target_units, target_lines, groups, blocks, fold,
-    classes, table, signs, masks, before, lanes, space,
+    e, source, source_group, source_pitch, source_units, source_unit_count, source_lines, source_line_count,
+    target, target_group, target_pitch, target_units, target_unit_count, target_lines, target_line_count,
+    groups, blocks, fold, classes, class_count, table, signs, sign_count, by_one, by_two, by_four, before, space,
 ):  # fmt: skip
     """Move the bits of `groups` groups of `blocks` blocks; `fold` neighbouring blocks, of at least as many, go as one.
 
     source, target               address of the first block, bytes of a group, bytes from block to block
-    source_units, source_lines   int64: offsets of the units and the cache lines of a block; of the target likewise
+    source_units, source_lines   int64[count]: offsets of the units and the cache lines of a block; of the target too
     classes, table               the moves
-    signs, masks, before         words that running_xor changes, its masks, whether of the source or of the target
-    lanes, space                 of `work_space`: numba would free an array made here once only its address is used
+    signs, by_*, before          words that _running_xor changes, its masks, whether of the source or of the target
+    space                        of `work_space` bytes
     """
-    n_source, n_target = len(source_units), len(target_units)
-    words = (np.int64(space.ctypes.data) + _VECTOR - 1) // _VECTOR * _VECTOR  # vectors across two cache lines are slow
-    moved = words + 4 * n_source * _VECTOR
-    now, after = lanes[0], lanes[1]
-    group, i = _point(now, 0, 0, groups, blocks, fold, source, target)
-    for _ in range(0, groups * -(-blocks // fold), LANES):
-        if group < groups:  # the CPU does not foresee where we go, so it is told
-            group, i = _point(after, group, i, groups, blocks, fold, source, target)
-            expect(_at(after[0]), _at(source_lines), len(source_lines))
-            expect(_at(after[1]), _at(target_lines), len(target_lines))
-        gather(_at(now[0]), _at(source_units), n_source, words)
-        if before:
-            running_xor(words, _at(signs), len(signs), masks[0], masks[1], masks[2])
-        move(words, moved, _at(classes), len(classes), _at(table))
-        if not before:
-            running_xor(moved, _at(signs), len(signs), masks[0], masks[1], masks[2])
-        scatter(moved, _at(now[1]), _at(target_units), n_target)
-        now, after = after, now
+    now, after = e.variable(space), e.variable(space + 2 * 8 * LANES)
+    words = (space + (4 * 8 * LANES + _VECTOR - 1)) & -_VECTOR  # vectors across two cache lines are slow
+    moved = words + source_unit_count * (4 * _VECTOR)
+    group, i = e.variable(e.integer(0)), e.variable(e.integer(0))
+    places = (groups, blocks, fold), (source, source_group, source_pitch), (target, target_group, target_pitch)
+    _point(e, now.get(), group, i, *places)
+    with e.loop(0, groups * ((blocks + fold - 1) / fold), LANES):
+        # The CPU does not foresee where we go, so it is told.
+        _point(e, after.get(), group, i, *places)
+        _expect(e, after.get(), source_lines, source_line_count)
+        _expect(e, after.get() + 8 * LANES, target_lines, target_line_count)
+        _gather(e, now.get(), source_units, source_unit_count, words)
+        _running_xor(e, words, signs, sign_count * before, by_one, by_two, by_four)
+        _move(e, words, moved, classes, class_count, table)
+        _running_xor(e, moved, signs, sign_count * (e.integer(1) - before), by_one, by_two, by_four)
+        _scatter(e, moved, now.get() + 8 * LANES, target_units, target_unit_count)
+        swapped = now.get()
+        now.set(after.get())
+        after.set(swapped)

@@ -1,7 +1,11 @@
 """The operations of a prompt's pass besides products: norm, rope and cache, attention, swiglu; see ops.py and gemm.py.
 
 Tokens are rows of float32 arrays; a thread's share is a run of tokens, whole tiles of gemm.py, so that what follows on
-the same tokens needs no wait. `state` is int64[3]: position of the first token, tokens, next piece of attention.
+the same tokens needs no wait. The tokens may be the next ones of several sequences, each with a cache of its own:
+
+    state    int64: tokens, next piece of attention, spans; then of each span its first token, its tokens, and the
+             position of the first one in its sequence
+    caches   int64[spans, 3]: addresses of keys and of values, and the positions there is room for
 """
 
 from __future__ import annotations
@@ -11,13 +15,15 @@ import functools
 import numpy as np
 
 from quantkit.jit import Callback, callback, kernel
-from quantkit.runtime.kernels.cpu.attention import keep, rope_into
+from quantkit.runtime.kernels.cpu.attention import rope_into
 from quantkit.runtime.kernels.cpu.floats import ROWS, float_tile, tile_lanes, transpose_block
 from quantkit.runtime.kernels.cpu.gemm import token_share
 from quantkit.runtime.kernels.cpu.ops import SIGNATURE, norm_into, swiglu_range
-from quantkit.simd import F32, I16, Emit, Value, atomic_add, emitted, floats, load_float, load_int, store_int, vector
+from quantkit.runtime.kernels.cpu.rows import Heads, keep, rotate, row_floats
+from quantkit.simd import F32, Emit, Value, atomic_add, emitted, floats, load_float, load_int, store_int, vector
 
-POSITION, TOKENS, PIECE = 0, 8, 16  # byte offsets in state
+TOKENS, PIECE, SPANS, TABLE = 0, 8, 16, 24  # byte offsets in state
+SPAN = 24  # bytes of a span, and of a cache
 _FLOATS16 = vector(16, F32)
 
 # ------------------------------------------------------------------------------------------------- norm, swiglu, rope
@@ -57,75 +63,79 @@ def swiglu(p, thread, threads):
     swiglu_range(load_int(p + 8), load_int(p + 16), first * n, last * n, load_int(p + 32))
 
 
-ROPE = ("state", "q", "k", "v", "cos", "sin", "rope_dim", "step", "pair", "k_cache", "v_cache", "kv_heads", "scale",
-        "group", "dim_k", "dim_v", "width", "scratch", "stride")  # fmt: skip
+ROPE = ("state", "q", "k", "v", "cos", "sin", "rope_dim", "step", "pair", "caches", "kv_heads", "scale")
 
 
-@callback(SIGNATURE)
-def rope(p, thread, threads):
-    """Turn and scale q in place; put the turned k, and v, in the cache. `width` is 2 for a cache of halves, or 4."""
-    state = load_int(p)
-    rope_dim, step, pair = load_int(p + 48), load_int(p + 56), load_int(p + 64)
-    kv_heads, group, scale = load_int(p + 88), load_int(p + 104), load_float(load_int(p + 96))
-    dim_k, dim_v, half = load_int(p + 112), load_int(p + 120), load_int(p + 128) == 2
-    turned = load_int(p + 136) + thread * load_int(p + 144)
-    k_width, v_width = kv_heads * dim_k, kv_heads * dim_v
-    first, last = token_share(load_int(state + TOKENS), thread, threads)
-    for token in range(first, last):
-        position = load_int(state + POSITION) + token
-        cos = floats(load_int(p + 32) + position * rope_dim * 2, rope_dim // 2)
-        sin = floats(load_int(p + 40) + position * rope_dim * 2, rope_dim // 2)
-        for head in range(kv_heads * group):
-            q = floats(load_int(p + 8) + (token * kv_heads * group + head) * dim_k * 4, dim_k)
-            rope_into(q, q, dim_k, cos, sin, rope_dim, step, pair, scale)
-        for head in range(kv_heads):
-            k = floats(load_int(p + 16) + (token * kv_heads + head) * dim_k * 4, dim_k)
-            rope_into(k, floats(turned + head * dim_k * 4, dim_k), dim_k, cos, sin, rope_dim, step, pair, np.float32(1))
-        v = load_int(p + 24) + token * v_width * 4
-        if half:
-            keep(turned, k_width, 1, load_int(p + 72) + position * k_width * 2)
-            keep(v, v_width, 1, load_int(p + 80) + position * v_width * 2)
-        else:
-            keep(turned, k_width, 0, load_int(p + 72) + position * k_width * 4)
-            keep(v, v_width, 0, load_int(p + 80) + position * v_width * 4)
-    if thread == 0:
-        store_int(0, state + PIECE)
+@functools.cache
+def rope(shape: Heads) -> Callback:
+    """The operation that turns, scales and rotates q in place, and puts k and v, both overwritten, in the caches."""
+    group, dim_k, dim_v, k_type, v_type, rotate_k, rotate_v = shape
+    k_bytes, v_bytes = shape.k_bytes, shape.v_bytes
+
+    @callback(SIGNATURE)
+    def run(p, thread, threads):
+        state, caches = load_int(p), load_int(p + 72)
+        rope_dim, step, pair = load_int(p + 48), load_int(p + 56), load_int(p + 64)
+        kv_heads, scale = load_int(p + 80), load_float(load_int(p + 88))
+        heads = kv_heads * group
+        first, last = token_share(load_int(state + TOKENS), thread, threads)
+        for s in range(load_int(state + SPANS)):
+            span, cache = state + TABLE + s * SPAN, caches + s * SPAN
+            begin, stop = load_int(span), load_int(span) + load_int(span + 8)
+            k_cache, v_cache, n_ctx = load_int(cache), load_int(cache + 8), load_int(cache + 16)
+            for token in range(max(first, begin), min(last, stop)):
+                position = load_int(span + 16) + token - begin
+                cos = floats(load_int(p + 32) + position * rope_dim * 2, rope_dim // 2)
+                sin = floats(load_int(p + 40) + position * rope_dim * 2, rope_dim // 2)
+                q, k = load_int(p + 8) + token * heads * dim_k * 4, load_int(p + 16) + token * kv_heads * dim_k * 4
+                v = load_int(p + 24) + token * kv_heads * dim_v * 4
+                for head in range(heads):
+                    x = floats(q + head * dim_k * 4, dim_k)
+                    rope_into(x, x, dim_k, cos, sin, rope_dim, step, pair, scale)
+                for head in range(kv_heads):
+                    x = floats(k + head * dim_k * 4, dim_k)
+                    rope_into(x, x, dim_k, cos, sin, rope_dim, step, pair, np.float32(1))
+                rotate(q, heads * dim_k, rotate_k)
+                rotate(k, kv_heads * dim_k, rotate_k)
+                rotate(v, kv_heads * dim_v, rotate_v)
+                for head in range(kv_heads):
+                    at = head * n_ctx + position
+                    keep(k_type, k + head * dim_k * 4, dim_k, k_cache + at * k_bytes)
+                    keep(v_type, v + head * dim_v * 4, dim_v, v_cache + at * v_bytes)
+        if thread == 0:
+            store_int(0, state + PIECE)
+
+    return run
 
 
 # ----------------------------------------------------------------------------------------------------------- attention
 
-ATTENTION = ("state", "q", "k_cache", "v_cache", "kv_heads", "window", "out", "scratch", "stride")
+ATTENTION = ("state", "q", "caches", "kv_heads", "window", "span", "out", "scratch", "stride")
 QUERIES = 192  # rows of q (tokens times heads of a group) in a piece: decoding the keys for them is a small part
-KEYS = 128  # positions at a time; a multiple of 32
+KEYS = 128  # positions decoded at a time; a multiple of 32
 
 
-def attention_scratch_bytes(group: int, dim_k: int, dim_v: int) -> int:
-    """Of each thread: keys decoded and transposed, values decoded, queries, scores, results, tops and sums."""
-    rows = piece_rows(group)
-    wide = -(-dim_v // 32) * 32
-    return 4 * (2 * KEYS * dim_k + KEYS * wide + rows * (dim_k + KEYS + wide + 2))
+def attention_scratch_bytes(shape: Heads, tokens: int, span: int) -> int:
+    """Of each thread: keys decoded and transposed, values decoded, queries, scores, results, tops and sums.
+
+    For pieces of `tokens` tokens and `span` positions at a time, a multiple of KEYS.
+    """
+    rows, wide = piece_rows(shape.group, tokens), -(-shape.dim_v // 32) * 32
+    return 4 * (2 * KEYS * shape.dim_k + KEYS * wide + rows * (shape.dim_k + span + wide + 2))
 
 
-def piece_tokens(group: int) -> int:
-    return max(1, QUERIES // group)
-
-
-def piece_rows(group: int) -> int:
+def piece_rows(group: int, tokens: int) -> int:
     """Rows of a piece, whole tiles."""
-    return -(-piece_tokens(group) * group // ROWS) * ROWS
+    return -(-tokens * group // ROWS) * ROWS
 
 
 @emitted("void")
-def _widen(
-    e: Emit, half: int, rows: Value, stride: Value, count: Value, dim: int, out: Value, out_stride: Value
+def _decode(
+    e: Emit, kind: int, rows: Value, stride: int, count: Value, dim: int, out: Value, out_stride: Value
 ) -> None:
-    """`count` rows of `dim` elements of a cache as float32; strides in bytes."""
+    """`count` rows of a cache as float32; strides in bytes."""
     with e.loop(0, count) as i:
-        for c in range(0, dim, 16):
-            if half:
-                v = e.half_to_float(e.load(vector(16, I16), rows + i * stride + 2 * c))
-            else:
-                v = e.load(_FLOATS16, rows + i * stride + 4 * c)
+        for c, v in row_floats(e, kind, rows + i * stride, 0, dim):
             e.store(v, out + i * out_stride + 4 * c)
 
 
@@ -173,75 +183,99 @@ def _tiles(a, a_stride, b, b_stride, n, c, c_stride, rows, lanes, add):
 
 
 @kernel
-def _chunk(k_rows, v_rows, k_stride, v_stride, count, dim_k, dim_v, half, decoded, keys, values, wide):
-    """Keys of some positions as float32[dim_k, KEYS], values as float32[KEYS, wide]; those that are missing as 0."""
-    if half:
-        _widen(1, k_rows, k_stride, count, dim_k, decoded, dim_k * 4)
-        _widen(1, v_rows, v_stride, count, dim_v, values, wide * 4)
-    else:
-        _widen(0, k_rows, k_stride, count, dim_k, decoded, dim_k * 4)
-        _widen(0, v_rows, v_stride, count, dim_v, values, wide * 4)
-    floats(decoded, KEYS * dim_k)[count * dim_k :] = 0
-    floats(values, KEYS * wide)[count * wide :] = 0
+def _find(state, piece, tokens, kv_heads):
+    """(span, piece within it) of a piece of attention; (spans, …) beyond the last."""
+    for s in range(load_int(state + SPANS)):
+        here = -(-load_int(state + TABLE + s * SPAN + 8) // tokens) * kv_heads
+        if piece < here:
+            return s, piece
+        piece -= here
+    return load_int(state + SPANS), piece
+
+
+@kernel
+def _begin(x, step, count, queries, width, results, size, tops, rows):
+    """Queries float32[count, width] from rows of x `step` bytes apart; no results yet, tops below any score."""
+    for t in range(count):
+        floats(queries + t * width * 4, width)[:] = floats(x + t * step, width)
+    floats(results, size)[:] = 0
+    start = floats(tops, rows * 2)
+    for row in range(rows):
+        start[2 * row], start[2 * row + 1] = -1e30, 0
+
+
+@kernel
+def _columns(decoded, count, dim, keys):
+    """keys float32[dim, KEYS] of `count` decoded ones; those that are missing are 0."""
+    floats(decoded, KEYS * dim)[count * dim :] = 0
     for i in range(0, KEYS, 16):
-        for j in range(0, dim_k, 16):
-            transpose_block(decoded + (i * dim_k + j) * 4, dim_k * 4, keys + (j * KEYS + i) * 4, KEYS * 4)
+        for j in range(0, dim, 16):
+            transpose_block(decoded + (i * dim + j) * 4, dim * 4, keys + (j * KEYS + i) * 4, KEYS * 4)
+
+
+@kernel
+def _divide(result, dim, total, out):
+    x, y = floats(result, dim), floats(out, dim)
+    inverse = np.float32(1) / load_float(total)
+    for i in range(dim):
+        y[i] = x[i] * inverse
 
 
 @functools.cache
-def attention(group: int, dim_k: int, dim_v: int, half: int) -> Callback:
-    """The operation out = softmax(q k^T) v for all tokens and heads; q comes scaled. See attention.py.
+def attention(shape: Heads, tokens: int) -> Callback:
+    """The operation out = softmax(q k^T) v for all tokens and heads, `tokens` of them a piece; q comes scaled.
 
-    The threads take pieces, the ones with the most keys first, until there are none left.
+    As in attention.py, `span` positions at a time: KEYS for a streaming softmax, all there are for plain attention.
+    The threads take pieces, the ones with the most keys of a sequence first, until there are none left.
     """
-    tokens, rows = piece_tokens(group), piece_rows(group)
-    wide, width = -(-dim_v // 32) * 32, 2 if half else 4
+    group, dim_k, dim_v, k_type, v_type, _, rotate_v = shape
+    k_bytes, v_bytes = shape.k_bytes, shape.v_bytes
+    rows, wide = piece_rows(group, tokens), -(-dim_v // 32) * 32
 
     @callback(SIGNATURE)
     def run(p, thread, threads):
-        state, kv_heads, window = load_int(p), load_int(p + 32), load_int(p + 40)
-        position, count = load_int(state + POSITION), load_int(state + TOKENS)
-        k_stride, v_stride = kv_heads * dim_k * width, kv_heads * dim_v * width
+        state, kv_heads, window, span = load_int(p), load_int(p + 24), load_int(p + 32), load_int(p + 40)
         decoded = load_int(p + 56) + thread * load_int(p + 64)
         keys = decoded + KEYS * dim_k * 4
         values = keys + KEYS * dim_k * 4
         queries = values + KEYS * wide * 4
-        scores = queries + rows * dim_k * 4
-        results = scores + rows * KEYS * 4
+        results = queries + rows * dim_k * 4
         tops = results + rows * wide * 4
-        pieces = -(-count // tokens) * kv_heads
+        scores = tops + rows * 2 * 4
         while True:
-            piece = pieces - 1 - atomic_add(1, state + PIECE)
-            if piece < 0:
+            s, piece = _find(state, atomic_add(1, state + PIECE), tokens, kv_heads)
+            if s == load_int(state + SPANS):
                 break
-            head, first = piece % kv_heads, piece // kv_heads * tokens
-            many = min(tokens, count - first)
-            for t in range(many):
-                x = load_int(p + 8) + ((first + t) * kv_heads + head) * group * dim_k * 4
-                floats(queries + t * group * dim_k * 4, group * dim_k)[:] = floats(x, group * dim_k)
-            floats(results, rows * wide)[:] = 0
-            start = floats(tops, rows * 2)
-            for row in range(rows):
-                start[2 * row], start[2 * row + 1] = -1e30, 0
-            begin = max(0, position + first + 1 - window) // KEYS * KEYS
-            for at in range(begin, position + first + many, KEYS):
-                here = min(KEYS, position + first + many - at)
-                k = load_int(p + 16) + at * k_stride + head * dim_k * width
-                v = load_int(p + 24) + at * v_stride + head * dim_v * width
-                _chunk(k, v, k_stride, v_stride, here, dim_k, dim_v, half, decoded, keys, values, wide)
-                used, lanes = -(-many * group // ROWS) * ROWS, -(-here // 32) * 32
-                _tiles(queries, dim_k * 4, keys, KEYS * 4, dim_k, scores, KEYS * 4, used, lanes, False)
+            table, cache = state + TABLE + s * SPAN, load_int(p + 16) + s * SPAN
+            count, n_ctx = load_int(table + 8), load_int(cache + 16)
+            head, first = piece % kv_heads, (-(-count // tokens) - 1 - piece // kv_heads) * tokens
+            many, position = min(tokens, count - first), load_int(table + 16) + first
+            k_rows, v_rows = load_int(cache) + head * n_ctx * k_bytes, load_int(cache + 8) + head * n_ctx * v_bytes
+            place = (load_int(table) + first) * kv_heads + head  # of the first query and result, in groups
+            x, step = load_int(p + 8) + place * group * dim_k * 4, kv_heads * group * dim_k * 4
+            _begin(x, step, many, queries, group * dim_k, results, rows * wide, tops, rows)
+            used = -(-many * group // ROWS) * ROWS
+            for start in range(max(0, position + 1 - window) // KEYS * KEYS, position + many, span):
+                stop = min(start + span, position + many)
+                for at in range(start, stop, KEYS):
+                    here, to = min(KEYS, stop - at), scores + (at - start) * 4
+                    _decode(k_type, k_rows + at * k_bytes, k_bytes, here, dim_k, decoded, dim_k * 4)
+                    _columns(decoded, here, dim_k, keys)
+                    lanes = -(-here // 32) * 32
+                    _tiles(queries, dim_k * 4, keys, KEYS * 4, dim_k, to, span * 4, used, lanes, False)
                 for row in range(many * group):
-                    seen = position + first + row // group + 1 - at
-                    result = results + row * wide * 4
-                    _soften(scores + row * KEYS * 4, lanes, max(0, seen - window), seen, dim_v, result, tops + row * 8)
-                _tiles(scores, KEYS * 4, values, wide * 4, lanes, results, wide * 4, used, wide, True)
+                    seen, lanes = position + row // group + 1 - start, -(-(stop - start) // 32) * 32
+                    mine, result = scores + row * span * 4, results + row * wide * 4
+                    _soften(mine, lanes, max(0, seen - window), seen, dim_v, result, tops + row * 8)
+                for at in range(start, stop, KEYS):
+                    here, weights = min(KEYS, stop - at), scores + (at - start) * 4
+                    _decode(v_type, v_rows + at * v_bytes, v_bytes, here, dim_v, values, wide * 4)
+                    floats(values, KEYS * wide)[here * wide :] = 0
+                    lanes = -(-here // 32) * 32
+                    _tiles(weights, span * 4, values, wide * 4, lanes, results, wide * 4, used, wide, True)
             for row in range(many * group):
-                token, member = first + row // group, row % group
-                y = floats(load_int(p + 48) + ((token * kv_heads + head) * group + member) * dim_v * 4, dim_v)
-                x = floats(results + row * wide * 4, dim_v)
-                inverse = np.float32(1) / start[2 * row + 1]
-                for i in range(dim_v):
-                    y[i] = x[i] * inverse
+                out = load_int(p + 48) + ((place + row // group * kv_heads) * group + row % group) * dim_v * 4
+                _divide(results + row * wide * 4, dim_v, tops + row * 8 + 4, out)
+                rotate(out, dim_v, rotate_v)
 
     return run

@@ -118,39 +118,3 @@ def swiglu(p, thread, threads):
     last = split(n, multiple, thread + 1, threads)
     swiglu_range(load_int(p), load_int(p + 8), first, last, buffer)
     quantize_range(buffer, n, first, last)
-
-
-# ----------------------------------------------------------------------------------------------- joining the attention
-
-COMBINE = ("partial", "heads", "dim", "buffer", "stride")
-
-
-@callback(SIGNATURE)
-def combine(p, thread, threads):
-    """buffer = attention from what the threads made of their positions, quantized; by every thread for itself.
-
-    partial: for each thread float32[heads, dim + 2]: the sums of e^(score - top) * value, then top and the sum of
-    e^(score - top).
-    """
-    heads, dim = load_int(p + 8), load_int(p + 16)
-    width = dim + 2
-    partial = floats(load_int(p), threads * heads * width)
-    buffer = load_int(p + 24) + thread * load_int(p + 32)
-    y = floats(buffer, heads * dim)
-    for head in range(heads):
-        top = np.float32(-1e30)
-        for t in range(threads):
-            top = max(top, partial[(t * heads + head) * width + dim])
-        total = np.float32(0)
-        out = y[head * dim : head * dim + dim]
-        out[:] = np.float32(0)
-        for t in range(threads):
-            part = partial[(t * heads + head) * width : (t * heads + head + 1) * width]
-            share = np.exp(part[dim] - top)
-            total += share * part[dim + 1]
-            for i in range(dim):
-                out[i] += share * part[i]
-        inverse = np.float32(1) / total
-        for i in range(dim):
-            out[i] *= inverse
-    quantize(buffer, heads * dim)

@@ -1,0 +1,194 @@
+"""What goes where and whether it fits: weights and cache of each device, before there is a file. Pure.
+
+    found = budget({t.name: t for t in plan.tensors}, metadata, flags, Cache(32768), vram=[24 * GIB], ram=128 * GIB)
+    found.loads, found.warnings, found.fits
+
+Buffers of intermediate results are not computed: they depend on the program that runs the model. Of each GPU's memory
+`margin` bytes are left for them, 1 GiB by default as the reference's --fit-margin has it.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from quantkit import types
+from quantkit.errors import DataError, UnknownNameError
+from quantkit.recipe.patterns import advice
+from quantkit.runtime import cache_size
+from quantkit.runtime.placement import CPU, Flags, Placement, located, without_kernels
+from quantkit.types import QuantType
+
+GIB = 1 << 30
+_EMBEDDING = "token_embd.weight"
+
+
+class Weight(Protocol):
+    """What is asked of a tensor; a PlannedTensor has `bytes_after` besides."""
+
+    @property
+    def type(self) -> QuantType: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The context that memory is kept for: tokens, types of keys and values, and how latent attention caches."""
+
+    n_ctx: int
+    keys: str = "f16"
+    values: str = "f16"
+    mla: int = 3
+
+    def __post_init__(self) -> None:
+        if self.n_ctx < 1:
+            raise DataError(f"-c {self.n_ctx}: a context is 1 token or more")
+        for flag, name in (("-ctk", self.keys), ("-ctv", self.values)):
+            if name not in cache_size.TYPES:
+                raise UnknownNameError(f"cache type, {flag}", name, cache_size.TYPES)
+
+    def of_layers(self, metadata: Mapping[str, Any]) -> list[int]:
+        keys, values = types.layout(self.keys), types.layout(self.values)
+        return cache_size.of_layers(metadata, self.n_ctx, keys, values, self.mla)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one device holds, in bytes, of what it has (`limit`, None where nobody said) less the `margin`."""
+
+    device: str
+    tensors: int
+    weights: int
+    cache: int
+    limit: int | None
+    margin: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache
+
+    @property
+    def left(self) -> int | None:
+        return None if self.limit is None else self.limit - self.margin - self.total
+
+    def to_json(self) -> dict[str, Any]:
+        found = {name: getattr(self, name) for name in ("device", "tensors", "weights", "cache", "limit", "margin")}
+        return found | {"total": self.total, "left": self.left}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The devices' loads; `warnings` say what of the placement cannot be meant, and what does not fit."""
+
+    loads: tuple[Load, ...]
+    placement: Placement
+    cache: Cache | None
+    warnings: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every device holds its load; None where no limit was given."""
+        left = [load.left for load in self.loads if load.left is not None]
+        return all(free >= 0 for free in left) if left else None
+
+    def to_json(self) -> dict[str, Any]:
+        rules = zip(self.placement.rules, self.placement.decided)
+        cache = self.cache and {name: getattr(self.cache, name) for name in ("n_ctx", "keys", "values", "mla")}
+        return {
+            "devices": [load.to_json() for load in self.loads],
+            "cache": cache,
+            "rules": [{"rule": rule.said, "decided": count} for rule, count in rules],
+            "fits": self.fits,
+            "warnings": list(self.warnings),
+            "placement": {name: device.name for name, device in self.placement.devices.items()},
+        }
+
+
+def budget(
+    tensors: Mapping[str, Weight],
+    metadata: Mapping[str, Any],
+    flags: Flags,
+    cache: Cache | None = None,
+    vram: Sequence[int] = (),
+    ram: int | None = None,
+    margin: int = GIB,
+) -> Budget:
+    """The load of every device under the placement flags. `vram` has one entry a GPU; without any, and without flags,
+    all is on the CPU."""
+    if not vram and flags == Flags():
+        flags = Flags(0)
+    placement = located(tensors, flags, metadata, len(vram) or 1)
+    weights: dict[str, int] = {CPU.name: 0}
+    counts: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        device = placement[name].name
+        weights[device] = weights.get(device, 0) + tensor.type.tensor_bytes(tensor.shape)
+        counts[device] = counts.get(device, 0) + 1
+    caches: dict[str, int] = {}
+    for layer, size in enumerate(cache.of_layers(metadata) if cache else ()):
+        device = placement.of_layer.get(layer, CPU).name
+        caches[device] = caches.get(device, 0) + size
+    limits = {CPU.name: ram} | {f"CUDA{i}": size for i, size in enumerate(vram)}
+    loads = tuple(
+        Load(device, counts.get(device, 0), weights.get(device, 0), caches.get(device, 0), limits.get(device),
+             0 if device == CPU.name else margin)
+        for device in sorted({*weights, *caches, *limits}, key=lambda name: (name != CPU.name, len(name), name))
+    )  # fmt: skip
+    return Budget(loads, placement, cache, tuple(_warnings(placement, tensors, loads)))
+
+
+def experts_to_keep(
+    tensors: Mapping[str, Weight],
+    metadata: Mapping[str, Any],
+    flags: Flags,
+    cache: Cache | None,
+    vram: Sequence[int],
+    ram: int | None,
+    margin: int = GIB,
+) -> int | None:
+    """The smallest --n-cpu-moe with which all fits; None where none does, or the model has no experts."""
+    layers = len({name.split(".")[1] for name in tensors if "_exps." in name})
+
+    def found(count: int) -> Budget:
+        return budget(tensors, metadata, replace(flags, n_cpu_moe=count), cache, vram, ram, margin)
+
+    def fits_gpus(count: int) -> bool:
+        return all((load.left or 0) >= 0 for load in found(count).loads if load.device != CPU.name)
+
+    count = bisect.bisect_left(range(layers + 1), True, key=fits_gpus)
+    return count if 0 < count <= layers and found(count).fits else None
+
+
+def _warnings(placement: Placement, tensors: Mapping[str, Weight], loads: Sequence[Load]) -> list[str]:
+    found = []
+    free, names = list(tensors), list(tensors)  # free: what no earlier rule took
+    for index, rule in enumerate(placement.rules):
+        matched = [name for name in names if rule.matches(name)]
+        taken = [name for name in free if rule.matches(name)]
+        if not matched:
+            found.append(f"{rule.said} matches none of the {len(names)} tensors{advice(rule.pattern, names)}")
+        elif not taken:
+            earlier = next(r for r in placement.rules[:index] if any(r.matches(name) for name in matched))
+            found.append(f"{rule.said} is shadowed by {earlier.said}, which comes first; put the narrower rule first")
+        elif text := advice(rule.pattern, names, taken):
+            found.append(f"{rule.said}{text}")
+        free = [name for name in free if not rule.matches(name)]
+    if wrong := without_kernels(placement, tensors):
+        found.append(wrong)
+    for load in loads:
+        if load.left is not None and load.left < 0:
+            reserve = f" less {load.margin / GIB:.1f} for buffers" if load.margin else ""
+            found.append(
+                f"{load.device} holds {load.total / GIB:.3f} GiB and has {(load.limit or 0) / GIB:.3f}{reserve}: "
+                f"{-load.left / GIB:.3f} GiB too much; {_remedy(load)}"
+            )
+    return found
+
+
+def _remedy(load: Load) -> str:
+    if load.device == CPU.name:
+        return "take smaller types for the experts, or put more layers on a GPU"
+    return "keep more layers' experts on the CPU (--n-cpu-moe, -ot), or shorten or quantize the cache (-c, -ctk, -ctv)"

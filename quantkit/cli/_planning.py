@@ -1,0 +1,366 @@
+"""What `plan`, `quantize` and `recipe` share: options that decide types and places, the plan they make, its tables.
+
+A command's parameters are read as one `Asked`, so that each option is spelled once, here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quantkit.cli._runtime import CpuMoe, GpuLayers, NCpuMoe, OverrideTensor, placement_flags
+from quantkit.cli._shared import RepackPattern, comma_separated, gib, mib, table
+from quantkit.errors import QuantkitError
+
+if TYPE_CHECKING:
+    from quantkit.budget import Budget
+    from quantkit.files.gguf import GGUF
+    from quantkit.files.imatrix import Imatrix
+    from quantkit.recipe import Options, Plan, Recipe
+
+__all__ = ["CpuMoe", "GpuLayers", "NCpuMoe", "OverrideTensor", "RepackPattern"]
+
+Type = Annotated[str | None, typer.Option(metavar="T", show_default=False)]
+ImatrixFile = Annotated[Path | None, typer.Option(help="Importance matrix.", metavar="FILE")]
+CustomQ = Annotated[
+    list[str] | None,
+    typer.Option(metavar="RULES", help="Rules 're=type,…', or a file of them. Repeatable; the first match decides."),
+]
+TensorType = Annotated[
+    list[str] | None, typer.Option(metavar="RE=TYPE", help="One such rule, after those of --custom-q. Repeatable.")
+]
+TensorTypeFile = Annotated[Path | None, typer.Option(metavar="FILE", help="A file of such rules, after them.")]
+RecipeName = Annotated[
+    str | None, typer.Option(metavar="NAME|FILE", help="A recipe; its rules come after those of --custom-q.")
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Another value for a setting of the --recipe. Repeatable."),
+]
+Pure = Annotated[bool, typer.Option("--pure", help="TYPE for every tensor, no mix.")]
+LeaveOutput = Annotated[bool, typer.Option("--leave-output-tensor", help="Keep output.weight as it is.")]
+AllowRequantize = Annotated[
+    bool, typer.Option("--allow-requantize", help="Also quantize tensors that are quantized already.")
+]
+IgnoreRules = Annotated[
+    bool, typer.Option("--ignore-imatrix-rules", help="Allow very low-bit types without importance.")
+]
+IncludeWeights = Annotated[
+    list[str] | None, typer.Option(metavar="S", help="Use only imatrix entries whose name holds S. Repeatable.")
+]
+ExcludeWeights = Annotated[
+    list[str] | None, typer.Option(metavar="S", help="Use no imatrix entry whose name holds S. Repeatable.")
+]
+Repack = Annotated[
+    bool, typer.Option("--repack", help="Interleave every tensor that can be, in the type that was decided.")
+]
+Strict = Annotated[bool, typer.Option("--strict", help="Take warnings about the plan for errors.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show every tensor and why it has its type.")]
+TensorSplit = Annotated[
+    str | None, typer.Option("--tensor-split", "-ts", metavar="N,N,…", help="The share of each GPU; default: even.")
+]
+Context = Annotated[
+    int | None, typer.Option("--ctx-size", "-c", help="Count the cache of so many tokens.", min=1, show_default=False)
+]
+CacheTypeK = Annotated[str, typer.Option("--cache-type-k", "-ctk", metavar="T", help="Type of cached keys.")]
+CacheTypeV = Annotated[str, typer.Option("--cache-type-v", "-ctv", metavar="T", help="Type of cached values.")]
+Mla = Annotated[
+    int, typer.Option("-mla", help="How latent attention caches: 0 full heads, 1 to 3 the latent.", min=0, max=3)
+]
+Vram = Annotated[str | None, typer.Option(metavar="GIB,…", help="Memory of each GPU, for telling whether it fits.")]
+Ram = Annotated[float | None, typer.Option(metavar="GIB", help="Memory of the CPU.", show_default=False)]
+FitMargin = Annotated[
+    float, typer.Option(metavar="MIB", help="Of each GPU's memory, left for buffers of intermediate results.")
+]
+
+_CLASSES = ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate", "ffn_down", "ffn_up")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a command line says about a plan. The names are those of the commands' parameters."""
+
+    file_type: str | None = None
+    imatrix: Path | None = None
+    custom_q: list[str] | None = None
+    tensor_type: list[str] | None = None
+    tensor_type_file: Path | None = None
+    recipe: str | None = None
+    settings: list[str] | None = None
+    pure: bool = False
+    output_tensor_type: str | None = None
+    token_embedding_type: str | None = None
+    ffn_gate_inp_type: str | None = None
+    attn_q_type: str | None = None
+    attn_k_type: str | None = None
+    attn_v_type: str | None = None
+    attn_qkv_type: str | None = None
+    attn_output_type: str | None = None
+    ffn_gate_type: str | None = None
+    ffn_down_type: str | None = None
+    ffn_up_type: str | None = None
+    leave_output_tensor: bool = False
+    allow_requantize: bool = False
+    ignore_imatrix_rules: bool = False
+    include_weights: list[str] | None = None
+    exclude_weights: list[str] | None = None
+    repack: bool = False
+    repack_pattern: list[str] | None = None
+    gpu_layers: int | None = None
+    override_tensor: list[str] | None = None
+    cpu_moe: bool = False
+    n_cpu_moe: int = 0
+    tensor_split: str | None = None
+    ctx_size: int | None = None
+    cache_type_k: str = "f16"
+    cache_type_v: str = "f16"
+    mla: int = 3
+    vram: str | None = None
+    ram: float | None = None
+    fit_margin: float = 1024
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Any]) -> Asked:
+        """Of a command's `locals()`."""
+        return cls(**{f.name: parameters[f.name] for f in dataclasses.fields(cls) if f.name in parameters})
+
+    def refuse_choices(self) -> None:
+        """Bad usage for options that choose types, beside a plan that has chosen them."""
+        chosen = ("file_type", "custom_q", "tensor_type", "tensor_type_file", "recipe", "settings", "pure", "repack",
+                  "output_tensor_type", "token_embedding_type", "ffn_gate_inp_type", "leave_output_tensor",
+                  "repack_pattern", *(f"{name}_type" for name in _CLASSES))  # fmt: skip
+        for name in chosen:
+            if getattr(self, name):
+                said = "TYPE" if name == "file_type" else f"--{name.replace('_', '-')}"
+                raise typer.BadParameter(f"--plan has decided every type, so {said} would do nothing; drop one of them")
+
+    # -------------------------------------------------------------------------------------------------------- the plan
+
+    def read_imatrix(self) -> Imatrix | None:
+        include, exclude = self.include_weights, self.exclude_weights
+        if include and exclude:
+            raise typer.BadParameter("--include-weights and --exclude-weights contradict each other")
+        if self.imatrix is None:
+            if include or exclude:
+                raise typer.BadParameter(
+                    "--include-weights and --exclude-weights filter an importance matrix: pass --imatrix"
+                )
+            return None
+        from quantkit.files import imatrix
+
+        matrix = imatrix.read(self.imatrix)
+        if include:
+            matrix.entries = {k: v for k, v in matrix.entries.items() if any(s in k for s in include)}
+        if exclude:
+            matrix.entries = {k: v for k, v in matrix.entries.items() if not any(s in k for s in exclude)}
+        return matrix
+
+    def rules(self) -> Recipe:
+        """The rules of all --custom-q in order, of --tensor-type, of its file, then those of --recipe."""
+        from quantkit.recipe import Recipe, find, parse
+
+        found = Recipe()
+        for text in self.custom_q or []:
+            found += parse(text, "--custom-q") if "=" in text else find(text)
+        for text in self.tensor_type or []:
+            found += parse(text, "--tensor-type")
+        if self.tensor_type_file:
+            found += find(self.tensor_type_file)
+        values = read_settings(self.settings)
+        if values and not self.recipe:
+            raise typer.BadParameter("--set changes a setting of a recipe: pass --recipe")
+        return found + find(self.recipe, values) if self.recipe else found
+
+    def options(self) -> Options:
+        from quantkit import types
+        from quantkit.recipe import Options
+
+        named = (self.output_tensor_type, self.token_embedding_type, self.ffn_gate_inp_type)
+        output, embedding, router = (types.layout(name) if name else None for name in named)
+        of_class = {name: getattr(self, f"{name}_type") for name in _CLASSES}
+        chosen = {name: types.layout(t) for name, t in of_class.items() if t}
+        switches = (self.leave_output_tensor, self.allow_requantize, self.ignore_imatrix_rules, self.repack)
+        return Options(
+            self.pure, output, embedding, router, chosen, *switches, tuple(comma_separated(self.repack_pattern))
+        )
+
+    def plan(self, model: Model, matrix: Imatrix | None) -> Plan:
+        from quantkit.recipe import plan
+
+        if self.file_type is None:
+            raise typer.BadParameter("TYPE is missing: a file type as Q4_K_M, its number, or COPY")
+        return plan(
+            model.tensors,
+            self.file_type,
+            self.rules(),
+            metadata=model.metadata,
+            imatrix=matrix,
+            options=self.options(),
+        )
+
+    # ------------------------------------------------------------------------------------------------------- the places
+
+    def budget(self, plan: Plan, metadata: Mapping[str, Any]) -> Budget | None:
+        """Where the plan's tensors go and what a cache takes; None where nothing was asked about that."""
+        from quantkit.budget import GIB, Cache, budget, experts_to_keep
+        from quantkit.runtime.placement import parse_split
+
+        flags = placement_flags(self.gpu_layers, self.override_tensor, self.cpu_moe, self.n_cpu_moe)
+        flags = dataclasses.replace(flags, tensor_split=parse_split(self.tensor_split or ""))
+        asked = (self.gpu_layers is not None, flags.override_tensor, flags.n_cpu_moe, flags.tensor_split)
+        if not any((*asked, self.ctx_size, self.vram, self.ram)):
+            return None
+        cache = Cache(self.ctx_size, self.cache_type_k, self.cache_type_v, self.mla) if self.ctx_size else None
+        vram = [int(size * GIB) for size in _numbers("--vram", self.vram)]
+        ram = None if self.ram is None else int(self.ram * GIB)
+        about = ({t.name: t for t in plan.tensors}, metadata, flags, cache, vram, ram, int(self.fit_margin * 2**20))
+        found = budget(*about)
+        if found.fits is False and (count := experts_to_keep(*about)):
+            return dataclasses.replace(found, warnings=(*found.warnings, f"all fits with --n-cpu-moe {count}"))
+        return found
+
+
+def read_settings(texts: Sequence[str] | None) -> dict[str, str]:
+    """The NAME=VALUE of --set."""
+    found = {}
+    for text in texts or ():
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not equals or not name or not value:
+            raise typer.BadParameter(f"--set '{text}' is not NAME=VALUE")
+        found[name] = value
+    return found
+
+
+def _numbers(flag: str, text: str | None) -> list[float]:
+    try:
+        return [float(part) for part in (text or "").split(",") if part.strip()]
+    except ValueError:
+        raise typer.BadParameter(f"{flag} '{text}': numbers of GiB parted by commas, one a GPU, as 24,24") from None
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is planned: the tensors of a GGUF file, or those that follow from a config.json (`file` is None then)."""
+
+    tensors: list[Any]
+    metadata: Mapping[str, Any]
+    file: GGUF | None
+
+
+def open_source(path: Path) -> Model:
+    """A GGUF file, a checkpoint's directory or its config.json; of the latter two no weight is looked at."""
+    from quantkit.recipe import from_config, is_config, read_config
+
+    if is_config(path):
+        tensors, metadata = from_config(read_config(path), str(path))
+        return Model(list(tensors), metadata, None)
+    import quantkit
+
+    file = quantkit.open(path)
+    return Model(list(file.tensors.values()), file.metadata, file)
+
+
+def document(plan: Plan, budget: Budget | None) -> dict[str, Any]:
+    """A plan as JSON."""
+    return plan.to_json() | ({"budget": budget.to_json()} if budget else {})
+
+
+def require_clean(plan: Plan, budget: Budget | None) -> None:
+    """A QuantkitError that tells all warnings, if there are any."""
+    plan.require_clean()
+    if budget and budget.warnings:
+        raise QuantkitError("; ".join(budget.warnings))
+
+
+# ------------------------------------------------------------------------------------------------------------- printing
+
+
+def print_plan(plan: Plan, verbose: bool = False, budget: Budget | None = None) -> None:
+    """Classes of tensors by type, what each rule did, the types, the devices, warnings, sizes."""
+    if verbose:
+        each = [(t.name, "x".join(map(str, t.shape)), t.source.name, t.type.name, t.reason, mib(t.bytes_after))
+                for t in plan.tensors]  # fmt: skip
+        print(table(("tensor", "shape", "from", "to", "why", "size"), each, left=5), end="\n\n")
+    print(table(("tensors", "from", "to", "why", "count", "size"), _classes(plan), left=4), end="\n\n")
+    if plan.rules:
+        rows = [
+            (i, str(use.rule), _some(use.decided), len(use.matched), len(use.decided))
+            for i, use in enumerate(plan.rules, 1)
+        ]
+        print(table(("rule", "regex=type", "takes", "matches", "decides"), rows, left=3), end="\n\n")
+    if len(plan.types()) > 1:
+        print(table(("type", "count", "size", "bpw"), _types(plan)), end="\n\n")
+    if budget:
+        print_budget(budget)
+    for warning in (*plan.warnings, *(budget.warnings if budget else ())):
+        print(f"warning: {warning}")
+    print(
+        f"{_names(plan)}: {len(plan.tensors)} tensors, {gib(plan.bytes_before)} -> {gib(plan.bytes_after)}, "
+        f"{plan.bits_per_weight:.3f} bits per weight"
+    )
+
+
+def print_budget(budget: Budget) -> None:
+    """What each device holds, what the cache is for, whether all fits."""
+    rows = []
+    for load in budget.loads:
+        limits = ("", "") if load.limit is None else (gib(load.limit), gib(load.left or 0))
+        rows.append((load.device, load.tensors, mib(load.weights), mib(load.cache), gib(load.total), *limits))
+    print(table(("device", "tensors", "weights", "cache", "total", "of", "left"), rows), end="\n\n")
+    for rule, count in zip(budget.placement.rules, budget.placement.decided):
+        print(f"{rule.said} places {count} tensors")
+    if budget.cache:
+        print(f"cache for {budget.cache.n_ctx} tokens, keys {budget.cache.keys}, values {budget.cache.values}")
+    margin = max((load.margin for load in budget.loads), default=0)
+    if budget.fits is not None:
+        reserve = f", with {mib(margin)} of each GPU left for buffers" if margin else ""
+        print(f"{'fits' if budget.fits else 'does not fit'}{reserve}")
+    print()
+
+
+def _some(names: Sequence[str]) -> str:
+    """A few of the tensors that a rule decided, layers as ranges."""
+    from quantkit.recipe.layers import summarised
+
+    classes = summarised(names)
+    shown = classes if len(classes) < 4 else classes[:2]
+    return ", ".join(shown) + (f" and {len(classes) - 2} more classes" if len(classes) > len(shown) else "")
+
+
+def _types(plan: Plan) -> list[tuple[Any, ...]]:
+    return [(use.type.name, use.count, mib(use.bytes), f"{use.bits_per_weight:.3f}") for use in plan.by_type()]
+
+
+def _names(plan: Plan) -> str:
+    """The file type asked for, and the one that the output names where that is another."""
+    name, written = plan.file_type.name, plan.written_type.name
+    return name if name == written else f"{name}, written as {written}"
+
+
+def _classes(plan: Plan) -> list[tuple[Any, ...]]:
+    """Tensors that differ only in their layer, source, type and reason, as one line each; * stands for all layers."""
+    from quantkit.recipe.layers import ranges
+
+    grouped: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
+    layers: dict[Any, set[int]] = defaultdict(set)
+    for t in plan.tensors:
+        found = re.match(r"blk\.(\d+)\.(.*)", t.name)
+        name = f"blk.#.{found[2]}" if found else t.name
+        key = (name, t.source.name, t.type.name, t.reason)
+        grouped[key].append(t.bytes_after)
+        if found:
+            layers[key].add(int(found[1]))
+            layers[name].add(int(found[1]))
+    rows = []
+    for key, sizes in grouped.items():
+        which = "*" if layers[key] == layers[key[0]] else f"{{{ranges(layers[key])}}}"
+        rows.append((key[0].replace("#", which), *key[1:], len(sizes), mib(math.fsum(sizes))))
+    return rows

@@ -1,0 +1,123 @@
+"""`quantkit recipe`: list, show, convert and check recipes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quantkit.cli._planning import Set, Strict, open_source, read_settings
+from quantkit.cli._shared import Json, print_json, table
+
+if TYPE_CHECKING:
+    from quantkit.cli._planning import Model
+    from quantkit.recipe import Plan, Recipe
+
+Source = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A name, a file of any form, or rules 're=type,…'.", show_default=False)
+]
+_Model = Annotated[
+    Path | None,
+    typer.Option("--model", metavar="MODEL", help="A GGUF file, a checkpoint's directory or config.json."),
+]
+
+
+def recipe(json: Json = False) -> None:
+    """List the recipes that come with quantkit; `recipe show` and `recipe lint` look at one."""
+    from quantkit.recipe import find, shipped
+
+    found = {name: find(name) for name in shipped()}
+    if json:
+        print_json([_document(made) | {"name": name} for name, made in found.items()])
+        return
+    print(table(("recipe", "rules", "what it is"), [_row(name, made) for name, made in found.items()], left=3))
+
+
+def show(
+    source: Source,
+    form: Annotated[
+        str, typer.Option("--as", metavar="FORM", help="file, custom-q, tensor-types or thireus.")
+    ] = "file",
+    settings: Set = None,
+    model: _Model = None,
+    json: Json = False,
+) -> None:
+    """Print a recipe in one of the forms that tools read.
+
+    file has its story, its settings and the shorthand for layers; custom-q is one line for --custom-q of any tool;
+    tensor-types a rule a line for --tensor-type-file; thireus names every tensor, so it needs --model.
+    """
+    from quantkit.errors import UnknownNameError
+    from quantkit.recipe.forms import FORMS, printed, thireus
+
+    if form not in FORMS:
+        raise UnknownNameError("form", form, FORMS)
+    found = _read(source, settings)
+    if json:
+        print_json(_document(found))
+    elif form == "thireus":
+        if model is None:
+            raise typer.BadParameter("--as thireus names every tensor of a model: pass --model")
+        print(thireus(_plan(found, open_source(model)), str(model)), end="")
+    else:
+        print(printed(found, form), end="")
+
+
+def lint(
+    source: Source,
+    model: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODEL", help="A GGUF file, a checkpoint's directory or config.json.", show_default=False
+        ),
+    ],
+    settings: Set = None,
+    strict: Strict = False,
+    json: Json = False,
+) -> None:
+    """Say what in a recipe cannot be meant for a model, and what to write instead.
+
+    Nothing is said about a recipe without mistakes. `quantkit plan` does the same beside sizes and types.
+    """
+    made = _plan(_read(source, settings), open_source(model))
+    if strict:
+        made.require_clean()
+    if json:
+        print_json({"warnings": list(made.warnings), "rules": [use.to_json() for use in made.rules]})
+        return
+    for warning in made.warnings:
+        print(f"warning: {warning}")
+
+
+def _read(source: str, settings: list[str] | None) -> Recipe:
+    """A recipe by name, by file or, where it is neither and has an =, by its text."""
+    from quantkit.recipe import find, parse, shipped
+
+    values = read_settings(settings)
+    if "=" in source and source not in shipped() and not Path(source).is_file():
+        return parse(source, "RECIPE", values)
+    return find(source, values)
+
+
+def _plan(found: Recipe, model: Model) -> Plan:
+    """The recipe over a model; what it does not name is Q8_0."""
+    from quantkit.recipe import Options, plan
+
+    options = Options(allow_requantize=True, ignore_imatrix_rules=True)
+    return plan(model.tensors, "Q8_0", found, metadata=model.metadata, options=options)
+
+
+def _document(found: Recipe) -> dict[str, object]:
+    return {
+        "about": found.about,
+        "settings": {setting.name: setting.value for setting in found.settings},
+        "rules": [{"pattern": rule.pattern, "regex": rule.expanded, "type": rule.type.name} for rule in found.rules],
+    }
+
+
+def _row(name: str, found: Recipe) -> tuple[str, int, str]:
+    return name, len(found.rules), found.about.partition("\n")[0]
+
+
+SUBCOMMANDS = {"show": show, "lint": lint}

@@ -1,0 +1,141 @@
+"""C functions written with `emit.Emit` alone: made, kept and run without numba, whose import takes longer than they do.
+
+    @function
+    def add(e, x, y, out):                 # e: Emit; the others int64 values
+        e.store(e.load(I64, x) + e.load(I64, y), out)
+
+    add(a.ctypes.data, b.ctypes.data, c.ctypes.data)     # releases the GIL
+
+What LLVM makes of a body is kept as object code, one file a function, beside numba's cache (`jit.cache_root`). The
+name of the file is a digest of all that the code depends on: the versions of llvmlite and LLVM, triple, CPU and
+features it is for, and every quantkit source the body can reach (`jit.source_digest`). So no file is ever stale, and
+none is overwritten by other contents. A file begins with the digest of what follows: one that was cut off or damaged
+is made again. Bodies may call LLVM's intrinsics and the C library, which any process has; nothing of numba's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import inspect
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from quantkit import jit
+
+_OBJECT_VERSION = 1  # of what _compile does with a body; the sources tell all else
+_lock = threading.RLock()
+_kept: list[Any] = []  # engines, which own the code
+
+
+class Function:
+    """A C function `void(int64, ...)`. Calling it releases the GIL; `address` is its entry point as an integer."""
+
+    def __init__(self, body: Callable):
+        functools.update_wrapper(self, body)
+        self.body = body
+        self.parameters = len(inspect.signature(body).parameters) - 1
+        self.compiled = False  # in this process, not taken from the disk
+
+    @functools.cached_property
+    def address(self) -> int:
+        with _lock:
+            if "address" in self.__dict__:  # made while we waited
+                return int(self.__dict__["address"])
+            return self._load(self._object())
+
+    @functools.cached_property
+    def _entry(self) -> Callable[..., None]:
+        return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * self.parameters)(self.address)
+
+    def __call__(self, *args: int) -> None:
+        self._entry(*args)
+
+    @property
+    def path(self) -> Path:
+        """Where its object code is kept."""
+        cpu, features = jit.target_cpu()
+        parts = (_OBJECT_VERSION, *_versions(), cpu, features, jit.source_digest(self.body.__module__),
+                 self.body.__qualname__, self.body.__code__.co_firstlineno)  # fmt: skip
+        key = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
+        return jit.cache_root() / f"object-{cpu}" / f"{self.body.__name__}-{key[:40]}.o"
+
+    def _object(self) -> bytes:
+        """The object code: from the disk, or compiled and put there."""
+        path = self.path
+        with contextlib.suppress(OSError):
+            digest, code = _parted(path.read_bytes())
+            if digest == hashlib.sha256(code).digest():
+                return code
+        code = self._compile()
+        self.compiled = True
+        with contextlib.suppress(OSError):  # a cache that cannot be written is done without
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+            partial.write_bytes(hashlib.sha256(code).digest() + code)
+            os.replace(partial, path)
+        return code
+
+    def _compile(self) -> bytes:
+        from llvmlite import binding, ir
+
+        from quantkit.emit import Emit
+        from quantkit.simd_values import I64, Value
+
+        module = ir.Module(self.body.__name__)
+        module.triple = binding.get_process_triple()
+        kind = ir.FunctionType(ir.VoidType(), [I64] * self.parameters)
+        made = ir.Function(module, kind, self.body.__name__)
+        builder = ir.IRBuilder(made.append_basic_block())
+        emit = Emit(builder)
+        self.body(emit, *(Value(emit, parameter) for parameter in made.args))
+        builder.ret_void()
+        machine = _target_machine()
+        module.data_layout = str(machine.target_data)
+        parsed = binding.parse_assembly(str(module))
+        parsed.verify()
+        passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=3))
+        passes.getModulePassManager().run(parsed, passes)
+        return machine.emit_object(parsed)
+
+    def _load(self, code: bytes) -> int:
+        from llvmlite import binding
+
+        engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _target_machine())
+        engine.add_object_file(binding.ObjectFileRef.from_data(code))
+        engine.finalize_object()
+        _kept.append(engine)
+        return engine.get_function_address(self.body.__name__)
+
+
+function = Function
+
+
+def _parted(data: bytes) -> tuple[bytes, bytes]:
+    return data[:32], data[32:]
+
+
+@functools.cache
+def _versions() -> tuple[str, ...]:
+    import llvmlite
+    from llvmlite import binding
+
+    return llvmlite.__version__, *map(str, binding.llvm_version_info), binding.get_process_triple()
+
+
+def _target_machine() -> Any:
+    """LLVM for the CPU that kernels are made for. An engine takes its own: it disposes of it."""
+    from llvmlite import binding
+
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    cpu, features = jit.target_cpu()
+    triple = binding.get_process_triple()
+    reloc = "static" if triple.startswith("x86") else "default"  # what LLVM's JIT asks for
+    target = binding.Target.from_triple(triple)
+    return target.create_target_machine(cpu, features, opt=3, reloc=reloc, codemodel="jitdefault", jit=True)

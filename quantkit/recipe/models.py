@@ -1,0 +1,67 @@
+"""The tensors that a plan is made for, without weights: from the config.json of a checkpoint.
+
+    specs, metadata = from_config(read_config("DeepSeek-R1/config.json"))
+    plan(specs, "Q4_K_M", recipe, metadata=metadata)
+
+Types are those that a converted file would have: config.json's dtype, bf16 where weights are in FP8 or another format
+that is decoded first, f32 for norms and what else is always kept in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit import archs, types
+from quantkit.errors import FormatError
+from quantkit.files.gguf import Metadata, TensorSpec
+
+_DTYPES = {"float16": "f16", "float32": "f32"}
+
+
+def is_config(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a checkpoint's directory or its config.json, rather than a GGUF file."""
+    return Path(path).is_dir() or Path(path).suffix == ".json"
+
+
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The config.json at a path, or in the directory at it: the language model's part of it."""
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FormatError(
+            f"{file} is missing; a plan needs a GGUF file, a checkpoint's directory or its config.json"
+        ) from None
+    except (ValueError, UnicodeDecodeError) as error:
+        raise FormatError(f"{file}: not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise FormatError(f"{file}: a {type(config).__name__} where config.json holds an object")
+    return language_config(config)
+
+
+def language_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a config.json that describes other parts too, under the class of the whole."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    return text | {key: config[key] for key in ("architectures",) if key in config}
+
+
+def from_config(config: Mapping[str, Any], where: str = "config.json") -> tuple[list[TensorSpec], Metadata]:
+    """The tensors of the GGUF file that a checkpoint becomes, in its order, and the keys that plans go by."""
+    try:
+        outline = archs.outline(config)
+        keys, tensors = outline.metadata(config), outline.tensors(config)
+    except FormatError as error:
+        raise FormatError(f"{where}: {error}") from None
+    metadata = Metadata({"general.architecture": outline.name})
+    for key, (value, kind) in ({f"{outline.name}.vocab_size": (config["vocab_size"], "u32")} | keys).items():
+        metadata.set(key, value, kind)
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    weight, f32 = types.layout(_DTYPES.get(dtype, "bf16")), types.layout("f32")
+    return [TensorSpec(t.name, t.shape, f32 if t.f32 else weight) for t in tensors], metadata

@@ -1,0 +1,88 @@
+"""A plan that was written as JSON, made again for the tensors of a file, to be executed to the letter.
+
+Names and shapes must be those it was made for; the file's own types may be others, as they are when the plan comes from
+a config.json. What a plan by rules would refuse, this refuses too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from quantkit import types
+from quantkit.errors import DataError, FormatError
+from quantkit.files.imatrix import Imatrix
+from quantkit.recipe.fallback import interleaved_rows
+from quantkit.recipe.grammar import parse
+from quantkit.recipe.planned import Plan, PlannedTensor, RuleUse
+from quantkit.recipe.planner import Tensor, refuse_requantizing
+from quantkit.recipe.presets import file_type
+
+
+def replay(
+    document: Mapping[str, Any],
+    tensors: Iterable[Tensor],
+    imatrix: Imatrix | None = None,
+    *,
+    allow_requantize: bool = False,
+    where: str = "plan",
+) -> Plan:
+    """The plan of `Plan.to_json()`, for the tensors of a file in its order.
+
+    FormatError for a document that is no plan, DataError where it does not fit the file or the importance matrix.
+    """
+    listed = list(tensors)
+    try:
+        planned = {entry["name"]: entry for entry in document["tensors"]}
+        made = tuple(_tensor(t, planned[t.name]) for t in listed if t.name in planned)
+        target, flags = file_type(document["file_type"]), str(document["flags"])
+        recipe, warnings = parse(document["recipe"], where), tuple(map(str, document["warnings"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"{where}: not a plan as `quantkit plan --json` writes it: {error!r}") from None
+    _refuse_other_tensors(planned, [t.name for t in listed], where)
+    for t in made:
+        _check_importance(t, imatrix, where)
+    if not allow_requantize:
+        refuse_requantizing(made, repack=False)
+    uses = tuple(RuleUse(rule, [t.name for t in made if rule.matches(t.name)]) for rule in recipe.rules)
+    for t in made:
+        if t.rule is not None and t.rule < len(uses):
+            uses[t.rule].decided.append(t.name)
+    return Plan(target, recipe, flags, made, uses, warnings)
+
+
+def _tensor(t: Tensor, entry: Mapping[str, Any]) -> PlannedTensor:
+    if list(t.shape) != list(entry["shape"]):
+        raise DataError(f"{t.name}: the plan is for a shape of {entry['shape']}, the file has {list(t.shape)}")
+    kind, wanted = types.layout(entry["type"]), types.layout(entry["wanted"])
+    rows = t.shape[-2] if len(t.shape) > 1 else 1
+    if t.shape[-1] % kind.block_size or rows % interleaved_rows(kind):
+        raise DataError(
+            f"{t.name}: {rows} rows of {t.shape[-1]} columns cannot be {kind.name}, of blocks of {kind.block_size} and "
+            f"{interleaved_rows(kind)} rows"
+        )
+    rule, importance = entry["rule"], entry["importance"]
+    return PlannedTensor(
+        t.name, t.shape, t.type, kind, str(entry["reason"]), wanted, rule, importance, bool(entry["repacked"])
+    )
+
+
+def _refuse_other_tensors(planned: Mapping[str, Any], names: list[str], where: str) -> None:
+    unplanned = [name for name in names if name not in planned]
+    absent = sorted(set(planned).difference(names))
+    if unplanned or absent:
+        which = (
+            f"{len(unplanned)} of the file's tensors are not in it" if unplanned else f"the file lacks {len(absent)}"
+        )
+        raise DataError(f"{where}: made for another model: {which}, as {(unplanned or absent)[0]}")
+
+
+def _check_importance(t: PlannedTensor, imatrix: Imatrix | None, where: str) -> None:
+    if t.importance is None or t.copied or t.relaid:
+        return
+    if imatrix is None or t.importance not in imatrix:
+        lacks = "none is given; pass --imatrix FILE" if imatrix is None else "it has no such entry"
+        raise DataError(f"{where}: {t.name} is planned with the importance matrix's {t.importance}, and {lacks}")
+    size, needed = imatrix[t.importance].values.size, t.elements // t.shape[-2]
+    if size != needed:
+        raise DataError(f"{t.name}: the importance matrix has {size} values for it, the tensor needs {needed}")

@@ -1,0 +1,64 @@
+"""How large a cache of keys and values is, told from a model's metadata: pure, for plans of models that are not here.
+
+    of_layers(metadata, n_ctx, types.layout("f16"), types.layout("q8_0"))    bytes of each layer
+
+    attention     n_ctx rows of kv_heads * key_length in the type of keys, of kv_heads * value_length in that of values
+    latent        n_ctx rows of kv_lora_rank + rope dims in the type of keys (`mla` 1 to 3); 0 caches full heads
+    recurrent     conv_kernel - 1 columns and a state of heads * key dim * value dim, float32, whatever the context
+
+A layer is recurrent where there are ssm keys and full_attention_interval does not choose it. Windows are not counted
+off: the reference too allocates them in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quantkit.errors import DataError
+from quantkit.types import QuantType
+
+TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1", "q6_0", "q8_KV")
+_LATENT_DEFAULT = 3
+
+
+def of_layers(
+    metadata: Mapping[str, Any], n_ctx: int, keys: QuantType, values: QuantType, mla: int = _LATENT_DEFAULT
+) -> list[int]:
+    """Bytes of the cache of each layer of one sequence of `n_ctx` tokens."""
+    arch = metadata.get("general.architecture")
+
+    def number(key: str, layer: int = 0) -> int:
+        value = metadata.get(f"{arch}.{key}") or 0
+        return int(value[layer] if isinstance(value, (list, tuple)) else value)
+
+    layers = number("block_count")
+    heads, interval = number("attention.head_count"), number("full_attention_interval")
+    width = number("embedding_length") // heads if heads else 0
+    latent = number("attention.kv_lora_rank")
+    found = []
+    for layer in range(layers):
+        kv_heads = number("attention.head_count_kv", layer) or heads
+        if number("ssm.inner_size") and (layer + 1) % (interval or layers + 1):
+            found.append(4 * _state(number))
+        elif latent and mla:
+            found.append(n_ctx * _row(keys, latent + number("rope.dimension_count")))
+        else:
+            kv_heads = heads if latent else kv_heads
+            k = kv_heads * (number("attention.key_length_mla") or number("attention.key_length") or width)
+            v = kv_heads * (number("attention.value_length_mla") or number("attention.value_length") or width)
+            found.append(n_ctx * (_row(keys, k) + _row(values, v)))
+    return found
+
+
+def _state(number: Any) -> int:
+    """Floats of a recurrent layer's state."""
+    inner, state, rank = number("ssm.inner_size"), number("ssm.state_size"), number("ssm.time_step_rank")
+    columns = inner + 2 * number("ssm.group_count") * state
+    return (number("ssm.conv_kernel") - 1) * columns + state * (inner // rank) * rank
+
+
+def _row(kind: QuantType, n: int) -> int:
+    if n % kind.block_size:
+        raise DataError(f"a cache of {kind.name} needs rows that are a multiple of {kind.block_size}, these have {n}")
+    return kind.row_bytes(n)

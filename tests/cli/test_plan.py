@@ -1,0 +1,210 @@
+"""plan, recipe, quantize --plan and --dry-run, on configs and on small files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import quantkit
+from quantkit import types
+from quantkit.cli import main
+from quantkit.files import imatrix
+from quantkit.files.gguf import TensorSpec, Writer
+from tests.recipe.configs import LLAMA_8B, QWEN3_30B
+
+RULES = "ffn_(gate|up)=iq4_nl,ffn_down=q5_0"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A bare config.json of a small llama."""
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 128}  # fmt: skip
+    (tmp_path / "small").mkdir()
+    path = tmp_path / "small" / "config.json"
+    path.write_text(json.dumps(LLAMA_8B | small))
+    return path
+
+
+@pytest.fixture
+def model(config: Path, rng: np.random.Generator) -> Path:
+    """A GGUF of that model."""
+    from quantkit.recipe import from_config, read_config
+
+    specs, metadata = from_config(read_config(config))
+    specs = [TensorSpec(s.name, s.shape, types.get("f16") if s.type.name == "bf16" else s.type) for s in specs]
+    with Writer(config.parent / "small.gguf", metadata, specs) as writer:
+        for spec in specs:
+            x = rng.standard_normal((spec.n_rows, spec.shape[-1])).astype(np.float32)
+            writer.write(spec.name, spec.type.quantize(x))
+    return config.parent / "small.gguf"
+
+
+def printed(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    assert main([str(arg) for arg in args]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: object, status: int = 1) -> str:
+    assert main([str(arg) for arg in args]) == status
+    return capsys.readouterr().err
+
+
+def test_a_plan_of_a_config_is_that_of_its_directory_and_of_a_dry_run(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("Q4_0", "--custom-q", RULES, "--json", "-c", "128", "-ngl", "2", "-ot", "ffn_down=CPU")
+    one = json.loads(printed(capsys, "plan", config, *flags))
+    assert one == json.loads(printed(capsys, "plan", config.parent, *flags))
+    dry = json.loads(printed(capsys, "quantize", config, tmp_path / "no.gguf", *flags, "--dry-run"))
+    assert dry == one
+    assert not (tmp_path / "no.gguf").exists()
+    devices = {load["device"]: load for load in one["budget"]["devices"]}
+    assert devices["CPU"]["weights"] + devices["CUDA0"]["weights"] == one["bytes_after"]
+    assert (devices["CPU"]["cache"], devices["CUDA0"]["cache"]) == (128 * 2 * 32 * 2, 2 * 128 * 2 * 32 * 2)
+    assert one["budget"]["placement"]["blk.2.ffn_down.weight"] == "CPU"
+    assert one["budget"]["placement"]["blk.2.ffn_up.weight"] == "CUDA0"
+    assert sum(use["count"] for use in one["types"]) == len(one["tensors"])
+
+
+def test_tables(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = printed(capsys, "plan", config, "Q4_0", "--custom-q", "blk.{0-1}.ffn_down=q8_0,nothing=q4_0")
+    for part in ("blk.{0-1}.ffn_down.weight", "blk.{2}.ffn_down.weight", "blk.*.attn_q.weight", "rule 1: blk.{0-1}",
+                 "warning: rule 2 'nothing=q4_0' matches none of the", "bits per weight"):  # fmt: skip
+        assert part in said
+    assert "device" not in said
+    said = printed(capsys, "plan", config, "Q4_0", "-c", "1000", "--ram", "1", "--vram", "2,2", "-ts", "3,1")
+    assert "fits, with 1024.00 MiB of each GPU left" in said
+    assert "CUDA1" in said
+
+
+def test_a_plan_is_executed(model: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = printed(capsys, "plan", config, "Q4_0", "--custom-q", RULES, "--json")
+    path = tmp_path / "plan.json"
+    path.write_text(made)
+    printed(capsys, "quantize", model, tmp_path / "by-plan.gguf", "--plan", path)
+    printed(capsys, "quantize", model, tmp_path / "by-rules.gguf", "Q4_0", "--custom-q", RULES)
+    assert (tmp_path / "by-plan.gguf").read_bytes() == (tmp_path / "by-rules.gguf").read_bytes()
+    types_of = {t["name"]: t["type"] for t in json.loads(made)["tensors"]}
+    assert {t.name: t.type.name for t in quantkit.open(tmp_path / "by-plan.gguf").tensors.values()} == types_of
+
+
+def test_a_plan_changed_by_hand_is_executed_too(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = json.loads(printed(capsys, "plan", model, "Q4_0", "--json"))
+    entry = next(t for t in made["tensors"] if t["name"] == "blk.1.ffn_up.weight")
+    entry["type"] = "Q8_0"
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(made))
+    printed(capsys, "quantize", model, tmp_path / "out.gguf", "--plan", path)
+    assert quantkit.open(tmp_path / "out.gguf").tensors["blk.1.ffn_up.weight"].type.name == "q8_0"
+
+
+def edited(made: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    tensors = [t | changes if t["name"] == "blk.0.ffn_up.weight" else t for t in made["tensors"]]
+    return made | {"tensors": tensors}
+
+
+def test_plans_that_do_not_fit_are_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = json.loads(printed(capsys, "plan", model, "Q4_0", "--json"))
+    path, out = tmp_path / "plan.json", tmp_path / "out.gguf"
+    for document, said in (
+        (edited(made, shape=[1, 64]), "blk.0.ffn_up.weight: the plan is for a shape"),
+        (edited(made, name="x.weight"), "made for another model"),
+        (edited(made, type="q4_K"), "cannot be q4_K"),
+        (edited(made, type="q4_k_m"), "unknown type"),
+        (edited(made, importance="blk.0.ffn_up.weight"), "none is given; pass --imatrix"),
+        ({"tensors": [{}]}, "not a plan as"),
+    ):
+        path.write_text(json.dumps(document))
+        assert said in refused(capsys, "quantize", model, out, "--plan", path)
+    path.write_text("{")
+    assert "not JSON" in refused(capsys, "quantize", model, out, "--plan", path)
+    path.write_text(json.dumps(made))
+    assert "drop one" in refused(capsys, "quantize", model, out, "Q4_0", "--plan", path, status=2)
+    assert "drop one" in refused(capsys, "quantize", model, out, "--plan", path, "--pure", status=2)
+    assert "TYPE is missing" in refused(capsys, "quantize", model, out, status=2)
+    assert not out.exists()
+
+
+def test_a_plan_remembers_its_importance(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [name for name in quantkit.open(model).tensors if name.startswith("blk.") and "norm" not in name]
+    columns = {name: quantkit.open(model).tensors[name].shape[-1] for name in names}
+    ones = {n: imatrix.Entry(np.full((1, columns[n]), 2, np.float32), np.ones(1, np.int64), 1) for n in names}
+    imatrix.write(tmp_path / "i.dat", imatrix.Imatrix(ones, 1, "ones"))
+    (tmp_path / "plan.json").write_text(
+        printed(capsys, "plan", model, "Q4_0", "--imatrix", tmp_path / "i.dat", "--json")
+    )
+    with_matrix = ("--imatrix", tmp_path / "i.dat")
+    printed(capsys, "quantize", model, tmp_path / "a.gguf", "--plan", tmp_path / "plan.json", *with_matrix)
+    printed(capsys, "quantize", model, tmp_path / "b.gguf", "Q4_0", *with_matrix)
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+
+
+def test_tensor_types_and_settings(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "types").write_text("ffn_up=q5_1 ffn_down=q8_0\n")
+    (tmp_path / "mine").write_text("which := 0-1\nblk.{${which}}.attn_q\\.=q5_0\n")
+    rules = ("--tensor-type", "ffn_up=q6_0", "--tensor-type-file", tmp_path / "types", "--recipe", tmp_path / "mine")
+    made = json.loads(printed(capsys, "plan", config, "Q4_0", *rules, "--set", "which=2", "--json"))
+    found = {t["name"]: t["type"] for t in made["tensors"]}
+    assert [found[f"blk.2.{name}.weight"] for name in ("ffn_up", "ffn_down", "attn_q")] == ["q6_0", "q8_0", "q5_0"]
+    assert found["blk.0.attn_q.weight"] == "q4_0"
+    assert "did you mean which" in refused(capsys, "plan", config, "Q4_0", *rules, "--set", "whch=2")
+    assert "pass --recipe" in refused(capsys, "plan", config, "Q4_0", "--set", "which=2", status=2)
+
+
+def test_strict(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "matches none" in refused(capsys, "plan", config, "Q4_0", "--custom-q", "nothing=q4_0", "--strict")
+    said = refused(capsys, "plan", config, "Q4_0", "-ngl", "99", "-ot", "nothing=CPU", "--strict")
+    assert "-ot nothing=CPU matches none" in said
+    assert "GiB too much" in refused(capsys, "plan", config, "Q4_0", "--ram", "0.00001", "--strict")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("-c", "128", "-ctk", "q9_0"), "cache type"),
+        (("-c", "128", "-ctk", "q8_KV", "-ot", "x=GPU"), "is no device"),
+        (("-ts", "a,b"), "shares are numbers"),
+        (("--tensor-type", "ffn_up"), "not REGEX=TYPE"),
+    ],
+)
+def test_what_is_wrong_is_said(
+    config: Path, flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused(capsys, "plan", config, "Q4_0", *flags)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [("{", "not JSON"), ("[]", "a list where"), ("{}", "no 'architectures'"),
+     ('{"architectures": ["FooForCausalLM"]}', "FooForCausalLM is not an architecture whose tensors"),
+     ('{"architectures": ["LlamaForCausalLM"]}', "config.json has no '")],
+)  # fmt: skip
+def test_configs_that_tell_nothing(tmp_path: Path, content: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(content)
+    assert said in refused(capsys, "plan", tmp_path, "Q4_0")
+    (tmp_path / "empty").mkdir()
+    assert "is missing" in refused(capsys, "plan", tmp_path / "empty", "Q4_0")
+
+
+def test_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    listed = json.loads(printed(capsys, "recipe", "--json"))
+    assert {"deepseek-iq2_k", "dense-iq4_k"} <= {made["name"] for made in listed}
+    assert "qwen3moe-iq3_k" in printed(capsys, "recipe")
+    line = printed(capsys, "recipe", "show", "deepseek-iq2_k", "--set", "down=iq4_k", "--as", "custom-q")
+    assert line == r"blk\.\d+\.ffn_down_exps\.weight=iq4_k,blk\.\d+\.ffn_(gate|up)_exps\.weight=iq2_k,.*=q8_0" + "\n"
+    assert printed(capsys, "recipe", "show", "a=q8_0,b=q4_0", "--as", "tensor-types") == "a=q8_0\nb=q4_0\n"
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN3_30B | {"num_hidden_layers": 2}))
+    pinned = printed(capsys, "recipe", "show", "qwen3moe-iq4_xs", "--as", "thireus", "--model", path)
+    assert "^blk\\.([01])\\.ffn_down_exps\\.weight$=iq4_xs\n" in pinned
+    assert printed(capsys, "recipe", "lint", "qwen3moe-iq4_xs", path) == ""
+    assert "warning: rule 1" in printed(capsys, "recipe", "lint", "blk.7.=q8_0", path)
+    assert "matches none" in refused(capsys, "recipe", "lint", "x9=q8_0", path, "--strict")
+    assert "did you mean custom-q" in refused(capsys, "recipe", "show", "dense-iq4_k", "--as", "custm-q")

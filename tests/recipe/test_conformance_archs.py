@@ -1,0 +1,97 @@
+"""Plans of architectures beside llama against the reference's own: qwen3, qwen3moe, deepseek2 with latent attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quantkit.archs.outlines.deepseek2 import in_layout
+from quantkit.archs.shapes import Listed
+from quantkit.files import imatrix
+from quantkit.files.gguf import TensorSpec, Writer
+from quantkit.recipe.models import from_config
+from tests.recipe.configs import DEEPSEEK_V3, QWEN3_235B
+from tests.recipe.test_conformance import MIXED, NEED_A_MATRIX, differences, our_plan, reference_plan
+
+_SMALL = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 32, "num_attention_heads": 8, "vocab_size": 64}
+_EXPERTS = {"num_experts": 8, "n_routed_experts": 8, "moe_intermediate_size": 256, "num_experts_per_tok": 2}
+_QWEN3 = QWEN3_235B | _SMALL | {"architectures": ["Qwen3ForCausalLM"]}
+_MLA = {"q_lora_rank": 256, "kv_lora_rank": 256, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 64,
+        "num_key_value_heads": 8, "first_k_dense_replace": 2}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model: its config.json, the layout of its latent attention, the vocabulary that its metadata claims."""
+
+    name: str
+    config: dict[str, Any]
+    layout: str = "all"
+    vocabulary: int = 64
+
+    def write(self, folder: Path) -> Path:
+        specs, metadata = from_config(self.config)
+        arch = metadata["general.architecture"]
+        kept = {t.name for t in in_layout([Listed(s.name, s.shape, False) for s in specs], self.layout)}
+        specs = [TensorSpec(s.name, s.shape, s.type) for s in specs if s.name in kept]
+        metadata.set("tokenizer.ggml.model", "no_vocab", "str")
+        metadata.set(f"{arch}.vocab_size", self.vocabulary, "u32")
+        path = folder / f"{self.name}.gguf"
+        with Writer(path, metadata, specs) as writer:
+            for spec in specs:
+                writer.write(spec.name, np.zeros(spec.nbytes, np.uint8))
+        return path
+
+
+CASES = (
+    Case("qwen3-8b", _QWEN3 | {"num_hidden_layers": 36, "num_key_value_heads": 2}, vocabulary=151936),
+    Case("qwen3-tied", _QWEN3 | {"num_hidden_layers": 16, "num_key_value_heads": 8, "tie_word_embeddings": True}),
+    Case("qwen3moe", QWEN3_235B | _SMALL | _EXPERTS | {"num_hidden_layers": 16, "num_key_value_heads": 2}),
+    Case("deepseek2", DEEPSEEK_V3 | _SMALL | _EXPERTS | _MLA | {"num_hidden_layers": 16}),
+    Case("deepseek2-joint", DEEPSEEK_V3 | _SMALL | _EXPERTS | _MLA | {"num_hidden_layers": 8}, "joint"),
+)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path, imatrix.Imatrix]]:
+    """Each case's file, and an importance matrix that has all its layers' matrices, as a file and read."""
+    folder = tmp_path_factory.mktemp("models")
+    found = {}
+    for case in CASES:
+        path = case.write(folder)
+        entries = {}
+        for spec in from_config(case.config)[0]:
+            if spec.name.startswith("blk.") and len(spec.shape) > 1:
+                count = spec.shape[0] if len(spec.shape) == 3 else 1
+                values, counts = np.ones((count, spec.shape[-1]), np.float32), np.ones(count, np.int64)
+                entries[spec.name] = imatrix.Entry(values, counts, 1)
+        matrix = imatrix.Imatrix(entries, 1, "ones")
+        imatrix.write(path.with_suffix(".dat"), matrix)
+        found[case.name] = (path, path.with_suffix(".dat"), matrix)
+    return found
+
+
+@pytest.mark.parametrize("file_type", MIXED)
+def test_mix(file_type: str, models: dict[str, tuple[Path, Path, imatrix.Imatrix]]) -> None:
+    for name, (path, file, matrix) in models.items():
+        if file_type not in NEED_A_MATRIX and name not in ("qwen3-tied", "deepseek2-joint"):
+            plain = our_plan(path, file_type, ignore_imatrix_rules=True)
+            assert not differences(plain, reference_plan(path, file_type, "--ignore-imatrix-rules")), name
+        theirs = reference_plan(path, file_type, "--imatrix", str(file))
+        assert not differences(our_plan(path, file_type, matrix=matrix), theirs), name
+
+
+RULES = [
+    r"blk\.\d+\.attn_k_b\.weight=q4_0,attn_.*_a=q8_0,ffn_down_exps=iq5_k,_shexp=q6_0,.*=iq4_k",
+    r"blk\.(?:[0-9]|1[0-5])\.ffn_(?!down).*=q4_1,attn_(q|k|v)=iq6_k,token_embd=iq4_k_r4",
+]
+
+
+@pytest.mark.parametrize("text", RULES)
+def test_rules(text: str, models: dict[str, tuple[Path, Path, imatrix.Imatrix]]) -> None:
+    for name, (path, *_) in models.items():
+        assert not differences(our_plan(path, "Q4_K_S", text), reference_plan(path, "Q4_K_S", "--custom-q", text)), name

@@ -1,0 +1,224 @@
+"""Every mistake that cooks are known to make is warned about, with what to write instead; what they publish is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quantkit import recipe
+from quantkit.budget import budget
+from quantkit.files.imatrix import Entry, Imatrix
+from quantkit.recipe import Options, Plan
+from quantkit.recipe.models import from_config, language_config
+from quantkit.runtime.placement import parse_flags
+from tests.recipe.configs import DEEPSEEK_V3, LLAMA_8B, QWEN3_30B, QWEN3_235B, QWEN35_27B
+
+SMALL_DEEPSEEK = DEEPSEEK_V3 | {"num_hidden_layers": 12}
+
+
+def planned(config: dict[str, Any], rules: str, target: str = "Q8_0", imatrix: Imatrix | None = None) -> Plan:
+    specs, metadata = from_config(language_config(config))
+    options = Options(ignore_imatrix_rules=True)
+    return recipe.plan(specs, target, recipe.parse(rules), metadata=metadata, imatrix=imatrix, options=options)
+
+
+def warned(config: dict[str, Any], rules: str, target: str = "Q8_0", imatrix: Imatrix | None = None) -> str:
+    """The one warning about a plan; the pattern that it proposes, if it does, is tried by `cured`."""
+    found = planned(config, rules, target, imatrix).warnings
+    assert len(found) == 1, found
+    return found[0]
+
+
+def cured(config: dict[str, Any], warning: str, kind: str = "q4_0") -> Plan:
+    """The plan by the pattern that a warning tells to write: nothing is wrong with it any more."""
+    better = warning.rsplit("write ", 1)[1].rstrip("?")
+    made = planned(config, better if "=" in better else f"{better}={kind}")
+    assert not made.warnings
+    return made
+
+
+def decided(made: Plan) -> set[str]:
+    return {name for use in made.rules for name in use.decided}
+
+
+def test_output_is_found_in_attn_output_too() -> None:
+    said = warned(LLAMA_8B, r"output\.weight=q6_K")
+    assert "takes blk.0.attn_output.weight as well as output.weight" in said
+    assert decided(cured(LLAMA_8B, said)) == {"output.weight"}
+
+
+def test_ssm_a_is_found_in_ssm_alpha_too() -> None:
+    said = warned(QWEN35_27B, r"blk\.0\.ssm_a=q4_0")
+    assert "takes blk.0.ssm_alpha.weight as well as blk.0.ssm_a" in said
+    assert said.endswith(r"write blk\.0\.ssm_a$")
+
+
+@pytest.mark.parametrize(
+    "rules", [r"blk\.[0-10]\.ffn_down=q6_K", r"blk\.[3|12]\.ffn_down=q6_K", r"blk\.[10-15]\.ffn_down=q6_K"]
+)
+def test_numbers_in_a_character_class(rules: str) -> None:
+    said = warned(LLAMA_8B, rules)
+    assert "one character of a class" in said
+    layers = {int(name.split(".")[1]) for name in decided(cured(LLAMA_8B, said))}
+    assert layers in ({*range(11)}, {3, 12}, {*range(10, 16)})
+
+
+def test_any_number_of_dots() -> None:
+    said = warned(SMALL_DEEPSEEK, r"[3-5]\.*exps=q4_0")
+    assert "matches none" in said
+    assert len(decided(cured(SMALL_DEEPSEEK, said))) == 9
+
+
+@pytest.mark.parametrize("pattern", [r"blk\..*\.attn_k.*", "attn_q", r"ffn_(gate|up)", "ffn"])
+def test_norms_and_routers_are_hit(pattern: str) -> None:
+    said = warned(QWEN3_30B, f"{pattern}=q4_0")
+    assert "which stays f32" in said
+    assert ("a norm" in said or "one-dimensional" in said) != ("the router" in said)
+    assert decided(cured(QWEN3_30B, said))
+
+
+def test_a_dense_model_has_no_experts() -> None:
+    said = warned(LLAMA_8B, "ffn_down_exps=q6_K")
+    assert "this model is dense" in said
+    assert len(decided(cured(LLAMA_8B, said))) == 32
+    assert "are experts" in warned(QWEN3_30B, r"blk\.\d+\.ffn_(up|down)\.weight=q6_K")
+
+
+@pytest.mark.parametrize(
+    ("rules", "why"),
+    [
+        ("q_proj=q8_0", "checkpoint's name"),
+        (r"mlp\.down_proj=q8_0", "checkpoint's name"),
+        ("blk.*.attn_Q=q8_0", "lower case"),
+        (r"blk\.40\.attn_q\.weight=q8_0", "layers are 0 to 31"),
+        ("blk.{30-40}.attn_q.weight=q6_K", "names layers 32-40; the model's are 0-31"),
+        ("atn_output=q6_K", "did you mean attn_output"),
+        ("blk.*_down=q6_K,blk.1.=q6_K", r"write blk\.1\."),
+        (r"attn_v=q8_0,blk\.\d+\.attn_v\.weight=q6_K", "shadowed by rule 1"),
+        (r"attn_norm=q8_0", "never quantized"),
+    ],
+)  # fmt: skip
+def test_rules_that_do_nothing_or_too_much(rules: str, why: str) -> None:
+    assert why in warned(LLAMA_8B, rules)
+
+
+def test_types_are_spelled_in_any_case() -> None:
+    assert recipe.parse("a=q5_k,b=Q5_K,c=IQ4_k").one_line() == "a=q5_K,b=q5_K,c=iq4_k"
+
+
+def test_rows_that_a_type_cannot_hold() -> None:
+    said = warned(SMALL_DEEPSEEK, r"attn_k_b\.weight=iq4_k")
+    assert "rows of 128 are no multiple of 256, so they become q5_0" in said
+    assert {t.type.name for t in cured(SMALL_DEEPSEEK, said).tensors if "attn_k_b" in t.name} == {"q5_0"}
+
+
+def importance(config: dict[str, Any], tokens: int = 1000, without: str = "-") -> Imatrix:
+    """What a measurement of a model gives: each expert saw `tokens`, but expert 1 of the first layer with some 5."""
+    entries = {}
+    specs, _ = from_config(language_config(config))
+    for spec in specs:
+        if spec.name.startswith("blk.") and len(spec.shape) > 1 and without not in spec.name:
+            count = spec.shape[0] if len(spec.shape) == 3 else 1
+            values = np.full((count, spec.shape[-1]), 0.5, np.float32)
+            counts = np.full(count, tokens + 1)
+            counts[:1] -= 1
+            entries[spec.name] = Entry(values, counts, 8)
+    return Imatrix(entries, 8, "text")
+
+
+TINY_MOE = QWEN3_30B | {"num_hidden_layers": 2, "vocab_size": 512, "num_experts": 16}
+
+
+def test_a_matrix_that_lacks_a_tensor() -> None:
+    matrix = importance(SMALL_DEEPSEEK | {"n_routed_experts": 8, "num_hidden_layers": 4}, without="attn_k_b")
+    tiny = SMALL_DEEPSEEK | {"n_routed_experts": 8, "num_hidden_layers": 4}
+    said = warned(tiny, "attn_k_b=q4_0", imatrix=matrix)
+    assert "no entry for 4 tensor(s)" in said
+    assert "-mla 1" in said
+    assert not planned(tiny, "attn_k_b=q4_0", imatrix=importance(tiny)).warnings
+
+
+def test_experts_that_saw_too_few_tokens() -> None:
+    matrix = importance(TINY_MOE)
+    assert not planned(TINY_MOE, "", "Q4_0", matrix).warnings
+    matrix.entries["blk.0.ffn_up_exps.weight"].counts[3] = 5
+    said = warned(TINY_MOE, "", "Q4_0", matrix)
+    assert "blk.0.ffn_up_exps.weight has 1 of 16, as expert 3" in said
+
+
+def test_experts_that_a_legacy_matrix_fills_in() -> None:
+    matrix = importance(TINY_MOE)
+    for entry in matrix.entries.values():
+        entry.counts[:] = entry.calls  # all that a legacy file says
+    assert not planned(TINY_MOE, "", "Q4_0", matrix).warnings
+    matrix.entries["blk.1.ffn_down_exps.weight"].values[7] = 1
+    assert "blk.1.ffn_down_exps.weight has 1 of 16, as expert 7" in warned(TINY_MOE, "", "Q4_0", matrix)
+
+
+# ------------------------------------------------------------------------------------------------------------ placement
+
+
+def placed(config: dict[str, Any], rules: str, flags: str) -> tuple[str, ...]:
+    made = planned(config, rules)
+    _, metadata = from_config(language_config(config))
+    return budget({t.name: t for t in made.tensors}, metadata, parse_flags(flags)).warnings
+
+
+def test_a_placement_rule_that_shadows_the_others() -> None:
+    found = placed(SMALL_DEEPSEEK, "", r"-ngl 99 -ot exps=CPU -ot 'blk\.(3|4)\.ffn_.*_exps=CUDA0'")
+    assert len(found) == 1
+    assert "is shadowed by -ot exps=CPU, which comes first; put the narrower rule first" in found[0]
+    assert not placed(SMALL_DEEPSEEK, "", r"-ngl 99 -ot 'blk\.(3|4)\.ffn_.*=CUDA0' -ot exps=CPU")
+
+
+def test_a_placement_rule_that_matches_nothing() -> None:
+    assert "this model is dense" in placed(LLAMA_8B, "", "-ngl 99 -ot exps=CPU")[0]
+    assert "one character of a class" in placed(LLAMA_8B, "", r"-ngl 99 -ot 'blk\.[0-10]\.ffn=CPU'")[0]
+
+
+def test_a_repacked_type_where_a_gpu_would_get_it() -> None:
+    rules = "ffn_down_exps=iq5_k_r4,ffn_(gate|up)_exps=q4_k_r4"
+    found = placed(SMALL_DEEPSEEK, rules, "-ngl 99")
+    assert len(found) == 1
+    assert "18 row-interleaved tensors would go to a GPU" in found[0]  # iq5_k_r4 has a kernel there
+    rule = found[0].rsplit("-ot '", 1)[1].rstrip("'")
+    assert not placed(SMALL_DEEPSEEK, rules, f"-ngl 99 -ot '{rule}'")
+    assert not placed(SMALL_DEEPSEEK, rules, "-ngl 99 -ot exps=CPU")
+
+
+# ------------------------------------------------------------------------------------------------------ no false alarms
+
+DEEPSEEK = r"""
+blk\.\d+\.ffn_down_exps\.weight={0}
+blk\.\d+\.ffn_(gate|up)_exps\.weight={1}
+.*=q8_0
+"""
+PUBLISHED = [
+    *((DEEPSEEK_V3, DEEPSEEK.format(*pair.split())) for pair in (
+        "iq3_k_r4 iq2_k_r4", "iq5_k_r4 iq4_k_r4", "iq5_ks_r4 iq4_ks_r4", "q6_k_r4 q4_k_r4", "q3_k_r4 q2_k_r4")),
+    (DEEPSEEK_V3, r"blk\.([3-9]|10)\.ffn_down_exps\.weight=iq4_k_r4"
+                  r",blk\.([3-9]|10)\.ffn_(gate|up)_exps\.weight=iq3_k_r4" + DEEPSEEK.format("iq3_k_r4", "iq2_k_r4")),
+    (QWEN3_235B, r"""
+blk\.\d+\.attn_(q|k|v|output)\.weight=iq6_k
+blk\.\d+\.ffn_down_exps\.weight=iq4_k
+blk\.\d+\.ffn_(gate|up)_exps\.weight=iq3_k
+(token_embd|output)\.weight=q8_0
+"""),
+    (QWEN3_30B, r"_exps=iq4_xs,attn_(q|k|v|output)\.weight=q5_K,^output\.weight=q6_K"),
+    (QWEN35_27B, r"""
+blk\.\d+\.(attn_norm|post_attention_norm|attn_[qk]_norm|ssm_(alpha|beta|conv1d|norm|out)|attn_[kv])\.weight=BF16
+blk\.\d+\.ssm_(a|dt\.bias)$=BF16
+blk\.\d+\.attn_(gate|q)\.weight=Q8_0
+blk\.\d+\.attn_(qkv|output)\.weight=Q6_K
+blk\.(51|59|6[0-3])\.ffn_(up|gate|down)\.weight=Q8_0
+blk\.1[1-6]\.ffn_down\.weight=Q8_0
+blk\.\d+\.ffn_(up|gate|down)\.weight=Q6_K
+"""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "rules"), PUBLISHED)
+def test_no_alarm_about_what_is_published(config: dict[str, Any], rules: str) -> None:
+    assert planned(config, rules).warnings == ()

@@ -1,0 +1,286 @@
+"""Caches of every type: their rows, and attention over them, compiled against plain and plain against the reference."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quantkit import types
+from quantkit.archs.blocks import Attention, HParams, Linear, Norm, Rope
+from quantkit.jit import kernel
+from quantkit.runtime import layers
+from quantkit.runtime.cache import Cache, CacheType
+from quantkit.runtime.kernels import rounding
+from quantkit.runtime.kernels.cpu import attention, batch, rows
+from quantkit.runtime.kernels.cpu.walk import OpList
+from quantkit.runtime.layers import Span
+from quantkit.simd import emitted
+from tests.runtime.other_cpus import is_other_cpu, run_tests, test_that_this_is_the_path  # noqa: F401
+
+ALL = rounding.FLOATS + rounding.QUANTIZED
+TYPES = ("f16", "q8_0", "q5_1") if is_other_cpu() else ALL  # elsewhere each kind of kernel is tested for a few only
+
+
+def hard_rows(rng: np.random.Generator, count: int, dim: int) -> np.ndarray:
+    """float32[count, dim]: rows of all sizes, rows of zeros, halves of rows of zeros, ties of the extremes."""
+    x = rng.standard_normal((count, dim)) * 10.0 ** rng.integers(-6, 4, (count, 1))
+    x[0], x[1, : dim // 2], x[2], x[3, ::2] = 0, 0, 1e-30, 0
+    x[4, :2] = np.abs(x[4]).max() * np.array([-1, 1])
+    x[5, :2] = np.abs(x[5]).max() * np.array([1, -1])
+    return x.astype(np.float32)
+
+
+# ------------------------------------------------------------------------------------------------------------ rows
+
+
+@functools.cache
+def keeper(ggml_type: int, dim: int, size: int) -> Callable:
+    @kernel
+    def run(x, out, count):
+        for row in range(count):
+            rows.keep(ggml_type, x + row * dim * 4, dim, out + row * size)
+
+    return run
+
+
+@functools.cache
+def reader(ggml_type: int, dim: int, size: int) -> Callable:
+    @emitted("void")
+    def read(e, row, out):
+        for c, v in rows.row_floats(e, ggml_type, row, 0, dim):
+            e.store(v, out + 4 * c)
+
+    @kernel
+    def run(data, out, count):
+        for row in range(count):
+            read(data + row * size, out + row * dim * 4)
+
+    return run
+
+
+@pytest.mark.parametrize("dim", [64, 96])
+@pytest.mark.parametrize("name", ALL)
+def test_rows_are_kept_and_read_as_the_plain_ones_are(name: str, dim: int, rng: np.random.Generator) -> None:
+    x, t = hard_rows(rng, 40, dim), types.get(name)
+    wanted = rounding.encode(name, x)
+    got = np.zeros_like(wanted)
+    keeper(t.ggml_type, dim, t.row_bytes(dim))(x.ctypes.data, got.ctypes.data, len(x))
+    np.testing.assert_array_equal(got, wanted)
+    values = np.zeros_like(x)
+    reader(t.ggml_type, dim, t.row_bytes(dim))(got.ctypes.data, values.ctypes.data, len(x))
+    np.testing.assert_array_equal(values, t.dequantize(wanted, dim))
+
+
+@pytest.mark.parametrize("name", rounding.QUANTIZED)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_shows(name: str, bad: float, rng: np.random.Generator) -> None:
+    x, t = rng.standard_normal((3, 64)).astype(np.float32), types.get(name)
+    x[1, 40] = bad
+    kept = np.zeros((3, t.row_bytes(64)), np.uint8)
+    keeper(t.ggml_type, 64, t.row_bytes(64))(x.ctypes.data, kept.ctypes.data, 3)
+    for data in (kept, rounding.encode(name, x)):
+        with np.errstate(invalid="ignore"):
+            values = t.dequantize(data, 64)
+        assert np.isfinite(values[[0, 2]]).all()
+        assert not np.isfinite(values[1, 32:]).any()
+
+
+@pytest.mark.parametrize("name", rounding.QUANTIZED)
+def test_rounding_is_the_references(name: str, rng: np.random.Generator) -> None:
+    """The same codes but for ties; the reference fits some scales a little better, by 0.1% of the error at most."""
+    from tests.conformance import ggml
+
+    x, t = rng.standard_normal((300, 128)).astype(np.float32), types.get(name)
+    data = np.zeros((len(x), t.row_bytes(128)), np.uint8)
+    quantize = getattr(ggml.library(), f"quantize_row_{t.name}")
+    quantize.restype, quantize.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    for i in range(len(x)):
+        quantize(x[i].ctypes.data, data[i].ctypes.data, 128)
+    mine, theirs = (((t.dequantize(d, 128) - x) ** 2).sum() for d in (rounding.encode(name, x), data))
+    assert mine == pytest.approx(theirs, rel=0.02)
+
+
+@functools.cache
+def rotator(dim: int, block: int) -> Callable:
+    @kernel
+    def run(x, count):
+        for row in range(count):
+            rows.rotate(x + row * dim * 4, dim, block)
+
+    return run
+
+
+@pytest.mark.parametrize("dim", [16, 32, 64, 128, 192, 256, 576])
+def test_rotation(dim: int, rng: np.random.Generator) -> None:
+    block = rounding.rotation_block(dim)
+    assert block == {192: 64, 576: 64}.get(dim, dim)
+    x = rng.standard_normal((5, dim)).astype(np.float32)
+    y = x.copy()
+    rotator(dim, block)(y.ctypes.data, 5)
+    np.testing.assert_allclose(y, rounding.rotate(x, block), atol=2e-6)
+    np.testing.assert_allclose(rounding.rotate(y, block), x, atol=2e-6)
+    assert rounding.rotation_block(80) is None
+
+
+# ------------------------------------------------------------------------------------------------------- attention
+
+
+def model_of(heads: int, kv_heads: int, dim_k: int, dim_v: int, window: int | None) -> tuple[HParams, Attention]:
+    numbers = {"n_layer": 1, "n_ctx_train": 4096, "n_embd": 64, "n_ff": 64, "n_vocab": 10, "norm_eps": 1e-5}
+    rope = Rope("neox", dim_k // 2, 1e4)
+    hp = HParams(arch="x", rope=rope, n_head=heads, n_head_kv=kv_heads, head_dim_k=dim_k, head_dim_v=dim_v, **numbers)
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim_k": dim_k, "head_dim_v": dim_v}
+    names = dict.fromkeys(("q", "k", "v", "out"), Linear("w"))
+    return hp, Attention(norm=Norm("n", 1e-5), **names, **shape, scale=dim_k**-0.5, rope=rope, window=window)
+
+
+class Compiled:
+    """The operations of attention, alone: rope, cache and attention of tokens of several sequences."""
+
+    def __init__(self, part: Attention, kind: CacheType, threads: int, span: int, tokens: int):
+        k, v = (types.get(name).ggml_type for name in (kind.k, kind.v))
+        rotations = kind.rotations(part.head_dim_k, part.head_dim_v)
+        self.heads = rows.Heads(part.heads // part.kv_heads, part.head_dim_k, part.head_dim_v, k, v, *rotations)
+        self.part, self.threads, self.span, self.tokens = part, threads, span, tokens
+
+    def _values(self, laid: OpList, q: np.ndarray, k: np.ndarray, v: np.ndarray, caches: list[Cache]) -> dict[str, Any]:
+        q, k, v = (laid.keep(x.copy()) for x in (q, k, v))
+        places = [(c.k[0].ctypes.data, c.v[0].ctypes.data, c.n_ctx) for c in caches]
+        n_ctx, rope = max(c.n_ctx for c in caches), self.part.rope
+        tables = [laid.keep(x) for x in layers.rope_tables(rope, n_ctx)]
+        return {
+            "q": q.ctypes.data, "k": k.ctypes.data, "v": v.ctypes.data, "cos": tables[0].ctypes.data,
+            "sin": tables[1].ctypes.data, "rope_dim": rope.dim, "step": 1, "pair": rope.dim // 2,
+            "kv_heads": self.part.kv_heads, "scale": laid.constant(self.part.scale),
+            "places": laid.keep(np.array(places, np.int64)).ctypes.data, "window": self.part.window or n_ctx,
+            "span": self.span,
+        }  # fmt: skip
+
+    def token(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, cache: Cache) -> np.ndarray:
+        part, laid = self.part, OpList(self.threads)
+        values = self._values(laid, q, k, v, [cache])
+        values["cache"] = values.pop("places")
+        state = laid.keep(np.array([cache.length], np.int64)).ctypes.data
+        nbytes = attention.scratch_bytes(part.heads, part.head_dim_k, self.heads.group, self.span)
+        scratch, stride = laid.private("scratch", nbytes)
+        partial = laid.buffer("partial", 4 * self.threads * part.heads * (part.head_dim_v + 2))
+        kernel = attention.attention(self.heads)
+        laid.add(
+            kernel.address, attention.PARAMETERS, True, state=state, partial=partial, scratch=scratch, stride=stride,
+            **values,
+        )  # fmt: skip
+        width = part.heads * part.head_dim_v
+        joined = laid.keep(np.zeros(8 * width, np.float32))
+        laid.add(
+            attention.combine(self.heads.rotate_v).address, attention.COMBINE, partial=partial, heads=part.heads,
+            dim=part.head_dim_v, buffer=joined.ctypes.data, stride=0,
+        )  # fmt: skip
+        laid.run()
+        return joined[:width].reshape(1, width)
+
+    def prompt(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, spans: list[Span]) -> np.ndarray:
+        part, laid = self.part, OpList(self.threads)
+        values = self._values(laid, q, k, v, [span.cache for span in spans])
+        values["caches"] = values.pop("places")
+        table = [x for span in spans for x in (span.start, span.stop - span.start, span.cache.length)]
+        values["state"] = laid.keep(np.array([len(q), 0, len(spans), *table], np.int64)).ctypes.data
+        out = laid.keep(np.zeros((len(q), part.heads * part.head_dim_v), np.float32))
+        scratch, stride = laid.private("s", batch.attention_scratch_bytes(self.heads, self.tokens, self.span))
+        values |= {"out": out.ctypes.data, "scratch": scratch, "stride": stride}
+        for operation, names in (
+            (batch.rope(self.heads), batch.ROPE),
+            (batch.attention(self.heads, self.tokens), batch.ATTENTION),
+        ):
+            laid.add(operation.address, names, True, **{name: values[name] for name in names})
+        laid.run()
+        return out
+
+
+def filled(hp: HParams, kind: CacheType, past: int, room: int, rng: np.random.Generator) -> Cache:
+    cache = Cache(hp, past + room, kind)
+    k = rng.standard_normal((past, hp.n_head_kv * hp.head_dim_k), np.float32)
+    v = rng.standard_normal((past, hp.n_head_kv * hp.head_dim_v), np.float32)
+    if past:
+        layers.remember(k, v, cache, 0)
+    cache.length = past
+    return cache
+
+
+def copied(cache: Cache, hp: HParams) -> Cache:
+    other = Cache(hp, cache.n_ctx, cache.type)
+    other.k[0][:], other.v[0][:], other.length = cache.k[0], cache.v[0], cache.length
+    return other
+
+
+def plain(part: Attention, q: np.ndarray, k: np.ndarray, v: np.ndarray, spans: list[Span]) -> np.ndarray:
+    """The same, layer by layer."""
+    q, k = q.copy(), k.copy()
+    positions = np.concatenate([np.arange(s.stop - s.start) + s.cache.length for s in spans])
+    tables = layers.rope_tables(part.rope, int(positions.max()) + 1)
+    layers.turn(q, "neox", part.head_dim_k, tables, positions, 1)
+    layers.turn(k, "neox", part.head_dim_k, tables, positions, 1)
+    for span in spans:
+        layers.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, 0)
+    return layers.attend(part, 0, q, spans, 1)
+
+
+def decoded(cache: Cache, part: Attention) -> np.ndarray:
+    """All keys, then all values."""
+    sides = ((cache.type.k, cache.k[0], part.head_dim_k), (cache.type.v, cache.v[0], part.head_dim_v))
+    values = [types.get(name).dequantize(x.reshape(-1, x.shape[2]), dim) for name, x, dim in sides]
+    return np.concatenate([v.reshape(-1) for v in values])
+
+
+def compare(hp: HParams, part: Attention, kind: CacheType, past: int, at_once: bool, rng: np.random.Generator) -> None:
+    """A token, then a prompt of two sequences, against the plain form over caches of the same bytes."""
+    room = 40
+    span = -(-(past + room) // 128) * 128
+    caches = [filled(hp, kind, past, room, rng), filled(hp, kind, past // 3, room + 5, rng)]
+    for spans in ([Span(0, 1, caches[0])], [Span(0, 31, caches[0]), Span(31, 38, caches[1])]):
+        n = spans[-1].stop
+        q = rng.standard_normal((n, part.heads * part.head_dim_k), np.float32) * 2
+        k = rng.standard_normal((n, part.kv_heads * part.head_dim_k), np.float32)
+        v = rng.standard_normal((n, part.kv_heads * part.head_dim_v), np.float32)
+        others = [span._replace(cache=copied(span.cache, hp)) for span in spans]
+        wanted = plain(part, q, k, v, others)
+        if n == 1:
+            got = Compiled(part, kind, 3, span if at_once else 64, 0).token(q, k, v, spans[0].cache)
+        else:
+            got = Compiled(part, kind, 2, span if at_once else 128, 9).prompt(q, k, v, spans)
+        for mine, other in zip(spans, others):
+            kept, wished = (decoded(span.cache, part) for span in (mine, other))
+            # Rope and rotation round apart a little: rarely a code falls the other way.
+            assert np.sqrt(np.mean((kept - wished) ** 2)) < 0.01 * np.std(wished)
+        np.testing.assert_allclose(got, wanted, atol=0.02)
+        assert np.sqrt(np.mean((got - wanted) ** 2)) < 1e-3
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_attention_over_caches_of_each_type(name: str, rng: np.random.Generator) -> None:
+    hp, part = model_of(3, 1, 64, 64, None)
+    compare(hp, part, CacheType.parse(f"{name} khad"), 203, False, rng)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "past", "at_once"),  # shape: heads, key/value heads, their dimensions, window
+    [
+        ((3, 1, 64, 64, None), "q8_0/q4_0", 0, False),
+        ((16, 2, 128, 128, 50), "q6_0/q5_1 vhad", 70, False),
+        ((2, 2, 192, 128, None), "q4_0/iq4_nl khad vhad", 129, False),
+        ((4, 4, 64, 32, 97), "q4_1/f16", 300, True),
+        ((6, 2, 80, 80, 61), "f16/bf16", 150, False),
+    ],
+)
+def test_attention_of_each_shape(shape: tuple, kind: str, past: int, at_once: bool, rng: np.random.Generator) -> None:
+    hp, part = model_of(*shape)
+    compare(hp, part, CacheType.parse(kind), past, at_once, rng)
+
+
+@pytest.mark.parametrize("isa", ["avx2", "generic"])
+def test_other_cpus(isa: str) -> None:
+    run_tests(__file__, isa)

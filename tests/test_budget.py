@@ -1,0 +1,76 @@
+"""Loads of devices and whether they fit; published figures are in tests/recipe/test_sizes.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from quantkit import recipe
+from quantkit.budget import GIB, Budget, Cache, budget, experts_to_keep
+from quantkit.errors import DataError, UnknownNameError
+from quantkit.recipe.models import from_config
+from quantkit.runtime.placement import Flags, parse_flags
+from tests.recipe.configs import LLAMA_8B, QWEN3_30B
+
+SPECS, METADATA = from_config(QWEN3_30B)
+PLAN = recipe.plan(SPECS, "Q8_0", metadata=METADATA)
+TENSORS = {t.name: t for t in PLAN.tensors}
+
+
+def of(text: str = "", **more: object) -> Budget:
+    return budget(TENSORS, METADATA, parse_flags(text), **more)  # type: ignore[arg-type]
+
+
+def test_all_is_on_the_cpu_where_nothing_is_said_of_gpus() -> None:
+    found = of(cache=Cache(1024), ram=64 * GIB)
+    assert [load.device for load in found.loads] == ["CPU"]
+    assert found.loads[0].total == PLAN.bytes_after + 48 * 1024 * 2 * 4 * 128 * 2
+    assert found.loads[0].margin == 0
+    assert found.fits
+    assert of().fits is None
+
+
+@pytest.mark.parametrize("flags", ["-ngl 20", "-ngl 99 -ot exps=CPU", "-ts 3,1", "-ot exps=CPU", "--n-cpu-moe 10"])
+def test_nothing_is_lost_or_counted_twice(flags: str) -> None:
+    found = of(flags, cache=Cache(4096, "q8_0", "q8_0"))
+    assert sum(load.weights for load in found.loads) == PLAN.bytes_after
+    assert sum(load.tensors for load in found.loads) == len(TENSORS)
+    assert sum(load.cache for load in found.loads) == 48 * 4096 * 2 * 4 * 128 * 34 // 32
+    assert len(found.loads) == (3 if "-ts" in flags else 2)
+
+
+def test_caches_live_where_their_layer_does() -> None:
+    found = {load.device: load for load in of("-ngl 13 -ot exps=CPU", cache=Cache(1000)).loads}
+    one = 1000 * 2 * 4 * 128 * 2
+    assert found["CUDA0"].cache == 13 * one
+    assert found["CPU"].cache == 35 * one
+
+
+def test_the_fewest_experts_that_must_stay() -> None:
+    limits = ([12 * GIB, 8 * GIB], 32 * GIB)
+    count = experts_to_keep(TENSORS, METADATA, Flags(), Cache(8192), *limits)
+    assert count
+    for kept, fits in ((count - 1, False), (count, True)):
+        assert of(f"--n-cpu-moe {kept}", cache=Cache(8192), vram=limits[0], ram=limits[1]).fits is fits
+    assert experts_to_keep(TENSORS, METADATA, Flags(), Cache(8192), [12 * GIB], 8 * GIB) is None
+    assert experts_to_keep(TENSORS, METADATA, Flags(), None, [64 * GIB], None) is None
+    specs, metadata = from_config(LLAMA_8B)
+    assert experts_to_keep({s.name: s for s in specs}, metadata, Flags(), None, [GIB], None) is None
+
+
+def test_what_does_not_fit_is_said() -> None:
+    found = of(vram=[8 * GIB], ram=64 * GIB, margin=2 * GIB)
+    assert found.fits is False
+    load = next(load for load in found.loads if load.device == "CUDA0")
+    assert load.left == 6 * GIB - load.total
+    assert len(found.warnings) == 1
+    assert "CUDA0 holds" in found.warnings[0]
+    assert "less 2.0 for buffers" in found.warnings[0]
+    assert "smaller types" in of(ram=GIB).warnings[0]
+    assert found.to_json()["fits"] is False
+
+
+def test_contexts_that_are_none() -> None:
+    with pytest.raises(DataError, match="1 token or more"):
+        Cache(0)
+    with pytest.raises(UnknownNameError, match="-ctv"):
+        Cache(1, "f16", "q7_0")

@@ -1,0 +1,162 @@
+"""C functions without numba: their object code is kept, never stale, and made again when it is damaged.
+
+Tested, as tests/test_jit.py does, on a small house of its own: copies of the modules concerned in a package that is
+also called quantkit, with one function that uses a second file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import quantkit
+from quantkit.machine import function
+from quantkit.simd_values import I64
+
+HELPER = "def scaled(x):\n    return x * {}\n"
+USER = """
+from quantkit.helper import scaled
+from quantkit.machine import function
+from quantkit.simd_values import I64
+
+
+@function
+def put(e, x, out):
+    e.store(scaled(x) + 1, out)
+"""
+SCRIPT = """
+import ctypes, json, sys
+from quantkit import user
+out = ctypes.c_int64()
+user.put(5, ctypes.addressof(out))
+print(json.dumps({
+    "value": out.value, "compiled": user.put.compiled, "path": str(user.put.path), "numba": "numba" in sys.modules,
+}))
+"""
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Path:
+    package = tmp_path / "quantkit"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    for name in ("errors.py", "jit.py", "simd_values.py", "emit.py", "machine.py"):
+        (package / name).write_text(Path(quantkit.__file__).with_name(name).read_text())
+    (package / "helper.py").write_text(HELPER.format(2))
+    (package / "user.py").write_text(USER)
+    (package / "unrelated.py").write_text("a = 1\n")
+    return tmp_path
+
+
+def begin(house: Path, **more: str) -> subprocess.Popen[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("NUMBA_CPU")}
+    environment = clean | {"PYTHONPATH": str(house), "QUANTKIT_CACHE_DIR": str(house / "cache")} | more
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], env=environment, stdout=subprocess.PIPE, text=True, cwd=house
+    )
+
+
+def end(process: subprocess.Popen[str]) -> dict:
+    with process:
+        said = process.communicate(timeout=60)[0]
+    assert process.returncode == 0
+    return json.loads(said)
+
+
+def run(house: Path, **more: str) -> dict:
+    return end(begin(house, **more))
+
+
+def test_the_second_process_compiles_nothing(house: Path) -> None:
+    first, second = run(house), run(house)
+    assert first == second | {"compiled": True}
+    assert second | {"path": ""} == {"value": 11, "compiled": False, "numba": False, "path": ""}
+    assert [str(path) for path in (house / "cache").rglob("*.o*")] == [first["path"]]
+
+
+def test_an_edit_recompiles_what_depends_on_it_and_nothing_else(house: Path) -> None:
+    run(house)
+    (house / "quantkit" / "unrelated.py").write_text("a = 2\n")
+    assert not run(house)["compiled"]
+    (house / "quantkit" / "helper.py").write_text(HELPER.format(3))
+    found = run(house)
+    assert (found["value"], found["compiled"]) == (16, True)
+    (house / "quantkit" / "helper.py").write_text(HELPER.format(2))
+    found = run(house)
+    assert (found["value"], found["compiled"]) == (11, False)  # that of before the edit is still there
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "changed", "other"])
+def test_damaged_object_code_is_made_again(house: Path, damage: str) -> None:
+    path = Path(run(house)["path"])
+    whole = path.read_bytes()
+    changed = bytearray(whole)
+    changed[len(whole) // 2] ^= 1
+    path.write_bytes({"cut": whole[:-100], "empty": b"", "changed": bytes(changed), "other": b"x" * 4096}[damage])
+    assert (run(house)["value"], path.read_bytes()) == (11, whole)
+    assert not run(house)["compiled"]
+
+
+def test_every_cpu_has_its_own(house: Path) -> None:
+    cpus = [{}, {"NUMBA_CPU_NAME": "haswell"}, {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"}]
+    found = [run(house, **cpu) for cpu in cpus]
+    assert all(each["compiled"] and each["value"] == 11 for each in found)
+    assert len({each["path"] for each in found}) == 3
+
+
+def test_processes_that_begin_together(house: Path) -> None:
+    found = [end(process) for process in [begin(house) for _ in range(4)]]
+    assert {each["value"] for each in found} == {11}
+    assert [str(path) for path in (house / "cache").rglob("*.o*")] == [found[0]["path"]]
+    assert not run(house)["compiled"]
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(house: Path) -> None:
+    (house / "file").write_text("")
+    found = run(house, QUANTKIT_CACHE_DIR=str(house / "file"))
+    assert (found["value"], found["compiled"]) == (11, True)
+
+
+@function
+def _doubled(e, x, out, count):
+    with e.loop(0, count) as i:
+        e.store(e.load(I64, x + i * 8) * 2, out + i * 8)
+
+
+def test_threads_that_call_it_first_together() -> None:
+    x, results = np.arange(1000), [np.zeros(1000, np.int64) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda out=out: _doubled(x.ctypes.data, out.ctypes.data, len(x))) for out in results
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all((out == 2 * x).all() for out in results)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_can_call_it() -> None:
+    """Whether the parent has called it before or not."""
+    script = """
+import os
+import numpy as np
+from quantkit import types
+t = types.get("q4_0_r8")
+data = np.arange(8 * 18, dtype=np.uint8).reshape(8, 18)
+def same(): return (t.deinterleave_rows(t.interleave_rows(data)) == data).all()
+for _ in range(2):
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if same() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert same()
+"""
+    subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", script], check=True, timeout=60)

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 import quantkit
-from quantkit import archs
+from quantkit import archs, recipe
 from quantkit.convert import convert
+from quantkit.files import gguf
+from quantkit.quantize import quantize
 from tests.archs.checkpoints import tiny
 
 TOKENS = np.random.default_rng(3).integers(2, 320, (2, 256))
@@ -53,7 +55,7 @@ def test_logits_of_transformers_and_the_reference(tmp_path: Path, arch: str, oth
     together = ours.forward_sequences(TOKENS, slice(None))
     assert np.abs(log_probabilities(together) - wanted).max() < 2e-3
     libllama = pytest.importorskip("tests.conformance.libllama")
-    with libllama.Llama(tmp_path / "m.gguf", n_ctx=256) as llama:
+    with libllama.Llama(tmp_path / "m.gguf", n_ctx=256, threads=1) as llama:
         theirs = log_probabilities(llama.logits(TOKENS[0]))
     assert np.abs(theirs - wanted[0]).max() < 0.05  # its cache is f16
 
@@ -69,3 +71,25 @@ def test_what_the_reference_does_not_know(tmp_path: Path, arch: str, change: dic
     with torch.no_grad():
         wanted = log_probabilities(model(torch.tensor(TOKENS[:1])).logits.numpy()[0])
     assert np.abs(log_probabilities(quantkit.load(tmp_path / "m.gguf").logits(TOKENS[0])) - wanted).max() < 2e-3
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "IQ4_K", "Q4_K_M"])
+def test_quantized_experts_run_in_the_reference(tmp_path: Path, kind: str) -> None:
+    """Converted, quantized, and run by both: only the reference's own rounding of activations is between them."""
+    pytest.importorskip("torch")
+    libllama = pytest.importorskip("tests.conformance.libllama")
+    wide = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 8}
+    tiny(tmp_path / "hf", arch="qwen3moe", **wide)
+    convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+    source = gguf.open(tmp_path / "m.gguf")
+    plan = recipe.plan(source.tensors.values(), kind, metadata=source.metadata)
+    quantize(source, tmp_path / "q.gguf", plan)
+    ours = quantkit.load(tmp_path / "q.gguf")
+    types = {name: tensor.type.name for name, tensor in ours.weights.items()}
+    assert types["blk.0.ffn_up_exps.weight"].lower() == kind.lower().removesuffix("_m")
+    wanted = log_probabilities(ours.logits(TOKENS[0][:64]))
+    with libllama.Llama(tmp_path / "q.gguf", n_ctx=64, threads=1) as llama:
+        theirs = log_probabilities(llama.logits(TOKENS[0][:64]))
+    divergence = (np.exp(wanted) * (wanted - theirs)).sum(1).mean()
+    assert divergence < 2e-3
+    assert np.abs(theirs - wanted).max() < 0.5

@@ -188,6 +188,12 @@ class _Laid:
             "scale": self._ops.constant(part.scale),
         }
 
+    def _product(self, tensor: Tensor) -> int:
+        """Address of the product of its type with a vector."""
+        kernel = table.product(tensor.type)
+        assert kernel is not None
+        return kernel.address
+
     def _matrices(self, linear: blocks.Linear) -> tuple[Tensor, int, int]:
         """A stacked tensor, its address, and the bytes of an expert's matrix."""
         tensor = self._weights[linear.weight]
@@ -315,11 +321,6 @@ class Step(_Laid):
             n=part.ff, rows=self.n_embd, multiple=_ROWS, picked=picked, stride=stride, used=part.used, hidden=hidden,
             hidden_bytes=hidden_bytes, out=laid.buffer("added", 4 * self.n_embd), residual=self._x.ctypes.data,
         )  # fmt: skip
-
-    def _product(self, tensor: Tensor) -> int:
-        kernel = table.product(tensor.type)
-        assert kernel is not None
-        return kernel.address
 
     def _feed_forward(self, part: blocks.FeedForward) -> None:
         normed, n_ff = self._norm(self._ops, part.norm), self._rows(part.gate)
@@ -464,48 +465,63 @@ class Prompt(_Laid):
         if gate.quantized or up.quantized:
             size = gemm.RECORD * (self.n_embd // 32)
             given[True] = laid.buffer("gathered", most * size), size
-            laid.add(
-                experts.gather.address, experts.GATHER, True, plan=plan, experts=part.count, most=most, n=self.n_embd,
-                tiles=given[True][0], tokens=gemm.tile_tokens(),
-            )  # fmt: skip
+        vectors = self._vectors("vectors", part.count, self.n_embd)
+        laid.add(
+            experts.gather.address, experts.GATHER, True, plan=plan, experts=part.count, most=most, n=self.n_embd,
+            tiles=given.get(True, (0, 0))[0], tokens=gemm.tile_tokens(), vectors=vectors[0], vector_bytes=vectors[1],
+        )  # fmt: skip
         size = gemm.RECORD * (part.ff // 32) if down.quantized else 4 * part.ff
-        hidden = laid.buffer("activated", most * size)
-        self._activated(part, plan, most, given, hidden)
+        hidden, few = laid.buffer("activated", most * size), self._vectors("activated vectors", part.count, part.ff)
+        target = {"hidden": hidden, "down_tokens": down.tokens if down.quantized else 0}
+        target |= {"down_vectors": few[0], "down_vector_bytes": few[1]}
+        self._activated(part, plan, most, given, vectors, target)
         laid.add(
             experts.add.address, experts.ADD, True, out=self._x.ctypes.data, weights=self._matrices(part.down)[1],
-            most=most, quantized=int(down.quantized), **self._multiplied(part.down, plan, (hidden, size)),
+            most=most, quantized=int(down.quantized), **self._multiplied(part.down, plan, (hidden, size), few),
         )  # fmt: skip
 
+    def _vectors(self, name: str, count: int, n: int) -> tuple[int, int]:
+        """Activations of experts with few tokens: address, and bytes of each."""
+        size = -(-activation_bytes(n) // 64) * 64
+        return self._ops.buffer(name, count * experts.FEW * size), size
+
     def _activated(
-        self, part: blocks.Experts, plan: int, most: int, given: dict[bool, tuple[int, int]], hidden: int
+        self,
+        part: blocks.Experts,
+        plan: int,
+        most: int,
+        given: dict[bool, tuple[int, int]],
+        vectors: tuple[int, int],
+        target: dict[str, int],
     ) -> None:
-        """Append hidden = act(gate) * up of all entries: one operation, or three where gate and up differ in type."""
-        laid, down = self._ops, self._unit(part.down)
+        """Append act(gate) * up of all entries: one operation, or three where gate and up differ in type."""
+        laid = self._ops
         matrices = [self._matrices(linear) for linear in (part.gate, part.up)]
         inputs = [given[self._unit(linear).quantized] for linear in (part.gate, part.up)]
-        tokens = down.tokens if down.quantized else 0
         if self._routing.fused and matrices[0][0].type is matrices[1][0].type:
             laid.add(
-                experts.fused.address, experts.FUSED, True, gate=matrices[0][1], up=matrices[1][1], hidden=hidden,
-                down_tokens=tokens, **self._multiplied(part.gate, plan, inputs[0]),
+                experts.fused.address, experts.FUSED, True, gate=matrices[0][1], up=matrices[1][1], **target,
+                **self._multiplied(part.gate, plan, inputs[0], vectors),
             )  # fmt: skip
             return
         products = [laid.buffer(f"product {i}", 4 * most * part.ff) for i in range(2)]
         for i, linear in enumerate((part.gate, part.up)):
             laid.add(
                 experts.multiply.address, experts.MULTIPLY, i == 1, weights=matrices[i][1], out=products[i], counter=i,
-                **self._multiplied(linear, plan, inputs[i]),
+                **self._multiplied(linear, plan, inputs[i], vectors),
             )  # fmt: skip
         laid.add(
-            experts.activate.address, experts.ACTIVATION, True, plan=plan, gate=products[0], up=products[1],
-            ff=part.ff, hidden=hidden, down_tokens=tokens,
+            experts.activate.address, experts.ACTIVATION, True, plan=plan, experts=part.count, gate=products[0],
+            up=products[1], ff=part.ff, **target,
         )  # fmt: skip
 
     def _unit(self, linear: blocks.Linear) -> experts.Unit:
         kind = self._weights[linear.weight].type
         return experts.unit(kind.ggml_type, table.batch(kind).quantized)
 
-    def _multiplied(self, linear: blocks.Linear, plan: int, given: tuple[int, int]) -> dict[str, int]:
+    def _multiplied(
+        self, linear: blocks.Linear, plan: int, given: tuple[int, int], vectors: tuple[int, int]
+    ) -> dict[str, int]:
         """What products with experts of one matrix are told of it, and of what it is multiplied by."""
         (tensor, _, nbytes), unit = self._matrices(linear), self._unit(linear)
         count, rows, n = tensor.shape
@@ -514,6 +530,7 @@ class Prompt(_Laid):
             "plan": plan, "experts": count, "lay_out": unit.lay_out.address, "product": unit.product.address,
             "tokens": unit.tokens, "panel_bytes": unit.panel_bytes, "bytes": nbytes, "n": n, "rows": rows,
             "x": given[0], "entry_bytes": given[1], "scratch": scratch, "stride": stride,
+            "kernel": self._product(tensor), "vectors": vectors[0], "vector_bytes": vectors[1],
         }  # fmt: skip
 
     def _norm(self, norm: blocks.Norm, readers: Sequence[blocks.Linear]) -> tuple[int, int]:

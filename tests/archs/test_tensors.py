@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quantkit import archs
-from quantkit.archs.tensors import ShuffleRows, interleave_halves, join_name, pieces, split_name
+from quantkit.archs.tensors import ShuffleRows, Stack, Unstack, interleave_halves, join_name, pieces, split_name
 from quantkit.errors import FormatError
 
 
@@ -32,6 +32,17 @@ def test_rope_order_is_that_of_the_format() -> None:
         for j in range(dim // 2):
             for s in (0, 1):
                 assert got[h * dim + 2 * j + s] == h * dim + s * dim // 2 + j
+
+
+def test_ranges_of_stacked_rows_equal_the_whole() -> None:
+    experts = np.arange(24).reshape(3, 4, 2)
+    sources = [lambda a, b, x=x: x[a:b] for x in experts]
+    whole = experts.reshape(12, 2)
+    for start in range(12):
+        for stop in range(start + 1, 13):
+            np.testing.assert_array_equal(Stack(4).rows(sources, start, stop), whole[start:stop])
+    for number, expert in enumerate(experts):
+        np.testing.assert_array_equal(Unstack(number, 4).rows([lambda a, b: whole[a:b]], 1, 4), expert[1:])
 
 
 @pytest.mark.parametrize(

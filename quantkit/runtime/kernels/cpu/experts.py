@@ -25,6 +25,10 @@ and the sum has one order). A thread unpacks them into its scratch and multiplie
 integers as gemm.py does, or in float32 as floats.py does. The 32 rows of gate and up are the 32 columns of one unit of
 what `down` reads, so `fused` writes them there, and nothing in between. Laying out and multiplying is a pair of C
 functions of each type (`unit`), called by address: compiled once, whatever operations need them.
+
+Laying out pays from four tokens on: it takes as long as three products with a vector. Experts with FEW tokens or fewer
+are multiplied with each of them alone, by the kernels of single tokens; `vectors` are their activations, FEW places for
+each expert in the list.
 """
 
 from __future__ import annotations
@@ -60,6 +64,7 @@ from quantkit.simd import (
 )
 
 ROWS = 32  # of a unit of work
+FEW = 3  # tokens of an expert
 _FLOATS16 = vector(16, F32)
 
 # ----------------------------------------------------------------------------------------------------------- one token
@@ -223,22 +228,33 @@ def sort(p, thread, threads):
         store_int(0, plan + NEXT + 8 * i)
 
 
-GATHER = ("plan", "experts", "most", "n", "tiles", "tokens")
+GATHER = ("plan", "experts", "most", "n", "tiles", "tokens", "vectors", "vector_bytes")
 
 
 @callback(SIGNATURE)
 def gather(p, thread, threads):
-    """Tiles of gemm.py, of so many tokens, of the rows of all entries, n columns each."""
+    """What experts read of n columns: `vectors`, or tiles of gemm.py of so many tokens (none for address 0)."""
     plan, experts, most, n = load_int(p), load_int(p + 8), load_int(p + 16), load_int(p + 24)
-    token_of = integers(plan + LIST + experts * 24, most)
+    active = integers(plan + LIST, experts * 3)
     row_of = integers(plan + LIST + experts * 24 + most * 8, most)
-    tokens = load_int(p + 40)
+    tiles, tokens = load_int(p + 32), load_int(p + 40)
     size = gemm.RECORD * tokens * (n // 32)
-    total = load_int(plan + ENTRIES) // tokens
-    for tile in range(split(total, 1, thread, threads), split(total, 1, thread + 1, threads)):
-        for t in range(tokens):
-            if token_of[tile * tokens + t] >= 0:  # nobody reads the others' results
-                quantize_token(row_of[tile * tokens + t], n, load_int(p + 32) + tile * size, t)
+    for i in range(load_int(plan + ACTIVE)):
+        _, first, many = _list_entry(active, i)
+        if many > FEW and tiles == 0:
+            continue
+        for at in range(first + thread, first + many, threads):
+            if many <= FEW:
+                vector_ = load_int(p + 48) + (i * FEW + at - first) * load_int(p + 56)
+                floats(vector_, n)[:] = floats(row_of[at], n)
+                quantize_range(vector_, n, 0, n)
+            else:
+                quantize_token(row_of[at], n, tiles + at // tokens * size, at % tokens)
+
+
+@kernel(inline="always")
+def _list_entry(active, i):
+    return active[3 * i], active[3 * i + 1], active[3 * i + 2]
 
 
 # ------------------------------------------------------------------------------------------------ products of one unit
@@ -366,20 +382,23 @@ def _keep(x, hidden, ff, entry, column, tokens):
         quantize_token(x, ROWS, record, entry % tokens)
 
 
-@kernel(inline="always")
-def _list_entry(active, i):
-    return active[3 * i], active[3 * i + 1], active[3 * i + 2]
+@kernel
+def _few(kernel, matrix, n, row, many, vectors, vector_bytes, out, stride):
+    """out[t, 0 .. 31] = a unit's rows of an expert's matrix times each of its few vectors; strides in bytes."""
+    for t in range(many):
+        call6(kernel, matrix, n, row, row + ROWS, vectors + t * vector_bytes, out + t * stride - row * 4)
 
 
 PRODUCT = ("plan", "experts", "lay_out", "product", "tokens", "panel_bytes", "bytes", "n", "rows", "x", "entry_bytes",
-           "scratch", "stride")  # fmt: skip
-# What the three operations below have in common. x: tiles of gemm.py, or addresses of float32 rows; entry_bytes: of x.
-FUSED = (*PRODUCT, "gate", "up", "hidden", "down_tokens")
+           "scratch", "stride", "kernel", "vectors", "vector_bytes")  # fmt: skip
+# What the three operations below have in common. x: tiles of gemm.py, or addresses of float32 rows; entry_bytes: of x;
+# kernel: product with a vector.
+FUSED = (*PRODUCT, "gate", "up", "hidden", "down_tokens", "down_vectors", "down_vector_bytes")
 
 
 @callback(SIGNATURE)
 def fused(p, thread, threads):
-    """hidden = act(gate x) * (up x) for all entries, gate and up of one type, as `add` reads it."""
+    """hidden, or down_vectors, = act(gate x) * (up x) for all entries, gate and up of one type, as `add` reads it."""
     plan, experts, lay_out, product = load_int(p), load_int(p + 8), load_int(p + 16), load_int(p + 24)
     tokens, nbytes, n, ff = load_int(p + 32), load_int(p + 48), load_int(p + 56), load_int(p + 64)
     active, blocks, size = integers(plan + LIST, experts * 3), ff // ROWS, n // 32 * load_int(p + 40)
@@ -390,10 +409,20 @@ def fused(p, thread, threads):
         unit = atomic_add(1, plan + NEXT)
         if unit >= units:
             break
-        expert, first, many = _list_entry(active, unit // blocks)
-        row = unit % blocks * ROWS
+        i, row = unit // blocks, unit % blocks * ROWS
+        expert, first, many = _list_entry(active, i)
+        if many <= FEW:
+            vectors, vector_bytes = load_int(p + 112) + i * FEW * load_int(p + 120), load_int(p + 120)
+            for which in range(2):
+                matrix, out = load_int(p + 128 + 8 * which) + expert * nbytes, results + which * result_bytes
+                _few(load_int(p + 104), matrix, n, row, many, vectors, vector_bytes, out, ROWS * 4)
+            for t in range(many):
+                gate, target = results + t * ROWS * 4, load_int(p + 160) + (i * FEW + t) * load_int(p + 168)
+                swiglu_range(gate, gate + result_bytes, 0, ROWS, target + row * 4)
+                quantize_range(target, ff, row, row + ROWS)
+            continue
         for which in range(2):
-            start = load_int(p + 104 + 8 * which) + expert * nbytes + row * (nbytes // ff)
+            start = load_int(p + 128 + 8 * which) + expert * nbytes + row * (nbytes // ff)
             call3(lay_out, start, n, panels + which * size)
         for at in range(first, first + many, tokens):
             x = load_int(p + 72) + at * load_int(p + 80)
@@ -402,7 +431,7 @@ def fused(p, thread, threads):
             for t in range(min(tokens, first + many - at)):
                 gate = results + t * ROWS * 4
                 swiglu_range(gate, gate + result_bytes, 0, ROWS, gate)
-                _keep(gate, load_int(p + 120), ff, at + t, row, load_int(p + 128))
+                _keep(gate, load_int(p + 144), ff, at + t, row, load_int(p + 152))
 
 
 MULTIPLY = (*PRODUCT, "weights", "out", "counter")
@@ -417,30 +446,41 @@ def multiply(p, thread, threads):
     panel = load_int(p + 88) + thread * load_int(p + 96)
     units = load_int(plan + ACTIVE) * blocks
     while True:
-        unit = atomic_add(1, plan + NEXT + 8 * load_int(p + 120))
+        unit = atomic_add(1, plan + NEXT + 8 * load_int(p + 144))
         if unit >= units:
             break
-        expert, first, many = _list_entry(active, unit // blocks)
-        row = unit % blocks * ROWS
-        call3(lay_out, load_int(p + 104) + expert * nbytes + row * (nbytes // rows), n, panel)
+        i, row = unit // blocks, unit % blocks * ROWS
+        expert, first, many = _list_entry(active, i)
+        matrix, out = load_int(p + 128) + expert * nbytes, load_int(p + 136) + row * 4
+        if many <= FEW:
+            vectors, vector_bytes = load_int(p + 112) + i * FEW * load_int(p + 120), load_int(p + 120)
+            _few(load_int(p + 104), matrix, n, row, many, vectors, vector_bytes, out + first * rows * 4, rows * 4)
+            continue
+        call3(lay_out, matrix + row * (nbytes // rows), n, panel)
         for at in range(first, first + many, tokens):
-            out = load_int(p + 112) + (at * rows + row) * 4
-            call6(product, panel, n, load_int(p + 72) + at * load_int(p + 80), out, rows * 4, 0)
+            call6(product, panel, n, load_int(p + 72) + at * load_int(p + 80), out + at * rows * 4, rows * 4, 0)
 
 
-ACTIVATION = ("plan", "gate", "up", "ff", "hidden", "down_tokens")
+ACTIVATION = ("plan", "experts", "gate", "up", "ff", "hidden", "down_tokens", "down_vectors", "down_vector_bytes")
 
 
 @callback(SIGNATURE)
 def activate(p, thread, threads):
-    """hidden = act(gate) * up of float32[entries, ff], as `add` reads it."""
-    plan, ff = load_int(p), load_int(p + 24)
-    entries = load_int(plan + ENTRIES)
-    for entry in range(split(entries, 1, thread, threads), split(entries, 1, thread + 1, threads)):
-        gate, up = load_int(p + 8) + entry * ff * 4, load_int(p + 16) + entry * ff * 4
-        swiglu_range(gate, up, 0, ff, gate)
-        for column in range(0, ff, ROWS):
-            _keep(gate + column * 4, load_int(p + 32), ff, entry, column, load_int(p + 40))
+    """hidden, or down_vectors, = act(gate) * up of float32[entries, ff], as `add` reads it."""
+    plan, experts, ff = load_int(p), load_int(p + 8), load_int(p + 32)
+    active = integers(plan + LIST, experts * 3)
+    for i in range(load_int(plan + ACTIVE)):
+        _, first, many = _list_entry(active, i)
+        for entry in range(first + thread, first + many, threads):
+            gate, up = load_int(p + 16) + entry * ff * 4, load_int(p + 24) + entry * ff * 4
+            if many <= FEW:
+                target = load_int(p + 56) + (i * FEW + entry - first) * load_int(p + 64)
+                swiglu_range(gate, up, 0, ff, target)
+                quantize_range(target, ff, 0, ff)
+                continue
+            swiglu_range(gate, up, 0, ff, gate)
+            for column in range(0, ff, ROWS):
+                _keep(gate + column * 4, load_int(p + 40), ff, entry, column, load_int(p + 48))
 
 
 ADD = (*PRODUCT, "weights", "out", "most", "quantized")
@@ -454,7 +494,7 @@ def add(p, thread, threads):
     """
     plan, experts, lay_out, product = load_int(p), load_int(p + 8), load_int(p + 16), load_int(p + 24)
     tokens, nbytes, n, rows = load_int(p + 32), load_int(p + 48), load_int(p + 56), load_int(p + 64)
-    entry_bytes, out, most = load_int(p + 80), load_int(p + 112), load_int(p + 120)
+    entry_bytes, out, most = load_int(p + 80), load_int(p + 136), load_int(p + 144)
     active, blocks = integers(plan + LIST, experts * 3), rows // ROWS
     token_of = integers(plan + LIST + experts * 24, most)
     weight_of = floats(plan + LIST + experts * 24 + most * 16, most)
@@ -467,14 +507,20 @@ def add(p, thread, threads):
             break
         for i in range(load_int(plan + ACTIVE)):
             expert, first, many = _list_entry(active, i)
-            call3(lay_out, load_int(p + 104) + expert * nbytes + row * (nbytes // rows), n, panel)
+            matrix = load_int(p + 128) + expert * nbytes
+            if many > FEW:
+                call3(lay_out, matrix + row * (nbytes // rows), n, panel)
             for at in range(first, first + many, tokens):
                 x = load_int(p + 72) + at * entry_bytes
-                if load_int(p + 128) == 0:
-                    for t in range(tokens):
-                        address_of[t] = x + t * entry_bytes
-                    x = results + tokens * ROWS * 4
-                call6(product, panel, n, x, results, ROWS * 4, 0)
+                if many <= FEW:
+                    vectors, vector_bytes = load_int(p + 112) + i * FEW * load_int(p + 120), load_int(p + 120)
+                    _few(load_int(p + 104), matrix, n, row, many, vectors, vector_bytes, results, ROWS * 4)
+                else:
+                    if load_int(p + 152) == 0:
+                        for t in range(tokens):
+                            address_of[t] = x + t * entry_bytes
+                        x = results + tokens * ROWS * 4
+                    call6(product, panel, n, x, results, ROWS * 4, 0)
                 for t in range(min(tokens, first + many - at)):
                     place = out + (token_of[at + t] * rows + row) * 4
                     _add_scaled(results + t * ROWS * 4, weight_of[at + t], place)

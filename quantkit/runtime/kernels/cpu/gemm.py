@@ -154,8 +154,8 @@ def unpack(e: Emit, ggml_type: int, weights: Value, n: Value, rows: Value | int,
                         place = record + row * 4 + _CODES + 64 * (_halves(f) * j + half)
                         e.store(number.lane(4 * half), place)
         if f.rows == 1:
-            with e.loop(0, units) as i:
-                _transpose_codes(e, records + i * size)
+            with e.loop(0, units) as u:
+                _transpose_codes(e, records + u * size)
 
 
 def _transpose_codes(e: Emit, record: Value) -> None:
@@ -172,8 +172,8 @@ def _transpose_codes(e: Emit, record: Value) -> None:
             for j, wanted in ((i, 0), (i | bit, bit)):
                 lanes = sorted((k for k in range(32) if where[k][1] & bit == wanted), key=lambda k: where[k])
                 vectors[j], rows[j] = e.shuffle(*both, lanes), [where[k] for k in lanes]
-    for i, vector_ in enumerate(vectors):
-        e.store(vector_, record + 64 * i)
+    for i, words in enumerate(vectors):
+        e.store(words, record + 64 * i)
 
 
 _unpack = emitted("void")(unpack)

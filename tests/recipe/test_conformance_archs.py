@@ -78,7 +78,11 @@ FURTHER = (
     Case("glm4moe", GLM | _SMALL | _EXPERTS | {"num_hidden_layers": 8, "num_nextn_predict_layers": 1}),
     Case("qwen35", QWEN35 | _SMALL | {"num_hidden_layers": 16}),
     Case("qwen35moe", QWEN35_MOE | _SMALL | _EXPERTS | {"num_hidden_layers": 16}),
-)
+    Case("qwen3next", QWEN35_MOE | _SMALL | _EXPERTS | {"architectures": ["Qwen3NextForCausalLM"]}),
+    Case("qwen2-70b", GLM | _SMALL | {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 80}),
+    Case("mixtral", GLM | _SMALL | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8,
+                                    "num_hidden_layers": 8}),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +119,7 @@ def test_mix_of_further_models(case: Case, tmp_path: Path) -> None:
     path = case.write(tmp_path)
     for file_type in ("Q4_K_M", "Q3_K_M", "IQ2_K", "IQ3_XXS", "IQ3_KL", "IQ2_KS", "IQ4_KS_R4"):
         plain = our_plan(path, file_type, ignore_imatrix_rules=True)
-        assert len(plain) > 100
+        assert len(plain) > 60
         assert not differences(plain, reference_plan(path, file_type, "--ignore-imatrix-rules")), file_type
 
 

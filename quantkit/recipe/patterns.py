@@ -91,15 +91,17 @@ def mistaken_class(pattern: str, names: Sequence[str]) -> Advice:
 
 
 def loose_dot(pattern: str, matched: Sequence[str]) -> Advice:
-    """An unescaped dot that stands for a digit of some layer's number: blk.1. is found in blk.10. too."""
-    better = re.sub(r"(?<=\d)(?<!\\\d)\.(?![*+?{])", r"\\.", re.sub(r"(?<![\\.\]])blk\.(?![*+?{])", r"blk\\.", pattern))
-    if better == pattern:
+    """A dot that stands for another character in some names only: blk.1. is found in blk.10. too."""
+    better = _LONE_DOT.sub(lambda found: found[1] or r"\.", pattern)
+    fewer = hits(better, matched) if better != pattern else []
+    if not fewer or len(fewer) == len(matched):
         return _NOTHING
-    fewer = hits(better, matched)
-    if fewer and len(fewer) < len(matched):
-        other = next(name for name in matched if name not in fewer)
-        return Advice(f" takes {other} too, as a . is any character; write", better)
-    return _NOTHING
+    other = next(name for name in matched if name not in fewer)
+    return Advice(f" takes {other} too, as a . is any character; write", better)
+
+
+# A dot that is neither escaped, nor in a class, nor repeated; what else begins like one is group 1.
+_LONE_DOT = re.compile(r"(\\.|\[(?:\\.|[^\]\\])*\]|\.[*+?{])|\.")
 
 
 def loose_ends(pattern: str, matched: Sequence[str]) -> Advice:

@@ -74,7 +74,7 @@ def _idle(uses: Sequence[RuleUse], index: int, of_name: _Tensors) -> str:
 
 def _kept(use: RuleUse, of_name: _Tensors, taken: Sequence[str]) -> str:
     """Norms and routers that a rule for other tensors matches too."""
-    kept = [name for name in taken if _is_kept_for_good(name) and name not in use.decided]
+    kept = [name for name in taken if _is_kept_for_good(name) and of_name[name].wanted is None]
     if not kept or use.rule.type.block_size == 1 or _takes_whole_layers(use, of_name):
         return ""
     pattern = use.rule.pattern
@@ -109,8 +109,11 @@ def _layer(name: str) -> str:
 
 
 def _absent_layers(use: RuleUse, of_name: _Tensors) -> str:
+    named = layers.named(use.rule.pattern)
+    if not named:
+        return ""
     there = {int(found[1]) for name in of_name if (found := re.match(r"blk\.(\d+)\.", name))}
-    absent = layers.named(use.rule.pattern) - there
+    absent = named - there
     if not absent or not there:
         return ""
     return f"names layers {layers.ranges(absent)}; the model's are {layers.ranges(there)}"

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 from quantkit import types
 from quantkit.errors import DataError, UnknownNameError
-from quantkit.recipe.patterns import advice
+from quantkit.recipe.layers import expand
+from quantkit.recipe.patterns import Advice, advice
 from quantkit.runtime import cache_size
 from quantkit.runtime.placement import CPU, Flags, Placement, located, without_kernels
 from quantkit.types import QuantType
@@ -169,12 +170,12 @@ def _warnings(placement: Placement, tensors: Mapping[str, Weight], loads: Sequen
         matched = [name for name in names if rule.matches(name)]
         taken = [name for name in free if rule.matches(name)]
         if not matched:
-            found.append(f"{rule.said} matches none of the {len(names)} tensors{advice(rule.pattern, names)}")
+            found.append(f"{rule.said} matches none of the {len(names)} tensors{_plain(advice(rule.pattern, names))}")
         elif not taken:
             earlier = next(r for r in placement.rules[:index] if any(r.matches(name) for name in matched))
             found.append(f"{rule.said} is shadowed by {earlier.said}, which comes first; put the narrower rule first")
         elif text := advice(rule.pattern, names, taken):
-            found.append(f"{rule.said}{text}")
+            found.append(f"{rule.said}{_plain(text)}")
         free = [name for name in free if not rule.matches(name)]
     if wrong := without_kernels(placement, tensors):
         found.append(wrong)
@@ -186,6 +187,11 @@ def _warnings(placement: Placement, tensors: Mapping[str, Weight], loads: Sequen
                 f"{-load.left / GIB:.3f} GiB too much; {_remedy(load)}"
             )
     return found
+
+
+def _plain(found: Advice) -> Advice:
+    """Without the shorthand of recipes, which -ot does not know."""
+    return replace(found, better=expand(found.better))
 
 
 def _remedy(load: Load) -> str:

@@ -35,6 +35,7 @@ QUANTIZATION_VERSION = 2
 # Scales are f16 and never larger than the largest weight, so below this no encoding can run out of range.
 _SAFE_MAGNITUDE = 30000.0
 _FLOATS = frozenset(("f32", "f16", "bf16"))
+_HIDDEN = "top_secret"  # the reference's word for it
 _LONGEST_TEXT = 127  # bytes that the reference's readers take of the imatrix strings
 
 
@@ -78,6 +79,7 @@ def quantize(
     *,
     imatrix: Imatrix | None = None,
     imatrix_file: str = "",
+    hide_imatrix: bool = False,
     overrides: Sequence[Override] = (),
     effort: str = "normal",
     threads: int | None = None,
@@ -88,14 +90,15 @@ def quantize(
 ) -> Written:
     """Write `source` to `out` with every tensor in the type that `plan` gives it.
 
-    `imatrix` is the matrix that the plan was made with, `imatrix_file` its name for the output's metadata. `effort`
+    `imatrix` is the matrix that the plan was made with, `imatrix_file` its name for the output's metadata, which with
+    `hide_imatrix` says only that there was one. `effort`
     ("fast", "normal", "best") is what the encoders' search may cost; a file remembers it where it is not normal.
     `keep_split` makes the shards of the source.
     Raises DataError naming file, tensor, row and column for values that are not finite; then nothing is left of `out`.
     """
     effort_level(effort)
     plan.require_codecs()
-    metadata = output_metadata(source.metadata, plan, imatrix, imatrix_file, overrides, effort)
+    metadata = output_metadata(source.metadata, plan, imatrix, imatrix_file, overrides, effort, hide_imatrix)
     specs = [TensorSpec(t.name, t.shape, t.type) for t in plan.tensors]
     shards = source.shards if keep_split else None
     with Writer(out, metadata, specs, split_max_bytes, split_max_tensors, shards) as writer:
@@ -202,6 +205,7 @@ def output_metadata(
     imatrix_file: str = "",
     overrides: Sequence[Override] = (),
     effort: str = "normal",
+    hide_imatrix: bool = False,
 ) -> Metadata:
     """The input's keys in their order, then what was done: version, overrides, importance, recipe, file type."""
     made = Metadata(source)
@@ -209,11 +213,12 @@ def output_metadata(
     for override in overrides:
         _apply(made, override)
     if imatrix is not None:
-        made.set("quantize.imatrix.file", _short(imatrix_file), "str")
-        made.set("quantize.imatrix.dataset", _short(imatrix.dataset), "str")
-        made.set("quantize.imatrix.entries_count", len(imatrix), "i32")
+        entries, chunks = (0, 0) if hide_imatrix else (len(imatrix), imatrix.chunks)
+        for key, text in (("file", imatrix_file), ("dataset", imatrix.dataset)):
+            made.set(f"quantize.imatrix.{key}", _HIDDEN if hide_imatrix else _short(text), "str")
+        made.set("quantize.imatrix.entries_count", entries, "i32")
         if imatrix.chunks > 0:
-            made.set("quantize.imatrix.chunks_count", imatrix.chunks, "i32")
+            made.set("quantize.imatrix.chunks_count", chunks, "i32")
     if plan.file_type.number is not None:  # a copy keeps the recipe it was made by
         made.set("quantkit.recipe", plan.text(), "str")
         made.set("quantkit.version", __version__, "str")

@@ -163,6 +163,16 @@ def test_metadata(model: Path, tmp_path: Path, rng: np.random.Generator) -> None
     assert recipe.parse(got["quantkit.recipe"]).one_line() == "attn_q=q5_0"
 
 
+def test_a_hidden_importance_matrix(model: Path, rng: np.random.Generator) -> None:
+    matrix = importance(rng)
+    file, plan = made_of(model, "Q8_0", "attn_q=q5_0", matrix)
+    got = loop.output_metadata(file.metadata, plan, matrix, "secret.dat", hide_imatrix=True)
+    kept = {key: (value, got.kind(key)) for key, value in got.items() if key.startswith("quantize.imatrix")}
+    names = ("file", "dataset", "entries_count", "chunks_count")
+    values = [("top_secret", "str")] * 2 + [(0, "i32")] * 2
+    assert kept == {f"quantize.imatrix.{name}": value for name, value in zip(names, values)}
+
+
 def test_the_file_type_comes_last_where_it_is_new(tmp_path: Path, model: Path) -> None:
     file, plan = made_of(model, "Q8_0")
     del file.metadata["general.file_type"]

@@ -39,7 +39,8 @@ TensorType = Annotated[
 ]
 TensorTypeFile = Annotated[Path | None, typer.Option(metavar="FILE", help="A file of such rules, after them.")]
 RecipeName = Annotated[
-    str | None, typer.Option(metavar="NAME|FILE", help="A recipe; its rules come after those of --custom-q.")
+    str | None,
+    typer.Option(metavar="NAME|FILE", help="A recipe, or the GGUF made by it; after the rules of --custom-q."),
 ]
 Set = Annotated[
     list[str] | None,
@@ -296,6 +297,8 @@ def print_plan(plan: Plan, verbose: bool = False, budget: Budget | None = None) 
             for i, use in enumerate(plan.rules, 1)
         ]
         print(table(("rule", "regex=type", "takes", "matches", "decides"), rows, left=3), end="\n\n")
+    if plan.fallbacks:
+        print(table(("does not fit", "type", "columns", "becomes", "count"), _fallbacks(plan), left=2), end="\n\n")
     if len(plan.types()) > 1:
         print(table(("type", "count", "size", "bpw"), _types(plan)), end="\n\n")
     if budget:
@@ -330,9 +333,18 @@ def _some(names: Sequence[str]) -> str:
     """A few of the tensors that a rule decided, layers as ranges."""
     from quantkit.recipe.layers import summarised
 
-    classes = summarised(names)
+    classes = list(summarised(names))
     shown = classes if len(classes) < 4 else classes[:2]
     return ", ".join(shown) + (f" and {len(classes) - 2} more classes" if len(classes) > len(shown) else "")
+
+
+def _fallbacks(plan: Plan) -> list[tuple[Any, ...]]:
+    from quantkit.recipe.layers import summarised
+
+    found: dict[tuple[str, int, str], list[str]] = defaultdict(list)
+    for t in plan.fallbacks:
+        found[(t.wanted or t.type).name, t.shape[-1], t.row_type.name].append(t.name)
+    return [(name, *key, count) for key, names in found.items() for name, count in summarised(names).items()]
 
 
 def _types(plan: Plan) -> list[tuple[Any, ...]]:

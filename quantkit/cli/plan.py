@@ -56,7 +56,7 @@ def plan(
         ),
     ],
     file_type: Annotated[
-        str, typer.Argument(metavar="[TYPE]", help="File type, as Q4_K_M; COPY for the types that are there.")
+        str, typer.Argument(metavar="TYPE", help="File type, as Q4_K_M; COPY for the types that are there.")
     ] = "COPY",
     imatrix: ImatrixFile = None,
     custom_q: CustomQ = None,

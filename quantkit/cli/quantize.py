@@ -107,6 +107,9 @@ def quantize(
     ignore_imatrix_rules: IgnoreRules = False,
     include_weights: IncludeWeights = None,
     exclude_weights: ExcludeWeights = None,
+    hide_imatrix: Annotated[
+        bool, typer.Option("--hide-imatrix", help="Do not say in the output which importance matrix it was.")
+    ] = False,
     effort: Annotated[
         str, typer.Option(metavar="E", help="What the search for codes may cost: fast, normal or best.")
     ] = "normal",
@@ -177,6 +180,7 @@ def quantize(
         made,
         imatrix=matrix,
         imatrix_file=str(imatrix or ""),
+        hide_imatrix=hide_imatrix,
         overrides=overrides,
         effort=effort,
         threads=threads or _positive(thread_count),

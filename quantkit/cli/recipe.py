@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from quantkit.recipe import Plan, Recipe
 
 Source = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A name, a file of any form, or rules 're=type,…'.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="A name, a file of any form, a GGUF file, or rules 're=type,…'.", show_default=False
+    ),
 ]
 _Model = Annotated[
     Path | None,

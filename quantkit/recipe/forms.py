@@ -5,17 +5,19 @@ r"""The forms that recipes are passed around in, each read back by `parse`.
     tensor-types    a rule a line, nothing else: llama.cpp's --tensor-type-file
     thireus         a `.recipe` of anchored rules ^name$=type with `##` comments
 
-`pinned(plan)` is the recipe that names every tensor of a plan: what was decided, without asking why.
+`pinned` names every tensor of a plan or a file: the types that it has, without asking why.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 
 from quantkit.recipe.grammar import Recipe, Rule
 from quantkit.recipe.layers import regex_of
 from quantkit.recipe.planned import Plan
+from quantkit.types import QuantType
 
 FORMS = ("file", "custom-q", "tensor-types", "thireus")
 
@@ -30,23 +32,27 @@ def printed(recipe: Recipe, form: str) -> str:
     return str(recipe)
 
 
-def pinned(plan: Plan) -> Recipe:
-    """Rules that give every tensor of a plan its type, tensors that differ in their layer only in one."""
-    layers: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for t in plan.tensors:
-        found = re.match(r"blk\.(\d+)\.(.*)", t.name)
-        layers[found[2] if found else t.name, t.type.name].append(int(found[1]) if found else -1)
-    types = {t.type.name: t.type for t in plan.tensors}
+def pinned(types: Iterable[tuple[str, QuantType]]) -> Recipe:
+    """Rules that give every tensor its type, tensors that differ in their layer only in one."""
+    layers: dict[tuple[str, QuantType], list[int]] = defaultdict(list)
+    for name, kind in types:
+        found = re.match(r"blk\.(\d+)\.(.*)", name)
+        layers[found[2] if found else name, kind].append(int(found[1]) if found else -1)
     rules = []
     for (name, kind), found_in in layers.items():
         before = "" if found_in == [-1] else rf"blk\.({regex_of(found_in)})\."
-        rules.append(Rule(f"^{before}{_escaped(name)}$", types[kind]))
+        rules.append(Rule(f"^{before}{_escaped(name)}$", kind))
     return Recipe(tuple(rules))
 
 
 def thireus(plan: Plan, model: str = "") -> str:
     """A plan as a Thireus `.recipe`: rules for all tensors, then how much of it each type is."""
-    lines = [f"## Quant mix recipe of {model or 'a model'}, made by quantkit", "", *map(str, pinned(plan).rules), ""]
+    lines = [
+        f"## Quant mix recipe of {model or 'a model'}, made by quantkit",
+        "",
+        *map(str, pinned((t.name, t.type) for t in plan.tensors).rules),
+        "",
+    ]
     lines += ["## Summary of tensor counts and bpw per qtype", "#", "# QTYPE\tCount\tBPW\tAssigned GiB"]
     for use in plan.by_type():
         lines.append(f"# {use.type.name}\t{use.count}\t{use.bits_per_weight:.3f}\t{use.bytes / 2**30:.3f}")

@@ -7,7 +7,8 @@ r"""Recipes: ordered rules `REGEX=TYPE`, read from a --custom-q string or a file
     .*=q8_0
 
 Lines may hold several rules parted by commas or blanks: a --custom-q string is such a line, a --tensor-type-file of
-llama.cpp a text of them, a Thireus `.recipe` a file of rules `^name$=type`. A rule is split at its first `=`, so a
+llama.cpp a text of them, a Thireus `.recipe` a file of rules `^name$=type`, a published shell script has them
+between `custom="` and `"`. A rule is split at its first `=`, so a
 pattern holds neither `=` nor `,` nor blanks. Patterns are ECMAScript, found anywhere in the tensor's name,
 case-sensitive; the first rule that matches a tensor decides. Types are spelled in any case.
 
@@ -132,6 +133,17 @@ def parse(text: str, where: str = "", settings: Mapping[str, str] | None = None)
     return _Parser(where, dict(settings or {})).recipe(text)
 
 
+def _unwrapped(lines: list[str]) -> list[str]:
+    """The lines of a recipe; of a shell script as recipes are published in, those between NAME=" and the closing "."""
+    first = next((i for i, line in enumerate(lines) if re.fullmatch(r"\s*\w+=[\"']\s*", line)), None)
+    if first is None:
+        return lines
+    quote = lines[first].rstrip()[-1]
+    end = next((i for i, line in enumerate(lines[first + 1 :], first + 1) if line.strip() == quote), len(lines))
+    about = [line if line.startswith("#") and not line.startswith("#!") else "" for line in lines[:first]]
+    return [*about, "", *lines[first + 1 : end]]
+
+
 class _Parser:
     """One text being read: the comments since the last statement become the remark of the next."""
 
@@ -143,7 +155,7 @@ class _Parser:
         self.comments: list[str] = []
 
     def recipe(self, text: str) -> Recipe:
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(_unwrapped(text.splitlines()), 1):
             try:
                 self._line(line.strip())
             except QuantkitError as error:

@@ -69,13 +69,13 @@ def _digits(found: list[int]) -> str:
     return f"[{found[0]}-{found[-1]}]" if in_a_row else f"[{''.join(map(str, found))}]"
 
 
-def summarised(names: Iterable[str]) -> list[str]:
-    """Names of tensors with those that differ only in their layer as one: blk.{0-31}.attn_q.weight."""
+def summarised(names: Iterable[str]) -> dict[str, int]:
+    """How many names there are, with those that differ only in their layer as one: blk.{0-31}.attn_q.weight, 32."""
     found: dict[str, list[int]] = defaultdict(list)
     for name in names:
         layer = re.match(r"blk\.(\d+)\.(.*)", name)
         found[f"blk.#.{layer[2]}" if layer else name].append(int(layer[1]) if layer else -1)
-    return [name.replace("#", f"{{{ranges(layers)}}}") for name, layers in found.items()]
+    return {name.replace("#", f"{{{ranges(layers)}}}"): len(layers) for name, layers in found.items()}
 
 
 def ranges(layers: Iterable[int]) -> str:

@@ -28,13 +28,18 @@ def warnings_of(uses: Sequence[RuleUse], planned: Sequence[PlannedTensor], imatr
     """All warnings about a plan, rules first."""
     found = []
     of_name = {t.name: t for t in planned}
+    names = list(of_name)
     free = set(of_name)  # what no earlier rule matches
     for index in range(len(uses)):
         label = f"rule {index + 1} '{uses[index].rule}'"
         taken = [name for name in uses[index].matched if name in free]
         checks = [_idle(uses, index, of_name)]
         if not checks[0]:
-            checks = [_loose(uses[index], of_name, taken), _kept(uses[index], of_name, taken)]
+            loose = advice(uses[index].rule.pattern, names, taken)
+            kept = _kept(uses[index], of_name, taken)
+            if kept and loose.better and not any(_is_kept_for_good(name) for name in hits(loose.better, taken)):
+                kept = ""  # what is proposed heals that too
+            checks = [str(loose).removeprefix(":").strip(), kept]
             checks += [_absent_layers(uses[index], of_name), _rows(uses[index], of_name)]
         found += [f"{label} {text}" for text in checks if text]
         free.difference_update(uses[index].matched)
@@ -57,7 +62,8 @@ def _idle(uses: Sequence[RuleUse], index: int, of_name: _Tensors) -> str:
         name = use.matched[0]
         if use.rule.type.block_size == 1:
             return ""  # says that norms are floats, which they are
-        return f"matches only tensors that are never quantized, as {name} ({of_name[name].reason}); drop it"
+        instead = ", or say --ffn-gate-inp-type" if "ffn_gate_inp." in name else ""
+        return f"matches only tensors that are never quantized, as {name} ({of_name[name].reason}); drop it{instead}"
     taken = set(use.candidates)
     for earlier in range(index):
         if taken & set(uses[earlier].decided):
@@ -66,15 +72,9 @@ def _idle(uses: Sequence[RuleUse], index: int, of_name: _Tensors) -> str:
     return f"is overruled: {name} is decided by {of_name[name].reason}; drop one of the two"
 
 
-def _loose(use: RuleUse, of_name: _Tensors, taken: Sequence[str]) -> str:
-    """A pattern that takes more than it says."""
-    text = advice(use.rule.pattern, list(of_name), taken)
-    return text.removeprefix(":").strip()
-
-
 def _kept(use: RuleUse, of_name: _Tensors, taken: Sequence[str]) -> str:
     """Norms and routers that a rule for other tensors matches too."""
-    kept = [name for name in taken if any(part in name for part in _KEPT_FOR_GOOD) and name not in use.decided]
+    kept = [name for name in taken if _is_kept_for_good(name) and of_name[name].wanted is None]
     if not kept or use.rule.type.block_size == 1 or _takes_whole_layers(use, of_name):
         return ""
     pattern = use.rule.pattern
@@ -85,11 +85,15 @@ def _kept(use: RuleUse, of_name: _Tensors, taken: Sequence[str]) -> str:
     return f"matches {kept[0]} too, which stays {of_name[kept[0]].type.name} ({of_name[kept[0]].reason}); {instead}"
 
 
+def _is_kept_for_good(name: str) -> bool:
+    return any(part in name for part in _KEPT_FOR_GOOD)
+
+
 def _narrower(pattern: str) -> list[str]:
     """Patterns that end where the name of a class of weights does."""
     bare = pattern.removesuffix("$")
     bare = bare.removesuffix(".*").removesuffix(r"\.weight").removesuffix(".weight").removesuffix(r"\.")
-    return [rf"{bare}\.weight", rf"{bare}_exps\.weight", rf"{bare}(?!_norm|_inp)", rf"{bare}(?!.*(?:_norm|_inp)\.)"]
+    return [rf"{bare}\.weight", rf"{bare}_exps\.weight", rf"{bare}(?!.*(?:norm|_inp)\.)"]
 
 
 def _takes_whole_layers(use: RuleUse, of_name: _Tensors) -> bool:
@@ -105,8 +109,11 @@ def _layer(name: str) -> str:
 
 
 def _absent_layers(use: RuleUse, of_name: _Tensors) -> str:
+    named = layers.named(use.rule.pattern)
+    if not named:
+        return ""
     there = {int(found[1]) for name in of_name if (found := re.match(r"blk\.(\d+)\.", name))}
-    absent = layers.named(use.rule.pattern) - there
+    absent = named - there
     if not absent or not there:
         return ""
     return f"names layers {layers.ranges(absent)}; the model's are {layers.ranges(there)}"

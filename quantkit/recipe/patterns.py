@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from quantkit.recipe.ecmascript import compile_pattern
 from quantkit.recipe.errors import RecipeError
@@ -29,17 +30,33 @@ _CHECKPOINT_NAMES = {
 }  # fmt: skip
 
 
-def advice(pattern: str, names: Sequence[str], matched: Sequence[str] | None = None) -> str:
-    """What is probably wrong with a pattern, as the end of a sentence; "" where nothing is.
+@dataclass(frozen=True)
+class Advice:
+    """What is wrong, as the end of a sentence with its punctuation, and the pattern to write instead, if known."""
+
+    said: str = ""
+    better: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.said)
+
+    def __str__(self) -> str:
+        return f"{self.said}{' ' if self.better else ''}{self.better}"
+
+
+_NOTHING = Advice()
+
+
+def advice(pattern: str, names: Sequence[str], matched: Sequence[str] | None = None) -> Advice:
+    """What is probably wrong with a pattern; false where nothing is.
 
     `matched` are the names that it takes for itself; None: it matches nothing, and why is asked.
     """
-    if text := mistaken_class(pattern, names):
-        return f": {text}"
+    if found := mistaken_class(pattern, names):
+        return found
     if matched is None:
         return why_nothing(pattern, names)
-    found = loose_dot(pattern, matched) or loose_ends(pattern, matched)
-    return f" {found}" if found else ""
+    return loose_dot(pattern, matched) or loose_ends(pattern, matched)
 
 
 def search(pattern: str) -> Callable[[str], re.Match[str] | None]:
@@ -55,7 +72,7 @@ def hits(pattern: str, names: Sequence[str]) -> list[str]:
     return [name for name in names if found(name)]
 
 
-def mistaken_class(pattern: str, names: Sequence[str]) -> str:
+def mistaken_class(pattern: str, names: Sequence[str]) -> Advice:
     """A class of digits that was meant for numbers: [0-10], [12|13]."""
     for found in _CLASS.finditer(pattern):
         inside = found[1]
@@ -69,84 +86,84 @@ def mistaken_class(pattern: str, names: Sequence[str]) -> str:
             continue
         better = pattern[: found.start()] + meant + pattern[found.end() :]
         if hits(better, names):
-            return f"[{inside}] is one character of a class, not a number; if you mean numbers, write {better}"
-    return ""
+            return Advice(f": [{inside}] is one character of a class, not a number; if you mean numbers, write", better)
+    return _NOTHING
 
 
-def loose_dot(pattern: str, matched: Sequence[str]) -> str:
-    """An unescaped dot that stands for a digit of some layer's number: blk.1. is found in blk.10. too."""
-    better = re.sub(r"(?<=\d)(?<!\\\d)\.(?![*+?{])", r"\\.", re.sub(r"(?<![\\.\]])blk\.(?![*+?{])", r"blk\\.", pattern))
-    if better == pattern:
-        return ""
-    fewer = hits(better, matched)
-    if fewer and len(fewer) < len(matched):
-        other = next(name for name in matched if name not in fewer)
-        return f"takes {other} too, as a . is any character; write {better}"
-    return ""
+def loose_dot(pattern: str, matched: Sequence[str]) -> Advice:
+    """A dot that stands for another character in some names only: blk.1. is found in blk.10. too."""
+    better = _LONE_DOT.sub(lambda found: found[1] or r"\.", pattern)
+    fewer = hits(better, matched) if better != pattern else []
+    if not fewer or len(fewer) == len(matched):
+        return _NOTHING
+    other = next(name for name in matched if name not in fewer)
+    return Advice(f" takes {other} too, as a . is any character; write", better)
 
 
-def loose_ends(pattern: str, matched: Sequence[str]) -> str:
+# A dot that is neither escaped, nor in a class, nor repeated; what else begins like one is group 1.
+_LONE_DOT = re.compile(r"(\\.|\[(?:\\.|[^\]\\])*\]|\.[*+?{])|\.")
+
+
+def loose_ends(pattern: str, matched: Sequence[str]) -> Advice:
     """A match that begins or ends within a word of some names and at a word's border in others.
 
     A match that is within words in all names is a shorthand (`down_exps`), not a mistake.
     """
     spans = {name: found.span() for name in matched if (found := search(pattern)(name)) and found[0]}
-    begins = {
-        name: a > 0 and (name[a - 1].isalnum() or name[a - 1] == "_") and name[a].isalnum()
-        for name, (a, _) in spans.items()
-    }
-    ends = {name: b < len(name) and name[b].isalnum() and name[b - 1].isalnum() for name, (_, b) in spans.items()}
+    begins = {name for name, (a, _) in spans.items() if a and _in_word(name[a - 1]) and name[a].isalnum()}
+    ends = {name for name, (_, b) in spans.items() if name[b - 1].isalnum() and name[b : b + 1].isalnum()}
     for within, mends in ((begins, _BEFORE), (ends, _BEHIND)):
-        wrong = [name for name, inside in within.items() if inside]
-        right = [name for name, inside in within.items() if not inside]
+        wrong = [name for name in spans if name in within]
+        right = [name for name in spans if name not in within]
+        narrow = [name for name in right if "_norm." not in name]
         if not wrong or not right:
             continue
-        for better in (mend.format(pattern) for mend in mends):
-            if hits(better, matched) == right:
-                return f"takes {wrong[0]} as well as {right[0]}; if you mean only the latter, write {better}"
-    return ""
+        for wanted in (narrow, right):
+            for better in (mend.format(pattern) for mend in mends):
+                if wanted and hits(better, matched) == wanted:
+                    return Advice(
+                        f" takes {wrong[0]} as well as {wanted[0]}; if you mean only the latter, write", better
+                    )
+    return _NOTHING
 
 
-_BEFORE = ("^{}", r"\.{}", r"(?:^|\.){}")
+def _in_word(character: str) -> bool:
+    return character.isalnum() or character == "_"
+
+
+_BEFORE = ("^{}", r"^{}\.weight", r"\.{}", r"\.{}\.weight", r"(?:^|\.){}")
 _BEHIND = (r"{}\.", "{}$", r"{}(?:\.|$)", r"{}(?![a-z0-9])")
 
 
-def why_nothing(pattern: str, names: Sequence[str]) -> str:
-    """Why a pattern matches none of the names, and one that does; "" where no reason is found."""
-    if r"\.*" in pattern and hits(better := pattern.replace(r"\.*", r"\..*"), names):
-        return rf"; \.* is any number of dots, write {better}"
+def why_nothing(pattern: str, names: Sequence[str]) -> Advice:
+    """Why a pattern matches none of the names, and one that does; false where no reason is found."""
+    for said, better in _attempts(pattern, names):
+        if better != pattern and hits(better, names):
+            return Advice(f"; {said}", better)
     if "exps" in pattern and not any("exps" in name for name in names):
-        better = re.sub("_?exps", "", pattern)
-        instead = f", write {better}" if better and hits(better, names) else ""
-        return f"; this model is dense and has no experts{instead}"
-    if hits(better := re.sub(r"(ffn_(?:\w+|\([\w|]+\)))(?=\\?\.|$)", r"\1_exps", pattern), names) and better != pattern:
-        return f"; this model's feed-forward tensors are experts, write {better}"
-    if "*" in pattern and hits(better := re.sub(r"(?<![.\])}\\\w])\*|(?<=\w)\*(?=\.|_|\w)", ".*", pattern), names):
-        return f"; * repeats what stands before it, write {better}"
-    for theirs, ours in _CHECKPOINT_NAMES.items():
-        if theirs in pattern:
-            meant = next((better for better in (pattern.replace(theirs, ours), ours) if hits(better, names)), "")
-            if meant:
-                return f"; '{theirs}' is the checkpoint's name, here it is {ours.lstrip('^')}: write {meant}"
-    if hits(better := pattern.lower(), names):
-        return f"; names are lower case, write {better}"
-    return _layers_missing(pattern, names) or _nearest(pattern, names)
-
-
-def _layers_missing(pattern: str, names: Sequence[str]) -> str:
-    """The layer that a pattern names, where the model has none of that number."""
+        return Advice("; this model is dense and has no experts")
     there = {int(found[1]) for name in names if (found := re.match(r"blk\.(\d+)\.", name))}
     wanted = re.search(r"blk\\?\.(\d+)\\?\.", pattern)
     if wanted and there and int(wanted[1]) not in there:
-        return f"; the model's layers are 0 to {max(there)}"
-    return ""
+        return Advice(f"; the model's layers are 0 to {max(there)}")
+    return _NOTHING
 
 
-def _nearest(pattern: str, names: Sequence[str]) -> str:
-    """The name of a class of tensors that is spelled nearly like a word of the pattern."""
+def _attempts(pattern: str, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Mistakes that the pattern may have, each with the pattern without it."""
+    yield r"\.* is any number of dots, write", pattern.replace(r"\.*", r"\..*")
+    yield "a range of layers stands in braces, write", re.sub(r"(blk\\?\.)(\d+-\d+)(?=\\?\.)", r"\1{\2}", pattern)
+    if not any("exps" in name for name in names):
+        yield "this model is dense and has no experts, write", re.sub("_?exps", "", pattern) or pattern
+    of_experts = re.sub(r"(ffn_(?:\w+|\([\w|]+\)))(?=\\?\.|$)", r"\1_exps", pattern)
+    yield "this model's feed-forward tensors are experts, write", of_experts
+    yield "* repeats what stands before it, write", re.sub(r"(?<=\w)\*|(?<!\\)\.\*(?=\.)", ".*", pattern)
+    for theirs, ours in _CHECKPOINT_NAMES.items():
+        if theirs in pattern:
+            said = f"'{theirs}' is the checkpoint's name, here it is {ours.lstrip('^')}: write"
+            yield from ((said, pattern.replace(theirs, ours)), (said, ours))
+    yield "names are lower case, write", pattern.lower()
     words = {part for name in names for part in name.split(".") if "_" in part}
     for word in re.findall(r"[a-z]\w*_\w+", pattern):
-        near = difflib.get_close_matches(word, words, n=1, cutoff=0.7)
-        if near and near[0] != word and hits(better := pattern.replace(word, near[0]), names):
-            return f"; did you mean {better}?"
-    return ""
+        for near in difflib.get_close_matches(word, words, n=1, cutoff=0.7):
+            yield f"did you mean {near}? write", pattern.replace(word, near)

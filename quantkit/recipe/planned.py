@@ -96,7 +96,7 @@ class RuleUse:
             "matched": len(self.matched),
             "candidates": len(self.candidates),
             "decided": len(self.decided),
-            "tensors": summarised(self.decided),
+            "tensors": list(summarised(self.decided)),
         }
 
 
@@ -158,6 +158,11 @@ class Plan:
         """What --repack did to each tensor; nothing, without it."""
         return [(t.name, t.row_type, t.type, t.bytes_after) for t in self.tensors]
 
+    @property
+    def fallbacks(self) -> list[PlannedTensor]:
+        """Tensors whose shape does not allow the type that was chosen for them."""
+        return [t for t in self.tensors if t.wanted is not None and t.row_type is not t.wanted]
+
     def by_type(self) -> list[TypeUse]:
         """What each type is used for, the one of most bytes first."""
         found = {t.type.name: TypeUse(t.type) for t in self.tensors}
@@ -205,6 +210,7 @@ class Plan:
             "bytes_after": self.bytes_after,
             "bits_per_weight": self.bits_per_weight,
             "types": [use.to_json() for use in self.by_type()],
+            "fallbacks": [t.name for t in self.fallbacks],
             "rules": [use.to_json() for use in self.rules],
             "warnings": list(self.warnings),
             "tensors": [t.to_json() for t in self.tensors],

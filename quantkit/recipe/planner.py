@@ -170,6 +170,7 @@ class _Planner:
         self.target, self.recipe, self.options, self.model, self.imatrix = target, recipe, options, model, imatrix
         self.selection = selection  # of what is interleaved
         self.uses = [RuleUse(rule) for rule in recipe.rules]
+        self._searches = [rule.regex.search for rule in recipe.rules]
         self._refuse_contradictions()
         mixed = target.default is not None and not options.pure and not target.is_float
         self.mix = Mix(target, target.default, model, imatrix is not None) if mixed and target.default else None
@@ -233,8 +234,9 @@ class _Planner:
     def _note_matches(self, name: str, candidate: bool) -> int | None:
         """Enter a tensor in the book of every rule that matches it; index of the first."""
         first = None
-        for index, use in enumerate(self.uses):
-            if use.rule.matches(name):
+        for index, search in enumerate(self._searches):
+            if search(name):
+                use = self.uses[index]
                 use.matched.append(name)
                 if candidate:
                     use.candidates.append(name)

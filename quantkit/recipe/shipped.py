@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from quantkit.errors import UnknownNameError
+from quantkit.files import gguf
 from quantkit.recipe.errors import RecipeError
+from quantkit.recipe.forms import pinned
 from quantkit.recipe.grammar import Recipe, parse
 
 _HERE = Path(__file__).parent
@@ -25,9 +27,21 @@ def shipped() -> list[str]:
     return sorted(path.name[: -len(SUFFIX)] for path in _folder().glob(f"*{SUFFIX}"))
 
 
+def carried(path: Path) -> str:
+    """The text of the recipe that a GGUF was made by, or where it carries none rules for the types that it has."""
+    file = gguf.open(path)
+    text = file.metadata.get("quantkit.recipe")
+    if isinstance(text, str):
+        return text
+    about = f"The types of {path.name}, which does not say what recipe made it."
+    return str(Recipe(pinned((t.name, t.type) for t in file.tensors.values()).rules, about))
+
+
 def find(name: str | os.PathLike[str], settings: Mapping[str, str] | None = None) -> Recipe:
-    """The recipe in a file, or the shipped one of that name, with other values for some of its settings."""
+    """The recipe in a text file, of a GGUF file or of that name, with other values for some of its settings."""
     path = Path(name)
+    if path.suffix == ".gguf" and path.is_file():
+        return parse(carried(path), f"{path}, quantkit.recipe", settings)
     if not path.is_file():
         if str(name) not in shipped():
             raise UnknownNameError("recipe, neither a file nor a shipped one:", str(name), shipped())

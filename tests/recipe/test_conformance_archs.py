@@ -1,4 +1,7 @@
-"""Plans of architectures beside llama against the reference's own: qwen3, qwen3moe, deepseek2 with latent attention."""
+"""Plans of architectures beside llama against the reference's own: qwen3, qwen3moe, deepseek2 with latent attention.
+
+Of every file type; of some also those that can only be planned yet.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,28 @@ from quantkit.archs.outlines.deepseek2 import in_layout
 from quantkit.archs.shapes import Listed
 from quantkit.files import imatrix
 from quantkit.files.gguf import TensorSpec, Writer
+from quantkit.recipe import parse
 from quantkit.recipe.models import from_config
+from tests.archs.test_outlines import GLM, QWEN35, QWEN35_MOE
 from tests.recipe.configs import DEEPSEEK_V3, QWEN3_235B
 from tests.recipe.test_conformance import MIXED, NEED_A_MATRIX, differences, our_plan, reference_plan
 
 _SMALL = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 32, "num_attention_heads": 8, "vocab_size": 64}
-_EXPERTS = {"num_experts": 8, "n_routed_experts": 8, "moe_intermediate_size": 256, "num_experts_per_tok": 2}
+_EXPERTS = {
+    "num_experts": 8,
+    "shared_expert_intermediate_size": 256,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 256,
+    "num_experts_per_tok": 2,
+}
 _QWEN3 = QWEN3_235B | _SMALL | {"architectures": ["Qwen3ForCausalLM"]}
 _MLA = {"q_lora_rank": 256, "kv_lora_rank": 256, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 64,
         "num_key_value_heads": 8, "first_k_dense_replace": 2}  # fmt: skip
+
+# Upstream's form: one matrix a head, and the latent as the one key/value head. The reference takes these lengths only.
+_UPSTREAM = {"attn_k_b": (8, 512, 128), "attn_v_b": (8, 64, 512)}
+_UPSTREAM_KEYS = {"head_count_kv": 1, "key_length": 576, "value_length": 512, "key_length_mla": 192,
+                  "value_length_mla": 64}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,7 +53,11 @@ class Case:
         specs, metadata = from_config(self.config)
         arch = metadata["general.architecture"]
         kept = {t.name for t in in_layout([Listed(s.name, s.shape, False) for s in specs], self.layout)}
-        specs = [TensorSpec(s.name, s.shape, s.type) for s in specs if s.name in kept]
+        specs = [s for s in specs if s.name in kept]
+        if self.layout == "split":
+            specs = [TensorSpec(s.name, _UPSTREAM.get(s.name.split(".")[-2], s.shape), s.type) for s in specs]
+            for key, value in _UPSTREAM_KEYS.items():
+                metadata.set(f"{arch}.attention.{key}", value, "u32")
         metadata.set("tokenizer.ggml.model", "no_vocab", "str")
         metadata.set(f"{arch}.vocab_size", self.vocabulary, "u32")
         path = folder / f"{self.name}.gguf"
@@ -54,6 +74,16 @@ CASES = (
     Case("deepseek2", DEEPSEEK_V3 | _SMALL | _EXPERTS | _MLA | {"num_hidden_layers": 16}),
     Case("deepseek2-joint", DEEPSEEK_V3 | _SMALL | _EXPERTS | _MLA | {"num_hidden_layers": 8}, "joint"),
 )
+FURTHER = (
+    Case("deepseek2-split", CASES[-1].config | {"kv_lora_rank": 512}, "split"),
+    Case("glm4moe", GLM | _SMALL | _EXPERTS | {"num_hidden_layers": 8, "num_nextn_predict_layers": 1}),
+    Case("qwen35", QWEN35 | _SMALL | {"num_hidden_layers": 16}),
+    Case("qwen35moe", QWEN35_MOE | _SMALL | _EXPERTS | {"num_hidden_layers": 16}),
+    Case("qwen3next", QWEN35_MOE | _SMALL | _EXPERTS | {"architectures": ["Qwen3NextForCausalLM"]}),
+    Case("qwen2-70b", GLM | _SMALL | {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 80}),
+    Case("mixtral", GLM | _SMALL | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8,
+                                    "num_hidden_layers": 8}),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +115,24 @@ def test_mix(file_type: str, models: dict[str, tuple[Path, Path, imatrix.Imatrix
         assert not differences(our_plan(path, file_type, matrix=matrix), theirs), name
 
 
+@pytest.mark.parametrize("case", FURTHER, ids=lambda case: case.name)
+def test_mix_of_further_models(case: Case, tmp_path: Path) -> None:
+    path = case.write(tmp_path)
+    for file_type in ("Q4_K_M", "Q3_K_M", "IQ2_K", "IQ3_XXS", "IQ3_KL", "IQ2_KS", "IQ4_KS_R4"):
+        plain = our_plan(path, file_type, ignore_imatrix_rules=True)
+        assert len(plain) > 60
+        assert not differences(plain, reference_plan(path, file_type, "--ignore-imatrix-rules")), file_type
+
+
 RULES = [
     r"blk\.\d+\.attn_k_b\.weight=q4_0,attn_.*_a=q8_0,ffn_down_exps=iq5_k,_shexp=q6_0,.*=iq4_k",
     r"blk\.(?:[0-9]|1[0-5])\.ffn_(?!down).*=q4_1,attn_(q|k|v)=iq6_k,token_embd=iq4_k_r4",
+    "few := 0-3,11\nblk.{${few}}.ffn_down.*=q6_K  # the shorthand, as it is printed for other tools\n.*=iq4_ks",
 ]
 
 
 @pytest.mark.parametrize("text", RULES)
 def test_rules(text: str, models: dict[str, tuple[Path, Path, imatrix.Imatrix]]) -> None:
     for name, (path, *_) in models.items():
-        assert not differences(our_plan(path, "Q4_K_S", text), reference_plan(path, "Q4_K_S", "--custom-q", text)), name
+        theirs = reference_plan(path, "Q4_K_S", "--custom-q", parse(text).one_line())
+        assert not differences(our_plan(path, "Q4_K_S", text), theirs), name

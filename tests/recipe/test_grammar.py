@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quantkit import types
 from quantkit.errors import QuantkitError, UnknownNameError
-from quantkit.files.gguf import TensorSpec
+from quantkit.files.gguf import TensorSpec, Writer
 from quantkit.recipe import Recipe, RecipeError, Rule, find, layers, parse, plan, shipped
 from quantkit.recipe.ecmascript import compile_pattern
 from quantkit.recipe.forms import pinned, printed, thireus
@@ -251,4 +252,38 @@ def test_a_plan_as_a_thireus_recipe_makes_the_same_plan() -> None:
     again = plan(tensors, "Q8_0", parse(thireus(made, "tiny")))
     assert [t.type for t in again.tensors] == [t.type for t in made.tensors]
     assert again.warnings == ()
-    assert parse(thireus(made)).rules == pinned(made).rules
+    assert parse(thireus(made)).rules == pinned((t.name, t.type) for t in made.tensors).rules
+
+
+def test_a_script_as_recipes_are_published_in() -> None:
+    text = """#!/usr/bin/env bash
+# For one GPU
+custom="
+# Attention
+blk\\..*\\.attn_q\\.weight=iq6_k
+
+# Experts
+exps=iq4_k
+"
+custom=$(
+  echo "$custom" | grep -v '^#' | \\
+  sed -Ez 's:\\n+:,:g;s:,$::;s:^,::'
+)
+./llama-quantize --custom-q "$custom" in.gguf out.gguf Q8_0 24
+"""
+    made = parse(text)
+    assert made.one_line() == r"blk\..*\.attn_q\.weight=iq6_k,exps=iq4_k"
+    assert str(made) == "# For one GPU\n# Attention\n" + "blk\\..*\\.attn_q\\.weight=iq6_k\n# Experts\nexps=iq4_k\n"
+    with pytest.raises(RecipeError, match="line 8"):
+        parse(text.replace("iq4_k", "iq9_k"), "x")
+
+
+def test_the_recipe_of_a_file(tmp_path: Path) -> None:
+    specs = [TensorSpec(f"blk.{i}.ffn_up.weight", (4, 32), types.get("q8_0" if i else "q4_0")) for i in range(12)]
+    for metadata, line in (({}, r"^blk\.(0)\.ffn_up\.weight$=q4_0,^blk\.([1-9]|1[01])\.ffn_up\.weight$=q8_0"),
+                           ({"quantkit.recipe": "x := q8_0\n.*=${x}\n"}, ".*=q8_0")):  # fmt: skip
+        with Writer(tmp_path / "a.gguf", metadata, specs) as writer:
+            for spec in specs:
+                writer.write(spec.name, np.zeros(spec.nbytes, np.uint8))
+        assert find(tmp_path / "a.gguf").one_line() == line
+    assert find(tmp_path / "a.gguf", {"x": "q4_0"}).one_line() == ".*=q4_0"

@@ -96,6 +96,7 @@ def test_a_dense_model_has_no_experts() -> None:
         ("blk.{30-40}.attn_q.weight=q6_K", "names layers 32-40; the model's are 0-31"),
         ("atn_output=q6_K", "did you mean attn_output"),
         ("blk.*_down=q6_K,blk.1.=q6_K", r"write blk\.1\."),
+        ("blk.(1|2).=q6_K", r"takes blk.10.attn_norm.weight too, as a . is any character; write blk\.(1|2)\."),
         (r"attn_v=q8_0,blk\.\d+\.attn_v\.weight=q6_K", "shadowed by rule 1"),
         (r"attn_norm=q8_0", "never quantized"),
     ],

@@ -7,6 +7,8 @@ tokens are dropped.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from quantkit.archs.base import Config, Entries, need, rope_parameters
 from quantkit.archs.outlines.base import DENSE, EXPERTS, SHARED, Outline, decoder_entries, expert_entries
 from quantkit.archs.shapes import Sizes
@@ -20,7 +22,7 @@ _RECURRENT = (
 
 class Qwen35(Outline):
     name = "qwen35"
-    hf = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
+    hf: ClassVar[tuple[str, ...]] = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
     own_sizes = {"q": lambda s: 2 * s["heads"] * s["key"]}  # noqa: RUF012  data
 
     def metadata(self, config: Config) -> Entries:
@@ -52,7 +54,7 @@ class Qwen35(Outline):
 
 class Qwen35Moe(Qwen35):
     name = "qwen35moe"
-    hf = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
+    hf: ClassVar[tuple[str, ...]] = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
 
     def metadata(self, config: Config) -> Entries:
         return super().metadata(config) | expert_entries(self.name, config)

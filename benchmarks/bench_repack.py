@@ -83,7 +83,8 @@ def seconds(function: Callable[[], Any]) -> float:
 def run(*command: str | Path) -> tuple[str, float]:
     """What a command prints, and the CPU seconds it took."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}  # as users have it
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=kept)
     if done.returncode:
         raise SystemExit(f"{command[0]} failed:\n{done.stderr[-1000:]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

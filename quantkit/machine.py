@@ -29,6 +29,7 @@ from typing import Any
 from quantkit import jit
 
 _OBJECT_VERSION = 1  # of what _compile does with a body; the sources tell all else
+_DIGEST = 32  # bytes before the code in a file
 _lock = threading.RLock()
 _kept: list[Any] = []  # engines, which own the code
 
@@ -69,9 +70,9 @@ class Function:
         """The object code: from the disk, or compiled and put there."""
         path = self.path
         with contextlib.suppress(OSError):
-            digest, code = _parted(path.read_bytes())
-            if digest == hashlib.sha256(code).digest():
-                return code
+            kept = path.read_bytes()
+            if kept[:_DIGEST] == hashlib.sha256(kept[_DIGEST:]).digest():
+                return kept[_DIGEST:]
         code = self._compile()
         self.compiled = True
         with contextlib.suppress(OSError):  # a cache that cannot be written is done without
@@ -113,11 +114,9 @@ class Function:
         return engine.get_function_address(self.body.__name__)
 
 
-function = Function
-
-
-def _parted(data: bytes) -> tuple[bytes, bytes]:
-    return data[:32], data[32:]
+def function(body: Callable) -> Function:
+    """Decorator: `body(e, *values)`, which e: Emit and int64 values are given to, as a C function."""
+    return Function(body)
 
 
 @functools.cache

@@ -12,8 +12,8 @@ Rows of Q8_KV_R8 take 4 + n bytes, as readers expect and as direct quantization 
 from Q8_KV keeps the 8 + n of the base type, and every reader is lost after the first group (spec/repack.md 11.1).
 
 The loop goes at the speed of memory: the input is mapped, the output written. Each thread takes a piece, interleaves it
-into a buffer of its own and writes that at its place, so what it writes is still in the core's cache, no memory is
-cleared for it, and no thread waits for another. Pages of the input are let go of behind: the peak of memory does not
+into a buffer of its own and writes that at its place: what it writes is still in the cache, and no memory is cleared
+for it. Pages of the input are let go of behind: the peak of memory does not
 grow with the file.
 
 The output is not synced to the disk before it gets its name, which would take as long as all the rest: it can be made
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from quantkit.runtime.placement import Placement
 
 _INTERLEAVED_NAMES = ("_r4", "_r8", "_r16")
-_PIECE_BYTES = 2 << 20  # a few to each megabyte of tensor per thread and switch
+_PIECE_BYTES = 2 << 20  # enough that threads seldom wait for each other or for the interpreter, little for memory
 
 Put = Callable[[str, int, np.ndarray], None]  # what writes bytes of a tensor from a byte on: Writer.put
 _own = threading.local()  # .buffer of each thread, for what it makes

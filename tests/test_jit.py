@@ -117,6 +117,20 @@ def test_numba_is_told_which_cpu_to_work_for(environment: dict[str, str], isa: s
     assert done.stdout.split() == [isa, "True"]
 
 
+def test_numba_configured_for_another_cpu_is_refused() -> None:
+    """As a .numba_config.yaml does it: kernels would be compiled for another CPU than `isa` chooses code for."""
+    code = """
+import numba
+from quantkit import jit
+numba.config.CPU_NAME = "haswell"
+try: jit.cache_directory()
+except jit.QuantkitError as error: print(error)
+"""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("NUMBA_CPU")}
+    done = subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True)
+    assert "numba is configured for the CPU haswell, NUMBA_CPU_NAME says nothing" in done.stdout
+
+
 def test_threads_by_environment() -> None:
     code = "from quantkit import jit; print(jit.default_threads())"
     done = subprocess.run(

@@ -55,18 +55,21 @@ class AtomicFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             remove_stale(self.path)
             self.stream: BinaryIO = _create(self.temporary)
-        self._seeking = threading.Lock()
+        self._writing = threading.Lock()
 
     def write_at(self, offset: int, data: memoryview) -> None:
-        """Write bytes at an offset. Several threads may; the place of `stream` is undefined afterwards."""
-        if not hasattr(os, "pwrite"):  # Windows
-            with self._seeking:
+        """Write bytes at an offset. Several threads may; the place of `stream` is undefined afterwards.
+
+        One writes at a time, as the system would have it anyway: its waiting threads spin, ours let others work.
+        """
+        with self._writing:
+            if not hasattr(os, "pwrite"):  # Windows
                 self.stream.seek(offset)
                 self.stream.write(data)
-            return
-        while len(data):
-            done = os.pwrite(self.stream.fileno(), data[:_AT_ONCE], offset)
-            data, offset = data[done:], offset + done
+                return
+            while len(data):
+                done = os.pwrite(self.stream.fileno(), data[:_AT_ONCE], offset)
+                data, offset = data[done:], offset + done
 
     def seal(self, durable: bool = True) -> None:
         """Have the system take what was written and, if `durable`, keep it on the disk."""

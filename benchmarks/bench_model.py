@@ -1,11 +1,11 @@
 """Prompt and generation speed beside the reference wheel's, in one process, by turns.
 
     python benchmarks/bench_model.py [MODEL.gguf …] [--synthetic llama-1.2b --types q4_K,iq4_k]
-                                     [-t 2] [-p 512] [-n 64] [-d 2048] [-r 5]
+                                     [-t 2] [-p 512] [-n 64] [-d 2048] [-r 5] [-ctk f16] [-ctv f16] [-khad] [-vhad]
 
 Every round times the reference's prompt of -p tokens, the generation of -n tokens into an empty cache and, with -d,
-into one of that many tokens; then ours: so what else the machine does meets both alike. Both keep a cache of halves;
-the reference runs with flash attention. The table gives medians over the rounds, and the ratio ours / reference as the
+into one of that many tokens; then ours: so what else the machine does meets both alike. Both keep the same cache, of
+halves where nothing else is said, and run with flash attention. The table gives medians over the rounds, and the ratio ours / reference as the
 median of the rounds' own ratios. --synthetic makes models of random weights (synthetic.py) in --folder, one by one.
 The last line is JSON.
 """
@@ -26,8 +26,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.synthetic import SHAPES, write
-from quantkit import jit
+from quantkit import jit, types
 from quantkit.evaluate.bench import bytes_per_token
+from quantkit.runtime.cache import CacheType
 from quantkit.runtime.model import load
 
 REST = 0.05  # seconds between the two, until the other's threads have gone to sleep
@@ -36,7 +37,7 @@ REST = 0.05  # seconds between the two, until the other's threads have gone to s
 class Reference:
     """The wheel's libllama on one model."""
 
-    def __init__(self, path: Path, threads: int, n_ctx: int, n_batch: int):
+    def __init__(self, path: Path, threads: int, n_ctx: int, n_batch: int, cache: CacheType):
         from ik_llama_cpp import _ctypes_api as api
 
         self.api = api
@@ -48,6 +49,8 @@ class Reference:
         context.n_ctx, context.n_batch, context.n_ubatch = n_ctx, n_batch, n_batch
         context.n_threads = context.n_threads_batch = threads
         context.flash_attn = True
+        context.type_k, context.type_v = (types.layout(name).ggml_type for name in (cache.k, cache.v))
+        context.k_cache_hadamard, context.v_cache_hadamard = cache.khad, cache.vhad
         self.context = api.llama_init_from_model(self.model, context)
 
     def clear(self) -> None:
@@ -71,8 +74,8 @@ class Reference:
 
 
 class Ours:
-    def __init__(self, path: Path, threads: int, n_ctx: int):
-        self.model = load(path, numerics="fast", threads=threads)
+    def __init__(self, path: Path, threads: int, n_ctx: int, cache: CacheType):
+        self.model = load(path, numerics="fast", threads=threads, cache_type=cache)
         self.cache = self.model.new_cache(n_ctx)
 
     def clear(self) -> None:
@@ -108,14 +111,16 @@ def round_of(side: Any, tokens: np.ndarray, args: argparse.Namespace) -> list[fl
 
 def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     n_ctx = max(args.n_prompt, args.depth) + args.n_gen
-    ours, reference = Ours(path, args.threads, n_ctx), Reference(path, args.threads, n_ctx, args.n_prompt)
+    cache = CacheType(args.ctk, args.ctv, args.khad, args.vhad)
+    ours = Ours(path, args.threads, n_ctx, cache)
+    reference = Reference(path, args.threads, n_ctx, args.n_prompt, cache)
     tokens = np.random.default_rng(0).integers(0, ours.model.vocab_size, n_ctx)
     rounds: list[tuple[list[float], list[float]]] = []
     for _ in range(args.repeat + 1):
         theirs = round_of(reference, tokens, args)
         rounds.append((round_of(ours, tokens, args), theirs))
     reference.close()
-    found: dict[str, Any] = {"model": path.stem, "slow_because": ours.model.slow_because}
+    found: dict[str, Any] = {"model": path.stem, "cache": str(cache), "slow_because": ours.model.slow_because}
     for i, (name, count) in enumerate((("pp", args.n_prompt), ("tg", args.n_gen), ("tgd", args.n_gen))):
         if i == 2 and not args.depth:
             continue
@@ -150,6 +155,10 @@ def main() -> None:
     parser.add_argument("-n", "--n-gen", type=int, default=64)
     parser.add_argument("-d", "--depth", type=int, default=0)
     parser.add_argument("-r", "--repeat", type=int, default=5)
+    parser.add_argument("-ctk", default="f16", help="type of keys in the cache")
+    parser.add_argument("-ctv", default="f16", help="of values")
+    parser.add_argument("-khad", action="store_true", help="rotate keys")
+    parser.add_argument("-vhad", action="store_true", help="rotate values")
     args = parser.parse_args()
     kinds = [(f"PP{args.n_prompt}"), f"TG{args.n_gen}"] + ([f"@{args.depth}"] if args.depth else [])
     print(f"{args.threads} threads, {jit.isa()}, {args.repeat} rounds, tokens/s")

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quantkit import types
+
 C: Any = pytest.importorskip("ik_llama_cpp._ctypes_api", reason="reference wheel ik-llama-cpp-python is not installed")
 
 _LOG = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
@@ -28,7 +30,16 @@ def _quiet(level: int, text: bytes, data: Any) -> None:
 class Llama:
     """A model of the reference on the CPU, with one context."""
 
-    def __init__(self, path: str | os.PathLike[str], n_ctx: int = 1024, threads: int = 2):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        n_ctx: int = 1024,
+        threads: int = 2,
+        *,
+        cache_types: tuple[str, str] | None = None,
+        hadamard: tuple[bool, bool] = (False, False),
+    ):
+        """`cache_types` and `hadamard` of keys and of values; with cache types, flash attention is on."""
         C._lib.llama_log_set(_quiet, None)
         C.llama_backend_init()
         model = C.llama_model_default_params()
@@ -39,6 +50,10 @@ class Llama:
         context.n_ctx = context.n_batch = n_ctx
         context.n_ubatch = 512
         context.n_threads = context.n_threads_batch = threads
+        if cache_types is not None:
+            context.type_k, context.type_v = (types.layout(name).ggml_type for name in cache_types)
+            context.flash_attn = True
+            context.k_cache_hadamard, context.v_cache_hadamard = hadamard
         self._context = C.llama_init_from_model(self._model, context)
         assert self._context, f"the reference makes no context of {n_ctx} tokens for {path}"
         self.n_vocab = C.llama_vocab_n_tokens(C.llama_model_get_vocab(self._model))

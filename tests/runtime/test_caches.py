@@ -12,18 +12,21 @@ import pytest
 
 from quantkit import types
 from quantkit.archs.blocks import Attention, HParams, Linear, Norm, Rope
+from quantkit.errors import DataError, UnknownNameError, UnsupportedError
 from quantkit.jit import kernel
 from quantkit.runtime import layers
-from quantkit.runtime.cache import Cache, CacheType
+from quantkit.runtime.cache import Cache, CacheType, cache_bytes
 from quantkit.runtime.kernels import rounding
 from quantkit.runtime.kernels.cpu import attention, batch, rows
 from quantkit.runtime.kernels.cpu.walk import OpList
-from quantkit.runtime.layers import Span
+from quantkit.runtime.layers import Attending, Span
 from quantkit.simd import emitted
 from tests.runtime.other_cpus import is_other_cpu, run_tests, test_that_this_is_the_path  # noqa: F401
 
 ALL = rounding.FLOATS + rounding.QUANTIZED
-TYPES = ("f16", "q8_0", "q5_1") if is_other_cpu() else ALL  # elsewhere each kind of kernel is tested for a few only
+# Kernels of attention take seconds to compile: elsewhere only a few types are tested, here one of each kind of reading.
+TYPES = ("f16", "q5_1") if is_other_cpu() else ("bf16", "q8_KV", "q6_0", "q4_1", "iq4_nl")
+OTHERS = () if is_other_cpu() else tuple(name for name in ALL if name not in TYPES)
 
 
 def hard_rows(rng: np.random.Generator, count: int, dim: int) -> np.ndarray:
@@ -260,7 +263,7 @@ def compare(hp: HParams, part: Attention, kind: CacheType, past: int, at_once: b
         assert np.sqrt(np.mean((got - wanted) ** 2)) < 1e-3
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", [*TYPES, *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)])
 def test_attention_over_caches_of_each_type(name: str, rng: np.random.Generator) -> None:
     hp, part = model_of(3, 1, 64, 64, None)
     compare(hp, part, CacheType.parse(f"{name} khad"), 203, False, rng)
@@ -277,8 +280,71 @@ def test_attention_over_caches_of_each_type(name: str, rng: np.random.Generator)
     ],
 )
 def test_attention_of_each_shape(shape: tuple, kind: str, past: int, at_once: bool, rng: np.random.Generator) -> None:
+    if is_other_cpu() and "f16" not in kind:
+        pytest.skip("tested on this CPU's own path")
     hp, part = model_of(*shape)
     compare(hp, part, CacheType.parse(kind), past, at_once, rng)
+
+
+@pytest.mark.parametrize("name", ["f32", "f16", "q8_0", "q4_0 khad vhad"])
+def test_plain_attention_is_flash_attention(name: str, rng: np.random.Generator) -> None:
+    """Also with memory for the scores of a few queries only."""
+    hp, part = model_of(8, 2, 64, 64, None)
+    cache = filled(hp, CacheType.parse(name), 700, 40, rng)
+    q = rng.standard_normal((40, 8 * 64), np.float32)
+    spans = [Span(0, 40, cache)]
+    wanted = layers.attend(part, 0, q, spans, 2)
+    for how in (Attending(flash=False), Attending(False, 0), Attending(False, 1)):
+        np.testing.assert_allclose(layers.attend(part, 0, q, spans, 2, how), wanted, atol=1e-5)
+
+
+def test_the_bound_on_scores() -> None:
+    assert Attending().query_rows(3, 1 << 30, 8) == layers.QUERY_ROWS
+    bound = Attending(False, 1)
+    assert bound.query_rows(3, 8192, 2) == 12  # 64 KiB a query
+    assert bound.query_rows(3, 8193, 2) == 12
+    assert bound.query_rows(3, 16384, 2) == 6
+    with pytest.raises(DataError, match=r"-amb 1: .* over 16384 positions take 2 MiB .* with 2 threads"):
+        bound.query_rows(8, 16384, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------- the types
+
+
+@pytest.mark.parametrize("text", ["f16", "q8_0/q4_0", "q8_KV", "q4_0/f32 khad", "bf16 vhad", "iq4_nl/q5_1 khad vhad"])
+def test_a_cache_type_reads_its_own_text(text: str) -> None:
+    kind = CacheType.parse(text)
+    assert str(kind) == text
+    pair, *marks = text.split()
+    assert CacheType.parse(" ".join([pair.upper(), *marks])) == kind
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for text in ("q9_0", "", "q3_K", "f16 had", "f16/q8_0/q4_0"):
+        with pytest.raises(UnknownNameError):
+            CacheType.parse(text)
+    with pytest.raises(UnknownNameError, match=r"did you mean q4_0.*; caches can be f32, f16"):
+        CacheType.parse("q40")
+    hp, _ = model_of(4, 2, 80, 80, None)
+    for text, message in (
+        ("q8_0", "-ctk q8_0: .* heads of 80 .* can be f32, f16, bf16"),
+        ("f16/q4_0", "-ctv q4_0"),
+        ("f16 khad", "-khad: heads of 80"),
+        ("f16 vhad", "-vhad"),
+    ):
+        for make in (lambda t: Cache(hp, 10, t), lambda t: cache_bytes(hp, 10, t)):
+            with pytest.raises(UnsupportedError, match=message):
+                make(text)
+
+
+@pytest.mark.parametrize("text", [*ALL, "q8_0/q4_0"])
+def test_the_bytes_of_a_cache_are_known_before(text: str) -> None:
+    hp, _ = model_of(4, 2, 64, 128, None)
+    kind = CacheType.parse(text)
+    cache = Cache(hp, 33, kind)
+    assert cache.nbytes == cache_bytes(hp, 33, kind) == sum(x.nbytes for x in (*cache.k, *cache.v))
+    bits = [types.get(name).bits_per_weight(dim) for name, dim in ((kind.k, 64), (kind.v, 128))]
+    assert cache.nbytes == 33 * 2 * (bits[0] * 64 + bits[1] * 128) / 8
 
 
 @pytest.mark.parametrize("isa", ["avx2", "generic"])

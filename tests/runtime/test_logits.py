@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from quantkit.files import gguf
+from quantkit.runtime.cache import CacheType
 from quantkit.runtime.model import Model, load
 
 TOKENS = 512
@@ -43,6 +44,46 @@ def test_f16_agrees_with_the_reference_library(smollm2_f16: Path, tokens: list[i
     print(f"largest difference {largest:.5f}, mean KLD {kld:.2e}")
     assert largest < 0.05
     assert kld < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("cache_types", "hadamard", "cost"),
+    [(("q8_0", "q8_0"), (False, False), 0.002), (("q8_0", "q4_0"), (True, False), 0.02)],
+)
+def test_quantized_caches_cost_what_the_references_do(
+    cache_types: tuple[str, str], hadamard: tuple[bool, bool], cost: float, smollm2_f16: Path, tokens: list[int]
+) -> None:
+    """KL divergence from the model with an exact cache; the reference also rounds queries to 8 bits."""
+    from tests.conformance.libllama import Llama
+
+    tokens = tokens[:128]
+    model = load(smollm2_f16)
+    exact = model.logits(tokens)
+    kind = CacheType(*cache_types, *hadamard)
+    ours = model.forward(tokens, model.new_cache(len(tokens), kind))
+    with Llama(smollm2_f16, cache_types=cache_types, hadamard=hadamard) as llama:
+        theirs = llama.logits(tokens)
+    mine, other, apart = compare(ours, exact)[1], compare(theirs, exact)[1], compare(ours, theirs)[1]
+    print(f"{kind}: KLD {mine:.5f}, the reference's {other:.5f}, between the two {apart:.5f}")
+    assert 0 < mine < cost
+    assert mine < 1.5 * other + 0.001
+    assert apart < cost
+
+
+def test_what_types_of_caches_cost(smollm2_q4_1: Path, tokens: list[int]) -> None:
+    """More bits, less divergence; rotated, four bits lose much less."""
+    model, tokens = load(smollm2_q4_1), tokens[:160]
+    exact = model.logits(tokens)
+    cost = {
+        kind: compare(model.forward(tokens, model.new_cache(160, kind)), exact)[1]
+        for kind in ("f16", "q8_0", "q4_0", "q4_0 khad vhad", "f32 khad vhad")
+    }
+    print(cost)
+    assert cost["f32 khad vhad"] < 1e-6
+    assert cost["f16"] < 1e-5
+    assert cost["q8_0"] < 0.003
+    assert 0.01 < cost["q4_0"] < 0.5
+    assert cost["q4_0 khad vhad"] < 0.7 * cost["q4_0"]
 
 
 def transformers_logits(model: Model, tokens: list[int]) -> np.ndarray:

@@ -75,6 +75,49 @@ def test_float_weights_agree_with_the_exact_model(name: str, cache_type: str, re
     assert spread(fast.logits(TOKENS), wanted) < bound
 
 
+@pytest.mark.parametrize("cache_type", ["q8_0", "q5_0/q8_KV khad vhad"])
+def test_quantized_caches_agree_with_the_exact_model(cache_type: str, tiny: Path) -> None:
+    wanted = load(tiny, cache_type=cache_type).logits(TOKENS)
+    fast = load(tiny, numerics="fast", cache_type=cache_type)
+    assert fast.slow_because is None
+    assert spread(by_steps(fast, TOKENS), wanted) < 5e-3  # now and then a code falls the other way
+    assert spread(fast.logits(TOKENS), wanted) < 5e-3
+    assert spread(wanted, load(tiny).logits(TOKENS)) < 0.1
+
+
+def test_plain_attention_is_flash_attention(odd: Path) -> None:
+    wanted = load(odd, cache_type="f32").logits(TOKENS)
+    for numerics in ("exact", "fast"):
+        plain = load(odd, numerics=numerics, cache_type="f32", flash_attention=False, attention_mib=1)
+        assert spread(plain.logits(TOKENS), wanted) < 1e-5
+        assert spread(by_steps(plain, TOKENS[:30]), wanted[:30]) < 1e-5
+        longer = plain.new_cache(300)  # laid out anew for it
+        assert spread(plain.forward(TOKENS, longer), wanted) < 1e-5
+
+
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+def test_sequences_of_their_own_lengths_go_on_together(
+    numerics: str, odd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their logits are those they get alone, in one batch or, with more tokens than fit, in several."""
+    model = load(odd, numerics=numerics, cache_type="f32")
+    alone = model.logits(TOKENS)
+    for limit in (512, 20):
+        monkeypatch.setattr("quantkit.runtime.model.TOGETHER_TOKENS", limit)
+        caches = [model.new_cache(room) for room in (90, 128, 95)]
+        done = [0, 0, 0]
+        for counts in ((1, 40, 17), (1, 1, 1), (50, 1, 2)):
+            parts = [(TOKENS[d : d + n], cache) for d, n, cache in zip(done, counts, caches)]
+            got = model.forward_batch(parts)
+            done = [d + n for d, n in zip(done, counts)]
+            assert [cache.length for cache in caches] == done
+            assert spread(got, alone[[d - 1 for d in done]]) < 1e-5
+    with pytest.raises(DataError, match="a cache of its own"):
+        model.forward_batch([([1], caches[0]), ([2], caches[0])])
+    with pytest.raises(DataError, match="one type"):
+        model.forward_batch([([1], caches[0]), ([2], model.new_cache(8, "f16"))])
+
+
 @pytest.mark.parametrize("kind", ["q4_0", "q5_1", "q8_0", "q6_K", "iq4_k", "f16"])
 def test_quantized_weights_are_near_the_exact_model(kind: str, tiny: Path, tmp_path: Path) -> None:
     if types.layout(kind).encode_rows is None:

@@ -28,6 +28,7 @@ from quantkit.archs import Arch, vocab
 from quantkit.archs.tensors import Piece, ReadRows
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.files.gguf import Metadata, TensorSpec, Writer
+from quantkit.files.mapping import release
 from quantkit.files.pipeline import Job, pump, row_ranges
 from quantkit.files.safetensors import Checkpoint, CheckpointTensor, open_checkpoint
 from quantkit.types import QuantType, check_finite
@@ -193,10 +194,17 @@ def _reader(tensor: CheckpointTensor, raw: bool) -> ReadRows:
         count = math.prod(tensor.shape)
         whole = tensor.raw() if raw else tensor.rows(0, 1)
         return lambda start, stop: whole.reshape(count, -1)[start:stop]
+    stored = tensor.raw().reshape(tensor.n_rows, -1)
     if raw:
-        rows = tensor.raw().reshape(tensor.n_rows, -1)
-        return lambda start, stop: rows[start:stop]
-    return tensor.rows
+        return lambda start, stop: stored[start:stop]
+
+    def rows(start: int, stop: int) -> np.ndarray:
+        x = tensor.rows(start, stop)
+        if not np.may_share_memory(x, stored):  # float32 is a view; what is done with it comes later
+            release(stored[start:stop])
+        return x
+
+    return rows
 
 
 def _ranges(spec: TensorSpec, piece: Piece) -> Iterator[tuple[int, int]]:

@@ -224,7 +224,7 @@ def _value(key: str, value: Any, kind: str) -> bytes:
     """A value with its kind before it."""
     values = value if isinstance(value, list) else [value]
     if kind == "str":
-        data = b"".join([_string(v, key) for v in values])
+        data = _strings(values, key)
     else:
         data = np.array(values, DTYPES[kind]).tobytes()
     if isinstance(value, list):
@@ -233,8 +233,17 @@ def _value(key: str, value: Any, kind: str) -> bytes:
 
 
 def _string(text: str, key: str) -> bytes:
-    try:
-        data = text.encode("utf-8", "surrogateescape")  # bytes that were no UTF-8 when read come out as they were
+    return _strings([text], key)
+
+
+def _strings(texts: Sequence[str], key: str) -> bytes:
+    """Each with its length before it. Vocabularies have hundreds of thousands."""
+    try:  # bytes that were no UTF-8 when read come out as they were
+        encoded = [text.encode("utf-8", "surrogateescape") for text in texts]
     except UnicodeEncodeError as error:
-        raise DataError(f"{key}: {text[:40]!r} cannot be written as UTF-8: {error.reason}") from None
-    return struct.pack("<Q", len(data)) + data
+        raise DataError(f"{key}: {error.object[:40]!r} cannot be written as UTF-8: {error.reason}") from None
+    lengths = np.array([len(each) for each in encoded], "<u8").tobytes()
+    pieces: list[bytes] = [b""] * (2 * len(encoded))
+    pieces[0::2] = [lengths[at : at + 8] for at in range(0, len(lengths), 8)]
+    pieces[1::2] = encoded
+    return b"".join(pieces)

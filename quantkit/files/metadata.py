@@ -27,6 +27,9 @@ DTYPES = {
 """How each fixed-size kind is stored."""
 
 _FLOATS = ("f32", "f64")
+_PYTHON_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,), "bool": (bool,), "f32": (int, float), "f64": (int, float),
+}  # fmt: skip  # the others: int
 _MAX_F32 = float(np.finfo(np.float32).max)
 _OF_DTYPE = {dtype: kind for kind, dtype in DTYPES.items() if kind != "bool"} | {np.dtype(bool): "bool"}
 _MISSING = object()
@@ -127,14 +130,18 @@ def _restore(values: dict[str, Any], kinds: dict[str, str]) -> Metadata:
 def _fits(value: Any, kind: str) -> bool:
     """Whether a value, or every element of a list, can be stored as `kind`."""
     values = value if isinstance(value, list) else [value]
-    if kind == "str":
-        return all(isinstance(v, str) for v in values)
-    if kind == "bool":
-        return all(isinstance(v, bool) for v in values)
-    if any(isinstance(v, bool) or not isinstance(v, (int, float) if kind in _FLOATS else int) for v in values):
+    expected = _PYTHON_TYPES.get(kind, (int,))
+    found = set(map(type, values))  # quick with long lists; only where there are others each value is looked at
+    odd = () if found <= set(expected) else values
+    if not all(isinstance(v, expected) and (bool in expected or not isinstance(v, bool)) for v in odd):
         return False
+    if kind in ("str", "bool"):
+        return True
     if not values:
         return True
+    if kind == "f32" and found == {float}:
+        sizes = np.abs(np.array(values))
+        return not bool(((sizes > _MAX_F32) & (sizes < np.inf)).any())
     if kind == "f32":
         return all(not _MAX_F32 < abs(v) < float("inf") for v in values)
     if kind == "f64":

@@ -71,7 +71,7 @@ class PlannedTensor:
             "shape": list(self.shape),
             "source": self.source.name,
             "type": self.type.name,
-            "wanted": (self.wanted or self.type).name,
+            "wanted": (self.wanted or self.row_type).name,
             "reason": self.reason,
             "rule": self.rule,
             "importance": self.importance,

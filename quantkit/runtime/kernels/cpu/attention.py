@@ -6,9 +6,13 @@ of e^(score - top) and the sum of e^(score - top) * value, and multiplies both b
 With CHUNK positions at a time all of it stays in the first level of cache; with a span of the whole cache it is plain
 attention, whose scores are all there before the softmax. `combine` joins the threads' results the same way.
 
-Query heads that share a key/value head are done together, so a key or value is read once for all of them; it becomes
-floats in registers. The last thread, whose share ends with the current position, first puts the token's own key and
-value in the cache. With rotated keys the queries are rotated too, with rotated values the result is rotated back.
+Query heads that share a key/value head are done together, so a key or value is read once for all of them (from the
+first level of cache once for every TOGETHER) and becomes floats in registers. The last thread, whose share ends with
+the current position, first puts the token's own key and value in the cache. With rotated keys the queries are rotated
+too, with rotated values the result is rotated back.
+
+The bound is that of the multiply-adds: the inner loops are one for each query head and 16 elements of a row, from
+registers, and all types of rows but five and six bits take the same time where the cache is not in slower memory.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from quantkit.runtime.kernels.cpu.rows import Heads, keep, rotate, row_floats
 from quantkit.simd import F32, Emit, Value, emitted, floats, load_float, load_int, vector
 
 CHUNK = 64  # positions; a multiple of 16
+TOGETHER = 8  # query heads for which a key or value is read once; four positions of them fill the registers
 PARAMETERS = ("state", "q", "k", "v", "cos", "sin", "rope_dim", "step", "pair", "cache", "kv_heads", "scale", "window",
               "span", "partial", "scratch", "stride")  # fmt: skip
 # state: int64[1], the position. k and v are overwritten. step, pair: pair j of rope is elements j * step and
@@ -66,23 +71,25 @@ def chunk_scores(
     Bytes: `stride` from key to key, `row` from the scores of a query to the next one's.
     """
 
-    def positions(i, many):
+    def positions(i, many, heads):
         sums: dict[tuple[int, int], Value] = {}
         for keyed in zip(*(row_floats(e, kind, keys + (i + r) * stride, 0, dim) for r in range(many))):
             c = keyed[0][0]
-            queries = [e.load(_FLOATS16, q + 4 * (g * dim + c)) for g in range(group)]
+            queries = {g: e.load(_FLOATS16, q + 4 * (g * dim + c)) for g in heads}
             for r, (_, key) in enumerate(keyed):
-                for g, query in enumerate(queries):
+                for g, query in queries.items():
                     sums[g, r] = e.fma(query, key, sums[g, r]) if c else query * key
-        for g in range(group):
+        for g in heads:
             four = [sums[g, r] for r in range(many)]
             e.store(e.sum4(*four) if many == 4 else e.sum(four[0]), scores + i * 4 + row * g)
 
     middle = count & -4
-    with e.loop(0, middle, 4) as i:
-        positions(i, 4)
-    with e.loop(middle, count) as i:
-        positions(i, 1)
+    for start in range(0, group, TOGETHER):
+        heads = range(start, min(group, start + TOGETHER))
+        with e.loop(0, middle, 4) as i:
+            positions(i, 4, heads)
+        with e.loop(middle, count) as i:
+            positions(i, 1, heads)
 
 
 @emitted("void")
@@ -117,7 +124,7 @@ def chunk_values(
     out: Value,
 ) -> None:  # fmt: skip
     """out[g] += sum over i of weights[g, i] * value i. Of all heads as many columns at a time as sums fit registers."""
-    together = min(group, 8)
+    together = min(group, TOGETHER)
     columns = 32 * max(1, 8 // together)
     for start in range(0, group, together):
         heads = range(start, min(group, start + together))

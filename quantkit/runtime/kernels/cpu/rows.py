@@ -55,7 +55,8 @@ def row_floats(e: Emit, ggml_type: int, row: Value, first: int, stop: int) -> It
     for c in range(first, stop, 32):
         (unit,) = f.units(e, row, e.integer(c // 32))
         lanes = [j // 4 for j in range(32)]
-        values = (unit.codes.unsigned(I32) - f.offset).real() * e.shuffle(unit.scale, None, lanes)
+        codes = (unit.codes - f.offset).signed(I32)  # subtracted as bytes: all types' codes less their offset fit
+        values = codes.real() * e.shuffle(unit.scale, None, lanes)
         if unit.floor:
             values = values + e.shuffle(unit.floor, None, lanes)
         yield c, e.part(values, 0, 16)

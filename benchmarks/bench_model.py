@@ -5,9 +5,10 @@
 
 Every round times the reference's prompt of -p tokens, the generation of -n tokens into an empty cache and, with -d,
 into one of that many tokens; then ours: so what else the machine does meets both alike. Both keep the same cache, of
-halves where nothing else is said, and run with flash attention. The table gives medians over the rounds, and the
-ratio ours / reference as the median of the rounds' own ratios. --synthetic makes models of random weights
-(synthetic.py) in --folder, one by one. The last line is JSON.
+halves where nothing else is said, and run with flash attention. The table gives medians over the rounds, and the ratio
+ours / reference as the median of the rounds' own ratios. --synthetic makes models of random weights (synthetic.py) in
+--folder, one by one.
+The last line is JSON.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from quantkit.runtime.placement import CPU, Flags, Placement, located, without_k
 from quantkit.types import QuantType
 
 GIB = 1 << 30
-_EMBEDDING = "token_embd.weight"
+_OFFLOAD_TOKENS = 32  # an expert goes to a GPU for a batch that gives it as many tokens, on average
 
 
 class Weight(Protocol):
@@ -82,12 +82,14 @@ class Load:
 
 @dataclass(frozen=True)
 class Budget:
-    """The devices' loads; `warnings` say what of the placement cannot be meant, and what does not fit."""
+    """The devices' loads; `warnings` say what of the placement cannot be meant, and what does not fit, `notes` what
+    follows from it."""
 
     loads: tuple[Load, ...]
     placement: Placement
     cache: Cache | None
     warnings: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool | None:
@@ -104,6 +106,7 @@ class Budget:
             "rules": [{"rule": rule.said, "decided": count} for rule, count in rules],
             "fits": self.fits,
             "warnings": list(self.warnings),
+            "notes": list(self.notes),
             "placement": {name: device.name for name, device in self.placement.devices.items()},
         }
 
@@ -138,7 +141,8 @@ def budget(
              0 if device == CPU.name else margin)
         for device in sorted({*weights, *caches, *limits}, key=lambda name: (name != CPU.name, len(name), name))
     )  # fmt: skip
-    return Budget(loads, placement, cache, tuple(_warnings(placement, tensors, loads)))
+    warnings, notes = _warnings(placement, tensors, loads), _notes(placement, metadata, cache)
+    return Budget(loads, placement, cache, tuple(warnings), tuple(notes))
 
 
 def experts_to_keep(
@@ -161,6 +165,26 @@ def experts_to_keep(
 
     count = bisect.bisect_left(range(layers + 1), True, key=fits_gpus)
     return count if 0 < count <= layers and found(count).fits else None
+
+
+def _notes(placement: Placement, metadata: Mapping[str, Any], cache: Cache | None) -> list[str]:
+    """What the cache is, and from which batch on a GPU takes part in the CPU's experts."""
+    found = []
+    arch = metadata.get("general.architecture")
+    count, used, latent = (
+        metadata.get(f"{arch}.{key}") for key in ("expert_count", "expert_used_count", "attention.kv_lora_rank")
+    )
+    if cache:
+        kinds = f"latent {cache.keys}" if latent and cache.mla else f"keys {cache.keys}, values {cache.values}"
+        found.append(f"cache for {cache.n_ctx} tokens, {kinds}")
+    devices = placement.devices.values()
+    experts = {placement[name] for name in placement.devices if "_exps." in name}
+    if count and used and CPU in experts and any(device != CPU for device in devices):
+        found.append(
+            f"prompts in batches (-b, -ub) of fewer than {_OFFLOAD_TOKENS * count // used} tokens leave the CPU's "
+            "experts to the CPU"
+        )
+    return found
 
 
 def _warnings(placement: Placement, tensors: Mapping[str, Weight], loads: Sequence[Load]) -> list[str]:

@@ -9,7 +9,7 @@ from quantkit.budget import GIB, Budget, Cache, budget, experts_to_keep
 from quantkit.errors import DataError, UnknownNameError
 from quantkit.recipe.models import from_config
 from quantkit.runtime.placement import Flags, parse_flags
-from tests.recipe.configs import LLAMA_8B, QWEN3_30B
+from tests.recipe.configs import DEEPSEEK_V3, LLAMA_8B, QWEN3_30B
 
 SPECS, METADATA = from_config(QWEN3_30B)
 PLAN = recipe.plan(SPECS, "Q8_0", metadata=METADATA)
@@ -74,3 +74,15 @@ def test_contexts_that_are_none() -> None:
         Cache(0)
     with pytest.raises(UnknownNameError, match="-ctv"):
         Cache(1, "f16", "q7_0")
+
+
+def test_what_follows_from_a_placement_is_told() -> None:
+    assert of("-ngl 99 -ot exps=CPU", cache=Cache(64, "q8_0")).notes == (
+        "cache for 64 tokens, keys q8_0, values f16",
+        "prompts in batches (-b, -ub) of fewer than 512 tokens leave the CPU's experts to the CPU",
+    )
+    assert of("-ngl 99").notes == of("-ngl 0").notes == ()
+    specs, metadata = from_config(DEEPSEEK_V3)
+    found = budget({s.name: s for s in specs}, metadata, parse_flags("--cpu-moe"), Cache(64, "q8_0"))
+    assert found.notes[0] == "cache for 64 tokens, latent q8_0"
+    assert "fewer than 1024 tokens" in found.notes[1]

@@ -320,8 +320,8 @@ def print_budget(budget: Budget) -> None:
     print(table(("device", "tensors", "weights", "cache", "total", "of", "left"), rows), end="\n\n")
     for rule, count in zip(budget.placement.rules, budget.placement.decided):
         print(f"{rule.said} places {count} tensors")
-    if budget.cache:
-        print(f"cache for {budget.cache.n_ctx} tokens, keys {budget.cache.keys}, values {budget.cache.values}")
+    for note in budget.notes:
+        print(note)
     margin = max((load.margin for load in budget.loads), default=0)
     if budget.fits is not None:
         reserve = f", with {mib(margin)} of each GPU left for buffers" if margin else ""

@@ -90,11 +90,12 @@ def _show(piece: str) -> None:
 
 
 def _summary(model: Any, result: Any, sampling: Any) -> str:
+    plainly = "" if model.how.flash else ", plain attention"
     ended = {"end": "the reply ended", "length": "-n reached", "context": "the context is full (-c)"}[result.stopped]
     return (
         f"prompt {len(result.prompt_tokens)} tokens, {result.prompt_rate:.1f} tok/s; "
         f"generation {len(result.tokens)} tokens, {result.predict_rate:.1f} tok/s; {ended}\n"
-        f"numerics {model.numerics}, cache {model.cache_type}, threads {model.threads}, seed {sampling.seed}"
+        f"numerics {model.numerics}, cache {model.cache_type}{plainly}, threads {model.threads}, seed {sampling.seed}"
     )
 
 

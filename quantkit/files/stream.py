@@ -183,7 +183,7 @@ class StreamWriter:
             file = AtomicFile(layout.path)
             self._files.append(file)
             with os_errors(file.temporary, "write the header"):
-                os.ftruncate(file.stream.fileno(), layout.size)  # so that padding is there without being written
+                file.reserve(layout.size)  # padding is there without being written
                 file.stream.write(layout.header)
         return self._files[number]
 

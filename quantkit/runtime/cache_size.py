@@ -2,7 +2,7 @@
 
     of_layers(metadata, n_ctx, types.layout("f16"), types.layout("q8_0"))    bytes of each layer
 
-    attention     n_ctx rows of kv_heads * key_length in the type of keys, of kv_heads * value_length in that of values
+    attention     of each head n_ctx rows of key_length in the type of keys, of value_length in that of values
     latent        n_ctx rows of kv_lora_rank + rope dims in the type of keys (`mla` 1 to 3); 0 caches full heads
     recurrent     conv_kernel - 1 columns and a state of heads * key dim * value dim, float32, whatever the context
 
@@ -45,9 +45,9 @@ def of_layers(
             found.append(n_ctx * _row(keys, latent + number("rope.dimension_count")))
         else:
             kv_heads = heads if latent else kv_heads
-            k = kv_heads * (number("attention.key_length_mla") or number("attention.key_length") or width)
-            v = kv_heads * (number("attention.value_length_mla") or number("attention.value_length") or width)
-            found.append(n_ctx * (_row(keys, k) + _row(values, v)))
+            k = number("attention.key_length_mla") or number("attention.key_length") or width
+            v = number("attention.value_length_mla") or number("attention.value_length") or width
+            found.append(n_ctx * kv_heads * (_row(keys, k) + _row(values, v)))
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import signal
 import subprocess
@@ -160,6 +162,23 @@ def test_a_full_disk(tmp_path):
         file.seal()
     file.discard()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux reserves blocks")
+def test_reserved_blocks(tmp_path, monkeypatch):
+    """A full disk is told before anything is written; a file system that cannot reserve gives the size alone."""
+    file = atomic.AtomicFile(tmp_path / "x")
+    file.reserve(1 << 20)
+    assert os.fstat(file.stream.fileno()).st_size == 1 << 20
+    file.discard()
+    for number, told in ((errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EOPNOTSUPP, False)):
+        monkeypatch.setattr(atomic, "_fallocate", lambda number=number: lambda *_: ctypes.set_errno(number) or -1)
+        if told:
+            with pytest.raises(QuantkitError, match=r"x\.gguf\.partial-\d+: cannot write the header: .*(space|quota)"):
+                write(tmp_path / "x.gguf")
+            assert list(tmp_path.iterdir()) == []
+        else:
+            assert write(tmp_path / "x.gguf")[0].stat().st_size > 4 * 64 * 4096
 
 
 def test_a_sync_that_fails_on_the_way_is_told(tmp_path, monkeypatch):

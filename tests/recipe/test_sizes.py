@@ -243,11 +243,11 @@ def test_classes_of_models_have_a_recipe() -> None:
 def test_a_plan_of_a_bare_config_takes_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(DEEPSEEK_V3))
-    started = time.perf_counter()
+    started = time.process_time()
     rules = DEEPSEEK.format("iq3_k_r4", "iq2_k_r4")
     places = ["-ngl", "99", "-ot", "exps=CPU", "-c", "32768", "-ctk", "q8_0", "--vram", "24", "--ram", "256"]
     assert main(["plan", str(path), "Q8_0", "--custom-q", rules, *places]) == 0
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
     said = capsys.readouterr().out
     for figure in ("226.003 GiB", "2.889 bits per weight", "17743.99 MiB", "1166.62 MiB", "213682.98 MiB"):
         assert figure in said

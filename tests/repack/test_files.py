@@ -359,7 +359,7 @@ def test_killed_in_the_middle_it_leaves_nothing(tmp_path: Path, command: str) ->
     whole = out.read_bytes()
     out.unlink()
     killed = 0
-    for delay in (0.0, 0.02, 0.05, 0.1, 0.2):
+    for delay in (0.0, 0.01, 0.02, 0.04, 0.1):
         process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None and not list(tmp_path.glob("*.partial-*")):
             time.sleep(0.002)

@@ -229,6 +229,7 @@ def test_what_a_token_reads_are_the_experts_it_uses(moe: Path) -> None:
     rows = sum(t.nbytes for name, t in model.weights.items() if "_exps" not in name and "token_embd" not in name)
     experts = sum(t.nbytes for name, t in model.weights.items() if "_exps" in name)
     assert bytes_per_token(model, 0) == rows + experts // EXPERTS * USED + 4 * EMBD
+    assert bytes_per_token(load(moe, expert_reduction=(1, 0.5)), 0) == rows + experts // EXPERTS + 4 * EMBD
 
 
 @pytest.mark.parametrize("given", ["2", "a,b", "1,2,3"])

@@ -9,7 +9,7 @@ positive one of two), and codes rounded to the nearest integer, ties to even:
     q6_0, q5_0, q4_0    d = extreme / -2^(bits - 1)  code = x / d + 2^(bits - 1)    0 .. 2^bits - 1
     q5_1, q4_1          m = least, d = (largest - m) / (2^bits - 1), code = (x - m) / d
     iq4_nl              the entries e nearest to x / d with d = extreme / -127; then d = sum x^3 e / sum x^2 e^2,
-                        which is worth 4% of the squared error (of the others 0.1%)
+                        which is worth 4% of the squared error (of the others at most 1.3%)
 
 d and m are stored as halves (Q8_KV: float32), codes are made with the unrounded ones. A block with a NaN or an Inf gets
 a d of NaN, so that it shows in every result. What the bytes mean is in the types' own files.

@@ -10,6 +10,9 @@ All of it is one C function that needs no numba (`machine`): repacking a file ta
 
 from __future__ import annotations
 
+import functools
+import operator
+
 from quantkit.emit import Emit
 from quantkit.machine import function
 from quantkit.simd_values import I32, I64, Value, vector
@@ -18,6 +21,7 @@ LANES = 16
 _WORDS = vector(LANES, I32)
 _VECTOR = 4 * LANES  # bytes
 _FOUR = vector(4, I32)
+_UNROLLED = 2  # moves of a target word up to which there is a loop of their own; most words have so few
 
 
 def _transposed(e: Emit, rows: list[Value]) -> list[Value]:
@@ -73,21 +77,26 @@ def _move(e, source, target, classes, count, table):
     """
     entry = e.variable(table)
 
-    def field(index: int) -> Value:
-        return e.load(I32, entry.get() + 4 * index)
+    def moved(at: Value) -> Value:
+        number, rotation, mask = (e.load(I32, at + 4 * i) for i in range(3))
+        found = e.load(_WORDS, source + number.unsigned(I64) * _VECTOR)
+        return e.call("llvm.fshl.v16i32", _WORDS, found, found, e.splat(rotation, LANES)) & e.splat(mask, LANES)
 
     with e.loop(0, count) as kind:
-        moves = e.load(I64, classes + kind * 16)
-        with e.loop(0, e.load(I64, classes + kind * 16 + 8)):
-            word = field(0).unsigned(I64)
-            entry.set(entry.get() + 4)
+        moves, words = (e.load(I64, classes + kind * 16 + 8 * i) for i in range(2))
+        for known in range(1, _UNROLLED + 1):
+            with e.builder.if_then(e.builder.icmp_signed("==", moves.ir, e.integer(known).ir)), e.loop(0, words):
+                at = entry.get()
+                total = functools.reduce(operator.or_, [moved(at + (4 + 12 * i)) for i in range(known)])
+                e.store(total, target + e.load(I32, at).unsigned(I64) * _VECTOR)
+                entry.set(at + (4 + 12 * known))
+        with e.builder.if_then(e.builder.icmp_signed(">", moves.ir, e.integer(_UNROLLED).ir)), e.loop(0, words):
+            at = entry.get()
             total = e.variable(e.zero(_WORDS))
-            with e.loop(0, moves):
-                found = e.load(_WORDS, source + field(0).unsigned(I64) * _VECTOR)
-                turned = e.call("llvm.fshl.v16i32", _WORDS, found, found, e.splat(field(1), LANES))
-                total.set(total.get() | (turned & e.splat(field(2), LANES)))
-                entry.set(entry.get() + 12)
-            e.store(total.get(), target + word * _VECTOR)
+            with e.loop(0, moves) as i:
+                total.set(total.get() | moved(at + (i * 12 + 4)))
+            e.store(total.get(), target + e.load(I32, at).unsigned(I64) * _VECTOR)
+            entry.set(at + (moves * 12 + 4))
 
 
 def _running_xor(e, words, numbers, count, by_one, by_two, by_four):

@@ -13,7 +13,8 @@ import pytest
 
 import quantkit
 from quantkit import archs, recipe
-from quantkit.convert import convert
+from quantkit.convert import convert, prepare
+from quantkit.errors import DataError
 from quantkit.files import gguf
 from quantkit.quantize import quantize
 from tests.archs.checkpoints import tiny
@@ -93,3 +94,24 @@ def test_quantized_experts_run_in_the_reference(tmp_path: Path, kind: str) -> No
     divergence = (np.exp(wanted) * (wanted - theirs)).sum(1).mean()
     assert divergence < 2e-3
     assert np.abs(theirs - wanted).max() < 0.5
+
+
+def test_a_value_that_is_not_finite_is_named_by_its_expert(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    model = tiny(tmp_path / "hf", arch="qwen3moe")
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[3, 5, 7] = torch.nan
+    model.save_pretrained(tmp_path / "hf")
+    with pytest.raises(DataError, match=r"experts\.3\.down_proj\.weight: .*row 5, column 7 is nan"):
+        convert(tmp_path / "hf", tmp_path / "m.gguf", "q8_0")
+    assert not (tmp_path / "m.gguf").exists()
+
+
+def test_experts_are_stacked_piece_by_piece(tmp_path: Path) -> None:
+    """No job of a conversion makes more than an expert, whatever their number."""
+    pytest.importorskip("torch")
+    tiny(tmp_path / "hf", arch="qwen3moe", num_experts=24)
+    jobs = [(name, make()) for name, make in prepare(tmp_path / "hf", "f32").jobs()]
+    stacked = [data for name, data in jobs if name == "blk.1.ffn_up_exps.weight"]
+    assert len(stacked) == 24
+    assert {data.nbytes for data in stacked} == {32 * 64 * 4}

@@ -77,14 +77,15 @@ class Speed:
 
 def bytes_per_token(model: Any, n_kv: int) -> int:
     """What generating a token reads: every weight once, of the embedding one row, of experts those that are used, of
-    the cache what is filled."""
+    the cache what is filled. Of experts that may be left out (-ser) the first K: at least so much is read."""
     embedding = model.head.embedding
     output = model.head.output.weight
     weights = sum(t.nbytes for name, t in model.weights.items() if name != embedding or name == output)
     for part in (part for block in model.blocks for part in block.parts):
         if isinstance(part, blocks.Experts):
             stacked = sum(model.weights[linear.weight].nbytes for linear in (part.gate, part.up, part.down))
-            weights -= stacked // part.count * (part.count - part.used)
+            used = model.expert_reduction[0] if model.expert_reduction else part.used
+            weights -= stacked // part.count * (part.count - used)
     if embedding != output:
         weights += model.weights[embedding].nbytes // model.vocab_size
     cache = model.new_cache(1)

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quantkit import types
+from quantkit import cli, types
 from quantkit.errors import DataError, UnsupportedError
+from quantkit.evaluate.bench import bytes_per_token
 from quantkit.files import gguf
 from quantkit.runtime.kernels import reference
 from quantkit.runtime.model import load
@@ -221,6 +222,30 @@ def test_experts_cannot_be_observed_yet(moe: Path) -> None:
     model.observer = lambda name, x: None
     with pytest.raises(UnsupportedError, match="importance matrix"):
         model.logits(TOKENS[:3])
+
+
+def test_what_a_token_reads_are_the_experts_it_uses(moe: Path) -> None:
+    model = load(moe)
+    rows = sum(t.nbytes for name, t in model.weights.items() if "_exps" not in name and "token_embd" not in name)
+    experts = sum(t.nbytes for name, t in model.weights.items() if "_exps" in name)
+    assert bytes_per_token(model, 0) == rows + experts // EXPERTS * USED + 4 * EMBD
+    assert bytes_per_token(load(moe, expert_reduction=(1, 0.5)), 0) == rows + experts // EXPERTS + 4 * EMBD
+
+
+@pytest.mark.parametrize("given", ["2", "a,b", "1,2,3"])
+def test_reductions_that_cannot_be_read_are_bad_usage(
+    given: str, moe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", str(moe), "-p", "2", "-n", "0", "-ser", given]) == 2
+    assert "write K,t" in capsys.readouterr().err
+
+
+def test_a_reduction_is_among_the_conditions(moe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["-p", "2", "-n", "0", "-r", "1", "-ser", "1,0.5", "-no-fmoe", "--json"]
+    assert cli.main(["bench", str(moe), *options]) == 0
+    assert '"1,0.5"' in capsys.readouterr().out
+    assert cli.main(["bench", str(moe), "-p", "2", "-n", "0", "-r", "1", "-ser", "3,0.5"]) == 1
+    assert "below the 3 experts used" in capsys.readouterr().err
 
 
 def test_stacks_of_the_wrong_shape_are_refused(moe: Path, tmp_path: Path) -> None:

@@ -222,10 +222,11 @@ _materialize = threading.RLock()
 class Kernel:
     """A function that numba compiles when it is first called, or first used inside another kernel."""
 
-    def __init__(self, function: Callable, options: dict[str, Any]):
+    def __init__(self, function: Callable, options: dict[str, Any], alone: bool = True):
         functools.update_wrapper(self, function)
         self.function = function
         self.options = _OPTIONS | options
+        self.alone = alone  # not only a part of other kernels
 
     @functools.cached_property
     def dispatcher(self) -> Any:
@@ -234,6 +235,8 @@ class Kernel:
             _install_notice()
             options = dict(self.options)
             options.pop("nopython")
+            if not self.alone:
+                return numba.njit(pipeline_class=_part_compiler(), **options)(self.function)
             made = numba.njit(**options)(self.function)
             if _cache_is_usable():
                 made._cache = _cache_class()(self.function)
@@ -253,6 +256,67 @@ def kernel(function: Callable | None = None, **options: Any) -> Any:
     if function is None:
         return lambda f: Kernel(f, options)
     return Kernel(function, options)
+
+
+_NO_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+
+
+def inner(function: Callable) -> Kernel:
+    """Decorator: a kernel that only kernels call, without wrappers for Python and C. It is kept on disk."""
+    return Kernel(function, _NO_WRAPPERS)
+
+
+def part(function: Callable) -> Kernel:
+    """Decorator: a kernel that only kernels call, compiled with them: optimized there, made machine code there.
+
+    It is not kept on disk, as its callers are. What several types share is better an `inner`.
+    """
+    return Kernel(function, _NO_WRAPPERS, alone=False)
+
+
+@functools.cache
+def _part_compiler() -> type:
+    """numba's compiler, for parts: what it makes is LLVM's code as it was lowered, to be linked into callers."""
+    from numba.core.codegen import JITCodeLibrary
+    from numba.core.compiler import Compiler
+
+    class Codegen:
+        """numba's, but for the environment, which is for functions that Python calls."""
+
+        def __init__(self, real: Any):
+            self._real = real
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._real, name)
+
+        def set_env(self, name: str, environment: Any) -> None:
+            pass
+
+    class Library(JITCodeLibrary):
+        """Linked into others; optimized and made into machine code there."""
+
+        @property
+        def codegen(self) -> Any:
+            return Codegen(self._codegen)
+
+        def _optimize_final_module(self) -> None:
+            pass
+
+        def _finalize_final_module(self) -> None:
+            self._finalize_dynamic_globals()
+            self._verify_declare_only_symbols()
+            self._finalized = True
+
+        def get_pointer_to_function(self, name: str) -> int:
+            self._ensure_finalized()
+            return 0
+
+    class PartCompiler(Compiler):
+        def __init__(self, *args: Any):
+            super().__init__(*args)
+            self.state.library = Library(self.state.targetctx.codegen(), "part")
+
+    return PartCompiler
 
 
 class Callback:

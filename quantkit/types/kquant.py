@@ -16,12 +16,11 @@ Super-scales are rounded to what a half can hold, in these units, *before* anyth
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import numpy as np
 
-from quantkit.jit import kernel
+from quantkit.jit import kernel, part
 from quantkit.types.search import nearest_half
 from quantkit.types.superblock import GREATEST_HALF, LEAST_HALF, LEAST_WEIGHT, power_below
 
@@ -36,10 +35,6 @@ ROUND = np.float32(3 << 22)  # adding and subtracting it rounds |t| < 2^22 to an
 ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
 INFINITE = np.float32(np.inf)
 _SMALLEST = np.float32(2.0**-25)  # blocks whose largest magnitude is below are zeros in any type
-
-
-# A kernel that only kernels call: without its wrappers for Python and C it compiles in four fifths of the time.
-part = functools.partial(kernel, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 class Weights(NamedTuple):

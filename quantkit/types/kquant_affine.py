@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quantkit.jit import inner, part
 from quantkit.types.kquant import (
     INFINITE,
     LANES,
@@ -41,7 +42,6 @@ from quantkit.types.kquant import (
     factor_of,
     fill,
     load,
-    part,
     spread,
     storable,
 )
@@ -428,7 +428,7 @@ def workspace():
     return data, state, slots, np.empty(32 * LANES, np.uint8)
 
 
-@part
+@inner
 def search(x, importance, plan, first, form, weighing, work):
     """Search the LANES // subs blocks from `first` on; `block_of` then tells what was found.
 

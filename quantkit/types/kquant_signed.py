@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quantkit.jit import inner, part
 from quantkit.types.kquant import (
     INFINITE,
     LANES,
@@ -35,7 +36,6 @@ from quantkit.types.kquant import (
     factor_of,
     fill,
     load,
-    part,
     spread,
     storable,
 )
@@ -326,7 +326,7 @@ def workspace():
     return data, state, slots, np.empty(32 * LANES, np.uint8)
 
 
-@part
+@inner
 def search(x, importance, plan, units, first, form, weighing, work):
     """Search the BLOCKS blocks from `first` on; `block_of` then tells what was found.
 

@@ -21,9 +21,9 @@ from __future__ import annotations
 import numpy as np
 
 from quantkit.half import half_to_float
-from quantkit.jit import kernel
+from quantkit.jit import kernel, part
 from quantkit.types.base import QuantType
-from quantkit.types.kquant import LANES, part, weights
+from quantkit.types.kquant import LANES, weights
 from quantkit.types.kquant_affine import affine, block_of, search, workspace
 from quantkit.types.superblock import put_half
 

@@ -97,9 +97,11 @@ class Cache:
         self.n_ctx = n_ctx
         self.length = 0
         layers = 1 if one_layer else hparams.n_layer
+        sides = (self.type.k, hparams.head_dim_k), (self.type.v, hparams.head_dim_v)
         self.k, self.v = (
-            [np.zeros((hparams.n_head_kv, n_ctx, size), np.uint8) for _ in range(layers)] * (hparams.n_layer // layers)
-            for size in _row_bytes(hparams, self.type)
+            [np.zeros((hparams.n_head_kv, n_ctx, types.layout(name).row_bytes(dim)), np.uint8) for _ in range(layers)]
+            * (hparams.n_layer // layers)
+            for name, dim in sides
         )
         self.nbytes = layers * (self.k[0].nbytes + self.v[0].nbytes)
 
@@ -123,16 +125,3 @@ class Cache:
 
     def clear(self) -> None:
         self.length = 0
-
-
-def _row_bytes(hparams: HParams, kind: CacheType) -> tuple[int, int]:
-    """Of a key and of a value of one head."""
-    k, v = types.layout(kind.k).row_bytes(hparams.head_dim_k), types.layout(kind.v).row_bytes(hparams.head_dim_v)
-    return k, v
-
-
-def cache_bytes(hparams: HParams, n_ctx: int, cache_type: str | CacheType) -> int:
-    """What a Cache would take, without making one."""
-    kind = cache_type if isinstance(cache_type, CacheType) else CacheType.parse(cache_type)
-    kind.rotations(hparams.head_dim_k, hparams.head_dim_v)
-    return hparams.n_layer * hparams.n_head_kv * n_ctx * sum(_row_bytes(hparams, kind))

@@ -15,7 +15,7 @@ from quantkit.archs.blocks import Attention, HParams, Linear, Norm, Rope
 from quantkit.errors import DataError, UnknownNameError, UnsupportedError
 from quantkit.jit import kernel
 from quantkit.runtime import layers
-from quantkit.runtime.cache import Cache, CacheType, cache_bytes
+from quantkit.runtime.cache import Cache, CacheType
 from quantkit.runtime.kernels import rounding
 from quantkit.runtime.kernels.cpu import attention, batch, rows
 from quantkit.runtime.kernels.cpu.walk import OpList
@@ -332,17 +332,16 @@ def test_what_cannot_be_is_refused() -> None:
         ("f16 khad", "-khad: heads of 80"),
         ("f16 vhad", "-vhad"),
     ):
-        for make in (lambda t: Cache(hp, 10, t), lambda t: cache_bytes(hp, 10, t)):
-            with pytest.raises(UnsupportedError, match=message):
-                make(text)
+        with pytest.raises(UnsupportedError, match=message):
+            Cache(hp, 10, text)
 
 
 @pytest.mark.parametrize("text", [*ALL, "q8_0/q4_0"])
-def test_the_bytes_of_a_cache_are_known_before(text: str) -> None:
+def test_the_bytes_of_a_cache(text: str) -> None:
     hp, _ = model_of(4, 2, 64, 128, None)
     kind = CacheType.parse(text)
     cache = Cache(hp, 33, kind)
-    assert cache.nbytes == cache_bytes(hp, 33, kind) == sum(x.nbytes for x in (*cache.k, *cache.v))
+    assert cache.nbytes == sum(x.nbytes for x in (*cache.k, *cache.v))
     bits = [types.get(name).bits_per_weight(dim) for name, dim in ((kind.k, 64), (kind.v, 128))]
     assert cache.nbytes == 33 * 2 * (bits[0] * 64 + bits[1] * 128) / 8
 

@@ -248,6 +248,8 @@ class Kernel:
         return self.dispatcher._numba_type_
 
     def __call__(self, *args: Any) -> Any:
+        if "no_cpython_wrapper" in self.options:
+            raise TypeError(f"{self.function.__name__} is called by kernels only; call its `.function` from Python")
         return self.dispatcher(*args)
 
 

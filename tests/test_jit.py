@@ -167,6 +167,31 @@ os.waitpid(child, 0)
 """
 
 
+@jit.part
+def doubled(x):
+    return x + x
+
+
+@jit.inner
+def quadrupled(x):
+    return doubled(doubled(x))
+
+
+@jit.kernel
+def both(x):
+    return doubled(x) + quadrupled(x)
+
+
+def test_parts_are_compiled_in_their_callers_and_inner_kernels_kept() -> None:
+    assert both(3) == 18
+    assert both(1.5) == 9
+    assert not list(jit.cache_directory().glob("test_jit.doubled*"))
+    assert list(jit.cache_directory().glob("test_jit.quadrupled*"))
+    for kernel in (doubled, quadrupled):
+        with pytest.raises(TypeError, match=f"{kernel.__name__} is called by kernels only"):
+            kernel(3)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_over_rows_works_in_a_forked_child() -> None:
     """A child has none of its parent's threads, so what it submits to the parent's pool would wait for ever."""

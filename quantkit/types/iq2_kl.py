@@ -24,7 +24,7 @@ from __future__ import annotations
 import numpy as np
 
 from quantkit.half import half_to_float
-from quantkit.jit import kernel
+from quantkit.jit import kernel, part
 from quantkit.types.base import QuantType
 from quantkit.types.parabola import SIGNED, first_scale, nearest_multiplier
 from quantkit.types.superblock import load_block, put_half, relative_importance, storable
@@ -72,7 +72,7 @@ def _decode(data, out):
                     y[2 * p + 1] = scale * PAIRS[code, 1]
 
 
-@kernel
+@part
 def _load_lanes(xs, w, at, pull, weight):
     """Lay out w x and w of the block that starts at `at`: [element of the pair, lane]."""
     for s in range(8):
@@ -83,7 +83,7 @@ def _load_lanes(xs, w, at, pull, weight):
                 weight[e, 8 * p + s] = w[i]
 
 
-@kernel
+@part
 def _match(pull, weight, scales, tables, best, code, p, r):
     """The best pairs of a block under its sub-blocks' `scales`, in `code`, and their P and R of each sub-block."""
     for i in range(8):
@@ -111,7 +111,7 @@ def _match(pull, weight, scales, tables, best, code, p, r):
             r[s] += weight[0, lane] * (a * a) + weight[1, lane] * (b * b)
 
 
-@kernel
+@part
 def _profile(xs, w, count, subs_p, subs_r, space):
     """P and R, float32[2 count, sub-block], of the best codes under `count` scales of either sign."""
     pull, weight, scales, tables, best, code, p, r, tops = space
@@ -131,7 +131,7 @@ def _profile(xs, w, count, subs_p, subs_r, space):
                 subs_p[k, 8 * b + s], subs_r[k, 8 * b + s] = p[s], r[s]
 
 
-@kernel
+@part
 def _choose(xs, w, tries, d, near, codes, multipliers, space):
     """Multipliers next to `near` and codes under them, chosen by their exact error under d. Returns sum m P, m^2 R."""
     pull, weight, scales, tables, best, code, p, r, gains = space
@@ -158,7 +158,7 @@ def _choose(xs, w, tries, d, near, codes, multipliers, space):
     return sum_p, sum_r
 
 
-@kernel
+@part
 def _search(xs, w, unit, effort, codes, multipliers, space):
     """Super-scale of a row; its codes, uint8[2, n / 2], and multipliers, float32[3, n / 32], go to row 0."""
     lanes, p, r, gains = space
@@ -185,7 +185,7 @@ def _search(xs, w, unit, effort, codes, multipliers, space):
     return storable(best * SCALE_FACTOR, unit)
 
 
-@kernel
+@part
 def _store(codes, multipliers, block):
     """Write a block: the codes of its 128 pairs, the multipliers of its 8 sub-blocks."""
     block[:] = np.uint8(0)

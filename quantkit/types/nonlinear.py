@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quantkit.jit import kernel
+from quantkit.jit import inner, kernel, part
 from quantkit.types.base import BEST, FAST
 from quantkit.types.codebooks import BINS, K2, K3, K4, K5, K6, Book
 from quantkit.types.superblock import LEAST_HALF, load_block, relative_importance, storable
@@ -135,7 +135,7 @@ _LOG = _logarithms(1024)
 _POWER = _powers(128)
 
 
-@kernel
+@part
 def place_of(value, q):
     """The place nearest to a positive float32, on a grid of q to the octave where 1 is place 0."""
     bits = np.int64(np.float32(value).view(np.uint32))
@@ -143,7 +143,7 @@ def place_of(value, q):
     return (log * q + 2048) >> 12
 
 
-@kernel
+@part
 def scale_at(place, q):
     """The scale of a place: 2^(place / q)."""
     exponent = place // q
@@ -151,7 +151,7 @@ def scale_at(place, q):
     return power * _POWER[(place - exponent * q) * (128 // q)]
 
 
-@kernel
+@part
 def new_plan(f, effort):
     q = f.fine // 2 if effort == FAST else (2 * f.fine if effort == BEST else f.fine)
     steps, reach = np.empty((2, 128), np.int64), 0
@@ -178,7 +178,7 @@ def new_plan(f, effort):
     return Plan(q, places, below, min(count, COUNT), tries, width, rounds, fits, steps, reach, extreme)
 
 
-@kernel
+@part
 def new_space():
     return Space(
         np.empty((2, 256), np.float32),
@@ -216,7 +216,7 @@ def _value(t, book, f):
     return np.float32(0.5) * (_raised(np.uint32(word << np.uint32(15))) - np.float32(RAISED))
 
 
-@kernel
+@inner
 def load(x, importance, first, f, space):
     """A block in units of a power of two, by lanes, with its weights. Returns the unit, 0 for a block of zeros."""
     xs, w, lanes = space.flat[0], space.flat[1], space.x
@@ -237,7 +237,7 @@ def load(x, importance, first, f, space):
     return unit
 
 
-@kernel
+@part
 def _errors(x, scales, twice, book, sums):
     """sums[b]: the error of the nearest codes of book b at the lanes' scales."""
     table = _VALUES[book : book + BINS]
@@ -258,7 +258,7 @@ def _errors(x, scales, twice, book, sums):
             sums[b, s] *= np.float32(0.25) * (scales[s] * scales[s])
 
 
-@kernel
+@part
 def _error_of_zeros(x, errors):
     errors[:] = np.float32(0)
     for j in range(LANES):
@@ -266,7 +266,7 @@ def _error_of_zeros(x, errors):
             errors[s] += x[2, j, s] * x[0, j, s]
 
 
-@kernel
+@part
 def _start_profile(f, plan, space):
     """The first place of each lane's profile, and the scale there."""
     tops, first = space.lanes[0], space.lanes[4]
@@ -280,7 +280,7 @@ def _start_profile(f, plan, space):
         first[s] = scale_at(place, plan.q)
 
 
-@kernel
+@part
 def _profile(f, plan, space):
     """Fill the profile of every lane; returns the place of the largest of the lanes' best scales."""
     sums, profile = space.sums, space.profile
@@ -311,7 +311,7 @@ def _profile(f, plan, space):
     return largest
 
 
-@kernel
+@part
 def _raise(best, row, a, b, c, d, count):
     """best = max(best, row from each of four places on), all `count` of them. Places are unsigned: a signed index might
     count from the end, which keeps a loop from becoming SIMD."""
@@ -319,7 +319,7 @@ def _raise(best, row, a, b, c, d, count):
         best[g] = max(best[g], max(max(row[a + g], row[b + g]), max(row[c + g], row[d + g])))
 
 
-@kernel
+@part
 def _promise(f, plan, d0, space):
     """The gain that the profile promises for each super-scale from place d0 on: totals[0] where the extreme multiplier
     makes negative scales, as under positive super-scales, totals[1] where it makes positive ones."""
@@ -350,7 +350,7 @@ def _promise(f, plan, d0, space):
                 totals[side, g] += both[g]
 
 
-@kernel
+@part
 def _near(f, plan, place, side, space):
     """chosen[0, 0]: the magnitudes of multipliers that the profile likes best under the super-scale at `place`."""
     profile, near = space.profile, space.chosen[0, 0]
@@ -368,7 +368,7 @@ def _near(f, plan, place, side, space):
         near[s] = choice
 
 
-@kernel
+@part
 def _choose(f, plan, d, side, space):
     """Multipliers (magnitudes) next to chosen[0, 0], and books, of least error: to chosen[1]. Returns the error."""
     scales, twice, best, sums = space.lanes[1], space.lanes[2], space.lanes[3], space.sums
@@ -398,7 +398,7 @@ def _choose(f, plan, d, side, space):
     return total
 
 
-@kernel
+@part
 def _sums(f, d, which, space):
     """Of each lane sum w x c, to sums[0], and sum w c^2, to sums[1]: codes under d and the choice in chosen[which]."""
     x, twice, sums = space.x, space.lanes[2], space.sums
@@ -413,7 +413,7 @@ def _sums(f, d, which, space):
             sums[1, s] += x[1, j, s] * (c * c)
 
 
-@kernel
+@part
 def _refit(f, d, space):
     """The super-scale of least error for the codes that d, multipliers and books of chosen[1] give."""
     _sums(f, d, 1, space)
@@ -425,7 +425,7 @@ def _refit(f, d, space):
     return p / q if q > np.float32(0) else np.float32(0)
 
 
-@kernel
+@part
 def _settle(f, plan, d, unit, side, least, space):
     """Choose, refit, again while the error falls; keeps in chosen[2] what is better than `least`.
 
@@ -452,7 +452,7 @@ def _settle(f, plan, d, unit, side, least, space):
     return least, found
 
 
-@kernel
+@part
 def _realign(f, plan, d, unit, space):
     """The super-scale near d of which the least-squares scales of the sub-blocks are nearest to being multiples.
 
@@ -486,7 +486,7 @@ def _realign(f, plan, d, unit, space):
     return choice
 
 
-@kernel
+@part
 def _bar_unstorable(plan, d0, unit, totals):
     """Where halves are further apart than places, leave only the places that are halves."""
     ulp = np.float32(LEAST_HALF) / unit
@@ -497,7 +497,7 @@ def _bar_unstorable(plan, d0, unit, totals):
                 totals[0, g] = totals[1, g] = np.float32(-1)
 
 
-@kernel
+@part
 def _take_best(count, totals):
     """Place and sign of the super-scale of the largest promise, which is taken from the list, with its neighbours."""
     best, choice, side = np.float32(-1), -1, 0
@@ -509,7 +509,7 @@ def _take_best(count, totals):
     return choice, side
 
 
-@kernel
+@inner
 def search(f, plan, unit, space, multipliers, flags, codes):
     """The block that `load` took: returns its super-scale; signed multipliers and flags int32[16], codes uint8[256]."""
     space.chosen[2] = np.int32(0)
@@ -538,7 +538,7 @@ def search(f, plan, unit, space, multipliers, flags, codes):
     return (d if sign == 0 else -d) * unit
 
 
-@kernel
+@part
 def _finish(f, d, sign, space, multipliers, flags, codes):
     """Signed multipliers, flags and codes of the best choice."""
     x = space.flat[0]
@@ -554,14 +554,14 @@ def _finish(f, d, sign, space, multipliers, flags, codes):
 # ----------------------------------------------------------------------------------------------------------- the fields
 
 
-@kernel
+@part
 def put_flags(flags, out):
     """16 bits as two bytes: bit s from flags[s]."""
     for s in range(LANES):
         out[s // 8] |= np.uint8(flags[s] << (s % 8))
 
 
-@kernel
+@part
 def put_multipliers(multipliers, high, low):
     """Multipliers -32 to 31 of 16 sub-blocks, + 32: their high 2 bits in 4 bytes, their low 4 bits in 8."""
     for s in range(LANES):
@@ -570,7 +570,7 @@ def put_multipliers(multipliers, high, low):
         low[s // 2] |= np.uint8((m & 15) << (4 * (s % 2)))
 
 
-@kernel
+@part
 def put_bits(codes, shift, out):
     """Bit `shift` of 256 codes: byte r of 32 holds elements r, 32 + r, …, the first in the lowest bit."""
     for group in range(8):
@@ -578,7 +578,7 @@ def put_bits(codes, shift, out):
             out[r] |= ((codes[32 * group + r] >> np.uint8(shift)) & np.uint8(1)) << np.uint8(group)
 
 
-@kernel
+@part
 def put_pairs(codes, shift, out):
     """Bits `shift`, + 1 of 256 codes: byte r of a half's 32 holds its elements r, 32 + r, 64 + r, 96 + r."""
     for group in range(8):
@@ -587,7 +587,7 @@ def put_pairs(codes, shift, out):
             out[32 * (group // 4) + r] |= pair << np.uint8(2 * (group % 4))
 
 
-@kernel
+@part
 def put_nibbles(codes, width, out):
     """The low 4 bits of 256 codes: byte r of `width` holds elements r and width + r of 2 * width."""
     for group in range(128 // width):

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quantkit.jit import kernel
+from quantkit.jit import kernel, part
 from quantkit.types.codebooks import BINS, K2, K3, K4, K5, nearest_table
 from quantkit.types.superblock import LEAST_WEIGHT, power_below, storable
 
@@ -117,7 +117,7 @@ class Space(NamedTuple):
     d: np.ndarray  # and the d that has it; 0 where zeros are best
 
 
-@kernel
+@part
 def _places(rules, effort):
     """Entries of the profile for each of 4 candidates; with one book there are twice as many for each sign."""
     return _PLACES[effort] if rules.books == 2 else (2 * _PLACES[effort] + 2) // 3
@@ -159,7 +159,7 @@ def space_for(n, rules, effort):
 # ------------------------------------------------------------------------------------------------------------ loading
 
 
-@kernel
+@part
 def _load(x, first_group, space):
     """Put a span, float32[n], into `data` and `tops` from group `first_group` on. Returns its unit."""
     largest = _ZERO
@@ -179,7 +179,7 @@ def _load(x, first_group, space):
     return unit
 
 
-@kernel
+@part
 def _weigh(importance, first_group, groups, rules, space):
     """Fill in the weights of a span, of importance float32[row] or float32[0].
 
@@ -229,7 +229,7 @@ def stored(d, unit, rules):
 # ---------------------------------------------------------------------------------------------------------- measuring
 
 
-@kernel
+@part
 def _measure_nearest(data, state):
     """P and R of the nearest codes under the 4 candidates of every lane of a tile."""
     for i in range(2 * WIDTH):
@@ -263,7 +263,7 @@ _PAIRS = _pairs()
 _PAIR_OFFSET, _CENTRE = np.float32(IN_K4), np.float32(128)
 
 
-@kernel
+@part
 def _measure_even(data, state):
     """P and R of the best codes of which each word of four has an even number of ones.
 
@@ -301,7 +301,7 @@ def _measure_even(data, state):
             state[R + i] += state[ODD + i] * state[LOSS_R + i]
 
 
-@kernel
+@part
 def _measure(data, rules, state):
     """P and R of the best codes a type allows under the 4 candidates of every lane of a tile."""
     if rules.even:
@@ -310,7 +310,7 @@ def _measure(data, rules, state):
         _measure_nearest(data, state)
 
 
-@kernel
+@part
 def _profile(space, rules, places):
     """Fill the profile: scales that put a group's largest element at `near` to `far` code units.
 
@@ -343,7 +343,7 @@ def _profile(space, rules, places):
 # ----------------------------------------------------------------------------------------------------------- choosing
 
 
-@kernel
+@part
 def _set_scales(tile, space):
     """D and OVER_D of a tile's lanes from TRIED of their spans."""
     state = space.state
@@ -362,7 +362,7 @@ def _nearest_multiplier(q, over_d, rules):
     return min(max(((t + _ROUND) - _ROUND) * rules.step + rules.step - _ONE, rules.lowest), rules.highest)
 
 
-@kernel
+@part
 def _promised(groups, rules, places, space):
     """PROMISE of every span under TRIED: the gain of its lanes' best profile entries."""
     state = space.state
@@ -385,7 +385,7 @@ def _promised(groups, rules, places, space):
             space.promise[space.owner[tile * LANES + lane]] += max(left, right)
 
 
-@kernel
+@part
 def _most_promising(q, r, rules, places, state):
     """MULTIPLIER of most promise under D of every lane of a tile, for each sign and book."""
     for i in range(WIDTH):
@@ -401,7 +401,7 @@ def _most_promising(q, r, rules, places, state):
             state[MULTIPLIER + i] = m if gain > most else found
 
 
-@kernel
+@part
 def _try(rules, data, state):
     """Measure the candidates that MULTIPLIER and OFFSET name."""
     for i in range(WIDTH):
@@ -413,7 +413,7 @@ def _try(rules, data, state):
     _measure(data, rules, state)
 
 
-@kernel
+@part
 def _keep_best(tile, space):
     """Of the measured candidates of a tile keep what is better than what was found before."""
     state = space.state
@@ -427,7 +427,7 @@ def _keep_best(tile, space):
                 space.multiplier[0, at], space.book[0, at] = state[MULTIPLIER + i], state[OFFSET + i]
 
 
-@kernel
+@part
 def _choose(rules, places, space):
     """Multiplier and book of every lane under TRIED, by exact gains."""
     state = space.state
@@ -452,7 +452,7 @@ def _choose(rules, places, space):
 # ---------------------------------------------------------------------------------------------------------- searching
 
 
-@kernel
+@part
 def _usual_scales(groups, rules, places, space):
     """USUAL of every span: the d whose largest multiplier is the largest scale that a group of it would have alone."""
     for span in range(len(space.usual)):
@@ -469,7 +469,7 @@ def _usual_scales(groups, rules, places, space):
         space.usual[span] = max(space.usual[span], wanted / max(rules.highest, -rules.lowest))
 
 
-@kernel
+@part
 def _first_scales(low, high, tries, groups, rules, places, space):
     """TRIED of every span: of multiples low to high of the usual d the one that promises most.
 
@@ -492,7 +492,7 @@ def _first_scales(low, high, tries, groups, rules, places, space):
         space.tried[span] = space.first[span]
 
 
-@kernel
+@part
 def _keep_and_refit(groups, rules, space):
     """Keep what `_choose` found where it is a span's best, and make TRIED the least-squares d. Returns if any moved."""
     moved = False

@@ -27,7 +27,7 @@ from __future__ import annotations
 import numpy as np
 
 from quantkit.half import float_to_half
-from quantkit.jit import kernel
+from quantkit.jit import kernel, part
 from quantkit.simd import F32, I32, I64, Emit, Value, emitted, vector
 from quantkit.types.base import FAST
 from quantkit.types.grids import VALUES
@@ -213,7 +213,7 @@ _TINY = np.float32(0.004)  # the least scale of step 1, of the block's largest: 
 _ROUND = np.float32(3 << 22)  # adding and subtracting it rounds |t| < 2^22 to an integer
 
 
-@kernel
+@part
 def _arrange(xs, w, rule, elements, odd):
     """Lay a block out in lanes: w |x|, w and flip costs, by set of 16 groups and coordinate; which lanes are odd."""
     length = 256 // (len(elements) * _LANES)
@@ -238,7 +238,7 @@ def _arrange(xs, w, rule, elements, odd):
             odd[g] = odd[g + 1] = np.float32(odd[g] != odd[g + 1])
 
 
-@kernel
+@part
 def _guess(xs, w, top, low, high):
     """Ends of the inverse scales of step 1 for every sub-block."""
     count = len(low)
@@ -258,7 +258,7 @@ def _guess(xs, w, top, low, high):
         high[s] = np.float32(1) / (_LOW * min(by_most, by_mean))
 
 
-@kernel
+@part
 def _evaluate(wanted, rule, state, halves, p, r):
     """Nearest points of all groups under a scale for each sub-block: they stay in `found`, P and R of sub-blocks go to
     p and r."""
@@ -292,7 +292,7 @@ def _multiplier(scale, inverse_step):
     return np.float32(2) * ((m + _ROUND) - _ROUND) + np.float32(1)
 
 
-@kernel
+@part
 def _gains(p, r, lines, steps, lanes):
     """lanes[0]: by how much the best lines lower the error under each step = d / divisor."""
     inverse, best, total = lanes[1], lanes[2], lanes[0]
@@ -313,7 +313,7 @@ def _gains(p, r, lines, steps, lanes):
             total[i] += best[i]
 
 
-@kernel
+@part
 def _settle(p, r, lines, step, wanted):
     """The scales of the sub-blocks under a step."""
     for s in range(p.shape[1]):
@@ -325,7 +325,7 @@ def _settle(p, r, lines, step, wanted):
                 best, wanted[s] = gain, y
 
 
-@kernel
+@part
 def _find_step(p, r, lines, first, last, unit, divisor, lanes):
     """The best of _DS steps from first to last, as halves hold d = step * divisor."""
     steps = lanes[3]
@@ -340,7 +340,7 @@ def _find_step(p, r, lines, first, last, unit, divisor, lanes):
     return steps[best]
 
 
-@kernel
+@part
 def _best_scales(p, r, lines, scales):
     """The best scale of each sub-block by its lines, and the largest of them."""
     largest = np.float32(0)
@@ -356,7 +356,7 @@ def _best_scales(p, r, lines, scales):
     return largest
 
 
-@kernel
+@part
 def _search_block(xs, w, unit, effort, rule, divisor, levels, halves, state, lines, lanes):
     """The step d / divisor of a block; scales of sub-blocks are left in lines[2, 0]. 0 where zeros are best."""
     p, r, wanted, low, high = lines[0], lines[1], lines[2, 0], lines[2, 1], lines[2, 2]
@@ -396,7 +396,7 @@ def _search_block(xs, w, unit, effort, rule, divisor, levels, halves, state, lin
 # ----------------------------------------------------------------------------------------------------------- its fields
 
 
-@kernel
+@part
 def _cheapest_flip(w, xs, levels, code, first, length):
     """The element, of `length` from `first` on, whose sign is cheapest to get wrong at the point `code`."""
     least, choice = np.float32(np.inf), 0
@@ -409,7 +409,7 @@ def _cheapest_flip(w, xs, levels, code, first, length):
     return first + choice
 
 
-@kernel
+@part
 def _keep(xs, w, step, levels, numbers, state, wanted, multipliers, points, signs):
     """The fields of a block from what _search_block left."""
     found = state[5]
@@ -433,7 +433,7 @@ def _keep(xs, w, step, levels, numbers, state, wanted, multipliers, points, sign
             signs[at // 8] ^= np.uint8(1 << (at % 8))
 
 
-@kernel
+@part
 def _workspace(sets):
     """What a search works in: arrays that begin at cache lines."""
     sizes = (

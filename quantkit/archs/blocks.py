@@ -146,6 +146,11 @@ class HParams:
     tensors: frozenset[str] = frozenset()  # names in the file: says which optional ones there are
 
     @property
+    def has_own_head_dim(self) -> bool:
+        """The heads together are not as wide as the model."""
+        return self.head_dim_k * self.n_head != self.n_embd
+
+    @property
     def rope_dim(self) -> int:
         return self.rope.dim
 

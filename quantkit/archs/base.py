@@ -243,6 +243,18 @@ def refuse(config: Config, key: str, accepted: Collection[Any]) -> None:
         )
 
 
+def further_layers(config: Config, names: Collection[str]) -> dict[str, list[str]]:
+    """Tensors of the layers after the main ones, that predict further tokens: what `Arch.left_out` gives."""
+    n_layer = need(config, "num_hidden_layers")
+    extra = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
+    found: dict[str, list[str]] = {}
+    for name in names:
+        layer = split_name(name)[1]
+        if layer is not None and n_layer <= layer < n_layer + extra:
+            found.setdefault(f"layer {layer}, which predicts the next token but {layer - n_layer + 1}", []).append(name)
+    return found
+
+
 def rope_parameters(config: Config) -> dict[str, Any]:
     """`rope_theta`, `rope_type` and the scaling's own values, from either form of config.json.
 

@@ -22,6 +22,10 @@ from tests.archs.checkpoints import tiny
 TOKENS = np.random.default_rng(3).integers(2, 320, (2, 256))
 OTHERS: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 3},
+    "qwen2": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 3,
+        "intermediate_size": 160, "tie_word_embeddings": True,
+    },
     "qwen3": {
         "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 3, "head_dim": 64,
         "tie_word_embeddings": True,

@@ -17,6 +17,7 @@ from quantkit.errors import UnsupportedError
 
 class Decoder(Arch):
     rope_style: ClassVar[str]  # "norm" or "neox", see blocks.Rope
+    biased: ClassVar[tuple[str, ...]] = ("attn_q", "attn_k", "attn_v", "attn_output")  # what attention_bias means
 
     # ------------------------------------------------------------------------------------------------ checkpoint side
 
@@ -72,7 +73,7 @@ class Decoder(Arch):
             "rms_norm_eps": shortest(hp.norm_eps),
             "hidden_act": "silu",
             "tie_word_embeddings": hp.tied,
-            "attention_bias": all_or_none(hp, ("attn_q", "attn_k", "attn_v", "attn_output"), self.hf[0]),
+            "attention_bias": all_or_none(hp, self.biased, self.hf[0]),
         }
         if hp.rope_freq_factors:
             factors = tensors[hp.rope_freq_factors].dequantize()

@@ -5,6 +5,7 @@ Layers that predict further tokens are kept, as layers after the main ones.
 
 from __future__ import annotations
 
+from quantkit.archs import experts
 from quantkit.archs.base import Config, Entries, need, rope_parameters
 from quantkit.archs.outlines.base import (
     DENSE,
@@ -12,7 +13,6 @@ from quantkit.archs.outlines.base import (
     SHARED,
     Outline,
     decoder_entries,
-    expert_entries,
     extra_layers,
     is_dense,
 )
@@ -25,7 +25,7 @@ class Glm4Moe(Outline):
 
     def metadata(self, config: Config) -> Entries:
         a = self.name
-        entries = decoder_entries(a, config) | expert_entries(a, config)
+        entries = decoder_entries(a, config) | experts.entries(a, config)
         turned = config.get("partial_rotary_factor") or rope_parameters(config).get("partial_rotary_factor") or 0.5
         head = config.get("head_dim") or need(config, "hidden_size") // need(config, "num_attention_heads")
         extra = extra_layers(config)

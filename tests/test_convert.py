@@ -367,7 +367,7 @@ def test_commands(checkpoint: Path, tmp_path: Path) -> None:
     assert failed.stderr.startswith("error: ")
 
 
-# ------------------------------------------------------------------------------------------------------ codes and scales
+# ---------------------------------------------------------------------------------------------------- codes and scales
 
 
 @pytest.fixture

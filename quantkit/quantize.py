@@ -14,14 +14,14 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from quantkit import __version__
 from quantkit.errors import DataError, QuantkitError
 from quantkit.files.atomic import refuse_inputs
-from quantkit.files.gguf import GGUF, Metadata, Tensor, TensorSpec, Writer
+from quantkit.files.gguf import Metadata, TensorSpec, Writer
 from quantkit.files.imatrix import Imatrix
 from quantkit.files.mapping import release
 from quantkit.files.pipeline import pump
@@ -72,8 +72,30 @@ class Written:
     size: int
 
 
+class SourceTensor(Protocol):
+    """Rows of a tensor in the type that the plan has for its source: uint8[stop - start, row_bytes]."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def rows(self, start: int, stop: int) -> np.ndarray: ...
+
+
+class Source(Protocol):
+    """What is quantized: an open GGUF, or a checkpoint as a `convert.Conversion`, which gives the bytes of one."""
+
+    @property
+    def metadata(self) -> Metadata: ...
+
+    @property
+    def paths(self) -> Sequence[Path]: ...
+
+    @property
+    def tensors(self) -> Mapping[str, SourceTensor]: ...
+
+
 def quantize(
-    source: GGUF,
+    source: Source,
     out: str | os.PathLike[str],
     plan: Plan,
     *,
@@ -100,13 +122,20 @@ def quantize(
     plan.require_codecs()
     metadata = output_metadata(source.metadata, plan, imatrix, imatrix_file, overrides, effort, hide_imatrix)
     specs = [TensorSpec(t.name, t.shape, t.type) for t in plan.tensors]
-    shards = source.shards if keep_split else None
+    shards = _shards(source) if keep_split else None
     with Writer(out, metadata, specs, split_max_bytes, split_max_tensors, shards) as writer:
         refuse_inputs(writer.paths, source.paths)
         jobs = ((piece.planned.name, piece.encode) for piece in _pieces(source, plan, imatrix, effort))
         pump(jobs, writer.write, plan.bytes_after, threads=threads, progress=progress)
         paths = writer.paths
     return Written(paths, sum(path.stat().st_size for path in paths))
+
+
+def _shards(source: Source) -> list[int]:
+    shards = getattr(source, "shards", None)
+    if shards is None:
+        raise QuantkitError(f"{source.paths[0]}: a checkpoint has no shards of a GGUF to keep; use --split-max-size")
+    return shards
 
 
 # ----------------------------------------------------------------------------------------------------------- the pieces
@@ -117,7 +146,7 @@ class _Piece:
     """Rows `start` to `stop` of a tensor, all of one matrix of it; of `verbatim` ones the values are not looked at."""
 
     planned: PlannedTensor
-    tensor: Tensor
+    tensor: SourceTensor
     start: int
     stop: int
     importance: np.ndarray | None
@@ -174,7 +203,7 @@ class _Piece:
             )
 
 
-def _pieces(source: GGUF, plan: Plan, imatrix: Imatrix | None, effort: str) -> Iterator[_Piece]:
+def _pieces(source: Source, plan: Plan, imatrix: Imatrix | None, effort: str) -> Iterator[_Piece]:
     """All pieces of the output, in its order."""
     for planned in plan.tensors:
         tensor = source.tensors[planned.name]

@@ -69,7 +69,7 @@ def quantize(
         Path,
         typer.Argument(
             metavar="IN",
-            help="A GGUF file, or any shard of a set; for --dry-run also a checkpoint's directory or config.json.",
+            help="A GGUF file, any shard of a set, or a checkpoint's directory; for --dry-run also its config.json.",
             show_default=False,
         ),
     ],
@@ -117,6 +117,10 @@ def quantize(
         list[str] | None,
         typer.Option(metavar="KEY=TYPE:VALUE", help="Set a metadata key; TYPE int, float, bool or str. Repeatable."),
     ] = None,
+    pre: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="tokenizer.ggml.pre, where a checkpoint's tokenizer is not recognised."),
+    ] = None,
     repack: Repack = False,
     repack_pattern: RepackPattern = None,
     split_max_size: SplitMaxSize = None,
@@ -140,7 +144,10 @@ def quantize(
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Quantize a GGUF file by file type, rules and flags.
+    """Quantize a GGUF file or a checkpoint by file type, rules and flags.
+
+    A checkpoint's directory is read as `quantkit convert` would write it, FP8 and MXFP4 as bf16, rows by rows, with no
+    file in between: the tensors are those that the detour gives.
 
     What decides a tensor's type, strongest first: --token-embedding-type and --output-tensor-type; the first matching
     rule of --custom-q, --tensor-type and --recipe; --attn-q-type and its kin; the mix of TYPE; its default. Rows that
@@ -156,9 +163,9 @@ def quantize(
     from quantkit.types import effort_level
 
     effort_level(effort)  # refused before anything is read
-    model = open_source(source)
+    model = open_source(source, not dry_run, pre)
     if model.file is None and not dry_run:
-        raise QuantkitError(f"{source}: no GGUF file; make one of it first: quantkit convert {source} model.gguf")
+        raise QuantkitError(f"{source}: there are no weights in it; pass the directory that it lies in, or a GGUF file")
     matrix = asked.read_imatrix()
     overrides = [Override.parse(text) for text in override_kv or []]
     size = split_limit(split_max_size, split_max_tensors, keep_split)

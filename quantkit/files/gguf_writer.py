@@ -123,8 +123,9 @@ class Writer(StreamWriter):
     metadata         Metadata or a dict; general.alignment and split.* are left out, the writer sets its own
     split_max_bytes  limit on the tensor bytes of a shard (padded to 32; the header is not counted)
     shards           instead of limits the number of tensors of each shard, as `GGUF.shards` of another file
+    numbered         name and mark a single file as shard 1 of 1, too
     durable          whether the files are synced before they appear, see stream.py
-    paths            final names: `path`, or PREFIX-00001-of-0000N.gguf for each of N > 1 shards
+    paths            final names: `path`, or PREFIX-00001-of-0000N.gguf for each of N > 1 shards (N >= 1 if numbered)
 
     Leaving the block completes the files; an exception in it, or tensors that are missing, remove what was written.
     """
@@ -138,12 +139,14 @@ class Writer(StreamWriter):
         split_max_tensors: int | None = None,
         shards: Sequence[int] | None = None,
         durable: bool = True,
+        numbered: bool = False,
     ):
         path = Path(path)
         self.specs = list(specs)
         counts = self._counts(path, split_max_bytes, split_max_tensors, shards)
-        paths = _shard_names(path, len(counts))
-        headers = _headers(metadata, self.specs, counts)
+        one_file = len(counts) == 1 and not numbered
+        paths = [path] if one_file else shard_names(path, len(counts))
+        headers = [_header(_bare(metadata), self.specs)] if one_file else _headers(metadata, self.specs, counts)
         stops = np.cumsum(counts).tolist()
         parts = [self.specs[stop - count : stop] for stop, count in zip(stops, counts)]
         super().__init__(path, [_layout(*part) for part in zip(paths, headers, parts)], durable)
@@ -177,9 +180,8 @@ def _layout(path: Path, header: bytes, specs: Sequence[TensorSpec]) -> Layout:
     return Layout(path, header, slots, offset)
 
 
-def _shard_names(path: Path, count: int) -> list[Path]:
-    if count == 1:
-        return [path]
+def shard_names(path: Path, count: int) -> list[Path]:
+    """PREFIX-00001-of-0000N.gguf and the others, of a path with or without such an ending."""
     if count > MAX_SHARDS:
         raise DataError(f"{path}: {count} shards, a set has at most {MAX_SHARDS}; raise the limit of a shard's size")
     if not path.name:
@@ -188,16 +190,19 @@ def _shard_names(path: Path, count: int) -> list[Path]:
     return [path.with_name(f"{prefix}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
 
 
-def _headers(metadata: Mapping[str, Any], specs: Sequence[TensorSpec], counts: Sequence[int]) -> list[bytes]:
-    """The header of every shard: all metadata in the first, the split keys in each when there are several."""
+def _bare(metadata: Mapping[str, Any]) -> Metadata:
+    """A copy without the keys that speak of the file's layout: the writer has its own."""
     common = Metadata(metadata) if not isinstance(metadata, Metadata) else metadata.copy()
     for key in [k for k in common if k == "general.alignment" or k.startswith("split.")]:
         del common[key]
-    if len(counts) == 1:
-        return [_header(common, specs)]
+    return common
+
+
+def _headers(metadata: Mapping[str, Any], specs: Sequence[TensorSpec], counts: Sequence[int]) -> list[bytes]:
+    """The header of every shard: all metadata in the first, the split keys in each."""
     headers, first = [], 0
     for number, count in enumerate(counts):
-        own = common if number == 0 else Metadata()
+        own = _bare(metadata) if number == 0 else Metadata()
         own.set("split.no", number, "u16")
         own.set("split.count", len(counts), "u16")
         own.set("split.tensors.count", len(specs), "i32")
@@ -208,8 +213,7 @@ def _headers(metadata: Mapping[str, Any], specs: Sequence[TensorSpec], counts: S
 
 def _header(metadata: Metadata, specs: Sequence[TensorSpec]) -> bytes:
     parts = [b"GGUF", struct.pack("<IQQ", VERSION, len(specs), len(metadata))]
-    for key, value in metadata.items():
-        parts += [_string(key, key), _value(key, value, metadata.kind(key))]
+    parts += [pair_bytes(metadata, key) for key in metadata]
     offset = 0
     for spec in specs:
         dims = spec.shape[::-1]
@@ -218,6 +222,11 @@ def _header(metadata: Metadata, specs: Sequence[TensorSpec]) -> bytes:
         offset += _padded(spec.nbytes)
     header = b"".join(parts)
     return header.ljust(_padded(len(header)), b"\0")
+
+
+def pair_bytes(metadata: Metadata, key: str) -> bytes:
+    """A key and its value as they stand in a file."""
+    return _string(key, key) + _value(key, metadata[key], metadata.kind(key))
 
 
 def _value(key: str, value: Any, kind: str) -> bytes:

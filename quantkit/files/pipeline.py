@@ -42,7 +42,7 @@ def pump(
     # of it goes back to the system, which clears it anew for every piece: a tenth of the time of repacking.
     np.empty(_KEPT, np.uint8)
     threads = threads or jit.default_threads()
-    with _Bar(total, progress) as bar, ThreadPoolExecutor(threads, thread_name_prefix="quantkit-pump") as pool:
+    with Bar(total, progress) as bar, ThreadPoolExecutor(threads, thread_name_prefix="quantkit-pump") as pool:
         for name, data in _in_order(pool, jobs, ahead=2 * threads):
             write(name, data)
             release(data)  # of what is only copied, a view of the input
@@ -70,7 +70,7 @@ def spread(tasks: Iterable[Callable[[], int]], total: int, *, threads: int | Non
         except BaseException as error:  # an interrupt too: the other threads have to hear of it
             failed.append(error)
 
-    with _Bar(total, progress) as bar:
+    with Bar(total, progress) as bar:
         others = [threading.Thread(target=work) for _ in range((threads or jit.default_threads()) - 1)]
         for other in others:
             other.start()
@@ -81,7 +81,7 @@ def spread(tasks: Iterable[Callable[[], int]], total: int, *, threads: int | Non
         raise failed[0]
 
 
-class _Bar:
+class Bar:
     """A progress bar of bytes where it is wanted and stderr is a terminal, else nothing; tqdm takes time to load."""
 
     def __init__(self, total: int, wanted: bool):
@@ -96,7 +96,7 @@ class _Bar:
             self._bar.set_description_str(name, refresh=False)
             self._bar.update(nbytes)
 
-    def __enter__(self) -> _Bar:
+    def __enter__(self) -> Bar:
         return self
 
     def __exit__(self, *exception: object) -> None:

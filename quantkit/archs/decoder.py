@@ -11,7 +11,7 @@ import numpy as np
 
 from quantkit.archs import rope
 from quantkit.archs.base import Arch, Config, Entries, Keys, need, refuse, rope_parameters, shortest
-from quantkit.archs.blocks import Attention, Block, FeedForward, HParams, Part
+from quantkit.archs.blocks import Attention, Block, FeedForward, HParams, LatentAttention, Part
 from quantkit.errors import UnsupportedError
 
 
@@ -112,7 +112,7 @@ class Decoder(Arch):
     def blocks(self, hparams: HParams) -> list[Block]:
         return [Block(i, (self.attention(hparams, i), self.feed_forward(hparams, i))) for i in range(hparams.n_layer)]
 
-    def attention(self, hp: HParams, i: int) -> Attention:
+    def attention(self, hp: HParams, i: int) -> Attention | LatentAttention:
         return Attention(
             norm=hp.norm(f"blk.{i}.attn_norm"),
             q=hp.linear(f"blk.{i}.attn_q"),

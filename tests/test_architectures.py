@@ -31,6 +31,11 @@ OTHERS: dict[str, dict[str, Any]] = {
                          "mscale_all_dim": 0.707, "beta_fast": 32.0, "beta_slow": 1.0},
     },
     "llama": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 3},
+    "glm4moe": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 4,
+        "partial_rotary_factor": 0.25, "head_dim": 64, "n_routed_experts": 12, "num_experts_per_tok": 4,
+        "n_shared_experts": 2, "first_k_dense_replace": 2, "use_qk_norm": True,
+    },
     "qwen2": {
         "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 3,
         "intermediate_size": 160, "tie_word_embeddings": True,
@@ -82,6 +87,7 @@ V2 = OTHERS["deepseek2"]
 @pytest.mark.parametrize(
     ("arch", "change"),
     [("qwen3", {"attention_bias": True}), ("qwen3moe", {"norm_topk_prob": False}), ("deepseek2", GROUPS),
+     ("glm4moe", GROUPS | {"attention_bias": False, "tie_word_embeddings": True}),
      ("deepseek2", V2 | GROUPS | {"topk_method": "group_limited_greedy", "num_hidden_layers": 3}),
      ("deepseek2", V2 | {"q_lora_rank": None, "num_hidden_layers": 3, "attention_bias": True})],
 )  # fmt: skip

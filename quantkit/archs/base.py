@@ -118,7 +118,7 @@ class Arch(ABC):
         sizes = Sizes(self.name, {f"{self.name}.vocab_size": vocab_size(config)} | keys, self.own_sizes)
         hp = self.hparams(dict(sizes.metadata))
         tied = is_tied(config, self.ties_by_default)
-        rules = [rule for rule in self.rules if rule.required or (rule.gguf == "output" and not tied)]
+        rules = [rule for rule in self.rules_of(config) if rule.required or (rule.gguf == "output" and not tied)]
         of_layers = [rule for rule in rules if ".N." in rule.gguf]
         first = rules.index(of_layers[0])
         names = [rule.names("gguf")[0] for rule in rules[:first]]
@@ -129,6 +129,10 @@ class Arch(ABC):
         names += [rule.names("gguf")[0] for rule in rules[first:] if rule not in of_layers]
         generated = [Listed(name, x.shape, True) for name, x in self.generated(config).items()]
         return generated + listed(names, sizes)
+
+    def rules_of(self, config: Config) -> tuple[Rule, ...]:
+        """The rules, with what config.json says of tensors that only some models have."""
+        return self.rules
 
     def has_bias(self, rule: Rule, config: Config) -> bool:
         """Whether what a rule names comes with a bias where it may: config.json's attention_bias or mlp_bias."""
@@ -160,18 +164,21 @@ class Arch(ABC):
                 "a shard is missing or config.json is wrong"
             )
         hparams = self.hparams({key: value for key, (value, _) in self.metadata(config).items()})
-        found = pieces(self.rules, {name: shapes[stored[name]] for name in stored}, hparams, to_gguf=True)
-        self._check(stored, found, hparams, "checkpoint", to_gguf=True)
+        rules = self.rules_of(config)
+        found = pieces(rules, {name: shapes[stored[name]] for name in stored}, hparams, to_gguf=True)
+        self._check(rules, stored, found, hparams, "checkpoint")
         return [replace(piece, sources=tuple(stored[source] for source in piece.sources)) for piece in found]
 
     def to_hf(self, hparams: HParams, shapes: Mapping[str, Shape]) -> list[Piece]:
         """The checkpoint tensors that a GGUF's tensors make."""
         kept = {name: shape for name, shape in shapes.items() if not self.rebuilt(name)}
         found = pieces(self.rules, kept, hparams, to_gguf=False)
-        self._check(kept, found, hparams, "GGUF", to_gguf=False)
+        self._check(self.rules, kept, found, hparams, "GGUF")
         return found
 
-    def _check(self, names: Collection[str], found: list[Piece], hp: HParams, kind: str, *, to_gguf: bool) -> None:
+    def _check(
+        self, rules: tuple[Rule, ...], names: Collection[str], found: list[Piece], hp: HParams, kind: str
+    ) -> None:
         n_layer = hp.n_layer
         known = {source for piece in found for source in piece.sources if (split_name(source)[1] or 0) < n_layer}
         if unknown := sorted(set(names) - known):
@@ -181,7 +188,7 @@ class Arch(ABC):
                 f"{', '.join(unknown[:5])}{', …' if len(unknown) > 5 else ''}; "
                 f"the model is a variant that quantkit does not handle (add a rule to quantkit/archs/{self.name}.py)"
             )
-        if absent := missing(self.rules, names, hp, to_gguf=to_gguf):
+        if absent := missing(rules, names, hp, to_gguf=kind != "GGUF"):
             raise FormatError(
                 f"this {kind} of {n_layer} layers lacks {len(absent)} tensor(s): {', '.join(absent[:5])}"
                 f"{', …' if len(absent) > 5 else ''}; a shard is missing or the file is incomplete"
@@ -243,10 +250,15 @@ def refuse(config: Config, key: str, accepted: Collection[Any]) -> None:
         )
 
 
+def further_count(config: Config) -> int:
+    """Layers after the main ones that predict further tokens."""
+    return config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
+
+
 def further_layers(config: Config, names: Collection[str]) -> dict[str, list[str]]:
     """Tensors of the layers after the main ones, that predict further tokens: what `Arch.left_out` gives."""
     n_layer = need(config, "num_hidden_layers")
-    extra = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
+    extra = further_count(config)
     found: dict[str, list[str]] = {}
     for name in names:
         layer = split_name(name)[1]

@@ -288,20 +288,17 @@ class DeepSeek2(Decoder):
     def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
         hp, keys = self.hparams(metadata, tensors.keys()), Keys(self.name, metadata)
         sigmoid = hp.gating == "sigmoid"
-        groups = {"n_group": hp.n_expert_groups, "topk_group": hp.n_expert_groups_used}
         if sigmoid:
             found: dict[str, Any] = {"architectures": [self.hf[0]], "model_type": self.model_type}
-            found |= groups | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+            found |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
         else:
             found = {"architectures": [self.hf[1]], "model_type": "deepseek_v2", "scoring_func": "softmax"}
-            grouped = hp.n_expert_groups > 1
-            found |= groups | {"topk_method": "group_limited_greedy"} if grouped else {"topk_method": "greedy"}
+            found["topk_method"] = "group_limited_greedy" if hp.n_expert_groups > 1 else "greedy"
         biased = ("attn_q_a", "attn_kv_a_mqa", "attn_output") if hp.q_lora else ("attn_kv_a_mqa", "attn_output")
-        found |= {
+        found |= experts.config(hp) | {
             "vocab_size": hp.n_vocab,
             "hidden_size": hp.n_embd,
             "intermediate_size": hp.n_ff,
-            "moe_intermediate_size": hp.n_ff_expert,
             "num_hidden_layers": hp.n_layer,
             "num_attention_heads": hp.n_head,
             "num_key_value_heads": hp.n_head,
@@ -310,12 +307,6 @@ class DeepSeek2(Decoder):
             "qk_nope_head_dim": hp.nope,
             "qk_rope_head_dim": hp.rope.dim,
             "v_head_dim": hp.head_dim_v,
-            "n_routed_experts": hp.n_expert,
-            "num_experts_per_tok": hp.n_expert_used,
-            "n_shared_experts": hp.n_ff_shared // hp.n_ff_expert,
-            "first_k_dense_replace": hp.n_leading_dense,
-            "routed_scaling_factor": shortest(hp.expert_scale),
-            "norm_topk_prob": hp.normalises,
             "num_nextn_predict_layers": 0,
             "max_position_embeddings": hp.n_ctx_train,
             "rms_norm_eps": shortest(hp.norm_eps),
@@ -337,14 +328,13 @@ class DeepSeek2(Decoder):
         return LatentHParams(**self.numbers(Keys(self.name, metadata), tensors))
 
     def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
-        found = super().numbers(keys, tensors) | experts.numbers(keys)
+        found = super().numbers(keys, tensors) | experts.numbers(keys, tensors)
         heads = found["n_head"]
         turned, factor = found["rope"], 1.0
         if turned.yarn is not None:
             logarithm = math.log(1 / turned.scale)
             factor = (1 + float(keys.get("rope.scaling.yarn_log_multiplier", 0.0)) * logarithm) ** 2
             turned = replace(turned, yarn=replace(turned.yarn, attn_factor=1 / (1 + 0.1 * logarithm)))
-        biased = any(".exp_probs_b." in name for name in tensors) if tensors else found["gating"] == "sigmoid"
         return found | {
             "n_head_kv": heads,
             "head_dim_k": keys.number("attention.key_length_mla", 0) or found["head_dim_k"],
@@ -354,7 +344,6 @@ class DeepSeek2(Decoder):
             "rope": turned,
             "score_factor": factor,
             "normalises": bool(keys.get("expert_weights_norm", False)),
-            "has_choice_bias": biased,
         }
 
     def attention(self, hp: HParams, i: int) -> LatentAttention:

@@ -17,9 +17,10 @@ ik_llama.cpp knows no keys of groups and chooses among all experts; its converte
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
-from quantkit.archs.base import Config, Entries, Keys, need
+from quantkit.archs.base import Config, Entries, Keys, need, shortest
 from quantkit.archs.blocks import Experts, FeedForward, HParams
 from quantkit.archs.tensors import Rule
 from quantkit.errors import FormatError, UnsupportedError
@@ -95,8 +96,11 @@ def entries(name: str, config: Config) -> Entries:
     return {f"{name}.{key}": entry for key, entry in found.items()}
 
 
-def numbers(keys: Keys) -> dict[str, Any]:
-    """The fields of HParams that tell of experts. FormatError where they cannot be."""
+def numbers(keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
+    """The fields of HParams that tell of experts. FormatError where they cannot be.
+
+    Without `tensors` a bias is expected where experts are chosen by sigmoid.
+    """
     count, used = keys.number("expert_count"), keys.number("expert_used_count")
     if not 1 <= used <= count:
         raise FormatError(f"{keys.arch}.expert_used_count is {used} of expert_count {count}; it must be 1 to {count}")
@@ -111,6 +115,7 @@ def numbers(keys: Keys) -> dict[str, Any]:
     if number not in _GATING:
         raise UnsupportedError(f"{keys.arch}.expert_gating_func = {number}; known: 1 (softmax), 2 (sigmoid)")
     ff = keys.number("expert_feed_forward_length")
+    biased = any(".exp_probs_b." in name for name in tensors) if tensors else _GATING[number] == "sigmoid"
     return {
         "n_expert": count,
         "n_expert_used": used,
@@ -123,6 +128,22 @@ def numbers(keys: Keys) -> dict[str, Any]:
         "normalises": bool(keys.get("expert_weights_norm", True)),
         "expert_scale": float(keys.get("expert_weights_scale", 0.0)) or 1.0,
         "gating": _GATING[number],
+        "has_choice_bias": biased,
+    }
+
+
+def config(hp: HParams) -> dict[str, Any]:
+    """config.json of those fields, as the models of DeepSeek and GLM name them."""
+    return {
+        "moe_intermediate_size": hp.n_ff_expert,
+        "n_routed_experts": hp.n_expert,
+        "num_experts_per_tok": hp.n_expert_used,
+        "n_shared_experts": hp.n_ff_shared // hp.n_ff_expert,
+        "first_k_dense_replace": hp.n_leading_dense,
+        "routed_scaling_factor": shortest(hp.expert_scale),
+        "norm_topk_prob": hp.normalises,
+        "n_group": hp.n_expert_groups,
+        "topk_group": hp.n_expert_groups_used,
     }
 
 

@@ -66,7 +66,7 @@ class Qwen3MoE(Qwen3):
         }
 
     def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
-        return super().numbers(keys, tensors) | experts.numbers(keys)
+        return super().numbers(keys, tensors) | experts.numbers(keys, tensors)
 
     def feed_forward(self, hp: HParams, i: int) -> Part:
         return experts.feed_forward(hp, i)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -139,6 +140,16 @@ def quantize(
     ram: Ram = None,
     fit_margin: FitMargin = 1024,
     strict: Strict = False,
+    partial_requant: Annotated[
+        bool, typer.Option("--partial-requant", help="Make only tensors anew that would differ from those in OUT.")
+    ] = False,
+    reuse: Annotated[
+        Path | None,
+        typer.Option(metavar="OLD", help="The same with another file, as OLD.gguf or OLD.gguf.partial-job."),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Drop what a run that ended early has done, instead of going on with it.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")] = False,
     verbose: Verbose = False,
     threads: Threads = None,
@@ -156,8 +167,17 @@ def quantize(
     what `quantkit repack` would do to the output; the pattern alone is enough. Types that are interleaved, as
     IQ4_K_R4, can also be asked for like any other. Flags of placement, cache and memory change nothing that is
     written: the plan shows where the tensors will go with them.
+
+    A run that was killed or interrupted goes on where it was when the same command is given again. --partial-requant
+    redoes only tensors whose type, source, importance or codec is another than what OUT says of them, and copies the
+    rest; `quantkit verify` tells what that would be. Where there is no OUT all are made.
     """
     asked = Asked.of(locals())
+    if partial_requant and reuse:
+        raise typer.BadParameter(
+            "--partial-requant takes over what is in OUT, --reuse what is in another file: pass one"
+        )
+    from quantkit import jobs
     from quantkit.quantize import Override
     from quantkit.quantize import quantize as run
     from quantkit.types import effort_level
@@ -181,21 +201,29 @@ def quantize(
             print_json(document(made, budget))
         return
     started = time.perf_counter()
-    written = run(
-        model.file,
-        out,
-        made,
-        imatrix=matrix,
-        imatrix_file=str(imatrix or ""),
-        hide_imatrix=hide_imatrix,
-        overrides=overrides,
-        effort=effort,
-        threads=threads or _positive(thread_count),
-        split_max_bytes=size,
-        split_max_tensors=split_max_tensors,
-        keep_split=keep_split,
-        progress=True,
-    )
+    try:
+        written = run(
+            model.file,
+            out,
+            made,
+            imatrix=matrix,
+            imatrix_file=str(imatrix or ""),
+            hide_imatrix=hide_imatrix,
+            overrides=overrides,
+            effort=effort,
+            threads=threads or _positive(thread_count),
+            split_max_bytes=size,
+            split_max_tensors=split_max_tensors,
+            keep_split=keep_split,
+            progress=True,
+            fresh=fresh,
+            old=jobs.open_old(reuse) if reuse else None,
+            partial_requant=partial_requant,
+            say=(lambda line: None) if json else print,
+        )
+    except BaseException:
+        _tell_unfinished(out)
+        raise
     _report(made, written, time.perf_counter() - started, json)
 
 
@@ -207,6 +235,18 @@ def _replayed(asked: Asked, path: Path, model: Model, matrix: Imatrix | None) ->
     return replay(read_json(path), model.tensors, matrix, allow_requantize=asked.allow_requantize, where=str(path))
 
 
+def _tell_unfinished(out: Path) -> None:
+    """Say what an error or an interrupt has left, and how to go on."""
+    from quantkit.jobs import unfinished
+
+    if left := unfinished(out):
+        print(
+            f"\n{left[0]} of {left[1]} tensors are done and kept in {out}.partial-job; the same command goes on from "
+            "there, with --fresh it starts anew",
+            file=sys.stderr,
+        )
+
+
 def _positive(threads: int | None) -> int | None:
     """Zero and less mean all CPUs, as in the reference."""
     return threads if threads and threads > 0 else None
@@ -214,7 +254,8 @@ def _positive(threads: int | None) -> int | None:
 
 def _report(plan: Plan, written: Written, seconds: float, json: bool) -> None:
     if json:
-        print_json(plan.to_json() | {"paths": written.paths, "size": written.size, "seconds": seconds})
+        counts = {name: getattr(written, name) for name in ("paths", "size", "resumed", "reused")}
+        print_json(plan.to_json() | counts | {"seconds": seconds})
         return
     for path in written.paths:
         print(f"wrote {path}")

@@ -273,6 +273,12 @@ def _spread(counts: np.ndarray, matrices: int) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------------ missing experts
 
 
+def check_policy(policy: str) -> None:
+    """DataError for what is no policy."""
+    if policy not in POLICIES:
+        raise DataError(f"unknown policy for missing experts '{policy}'; known are {', '.join(POLICIES)}")
+
+
 def fill_missing(imatrix: Imatrix, policy: str) -> Imatrix:
     """An importance matrix in which experts that saw nothing have values, and which says how they got them.
 
@@ -282,8 +288,7 @@ def fill_missing(imatrix: Imatrix, policy: str) -> Imatrix:
 
     Entries of which no matrix saw anything are left out, as quantizers then do without.
     """
-    if policy not in POLICIES:
-        raise DataError(f"unknown policy for missing experts '{policy}'; known are {', '.join(POLICIES)}")
+    check_policy(policy)
     entries, used = {}, ""
     for name, entry in imatrix.entries.items():
         missing = entry.missing

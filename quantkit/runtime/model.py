@@ -34,7 +34,7 @@ SEQUENCE_TOKENS = 2048  # of several sequences run at a time
 TOGETHER_TOKENS = 512  # of sequences that go on; what `fast` numerics take at a time
 NUMERICS = ("exact", "fast")
 
-Observer = Callable[[str, np.ndarray], None]
+Observer = Callable[..., None]  # of (name, x), or (name, x, number, count) for one of several matrices
 
 
 def load(
@@ -104,7 +104,8 @@ class Model:
     repacked                what -rtr did; None without it
     fused_experts, expert_reduction   as given to `load`
     slow_because            why a model of `fast` numerics runs layer by layer; None where it does not
-    observer                called with (name, float32[tokens, n]) for what enters each weight matrix; None by default
+    observer                called with (name, float32[tokens, n]) for what enters each weight matrix, and of experts
+                            with (name, float32[tokens, n], expert, experts); None by default
     """
 
     def __init__(
@@ -362,14 +363,10 @@ class Model:
         return self._linear(part.down, layers.swiglu(gate, up, self.threads))
 
     def _experts(self, part: blocks.Experts, x: np.ndarray) -> np.ndarray:
-        if self.observer is not None and not self._checking:
-            raise UnsupportedError(
-                f"{self.path}: what enters the experts of {part.gate.weight} cannot be observed yet, so there is no "
-                "importance matrix of models with experts; quantize with one made elsewhere (--imatrix)"
-            )
+        observe = None if self._checking else self.observer
         y = self._norm(part.norm, x)
         chosen, weights = experts.route(part, self._linear(part.router, y), self.expert_reduction)
-        y = experts.run(part, self.weights, y, chosen, weights, self.threads)
+        y = experts.run(part, self.weights, y, chosen, weights, self.threads, observe)
         self._check(part.down.weight, y)
         return y
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -162,6 +163,9 @@ class Asked:
             matrix.entries = {k: v for k, v in matrix.entries.items() if any(s in k for s in include)}
         if exclude:
             matrix.entries = {k: v for k, v in matrix.entries.items() if not any(s in k for s in exclude)}
+        policy = f"; experts that saw no token: {matrix.policy}" if matrix.policy else ""
+        about = f"{len(matrix)} entries, {matrix.chunks} chunks of {matrix.dataset or 'a text not named'}{policy}"
+        print(f"importance matrix {self.imatrix}: {about}", file=sys.stderr)
         return matrix
 
     def rules(self) -> Recipe:

@@ -320,8 +320,9 @@ def print_budget(budget: Budget) -> None:
     rows = []
     for load in budget.loads:
         limits = ("", "") if load.limit is None else (gib(load.limit), gib(load.left or 0))
-        rows.append((load.device, load.tensors, mib(load.weights), mib(load.cache), gib(load.total), *limits))
-    print(table(("device", "tensors", "weights", "cache", "total", "of", "left"), rows), end="\n\n")
+        sizes = (mib(load.weights), mib(load.cache), mib(load.buffers) if load.buffers else "", gib(load.total))
+        rows.append((load.device, load.tensors, *sizes, *limits))
+    print(table(("device", "tensors", "weights", "cache", "buffers", "total", "of", "left"), rows), end="\n\n")
     for rule, count in zip(budget.placement.rules, budget.placement.decided):
         print(f"{rule.said} places {count} tensors")
     for note in budget.notes:

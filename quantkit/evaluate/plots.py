@@ -92,6 +92,8 @@ def plot_importance(path: str | os.PathLike[str], rows: Sequence[Coverage], titl
 
 def _draw_experts(figure: Any, axes: Any, rows: Sequence[Coverage]) -> None:
     """Tokens of each expert in each layer, relative to an even share; of one class, as the others see the same."""
+    from matplotlib.ticker import MaxNLocator
+
     kind = rows[0].kind
     chosen = sorted((row for row in rows if row.kind == kind), key=lambda row: row.layer or 0)
     counts = np.full((max(row.layer or 0 for row in chosen) + 1, max(len(row.counts) for row in chosen)), np.nan)
@@ -101,6 +103,7 @@ def _draw_experts(figure: Any, axes: Any, rows: Sequence[Coverage]) -> None:
     picture = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap="RdBu_r", vmin=-6, vmax=6, origin="lower")
     bar = figure.colorbar(picture, ax=axes, ticks=[-6, -3, 0, 3, 6])
     bar.ax.set_yticklabels(["1/64 or less", "1/8", "even", "x 8", "x 64"], fontsize=8)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("expert")
     axes.set_ylabel("layer")
     axes.set_title(f"Tokens of each expert, {kind}", fontsize=10)
@@ -108,12 +111,17 @@ def _draw_experts(figure: Any, axes: Any, rows: Sequence[Coverage]) -> None:
 
 def _draw_lines(axes: Any, rows: Sequence[Coverage], value: Callable[[Coverage], float | None]) -> None:
     """A line for each class of tensors, over the layers."""
-    kinds = list(dict.fromkeys(row.kind for row in rows if row.layer is not None))
-    for i, kind in enumerate(kinds):
-        points = [(row.layer, found) for row in rows if row.kind == kind and (found := value(row)) is not None]
+    from matplotlib.ticker import MaxNLocator
+
+    lines: dict[tuple[tuple[int, float], ...], list[str]] = {}  # those that see the same input coincide
+    for kind in dict.fromkeys(row.kind for row in rows):
+        points = [(row.layer, y) for row in rows if row.kind == kind and row.layer is not None and (y := value(row))]
         if points:
-            style = ("-", "--", ":")[i // len(_COLOURS) % 3]
-            axes.plot(*zip(*sorted(points)), style, color=_COLOURS[i % len(_COLOURS)], marker=".", label=kind)
+            lines.setdefault(tuple(sorted((x, round(y, 6)) for x, y in points)), []).append(kind)
+    for i, (found, kinds) in enumerate(lines.items()):
+        style = ("-", "--", ":")[i // len(_COLOURS) % 3]
+        axes.plot(*zip(*found), style, color=_COLOURS[i % len(_COLOURS)], marker=".", label=", ".join(kinds))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("layer")
     if axes.lines:
         axes.legend(fontsize=7.5, frameon=False)

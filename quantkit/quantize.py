@@ -361,7 +361,7 @@ def output_metadata(
         _apply(made, override)
     if imatrix is not None:
         entries, chunks = (0, 0) if hide_imatrix else (len(imatrix), imatrix.chunks)
-        for key, text in (("file", imatrix_file), ("dataset", imatrix.dataset)):
+        for key, text in (("file", imatrix_file), ("dataset", imatrix.described)):
             made.set(f"quantize.imatrix.{key}", _HIDDEN if hide_imatrix else _short(text), "str")
         made.set("quantize.imatrix.entries_count", entries, "i32")
         if imatrix.chunks > 0:

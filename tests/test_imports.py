@@ -32,6 +32,7 @@ FLOORS = {
     "recipe": 3,
     "runtime.placement": 3,
     "runtime.cache_size": 3,
+    "runtime.work_size": 3,
     "runtime.kernels": 3,
     "budget": 4,
     "convert": 4,

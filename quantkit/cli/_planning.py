@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -163,6 +164,9 @@ class Asked:
             matrix.entries = {k: v for k, v in matrix.entries.items() if any(s in k for s in include)}
         if exclude:
             matrix.entries = {k: v for k, v in matrix.entries.items() if not any(s in k for s in exclude)}
+        policy = f"; experts that saw no token: {matrix.policy}" if matrix.policy else ""
+        about = f"{len(matrix)} entries, {matrix.chunks} chunks of {matrix.dataset or 'a text not named'}{policy}"
+        print(f"importance matrix {self.imatrix}: {about}", file=sys.stderr)
         return matrix
 
     def rules(self) -> Recipe:
@@ -325,8 +329,9 @@ def print_budget(budget: Budget) -> None:
     rows = []
     for load in budget.loads:
         limits = ("", "") if load.limit is None else (gib(load.limit), gib(load.left or 0))
-        rows.append((load.device, load.tensors, mib(load.weights), mib(load.cache), gib(load.total), *limits))
-    print(table(("device", "tensors", "weights", "cache", "total", "of", "left"), rows), end="\n\n")
+        sizes = (mib(load.weights), mib(load.cache), mib(load.buffers) if load.buffers else "", gib(load.total))
+        rows.append((load.device, load.tensors, *sizes, *limits))
+    print(table(("device", "tensors", "weights", "cache", "buffers", "total", "of", "left"), rows), end="\n\n")
     for rule, count in zip(budget.placement.rules, budget.placement.decided):
         print(f"{rule.said} places {count} tensors")
     for note in budget.notes:

@@ -80,6 +80,11 @@ class Imatrix:
     chunk_size: int = 0
     policy: str = ""
 
+    @property
+    def described(self) -> str:
+        """The dataset with what was done about experts that saw none of it."""
+        return f"{self.dataset} (missing experts: {self.policy})" if self.policy else self.dataset
+
     def __getitem__(self, name: str) -> Entry:
         return self.entries[name]
 
@@ -207,8 +212,7 @@ def write(path: str | os.PathLike[str], imatrix: Imatrix) -> None:
             raw = name.encode()
             file.write(struct.pack("<i", len(raw)) + raw + struct.pack("<ii", entry.calls, values.size))
             file.write(values.tobytes())
-        policy = f" (missing experts: {imatrix.policy})" if imatrix.policy else ""
-        raw = f"{imatrix.dataset}{policy}".encode()
+        raw = imatrix.described.encode()
         file.write(struct.pack("<ii", imatrix.chunks, len(raw)) + raw)
 
 
@@ -273,6 +277,12 @@ def _spread(counts: np.ndarray, matrices: int) -> np.ndarray:
 # ------------------------------------------------------------------------------------------------------ missing experts
 
 
+def check_policy(policy: str) -> None:
+    """DataError for what is no policy."""
+    if policy not in POLICIES:
+        raise DataError(f"unknown policy for missing experts '{policy}'; known are {', '.join(POLICIES)}")
+
+
 def fill_missing(imatrix: Imatrix, policy: str) -> Imatrix:
     """An importance matrix in which experts that saw nothing have values, and which says how they got them.
 
@@ -282,8 +292,7 @@ def fill_missing(imatrix: Imatrix, policy: str) -> Imatrix:
 
     Entries of which no matrix saw anything are left out, as quantizers then do without.
     """
-    if policy not in POLICIES:
-        raise DataError(f"unknown policy for missing experts '{policy}'; known are {', '.join(POLICIES)}")
+    check_policy(policy)
     entries, used = {}, ""
     for name, entry in imatrix.entries.items():
         missing = entry.missing

@@ -309,7 +309,7 @@ def test_gguf_files_that_lie(file, entries, pairs, message):
 
 
 def test_gguf_files_of_other_things(file, tmp_path):
-    with pytest.raises(FormatError, match="not an importance matrix: general.type is None"):
+    with pytest.raises(FormatError, match=r"not an importance matrix: general\.type is None"):
         imatrix.read(file(raw.small_gguf()))
     with gguf.Writer(
         tmp_path / "x.gguf", {"general.type": "imatrix"}, [gguf.TensorSpec("q.in_sum2", (2,), "f32")]

@@ -9,7 +9,7 @@ so each type has its unpacking, and all share the product. A panel holds for eac
 
 Activations are quantized once, in tiles of T tokens; per tile and unit one record:
 
-    0       2 x T x 32 i8     high bytes, then low ones, of a; x = scale * a as in activations.py
+    0       2 x T x 32 i8     high bytes, then low ones, of a; x = scale * a, wide as in activations.py
     64 T    T x f32           scale
     68 T    2 x T x i32       minus the sum of a of each half
     76 T    3 x T x f32       scale * sum, of all and of each half
@@ -25,7 +25,7 @@ import functools
 
 from quantkit import jit
 from quantkit.jit import Callback, callback, kernel
-from quantkit.runtime.kernels.cpu.activations import quantize_block, sums_of_four
+from quantkit.runtime.kernels.cpu.activations import wide_block, wide_sums
 from quantkit.runtime.kernels.cpu.floats import add_bias, copy_tile
 from quantkit.runtime.kernels.cpu.formats.base import Format, LaneUnit
 from quantkit.runtime.kernels.cpu.formats.table import FORMATS
@@ -92,8 +92,8 @@ def token_as_records(e: Emit, x: Value, n: Value | int, tile: Value, token: Valu
     tokens = tile_tokens()
     with e.loop(0, n, 32) as i:
         record = tile + (i >> 5) * (RECORD * tokens)
-        high, low, scale = quantize_block(e, e.load(vector(32, F32), x + i * 4))
-        sums = sums_of_four(e, high, low)
+        high, low, scale = wide_block(e, e.load(vector(32, F32), x + i * 4))
+        sums = wide_sums(e, high, low)
         halves = [e.sum(e.part(sums, first, 4)) for first in (0, 4)]
         e.store(high, record + token * 32)
         e.store(low, record + _LOW * tokens + token * 32)

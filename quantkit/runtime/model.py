@@ -281,17 +281,35 @@ class Model:
         if ids.ndim != 2 or not ids.size:
             raise DataError(f"expected tokens int[n_seq, len], got shape {ids.shape}")
         n_seq, length = ids.shape
-        together = max(1, SEQUENCE_TOKENS // length)
         kind = self._kind(cache_type)
-        caches = [Cache(self._cached, length, kind, one_layer=True) for _ in range(min(together, n_seq))]
+        compiled = self._fast is not None and self.observer is None
+        together = min(n_seq, max(1, (TOGETHER_TOKENS if compiled else SEQUENCE_TOKENS) // length))
+        caches = [Cache(self._cached, length, kind, one_layer=not compiled) for _ in range(together)]
         found = []
         with blas.single_threaded():
             for start in range(0, n_seq, together):
                 part = ids[start : start + together]
-                spans = [Span(i * length, (i + 1) * length, caches[i]) for i in range(len(part))]
-                x = self._run(part.reshape(-1), spans)
-                found.append(x.reshape(len(part), length, -1)[:, rows])
+                run = self._sequences_compiled if compiled else self._sequences
+                found.append(run(part, caches[: len(part)])[:, rows])
         return np.concatenate(found)
+
+    def _sequences(self, ids: np.ndarray, caches: list[Cache]) -> np.ndarray:
+        """float32[n_seq, len, n_embd] before the output norm of int64[n_seq, len], layer by layer, all at once."""
+        n_seq, length = ids.shape
+        spans = [Span(i * length, (i + 1) * length, cache) for i, cache in enumerate(caches)]
+        return self._run(ids.reshape(-1), spans).reshape(n_seq, length, -1)
+
+    def _sequences_compiled(self, ids: np.ndarray, caches: list[Cache]) -> np.ndarray:
+        """The same as `forward` runs a prompt."""
+        found = np.empty((*ids.shape, self.hparams.n_embd), np.float32)
+        for cache in caches:
+            cache.clear()
+        for tokens, spans, which in _batches(list(zip(ids, caches))):
+            begin = [span.cache.length for span in spans]
+            x = self._forward_spans(tokens, spans)
+            for i, first, span in zip(which, begin, spans):
+                found[i, first : first + span.stop - span.start] = x[span.start : span.stop]
+        return found
 
     def generate(
         self,

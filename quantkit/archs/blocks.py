@@ -70,6 +70,8 @@ class Attention:
     window: int | None = None  # a token sees itself and window - 1 before it
     q_norm: Norm | None = None  # of each head, before rope; weight float32[head_dim_k]
     k_norm: Norm | None = None
+    norms_together: bool = False  # they norm all heads at once, their weights are float32[heads * head_dim_k]
+    norms_after_rope: bool = False
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ def obstacle(weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head)
     for part in (part for block in parts for part in block.parts):
         if isinstance(part, blocks.Attention):
             linears += [part.q, part.k, part.v, part.out]
+            if part.norms_together or part.norms_after_rope:
+                return "queries and keys are normed all heads together, or after rope"
             if part.head_dim_k % 16 or part.head_dim_v % 16:
                 return f"heads of {part.head_dim_k} and {part.head_dim_v} dimensions are not multiples of 16"
         elif isinstance(part, blocks.LatentAttention):

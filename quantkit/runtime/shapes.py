@@ -22,9 +22,9 @@ def needed(
     for part in (part for block in parts for part in block.parts):
         yield part.norm.weight, (hp.n_embd,)
         if isinstance(part, blocks.Attention):
-            for norm in (part.q_norm, part.k_norm):
+            for norm, heads in ((part.q_norm, part.heads), (part.k_norm, part.kv_heads)):
                 if norm is not None:
-                    yield norm.weight, (part.head_dim_k,)
+                    yield norm.weight, ((heads if part.norms_together else 1) * part.head_dim_k,)
             if part.rope.factors:
                 yield part.rope.factors, (part.rope.dim // 2,)
             yield from _linear_shapes(part.q, part.heads * part.head_dim_k, hp.n_embd)

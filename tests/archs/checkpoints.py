@@ -89,8 +89,8 @@ def tiny(directory: Path, dtype: str = "float32", arch: str = "llama", **config:
 
     example = archs.get(arch).EXAMPLE | config
     torch.manual_seed(5)
-    kind = getattr(transformers, example["architectures"][0].replace("ForCausalLM", "Config"))
-    model = transformers.AutoModelForCausalLM.from_config(kind(**example)).eval()
+    kind = transformers.AutoConfig.for_model(example["model_type"])
+    model = transformers.AutoModelForCausalLM.from_config(type(kind)(**example)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):

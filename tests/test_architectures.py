@@ -32,6 +32,10 @@ OTHERS: dict[str, dict[str, Any]] = {
                          "mscale_all_dim": 0.707, "beta_fast": 32.0, "beta_slow": 1.0},
     },
     "llama": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 3},
+    "gemma3": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 13, "head_dim": 16,
+        "query_pre_attn_scalar": 16, "sliding_window": 20, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
     "minimax-m2": {
         "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 3, "head_dim": 64,
         "rotary_dim": 64, "num_local_experts": 12, "num_experts_per_tok": 5, "intermediate_size": 64,
@@ -124,6 +128,8 @@ V2 = OTHERS["deepseek2"]
 @pytest.mark.parametrize(
     ("arch", "change"),
     [("qwen3", {"attention_bias": True}), ("qwen3moe", {"norm_topk_prob": False}), ("deepseek2", GROUPS),
+     ("gemma3", {"query_pre_attn_scalar": 50, "sliding_window_pattern": 2, "rope_local_base_freq": 5000.0}),
+     ("gemma3", {"tie_word_embeddings": False, "attention_bias": True}),
      ("glm4moe", GROUPS | {"attention_bias": False, "tie_word_embeddings": True}),
      ("deepseek2", V2 | GROUPS | {"topk_method": "group_limited_greedy", "num_hidden_layers": 3}),
      ("deepseek2", V2 | {"q_lora_rank": None, "num_hidden_layers": 3, "attention_bias": True})],

@@ -72,6 +72,7 @@ class Attention:
     k_norm: Norm | None = None
     norms_together: bool = False  # they norm all heads at once, their weights are float32[heads * head_dim_k]
     norms_after_rope: bool = False
+    post_norm: Norm | None = None  # of what `out` makes, before it is added to x
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ class FeedForward:
     gate: Linear
     up: Linear
     down: Linear
-    activation: str = "swiglu"  # act is x * sigmoid(x)
+    activation: str = "swiglu"  # act is x * sigmoid(x); "geglu": GELU in its tanh form
+    post_norm: Norm | None = None  # of what `down` makes, before it is added to x
     ff: int | None = None  # rows of gate and up; None: the model's n_ff
 
 
@@ -173,6 +175,7 @@ class Head:
     embedding: str
     norm: Norm
     output: Linear
+    embedding_scale: float = 1.0  # of the rows of the embedding, where they enter
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,6 +51,7 @@ ssm_beta            rank embd
 ssm_ba              2*rank embd
 ssm_out             embd inner
 
+post_ffw_norm       embd
 ffn_norm            embd
 ffn_gate            ff embd
 ffn_up              ff embd

@@ -77,7 +77,7 @@ def run(
             for linear in (part.gate, part.up, part.down)
         )
         given = np.ascontiguousarray(x[token])
-        hidden = layers.swiglu(gate(given), up(given), threads)
+        hidden = layers.activate(part.activation, gate(given), up(given), threads)
         out[token] += down(hidden) * weights[token, rank][:, None]
     return out
 

@@ -166,9 +166,13 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, threads: int) -> np.
     return out
 
 
-def swiglu(gate: np.ndarray, up: np.ndarray, threads: int) -> np.ndarray:
-    """gate * sigmoid(gate) * up; overwrites `gate`."""
-    _over_tokens(lambda a, b: reference.swiglu(gate[a:b], up[a:b]), gate, threads)
+ACTIVATIONS = {"swiglu": reference.swiglu, "geglu": reference.geglu}
+
+
+def activate(name: str, gate: np.ndarray, up: np.ndarray, threads: int) -> np.ndarray:
+    """act(gate) * up as blocks name it; overwrites `gate`."""
+    kernel = ACTIVATIONS[name]
+    _over_tokens(lambda a, b: kernel(gate[a:b], up[a:b]), gate, threads)
     return gate
 
 

@@ -333,6 +333,8 @@ class Model:
     def _run(self, tokens: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] before the output norm; keys and values go into the spans' caches."""
         x = layers.embed(self.weights[self.head.embedding], tokens)
+        if self.head.embedding_scale != 1:
+            x *= np.float32(self.head.embedding_scale)
         self._require_finite(self.head.embedding, x)
         for block in self.blocks:
             before = x
@@ -366,7 +368,10 @@ class Model:
             layers.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
         y = layers.attend(layers.Heads.of(part), layer, q, spans, self.threads, self.how)
         self.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
-        return self.linear(part.out, y)
+        return self._post_norm(part.post_norm, self.linear(part.out, y))
+
+    def _post_norm(self, norm: blocks.Norm | None, y: np.ndarray) -> np.ndarray:
+        return y if norm is None else self.norm(norm, y)
 
     def turn(self, x: np.ndarray, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
         """Rope, in place, of heads of `dim` elements."""
@@ -380,7 +385,8 @@ class Model:
     def _gated(self, part: blocks.FeedForward, y: np.ndarray) -> np.ndarray:
         """What a feed-forward makes of what its norm made."""
         gate, up = self.linear(part.gate, y), self.linear(part.up, y)
-        return self.linear(part.down, layers.swiglu(gate, up, self.threads))
+        y = self.linear(part.down, layers.activate(part.activation, gate, up, self.threads))
+        return self._post_norm(part.post_norm, y)
 
     def _experts(self, part: blocks.Experts, x: np.ndarray) -> np.ndarray:
         if self.observer is not None and not self._checking:

@@ -15,6 +15,8 @@ Weights = Mapping[str, Tensor]
 def obstacle(weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head) -> str | None:
     """Why these blocks cannot be laid out here; None when they can."""
     linears = [head.output]
+    if head.embedding_scale != 1:
+        return "no operation scales embeddings"
     for part in (part for block in parts for part in block.parts):
         if isinstance(part, blocks.Attention):
             linears += [part.q, part.k, part.v, part.out]

@@ -66,7 +66,7 @@ def convert(
             f"warning: rows of {len(done.fallbacks)} tensor(s) are no multiple of {done.outtype.block_size}, so they "
             f"are f16 instead of {done.outtype.name}: {listed}"
         )
-    for path in done.paths:
+    for path in done.written:
         print(f"wrote {path} in {record['seconds']:.1f} s")
 
 
@@ -85,6 +85,6 @@ def _record(done: Conversion, seconds: float) -> dict[str, Any]:
         "fallbacks": done.fallbacks,
         "left_out": done.left_out,
         "tokenizer": f"{metadata['tokenizer.ggml.model']}/{metadata['tokenizer.ggml.pre']}",
-        "paths": done.paths,
+        "paths": done.written,
         "seconds": seconds,
     }

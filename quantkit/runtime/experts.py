@@ -11,7 +11,7 @@ experts. Weights that are divided by their sum are divided by the sum over those
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from quantkit.runtime import layers
 from quantkit.runtime.kernels import reference
 
 Reduction = tuple[int, float]
+Observe = Callable[[str, np.ndarray, int, int], None]
 
 
 def reduction(parts: Sequence[blocks.Block], given: Reduction | None, path: Path) -> Reduction | None:
@@ -67,8 +68,12 @@ def run(
     chosen: np.ndarray,
     weights: np.ndarray,
     threads: int,
+    observe: Observe | None = None,
 ) -> np.ndarray:
-    """The weighted sum of what the chosen experts make of x float32[tokens, n_embd], experts added by number."""
+    """The weighted sum of what the chosen experts make of x float32[tokens, n_embd], experts added by number.
+
+    `observe` is told what enters each expert's matrices: name, float32[tokens, n], the expert, how many there are.
+    """
     out = np.zeros((len(x), tensors[part.down.weight].shape[1]), np.float32)
     for number in np.unique(chosen[chosen >= 0]):
         token, rank = np.nonzero(chosen == number)
@@ -78,6 +83,9 @@ def run(
         )
         given = np.ascontiguousarray(x[token])
         hidden = layers.activate(part.activation, gate(given), up(given), threads)
+        if observe is not None:
+            for linear, entering in ((part.gate, given), (part.up, given), (part.down, hidden)):
+                observe(linear.weight, entering, int(number), part.count)
         out[token] += down(hidden) * weights[token, rank][:, None]
     return out
 

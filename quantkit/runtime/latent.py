@@ -48,7 +48,7 @@ class Run(Protocol):
     def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray: ...
     def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray: ...
     def turn(self, x: np.ndarray, rope: blocks.Rope, dim: int, spans: list[Span]) -> None: ...
-    def observe(self, name: str, x: np.ndarray) -> None: ...
+    def observe(self, name: str, x: np.ndarray, *which: int) -> None: ...
     def check(self, what: str, y: np.ndarray) -> None: ...
 
 
@@ -271,16 +271,21 @@ def _attend(
     for span in few:
         rows = slice(span.start, span.stop)
         mine = np.ascontiguousarray(q[rows])
-        _observe(run, part.k_b, mine[:, :, : part.nope].reshape(-1, part.nope))
+        _observe(run, part.k_b, mine[:, :, : part.nope])
         found = layers.attend(
             absorbed(part), layer, between.queries(mine), [Span(0, len(mine), span.cache)], run.threads, how
         )
-        _observe(run, part.v_b, found.reshape(-1, part.kv_lora))
+        _observe(run, part.v_b, found.reshape(len(mine), part.heads, -1))
         out[rows] = between.values(found)
     return out
 
 
 def _observe(run: Run, linear: blocks.Linear | None, x: np.ndarray) -> None:
-    """Tell what enters a matrix between latent and heads. Of one with a matrix a head nothing is told."""
-    if linear is not None and len(run.weights[linear.weight].shape) == 2:
-        run.observe(linear.weight, np.ascontiguousarray(x))
+    """Tell what enters a matrix between latent and heads: float32[tokens, n], or [tokens, heads, n] of each head."""
+    if linear is None:
+        return
+    if x.ndim == 3 and len(run.weights[linear.weight].shape) == 3:
+        for head in range(x.shape[1]):
+            run.observe(linear.weight, np.ascontiguousarray(x[:, head]), head, x.shape[1])
+    else:
+        run.observe(linear.weight, np.ascontiguousarray(x).reshape(-1, x.shape[-1]))

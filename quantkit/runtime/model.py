@@ -34,7 +34,7 @@ SEQUENCE_TOKENS = 2048  # of several sequences run at a time
 TOGETHER_TOKENS = 512  # of sequences that go on; what `fast` numerics take at a time
 NUMERICS = ("exact", "fast")
 
-Observer = Callable[[str, np.ndarray], None]
+Observer = Callable[..., None]  # of (name, x), or (name, x, number, count) for one of several matrices
 
 
 def load(
@@ -107,7 +107,8 @@ class Model:
     fused_experts, expert_reduction   as given to `load`
     has_latents, mla        whether attention is latent; as given, 0 where it is not
     slow_because            why a model of `fast` numerics runs layer by layer; None where it does not
-    observer                called with (name, float32[tokens, n]) for what enters each weight matrix; None by default
+    observer                called with (name, float32[tokens, n]) for what enters each weight matrix, and of experts
+                            with (name, float32[tokens, n], expert, experts); None by default
     """
 
     def __init__(
@@ -389,15 +390,11 @@ class Model:
         return self._post_norm(part.post_norm, y)
 
     def _experts(self, part: blocks.Experts, x: np.ndarray) -> np.ndarray:
-        if self.observer is not None and not self._checking:
-            raise UnsupportedError(
-                f"{self.path}: what enters the experts of {part.gate.weight} cannot be observed yet, so there is no "
-                "importance matrix of models with experts; quantize with one made elsewhere (--imatrix)"
-            )
+        observe = None if self._checking else self.observer
         y = self.norm(part.norm, x)
         bias = self._vector(part.choice_bias) if part.choice_bias else None
         chosen, weights = experts.route(part, self.linear(part.router, y), self.expert_reduction, bias)
-        found = experts.run(part, self.weights, y, chosen, weights, self.threads)
+        found = experts.run(part, self.weights, y, chosen, weights, self.threads, observe)
         self.check(part.down.weight, found)
         return found if part.shared is None else found + self._gated(part.shared, y)
 
@@ -424,10 +421,10 @@ class Model:
         self.check(linear.weight, y)
         return y
 
-    def observe(self, name: str, x: np.ndarray) -> None:
-        """Tell the observer what enters a weight."""
+    def observe(self, name: str, x: np.ndarray, *which: int) -> None:
+        """Tell the observer what enters a weight, or the matrix of it that `which` says: number, count."""
         if self.observer is not None and not self._checking:
-            self.observer(name, x)
+            self.observer(name, x, *which)
 
     # ---------------------------------------------------------------------------------------------------- what it needs
 

@@ -556,6 +556,15 @@ class Fast:
         self.step = Step(weights, parts, head, threads, how, routing)
         self.prompt = Prompt(weights, parts, head, threads, how, routing)
 
+    @property
+    def work_bytes(self) -> int:
+        """Memory worked in so far, beside weights and caches; what runtime/work_size.py predicts."""
+        found = 0
+        for laid in (self.step, self.prompt):
+            tables = sum(t.nbytes for pair in laid._rope_tables.values() for t in pair)
+            found += laid._ops.nbytes + laid._x.nbytes + laid._state.nbytes + tables
+        return found + self.step._logits.nbytes
+
     def last(self, ids: np.ndarray, cache: Cache) -> np.ndarray:
         """float32[1, vocab]: logits after the last of int64[tokens], which the cache then holds."""
         if len(ids) == 1:

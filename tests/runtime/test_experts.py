@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quantkit import cli, types
-from quantkit.errors import DataError, UnsupportedError
+from quantkit.errors import DataError
 from quantkit.evaluate.bench import bytes_per_token
 from quantkit.files import gguf
 from quantkit.jit import readonly
@@ -223,11 +223,29 @@ def test_the_tripwire_names_the_tensor(tokens: list[int], moe: Path, tmp_path: P
         load(path, numerics="fast").forward(tokens, load(path).new_cache(16))
 
 
-def test_experts_cannot_be_observed_yet(moe: Path) -> None:
-    model = load(moe)
-    model.observer = lambda name, x: None
-    with pytest.raises(UnsupportedError, match="importance matrix"):
-        model.logits(TOKENS[:3])
+def test_the_observer_sees_what_enters_each_expert(moe: Path) -> None:
+    """Which tokens an expert gets follows from what enters the router; what leaves it enters the down projection."""
+    model, seen = load(moe), {}
+    model.observer = lambda name, x, expert=None, experts=1: seen.setdefault((name, expert), (x, experts))
+    expected = load(moe).logits(TOKENS[:7])
+    assert np.array_equal(model.logits(TOKENS[:7]), expected)
+    y, _ = seen["blk.1.ffn_gate_inp.weight", None]
+    router, gate, up = (
+        model.weights[f"blk.1.ffn_{name}.weight"].dequantize() for name in ("gate_inp", "gate_exps", "up_exps")
+    )
+    chosen = np.argsort(-(y @ router.T), axis=1, kind="stable")[:, :USED]
+    for expert in range(EXPERTS):
+        tokens = np.flatnonzero((chosen == expert).any(axis=1))
+        if not len(tokens):
+            assert ("blk.1.ffn_up_exps.weight", expert) not in seen
+            continue
+        for name in ("gate", "up"):
+            x, experts = seen[f"blk.1.ffn_{name}_exps.weight", expert]
+            assert experts == EXPERTS
+            np.testing.assert_array_equal(x, y[tokens])
+        g, u = y[tokens] @ gate[expert].T, y[tokens] @ up[expert].T
+        x, _ = seen["blk.1.ffn_down_exps.weight", expert]
+        np.testing.assert_allclose(x, g / (1 + np.exp(-g)) * u, rtol=2e-3, atol=2e-3)
 
 
 def test_what_a_token_reads_are_the_experts_it_uses(moe: Path) -> None:

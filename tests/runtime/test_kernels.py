@@ -58,7 +58,7 @@ def random_rows(kind: QuantType, rows: int, n: int = N, seed: int = 3) -> np.nda
 def quantized(x: np.ndarray) -> np.ndarray:
     """float64: activations as the formula of activations.py makes them, block by block."""
     blocks = x.reshape(-1, 32)
-    scale = np.abs(blocks).max(1, keepdims=True) * np.float32(1 / 127)
+    scale = np.abs(blocks).max(1, keepdims=True) * np.float32(1 / 32512)
     codes = np.rint(blocks * (np.float32(1) / scale))
     return (codes.astype(np.float64) * scale).reshape(x.shape)
 
@@ -93,12 +93,14 @@ def test_activations(rng: np.random.Generator) -> None:
     x = rng.standard_normal(96).astype(np.float32)
     x[32:64] = 0
     buffer = buffer_of(x)
-    codes, scales = buffer[4 * 96 : 5 * 96].view(np.int8), buffer[7 * 96 :].view(np.float32)
-    sums, floors = buffer[5 * 96 : 6 * 96].view(np.int32), buffer[6 * 96 : 7 * 96].view(np.float32)
-    np.testing.assert_allclose(scales, np.abs(x.reshape(3, 32)).max(1) / 127, rtol=1e-6)
-    np.testing.assert_allclose(codes * np.repeat(scales, 32), x, atol=float(scales.max()) * 0.501)
-    assert np.abs(codes.reshape(3, 32)).max(1).tolist() == [127, 0, 127]
-    np.testing.assert_array_equal(sums, codes.astype(int).reshape(-1, 4).sum(1))
+    planes = buffer[4 * 96 : 6 * 96].view(np.int8).reshape(3, 2, 32).astype(int)
+    scales = buffer[8 * 96 :].view(np.float32)
+    sums, floors = buffer[6 * 96 : 7 * 96].view(np.int32), buffer[7 * 96 : 8 * 96].view(np.float32)
+    codes = planes[:, 0] * 256 + planes[:, 1]
+    np.testing.assert_allclose(scales, np.abs(x.reshape(3, 32)).max(1) / 32512, rtol=1e-6)
+    np.testing.assert_allclose(codes * scales[:, None], x.reshape(3, 32), atol=float(scales.max()) * 0.51)
+    assert np.abs(codes).max(1).tolist() == [32512, 0, 32512]
+    np.testing.assert_array_equal(sums, codes.reshape(-1, 4).sum(1))
     np.testing.assert_allclose(floors, sums * np.repeat(scales, 8), rtol=1e-6)
 
 
@@ -106,7 +108,7 @@ def test_activations(rng: np.random.Generator) -> None:
 def test_a_spoiled_activation_shows(bad: float) -> None:
     x = np.ones(64, np.float32)
     x[40] = bad
-    scales = buffer_of(x)[7 * 64 :].view(np.float32)
+    scales = buffer_of(x)[8 * 64 :].view(np.float32)
     assert np.isfinite(scales[0])
     assert np.isnan(scales[1])
 

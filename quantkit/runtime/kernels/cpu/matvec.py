@@ -8,7 +8,7 @@ multiple of the type's block and of 32, and `out` float32 of which [first, last)
 
 The plain formula, for a block of 32 with weights scale * (code - offset) + floor and activations s * a:
 
-    s * scale * (sum code * a  -  offset * sum a)  +  floor * s * sum a
+    s * scale * (256 * sum code * high  +  sum code * low  -  offset * sum a)  +  floor * s * sum a
 
 The bracket is exact in int32. The kernels are bound by memory, so what counts is that each byte of the weights is read
 once, in order, and that what is done to it fits in the time it takes to arrive.
@@ -80,14 +80,15 @@ def _rows(e: Emit, f: Format, addresses: list[Value], blocks: Value, n: Value, x
         first = b * f.columns
         scaled = _Scaled(e, f.columns // 32, x + n * SCALES + (first >> 3), x + n * FLOORS + first)
         for unit in range(f.columns // 32):
-            at = b * f.columns + 32 * unit
-            codes = e.load(vector(32, I8), x + n * CODES + at)
+            at = first + 32 * unit
+            high, low = (e.load(vector(32, I8), x + n * CODES + at * 2 + plane) for plane in (0, 32))
             start = e.load(_INTS8, x + n * SUMS + at) * -f.offset if f.offset else e.zero(_INTS8)
             floors = e.load(_FLOATS8, x + n * FLOORS + at)  # LLVM drops it where there is no floor
             for reader, total in zip(readers, totals):
                 weight = next(reader)
-                product = e.dot4(start, weight.codes, codes, f.largest).real()
-                partial = e.fma(product, scaled.scale(weight.scale, unit), total.get())
+                above = e.dot4(e.zero(_INTS8), weight.codes, high, f.largest)
+                product = e.dot4((above << 8) + start, weight.codes, low, f.largest)
+                partial = e.fma(product.real(), scaled.scale(weight.scale, unit), total.get())
                 total.set(scaled.add_floor(partial, weight.floor, floors, unit) if weight.floor else partial)
     for r, total in enumerate(totals):
         e.store(e.sum(total.get()), out + 4 * r)
@@ -157,14 +158,17 @@ def _lane_rows(e: Emit, f: Format, group: Value, blocks: Value, n: Value, x: Val
         for unit, weight in enumerate(f.units(e, group, b)):
             at = b * f.columns + 32 * unit
             sums = _lane_sums(e, f, e.load(_INTS8, x + n * SUMS + at))
-            product = sums * -f.offset if f.offset else e.zero(_INTS8)
-            given = e.load(_INTS8, x + n * CODES + at)
-            for codes, low, high in weight.steps:
-                if low == high:  # a load fills all lanes
-                    four = e.splat(e.load(I32, x + n * CODES + at + low), 8)
-                else:
-                    four = e.shuffle(given, None, [low // 4] * 4 + [high // 4] * 4)
-                product = e.dot4(product, codes, four.view(vector(32, I8)), f.largest)
+            product = e.zero(_INTS8)
+            for plane in (0, 32):
+                codes = x + n * CODES + at * 2 + plane
+                for weights, left, right in weight.steps:
+                    if left == right:  # a load fills all lanes
+                        four = e.splat(e.load(I32, codes + left), 8)
+                    else:
+                        four = e.shuffle(e.load(_INTS8, codes), None, [left // 4] * 4 + [right // 4] * 4)
+                    product = e.dot4(product, weights, four.view(vector(32, I8)), f.largest)
+                if plane == 0:
+                    product = (product << 8) + sums * -f.offset
             scale = e.splat(e.load(F32, x + n * SCALES + (at >> 3)), 8)
             partial = e.fma(product.real(), weight.scale * scale, total.get())
             total.set(e.fma(sums.real() * scale, weight.floor, partial) if weight.floor else partial)

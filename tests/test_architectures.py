@@ -36,6 +36,12 @@ OTHERS: dict[str, dict[str, Any]] = {
         "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 13, "head_dim": 16,
         "query_pre_attn_scalar": 16, "sliding_window": 20, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
+    "gpt-oss": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 3, "head_dim": 64,
+        "num_local_experts": 12, "num_experts_per_tok": 5, "intermediate_size": 32, "sliding_window": 50,
+        "tie_word_embeddings": True, "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
     "minimax-m2": {
         "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 3, "head_dim": 64,
         "rotary_dim": 64, "num_local_experts": 12, "num_experts_per_tok": 5, "intermediate_size": 64,

@@ -9,7 +9,7 @@
     first_k_dense_replace             leading_dense_block_count
     routed_scaling_factor             expert_weights_scale
     norm_topk_prob                    expert_weights_norm
-    scoring_func                      expert_gating_func: 1 softmax, 2 sigmoid
+    scoring_func                      expert_gating_func: 1 softmax, 2 sigmoid; 3 softmax of those chosen
     n_group, topk_group               expert_group_count, expert_group_used_count
 
 ik_llama.cpp knows no keys of groups and chooses among all experts; its converter writes none.
@@ -27,6 +27,7 @@ from quantkit.errors import FormatError, UnsupportedError
 
 _OURS = ("gate", "up", "down")
 _GATING = {1: "softmax", 2: "sigmoid"}
+_OF_CHOSEN = 3  # softmax of the logits of those chosen: that of all, divided by its sum over them
 GATING_NUMBERS = {name: number for number, name in _GATING.items()}
 
 
@@ -130,6 +131,8 @@ def numbers(
             "and those used must have experts enough"
         )
     number = keys.number("expert_gating_func", 0) or 1
+    of_chosen = number == _OF_CHOSEN
+    number = 1 if of_chosen else number
     if number not in _GATING:
         raise UnsupportedError(f"{keys.arch}.expert_gating_func = {number}; known: 1 (softmax), 2 (sigmoid)")
     ff = keys.number("expert_feed_forward_length", ff)
@@ -144,7 +147,7 @@ def numbers(
         "n_leading_dense": keys.number("leading_dense_block_count", 0),
         "n_expert_groups": groups,
         "n_expert_groups_used": groups_used,
-        "normalises": bool(keys.get("expert_weights_norm", True)),
+        "normalises": of_chosen or bool(keys.get("expert_weights_norm", True)),
         "expert_scale": float(keys.get("expert_weights_scale", 0.0)) or 1.0,
         "gating": _GATING[number],
         "has_choice_bias": biased,

@@ -29,6 +29,7 @@ attn_v              v embd
 attn_output         embd o
 attn_q_norm         q_norm
 attn_k_norm         k_norm
+attn_sinks          heads
 post_attention_norm embd
 
 attn_q_a            q_lora embd

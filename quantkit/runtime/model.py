@@ -367,7 +367,8 @@ class Model:
             q, k = self._head_norm(part.q_norm, q), self._head_norm(part.k_norm, k)
         for span in spans:
             layers.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
-        y = layers.attend(layers.Heads.of(part), layer, q, spans, self.threads, self.how)
+        heads_of = layers.Heads.of(part, self._vector(part.sinks) if part.sinks else None)
+        y = layers.attend(heads_of, layer, q, spans, self.threads, self.how)
         self.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
         return self._post_norm(part.post_norm, self.linear(part.out, y))
 

@@ -25,6 +25,8 @@ def needed(
             for norm, heads in ((part.q_norm, part.heads), (part.k_norm, part.kv_heads)):
                 if norm is not None:
                     yield norm.weight, ((heads if part.norms_together else 1) * part.head_dim_k,)
+            if part.sinks:
+                yield part.sinks, (part.heads,)
             if part.post_norm is not None:
                 yield part.post_norm.weight, (hp.n_embd,)
             if part.rope.factors:
@@ -52,7 +54,7 @@ def _expert_shapes(part: blocks.Experts, hp: blocks.HParams) -> Shapes:
         (part.down, hp.n_embd, part.ff),
     ):
         if linear.bias:
-            raise UnsupportedError(f"{linear.bias}: the runtime knows no experts with biases")
+            yield linear.bias, (part.count, rows)
         yield linear.weight, (part.count, rows, columns)
     if part.shared is not None:
         yield from _gated_shapes(part.shared, hp)

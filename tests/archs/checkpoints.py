@@ -99,7 +99,7 @@ def tiny(directory: Path, dtype: str = "float32", arch: str = "llama", **config:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter += torch.rand_like(parameter) - 0.5  # from 1, or where it is stored less 1 from 0
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 parameter.uniform_(0.5, 1.5)
             elif parameter.ndim >= 2:
                 parameter.normal_(0, parameter.shape[-1] ** -0.5)

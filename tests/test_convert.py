@@ -68,7 +68,9 @@ def test_every_architectures_example(tmp_path: Path, arch: str) -> None:
     tokens = np.random.default_rng(3).integers(2, 320, 100).tolist()
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits
-        assert torch.equal(again(torch.tensor([tokens])).logits, expected)
+        back = again(torch.tensor([tokens])).logits
+        # gemma3's files have norm weights plus 1, which float32 rounds
+        assert torch.equal(back, expected) if arch != "gemma3" else torch.allclose(back, expected, atol=1e-4)
     ours = log_probabilities(quantkit.load(tmp_path / "m.gguf").logits(tokens))
     assert np.abs(ours - log_probabilities(expected[0].numpy())).max() < 1e-3
 

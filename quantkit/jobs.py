@@ -290,7 +290,7 @@ def unfinished(out: Path) -> tuple[int, int] | None:
     return (len(found.entries), int(found.header.get("tensors", 0))) if found else None
 
 
-# --------------------------------------------------------------------------------------------------------- put aside
+# ------------------------------------------------------------------------------------------------------------ put aside
 
 
 def _aside(path: Path) -> Path:

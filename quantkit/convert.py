@@ -90,6 +90,7 @@ class Conversion:
     specs: list[TensorSpec]
     pieces: dict[str, Piece]
     generated: dict[str, np.ndarray]
+    left_out: dict[str, list[str]] = field(default_factory=dict)  # tensors of the checkpoint, by what they are
     written: list[Path] = field(default_factory=list)  # the files; empty before
 
     @property
@@ -173,13 +174,14 @@ def prepare(source: str | os.PathLike[str], outtype: str = "auto", pre: str | No
     with _naming(directory):
         pieces = arch.to_gguf(config, {name: tensor.shape for name, tensor in checkpoint.tensors.items()})
         generated = arch.generated(config)
+        left_out = arch.left_out(config, [arch.canonical(name) for name in checkpoint.tensors])
         keys = arch.metadata(config)
         tokenizer = vocab.read(directory, config, pre)
     _check_tensors(checkpoint, pieces, config)
     specs = [TensorSpec(name, x.shape, types.get("f32")) for name, x in generated.items()]
     specs += [TensorSpec(piece.name, piece.shape, _type_of(piece, chosen)) for piece in pieces]
     of_name = {piece.name: piece for piece in pieces}
-    made = Conversion(directory, arch, checkpoint, chosen, Metadata(), specs, of_name, generated)
+    made = Conversion(directory, arch, checkpoint, chosen, Metadata(), specs, of_name, generated, left_out)
     stated = {key: entry for key, entry in keys.items() if key.startswith("tokenizer.")}  # stronger than the files
     for key, (value, kind) in (_general(config, made) | keys | tokenizer | stated).items():
         made.metadata.set(key, value, kind)

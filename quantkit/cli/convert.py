@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli._shared import Json, Threads, gib, parse_size, print_json, table
+from quantkit.cli._shared import Json, Threads, gib, parse_size, print_json, print_left_out, table
 
 if TYPE_CHECKING:
     from quantkit.convert import Conversion
@@ -58,6 +58,7 @@ def convert(
         f"{gib(done.nbytes)}, {8 * done.nbytes / done.n_params:.3f} bits per weight, "
         f"tokenizer {record['tokenizer']}"
     )
+    print_left_out(done.left_out)
     if done.fallbacks:
         listed = ", ".join(done.fallbacks[:3]) + (", …" if done.fallbacks[3:] else "")
         print(
@@ -81,6 +82,7 @@ def _record(done: Conversion, seconds: float) -> dict[str, Any]:
         "bytes": done.nbytes,
         "types": {name: [counts[name], sizes[name]] for name in counts},
         "fallbacks": done.fallbacks,
+        "left_out": done.left_out,
         "tokenizer": f"{metadata['tokenizer.ggml.model']}/{metadata['tokenizer.ggml.pre']}",
         "paths": done.written,
         "seconds": seconds,

@@ -99,8 +99,11 @@ def tiny(directory: Path, dtype: str = "float32", arch: str = "llama", **config:
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.uniform_(0.5, 1.5)
-            elif parameter.ndim == 2:
-                parameter.normal_(0, parameter.shape[1] ** -0.5)
+            elif parameter.ndim >= 2:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("bias"):
+                buffer.uniform_(0, 0.3)
     model = model.to(getattr(torch, dtype))
     model.save_pretrained(directory)
     write_tokenizer(directory, byte_level(example["vocab_size"]), bos_token="<|begin|>", eos_token="<|end|>")

@@ -253,6 +253,20 @@ def test_a_run_with_other_options_takes_over_what_stays_the_same(
     assert left(tmp_path) == ["out.gguf"]
 
 
+def test_a_run_that_was_put_aside_is_taken_up_again(
+    model: Path, tmp_path: Path, encodings: Encodings, whole: bytes
+) -> None:
+    """After a command that was not meant."""
+    out = tmp_path / "out.gguf"
+    done = interrupt(encodings, 6, model, out)
+    interrupt(encodings, 3, model, out, target="Q8_0")
+    said: list[str] = []
+    assert len(encodings.of(lambda: make(model, out, say=said.append))) == COUNT - done
+    assert said == [f"resumed: {done} of {COUNT} tensors were done"]
+    assert out.read_bytes() == whole
+    assert left(tmp_path) == ["out.gguf"]
+
+
 def test_other_importance_is_never_passed_over(model: Path, tmp_path: Path, encodings: Encodings) -> None:
     out = tmp_path / "out.gguf"
     interrupt(encodings, 6, model, out, "", importance())
@@ -290,16 +304,19 @@ def kill_at_random_moments(tmp_path: Path, kills: int) -> list[int]:
 
     Asserts that what was noted is what is resumed, and the bytes; returns the numbers of done tensors met with.
     """
-    model, out = write_model(tmp_path / "big.gguf", count=24, rows=1024), tmp_path / "out.gguf"
-    command = [sys.executable, "-m", "quantkit", "quantize", str(model), str(out), "IQ3_K", "1", "--json"]
-    started = time.monotonic()
+    model, out = write_model(tmp_path / "big.gguf", count=24, rows=2048), tmp_path / "out.gguf"
+    command = [sys.executable, "-m", "quantkit", "quantize", str(model), str(out), "IQ4_NL", "1", "--json"]
     subprocess.run(command, check=True, capture_output=True)
-    seconds, whole = time.monotonic() - started, out.read_bytes()
+    whole = out.read_bytes()
     out.unlink()
     moments, met = random.Random(5), []
-    for _ in range(kills):
+    for number in range(kills):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(moments.uniform(0.1, 0.9) * seconds)
+        begun = moments.random() < 0.2 and number  # some moments are before anything is done
+        while not begun and process.poll() is None:
+            time.sleep(0.005)
+            begun = (tmp_path / "out.gguf.partial-job.journal").exists()
+        time.sleep(moments.uniform(0, 1))
         process.send_signal(signal.SIGKILL)
         if process.wait() != -signal.SIGKILL:
             assert out.read_bytes() == whole
@@ -318,7 +335,7 @@ def kill_at_random_moments(tmp_path: Path, kills: int) -> list[int]:
 
 
 def test_killed_and_gone_on_with(tmp_path: Path) -> None:
-    assert max(kill_at_random_moments(tmp_path, 2)) > 0
+    assert max(kill_at_random_moments(tmp_path, 2)) > 0  # each is half a second or so after it began to write
 
 
 @pytest.mark.full

@@ -57,6 +57,12 @@ def imatrix(
         str | None,
         typer.Option("--shares", metavar="N,N,…", help="How much each text weighs; default: by its length."),
     ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="Write texts through the model's chat template: .jsonl of messages, or paragraphs."
+        ),
+    ] = False,
     output: Output = Path("imatrix.dat"),
     ctx_size: Context = 512,
     chunks: ChunkLimit = None,
@@ -79,10 +85,12 @@ def imatrix(
 ) -> None:
     """Collect an importance matrix: what enters each column of each weight, in the mean square, over a text.
 
-    Of models with experts every expert has its own. --chunks, --from-chunk and the chunks saved after are counted in
-    each text. A run that was interrupted goes on where it was last saved, in OUTPUT.resume, when the same command is
-    given again, and ends with the same bytes. `quantkit imatrix show FILE` tells what a matrix holds and which experts
-    saw too little; `imatrix merge` makes one of several, `imatrix convert` gives it the other form.
+    Of models with experts every expert has its own. With --chat texts are conversations: of a .jsonl file one a line,
+    with "messages" of "role" and "content"; of other texts paragraphs in turn, user and assistant. --chunks,
+    --from-chunk and the chunks saved after are counted in each text. A run that was interrupted goes on where it was
+    last saved, in OUTPUT.resume, when the same command is given again, and ends with the same bytes. `quantkit imatrix
+    show FILE` tells what a matrix holds and which experts saw too little; `imatrix merge` makes one of several,
+    `imatrix convert` gives it the other form.
     """
     from quantkit.evaluate import imatrix as collecting
     from quantkit.evaluate.text import chunked
@@ -96,11 +104,11 @@ def imatrix(
     weights = _numbers("--shares", shares, len(texts))
     before = [files.read(path) for path in in_file or []]
     loaded = launch.open(model, numerics=numerics, threads=threads)
-    cuts = [chunked(loaded.tokenizer, text, ctx_size, chunks, from_chunk) for text in texts]
+    cuts = [chunked(loaded.tokenizer, text, ctx_size, chunks, from_chunk, chat) for text in texts]
     said = conditions(loaded, ctx_size, sum(map(len, cuts)), ", ".join(map(str, texts)))
     settings = {k: v for k, v in said.items() if k not in _NOT_THE_RESULT} | {
         "shares": weights, "chunk": from_chunk, "output": process_output, "ppl": not no_ppl, "batch": batch_size,
-        "each": [len(cut) for cut in cuts],
+        "chat": chat, "each": [len(cut) for cut in cuts],
     }  # fmt: skip
     run = collecting.fingerprint([*gguf.open(model).paths, *texts, *(in_file or [])], settings)
     keeper = _Keeper(output, run, cuts, weights, before, missing_experts, output_frequency, restart)

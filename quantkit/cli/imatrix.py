@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 FEW_TOKENS = 32  # the mean of so many squares of normal numbers is off by a quarter; as quantkit's lint has it
 
+_UNCOUNTED = ("note: a legacy importance matrix does not say what each expert saw, so neither does one that it is "
+              "part of; entries are weighed by their calls")  # fmt: skip
+
 Output = Annotated[
     Path, typer.Option("--output", "-o", help="The importance matrix: llama.cpp's GGUF form for .gguf, else legacy.")
 ]
@@ -103,6 +106,8 @@ def imatrix(
     files.check_policy(missing_experts)
     weights = _numbers("--shares", shares, len(texts))
     before = [files.read(path) for path in in_file or []]
+    if any(matrix.chunk_size == 0 for matrix in before):
+        print(_UNCOUNTED, file=sys.stderr)
     loaded = launch.open(model, numerics=numerics, threads=threads)
     cuts = [chunked(loaded.tokenizer, text, ctx_size, chunks, from_chunk, chat) for text in texts]
     said = conditions(loaded, ctx_size, sum(map(len, cuts)), ", ".join(map(str, texts)))
@@ -325,7 +330,10 @@ def merge(
     """
     from quantkit.files import imatrix as formats
 
-    merged = formats.merge([formats.read(path) for path in files], _numbers("--weights", weights, len(files)))
+    read = [formats.read(path) for path in files]
+    if formats.uncounted(read):
+        print(_UNCOUNTED, file=sys.stderr)
+    merged = formats.merge(read, _numbers("--weights", weights, len(files)))
     merged = formats.fill_missing(merged, missing_experts)
     formats.write(output, merged)
     print(f"{output}: {len(merged)} entries, {merged.chunks} chunks, of {len(files)} files")

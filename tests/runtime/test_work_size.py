@@ -53,7 +53,8 @@ def actual(path: Path, n_ctx: int, threads: int) -> int:
     [("qwen3", "q8_0"), ("moe", "q8_0")]
     + [
         pytest.param(which, kind, marks=pytest.mark.full)
-        for which, kind in (("tiny", "q8_0"), ("tiny", "iq4_k"), ("qwen3", "iq4_k"), ("tiny", "f16"), ("moe", "iq4_k"), ("moe", "f16"),
+        for which, kind in (("tiny", "q8_0"), ("tiny", "iq4_k"), ("qwen3", "iq4_k"),
+                            ("tiny", "f16"), ("moe", "iq4_k"), ("moe", "f16"),
                             ("smollm2_f16", "q8_0"), ("smollm2_f16", "q4_0"), ("smollm2_f16", "f16"))
     ],
 )  # fmt: skip

@@ -23,6 +23,7 @@ from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:
     from quantkit.budget import Budget
+    from quantkit.convert import Conversion
     from quantkit.files.gguf import GGUF
     from quantkit.files.imatrix import Imatrix
     from quantkit.recipe import Options, Plan, Recipe
@@ -253,17 +254,25 @@ def _numbers(flag: str, text: str | None) -> list[float]:
 
 @dataclass(frozen=True)
 class Model:
-    """What is planned: the tensors of a GGUF file, or those that follow from a config.json (`file` is None then)."""
+    """What is planned: the tensors of a GGUF file or a checkpoint, or of a config.json alone (`file` is None then)."""
 
     tensors: list[Any]
     metadata: Mapping[str, Any]
-    file: GGUF | None
+    file: GGUF | Conversion | None
 
 
-def open_source(path: Path) -> Model:
-    """A GGUF file, a checkpoint's directory or its config.json; of the latter two no weight is looked at."""
+def open_source(path: Path, weights: bool = False, pre: str | None = None) -> Model:
+    """A GGUF file, a checkpoint's directory or its config.json; of the latter two no weight is looked at.
+
+    With `weights` those of a directory are found, to be read as `convert` would write them; `pre` as of `convert`.
+    """
     from quantkit.recipe import from_config, is_config, read_config
 
+    if weights and path.is_dir():
+        from quantkit.convert import STORED, prepare
+
+        checkpoint = prepare(path, STORED, pre)
+        return Model(list(checkpoint.tensors.values()), checkpoint.metadata, checkpoint)
     if is_config(path):
         tensors, metadata = from_config(read_config(path), str(path))
         return Model(list(tensors), metadata, None)

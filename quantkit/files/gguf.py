@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 import re
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,11 @@ def open(path: str | os.PathLike[str]) -> GGUF:
             f"is {total}; one of them is of another file, or was cut otherwise"
         )
     return joined
+
+
+def open_parts(paths: Sequence[str | os.PathLike[str]]) -> GGUF:
+    """Some files of a set as if they were all, whichever others are missing."""
+    return GGUF(Path(paths[0]), [Shard(Path(path)) for path in paths])
 
 
 def _shard_paths(shard: Shard, count: int) -> list[Path]:

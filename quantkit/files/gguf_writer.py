@@ -125,6 +125,7 @@ class Writer(StreamWriter):
     shards           instead of limits the number of tensors of each shard, as `GGUF.shards` of another file
     numbered         name and mark a single file as shard 1 of 1, too
     durable          whether the files are synced before they appear, see stream.py
+    kept             whether the partial files stay when the block is left early, to be gone on with, see stream.py
     paths            final names: `path`, or PREFIX-00001-of-0000N.gguf for each of N > 1 shards (N >= 1 if numbered)
 
     Leaving the block completes the files; an exception in it, or tensors that are missing, remove what was written.
@@ -140,28 +141,52 @@ class Writer(StreamWriter):
         shards: Sequence[int] | None = None,
         durable: bool = True,
         numbered: bool = False,
+        kept: bool = False,
     ):
         path = Path(path)
-        self.specs = list(specs)
-        counts = self._counts(path, split_max_bytes, split_max_tensors, shards)
-        one_file = len(counts) == 1 and not numbered
-        paths = [path] if one_file else shard_names(path, len(counts))
-        headers = [_header(_bare(metadata), self.specs)] if one_file else _headers(metadata, self.specs, counts)
-        stops = np.cumsum(counts).tolist()
-        parts = [self.specs[stop - count : stop] for stop, count in zip(stops, counts)]
-        super().__init__(path, [_layout(*part) for part in zip(paths, headers, parts)], durable)
+        self.specs, self._numbered = list(specs), numbered
+        found = layouts(path, metadata, self.specs, split_max_bytes, split_max_tensors, shards, numbered)
+        super().__init__(path, found, durable, kept)
 
-    def _counts(
-        self, path: Path, max_bytes: int | None, max_tensors: int | None, shards: Sequence[int] | None
-    ) -> list[int]:
-        """The number of tensors of each file."""
-        if shards is None:
-            return partition([_padded(spec.nbytes) for spec in self.specs], max_bytes, max_tensors)
-        if max_bytes is not None or max_tensors is not None:
-            raise DataError(f"{path}: shards are given by their tensors or by a limit, not by both")
-        if sum(shards) != len(self.specs) or min(shards, default=-1) < 0:
-            raise DataError(f"{path}: shards of {sum(shards)} tensors in all for a file of {len(self.specs)}")
-        return list(shards)
+    def rewrite(self, metadata: Mapping[str, Any]) -> None:
+        """Put other metadata, of the same size, in the place of those that were given."""
+        counts = [len(layout.slots) for layout in self._layouts]
+        self.rewrite_headers(_headers(metadata, self.specs, counts, self._numbered))
+
+
+def layouts(
+    path: Path,
+    metadata: Mapping[str, Any],
+    specs: Sequence[TensorSpec],
+    max_bytes: int | None = None,
+    max_tensors: int | None = None,
+    shards: Sequence[int] | None = None,
+    numbered: bool = False,
+) -> list[Layout]:
+    """Every file that a Writer of the same arguments writes: its final name, its header, where its tensors go."""
+    counts = _counts(path, specs, max_bytes, max_tensors, shards)
+    paths = [path] if len(counts) == 1 and not numbered else shard_names(path, len(counts))
+    headers = _headers(metadata, specs, counts, numbered)
+    stops = np.cumsum(counts).tolist()
+    parts = [specs[stop - count : stop] for stop, count in zip(stops, counts)]
+    return [_layout(*part) for part in zip(paths, headers, parts)]
+
+
+def _counts(
+    path: Path,
+    specs: Sequence[TensorSpec],
+    max_bytes: int | None,
+    max_tensors: int | None,
+    shards: Sequence[int] | None,
+) -> list[int]:
+    """The number of tensors of each file."""
+    if shards is None:
+        return partition([_padded(spec.nbytes) for spec in specs], max_bytes, max_tensors)
+    if max_bytes is not None or max_tensors is not None:
+        raise DataError(f"{path}: shards are given by their tensors or by a limit, not by both")
+    if sum(shards) != len(specs) or min(shards, default=-1) < 0:
+        raise DataError(f"{path}: shards of {sum(shards)} tensors in all for a file of {len(specs)}")
+    return list(shards)
 
 
 # --------------------------------------------------------------------------------------------------------------- layout
@@ -198,8 +223,12 @@ def _bare(metadata: Mapping[str, Any]) -> Metadata:
     return common
 
 
-def _headers(metadata: Mapping[str, Any], specs: Sequence[TensorSpec], counts: Sequence[int]) -> list[bytes]:
-    """The header of every shard: all metadata in the first, the split keys in each."""
+def _headers(
+    metadata: Mapping[str, Any], specs: Sequence[TensorSpec], counts: Sequence[int], numbered: bool
+) -> list[bytes]:
+    """The header of every shard: all metadata in the first, the split keys in each; of one file that has none alone."""
+    if len(counts) == 1 and not numbered:
+        return [_header(_bare(metadata), specs)]
     headers, first = [], 0
     for number, count in enumerate(counts):
         own = _bare(metadata) if number == 0 else Metadata()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from quantkit import jit
 from quantkit.archs import blocks
 from quantkit.errors import DataError
 from quantkit.files.gguf import Tensor
@@ -41,15 +42,21 @@ def reduction(parts: Sequence[blocks.Block], given: Reduction | None, path: Path
     return given if share else None
 
 
-def route(part: blocks.Experts, logits: np.ndarray, given: Reduction | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Experts and weights of each token from router logits float32[tokens, count], which are overwritten."""
+def route(
+    part: blocks.Experts, logits: np.ndarray, given: Reduction | None = None, bias: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Experts and weights of each token from router logits float32[tokens, count], which are overwritten.
+
+    `bias` is what `part.choice_bias` names.
+    """
     least, share = given or (part.used, 0.0)
+    bias = jit.readonly(np.zeros(0, np.float32)) if bias is None else bias
     chosen = np.full((len(logits), part.used), -1, np.int64)
     weights = np.zeros((len(logits), part.used), np.float32)
     for token in range(len(logits)):
         reference.route(
-            logits[token], part.used, least, np.float32(share), part.normalise, np.float32(part.scale), chosen[token],
-            weights[token],
+            logits[token], bias, part.gating == "sigmoid", part.groups, part.groups_used, part.used, least,
+            np.float32(share), part.normalise, np.float32(part.scale), chosen[token], weights[token],
         )  # fmt: skip
     return chosen, weights
 

@@ -11,6 +11,7 @@ from quantkit import cli, types
 from quantkit.errors import DataError
 from quantkit.evaluate.bench import bytes_per_token
 from quantkit.files import gguf
+from quantkit.jit import readonly
 from quantkit.runtime.kernels import reference
 from quantkit.runtime.model import load
 from tests.runtime.conftest import random_model, rewrite
@@ -19,6 +20,7 @@ from tests.runtime.test_step import by_steps, changed, spread
 
 VOCAB, EMBD, FF, EXPERTS, USED = 320, 256, 256, 8, 3
 TOKENS = np.random.default_rng(4).integers(0, VOCAB, 59)
+NONE = readonly(np.zeros(0, np.float32))
 ALL = {"qwen3moe.expert_used_count": (EXPERTS, "u32")}
 
 
@@ -84,7 +86,9 @@ def test_routing_is_the_plain_formula(
         kept = [e for rank, e in enumerate(order) if rank < least or p[e] > share * p[order[0]]]
         wanted = p[kept] / (p[kept].sum() if normalise else 1) * 2.5
         chosen, weights = np.full(used, -7, np.int64), np.zeros(used, np.float32)
-        count = reference.route(logits, used, least, np.float32(share), normalise, np.float32(2.5), chosen, weights)
+        count = reference.route(
+            logits, NONE, False, 1, 1, used, least, np.float32(share), normalise, np.float32(2.5), chosen, weights
+        )
         assert list(chosen[:count]) == kept
         np.testing.assert_allclose(weights[:count], wanted, rtol=1e-5)
 
@@ -93,7 +97,7 @@ def test_routing_is_the_plain_formula(
 def test_routing_of_what_is_not_finite_is_within_bounds_and_shows(bad: float) -> None:
     logits = np.array([1, bad, 2, 3], np.float32)
     chosen, weights = np.full(3, -7, np.int64), np.zeros(3, np.float32)
-    count = reference.route(logits, 3, 3, np.float32(0), True, np.float32(1), chosen, weights)
+    count = reference.route(logits, NONE, False, 1, 1, 3, 3, np.float32(0), True, np.float32(1), chosen, weights)
     assert count == 3
     assert sorted(set(chosen)) == sorted(chosen)
     assert set(chosen) <= {0, 1, 2, 3}
@@ -102,7 +106,9 @@ def test_routing_of_what_is_not_finite_is_within_bounds_and_shows(bad: float) ->
 
 def test_equal_probabilities_take_the_first() -> None:
     chosen, weights = np.zeros(2, np.int64), np.zeros(2, np.float32)
-    reference.route(np.zeros(5, np.float32), 2, 2, np.float32(0), True, np.float32(1), chosen, weights)
+    reference.route(
+        np.zeros(5, np.float32), NONE, False, 1, 1, 2, 2, np.float32(0), True, np.float32(1), chosen, weights
+    )
     assert list(chosen) == [0, 1]
     assert list(weights) == [0.5, 0.5]
 

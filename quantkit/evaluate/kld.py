@@ -25,6 +25,7 @@ from quantkit import jit
 from quantkit.errors import DataError
 from quantkit.evaluate import bounded
 from quantkit.evaluate.perplexity import evaluate_chunks, first_largest, log_total
+from quantkit.evaluate.statistics import at_share
 from quantkit.evaluate.text import DEFAULT_BATCH, with_bos
 from quantkit.files.kld import BaseReader, BaseWriter, EncodedRows, scored_rows
 from quantkit.files.qkld import BoundedReader, BoundedRows, BoundedWriter, is_bounded
@@ -101,14 +102,6 @@ def mean_error(x: np.ndarray) -> float:
 def mean_covariance(x: np.ndarray, y: np.ndarray) -> float:
     """Covariance of the two means; 0 for fewer than ten values."""
     return float(np.mean(x * y) - x.mean() * y.mean()) / (x.size - 1) if x.size >= 10 else 0.0
-
-
-def percentile(ordered: np.ndarray, fraction: float) -> float:
-    """Linear interpolation in sorted values."""
-    x = fraction * (ordered.size - 1)
-    k = int(x)
-    above = ordered[min(k + 1, ordered.size - 1)]
-    return float((1 - (x - k)) * ordered[k] + (x - k) * above)
 
 
 @dataclass(frozen=True)
@@ -265,7 +258,7 @@ def summary(d: Divergence) -> dict[str, float]:
     for name, estimate in figures.items():
         found |= {name: estimate.value, f"{name}_error": estimate.error}
     percentiles = {"kld_median": 0.5, "kld_p90": 0.9, "kld_p95": 0.95, "kld_p99": 0.99, "kld_p999": 0.999, "kld_max": 1}
-    return found | {name: percentile(kld, f) for name, f in percentiles.items()}
+    return found | {name: at_share(kld, f) for name, f in percentiles.items()}
 
 
 CHUNK_HEADER = (
@@ -304,17 +297,17 @@ def report(d: Divergence) -> str:
         f"Mean    KLD: {d.mean_kld.value:10.6f} ± {d.mean_kld.error:10.6f}",
         *([f"Bound of KLD: {d.bound:9.6f} (an exact base gives a mean within this)"] if d.low is not None else []),
         f"Maximum KLD: {kld[-1]:10.6f}",
-        *(f"{100 * f:4.1f}%   KLD: {percentile(kld, f):10.6f}" for f in (0.999, 0.99, 0.95, 0.9)),
-        f"Median  KLD: {percentile(kld, 0.5):10.6f}",
-        *(f"{100 * f:4.1f}%   KLD: {percentile(kld, f):10.6f}" for f in (0.1, 0.05, 0.01, 0.001)),
+        *(f"{100 * f:4.1f}%   KLD: {at_share(kld, f):10.6f}" for f in (0.999, 0.99, 0.95, 0.9)),
+        f"Median  KLD: {at_share(kld, 0.5):10.6f}",
+        *(f"{100 * f:4.1f}%   KLD: {at_share(kld, f):10.6f}" for f in (0.1, 0.05, 0.01, 0.001)),
         f"Minimum KLD: {kld[0]:10.6f}",
         "",
         "====== Token probability statistics ======",
         f"Mean    Δp: {100 * d.mean_dp.value:6.3f} ± {100 * d.mean_dp.error:5.3f} %",
         f"Maximum Δp: {dp[-1]:6.3f}%",
-        *(f"{100 * f:4.1f}%   Δp: {percentile(dp, f):6.3f}%" for f in (0.999, 0.99, 0.95, 0.9, 0.75)),
-        f"Median  Δp: {percentile(dp, 0.5):6.3f}%",
-        *(f"{100 * f:4.1f}%   Δp: {percentile(dp, f):6.3f}%" for f in (0.25, 0.1, 0.05, 0.01, 0.001)),
+        *(f"{100 * f:4.1f}%   Δp: {at_share(dp, f):6.3f}%" for f in (0.999, 0.99, 0.95, 0.9, 0.75)),
+        f"Median  Δp: {at_share(dp, 0.5):6.3f}%",
+        *(f"{100 * f:4.1f}%   Δp: {at_share(dp, f):6.3f}%" for f in (0.25, 0.1, 0.05, 0.01, 0.001)),
         f"Minimum Δp: {dp[0]:6.3f}%",
         f"RMS Δp    : {100 * d.rms_dp.value:6.3f} ± {100 * d.rms_dp.error:5.3f} %",
         f"Same top p: {100 * d.top_agreement.value:6.3f} ± {100 * d.top_agreement.error:5.3f} %",

@@ -46,12 +46,18 @@ def seconds(run: Callable[[], None], repeat: int) -> float:
     return float(np.median(found))
 
 
-def vector(kind: types.QuantType, data: np.ndarray, n: int, repeat: int) -> float:
-    product = table.product(kind)
-    assert product is not None
+def prepared(n: int) -> np.ndarray:
+    """A vector as the products read it."""
     buffer = np.zeros(activations.activation_bytes(n), np.uint8)
     buffer[: 4 * n].view(np.float32)[:] = np.random.default_rng(1).standard_normal(n)
     _quantize(buffer.ctypes.data, n)
+    return buffer
+
+
+def vector(kind: types.QuantType, data: np.ndarray, n: int, repeat: int) -> float:
+    product = table.product(kind)
+    assert product is not None
+    buffer = prepared(n)
     out = np.zeros(len(data), np.float32)
     run = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 6)(product.address)
     arguments = data.ctypes.data, n, 0, len(data), buffer.ctypes.data, out.ctypes.data

@@ -185,8 +185,8 @@ def main() -> None:
     importance = data.importance(options.seed, options.n)
     timed = data.rows("gaussian", options.seed, options.time_rows, options.n, model)
     print(f"{options.rows} x {options.n} float32, seed {options.seed}, effort {options.effort}, {jit.isa()}")
-    print(f"ours / reference; times of {options.time_rows} rows, {options.threads} thread(s), median of {options.repeat}; "
-          "in brackets our Melements/s")  # fmt: skip
+    how = f"{options.threads} thread(s), median of {options.repeat}"
+    print(f"ours / reference; times of {options.time_rows} rows, {how}; in brackets our Melements/s")
     heads = [f"{label:>7s}" for label in ("gauss", "t(4)", "rotated", "outlier") * 2]
     print(" ".join([f"{'type':10s}", *heads, "  plain | time none          time imp         | decode"]))
     results: dict[str, Any] = {}

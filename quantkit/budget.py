@@ -3,7 +3,8 @@
     found = budget({t.name: t for t in plan.tensors}, metadata, flags, Cache(32768), vram=[24 * GIB], ram=128 * GIB)
     found.loads, found.warnings, found.fits
 
-Buffers of intermediate results are not computed: they depend on the program that runs the model. Of each GPU's memory
+Buffers of intermediate results are those of quantkit's own run on the CPU (runtime/work_size.py), counted where all of
+the model is there and a context is known. On GPUs they depend on the program that runs the model: of each one's memory
 `margin` bytes are left for them, 1 GiB by default as the reference's --fit-margin has it.
 """
 
@@ -14,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from quantkit import types
+from quantkit import jit, types
 from quantkit.errors import DataError, UnknownNameError
 from quantkit.recipe.layers import expand
 from quantkit.recipe.patterns import Advice, advice
-from quantkit.runtime import cache_size
+from quantkit.runtime import cache_size, work_size
 from quantkit.runtime.placement import CPU, Flags, Placement, located, without_kernels
 from quantkit.types import QuantType
 
@@ -58,7 +59,8 @@ class Cache:
 
 @dataclass(frozen=True)
 class Load:
-    """What one device holds, in bytes, of what it has (`limit`, None where nobody said) less the `margin`."""
+    """What one device holds, in bytes, of what it has (`limit`, None where nobody said) less the `margin`; `buffers` of
+    intermediate results are 0 where they are not known."""
 
     device: str
     tensors: int
@@ -66,18 +68,19 @@ class Load:
     cache: int
     limit: int | None
     margin: int
+    buffers: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.cache
+        return self.weights + self.cache + self.buffers
 
     @property
     def left(self) -> int | None:
         return None if self.limit is None else self.limit - self.margin - self.total
 
     def to_json(self) -> dict[str, Any]:
-        found = {name: getattr(self, name) for name in ("device", "tensors", "weights", "cache", "limit", "margin")}
-        return found | {"total": self.total, "left": self.left}
+        names = ("device", "tensors", "weights", "cache", "buffers", "limit", "margin")
+        return {name: getattr(self, name) for name in names} | {"total": self.total, "left": self.left}
 
 
 @dataclass(frozen=True)
@@ -119,9 +122,10 @@ def budget(
     vram: Sequence[int] = (),
     ram: int | None = None,
     margin: int = GIB,
+    threads: int | None = None,
 ) -> Budget:
     """The load of every device under the placement flags. `vram` has one entry a GPU; without any, and without flags,
-    all is on the CPU."""
+    all is on the CPU. `threads` are those that a run on the CPU would have, None for as many as there are here."""
     if not vram and flags == Flags():
         flags = Flags(0)
     placement = located(tensors, flags, metadata, len(vram) or 1)
@@ -135,13 +139,17 @@ def budget(
     for layer, size in enumerate(cache.of_layers(metadata) if cache else ()):
         device = placement.of_layer.get(layer, CPU).name
         caches[device] = caches.get(device, 0) + size
+    only_cpu, threads = set(counts) <= {CPU.name}, threads or jit.default_threads()
+    buffers = (work_size.work_bytes(tensors, metadata, cache.n_ctx, threads) if cache and only_cpu else 0) or 0
     limits = {CPU.name: ram} | {f"CUDA{i}": size for i, size in enumerate(vram)}
     loads = tuple(
         Load(device, counts.get(device, 0), weights.get(device, 0), caches.get(device, 0), limits.get(device),
-             0 if device == CPU.name else margin)
+             0 if device == CPU.name else margin, buffers if device == CPU.name else 0)
         for device in sorted({*weights, *caches, *limits}, key=lambda name: (name != CPU.name, len(name), name))
     )  # fmt: skip
     warnings, notes = _warnings(placement, tensors, loads), _notes(placement, metadata, cache)
+    if buffers:
+        notes.append(f"buffers of a run by quantkit in batches of {work_size.BATCH} tokens, {threads} threads")
     return Budget(loads, placement, cache, tuple(warnings), tuple(notes))
 
 

@@ -6,7 +6,11 @@
 Order of the tensors: rope factors, embedding, the layers by number (within one: attention, then feed-forward), output
 norm, output. Types: `outtype`, except that norms, biases and everything of one dimension are f32, and rows that do not
 fit q8_0's blocks of 32 are f16. "auto" is the dtype of the first matrix in bf16 or f16, and f16 for a checkpoint that
-is all float32.
+is all float32; "stored" is the same with f32 for those. Matrices of codes and scales, FP8 and MXFP4, count as bf16:
+their float32 products are rounded to the nearest, of two equally near ones to the even one.
+
+A `Conversion` is also what `quantize` takes in place of an open GGUF: its tensors give, some rows at a time, the bytes
+that the converted file would hold.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,19 +32,55 @@ from quantkit.archs import Arch, vocab
 from quantkit.archs.tensors import Piece, ReadRows
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.files.gguf import Metadata, TensorSpec, Writer
-from quantkit.files.mapping import release
 from quantkit.files.pipeline import Job, pump, row_ranges
 from quantkit.files.safetensors import Checkpoint, CheckpointTensor, open_checkpoint
+from quantkit.files.safetensors_scaled import FP8, ScaledTensor, unscaled
 from quantkit.types import QuantType, check_finite
 
 OUTTYPES = ("auto", "bf16", "f16", "f32", "q8_0")
+STORED = "stored"  # the outtype that loses nothing
 QUANTIZATION_VERSION = 2
-_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"} | dict.fromkeys((*FP8, "MXFP4"), "bf16")
+
+Stored = CheckpointTensor | ScaledTensor
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A tensor as the converted file would hold it, made of a checkpoint's when it is asked for.
+
+    It has what a `files.gguf.Tensor` has of these names; `path` is the checkpoint's file. `piece` is None of one that
+    follows from config.json, whose values are `x`.
+    """
+
+    spec: TensorSpec
+    path: Path
+    piece: Piece | None
+    sources: Sequence[Stored]
+    x: np.ndarray | None = None
+
+    name = property(lambda self: self.spec.name)
+    shape = property(lambda self: self.spec.shape)
+    type = property(lambda self: self.spec.type)
+    nbytes = property(lambda self: self.spec.nbytes)
+    n_rows = property(lambda self: self.spec.n_rows)
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """uint8[stop - start, row_bytes]. DataError naming the checkpoint's tensor for what the type cannot hold."""
+        if self.piece is None:
+            assert self.x is not None
+            return self.type.quantize(self.x.reshape(-1, self.shape[-1])[start:stop], threads=1)
+        if len(self.shape) == 1:  # whose rows are its elements, for transforms
+            start, stop = 0, self.shape[0]
+        return _encode(self.spec, self.piece, self.sources, start, stop).reshape(-1, self.spec.row_bytes)
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion writes: `specs` in order, each made by the piece of the same name or taken from `generated`."""
+    """What a conversion writes: `specs` in order, each made by the piece of the same name or taken from `generated`.
+
+    `paths` and `tensors` are what an open GGUF calls so: the files read and, by name, what can be read of them.
+    """
 
     source: Path
     arch: Arch
@@ -50,7 +90,27 @@ class Conversion:
     specs: list[TensorSpec]
     pieces: dict[str, Piece]
     generated: dict[str, np.ndarray]
-    paths: list[Path] = field(default_factory=list)  # of the files written; empty before
+    left_out: dict[str, list[str]] = field(default_factory=dict)  # tensors of the checkpoint, by what they are
+    written: list[Path] = field(default_factory=list)  # the files; empty before
+
+    @property
+    def path(self) -> Path:
+        return self.source
+
+    @property
+    def paths(self) -> list[Path]:
+        return self.checkpoint.paths
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, Converted]:
+        return {spec.name: self._converted(spec) for spec in self.specs}
+
+    def _converted(self, spec: TensorSpec) -> Converted:
+        if spec.name in self.generated:
+            return Converted(spec, self.source / "config.json", None, (), self.generated[spec.name])
+        piece = self.pieces[spec.name]
+        sources = [self.checkpoint.tensors[name] for name in piece.sources]
+        return Converted(spec, sources[0].path, piece, sources)
 
     @property
     def nbytes(self) -> int:
@@ -68,15 +128,9 @@ class Conversion:
 
     def jobs(self) -> Iterator[Job]:
         """The output's bytes in order, in pieces of bounded size."""
-        for spec in self.specs:
-            if spec.name in self.generated:
-                x = self.generated[spec.name].reshape(1, -1)
-                yield spec.name, functools.partial(spec.type.quantize, x, threads=1)
-                continue
-            piece = self.pieces[spec.name]
-            sources = [self.checkpoint.tensors[name] for name in piece.sources]
-            for start, stop in _ranges(spec, piece):
-                yield spec.name, functools.partial(_encode, spec, piece, sources, start, stop)
+        for name, tensor in self.tensors.items():
+            ranges = [(0, tensor.n_rows)] if tensor.piece is None else _ranges(tensor.spec, tensor.piece)
+            yield from ((name, functools.partial(tensor.rows, start, stop)) for start, stop in ranges)
 
 
 def convert(
@@ -100,29 +154,34 @@ def convert(
     if not dry_run:
         with Writer(out, conversion.metadata, conversion.specs, split_max_bytes) as writer:
             pump(conversion.jobs(), writer.write, conversion.nbytes, threads=threads, progress=progress)
-            conversion.paths.extend(writer.paths)
+            conversion.written.extend(writer.paths)
     return conversion
 
 
 def prepare(source: str | os.PathLike[str], outtype: str = "auto", pre: str | None = None) -> Conversion:
-    """Read configuration, tokenizer and tensor names of a checkpoint and decide what its GGUF holds."""
+    """Read configuration, tokenizer and tensor names of a checkpoint and decide what its GGUF holds.
+
+    `outtype` is one of OUTTYPES, or STORED: that of the checkpoint.
+    """
     directory = Path(source)
-    if outtype not in OUTTYPES:
+    if outtype not in (*OUTTYPES, STORED):
         raise UnknownNameError("outtype", outtype, OUTTYPES)
     config = _read_config(directory)
     arch = archs.from_hf(config)
-    checkpoint = open_checkpoint(directory)
-    chosen = types.get(_automatic(checkpoint) if outtype == "auto" else outtype)
+    checkpoint = unscaled(open_checkpoint(directory), config)
+    automatic = {"auto": "f16", STORED: "f32"}  # for those that are all float32
+    chosen = types.get(_automatic(checkpoint, automatic[outtype]) if outtype in automatic else outtype)
     with _naming(directory):
         pieces = arch.to_gguf(config, {name: tensor.shape for name, tensor in checkpoint.tensors.items()})
         generated = arch.generated(config)
+        left_out = arch.left_out(config, [arch.canonical(name) for name in checkpoint.tensors])
         keys = arch.metadata(config)
         tokenizer = vocab.read(directory, config, pre)
     _check_tensors(checkpoint, pieces, config)
     specs = [TensorSpec(name, x.shape, types.get("f32")) for name, x in generated.items()]
     specs += [TensorSpec(piece.name, piece.shape, _type_of(piece, chosen)) for piece in pieces]
     of_name = {piece.name: piece for piece in pieces}
-    made = Conversion(directory, arch, checkpoint, chosen, Metadata(), specs, of_name, generated)
+    made = Conversion(directory, arch, checkpoint, chosen, Metadata(), specs, of_name, generated, left_out)
     stated = {key: entry for key, entry in keys.items() if key.startswith("tokenizer.")}  # stronger than the files
     for key, (value, kind) in (_general(config, made) | keys | tokenizer | stated).items():
         made.metadata.set(key, value, kind)
@@ -140,18 +199,13 @@ def _read_config(directory: Path) -> dict[str, Any]:
         raise FormatError(
             f"{directory / 'config.json'} is missing; `convert` wants a Hugging Face checkpoint directory"
         )
-    method = (config.get("quantization_config") or {}).get("quant_method")
-    if method:
-        raise UnsupportedError(
-            f"{directory}: the checkpoint is quantized already ({method}); convert one in bf16, f16 or f32"
-        )
     return config
 
 
-def _automatic(checkpoint: Checkpoint) -> str:
-    """The name of the first 16-bit dtype that a matrix has; "f16" where all are float32."""
+def _automatic(checkpoint: Checkpoint, otherwise: str) -> str:
+    """The name of the first 16-bit dtype that a matrix has or is read as."""
     matrices = [_DTYPES.get(tensor.dtype) for tensor in checkpoint.tensors.values() if len(tensor.shape) >= 2]
-    return next((name for name in matrices if name in ("bf16", "f16")), None) or "f16"
+    return next((name for name in matrices if name in ("bf16", "f16")), None) or otherwise
 
 
 def _type_of(piece: Piece, outtype: QuantType) -> QuantType:
@@ -176,7 +230,8 @@ def _check_tensors(checkpoint: Checkpoint, pieces: list[Piece], config: Mapping[
             tensor = checkpoint.tensors[name]
             if tensor.dtype not in _DTYPES:
                 raise UnsupportedError(
-                    f"{tensor.path}: tensor {name} is {tensor.dtype}; `convert` reads F32, F16 and BF16 weights"
+                    f"{tensor.path}: tensor {name} is {tensor.dtype}; `convert` reads F32, F16 and BF16 weights, and "
+                    "FP8 where config.json has a quantization_config"
                 )
         if piece.name == "token_embd.weight" and piece.shape[0] != config["vocab_size"]:
             raise FormatError(
@@ -188,23 +243,24 @@ def _check_tensors(checkpoint: Checkpoint, pieces: list[Piece], config: Mapping[
 # ------------------------------------------------------------------------------------------------------------- the data
 
 
-def _reader(tensor: CheckpointTensor, raw: bool) -> ReadRows:
+def _reader(tensor: Stored, raw: bool) -> ReadRows:
     """Rows of a stored tensor: uint8 as they lie in the file, or float32. Those of a vector are its elements."""
     if len(tensor.shape) <= 1:
         count = math.prod(tensor.shape)
-        whole = tensor.raw() if raw else tensor.rows(0, 1)
+        whole = tensor.raw() if raw and isinstance(tensor, CheckpointTensor) else tensor.rows(0, 1)
         return lambda start, stop: whole.reshape(count, -1)[start:stop]
-    stored = tensor.raw().reshape(tensor.n_rows, -1)
-    if raw:
-        return lambda start, stop: stored[start:stop]
+    return functools.partial(_stored_rows if raw else _values, tensor)
 
-    def rows(start: int, stop: int) -> np.ndarray:
-        x = tensor.rows(start, stop)
-        if not np.may_share_memory(x, stored):  # float32 is a view; what is done with it comes later
-            release(stored[start:stop])
-        return x
 
-    return rows
+def _stored_rows(tensor: Stored, start: int, stop: int) -> np.ndarray:
+    assert isinstance(tensor, CheckpointTensor)
+    return tensor.raw().reshape(tensor.n_rows, -1)[start:stop]
+
+
+def _values(tensor: Stored, start: int, stop: int) -> np.ndarray:
+    x = tensor.rows(start, stop)
+    tensor.forget(start, stop)
+    return x
 
 
 def _ranges(spec: TensorSpec, piece: Piece) -> Iterator[tuple[int, int]]:
@@ -217,9 +273,9 @@ def _ranges(spec: TensorSpec, piece: Piece) -> Iterator[tuple[int, int]]:
         yield from ((first + start, first + stop) for start, stop in row_ranges((each, spec.shape[-1]), 1))
 
 
-def _encode(spec: TensorSpec, piece: Piece, sources: list[CheckpointTensor], start: int, stop: int) -> np.ndarray:
+def _encode(spec: TensorSpec, piece: Piece, sources: Sequence[Stored], start: int, stop: int) -> np.ndarray:
     """Rows `start` to `stop` of an output tensor, as bytes. Bits that need no change are only looked at."""
-    same = piece.transform.keeps_bits and all(_DTYPES[tensor.dtype] == spec.type.name for tensor in sources)
+    same = piece.transform.keeps_bits and all(tensor.dtype.lower() == spec.type.name for tensor in sources)
     data = piece.transform.rows([_reader(tensor, same) for tensor in sources], start, stop)
     n = spec.shape[-1]
     try:

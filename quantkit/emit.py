@@ -323,7 +323,7 @@ class Emit:
     # --------------------------------------------------------------------------------------- products of small integers
 
     def dot4(self, total: Value, a: Value, b: Value, largest: int = 255) -> Value:
-        """total[i] + sum over j of a[4i+j] * b[4i+j], a bytes 0..largest, b signed bytes -127..127, total int32.
+        """total[i] + sum over j of a[4i+j] * b[4i+j], a bytes 0..largest, b signed bytes, total int32.
 
         One vpdpbusd where there is one. vpmaddubsw adds two products in 16 bits, which holds them up to
         `largest` = 127; otherwise bytes are widened first.

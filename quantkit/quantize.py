@@ -4,33 +4,35 @@
 
 Each piece is decoded and encoded by one thread; several are in flight, and what they give is written in order. So
 memory is bounded by a constant a thread, tensors of all sizes keep all threads busy, and the bytes do not depend on how
-many there are. The output appears under its final name when it is complete.
+many there are. The output appears under its final name when it is complete; what a run that ended early has done is
+gone on with (jobs.py), and the output carries what it was made of (provenance.py).
 """
 
 from __future__ import annotations
 
-import math
+import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from quantkit import __version__
+from quantkit import __version__, jobs
 from quantkit.errors import DataError, QuantkitError
+from quantkit.files import provenance
 from quantkit.files.atomic import refuse_inputs
-from quantkit.files.gguf import GGUF, Metadata, Tensor, TensorSpec, Writer
+from quantkit.files.gguf import Metadata, TensorSpec, Writer
+from quantkit.files.gguf_writer import layouts
 from quantkit.files.imatrix import Imatrix
 from quantkit.files.mapping import release
-from quantkit.files.pipeline import pump
+from quantkit.files.pipeline import Job, pump
 from quantkit.recipe import Plan, PlannedTensor
 from quantkit.recipe.interleaving import FILE_TYPE_BEFORE, rename_repacked
 from quantkit.types import check_finite, effort_level
 from quantkit.types.interleave import Interleaved
 
-PIECE_ELEMENTS = 1 << 19  # 2 MiB of float32: stays in a core's cache from decoding to encoding
 QUANTIZATION_VERSION = 2
 # Scales are f16 and never larger than the largest weight, so below this no encoding can run out of range.
 _SAFE_MAGNITUDE = 30000.0
@@ -66,14 +68,40 @@ class Override:
 
 @dataclass(frozen=True)
 class Written:
-    """What a run wrote: the files and their bytes, header and padding included."""
+    """What a run wrote: the files and their bytes, header and padding included.
+
+    Of its tensors so many were `resumed`, done by a run that ended early, and `reused`, copied from an older file.
+    """
 
     paths: list[Path]
     size: int
+    tensors: int
+    resumed: int
+    reused: int
+
+
+class SourceTensor(provenance.Rows, Protocol):
+    """A tensor, rows of which are bytes of the type that the plan has for its source."""
+
+    @property
+    def path(self) -> Path: ...
+
+
+class Source(Protocol):
+    """What is quantized: an open GGUF, or a checkpoint as a `convert.Conversion`, which gives the bytes of one."""
+
+    @property
+    def metadata(self) -> Metadata: ...
+
+    @property
+    def paths(self) -> Sequence[Path]: ...
+
+    @property
+    def tensors(self) -> Mapping[str, SourceTensor]: ...
 
 
 def quantize(
-    source: GGUF,
+    source: Source,
     out: str | os.PathLike[str],
     plan: Plan,
     *,
@@ -87,6 +115,10 @@ def quantize(
     split_max_tensors: int | None = None,
     keep_split: bool = False,
     progress: bool = False,
+    fresh: bool = False,
+    old: jobs.Old | None = None,
+    partial_requant: bool = False,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Written:
     """Write `source` to `out` with every tensor in the type that `plan` gives it.
 
@@ -94,22 +126,121 @@ def quantize(
     `hide_imatrix` says only that there was one. `effort`
     ("fast", "normal", "best") is what the encoders' search may cost; a file remembers it where it is not normal.
     `keep_split` makes the shards of the source.
-    Raises DataError naming file, tensor, row and column for values that are not finite; then nothing is left of `out`.
+
+    A run that ended early is gone on with, unless `fresh`. Tensors that would become what they are in `old`, or with
+    `partial_requant` in the output that is there, are copied from it. `say` is told how many.
+    Raises DataError naming file, tensor, row and column for values that are not finite. Then, as after an interrupt,
+    nothing new stands under the final name, and the tensors that were done wait beside it (`jobs.unfinished`).
     """
     effort_level(effort)
     plan.require_codecs()
+    out = Path(out)
     metadata = output_metadata(source.metadata, plan, imatrix, imatrix_file, overrides, effort, hide_imatrix)
+    job = jobs.Job(out, source.paths, _wanted(plan, imatrix, effort))
+    if carries := plan.file_type.number is not None:
+        _set_records(metadata, job.wanted.values(), hide_imatrix)
     specs = [TensorSpec(t.name, t.shape, t.type) for t in plan.tensors]
-    shards = source.shards if keep_split else None
-    with Writer(out, metadata, specs, split_max_bytes, split_max_tensors, shards) as writer:
-        refuse_inputs(writer.paths, source.paths)
-        jobs = ((piece.planned.name, piece.encode) for piece in _pieces(source, plan, imatrix, effort))
-        pump(jobs, writer.write, plan.bytes_after, threads=threads, progress=progress)
+    limits = (split_max_bytes, split_max_tensors, _shards(source) if keep_split else None)
+    job.layouts = layouts(out, metadata, specs, *limits)
+    refuse_inputs([layout.path for layout in job.layouts], source.paths)
+    job.find(_about(metadata, source), fresh)
+    if partial_requant and (there := [layout.path for layout in job.layouts if layout.path.exists()]):
+        old = jobs.open_parts(there)
+    with Writer(out, metadata, specs, *limits, kept=True) as writer:
+        try:
+            for line in job.check(source.tensors, plan.tensors, old, threads=threads, progress=progress):
+                say(line)
+            job.start(writer)
+            run = _Run(source, plan, imatrix, effort, job)
+            pump(run.pieces(), functools.partial(run.write, writer), run.nbytes, threads=threads, progress=progress)
+            job.close()
+            if carries:
+                _set_records(metadata, run.records(), hide_imatrix)
+                writer.rewrite(metadata)
+        except BaseException:
+            writer.kept = job.give_up()
+            raise
         paths = writer.paths
-    return Written(paths, sum(path.stat().st_size for path in paths))
+    job.end()
+    size = sum(path.stat().st_size for path in paths)
+    return Written(paths, size, len(plan.tensors), len(job.resumed), len(job.reused))
+
+
+def _shards(source: Source) -> list[int]:
+    shards = getattr(source, "shards", None)
+    if shards is None:
+        raise QuantkitError(f"{source.paths[0]}: a checkpoint has no shards of a GGUF to keep; use --split-max-size")
+    return shards
 
 
 # ----------------------------------------------------------------------------------------------------------- the pieces
+
+
+class _Run:
+    """What is to be made, in pieces, and the records of what was."""
+
+    def __init__(self, source: Source, plan: Plan, imatrix: Imatrix | None, effort: str, job: jobs.Job):
+        self._source, self._plan, self._imatrix, self._effort, self._job = source, plan, imatrix, effort, job
+        self._records: dict[str, provenance.Record] = dict(job.done)
+        self._begun: dict[str, _Begun] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are still to be written."""
+        return sum(t.bytes_after for t in self._plan.tensors if t.name not in self._job.done)
+
+    def records(self) -> list[provenance.Record]:
+        return [self._records[t.name] for t in self._plan.tensors]
+
+    def write(self, writer: Writer, name: str, data: np.ndarray) -> None:
+        """Write the next piece of a tensor; after its last one, note what it was made of."""
+        writer.write(name, data)
+        begun = self._begun[name]
+        begun.left -= 1
+        if not begun.left:
+            del self._begun[name]
+            taken = self._job.taken.get(name)
+            self._records[name] = taken[1] if taken else begun.record(self._job.wanted[name])
+            self._job.finish(self._records[name])
+
+    def pieces(self) -> Iterator[Job]:
+        """All pieces that are not done, in the order of the output."""
+        for planned in self._plan.tensors:
+            name = planned.name
+            if name in self._job.done:
+                continue
+            ranges = list(provenance.row_pieces(planned.shape))
+            begun = self._begun[name] = _Begun(planned, len(ranges))
+            if name in self._job.taken:
+                where = self._job.taken[name][0]
+                yield from ((name, functools.partial(where.rows, start, stop)) for start, stop in ranges)
+                continue
+            for number, (start, stop) in enumerate(ranges):
+                yield name, self._piece(planned, begun, number, start, stop).encode
+
+    def _piece(self, planned: PlannedTensor, begun: _Begun, number: int, start: int, stop: int) -> _Piece:
+        importance = None
+        if self._imatrix is not None and planned.importance is not None:
+            matrix = start // planned.shape[-2] if len(planned.shape) > 1 else 0
+            importance = self._imatrix[planned.importance].columns(planned.shape[-1])[matrix]
+        # Floats that are kept, norms above all, are looked at: a NaN in them spoils the model as surely as any other.
+        same_bits = planned.copied or planned.relaid
+        verbatim = same_bits and (self._plan.file_type.default is None or planned.source.name not in _FLOATS)
+        tensor = self._source.tensors[planned.name]
+        return _Piece(planned, tensor, start, stop, importance, self._effort, verbatim, begun, number)
+
+
+class _Begun:
+    """A tensor that is being made: how many pieces are left to be written, the hashes of all, before and after."""
+
+    def __init__(self, planned: PlannedTensor, pieces: int):
+        self.planned = planned
+        self.left = pieces
+        self.source, self.data = [b""] * pieces, [b""] * pieces
+
+    def record(self, wanted: provenance.Record) -> provenance.Record:
+        source = provenance.of_pieces(self.planned.source.name, self.source)
+        return replace(wanted, source=source, data=provenance.of_pieces(self.planned.type.name, self.data))
 
 
 @dataclass(frozen=True)
@@ -117,17 +248,22 @@ class _Piece:
     """Rows `start` to `stop` of a tensor, all of one matrix of it; of `verbatim` ones the values are not looked at."""
 
     planned: PlannedTensor
-    tensor: Tensor
+    tensor: SourceTensor
     start: int
     stop: int
     importance: np.ndarray | None
     effort: str
     verbatim: bool
+    begun: _Begun
+    number: int
 
     def encode(self) -> np.ndarray:
         """The rows in the planned type: uint8[rows, row_bytes]."""
         data = self.tensor.rows(self.start, self.stop)
+        read = provenance.of_piece(data)  # while it is in the cache, or brings it there
         made = self._made(data)
+        self.begun.source[self.number] = read
+        self.begun.data[self.number] = read if made is data else provenance.of_piece(made)
         if made is not data:  # which is still to be written
             release(data)
         return made
@@ -174,25 +310,36 @@ class _Piece:
             )
 
 
-def _pieces(source: GGUF, plan: Plan, imatrix: Imatrix | None, effort: str) -> Iterator[_Piece]:
-    """All pieces of the output, in its order."""
+# -------------------------------------------------------------------------------------------------- what it was made of
+
+
+def _wanted(plan: Plan, imatrix: Imatrix | None, effort: str) -> dict[str, provenance.Record]:
+    """What each tensor will be made of, as far as that is known before anything is read."""
+    found = {}
     for planned in plan.tensors:
-        tensor = source.tensors[planned.name]
-        rows = planned.shape[-2] if len(planned.shape) > 1 else 1
-        columns = planned.shape[-1]
-        weights = None
-        if imatrix is not None and planned.importance is not None:
-            weights = imatrix[planned.importance].columns(columns)
-        # Floats that are kept, norms above all, are looked at: a NaN in them spoils the model as surely as any other.
-        same_bits = planned.copied or planned.relaid
-        verbatim = same_bits and (plan.file_type.default is None or planned.source.name not in _FLOATS)
-        group = math.lcm(planned.source.interleave, planned.type.interleave)
-        step = max(1, PIECE_ELEMENTS // columns // group) * group
-        for matrix in range(math.prod(planned.shape[:-2])):
-            importance = None if weights is None else weights[matrix]
-            for start in range(matrix * rows, (matrix + 1) * rows, step):
-                stop = min(start + step, (matrix + 1) * rows)
-                yield _Piece(planned, tensor, start, stop, importance, effort, verbatim)
+        importance, codec = provenance.NONE, provenance.COPY
+        if not planned.copied and not planned.relaid:
+            codec = provenance.codec(planned.type.name, effort)
+            if imatrix is not None and planned.importance is not None and planned.type.uses_imatrix:
+                importance = provenance.of_importance(imatrix[planned.importance].values)
+        found[planned.name] = provenance.unknown(planned.name, planned.type.name, importance, codec)
+    return found
+
+
+def _set_records(metadata: Metadata, records: Iterable[provenance.Record], hidden: bool) -> None:
+    """The keys of provenance; they take as many bytes whether the hashes are known yet or not."""
+    listed = list(records)
+    metadata.set(provenance.SOURCE, provenance.of_sources(listed), "str")
+    metadata.set(provenance.TENSORS, [str(record.hidden() if hidden else record) for record in listed], "str")
+
+
+def _about(metadata: Metadata, source: Source) -> dict[str, str]:
+    """What a job is made with, for telling it from another."""
+    keys = {
+        "file type": "general.file_type", "recipe": "quantkit.recipe", "version of quantkit": "quantkit.version",
+        "effort": "quantkit.effort", "importance matrix": provenance.IMATRIX,
+    }  # fmt: skip
+    return {"input": str(source.paths[0])} | {name: str(metadata.get(key, "")) for name, key in keys.items()}
 
 
 # ------------------------------------------------------------------------------------------------ metadata and the rest
@@ -214,12 +361,15 @@ def output_metadata(
         _apply(made, override)
     if imatrix is not None:
         entries, chunks = (0, 0) if hide_imatrix else (len(imatrix), imatrix.chunks)
-        for key, text in (("file", imatrix_file), ("dataset", imatrix.dataset)):
+        for key, text in (("file", imatrix_file), ("dataset", imatrix.described)):
             made.set(f"quantize.imatrix.{key}", _HIDDEN if hide_imatrix else _short(text), "str")
         made.set("quantize.imatrix.entries_count", entries, "i32")
         if imatrix.chunks > 0:
             made.set("quantize.imatrix.chunks_count", chunks, "i32")
-    if plan.file_type.number is not None:  # a copy keeps the recipe it was made by
+    if plan.file_type.number is not None:  # a copy keeps the recipe it was made by, and of what
+        made.pop(provenance.IMATRIX, None)  # the input's
+        if imatrix is not None and not hide_imatrix:
+            made.set(provenance.IMATRIX, provenance.of_imatrix(imatrix), "str")
         made.set("quantkit.recipe", plan.text(), "str")
         made.set("quantkit.version", __version__, "str")
         made.pop("quantkit.effort", None)  # the input's

@@ -14,14 +14,32 @@ import pytest
 import quantkit
 from quantkit import archs, recipe
 from quantkit.convert import convert, prepare
-from quantkit.errors import DataError
+from quantkit.errors import DataError, UnsupportedError
 from quantkit.files import gguf
 from quantkit.quantize import quantize
 from tests.archs.checkpoints import tiny
 
 TOKENS = np.random.default_rng(3).integers(2, 320, (2, 256))
 OTHERS: dict[str, dict[str, Any]] = {
+    "deepseek2": {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 96,
+        "num_attention_heads": 6, "num_key_value_heads": 6, "num_hidden_layers": 5, "q_lora_rank": 80,
+        "kv_lora_rank": 32, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": 12,
+        "num_experts_per_tok": 4, "n_shared_experts": 2, "first_k_dense_replace": 2, "routed_scaling_factor": 1.0,
+        "norm_topk_prob": False, "scoring_func": "softmax", "topk_method": "greedy",
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "mscale": 0.707,
+                         "mscale_all_dim": 0.707, "beta_fast": 32.0, "beta_slow": 1.0},
+    },
     "llama": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 3},
+    "glm4moe": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 4,
+        "partial_rotary_factor": 0.25, "head_dim": 64, "n_routed_experts": 12, "num_experts_per_tok": 4,
+        "n_shared_experts": 2, "first_k_dense_replace": 2, "use_qk_norm": True,
+    },
+    "qwen2": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 3,
+        "intermediate_size": 160, "tie_word_embeddings": True,
+    },
     "qwen3": {
         "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 3, "head_dim": 64,
         "tie_word_embeddings": True,
@@ -58,20 +76,78 @@ def test_logits_of_transformers_and_the_reference(tmp_path: Path, arch: str, oth
     libllama = pytest.importorskip("tests.conformance.libllama")
     with libllama.Llama(tmp_path / "m.gguf", n_ctx=256, threads=1) as llama:
         theirs = log_probabilities(llama.logits(TOKENS[0]))
-    assert np.abs(theirs - wanted[0]).max() < 0.05  # its cache is f16
+    worst = np.abs(theirs - wanted[0]).max(1)  # its cache is f16, after which a near tie of experts may turn
+    assert np.quantile(worst, 0.98 if ours.hparams.n_expert else 1) < 0.05
+
+
+GROUPS = {"n_group": 4, "topk_group": 2}
+V2 = OTHERS["deepseek2"]
 
 
 @pytest.mark.parametrize(
-    ("arch", "change"), [("qwen3", {"attention_bias": True}), ("qwen3moe", {"norm_topk_prob": False})]
-)
+    ("arch", "change"),
+    [("qwen3", {"attention_bias": True}), ("qwen3moe", {"norm_topk_prob": False}), ("deepseek2", GROUPS),
+     ("glm4moe", GROUPS | {"attention_bias": False, "tie_word_embeddings": True}),
+     ("deepseek2", V2 | GROUPS | {"topk_method": "group_limited_greedy", "num_hidden_layers": 3}),
+     ("deepseek2", V2 | {"q_lora_rank": None, "num_hidden_layers": 3, "attention_bias": True})],
+)  # fmt: skip
 def test_what_the_reference_does_not_know(tmp_path: Path, arch: str, change: dict[str, Any]) -> None:
-    """Wheel 0.1.5 does not load qwen3 with biases, and always divides the weights of qwen3moe by their sum."""
+    """Wheel 0.1.5 does not load qwen3 with biases, and always divides the weights of qwen3moe by their sum.
+
+    Of deepseek2 it chooses among all experts whatever the groups, and takes queries without a latent for 26, 27 or 48
+    layers only.
+    """
     torch = pytest.importorskip("torch")
     model = tiny(tmp_path / "hf", arch=arch, **change)
     convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
     with torch.no_grad():
         wanted = log_probabilities(model(torch.tensor(TOKENS[:1])).logits.numpy()[0])
     assert np.abs(log_probabilities(quantkit.load(tmp_path / "m.gguf").logits(TOKENS[0])) - wanted).max() < 2e-3
+
+
+@pytest.mark.parametrize("layout", ["all", "joint", "split"])
+def test_latents_absorbed_or_not_give_the_same(tmp_path: Path, layout: str) -> None:
+    """-mla 0 to 3 of each layout of a file, prompt and step by step: only what is cached differs."""
+    pytest.importorskip("torch")
+    tiny(tmp_path / "hf", arch="deepseek2")
+    convert(tmp_path / "hf", tmp_path / "all.gguf", "f32")
+    path = in_layout(tmp_path / "all.gguf", layout)
+    wanted = quantkit.load(tmp_path / "all.gguf", mla=0).logits(TOKENS[0])
+    for mla in (0, 1, 2, 3):
+        model = quantkit.load(path, mla=mla)
+        cache = model.new_cache(256)
+        assert cache.nbytes == 256 * 3 * 4 * (96 if mla else 4 * (64 + 32))
+        parts = [model.forward(part, cache) for part in (TOKENS[0][:140], TOKENS[0][140:141], TOKENS[0][141:])]
+        assert np.abs(np.concatenate(parts) - wanted).max() < 1e-3
+        assert np.abs(quantkit.load(path, mla=mla, attention_mib=1).logits(TOKENS[0]) - wanted).max() < 1e-3
+        rounded = log_probabilities(quantkit.load(path, mla=mla, cache_type="q8_0").logits(TOKENS[0]))
+        assert np.abs(np.exp(rounded) - np.exp(log_probabilities(wanted))).mean() < 1e-3
+    with pytest.raises(UnsupportedError, match="heads of 96 elements cannot be rotated"):
+        quantkit.load(path, cache_type="q8_0 khad")
+
+
+def in_layout(path: Path, layout: str) -> Path:
+    """The file without what a layout does not have; "split" with upstream's keys and shapes."""
+    source, out = gguf.open(path), path.with_name(f"{layout}.gguf")
+    kept = [t for t in source.tensors.values() if t.name.split(".")[-2] not in LEFT_OUT[layout]]
+    metadata = gguf.Metadata()
+    for key in source.metadata:
+        metadata.set(key, source.metadata[key], source.metadata.kind(key))
+    specs = []
+    for t in kept:
+        stacked = layout == "split" and t.name.split(".")[-2] in ("attn_k_b", "attn_v_b")
+        specs.append(gguf.TensorSpec(t.name, (4, t.shape[0] // 4, t.shape[1]) if stacked else t.shape, t.type))
+    if layout == "split":
+        sizes = {"head_count_kv": 1, "key_length": 96, "value_length": 64, "key_length_mla": 64, "value_length_mla": 32}
+        for key, value in sizes.items():
+            metadata.set(f"deepseek2.attention.{key}", value, "u32")
+    with gguf.Writer(out, metadata, specs) as writer:
+        for t in kept:
+            writer.write(t.name, t.data)
+    return out
+
+
+LEFT_OUT = {"all": (), "joint": ("attn_k_b", "attn_v_b"), "split": ("attn_kv_b",)}
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "IQ4_K", "Q4_K_M"])

@@ -23,7 +23,11 @@ def of(text: str = "", **more: object) -> Budget:
 def test_all_is_on_the_cpu_where_nothing_is_said_of_gpus() -> None:
     found = of(cache=Cache(1024), ram=64 * GIB)
     assert [load.device for load in found.loads] == ["CPU"]
-    assert found.loads[0].total == PLAN.bytes_after + 48 * 1024 * 2 * 4 * 128 * 2
+    load = found.loads[0]
+    assert (load.weights, load.cache) == (PLAN.bytes_after, 48 * 1024 * 2 * 4 * 128 * 2)
+    assert load.total == load.weights + load.cache + load.buffers
+    assert 50 << 20 < load.buffers < 200 << 20  # prompts of 512 tokens through 8 experts of 768 columns each
+    assert any("buffers of a run by quantkit" in note for note in found.notes)
     assert found.loads[0].margin == 0
     assert found.fits
     assert of().fits is None

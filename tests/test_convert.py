@@ -17,13 +17,14 @@ import pytest
 
 import quantkit
 from quantkit import archs, types
+from quantkit.cli import main
 from quantkit.convert import convert, prepare
 from quantkit.errors import DataError, FormatError, QuantkitError, UnknownNameError, UnsupportedError
 from quantkit.export import export
 from quantkit.files.gguf import GGUF
 from quantkit.files.gguf import open as open_gguf
 from quantkit.files.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
-from tests.archs.checkpoints import tiny
+from tests.archs.checkpoints import as_fp8, tiny
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}  # fmt: skip
@@ -232,8 +233,8 @@ def test_rows_that_do_not_fit_become_f16(tmp_path: Path) -> None:
 def test_shards_and_threads_do_not_change_the_data(checkpoint: Path, tmp_path: Path) -> None:
     convert(checkpoint, tmp_path / "one.gguf", "q8_0", threads=1)
     done = convert(checkpoint, tmp_path / "many.gguf", "q8_0", split_max_bytes=40_000, threads=3)
-    assert len(done.paths) > 1
-    assert data(open_gguf(done.paths[0])) == data(open_gguf(tmp_path / "one.gguf"))
+    assert len(done.written) > 1
+    assert data(open_gguf(done.written[0])) == data(open_gguf(tmp_path / "one.gguf"))
 
 
 def test_small_pieces_make_the_same_file(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +247,7 @@ def test_small_pieces_make_the_same_file(checkpoint: Path, tmp_path: Path, monke
 def test_dry_run_writes_nothing(checkpoint: Path, tmp_path: Path) -> None:
     done = convert(checkpoint, tmp_path / "m.gguf", dry_run=True)
     assert done.n_params == sum(int(np.prod(spec.shape)) for spec in done.specs)
-    assert done.paths == []
+    assert done.written == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -282,7 +283,7 @@ def edit(source: Path, target: Path, **config: Any) -> Path:
     ("change", "error", "message"),
     [
         ({"architectures": ["FooForCausalLM"]}, UnsupportedError, "FooForCausalLM is not an architecture"),
-        ({"quantization_config": {"quant_method": "fp8"}}, UnsupportedError, r"quantized already \(fp8\)"),
+        ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedError, r"quantized already \(gptq\)"),
         ({"num_hidden_layers": 3}, FormatError, r"lacks 9 tensor\(s\): model\.layers\.2\."),
         ({"num_hidden_layers": 1}, UnsupportedError, r"9 tensor\(s\) .* not known .* model\.layers\.1\."),
         ({"vocab_size": 400}, FormatError, "has 320 rows, config.json a vocab_size of 400"),
@@ -364,3 +365,66 @@ def test_commands(checkpoint: Path, tmp_path: Path) -> None:
     failed = run("convert", tmp_path / "none", out)
     assert failed.returncode == 1
     assert failed.stderr.startswith("error: ")
+
+
+# ---------------------------------------------------------------------------------------------------- codes and scales
+
+
+@pytest.fixture
+def fp8(tmp_path: Path, rng: np.random.Generator) -> Path:
+    """Experts and attention in FP8, blocks of 32 x 64."""
+    tiny(tmp_path / "bf16", "bfloat16", "qwen3moe", hidden_size=128, moe_intermediate_size=96)
+    return as_fp8(tmp_path / "bf16", tmp_path / "fp8", rng, (32, 64))
+
+
+def test_fp8_becomes_what_torch_makes_of_it(fp8: Path, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    stored = open_checkpoint(fp8).tensors
+    convert(fp8, tmp_path / "m.gguf")
+    made = open_gguf(tmp_path / "m.gguf")
+    assert made.metadata["general.file_type"] == types.get("bf16").file_type
+    for i in range(6):
+        name = f"model.layers.1.mlp.experts.{i}.down_proj.weight"
+        codes, scales = (torch.from_numpy(stored[n].raw().copy()) for n in (name, f"{name}_scale_inv"))
+        values = codes.view(torch.float8_e4m3fn).reshape(128, 96).float()
+        grid = scales.view(torch.float32).reshape(4, 2).repeat_interleave(32, 0).repeat_interleave(64, 1)[:, :96]
+        expected = (values * grid).bfloat16().view(torch.uint8).numpy()
+        np.testing.assert_array_equal(
+            made.tensors["blk.1.ffn_down_exps.weight"].data[i * 128 : i * 128 + 128], expected
+        )
+
+
+@pytest.mark.parametrize("target", ["Q4_K_M", "COPY", "Q8_0"])
+def test_straight_from_a_checkpoint_or_by_a_detour(fp8: Path, tmp_path: Path, target: str) -> None:
+    """The same file, whichever way: mixes, rules, interleaving, rows that fall back."""
+    convert(fp8, tmp_path / "bf16.gguf")
+    flags = [target, "--custom-q", "attn_q=iq4_nl_r4,down_exps=q6_0", "2"] if target != "COPY" else [target]
+    for source, out in ((fp8, "straight.gguf"), (tmp_path / "bf16.gguf", "detour.gguf")):
+        assert main(["quantize", str(source), str(tmp_path / out), *flags]) == 0
+    straight, detour = ((tmp_path / name).read_bytes() for name in ("straight.gguf", "detour.gguf"))
+    name = [
+        key["general.name"] for key in (open_gguf(tmp_path / f"{way}.gguf").metadata for way in ("straight", "detour"))
+    ]
+    assert name == ["fp8", "fp8"]
+    assert straight == detour
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_other_checkpoints_are_read_as_they_are(tmp_path: Path, dtype: str) -> None:
+    """Also of float32, which `convert` would round; a plan of the bare config.json is the plan that is carried out."""
+    tiny(tmp_path / "hf", dtype)
+    out = tmp_path / "m.gguf"
+    assert main(["quantize", str(tmp_path / "hf"), str(out), "Q8_0", "--pure", "--leave-output-tensor"]) == 0
+    made, stored = open_gguf(out).tensors, open_checkpoint(tmp_path / "hf").tensors
+    x = stored["model.layers.1.mlp.down_proj.weight"].dequantize()
+    np.testing.assert_array_equal(made["blk.1.ffn_down.weight"].data, types.get("q8_0").quantize(x))
+    np.testing.assert_array_equal(made["output.weight"].dequantize(), stored["lm_head.weight"].dequantize())
+
+
+def test_what_quantize_needs_of_a_checkpoint(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+    assert main(["quantize", str(checkpoint / "config.json"), str(tmp_path / "m.gguf"), "Q8_0"]) == 1
+    assert "there are no weights in it" in capsys.readouterr().err
+    assert main(["quantize", str(checkpoint), str(tmp_path / "m.gguf"), "Q8_0", "--keep-split"]) == 1
+    assert "--split-max-size" in capsys.readouterr().err
+    assert main(["quantize", str(checkpoint), str(checkpoint / "model.safetensors"), "Q8_0"]) == 1
+    assert "this is the input" in capsys.readouterr().err

@@ -21,6 +21,7 @@ from quantkit.cli import main
 from quantkit.errors import DataError, QuantkitError, UnknownNameError, UnsupportedError
 from quantkit.files import imatrix
 from quantkit.files.gguf import Metadata, TensorSpec, Writer
+from quantkit.jobs import unfinished
 from quantkit.quantize import Override, quantize
 
 ROWS, COLUMNS, EXPERTS = 48, 256, 3
@@ -72,17 +73,15 @@ def importance(rng: np.random.Generator) -> imatrix.Imatrix:
 # ------------------------------------------------------------------------------------------------------------ the bytes
 
 
-def test_every_tensor_is_what_its_type_makes_of_it(model: Path, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_every_tensor_is_what_its_type_makes_of_it(
+    model: Path, tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Experts with their own slice of importance, chunks of odd sizes, an interleaved type."""
     matrix = importance(rng)
     file, plan = made_of(model, "Q8_0", "attn_q=q8_0_r8,exps=iq4_nl", matrix)
     out = tmp_path / "out.gguf"
-    loop_pieces = loop.PIECE_ELEMENTS
-    try:
-        loop.PIECE_ELEMENTS = 11 * COLUMNS  # 11 rows, cut to 8 where rows are interleaved
-        written = quantize(file, out, plan, imatrix=matrix, threads=2)
-    finally:
-        loop.PIECE_ELEMENTS = loop_pieces
+    monkeypatch.setattr("quantkit.files.provenance.PIECE_ELEMENTS", 11 * COLUMNS)  # 16 rows, the fewest
+    written = quantize(file, out, plan, imatrix=matrix, threads=2)
     back = quantkit.open(out)
     assert written.paths == [out]
     assert written.size == out.stat().st_size
@@ -106,7 +105,7 @@ def test_every_tensor_is_what_its_type_makes_of_it(model: Path, tmp_path: Path, 
 def test_the_same_bytes_for_any_thread_count(
     model: Path, tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "PIECE_ELEMENTS", 5 * COLUMNS)
+    monkeypatch.setattr("quantkit.files.provenance.PIECE_ELEMENTS", 5 * COLUMNS)
     contents = set()
     for threads in (1, 2, 5):
         file, plan = made_of(model, target, pure=True)
@@ -230,7 +229,15 @@ def test_values_that_are_not_finite(tmp_path: Path, rng: np.random.Generator, va
     with pytest.raises(DataError) as error:
         quantize(file, tmp_path / "out.gguf", plan, threads=2)
     assert f"{bad}: blk.0.ffn_up_exps.weight: row {ROWS + 7}, column 19 is {value}" in str(error.value)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.gguf"]
+    assert not (tmp_path / "out.gguf").exists()
+    assert unfinished(tmp_path / "out.gguf") == (2, 4)
+    x[1, 7, 19] = 0
+    write_model(bad, np.random.default_rng(7), ffn_up_exps=x)
+    file, plan = made_of(bad, target)
+    said: list[str] = []
+    written = quantize(file, tmp_path / "out.gguf", plan, say=said.append)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.gguf", "out.gguf"]
+    assert said == [f"resumed: {written.resumed} of 4 tensors were done"]
 
 
 @pytest.mark.parametrize(("target", "large"), [("F16", 1e5), ("Q8_0", 3e7), ("Q4_0", 3e6)])

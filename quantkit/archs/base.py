@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from quantkit.archs.blocks import Block, Head, HParams, Norm
 from quantkit.archs.shapes import Listed, Sizes, listed
-from quantkit.archs.tensors import Piece, Rule, Shape, join_name, missing, pieces, split_name
+from quantkit.archs.tensors import Piece, Rule, Shape, fill_name, missing, pieces, split_name
 from quantkit.errors import FormatError, UnsupportedError
 
 Entries = dict[str, tuple[Any, str]]
@@ -80,6 +80,7 @@ class Arch(ABC):
     model_type: ClassVar[str]  # config.json "model_type" of that first name
     rules: ClassVar[tuple[Rule, ...]]
     ties_by_default: ClassVar[bool] = False  # what transformers assumes where config.json has no tie_word_embeddings
+    own_sizes: ClassVar[Mapping[str, Callable[[Sizes], int]]] = {}  # numbers that mean something else here, see shapes
     EXAMPLE: ClassVar[dict[str, Any]]  # a tiny config.json
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -111,23 +112,35 @@ class Arch(ABC):
     def tensors(self, config: Config) -> list[Listed]:
         """The tensors that the checkpoint of a config.json becomes, in the order they are written.
 
-        By default those that the rules require, with biases where config.json has attention_bias or mlp_bias.
+        By default those that the rules require, with the biases that `has_bias` tells.
         """
         keys = {key: value for key, (value, _) in self.metadata(config).items()}
-        sizes = Sizes(self.name, {f"{self.name}.vocab_size": vocab_size(config)} | keys)
+        sizes = Sizes(self.name, {f"{self.name}.vocab_size": vocab_size(config)} | keys, self.own_sizes)
+        hp = self.hparams(dict(sizes.metadata))
         tied = is_tied(config, self.ties_by_default)
-        rules = [rule for rule in self.rules if rule.required or (rule.gguf == "output" and not tied)]
+        rules = [rule for rule in self.rules_of(config) if rule.required or (rule.gguf == "output" and not tied)]
         of_layers = [rule for rule in rules if ".N." in rule.gguf]
         first = rules.index(of_layers[0])
-        names = [f"{rule.gguf}.weight" for rule in rules[:first]]
-        for i in range(sizes.n_layer):
-            for rule in of_layers:
-                names.append(join_name(rule.gguf, i, "weight"))
-                if rule.bias and config.get("mlp_bias" if ".ffn_" in rule.gguf else "attention_bias"):
-                    names.append(join_name(rule.gguf, i, "bias"))
-        names += [f"{rule.gguf}.weight" for rule in rules[first:] if rule not in of_layers]
+        names = [rule.names("gguf")[0] for rule in rules[:first]]
+        for i in range(hp.n_layer):
+            for rule in (rule for rule in of_layers if rule.is_needed(hp, i)):
+                known = rule.names("gguf")
+                names += [fill_name(name, i) for name in known[: 2 if self.has_bias(rule, config) else 1]]
+        names += [rule.names("gguf")[0] for rule in rules[first:] if rule not in of_layers]
         generated = [Listed(name, x.shape, True) for name, x in self.generated(config).items()]
         return generated + listed(names, sizes)
+
+    def rules_of(self, config: Config) -> tuple[Rule, ...]:
+        """The rules, with what config.json says of tensors that only some models have."""
+        return self.rules
+
+    def has_bias(self, rule: Rule, config: Config) -> bool:
+        """Whether what a rule names comes with a bias where it may: config.json's attention_bias or mlp_bias."""
+        return bool(config.get("mlp_bias" if ".ffn_" in rule.gguf else "attention_bias"))
+
+    def left_out(self, config: Config, names: Collection[str]) -> dict[str, list[str]]:
+        """Tensors of a checkpoint that its GGUF does not get, by what they are; the names as the rules spell them."""
+        return {}
 
     def canonical(self, name: str) -> str:
         """A checkpoint's name for a tensor as the rules spell it; checkpoints of bare models leave out `model.`."""
@@ -140,6 +153,9 @@ class Arch(ABC):
         out where the config ties it to the embedding, as transformers ignores it there.
         """
         stored = {self.canonical(name): name for name in shapes if not IGNORED.search(name)}
+        for names in self.left_out(config, stored).values():
+            for name in names:
+                del stored[name]
         if is_tied(config, self.ties_by_default):
             stored.pop("lm_head.weight", None)
         elif "lm_head.weight" not in stored:
@@ -148,18 +164,21 @@ class Arch(ABC):
                 "a shard is missing or config.json is wrong"
             )
         hparams = self.hparams({key: value for key, (value, _) in self.metadata(config).items()})
-        found = pieces(self.rules, {name: shapes[stored[name]] for name in stored}, hparams, to_gguf=True)
-        self._check(stored, found, hparams, "checkpoint", to_gguf=True)
+        rules = self.rules_of(config)
+        found = pieces(rules, {name: shapes[stored[name]] for name in stored}, hparams, to_gguf=True)
+        self._check(rules, stored, found, hparams, "checkpoint")
         return [replace(piece, sources=tuple(stored[source] for source in piece.sources)) for piece in found]
 
     def to_hf(self, hparams: HParams, shapes: Mapping[str, Shape]) -> list[Piece]:
         """The checkpoint tensors that a GGUF's tensors make."""
         kept = {name: shape for name, shape in shapes.items() if not self.rebuilt(name)}
         found = pieces(self.rules, kept, hparams, to_gguf=False)
-        self._check(kept, found, hparams, "GGUF", to_gguf=False)
+        self._check(self.rules, kept, found, hparams, "GGUF")
         return found
 
-    def _check(self, names: Collection[str], found: list[Piece], hp: HParams, kind: str, *, to_gguf: bool) -> None:
+    def _check(
+        self, rules: tuple[Rule, ...], names: Collection[str], found: list[Piece], hp: HParams, kind: str
+    ) -> None:
         n_layer = hp.n_layer
         known = {source for piece in found for source in piece.sources if (split_name(source)[1] or 0) < n_layer}
         if unknown := sorted(set(names) - known):
@@ -169,7 +188,7 @@ class Arch(ABC):
                 f"{', '.join(unknown[:5])}{', …' if len(unknown) > 5 else ''}; "
                 f"the model is a variant that quantkit does not handle (add a rule to quantkit/archs/{self.name}.py)"
             )
-        if absent := missing(self.rules, names, n_layer, to_gguf=to_gguf, n_expert=hp.n_expert):
+        if absent := missing(rules, names, hp, to_gguf=kind != "GGUF"):
             raise FormatError(
                 f"this {kind} of {n_layer} layers lacks {len(absent)} tensor(s): {', '.join(absent[:5])}"
                 f"{', …' if len(absent) > 5 else ''}; a shard is missing or the file is incomplete"
@@ -229,6 +248,23 @@ def refuse(config: Config, key: str, accepted: Collection[Any]) -> None:
         raise UnsupportedError(
             f"config.json: {key} = {value!r} is not supported by quantkit; accepted: {', '.join(map(repr, accepted))}"
         )
+
+
+def further_count(config: Config) -> int:
+    """Layers after the main ones that predict further tokens."""
+    return config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
+
+
+def further_layers(config: Config, names: Collection[str]) -> dict[str, list[str]]:
+    """Tensors of the layers after the main ones, that predict further tokens: what `Arch.left_out` gives."""
+    n_layer = need(config, "num_hidden_layers")
+    extra = further_count(config)
+    found: dict[str, list[str]] = {}
+    for name in names:
+        layer = split_name(name)[1]
+        if layer is not None and n_layer <= layer < n_layer + extra:
+            found.setdefault(f"layer {layer}, which predicts the next token but {layer - n_layer + 1}", []).append(name)
+    return found
 
 
 def rope_parameters(config: Config) -> dict[str, Any]:

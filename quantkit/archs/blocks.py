@@ -73,6 +73,45 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention: x + out(attention) where all heads share one latent of a token's key and value.
+
+    With y = norm(x): q = q(q_a_norm(q_a(y))), or q(y) without q_a; of each head `nope` elements, then rope.dim that
+    rope turns. [c, r] = kv_a(y); c float32[kv_lora] is normed, r float32[rope.dim] turned. Keys of head h are
+    [k_h c, r], its values v_h c, where k_h [nope, kv_lora] and v_h [head_dim_v, kv_lora] are rows of kv_b
+    [heads * (nope + head_dim_v), kv_lora], and k_b [heads * kv_lora, nope] (k_h transposed) and v_b
+    [heads * head_dim_v, kv_lora], which may have three dimensions. At least kv_b, or k_b and v_b, are there.
+    """
+
+    norm: Norm
+    q_a: Linear | None
+    q_a_norm: Norm | None
+    q: Linear
+    kv_a: Linear
+    kv_a_norm: Norm
+    kv_b: Linear | None
+    k_b: Linear | None
+    v_b: Linear | None
+    out: Linear
+    heads: int
+    q_lora: int
+    kv_lora: int
+    nope: int
+    head_dim_v: int
+    scale: float  # of the scores, before softmax
+    rope: Rope
+
+    @property
+    def head_dim_k(self) -> int:
+        return self.nope + self.rope.dim
+
+    @property
+    def latent(self) -> int:
+        """Elements of a token's c and r."""
+        return self.kv_lora + self.rope.dim
+
+
+@dataclass(frozen=True)
 class FeedForward:
     """x + down(act(gate(y)) * up(y)) with y = norm(x)."""
 
@@ -81,12 +120,19 @@ class FeedForward:
     up: Linear
     down: Linear
     activation: str = "swiglu"  # act is x * sigmoid(x)
+    ff: int | None = None  # rows of gate and up; None: the model's n_ff
 
 
 @dataclass(frozen=True)
 class Experts:
     """x + sum over e of w_e * down_e(act(gate_e(y)) * up_e(y)) with y = norm(x), e being the `used` of `count` experts
-    with the largest p = softmax(router(y)). w_e = p_e, divided by the sum over those e with `normalise`, times `scale`.
+    with the largest p = gating(router(y)), softmax over all or sigmoid of each. w_e = p_e, divided by the sum over
+    those e with `normalise`, times `scale`.
+
+    choice_bias   tensor float32[count] that is added to p where experts are chosen, not in w
+    groups        experts are chosen from the `groups_used` best of so many groups of neighbours: those whose best
+                  expert, with choice_bias whose best two together, have the largest p
+    shared        a feed-forward that all tokens pass as well, with the same y
 
     gate, up: weights [count, ff, n_embd]; down: [count, n_embd, ff].
     """
@@ -102,9 +148,14 @@ class Experts:
     normalise: bool
     scale: float = 1.0
     activation: str = "swiglu"
+    gating: str = "softmax"
+    choice_bias: str | None = None
+    groups: int = 1
+    groups_used: int = 1
+    shared: FeedForward | None = None
 
 
-Part = Attention | FeedForward | Experts
+Part = Attention | LatentAttention | FeedForward | Experts
 
 
 @dataclass(frozen=True)
@@ -143,7 +194,19 @@ class HParams:
     n_expert_used: int = 0
     n_ff_expert: int = 0
     normalises: bool = True  # weights of the experts used are divided by their sum
+    n_ff_shared: int = 0  # of the experts that all tokens pass, together
+    n_leading_dense: int = 0  # layers before the first one with experts
+    n_expert_groups: int = 1
+    n_expert_groups_used: int = 1
+    expert_scale: float = 1.0
+    gating: str = "softmax"  # or "sigmoid"
+    has_choice_bias: bool = False  # see Experts
     tensors: frozenset[str] = frozenset()  # names in the file: says which optional ones there are
+
+    @property
+    def has_own_head_dim(self) -> bool:
+        """The heads together are not as wide as the model."""
+        return self.head_dim_k * self.n_head != self.n_embd
 
     @property
     def rope_dim(self) -> int:

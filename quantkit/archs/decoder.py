@@ -11,22 +11,30 @@ import numpy as np
 
 from quantkit.archs import rope
 from quantkit.archs.base import Arch, Config, Entries, Keys, need, refuse, rope_parameters, shortest
-from quantkit.archs.blocks import Attention, Block, FeedForward, HParams, Part
+from quantkit.archs.blocks import Attention, Block, FeedForward, HParams, LatentAttention, Part
 from quantkit.errors import UnsupportedError
 
 
 class Decoder(Arch):
     rope_style: ClassVar[str]  # "norm" or "neox", see blocks.Rope
+    turned: ClassVar[float | None] = None  # which part of a head rope turns, unless config.json says; None: always all
+    biased: ClassVar[tuple[str, ...]] = ("attn_q", "attn_k", "attn_v", "attn_output")  # what attention_bias means
 
     # ------------------------------------------------------------------------------------------------ checkpoint side
 
     def head_dim(self, config: Config) -> int:
         return config.get("head_dim") or need(config, "hidden_size") // need(config, "num_attention_heads")
 
+    def rope_dim(self, config: Config) -> int:
+        """Elements of a head that rope turns."""
+        part = config.get("partial_rotary_factor") or rope_parameters(config).get("partial_rotary_factor")
+        return int(self.head_dim(config) * (part or self.turned or 1))
+
     def metadata(self, config: Config) -> Entries:
         refuse(config, "hidden_act", ("silu", "swish"))
         parameters = rope_parameters(config)
-        refuse(parameters, "partial_rotary_factor", (1, 1.0))
+        if self.turned is None:
+            refuse(parameters, "partial_rotary_factor", (1, 1.0))
         heads = need(config, "num_attention_heads")
         values: Entries = {
             "block_count": (need(config, "num_hidden_layers"), "u32"),
@@ -39,6 +47,8 @@ class Decoder(Arch):
             "attention.layer_norm_rms_epsilon": (float(need(config, "rms_norm_eps")), "f32"),
             "vocab_size": (need(config, "vocab_size"), "u32"),
         }
+        if self.turned is not None:
+            values["rope.dimension_count"] = (self.rope_dim(config), "u32")
         entries = {f"{self.name}.{key}": entry for key, entry in values.items()}
         return entries | rope.scaling_entries(self.name, parameters)
 
@@ -46,14 +56,14 @@ class Decoder(Arch):
         parameters = rope_parameters(config)
         if parameters["rope_type"] != "llama3":
             return {}
-        return {rope.FACTORS: rope.llama3_factors(parameters, self.head_dim(config))}
+        return {rope.FACTORS: rope.llama3_factors(parameters, self.rope_dim(config))}
 
     def rebuilt(self, name: str) -> bool:
         return name == rope.FACTORS
 
     def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
         hp, keys = self.hparams(metadata, tensors.keys()), Keys(self.name, metadata)
-        if hp.head_dim_k != hp.head_dim_v or hp.rope_dim != hp.head_dim_k:
+        if hp.head_dim_k != hp.head_dim_v or (hp.rope_dim != hp.head_dim_k and self.turned is None):
             raise UnsupportedError(
                 f"{self.name} with key length {hp.head_dim_k}, value length {hp.head_dim_v}, {hp.rope_dim} rotary "
                 f"dims: {self.hf[0]} of transformers has one head_dim for all three"
@@ -72,8 +82,10 @@ class Decoder(Arch):
             "rms_norm_eps": shortest(hp.norm_eps),
             "hidden_act": "silu",
             "tie_word_embeddings": hp.tied,
-            "attention_bias": all_or_none(hp, ("attn_q", "attn_k", "attn_v", "attn_output"), self.hf[0]),
+            "attention_bias": all_or_none(hp, self.biased, self.hf[0]),
         }
+        if self.turned is not None:
+            found["partial_rotary_factor"] = hp.rope_dim / hp.head_dim_k
         if hp.rope_freq_factors:
             factors = tensors[hp.rope_freq_factors].dequantize()
             found["rope_scaling"] = rope.llama3_parameters(factors, found["rope_theta"])
@@ -111,7 +123,7 @@ class Decoder(Arch):
     def blocks(self, hparams: HParams) -> list[Block]:
         return [Block(i, (self.attention(hparams, i), self.feed_forward(hparams, i))) for i in range(hparams.n_layer)]
 
-    def attention(self, hp: HParams, i: int) -> Attention:
+    def attention(self, hp: HParams, i: int) -> Attention | LatentAttention:
         return Attention(
             norm=hp.norm(f"blk.{i}.attn_norm"),
             q=hp.linear(f"blk.{i}.attn_q"),

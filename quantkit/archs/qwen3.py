@@ -66,4 +66,6 @@ class Qwen3(Decoder):
 
     def attention(self, hp: HParams, i: int) -> Attention:
         q_norm, k_norm = (hp.norm(f"blk.{i}.attn_{head}_norm") for head in "qk")
-        return replace(super().attention(hp, i), q_norm=q_norm, k_norm=k_norm)
+        part = super().attention(hp, i)
+        assert isinstance(part, Attention)
+        return replace(part, q_norm=q_norm, k_norm=k_norm)

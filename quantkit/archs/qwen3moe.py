@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from quantkit.archs import experts
 from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Entries, Keys, need, refuse
-from quantkit.archs.blocks import Experts, HParams, Part
+from quantkit.archs.blocks import HParams, Part
 from quantkit.archs.qwen3 import ATTENTION_RULES, Qwen3
 from quantkit.archs.tensors import Rule
-from quantkit.errors import FormatError
 
 
 class Qwen3MoE(Qwen3):
@@ -66,25 +66,7 @@ class Qwen3MoE(Qwen3):
         }
 
     def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
-        count, used = keys.number("expert_count"), keys.number("expert_used_count")
-        if not 1 <= used <= count:
-            raise FormatError(f"qwen3moe.expert_used_count is {used} of expert_count {count}; it must be 1 to {count}")
-        return super().numbers(keys, tensors) | {
-            "n_expert": count,
-            "n_expert_used": used,
-            "n_ff_expert": keys.number("expert_feed_forward_length"),
-            "normalises": bool(keys.get("expert_weights_norm", True)),
-        }
+        return super().numbers(keys, tensors) | experts.numbers(keys, tensors)
 
     def feed_forward(self, hp: HParams, i: int) -> Part:
-        return Experts(
-            norm=hp.norm(f"blk.{i}.ffn_norm"),
-            router=hp.linear(f"blk.{i}.ffn_gate_inp"),
-            gate=hp.linear(f"blk.{i}.ffn_gate_exps"),
-            up=hp.linear(f"blk.{i}.ffn_up_exps"),
-            down=hp.linear(f"blk.{i}.ffn_down_exps"),
-            count=hp.n_expert,
-            used=hp.n_expert_used,
-            ff=hp.n_ff_expert,
-            normalise=hp.normalises,
-        )
+        return experts.feed_forward(hp, i)

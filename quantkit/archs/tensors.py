@@ -100,7 +100,7 @@ def interleave_halves(head_dim: int) -> ShuffleRows:
 
 @dataclass(frozen=True)
 class Rule:
-    """`gguf` is `hf` under another name; N stands for the layer. Names are without .weight and .bias.
+    """`gguf` is `hf` under another name; N stands for the layer. Names are without .weight and .bias, or `whole`.
 
     `transform(hparams)` turns checkpoint rows into GGUF rows; it gets the HParams of the model. Where `hf` has an E,
     for the expert, the matrices of all experts of a layer are stacked as one GGUF tensor; there is no transform then.
@@ -112,6 +112,17 @@ class Rule:
     required: bool = True
     bias: bool = False  # a bias may come with it
     f32: bool = False  # always stored in float32
+    layers: Callable[[Any, int], bool] | None = None  # (hparams, layer): where it is required; None: everywhere
+    whole: bool = False  # the names are complete
+    one_way: bool = False  # a GGUF tensor that nothing of a checkpoint is made of: another one has the same numbers
+
+    def names(self, side: str) -> tuple[str, ...]:
+        """The names, N and E in them, that the rule knows on a side, "gguf" or "hf"."""
+        stem = getattr(self, side)
+        return (stem,) if self.whole else (f"{stem}.weight", f"{stem}.bias")[: 2 if self.bias else 1]
+
+    def is_needed(self, hparams: Any, layer: int) -> bool:
+        return self.required and (self.layers is None or self.layers(hparams, layer))
 
 
 @dataclass(frozen=True)
@@ -142,9 +153,13 @@ def _numbered(stem: str, letter: str) -> tuple[str, int | None]:
 
 
 def join_name(stem: str, layer: int | None, suffix: str, expert: int | None = None) -> str:
+    return fill_name(f"{stem}.{suffix}", layer, expert)
+
+
+def fill_name(name: str, layer: int | None, expert: int | None = None) -> str:
+    """A name of a rule with its numbers in place of N and E."""
     numbers = {"N": layer, "E": expert}
-    parts = [str(numbers[part]) if numbers.get(part) is not None else part for part in stem.split(".")]
-    return f"{'.'.join(parts)}.{suffix}"
+    return ".".join(str(numbers[part]) if numbers.get(part) is not None else part for part in name.split("."))
 
 
 def pieces(rules: Sequence[Rule], shapes: Mapping[str, Shape], hparams: Any, *, to_gguf: bool) -> list[Piece]:
@@ -153,28 +168,29 @@ def pieces(rules: Sequence[Rule], shapes: Mapping[str, Shape], hparams: Any, *, 
     Names that no rule knows are left out; the caller decides what they mean. The experts of a layer are one piece of a
     GGUF, `hparams.n_expert` pieces of a checkpoint.
     """
-    by_stem = {rule.hf if to_gguf else rule.gguf: (place, rule) for place, rule in enumerate(rules)}
+    ours, theirs = ("hf", "gguf") if to_gguf else ("gguf", "hf")
+    by_name: dict[str, list[tuple[int, Rule, str]]] = {}
+    for place, rule in enumerate(rules):
+        if to_gguf or not rule.one_way:
+            for known, target in zip(rule.names(ours), rule.names(theirs)):
+                by_name.setdefault(known, []).append((place, rule, target))
     first_layer = next((i for i, rule in enumerate(rules) if ".N." in rule.gguf), len(rules))
     found: list[tuple[tuple[int, ...], Piece]] = []
     stacks: dict[str, tuple[tuple[int, ...], Rule, dict[int, str]]] = {}
     for name, shape in shapes.items():
-        stem, layer, suffix = split_name(name)
-        stem, expert = _numbered(stem, "E") if to_gguf else (stem, None)
-        if stem not in by_stem or suffix not in ("weight", "bias"):
-            continue
-        place, rule = by_stem[stem]
-        if suffix == "bias" and not rule.bias:
-            continue
-        group = 1 if layer is not None else (0 if place < first_layer else 2)
-        order = (group, layer or 0, place, int(suffix == "bias"))
-        target = join_name(rule.gguf if to_gguf else rule.hf, layer, suffix)
-        if expert is not None:
-            if expert < hparams.n_expert:
-                stacks.setdefault(target, (order, rule, {}))[2][expert] = name
-        elif ".E." in rule.hf:
-            found += [((*order, piece), made) for piece, made in enumerate(_unstacked(rule, name, shape, hparams))]
-        else:
-            found.append((order, _renamed(rule, name, target, shape, hparams, to_gguf)))
+        known, layer = _numbered(name, "N")
+        known, expert = _numbered(known, "E") if to_gguf else (known, None)
+        for place, rule, target in by_name.get(known, ()):
+            group = 1 if layer is not None else (0 if place < first_layer else 2)
+            order = (group, layer or 0, place, int(target.endswith(".bias")))
+            made_of = fill_name(target, layer)
+            if expert is not None:
+                if expert < hparams.n_expert:
+                    stacks.setdefault(made_of, (order, rule, {}))[2][expert] = name
+            elif ".E." in rule.hf:
+                found += [((*order, piece), made) for piece, made in enumerate(_unstacked(rule, name, shape, hparams))]
+            else:
+                found.append((order, _renamed(rule, name, made_of, shape, hparams, to_gguf)))
     found += [(order, _stacked(rule, target, each, shapes)) for target, (order, rule, each) in stacks.items()]
     return [piece for _, piece in sorted(found, key=lambda pair: pair[0])]
 
@@ -183,9 +199,10 @@ def _renamed(rule: Rule, name: str, target: str, shape: Shape, hparams: Any, to_
     transform = rule.transform(hparams) if rule.transform else COPY
     if not to_gguf:
         transform = transform.inverse()
-    if shape and shape[0] % transform.step:
+    made = transform.shape(shape)
+    if made and made[0] % transform.step:
         raise FormatError(f"tensor {name}: {shape[0]} rows are not a multiple of the {transform.step} of a head")
-    return Piece(target, transform.shape(shape), (name,), transform, rule.f32 or len(shape) <= 1)
+    return Piece(target, made, (name,), transform, rule.f32 or len(shape) <= 1)
 
 
 def _stacked(rule: Rule, target: str, experts: Mapping[int, str], shapes: Mapping[str, Shape]) -> Piece:
@@ -207,16 +224,16 @@ def _unstacked(rule: Rule, name: str, shape: Shape, hparams: Any) -> list[Piece]
     return [Piece(target, transform.shape(shape), (name,), transform, rule.f32) for target, transform in made]
 
 
-def missing(
-    rules: Sequence[Rule], names: Iterable[str], n_layer: int, *, to_gguf: bool, n_expert: int = 0
-) -> list[str]:
+def missing(rules: Sequence[Rule], names: Iterable[str], hparams: Any, *, to_gguf: bool) -> list[str]:
     """Weights that the rules require and `names` lacks, named as the reading side names them."""
     have = set(names)
     wanted = []
     for rule in rules:
-        if rule.required:
-            stem = rule.hf if to_gguf else rule.gguf
-            layers: Iterable[int | None] = range(n_layer) if ".N." in stem else [None]
-            experts: Iterable[int | None] = range(n_expert) if ".E." in stem else [None]
-            wanted += [join_name(stem, layer, "weight", expert) for layer in layers for expert in experts]
-    return [name for name in wanted if name not in have]
+        if rule.required and (to_gguf or not rule.one_way):
+            name = rule.names("hf" if to_gguf else "gguf")[0]
+            layers: Iterable[int | None] = (
+                [i for i in range(hparams.n_layer) if rule.is_needed(hparams, i)] if ".N." in name else [None]
+            )
+            experts: Iterable[int | None] = range(hparams.n_expert) if ".E." in name else [None]
+            wanted += [fill_name(name, layer, expert) for layer in layers for expert in experts]
+    return [name for name in dict.fromkeys(wanted) if name not in have]

@@ -30,7 +30,8 @@ from quantkit.errors import QuantkitError
 
 # The order of a cook's day; a command that is not named here comes last.
 _ORDER = ("demo", "convert", "export", "imatrix", "recipe", "plan", "quantize", "repack", "unpack", "perplexity",
-          "compare", "bench", "sweep-bench", "generate", "inspect", "diff", "types")  # fmt: skip
+          "compare", "bench", "sweep-bench", "generate", "inspect", "diff", "verify", "split", "merge",
+          "metadata", "types")  # fmt: skip
 
 INTERRUPTED = 130
 NOBODY_READS = 141

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:
     from quantkit.budget import Budget
+    from quantkit.convert import Conversion
     from quantkit.files.gguf import GGUF
     from quantkit.files.imatrix import Imatrix
     from quantkit.recipe import Options, Plan, Recipe
@@ -162,6 +164,9 @@ class Asked:
             matrix.entries = {k: v for k, v in matrix.entries.items() if any(s in k for s in include)}
         if exclude:
             matrix.entries = {k: v for k, v in matrix.entries.items() if not any(s in k for s in exclude)}
+        policy = f"; experts that saw no token: {matrix.policy}" if matrix.policy else ""
+        about = f"{len(matrix)} entries, {matrix.chunks} chunks of {matrix.dataset or 'a text not named'}{policy}"
+        print(f"importance matrix {self.imatrix}: {about}", file=sys.stderr)
         return matrix
 
     def rules(self) -> Recipe:
@@ -249,17 +254,25 @@ def _numbers(flag: str, text: str | None) -> list[float]:
 
 @dataclass(frozen=True)
 class Model:
-    """What is planned: the tensors of a GGUF file, or those that follow from a config.json (`file` is None then)."""
+    """What is planned: the tensors of a GGUF file or a checkpoint, or of a config.json alone (`file` is None then)."""
 
     tensors: list[Any]
     metadata: Mapping[str, Any]
-    file: GGUF | None
+    file: GGUF | Conversion | None
 
 
-def open_source(path: Path) -> Model:
-    """A GGUF file, a checkpoint's directory or its config.json; of the latter two no weight is looked at."""
+def open_source(path: Path, weights: bool = False, pre: str | None = None) -> Model:
+    """A GGUF file, a checkpoint's directory or its config.json; of the latter two no weight is looked at.
+
+    With `weights` those of a directory are found, to be read as `convert` would write them; `pre` as of `convert`.
+    """
     from quantkit.recipe import from_config, is_config, read_config
 
+    if weights and path.is_dir():
+        from quantkit.convert import STORED, prepare
+
+        checkpoint = prepare(path, STORED, pre)
+        return Model(list(checkpoint.tensors.values()), checkpoint.metadata, checkpoint)
     if is_config(path):
         tensors, metadata = from_config(read_config(path), str(path))
         return Model(list(tensors), metadata, None)
@@ -316,8 +329,9 @@ def print_budget(budget: Budget) -> None:
     rows = []
     for load in budget.loads:
         limits = ("", "") if load.limit is None else (gib(load.limit), gib(load.left or 0))
-        rows.append((load.device, load.tensors, mib(load.weights), mib(load.cache), gib(load.total), *limits))
-    print(table(("device", "tensors", "weights", "cache", "total", "of", "left"), rows), end="\n\n")
+        sizes = (mib(load.weights), mib(load.cache), mib(load.buffers) if load.buffers else "", gib(load.total))
+        rows.append((load.device, load.tensors, *sizes, *limits))
+    print(table(("device", "tensors", "weights", "cache", "buffers", "total", "of", "left"), rows), end="\n\n")
     for rule, count in zip(budget.placement.rules, budget.placement.decided):
         print(f"{rule.said} places {count} tensors")
     for note in budget.notes:

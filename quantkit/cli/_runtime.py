@@ -114,11 +114,23 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {  # of every command that runs a model, 
                 "--attention-max-batch",
                 "-amb",
                 metavar="MIB",
-                help="With -fa off: memory of the scores; 0: any.",
+                help="Memory of the scores with -fa off, of keys and values that -mla 2 and 3 expand; 0: any.",
                 min=0,
             ),
         ],
         256,
+    ),
+    "mla": (
+        Annotated[
+            int,
+            typer.Option(
+                "-mla",
+                help="Latent attention: 0 caches full heads; 1 latents, absorbed; 2, 3 also expand long prompts.",
+                min=0,
+                max=3,
+            ),
+        ],
+        3,
     ),
 }
 _FLASH = {"on": True, "auto": True, "1": True, "off": False, "0": False}
@@ -137,6 +149,7 @@ class Launch:
             "expert_reduction": _reduction(given["smart_expert_reduction"]),
             "flash_attention": _FLASH[given["flash_attn"]],
             "attention_mib": given["attention_max_batch"],
+            "mla": given["mla"],
         }
 
     def open(
@@ -212,6 +225,8 @@ def conditions(model: Any) -> dict[str, Any]:
         "isa": jit.isa(),
         "quantkit": __version__,
     }
+    if model.has_latents:
+        found["mla"] = model.mla
     if model.repacked is not None:
         found["repacked"] = len(model.repacked)
     if model.expert_reduction is not None:

@@ -68,8 +68,14 @@ def read_json(path: Path) -> Any:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout; paths become strings."""
-    print(json.dumps(value, ensure_ascii=False, default=_plain))
+    """One JSON document on stdout; paths become strings, bytes of a file that are no UTF-8 lone surrogates."""
+    text = json.dumps(value, ensure_ascii=False, default=_plain)
+    print(re.sub("[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text))
+
+
+def printable(text: str) -> str:
+    """`text` with its control characters escaped: a file's names must not steer the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _plain(value: Any) -> Any:

@@ -58,13 +58,15 @@ def convert(
         f"{gib(done.nbytes)}, {8 * done.nbytes / done.n_params:.3f} bits per weight, "
         f"tokenizer {record['tokenizer']}"
     )
+    for what, names in done.left_out.items():
+        print(f"left out: {what}: {len(names)} tensors, {names[0]}{' …' if names[1:] else ''}")
     if done.fallbacks:
         listed = ", ".join(done.fallbacks[:3]) + (", …" if done.fallbacks[3:] else "")
         print(
             f"warning: rows of {len(done.fallbacks)} tensor(s) are no multiple of {done.outtype.block_size}, so they "
             f"are f16 instead of {done.outtype.name}: {listed}"
         )
-    for path in done.paths:
+    for path in done.written:
         print(f"wrote {path} in {record['seconds']:.1f} s")
 
 
@@ -81,7 +83,8 @@ def _record(done: Conversion, seconds: float) -> dict[str, Any]:
         "bytes": done.nbytes,
         "types": {name: [counts[name], sizes[name]] for name in counts},
         "fallbacks": done.fallbacks,
+        "left_out": done.left_out,
         "tokenizer": f"{metadata['tokenizer.ggml.model']}/{metadata['tokenizer.ggml.pre']}",
-        "paths": done.paths,
+        "paths": done.written,
         "seconds": seconds,
     }

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import typer
 
-from quantkit.cli._shared import Json, print_json, table
+from quantkit.cli._shared import Json, Threads, print_json, printable, table
 
 if TYPE_CHECKING:
-    from quantkit.files.gguf import GGUF, Tensor
+    import numpy as np
 
-_PIECE_ELEMENTS = 1 << 22
+    from quantkit.files.difference import Difference, KeyDifference, Weights
 
 
 def diff(
@@ -22,85 +22,110 @@ def diff(
     values: Annotated[
         bool, typer.Option("--values/--no-values", help="Decode tensors that differ and measure by how much.")
     ] = True,
+    imatrix: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Weigh errors by an importance matrix, too.", show_default=False)
+    ] = None,
+    top: Annotated[
+        int | None, typer.Option(metavar="N", help="Show only the N worst tensors.", min=1, show_default=False)
+    ] = None,
     exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with status 1 when anything differs.")] = False,
+    threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Compare two GGUF files: metadata, and tensor by tensor types, bytes and values.
+    """Compare two GGUF files: metadata, and tensor by tensor types, shapes and decoded values, the worst first.
 
-    The relative error of a tensor is |A - B| / |A|, both as root of the sum of squares over its decoded values.
+    rms is the relative error |A - B| / |A|, both as root of the sum of squares; weighted the same with each column's
+    square times its importance; largest the greatest |A - B|; cosine the angle between A and B.
     """
     import quantkit
+    from quantkit.files import difference
 
     first, second = quantkit.open(a), quantkit.open(b)
-    metadata = metadata_differences(first, second)
-    tensors = [compare(first, second, name, values) for name in dict.fromkeys([*first.tensors, *second.tensors])]
-    differing = [t for t in tensors if t["status"] != "same"]
+    weights = _weights(imatrix) if imatrix else None
+    keys = difference.of_metadata(first.metadata, second.metadata)
+    found = difference.of_tensors(first, second, values=values, weights=weights, threads=threads, progress=not json)
+    differing = [d for d in found if d.status != "same"]
     if json:
-        print_json({"metadata": metadata, "tensors": tensors})
+        print_json({"metadata": [_key_record(k) for k in keys], "tensors": [_record(d) for d in found]})
     else:
-        _print(metadata, differing, len(tensors))
-    if exit_code and (metadata or differing):
+        _print(keys, differing, len(found), top, imatrix is not None)
+    if exit_code and (keys or differing):
         raise typer.Exit(1)
 
 
-def metadata_differences(a: GGUF, b: GGUF) -> list[dict[str, Any]]:
-    """Keys whose value or kind differs; None where a file has no such key."""
-    found = []
-    for key in dict.fromkeys([*a.metadata, *b.metadata]):
-        sides = [(f.metadata.get(key), f.metadata.kind(key) if key in f.metadata else None) for f in (a, b)]
-        if sides[0] != sides[1]:
-            found.append(
-                {"key": key, "a": _brief(sides[0][0]), "b": _brief(sides[1][0]), "kinds": [s[1] for s in sides]}
-            )
-    return found
+def _weights(path: Path) -> Weights:
+    """Importance of tensors by name, that of tensors with the same input standing in, as quantizers do."""
+    from quantkit.files import imatrix
+    from quantkit.recipe import importance_entry
+
+    matrix = imatrix.read(path)
+
+    def find(name: str, matrices: int, columns: int) -> np.ndarray | None:
+        entry = importance_entry(name, matrix)
+        fits = entry is not None and matrix[entry].values.size == matrices * columns
+        return matrix[entry].columns(columns) if entry is not None and fits else None
+
+    return find
 
 
-def compare(a: GGUF, b: GGUF, name: str, values: bool) -> dict[str, Any]:
-    """One tensor of two files. status: "same", "bytes" or "type" or "shape" differ, "only in a", "only in b"."""
-    x, y = a.tensors.get(name), b.tensors.get(name)
-    found: dict[str, Any] = {
-        "name": name,
-        "a": x.type.name if x else None,
-        "b": y.type.name if y else None,
-        "error": None,
+def _key_record(key: KeyDifference) -> dict[str, Any]:
+    return {
+        "key": key.key,
+        "status": key.status,
+        "a": _brief(key.a),
+        "b": _brief(key.b),
+        "kinds": list(key.kinds),
     }
-    if x is None or y is None:
-        return found | {"status": "only in b" if x is None else "only in a"}
-    if x.shape != y.shape:
-        return found | {"status": "shape", "shapes": [list(x.shape), list(y.shape)]}
-    if x.type is y.type and np.array_equal(x.data, y.data):
-        return found | {"status": "same", "error": 0.0}
-    decodable = x.type.has_codec and y.type.has_codec
-    error = relative_error(x, y) if values and decodable else None
-    return found | {"status": "bytes" if x.type is y.type else "type", "error": error}
 
 
-def relative_error(x: Tensor, y: Tensor) -> float:
-    """|x - y| / |x| over all values, decoded in pieces; 0 for two zero tensors."""
-    step = max(1, _PIECE_ELEMENTS // x.shape[-1] // 16) * 16  # whole groups of any interleaved type
-    difference = total = 0.0
-    for start in range(0, x.n_rows, step):
-        stop = min(start + step, x.n_rows)
-        p = x.decode_rows(start, stop).astype(np.float64)
-        difference += float(np.square(p - y.decode_rows(start, stop)).sum())
-        total += float(np.square(p).sum())
-    if difference == 0:
-        return 0.0
-    return float(np.sqrt(difference / total)) if total else float("inf")
+def _record(d: Difference) -> dict[str, Any]:
+    """`error` is the relative one. Figures that are infinite, as an error relative to zeros, are null."""
+    same = 0.0 if d.status == "same" else None
+    numbers = {"error": same if d.rms is None else d.rms, "weighted_error": d.weighted, "largest": d.largest,
+               "cosine": d.cosine}  # fmt: skip
+    return {
+        "name": d.name,
+        "status": d.status,
+        "a": d.a.type.name if d.a else None,
+        "b": d.b.type.name if d.b else None,
+        "shapes": [list(t.shape) if t else None for t in (d.a, d.b)],
+        **{name: value if value is not None and math.isfinite(value) else None for name, value in numbers.items()},
+        "largest_at": d.place,
+        "nonfinite": d.nonfinite,
+    }
 
 
-def _print(metadata: list[dict[str, Any]], differing: list[dict[str, Any]], count: int) -> None:
-    if metadata:
-        print(
-            table(("key", "A", "B"), [(m["key"], m["a"] or "-", m["b"] or "-") for m in metadata], left=3), end="\n\n"
-        )
+def _print(keys: list[KeyDifference], differing: list[Difference], count: int, top: int | None, weighted: bool) -> None:
+    if keys:
+        rows = [(printable(k.key), k.status, _side(k.a, k.kinds[0]), _side(k.b, k.kinds[1])) for k in keys]
+        print(table(("key", "differs", "A", "B"), rows, left=4), end="\n\n")
     if differing:
-        rows = [
-            (t["name"], t["status"], t["a"] or "-", t["b"] or "-", "" if t["error"] is None else f"{t['error']:.6f}")
-            for t in differing
-        ]
-        print(table(("tensor", "differs", "A", "B", "relative error"), rows, left=4), end="\n\n")
-    print(f"{len(metadata)} key(s) and {len(differing)} of {count} tensors differ")
+        header = ["tensor", "differs", "A", "B", "weighted", "rms", "largest", "cosine"]
+        listed = [_row(d, weighted) for d in differing[:top]]
+        if not weighted:
+            del header[4]
+        print(table(header, listed, left=4), end="\n\n")
+        if top is not None and len(differing) > top:
+            print(f"and {len(differing) - top} tensors that differ less")
+    for d in differing:
+        if d.nonfinite:
+            print(f"warning: {printable(d.name)}: {d.nonfinite} values are NaN or infinite and left out of its figures")
+    print(f"{len(keys)} key(s) and {len(differing)} of {count} tensors differ")
+
+
+def _row(d: Difference, weighted: bool) -> tuple[str, ...]:
+    shapes = d.status == "shape"
+    sides = ["-" if t is None else f"{t.type.name} {'x'.join(map(str, t.shape))}" if shapes else t.type.name
+             for t in (d.a, d.b)]  # fmt: skip
+    figures = [f"{d.rms:.6f}", f"{d.largest:.4g}", f"{d.cosine:.6f}"] if d.rms is not None else ["", "", ""]
+    if weighted:
+        figures.insert(0, "" if d.weighted is None else f"{d.weighted:.6f}")
+    return printable(d.name), d.status, *sides, *figures
+
+
+def _side(value: Any, kind: str | None) -> str:
+    text = _brief(value)
+    return "-" if text is None else f"{kind}{'[]' if isinstance(value, list) else ''}: {printable(text)}"
 
 
 def _brief(value: Any) -> str | None:

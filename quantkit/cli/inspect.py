@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from quantkit.cli._shared import Json, gib, print_json, table
+from quantkit.cli._shared import Json, gib, print_json, printable, table
 
 if TYPE_CHECKING:
     from quantkit.files.gguf import GGUF
@@ -25,14 +25,24 @@ def inspect(
     ],
     json: Json = False,
     tensors: Annotated[bool, typer.Option("--tensors/--no-tensors", help="List every tensor.")] = True,
+    as_card: Annotated[bool, typer.Option("--card", help="Print Markdown for a model card.")] = False,
 ) -> None:
     """Show a GGUF file: metadata, tensors, sizes by type.
 
-    Long arrays are cut to their first elements, in JSON too. Shapes are rows first: (experts, rows, columns).
+    Long arrays are cut to their first elements, in JSON too; `quantkit metadata` prints them in full. Shapes are rows
+    first: (experts, rows, columns). --card prints what a model card says of a file: its size, classes of tensors by
+    type, the recipe, commands.
     """
     from quantkit.files import gguf
 
     file = gguf.open(path)
+    if as_card:
+        if json:
+            raise typer.BadParameter("--card is Markdown and --json is not; drop one of them")
+        from quantkit.cli._card import card
+
+        print(card(file), end="")
+        return
     if json:
         print_json(record(file, tensors))
         return
@@ -87,10 +97,10 @@ def _print_text(file: GGUF, tensors: bool) -> None:
     for path in file.paths:
         print(path)
     print(f"GGUF version {file.version}, {gib(file.size)}, {len(file.tensors)} tensors\n")
-    rows = [(_printable(key), *_value_text(_value_record(file, key))) for key in file.metadata]
+    rows = [(printable(key), *_value_text(_value_record(file, key))) for key in file.metadata]
     print(table(("key", "kind", "value"), rows, left=3), end="\n\n")
     if tensors:
-        listed = [(_printable(t.name), t.type.name, _shape(t.shape), t.nbytes) for t in file.tensors.values()]
+        listed = [(printable(t.name), t.type.name, _shape(t.shape), t.nbytes) for t in file.tensors.values()]
         print(table(("tensor", "type", "shape", "bytes"), listed, left=2), end="\n\n")
     header = ("type", "tensors", "elements", "GiB", "bpw")
     summed = [
@@ -105,7 +115,7 @@ def _value_text(record: dict[str, Any]) -> tuple[str, str]:
     values = record["first"] if is_list else [record["value"]]
     if record["kind"].startswith("f32"):
         values = [float(str(np.float32(v))) for v in values]  # 1e-05, not the 9.999999747378752e-06 that it is
-    text = _printable(json_module.dumps(values if is_list else values[0], ensure_ascii=False))
+    text = printable(json_module.dumps(values if is_list else values[0], ensure_ascii=False))
     if len(text) > SHOWN_CHARACTERS:
         note = "" if is_list else f" {len(text)} characters"
         text = f"{text[:SHOWN_CHARACTERS]}…{note}"
@@ -116,8 +126,3 @@ def _value_text(record: dict[str, Any]) -> tuple[str, str]:
 
 def _shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
-
-
-def _printable(text: str) -> str:
-    """`text` with its control characters escaped: a file's names must not steer the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

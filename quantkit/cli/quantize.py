@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -69,7 +70,7 @@ def quantize(
         Path,
         typer.Argument(
             metavar="IN",
-            help="A GGUF file, or any shard of a set; for --dry-run also a checkpoint's directory or config.json.",
+            help="A GGUF file, any shard of a set, or a checkpoint's directory; for --dry-run also its config.json.",
             show_default=False,
         ),
     ],
@@ -117,6 +118,10 @@ def quantize(
         list[str] | None,
         typer.Option(metavar="KEY=TYPE:VALUE", help="Set a metadata key; TYPE int, float, bool or str. Repeatable."),
     ] = None,
+    pre: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="tokenizer.ggml.pre, where a checkpoint's tokenizer is not recognised."),
+    ] = None,
     repack: Repack = False,
     repack_pattern: RepackPattern = None,
     split_max_size: SplitMaxSize = None,
@@ -135,12 +140,25 @@ def quantize(
     ram: Ram = None,
     fit_margin: FitMargin = 1024,
     strict: Strict = False,
+    partial_requant: Annotated[
+        bool, typer.Option("--partial-requant", help="Make only tensors anew that would differ from those in OUT.")
+    ] = False,
+    reuse: Annotated[
+        Path | None,
+        typer.Option(metavar="OLD", help="The same with another file, as OLD.gguf or OLD.gguf.partial-job."),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Drop what a run that ended early has done, instead of going on with it.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")] = False,
     verbose: Verbose = False,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Quantize a GGUF file by file type, rules and flags.
+    """Quantize a GGUF file or a checkpoint by file type, rules and flags.
+
+    A checkpoint's directory is read as `quantkit convert` would write it, FP8 and MXFP4 as bf16, rows by rows, with no
+    file in between: the tensors are those that the detour gives.
 
     What decides a tensor's type, strongest first: --token-embedding-type and --output-tensor-type; the first matching
     rule of --custom-q, --tensor-type and --recipe; --attn-q-type and its kin; the mix of TYPE; its default. Rows that
@@ -149,16 +167,25 @@ def quantize(
     what `quantkit repack` would do to the output; the pattern alone is enough. Types that are interleaved, as
     IQ4_K_R4, can also be asked for like any other. Flags of placement, cache and memory change nothing that is
     written: the plan shows where the tensors will go with them.
+
+    A run that was killed or interrupted goes on where it was when the same command is given again. --partial-requant
+    redoes only tensors whose type, source, importance or codec is another than what OUT says of them, and copies the
+    rest; `quantkit verify` tells what that would be. Where there is no OUT all are made.
     """
     asked = Asked.of(locals())
+    if partial_requant and reuse:
+        raise typer.BadParameter(
+            "--partial-requant takes over what is in OUT, --reuse what is in another file: pass one"
+        )
+    from quantkit import jobs
     from quantkit.quantize import Override
     from quantkit.quantize import quantize as run
     from quantkit.types import effort_level
 
     effort_level(effort)  # refused before anything is read
-    model = open_source(source)
+    model = open_source(source, not dry_run, pre)
     if model.file is None and not dry_run:
-        raise QuantkitError(f"{source}: no GGUF file; make one of it first: quantkit convert {source} model.gguf")
+        raise QuantkitError(f"{source}: there are no weights in it; pass the directory that it lies in, or a GGUF file")
     matrix = asked.read_imatrix()
     overrides = [Override.parse(text) for text in override_kv or []]
     size = split_limit(split_max_size, split_max_tensors, keep_split)
@@ -174,21 +201,29 @@ def quantize(
             print_json(document(made, budget))
         return
     started = time.perf_counter()
-    written = run(
-        model.file,
-        out,
-        made,
-        imatrix=matrix,
-        imatrix_file=str(imatrix or ""),
-        hide_imatrix=hide_imatrix,
-        overrides=overrides,
-        effort=effort,
-        threads=threads or _positive(thread_count),
-        split_max_bytes=size,
-        split_max_tensors=split_max_tensors,
-        keep_split=keep_split,
-        progress=True,
-    )
+    try:
+        written = run(
+            model.file,
+            out,
+            made,
+            imatrix=matrix,
+            imatrix_file=str(imatrix or ""),
+            hide_imatrix=hide_imatrix,
+            overrides=overrides,
+            effort=effort,
+            threads=threads or _positive(thread_count),
+            split_max_bytes=size,
+            split_max_tensors=split_max_tensors,
+            keep_split=keep_split,
+            progress=True,
+            fresh=fresh,
+            old=jobs.open_old(reuse) if reuse else None,
+            partial_requant=partial_requant,
+            say=(lambda line: None) if json else print,
+        )
+    except BaseException:
+        _tell_unfinished(out)
+        raise
     _report(made, written, time.perf_counter() - started, json)
 
 
@@ -200,6 +235,18 @@ def _replayed(asked: Asked, path: Path, model: Model, matrix: Imatrix | None) ->
     return replay(read_json(path), model.tensors, matrix, allow_requantize=asked.allow_requantize, where=str(path))
 
 
+def _tell_unfinished(out: Path) -> None:
+    """Say what an error or an interrupt has left, and how to go on."""
+    from quantkit.jobs import unfinished
+
+    if left := unfinished(out):
+        print(
+            f"\n{left[0]} of {left[1]} tensors are done and kept in {out}.partial-job; the same command goes on from "
+            "there, with --fresh it starts anew",
+            file=sys.stderr,
+        )
+
+
 def _positive(threads: int | None) -> int | None:
     """Zero and less mean all CPUs, as in the reference."""
     return threads if threads and threads > 0 else None
@@ -207,7 +254,8 @@ def _positive(threads: int | None) -> int | None:
 
 def _report(plan: Plan, written: Written, seconds: float, json: bool) -> None:
     if json:
-        print_json(plan.to_json() | {"paths": written.paths, "size": written.size, "seconds": seconds})
+        counts = {name: getattr(written, name) for name in ("paths", "size", "resumed", "reused")}
+        print_json(plan.to_json() | counts | {"seconds": seconds})
         return
     for path in written.paths:
         print(f"wrote {path}")

@@ -1,4 +1,5 @@
-"""Pictures: of a comparison, divergence against size and its spread over the tokens; of a sweep, speed against depth.
+"""Pictures: of a comparison, divergence against size and its spread over the tokens; of a sweep, speed against depth;
+of an importance matrix, tokens of experts and how alike layers are.
 
 matplotlib is an extra; `MissingPlots` says how to get it.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from quantkit.errors import QuantkitError
 from quantkit.evaluate.bench import Speed
 from quantkit.evaluate.compare import Candidate
+from quantkit.evaluate.coverage import Coverage
 from quantkit.evaluate.kld import Divergence
 from quantkit.evaluate.statistics import at_share
 
@@ -68,6 +70,63 @@ def plot_sweep(path: str | os.PathLike[str], rows: Sequence[tuple[Speed, Speed]]
         axes.legend(fontsize=8.5, frameon=False, loc="lower left")
         _quiet(axes)
     figure.savefig(path)
+
+
+def plot_importance(path: str | os.PathLike[str], rows: Sequence[Coverage], title: str) -> None:
+    """Write a picture of an importance matrix: how tokens spread over experts, layer by layer, where there are any,
+    else how columns share the importance; and how alike neighbouring layers are."""
+    require_matplotlib()
+    figure = _figure(title, 5.4)
+    left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
+    stacked = [row for row in rows if len(row.counts) > 1 and row.layer is not None]
+    if stacked:
+        _draw_experts(figure, left, stacked)
+    else:
+        _draw_lines(left, rows, lambda row: 100 * row.effective_columns)
+        left.set_ylabel("columns that share the importance, %")
+        left.set_title("Columns (the fewer, the more a quantizer gains by the matrix)", fontsize=10)
+    _draw_lines(right, rows, lambda row: row.similarity)
+    right.set_ylabel("cosine with the layer before")
+    right.set_title("Likeness of neighbouring layers", fontsize=10)
+    figure.savefig(path)
+
+
+def _draw_experts(figure: Any, axes: Any, rows: Sequence[Coverage]) -> None:
+    """Tokens of each expert in each layer, relative to an even share; of one class, as the others see the same."""
+    from matplotlib.ticker import MaxNLocator
+
+    kind = rows[0].kind
+    chosen = sorted((row for row in rows if row.kind == kind), key=lambda row: row.layer or 0)
+    counts = np.full((max(row.layer or 0 for row in chosen) + 1, max(len(row.counts) for row in chosen)), np.nan)
+    for row in chosen:
+        counts[row.layer or 0, : len(row.counts)] = row.counts / max(1e-9, row.counts.mean())
+    shown = np.log2(np.maximum(counts, 2.0**-6))
+    picture = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap="RdBu_r", vmin=-6, vmax=6, origin="lower")
+    bar = figure.colorbar(picture, ax=axes, ticks=[-6, -3, 0, 3, 6])
+    bar.ax.set_yticklabels(["1/64 or less", "1/8", "even", "x 8", "x 64"], fontsize=8)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("expert")
+    axes.set_ylabel("layer")
+    axes.set_title(f"Tokens of each expert, {kind}", fontsize=10)
+
+
+def _draw_lines(axes: Any, rows: Sequence[Coverage], value: Callable[[Coverage], float | None]) -> None:
+    """A line for each class of tensors, over the layers."""
+    from matplotlib.ticker import MaxNLocator
+
+    lines: dict[tuple[tuple[int, float], ...], list[str]] = {}  # those that see the same input coincide
+    for kind in dict.fromkeys(row.kind for row in rows):
+        points = [(row.layer, y) for row in rows if row.kind == kind and row.layer is not None and (y := value(row))]
+        if points:
+            lines.setdefault(tuple(sorted((x, round(y, 6)) for x, y in points)), []).append(kind)
+    for i, (found, kinds) in enumerate(lines.items()):
+        style = ("-", "--", ":")[i // len(_COLOURS) % 3]
+        axes.plot(*zip(*found), style, color=_COLOURS[i % len(_COLOURS)], marker=".", label=", ".join(kinds))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("layer")
+    if axes.lines:
+        axes.legend(fontsize=7.5, frameon=False)
+    _quiet(axes)
 
 
 def _figure(title: str, height: float) -> Any:

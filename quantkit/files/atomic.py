@@ -6,6 +6,9 @@ writers do without the fsync (stream.py says when).
 
 A writer holds a lock (flock) on its partial file. The kernel drops the lock when the process dies, so a later writer of
 the same name can tell a dead writer's leavings, which it removes, from those of a live one, which it leaves alone.
+
+A file that is `kept` is written as `NAME.partial-job` and stays when its writer ends early, for the next one to go on
+with; `NAME.partial-job.journal` (journal.py) says what in it is done.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ try:
 except ImportError:  # Windows: no locks there, so partial files of dead writers are left for the user to remove
     fcntl = None  # type: ignore[assignment]
 
+KEPT = ".partial-job"  # after the name of a file that is to be gone on with
+JOURNAL = ".journal"  # after that
 _BUFFER = 1 << 20
 # Bytes of a write. Of larger ones Linux makes larger pieces of its cache, which it takes from memory long unused. Under
 # a hypervisor that may have been given back: fetching it takes three times as long as all the rest of a write.
@@ -46,19 +51,23 @@ def os_errors(path: Path, doing: str) -> Iterator[None]:
 
 
 class AtomicFile:
-    """A file being written. `stream` takes the bytes; `publish` or `discard` ends it."""
+    """A file being written. `stream` takes the bytes; `publish` or `discard` ends it.
 
-    def __init__(self, path: str | os.PathLike[str]):
+    Of one that is `kept` there may be something already: what an earlier writer left of it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], kept: bool = False):
         self.path = Path(path)
         if self.path.is_dir():  # what `replace` would find out only when all is written
             raise QuantkitError(f"{self.path}: this is a directory; name the file to write in it")
         if self.path.exists() and not self.path.is_file():  # /dev/null, which root's `replace` would do away with
             raise QuantkitError(f"{self.path}: exists and is no regular file; write to another name")
-        self.temporary = self.path.with_name(f"{self.path.name}.partial-{os.getpid()}")
+        self.temporary = self.path.with_name(self.path.name + (KEPT if kept else f".partial-{os.getpid()}"))
         with os_errors(self.path, "write"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            remove_stale(self.path)
-            self.stream: BinaryIO = _create(self.temporary)
+            if not kept:
+                remove_stale(self.path)
+            self.stream: BinaryIO = _create(self.temporary, kept)
         self._writing = threading.Lock()
 
     def reserve(self, nbytes: int) -> None:
@@ -104,14 +113,15 @@ class AtomicFile:
             os.replace(self.temporary, self.path)
             self.stream.close()
 
-    def discard(self) -> None:
-        """Remove the partial file. Does nothing after `replace`."""
+    def discard(self, keep: bool = False) -> None:
+        """Close the partial file and, unless it is to `keep`, remove it. Does nothing after `replace`."""
         if not self.stream.closed:
             # Closing flushes what is buffered, which may fail, on a full disk for one. The file is closed all the same,
             # and its bytes are unwanted.
             with suppress(OSError):
                 self.stream.close()
-            self.temporary.unlink(missing_ok=True)
+            if not keep:
+                self.temporary.unlink(missing_ok=True)
 
 
 def publish(files: Sequence[AtomicFile], durable: bool = True) -> None:
@@ -125,7 +135,7 @@ def publish(files: Sequence[AtomicFile], durable: bool = True) -> None:
         file.replace()
     if durable:
         for directory in {file.path.parent for file in files}:
-            _sync_directory(directory)
+            sync_directory(directory)
 
 
 @contextmanager
@@ -140,17 +150,33 @@ def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def remove_stale(path: Path) -> None:
-    """Remove the partial files that dead writers of `path` left behind."""
+    """Remove the partial files that dead writers of `path` left behind, those that were to be gone on with too."""
     for name in glob.glob(glob.escape(str(path)) + ".partial-*"):
+        if name.endswith(JOURNAL):  # goes with its file
+            continue
         try:
             fd = os.open(name, os.O_RDWR)
         except OSError:  # gone by now, or another user's
             continue
         try:
             if _lock(fd) is True:
+                Path(name + JOURNAL).unlink(missing_ok=True)
                 os.unlink(name)
         finally:
             os.close(fd)
+
+
+def refuse_live(path: Path) -> None:
+    """QuantkitError where another writer is writing the partial file at `path`."""
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except OSError:  # not there
+        return
+    try:
+        if _lock(fd) is False:
+            raise QuantkitError(f"{path}: another writer is writing this file")
+    finally:
+        os.close(fd)
 
 
 def require_space(directory: Path, nbytes: int) -> None:
@@ -205,8 +231,8 @@ def _lock(fd: int) -> bool | None:
         return None
 
 
-def _create(path: Path) -> BinaryIO:
-    """Create `path`, lock it and open it empty."""
+def _create(path: Path, kept: bool = False) -> BinaryIO:
+    """Create `path`, lock it and open it empty, or as it is."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
         if _lock(fd) is False:
@@ -215,7 +241,9 @@ def _create(path: Path) -> BinaryIO:
         try:
             # Between open and lock another process may have taken it for stale and removed it.
             if os.path.samestat(os.fstat(fd), os.stat(path)):
-                if os.fstat(fd).st_size:  # what a dead writer left. Of files that were cut ext4 begins to write all out
+                if (
+                    not kept and os.fstat(fd).st_size
+                ):  # what a dead writer left. Of files that were cut ext4 begins to write all out
                     os.ftruncate(fd, 0)  # when they are closed, and close waits for half of it
                 return os.fdopen(fd, "wb", buffering=_BUFFER)
         except FileNotFoundError:
@@ -223,7 +251,7 @@ def _create(path: Path) -> BinaryIO:
         os.close(fd)
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """fsync a directory, so that a rename in it survives a power cut. Not all systems can."""
     try:
         fd = os.open(directory, os.O_RDONLY)

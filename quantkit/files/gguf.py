@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 import re
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from quantkit.files.mapping import map_file
 from quantkit.files.metadata import ARRAY, DTYPES, KINDS, Metadata
 from quantkit.types import QuantType
 
-__all__ = ["GGUF", "Metadata", "Tensor", "TensorSpec", "Writer", "open"]
+__all__ = ["GGUF", "Metadata", "Shard", "Tensor", "TensorSpec", "Writer", "open"]
 
 MAX_HEADER = 40 << 20  # bytes; the largest vocabularies of today take 16 MiB
 MAX_ELEMENTS = 3 << 20  # of all metadata arrays together
@@ -90,9 +91,13 @@ class Tensor:
         """uint8[n_rows, row_bytes]: a read-only view of the mapping, rows in file order, no copy (of i2_s a copy)."""
         return self._rows(0, self.n_rows)
 
+    @property
+    def stored(self) -> np.ndarray:
+        """uint8[nbytes]: a read-only view of the mapping, for those who only copy."""
+        return self._file[self.offset : self.offset + self.nbytes]
+
     def _rows(self, start: int, stop: int) -> np.ndarray:
-        stored = self._file[self.offset : self.offset + self.nbytes]
-        return self.type.rows_of(stored, self.shape[-1], start, stop)
+        return self.type.rows_of(self.stored, self.shape[-1], start, stop)
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         """uint8[stop - start, row_bytes]: a view of some rows. Whole groups only of interleaved types."""
@@ -129,7 +134,7 @@ class GGUF:
     shards    number of tensors in each file
     """
 
-    def __init__(self, path: Path, shards: list[_Shard]):
+    def __init__(self, path: Path, shards: list[Shard]):
         self.path = path
         self.paths = [shard.path for shard in shards]
         self.shards = [len(shard.tensors) for shard in shards]
@@ -150,7 +155,7 @@ class GGUF:
 def open(path: str | os.PathLike[str]) -> GGUF:
     """Open a GGUF file; of a set of shards any member. FormatError when anything in it does not hold together."""
     path = Path(path)
-    opened = _Shard(path)
+    opened = Shard(path)
     count = opened.split_key("split.count", default=0)
     if count <= 1:  # 0 is what merging tools leave behind
         return GGUF(path, [opened])
@@ -159,27 +164,39 @@ def open(path: str | os.PathLike[str]) -> GGUF:
     total = opened.split_key("split.tensors.count")
     if total > MAX_TENSORS:
         raise FormatError(f"{path}: split.tensors.count is {total}, quantkit reads up to {MAX_TENSORS}")
-    shards: list[_Shard] = []
+    shards: list[Shard] = []
     for number, other in enumerate(paths):
-        shard = opened if other == path else _Shard(other)
+        shard = opened if other == path else Shard(other)
         for key, expected in (("split.no", number), ("split.count", count), ("split.tensors.count", total)):
             if (found := shard.split_key(key)) != expected:
-                raise FormatError(f"{shard.path}: {key} is {found}, by name and {path.name} it must be {expected}")
+                raise FormatError(
+                    f"{shard.path}: {key} is {found}, by name and {path.name} it must be {expected}; these shards are "
+                    "not of one file"
+                )
         shards.append(shard)
         held = sum(len(shard.tensors) for shard in shards)
         if held > total:
-            raise FormatError(f"{shard.path}: {held} tensors up to this shard, split.tensors.count is {total}")
+            raise FormatError(
+                f"{shard.path}: {held} tensors up to this shard, split.tensors.count is {total} there and in "
+                f"{path.name}; these shards are not of one file"
+            )
         if number:  # what else others than the first may hold counts for nothing
             shard.metadata.clear()
     joined = GGUF(path, shards)
     if len(joined.tensors) != total:
         raise FormatError(
-            f"{path}: the {count} shards hold {len(joined.tensors)} tensors, split.tensors.count is {total}"
+            f"{path}: the {count} shards to {paths[-1].name} hold {len(joined.tensors)} tensors, split.tensors.count "
+            f"is {total}; one of them is of another file, or was cut otherwise"
         )
     return joined
 
 
-def _shard_paths(shard: _Shard, count: int) -> list[Path]:
+def open_parts(paths: Sequence[str | os.PathLike[str]]) -> GGUF:
+    """Some files of a set as if they were all, whichever others are missing."""
+    return GGUF(Path(paths[0]), [Shard(Path(path)) for path in paths])
+
+
+def _shard_paths(shard: Shard, count: int) -> list[Path]:
     """Names of all members of the set that `shard` belongs to; FormatError when one is missing."""
     match = _SHARD_NAME.fullmatch(shard.path.name)
     if match is None or int(match[3]) != count:
@@ -187,16 +204,28 @@ def _shard_paths(shard: _Shard, count: int) -> list[Path]:
             f"{shard.path}: split.count is {count}, so the name must end in -NNNNN-of-{count:05d}.gguf; "
             "without it the other shards cannot be found"
         )
-    paths = []
-    for number in range(1, count + 1):
-        paths.append(shard.path.with_name(f"{match[1]}-{number:05d}-of-{count:05d}.gguf"))
-        if not paths[-1].exists():
-            raise FormatError(f"{paths[-1]}: shard {number} of {count} is missing")
+    paths = [shard.path.with_name(f"{match[1]}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
+    missing = [number for number, path in enumerate(paths, 1) if not path.exists()]
+    if missing:
+        others = f", and so are {len(missing) - 1} more: {_some(missing[1:])}" if missing[1:] else ""
+        raise FormatError(
+            f"{paths[missing[0] - 1]}: shard {missing[0]} of {count} is missing{others}; {shard.path.name} is of a set "
+            f"of {count}"
+        )
     return paths
 
 
-class _Shard:
-    """One file, parsed and checked."""
+def _some(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (", …" if len(numbers) > 8 else "")
+
+
+class Shard:
+    """One file, parsed and checked.
+
+    spans       where each key stands with its value: first byte and the one after
+    infos       the same of all tensor infos
+    data_start  what offsets of tensors count from
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -205,8 +234,13 @@ class _Shard:
         self.version = _version(cursor)
         n_tensors = cursor.count("number of tensors", _TENSOR_MIN, MAX_TENSORS)
         n_keys = cursor.count("number of metadata keys", _KEY_MIN, MAX_KEYS)
-        self.metadata = _read_metadata(cursor, n_keys)
-        self.tensors = _read_tensors(cursor, n_tensors, self._alignment())
+        self.spans: dict[str, tuple[int, int]] = {}
+        self.metadata = _read_metadata(cursor, n_keys, self.spans)
+        self.alignment = self._alignment()
+        infos = cursor.pos
+        self.tensors = _read_tensors(cursor, n_tensors, self.alignment)
+        self.infos = infos, cursor.pos
+        self.data_start = -(-cursor.pos // self.alignment) * self.alignment
         for tensor in self.tensors.values():
             tensor._file = self.bytes
 
@@ -312,7 +346,7 @@ def _version(cursor: _Cursor) -> int:
     raise cursor.error(f"version {version} is not read, versions 2 and 3 are; convert the model anew", 4)
 
 
-def _read_metadata(cursor: _Cursor, count: int) -> Metadata:
+def _read_metadata(cursor: _Cursor, count: int, spans: dict[str, tuple[int, int]]) -> Metadata:
     metadata = Metadata()
     for i in range(count):
         pos = cursor.pos
@@ -329,6 +363,7 @@ def _read_metadata(cursor: _Cursor, count: int) -> Metadata:
         else:
             value = _read_numbers(cursor, kind, 1, what)[0]
         metadata._put(key, value, kind)
+        spans[key] = pos, cursor.pos
     return metadata
 
 

@@ -123,8 +123,10 @@ class Writer(StreamWriter):
     metadata         Metadata or a dict; general.alignment and split.* are left out, the writer sets its own
     split_max_bytes  limit on the tensor bytes of a shard (padded to 32; the header is not counted)
     shards           instead of limits the number of tensors of each shard, as `GGUF.shards` of another file
+    numbered         name and mark a single file as shard 1 of 1, too
     durable          whether the files are synced before they appear, see stream.py
-    paths            final names: `path`, or PREFIX-00001-of-0000N.gguf for each of N > 1 shards
+    kept             whether the partial files stay when the block is left early, to be gone on with, see stream.py
+    paths            final names: `path`, or PREFIX-00001-of-0000N.gguf for each of N > 1 shards (N >= 1 if numbered)
 
     Leaving the block completes the files; an exception in it, or tensors that are missing, remove what was written.
     """
@@ -138,27 +140,53 @@ class Writer(StreamWriter):
         split_max_tensors: int | None = None,
         shards: Sequence[int] | None = None,
         durable: bool = True,
+        numbered: bool = False,
+        kept: bool = False,
     ):
         path = Path(path)
-        self.specs = list(specs)
-        counts = self._counts(path, split_max_bytes, split_max_tensors, shards)
-        paths = _shard_names(path, len(counts))
-        headers = _headers(metadata, self.specs, counts)
-        stops = np.cumsum(counts).tolist()
-        parts = [self.specs[stop - count : stop] for stop, count in zip(stops, counts)]
-        super().__init__(path, [_layout(*part) for part in zip(paths, headers, parts)], durable)
+        self.specs, self._numbered = list(specs), numbered
+        found = layouts(path, metadata, self.specs, split_max_bytes, split_max_tensors, shards, numbered)
+        super().__init__(path, found, durable, kept)
 
-    def _counts(
-        self, path: Path, max_bytes: int | None, max_tensors: int | None, shards: Sequence[int] | None
-    ) -> list[int]:
-        """The number of tensors of each file."""
-        if shards is None:
-            return partition([_padded(spec.nbytes) for spec in self.specs], max_bytes, max_tensors)
-        if max_bytes is not None or max_tensors is not None:
-            raise DataError(f"{path}: shards are given by their tensors or by a limit, not by both")
-        if sum(shards) != len(self.specs) or min(shards, default=-1) < 0:
-            raise DataError(f"{path}: shards of {sum(shards)} tensors in all for a file of {len(self.specs)}")
-        return list(shards)
+    def rewrite(self, metadata: Mapping[str, Any]) -> None:
+        """Put other metadata, of the same size, in the place of those that were given."""
+        counts = [len(layout.slots) for layout in self._layouts]
+        self.rewrite_headers(_headers(metadata, self.specs, counts, self._numbered))
+
+
+def layouts(
+    path: Path,
+    metadata: Mapping[str, Any],
+    specs: Sequence[TensorSpec],
+    max_bytes: int | None = None,
+    max_tensors: int | None = None,
+    shards: Sequence[int] | None = None,
+    numbered: bool = False,
+) -> list[Layout]:
+    """Every file that a Writer of the same arguments writes: its final name, its header, where its tensors go."""
+    counts = _counts(path, specs, max_bytes, max_tensors, shards)
+    paths = [path] if len(counts) == 1 and not numbered else shard_names(path, len(counts))
+    headers = _headers(metadata, specs, counts, numbered)
+    stops = np.cumsum(counts).tolist()
+    parts = [specs[stop - count : stop] for stop, count in zip(stops, counts)]
+    return [_layout(*part) for part in zip(paths, headers, parts)]
+
+
+def _counts(
+    path: Path,
+    specs: Sequence[TensorSpec],
+    max_bytes: int | None,
+    max_tensors: int | None,
+    shards: Sequence[int] | None,
+) -> list[int]:
+    """The number of tensors of each file."""
+    if shards is None:
+        return partition([_padded(spec.nbytes) for spec in specs], max_bytes, max_tensors)
+    if max_bytes is not None or max_tensors is not None:
+        raise DataError(f"{path}: shards are given by their tensors or by a limit, not by both")
+    if sum(shards) != len(specs) or min(shards, default=-1) < 0:
+        raise DataError(f"{path}: shards of {sum(shards)} tensors in all for a file of {len(specs)}")
+    return list(shards)
 
 
 # --------------------------------------------------------------------------------------------------------------- layout
@@ -177,9 +205,8 @@ def _layout(path: Path, header: bytes, specs: Sequence[TensorSpec]) -> Layout:
     return Layout(path, header, slots, offset)
 
 
-def _shard_names(path: Path, count: int) -> list[Path]:
-    if count == 1:
-        return [path]
+def shard_names(path: Path, count: int) -> list[Path]:
+    """PREFIX-00001-of-0000N.gguf and the others, of a path with or without such an ending."""
     if count > MAX_SHARDS:
         raise DataError(f"{path}: {count} shards, a set has at most {MAX_SHARDS}; raise the limit of a shard's size")
     if not path.name:
@@ -188,16 +215,23 @@ def _shard_names(path: Path, count: int) -> list[Path]:
     return [path.with_name(f"{prefix}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
 
 
-def _headers(metadata: Mapping[str, Any], specs: Sequence[TensorSpec], counts: Sequence[int]) -> list[bytes]:
-    """The header of every shard: all metadata in the first, the split keys in each when there are several."""
+def _bare(metadata: Mapping[str, Any]) -> Metadata:
+    """A copy without the keys that speak of the file's layout: the writer has its own."""
     common = Metadata(metadata) if not isinstance(metadata, Metadata) else metadata.copy()
     for key in [k for k in common if k == "general.alignment" or k.startswith("split.")]:
         del common[key]
-    if len(counts) == 1:
-        return [_header(common, specs)]
+    return common
+
+
+def _headers(
+    metadata: Mapping[str, Any], specs: Sequence[TensorSpec], counts: Sequence[int], numbered: bool
+) -> list[bytes]:
+    """The header of every shard: all metadata in the first, the split keys in each; of one file that has none alone."""
+    if len(counts) == 1 and not numbered:
+        return [_header(_bare(metadata), specs)]
     headers, first = [], 0
     for number, count in enumerate(counts):
-        own = common if number == 0 else Metadata()
+        own = _bare(metadata) if number == 0 else Metadata()
         own.set("split.no", number, "u16")
         own.set("split.count", len(counts), "u16")
         own.set("split.tensors.count", len(specs), "i32")
@@ -208,8 +242,7 @@ def _headers(metadata: Mapping[str, Any], specs: Sequence[TensorSpec], counts: S
 
 def _header(metadata: Metadata, specs: Sequence[TensorSpec]) -> bytes:
     parts = [b"GGUF", struct.pack("<IQQ", VERSION, len(specs), len(metadata))]
-    for key, value in metadata.items():
-        parts += [_string(key, key), _value(key, value, metadata.kind(key))]
+    parts += [pair_bytes(metadata, key) for key in metadata]
     offset = 0
     for spec in specs:
         dims = spec.shape[::-1]
@@ -218,6 +251,11 @@ def _header(metadata: Metadata, specs: Sequence[TensorSpec]) -> bytes:
         offset += _padded(spec.nbytes)
     header = b"".join(parts)
     return header.ljust(_padded(len(header)), b"\0")
+
+
+def pair_bytes(metadata: Metadata, key: str) -> bytes:
+    """A key and its value as they stand in a file."""
+    return _string(key, key) + _value(key, metadata[key], metadata.kind(key))
 
 
 def _value(key: str, value: Any, kind: str) -> bytes:

@@ -9,6 +9,7 @@ elements.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -168,3 +169,79 @@ def _infer(key: str, value: Any) -> str:
 def _brief(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# ------------------------------------------------------------------------------------------------- changes by the user
+
+_INTEGERS = ("u8", "i8", "u16", "i16", "u32", "i32", "u64", "i64")
+_ALIASES = {"int": _INTEGERS, "float": _FLOATS, "string": ("str",)}
+"""Names that leave the size open: that of the key that exists, else the usual one."""
+
+_LAYOUT = ("general.architecture", "general.alignment", "tokenizer.ggml.tokens")
+_SHAPES = frozenset((
+    "block_count", "embedding_length", "embedding_length_out", "feed_forward_length", "expert_feed_forward_length",
+    "expert_shared_feed_forward_length", "expert_count", "expert_shared_count", "leading_dense_block_count",
+    "nextn_predict_layers", "vocab_size", "full_attention_interval", "interleave_moe_layer_step",
+    "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length",
+    "attention.key_length_mla", "attention.value_length_mla", "attention.q_lora_rank", "attention.kv_lora_rank",
+    "attention.indexer.head_count", "attention.indexer.key_length",
+    "ssm.conv_kernel", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", "ssm.group_count",
+))  # fmt: skip
+
+
+def holds_tensors(key: str) -> bool:
+    """Whether names, shapes or places of tensors follow from a key, so that another value makes the file unreadable."""
+    if key in _LAYOUT or key.startswith("split."):
+        return True
+    return not key.startswith(("general.", "tokenizer.")) and key.partition(".")[2] in _SHAPES
+
+
+def assignment(text: str, existing: Metadata) -> tuple[str, Any, str | None]:
+    """Key, value and kind (None: the usual) of `KEY=TYPE:VALUE`.
+
+    TYPE is a kind as u32, f32, bool or str; int or float, of the size that the key has; with [] an array, whose VALUE
+    is a JSON list, or what is parted by commas. Without TYPE the key keeps its kind.
+    """
+    key, equals, rest = text.partition("=")
+    if not key or not equals:
+        raise DataError(f"{_brief(text)} is not KEY=TYPE:VALUE, as general.name=str:Foo or x.list=i32[]:[1,2]")
+    kind, colon, value = rest.partition(":")
+    name = kind.removesuffix("[]")
+    known = name in IDS and name != "array"
+    if not colon or not (known or name in _ALIASES):
+        if key not in existing:
+            raise DataError(
+                f"metadata key {key} is new: say its type, as {key}=str:{rest} (types: {', '.join(DTYPES)})"
+            )
+        is_list = isinstance(existing[key], list)
+        return key, _parsed(key, rest, existing.kind(key), is_list), existing.kind(key)
+    if name in _ALIASES:
+        found = existing.kind(key) if key in existing else ""
+        usual = {"int": None, "float": "f32", "string": "str"}[name]
+        chosen = found if found in _ALIASES[name] else usual
+        return key, _parsed(key, value, chosen or "i64", kind.endswith("[]")), chosen
+    return key, _parsed(key, value, name, kind.endswith("[]")), name
+
+
+def _parsed(key: str, text: str, kind: str, is_list: bool) -> Any:
+    """Text as a value of a kind."""
+    if not is_list:
+        return _scalar(key, text, kind)
+    if not text.lstrip().startswith("["):
+        return [_scalar(key, part if kind == "str" else part.strip(), kind) for part in text.split(",")] if text else []
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"metadata key {key}: {_brief(text)} is no JSON list: {error}") from None
+    return [float(v) if kind in _FLOATS and type(v) is int else v for v in values]
+
+
+def _scalar(key: str, text: str, kind: str) -> Any:
+    if kind == "str":
+        return text
+    try:
+        if kind == "bool":
+            return {"true": True, "false": False, "1": True, "0": False}[text.lower()]
+        return float(text) if kind in _FLOATS else int(text, 0)
+    except (KeyError, ValueError):
+        raise DataError(f"metadata key {key}: {_brief(text)} is not a value of kind {kind}") from None

@@ -42,17 +42,20 @@ def pump(
     # of it goes back to the system, which clears it anew for every piece: a tenth of the time of repacking.
     np.empty(_KEPT, np.uint8)
     threads = threads or jit.default_threads()
-    with _Bar(total, progress) as bar, ThreadPoolExecutor(threads, thread_name_prefix="quantkit-pump") as pool:
+    with Bar(total, progress) as bar, ThreadPoolExecutor(threads, thread_name_prefix="quantkit-pump") as pool:
         for name, data in _in_order(pool, jobs, ahead=2 * threads):
             write(name, data)
             release(data)  # of what is only copied, a view of the input
             bar.update(data.nbytes, name)
 
 
-def spread(tasks: Iterable[Callable[[], int]], total: int, *, threads: int | None, progress: bool) -> None:
+def spread(
+    tasks: Iterable[Callable[[], int]], total: int, *, threads: int | None, progress: bool, unit: str = "B"
+) -> None:
     """Run tasks on `threads` threads, of which this is one, in any order; each returns the bytes that it wrote.
 
-    `total` and `progress` as of `pump`. After the first exception no other task is begun.
+    `total` and `progress` as of `pump`; what is counted may have another `unit`. After the first exception no other
+    task is begun.
     """
     pending, lock = iter(tasks), threading.Lock()
     failed: list[BaseException] = []
@@ -70,7 +73,7 @@ def spread(tasks: Iterable[Callable[[], int]], total: int, *, threads: int | Non
         except BaseException as error:  # an interrupt too: the other threads have to hear of it
             failed.append(error)
 
-    with _Bar(total, progress) as bar:
+    with Bar(total, progress, unit) as bar:
         others = [threading.Thread(target=work) for _ in range((threads or jit.default_threads()) - 1)]
         for other in others:
             other.start()
@@ -81,22 +84,22 @@ def spread(tasks: Iterable[Callable[[], int]], total: int, *, threads: int | Non
         raise failed[0]
 
 
-class _Bar:
+class Bar:
     """A progress bar of bytes where it is wanted and stderr is a terminal, else nothing; tqdm takes time to load."""
 
-    def __init__(self, total: int, wanted: bool):
+    def __init__(self, total: int, wanted: bool, unit: str = "B"):
         self._bar: Any = None
         if wanted and sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, unit="B", unit_scale=True)
+            self._bar = tqdm(total=total, unit=unit if unit == "B" else f" {unit}", unit_scale=unit == "B")
 
     def update(self, nbytes: int, name: str = "") -> None:
         if self._bar is not None:
             self._bar.set_description_str(name, refresh=False)
             self._bar.update(nbytes)
 
-    def __enter__(self) -> _Bar:
+    def __enter__(self) -> Bar:
         return self
 
     def __exit__(self, *exception: object) -> None:

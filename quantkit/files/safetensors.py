@@ -24,7 +24,7 @@ import numpy as np
 from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.files.atomic import allow_open_files
 from quantkit.files.jsonscan import Scanner
-from quantkit.files.mapping import map_file
+from quantkit.files.mapping import map_file, release
 from quantkit.files.safetensors_writer import INDEX_NAME, ITEM_BYTES, CheckpointSpec, CheckpointWriter
 
 __all__ = ["Checkpoint", "CheckpointSpec", "CheckpointTensor", "CheckpointWriter", "open_checkpoint"]
@@ -130,6 +130,11 @@ class CheckpointTensor:
     def dequantize(self) -> np.ndarray:
         """float32[shape]: the exact values."""
         return self.rows(0, self.n_rows).reshape(self.shape)
+
+    def forget(self, start: int, stop: int) -> None:
+        """Let go of the memory behind some rows, which are read again where they are asked for again."""
+        width = self.nbytes // max(1, self.n_rows)
+        release(self.raw()[start * width : stop * width])
 
 
 @dataclass(frozen=True)

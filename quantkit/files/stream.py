@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from quantkit.errors import DataError
-from quantkit.files.atomic import AtomicFile, allow_open_files, os_errors, publish, require_space
+from quantkit.files.atomic import KEPT, AtomicFile, allow_open_files, os_errors, publish, require_space
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -59,11 +59,15 @@ class StreamWriter:
 
     Used as a context manager: leaving the block completes the files; an exception in it, or a tensor that is not
     complete, removes what was written.
+
+    With `kept`, what is written stays in its partial files instead, for another writer of the same layouts to go on
+    with: it tells by `skip` which tensors are there already.
     """
 
-    def __init__(self, path: Path, layouts: Sequence[Layout], durable: bool = True):
+    def __init__(self, path: Path, layouts: Sequence[Layout], durable: bool = True, kept: bool = False):
         self.path = path
         self.durable = durable
+        self.kept = kept
         self.paths = [layout.path for layout in layouts]
         self._layouts = layouts
         self._slots = [(slot, i) for i, layout in enumerate(layouts) for slot in layout.slots]
@@ -77,13 +81,37 @@ class StreamWriter:
         if len(set(names)) < len(names):
             twice = next(name for i, name in enumerate(names) if name in names[:i])
             raise DataError(f"{path}: tensor {twice} is to be written twice")
-        require_space(path.parent, sum(layout.size for layout in layouts))
+        there = sum(_blocks(partial(layout.path)) for layout in layouts) if kept else 0
+        require_space(path.parent, sum(layout.size for layout in layouts) - there)
         allow_open_files(len(layouts))
         try:
             self._begin(0)
         except BaseException:
             self.abort()
             raise
+
+    def skip(self, names: Collection[str]) -> None:
+        """Count tensors as written."""
+        for name in names:
+            index = self._number[name]
+            self._written[index] = self._slots[index][0].nbytes
+
+    def sync(self) -> None:
+        """Make durable what was written so far. Other threads may write meanwhile."""
+        with self._lock:
+            files = list(self._files)
+        for file in files:
+            _sync_data(file.stream.fileno())
+
+    def rewrite_headers(self, headers: Sequence[bytes]) -> None:
+        """Put others in the place of the headers, of the same sizes."""
+        self._begin(len(self._layouts) - 1)
+        for layout, file, header in zip(self._layouts, self._files, headers, strict=True):
+            if len(header) != len(layout.header):
+                raise DataError(f"{layout.path}: a header of {len(header)} bytes, {len(layout.header)} are left for it")
+            with os_errors(file.temporary, "write the header"):
+                file.stream.flush()
+                file.write_at(0, memoryview(header))
 
     def write(self, name: str, data: Any) -> None:
         """Append bytes, uint8 of any shape, to tensor `name`: the one begun, or the next in order.
@@ -155,10 +183,10 @@ class StreamWriter:
             self.abort()
 
     def abort(self) -> None:
-        """Remove what was written. Does nothing to files that are complete."""
+        """Remove what was written, or leave it in its partial files. Does nothing to files that are complete."""
         self._syncer.abandon()
         for file in self._files:
-            file.discard()
+            file.discard(self.kept)
 
     def __enter__(self: Self) -> Self:
         return self
@@ -180,12 +208,25 @@ class StreamWriter:
         """File `number`, begun together with all before it."""
         while len(self._files) <= number:
             layout = self._layouts[len(self._files)]
-            file = AtomicFile(layout.path)
+            file = AtomicFile(layout.path, self.kept)
             self._files.append(file)
             with os_errors(file.temporary, "write the header"):
                 file.reserve(layout.size)  # padding is there without being written
                 file.stream.write(layout.header)
         return self._files[number]
+
+
+def partial(path: Path) -> Path:
+    """The partial file of a final name, where it is kept."""
+    return path.with_name(path.name + KEPT)
+
+
+def _blocks(path: Path) -> int:
+    """Bytes of the disk that a file has, 0 of one that is not there."""
+    try:
+        return path.stat().st_blocks * 512
+    except (FileNotFoundError, AttributeError):  # Windows does not tell
+        return 0
 
 
 class _Syncer:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-import numpy as np
-
-from quantkit.files.imatrix import Entry, Imatrix
+from quantkit.files.imatrix import Imatrix
+from quantkit.files.imatrix import few as few_seen
 from quantkit.recipe import layers
 from quantkit.recipe.patterns import advice, hits
 from quantkit.recipe.planned import PlannedTensor, RuleUse
@@ -162,7 +161,7 @@ def _unseen_experts(planned: Sequence[PlannedTensor], imatrix: Imatrix) -> str:
     for t in planned:
         if t.importance is None or len(t.shape) < 3 or "_exps" not in t.name:
             continue
-        few = _few(imatrix[t.importance], t.shape[0])
+        few = few_seen(imatrix[t.importance], t.shape[0], FEW_TOKENS)
         tensors += bool(few)
         if len(few) > unseen:
             unseen, worst = len(few), f"{t.name} has {len(few)} of {t.shape[0]}, as expert {few[0]}"
@@ -172,13 +171,3 @@ def _unseen_experts(planned: Sequence[PlannedTensor], imatrix: Imatrix) -> str:
         f"the importance matrix saw fewer than {FEW_TOKENS} tokens of some experts of {tensors} tensor(s): {worst}; "
         "measure on more or more varied text (quantkit imatrix, more --chunks), or merge matrices"
     )
-
-
-def _few(entry: Entry, experts: int) -> list[int]:
-    """Experts that saw few tokens: by their counts where they were counted one by one, else those of which a matrix
-    says nothing, all ones or zeros as its maker fills in."""
-    if len(entry.counts) == experts and len(set(entry.counts.tolist())) > 1:
-        return np.flatnonzero(entry.counts < FEW_TOKENS).tolist()
-    values = entry.values.reshape(experts, -1)
-    filled = (values == values[:, :1]).all(axis=1) & np.isin(values[:, 0], (0.0, 1.0))
-    return [] if filled.all() else np.flatnonzero(filled).tolist()

@@ -5,6 +5,8 @@ For each layer two arrays of encoded rows, keys after rope:
     k[layer]   uint8[n_head_kv, n_ctx, row bytes of head_dim_k]
     v[layer]   uint8[n_head_kv, n_ctx, row bytes of head_dim_v]
 
+Of latent attention (runtime/latent.py) k has one row a token, its latent, and v none.
+
 A row is one head's key or value in the K or V type, rounded as kernels/rounding.py says. Positions of a head stand one
 after another, so that attention reads memory in order. With khad or vhad the rows were rotated before (`rotation`).
 """
@@ -70,7 +72,7 @@ class CacheType:
                     f"-ct{side} {name}: its blocks of 32 do not fit heads of {dim} elements; "
                     f"caches of this model can be {', '.join(FLOATS)}"
                 )
-            block = rotation_block(dim) if rotated else 0
+            block = rotation_block(dim) if rotated and dim else 0
             if block is None:
                 raise UnsupportedError(
                     f"-{side}had: heads of {dim} elements cannot be rotated: no power of two, nor a multiple of 64; "

@@ -11,11 +11,12 @@ experts. Weights that are divided by their sum are divided by the sum over those
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from quantkit import jit
 from quantkit.archs import blocks
 from quantkit.errors import DataError
 from quantkit.files.gguf import Tensor
@@ -23,6 +24,7 @@ from quantkit.runtime import layers
 from quantkit.runtime.kernels import reference
 
 Reduction = tuple[int, float]
+Observe = Callable[[str, np.ndarray, int, int], None]
 
 
 def reduction(parts: Sequence[blocks.Block], given: Reduction | None, path: Path) -> Reduction | None:
@@ -40,15 +42,21 @@ def reduction(parts: Sequence[blocks.Block], given: Reduction | None, path: Path
     return given if share else None
 
 
-def route(part: blocks.Experts, logits: np.ndarray, given: Reduction | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Experts and weights of each token from router logits float32[tokens, count], which are overwritten."""
+def route(
+    part: blocks.Experts, logits: np.ndarray, given: Reduction | None = None, bias: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Experts and weights of each token from router logits float32[tokens, count], which are overwritten.
+
+    `bias` is what `part.choice_bias` names.
+    """
     least, share = given or (part.used, 0.0)
+    bias = jit.readonly(np.zeros(0, np.float32)) if bias is None else bias
     chosen = np.full((len(logits), part.used), -1, np.int64)
     weights = np.zeros((len(logits), part.used), np.float32)
     for token in range(len(logits)):
         reference.route(
-            logits[token], part.used, least, np.float32(share), part.normalise, np.float32(part.scale), chosen[token],
-            weights[token],
+            logits[token], bias, part.gating == "sigmoid", part.groups, part.groups_used, part.used, least,
+            np.float32(share), part.normalise, np.float32(part.scale), chosen[token], weights[token],
         )  # fmt: skip
     return chosen, weights
 
@@ -60,8 +68,12 @@ def run(
     chosen: np.ndarray,
     weights: np.ndarray,
     threads: int,
+    observe: Observe | None = None,
 ) -> np.ndarray:
-    """The weighted sum of what the chosen experts make of x float32[tokens, n_embd], experts added by number."""
+    """The weighted sum of what the chosen experts make of x float32[tokens, n_embd], experts added by number.
+
+    `observe` is told what enters each expert's matrices: name, float32[tokens, n], the expert, how many there are.
+    """
     out = np.zeros((len(x), tensors[part.down.weight].shape[1]), np.float32)
     for number in np.unique(chosen[chosen >= 0]):
         token, rank = np.nonzero(chosen == number)
@@ -71,6 +83,9 @@ def run(
         )
         given = np.ascontiguousarray(x[token])
         hidden = layers.swiglu(gate(given), up(given), threads)
+        if observe is not None:
+            for linear, entering in ((part.gate, given), (part.up, given), (part.down, hidden)):
+                observe(linear.weight, entering, int(number), part.count)
         out[token] += down(hidden) * weights[token, rank][:, None]
     return out
 

@@ -51,14 +51,14 @@ def _over_tokens(task: Callable[[int, int], None], x: np.ndarray, threads: int) 
     jit.over_rows(task, len(x), threads=threads if x.size > SERIAL_ELEMENTS else 1, pieces=1)
 
 
-def _silent() -> np.errstate:
+def silent() -> np.errstate:
     """numpy says nothing about NaN and Inf inside: the model looks for them itself, and names where they come from."""
     return np.errstate(over="ignore", invalid="ignore")
 
 
 def is_finite(x: np.ndarray) -> bool:
     """Whether no element is NaN or Inf. One sum tells, unless it overflows."""
-    with _silent():
+    with silent():
         return bool(np.isfinite(x.sum()) or np.isfinite(x).all())
 
 
@@ -113,7 +113,7 @@ class Linear:
         """Each thread decodes some rows and multiplies by them while they are in its own cache."""
 
         def task(begin: int, end: int) -> None:
-            with _silent():
+            with silent():
                 for start in range(begin, end, step):
                     stop = min(end, start + step)
                     np.matmul(x, self._decoded(start, stop, 1).T, out=out[:, start:stop])
@@ -140,7 +140,7 @@ def _multiply(x: np.ndarray, panel: np.ndarray, out: np.ndarray, threads: int) -
     tiles = [(t, r) for r in range(0, len(panel), TILE_ROWS) for t in range(0, len(x), TILE_TOKENS)]
 
     def task(begin: int, end: int) -> None:
-        with _silent():
+        with silent():
             for t, r in tiles[begin:end]:
                 a, b = slice(t, t + TILE_TOKENS), slice(r, r + TILE_ROWS)
                 np.matmul(x[a], panel[b].T, out=out[a, b])
@@ -252,10 +252,28 @@ class Attending:
         return min(QUERY_ROWS, rows)
 
 
-def remember(k: np.ndarray, v: np.ndarray, cache: Cache, layer: int) -> None:
-    """Keep keys and values float32[tokens, heads * dim] of a layer from the cache's `length` on."""
+class Heads(NamedTuple):
+    """The heads of an attention, as blocks.Attention has them. Values may be the first elements of the keys."""
+
+    heads: int
+    kv_heads: int
+    head_dim_k: int
+    head_dim_v: int
+    scale: float
+    window: int | None = None
+    values_in_keys: bool = False
+
+    @classmethod
+    def of(cls, part: blocks.Attention) -> Heads:
+        return cls(part.heads, part.kv_heads, part.head_dim_k, part.head_dim_v, part.scale, part.window)
+
+
+def remember(k: np.ndarray, v: np.ndarray | None, cache: Cache, layer: int) -> None:
+    """Keep keys and values float32[tokens, heads * dim] of a layer from the cache's `length` on; None: no values."""
     kinds = cache.type.k, cache.type.v
     for x, into, kind, block in zip((k, v), (cache.k[layer], cache.v[layer]), kinds, cache.rotations):
+        if x is None:
+            continue
         heads = x.reshape(len(x), len(into), -1).transpose(1, 0, 2)
         rows = np.ascontiguousarray(heads).reshape(-1, heads.shape[2])
         if block:
@@ -264,7 +282,7 @@ def remember(k: np.ndarray, v: np.ndarray, cache: Cache, layer: int) -> None:
 
 
 def attend(
-    part: blocks.Attention, layer: int, q: np.ndarray, spans: Sequence[Span], threads: int, how: Attending = Attending()
+    part: Heads, layer: int, q: np.ndarray, spans: Sequence[Span], threads: int, how: Attending = Attending()
 ) -> np.ndarray:
     """softmax(q k^T * scale) v for every query head, float32[tokens, heads * head_dim_v]; q as it comes out of rope.
 
@@ -282,7 +300,7 @@ def attend(
     ]
 
     def task(begin: int, end: int) -> None:
-        with _silent():
+        with silent():
             for item in work[begin:end]:
                 _attend_head(part, layer, q, out, KEY_ROWS if how.flash else most, *item)
 
@@ -292,7 +310,7 @@ def attend(
 
 
 def _attend_head(
-    part: blocks.Attention,
+    part: Heads,
     layer: int,
     q: np.ndarray,
     out: np.ndarray,
@@ -308,6 +326,7 @@ def _attend_head(
     position = span.cache.length + first - span.start
     window = part.window or span.cache.n_ctx
     rotate_k, rotate_v = span.cache.rotations
+    rotate_v = rotate_k if part.values_in_keys else rotate_v
     queries = q.reshape(len(q), part.heads, -1)[first:stop, mine].reshape(tokens * group, -1) * np.float32(part.scale)
     if rotate_k:
         queries = rounding.rotate(queries, rotate_k)
@@ -319,7 +338,10 @@ def _attend_head(
         keys = _decoded(span.cache.k[layer][head, key:end], span.cache.type.k, part.head_dim_k, "keys")
         scores = np.matmul(queries, keys.T, out=_scratch("scores", (tokens * group, end - key)))
         reference.softmax_step(scores, group, position - key, window, top, total, acc)
-        values = _decoded(span.cache.v[layer][head, key:end], span.cache.type.v, part.head_dim_v, "values")
+        if part.values_in_keys:
+            values = keys[:, : part.head_dim_v]
+        else:
+            values = _decoded(span.cache.v[layer][head, key:end], span.cache.type.v, part.head_dim_v, "values")
         acc += np.matmul(scores, values, out=_scratch("products", acc.shape))
     acc /= total[:, None]
     if rotate_v:

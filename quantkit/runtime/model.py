@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from quantkit import archs, jit
 from quantkit.archs import blocks
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.files import gguf
-from quantkit.runtime import blas, experts, layers, repacking
+from quantkit.runtime import blas, experts, latent, layers, repacking, shapes
 from quantkit.runtime.cache import Cache, CacheType
 from quantkit.runtime.generate import Generated, Sampling, generate
 from quantkit.runtime.kernels.rounding import FLOATS, QUANTIZED
@@ -34,7 +35,7 @@ SEQUENCE_TOKENS = 2048  # of several sequences run at a time
 TOGETHER_TOKENS = 512  # of sequences that go on; what `fast` numerics take at a time
 NUMERICS = ("exact", "fast")
 
-Observer = Callable[[str, np.ndarray], None]
+Observer = Callable[..., None]  # of (name, x), or (name, x, number, count) for one of several matrices
 
 
 def load(
@@ -52,6 +53,7 @@ def load(
     repack: bool = False,
     fused_experts: bool = True,
     expert_reduction: tuple[int, float] | None = None,
+    mla: int = 3,
 ) -> Model:
     """Open a GGUF file (of a set of shards any member) as a Model. Nothing is read before it is needed.
 
@@ -66,6 +68,7 @@ def load(
     fused_experts   gate, up and activation of an expert in one operation (`-fmoe`); the numbers are the same.
     expert_reduction   (K, t), `-ser K,t`: the first K experts always, others only with a probability above t times the
                 first one's. It changes what the model computes, in both numerics.
+    mla         0 to 3: what latent attention caches and how it attends, see `runtime.latent`; nothing for other models.
     """
     how = layers.Attending(flash_attention, attention_mib)
     kind = _cache_type(cache_type, numerics, how)
@@ -75,7 +78,7 @@ def load(
     placement = place(file.tensors, flags.rules, devices(), flags.gpu_layers, n_cpu_moe=flags.n_cpu_moe)
     return Model(
         file, placement, numerics=numerics, threads=threads, cache_type=kind, how=how, n_ctx=n_ctx, repack=repack,
-        fused_experts=fused_experts, expert_reduction=expert_reduction,
+        fused_experts=fused_experts, expert_reduction=expert_reduction, mla=mla,
     )  # fmt: skip
 
 
@@ -103,8 +106,10 @@ class Model:
     how                     layers.Attending
     repacked                what -rtr did; None without it
     fused_experts, expert_reduction   as given to `load`
+    has_latents, mla        whether attention is latent; as given, 0 where it is not
     slow_because            why a model of `fast` numerics runs layer by layer; None where it does not
-    observer                called with (name, float32[tokens, n]) for what enters each weight matrix; None by default
+    observer                called with (name, float32[tokens, n]) for what enters each weight matrix, and of experts
+                            with (name, float32[tokens, n], expert, experts); None by default
     """
 
     def __init__(
@@ -120,6 +125,7 @@ class Model:
         repack: bool = False,
         fused_experts: bool = True,
         expert_reduction: tuple[int, float] | None = None,
+        mla: int = 3,
     ):
         self.how = how or layers.Attending()
         kind = _cache_type(cache_type, numerics, self.how)
@@ -138,6 +144,11 @@ class Model:
         self.hparams = arch.hparams(file.metadata, file.tensors.keys())
         self.blocks = arch.blocks(self.hparams)
         self.head = arch.head(self.hparams)
+        if mla not in latent.MODES:
+            raise UnsupportedError(f"-mla {mla}: known are {', '.join(map(str, latent.MODES))}")
+        self.has_latents = latent.is_latent(self.blocks)
+        self.mla = mla if self.has_latents else 0
+        self._cached = latent.cached(self.hparams, self.blocks, self.mla)
         self.n_ctx = n_ctx or self.hparams.n_ctx_train
         self.observer: Observer | None = None
         self._vectors: dict[str, np.ndarray] = {}
@@ -179,7 +190,7 @@ class Model:
 
     def new_cache(self, n_ctx: int | None = None, cache_type: str | CacheType | None = None) -> Cache:
         """An empty cache for one sequence of up to `n_ctx` tokens."""
-        return Cache(self.hparams, n_ctx or self.n_ctx, self._kind(cache_type))
+        return Cache(self._cached, n_ctx or self.n_ctx, self._kind(cache_type))
 
     def _kind(self, cache_type: str | CacheType | None) -> CacheType:
         return _cache_type(cache_type or self.cache_type, self.numerics, self.how)
@@ -272,7 +283,7 @@ class Model:
         n_seq, length = ids.shape
         together = max(1, SEQUENCE_TOKENS // length)
         kind = self._kind(cache_type)
-        caches = [Cache(self.hparams, length, kind, one_layer=True) for _ in range(min(together, n_seq))]
+        caches = [Cache(self._cached, length, kind, one_layer=True) for _ in range(min(together, n_seq))]
         found = []
         with blas.single_threaded():
             for start in range(0, n_seq, together):
@@ -301,9 +312,9 @@ class Model:
 
     def _compiled(self) -> tuple[Any, str | None]:
         """The model as a runtime.step.Fast, or None and why not."""
-        from quantkit.runtime import step
+        from quantkit.runtime import obstacles, step
 
-        reason = step.obstacle(self.weights, self.blocks, self.head)
+        reason = obstacles.obstacle(self.weights, self.blocks, self.head)
         if reason is not None:
             return None, reason
         routing = step.Routing(self.fused_experts, self.expert_reduction)
@@ -336,6 +347,8 @@ class Model:
         for part in block.parts:
             if isinstance(part, blocks.Attention):
                 x = x + self._attention(part, block.layer, x, spans)
+            elif isinstance(part, blocks.LatentAttention):
+                x = x + self._latent_attention(part, block.layer, x, spans)
             elif isinstance(part, blocks.Experts):
                 x = x + self._experts(part, x)
             else:
@@ -346,32 +359,96 @@ class Model:
         y = self._norm(part.norm, x)
         q, k, v = (self._linear(linear, y) for linear in (part.q, part.k, part.v))
         q, k = self._head_norm(part.q_norm, q), self._head_norm(part.k_norm, k)
-        positions = np.concatenate([np.arange(s.stop - s.start) + s.cache.length for s in spans])
-        tables = self._rope(part.rope, int(positions.max()) + 1)
-        layers.turn(q, part.rope.style, part.head_dim_k, tables, positions, self.threads)
-        layers.turn(k, part.rope.style, part.head_dim_k, tables, positions, self.threads)
+        for heads in (q, k):
+            self._turn(heads, part.rope, part.head_dim_k, spans)
         for span in spans:
             layers.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
-        y = layers.attend(part, layer, q, spans, self.threads, self.how)
+        y = layers.attend(layers.Heads.of(part), layer, q, spans, self.threads, self.how)
         self._check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
         return self._linear(part.out, y)
 
-    def _feed_forward(self, part: blocks.FeedForward, x: np.ndarray) -> np.ndarray:
+    def _turn(self, x: np.ndarray, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
+        """Rope, in place, of heads of `dim` elements."""
+        positions = np.concatenate([np.arange(s.stop - s.start) + s.cache.length for s in spans])
+        tables = self._rope(rope, int(positions.max()) + 1)
+        layers.turn(x, rope.style, dim, tables, positions, self.threads)
+
+    def _latent_attention(
+        self, part: blocks.LatentAttention, layer: int, x: np.ndarray, spans: list[Span]
+    ) -> np.ndarray:
         y = self._norm(part.norm, x)
+        q = y
+        if part.q_a is not None and part.q_a_norm is not None:
+            q = self._norm(part.q_a_norm, self._linear(part.q_a, y))
+        q = self._linear(part.q, q).reshape(len(x), part.heads, part.head_dim_k)
+        turned = np.ascontiguousarray(q[:, :, part.nope :]).reshape(len(x), -1)
+        self._turn(turned, part.rope, part.rope.dim, spans)
+        q[:, :, part.nope :] = turned.reshape(len(x), part.heads, -1)
+        kv = self._linear(part.kv_a, y)
+        c = self._norm(part.kv_a_norm, np.ascontiguousarray(kv[:, : part.kv_lora]))
+        r = np.ascontiguousarray(kv[:, part.kv_lora :])
+        self._turn(r, part.rope, part.rope.dim, spans)
+        y = self._attend_latents(part, layer, q, np.concatenate([c, r], axis=1), spans)
+        self._check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
+        return self._linear(part.out, y)
+
+    def _attend_latents(
+        self, part: blocks.LatentAttention, layer: int, q: np.ndarray, latents: np.ndarray, spans: list[Span]
+    ) -> np.ndarray:
+        """float32[tokens, heads * head_dim_v] of queries and latents after rope, as `mla` says."""
+        between = latent.Between(part, self.weights, self.threads)
+        if not self.mla:
+            self._observe_between(part.kv_b, latents[:, : part.kv_lora])
+            k, v = (x.transpose(1, 0, 2).reshape(len(q), -1) for x in between.expanded(latents, 0, part.heads))
+            for span in spans:
+                layers.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
+            return layers.attend(latent.full(part), layer, q.reshape(len(q), -1), spans, self.threads, self.how)
+        for span in spans:
+            layers.remember(latents[span.start : span.stop], None, span.cache, layer)
+        out = np.empty((len(q), part.heads * part.head_dim_v), np.float32)
+        few = []
+        for span in spans:
+            if self.mla > 1 and self.how.flash and span.stop - span.start >= latent.EXPAND:
+                rows = slice(span.start, span.stop)
+                self._observe_between(part.kv_b, latents[rows, : part.kv_lora])
+                out[rows] = latent.attend_expanded(part, between, layer, q[rows], span, self.threads, self.how)
+            else:
+                few.append(span)
+        how = replace(self.how, flash=False) if self.mla == 2 else self.how
+        for span in few:
+            rows = slice(span.start, span.stop)
+            mine = np.ascontiguousarray(q[rows])
+            self._observe_between(part.k_b, mine[:, :, : part.nope].reshape(-1, part.nope))
+            found = layers.attend(
+                latent.absorbed(part), layer, between.queries(mine), [Span(0, len(mine), span.cache)], self.threads, how
+            )
+            self._observe_between(part.v_b, found.reshape(-1, part.kv_lora))
+            out[rows] = between.values(found)
+        return out
+
+    def _observe_between(self, linear: blocks.Linear | None, x: np.ndarray) -> None:
+        """Tell the observer what enters a matrix between latent and heads. One with a matrix a head is told nothing."""
+        if linear is None or self.observer is None or self._checking:
+            return
+        if len(self.weights[linear.weight].shape) == 2:
+            self.observer(linear.weight, np.ascontiguousarray(x))
+
+    def _feed_forward(self, part: blocks.FeedForward, x: np.ndarray) -> np.ndarray:
+        return self._gated(part, self._norm(part.norm, x))
+
+    def _gated(self, part: blocks.FeedForward, y: np.ndarray) -> np.ndarray:
+        """What a feed-forward makes of what its norm made."""
         gate, up = self._linear(part.gate, y), self._linear(part.up, y)
         return self._linear(part.down, layers.swiglu(gate, up, self.threads))
 
     def _experts(self, part: blocks.Experts, x: np.ndarray) -> np.ndarray:
-        if self.observer is not None and not self._checking:
-            raise UnsupportedError(
-                f"{self.path}: what enters the experts of {part.gate.weight} cannot be observed yet, so there is no "
-                "importance matrix of models with experts; quantize with one made elsewhere (--imatrix)"
-            )
+        observe = None if self._checking else self.observer
         y = self._norm(part.norm, x)
-        chosen, weights = experts.route(part, self._linear(part.router, y), self.expert_reduction)
-        y = experts.run(part, self.weights, y, chosen, weights, self.threads)
-        self._check(part.down.weight, y)
-        return y
+        bias = self._vector(part.choice_bias) if part.choice_bias else None
+        chosen, weights = experts.route(part, self._linear(part.router, y), self.expert_reduction, bias)
+        found = experts.run(part, self.weights, y, chosen, weights, self.threads, observe)
+        self._check(part.down.weight, found)
+        return found if part.shared is None else found + self._gated(part.shared, y)
 
     def _head_norm(self, norm: blocks.Norm | None, x: np.ndarray) -> np.ndarray:
         """x float32[tokens, heads * dim] normed head by head; as it is without a norm."""
@@ -430,7 +507,7 @@ class Model:
 
     def _check_attention(self, kind: CacheType, n_ctx: int | None) -> None:
         """UnsupportedError or DataError where caches of this type, or the bound on attention's memory, do not fit."""
-        hp = self.hparams
+        hp = self._cached
         kind.rotations(hp.head_dim_k, hp.head_dim_v)
         self.how.query_rows(hp.n_head // hp.n_head_kv, n_ctx or 1, self.threads)
 
@@ -439,7 +516,7 @@ class Model:
 
         UnsupportedError when it is of a type that cannot be decoded.
         """
-        for name, shape in _needed(self.hparams, self.blocks, self.head):
+        for name, shape in shapes.needed(self.hparams, self.blocks, self.head, self.weights):
             tensor = self.weights.get(name)
             if tensor is None:
                 raise FormatError(f"{self.path}: tensor {name} is missing; the file is incomplete")
@@ -503,46 +580,3 @@ def _batches(
                 taken, spans, which, used = [], [], [], 0
     if used:
         yield np.concatenate(taken), spans, which
-
-
-def _needed(
-    hp: blocks.HParams, parts: Sequence[blocks.Block], head: blocks.Head
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of every tensor that the blocks and what stands around them name."""
-    yield head.embedding, (hp.n_vocab, hp.n_embd)
-    yield head.norm.weight, (hp.n_embd,)
-    yield from _linear_shapes(head.output, hp.n_vocab, hp.n_embd)
-    for part in (part for block in parts for part in block.parts):
-        yield part.norm.weight, (hp.n_embd,)
-        if isinstance(part, blocks.Attention):
-            for norm in (part.q_norm, part.k_norm):
-                if norm is not None:
-                    yield norm.weight, (part.head_dim_k,)
-            if part.rope.factors:
-                yield part.rope.factors, (part.rope.dim // 2,)
-            yield from _linear_shapes(part.q, part.heads * part.head_dim_k, hp.n_embd)
-            yield from _linear_shapes(part.k, part.kv_heads * part.head_dim_k, hp.n_embd)
-            yield from _linear_shapes(part.v, part.kv_heads * part.head_dim_v, hp.n_embd)
-            yield from _linear_shapes(part.out, hp.n_embd, part.heads * part.head_dim_v)
-        elif part.activation != "swiglu":
-            raise UnsupportedError(f"{part.up.weight}: the runtime has no activation '{part.activation}'")
-        elif isinstance(part, blocks.Experts):
-            yield from _linear_shapes(part.router, part.count, hp.n_embd)
-            for linear, rows, columns in (
-                (part.gate, part.ff, hp.n_embd),
-                (part.up, part.ff, hp.n_embd),
-                (part.down, hp.n_embd, part.ff),
-            ):
-                if linear.bias:
-                    raise UnsupportedError(f"{linear.bias}: the runtime knows no experts with biases")
-                yield linear.weight, (part.count, rows, columns)
-        else:
-            yield from _linear_shapes(part.gate, hp.n_ff, hp.n_embd)
-            yield from _linear_shapes(part.up, hp.n_ff, hp.n_embd)
-            yield from _linear_shapes(part.down, hp.n_embd, hp.n_ff)
-
-
-def _linear_shapes(linear: blocks.Linear, rows: int, columns: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield linear.weight, (rows, columns)
-    if linear.bias:
-        yield linear.bias, (rows,)

@@ -43,35 +43,6 @@ _ROWS = 32  # shares of a matrix are multiples of so many rows: whole blocks of 
 Weights = Mapping[str, Tensor]
 
 
-def obstacle(weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head) -> str | None:
-    """Why these blocks cannot be laid out here; None when they can."""
-    linears = [head.output]
-    for part in (part for block in parts for part in block.parts):
-        if isinstance(part, blocks.Attention):
-            linears += [part.q, part.k, part.v, part.out]
-            if part.head_dim_k % 16 or part.head_dim_v % 16:
-                return f"heads of {part.head_dim_k} and {part.head_dim_v} dimensions are not multiples of 16"
-        else:
-            linears += [part.gate, part.up, part.down]
-            if isinstance(part, blocks.Experts):
-                linears.append(part.router)
-                for linear in (part.gate, part.down):
-                    if weights[linear.weight].shape[1] % experts.ROWS:
-                        rows = weights[linear.weight].shape[1]
-                        return f"{rows} rows of an expert are not a multiple of {experts.ROWS} ({linear.weight})"
-            if part.activation != "swiglu":
-                return f"no kernel for the activation {part.activation}"
-    for linear in linears:
-        tensor = weights[linear.weight]
-        if table.product(tensor.type) is None:
-            return f"no kernel for {tensor.type.name} ({linear.weight})"
-        if tensor.shape[-1] % 32:
-            return f"rows of {tensor.shape[-1]} columns are not a multiple of 32 ({linear.weight})"
-        if tensor.shape[-2] % tensor.type.interleave:
-            return f"{tensor.shape[-2]} rows are not whole groups of {tensor.type.interleave} ({linear.weight})"
-    return None
-
-
 class Routing(NamedTuple):
     """How experts are run: `fused` as in `load`, and which are left out, see runtime/experts.py."""
 
@@ -118,7 +89,7 @@ class _Laid:
                         self._attention(block.layer, part)
                     elif isinstance(part, blocks.Experts):
                         self._experts(part)
-                    else:
+                    elif isinstance(part, blocks.FeedForward):
                         self._feed_forward(part)
             self._finish(self._ops)
         self._places = [
@@ -186,6 +157,10 @@ class _Laid:
             "share": self._ops.constant(share),
             "normalise": int(part.normalise),
             "scale": self._ops.constant(part.scale),
+            "bias": self._vector(self._ops, part.choice_bias),
+            "sigmoid": int(part.gating == "sigmoid"),
+            "groups": part.groups,
+            "groups_used": part.groups_used,
         }
 
     def _product(self, tensor: Tensor) -> int:
@@ -580,6 +555,15 @@ class Fast:
     ):
         self.step = Step(weights, parts, head, threads, how, routing)
         self.prompt = Prompt(weights, parts, head, threads, how, routing)
+
+    @property
+    def work_bytes(self) -> int:
+        """Memory worked in so far, beside weights and caches; what runtime/work_size.py predicts."""
+        found = 0
+        for laid in (self.step, self.prompt):
+            tables = sum(t.nbytes for pair in laid._rope_tables.values() for t in pair)
+            found += laid._ops.nbytes + laid._x.nbytes + laid._state.nbytes + tables
+        return found + self.step._logits.nbytes
 
     def last(self, ids: np.ndarray, cache: Cache) -> np.ndarray:
         """float32[1, vocab]: logits after the last of int64[tokens], which the cache then holds."""

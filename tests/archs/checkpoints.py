@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+from quantkit import types
+from quantkit.files.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
 
 TEXT = [
     "The quick brown fox jumps over the lazy dog, and the dog does not mind; it's 1234 times lazier than that.",
@@ -95,9 +99,48 @@ def tiny(directory: Path, dtype: str = "float32", arch: str = "llama", **config:
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.uniform_(0.5, 1.5)
-            elif parameter.ndim == 2:
-                parameter.normal_(0, parameter.shape[1] ** -0.5)
+            elif parameter.ndim >= 2:
+                parameter.normal_(0, parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("bias"):
+                buffer.uniform_(0, 0.3)
     model = model.to(getattr(torch, dtype))
     model.save_pretrained(directory)
     write_tokenizer(directory, byte_level(example["vocab_size"]), bos_token="<|begin|>", eos_token="<|end|>")
     return model
+
+
+def as_fp8(source: Path, target: Path, rng: np.random.Generator, block: tuple[int, int] | None = (128, 128)) -> Path:
+    """A checkpoint's projections with random FP8 codes and scales in their place, as DeepSeek ships them.
+
+    The rest is in bf16. Without `block` there is one scale a matrix.
+    """
+    specs: list[CheckpointSpec] = []
+    data: list[np.ndarray] = []
+
+    def add(name: str, dtype: str, x: np.ndarray) -> None:
+        specs.append(CheckpointSpec(name, x.shape, dtype))
+        data.append(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+
+    for tensor in open_checkpoint(source).tensors.values():
+        if not tensor.name.endswith("_proj.weight"):
+            add(tensor.name, "BF16", types.get("bf16").quantize(tensor.dequantize().reshape(-1, tensor.shape[-1]))
+                .view("<u2").reshape(tensor.shape))  # fmt: skip
+            continue
+        rows, n = tensor.shape
+        codes = rng.integers(0, 127, (rows, n), np.uint8) | rng.integers(0, 2, (rows, n), np.uint8) << 7
+        grid = (-(-rows // block[0]), -(-n // block[1])) if block else ()
+        add(tensor.name, "F8_E4M3", codes)
+        add(f"{tensor.name}_scale_inv", "F32", rng.uniform(0.5, 2, grid).astype("<f4") / np.float32(2**14))
+    target.mkdir()
+    for path in source.iterdir():
+        if path.suffix != ".safetensors":
+            (target / path.name).write_bytes(path.read_bytes())
+    config = json.loads((source / "config.json").read_text())
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    config["quantization_config"] = settings | ({"weight_block_size": list(block)} if block else {})
+    (target / "config.json").write_text(json.dumps(config))
+    with CheckpointWriter(target, specs) as writer:
+        for spec, values in zip(specs, data):
+            writer.write(spec.name, values)
+    return target

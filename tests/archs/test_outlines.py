@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from quantkit import archs
+from quantkit.archs.deepseek2 import in_layout
 from quantkit.archs.outlines import outlines
-from quantkit.archs.outlines.deepseek2 import in_layout
 from quantkit.archs.shapes import Sizes, listed
 from quantkit.convert import prepare
 from quantkit.errors import FormatError, UnsupportedError
@@ -91,9 +91,7 @@ def test_models_of_transformers_have_as_many_weights(config: dict[str, Any], kin
 def test_every_outline_has_its_own_class() -> None:
     names = [name for arch in (*archs.all(), *outlines()) for name in arch.hf]
     assert len(names) == len(set(names))
-    assert {"deepseek2", "glm4moe", "qwen2", "qwen35", "qwen35moe", "qwen3next"} <= {
-        outline.name for outline in outlines()
-    }
+    assert {"qwen35", "qwen35moe", "qwen3next"} <= {outline.name for outline in outlines()}
 
 
 def test_what_is_missing_is_named() -> None:
@@ -103,8 +101,8 @@ def test_what_is_missing_is_named() -> None:
         listed(["blk.0.ffn_up_exps.weight"], Sizes("llama", {"llama.embedding_length": 64}))
     with pytest.raises(UnsupportedError, match=r"blk\.0\.foo\.weight: the shape"):
         listed(["blk.0.foo.weight"], Sizes("llama", {}))
-    with pytest.raises(UnsupportedError, match="DeepseekV3ForCausalLM is not an architecture quantkit converts"):
-        archs.from_hf(DEEPSEEK)
+    with pytest.raises(UnsupportedError, match="Qwen3_5ForCausalLM is not an architecture quantkit converts"):
+        archs.from_hf(QWEN35)
     kinds = ["linear_attention", "full_attention", "full_attention"]
     with pytest.raises(UnsupportedError, match=r"layer_types\[2\] = 'full_attention' where every 2th layer"):
         archs.outline(QWEN35).metadata({**QWEN35, "full_attention_interval": 2, "layer_types": kinds})

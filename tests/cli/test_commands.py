@@ -42,7 +42,7 @@ def test_diff(tmp_path: Path, rng: np.random.Generator, capsys: pytest.CaptureFi
     other = write(tmp_path / "c.gguf", y, "f32", key=3)
     assert main(["diff", str(a), str(other), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["metadata"] == [{"key": "key", "a": None, "b": "3", "kinds": [None, "u32"]}]
+    assert found["metadata"] == [{"key": "key", "status": "added", "a": None, "b": "3", "kinds": [None, "u32"]}]
     assert found["tensors"][0]["status"] == "bytes"
     assert found["tensors"][0]["error"] == pytest.approx(np.linalg.norm(x - y) / np.linalg.norm(x))
     assert main(["diff", str(a), str(other), "--exit-code"]) == 1

@@ -72,7 +72,7 @@ def test_records_and_rows_say_the_same(compared):
     assert rows[1][0] == "noise floor: a trifle"
     assert "PP t/s" not in header
     record = compared.candidates[2].record()
-    assert f"{record['kld']:.6f}" in rows[3][header.model("KLD mean")]
+    assert f"{record['kld']:.6f}" in rows[3][header.index("KLD mean")]
     assert record["kld_median"] <= record["kld_p99"] <= record["kld_max"]
     assert "kld" not in compared.candidates[0].record()
 

@@ -234,7 +234,7 @@ def test_shards_join_from_any_member(tmp_path):
         assert file.metadata["general.architecture"] == "llama"
         assert list(file.tensors) == list(data)
         assert all(np.array_equal(file.tensors[name].data, rows) for name, rows in data.items())
-    first, second = (gguf._Shard(path).metadata for path in paths[:2])
+    first, second = (gguf.Shard(path).metadata for path in paths[:2])
     expected = {"split.no": ("u16", 1), "split.count": ("u16", len(paths)), "split.tensors.count": ("i32", 20)}
     assert {k: (second.kind(k), v) for k, v in second.items()} == expected
     assert first["split.no"] == 0
@@ -245,7 +245,7 @@ def test_shards_join_from_any_member(tmp_path):
 
 def test_shard_limits(tmp_path):
     paths, _ = write(tmp_path / "t-00001-of-00009.gguf", some_specs(7), split_max_tensors=2)
-    assert sorted(len(gguf._Shard(p).tensors) for p in paths) == [1, 2, 2, 2]
+    assert sorted(len(gguf.Shard(p).tensors) for p in paths) == [1, 2, 2, 2]
     assert paths[0].name == "t-00001-of-00004.gguf"
     paths, _ = write(tmp_path / "whole.gguf", some_specs(7), split_max_bytes=10**9)
     assert [p.name for p in paths] == ["whole.gguf"]

@@ -172,7 +172,7 @@ def shard(path, number, count, total, names, kind="u16"):
         ((0, 2, 2, "a"), (1, 2, 3, "b"), "split.tensors.count is [23], .* must be [23]"),
         ((0, 2, 2, "ab"), (1, 2, 2, "cd"), "00002-of-00002.*4 tensors up to this shard, split.tensors.count is 2"),
         ((0, 2, 2**18, "a"), (1, 2, 2**18, "b"), "split.tensors.count is 262144, quantkit reads up to"),
-        ((0, 2, 3, "a"), (1, 2, 3, "b"), "2 shards hold 2 tensors, split.tensors.count is 3"),
+        ((0, 2, 3, "a"), (1, 2, 3, "b"), "2 shards to m-00002.* hold 2 tensors, split.tensors.count is 3"),
         ((0, 2, 2, "a"), (1, 2, 2, "a"), "00002-of-00002.*tensor a is also in .*00001-of-00002"),
     ],
 )

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantkit.archs.outlines.deepseek2 import in_layout
+from quantkit.archs.deepseek2 import in_layout
 from quantkit.archs.shapes import Listed
 from quantkit.files import imatrix
 from quantkit.files.gguf import TensorSpec, Writer

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from quantkit import archs, recipe, types
-from quantkit.archs.outlines.deepseek2 import in_layout
+from quantkit.archs.deepseek2 import in_layout
 from quantkit.budget import Cache, budget
 from quantkit.cli import main
 from quantkit.recipe import Options, Plan, find, shipped

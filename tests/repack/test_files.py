@@ -162,9 +162,9 @@ def test_commands(source: GGUF, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def split_keys(path: Path) -> dict[str, tuple[int, str]]:
     """Of one shard: key -> value and kind."""
-    from quantkit.files.gguf import _Shard
+    from quantkit.files.gguf import Shard
 
-    metadata = _Shard(path).metadata
+    metadata = Shard(path).metadata
     return {key: (metadata[key], metadata.kind(key)) for key in metadata if key.startswith("split.")}
 
 

@@ -229,7 +229,7 @@ def plain(part: Attention, q: np.ndarray, k: np.ndarray, v: np.ndarray, spans: l
     layers.turn(k, "neox", part.head_dim_k, tables, positions, 1)
     for span in spans:
         layers.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, 0)
-    return layers.attend(part, 0, q, spans, 1)
+    return layers.attend(layers.Heads.of(part), 0, q, spans, 1)
 
 
 def decoded(cache: Cache, part: Attention) -> np.ndarray:
@@ -293,9 +293,9 @@ def test_plain_attention_is_flash_attention(name: str, rng: np.random.Generator)
     cache = filled(hp, CacheType.parse(name), 700, 40, rng)
     q = rng.standard_normal((40, 8 * 64), np.float32)
     spans = [Span(0, 40, cache)]
-    wanted = layers.attend(part, 0, q, spans, 2)
+    wanted = layers.attend(layers.Heads.of(part), 0, q, spans, 2)
     for how in (Attending(flash=False), Attending(False, 0), Attending(False, 1)):
-        np.testing.assert_allclose(layers.attend(part, 0, q, spans, 2, how), wanted, atol=1e-5)
+        np.testing.assert_allclose(layers.attend(layers.Heads.of(part), 0, q, spans, 2, how), wanted, atol=1e-5)
 
 
 def test_the_bound_on_scores() -> None:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from quantkit import cli, types
-from quantkit.errors import DataError, UnsupportedError
+from quantkit.errors import DataError
 from quantkit.evaluate.bench import bytes_per_token
 from quantkit.files import gguf
+from quantkit.jit import readonly
 from quantkit.runtime.kernels import reference
 from quantkit.runtime.model import load
 from tests.runtime.conftest import random_model, rewrite
@@ -19,6 +20,7 @@ from tests.runtime.test_step import by_steps, changed, spread
 
 VOCAB, EMBD, FF, EXPERTS, USED = 320, 256, 256, 8, 3
 TOKENS = np.random.default_rng(4).integers(0, VOCAB, 59)
+NONE = readonly(np.zeros(0, np.float32))
 ALL = {"qwen3moe.expert_used_count": (EXPERTS, "u32")}
 
 
@@ -84,7 +86,9 @@ def test_routing_is_the_plain_formula(
         kept = [e for rank, e in enumerate(order) if rank < least or p[e] > share * p[order[0]]]
         wanted = p[kept] / (p[kept].sum() if normalise else 1) * 2.5
         chosen, weights = np.full(used, -7, np.int64), np.zeros(used, np.float32)
-        count = reference.route(logits, used, least, np.float32(share), normalise, np.float32(2.5), chosen, weights)
+        count = reference.route(
+            logits, NONE, False, 1, 1, used, least, np.float32(share), normalise, np.float32(2.5), chosen, weights
+        )
         assert list(chosen[:count]) == kept
         np.testing.assert_allclose(weights[:count], wanted, rtol=1e-5)
 
@@ -93,7 +97,7 @@ def test_routing_is_the_plain_formula(
 def test_routing_of_what_is_not_finite_is_within_bounds_and_shows(bad: float) -> None:
     logits = np.array([1, bad, 2, 3], np.float32)
     chosen, weights = np.full(3, -7, np.int64), np.zeros(3, np.float32)
-    count = reference.route(logits, 3, 3, np.float32(0), True, np.float32(1), chosen, weights)
+    count = reference.route(logits, NONE, False, 1, 1, 3, 3, np.float32(0), True, np.float32(1), chosen, weights)
     assert count == 3
     assert sorted(set(chosen)) == sorted(chosen)
     assert set(chosen) <= {0, 1, 2, 3}
@@ -102,7 +106,9 @@ def test_routing_of_what_is_not_finite_is_within_bounds_and_shows(bad: float) ->
 
 def test_equal_probabilities_take_the_first() -> None:
     chosen, weights = np.zeros(2, np.int64), np.zeros(2, np.float32)
-    reference.route(np.zeros(5, np.float32), 2, 2, np.float32(0), True, np.float32(1), chosen, weights)
+    reference.route(
+        np.zeros(5, np.float32), NONE, False, 1, 1, 2, 2, np.float32(0), True, np.float32(1), chosen, weights
+    )
     assert list(chosen) == [0, 1]
     assert list(weights) == [0.5, 0.5]
 
@@ -217,11 +223,29 @@ def test_the_tripwire_names_the_tensor(tokens: list[int], moe: Path, tmp_path: P
         load(path, numerics="fast").forward(tokens, load(path).new_cache(16))
 
 
-def test_experts_cannot_be_observed_yet(moe: Path) -> None:
-    model = load(moe)
-    model.observer = lambda name, x: None
-    with pytest.raises(UnsupportedError, match="importance matrix"):
-        model.logits(TOKENS[:3])
+def test_the_observer_sees_what_enters_each_expert(moe: Path) -> None:
+    """Which tokens an expert gets follows from what enters the router; what leaves it enters the down projection."""
+    model, seen = load(moe), {}
+    model.observer = lambda name, x, expert=None, experts=1: seen.setdefault((name, expert), (x, experts))
+    expected = load(moe).logits(TOKENS[:7])
+    assert np.array_equal(model.logits(TOKENS[:7]), expected)
+    y, _ = seen["blk.1.ffn_gate_inp.weight", None]
+    router, gate, up = (
+        model.weights[f"blk.1.ffn_{name}.weight"].dequantize() for name in ("gate_inp", "gate_exps", "up_exps")
+    )
+    chosen = np.argsort(-(y @ router.T), axis=1, kind="stable")[:, :USED]
+    for expert in range(EXPERTS):
+        tokens = np.flatnonzero((chosen == expert).any(axis=1))
+        if not len(tokens):
+            assert ("blk.1.ffn_up_exps.weight", expert) not in seen
+            continue
+        for name in ("gate", "up"):
+            x, experts = seen[f"blk.1.ffn_{name}_exps.weight", expert]
+            assert experts == EXPERTS
+            np.testing.assert_array_equal(x, y[tokens])
+        g, u = y[tokens] @ gate[expert].T, y[tokens] @ up[expert].T
+        x, _ = seen["blk.1.ffn_down_exps.weight", expert]
+        np.testing.assert_allclose(x, g / (1 + np.exp(-g)) * u, rtol=2e-3, atol=2e-3)
 
 
 def test_what_a_token_reads_are_the_experts_it_uses(moe: Path) -> None:

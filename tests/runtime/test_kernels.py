@@ -12,6 +12,7 @@ import pytest
 
 from quantkit import types
 from quantkit.jit import callback, kernel
+from quantkit.repack import repack
 from quantkit.runtime.kernels import table
 from quantkit.runtime.kernels.cpu import activations, decode, floats, gemm, matvec, walk
 from quantkit.runtime.kernels.cpu.formats.table import FORMATS
@@ -55,11 +56,20 @@ def random_rows(kind: QuantType, rows: int, n: int = N, seed: int = 3) -> np.nda
     return tame_bytes(types.get(kind.name), rng, rows, n)
 
 
-def quantized(x: np.ndarray) -> np.ndarray:
-    """float64: activations as the formula of activations.py makes them, block by block."""
-    blocks = x.reshape(-1, 32)
-    scale = np.abs(blocks).max(1, keepdims=True) * np.float32(1 / 127)
-    codes = np.rint(blocks * (np.float32(1) / scale))
+def fine(x: np.ndarray) -> np.ndarray:
+    """float64: activations as the formula of activations.py makes them, in 8 bits, four by four."""
+    return rounded(x, 4, 127)
+
+
+def wide(x: np.ndarray) -> np.ndarray:
+    """The same in 16 bits, block by block."""
+    return rounded(x, 32, 32512)
+
+
+def rounded(x: np.ndarray, size: int, largest: int) -> np.ndarray:
+    groups = x.reshape(-1, size)
+    scale = np.abs(groups).max(1, keepdims=True) * np.float32(1 / largest)
+    codes = np.rint(groups * (np.float32(1) / scale))
     return (codes.astype(np.float64) * scale).reshape(x.shape)
 
 
@@ -89,26 +99,36 @@ def assert_products(got: np.ndarray, weights: np.ndarray, x: np.ndarray, toleran
 # ------------------------------------------------------------------------------------------------------- activations
 
 
+def parts_of(buffer: np.ndarray, n: int) -> list[np.ndarray]:
+    """The parts of an activation buffer: fine codes, sums, floors, scales; wide codes, sums, scales."""
+    kinds = (np.int8, np.int32, np.float32, np.float32, np.int8, np.int32, np.float32)
+    places = (4, 5, 6, 7, 8, 10, 11, 12)
+    return [buffer[n * first : n * last].view(kind) for kind, first, last in zip(kinds, places, places[1:])]
+
+
 def test_activations(rng: np.random.Generator) -> None:
     x = rng.standard_normal(96).astype(np.float32)
     x[32:64] = 0
-    buffer = buffer_of(x)
-    codes, scales = buffer[4 * 96 : 5 * 96].view(np.int8), buffer[7 * 96 :].view(np.float32)
-    sums, floors = buffer[5 * 96 : 6 * 96].view(np.int32), buffer[6 * 96 : 7 * 96].view(np.float32)
-    np.testing.assert_allclose(scales, np.abs(x.reshape(3, 32)).max(1) / 127, rtol=1e-6)
-    np.testing.assert_allclose(codes * np.repeat(scales, 32), x, atol=float(scales.max()) * 0.501)
-    assert np.abs(codes.reshape(3, 32)).max(1).tolist() == [127, 0, 127]
+    codes, sums, floors, scales, planes, wide_sums, wide_scales = parts_of(buffer_of(x), 96)
+    np.testing.assert_allclose(scales, np.abs(x.reshape(24, 4)).max(1) / 127, rtol=1e-6)
+    np.testing.assert_allclose(codes * np.repeat(scales, 4), fine(x + (x == 0)) * (x != 0), rtol=1e-6)
     np.testing.assert_array_equal(sums, codes.astype(int).reshape(-1, 4).sum(1))
-    np.testing.assert_allclose(floors, sums * np.repeat(scales, 8), rtol=1e-6)
+    np.testing.assert_allclose(floors, sums * scales, rtol=1e-6)
+    planes = planes.reshape(3, 2, 32).astype(int)
+    a = planes[:, 0] * 256 + planes[:, 1]
+    np.testing.assert_allclose(wide_scales, np.abs(x.reshape(3, 32)).max(1) / 32512, rtol=1e-6)
+    np.testing.assert_allclose(a * wide_scales[:, None], x.reshape(3, 32), atol=float(wide_scales.max()) * 0.51)
+    assert np.abs(a).max(1).tolist() == [32512, 0, 32512]
+    np.testing.assert_array_equal(wide_sums, a.reshape(-1, 4).sum(1))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_spoiled_activation_shows(bad: float) -> None:
     x = np.ones(64, np.float32)
     x[40] = bad
-    scales = buffer_of(x)[7 * 64 :].view(np.float32)
-    assert np.isfinite(scales[0])
-    assert np.isnan(scales[1])
+    parts = parts_of(buffer_of(x), 64)
+    assert np.flatnonzero(np.isnan(parts[3])).tolist() == [10]
+    assert np.flatnonzero(np.isnan(parts[6])).tolist() == [1]
 
 
 # -------------------------------------------------------------------------------------------------- one vector, decode
@@ -120,7 +140,8 @@ def test_product_with_a_vector(kind: QuantType, rng: np.random.Generator) -> Non
     rows = 24
     data, x = random_rows(kind, rows), rng.standard_normal(N).astype(np.float32)
     weights = types.get(kind.name).dequantize(data, N, products=True).astype(np.float64)
-    given, buffer = x.astype(np.float64) if kind in FLOAT else quantized(x), buffer_of(x)
+    form = np.float64 if kind in FLOAT else wide if kind.interleave > 1 else fine
+    given, buffer = form(x), buffer_of(x)
     run = table.product(kind)
     assert run is not None
     for first, last in ((0, 24), (8, 24), (16, 24)) if kind.interleave > 1 else ((0, 24), (3, 10), (5, 5), (23, 24)):
@@ -185,7 +206,7 @@ def test_integer_product_with_a_batch(kind: QuantType, rng: np.random.Generator)
     data, x = random_rows(kind, rows), rng.standard_normal((13, N)).astype(np.float32)
     weights = types.get(kind.name).dequantize(data, N, products=True).astype(np.float64)
     got = multiply(gemm, kind, data, x)
-    assert_products(got, weights, quantized(x), EXACT)
+    assert_products(got, weights, wide(x), EXACT)
     np.testing.assert_array_equal(multiply(gemm, kind, data, x[:1]), got[:1])
 
 
@@ -218,7 +239,7 @@ def test_the_integers_are_the_same_everywhere() -> None:
     data[:, :, :2] = np.array([1], np.float16).view(np.uint8)
     data[:, :, 2:] = codes.reshape(rows, -1, 32).view(np.uint8)
     x = rng.integers(-127, 128, (7, n)).astype(np.float32)
-    x.reshape(7, -1, 32)[:, :, 0] = 127
+    x.reshape(7, -1, 4)[:, :, 0] = 127  # the largest of what shares a scale
     x[0], x[1] = 127, -127
     wanted = x.astype(np.int64) @ codes.astype(np.int64).T
     assert np.abs(wanted).max() < 1 << 24
@@ -230,6 +251,28 @@ def test_the_integers_are_the_same_everywhere() -> None:
         run = matvec.product(8)
         assert run is not None
         call(run.address, data.ctypes.data, n, 0, rows, buffer.ctypes.data, out.ctypes.data)
+        np.testing.assert_array_equal(out, wanted[token])
+
+
+def test_the_integers_of_both_planes_are_the_same_everywhere() -> None:
+    """One unit of 16-bit activations, scales of 1: batches, and interleaved rows with a vector."""
+    rng = np.random.default_rng(12)
+    q8_0, rows = types.get("q8_0"), 48
+    codes = rng.integers(-128, 128, (rows, 32)).astype(np.int8)
+    codes[0], codes[1] = -128, 127
+    half = np.broadcast_to(np.array([1], np.float16).view(np.uint8), (rows, 2))
+    data = np.ascontiguousarray(np.concatenate([half, codes.view(np.uint8)], axis=1))
+    x = rng.integers(-32512, 32513, (7, 32)).astype(np.float32)
+    x[:, 0] = 32512
+    x[0], x[1, 1:], x[2, 1:], x[3] = 32512, 127, 128, -32512  # low bytes of 0, 127, -128
+    wanted = (x.astype(np.int64) @ codes.astype(np.int64).T).astype(np.float32)
+    np.testing.assert_array_equal(multiply(gemm, q8_0, data, x), wanted)
+    interleaved, name = repack(data, "Q8_0", 32)
+    run = table.product(types.get(name))
+    assert run is not None
+    for token in range(7):
+        out, buffer = np.zeros(rows, np.float32), buffer_of(x[token])
+        call(run.address, interleaved.ctypes.data, 32, 0, rows, buffer.ctypes.data, out.ctypes.data)
         np.testing.assert_array_equal(out, wanted[token])
 
 

@@ -132,7 +132,7 @@ def test_attention(
     cache = Cache(hp, past + tokens + 5, cache_type)
     layers.remember(k, v, cache, 1)
     cache.length = past
-    got = layers.attend(part, 1, q, [Span(0, tokens, cache)], 2)
+    got = layers.attend(layers.Heads.of(part), 1, q, [Span(0, tokens, cache)], 2)
     np.testing.assert_allclose(got, naive_attention(q, k, v, part), atol=1e-5)
 
 
@@ -145,7 +145,7 @@ def test_attention_keeps_sequences_apart(rng: np.random.Generator) -> None:
     spans = [Span(0, 40, caches[0]), Span(40, 70, caches[1])]
     for span in spans:
         layers.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, 0)
-    got = layers.attend(part, 0, q, spans, 2)
+    got = layers.attend(layers.Heads.of(part), 0, q, spans, 2)
     for a, b in ((0, 40), (40, 70)):
         np.testing.assert_allclose(got[a:b], naive_attention(q[a:b], k[a:b], v[a:b], part), atol=2e-6)
 

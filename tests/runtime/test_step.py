@@ -18,8 +18,9 @@ from quantkit.runtime.model import Model, load
 from tests.runtime.conftest import FF, KV_HEADS, LAYERS, rewrite
 
 TOKENS = np.random.default_rng(4).integers(0, 320, 90)
-# Random weights of little structure: rounding activations to 8 bits changes the logits by about 1% of their spread.
-ROUNDED = 0.05
+# Random weights of little structure: rounding activations to 8 bits, four by four, changes the logits by about half a
+# percent of their spread; to 16 bits, as in batches, no more than a cache of halves does.
+ROUNDED, HALVES = 0.02, 1e-3
 
 
 def spread(got: np.ndarray, wanted: np.ndarray) -> float:
@@ -126,9 +127,8 @@ def test_quantized_weights_are_near_the_exact_model(kind: str, tiny: Path, tmp_p
     wanted = load(path, cache_type="f16").logits(TOKENS)
     fast = load(path, numerics="fast")
     assert fast.slow_because is None
-    limit = 1e-3 if kind == "f16" else ROUNDED
-    assert spread(by_steps(fast, TOKENS), wanted) < limit
-    assert spread(fast.logits(TOKENS), wanted) < limit
+    assert spread(by_steps(fast, TOKENS), wanted) < (HALVES if kind == "f16" else ROUNDED)
+    assert spread(fast.logits(TOKENS), wanted) < HALVES
 
 
 def test_interleaved_weights_give_what_their_base_gives(tiny: Path, tmp_path: Path) -> None:
@@ -137,8 +137,8 @@ def test_interleaved_weights_give_what_their_base_gives(tiny: Path, tmp_path: Pa
         pytest.skip("no encoder for q8_0_r8 yet")
     plain, interleaved = (load(rewrite(tiny, tmp_path / kind, kind), numerics="fast") for kind in kinds)
     assert {t.type.name for t in interleaved.weights.values()} == {"q8_0_r8", "f32"}
-    assert spread(interleaved.logits(TOKENS), plain.logits(TOKENS)) < 1e-5
-    assert spread(by_steps(interleaved, TOKENS[:20]), by_steps(plain, TOKENS[:20])) < 1e-5
+    assert spread(interleaved.logits(TOKENS), plain.logits(TOKENS)) < HALVES
+    assert spread(by_steps(interleaved, TOKENS[:20]), by_steps(plain, TOKENS[:20])) < ROUNDED
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

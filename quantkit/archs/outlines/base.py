@@ -83,28 +83,6 @@ def decoder_entries(name: str, config: Config) -> Entries:
     return {f"{name}.{key}": entry for key, entry in entries.items()}
 
 
-def expert_entries(name: str, config: Config) -> Entries:
-    """The keys of routed experts, under whichever of their names config.json has them."""
-    count = next(
-        (config[key] for key in ("n_routed_experts", "num_experts", "num_local_experts") if config.get(key)), 0
-    )
-    entries: Entries = {
-        "expert_count": (count or need(config, "num_experts"), "u32"),
-        "expert_used_count": (need(config, "num_experts_per_tok"), "u32"),
-        "expert_feed_forward_length": (need(config, "moe_intermediate_size"), "u32"),
-    }
-    for theirs, ours, kind in (
-        ("n_shared_experts", "expert_shared_count", "u32"),
-        ("shared_expert_intermediate_size", "expert_shared_feed_forward_length", "u32"),
-        ("first_k_dense_replace", "leading_dense_block_count", "u32"),
-        ("routed_scaling_factor", "expert_weights_scale", "f32"),
-        ("norm_topk_prob", "expert_weights_norm", "bool"),
-    ):
-        if config.get(theirs) is not None:
-            entries[ours] = (config[theirs], kind)
-    return {f"{name}.{key}": entry for key, entry in entries.items()}
-
-
 def extra_layers(config: Config) -> int:
     """Layers after the main ones that predict further tokens."""
     return config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from quantkit.archs import experts
 from quantkit.archs.base import Config, Entries, need, rope_parameters
-from quantkit.archs.outlines.base import DENSE, EXPERTS, SHARED, Outline, decoder_entries, expert_entries
+from quantkit.archs.outlines.base import DENSE, EXPERTS, SHARED, Outline, decoder_entries
 from quantkit.archs.shapes import Sizes
 from quantkit.errors import UnsupportedError
 
@@ -57,7 +58,7 @@ class Qwen35Moe(Qwen35):
     hf: ClassVar[tuple[str, ...]] = ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM")
 
     def metadata(self, config: Config) -> Entries:
-        return super().metadata(config) | expert_entries(self.name, config)
+        return super().metadata(config) | experts.entries(self.name, config)
 
     def feed_forward(self, sizes: Sizes) -> str:
         return f"{EXPERTS} ffn_gate_inp_shexp {SHARED}"

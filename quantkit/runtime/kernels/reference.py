@@ -150,24 +150,64 @@ def softmax_step(scores, group, position, window, top, total, acc):
 
 
 @kernel
-def route(logits, used, least, share, normalise, scale, chosen, weights):
-    """Experts of one token, and how many: p = softmax(logits), the `used` largest, of equal ones the first.
+def _chance(p, bias, e):
+    """How much speaks for expert e: its probability, with the bias where there is one."""
+    return p[e] + bias[e] if bias.shape[0] else p[e]
 
-    logits float32[experts] are overwritten; chosen int64[used] and weights float32[used] come ordered by p. Those after
-    the first `least` whose p is not above `share` times the largest are left out (`share` 0 leaves none out). weights
+
+@kernel
+def _keep_groups(p, bias, groups, kept):
+    """Set p to -1 in all but the `kept` best of `groups` groups: by their best expert, with a bias their best two."""
+    size = p.shape[0] // groups
+    for _ in range(groups - kept):
+        worst, least = -1, np.float32(0)
+        for group in range(groups):
+            first = group * size
+            if p[first] == np.float32(-1):
+                continue
+            best = second = np.float32(-3.4e38)
+            for e in range(first, first + size):
+                chance = _chance(p, bias, e)
+                if chance > best or chance != chance:
+                    best, second = chance, best
+                elif chance > second:
+                    second = chance
+            score = best + second if bias.shape[0] and size > 1 else best
+            if score == score and (worst < 0 or score <= least):  # NaN has to show in the result
+                worst, least = group, score
+        if worst >= 0:
+            p[worst * size : (worst + 1) * size] = np.float32(-1)
+
+
+@kernel
+def route(logits, bias, sigmoid, groups, groups_used, used, least, share, normalise, scale, chosen, weights):
+    """Experts of one token, and how many: p = softmax(logits) or sigmoid, the `used` largest, of equal ones the first.
+
+    `bias` float32[experts], or [0] for none, is added to p where experts are compared; only those of the `groups_used`
+    best of `groups` groups of neighbours are, see `_keep_groups`.
+    logits float32[experts] are overwritten; chosen int64[used] and weights float32[used] come ordered. Those after the
+    first `least` whose p is not above `share` times the first one's are left out (`share` 0 leaves none out). weights
     are p, divided by their sum over those that are left with `normalise`, times `scale`.
     """
     experts = logits.shape[0]
-    _exponentials(logits, _largest(logits))
-    total = _total(logits)
-    for e in range(experts):
-        logits[e] /= total
+    if sigmoid:
+        for e in range(experts):
+            logits[e] = np.float32(1) / (np.float32(1) + exp(-logits[e]))
+    else:
+        _exponentials(logits, _largest(logits))
+        total = _total(logits)
+        for e in range(experts):
+            logits[e] /= total
+    if groups_used < groups:
+        _keep_groups(logits, bias, groups, groups_used)
     count = 0
     for rank in range(used):
-        best = -1
+        best, most = -1, np.float32(0)
         for e in range(experts):  # NaN is as good as any: it has to show in the result
-            if logits[e] != np.float32(-1) and (best < 0 or logits[e] > logits[best]):
-                best = e
+            if logits[e] != np.float32(-1):
+                chance = _chance(logits, bias, e)
+                if best < 0 or chance > most or chance != chance:
+                    best, most = e, chance
         p = logits[best]
         logits[best] = np.float32(-1)  # taken
         if rank >= least and not p > share * weights[0]:

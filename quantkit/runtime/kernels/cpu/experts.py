@@ -74,8 +74,9 @@ def picked_bytes(experts: int, used: int) -> int:
     return 8 + 12 * used + 4 * experts
 
 
-PICK = ("logits", "experts", "used", "least", "share", "normalise", "scale", "picked", "stride")
-# share and scale point to a float32
+PICK = ("logits", "experts", "used", "least", "share", "normalise", "scale", "picked", "stride", "bias", "sigmoid",
+        "groups", "groups_used")  # fmt: skip
+# share and scale point to a float32; bias: float32[experts], 0 for none
 
 
 @callback(SIGNATURE)
@@ -87,9 +88,11 @@ def pick(p, thread, threads):
     logits = floats(picked + 8 + 12 * used, experts)
     logits[:] = floats(load_int(p), experts)
     share, scale = load_float(load_int(p + 32)), load_float(load_int(p + 48))
+    bias = floats(load_int(p + 72), experts if load_int(p + 72) != 0 else 0)
     count = route(
-        logits, used, load_int(p + 24), share, load_int(p + 40) != 0, scale, integers(picked + 8, used), weights
-    )
+        logits, bias, load_int(p + 80) != 0, load_int(p + 88), load_int(p + 96), used, load_int(p + 24), share,
+        load_int(p + 40) != 0, scale, integers(picked + 8, used), weights,
+    )  # fmt: skip
     store_int(count, picked)
 
 
@@ -165,7 +168,8 @@ def plan_bytes(tokens: int, experts: int, used: int, multiple: int) -> int:
     return LIST + 24 * experts + 20 * most_entries(tokens, experts, used, multiple)
 
 
-CHOOSE = ("tokens", "logits", "experts", "used", "least", "share", "normalise", "scale", "chosen", "weights")
+CHOOSE = ("tokens", "logits", "experts", "used", "least", "share", "normalise", "scale", "chosen", "weights", "bias",
+          "sigmoid", "groups", "groups_used")  # fmt: skip
 
 
 @callback(SIGNATURE)
@@ -176,12 +180,14 @@ def choose(p, thread, threads):
     """
     experts, used, least = load_int(p + 16), load_int(p + 24), load_int(p + 32)
     share, normalise, scale = load_float(load_int(p + 40)), load_int(p + 48) != 0, load_float(load_int(p + 56))
+    bias = floats(load_int(p + 80), experts if load_int(p + 80) != 0 else 0)
+    sigmoid, groups, groups_used = load_int(p + 88) != 0, load_int(p + 96), load_int(p + 104)
     first, last = token_share(load_int(load_int(p)), thread, threads)
     for token in range(first, last):
         logits = floats(load_int(p + 8) + token * experts * 4, experts)
         chosen = integers(load_int(p + 64) + token * used * 8, used)
         weights = floats(load_int(p + 72) + token * used * 4, used)
-        count = route(logits, used, least, share, normalise, scale, chosen, weights)
+        count = route(logits, bias, sigmoid, groups, groups_used, used, least, share, normalise, scale, chosen, weights)
         chosen[count:] = -1
 
 

@@ -9,14 +9,14 @@ so each type has its unpacking, and all share the product. A panel holds for eac
 
 Activations are quantized once, in tiles of T tokens; per tile and unit one record:
 
-    0       T x 32 i8         codes, x = scale * code
-    32 T    T x f32           scale
-    36 T    2 x T x i32       minus the sum of the codes of each half
-    44 T    3 x T x f32       scale * sum, of all and of each half
+    0       2 x T x 32 i8     high bytes, then low ones, of a; x = scale * a, wide as in activations.py
+    64 T    T x f32           scale
+    68 T    2 x T x i32       minus the sum of a of each half
+    76 T    3 x T x f32       scale * sum, of all and of each half
 
 A tile's last tokens may be missing: their records are zero and their results are not stored. The inner loop takes four
-columns of 16 rows from a panel, four of one token from a tile, and has 64 products summed by one instruction. The
-plain formula is that of matvec.py, and the integers are the same.
+columns of 16 rows from a panel, four of one token from a tile, and has 64 products summed by one instruction: for the
+high bytes of a unit, then, added to what they gave, shifted, for the low ones. The plain formula is that of matvec.py, and the integers are the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import functools
 
 from quantkit import jit
 from quantkit.jit import Callback, callback, kernel
-from quantkit.runtime.kernels.cpu.activations import quantize_block
+from quantkit.runtime.kernels.cpu.activations import wide_block, wide_sums
 from quantkit.runtime.kernels.cpu.floats import add_bias, copy_tile
 from quantkit.runtime.kernels.cpu.formats.base import Format, LaneUnit
 from quantkit.runtime.kernels.cpu.formats.table import FORMATS
@@ -35,7 +35,8 @@ from quantkit.simd import F32, I8, I32, Emit, Value, emitted, load_int, vector
 LANES = 16
 PANELS = 2  # P
 _CODES = 512  # bytes of a record's codes
-RECORD = 56  # bytes of a tile's record, times T
+RECORD = 88  # bytes of a tile's record, times T
+_LOW, _SCALES, _SUMS, _FLOORS = 32, 64, 68, 76  # where its parts begin, times T
 
 _INTS16, _FLOATS16, _BYTES64 = vector(16, I32), vector(16, F32), vector(64, I8)
 
@@ -89,18 +90,18 @@ QUANTIZE = ("x", "n", "tokens", "tiles")  # tokens points to an int64
 def token_as_records(e: Emit, x: Value, n: Value | int, tile: Value, token: Value) -> None:
     """One token's part of the records of its tile."""
     tokens = tile_tokens()
-    ones = e.constant(vector(32, I8), 1)
     with e.loop(0, n, 32) as i:
         record = tile + (i >> 5) * (RECORD * tokens)
-        codes, scale = quantize_block(e, e.load(vector(32, F32), x + i * 4))
-        sums = e.dot4(e.zero(vector(8, I32)), ones, codes, 1)
+        high, low, scale = wide_block(e, e.load(vector(32, F32), x + i * 4))
+        sums = wide_sums(e, high, low)
         halves = [e.sum(e.part(sums, first, 4)) for first in (0, 4)]
-        e.store(codes, record + token * 32)
-        e.store(scale, record + 32 * tokens + token * 4)
+        e.store(high, record + token * 32)
+        e.store(low, record + _LOW * tokens + token * 32)
+        e.store(scale, record + _SCALES * tokens + token * 4)
         for half, total in enumerate(halves):
-            e.store(total * -1, record + (36 + 4 * half) * tokens + token * 4)
+            e.store(total * -1, record + (_SUMS + 4 * half) * tokens + token * 4)
         for place, total in enumerate((halves[0] + halves[1], *halves)):
-            e.store(total.real() * scale, record + (44 + 4 * place) * tokens + token * 4)
+            e.store(total.real() * scale, record + (_FLOORS + 4 * place) * tokens + token * 4)
 
 
 quantize_token = emitted("void")(token_as_records)
@@ -217,10 +218,10 @@ def panels_times_tile(
             for p, record in enumerate(records):
                 scale = e.load(_FLOATS16, record + _CODES + 64 * group)
                 for t in range(tokens):
-                    both = scale * e.splat(e.load(F32, given + 32 * tokens + 4 * t), LANES)
+                    both = scale * e.splat(e.load(F32, given + _SCALES * tokens + 4 * t), LANES)
                     totals[p, t].set(e.fma(products[p, t].real(), both, totals[p, t].get()))
         for group in range(groups if f.floor else 0):
-            which = 44 if groups == 1 else 48 + 4 * group
+            which = _FLOORS if groups == 1 else _FLOORS + 4 + 4 * group
             for p, t in places:
                 floor = e.load(_FLOATS16, records[p] + _CODES + 64 * (groups + group))
                 total = e.splat(e.load(F32, given + which * tokens + 4 * t), LANES)
@@ -235,20 +236,26 @@ _multiply = emitted("void")(panels_times_tile)
 
 
 def _products(e: Emit, f: Format, records: list[Value], given: Value, steps: range) -> dict[tuple[int, int], Value]:
-    """int32 x 16 of each panel and token: the sum of (code - offset) * activation over some steps of a unit."""
+    """int32 x 16 of each panel and token: the sum of (code - offset) * a over some steps of a unit."""
     tokens = tile_tokens()
     places = [(p, t) for p in range(len(records)) for t in range(tokens)]
+    found = _plane(e, f, records, given, steps, {place: e.zero(_INTS16) for place in places})
+    starts = [_start(e, f, given, t, steps) for t in range(tokens)]
+    shifted = {(p, t): (found[p, t] << 8) + starts[t] for p, t in places}
+    return _plane(e, f, records, given + _LOW * tokens, steps, shifted)
+
+
+def _plane(
+    e: Emit, f: Format, records: list[Value], given: Value, steps: range, found: dict[tuple[int, int], Value]
+) -> dict[tuple[int, int], Value]:
+    """`found` plus the sum of code * byte, of one plane of the activations."""
     in_bytes = e.isa in ("avx512", "avx2") and f.largest <= 127
-    run = 32767 // (254 * f.largest) if in_bytes else len(steps)  # products of pairs that 16 bits can sum up
-    found: dict[tuple[int, int], Value] = {}
+    run = 32767 // (256 * f.largest) if in_bytes else len(steps)  # products of pairs that 16 bits can sum up
     for first in range(0, len(steps), run):
-        part = steps[first : first + run]
-        if not found and not in_bytes:
-            found = {(p, t): _start(e, f, given, t, steps) for p, t in places}
         sums = {} if in_bytes else found
-        for step in part:
+        for step in steps[first : first + run]:
             weights = [e.load(_BYTES64, record + 64 * step) for record in records]
-            for t in range(tokens):
+            for t in range(tile_tokens()):
                 four = e.splat(e.load(I32, given + 32 * t + 4 * step), LANES).view(_BYTES64)
                 for p, weight in enumerate(weights):
                     if in_bytes:
@@ -257,18 +264,16 @@ def _products(e: Emit, f: Format, records: list[Value], given: Value, steps: ran
                     else:
                         sums[p, t] = e.dot4(sums[p, t], weight, four, f.largest)
         if in_bytes:
-            for p, t in places:
-                before = found.get((p, t)) or _start(e, f, given, t, steps)
-                found[p, t] = before + e.pairs(sums[p, t])
+            found = {place: found[place] + e.pairs(total) for place, total in sums.items()}
     return found
 
 
 def _start(e: Emit, f: Format, given: Value, t: int, steps: range) -> Value:
-    """-offset times the sum of the token's codes in these steps."""
+    """-offset times the sum of the token's a in these steps."""
     if not f.offset:
         return e.zero(_INTS16)
     tokens = tile_tokens()
-    halves = [e.load(I32, given + (36 + 4 * half) * tokens + 4 * t) for half in (0, 1) if half * 4 in steps]
+    halves = [e.load(I32, given + (_SUMS + 4 * half) * tokens + 4 * t) for half in (0, 1) if half * 4 in steps]
     total = halves[0] if len(halves) == 1 else halves[0] + halves[1]
     return e.splat(total * f.offset, LANES)
 

@@ -10,6 +10,9 @@ The plain formula, for a block of 32 with weights scale * (code - offset) + floo
 
     s * scale * (sum code * a  -  offset * sum a)  +  floor * s * sum a
 
+for all 32 with wide activations, 256 * sum code * high + sum code * low being the first sum (interleaved rows); for each
+four of them with fine ones.
+
 The bracket is exact in int32. The kernels are bound by memory, so what counts is that each byte of the weights is read
 once, in order, and that what is done to it fits in the time it takes to arrive.
 """
@@ -20,9 +23,17 @@ import functools
 from collections.abc import Callable
 
 from quantkit.jit import Callback, callback
-from quantkit.runtime.kernels.cpu.activations import CODES, FLOORS, SCALES, SUMS
+from quantkit.runtime.kernels.cpu.activations import (
+    FINE,
+    FINE_FLOORS,
+    FINE_SCALES,
+    FINE_SUMS,
+    WIDE,
+    WIDE_SCALES,
+    WIDE_SUMS,
+)
 from quantkit.runtime.kernels.cpu.decode import FLOAT_TYPES, load_floats
-from quantkit.runtime.kernels.cpu.formats.base import Format, Picked, pick
+from quantkit.runtime.kernels.cpu.formats.base import Format, Picked
 from quantkit.runtime.kernels.cpu.formats.table import FORMATS
 from quantkit.simd import F32, I8, I32, Emit, Value, emitted, vector
 
@@ -78,43 +89,41 @@ def _rows(e: Emit, f: Format, addresses: list[Value], blocks: Value, n: Value, x
         _ask_ahead(e, addresses[0], blocks, b, f.nbytes * len(addresses))
         readers = [f.units(e, address, b) for address in addresses]
         first = b * f.columns
-        scaled = _Scaled(e, f.columns // 32, x + n * SCALES + (first >> 3), x + n * FLOORS + first)
+        block = _Block(e, f.columns // 32, x + n * FINE_FLOORS + first)
         for unit in range(f.columns // 32):
-            at = b * f.columns + 32 * unit
-            codes = e.load(vector(32, I8), x + n * CODES + at)
-            start = e.load(_INTS8, x + n * SUMS + at) * -f.offset if f.offset else e.zero(_INTS8)
-            floors = e.load(_FLOATS8, x + n * FLOORS + at)  # LLVM drops it where there is no floor
+            at = first + 32 * unit
+            codes, scales = e.load(vector(32, I8), x + n * FINE + at), e.load(_FLOATS8, x + n * FINE_SCALES + at)
+            start = e.load(_INTS8, x + n * FINE_SUMS + at) * -f.offset if f.offset else e.zero(_INTS8)
+            floors = e.load(_FLOATS8, x + n * FINE_FLOORS + at)  # LLVM drops it where there is no floor
             for reader, total in zip(readers, totals):
                 weight = next(reader)
                 product = e.dot4(start, weight.codes, codes, f.largest).real()
-                partial = e.fma(product, scaled.scale(weight.scale, unit), total.get())
-                total.set(scaled.add_floor(partial, weight.floor, floors, unit) if weight.floor else partial)
+                partial = e.fma(product, block.scale(weight.scale) * scales, total.get())
+                total.set(block.add_floor(partial, weight.floor, floors, unit) if weight.floor else partial)
     for r, total in enumerate(totals):
         e.store(e.sum(total.get()), out + 4 * r)
 
 
-class _Scaled:
-    """Scales of a block's units times those of the activations, which are `units` floats at `given`, and floors.
+class _Block:
+    """Scales and floors of a block of `units` units; `floors`: the address of the activations'.
 
-    Scales that were picked from a vector are multiplied in it, all at once. One that fills eight lanes then comes from
-    memory: that costs a load, of which there are few, not a shuffle, of which there are many. Floors that were picked
-    from a vector of eight are added all at once too.
+    A scale that fills eight lanes comes from memory where it was picked from a vector: that costs a load, of which
+    there are few, not a shuffle, of which there are many. Floors that were picked from a vector of eight are added all
+    at once.
     """
 
-    def __init__(self, e: Emit, units: int, given: Value, floors: Value):
-        self.e, self.units, self.given, self.floors = e, units, given, floors
-        self.done: dict[tuple[int, int], tuple[Value, ...]] = {}  # what was multiplied, its product, its address
+    def __init__(self, e: Emit, units: int, floors: Value):
+        self.e, self.units, self.floors = e, units, floors
+        self.kept: dict[int, tuple[Value, Value]] = {}  # what scales were picked from, and its address
         self.sums: dict[int, list[Value]] = {}
 
-    def scale(self, scale: Value, unit: int) -> Value:
-        e = self.e
-        if isinstance(scale, Picked):
-            count = len(scale.which)
-            first = unit - scale.which[0] // count  # the unit of lane 0
-            lanes = scale.scales.lanes // count
-            if scale.which[0] % count == 0 and first >= 0 and first + lanes <= self.units:
-                return self._picked(scale, first)
-        return scale * e.splat(e.load(F32, self.given + 4 * unit), 8)
+    def scale(self, scale: Value) -> Value:
+        if not isinstance(scale, Picked) or len(scale.which) > 1:
+            return scale
+        key = id(scale.scales)
+        if key not in self.kept:
+            self.kept[key] = scale.scales, self.e.in_memory(scale.scales)
+        return self.e.splat(self.e.load(F32, self.kept[key][1] + 4 * scale.which[0]), 8)
 
     def add_floor(self, total: Value, floor: Value, sums: Value, unit: int) -> Value:
         """Plus floor * sums, `sums` for the eight lanes of the unit. Of floors that were picked, with the first all."""
@@ -136,18 +145,6 @@ class _Scaled:
             self.sums[groups] = runs
         return self.sums[groups]
 
-    def _picked(self, scale: Picked, first: int) -> Value:
-        e, key, count = self.e, (id(scale.scales), first), len(scale.which)
-        if key not in self.done:
-            lanes = scale.scales.lanes
-            given = e.load(vector(lanes // count, F32), self.given + 4 * first)
-            product = scale.scales * e.shuffle(given, None, [lane // count for lane in range(lanes)])
-            self.done[key] = (scale.scales, product, e.in_memory(product) if count == 1 else product)
-        _, product, address = self.done[key]
-        if count == 1:
-            return e.splat(e.load(F32, address + 4 * scale.which[0]), 8)
-        return pick(e, product, *scale.which)
-
 
 def _lane_rows(e: Emit, f: Format, group: Value, blocks: Value, n: Value, x: Value, out: Value) -> None:
     """A group of interleaved rows, one a lane."""
@@ -156,16 +153,19 @@ def _lane_rows(e: Emit, f: Format, group: Value, blocks: Value, n: Value, x: Val
         _ask_ahead(e, group, blocks, b, f.nbytes)
         for unit, weight in enumerate(f.units(e, group, b)):
             at = b * f.columns + 32 * unit
-            sums = _lane_sums(e, f, e.load(_INTS8, x + n * SUMS + at))
-            product = sums * -f.offset if f.offset else e.zero(_INTS8)
-            given = e.load(_INTS8, x + n * CODES + at)
-            for codes, low, high in weight.steps:
-                if low == high:  # a load fills all lanes
-                    four = e.splat(e.load(I32, x + n * CODES + at + low), 8)
-                else:
-                    four = e.shuffle(given, None, [low // 4] * 4 + [high // 4] * 4)
-                product = e.dot4(product, codes, four.view(vector(32, I8)), f.largest)
-            scale = e.splat(e.load(F32, x + n * SCALES + (at >> 3)), 8)
+            sums = _lane_sums(e, f, e.load(_INTS8, x + n * WIDE_SUMS + at))
+            product = e.zero(_INTS8)
+            for plane in (0, 32):
+                codes = x + n * WIDE + at * 2 + plane
+                for weights, left, right in weight.steps:
+                    if left == right:  # a load fills all lanes
+                        four = e.splat(e.load(I32, codes + left), 8)
+                    else:
+                        four = e.shuffle(e.load(_INTS8, codes), None, [left // 4] * 4 + [right // 4] * 4)
+                    product = e.dot4(product, weights, four.view(vector(32, I8)), f.largest)
+                if plane == 0:
+                    product = (product << 8) + sums * -f.offset
+            scale = e.splat(e.load(F32, x + n * WIDE_SCALES + (at >> 3)), 8)
             partial = e.fma(product.real(), weight.scale * scale, total.get())
             total.set(e.fma(sums.real() * scale, weight.floor, partial) if weight.floor else partial)
     lanes = total.get()

@@ -200,6 +200,11 @@ class OpList:
             self._buffers[key] = np.zeros(nbytes // 8 + 1, np.int64)
         return self._buffers[key].ctypes.data
 
+    @property
+    def nbytes(self) -> int:
+        """Of all working memory."""
+        return sum(array.nbytes for array in self._buffers.values())
+
     def private(self, name: str, nbytes: int) -> tuple[int, int]:
         """Address and stride of a buffer for each thread, on cache lines of their own."""
         stride = -(-nbytes // 64) * 64

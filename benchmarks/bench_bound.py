@@ -1,0 +1,101 @@
+"""How near token generation comes to what bounds it: the speed of memory, and the speed of the kernel itself.
+
+    python benchmarks/bench_bound.py [--types q4_0,iq4_k,q8_0] [--shape llama-1.2b] [-t 2] [-n 64] [-r 5]
+
+Of a synthetic model (synthetic.py, made in --folder), all in one run and on as many threads, GB/s of weights:
+    memory   summing the model's bytes with vector instructions, as `quantkit bench` does
+    kernel   products with a vector of rows that stay in the core's own cache: the bound of its instructions
+    TG       generating tokens, weights and cache read a token over its time
+    share    TG over the smaller of the two
+A product that waits for nothing but memory or nothing but its instructions would have a share of 1; what is left are
+attention, norms and the waits between operations. A table; the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.bench_kernels import prepared
+from benchmarks.synthetic import SHAPES, write
+from quantkit import jit, types
+from quantkit.evaluate.bench import Case, bench, read_speed
+from quantkit.runtime.kernels import table
+from quantkit.runtime.model import load
+from tests.types.data import tame_bytes
+
+RESIDENT = 512 << 10  # bytes of weights that stay in a core's cache
+_SECONDS = 0.3
+
+
+def kernel_speed(kind: types.QuantType, n: int, threads: int) -> float:
+    """GB/s of all threads, each with rows of its own that it multiplies again and again."""
+    product = table.product(kind)
+    assert product is not None
+    rows = max(kind.interleave, RESIDENT // kind.row_bytes(n) // kind.interleave * kind.interleave)
+    buffer, rng = prepared(n), np.random.default_rng(0)
+    run = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 6)(product.address)
+    start, done = threading.Barrier(threads), [0.0] * threads
+    weights = [tame_bytes(kind, rng, rows, n) for _ in range(threads)]
+
+    def work(thread: int) -> None:
+        data, out = weights[thread], np.zeros(rows, np.float32)
+        arguments = data.ctypes.data, n, 0, rows, buffer.ctypes.data, out.ctypes.data
+        run(*arguments)
+        start.wait()
+        begin, count = time.perf_counter(), 0
+        while time.perf_counter() - begin < _SECONDS:
+            run(*arguments)
+            count += 1
+        done[thread] = count * data.nbytes / (time.perf_counter() - begin)
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return sum(done) / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", default="q4_0,iq4_k,q8_0")
+    parser.add_argument("--shape", choices=SHAPES, default="llama-1.2b")
+    parser.add_argument("-t", "--threads", type=int, default=2)
+    parser.add_argument("-n", "--generate", type=int, default=64)
+    parser.add_argument("-r", "--repeat", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/quantkit-models"))
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    print(f"{options.shape}, {options.threads} threads, {jit.isa()}; GB/s")
+    print(f"{'type':10s} {'memory':>8s} {'kernel':>8s} {'TG':>8s} {'t/s':>8s} {'share':>7s}")
+    rows = []
+    for name in options.types.split(","):
+        path = write(options.shape, name, options.folder / f"{options.shape}.{name}.gguf")
+        model = load(path, numerics="fast", threads=options.threads)
+        (speed,) = bench(model, [Case(0, options.generate)], options.repeat)
+        assert speed.gb_per_second is not None
+        memory = read_speed(model) / 1e9
+        kernel = kernel_speed(types.get(name), SHAPES[options.shape].columns, options.threads)
+        share = speed.gb_per_second / min(memory, kernel)
+        rows.append({"type": name, "memory": memory, "kernel": kernel, "tg": speed.gb_per_second,
+                     "tokens_s": speed.tokens_per_second, "share": share})  # fmt: skip
+        print(f"{name:10s} {memory:8.1f} {kernel:8.1f} {speed.gb_per_second:8.1f} {speed.tokens_per_second:8.1f} "
+              f"{share:7.2f}", flush=True)  # fmt: skip
+        del model
+        path.unlink()
+    print(json.dumps({"bench": "bound", "isa": jit.isa(), "shape": options.shape, "threads": options.threads,
+                      "rows": rows}))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,398 @@
+"""deepseek2: DeepSeek V2, V3 and R1, Kimi K2. Latent attention (MLA), leading dense layers, routed and shared experts.
+
+Keys and values are read from a latent of kv_lora_rank columns and from rope elements that all heads share. With H
+heads, `nope` and `rope` elements of a head's query, `v` of its value, the tensors between latent and heads are
+
+    attn_kv_b   [H * (nope + v), kv_lora]   the checkpoint's: of each head the rows of its key, then of its value
+    attn_k_b    [H * kv_lora, nope]         the key rows of each head, transposed; also [H, kv_lora, nope]
+    attn_v_b    [H * v, kv_lora]            the value rows of each head; also [H, v, kv_lora]
+
+Files hold the first ("joint"), the others ("split": upstream's converter, 3-D, whose head_count_kv, key_length and
+value_length are those of the latent) or all of them (ik_llama.cpp's converter, and this one). Rope turns neighbouring
+elements, as checkpoints have them. YaRN's mscale multiplies the scores, not cos and sin. The norms of the latents have
+an epsilon of their own, which transformers fixes. The layer that predicts the next token but one is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from quantkit.archs import experts, rope
+from quantkit.archs.base import (
+    EMBEDDING_RULES,
+    OUTPUT_RULES,
+    Config,
+    Entries,
+    Keys,
+    further_layers,
+    need,
+    refuse,
+    rope_parameters,
+    shortest,
+)
+from quantkit.archs.blocks import HParams, LatentAttention, Norm, Part
+from quantkit.archs.decoder import Decoder, all_or_none
+from quantkit.archs.shapes import Listed
+from quantkit.archs.tensors import Piece, ReadRows, Rule, Shape, Transform
+from quantkit.errors import FormatError, UnsupportedError
+
+_LATENT_EPS = 1e-6
+_LEFT_OUT = {
+    "all": (),
+    "joint": ("attn_k_b", "attn_v_b"),
+    "split": ("attn_kv_b",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentHParams(HParams):
+    """head_dim_k is nope + rope, head_dim_v that of a head's value, n_head_kv = n_head, whatever the keys say."""
+
+    q_lora: int  # 0: queries are projected at once
+    kv_lora: int
+    score_factor: float = 1.0  # YaRN's mscale squared
+
+    @property
+    def nope(self) -> int:
+        return self.head_dim_k - self.rope.dim
+
+
+# ---------------------------------------------------------------------------------------------------------- the halves
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Sizes of attn_kv_b and its halves."""
+
+    heads: int
+    nope: int
+    v: int
+    kv_lora: int
+
+    @classmethod
+    def of(cls, hp: LatentHParams) -> _Heads:
+        return cls(hp.n_head, hp.nope, hp.head_dim_v, hp.kv_lora)
+
+    def check(self, shape: Shape) -> None:
+        wanted = (self.heads * (self.nope + self.v), self.kv_lora)
+        if shape != wanted:
+            raise FormatError(
+                f"kv_b_proj is {shape}; {self.heads} heads of {self.nope} + {self.v} elements over a latent of "
+                f"{self.kv_lora} make it {wanted}"
+            )
+
+
+class KeyHalf(Transform):
+    """attn_k_b of attn_kv_b."""
+
+    keeps_bits = False
+
+    def __init__(self, sizes: _Heads):
+        self.sizes = sizes
+        self.step = sizes.kv_lora
+
+    def shape(self, *sources: Shape) -> Shape:
+        self.sizes.check(sources[0])
+        return (self.sizes.heads * self.sizes.kv_lora, self.sizes.nope)
+
+    def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
+        s = self.sizes
+        first, last = start // s.kv_lora, -(-stop // s.kv_lora)
+        begins = [head * (s.nope + s.v) for head in range(first, last)]
+        found = np.concatenate([sources[0](begin, begin + s.nope).T for begin in begins])
+        return np.ascontiguousarray(found[start - first * s.kv_lora : stop - first * s.kv_lora])
+
+
+class ValueHalf(Transform):
+    """attn_v_b of attn_kv_b."""
+
+    def __init__(self, sizes: _Heads):
+        self.sizes = sizes
+        self.step = sizes.v
+
+    def shape(self, *sources: Shape) -> Shape:
+        self.sizes.check(sources[0])
+        return (self.sizes.heads * self.sizes.v, self.sizes.kv_lora)
+
+    def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
+        s = self.sizes
+        first, last = start // s.v, -(-stop // s.v)
+        begins = [head * (s.nope + s.v) + s.nope for head in range(first, last)]
+        found = np.concatenate([sources[0](begin, begin + s.v) for begin in begins])
+        return found[start - first * s.v : stop - first * s.v]
+
+
+class JoinHalves(Transform):
+    """attn_kv_b of attn_k_b and attn_v_b, of two dimensions or three."""
+
+    keeps_bits = False
+
+    def __init__(self, sizes: _Heads):
+        self.sizes = sizes
+        self.step = sizes.nope + sizes.v
+
+    def shape(self, *sources: Shape) -> Shape:
+        return (self.sizes.heads * self.step, self.sizes.kv_lora)
+
+    def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
+        s, (keys, values) = self.sizes, sources
+        first, last = start // self.step, -(-stop // self.step)
+        parts = []
+        for head in range(first, last):
+            parts.append(keys(head * s.kv_lora, (head + 1) * s.kv_lora).reshape(s.kv_lora, s.nope).T)
+            parts.append(values(head * s.v, (head + 1) * s.v).reshape(s.v, s.kv_lora))
+        return np.concatenate(parts)[start - first * self.step : stop - first * self.step]
+
+
+def in_layout(tensors: Iterable[Listed], layout: str) -> list[Listed]:
+    """Tensors as files of a layout have them: "all" of attn_kv_b, attn_k_b and attn_v_b, the "joint" one, "split"."""
+    left_out = _LEFT_OUT[layout]
+    return [t for t in tensors if not any(f".{stem}." in t.name for stem in left_out)]
+
+
+# ---------------------------------------------------------------------------------------------------- the architecture
+
+
+def _direct(hp: LatentHParams, layer: int) -> bool:
+    return not hp.q_lora
+
+
+def _low_rank(hp: LatentHParams, layer: int) -> bool:
+    return bool(hp.q_lora)
+
+
+class DeepSeek2(Decoder):
+    name = "deepseek2"
+    hf = ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM")
+    model_type = "deepseek_v3"
+    rope_style = "norm"
+    rules = (
+        *EMBEDDING_RULES,
+        Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
+        Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", layers=_direct),
+        Rule("blk.N.attn_q_a", "model.layers.N.self_attn.q_a_proj", layers=_low_rank, bias=True),
+        Rule("blk.N.attn_q_a_norm", "model.layers.N.self_attn.q_a_layernorm", layers=_low_rank, f32=True),
+        Rule("blk.N.attn_q_b", "model.layers.N.self_attn.q_b_proj", layers=_low_rank),
+        Rule("blk.N.attn_kv_a_mqa", "model.layers.N.self_attn.kv_a_proj_with_mqa", bias=True),
+        Rule("blk.N.attn_kv_a_norm", "model.layers.N.self_attn.kv_a_layernorm", f32=True),
+        Rule("blk.N.attn_kv_b", "model.layers.N.self_attn.kv_b_proj"),
+        Rule("blk.N.attn_k_b", "model.layers.N.self_attn.kv_b_proj", lambda hp: KeyHalf(_Heads.of(hp)), one_way=True),
+        Rule("blk.N.attn_v_b", "model.layers.N.self_attn.kv_b_proj", lambda hp: ValueHalf(_Heads.of(hp)), one_way=True),
+        Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
+        Rule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
+        *experts.RULES,
+        *OUTPUT_RULES,
+    )
+    EXAMPLE = {  # noqa: RUF012  data
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "n_group": 1,
+        "topk_group": 1,
+        "num_nextn_predict_layers": 0,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
+
+    # ------------------------------------------------------------------------------------------------ checkpoint side
+
+    def metadata(self, config: Config) -> Entries:
+        a, gating = self.name, _gating(config)
+        refuse(config, "mlp_bias", (False,))
+        refuse(config, "rope_interleave", (True,))
+        refuse(config, "moe_layer_freq", (1,))
+        parameters = dict(rope_parameters(config))
+        scales = {name: parameters.pop(name, None) for name in ("mscale", "mscale_all_dim")}
+        entries = super().metadata(dict(config) | {"rope_scaling": None, "rope_parameters": parameters})
+        entries |= experts.entries(a, config)
+        turned = need(config, "qk_rope_head_dim")
+        entries |= {
+            f"{a}.attention.key_length": (need(config, "qk_nope_head_dim") + turned, "u32"),
+            f"{a}.attention.value_length": (need(config, "v_head_dim"), "u32"),
+            f"{a}.attention.kv_lora_rank": (need(config, "kv_lora_rank"), "u32"),
+            f"{a}.rope.dimension_count": (turned, "u32"),
+            f"{a}.expert_gating_func": (experts.GATING_NUMBERS[gating], "u32"),
+        }
+        entries.setdefault(f"{a}.expert_weights_norm", (gating == "sigmoid", "bool"))  # as transformers' classes do
+        if config.get("q_lora_rank"):
+            entries[f"{a}.attention.q_lora_rank"] = (config["q_lora_rank"], "u32")
+        if parameters["rope_type"] == "yarn":
+            if not scales["mscale_all_dim"] or scales["mscale"] != scales["mscale_all_dim"]:
+                raise UnsupportedError(
+                    f"config.json: yarn with mscale {scales['mscale']} and mscale_all_dim {scales['mscale_all_dim']}; "
+                    f"{a} files say one number, which both have to be"
+                )
+            entries[f"{a}.rope.scaling.yarn_log_multiplier"] = (0.1 * scales["mscale_all_dim"], "f32")
+        return entries
+
+    def left_out(self, config: Config, names: Collection[str]) -> dict[str, list[str]]:
+        return further_layers(config, names)
+
+    def rebuilt(self, name: str) -> bool:
+        return name.endswith((".attn_k_b.weight", ".attn_v_b.weight"))
+
+    def to_hf(self, hparams: HParams, shapes: Mapping[str, Shape]) -> list[Piece]:
+        """As `Arch.to_hf`; kv_b_proj of a "split" file is joined from its halves."""
+        assert isinstance(hparams, LatentHParams)
+        transform = JoinHalves(_Heads.of(hparams))
+        halves = {}
+        for i in range(hparams.n_layer):
+            joint, keys, values = (f"blk.{i}.attn_{part}_b.weight" for part in ("kv", "k", "v"))
+            if joint not in shapes and keys in shapes and values in shapes:
+                halves[joint] = (keys, values)
+        found = super().to_hf(hparams, {**shapes, **dict.fromkeys(halves, transform.shape())})
+        return [
+            replace(piece, sources=halves[piece.sources[0]], transform=transform)
+            if piece.sources[0] in halves
+            else piece
+            for piece in found
+        ]
+
+    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+        hp, keys = self.hparams(metadata, tensors.keys()), Keys(self.name, metadata)
+        sigmoid = hp.gating == "sigmoid"
+        if sigmoid:
+            found: dict[str, Any] = {"architectures": [self.hf[0]], "model_type": self.model_type}
+            found |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        else:
+            found = {"architectures": [self.hf[1]], "model_type": "deepseek_v2", "scoring_func": "softmax"}
+            found["topk_method"] = "group_limited_greedy" if hp.n_expert_groups > 1 else "greedy"
+        biased = ("attn_q_a", "attn_kv_a_mqa", "attn_output") if hp.q_lora else ("attn_kv_a_mqa", "attn_output")
+        found |= experts.config(hp) | {
+            "vocab_size": hp.n_vocab,
+            "hidden_size": hp.n_embd,
+            "intermediate_size": hp.n_ff,
+            "num_hidden_layers": hp.n_layer,
+            "num_attention_heads": hp.n_head,
+            "num_key_value_heads": hp.n_head,
+            "q_lora_rank": hp.q_lora or None,
+            "kv_lora_rank": hp.kv_lora,
+            "qk_nope_head_dim": hp.nope,
+            "qk_rope_head_dim": hp.rope.dim,
+            "v_head_dim": hp.head_dim_v,
+            "num_nextn_predict_layers": 0,
+            "max_position_embeddings": hp.n_ctx_train,
+            "rms_norm_eps": shortest(hp.norm_eps),
+            "rope_theta": shortest(hp.rope.base),
+            "attention_bias": all_or_none(hp, biased, self.hf[0]),
+            "hidden_act": "silu",
+            "tie_word_embeddings": hp.tied,
+        }
+        if scaling := rope.scaling_parameters(keys):
+            if scaling["rope_type"] == "yarn":
+                scale = shortest(10 * keys.need("rope.scaling.yarn_log_multiplier"))
+                scaling |= {"mscale": scale, "mscale_all_dim": scale}
+            found["rope_scaling"] = scaling
+        return found
+
+    # --------------------------------------------------------------------------------------------------- runtime side
+
+    def hparams(self, metadata: Mapping[str, Any], tensors: Collection[str] = ()) -> LatentHParams:
+        return LatentHParams(**self.numbers(Keys(self.name, metadata), tensors))
+
+    def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
+        found = super().numbers(keys, tensors) | experts.numbers(keys, tensors)
+        heads = found["n_head"]
+        turned, factor = found["rope"], 1.0
+        if turned.yarn is not None:
+            logarithm = math.log(1 / turned.scale)
+            factor = (1 + float(keys.get("rope.scaling.yarn_log_multiplier", 0.0)) * logarithm) ** 2
+            turned = replace(turned, yarn=replace(turned.yarn, attn_factor=1 / (1 + 0.1 * logarithm)))
+        return found | {
+            "n_head_kv": heads,
+            "head_dim_k": keys.number("attention.key_length_mla", 0) or found["head_dim_k"],
+            "head_dim_v": keys.number("attention.value_length_mla", 0) or found["head_dim_v"],
+            "q_lora": keys.number("attention.q_lora_rank", 0),
+            "kv_lora": keys.number("attention.kv_lora_rank"),
+            "rope": turned,
+            "score_factor": factor,
+            "normalises": bool(keys.get("expert_weights_norm", False)),
+        }
+
+    def attention(self, hp: HParams, i: int) -> LatentAttention:
+        assert isinstance(hp, LatentHParams)
+        blk = f"blk.{i}"
+        there = {part: hp.linear(f"{blk}.attn_{part}_b") for part in ("kv", "k", "v")}
+        present = {part: linear for part, linear in there.items() if linear.weight in hp.tensors}
+        if "kv" not in present and present.keys() != {"k", "v"}:
+            raise FormatError(f"tensor {blk}.attn_kv_b.weight is missing, and so are {blk}.attn_k_b and attn_v_b")
+        return LatentAttention(
+            norm=hp.norm(f"{blk}.attn_norm"),
+            q_a=hp.linear(f"{blk}.attn_q_a") if hp.q_lora else None,
+            q_a_norm=Norm(f"{blk}.attn_q_a_norm.weight", _LATENT_EPS) if hp.q_lora else None,
+            q=hp.linear(f"{blk}.attn_q_b" if hp.q_lora else f"{blk}.attn_q"),
+            kv_a=hp.linear(f"{blk}.attn_kv_a_mqa"),
+            kv_a_norm=Norm(f"{blk}.attn_kv_a_norm.weight", _LATENT_EPS),
+            kv_b=present.get("kv"),
+            k_b=present.get("k"),
+            v_b=present.get("v"),
+            out=hp.linear(f"{blk}.attn_output"),
+            heads=hp.n_head,
+            q_lora=hp.q_lora,
+            kv_lora=hp.kv_lora,
+            nope=hp.nope,
+            head_dim_v=hp.head_dim_v,
+            scale=hp.head_dim_k**-0.5 * hp.score_factor,
+            rope=hp.rope,
+        )
+
+    def feed_forward(self, hp: HParams, i: int) -> Part:
+        return experts.feed_forward(hp, i)
+
+
+def _gating(config: Config) -> str:
+    """How experts are scored. What config.json does not say, transformers' class has built in."""
+    third = "DeepseekV3ForCausalLM" in config.get("architectures", ())
+    scoring = config.get("scoring_func") or ("sigmoid" if third else "softmax")
+    method = config.get("topk_method") or ("noaux_tc" if third else "greedy")
+    if scoring not in experts.GATING_NUMBERS:
+        raise UnsupportedError(
+            f"config.json: scoring_func = {scoring!r} is not known; known: {', '.join(experts.GATING_NUMBERS)}"
+        )
+    known = {"sigmoid": ("noaux_tc",), "softmax": ("greedy", "group_limited_greedy")}[scoring]
+    if method not in known:
+        raise UnsupportedError(
+            f"config.json: topk_method = {method!r} with scoring_func {scoring!r}; known: {', '.join(known)}"
+        )
+    if method == "greedy" and (config.get("n_group") or 1) > 1:
+        raise UnsupportedError(
+            f"config.json: topk_method greedy chooses among all experts, n_group is {config['n_group']}"
+        )
+    return scoring

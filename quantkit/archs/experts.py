@@ -1,0 +1,181 @@
+"""What architectures with routed experts share: tensor names, keys, the numbers, and the part that is computed.
+
+    config.json                       GGUF, after the architecture's name
+    n_routed_experts, num_experts …   expert_count
+    num_experts_per_tok               expert_used_count
+    moe_intermediate_size             expert_feed_forward_length
+    n_shared_experts                  expert_shared_count
+    shared_expert_intermediate_size   expert_shared_feed_forward_length
+    first_k_dense_replace             leading_dense_block_count
+    routed_scaling_factor             expert_weights_scale
+    norm_topk_prob                    expert_weights_norm
+    scoring_func                      expert_gating_func: 1 softmax, 2 sigmoid
+    n_group, topk_group               expert_group_count, expert_group_used_count
+
+ik_llama.cpp knows no keys of groups and chooses among all experts; its converter writes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from quantkit.archs.base import Config, Entries, Keys, need, shortest
+from quantkit.archs.blocks import Experts, FeedForward, HParams
+from quantkit.archs.tensors import Rule
+from quantkit.errors import FormatError, UnsupportedError
+
+_GATING = {1: "softmax", 2: "sigmoid"}
+GATING_NUMBERS = {name: number for number, name in _GATING.items()}
+
+
+def _is_dense(hp: HParams, layer: int) -> bool:
+    return layer < hp.n_leading_dense
+
+
+def _has_experts(hp: HParams, layer: int) -> bool:
+    return layer >= hp.n_leading_dense
+
+
+def _has_shared(hp: HParams, layer: int) -> bool:
+    return layer >= hp.n_leading_dense and hp.n_ff_shared > 0
+
+
+def _has_choice_bias(hp: HParams, layer: int) -> bool:
+    return layer >= hp.n_leading_dense and hp.has_choice_bias
+
+
+def _dense(name: str) -> Rule:
+    return Rule(f"blk.N.ffn_{name}", f"model.layers.N.mlp.{name}_proj", layers=_is_dense)
+
+
+def _routed(name: str) -> Rule:
+    return Rule(f"blk.N.ffn_{name}_exps", f"model.layers.N.mlp.experts.E.{name}_proj", layers=_has_experts)
+
+
+def _shared(name: str) -> Rule:
+    return Rule(f"blk.N.ffn_{name}_shexp", f"model.layers.N.mlp.shared_experts.{name}_proj", layers=_has_shared)
+
+
+RULES = (
+    *(_dense(name) for name in ("gate", "up", "down")),
+    Rule(
+        "blk.N.exp_probs_b.bias", "model.layers.N.mlp.gate.e_score_correction_bias", layers=_has_choice_bias,
+        whole=True, f32=True,
+    ),
+    Rule("blk.N.ffn_gate_inp", "model.layers.N.mlp.gate", f32=True, layers=_has_experts),
+    *(_routed(name) for name in ("gate", "up", "down")),
+    *(_shared(name) for name in ("gate", "up", "down")),
+)  # fmt: skip
+
+
+def entries(name: str, config: Config) -> Entries:
+    """The keys of routed experts, under whichever of their names config.json has them."""
+    count = next(
+        (config[key] for key in ("n_routed_experts", "num_experts", "num_local_experts") if config.get(key)), 0
+    )
+    found: Entries = {
+        "expert_count": (count or need(config, "num_experts"), "u32"),
+        "expert_used_count": (need(config, "num_experts_per_tok"), "u32"),
+        "expert_feed_forward_length": (need(config, "moe_intermediate_size"), "u32"),
+    }
+    for theirs, ours, kind in (
+        ("n_shared_experts", "expert_shared_count", "u32"),
+        ("shared_expert_intermediate_size", "expert_shared_feed_forward_length", "u32"),
+        ("first_k_dense_replace", "leading_dense_block_count", "u32"),
+        ("routed_scaling_factor", "expert_weights_scale", "f32"),
+        ("norm_topk_prob", "expert_weights_norm", "bool"),
+    ):
+        if config.get(theirs) is not None:
+            value = config[theirs]
+            found[ours] = (float(value) if kind == "f32" else value, kind)
+    groups = config.get("n_group") or 1
+    if groups > 1:
+        found["expert_group_count"] = (groups, "u32")
+        found["expert_group_used_count"] = (need(config, "topk_group"), "u32")
+    return {f"{name}.{key}": entry for key, entry in found.items()}
+
+
+def numbers(keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
+    """The fields of HParams that tell of experts. FormatError where they cannot be.
+
+    Without `tensors` a bias is expected where experts are chosen by sigmoid.
+    """
+    count, used = keys.number("expert_count"), keys.number("expert_used_count")
+    if not 1 <= used <= count:
+        raise FormatError(f"{keys.arch}.expert_used_count is {used} of expert_count {count}; it must be 1 to {count}")
+    groups = keys.number("expert_group_count", 0) or 1
+    groups_used = keys.number("expert_group_used_count", 0) or groups
+    if count % groups or not 1 <= groups_used <= groups or used > groups_used * (count // groups):
+        raise FormatError(
+            f"{keys.arch}: {used} of {count} experts in {groups_used} of {groups} groups; groups must be of one size, "
+            "and those used must have experts enough"
+        )
+    number = keys.number("expert_gating_func", 0) or 1
+    if number not in _GATING:
+        raise UnsupportedError(f"{keys.arch}.expert_gating_func = {number}; known: 1 (softmax), 2 (sigmoid)")
+    ff = keys.number("expert_feed_forward_length")
+    biased = any(".exp_probs_b." in name for name in tensors) if tensors else _GATING[number] == "sigmoid"
+    return {
+        "n_expert": count,
+        "n_expert_used": used,
+        "n_ff_expert": ff,
+        "n_ff_shared": keys.number("expert_shared_feed_forward_length", 0)
+        or ff * keys.number("expert_shared_count", 0),
+        "n_leading_dense": keys.number("leading_dense_block_count", 0),
+        "n_expert_groups": groups,
+        "n_expert_groups_used": groups_used,
+        "normalises": bool(keys.get("expert_weights_norm", True)),
+        "expert_scale": float(keys.get("expert_weights_scale", 0.0)) or 1.0,
+        "gating": _GATING[number],
+        "has_choice_bias": biased,
+    }
+
+
+def config(hp: HParams) -> dict[str, Any]:
+    """config.json of those fields, as the models of DeepSeek and GLM name them."""
+    return {
+        "moe_intermediate_size": hp.n_ff_expert,
+        "n_routed_experts": hp.n_expert,
+        "num_experts_per_tok": hp.n_expert_used,
+        "n_shared_experts": hp.n_ff_shared // hp.n_ff_expert,
+        "first_k_dense_replace": hp.n_leading_dense,
+        "routed_scaling_factor": shortest(hp.expert_scale),
+        "norm_topk_prob": hp.normalises,
+        "n_group": hp.n_expert_groups,
+        "topk_group": hp.n_expert_groups_used,
+    }
+
+
+def feed_forward(hp: HParams, i: int, norm: str = "ffn_norm") -> FeedForward | Experts:
+    """The feed-forward of a layer: dense before the first one with experts."""
+    blk = f"blk.{i}"
+    if _is_dense(hp, i):
+        return FeedForward(
+            norm=hp.norm(f"{blk}.{norm}"),
+            gate=hp.linear(f"{blk}.ffn_gate"),
+            up=hp.linear(f"{blk}.ffn_up"),
+            down=hp.linear(f"{blk}.ffn_down"),
+        )
+    shared = None
+    if hp.n_ff_shared:
+        gate, up, down = (hp.linear(f"{blk}.ffn_{name}_shexp") for name in ("gate", "up", "down"))
+        shared = FeedForward(hp.norm(f"{blk}.{norm}"), gate, up, down, ff=hp.n_ff_shared)
+    bias = f"{blk}.exp_probs_b.bias"
+    return Experts(
+        norm=hp.norm(f"{blk}.{norm}"),
+        router=hp.linear(f"{blk}.ffn_gate_inp"),
+        gate=hp.linear(f"{blk}.ffn_gate_exps"),
+        up=hp.linear(f"{blk}.ffn_up_exps"),
+        down=hp.linear(f"{blk}.ffn_down_exps"),
+        count=hp.n_expert,
+        used=hp.n_expert_used,
+        ff=hp.n_ff_expert,
+        normalise=hp.normalises,
+        scale=hp.expert_scale,
+        gating=hp.gating,
+        choice_bias=bias if hp.has_choice_bias else None,
+        groups=hp.n_expert_groups,
+        groups_used=hp.n_expert_groups_used,
+        shared=shared,
+    )

@@ -1,0 +1,141 @@
+"""glm4moe: GLM-4.5 and 4.6. Grouped queries with biases, "neox" rope of part of each head, leading dense layers, then
+routed experts, chosen by sigmoid and a bias, and a shared one. The largest models RMS-norm queries and keys.
+
+Layers that predict further tokens are kept, as layers after the main ones that are not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quantkit.archs import experts
+from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Entries, Keys, further_count
+from quantkit.archs.blocks import Attention, Block, HParams, Part
+from quantkit.archs.decoder import Decoder
+from quantkit.archs.tensors import Rule
+
+_PARTS = ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head.head", "shared_head.norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlmHParams(HParams):
+    """n_layer counts the layers that predict further tokens, too."""
+
+    n_further: int = 0
+
+    @property
+    def n_main(self) -> int:
+        return self.n_layer - self.n_further
+
+
+def _is_further(hp: GlmHParams, layer: int) -> bool:
+    return layer >= hp.n_main
+
+
+def _further(name: str) -> Rule:
+    ours = name.replace(".", "_")
+    return Rule(f"blk.N.nextn.{ours}", f"model.layers.N.{name}", layers=_is_further, f32=ours.endswith("norm"))
+
+
+class Glm4Moe(Decoder):
+    name = "glm4moe"
+    hf = ("Glm4MoeForCausalLM",)
+    model_type = "glm4_moe"
+    rope_style = "neox"
+    turned = 0.5
+    biased = ("attn_q", "attn_k", "attn_v")
+    rules = (
+        *EMBEDDING_RULES,
+        Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
+        Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", bias=True),
+        Rule("blk.N.attn_q_norm", "model.layers.N.self_attn.q_norm", f32=True, required=False),
+        Rule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", bias=True),
+        Rule("blk.N.attn_k_norm", "model.layers.N.self_attn.k_norm", f32=True, required=False),
+        Rule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
+        Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj"),
+        Rule("blk.N.post_attention_norm", "model.layers.N.post_attention_layernorm", f32=True),
+        *experts.RULES,
+        *(_further(name) for name in _PARTS),
+        *OUTPUT_RULES,
+    )
+    EXAMPLE = {  # noqa: RUF012  data
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "partial_rotary_factor": 0.5,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "use_qk_norm": False,
+        "num_nextn_predict_layers": 0,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "attention_bias": True,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
+
+    def metadata(self, config: Config) -> Entries:
+        a, extra = self.name, further_count(config)
+        entries = super().metadata(config) | experts.entries(a, config)
+        lengths = ("key_length", "value_length")
+        entries |= {f"{a}.attention.{length}": (self.head_dim(config), "u32") for length in lengths}
+        return entries | {
+            f"{a}.block_count": (config["num_hidden_layers"] + extra, "u32"),
+            f"{a}.nextn_predict_layers": (extra, "u32"),
+            f"{a}.expert_gating_func": (experts.GATING_NUMBERS["sigmoid"], "u32"),
+        }
+
+    def rules_of(self, config: Config) -> tuple[Rule, ...]:
+        normed = bool(config.get("use_qk_norm"))
+        optional = ("blk.N.attn_q_norm", "blk.N.attn_k_norm")
+        return tuple(replace(rule, required=normed) if rule.gguf in optional else rule for rule in self.rules)
+
+    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+        hp = self.hparams(metadata, tensors.keys())
+        return super().config(metadata, tensors) | experts.config(hp) | {
+            "num_hidden_layers": hp.n_main,
+            "num_nextn_predict_layers": hp.n_further,
+            "head_dim": hp.head_dim_k,
+            "use_qk_norm": _has_head_norms(hp, 0),
+        }  # fmt: skip
+
+    def hparams(self, metadata: Mapping[str, Any], tensors: Collection[str] = ()) -> GlmHParams:
+        return GlmHParams(**self.numbers(Keys(self.name, metadata), tensors))
+
+    def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
+        further = {"n_further": keys.number("nextn_predict_layers", 0)}
+        return super().numbers(keys, tensors) | experts.numbers(keys, tensors) | further
+
+    def blocks(self, hparams: HParams) -> list[Block]:
+        assert isinstance(hparams, GlmHParams)
+        return super().blocks(hparams)[: hparams.n_main]
+
+    def attention(self, hp: HParams, i: int) -> Attention:
+        part = super().attention(hp, i)
+        assert isinstance(part, Attention)
+        if not _has_head_norms(hp, i):
+            return part
+        return replace(part, q_norm=hp.norm(f"blk.{i}.attn_q_norm"), k_norm=hp.norm(f"blk.{i}.attn_k_norm"))
+
+    def feed_forward(self, hp: HParams, i: int) -> Part:
+        return experts.feed_forward(hp, i, "post_attention_norm")
+
+
+def _has_head_norms(hp: HParams, i: int) -> bool:
+    return f"blk.{i}.attn_q_norm.weight" in hp.tensors

@@ -1,0 +1,70 @@
+"""Qwen2 and Qwen2.5, dense: grouped-query attention whose queries, keys and values have biases, "neox" rope, SwiGLU.
+
+Rows keep the checkpoint's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, SWIGLU_RULES, Config, Entries, refuse
+from quantkit.archs.decoder import Decoder
+from quantkit.archs.tensors import Rule
+from quantkit.errors import UnsupportedError
+
+_BIASED = ("attn_q", "attn_k", "attn_v")
+
+
+class Qwen2(Decoder):
+    name = "qwen2"
+    hf = ("Qwen2ForCausalLM",)
+    model_type = "qwen2"
+    rope_style = "neox"
+    biased = _BIASED
+    rules = (
+        *EMBEDDING_RULES,
+        Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
+        Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", bias=True),
+        Rule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", bias=True),
+        Rule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
+        Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj"),
+        *SWIGLU_RULES,
+        *OUTPUT_RULES,
+    )
+    EXAMPLE = {  # noqa: RUF012  data
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "use_sliding_window": False,
+        "tie_word_embeddings": False,
+    }
+
+    def metadata(self, config: Config) -> Entries:
+        refuse(config, "use_sliding_window", (False,))
+        entries = super().metadata(config)
+        if config.get("head_dim"):
+            entries["qwen2.attention.key_length"] = entries["qwen2.attention.value_length"] = (
+                config["head_dim"],
+                "u32",
+            )
+        return entries
+
+    def has_bias(self, rule: Rule, config: Config) -> bool:
+        return rule.gguf.rpartition(".")[2] in _BIASED
+
+    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+        found = super().config(metadata, tensors)
+        if not found.pop("attention_bias"):
+            raise UnsupportedError(f"blk.0.attn_q.bias is not there; {self.hf[0]} of transformers always has biases")
+        hp = self.hparams(metadata)
+        return found | {"use_sliding_window": False} | ({"head_dim": hp.head_dim_k} if hp.has_own_head_dim else {})

@@ -1,0 +1,158 @@
+"""What a file can say of itself in a model card, as Markdown: sizes, classes of tensors, recipe, commands."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from quantkit.cli._evaluation import markdown
+from quantkit.cli._shared import gib, printable
+from quantkit.recipe.layers import ranges
+
+if TYPE_CHECKING:
+    from quantkit.files.gguf import GGUF, Tensor
+
+_RECIPE_BY = re.compile(r"# quantkit quantize (\S+)\s*(.*)")
+_HIDDEN = "top_secret"
+
+
+def card(file: GGUF) -> str:
+    """Markdown that stands by itself: a heading as `## NAME 249.099 GiB (5.997 BPW)` and what is below it."""
+    tensors = list(file.tensors.values())
+    size, elements = sum(t.nbytes for t in tensors), sum(_elements(t) for t in tensors)
+    parts = [
+        f"## {_cell(_title(file))} {gib(size)} ({8 * size / max(1, elements):.3f} BPW)",
+        _facts(file, elements),
+        markdown(("tensors", "layers", "shape", "type", "count", "GiB", "BPW"), _classes(tensors)),
+        markdown(("type", "count", "weights", "GiB", "BPW"), _types(tensors)),
+        _recipe(file),
+        _commands(file),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _elements(tensor: Tensor) -> int:
+    return math.prod(tensor.shape)
+
+
+def _title(file: GGUF) -> str:
+    """The file's name without what is every file's."""
+    return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", file.path.name)
+
+
+def _facts(file: GGUF, elements: int) -> str:
+    """What it was made of and with, one line each."""
+    m = file.metadata
+    facts = {
+        "model": m.get("general.name"),
+        "architecture": m.get("general.architecture"),
+        "parameters": f"{elements / 1e9:.3f} B" if elements >= 10**7 else str(elements),
+        "files": f"{len(file.paths)}, {gib(file.size)} with metadata",
+        "importance matrix": _imatrix(m),
+        "made by": f"quantkit {m['quantkit.version']}" if "quantkit.version" in m else None,
+    }
+    return "\n".join(f"- {name}: {_cell(str(value))}" for name, value in facts.items() if value)
+
+
+def _imatrix(metadata: Any) -> str:
+    if "quantize.imatrix.file" not in metadata:
+        return ""
+    name, text = (str(metadata.get(f"quantize.imatrix.{key}", "")) for key in ("file", "dataset"))
+    if name == _HIDDEN:
+        return "used, not named"
+    entries, chunks = (metadata.get(f"quantize.imatrix.{key}_count") for key in ("entries", "chunks"))
+    counted = f", {entries} entries" + (f" of {chunks} chunks" if chunks else "") if entries else ""
+    return f"{_base(name)}" + (f", of {_base(text)}" if text else "") + counted
+
+
+def _base(path: str) -> str:
+    """The last part of a path: whose disk it was on is nobody's business."""
+    return re.split(r"[/\\]", path)[-1]
+
+
+@dataclass
+class _Class:
+    """Tensors alike but for their layer."""
+
+    layers: list[int] = field(default_factory=list)
+    count: int = 0
+    elements: int = 0
+    nbytes: int = 0
+
+
+def _classes(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
+    """A row for tensors that differ in their layer only, in the file's order."""
+    found: dict[tuple[str, str, str], _Class] = {}
+    for t in tensors:
+        layer = re.match(r"blk\.(\d+)\.(.*)", t.name)
+        name = f"blk.*.{layer[2]}" if layer else t.name
+        use = found.setdefault((name, " x ".join(map(str, t.shape)), t.type.name), _Class())
+        if layer:
+            use.layers.append(int(layer[1]))
+        use.count, use.elements, use.nbytes = use.count + 1, use.elements + _elements(t), use.nbytes + t.nbytes
+    return [
+        (f"`{_cell(name)}`", ranges(use.layers), shape, kind, use.count, *_size(use.nbytes, use.elements))
+        for (name, shape, kind), use in found.items()
+    ]
+
+
+def _types(tensors: list[Tensor]) -> list[tuple[Any, ...]]:
+    """A row a type, the one of most bytes first, and one of all."""
+    found: dict[str, _Class] = {}
+    for t in tensors:
+        for name in (t.type.name, ""):
+            use = found.setdefault(name, _Class())
+            use.count, use.elements, use.nbytes = use.count + 1, use.elements + _elements(t), use.nbytes + t.nbytes
+    total = found.pop("", _Class())
+    ordered = sorted(found.items(), key=lambda item: -item[1].nbytes)
+    return [
+        (name, use.count, use.elements, *_size(use.nbytes, use.elements)) for name, use in [*ordered, ("all", total)]
+    ]
+
+
+def _size(nbytes: int, elements: int) -> tuple[str, str]:
+    return f"{nbytes / 2**30:.3f}", f"{8 * nbytes / max(1, elements):.3f}"
+
+
+def _recipe(file: GGUF) -> str:
+    """What decided the types, folded: the recipe that the file carries, or rules that give the types that it has."""
+    from quantkit.recipe.shipped import carried
+
+    text = carried(file.path).rstrip("\n")
+    said = "The recipe that made it" if "quantkit.recipe" in file.metadata else "Its types as a recipe"
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return f"<details>\n<summary>{said}</summary>\n\n{fence}\n{text}\n{fence}\n\n</details>"
+
+
+def _commands(file: GGUF) -> str:
+    """How to make it again, look at it and run it."""
+    name = shlex.quote(file.paths[0].name)
+    made = _RECIPE_BY.match(str(file.metadata.get("quantkit.recipe", "")))
+    kind, flags = (made[1], made[2]) if made else ("Q8_0", "")
+    words = [kind, flags, f"--recipe {name}"]
+    if "quantize.imatrix.file" in file.metadata:
+        path = str(file.metadata["quantize.imatrix.file"])
+        words.append(f"--imatrix {'IMATRIX.dat' if path == _HIDDEN else shlex.quote(_base(path))}")
+    if "quantkit.effort" in file.metadata:
+        words.append(f"--effort {file.metadata['quantkit.effort']}")
+    if len(file.paths) > 1:
+        words.append(f"--split-max-tensors {max(file.shards)}")
+    lines = [
+        "# the same types again, of the model in BF16",
+        f"quantkit quantize MODEL-BF16.gguf OUT.gguf {' '.join(filter(None, words))}",
+        "# what it holds, what it takes, how good it is",
+        f"quantkit inspect {name}",
+        f"quantkit plan {name} COPY -c 32768 -ctk q8_0 -ctv q8_0",
+        f"quantkit compare MODEL-BF16.gguf {name} -f TEXT",
+        f"quantkit generate {name} -p 'Hello'",
+    ]
+    return "```bash\n" + "\n".join(map(printable, lines)) + "\n```"
+
+
+def _cell(text: str) -> str:
+    """Text that neither ends a cell of a table nor steers a terminal."""
+    return printable(text.replace("\n", " ")).replace("|", r"\|")

@@ -1,0 +1,37 @@
+"""`quantkit merge`: shards as one GGUF file."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantkit.cli._shared import Json, Threads, gib, print_json
+
+
+def merge(
+    first: Annotated[
+        Path, typer.Argument(metavar="SHARD", help="The first shard of a set, or any other.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.", show_default=False)],
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Join the shards of a set to one GGUF file.
+
+    All shards must be there and belong together: what is missing, or of another set, is named, and nothing is written.
+    """
+    from quantkit.files import gguf, shards
+
+    started = time.perf_counter()
+    file = gguf.open(first)
+    path = shards.merge(file, out, threads=threads, progress=not json)
+    size = path.stat().st_size
+    if json:
+        print_json({"shards": file.paths, "path": path, "tensors": len(file.tensors), "bytes": size})
+        return
+    print(f"wrote {path}")
+    seconds = time.perf_counter() - started
+    print(f"{len(file.paths)} shards, {len(file.tensors)} tensors, {gib(size)} in {seconds:.1f} s")

@@ -1,0 +1,200 @@
+"""`quantkit metadata`: read and change the keys of a GGUF file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quantkit.cli._shared import Json, print_json, table
+from quantkit.errors import DataError, QuantkitError
+
+if TYPE_CHECKING:
+    from quantkit.files.metadata import Metadata
+
+File = Annotated[
+    Path, typer.Argument(metavar="FILE", help="A GGUF file; of a set of shards any one.", show_default=False)
+]
+Keys = Annotated[list[str], typer.Argument(metavar="KEY…", help="Names of keys.", show_default=False)]
+Force = Annotated[
+    bool, typer.Option("--force", help="Also keys from which tensors follow, and other types of keys that exist.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would change and write nothing.")]
+
+_SHOWN = 200  # characters of a value in the list of changes
+
+
+def metadata(path: File, json: Json = False) -> None:
+    """List, get, set and remove the metadata of a GGUF file.
+
+    `metadata FILE` prints every key in full, as `metadata set` takes them. `metadata get`, `set` and `remove` are
+    commands of their own.
+    """
+    from quantkit.files import gguf
+
+    found = gguf.open(path).metadata
+    if json:
+        print_json({key: _record(found, key) for key in found})
+        return
+    for key in found:
+        _print_raw(f"{key}={_kind(found, key)}:{_text(_short(found, key), one_line=True)}")
+
+
+def get(path: File, keys: Keys, json: Json = False) -> None:
+    """Print the values of keys, a key a line; strings as they are, lists as JSON."""
+    from quantkit.files import gguf
+
+    found = gguf.open(path).metadata
+    absent = [key for key in keys if key not in found]
+    if absent:
+        raise _absent(path, absent, found)
+    if json:
+        print_json({key: _record(found, key) for key in keys})
+        return
+    for key in keys:
+        _print_raw(_text(_short(found, key)))
+
+
+def set_(
+    path: File,
+    values: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=TYPE:VALUE…", help="What to set.", show_default=False)
+    ] = None,
+    from_file: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=PATH", help="Set a key to a file's text, as a chat template. Repeatable."),
+    ] = None,
+    force: Force = False,
+    dry_run: DryRun = False,
+    json: Json = False,
+) -> None:
+    """Set keys of a GGUF file: KEY=TYPE:VALUE, or KEY=VALUE for a key that exists.
+
+    TYPE is u8 … u64, i8 … i64, f32, f64, bool or str; int and float are of the size that the key has. With [] it is
+    an array, and VALUE a JSON list or parted by commas: i32[]:[1,2,3]. Where the tensors can stay in their place only
+    the bytes that differ are written; else the file is written anew and replaced when that is complete. Keys from
+    which the tensors' names, shapes and places follow are protected, and so are the types of keys that exist, because
+    readers refuse any other.
+    """
+    from quantkit.files import gguf
+    from quantkit.files.metadata import Metadata, assignment
+
+    file = gguf.open(path)
+    changed = Metadata()
+    for text in values or []:
+        key, value, kind = assignment(text, file.metadata)
+        changed.set(key, value, kind)
+    for text in from_file or []:
+        key, equals, name = text.partition("=")
+        if not key or not equals:
+            raise QuantkitError(f"--from-file '{text}' is not KEY=PATH")
+        changed.set(key, Path(name).read_bytes().decode("utf-8", "surrogateescape"), "str")
+    if not changed:
+        raise typer.BadParameter("nothing to set: give KEY=TYPE:VALUE, or --from-file KEY=PATH")
+    _apply(file.paths[0], file.metadata, changed, [], force, dry_run, json)
+
+
+def remove(path: File, keys: Keys, force: Force = False, dry_run: DryRun = False, json: Json = False) -> None:
+    """Remove keys of a GGUF file."""
+    from quantkit.files import gguf
+    from quantkit.files.metadata import Metadata
+
+    file = gguf.open(path)
+    absent = [key for key in keys if key not in file.metadata]
+    if absent:
+        raise _absent(path, absent, file.metadata)
+    _apply(file.paths[0], file.metadata, Metadata(), keys, force, dry_run, json)
+
+
+SUBCOMMANDS = {"get": get, "set": set_, "remove": remove}
+
+
+def _apply(
+    path: Path, old: Metadata, changed: Metadata, removed: list[str], force: bool, dry_run: bool, json: bool
+) -> None:
+    """Check the changes, make them, say what was done."""
+    from quantkit.files.header import rewrite
+
+    if not force:
+        _check(path, old, changed, removed)
+    in_place = None if dry_run else rewrite(path, changed, removed, progress=not json)
+    rows = [(key, _side(old, key), _side(changed, key)) for key in (*changed, *removed)]
+    if json:
+        records = [{"key": key, "before": _record(old, key), "after": _record(changed, key)} for key, *_ in rows]
+        print_json({"path": path, "in_place": in_place, "changes": records})
+        return
+    print(table(("key", "before", "after"), rows, left=3))
+    how = {None: "nothing is written", True: "changed in place", False: "written anew"}[in_place]
+    print(f"\n{path}: {how}")
+
+
+def _check(path: Path, old: Metadata, changed: Metadata, removed: list[str]) -> None:
+    """Refuse what would leave a file that readers cannot use."""
+    from quantkit.files.metadata import holds_tensors
+
+    for key in (*changed, *removed):
+        if holds_tensors(key):
+            raise QuantkitError(
+                f"{path}: {key} says how the tensors are named, shaped or placed; another value does not change them "
+                "and may make the file unreadable. --force does it all the same"
+            )
+        if key in changed and key in old and _kind(old, key) != _kind(changed, key):
+            raise DataError(
+                f"{path}: {key} is {_kind(old, key)}, not {_kind(changed, key)}, and readers refuse a key of another "
+                f"type; write {key}={_kind(old, key)}:…, or --force"
+            )
+
+
+def _absent(path: Path, keys: list[str], found: Metadata) -> QuantkitError:
+    import difflib
+
+    near = difflib.get_close_matches(keys[0], list(found), n=3, cutoff=0.6)
+    hint = f"; did you mean {', '.join(near)}?" if near else f"; `quantkit metadata {path}` lists its {len(found)}"
+    return QuantkitError(f"{path}: there is no key {', '.join(keys)}{hint}")
+
+
+def _kind(found: Metadata, key: str) -> str:
+    return found.kind(key) + ("[]" if isinstance(found[key], list) else "")
+
+
+def _record(found: Metadata, key: str) -> dict[str, Any] | None:
+    return {"kind": _kind(found, key), "value": found[key]} if key in found else None
+
+
+def _side(found: Metadata, key: str) -> str:
+    if key not in found:
+        return "-"
+    text = f"{_kind(found, key)}:{_text(_short(found, key), one_line=True)}"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… {len(text)} characters"
+
+
+def _short(found: Metadata, key: str) -> Any:
+    """A value, with f32 in as few digits as tell it: 1e-05, not the 9.999999747378752e-06 that it is."""
+    value = found[key]
+    if found.kind(key) != "f32":
+        return value
+    import numpy as np
+
+    return [float(str(np.float32(v))) for v in value] if isinstance(value, list) else float(str(np.float32(value)))
+
+
+def _text(value: Any, one_line: bool = False) -> str:
+    """A value as `set` takes it: strings as they are, but for control characters where it is to be one line."""
+    import json
+
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return json.dumps(value, ensure_ascii=False)
+    if one_line and isinstance(value, str):
+        return "".join(c if c.isprintable() or "\udc80" <= c <= "\udcff" else repr(c)[1:-1] for c in value)
+    return str(value)
+
+
+def _print_raw(text: str) -> None:
+    """A line whose bytes are those of the file, be they UTF-8 or not."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape") + b"\n")
+    sys.stdout.buffer.flush()

@@ -1,0 +1,70 @@
+"""`quantkit verify`: is a file sound, and would a rerun give the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quantkit.cli._shared import Json, Threads, print_json
+
+if TYPE_CHECKING:
+    from quantkit.verify import Verified
+
+_SHOWN = 10
+
+
+def verify(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A GGUF file, or any shard of a set.", show_default=False)
+    ],
+    source: Annotated[
+        Path | None, typer.Option(metavar="IN", help="What it was quantized from: a GGUF, or a checkpoint's directory.")
+    ] = None,
+    imatrix: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The importance matrix that it was quantized with.")
+    ] = None,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Check a file's structure, values and hashes, and tell whether a rerun would give the same bytes.
+
+    Every tensor is decoded, for scales that are NaN or Inf, and hashed, where `quantkit quantize` recorded hashes. With
+    --source the tensors it was made of are hashed too; what has changed since, source, importance or the way a type is
+    encoded, is named: `quantkit quantize --partial-requant` would make that anew. Exit status 1 is for damage only.
+    """
+    from quantkit.cli._planning import open_source
+    from quantkit.files import imatrix as imatrices
+    from quantkit.files.gguf import open as open_gguf
+    from quantkit.verify import verify as run
+
+    opened = open_source(source, weights=True).file if source else None
+    matrix = imatrices.read(imatrix) if imatrix else None
+    found = run(open_gguf(file), opened, matrix, threads=threads, progress=not json)
+    if json:
+        print_json(found.to_json())
+    else:
+        _print(found)
+    if found.damage:
+        raise SystemExit(1)
+
+
+def _print(found: Verified) -> None:
+    total = len(found.file.tensors)
+    print(f"structure: sound, {total} tensors in {len(found.file.paths)} file(s)")
+    print(f"values: {found.decoded} of {total} tensors decoded")
+    print(f"hashes: {found.hashed} of {found.recorded} recorded are those of the bytes")
+    for sentence in found.damage[:_SHOWN]:
+        print(f"damaged: {sentence}")
+    if len(found.damage) > _SHOWN:
+        print(f"damaged: {len(found.damage) - _SHOWN} more")
+    for name, reasons in list(found.changes.items())[:_SHOWN]:
+        print(f"would change: {name}: {'; '.join(reasons)}")
+    if len(found.changes) > _SHOWN:
+        print(f"would change: {len(found.changes) - _SHOWN} more")
+    for note in found.notes:
+        print(f"note: {note}")
+    if found.rerun is not None:
+        outcome = "the same bytes" if found.rerun else f"other bytes, in {len(found.changes)} tensors"
+        print(f"a rerun would give {outcome if found.rerun or found.changes else 'the same tensors'}")

@@ -1,0 +1,207 @@
+"""Latent attention (MLA), layer by layer: what stands between the latent of a token and the heads that share it.
+
+A cache holds the latents, kv_lora + rope elements a token and no values, or with `mla` 0 the keys and values of all
+heads. `mla` says how, as -mla of ik_llama.cpp does:
+
+    0   full heads: kv_b makes keys and values of each token, once
+    1   absorbed: k_b brings queries to the latents' side and v_b what was attended back, so that all heads attend over
+        one row a token, whose first kv_lora elements are the value too
+    2   prompts of EXPAND tokens and more make keys and values of all latents, some heads at a time, and attend to
+        those; fewer tokens are absorbed, with plain attention
+    3   as 2, but with flash attention throughout
+
+All compute the same but for rounding. The matrices between latent and heads are those of the file: k_b and v_b where it
+has them for 1, kv_b where it has it for 0 and for expanding; else the same numbers are read from the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from quantkit import jit, types
+from quantkit.archs import blocks
+from quantkit.files.gguf import Tensor
+from quantkit.runtime import layers
+from quantkit.runtime.cache import Cache, CacheType
+from quantkit.runtime.kernels import rounding
+from quantkit.runtime.layers import Attending, Heads, Span
+
+EXPAND = 128
+MODES = (0, 1, 2, 3)
+
+Weights = Mapping[str, Tensor]
+
+
+def is_latent(parts: Sequence[blocks.Block]) -> bool:
+    return any(isinstance(part, blocks.LatentAttention) for block in parts for part in block.parts)
+
+
+def cached(hparams: blocks.HParams, parts: Sequence[blocks.Block], mla: int) -> blocks.HParams:
+    """The numbers of a model with those of what its caches hold."""
+    widths = {part.latent for block in parts for part in block.parts if isinstance(part, blocks.LatentAttention)}
+    if not widths or not mla:
+        return hparams
+    return replace(hparams, n_head_kv=1, head_dim_k=widths.pop(), head_dim_v=0)
+
+
+def shapes(part: blocks.LatentAttention, weights: Weights, n_embd: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of the tensors of a part, but for its first norm."""
+    rows, nope, lora = part.heads * part.head_dim_k, part.nope, part.kv_lora
+    matrices: list[tuple[blocks.Linear | None, int, int]] = [
+        (part.q_a, part.q_lora, n_embd),
+        (part.q, rows, part.q_lora or n_embd),
+        (part.kv_a, part.latent, n_embd),
+        (part.kv_b, part.heads * (nope + part.head_dim_v), lora),
+        (part.out, n_embd, part.heads * part.head_dim_v),
+    ]
+    for linear, count, columns in matrices:
+        if linear is not None:
+            yield linear.weight, (count, columns)
+            if linear.bias:
+                yield linear.bias, (count,)
+    for linear, count, columns in ((part.k_b, lora, nope), (part.v_b, part.head_dim_v, lora)):
+        if linear is not None:
+            stacked = linear.weight in weights and len(weights[linear.weight].shape) == 3
+            yield linear.weight, (part.heads, count, columns) if stacked else (part.heads * count, columns)
+    if part.q_a_norm is not None:
+        yield part.q_a_norm.weight, (part.q_lora,)
+    yield part.kv_a_norm.weight, (lora,)
+
+
+# --------------------------------------------------------------------------------------------- between latent and head
+
+
+class Between:
+    """The matrices of a part, head by head, decoded."""
+
+    def __init__(self, part: blocks.LatentAttention, weights: Weights, threads: int):
+        self.part, self.threads = part, threads
+        self.kv_b, self.k_b, self.v_b = (
+            weights[linear.weight] if linear is not None else None for linear in (part.kv_b, part.k_b, part.v_b)
+        )
+
+    def of(self, head: int, absorbed: bool) -> tuple[np.ndarray, np.ndarray]:
+        """k_h float32[nope, kv_lora] and v_h float32[head_dim_v, kv_lora]."""
+        part = self.part
+        if self.kv_b is not None and not (absorbed and self.k_b is not None and self.v_b is not None):
+            both = _rows(self.kv_b, head, part.nope + part.head_dim_v)
+            return both[: part.nope], both[part.nope :]
+        assert self.k_b is not None
+        assert self.v_b is not None
+        return _rows(self.k_b, head, part.kv_lora).T, _rows(self.v_b, head, part.head_dim_v)
+
+    def queries(self, q: np.ndarray) -> np.ndarray:
+        """float32[tokens, heads * latent] of q float32[tokens, heads, head_dim_k], after rope."""
+        part = self.part
+        out = np.empty((len(q), part.heads, part.latent), np.float32)
+        out[:, :, part.kv_lora :] = q[:, :, part.nope :]
+
+        def one(head: int) -> None:
+            np.matmul(q[:, head, : part.nope], self.of(head, True)[0], out=out[:, head, : part.kv_lora])
+
+        self._each(one)
+        return out.reshape(len(q), -1)
+
+    def values(self, attended: np.ndarray) -> np.ndarray:
+        """float32[tokens, heads * head_dim_v] of what heads attended to, float32[tokens, heads * kv_lora]."""
+        part = self.part
+        latents = attended.reshape(-1, part.heads, part.kv_lora)
+        out = np.empty((len(latents), part.heads, part.head_dim_v), np.float32)
+
+        def one(head: int) -> None:
+            np.matmul(latents[:, head], self.of(head, True)[1].T, out=out[:, head])
+
+        self._each(one)
+        return out.reshape(len(latents), -1)
+
+    def expanded(self, latents: np.ndarray, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keys float32[heads, positions, head_dim_k] and values of heads first … stop of float32[positions, latent]."""
+        part = self.part
+        k = np.empty((stop - first, len(latents), part.head_dim_k), np.float32)
+        v = np.empty((stop - first, len(latents), part.head_dim_v), np.float32)
+        c = latents[:, : part.kv_lora]
+        k[:, :, part.nope :] = latents[None, :, part.kv_lora :]
+
+        def one(number: int) -> None:
+            key, value = self.of(first + number, False)
+            np.matmul(c, key.T, out=k[number, :, : part.nope])
+            np.matmul(c, value.T, out=v[number])
+
+        self._each(one, stop - first)
+        return k, v
+
+    def _each(self, one: Callable[[int], None], count: int | None = None) -> None:
+        def task(begin: int, end: int) -> None:
+            with layers.silent():
+                for head in range(begin, end):
+                    one(head)
+
+        jit.over_rows(task, self.part.heads if count is None else count, threads=self.threads)
+
+
+def _rows(tensor: Tensor, head: int, count: int) -> np.ndarray:
+    """float32[count, columns]: the rows of a head, of two dimensions or three."""
+    columns = tensor.shape[-1]
+    whole = tensor.type.interleave
+    first, stop = head * count, (head + 1) * count
+    begin, end = first // whole * whole, -(-stop // whole) * whole  # of interleaved rows, whole groups
+    found = tensor.type.dequantize(tensor.rows(begin, end), columns, threads=1)
+    return found[first - begin : stop - begin]
+
+
+# ----------------------------------------------------------------------------------------------------------- attending
+
+
+class _Expanded(Cache):
+    """Keys and values float32[heads, positions, dim] of one layer, `before` of the positions before the batch."""
+
+    def __init__(self, k: np.ndarray, v: np.ndarray, before: int):
+        self.type, self.rotations = CacheType("f32", "f32"), (0, 0)
+        self.k, self.v = [k.view(np.uint8)], [v.view(np.uint8)]
+        self.n_ctx, self.length, self.nbytes = k.shape[1], before, k.nbytes + v.nbytes
+
+
+def attend_expanded(
+    part: blocks.LatentAttention,
+    between: Between,
+    layer: int,
+    q: np.ndarray,
+    span: Span,
+    threads: int,
+    how: Attending,
+) -> np.ndarray:
+    """float32[tokens, heads * head_dim_v] of q float32[tokens, heads, head_dim_k] of one span; its latents are cached.
+
+    Keys and values of so many heads at a time as fit `how.work_mib`.
+    """
+    length = span.cache.length + span.stop - span.start
+    rows = span.cache.k[layer][0, :length]
+    kind, block = span.cache.type.k, span.cache.rotations[0]
+    latents = types.get(kind).dequantize(rows, part.latent, threads=threads)
+    if block:
+        latents = rounding.rotate(latents, block)  # its own inverse
+    together = part.heads
+    if how.work_mib:
+        each = 4 * length * (part.head_dim_k + part.head_dim_v)
+        together = max(1, min(together, (how.work_mib << 20) // each))
+    parts = []
+    for first in range(0, part.heads, together):
+        stop = min(part.heads, first + together)
+        keys = _Expanded(*between.expanded(latents, first, stop), span.cache.length)
+        mine = np.ascontiguousarray(q[:, first:stop]).reshape(len(q), -1)
+        heads = Heads(stop - first, stop - first, part.head_dim_k, part.head_dim_v, part.scale)
+        parts.append(layers.attend(heads, 0, mine, [Span(0, len(q), keys)], threads, how))
+    return np.concatenate(parts, axis=1)
+
+
+def absorbed(part: blocks.LatentAttention) -> Heads:
+    """What attention over latents is: all heads share one row a token."""
+    return Heads(part.heads, 1, part.latent, part.kv_lora, part.scale, values_in_keys=True)
+
+
+def full(part: blocks.LatentAttention) -> Heads:
+    """What attention over keys and values of every head is."""
+    return Heads(part.heads, part.heads, part.head_dim_k, part.head_dim_v, part.scale)

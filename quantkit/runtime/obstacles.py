@@ -1,0 +1,45 @@
+"""What keeps a model from being laid out as operations (runtime/step.py): it then runs layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from quantkit.archs import blocks
+from quantkit.files.gguf import Tensor
+from quantkit.runtime.kernels import table
+from quantkit.runtime.kernels.cpu import experts
+
+Weights = Mapping[str, Tensor]
+
+
+def obstacle(weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head) -> str | None:
+    """Why these blocks cannot be laid out here; None when they can."""
+    linears = [head.output]
+    for part in (part for block in parts for part in block.parts):
+        if isinstance(part, blocks.Attention):
+            linears += [part.q, part.k, part.v, part.out]
+            if part.head_dim_k % 16 or part.head_dim_v % 16:
+                return f"heads of {part.head_dim_k} and {part.head_dim_v} dimensions are not multiples of 16"
+        elif isinstance(part, blocks.LatentAttention):
+            return "latent attention runs layer by layer"
+        else:
+            linears += [part.gate, part.up, part.down]
+            if isinstance(part, blocks.Experts):
+                linears.append(part.router)
+                if part.shared is not None:
+                    return "experts with a shared one run layer by layer"
+                for linear in (part.gate, part.down):
+                    if weights[linear.weight].shape[1] % experts.ROWS:
+                        rows = weights[linear.weight].shape[1]
+                        return f"{rows} rows of an expert are not a multiple of {experts.ROWS} ({linear.weight})"
+            if part.activation != "swiglu":
+                return f"no kernel for the activation {part.activation}"
+    for linear in linears:
+        tensor = weights[linear.weight]
+        if table.product(tensor.type) is None:
+            return f"no kernel for {tensor.type.name} ({linear.weight})"
+        if tensor.shape[-1] % 32:
+            return f"rows of {tensor.shape[-1]} columns are not a multiple of 32 ({linear.weight})"
+        if tensor.shape[-2] % tensor.type.interleave:
+            return f"{tensor.shape[-2]} rows are not whole groups of {tensor.type.interleave} ({linear.weight})"
+    return None

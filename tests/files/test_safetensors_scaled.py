@@ -1,0 +1,118 @@
+"""Weights of codes and scales: FP8 with every kind of scale, MXFP4, and what does not hold together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quantkit.errors import DataError, FormatError, QuantkitError, UnsupportedError
+from quantkit.files.safetensors import Checkpoint, CheckpointSpec, CheckpointWriter, open_checkpoint
+from quantkit.files.safetensors_scaled import unscaled
+
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+
+
+def written(path: Path, **tensors: tuple[str, np.ndarray]) -> Checkpoint:
+    """Names are spelled with __ for dots."""
+    path.mkdir()
+    named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    with CheckpointWriter(path, [CheckpointSpec(name, x.shape, dtype) for name, (dtype, x) in named.items()]) as writer:
+        for name, (_, x) in named.items():
+            writer.write(name, np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+    return open_checkpoint(path)
+
+
+def fp8_values(codes: np.ndarray) -> np.ndarray:
+    torch = pytest.importorskip("torch")
+    return torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy()
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "scales"),
+    [((300, 200), (128, 128), (3, 2)), ((128, 128), (128, 128), (1, 1)), ((7, 40), (2, 16), (4, 3)),
+     ((3, 130, 40), (128, 32), (3, 2, 2)), ((9, 40), None, ()), ((9, 40), None, (1,)), ((9, 40), None, (9, 1)),
+     ((9, 40), None, (9,)), ((2, 9, 40), None, (2, 1, 1))],
+)  # fmt: skip
+def test_fp8_is_code_times_scale(tmp_path: Path, rng: np.random.Generator, shape: Any, block: Any, scales: Any) -> None:
+    """Any rows of it, blocks that are cut off, one scale a matrix or a row."""
+    codes = rng.integers(0, 127, shape, np.uint8) | rng.integers(0, 2, shape, np.uint8) << 7
+    factors = rng.uniform(0.5, 2, scales).astype("<f4")
+    stored = written(tmp_path / "c", a__weight=("F8_E4M3", codes), a__weight_scale_inv=("F32", factors),
+                     a__input_scale=("F32", np.ones(1, "<f4")), b__weight=("F32", np.ones((2, 3), "<f4")))  # fmt: skip
+    settings: dict[str, Any] = {"quant_method": "fp8"} | ({"weight_block_size": list(block)} if block else {})
+    read = unscaled(stored, {"quantization_config": settings})
+    assert list(read.tensors) == ["a.weight", "b.weight"]
+    tensor = read.tensors["a.weight"]
+    if block:
+        grid = factors.repeat(block[0], -2).repeat(block[1], -1)[..., : shape[-2], : shape[-1]]
+    else:
+        grid = factors.reshape(*factors.shape[: 1 if len(shape) > 2 or len(scales) else 0], *[1] * (len(shape) - 1)) \
+            if factors.size > 1 else factors.reshape(())  # fmt: skip
+    expected = (fp8_values(codes) * grid).reshape(-1, shape[-1])
+    assert (tensor.shape, tensor.n_rows, tensor.dtype) == (shape, len(expected), "F8_E4M3")
+    np.testing.assert_array_equal(tensor.dequantize().reshape(-1, shape[-1]), expected)
+    for start in range(0, len(expected), 5):
+        np.testing.assert_array_equal(
+            tensor.rows(start, min(len(expected), start + 133)), expected[start : start + 133]
+        )
+    tensor.forget(0, len(expected))
+    with pytest.raises(DataError, match="has rows 0 to"):
+        tensor.rows(0, len(expected) + 1)
+
+
+def test_mxfp4_as_gpt_oss_ships_it(tmp_path: Path, rng: np.random.Generator) -> None:
+    """The values that transformers decodes, which it turns round: experts, columns, rows."""
+    torch = pytest.importorskip("torch")
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    blocks = rng.integers(0, 256, (3, 5, 4, 16), np.uint8)
+    scales = rng.integers(100, 140, (3, 5, 4), np.uint8)
+    stored = written(tmp_path / "c", e__down_proj_blocks=("U8", blocks), e__down_proj_scales=("U8", scales))
+    read = unscaled(stored, {"quantization_config": {"quant_method": "mxfp4"}})
+    assert list(read.tensors) == ["e.down_proj"]
+    tensor = read.tensors["e.down_proj"]
+    assert tensor.shape == (3, 5, 128)
+    expected = mxfp4.convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32)
+    np.testing.assert_array_equal(tensor.dequantize(), expected.numpy().swapaxes(1, 2))
+    np.testing.assert_array_equal(tensor.rows(4, 9), tensor.dequantize().reshape(15, 128)[4:9])
+
+
+def test_scales_that_are_nan_or_too_large_are_not_hidden(tmp_path: Path) -> None:
+    blocks, scales = np.full((1, 4, 16), 0x77, np.uint8), np.array([[255, 254, 0, 127]], np.uint8)
+    stored = written(tmp_path / "c", w_blocks=("U8", blocks), w_scales=("U8", scales))
+    x = unscaled(stored, {"quantization_config": {"quant_method": "mxfp4"}}).tensors["w"].dequantize()[0, ::32]
+    np.testing.assert_array_equal(x, [np.nan, np.inf, np.float32(6 * 2.0**-127), 6])
+
+
+CODES = ("F8_E4M3", np.zeros((256, 256), np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("settings", "tensors", "error", "message"),
+    [
+        ({"quant_method": "gptq"}, {}, UnsupportedError, r"quantized already \(gptq\)"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"type": "int", "num_bits": 4}}}},
+         {}, UnsupportedError, "int of 4 bits"),
+        ({}, {"a__weight": CODES}, FormatError, "a.weight is F8_E4M3 and has no scales, a.weight_scale_inv"),
+        ({}, {"a__weight": CODES, "a__weight_scale_inv": ("F32", np.ones((2, 3), "<f4"))}, FormatError,
+         r"is \(2, 3\); a.weight is \(256, 256\), whose blocks of 128 x 128 need \(2, 2\)"),
+        ({}, {"a__weight_scale_inv": ("F32", np.ones((2, 3), "<f4"))}, FormatError, "scales nothing"),
+        ({"weight_block_size": [128]}, {"a__weight": CODES}, FormatError, r"weight_block_size is \[128\]"),
+        ({"quant_method": "mxfp4"}, {"a_blocks": ("U8", np.zeros((3, 2, 16), np.uint8))}, FormatError, "a_scales"),
+        ({"quant_method": "mxfp4"}, {"a_blocks": ("U8", np.zeros((3, 2, 16), np.uint8)),
+         "a_scales": ("U8", np.zeros((3, 1), np.uint8))}, FormatError, r"is \(3, 1\); .* need \(3, 2\)"),
+    ],
+)  # fmt: skip
+def test_what_does_not_hold_together(
+    tmp_path: Path, settings: Any, tensors: Any, error: type[QuantkitError], message: str
+) -> None:
+    stored = written(tmp_path / "c", other=("U8", np.zeros(1, np.uint8)), **tensors)
+    with pytest.raises(error, match=message):
+        unscaled(stored, {"quantization_config": FP8["quantization_config"] | settings})
+
+
+def test_without_settings_nothing_changes(tmp_path: Path) -> None:
+    stored = written(tmp_path / "c", a__weight=CODES)
+    assert unscaled(stored, {}) is stored

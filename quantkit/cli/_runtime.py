@@ -152,8 +152,13 @@ class Launch:
             "mla": given["mla"],
         }
 
-    def open(self, path: Path, *, numerics: str, threads: int | None, n_ctx: int | None = None) -> Any:
-        """`runtime.model.load`; says on stderr what was repacked, and which rules decide nothing."""
+    def open(
+        self, path: Path, *, numerics: str, threads: int | None, n_ctx: int | None = None, cache_type: Any = None
+    ) -> Any:
+        """`runtime.model.load`; says on stderr what was repacked, and which rules decide nothing.
+
+        cache_type: a CacheType in place of the options'.
+        """
         from quantkit.runtime.model import load
 
         flags = placement_flags(*(self._given[k] for k in ("gpu_layers", "override_tensor", "cpu_moe", "n_cpu_moe")))
@@ -162,7 +167,7 @@ class Launch:
             numerics=numerics,
             threads=threads,
             n_ctx=n_ctx,
-            cache_type=self._cache_type(numerics),
+            cache_type=cache_type or self._cache_type(numerics),
             override_tensor=flags.override_tensor,
             gpu_layers=flags.gpu_layers,
             n_cpu_moe=flags.n_cpu_moe,

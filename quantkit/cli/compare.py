@@ -1,8 +1,9 @@
-"""`quantkit compare`: a reference and models over one text, as a table, JSON and a picture."""
+"""`quantkit compare`: a reference and models over the same texts, as a table, JSON, a picture and a page."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,28 +14,40 @@ from quantkit.cli._evaluation import (
     ChunkLimit,
     Context,
     Numerics,
-    TextFile,
     conditions,
     conditions_line,
     markdown,
-    required_text,
 )
 from quantkit.cli._runtime import Launch, runs_a_model
 from quantkit.cli._shared import Json, Threads, print_json, table
+from quantkit.errors import QuantkitError
 
 
 @runs_a_model
 def compare(
     reference: Annotated[Path, typer.Argument(help="The model that the others are measured against.")],
     models: Annotated[list[Path], typer.Argument(help="GGUF files with the same vocabulary.")],
-    file: TextFile = None,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option("--file", "-f", help="Text, UTF-8. Repeatable: each is a domain of its own.", show_default=False),
+    ] = None,
     ctx_size: Context = 512,
     chunks: ChunkLimit = None,
     batch_size: Batch = 2048,
+    noise_floor: Annotated[
+        str,
+        typer.Option(
+            help="Also the reference against itself: with numerics fast or exact, with a cache type as q8_0, or off."
+        ),
+    ] = "off",
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Also rank tensors by the error that each adds, over the first chunk.")
+    ] = False,
     speed: Annotated[
         bool, typer.Option("--speed", help="Also time a prompt of 512 and generation, numerics fast.")
     ] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw KLD against size to this PNG, SVG or PDF.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a report with plots here, one file.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the results here, JSON.")] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table for a model card.")] = False,
     numerics: Numerics = "exact",
@@ -44,45 +57,116 @@ def compare(
 ) -> None:
     """Compare models with a reference: size, PPL, KL divergence, same top token, on the same tokens.
 
-    ± is one standard error. All differences are paired by token, so they are far surer than the PPLs' own errors.
+    ± is one standard error, of means over chunks. All differences are paired by token, so they are far surer than the
+    PPLs' own errors. Models that the data cannot tell apart share a place.
     """
-    from json import dumps
-
     from quantkit.evaluate.compare import compare as measure
-    from quantkit.evaluate.compare import table_header, table_rows
-    from quantkit.files.atomic import writing
 
-    text = required_text(file, "compare")
+    if not file:
+        raise QuantkitError("compare needs a text: pass one with -f FILE, or several")
     opened: list[Any] = []
 
     def open_model(path: Path) -> Any:
         opened[:] = [launch.open(path, numerics=numerics, threads=threads)]
         return opened[0]
 
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
     found = measure(
         reference,
         models,
-        text,
+        file,
         open_model=open_model,
         open_fast=(lambda path: launch.open(path, numerics="fast", threads=threads)) if speed else None,
+        noise=_noise(noise_floor, numerics, threads, launch),
         n_ctx=ctx_size,
         limit=chunks,
         n_batch=batch_size,
-        say=lambda line: print(line, file=sys.stderr, flush=True),
+        say=say,
     )
-    said = conditions(opened[0], ctx_size, found.chunks, str(text))
+    said = conditions(opened[0], ctx_size, found.chunks, ", ".join(map(str, file)))
+    added = _layers(reference, models, file[0], ctx_size, open_model, say) if layers else {}
     if plot is not None:
         _draw(plot, found, said)
-    record = {"reference": str(reference), "models": [c.record() for c in found.candidates], "conditions": said}
+    record = {"reference": str(reference), **found.record(), "conditions": said}
+    if added:
+        record["layers"] = {name: [a._asdict() for a in rows] for name, rows in added.items()}
+    _write(output, html, found, said, added, record)
+    if json:
+        print_json(record)
+    else:
+        _print(found, said, added, as_markdown, speed)
+
+
+def _noise(kind: str, numerics: str, threads: int | None, launch: Launch) -> tuple[str, Callable[[Path], Any]] | None:
+    """How the reference is run for the noise floor."""
+    if kind == "off":
+        return None
+    if kind == numerics:
+        raise QuantkitError(f"--noise-floor {kind}: the models run that way already; name another numerics or cache")
+    if kind in ("fast", "exact"):
+        return f"numerics {kind}", lambda path: launch.open(path, numerics=kind, threads=threads)
+    from quantkit.runtime.cache import CacheType
+
+    cache = CacheType(kind, kind)
+    return f"cache {kind}", lambda path: launch.open(path, numerics=numerics, threads=threads, cache_type=cache)
+
+
+def _layers(reference: Path, models: list[Path], text: Path, n_ctx: int, open_model: Any, say: Any) -> dict[str, Any]:
+    from quantkit.evaluate.layers import compare_layers
+    from quantkit.evaluate.text import chunked
+
+    model = open_model(reference)
+    tokens = chunked(model.tokenizer, text, n_ctx, 1).inputs
+    found = {}
+    for path in models:
+        say(f"{path.name}: error of each tensor over {tokens.size} tokens")
+        found[path.stem] = compare_layers(model, open_model(path), tokens)
+    return found
+
+
+def _print(found: Any, said: dict[str, Any], added: dict[str, Any], as_markdown: bool, speed: bool) -> None:
+    from quantkit.evaluate.compare import domain_rows, model_card, table_header, table_rows, verdicts
+
+    form = markdown if as_markdown else table
+    print(form(table_header(found), table_rows(found)))
+    header, rows = domain_rows(found)
+    if rows:
+        print("\n" + form(header, rows))
+    for name, tensors in added.items():
+        worst = sorted(tensors, key=lambda a: -a.error)[:20]
+        rows = [[a.name, a.type, f"{a.error:.3g}", f"{100 * a.share:.1f}"] for a in worst]
+        print(
+            f"\n{name}: the error that each tensor adds by itself\n"
+            + form(["tensor", "type", "error", "share %"], rows)
+        )
+    lines = verdicts(found)
+    if lines:
+        print("\n" + "\n".join(f"- {line}" for line in lines))
+    line = conditions_line(said) + ("; PP and TG: numerics fast" if speed else "")
+    if as_markdown:
+        print("\n" + model_card(found, line))
+    else:
+        print(f"\n{found.positions} tokens; {line}")
+
+
+def _write(
+    output: Path | None, html: Path | None, found: Any, said: dict[str, Any], added: dict[str, Any], record: Any
+) -> None:
+    """The JSON and the page, where they are asked for."""
+    from json import dumps
+
+    from quantkit.evaluate.html import page
+    from quantkit.files.atomic import writing
+
     if output is not None:
         with writing(output) as stream:
             stream.write(dumps(record, indent=1).encode())
-    if json:
-        print_json(record)
-        return
-    header, rows = table_header(found), table_rows(found)
-    print(markdown(header, rows) if as_markdown else table(header, rows))
-    print(f"\n{found.positions} tokens; {conditions_line(said)}" + ("; PP and TG: numerics fast" if speed else ""))
+    if html is not None:
+        with writing(html) as stream:
+            stream.write(page(found, said, added).encode())
+        print(f"report: {html}", file=sys.stderr)
 
 
 def _draw(path: Path, found: Any, said: dict[str, Any]) -> None:

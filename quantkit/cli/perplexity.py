@@ -44,6 +44,9 @@ def perplexity(
     kl_divergence: Annotated[
         bool, typer.Option("--kl-divergence", help="Compare with the base file, over its own text.")
     ] = False,
+    kl_divergence_bound: Annotated[
+        float, typer.Option(help="Of a base that ends in .qkld: error of a mean KLD to aim at, nats.", min=1e-7)
+    ] = 1e-3,
     numerics: Numerics = "exact",
     threads: Threads = None,
     launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
@@ -52,7 +55,8 @@ def perplexity(
     """Measure how well a model predicts a text, or how far it is from another model.
 
     Protocol, printed form and base files are those of llama-perplexity: chunks of -c tokens, the second half of each
-    is scored.
+    is scored. A base whose name ends in .qkld is a twentieth of the size, and what is computed from it says how far
+    from an exact base's it may be.
     """
     loaded = launch.open(model, numerics=numerics, threads=threads)
     quiet = json
@@ -62,7 +66,8 @@ def perplexity(
         result, facts = _diverge(loaded, kl_divergence_base, batch_size, quiet)
     else:
         text = required_text(file, "perplexity")
-        result, facts = _measure(loaded, text, ctx_size, chunks, batch_size, kl_divergence_base, ppl_output_type, quiet)
+        base = (kl_divergence_base, kl_divergence_bound)
+        result, facts = _measure(loaded, text, ctx_size, chunks, batch_size, base, ppl_output_type, quiet)
     said = conditions(loaded, facts["n_ctx"], facts["chunks"], facts["text"])
     if json:
         print_json({"model": model, **result, "conditions": said})
@@ -76,14 +81,14 @@ def _measure(
     n_ctx: int,
     limit: int | None,
     n_batch: int,
-    base: Path | None,
+    base: tuple[Path | None, float],
     style: int,
     quiet: bool,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Perplexity over a text; returns the result and what it depended on, for JSON."""
     from quantkit.evaluate import perplexity as evaluation
+    from quantkit.evaluate.kld import base_writer
     from quantkit.evaluate.text import chunked
-    from quantkit.files.kld import BaseWriter
 
     chunks = chunked(model.tokenizer, text, n_ctx, limit)
     print(f"perplexity over {len(chunks)} chunks of {n_ctx} tokens, batch {n_batch}", file=sys.stderr)
@@ -101,7 +106,11 @@ def _measure(
             running.tick(index)
 
     with contextlib.ExitStack() as stack:
-        writer = stack.enter_context(BaseWriter(base, chunks.tokens, model.vocab_size)) if base else None
+        writer: Any = None
+        if base[0] is not None:
+            note = {"model": str(model.path), **conditions(model, n_ctx, len(chunks), str(text))}
+            made = base_writer(base[0], chunks.tokens, model.vocab_size, target=base[1], note=note)
+            writer = stack.enter_context(made)
         found = evaluation.perplexity(model, chunks, n_batch=n_batch, base=writer, on_chunk=show)
     if not quiet:
         print(f"\nFinal estimate: PPL over {len(chunks)} chunks for n_ctx={n_ctx} = {found}")
@@ -113,9 +122,8 @@ def _measure(
 def _diverge(model: Any, path: Path, n_batch: int, quiet: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """KL divergence from a base file; returns the result and what it depended on, for JSON."""
     from quantkit.evaluate import kld
-    from quantkit.files.kld import BaseReader
 
-    base = BaseReader(path)
+    base = kld.base_reader(path)
     print(f"KL divergence over {base.n_chunk} chunks of {base.n_ctx} tokens from {path}", file=sys.stderr)
     running = Running(base.n_chunk, base.n_ctx, n_batch)
 
@@ -135,5 +143,7 @@ def _diverge(model: Any, path: Path, n_batch: int, quiet: bool) -> tuple[dict[st
                 f"\nPPL of the base {found.ppl_base.value:.4f} ± {found.ppl_base.error:.4f}; {len(found)} positions, "
                 f"the full report takes at least {_ENOUGH_FOR_A_REPORT}"
             )
+        if found.low is not None:
+            print(f"\nKLD {found.mean_kld.value:.6f}: an exact base gives a mean within {found.bound:.6f} of it")
     result = {**kld.summary(found), "seconds": running.seconds}
     return result, {"n_ctx": base.n_ctx, "chunks": base.n_chunk, "text": f"of {path}"}

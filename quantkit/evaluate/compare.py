@@ -1,7 +1,8 @@
 """Several models against one reference over the same tokens: size, perplexity, divergence, throughput; one line each.
 
 The reference's distributions go to a temporary base file (16 bits a logit, the rounding adds less than 1e-8 to a mean
-KLD), so only one model is open at a time. All statistics are paired by token.
+KLD), so only one model is open at a time. All statistics are paired by token, and their errors are those of means over
+chunks (statistics.py); only a PPL by itself has the reference tools' error, over tokens, to be compared with theirs.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +20,10 @@ import numpy as np
 from quantkit.errors import DataError
 from quantkit.evaluate import kld
 from quantkit.evaluate.bench import Case, bench
-from quantkit.evaluate.kld import Divergence, Estimate, percentile
+from quantkit.evaluate.kld import Divergence, Estimate
 from quantkit.evaluate.perplexity import perplexity
-from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, chunked
+from quantkit.evaluate.statistics import Interval, Rank, Sample, rank
+from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, Chunks, chunked
 from quantkit.files import gguf
 from quantkit.files.kld import BaseReader, BaseWriter
 
@@ -35,6 +38,58 @@ class Throughput(NamedTuple):
     generation: float
 
 
+class Domain(NamedTuple):
+    """A text and which chunks are of it."""
+
+    name: str
+    first: int
+    chunks: int
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Figures of a model against the reference, with errors over chunks; nats, shares of 1."""
+
+    divergence: Divergence
+    sample: Sample
+
+    @cached_property
+    def figures(self) -> dict[str, Interval]:
+        d, s = self.divergence, self.sample
+        found = {"ln_ratio": s.mean(d.nll - d.nll_base), "kld": s.mean(d.kld)}
+        shares = (("kld_median", 0.5), ("kld_p90", 0.9), ("kld_p95", 0.95), ("kld_p99", 0.99), ("kld_p999", 0.999))
+        found |= {name: s.quantile(d.kld, share) for name, share in shares}
+        return found | {"same_top": s.mean(d.same_top), "mean_dp": s.mean(d.dp), "rms_dp": s.root_mean_square(d.dp)}
+
+    @property
+    def largest(self) -> float:
+        return float(self.divergence.kld.max())
+
+    def of(self, domain: Domain) -> Paired:
+        """The same of one text's chunks."""
+        here = slice(domain.first * self.sample.per_chunk, (domain.first + domain.chunks) * self.sample.per_chunk)
+        d = self.divergence
+        part = Divergence(d.nll[here], d.nll_base[here], d.kld[here], d.same_top[here])
+        return Paired(part, Sample(domain.chunks, self.sample.per_chunk))
+
+    def record(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"positions": len(self.divergence)}
+        for name, figure in self.figures.items():
+            found |= {name: figure.value, f"{name}_error": figure.error, f"{name}_95": [figure.low, figure.high]}
+        ppl, ppl_base, difference = self.divergence.ppl, self.divergence.ppl_base, self.ppl_difference
+        return found | {"kld_max": self.largest, "ppl": ppl.value, "ppl_base": ppl_base.value,
+                        "ppl_difference": difference.value, "ppl_difference_error": difference.error,
+                        "ppl_difference_95": [difference.low, difference.high]}  # fmt: skip
+
+    @property
+    def ppl_difference(self) -> Interval:
+        """PPL minus that of the reference: the mean of what each token moves it by, to first order."""
+        d = self.divergence
+        p, p_base = d.ppl.value, d.ppl_base.value
+        moved = self.sample.mean(p * (d.nll - d.nll.mean()) - p_base * (d.nll_base - d.nll_base.mean()))
+        return Interval(p - p_base, moved.error, p - p_base + moved.low, p - p_base + moved.high)
+
+
 @dataclass(frozen=True)
 class Candidate:
     """What was measured of one model. The reference itself has no divergence."""
@@ -43,20 +98,34 @@ class Candidate:
     size_bytes: int  # of all its files
     bits_per_weight: float
     ppl: Estimate
-    divergence: Divergence | None = None
+    paired: Paired | None = None
     throughput: Throughput | None = None
 
-    def record(self) -> dict[str, Any]:
+    @property
+    def divergence(self) -> Divergence | None:
+        return None if self.paired is None else self.paired.divergence
+
+    def record(self, domains: Sequence[Domain] = ()) -> dict[str, Any]:
         """The figures by name, for JSON."""
         found: dict[str, Any] = {"file": self.path.name, "path": str(self.path), "size_bytes": self.size_bytes,
                                  "bits_per_weight": self.bits_per_weight}  # fmt: skip
+        if self.paired is not None:
+            found |= self.paired.record()
+            if len(domains) > 1:
+                found["domains"] = {d.name: self.paired.of(d).record() for d in domains}
         found |= {"ppl": self.ppl.value, "ppl_error": self.ppl.error}
-        if self.divergence is not None:
-            found |= kld.summary(self.divergence)
         if self.throughput is not None:
             found |= {"prompt_tokens_per_second": self.throughput.prompt,
                       "generation_tokens_per_second": self.throughput.generation}  # fmt: skip
         return found
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The reference's own file against itself, run another way: differences smaller than this say nothing of files."""
+
+    how: str
+    paired: Paired
 
 
 @dataclass(frozen=True)
@@ -67,15 +136,41 @@ class Comparison:
     n_ctx: int
     chunks: int
     positions: int
+    domains: list[Domain] = field(default_factory=list)
+    noise: Noise | None = None
+
+    @property
+    def sample(self) -> Sample:
+        return Sample(self.chunks, self.positions // self.chunks)
+
+    @cached_property
+    def ranks(self) -> list[Rank]:
+        """Of the candidates after the reference, `model` counted from the first of them; best first."""
+        return rank(self.sample, [c.divergence.kld for c in self.candidates if c.divergence is not None])
+
+    def record(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        found: dict[str, Any] = {"models": [c.record(self.domains) for c in self.candidates]}
+        if self.noise is not None:
+            found["noise_floor"] = {"how": self.noise.how, **self.noise.paired.record()}
+        found["ranks"] = [
+            {"file": self.candidates[r.model + 1].path.name, "place": r.place,
+             "difference_to_next": None if r.to_next is None else list(r.to_next.difference),
+             "separated_from_next": None if r.to_next is None else r.to_next.separated,
+             "more_tokens": None if r.to_next is None else r.to_next.more_tokens}
+            for r in self.ranks
+        ]  # fmt: skip
+        return found
 
 
 def compare(
     reference: str | os.PathLike[str],
     models: Sequence[str | os.PathLike[str]],
-    text: str | os.PathLike[str],
+    texts: Sequence[str | os.PathLike[str]],
     *,
     open_model: Opener,
     open_fast: Opener | None = None,
+    noise: tuple[str, Opener] | None = None,
     n_ctx: int = DEFAULT_CONTEXT,
     limit: int | None = None,
     n_batch: int = DEFAULT_BATCH,
@@ -83,7 +178,9 @@ def compare(
 ) -> Comparison:
     """Measure every model against the reference.
 
-    open_model(path) gives the models whose quality is measured; open_fast(path), if given, those whose throughput is.
+    texts      each a domain of its own, of at most `limit` chunks
+    open_model(path) gives the models whose quality is measured; open_fast(path), if given, those whose throughput is
+    noise      (what it is called, opener): the reference run another way, for the noise floor
     `say` is told what is being done.
     """
     first = Path(reference)
@@ -94,29 +191,45 @@ def compare(
                 f"{other}: a vocabulary of {found_vocab}, {first} has {model.vocab_size}; models are compared token by "
                 "token, so they must share a tokenizer"
             )
-    chunks = chunked(model.tokenizer, text, n_ctx, limit)
+    chunks, domains = _gathered(model.tokenizer, texts, n_ctx, limit)
     with tempfile.TemporaryDirectory(prefix="quantkit-compare-") as folder:
         path = Path(folder) / "base.kld"
         say(f"{first.name}: perplexity over {len(chunks)} chunks of {n_ctx} tokens")
         with BaseWriter(path, chunks.tokens, model.vocab_size) as writer:
             found = perplexity(model, chunks, n_batch=n_batch, base=writer)
         base = BaseReader(path)
+        sample = Sample(len(chunks), found.nll.shape[1])
         candidates = [_candidate(first, Estimate(found.value, found.error), None, open_fast, say)]
+        floor = None
+        if noise is not None:
+            say(f"{first.name}: noise floor, {noise[0]}")
+            floor = Noise(noise[0], Paired(kld.divergence(noise[1](first), base, n_batch=n_batch), sample))
         for other in map(Path, models):
             say(f"{other.name}: KL divergence from {first.name}")
             divergence = kld.divergence(open_model(other), base, n_batch=n_batch)
-            candidates.append(_candidate(other, divergence.ppl, divergence, open_fast, say))
-    return Comparison(candidates, n_ctx, len(chunks), found.nll.size)
+            candidates.append(_candidate(other, divergence.ppl, Paired(divergence, sample), open_fast, say))
+    return Comparison(candidates, n_ctx, len(chunks), found.nll.size, domains, floor)
 
 
-def _candidate(
-    path: Path, ppl: Estimate, divergence: Divergence | None, open_fast: Opener | None, say: Say
-) -> Candidate:
+def _gathered(
+    tokenizer: Any, texts: Sequence[str | os.PathLike[str]], n_ctx: int, limit: int | None
+) -> tuple[Chunks, list[Domain]]:
+    """The chunks of all texts, one after another, and which are whose."""
+    if not texts:
+        raise DataError("no text to compare models on; name at least one")
+    parts = [chunked(tokenizer, text, n_ctx, limit) for text in texts]
+    firsts = np.cumsum([0, *map(len, parts)])
+    domains = [Domain(Path(text).name, int(a), len(part)) for text, a, part in zip(texts, firsts, parts)]
+    tokens, inputs = (np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "inputs"))
+    return Chunks(tokens, inputs, ", ".join(map(str, texts))), domains
+
+
+def _candidate(path: Path, ppl: Estimate, paired: Paired | None, open_fast: Opener | None, say: Say) -> Candidate:
     speed = None
     if open_fast is not None:
         say(f"{path.name}: throughput")
         speed = throughput(open_fast(path))
-    return Candidate(path, *size_of(path), ppl, divergence, speed)
+    return Candidate(path, *size_of(path), ppl, paired, speed)
 
 
 def size_of(path: Path) -> tuple[int, float]:
@@ -132,32 +245,103 @@ def throughput(model: Any, n_prompt: int = 512, n_generate: int = 64, repeat: in
     return Throughput(prompt.tokens_per_second, generation.tokens_per_second)
 
 
-# --------------------------------------------------------------------------------------------------------------- table
+# -------------------------------------------------------------------------------------------------------------- tables
 
 
 def table_header(comparison: Comparison) -> list[str]:
     timed = any(c.throughput for c in comparison.candidates)
-    return ["file", "GiB", "bpw", "PPL", "ln(PPL/ref)", "KLD mean", "median", "p99", "max", "same top %", "RMS Δp %",
-            *(["PP t/s", "TG t/s"] if timed else [])]  # fmt: skip
+    return ["file", "GiB", "bpw", "PPL", "PPL - ref", "ln(PPL/ref)", "KLD mean", "median", "p90", "p99", "max",
+            "same top %", "RMS Δp %", *(["PP t/s", "TG t/s"] if timed else []), "place"]  # fmt: skip
 
 
 def table_rows(comparison: Comparison) -> list[list[str]]:
-    """One row of text a candidate; `±` is one standard error."""
+    """One row of text a candidate, and one of the noise floor; `±` is one standard error."""
     timed = any(c.throughput for c in comparison.candidates)
-    return [_row(c, timed) for c in comparison.candidates]
+    places = {r.model + 1: str(r.place) for r in comparison.ranks}
+    rows = []
+    for i, c in enumerate(comparison.candidates):
+        cells = [c.path.stem, f"{c.size_bytes / 2**30:.3f}", f"{c.bits_per_weight:.3f}",
+                 f"{c.ppl.value:.4f} ± {c.ppl.error:.4f}", *_paired_cells(c.paired)]  # fmt: skip
+        if timed:
+            speed = c.throughput
+            cells += [f"{speed.prompt:.0f}", f"{speed.generation:.1f}"] if speed else ["-", "-"]
+        rows.append([*cells, places.get(i, "-")])
+    if comparison.noise is not None:
+        d = comparison.noise.paired
+        ppl = d.divergence.ppl
+        cells = [f"noise floor: {comparison.noise.how}", "-", "-", f"{ppl.value:.4f} ± {ppl.error:.4f}"]
+        rows.insert(1, [*cells, *_paired_cells(d), *(["-", "-"] if timed else []), "-"])
+    return rows
 
 
-def _row(c: Candidate, timed: bool) -> list[str]:
-    cells = [c.path.stem, f"{c.size_bytes / 2**30:.3f}", f"{c.bits_per_weight:.3f}", f"{c.ppl[0]:.4f} ± {c.ppl[1]:.4f}"]
-    if (d := c.divergence) is None:
-        cells += ["reference"] + ["-"] * 6
-    else:
-        ordered = d.sorted_kld()
-        cells += [f"{d.ln_ratio.value:+.5f} ± {d.ln_ratio.error:.5f}",
-                  f"{d.mean_kld.value:.6f} ± {d.mean_kld.error:.6f}"]  # fmt: skip
-        cells += [f"{percentile(ordered, f):.6f}" for f in (0.5, 0.99, 1.0)]
-        cells += [f"{100 * d.top_agreement.value:.2f} ± {100 * d.top_agreement.error:.2f}",
-                  f"{100 * d.rms_dp.value:.3f} ± {100 * d.rms_dp.error:.3f}"]  # fmt: skip
-    if timed:
-        cells += [f"{c.throughput.prompt:.0f}", f"{c.throughput.generation:.1f}"] if c.throughput else ["-", "-"]
-    return cells
+def _paired_cells(paired: Paired | None) -> list[str]:
+    """PPL - ref … RMS Δp."""
+    if paired is None:
+        return ["reference", *["-"] * 8]
+    f, difference = paired.figures, paired.ppl_difference
+    return [
+        f"{difference.value:+.4f} ± {difference.error:.4f}",
+        f"{f['ln_ratio'].value:+.5f} ± {f['ln_ratio'].error:.5f}",
+        f"{f['kld'].value:.6f} ± {f['kld'].error:.6f}",
+        *(f"{f[name].value:.6f}" for name in ("kld_median", "kld_p90", "kld_p99")),
+        f"{paired.largest:.6f}",
+        *(f"{100 * f[name].value:.2f} ± {100 * f[name].error:.2f}" for name in ("same_top", "rms_dp")),
+    ]
+
+
+def domain_rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """A header, and a row for each text and model; no rows for a single text."""
+    header = ["text", "file", "tokens", "PPL", "PPL - ref", "ln(PPL/ref)", "KLD mean", "median", "p90", "p99", "max",
+              "same top %", "RMS Δp %"]  # fmt: skip
+    rows = []
+    for domain in comparison.domains if len(comparison.domains) > 1 else ():
+        for c in comparison.candidates:
+            if c.paired is not None:
+                part = c.paired.of(domain)
+                ppl = part.divergence.ppl
+                rows.append([domain.name, c.path.stem, str(len(part.divergence)), f"{ppl.value:.4f} ± {ppl.error:.4f}",
+                             *_paired_cells(part)])  # fmt: skip
+    return header, rows
+
+
+def verdicts(comparison: Comparison) -> list[str]:
+    """In words: which model is closer, what cannot be told, and what lies within the noise."""
+    said, names = [], [c.path.stem for c in comparison.candidates[1:]]
+    for r, following in zip(comparison.ranks, comparison.ranks[1:]):
+        a, b, s = names[r.model], names[following.model], r.to_next
+        assert s is not None
+        margin = f"{s.difference.value:.6f} ± {s.difference.error:.6f} nats a token"
+        if s.separated:
+            said.append(f"{a} is closer to the reference than {b}: by {margin}")
+        elif s.more_tokens:
+            said.append(f"{a} and {b} cannot be told apart: {margin}; about {s.more_tokens:,} more tokens would do")
+        else:
+            said.append(f"{a} and {b} cannot be told apart: {margin}; a hundred times the tokens would not do either")
+    if comparison.noise is not None:
+        floor = comparison.noise.paired.figures["kld"].value
+        said += [
+            f"{c.path.stem} is within the noise floor of {floor:.6f} nats: running the reference another way "
+            "moves it as far"
+            for c in comparison.candidates
+            if c.paired is not None and c.paired.figures["kld"].value <= floor
+        ]
+    return said
+
+
+def model_card(comparison: Comparison, conditions: str) -> str:
+    """A block of Markdown to paste: sizes and qualities, and all that they depend on."""
+    lines = []
+    for c in comparison.candidates[1:]:
+        lines += [f"## {c.path.stem} {c.size_bytes / 2**30:.3f} GiB ({c.bits_per_weight:.3f} BPW)", ""]
+        lines += [f"Final estimate: PPL = {c.ppl.value:.4f} +/- {c.ppl.error:.5f}", ""]
+        assert c.paired is not None
+        f = c.paired.figures
+        low, high = f["kld"].low, f["kld"].high
+        lines += [
+            f"KLD from {comparison.candidates[0].path.stem}: {f['kld'].value:.6f} (95 %: {low:.6f} to {high:.6f}), "
+            f"p99 {f['kld_p99'].value:.6f}, same top token {100 * f['same_top'].value:.2f} %, "
+            f"RMS Δp {100 * f['rms_dp'].value:.2f} %",
+            "",
+        ]
+    lines += [f"- {line}" for line in verdicts(comparison)]
+    return "\n".join([*lines, "", f"Measured over {comparison.positions} tokens; {conditions}."])

@@ -15,73 +15,64 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from quantkit import jit
 from quantkit.errors import DataError
-from quantkit.evaluate.perplexity import BLOCK, evaluate_chunks, log_sum_exp, total
+from quantkit.evaluate import bounded
+from quantkit.evaluate.perplexity import evaluate_chunks, first_largest, log_total
+from quantkit.evaluate.statistics import at_share
 from quantkit.evaluate.text import DEFAULT_BATCH, with_bos
-from quantkit.files.kld import BaseReader, EncodedRows, scored_rows
+from quantkit.files.kld import BaseReader, BaseWriter, EncodedRows, scored_rows
+from quantkit.files.qkld import BoundedReader, BoundedRows, BoundedWriter, is_bounded
 from quantkit.jit import kernel
-from quantkit.runtime.kernels.reference import exp
-
-
-@kernel
-def _kld_terms(row, shift, codes, scale, low, out):
-    """out[i] = b (log b - log q), 0 where log b <= -16; log q = row - shift, log b = scale * code + low."""
-    for i in range(row.shape[0]):
-        log_b = scale * np.float32(codes[i]) + low
-        term = exp(log_b) * (log_b - (row[i] - shift))
-        out[i] = term if log_b > np.float32(-16.0) else np.float32(0.0)
-
-
-@kernel
-def _first_largest(values):
-    best = 0
-    for i in range(values.shape[0]):
-        if values[i] > values[best]:
-            best = i
-    return best
 
 
 @kernel
 def _compare_rows(logits, words, targets, nll, nll_base, kld, same_top):
     """float32[rows, n] logits against the base's uint16[rows, 4 + n or so] words; fills four arrays of [rows]."""
     rows, n = logits.shape
-    scratch = np.empty(BLOCK, np.float32)
     for r in range(rows):
         row, codes, header = logits[r], words[r, 4 : 4 + n], words[r, :4].view(np.float32)
-        scale, low = header[0], header[1]
-        top, log_sum = log_sum_exp(row, scratch)
-        shift = np.float32(np.float64(top) + log_sum)
+        scale, low = np.float64(header[0]), np.float64(header[1])
+        log_sum = log_total(row)
         found = 0.0
-        for start in range(0, n, BLOCK):
-            stop = min(n, start + BLOCK)
-            _kld_terms(row[start:stop], shift, codes[start:stop], scale, low, scratch[: stop - start])
-            found += total(scratch[: stop - start])
+        for i in range(n):
+            log_b = scale * codes[i] + low
+            if log_b > -16.0:
+                found += np.exp(log_b) * (log_b - (np.float64(row[i]) - log_sum))
         target = targets[r]
-        nll[r] = log_sum - (np.float64(row[target]) - np.float64(top))
-        nll_base[r] = -np.float64(scale * np.float32(codes[target]) + low)
+        nll[r] = log_sum - np.float64(row[target])
+        nll_base[r] = -(scale * codes[target] + low)
         kld[r] = found
-        same_top[r] = _first_largest(row) == _first_largest(codes)
+        same_top[r] = first_largest(row) == first_largest(codes)
 
 
 class RowFigures(NamedTuple):
-    """Figures of scored positions, one row each: float64, and bool for same_top."""
+    """Figures of scored positions, one row each: float64, and bool for same_top.
+
+    low, high: bounds that the exact KLD lies between; the KLD itself where the base is not a bounded one.
+    """
 
     nll: np.ndarray
     nll_base: np.ndarray
     kld: np.ndarray
     same_top: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
 
 
-def compare_rows(logits: np.ndarray, base: EncodedRows, targets: np.ndarray) -> RowFigures:
+def compare_rows(logits: np.ndarray, base: EncodedRows | BoundedRows, targets: np.ndarray) -> RowFigures:
     """Figures of float32[rows, n_vocab] logits against the base's rows; targets int[rows]."""
     rows = len(logits)
-    figures = RowFigures(np.empty(rows), np.empty(rows), np.empty(rows), np.empty(rows, np.bool_))
+    if isinstance(base, BoundedRows):
+        (nll, nll_base, kld, low, high), same_top = (array.T for array in bounded.compare_rows(logits, base, targets))
+        return RowFigures(nll, nll_base, kld, same_top, low, high)
+    figures = (np.empty(rows), np.empty(rows), np.empty(rows), np.empty(rows, np.bool_))
     inputs = (np.ascontiguousarray(logits), base.words, np.asarray(targets, np.int32))
     frozen = [jit.readonly(array) for array in inputs]
 
@@ -89,7 +80,7 @@ def compare_rows(logits: np.ndarray, base: EncodedRows, targets: np.ndarray) -> 
         _compare_rows(*(array[a:b] for array in frozen), *(array[a:b] for array in figures))
 
     jit.over_rows(task, rows)
-    return figures
+    return RowFigures(*figures, figures[2], figures[2])
 
 
 # ---------------------------------------------------------------------------------------------------------- statistics
@@ -113,14 +104,6 @@ def mean_covariance(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.mean(x * y) - x.mean() * y.mean()) / (x.size - 1) if x.size >= 10 else 0.0
 
 
-def percentile(ordered: np.ndarray, fraction: float) -> float:
-    """Linear interpolation in sorted values."""
-    x = fraction * (ordered.size - 1)
-    k = int(x)
-    above = ordered[min(k + 1, ordered.size - 1)]
-    return float((1 - (x - k)) * ordered[k] + (x - k) * above)
-
-
 @dataclass(frozen=True)
 class Divergence:
     """Result of a comparison: arrays of [n], one a scored position, in the text's order."""
@@ -129,6 +112,8 @@ class Divergence:
     nll_base: np.ndarray  # float64, nats
     kld: np.ndarray  # float64, nats
     same_top: np.ndarray  # bool
+    low: np.ndarray | None = None  # nats: what the exact KLD cannot be below; None where it is `kld` itself
+    high: np.ndarray | None = None
 
     def __len__(self) -> int:
         return self.nll.size
@@ -178,6 +163,14 @@ class Divergence:
         return Estimate(float(self.kld.mean()), mean_error(self.kld))
 
     @property
+    def bound(self) -> float:
+        """How far the mean KLD with an exact base may be from this one, nats; 0 where the base is not bounded."""
+        if self.low is None or self.high is None:
+            return 0.0
+        mean = self.kld.mean()
+        return float(max(self.high.mean() - mean, mean - self.low.mean()))
+
+    @property
     def mean_dp(self) -> Estimate:
         return Estimate(float(self.dp.mean()), mean_error(self.dp))
 
@@ -201,20 +194,32 @@ class Divergence:
 
     def first(self, n: int) -> Divergence:
         """The result over the first n positions."""
-        return Divergence(self.nll[:n], self.nll_base[:n], self.kld[:n], self.same_top[:n])
+        return replace(self, **{f.name: a[:n] for f in fields(self) if (a := getattr(self, f.name)) is not None})
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation
 
 
+def base_writer(path: Path, tokens: np.ndarray, n_vocab: int, **bounded_options: Any) -> BaseWriter | BoundedWriter:
+    """A writer of the bounded format for names that end in `.qkld`, of the reference's for others."""
+    if path.suffix == ".qkld":
+        return BoundedWriter(path, tokens, n_vocab, **bounded_options)
+    return BaseWriter(path, tokens, n_vocab)
+
+
+def base_reader(path: Path) -> BaseReader | BoundedReader:
+    """A base file of either format, told by its first bytes."""
+    return BoundedReader(path) if is_bounded(path) else BaseReader(path)
+
+
 def divergence(
     model: Any,
-    base: BaseReader,
+    base: BaseReader | BoundedReader,
     *,
     n_batch: int = DEFAULT_BATCH,
     on_chunk: Callable[[int, Divergence], None] | None = None,
 ) -> Divergence:
-    """Compare a model with a base file over the file's own tokens.
+    """Compare a model with a base file, the reference's or a bounded one, over the file's own tokens.
 
     `on_chunk(chunks done, result so far)` is called after each chunk. A base of another vocabulary is a DataError.
     """
@@ -228,11 +233,14 @@ def divergence(
     k = base.rows_per_chunk
     n = base.n_chunk * k
     result = Divergence(np.empty(n), np.empty(n), np.empty(n), np.empty(n, np.bool_))
+    if isinstance(base, BoundedReader):
+        result = replace(result, low=np.empty(n), high=np.empty(n))
     for index, logits in evaluate_chunks(model, inputs, n_batch):
         figures = compare_rows(logits, base.chunk(index), base.tokens[index, rows.start + 1 :])
         here = slice(index * k, (index + 1) * k)
         for name in RowFigures._fields:
-            getattr(result, name)[here] = getattr(figures, name)
+            if (whole := getattr(result, name)) is not None:
+                whole[here] = getattr(figures, name)
         if on_chunk is not None:
             on_chunk(index + 1, result.first((index + 1) * k))
     return result
@@ -246,11 +254,11 @@ def summary(d: Divergence) -> dict[str, float]:
     kld = d.sorted_kld()
     figures = {"ppl": d.ppl, "ppl_base": d.ppl_base, "ln_ratio": d.ln_ratio, "kld": d.mean_kld, "mean_dp": d.mean_dp,
                "rms_dp": d.rms_dp, "same_top": d.top_agreement}  # fmt: skip
-    found: dict[str, float] = {"positions": len(d)}
+    found: dict[str, float] = {"positions": len(d), "kld_bound": d.bound}
     for name, estimate in figures.items():
         found |= {name: estimate.value, f"{name}_error": estimate.error}
     percentiles = {"kld_median": 0.5, "kld_p90": 0.9, "kld_p95": 0.95, "kld_p99": 0.99, "kld_p999": 0.999, "kld_max": 1}
-    return found | {name: percentile(kld, f) for name, f in percentiles.items()}
+    return found | {name: at_share(kld, f) for name, f in percentiles.items()}
 
 
 CHUNK_HEADER = (
@@ -287,18 +295,19 @@ def report(d: Divergence) -> str:
         "",
         "====== KL divergence statistics ======",
         f"Mean    KLD: {d.mean_kld.value:10.6f} ± {d.mean_kld.error:10.6f}",
+        *([f"Bound of KLD: {d.bound:9.6f} (an exact base gives a mean within this)"] if d.low is not None else []),
         f"Maximum KLD: {kld[-1]:10.6f}",
-        *(f"{100 * f:4.1f}%   KLD: {percentile(kld, f):10.6f}" for f in (0.999, 0.99, 0.95, 0.9)),
-        f"Median  KLD: {percentile(kld, 0.5):10.6f}",
-        *(f"{100 * f:4.1f}%   KLD: {percentile(kld, f):10.6f}" for f in (0.1, 0.05, 0.01, 0.001)),
+        *(f"{100 * f:4.1f}%   KLD: {at_share(kld, f):10.6f}" for f in (0.999, 0.99, 0.95, 0.9)),
+        f"Median  KLD: {at_share(kld, 0.5):10.6f}",
+        *(f"{100 * f:4.1f}%   KLD: {at_share(kld, f):10.6f}" for f in (0.1, 0.05, 0.01, 0.001)),
         f"Minimum KLD: {kld[0]:10.6f}",
         "",
         "====== Token probability statistics ======",
         f"Mean    Δp: {100 * d.mean_dp.value:6.3f} ± {100 * d.mean_dp.error:5.3f} %",
         f"Maximum Δp: {dp[-1]:6.3f}%",
-        *(f"{100 * f:4.1f}%   Δp: {percentile(dp, f):6.3f}%" for f in (0.999, 0.99, 0.95, 0.9, 0.75)),
-        f"Median  Δp: {percentile(dp, 0.5):6.3f}%",
-        *(f"{100 * f:4.1f}%   Δp: {percentile(dp, f):6.3f}%" for f in (0.25, 0.1, 0.05, 0.01, 0.001)),
+        *(f"{100 * f:4.1f}%   Δp: {at_share(dp, f):6.3f}%" for f in (0.999, 0.99, 0.95, 0.9, 0.75)),
+        f"Median  Δp: {at_share(dp, 0.5):6.3f}%",
+        *(f"{100 * f:4.1f}%   Δp: {at_share(dp, f):6.3f}%" for f in (0.25, 0.1, 0.05, 0.01, 0.001)),
         f"Minimum Δp: {dp[0]:6.3f}%",
         f"RMS Δp    : {100 * d.rms_dp.value:6.3f} ± {100 * d.rms_dp.error:5.3f} %",
         f"Same top p: {100 * d.top_agreement.value:6.3f} ± {100 * d.top_agreement.error:5.3f} %",

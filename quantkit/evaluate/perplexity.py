@@ -21,6 +21,7 @@ from quantkit import jit
 from quantkit.errors import DataError
 from quantkit.evaluate.text import DEFAULT_BATCH, Chunks
 from quantkit.files.kld import BaseWriter, scored_rows
+from quantkit.files.qkld import BoundedWriter
 from quantkit.jit import kernel
 from quantkit.runtime.kernels.reference import exp
 
@@ -65,6 +66,27 @@ def log_sum_exp(row, scratch):
         _exponentials(row[start : start + size], top, scratch[:size])
         found += total(scratch[:size])
     return top, np.log(found)
+
+
+@kernel
+def log_total(row):
+    """log sum exp of float32[n], in float64: figures are printed to the sixth digit of differences between these."""
+    top = row[0]
+    for i in range(row.shape[0]):
+        top = max(top, row[i])
+    found = 0.0
+    for i in range(row.shape[0]):
+        found += np.exp(np.float64(row[i]) - np.float64(top))
+    return np.float64(top) + np.log(found)
+
+
+@kernel
+def first_largest(values):
+    best = 0
+    for i in range(values.shape[0]):
+        if values[i] > values[best]:
+            best = i
+    return best
 
 
 @kernel
@@ -140,7 +162,7 @@ def perplexity(
     chunks: Chunks,
     *,
     n_batch: int = DEFAULT_BATCH,
-    base: BaseWriter | None = None,
+    base: BaseWriter | BoundedWriter | None = None,
     on_chunk: Callable[[Perplexity], None] | None = None,
 ) -> Perplexity:
     """Perplexity of a model over chunks.

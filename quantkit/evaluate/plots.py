@@ -19,7 +19,8 @@ from quantkit.errors import QuantkitError
 from quantkit.evaluate.bench import Speed
 from quantkit.evaluate.compare import Candidate
 from quantkit.evaluate.coverage import Coverage
-from quantkit.evaluate.kld import Divergence, percentile
+from quantkit.evaluate.kld import Divergence
+from quantkit.evaluate.statistics import at_share
 
 _COLOURS = ("#2f6db3", "#d1662b", "#3a9157", "#8a4fa3", "#b8a02c", "#4aa3a8", "#c2477d", "#6b6b6b")
 _LEAST_KLD = 1e-6  # nats; less is the rounding of a base file
@@ -199,7 +200,7 @@ def _draw_spread(axes: Any, points: Sequence[_Point]) -> None:
         ordered = np.maximum(p.divergence.sorted_kld(), _LEAST_KLD)
         share = 1 - np.arange(ordered.size) / ordered.size
         axes.step(ordered, 100 * share, where="post", color=p.colour, linewidth=1.6, label=", ".join(p.names))
-        leftmost = min(leftmost, percentile(ordered, 0.02))
+        leftmost = min(leftmost, at_share(ordered, 0.02))
         rightmost = max(rightmost, float(ordered[-1]))
     for height, label in ((50, "median"), (1, "worst 1 %")):
         axes.axhline(height, color="#999999", linewidth=0.8, linestyle=":")

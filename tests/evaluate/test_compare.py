@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from html.parser import HTMLParser
+
 import numpy as np
 import pytest
 
 from quantkit import types
 from quantkit.errors import QuantkitError
-from quantkit.evaluate import compare, plots
+from quantkit.evaluate import compare, html, plots
 from quantkit.evaluate.bench import Case, Speed
+from quantkit.evaluate.layers import Added
 from quantkit.files.gguf import Metadata, TensorSpec, Writer
 from tests.evaluate.fake import FakeModel
 
@@ -32,15 +37,16 @@ def compared(files, tmp_path):
     text.write_text("pack my box with five dozen liquor jugs " * 12)
     noise = {"ref.gguf": 0.0, "near.gguf": 0.02, "far.gguf": 0.3}
     said = []
-    found = compare.compare(files["ref"], [files["near"], files["far"]], text, n_ctx=32,
-                            open_model=lambda path: FakeModel(noise=noise[path.name]), say=said.append)  # fmt: skip
-    assert len(said) == 3
+    found = compare.compare(files["ref"], [files["near"], files["far"]], [text, text], n_ctx=32, limit=10,
+                            open_model=lambda path: FakeModel(noise=noise[path.name]), say=said.append,
+                            noise=("a trifle", lambda path: FakeModel(noise=0.05)))  # fmt: skip
+    assert len(said) == 4
     return found
 
 
 def test_candidates_are_measured_against_the_reference(compared):
     reference, near, far = compared.candidates
-    assert (compared.chunks, compared.positions) == (15, 15 * 15)
+    assert (compared.chunks, compared.positions) == (20, 20 * 15)
     assert reference.divergence is None
     assert reference.bits_per_weight == 16
     assert near.bits_per_weight == 8.5
@@ -56,18 +62,88 @@ def test_another_vocabulary_is_refused_before_any_work(files, tmp_path):
         pytest.fail(f"work began: {line}")
 
     with pytest.raises(QuantkitError, match=r"near\.gguf: a vocabulary of 7, .*ref\.gguf has 9"):
-        compare.compare(files["ref"], [files["near"]], tmp_path / "text", n_ctx=32, say=refuse,
+        compare.compare(files["ref"], [files["near"]], [tmp_path / "text"], n_ctx=32, say=refuse,
                         open_model=lambda path: FakeModel(vocab=vocab[path.name]))  # fmt: skip
 
 
 def test_records_and_rows_say_the_same(compared):
     header, rows = compare.table_header(compared), compare.table_rows(compared)
-    assert [len(row) for row in rows] == [len(header)] * 3
+    assert [len(row) for row in rows] == [len(header)] * 4
+    assert rows[1][0] == "noise floor: a trifle"
     assert "PP t/s" not in header
     record = compared.candidates[2].record()
-    assert f"{record['kld']:.6f}" in rows[2][header.index("KLD mean")]
+    assert f"{record['kld']:.6f}" in rows[3][header.index("KLD mean")]
     assert record["kld_median"] <= record["kld_p99"] <= record["kld_max"]
     assert "kld" not in compared.candidates[0].record()
+
+
+def test_texts_are_domains_of_their_own(compared):
+    header, rows = compare.domain_rows(compared)
+    assert [len(row) for row in rows] == [len(header)] * 4
+    assert rows[0] == rows[2]  # the same text twice
+    record = compared.record()
+    near = record["models"][1]
+    assert near["domains"]["letters.txt"]["kld"] == pytest.approx(near["kld"])
+    assert near["kld_95"][0] < near["kld"] < near["kld_95"][1]
+    assert json.loads(json.dumps(record))["noise_floor"]["how"] == "a trifle"
+
+
+def test_ranks_and_what_is_within_the_noise(compared):
+    assert [(r.model, r.place) for r in compared.ranks] == [(0, 1), (1, 2)]
+    first, second = compare.verdicts(compared)
+    assert first.startswith("near is closer to the reference than far: by 0.")
+    assert second.startswith("near is within the noise floor")
+
+
+def test_what_cannot_be_told_apart_is_not_ranked(compared):
+    reference, near, _ = compared.candidates
+    again = dataclasses.replace(compared, candidates=[reference, near, near], noise=None)
+    assert [r.place for r in again.ranks] == [1, 1]
+    assert "cannot be told apart" in compare.verdicts(again)[0]
+
+
+def test_model_card_says_all(compared):
+    card = compare.model_card(compared, "n_ctx 32")
+    assert "## near 0.000 GiB (8.500 BPW)" in card
+    assert "Final estimate: PPL = " in card
+    assert "300 tokens; n_ctx 32." in card
+
+
+class Page(HTMLParser):
+    """Collects tags, checks that they nest, and refuses what would be loaded."""
+
+    def __init__(self):
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append(tag)
+        for name, value in attrs:
+            assert name not in ("src", "onload")
+            assert not (value or "").startswith(("http", "//")), (tag, name, value)
+        if tag not in ("meta", "link", "line", "circle", "polyline", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in ("line", "circle", "polyline"):
+            assert self.open.pop() == tag
+
+
+def test_report_is_one_file_that_loads_nothing(compared):
+    added = {"near": [Added("blk.0.attn_q.weight", 0, "q8_0", 0.01, 0.2), Added("blk.1.<b>", 1, "q8_0", 0.02, 0.8)]}
+    text = html.page(compared, {"n_ctx": 32, "cpu": "<x>"}, added)
+    page = Page()
+    page.feed(text)
+    assert not page.open
+    assert page.seen.count("svg") == 4
+    assert "script" not in page.seen
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "<x>" not in text
+    assert "<b>" not in text
+    assert "noise floor: a trifle" in text
+    assert "nan" not in text.lower().replace("financ", "")
 
 
 def test_picture(compared, tmp_path):

@@ -1,0 +1,129 @@
+"""Bounded base files: the bound holds for any candidate, the size is what is said, and what is damaged is named."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quantkit.errors import DataError, FormatError
+from quantkit.evaluate import kld
+from quantkit.files import qkld
+from quantkit.files.kld import file_bytes
+from tests.evaluate.fake import FakeModel
+
+
+def exact(base: np.ndarray, candidate: np.ndarray) -> np.ndarray:
+    """float64[rows]: sum p (log p - log q), all tokens."""
+
+    def log_softmax(x: np.ndarray) -> np.ndarray:
+        x = x.astype(np.float64) - x.max(1, keepdims=True)
+        return x - np.log(np.exp(x).sum(1, keepdims=True))
+
+    log_p, log_q = log_softmax(base), log_softmax(candidate)
+    return (np.exp(log_p) * (log_p - log_q)).sum(1)
+
+
+def language_like(rng, rows, n):
+    """Logits whose probabilities fall off as a language model's: a law of Zipf, sharpened row by row."""
+    common = -1.2 * np.log(1 + rng.permutation(n))
+    return ((common + rng.standard_normal((rows, n)) * 2) * rng.uniform(0.8, 2.0, (rows, 1))).astype(np.float32)
+
+
+def packed(tmp_path, logits, targets, **options):
+    n_ctx = 2 * len(logits) + 2
+    tokens = np.zeros((1, n_ctx), np.int32)
+    tokens[0, n_ctx // 2 + 1 :] = targets
+    with qkld.BoundedWriter(tmp_path / "x.qkld", tokens, logits.shape[1], **options) as writer:
+        writer.write(logits)
+    return qkld.BoundedReader(tmp_path / "x.qkld")
+
+
+@pytest.mark.parametrize(("n", "rows", "spread"), [(7, 40, 3), (5003, 12, 0.0), (5003, 12, 6.0), (30001, 6, None)])
+@pytest.mark.parametrize("target", [1e-4, 1e-2])
+def test_the_exact_divergence_lies_between_the_bounds(rng, tmp_path, n, rows, spread, target):
+    base = language_like(rng, rows, n) if spread is None else (rng.standard_normal((rows, n)) * spread).astype("f4")
+    targets = rng.integers(0, n, rows)
+    stored = packed(tmp_path, base, targets, target=target).chunk(0)
+    uneven = base + np.where(base < np.quantile(base, 0.7), 5, 0)  # a candidate whose error follows p
+    others = [base + rng.standard_normal(base.shape) * noise for noise in (0, 0.03, 0.2, 1.0)]
+    for candidate in [*others, uneven, rng.standard_normal(base.shape) * 9, -base]:
+        logits = candidate.astype(np.float32)
+        found, truth = kld.compare_rows(logits, stored, targets), exact(base, logits)
+        assert (found.low <= truth).all()
+        assert (truth <= found.high).all()
+        assert (found.low <= found.kld).all()
+        assert (found.kld <= found.high).all()
+        np.testing.assert_array_equal(found.same_top, base.argmax(1) == logits.argmax(1))
+        nll = np.log(np.exp(base.astype(float) - base.max()).sum(1)) + base.max() - base[np.arange(rows), targets]
+        np.testing.assert_allclose(found.nll_base, nll, atol=1e-9)
+
+
+def test_a_target_that_can_be_met_is_met(rng, tmp_path):
+    """The expected bound is for a candidate whose errors are small."""
+    base = language_like(rng, 8, 20011)
+    for target in (1e-2, 1e-3, 1e-4):
+        stored = packed(tmp_path, base, np.zeros(8, int), target=target).chunk(0)
+        found = kld.compare_rows((base + rng.standard_normal(base.shape) * 0.1).astype("f4"), stored, np.zeros(8, int))
+        assert (found.high - found.low).mean() < 2 * target
+        assert len(set(stored.kept)) > 1  # each token its own k
+
+
+@pytest.mark.parametrize("like", ["a language model's", "a random head's"])
+def test_of_a_large_vocabulary_it_is_a_twentieth(rng, tmp_path, like):
+    n, rows = 152_064, 5
+    base = language_like(rng, rows, n) if like.startswith("a l") else rng.standard_normal((rows, n)).astype("f4") * 3
+    reader = packed(tmp_path, base, np.zeros(rows, int))
+    assert reader.ratio >= 20
+    assert reader.ratio == file_bytes(reader.n_ctx, n, 1) / reader.path.stat().st_size
+    for noise in (0.02, 0.2, 0.8):
+        candidate = (base + rng.standard_normal(base.shape) * noise).astype("f4")
+        found, truth = kld.compare_rows(candidate, reader.chunk(0), np.zeros(rows, int)), exact(base, candidate)
+        whole = kld.Divergence(*found)
+        assert abs(whole.mean_kld.value - truth.mean()) <= whole.bound
+        assert abs(whole.mean_kld.value - truth.mean()) < 0.02 * truth.mean() + 2e-4  # far better than that
+
+
+def test_a_model_is_read_against_it(rng, tmp_path):
+    reference, candidate = FakeModel(), FakeModel(noise=0.3)
+    tokens = rng.integers(0, 31, (3, 64)).astype(np.int32)
+    logits = reference.hidden_sequences(tokens, slice(32, 63))
+    for name in ("x.kld", "x.qkld"):
+        with kld.base_writer(tmp_path / name, tokens, 31) as writer:
+            for chunk in logits:
+                writer.write(chunk)
+    plain, bounded = (kld.divergence(candidate, kld.base_reader(tmp_path / name)) for name in ("x.kld", "x.qkld"))
+    assert plain.bound == 0
+    assert abs(bounded.mean_kld.value - plain.mean_kld.value) < bounded.bound + 1e-4
+    assert "Bound of KLD" in kld.report(bounded)
+    np.testing.assert_array_equal(bounded.same_top, plain.same_top)
+    assert len(bounded.first(31).low) == 31
+
+
+def test_damage_is_named_with_its_place(rng, tmp_path):
+    base = language_like(rng, 5, 301)
+    path = packed(tmp_path, base, np.zeros(5, int), note={"model": "m.gguf"}).path
+    data = path.read_bytes()
+    assert qkld.BoundedReader(path).note == {"model": "m.gguf"}
+    path.write_bytes(data[:30] + bytes([data[30] ^ 1]) + data[31:])
+    with pytest.raises(FormatError, match=r"x\.qkld: chunk 0, offset 16: .* do not have their checksum"):
+        qkld.BoundedReader(path).chunk(0)
+    path.write_bytes(data[:-40] + data[-39:] + b"!")
+    with pytest.raises(FormatError, match="the index does not have its checksum"):
+        qkld.BoundedReader(path)
+    for short in (data[:12], data[: len(data) // 2], b"QKLDv9\0\0" + data[8:]):
+        path.write_bytes(short)
+        with pytest.raises(FormatError, match=r"truncated|begins with"):
+            qkld.BoundedReader(path)
+
+
+def test_nothing_appears_when_chunks_are_missing_or_wrong(tmp_path):
+    writer = qkld.BoundedWriter(tmp_path / "x.qkld", np.zeros((2, 8), np.int32), 50)
+    with pytest.raises(DataError, match="0 chunks written, 2 announced"), writer:
+        pass
+    with pytest.raises(DataError, match="expected logits"), writer:
+        writer.write(np.zeros((2, 50), np.float32))
+    with pytest.raises(DataError, match="NaN or Inf"), writer:
+        writer.write(np.full((3, 50), np.nan, np.float32))
+    with pytest.raises(DataError, match="must be larger than 0"):
+        qkld.BoundedWriter(tmp_path / "x.qkld", np.zeros((2, 8), np.int32), 50, target=0)
+    assert list(tmp_path.iterdir()) == []

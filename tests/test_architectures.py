@@ -164,6 +164,20 @@ def test_what_the_reference_does_not_know(tmp_path: Path, arch: str, change: dic
     assert np.abs(log_probabilities(quantkit.load(tmp_path / "m.gguf").logits(TOKENS[0])) - wanted).max() < 2e-3
 
 
+def test_shared_experts_in_the_compiled_passes(tmp_path: Path) -> None:
+    """Prompt and steps of `fast` numerics: all experts used, so that rounding turns no choice."""
+    pytest.importorskip("torch")
+    tiny(tmp_path / "hf", arch="glm4moe", num_experts_per_tok=8, n_shared_experts=2)
+    convert(tmp_path / "hf", tmp_path / "m.gguf", "q8_0")
+    wanted = log_probabilities(quantkit.load(tmp_path / "m.gguf").logits(TOKENS[0][:40]))
+    model = quantkit.load(tmp_path / "m.gguf", numerics="fast")
+    assert model.slow_because is None
+    cache = model.new_cache(40)
+    steps = np.concatenate([model.forward([token], cache) for token in TOKENS[0][:40]])
+    for found in (model.logits(TOKENS[0][:40]), steps):
+        assert np.abs(log_probabilities(found) - wanted).max() < 0.01
+
+
 def test_experts_as_gpt_oss_ships_them(tmp_path: Path) -> None:
     """MXFP4 blocks and scales become the type's own blocks, with the same values; biases and the rest stay."""
     torch = pytest.importorskip("torch")

@@ -5,7 +5,7 @@
     Step      norm, q, k, v | attention | join, out, add | norm, gate, up, swiglu | down, add |
     Prompt    norm | q, k, v | rope, cache | attention | quantize | out, add | norm | gate, up | swiglu | down, add |
 
-and with experts (kernels/cpu/experts.py) in place of the feed-forward:
+and with experts (kernels/cpu/experts.py) in place of the feed-forward, a shared one before or after them as above:
 
     Step      norm, router | pick, gate, up, swiglu | down, add |
     Prompt    norm | router | choose | sort | gather | gate, up, swiglu | down, add |
@@ -268,6 +268,8 @@ class Step(_Laid):
 
     def _experts(self, part: blocks.Experts) -> None:
         laid, normed = self._ops, self._norm(self._ops, part.norm)
+        if part.shared is not None:
+            self._gated(part.shared, normed)
         logits = laid.buffer("router", 4 * part.count)
         group = self._weights[part.router.weight].type.interleave
         self._matvec(laid, part.router, normed, logits, wait=True, multiple=max(4, group))
@@ -297,7 +299,10 @@ class Step(_Laid):
         )  # fmt: skip
 
     def _feed_forward(self, part: blocks.FeedForward) -> None:
-        normed, n_ff = self._norm(self._ops, part.norm), self._rows(part.gate)
+        self._gated(part, self._norm(self._ops, part.norm))
+
+    def _gated(self, part: blocks.FeedForward, normed: tuple[int, int]) -> None:
+        n_ff = self._rows(part.gate)
         gate, up = self._ops.buffer("gate", 4 * n_ff), self._ops.buffer("up", 4 * n_ff)
         self._matvec(self._ops, part.gate, normed, gate)
         self._matvec(self._ops, part.up, normed, up)
@@ -408,7 +413,10 @@ class Prompt(_Laid):
         self._multiply(part.out, self._ready(out, width, (part.out,)), self._x.ctypes.data, add=1, wait=True)
 
     def _feed_forward(self, part: blocks.FeedForward) -> None:
-        normed, n_ff = self._norm(part.norm, (part.gate, part.up)), self._rows(part.gate)
+        self._gated(part, self._norm(part.norm, (part.gate, part.up)))
+
+    def _gated(self, part: blocks.FeedForward, normed: tuple[int, int]) -> None:
+        n_ff = self._rows(part.gate)
         gate, up = self._floats("gate", n_ff), self._floats("up", n_ff)
         self._multiply(part.gate, normed, gate)
         self._multiply(part.up, normed, up, wait=True)
@@ -453,6 +461,8 @@ class Prompt(_Laid):
             experts.add.address, experts.ADD, True, out=self._x.ctypes.data, weights=self._matrices(part.down)[1],
             most=most, quantized=int(down.quantized), **self._multiplied(part.down, plan, (hidden, size), few),
         )  # fmt: skip
+        if part.shared is not None:  # what the norm made is still there, its tiles may be those of something else
+            self._gated(part.shared, self._ready(x, self.n_embd, (part.shared.gate, part.shared.up)))
 
     def _vectors(self, name: str, count: int, n: int) -> tuple[int, int]:
         """Activations of experts with few tokens: address, and bytes of each."""

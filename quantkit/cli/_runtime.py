@@ -133,6 +133,16 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {  # of every command that runs a model, 
         3,
     ),
 }
+_OPTIONS["tripwire"] = (
+    Annotated[
+        str,
+        typer.Option(
+            help="NaN and Inf are looked for after each layer, or each operation with full; off: no check of scales.",
+            metavar="layer|full|off",
+        ),
+    ],
+    "layer",
+)
 _FLASH = {"on": True, "auto": True, "1": True, "off": False, "0": False}
 
 
@@ -148,6 +158,7 @@ class Launch:
             "fused_experts": given["fused_moe"],
             "expert_reduction": _reduction(given["smart_expert_reduction"]),
             "flash_attention": _FLASH[given["flash_attn"]],
+            "tripwire": given["tripwire"],
             "attention_mib": given["attention_max_batch"],
             "mla": given["mla"],
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +35,20 @@ def perplexity(
     ctx_size: Context = 512,
     chunks: ChunkLimit = None,
     batch_size: Batch = 2048,
+    ppl_stride: Annotated[
+        int, typer.Option(help="Windows of -c + STRIDE / 2 tokens, STRIDE apart, their last STRIDE scored.", min=0)
+    ] = 0,
+    jsonl: Annotated[
+        Path | None,
+        typer.Option(help="One JSON line a chunk; the same command goes on from it after a kill.", metavar="FILE"),
+    ] = None,
+    hellaswag: Annotated[bool, typer.Option("--hellaswag", help="-f holds tasks: 6 lines each.")] = False,
+    hellaswag_tasks: Annotated[int, typer.Option(help="So many of them, drawn as the reference does.", min=1)] = 400,
+    winogrande: Annotated[bool, typer.Option("--winogrande", help="-f holds tasks: CSV.")] = False,
+    winogrande_tasks: Annotated[int, typer.Option(help="The first so many; 0: all.", min=0)] = 0,
+    multiple_choice: Annotated[bool, typer.Option("--multiple-choice", help="-bf holds tasks.")] = False,
+    multiple_choice_tasks: Annotated[int, typer.Option(help="The first so many; 0: all.", min=0)] = 0,
+    binary_file: Annotated[Path | None, typer.Option("--binary-file", "-bf", help="Of --multiple-choice.")] = None,
     ppl_output_type: Annotated[int, typer.Option(help="0: [chunk]PPL, … 1: one line a chunk.", min=0, max=1)] = 0,
     kl_divergence_base: Annotated[
         Path | None,
@@ -58,16 +73,26 @@ def perplexity(
     is scored. A base whose name ends in .qkld is a twentieth of the size, and what is computed from it says how far
     from an exact base's it may be.
     """
+    asked = [(name, limit) for name, wanted, limit in (
+        ("hellaswag", hellaswag, hellaswag_tasks), ("winogrande", winogrande, winogrande_tasks),
+        ("multiple-choice", multiple_choice, multiple_choice_tasks),
+    ) if wanted]  # fmt: skip
+    if len(asked) + kl_divergence > 1:
+        raise typer.BadParameter("--hellaswag, --winogrande, --multiple-choice and --kl-divergence: one at a time")
     loaded = launch.open(model, numerics=numerics, threads=threads)
     quiet = json
-    if kl_divergence:
+    if asked:
+        name, limit = asked[0]
+        source = binary_file or file if name == "multiple-choice" else file
+        result, facts = _tasks(loaded, name, required_text(source, name), limit, quiet)
+    elif kl_divergence:
         if kl_divergence_base is None:
             raise QuantkitError("--kl-divergence needs the base to compare with: --kl-divergence-base FILE")
         result, facts = _diverge(loaded, kl_divergence_base, batch_size, quiet)
     else:
         text = required_text(file, "perplexity")
-        base = (kl_divergence_base, kl_divergence_bound)
-        result, facts = _measure(loaded, text, ctx_size, chunks, batch_size, base, ppl_output_type, quiet)
+        plan = _Plan(text, ctx_size, chunks, batch_size, ppl_stride, jsonl, kl_divergence_base, kl_divergence_bound)
+        result, facts = _measure(loaded, plan, ppl_output_type, quiet)
     said = conditions(loaded, facts["n_ctx"], facts["chunks"], facts["text"])
     if json:
         print_json({"model": model, **result, "conditions": said})
@@ -75,48 +100,118 @@ def perplexity(
         print(conditions_line(said), file=sys.stderr)
 
 
-def _measure(
-    model: Any,
-    text: Path,
-    n_ctx: int,
-    limit: int | None,
-    n_batch: int,
-    base: tuple[Path | None, float],
-    style: int,
-    quiet: bool,
-) -> tuple[dict[str, Any], dict[str, Any]]:
+@dataclass(frozen=True)
+class _Plan:
+    """What perplexity is measured over, and what is kept of it."""
+
+    text: Path
+    n_ctx: int
+    limit: int | None
+    n_batch: int
+    stride: int
+    jsonl: Path | None
+    base: Path | None
+    bound: float
+
+    def chunks(self, tokenizer: Any) -> Any:
+        from quantkit.evaluate.text import chunked, windows
+
+        if not self.stride:
+            return chunked(tokenizer, self.text, self.n_ctx, self.limit)
+        if self.base is not None:
+            raise QuantkitError(
+                "--ppl-stride: bases of KL divergence hold second halves of chunks; leave one of both out"
+            )
+        return windows(tokenizer, self.text, self.n_ctx, self.stride, self.limit)
+
+    def log(self, model: Any, chunks: Any) -> Any:
+        """The ChunkLog, or None."""
+        if self.jsonl is None:
+            return None
+        if self.base is not None:
+            raise QuantkitError("--jsonl: a base of KL divergence cannot be taken up again; leave one of both out")
+        from quantkit.evaluate.chunk_log import ChunkLog
+        from quantkit.evaluate.imatrix import fingerprint
+        from quantkit.files import gguf
+
+        said = conditions(model, chunks.n_ctx, len(chunks), str(self.text))
+        settings = {key: said[key] for key in ("n_ctx", "chunks", "numerics", "cache_type", "flash_attention")}
+        settings |= {"n_batch": self.n_batch, "stride": self.stride, "repacked": said.get("repacked")}
+        run = fingerprint([*gguf.open(model.path).paths, self.text], settings)
+        rows = chunks.rows
+        return ChunkLog(self.jsonl, run, rows.stop - rows.start, max(1, self.n_batch // chunks.n_ctx), said)
+
+
+def _measure(model: Any, plan: _Plan, style: int, quiet: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """Perplexity over a text; returns the result and what it depended on, for JSON."""
     from quantkit.evaluate import perplexity as evaluation
     from quantkit.evaluate.kld import base_writer
-    from quantkit.evaluate.text import chunked
 
-    chunks = chunked(model.tokenizer, text, n_ctx, limit)
-    print(f"perplexity over {len(chunks)} chunks of {n_ctx} tokens, batch {n_batch}", file=sys.stderr)
-    running = Running(len(chunks), n_ctx, n_batch)
-
-    def show(so_far: evaluation.Perplexity) -> None:
-        index = len(so_far.nll)
-        if quiet:
-            running.tick(index)
-        elif style == 0:
-            running.value(index, so_far.value)
-        else:
-            mean, error = so_far.nll.mean(), so_far.mean_error
-            print(f"{(index - 1) * n_ctx:8d}  {so_far.value:.4f}  {mean:4f}  {error:4f}", flush=True)
-            running.tick(index)
-
+    chunks = plan.chunks(model.tokenizer)
+    n_ctx, said = chunks.n_ctx, f"perplexity over {len(chunks)} chunks of {chunks.n_ctx} tokens"
+    print(f"{said}, batch {plan.n_batch}", file=sys.stderr)
+    running = Running(len(chunks), n_ctx, plan.n_batch)
     with contextlib.ExitStack() as stack:
+        log = plan.log(model, chunks)
+        done = None
+        if log is not None:
+            stack.enter_context(log)
+            done = log.done
+            if len(done):
+                print(f"{len(done)} of them are in {log.path}", file=sys.stderr)
+
+        def show(so_far: evaluation.Perplexity) -> None:
+            index = len(so_far.nll)
+            if log is not None:
+                log.add(so_far.nll[-1])
+            if quiet:
+                running.tick(index)
+            elif style == 0:
+                running.value(index, so_far.value)
+            else:
+                mean, error = so_far.nll.mean(), so_far.mean_error
+                print(f"{(index - 1) * n_ctx:8d}  {so_far.value:.4f}  {mean:4f}  {error:4f}", flush=True)
+                running.tick(index)
+
         writer: Any = None
-        if base[0] is not None:
-            note = {"model": str(model.path), **conditions(model, n_ctx, len(chunks), str(text))}
-            made = base_writer(base[0], chunks.tokens, model.vocab_size, target=base[1], note=note)
+        if plan.base is not None:
+            note = {"model": str(model.path), **conditions(model, n_ctx, len(chunks), str(plan.text))}
+            made = base_writer(plan.base, chunks.tokens, model.vocab_size, target=plan.bound, note=note)
             writer = stack.enter_context(made)
-        found = evaluation.perplexity(model, chunks, n_batch=n_batch, base=writer, on_chunk=show)
+        found = evaluation.perplexity(model, chunks, n_batch=plan.n_batch, base=writer, on_chunk=show, done=done)
     if not quiet:
-        print(f"\nFinal estimate: PPL over {len(chunks)} chunks for n_ctx={n_ctx} = {found}")
+        estimate = f"Final estimate: PPL over {len(chunks)} chunks for n_ctx={n_ctx} = {found}"
+        print(f"\n{estimate}" if not plan.stride else "")
     running_values = [found.after(i + 1).value for i in range(len(chunks))]
     result = {"ppl": found.value, "ppl_error": found.error, "running": running_values, "seconds": running.seconds}
-    return result, {"n_ctx": n_ctx, "chunks": len(chunks), "text": str(text)}
+    return result, {"n_ctx": n_ctx, "chunks": len(chunks), "text": str(plan.text)}
+
+
+def _tasks(model: Any, name: str, path: Path, limit: int, quiet: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A benchmark of tasks with choices; returns the result and what it depended on, for JSON."""
+    from quantkit.evaluate import tasks as evaluation
+
+    read = {"hellaswag": evaluation.hellaswag, "winogrande": evaluation.winogrande,
+            "multiple-choice": evaluation.multiple_choice}[name]  # fmt: skip
+    tasks = read(path, limit)
+    if not tasks:
+        raise QuantkitError(f"{path}: no tasks in it")
+    print(f"{name}: {len(tasks)} tasks of {path}", file=sys.stderr)
+    score = None
+    for score in evaluation.evaluate(model, tasks):
+        if not quiet:
+            print(f"{score.tasks}\t{100 * score.accuracy:.8f}", flush=True)
+    assert score is not None
+    value, error = 100 * score.accuracy, 100 * score.error
+    if not quiet and name == "winogrande" and score.tasks >= _ENOUGH_FOR_A_REPORT:
+        print(f"\nFinal Winogrande score({score.tasks} tasks): {value:.4f} +/- {error:.4f}")
+    if not quiet and name == "multiple-choice":
+        spread = 100 * (score.chance * (1 - score.chance) / max(1, score.tasks - 1)) ** 0.5
+        print(f"\nFinal result: {value:.4f} +/- {error:.4f}")
+        print(f"Random chance: {100 * score.chance:.4f} +/- {spread:.4f}")
+    result = {"task": name, "accuracy": score.accuracy, "accuracy_error": score.error, "tasks": score.tasks,
+              "chance": score.chance}  # fmt: skip
+    return result, {"n_ctx": model.n_ctx_train, "chunks": len(tasks), "text": str(path)}
 
 
 def _diverge(model: Any, path: Path, n_batch: int, quiet: bool) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -42,7 +42,15 @@ def compare_layers(reference: Any, model: Any, tokens: np.ndarray) -> list[Added
             if theirs is None or theirs.shape != ours.shape:
                 raise DataError(f"{model.path}: tensor {name}: not there as {ours.shape}, as {reference.path} has it")
             if not _same(ours, theirs):
-                found.append((name, part.layer, theirs.type.name, _distance(part.run({name: theirs}), y)))
+                twice = any(name == before for before, *_ in found)  # a tied embedding is the output matrix, too
+                found.append(
+                    (
+                        f"{name} as output" if twice else name,
+                        part.layer,
+                        theirs.type.name,
+                        _distance(part.run({name: theirs}), y),
+                    )
+                )
     total = sum(error**2 for *_, error in found) or 1.0
     return [Added(name, layer, kind, error, error**2 / total) for name, layer, kind, error in found]
 

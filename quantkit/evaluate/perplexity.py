@@ -136,16 +136,16 @@ class Perplexity:
 
 
 def evaluate_chunks(
-    model: Any, inputs: np.ndarray, n_batch: int = DEFAULT_BATCH, rows: slice | None = None
+    model: Any, inputs: np.ndarray, n_batch: int = DEFAULT_BATCH, rows: slice | None = None, first: int = 0
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (index, float32[k, n_vocab] logits of a chunk's positions `rows`, by default the scored ones) in order.
 
-    Chunks are run `n_batch` tokens at a time; logits exist for one chunk at a time.
+    Chunks are run `n_batch` tokens at a time, from chunk `first` on; logits exist for one chunk at a time.
     """
     n_chunk, n_ctx = inputs.shape
     check_context(model, n_ctx)
     together = max(1, n_batch // n_ctx)
-    for start in range(0, n_chunk, together):
+    for start in range(first, n_chunk, together):
         hidden = model.hidden_sequences(inputs[start : start + together], rows or scored_rows(n_ctx))
         for index, states in enumerate(hidden, start):
             yield index, model.project(states)
@@ -164,15 +164,20 @@ def perplexity(
     n_batch: int = DEFAULT_BATCH,
     base: BaseWriter | BoundedWriter | None = None,
     on_chunk: Callable[[Perplexity], None] | None = None,
+    done: np.ndarray | None = None,
 ) -> Perplexity:
     """Perplexity of a model over chunks.
+
+    done: float64[k, positions], what an earlier run found of the first k chunks, whole batches of them.
 
     `base` also gets every chunk's logits. `on_chunk` is called after each chunk with the result so far. (NaN
     and Inf are the model's to report: it names the tensor that made them.)
     """
-    rows = scored_rows(chunks.n_ctx)
+    rows = chunks.rows
     nll = np.empty((len(chunks), rows.stop - rows.start))
-    for index, logits in evaluate_chunks(model, chunks.inputs, n_batch):
+    first = 0 if done is None else len(done)
+    nll[:first] = 0 if done is None else done
+    for index, logits in evaluate_chunks(model, chunks.inputs, n_batch, rows, first):
         nll[index] = negative_log_likelihood(logits, chunks.tokens[index, rows.start + 1 :])
         if base is not None:
             base.write(logits)

@@ -21,6 +21,7 @@ import numpy as np
 
 from quantkit.errors import DataError
 from quantkit.files.atomic import os_errors
+from quantkit.files.kld import scored_rows
 
 DEFAULT_CONTEXT = 512
 DEFAULT_BATCH = 2048
@@ -31,11 +32,13 @@ class Chunks:
     """A text cut into equal chunks.
 
     tokens: int32[n_chunk, n_ctx], the text's own. inputs: the same with BOS in front, what the model is fed.
+    scored: how many tokens at the end of each are scored; None for its second half.
     """
 
     tokens: np.ndarray
     inputs: np.ndarray
     source: str
+    scored: int | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -43,6 +46,12 @@ class Chunks:
     @property
     def n_ctx(self) -> int:
         return int(self.tokens.shape[1])
+
+    @property
+    def rows(self) -> slice:
+        """Positions whose logits are scored; each predicts the token after it."""
+        end = self.n_ctx - 1
+        return scored_rows(self.n_ctx) if self.scored is None else slice(end - self.scored, end)
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
@@ -96,6 +105,24 @@ def chunked(
     n_chunk = n_chunk if limit is None else min(n_chunk, limit)
     tokens = np.asarray(ids[skip * n_ctx : (skip + n_chunk) * n_ctx], np.int32).reshape(n_chunk, n_ctx)
     return Chunks(tokens, with_bos(tokens, tokenizer), str(path))
+
+
+def windows(tokenizer: Any, path: str | os.PathLike[str], n_ctx: int, stride: int, limit: int | None = None) -> Chunks:
+    """Windows of n_ctx + stride / 2 tokens that begin `stride` apart; of each the last `stride` tokens are scored.
+
+    The reference's older protocol (--ppl-stride): every token but those before the first is scored once, with more
+    before it than half a chunk. No BOS is put in front of windows: it stands at the text's beginning only.
+    """
+    if not 1 <= stride < n_ctx:
+        raise DataError(f"a stride of {stride} tokens, windows of {n_ctx}; it must be at least 1 and less than -c")
+    ids = np.asarray(tokenizer.encode(read_text(path), bos=None), np.int32)
+    window = n_ctx + stride // 2
+    if len(ids) <= window:
+        raise DataError(f"{path}: {len(ids)} tokens, one window takes {window}; take a longer text or a smaller -c")
+    count = -(-(len(ids) - window) // stride)
+    count = count if limit is None else min(count, limit)
+    tokens = np.stack([ids[i * stride : i * stride + window] for i in range(count)])
+    return Chunks(tokens, tokens, str(path), stride)
 
 
 # ------------------------------------------------------------------------------------------------------- conversations

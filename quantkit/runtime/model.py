@@ -12,7 +12,7 @@ the tokens to runtime/step.py, where the model is one list of operations, unless
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,11 +28,13 @@ from quantkit.runtime.kernels.rounding import FLOATS, QUANTIZED
 from quantkit.runtime.layers import Span
 from quantkit.runtime.placement import Flags, Placement, devices, place
 from quantkit.runtime.repacking import Repacked
+from quantkit.runtime.tripwire import require_sound
 
 BATCH_TOKENS = 1024  # of a prompt run at a time; more only costs memory
 SEQUENCE_TOKENS = 2048  # of several sequences run at a time
 TOGETHER_TOKENS = 512  # of sequences that go on; what `fast` numerics take at a time
 NUMERICS = ("exact", "fast")
+TRIPWIRES = ("layer", "full", "off")
 
 Observer = Callable[..., None]  # of (name, x), or (name, x, number, count) for one of several matrices
 
@@ -53,6 +55,7 @@ def load(
     fused_experts: bool = True,
     expert_reduction: tuple[int, float] | None = None,
     mla: int = 3,
+    tripwire: str = "layer",
 ) -> Model:
     """Open a GGUF file (of a set of shards any member) as a Model. Nothing is read before it is needed.
 
@@ -68,6 +71,8 @@ def load(
     expert_reduction   (K, t), `-ser K,t`: the first K experts always, others only with a probability above t times the
                 first one's. It changes what the model computes, in both numerics.
     mla         0 to 3: what latent attention caches and how it attends, see `runtime.latent`; nothing for other models.
+    tripwire    looking for NaN and Inf: "layer" after each layer, "full" after each operation; both also look at the
+                scale fields of what a layer needs before it first runs. "off": after each layer, and no scales.
     """
     how = layers.Attending(flash_attention, attention_mib)
     kind = _cache_type(cache_type, numerics, how)
@@ -77,7 +82,7 @@ def load(
     placement = place(file.tensors, flags.rules, devices(), flags.gpu_layers, n_cpu_moe=flags.n_cpu_moe)
     return Model(
         file, placement, numerics=numerics, threads=threads, cache_type=kind, how=how, n_ctx=n_ctx, repack=repack,
-        fused_experts=fused_experts, expert_reduction=expert_reduction, mla=mla,
+        fused_experts=fused_experts, expert_reduction=expert_reduction, mla=mla, tripwire=tripwire,
     )  # fmt: skip
 
 
@@ -95,6 +100,40 @@ def _cache_type(chosen: str | CacheType | None, numerics: str, how: layers.Atten
     return kind
 
 
+class ModelPart:
+    """A part of a model and what enters it: what leaves it, also with other tensors in place of some of its own."""
+
+    def __init__(
+        self,
+        layer: int | None,
+        weights: list[str],
+        model: Model,
+        run: Callable[[np.ndarray], np.ndarray],
+        x: np.ndarray,
+    ):
+        self.layer, self.weights = layer, weights
+        self._model, self._run, self._x = model, run, x
+        self._own: np.ndarray | None = None
+
+    def run(self, others: dict[str, gguf.Tensor]) -> np.ndarray:
+        """float32[tokens, n] that leaves the part with these tensors for the model's own of the same names."""
+        if not others and self._own is not None:
+            return self._own
+        model = self._model
+        own = model.weights
+        with blas.single_threaded():
+            try:
+                model.weights = {**own, **others}
+                model.forget(others)
+                found = self._run(self._x)
+            finally:
+                model.weights = own
+                model.forget(others)
+        if not others:
+            self._own = found
+        return found
+
+
 class Model:
     """An open model. One thread at a time may run it.
 
@@ -106,6 +145,7 @@ class Model:
     repacked                what -rtr did; None without it
     fused_experts, expert_reduction   as given to `load`
     has_latents, mla        whether attention is latent; as given, 0 where it is not
+    tripwire                as given to `load`
     slow_because            why a model of `fast` numerics runs layer by layer; None where it does not
     observer                called with (name, float32[tokens, n]) for what enters each weight matrix, and of experts
                             with (name, float32[tokens, n], expert, experts); None by default
@@ -125,6 +165,7 @@ class Model:
         fused_experts: bool = True,
         expert_reduction: tuple[int, float] | None = None,
         mla: int = 3,
+        tripwire: str = "layer",
     ):
         self.how = how or layers.Attending()
         kind = _cache_type(cache_type, numerics, self.how)
@@ -155,6 +196,10 @@ class Model:
         self._tables: dict[blocks.Rope, tuple[np.ndarray, np.ndarray]] = {}
         self._tokenizer: Any = None
         self._checking = False
+        if tripwire not in TRIPWIRES:
+            raise UnknownNameError("tripwire", tripwire, TRIPWIRES)
+        self.tripwire = tripwire
+        self._sound: set[int | None] = set()
         self._check_attention(kind, n_ctx)
         self._check_weights()
         self.fused_experts = fused_experts
@@ -310,6 +355,36 @@ class Model:
                 found[i, first : first + span.stop - span.start] = x[span.start : span.stop]
         return found
 
+    def parts(self, tokens: np.ndarray) -> Iterator[ModelPart]:
+        """The embedding, each block and the output over fresh sequences int[n_seq, len], one after another.
+
+        What leaves a part with the model's own weights is what enters the next.
+        """
+        ids = self._checked(tokens)
+        length = ids.shape[1]
+        flat = ids.reshape(-1)
+
+        def embed(x: np.ndarray) -> np.ndarray:
+            return self._embedded(flat)
+
+        def through(block: blocks.Block) -> Callable[[np.ndarray], np.ndarray]:
+            def run(x: np.ndarray) -> np.ndarray:
+                caches = [Cache(self._cached, length, self._kind(None), one_layer=True) for _ in ids]
+                return self._run_block(block, x, [Span(i * length, (i + 1) * length, c) for i, c in enumerate(caches)])
+
+            return run
+
+        steps: list[tuple[int | None, Callable[[np.ndarray], np.ndarray]]] = [(None, embed)]
+        steps += [(block.layer, through(block)) for block in self.blocks]
+        x = np.empty((0, 0), np.float32)
+        for layer, run in [*steps, (None, self._project)]:
+            names = [name for name in self.weights if layer_of(name) == layer]
+            if layer is None:
+                names = [self.head.embedding] if run is embed else [self.head.norm.weight, self.head.output.weight]
+            part = ModelPart(layer, names, self, run, x)
+            yield part
+            x = part.run({})
+
     def generate(
         self,
         prompt: str | Sequence[int],
@@ -349,13 +424,19 @@ class Model:
             rows.append(self.project(x))
         return np.concatenate(rows)
 
-    def _run(self, tokens: np.ndarray, spans: list[Span]) -> np.ndarray:
-        """float32[tokens, n_embd] before the output norm; keys and values go into the spans' caches."""
+    def _embedded(self, tokens: np.ndarray) -> np.ndarray:
         x = layers.embed(self.weights[self.head.embedding], tokens)
         if self.head.embedding_scale != 1:
             x *= np.float32(self.head.embedding_scale)
+        return x
+
+    def _run(self, tokens: np.ndarray, spans: list[Span]) -> np.ndarray:
+        """float32[tokens, n_embd] before the output norm; keys and values go into the spans' caches."""
+        self._require_sound(None)
+        x = self._embedded(tokens)
         self._require_finite(self.head.embedding, x)
         for block in self.blocks:
+            self._require_sound(block.layer)
             before = x
             x = self._run_block(block, x, spans)
             if not layers.is_finite(x):
@@ -447,6 +528,12 @@ class Model:
 
     # ---------------------------------------------------------------------------------------------------- what it needs
 
+    def forget(self, names: Iterable[str]) -> None:
+        """Drop what was made of these tensors."""
+        for name in names:
+            self._vectors.pop(name, None)
+            self._linears.pop(name, None)
+
     def _weight(self, linear: blocks.Linear) -> layers.Linear:
         found = self._linears.get(linear.weight)
         if found is None:
@@ -499,9 +586,18 @@ class Model:
     # ----------------------------------------------------------------------------------------------------- the tripwire
 
     def check(self, what: str, y: np.ndarray) -> None:
-        """`_require_finite` while `_blame` looks for the culprit; elsewhere once a block is often enough."""
-        if self._checking:
+        """`_require_finite` while `_blame` looks for the culprit; elsewhere once a layer is often enough."""
+        if self._checking or self.tripwire == "full":
             self._require_finite(what, y)
+
+    def _require_sound(self, layer: int | None) -> None:
+        """DataError for a bad scale in the tensors of a layer, or in those of none, once each."""
+        if layer in self._sound or self.tripwire == "off":
+            return
+        for name, tensor in self.weights.items():
+            if layer_of(name) == layer:
+                require_sound(tensor)
+        self._sound.add(layer)
 
     def _require_finite(self, what: str, y: np.ndarray) -> None:
         """DataError that names `what` made y float32[tokens, n] when it holds NaN or Inf."""
@@ -513,11 +609,12 @@ class Model:
         if tensor is not None and tensor.type.has_codec:
             rows = tensor.dequantize().reshape(-1, tensor.shape[-1])
             bad = np.flatnonzero(~np.isfinite(rows).all(1))
-            note = (
-                f"; the tensor itself is not finite in {len(bad)} row(s), first {bad[0]}"
-                if len(bad)
-                else ("; the tensor is finite, so the product is beyond float32")
-            )
+            note = "; the tensor is finite, so the product is beyond float32"
+            if len(bad):
+                block = int(np.argmin(np.isfinite(rows[bad[0]]))) // tensor.type.block_size
+                note = (
+                    f"; the tensor itself is not finite in {len(bad)} row(s), first {bad[0]}, there from block {block}"
+                )
         raise DataError(f"{self.path}: {what} made {y[token, column]} for token {token}, element {column}{note}")
 
     def _blame(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> None:
@@ -528,6 +625,13 @@ class Model:
         finally:
             self._checking = False
         raise DataError(f"{self.path}: blk.{block.layer}: the sum of its parts is beyond float32")
+
+
+def layer_of(name: str) -> int | None:
+    """The layer that a tensor is of, None for those around the layers."""
+    head, _, rest = name.partition(".")
+    number = rest.partition(".")[0]
+    return int(number) if head == "blk" and number.isdigit() else None
 
 
 def _batches(

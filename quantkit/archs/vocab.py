@@ -1,12 +1,19 @@
 """Tokenizers: Hugging Face's files <-> GGUF's `tokenizer.*` keys. Data only; no library is needed.
 
-Two families. "gpt2" is byte-level BPE: tokens in the printable alphabet of GPT-2, merges, a named way of cutting
+Three families. "gpt2" is byte-level BPE: tokens in the printable alphabet of GPT-2, merges, a named way of cutting
 (archs/pretokenizers.py). "llama" is SentencePiece's BPE: tokens with U+2581 for the space, single bytes as <0xHH>,
 and a score for each token instead of merges: of all neighbours, the pair whose joint token scores highest merges first.
+"t5" is SentencePiece's unigram model: of all ways of cutting a text into tokens, the one with the highest sum of scores.
 
     read(directory, vocab_size, ...)   files -> keys
     tokenizer_json(metadata)           keys -> tokenizer.json, which also builds the runtime's tokenizer
     tokenizer_config(metadata)         keys -> tokenizer_config.json
+
+A checkpoint without tokenizer.json is read from tokenizer.model (archs/sentencepiece.py) or from a file of tiktoken's
+(archs/tiktoken.py).
+
+What GGUF's keys cannot say is kept under EXACT, so that quantkit's own runtime tokenizes as the checkpoint does; other
+readers do not see it, and for the texts concerned (rare ones, such as uncomposed accents) they give other ids.
 
 Between scores and merges: merge k of a tokenizer.json makes a token; the n-th new token made scores -n. Those are the
 scores of Llama's own tokenizer.model. Back, each token gives a merge for every way of cutting it into two tokens.
@@ -14,13 +21,15 @@ scores of Llama's own tokenizer.model. Back, each token gives a merge for every 
 
 from __future__ import annotations
 
+import base64
 import json
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.archs import pretokenizers
+from quantkit.archs import pretokenizers, sentencepiece, tiktoken
 from quantkit.archs.base import Entries, shortest
 from quantkit.errors import FormatError, UnsupportedError
 
@@ -53,8 +62,14 @@ _SAMPLING = {
     "min_p": ("min_p", "f32"),
     "repetition_penalty": ("penalty_repeat", "f32"),
 }
+# A JSON object; of a tokenizer.json where GGUF's own keys would make something else: "normalizer", "pre_tokenizer",
+# "ignore_merges", "byte_fallback"; "added_tokens", id -> flags that are not false, and the text where GGUF's differs;
+# "unmerged", ids of tokens that no merge makes although two tokens spell them.
+EXACT = "quantkit.tokenizer"
+SCORES = "quantkit.tokenizer.scores"  # f64, where f32 does not hold the scores of a unigram model
 METADATA_FILE = "gguf_metadata.json"  # general.* keys for which a checkpoint has no place of its own
 _LOOKS_SPECIAL = re.compile(r"<pad>|<mask>|<2mass>|\[@BOS@\]|<\|.*\|>|<｜.*｜>|<unused\d+>")
+_FIXED_SCORES = {UNUSED: -10000.0, USER_DEFINED: -1000.0, CONTROL: 0.0, UNKNOWN: 0.0, BYTE: 0.0}
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -81,27 +96,32 @@ def read(directory: Path, config: Mapping[str, Any], pre: str | None = None) -> 
     of cutting of a byte-level tokenizer instead of recognising it.
     """
     path = directory / "tokenizer.json"
+    settings = read_json(directory / "tokenizer_config.json")
     tokenizer = read_json(path)
-    if not tokenizer:
-        if (directory / "tokenizer.model").exists():
-            raise UnsupportedError(
-                f"{directory}: has tokenizer.model but no tokenizer.json; make one with transformers: "
-                "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
-            )
-        raise FormatError(f"{path} is missing; a GGUF needs the tokenizer")
+    if not tokenizer and (ranks := tiktoken.find(directory)):
+        path, tokenizer = ranks, tiktoken.tokenizer_json(ranks, settings, pre)
     try:
-        entries = _model(tokenizer, config["vocab_size"], pre)
-        settings = read_json(directory / "tokenizer_config.json")
-        return entries | _settings(directory, tokenizer, settings, config, entries["tokenizer.ggml.tokens"][0])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise FormatError(f"{path}: not the tokenizer.json of a BPE tokenizer ({error!r} while reading it)") from error
+        if tokenizer:
+            entries = _model(tokenizer, config["vocab_size"], pre)
+        elif (directory / "tokenizer.model").exists():
+            path = directory / "tokenizer.model"
+            entries = _sentencepiece_model(path, settings, config["vocab_size"])
+        else:
+            raise FormatError(f"{path} is missing; a GGUF needs the tokenizer (or tokenizer.model, or tiktoken's file)")
+        entries = entries | _settings(directory, tokenizer, settings, config, entries["tokenizer.ggml.tokens"][0])
+        return entries | (_exact(tokenizer, entries) if tokenizer else {})
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise FormatError(f"{path}: not the tokenizer of a BPE or unigram model ({error!r} while reading it)") from error
 
 
 def _model(tokenizer: Mapping[str, Any], vocab_size: int, pre: str | None) -> Entries:
     model = tokenizer["model"]
-    if model.get("type", "BPE") != "BPE" or "merges" not in model:
-        raise UnsupportedError(f"tokenizer.json: model of type {model.get('type')}; quantkit converts BPE")
-    byte_level = '"ByteLevel"' in json.dumps(tokenizer.get("pre_tokenizer"))
+    kind = model.get("type", "BPE")
+    if kind == "Unigram":
+        return _unigram(tokenizer, vocab_size)
+    if kind != "BPE" or "merges" not in model:
+        raise UnsupportedError(f"tokenizer.json: model of type {kind}; quantkit converts BPE and Unigram")
+    byte_level = _is_byte_level(tokenizer)
     if not byte_level and not model.get("byte_fallback"):
         raise UnsupportedError("tokenizer.json: BPE that is neither byte-level nor has byte_fallback")
     merges = [merge if isinstance(merge, list) else merge.split(" ") for merge in model["merges"]]
@@ -121,20 +141,170 @@ def _model(tokenizer: Mapping[str, Any], vocab_size: int, pre: str | None) -> En
     return entries
 
 
+def _is_byte_level(tokenizer: Mapping[str, Any]) -> bool:
+    return '"ByteLevel"' in json.dumps(tokenizer.get("pre_tokenizer"))
+
+
+def _unigram(tokenizer: Mapping[str, Any], vocab_size: int) -> Entries:
+    """Keys of a tokenizer.json whose model is unigram; scores are natural logarithms of probabilities."""
+    tokens, types = _tokens(tokenizer, vocab_size, False)
+    stated = [float(score) for _, score in tokenizer["model"]["vocab"]]
+    scores = stated + [_FIXED_SCORES.get(kind, 0.0) for kind in types[len(stated) :]]
+    steps = pretokenizers.normalizers(tokenizer)
+    metaspace = [step for step in _pre_steps(tokenizer) if step["type"] == "Metaspace"]
+    if not metaspace:
+        raise UnsupportedError("tokenizer.json: a unigram model without the pre_tokenizer Metaspace")
+    stays = metaspace[0].get("prepend_scheme", "always" if metaspace[0].get("add_prefix_space", True) else "never")
+    removes = any(step["type"] == "Replace" and step["pattern"].get("Regex") == " {2,}" for step in steps)
+    entries = _unigram_keys(tokens, types, scores, stays != "never", removes, _charsmap(steps))
+    if any(score != value for score, value in zip(stated, struct.unpack(f"<{len(stated)}f", _packed(stated)))):
+        entries[SCORES] = (scores, "f64")
+    return entries
+
+
+def _packed(values: Sequence[float]) -> bytes:
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+def _pre_steps(tokenizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    found = tokenizer.get("pre_tokenizer") or {"type": "Sequence", "pretokenizers": []}
+    return list(found.get("pretokenizers", [found]))
+
+
+def _charsmap(steps: Sequence[Mapping[str, Any]]) -> bytes:
+    """The compiled table of replacements of a normalizer's steps; b"" where there is none."""
+    return next((base64.b64decode(step["precompiled_charsmap"] or "") for step in steps
+                 if step["type"] == "Precompiled"), b"")  # fmt: skip
+
+
+def _unigram_keys(
+    tokens: list[str], types: list[int], scores: list[float], prefix: bool, removes: bool, charsmap: bytes
+) -> Entries:
+    entries: Entries = {
+        "tokenizer.ggml.model": ("t5", "str"),
+        "tokenizer.ggml.pre": ("default", "str"),
+        "tokenizer.ggml.tokens": (tokens, "str"),
+        "tokenizer.ggml.token_type": (types, "i32"),
+        "tokenizer.ggml.scores": (scores, "f32"),
+        "tokenizer.ggml.add_space_prefix": (prefix, "bool"),
+        "tokenizer.ggml.remove_extra_whitespaces": (removes, "bool"),
+    }
+    if charsmap:
+        entries["tokenizer.ggml.precompiled_charsmap"] = (list(charsmap), "u8")
+    return entries
+
+
+def _sentencepiece_model(path: Path, settings: Mapping[str, Any], vocab_size: int) -> Entries:
+    """Keys of a tokenizer.model, and of the tokens that added_tokens.json and tokenizer_config.json add to it."""
+    model = sentencepiece.read(path)
+    tokens = [text for text, _, _ in model.pieces]
+    scores, types = [score for _, score, _ in model.pieces], [kind for _, _, kind in model.pieces]
+    added = {int(i): (text, USER_DEFINED) for text, i in read_json(path.parent / "added_tokens.json").items()}
+    for i, token in settings.get("added_tokens_decoder", {}).items():
+        special = token.get("special") or _LOOKS_SPECIAL.fullmatch(token["content"])
+        added[int(i)] = (token["content"], CONTROL if special else USER_DEFINED)
+    last = max([len(tokens) - 1, *added])
+    if last >= vocab_size:
+        raise FormatError(
+            f"{path} and the added tokens have token id {last}, config.json a vocab_size of {vocab_size}; "
+            "the two do not belong together, or the embedding was not resized after tokens were added"
+        )
+    blank = range(len(tokens), vocab_size)
+    tokens += [f"[PAD{i}]" for i in blank]
+    types, scores = types + [UNUSED] * len(blank), scores + [_FIXED_SCORES[UNUSED]] * len(blank)
+    for i, (text, kind) in added.items():
+        if types[i] in (UNKNOWN, BYTE):
+            continue
+        if i >= len(model.pieces):
+            scores[i] = _FIXED_SCORES[USER_DEFINED]
+        tokens[i], types[i] = text, kind
+    tokens = [text.replace(SPACE, " ") if kind == USER_DEFINED else text for text, kind in zip(tokens, types)]
+    stated = settings.get("add_prefix_space")
+    model.adds_space = stated if isinstance(stated, bool) else model.adds_space
+    entries = _unigram_keys(tokens, types, scores, model.adds_space, model.removes_spaces, model.charsmap)
+    entries |= {SPECIAL[name]: (i, "u32") for name, i in model.ids.items() if 0 <= i < len(tokens)}
+    return entries if model.kind == "unigram" else _as_bpe(entries, model)
+
+
+def _as_bpe(entries: Entries, model: sentencepiece.Model) -> Entries:
+    """The keys of a BPE model; what is done to its text beforehand has keys for the unigram model only."""
+    done = {f"tokenizer.ggml.{name}" for name in ("remove_extra_whitespaces", "precompiled_charsmap")}
+    kept = {key: entry for key, entry in entries.items() if key not in done}
+    kept["tokenizer.ggml.model"] = ("llama", "str")
+    steps = _normalizer_steps(model.charsmap, model.removes_spaces)
+    if steps:
+        after = _space_steps(model.adds_space)
+        kept[EXACT] = (json.dumps({"normalizer": {"type": "Sequence", "normalizers": [*steps, *after]}}), "str")
+    return kept
+
+
+def _exact(tokenizer: Mapping[str, Any], entries: Entries) -> Entries:
+    """EXACT, where the keys alone would make another tokenizer than this tokenizer.json; else nothing."""
+    metadata = {key: value for key, (value, _) in entries.items()}
+    kind = metadata["tokenizer.ggml.model"]
+    if kind == "gpt2" and not pretokenizers.known(metadata["tokenizer.ggml.pre"]):
+        return {}  # named by the user for other readers
+    made, model = tokenizer_json(metadata), tokenizer["model"]
+    found: dict[str, Any] = {}
+    if pretokenizers.normalizers(made) != pretokenizers.normalizers(tokenizer):
+        found["normalizer"] = _without_charsmap(tokenizer.get("normalizer"))
+    if kind != "gpt2" and made["pre_tokenizer"] != (tokenizer.get("pre_tokenizer") or None):
+        found["pre_tokenizer"] = tokenizer.get("pre_tokenizer")
+    for name in ("ignore_merges", "byte_fallback"):
+        if bool(model.get(name)) != bool(made["model"].get(name)):
+            found[name] = bool(model.get(name))
+    texts = metadata["tokenizer.ggml.tokens"]
+    names = ["single_word", "lstrip", "rstrip"] + ["normalized"] * bool(pretokenizers.normalizers(tokenizer))
+    flags = {str(token["id"]): _flags(token, names, texts[token["id"]])
+             for token in tokenizer.get("added_tokens") or ()}  # fmt: skip
+    if any(flags.values()):
+        found["added_tokens"] = {i: changed for i, changed in flags.items() if changed}
+    if kind == "llama" and (unmerged := _unmerged(made, model)):
+        found["unmerged"] = unmerged
+    return {EXACT: (json.dumps(found, ensure_ascii=False), "str")} if found else {}
+
+
+def _flags(token: Mapping[str, Any], names: Sequence[str], text: str) -> dict[str, Any]:
+    """How an added token is looked for, where that is not as it stands and anywhere; `text` is the one of its key."""
+    found: dict[str, Any] = {name: True for name in names if token.get(name)}
+    return found | ({"content": token["content"]} if token["content"] != text else {})
+
+
+def _unmerged(made: Mapping[str, Any], model: Mapping[str, Any]) -> list[int]:
+    """Tokens that the keys' merges make and those of the tokenizer.json do not."""
+    merged = {"".join(merge) if isinstance(merge, list) else merge.replace(" ", "") for merge in model["merges"]}
+    return sorted({made["model"]["vocab"]["".join(merge)] for merge in made["model"]["merges"]}
+                  - {model["vocab"][token] for token in merged})  # fmt: skip
+
+
+def _without_charsmap(normalizer: Any) -> Any:
+    """A normalizer whose compiled table is left to its own key."""
+    if isinstance(normalizer, dict):
+        changed = {key: _without_charsmap(value) for key, value in normalizer.items()}
+        return changed | ({"precompiled_charsmap": None} if normalizer.get("type") == "Precompiled" else {})
+    return [_without_charsmap(step) for step in normalizer] if isinstance(normalizer, list) else normalizer
+
+
 def _tokens(tokenizer: Mapping[str, Any], vocab_size: int, byte_level: bool) -> tuple[list[str], list[int]]:
     """Text and type of every id below vocab_size."""
     model = tokenizer["model"]
-    text = {i: token for token, i in model["vocab"].items()}
+    vocab = model["vocab"]
+    if isinstance(vocab, list):  # unigram: pairs of token and score
+        text = {i: token for i, (token, _) in enumerate(vocab)}
+        unknown = model.get("unk_id")
+    else:
+        text = {i: token for token, i in vocab.items()}
+        unknown = vocab.get(model.get("unk_token"))
     kind = dict.fromkeys(text, NORMAL)
-    if not byte_level:
+    if not byte_level and model.get("byte_fallback"):
         kind |= {i: BYTE for i, token in text.items() if BYTE_TOKEN.fullmatch(token)}
     for added in tokenizer.get("added_tokens") or ():
         i, content = added["id"], added["content"]
         special = added.get("special") or _LOOKS_SPECIAL.fullmatch(content)
         text[i] = content if special else content.replace(SPACE, " ")
         kind[i] = CONTROL if special else USER_DEFINED
-    if not byte_level and model.get("unk_token") in model["vocab"]:
-        kind[model["vocab"][model["unk_token"]]] = UNKNOWN
+    if not byte_level and unknown is not None:
+        kind[unknown] = UNKNOWN
     if text and max(text) >= vocab_size:
         raise FormatError(
             f"tokenizer.json has token id {max(text)} ({text[max(text)]!r}), config.json a vocab_size of {vocab_size}; "
@@ -147,22 +317,22 @@ def _tokens(tokenizer: Mapping[str, Any], vocab_size: int, byte_level: bool) -> 
 def _scores(tokens: Sequence[str], types: Sequence[int], merges: Sequence[Sequence[str]]) -> list[float]:
     """Scores under which SentencePiece merges in the order of `merges`; see the head of this file."""
     order = {token: place for place, token in enumerate(dict.fromkeys("".join(merge) for merge in merges))}
-    fixed = {UNUSED: -10000.0, USER_DEFINED: -1000.0, CONTROL: 0.0, UNKNOWN: 0.0, BYTE: 0.0}
     scores = []
     for token, kind in zip(tokens, types):
-        scores.append(fixed[kind] if kind in fixed else -float(order.setdefault(token, len(order))))
+        scores.append(_FIXED_SCORES[kind] if kind in _FIXED_SCORES else -float(order.setdefault(token, len(order))))
     return scores
 
 
 def _adds_space(tokenizer: Mapping[str, Any]) -> bool:
     """Whether a SentencePiece-like tokenizer.json puts a space before the text. Both its old and its new form."""
-    normalizer, pre = tokenizer.get("normalizer") or {}, tokenizer.get("pre_tokenizer") or {}
-    steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
+    steps, pre = pretokenizers.normalizers(tokenizer), tokenizer.get("pre_tokenizer") or {}
     kinds = [step["type"] for step in steps]
+    if pre.get("type") == "Split" and pre.get("pattern") == {"String": " "} and "Replace" in kinds:
+        pre = {}  # Gemma's: of spaces, which the normalizer has replaced
     if not pre and kinds in (["Prepend", "Replace"], ["Replace"]):
         return "Prepend" in kinds
-    if not steps and pre.get("type") == "Metaspace" and not pre.get("split", True):
-        return pre.get("prepend_scheme", "always") != "never"
+    if not steps and pre.get("type") == "Metaspace":
+        return pre.get("prepend_scheme", "always" if pre.get("add_prefix_space", True) else "never") != "never"
     raise UnsupportedError(
         f"tokenizer.json: normalizer {kinds} with pre_tokenizer {pre or None} has no counterpart in GGUF"
     )
@@ -196,10 +366,11 @@ def _settings(
     stated = {"bos": settings.get("add_bos_token"), "eos": settings.get("add_eos_token")}
     add_bos, add_eos = (bool(side) if stated[name] is None else bool(stated[name])
                         for name, side in (("bos", before), ("eos", after)))  # fmt: skip
-    entries["tokenizer.ggml.add_bos_token"] = (add_bos, "bool")
-    if add_eos:  # no reader adds EOS without being told
-        entries["tokenizer.ggml.add_eos_token"] = (True, "bool")
-    if isinstance(settings.get("add_prefix_space"), bool):
+    if tokenizer or stated["bos"] is not None:  # readers know what SentencePiece's models are used to
+        entries["tokenizer.ggml.add_bos_token"] = (add_bos, "bool")
+    if add_eos or (tokenizer.get("model", {}).get("type") == "Unigram"):  # of others no reader adds EOS untold
+        entries["tokenizer.ggml.add_eos_token"] = (add_eos, "bool")
+    if isinstance(settings.get("add_prefix_space"), bool) and _is_byte_level(tokenizer):
         entries["tokenizer.ggml.add_space_prefix"] = (settings["add_prefix_space"], "bool")
     return entries | _chat_templates(directory, settings)
 
@@ -269,23 +440,38 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
     FormatError names a missing key, UnsupportedError a kind of tokenizer that is not handled.
     """
     kind = metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
-        raise UnsupportedError(f"tokenizer.ggml.model = {kind!r}; quantkit handles 'gpt2' (byte-level BPE) and 'llama'")
+    if kind not in _PARTS:
+        raise UnsupportedError(
+            f"tokenizer.ggml.model = {kind!r}; quantkit handles 'gpt2' (byte-level BPE), 'llama' and 't5' (SentencePiece)"
+        )
     needed = ["tokenizer.ggml.tokens", "tokenizer.ggml.merges" if kind == "gpt2" else "tokenizer.ggml.scores"]
     for key in needed:
         if key not in metadata:
             raise FormatError(f"metadata key {key} is missing; a {kind} tokenizer needs it")
         if not isinstance(metadata[key], list):
             raise FormatError(f"metadata key {key} is {metadata[key]!r}; it should be an array")
-    parts = _byte_level_parts(metadata) if kind == "gpt2" else _sentencepiece_parts(metadata)
+    exact = _stated_exactly(metadata)
+    parts = _PARTS[kind](metadata, exact)
+    flags = exact.get("added_tokens", {})
     tokens, types = metadata["tokenizer.ggml.tokens"], token_types(metadata)
     added = [
         {"id": i, "content": str(token), "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-         "special": types[i] != USER_DEFINED}
+         "special": types[i] != USER_DEFINED} | flags.get(str(i), {})
         for i, token in enumerate(tokens)
-        if token and (types[i] in (CONTROL, USER_DEFINED) or (types[i] == UNKNOWN and kind == "llama"))
+        if token and (types[i] in (CONTROL, USER_DEFINED) or (types[i] == UNKNOWN and kind != "gpt2"))
     ]  # fmt: skip
     return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added} | parts
+
+
+def _stated_exactly(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What EXACT says; {} where the file has none."""
+    try:
+        found = json.loads(metadata.get(EXACT, "{}"))
+    except (ValueError, TypeError) as error:
+        raise FormatError(f"metadata key {EXACT} is not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise FormatError(f"metadata key {EXACT} is {found!r}; it should be a JSON object")
+    return found
 
 
 def _vocab(metadata: Mapping[str, Any]) -> dict[str, int]:
@@ -303,7 +489,7 @@ def _bpe(vocab: dict[str, int], merges: list[list[str]], **settings: Any) -> dic
     return fixed | settings | {"vocab": vocab, "merges": merges}
 
 
-def _byte_level_parts(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _byte_level_parts(metadata: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str, Any]:
     entry = pretokenizers.get(metadata.get("tokenizer.ggml.pre", "default"))
     vocab = _vocab(metadata)
     merges = [list(str(merge).partition(" ")[::2]) for merge in metadata["tokenizer.ggml.merges"]]
@@ -314,43 +500,108 @@ def _byte_level_parts(metadata: Mapping[str, Any]) -> dict[str, Any]:
             )
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
     return {
-        "normalizer": {"type": "NFC"} if entry.nfc else None,
+        "normalizer": exact.get("normalizer", {"type": "NFC"} if entry.nfc else None),
         "pre_tokenizer": pretokenizers.to_json(entry),
         "post_processor": _post_processor(metadata, byte_level),
         "decoder": byte_level,
-        "model": _bpe(vocab, merges, ignore_merges=entry.ignore_merges),
+        "model": _bpe(vocab, merges, ignore_merges=exact.get("ignore_merges", entry.ignore_merges)),
     }
 
 
-def _sentencepiece_parts(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+def _sentencepiece_parts(metadata: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str, Any]:
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     tokens, types = metadata["tokenizer.ggml.tokens"], token_types(metadata)
-    scores = metadata["tokenizer.ggml.scores"]
-    if len(scores) != len(tokens):
-        raise FormatError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens")
+    scores = _stated_scores(metadata)
     vocab = _vocab(metadata)
     mergeable = {str(token): i for i, token in enumerate(tokens) if types[i] == NORMAL}
+    unmerged = set(exact.get("unmerged", ()))
     ranked = sorted(mergeable, key=lambda token: (-float(scores[mergeable[token]]), mergeable[token]))
     merges = [
         [token[:cut], token[cut:]]
         for token in ranked
         for cut in range(1, len(token))
-        if token[:cut] in mergeable and token[cut:] in mergeable
+        if token[:cut] in mergeable and token[cut:] in mergeable and mergeable[token] not in unmerged
     ]
     unknown = next((str(token) for token, kind in zip(tokens, types) if kind == UNKNOWN), None)
+    usual = {"type": "Sequence", "normalizers": _space_steps(prefix)}
+    model = _bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=exact.get("byte_fallback", True),
+                 ignore_merges=exact.get("ignore_merges", False))  # fmt: skip
+    return {
+        "normalizer": _with_charsmap(exact.get("normalizer", usual), metadata),
+        "pre_tokenizer": exact.get("pre_tokenizer"),
+        "post_processor": _post_processor(metadata, None),
+        "decoder": _sentencepiece_decoder(prefix),
+        "model": model,
+    }
+
+
+def _unigram_parts(metadata: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str, Any]:
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    tokens, types, scores = metadata["tokenizer.ggml.tokens"], token_types(metadata), _stated_scores(metadata)
+    charsmap = metadata.get("tokenizer.ggml.precompiled_charsmap") or []
+    steps = _normalizer_steps(bytes(int(x) for x in charsmap), metadata.get("tokenizer.ggml.remove_extra_whitespaces"))
+    metaspace = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "always" if prefix else "never",
+                 "split": False}  # fmt: skip
+    added = (CONTROL, USER_DEFINED, UNUSED)  # are no part of a cut; their own texts are found beforehand
+    plain = [[str(token), float(score) if kind not in added else _FIXED_SCORES[UNUSED]]
+             for token, score, kind in zip(tokens, scores, types)]  # fmt: skip
+    unknown = next((i for i, kind in enumerate(types) if kind == UNKNOWN), None)
+    bytes_known = sum(kind == BYTE for kind in types) == 256
+    usual = {"type": "Sequence", "normalizers": steps} if steps else None
+    return {
+        "normalizer": _with_charsmap(exact.get("normalizer", usual), metadata),
+        "pre_tokenizer": exact.get("pre_tokenizer", metaspace),
+        "post_processor": _post_processor(metadata, None),
+        "decoder": _sentencepiece_decoder(prefix),
+        "model": {"type": "Unigram", "unk_id": unknown, "vocab": plain,
+                  "byte_fallback": exact.get("byte_fallback", bytes_known)},
+    }  # fmt: skip
+
+
+_PARTS = {"gpt2": _byte_level_parts, "llama": _sentencepiece_parts, "t5": _unigram_parts}
+
+
+def _stated_scores(metadata: Mapping[str, Any]) -> Sequence[float]:
+    scores: Sequence[float] = metadata.get(SCORES, metadata["tokenizer.ggml.scores"])
+    if len(scores) != (count := len(metadata["tokenizer.ggml.tokens"])):
+        raise FormatError(f"tokenizer.ggml.scores has {len(scores)} entries for {count} tokens")
+    return scores
+
+
+def _space_steps(prefix: bool) -> list[dict[str, Any]]:
+    """Normalizer: a space in front, where there is one, and U+2581 for every space."""
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    return [{"type": "Prepend", "prepend": SPACE}, replace] if prefix else [replace]
+
+
+def _normalizer_steps(charsmap: bytes, removes_spaces: Any) -> list[dict[str, Any]]:
+    """Normalizer: a compiled table of replacements, then no spaces at the ends and never two together."""
+    steps: list[dict[str, Any]] = []
+    if charsmap:
+        steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap).decode()})
+    if removes_spaces:
+        steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
+        steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    return steps
+
+
+def _with_charsmap(normalizer: Any, metadata: Mapping[str, Any]) -> Any:
+    """A normalizer whose compiled table, where it is left to its own key, is that of the key."""
+    if isinstance(normalizer, dict):
+        changed = {key: _with_charsmap(value, metadata) for key, value in normalizer.items()}
+        if normalizer.get("type") == "Precompiled" and normalizer.get("precompiled_charsmap") is None:
+            table = bytes(int(x) for x in metadata.get("tokenizer.ggml.precompiled_charsmap", ()))
+            changed["precompiled_charsmap"] = base64.b64encode(table).decode()
+        return changed
+    return [_with_charsmap(step, metadata) for step in normalizer] if isinstance(normalizer, list) else normalizer
+
+
+def _sentencepiece_decoder(prefix: bool) -> dict[str, Any]:
     back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}]
     if prefix:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    steps = [{"type": "Prepend", "prepend": SPACE}, replace] if prefix else [replace]
-    return {
-        "normalizer": {"type": "Sequence", "normalizers": steps},
-        "pre_tokenizer": None,
-        "post_processor": _post_processor(metadata, None),
-        "decoder": {"type": "Sequence", "decoders": decoders},
-        "model": _bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True),
-    }
+    return {"type": "Sequence", "decoders": decoders}
 
 
 def adds(metadata: Mapping[str, Any], name: str) -> bool:

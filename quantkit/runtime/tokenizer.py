@@ -12,12 +12,13 @@ Two kinds of token are found in a text before it is cut into words: user-defined
 from __future__ import annotations
 
 import codecs
+import datetime
 import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from quantkit.archs import vocab
+from quantkit.archs import tiktoken, vocab
 from quantkit.errors import DataError, FormatError, QuantkitError, UnsupportedError
 
 # Control tokens that end a reply in one chat format or another, for files whose keys do not name them.
@@ -26,10 +27,8 @@ _ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's printable alphabet: printable Latin-1 stands for itself, the other bytes for U+0100 onward, in order."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    """GPT-2's printable alphabet, back to bytes."""
+    return {character: byte for byte, character in enumerate(tiktoken.byte_alphabet())}
 
 
 class Tokenizer:
@@ -82,14 +81,15 @@ class Tokenizer:
         plain.encode_special_tokens = True
         return {False: plain, True: special}
 
-    def encode(self, text: str, bos: bool | None = None, special: bool = False) -> list[int]:
-        """Token ids of a text.
+    def encode(self, text: str | bytes, bos: bool | None = None, special: bool = False) -> list[int]:
+        """Token ids of a text; bytes are UTF-8. DataError where it is not valid UTF-8, half a surrogate pair included.
 
         `bos` says whether BOS comes first; None leaves it to the model (`adds_bos`), which also decides on EOS at the
         end. `special` finds control tokens written out in the text.
         """
         if bos and self.bos_id is None:
             raise DataError("the model has no BOS token (tokenizer.ggml.bos_token_id); encode with bos=False")
+        text = _valid(text)
         ids = self._engines[special].encode(text, add_special_tokens=False).ids if text else []
         if self.adds_bos if bos is None else bos:
             ids = [self.bos_id, *ids]
@@ -138,34 +138,69 @@ class Tokenizer:
     ) -> str:
         """The prompt that the model's own template makes of messages with "role" and "content".
 
-        Needs jinja2; the template runs in its sandbox. Encode the result with `bos=False, special=True`.
+        The template sees what transformers shows it: `messages`, `tools`, `documents`, the special tokens by name, and
+        `variables`. With `tools`, the variant "tool_use" is taken where there is one. Needs jinja2; the template runs
+        in its sandbox. Encode the result with `bos=False, special=True`.
         """
-        if self.chat_template is None:
+        template = self.chat_template
+        if variables.get("tools"):
+            template = self._metadata.get("tokenizer.chat_template.tool_use", template)
+        if template is None:
             raise UnsupportedError("the model has no chat template (tokenizer.chat_template); pass a plain prompt")
         try:
             from jinja2 import TemplateError
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ImportError:
             raise UnsupportedError("chat templates need jinja2: pip install jinja2") from None
-
-        def refuse(message: str) -> None:
-            raise TemplateError(message)
-
-        named = {
-            f"{name}_token": self._tokens[i]
-            for name, i in (("bos", self.bos_id), ("eos", self.eos_id))
-            if i is not None
-        }
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = refuse
-        environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-        values = named | {"messages": messages, "add_generation_prompt": add_generation_prompt} | variables
+        ids = {name: vocab.special_id(self._metadata, name) for name in vocab.SPECIAL}
+        values = {f"{name}_token": self._tokens[i] for name, i in ids.items() if i is not None}
+        values |= {"tools": None, "documents": None}
+        values |= {"messages": messages, "add_generation_prompt": add_generation_prompt} | variables
         try:
-            return environment.from_string(self.chat_template).render(values)
+            return _environment().from_string(template).render(values)
         except TemplateError as error:
             raise QuantkitError(f"the model's chat template refuses these messages: {error}") from error
+
+
+@functools.cache
+def _environment() -> Any:
+    """The sandbox of chat templates, with the filters and functions that they may count on."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} marks the assistant's words for training; here it is its content."""
+
+        tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **settings: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **settings)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.filters["tojson"] = tojson
+    return environment
+
+
+def _valid(text: str | bytes) -> str:
+    try:
+        if isinstance(text, bytes):
+            return text.decode()
+        text.encode()
+    except UnicodeError as error:
+        raise DataError(f"the text is not valid UTF-8 ({error}); re-encode it, or leave those bytes out") from None
+    return text
 
 
 class Decoder:

@@ -173,6 +173,7 @@ def test_further_ends_of_a_reply_and_sampling(tmp_path: Path) -> None:
     end = {"id": 319, "content": "<|eot_id|>", "special": True, "normalized": False}
     tokenizer["added_tokens"].append(end | dict.fromkeys(("single_word", "lstrip", "rstrip"), False))
     tokenizer["model"]["vocab"] = {t: i for t, i in tokenizer["model"]["vocab"].items() if i < 319}
+    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:-1]
     write_tokenizer(tmp_path, tokenizer, eos_token="<|end|>")
     generation = {"eos_token_id": [1, 319], "do_sample": True, "temperature": 0.6, "top_k": 20}
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
@@ -213,7 +214,8 @@ def test_named_chat_templates_come_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tokenizer", "message"),
     [
-        ({"model": {"type": "Unigram", "vocab": []}}, "Unigram"),
+        ({"model": {"type": "WordPiece", "vocab": {}}}, "WordPiece"),
+        ({"model": {"type": "Unigram", "vocab": []}}, "Metaspace"),
         ({"model": {"type": "BPE", "vocab": {}, "merges": []}}, "neither byte-level nor"),
         ({"version": "1.0"}, "KeyError.*model"),
         ({"model": {"type": "BPE", "vocab": 3, "merges": [], "byte_fallback": True}}, "AttributeError"),
@@ -229,7 +231,7 @@ def test_a_missing_tokenizer_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"tokenizer\.json is missing"):
         keys(tmp_path, 10)
     (tmp_path / "tokenizer.model").write_bytes(b"x")
-    with pytest.raises(UnsupportedError, match="save_pretrained"):
+    with pytest.raises(FormatError, match=r"tokenizer\.model: not a SentencePiece model"):
         keys(tmp_path, 10)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(FormatError, match="not valid JSON"):

@@ -150,9 +150,10 @@ def test_same_ids_as_the_reference(boundless: Metadata, reference: Any, name: st
 
     For tekken and gpt-4o the reference does not count combining marks as letters, though their expressions do.
     """
+    marks = ("tekken", *next(entry.names for entry in pretokenizers.TABLE if "gpt-4o" in entry.names))
     metadata = cut_as(name, boundless)
     theirs, ours = reference(metadata), Tokenizer.from_gguf(metadata)
-    hard = HARD.replace(" हिन्दी", "") if name in ("tekken", "gpt-4o") else HARD
+    hard = HARD.replace(" हिन्दी", "") if name in marks else HARD
     for text in (hard, "1234 12345 100000", "don't DON'T we'LL", "a  b\n \n c", "<|begin|>user"):
         assert ours.encode(text, bos=False) == theirs.encode(text), text
         assert ours.encode(text, bos=False, special=True) == theirs.encode(text, special=True), text

@@ -37,7 +37,7 @@ _GPT4O = (
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_SPACES}"
 )
 _DEEPSEEK3 = (
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r'[!"#$%&' + r"'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
 )
 _CJK = "[一-龥\u3040-ゟ゠-ヿ]+"
@@ -50,6 +50,7 @@ _BAILING = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}"
     rf"| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*|\s*[\r\n]|{_SPACES}"
 )
+_CL100K = _BAILING.replace(r"|\p{N}|", r"|\p{N}{1,3}|")  # likewise as _LLAMA3
 _UPPER_NOT_HAN, _LOWER_NOT_HAN = rf"[{_UPPER}&&[^\p{{Han}}]]", rf"[{_LOWER}&&[^\p{{Han}}]]"
 _KIMI = (
     rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER_NOT_HAN}*{_LOWER_NOT_HAN}+(?i:{_CONTRACTION})?"
@@ -91,7 +92,7 @@ TABLE = (
     PreTokenizer(("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"), (r"\p{N}", _GPT2)),
     PreTokenizer(("command-r",), (r"\p{N}", _GPT2), nfc=True),
     PreTokenizer(_LIKE_LLAMA3, (_LLAMA3,), ignore_merges=True, adds_bos=True),
-    PreTokenizer(("glm4", "chatglm-bpe", "smaug-bpe", "dbrx"), (_LLAMA3,)),
+    PreTokenizer(("glm4", "chatglm-bpe", "smaug-bpe", "dbrx"), (_LLAMA3,), also=((_CL100K,),)),
     PreTokenizer(("qwen2",), (_QWEN2,), nfc=True),
     PreTokenizer(_LIKE_QWEN2, (_QWEN2,), also=((_BAILING,),)),
     PreTokenizer(("qwen35",), (_QWEN35,), nfc=True),
@@ -146,7 +147,8 @@ def _splits(step: Mapping[str, Any]) -> list[str]:
     if kind == "Split" and how in (("Isolated", False), ("Removed", True)):
         pattern = step["pattern"]
         regex = pattern["Regex"] if "Regex" in pattern else re.escape(pattern["String"])
-        return [regex.replace("\r", r"\r").replace("\n", r"\n")]  # DeepSeek's has the characters themselves
+        regex = regex.replace("\r", r"\r").replace("\n", r"\n")  # DeepSeek's has the characters themselves
+        return [re.sub(r"\\(.)", lambda pair: pair[1] if pair[1] in "'\"/" else pair[0], regex)]  # needless escapes
     raise UnsupportedError(f"tokenizer.json: pre_tokenizer step {dict(step)} has no counterpart in GGUF")
 
 

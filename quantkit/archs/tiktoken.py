@@ -17,7 +17,7 @@ from quantkit.archs import pretokenizers
 from quantkit.errors import FormatError, UnsupportedError
 
 _CUTTING = {"TikTokenTokenizer": "kimi-k2", "HYTokenizer": "hunyuan"}
-_RESERVED = {"TikTokenTokenizer": 256}  # control tokens after the ranks, named <|reserved_token_ID|> where not otherwise
+_RESERVED = {"TikTokenTokenizer": 256}  # control tokens after the ranks: <|reserved_token_ID|> if nothing else
 
 
 def find(directory: Path) -> Path | None:

@@ -18,7 +18,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from quantkit.archs import tiktoken, vocab
+from quantkit.archs import hf_tokenizer, tiktoken
 from quantkit.errors import DataError, FormatError, QuantkitError, UnsupportedError
 
 # Control tokens that end a reply in one chat format or another, for files whose keys do not name them.
@@ -36,15 +36,15 @@ class Tokenizer:
 
     def __init__(self, metadata: Mapping[str, Any]):
         self._metadata = metadata
-        self._model = json.dumps(vocab.tokenizer_json(metadata))
+        self._model = json.dumps(hf_tokenizer.tokenizer_json(metadata))
         self._tokens: Sequence[str] = metadata["tokenizer.ggml.tokens"]
-        self._types = vocab.token_types(metadata)
+        self._types = hf_tokenizer.token_types(metadata)
         self._byte_level = metadata["tokenizer.ggml.model"] == "gpt2"
         self._strips_space = not self._byte_level and metadata.get("tokenizer.ggml.add_space_prefix", True)
-        self.bos_id = vocab.special_id(metadata, "bos")
-        self.eos_id = vocab.special_id(metadata, "eos")
-        self.adds_bos = vocab.adds(metadata, "bos") and self.bos_id is not None
-        self.adds_eos = vocab.adds(metadata, "eos") and self.eos_id is not None
+        self.bos_id = hf_tokenizer.special_id(metadata, "bos")
+        self.eos_id = hf_tokenizer.special_id(metadata, "eos")
+        self.adds_bos = hf_tokenizer.adds(metadata, "bos") and self.bos_id is not None
+        self.adds_eos = hf_tokenizer.adds(metadata, "eos") and self.eos_id is not None
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -64,7 +64,7 @@ class Tokenizer:
         """Tokens that end a reply: EOS, EOT and EOM as the file names them, and control tokens known to mean that."""
         keys = ("eos", "eot", "eom")
         named = {self._metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys} | {self.eos_id}
-        known = {i for i, kind in enumerate(self._types) if kind == vocab.CONTROL and self._tokens[i] in _ENDS}
+        known = {i for i, kind in enumerate(self._types) if kind == hf_tokenizer.CONTROL and self._tokens[i] in _ENDS}
         return frozenset(int(i) for i in named | known if i is not None)
 
     # --------------------------------------------------------------------------------------------------------- encode
@@ -104,19 +104,19 @@ class Tokenizer:
         if not 0 <= token < len(self._tokens):
             raise DataError(f"token {token} is not in the vocabulary of {len(self._tokens)}")
         text, kind = self._tokens[token], self._types[token]
-        if kind == vocab.BYTE and vocab.BYTE_TOKEN.fullmatch(text):
+        if kind == hf_tokenizer.BYTE and hf_tokenizer.BYTE_TOKEN.fullmatch(text):
             return bytes([int(text[3:5], 16)])
-        if kind not in (vocab.NORMAL, vocab.BYTE):
+        if kind not in (hf_tokenizer.NORMAL, hf_tokenizer.BYTE):
             return text.encode()
         if not self._byte_level:
-            return text.replace(vocab.SPACE, " ").encode()
+            return text.replace(hf_tokenizer.SPACE, " ").encode()
         table = _byte_of_character()
         if all(character in table for character in text):
             return bytes(table[character] for character in text)
         return text.encode()  # a word added to the vocabulary as it is
 
     def is_control(self, token: int) -> bool:
-        return self._types[token] in (vocab.CONTROL, vocab.UNKNOWN, vocab.UNUSED)
+        return self._types[token] in (hf_tokenizer.CONTROL, hf_tokenizer.UNKNOWN, hf_tokenizer.UNUSED)
 
     def decode(self, ids: Iterable[int], special: bool = True) -> str:
         """The text of token ids; bytes that are not UTF-8 become U+FFFD. `special=False` leaves control tokens out."""
@@ -151,7 +151,7 @@ class Tokenizer:
             from jinja2 import TemplateError
         except ImportError:
             raise UnsupportedError("chat templates need jinja2: pip install jinja2") from None
-        ids = {name: vocab.special_id(self._metadata, name) for name in vocab.SPECIAL}
+        ids = {name: hf_tokenizer.special_id(self._metadata, name) for name in hf_tokenizer.SPECIAL}
         values = {f"{name}_token": self._tokens[i] for name, i in ids.items() if i is not None}
         values |= {"tools": None, "documents": None}
         values |= {"messages": messages, "add_generation_prompt": add_generation_prompt} | variables

@@ -217,7 +217,8 @@ def normalizer_steps(charsmap: bytes, removes_spaces: Any) -> list[dict[str, Any
     if charsmap:
         steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap).decode()})
     if removes_spaces:
-        steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
+        ends = r"\A +| +\z"  # the step Strip would take line ends too, which SentencePiece leaves
+        steps.append({"type": "Replace", "pattern": {"Regex": ends}, "content": ""})
         steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
     return steps
 

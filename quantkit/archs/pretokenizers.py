@@ -15,6 +15,7 @@ from typing import Any
 from quantkit.errors import UnknownNameError, UnsupportedError
 
 _CONTRACTION = r"'s|'t|'re|'ve|'m|'ll|'d"
+_DIGITS = {r"\p{N}": True, r"\p{N}+": False}  # the step Digits, by its individual_digits
 _SPACES = r"\s+(?!\S)|\s+"
 _GPT2 = rf"{_CONTRACTION}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
 _LLAMA3 = (
@@ -126,12 +127,16 @@ def known(name: str) -> bool:
 
 def to_json(entry: PreTokenizer) -> dict[str, Any]:
     """The `pre_tokenizer` of a tokenizer.json."""
-    steps: list[dict[str, Any]] = [
-        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-        for regex in entry.splits
-    ]  # fmt: skip
+    steps = [_step(regex) for regex in entry.splits]
     steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False})
     return {"type": "Sequence", "pretokenizers": steps}
+
+
+def _step(regex: str) -> dict[str, Any]:
+    """One step of a `pre_tokenizer`. Digits is what the published files have, and it knows newer ones than \\p{N}."""
+    if regex in _DIGITS:
+        return {"type": "Digits", "individual_digits": _DIGITS[regex]}
+    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
 
 
 def _splits(step: Mapping[str, Any]) -> list[str]:
@@ -141,8 +146,8 @@ def _splits(step: Mapping[str, Any]) -> list[str]:
         return [regex for inner in step["pretokenizers"] for regex in _splits(inner)]
     if kind == "ByteLevel" and not step.get("add_prefix_space"):
         return [_GPT2] if step.get("use_regex", True) else []
-    if kind == "Digits" and step.get("individual_digits"):
-        return [r"\p{N}"]
+    if kind == "Digits":
+        return [regex for regex, each in _DIGITS.items() if each == bool(step.get("individual_digits"))]
     how = (step.get("behavior"), bool(step.get("invert")))
     if kind == "Split" and how in (("Isolated", False), ("Removed", True)):
         pattern = step["pattern"]

@@ -27,7 +27,7 @@ _KINDS = {1: "unigram", 2: "bpe"}
 class Model:
     """What a tokenizer.model says."""
 
-    kind: str = "unigram"  # or "bpe"
+    kind: str = ""  # "unigram" or "bpe"
     pieces: list[tuple[str, float, int]] = field(default_factory=list)  # text, score, type as in GGUF
     ids: dict[str, int] = field(default_factory=lambda: {"unk": 0, "bos": 1, "eos": 2, "pad": -1})  # -1: there is none
     charsmap: bytes = b""  # compiled table of character replacements; empty: none
@@ -48,8 +48,9 @@ def read(path: Path) -> Model:
                 _normalizer(value, model)
     except (ValueError, IndexError, TypeError, struct.error) as error:
         raise FormatError(f"{path}: not a SentencePiece model ({error})") from None
-    if not model.pieces:
-        raise FormatError(f"{path}: not a SentencePiece model (it has no pieces)")
+    if not model.pieces or not model.kind:
+        missing = "settings of its training" if model.pieces else "pieces"
+        raise FormatError(f"{path}: not a SentencePiece model, or only its beginning (it has no {missing})")
     return model
 
 
@@ -66,10 +67,11 @@ def _piece(data: bytes | int) -> tuple[str, float, int]:
 
 
 def _trainer(data: bytes | int, model: Model, path: Path) -> None:
+    model.kind = "unigram"  # what the format's default is
     for number, value in _fields(data):
         if number == _MODEL_TYPE:
             if value not in _KINDS:
-                raise UnsupportedError(f"{path}: SentencePiece model of type {value}; quantkit reads unigram and BPE")
+                raise UnsupportedError(f"{path}: SentencePiece model of type {value!r}; quantkit reads unigram and BPE")
             model.kind = _KINDS[_number(value)]
         elif number in _IDS:
             model.ids[_IDS[number]] = _signed(_number(value))

@@ -152,7 +152,7 @@ class Tokenizer:
         except ImportError:
             raise UnsupportedError("chat templates need jinja2: pip install jinja2") from None
         ids = {name: hf_tokenizer.special_id(self._metadata, name) for name in hf_tokenizer.SPECIAL}
-        values = {f"{name}_token": self._tokens[i] for name, i in ids.items() if i is not None}
+        values: dict[str, Any] = {f"{name}_token": self._tokens[i] for name, i in ids.items() if i is not None}
         values |= {"tools": None, "documents": None}
         values |= {"messages": messages, "add_generation_prompt": add_generation_prompt} | variables
         try:

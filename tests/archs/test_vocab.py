@@ -130,6 +130,22 @@ def test_line_ends_may_stand_for_themselves() -> None:
     assert pretokenizers.recognise(tokenizer) == "deepseek-v3"
 
 
+def test_digits_one_by_one_are_deepseek_llms_while_no_token_has_two() -> None:
+    tokenizer = hf(pretokenizers.get("deepseek-llm"))
+    tokenizer["pre_tokenizer"]["pretokenizers"][-2] = {"type": "Digits", "individual_digits": True}
+    tokenizer["model"]["vocab"] = {"1": 0, "a1": 1}
+    assert pretokenizers.recognise(tokenizer) == "deepseek-llm"
+    tokenizer["model"]["vocab"]["12"] = 2
+    with pytest.raises(UnsupportedError, match="no name here"):
+        pretokenizers.recognise(tokenizer)
+
+
+def test_families_that_cut_alike_keep_their_names() -> None:
+    tokenizer = hf(pretokenizers.get("gpt-4o"))
+    assert pretokenizers.recognise(tokenizer) == "gpt-4o"
+    assert pretokenizers.recognise(tokenizer | {"added_tokens": [{"content": "]~!b["}]}) == "minimax-m2"
+
+
 def test_unknown_cutting_says_how_to_name_it(tmp_path: Path) -> None:
     tokenizer = byte_level()
     split = {"type": "Split", "pattern": {"Regex": "[a-z]+"}, "behavior": "Isolated", "invert": False}

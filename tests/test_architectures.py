@@ -94,10 +94,7 @@ def log_probabilities(logits: np.ndarray) -> np.ndarray:
 MIXTRAL = {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 3,
 }  # fmt: skip
-EVERY = [
-    *((arch.name, {}) for arch in archs.all()), *OTHERS.items(),
-    ("llama", MIXTRAL), ("llama", OTHERS["llama"] | MIXTRAL | {"head_dim": 32, "num_experts_per_tok": 1}),
-]  # fmt: skip
+EVERY = [*((arch.name, {}) for arch in archs.all()), *OTHERS.items()]
 
 
 @pytest.mark.parametrize(("arch", "change"), EVERY)
@@ -145,7 +142,9 @@ V2 = OTHERS["deepseek2"]
 
 @pytest.mark.parametrize(
     ("arch", "change"),
-    [("qwen3", {"attention_bias": True}), ("qwen3moe", {"norm_topk_prob": False}), ("deepseek2", GROUPS), ("smollm3", {"attention_bias": True, "mlp_bias": True}),
+    [("qwen3", {"attention_bias": True}), ("qwen3moe", {"norm_topk_prob": False}), ("deepseek2", GROUPS),
+     ("smollm3", {"attention_bias": True, "mlp_bias": True}),
+     ("llama", MIXTRAL), ("llama", OTHERS["llama"] | MIXTRAL | {"head_dim": 32, "num_experts_per_tok": 1}),
      ("gpt-oss", {"head_dim": 64, "tie_word_embeddings": True}), ("gpt-oss", {"hidden_size": 128}),
      ("gemma3", {"query_pre_attn_scalar": 50, "sliding_window_pattern": 2, "rope_local_base_freq": 5000.0}),
      ("gemma3", {"tie_word_embeddings": False, "attention_bias": True}),
@@ -158,7 +157,8 @@ def test_what_the_reference_does_not_know(tmp_path: Path, arch: str, change: dic
 
     Of deepseek2 it chooses among all experts whatever the groups, and takes queries without a latent for 26, 27 or 48
     layers only. It wants biases of glm4moe, output.weight of gpt-oss; with heads of 64 its windows are not those of
-    transformers. It knows no scale, pattern or second base of gemma3.
+    transformers. It knows no scale, pattern or second base of gemma3. Of Mixtral its logits are others from the first
+    token on; why is not known.
     """
     torch = pytest.importorskip("torch")
     model = tiny(tmp_path / "hf", arch=arch, **change)

@@ -61,6 +61,10 @@ OTHERS: dict[str, dict[str, Any]] = {
         "head_dim": 16, "moe_num_experts": 12, "moe_k": 5, "moe_num_shared_experts": 0, "moe_layer_start_index": 2,
         "moe_layer_end_index": 4, "moe_intermediate_size": 64, "tie_word_embeddings": False,
     },
+    "smollm3": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 9,
+        "tie_word_embeddings": False,
+    },
     "glm4moe": {
         "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 4,
         "partial_rotary_factor": 0.25, "head_dim": 64, "n_routed_experts": 12, "num_experts_per_tok": 4,
@@ -90,10 +94,7 @@ def log_probabilities(logits: np.ndarray) -> np.ndarray:
 MIXTRAL = {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 3,
 }  # fmt: skip
-EVERY = [
-    *((arch.name, {}) for arch in archs.all()), *OTHERS.items(),
-    ("llama", MIXTRAL), ("llama", OTHERS["llama"] | MIXTRAL | {"head_dim": 32, "num_experts_per_tok": 1}),
-]  # fmt: skip
+EVERY = [*((arch.name, {}) for arch in archs.all()), *OTHERS.items()]
 
 
 @pytest.mark.parametrize(("arch", "change"), EVERY)
@@ -142,6 +143,8 @@ V2 = OTHERS["deepseek2"]
 @pytest.mark.parametrize(
     ("arch", "change"),
     [("qwen3", {"attention_bias": True}), ("qwen3moe", {"norm_topk_prob": False}), ("deepseek2", GROUPS),
+     ("smollm3", {"attention_bias": True, "mlp_bias": True}),
+     ("llama", MIXTRAL), ("llama", OTHERS["llama"] | MIXTRAL | {"head_dim": 32, "num_experts_per_tok": 1}),
      ("gpt-oss", {"head_dim": 64, "tie_word_embeddings": True}), ("gpt-oss", {"hidden_size": 128}),
      ("gemma3", {"query_pre_attn_scalar": 50, "sliding_window_pattern": 2, "rope_local_base_freq": 5000.0}),
      ("gemma3", {"tie_word_embeddings": False, "attention_bias": True}),
@@ -150,11 +153,12 @@ V2 = OTHERS["deepseek2"]
      ("deepseek2", V2 | {"q_lora_rank": None, "num_hidden_layers": 3, "attention_bias": True})],
 )  # fmt: skip
 def test_what_the_reference_does_not_know(tmp_path: Path, arch: str, change: dict[str, Any]) -> None:
-    """Wheel 0.1.5 does not load qwen3 with biases, and always divides the weights of qwen3moe by their sum.
+    """Wheel 0.1.5 does not load qwen3 nor smollm3 with biases, and always divides the weights of qwen3moe by their sum.
 
     Of deepseek2 it chooses among all experts whatever the groups, and takes queries without a latent for 26, 27 or 48
     layers only. It wants biases of glm4moe, output.weight of gpt-oss; with heads of 64 its windows are not those of
-    transformers. It knows no scale, pattern or second base of gemma3.
+    transformers. It knows no scale, pattern or second base of gemma3. Of Mixtral its logits are others from the first
+    token on; why is not known.
     """
     torch = pytest.importorskip("torch")
     model = tiny(tmp_path / "hf", arch=arch, **change)

@@ -304,7 +304,7 @@ def kill_at_random_moments(tmp_path: Path, kills: int) -> list[int]:
 
     Asserts that what was noted is what is resumed, and the bytes; returns the numbers of done tensors met with.
     """
-    model, out = write_model(tmp_path / "big.gguf", count=24, rows=2048), tmp_path / "out.gguf"
+    model, out = write_model(tmp_path / "big.gguf", count=24, rows=1024), tmp_path / "out.gguf"
     command = [sys.executable, "-m", "quantkit", "quantize", str(model), str(out), "IQ4_NL", "1", "--json"]
     subprocess.run(command, check=True, capture_output=True)
     whole = out.read_bytes()

@@ -94,10 +94,6 @@ class Conversion:
     written: list[Path] = field(default_factory=list)  # the files; empty before
 
     @property
-    def path(self) -> Path:
-        return self.source
-
-    @property
     def paths(self) -> list[Path]:
         return self.checkpoint.paths
 

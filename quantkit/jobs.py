@@ -29,7 +29,7 @@ import numpy as np
 
 from quantkit.errors import FormatError
 from quantkit.files import gguf, journal, provenance
-from quantkit.files.atomic import JOURNAL, KEPT, refuse_live
+from quantkit.files.atomic import JOURNAL, KEPT, refuse_live, remove_stale
 from quantkit.files.mapping import map_file, release
 from quantkit.files.pipeline import spread
 from quantkit.files.provenance import Record, Rows
@@ -279,6 +279,8 @@ class Job:
         """Remove what is of no use when the output is there."""
         self.journal_path.unlink(missing_ok=True)
         _discard(_aside(self.journal_path))
+        for layout in self.layouts:
+            remove_stale(layout.path)
 
 
 def journal_of(out: Path) -> Path:

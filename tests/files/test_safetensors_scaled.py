@@ -63,6 +63,18 @@ def test_fp8_is_code_times_scale(tmp_path: Path, rng: np.random.Generator, shape
         tensor.rows(0, len(expected) + 1)
 
 
+def test_fp8_of_compressed_tensors(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Scales have another name there, and the size of blocks another place."""
+    codes = rng.integers(0, 127, (5, 40), np.uint8)
+    scales = rng.uniform(0.5, 2, (3, 2)).astype("<f4")
+    stored = written(tmp_path / "c", a__weight=("F8_E4M3", codes), a__weight_scale=("F32", scales))
+    weights = {"type": "float", "num_bits": 8, "strategy": "block", "block_structure": [2, 32]}
+    settings = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+    tensor = unscaled(stored, {"quantization_config": settings}).tensors["a.weight"]
+    grid = scales.repeat(2, 0).repeat(32, 1)[:5, :40]
+    np.testing.assert_array_equal(tensor.dequantize(), fp8_values(codes) * grid)
+
+
 def test_mxfp4_as_gpt_oss_ships_it(tmp_path: Path, rng: np.random.Generator) -> None:
     """The values that transformers decodes, which it turns round: experts, columns, rows."""
     torch = pytest.importorskip("torch")

@@ -34,7 +34,7 @@ from quantkit.errors import DataError, FormatError, UnknownNameError, Unsupporte
 from quantkit.files.gguf import Metadata, TensorSpec, Writer
 from quantkit.files.pipeline import Job, pump, row_ranges
 from quantkit.files.safetensors import Checkpoint, CheckpointTensor, open_checkpoint
-from quantkit.files.safetensors_scaled import FP8, ScaledTensor, unscaled
+from quantkit.files.safetensors_scaled import FP8, MXFP4Tensor, ScaledTensor, unscaled
 from quantkit.types import QuantType, check_finite
 
 OUTTYPES = ("auto", "bf16", "f16", "f32", "q8_0")
@@ -179,7 +179,7 @@ def prepare(source: str | os.PathLike[str], outtype: str = "auto", pre: str | No
         tokenizer = vocab.read(directory, config, pre)
     _check_tensors(checkpoint, pieces, config)
     specs = [TensorSpec(name, x.shape, types.get("f32")) for name, x in generated.items()]
-    specs += [TensorSpec(piece.name, piece.shape, _type_of(piece, chosen)) for piece in pieces]
+    specs += [TensorSpec(piece.name, piece.shape, _type_of(piece, checkpoint, chosen)) for piece in pieces]
     of_name = {piece.name: piece for piece in pieces}
     made = Conversion(directory, arch, checkpoint, chosen, Metadata(), specs, of_name, generated, left_out)
     stated = {key: entry for key, entry in keys.items() if key.startswith("tokenizer.")}  # stronger than the files
@@ -208,7 +208,10 @@ def _automatic(checkpoint: Checkpoint, otherwise: str) -> str:
     return next((name for name in matrices if name in ("bf16", "f16")), None) or otherwise
 
 
-def _type_of(piece: Piece, outtype: QuantType) -> QuantType:
+def _type_of(piece: Piece, checkpoint: Checkpoint, outtype: QuantType) -> QuantType:
+    """What is stored in MXFP4 stays so: another type would be larger or worse."""
+    if piece.transform.keeps_bits and all(checkpoint.tensors[name].dtype == "MXFP4" for name in piece.sources):
+        return types.get("mxfp4")
     if piece.f32 or len(piece.shape) <= 1 or not piece.name.endswith(".weight"):
         return types.get("f32")
     return types.get("f16") if piece.shape[-1] % outtype.block_size else outtype
@@ -253,6 +256,8 @@ def _reader(tensor: Stored, raw: bool) -> ReadRows:
 
 
 def _stored_rows(tensor: Stored, start: int, stop: int) -> np.ndarray:
+    if isinstance(tensor, MXFP4Tensor):
+        return tensor.packed(start, stop)
     assert isinstance(tensor, CheckpointTensor)
     return tensor.raw().reshape(tensor.n_rows, -1)[start:stop]
 

@@ -93,10 +93,9 @@ def open_parts(paths: Sequence[Path]) -> Old:
 
 
 def _records(found: journal.Found) -> dict[str, Record]:
+    """The records that a journal's entries are. What one lacks makes it like no other."""
     names = Record.__dataclass_fields__
-    with suppress(TypeError):
-        return {name: Record(**{k: entry.get(k) for k in names}) for name, entry in found.entries.items()}  # type: ignore[arg-type]
-    return {}
+    return {name: Record(**{key: str(entry.get(key)) for key in names}) for name, entry in found.entries.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------- a job
@@ -160,6 +159,8 @@ class Job:
             self._others = self._differences(found)
             _put_aside(self.journal_path, found)
             found = None
+        if not found and (back := _bring_back(self.journal_path, self.number)):
+            found, self._others = back, ""
         self._found = found
         self._there = list(self._parts()) if found else []
 
@@ -290,7 +291,7 @@ def unfinished(out: Path) -> tuple[int, int] | None:
     return (len(found.entries), int(found.header.get("tensors", 0))) if found else None
 
 
-# --------------------------------------------------------------------------------------------------------- put aside
+# ------------------------------------------------------------------------------------------------------------ put aside
 
 
 def _aside(path: Path) -> Path:
@@ -317,6 +318,19 @@ def _put_aside(journal_path: Path, found: journal.Found) -> None:
         if path.exists():
             os.replace(path, _aside(path))
     os.replace(journal_path, aside)
+
+
+def _bring_back(journal_path: Path, job: str) -> journal.Found | None:
+    """Take a job that was put aside up again, if it is this one."""
+    aside = _aside(journal_path)
+    found = journal.read(aside)
+    if not found or found.header.get("job") != job:
+        return None
+    for path in _files(journal_path, found):
+        if _aside(path).exists():
+            os.replace(_aside(path), path)
+    os.replace(aside, journal_path)
+    return found
 
 
 def _open_aside(journal_path: Path) -> Old | None:

@@ -22,7 +22,7 @@ import numpy as np
 from quantkit import __version__, jobs
 from quantkit.errors import DataError, QuantkitError
 from quantkit.files import provenance
-from quantkit.files.atomic import refuse_inputs
+from quantkit.files.atomic import refuse_directory, refuse_inputs
 from quantkit.files.gguf import Metadata, TensorSpec, Writer
 from quantkit.files.gguf_writer import layouts
 from quantkit.files.imatrix import Imatrix
@@ -135,6 +135,7 @@ def quantize(
     effort_level(effort)
     plan.require_codecs()
     out = Path(out)
+    refuse_directory(out)
     metadata = output_metadata(source.metadata, plan, imatrix, imatrix_file, overrides, effort, hide_imatrix)
     job = jobs.Job(out, source.paths, _wanted(plan, imatrix, effort))
     if carries := plan.file_type.number is not None:

@@ -68,7 +68,9 @@ def test_every_architectures_example(tmp_path: Path, arch: str) -> None:
     tokens = np.random.default_rng(3).integers(2, 320, 100).tolist()
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits
-        assert torch.equal(again(torch.tensor([tokens])).logits, expected)
+        back = again(torch.tensor([tokens])).logits
+        # gemma3's files have norm weights plus 1, which float32 rounds
+        assert torch.equal(back, expected) if arch != "gemma3" else torch.allclose(back, expected, atol=1e-4)
     ours = log_probabilities(quantkit.load(tmp_path / "m.gguf").logits(tokens))
     assert np.abs(ours - log_probabilities(expected[0].numpy())).max() < 1e-3
 
@@ -373,7 +375,11 @@ def test_commands(checkpoint: Path, tmp_path: Path) -> None:
 @pytest.fixture
 def fp8(tmp_path: Path, rng: np.random.Generator) -> Path:
     """Experts and attention in FP8, blocks of 32 x 64."""
-    tiny(tmp_path / "bf16", "bfloat16", "qwen3moe", hidden_size=128, moe_intermediate_size=96)
+    return fp8_of("qwen3moe", tmp_path, rng, hidden_size=128, moe_intermediate_size=96)
+
+
+def fp8_of(arch: str, tmp_path: Path, rng: np.random.Generator, **config: Any) -> Path:
+    tiny(tmp_path / "bf16", "bfloat16", arch, **config)
     return as_fp8(tmp_path / "bf16", tmp_path / "fp8", rng, (32, 64))
 
 
@@ -419,6 +425,17 @@ def test_other_checkpoints_are_read_as_they_are(tmp_path: Path, dtype: str) -> N
     x = stored["model.layers.1.mlp.down_proj.weight"].dequantize()
     np.testing.assert_array_equal(made["blk.1.ffn_down.weight"].data, types.get("q8_0").quantize(x))
     np.testing.assert_array_equal(made["output.weight"].dequantize(), stored["lm_head.weight"].dequantize())
+
+
+def test_latent_attention_straight_from_fp8(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Tensors that are made of parts of others, turned round."""
+    source = fp8_of("deepseek2", tmp_path, rng)
+    convert(source, tmp_path / "bf16.gguf")
+    for path, out in ((source, "straight.gguf"), (tmp_path / "bf16.gguf", "detour.gguf")):
+        assert main(["quantize", str(path), str(tmp_path / out), "IQ4_NL", "2"]) == 0
+    straight, detour = ((tmp_path / name).read_bytes() for name in ("straight.gguf", "detour.gguf"))
+    assert straight == detour
+    assert main(["verify", str(tmp_path / "straight.gguf"), "--source", str(source)]) == 0
 
 
 def test_what_quantize_needs_of_a_checkpoint(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:

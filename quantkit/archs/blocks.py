@@ -19,6 +19,7 @@ class Yarn:
     attn_factor: float = 1.0  # beyond the usual 1 + 0.1 ln(1 / scale), which multiplies cos and sin
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    truncate: bool = True  # the ramp begins and ends at whole pairs
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,10 @@ class Attention:
     window: int | None = None  # a token sees itself and window - 1 before it
     q_norm: Norm | None = None  # of each head, before rope; weight float32[head_dim_k]
     k_norm: Norm | None = None
+    sinks: str | None = None  # tensor float32[heads]: a score of each head that softmax counts, with a value of 0
+    norms_together: bool = False  # they norm all heads at once, their weights are float32[heads * head_dim_k]
+    norms_after_rope: bool = False
+    post_norm: Norm | None = None  # of what `out` makes, before it is added to x
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,9 @@ class FeedForward:
     gate: Linear
     up: Linear
     down: Linear
-    activation: str = "swiglu"  # act is x * sigmoid(x)
+    activation: str = "swiglu"  # act is x * sigmoid(x); "geglu": GELU in its tanh form
+    # "swiglu_oai": (1 + up) * gate * sigmoid(1.702 gate), gate clamped to at most 7, up to -7 … 7
+    post_norm: Norm | None = None  # of what `down` makes, before it is added to x
     ff: int | None = None  # rows of gate and up; None: the model's n_ff
 
 
@@ -171,6 +178,7 @@ class Head:
     embedding: str
     norm: Norm
     output: Linear
+    embedding_scale: float = 1.0  # of the rows of the embedding, where they enter
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@
     first_k_dense_replace             leading_dense_block_count
     routed_scaling_factor             expert_weights_scale
     norm_topk_prob                    expert_weights_norm
-    scoring_func                      expert_gating_func: 1 softmax, 2 sigmoid
+    scoring_func                      expert_gating_func: 1 softmax, 2 sigmoid; 3 softmax of those chosen
     n_group, topk_group               expert_group_count, expert_group_used_count
 
 ik_llama.cpp knows no keys of groups and chooses among all experts; its converter writes none.
@@ -25,7 +25,9 @@ from quantkit.archs.blocks import Experts, FeedForward, HParams
 from quantkit.archs.tensors import Rule
 from quantkit.errors import FormatError, UnsupportedError
 
+_OURS = ("gate", "up", "down")
 _GATING = {1: "softmax", 2: "sigmoid"}
+_OF_CHOSEN = 3  # softmax of the logits of those chosen: that of all, divided by its sum over them
 GATING_NUMBERS = {name: number for number, name in _GATING.items()}
 
 
@@ -45,28 +47,42 @@ def _has_choice_bias(hp: HParams, layer: int) -> bool:
     return layer >= hp.n_leading_dense and hp.has_choice_bias
 
 
-def _dense(name: str) -> Rule:
-    return Rule(f"blk.N.ffn_{name}", f"model.layers.N.mlp.{name}_proj", layers=_is_dense)
+GATED = ("gate_proj", "up_proj", "down_proj")  # usual names of the three matrices
+MIXTRAL = ("w1", "w3", "w2")
 
 
-def _routed(name: str) -> Rule:
-    return Rule(f"blk.N.ffn_{name}_exps", f"model.layers.N.mlp.experts.E.{name}_proj", layers=_has_experts)
+def dense_rules(*, bias: bool = False) -> tuple[Rule, ...]:
+    """Of the layers before the first one with experts."""
+    return tuple(
+        Rule(f"blk.N.ffn_{ours}", f"model.layers.N.mlp.{theirs}", bias=bias, layers=_is_dense)
+        for ours, theirs in zip(_OURS, GATED)
+    )
 
 
-def _shared(name: str) -> Rule:
-    return Rule(f"blk.N.ffn_{name}_shexp", f"model.layers.N.mlp.shared_experts.{name}_proj", layers=_has_shared)
+def routed_rules(block: str = "mlp", names: tuple[str, ...] = GATED, router: str = "gate") -> tuple[Rule, ...]:
+    """Of routed experts, under what stands for `mlp` in a checkpoint."""
+    there = f"model.layers.N.{block}"
+    matrices = (
+        Rule(f"blk.N.ffn_{ours}_exps", f"{there}.experts.E.{theirs}", layers=_has_experts)
+        for ours, theirs in zip(_OURS, names)
+    )
+    return (Rule("blk.N.ffn_gate_inp", f"{there}.{router}", f32=True, layers=_has_experts), *matrices)
 
 
-RULES = (
-    *(_dense(name) for name in ("gate", "up", "down")),
-    Rule(
-        "blk.N.exp_probs_b.bias", "model.layers.N.mlp.gate.e_score_correction_bias", layers=_has_choice_bias,
-        whole=True, f32=True,
-    ),
-    Rule("blk.N.ffn_gate_inp", "model.layers.N.mlp.gate", f32=True, layers=_has_experts),
-    *(_routed(name) for name in ("gate", "up", "down")),
-    *(_shared(name) for name in ("gate", "up", "down")),
-)  # fmt: skip
+def choice_rule(name: str = "mlp.gate.e_score_correction_bias", transform: Any = None) -> Rule:
+    """Of the bias that only chooses."""
+    there = f"model.layers.N.{name}"
+    return Rule("blk.N.exp_probs_b.bias", there, transform, layers=_has_choice_bias, whole=True, f32=True)
+
+
+def shared_rules(block: str = "mlp.shared_experts") -> tuple[Rule, ...]:
+    return tuple(
+        Rule(f"blk.N.ffn_{ours}_shexp", f"model.layers.N.{block}.{theirs}", layers=_has_shared)
+        for ours, theirs in zip(_OURS, GATED)
+    )
+
+
+RULES = (*dense_rules(), choice_rule(), *routed_rules(), *shared_rules())
 
 
 def entries(name: str, config: Config) -> Entries:
@@ -96,10 +112,13 @@ def entries(name: str, config: Config) -> Entries:
     return {f"{name}.{key}": entry for key, entry in found.items()}
 
 
-def numbers(keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
+def numbers(
+    keys: Keys, tensors: Collection[str], *, ff: int | None = None, biased: bool | None = None
+) -> dict[str, Any]:
     """The fields of HParams that tell of experts. FormatError where they cannot be.
 
-    Without `tensors` a bias is expected where experts are chosen by sigmoid.
+    `ff` is the width of an expert where no key says it. Without `tensors`, `biased` says whether a bias chooses; None:
+    where sigmoid does.
     """
     count, used = keys.number("expert_count"), keys.number("expert_used_count")
     if not 1 <= used <= count:
@@ -112,10 +131,13 @@ def numbers(keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
             "and those used must have experts enough"
         )
     number = keys.number("expert_gating_func", 0) or 1
+    of_chosen = number == _OF_CHOSEN
+    number = 1 if of_chosen else number
     if number not in _GATING:
         raise UnsupportedError(f"{keys.arch}.expert_gating_func = {number}; known: 1 (softmax), 2 (sigmoid)")
-    ff = keys.number("expert_feed_forward_length")
-    biased = any(".exp_probs_b." in name for name in tensors) if tensors else _GATING[number] == "sigmoid"
+    ff = keys.number("expert_feed_forward_length", ff)
+    if tensors or biased is None:
+        biased = any(".exp_probs_b." in name for name in tensors) if tensors else _GATING[number] == "sigmoid"
     return {
         "n_expert": count,
         "n_expert_used": used,
@@ -125,7 +147,7 @@ def numbers(keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
         "n_leading_dense": keys.number("leading_dense_block_count", 0),
         "n_expert_groups": groups,
         "n_expert_groups_used": groups_used,
-        "normalises": bool(keys.get("expert_weights_norm", True)),
+        "normalises": of_chosen or bool(keys.get("expert_weights_norm", True)),
         "expert_scale": float(keys.get("expert_weights_scale", 0.0)) or 1.0,
         "gating": _GATING[number],
         "has_choice_bias": biased,

@@ -1,7 +1,8 @@
-"""Llama 1 to 3.x, SmolLM2, Mistral 7B: RMS norm, grouped-query attention with rope in "norm" order, SwiGLU.
+"""Llama 1 to 3.x, SmolLM2, Mistral 7B, Mixtral: RMS norm, grouped-query attention with rope in "norm" order, SwiGLU.
 
 Rows of q and k (weights and biases) are stored in the order of "norm" rope: within each head, GGUF row 2j + s is
-checkpoint row s * D/2 + j. Llama 3.1's rope scaling is the tensor rope_freqs.weight (archs/rope.py).
+checkpoint row s * D/2 + j. Llama 3.1's rope scaling is the tensor rope_freqs.weight (archs/rope.py). With experts
+(Mixtral), each is as wide as a dense feed-forward would be.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, SWIGLU_RULES, Config, Entries, Keys, need, refuse
-from quantkit.archs.blocks import HParams
+from quantkit.archs import experts
+from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Entries, Keys, need, refuse
+from quantkit.archs.blocks import HParams, Part
 from quantkit.archs.decoder import Decoder, all_or_none
 from quantkit.archs.tensors import Rule, Transform, interleave_halves
-from quantkit.errors import UnsupportedError
 
 _CODE_VOCAB = 49152  # SmolLM's and Granite's: their tokenizers never add BOS, whatever their config says
 
@@ -24,9 +25,10 @@ def _rope_order(hparams: HParams) -> Transform:
 
 class Llama(Decoder):
     name = "llama"
-    hf = ("LlamaForCausalLM", "MistralForCausalLM")
+    hf = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
     model_type = "llama"
     rope_style = "norm"
+    own_sizes = {"eff": lambda s: s["ff"]}  # noqa: RUF012  data
     rules = (
         *EMBEDDING_RULES,
         Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
@@ -34,7 +36,9 @@ class Llama(Decoder):
         Rule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", _rope_order, bias=True),
         Rule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
         Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
-        *SWIGLU_RULES,
+        Rule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
+        *experts.dense_rules(bias=True),
+        *experts.routed_rules("block_sparse_moe", experts.MIXTRAL),
         *OUTPUT_RULES,
     )
     EXAMPLE = {  # noqa: RUF012  data
@@ -60,8 +64,11 @@ class Llama(Decoder):
             entries["llama.attention.key_length"] = (config["head_dim"], "u32")
             entries["llama.attention.value_length"] = (config["head_dim"], "u32")
         entries["llama.rope.dimension_count"] = (self.head_dim(config), "u32")
-        if config.get("sliding_window") and config.get("model_type") == "mistral":
+        if config.get("sliding_window") and config.get("model_type") in ("mistral", "mixtral"):
             entries["llama.attention.sliding_window"] = (config["sliding_window"], "u32")
+        if config.get("num_local_experts"):
+            entries["llama.expert_count"] = (config["num_local_experts"], "u32")
+            entries["llama.expert_used_count"] = (need(config, "num_experts_per_tok"), "u32")
         if need(config, "vocab_size") == _CODE_VOCAB:
             entries["tokenizer.ggml.add_bos_token"] = (False, "bool")
         return entries
@@ -69,14 +76,22 @@ class Llama(Decoder):
     def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
         found = super().config(metadata, tensors)
         hp, keys = self.hparams(metadata, tensors.keys()), Keys(self.name, metadata)
-        found["mlp_bias"] = all_or_none(hp, ("ffn_gate", "ffn_up", "ffn_down"), self.hf[0])
+        if not hp.n_expert:
+            found["mlp_bias"] = all_or_none(hp, ("ffn_gate", "ffn_up", "ffn_down"), self.hf[0])
         if keys.get("attention.key_length") is not None or hp.head_dim_k * hp.n_head != hp.n_embd:
             found["head_dim"] = hp.head_dim_k
         if hp.window is not None:
             found |= {"architectures": [self.hf[1]], "model_type": "mistral", "sliding_window": hp.window}
+        if hp.n_expert:
+            found |= {"architectures": [self.hf[2]], "model_type": "mixtral", "num_local_experts": hp.n_expert}
+            found["num_experts_per_tok"] = hp.n_expert_used
         return found
 
     def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
-        if keys.get("expert_count"):
-            raise UnsupportedError(f"llama with {keys.get('expert_count')} experts (Mixtral) is not handled yet")
-        return super().numbers(keys, tensors)
+        found = super().numbers(keys, tensors)
+        if not keys.get("expert_count"):
+            return found | {"n_leading_dense": found["n_layer"]}
+        return found | experts.numbers(keys, tensors, ff=found["n_ff"])
+
+    def feed_forward(self, hp: HParams, i: int) -> Part:
+        return experts.feed_forward(hp, i)

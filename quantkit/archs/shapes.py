@@ -27,8 +27,9 @@ attn_q              q embd
 attn_k              k embd
 attn_v              v embd
 attn_output         embd o
-attn_q_norm         key
-attn_k_norm         key
+attn_q_norm         q_norm
+attn_k_norm         k_norm
+attn_sinks          heads
 post_attention_norm embd
 
 attn_q_a            q_lora embd
@@ -51,6 +52,7 @@ ssm_beta            rank embd
 ssm_ba              2*rank embd
 ssm_out             embd inner
 
+post_ffw_norm       embd
 ffn_norm            embd
 ffn_gate            ff embd
 ffn_up              ff embd
@@ -135,6 +137,8 @@ _NUMBERS: dict[str, Callable[[Sizes], int]] = {
     "kv_heads": lambda s: s.key("attention.head_count_kv") or s["heads"],
     "key": lambda s: s.key("attention.key_length") or s["embd"] // s["heads"],
     "value": lambda s: s.key("attention.value_length") or s["embd"] // s["heads"],
+    "q_norm": lambda s: s["key"],
+    "k_norm": lambda s: s["key"],
     "q": lambda s: s["heads"] * s["key"],
     "k": lambda s: s["kv_heads"] * s["key"],
     "v": lambda s: s["kv_heads"] * s["value"],

@@ -6,6 +6,7 @@ it reads and the `Transform` that makes any range of its rows from rows of their
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -200,8 +201,10 @@ def _renamed(rule: Rule, name: str, target: str, shape: Shape, hparams: Any, to_
     if not to_gguf:
         transform = transform.inverse()
     made = transform.shape(shape)
-    if made and made[0] % transform.step:
-        raise FormatError(f"tensor {name}: {shape[0]} rows are not a multiple of the {transform.step} of a head")
+    if made and math.prod(made[:-1] or made) % transform.step:
+        raise FormatError(
+            f"tensor {name}: {math.prod(shape[:-1] or shape)} rows are not a multiple of the {transform.step} of a head"
+        )
     return Piece(target, made, (name,), transform, rule.f32 or len(shape) <= 1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,6 +43,12 @@ def split_limit(size: str | None, tensors: int | None, keep: bool) -> int | None
     if keep and (size is not None or tensors is not None):
         raise typer.BadParameter("--keep-split and --split-max-size or --split-max-tensors contradict each other")
     return None if size is None else parse_size(size)
+
+
+def print_left_out(left_out: Mapping[str, Sequence[str]]) -> None:
+    """Tensors of a checkpoint that a GGUF does not get, by what they are."""
+    for what, names in left_out.items():
+        print(f"left out: {what}: {len(names)} tensors, {names[0]}{' …' if names[1:] else ''}")
 
 
 def comma_separated(texts: list[str] | None) -> list[str]:

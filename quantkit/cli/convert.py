@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli._shared import Json, Threads, gib, parse_size, print_json, table
+from quantkit.cli._shared import Json, Threads, gib, parse_size, print_json, print_left_out, table
 
 if TYPE_CHECKING:
     from quantkit.convert import Conversion
@@ -58,8 +58,7 @@ def convert(
         f"{gib(done.nbytes)}, {8 * done.nbytes / done.n_params:.3f} bits per weight, "
         f"tokenizer {record['tokenizer']}"
     )
-    for what, names in done.left_out.items():
-        print(f"left out: {what}: {len(names)} tensors, {names[0]}{' …' if names[1:] else ''}")
+    print_left_out(done.left_out)
     if done.fallbacks:
         listed = ", ".join(done.fallbacks[:3]) + (", …" if done.fallbacks[3:] else "")
         print(

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 FEW_TOKENS = 32  # the mean of so many squares of normal numbers is off by a quarter; as quantkit's lint has it
 
+_UNCOUNTED = ("note: a legacy importance matrix does not say what each expert saw, so neither does one that it is "
+              "part of; entries are weighed by their calls")  # fmt: skip
+
 Output = Annotated[
     Path, typer.Option("--output", "-o", help="The importance matrix: llama.cpp's GGUF form for .gguf, else legacy.")
 ]
@@ -57,6 +60,12 @@ def imatrix(
         str | None,
         typer.Option("--shares", metavar="N,N,…", help="How much each text weighs; default: by its length."),
     ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="Write texts through the model's chat template: .jsonl of messages, or paragraphs."
+        ),
+    ] = False,
     output: Output = Path("imatrix.dat"),
     ctx_size: Context = 512,
     chunks: ChunkLimit = None,
@@ -79,10 +88,12 @@ def imatrix(
 ) -> None:
     """Collect an importance matrix: what enters each column of each weight, in the mean square, over a text.
 
-    Of models with experts every expert has its own. --chunks, --from-chunk and the chunks saved after are counted in
-    each text. A run that was interrupted goes on where it was last saved, in OUTPUT.resume, when the same command is
-    given again, and ends with the same bytes. `quantkit imatrix show FILE` tells what a matrix holds and which experts
-    saw too little; `imatrix merge` makes one of several, `imatrix convert` gives it the other form.
+    Of models with experts every expert has its own. With --chat texts are conversations: of a .jsonl file one a line,
+    with "messages" of "role" and "content"; of other texts paragraphs in turn, user and assistant. --chunks,
+    --from-chunk and the chunks saved after are counted in each text. A run that was interrupted goes on where it was
+    last saved, in OUTPUT.resume, when the same command is given again, and ends with the same bytes. `quantkit imatrix
+    show FILE` tells what a matrix holds and which experts saw too little; `imatrix merge` makes one of several,
+    `imatrix convert` gives it the other form.
     """
     from quantkit.evaluate import imatrix as collecting
     from quantkit.evaluate.text import chunked
@@ -95,12 +106,14 @@ def imatrix(
     files.check_policy(missing_experts)
     weights = _numbers("--shares", shares, len(texts))
     before = [files.read(path) for path in in_file or []]
+    if any(matrix.chunk_size == 0 for matrix in before):
+        print(_UNCOUNTED, file=sys.stderr)
     loaded = launch.open(model, numerics=numerics, threads=threads)
-    cuts = [chunked(loaded.tokenizer, text, ctx_size, chunks, from_chunk) for text in texts]
+    cuts = [chunked(loaded.tokenizer, text, ctx_size, chunks, from_chunk, chat) for text in texts]
     said = conditions(loaded, ctx_size, sum(map(len, cuts)), ", ".join(map(str, texts)))
     settings = {k: v for k, v in said.items() if k not in _NOT_THE_RESULT} | {
         "shares": weights, "chunk": from_chunk, "output": process_output, "ppl": not no_ppl, "batch": batch_size,
-        "each": [len(cut) for cut in cuts],
+        "chat": chat, "each": [len(cut) for cut in cuts],
     }  # fmt: skip
     run = collecting.fingerprint([*gguf.open(model).paths, *texts, *(in_file or [])], settings)
     keeper = _Keeper(output, run, cuts, weights, before, missing_experts, output_frequency, restart)
@@ -317,7 +330,10 @@ def merge(
     """
     from quantkit.files import imatrix as formats
 
-    merged = formats.merge([formats.read(path) for path in files], _numbers("--weights", weights, len(files)))
+    read = [formats.read(path) for path in files]
+    if formats.uncounted(read):
+        print(_UNCOUNTED, file=sys.stderr)
+    merged = formats.merge(read, _numbers("--weights", weights, len(files)))
     merged = formats.fill_missing(merged, missing_experts)
     formats.write(output, merged)
     print(f"{output}: {len(merged)} entries, {merged.chunks} chunks, of {len(files)} files")

@@ -54,6 +54,7 @@ from quantkit.cli._shared import (
     Threads,
     gib,
     print_json,
+    print_left_out,
     read_json,
     split_limit,
 )
@@ -195,6 +196,7 @@ def quantize(
     if strict:
         require_clean(made, budget)
     if not json:
+        print_left_out(getattr(model.file, "left_out", {}))
         print_plan(made, verbose, budget)
     if dry_run or model.file is None:
         if json:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.cli._planning import Set, Strict, open_source, read_settings
+from quantkit.cli._planning import Asked, ImatrixFile, Set, Strict, open_source, read_settings
 from quantkit.cli._shared import Json, print_json, table
 
 if TYPE_CHECKING:
     from quantkit.cli._planning import Model
+    from quantkit.files.imatrix import Imatrix
     from quantkit.recipe import Plan, Recipe
 
 Source = Annotated[
@@ -75,22 +77,51 @@ def lint(
             metavar="MODEL", help="A GGUF file, a checkpoint's directory or config.json.", show_default=False
         ),
     ],
+    imatrix: ImatrixFile = None,
     settings: Set = None,
     strict: Strict = False,
     json: Json = False,
 ) -> None:
     """Say what in a recipe cannot be meant for a model, and what to write instead.
 
-    Nothing is said about a recipe without mistakes. `quantkit plan` does the same beside sizes and types.
+    Nothing is said about a recipe without mistakes. `quantkit plan` does the same beside sizes and types. With
+    --imatrix also tensors that it lacks and experts that saw too few tokens are named; without, one is taken to be
+    there that lacks nothing.
     """
-    made = _plan(_read(source, settings), open_source(model))
-    if strict:
-        made.require_clean()
+    from quantkit.recipe import RecipeError
+
+    found, about = _read(source, settings), open_source(model)
+    made = _plan(found, about, Asked(imatrix=imatrix).read_imatrix() if imatrix else _complete(about))
+    warnings = list(made.warnings)
+    needing = [t for t in made.tensors if t.type.requires_imatrix and not t.copied]
+    if needing and imatrix is None:
+        kinds = ", ".join(dict.fromkeys(t.type.name for t in needing))
+        warnings.append(
+            f"{len(needing)} tensors, as {needing[0].name}, become {kinds}, which needs an importance matrix; pass "
+            "--imatrix FILE to see whether yours serves"
+        )
+    if strict and warnings:
+        raise RecipeError("; ".join(warnings))
     if json:
-        print_json({"warnings": list(made.warnings), "rules": [use.to_json() for use in made.rules]})
+        print_json({"warnings": warnings, "rules": [use.to_json() for use in made.rules]})
         return
-    for warning in made.warnings:
+    for warning in warnings:
         print(f"warning: {warning}")
+
+
+def _complete(model: Model) -> Imatrix:
+    """An importance matrix that has an entry for every matrix of a model; it takes no memory."""
+    import numpy as np
+
+    from quantkit.files.imatrix import Entry, Imatrix
+
+    entries = {}
+    for t in model.tensors:
+        if len(t.shape) > 1:
+            matrices = math.prod(t.shape[:-2])
+            ones = np.broadcast_to(np.float32(1), (matrices, t.shape[-1]))
+            entries[t.name] = Entry(ones, np.full(matrices, 1 << 20), 1)
+    return Imatrix(entries, 1, "", 1 << 20)
 
 
 def _read(source: str, settings: list[str] | None) -> Recipe:
@@ -103,12 +134,12 @@ def _read(source: str, settings: list[str] | None) -> Recipe:
     return find(source, values)
 
 
-def _plan(found: Recipe, model: Model) -> Plan:
+def _plan(found: Recipe, model: Model, imatrix: Imatrix | None = None) -> Plan:
     """The recipe over a model; what it does not name is Q8_0."""
     from quantkit.recipe import Options, plan
 
     options = Options(allow_requantize=True, ignore_imatrix_rules=True)
-    return plan(model.tensors, "Q8_0", found, metadata=model.metadata, options=options)
+    return plan(model.tensors, "Q8_0", found, metadata=model.metadata, imatrix=imatrix, options=options)
 
 
 def _document(found: Recipe) -> dict[str, object]:

@@ -3,11 +3,16 @@
 The whole text is tokenized once, with the tokenizer's own BOS and without parsing special tokens; one newline at its
 end is dropped, and so is the remainder that does not fill a chunk. In front of every chunk stands BOS *instead of* the
 chunk's first token, if the model adds BOS; what is scored are still the text's own tokens.
+
+Conversations (`chat`) are written out by the model's chat template, one behind the other, and tokenized with its
+control tokens; then they are cut like any text.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,13 +79,23 @@ def chunked(
     n_ctx: int = DEFAULT_CONTEXT,
     limit: int | None = None,
     skip: int = 0,
+    chat: bool = False,
 ) -> Chunks:
-    """Tokenize a file and cut it into chunks of `n_ctx` tokens, after the first `skip` chunks and at most `limit`."""
+    """Tokenize a file and cut it into chunks of `n_ctx` tokens, after the first `skip` chunks and at most `limit`.
+
+    With `chat` the file holds conversations (`conversations`), which the model's chat template writes out.
+    """
     if n_ctx < 4:
         raise DataError(f"chunks of {n_ctx} tokens are too short to score anything; take at least 4 (-c)")
     if limit is not None and limit < 1:
         raise DataError(f"{limit} chunks were asked for; ask for at least one (--chunks)")
-    ids = tokenizer.encode(read_text(path), bos=None)
+    if chat:
+        ids = []
+        for messages in conversations(path):
+            written = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+            ids += tokenizer.encode(written, bos=False, special=True)
+    else:
+        ids = tokenizer.encode(read_text(path), bos=None)
     if len(ids) < (2 + skip) * n_ctx:
         raise DataError(
             f"{path}: {len(ids)} tokens, chunks of {n_ctx} need at least {(2 + skip) * n_ctx}; "
@@ -108,3 +123,44 @@ def windows(tokenizer: Any, path: str | os.PathLike[str], n_ctx: int, stride: in
     count = count if limit is None else min(count, limit)
     tokens = np.stack([ids[i * stride : i * stride + window] for i in range(count)])
     return Chunks(tokens, tokens, str(path), stride)
+
+
+# ------------------------------------------------------------------------------------------------------- conversations
+
+_ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+
+
+def conversations(path: str | os.PathLike[str]) -> list[list[dict[str, Any]]]:
+    """Conversations as lists of messages with "role" and "content".
+
+    Of a file whose name ends in .jsonl, one a line: a list of messages, an object with "messages", or one with
+    "conversations" of "from" and "value". Of any other text its paragraphs (parted by blank lines) two by two: what
+    the user says, and the answer. DataError that names the line that is none of this.
+    """
+    text = read_text(path)
+    if Path(path).suffix != ".jsonl":
+        paragraphs = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
+        pairs = [paragraphs[i : i + 2] for i in range(0, len(paragraphs), 2)]
+        return [[{"role": r, "content": c} for r, c in zip(("user", "assistant"), pair)] for pair in pairs]
+    return [_conversation(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+
+
+def _conversation(path: str | os.PathLike[str], number: int, line: str) -> list[dict[str, Any]]:
+    try:
+        found = json.loads(line)
+        if isinstance(found, dict):
+            found = found["messages"] if "messages" in found else found["conversations"]
+        messages = [
+            {**m, "role": m["role"], "content": m["content"]}
+            if "role" in m
+            else {"role": _ROLES[m["from"]], "content": m["value"]}
+            for m in found
+        ]
+        if messages:
+            return messages
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise DataError(
+        f'{path}: line {number} is no conversation: it must be a list of {{"role": …, "content": …}}, or an object '
+        'with such "messages"'
+    )

@@ -58,8 +58,7 @@ class AtomicFile:
 
     def __init__(self, path: str | os.PathLike[str], kept: bool = False):
         self.path = Path(path)
-        if self.path.is_dir():  # what `replace` would find out only when all is written
-            raise QuantkitError(f"{self.path}: this is a directory; name the file to write in it")
+        refuse_directory(self.path)  # what `replace` would find out only when all is written
         if self.path.exists() and not self.path.is_file():  # /dev/null, which root's `replace` would do away with
             raise QuantkitError(f"{self.path}: exists and is no regular file; write to another name")
         self.temporary = self.path.with_name(self.path.name + (KEPT if kept else f".partial-{os.getpid()}"))
@@ -164,6 +163,12 @@ def remove_stale(path: Path) -> None:
                 os.unlink(name)
         finally:
             os.close(fd)
+
+
+def refuse_directory(path: Path) -> None:
+    """QuantkitError where a directory has the name that a file is to get."""
+    if path.is_dir():
+        raise QuantkitError(f"{path}: this is a directory; name the file to write in it")
 
 
 def refuse_live(path: Path) -> None:

@@ -248,6 +248,11 @@ def merge(imatrices: Iterable[Imatrix], weights: Sequence[float] | None = None) 
     return Imatrix(entries, chunks, "+".join(datasets), max(sizes) if counted else 0, policy)
 
 
+def uncounted(imatrices: Iterable[Imatrix]) -> bool:
+    """Whether counts of some are lost in a merge, because others have none."""
+    return len({m.chunk_size > 0 for m in imatrices}) > 1
+
+
 def _mean(name: str, parts: list[tuple[float, Entry]], counted: bool) -> Entry:
     """Weighted mean of one weight's entries, in the shape of the one that tells most about its matrices."""
     sizes = {entry.values.size for _, entry in parts}

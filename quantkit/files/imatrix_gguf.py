@@ -10,7 +10,8 @@ use them. Two more keys say what was done: quantkit.imatrix.missing_experts, the
 a str[] of "NAME:3,17", the matrices whose count is not to be believed.
 
 Older files call the sums NAME.sums. Files that were made of legacy ones hold all matrices of a weight as one row with
-one count.
+one count; nobody counted their vectors, so each call is written as a chunk of 512, and quantkit.imatrix.counted = false
+says that this is no count.
 """
 
 from __future__ import annotations
@@ -45,10 +46,14 @@ def read(path: str | os.PathLike[str]) -> Imatrix:
         entries[name] = _entry(file, name, sums, chunks, chunk_size, filled.get(name, []))
     if not entries:
         raise FormatError(f"{path}: no tensor NAME.in_sum2, so there is no entry")
+    chunk_size = chunk_size or DEFAULT_CHUNK
+    if file.metadata.get("quantkit.imatrix.counted") is False:
+        entries = {n: Entry(e.values, np.full(len(e.counts), e.calls, np.int64), e.calls) for n, e in entries.items()}
+        chunk_size = 0
     datasets = file.metadata.get("imatrix.datasets", [])
     dataset = "+".join(map(str, datasets)) if isinstance(datasets, list) else str(datasets)
     policy = file.metadata.get("quantkit.imatrix.missing_experts", "")
-    return Imatrix(entries, chunks, dataset, chunk_size or DEFAULT_CHUNK, policy if policy in POLICIES else "")
+    return Imatrix(entries, chunks, dataset, chunk_size, policy if policy in POLICIES else "")
 
 
 def _count(file: GGUF, key: str) -> int:
@@ -84,7 +89,10 @@ def _entry(file: GGUF, name: str, sums: Tensor, chunks: int, chunk_size: int, fi
     if any(not 0 <= i < numbers.size for i in filled):
         raise FormatError(f"{file.path}: quantkit.imatrix.filled names matrices {filled} of {name}, of {numbers.size}")
     numbers[filled] = 0
-    calls = chunks if len(values) > 1 and chunks else round(int(numbers.max()) / (chunk_size or DEFAULT_CHUNK))
+    counted = file.metadata.get("quantkit.imatrix.counted") is not False
+    calls = (
+        chunks if len(values) > 1 and chunks and counted else round(int(numbers.max()) / (chunk_size or DEFAULT_CHUNK))
+    )
     return Entry(values, numbers, max(1, calls))
 
 
@@ -119,6 +127,8 @@ def write(path: str | os.PathLike[str], imatrix: Imatrix) -> None:
     metadata.set("imatrix.datasets", imatrix.dataset.split("+") if imatrix.dataset else [], "str")
     metadata.set("imatrix.chunk_count", imatrix.chunks, "u32")
     metadata.set("imatrix.chunk_size", imatrix.chunk_size or DEFAULT_CHUNK, "u32")
+    if not imatrix.chunk_size:
+        metadata.set("quantkit.imatrix.counted", False, "bool")
     if imatrix.policy:
         metadata.set("quantkit.imatrix.missing_experts", imatrix.policy, "str")
     filled = [f"{n}:{','.join(map(str, shown))}" for n, e in imatrix.entries.items() if (shown := _not_ones(e))]

@@ -113,6 +113,23 @@ class MXFP4Tensor(ScaledTensor):
         x[exponents == 255] = np.nan
         return x.reshape(stop - start, -1)
 
+    def packed(self, start: int, stop: int) -> np.ndarray:
+        """uint8[rows, 17 * blocks] as GGUF has them: the scale, then byte j with elements j (low bits) and j + 16.
+
+        DataError for a scale that is NaN, which GGUF's type cannot say.
+        """
+        blocks = self.shape[-1] // 32
+        codes = self.codes.raw().reshape(-1, blocks, 16)[start:stop]
+        scales = self.scales.raw().reshape(-1, blocks)[start:stop]
+        if (scales == 255).any():
+            row, block = (int(i) for i in np.argwhere(scales == 255)[0])
+            raise DataError(f"row {row}, block {block} has the scale 255, which is nan")
+        elements = np.stack([codes & 15, codes >> 4], axis=-1).reshape(stop - start, blocks, 2, 16)
+        out = np.empty((stop - start, blocks, 17), np.uint8)
+        out[..., 0] = scales
+        out[..., 1:] = elements[:, :, 0] | elements[:, :, 1] << 4
+        return out.reshape(stop - start, -1)
+
 
 # -------------------------------------------------------------------------------------------------------- which is what
 

@@ -77,17 +77,20 @@ def run(
     out = np.zeros((len(x), tensors[part.down.weight].shape[1]), np.float32)
     for number in np.unique(chosen[chosen >= 0]):
         token, rank = np.nonzero(chosen == number)
-        gate, up, down = (
-            layers.Linear(_Matrix(tensors[linear.weight], int(number)), "exact", threads)
-            for linear in (part.gate, part.up, part.down)
-        )
+        gate, up, down = (_linear(linear, tensors, int(number), threads) for linear in (part.gate, part.up, part.down))
         given = np.ascontiguousarray(x[token])
-        hidden = layers.swiglu(gate(given), up(given), threads)
+        hidden = layers.activate(part.activation, gate(given), up(given), threads)
         if observe is not None:
             for linear, entering in ((part.gate, given), (part.up, given), (part.down, hidden)):
                 observe(linear.weight, entering, int(number), part.count)
         out[token] += down(hidden) * weights[token, rank][:, None]
     return out
+
+
+def _linear(linear: blocks.Linear, tensors: Mapping[str, Tensor], number: int, threads: int) -> layers.Linear:
+    """One expert's matrix, with its bias."""
+    bias = tensors[linear.bias].dequantize()[number] if linear.bias else None
+    return layers.Linear(_Matrix(tensors[linear.weight], number), "exact", threads, bias)
 
 
 class _Matrix(Tensor):

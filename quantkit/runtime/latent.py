@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
@@ -33,6 +34,22 @@ EXPAND = 128
 MODES = (0, 1, 2, 3)
 
 Weights = Mapping[str, Tensor]
+
+
+class Run(Protocol):
+    """What this needs of a runtime.model.Model that runs."""
+
+    threads: int
+    how: Attending
+    mla: int
+
+    @property
+    def weights(self) -> Weights: ...
+    def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray: ...
+    def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray: ...
+    def turn(self, x: np.ndarray, rope: blocks.Rope, dim: int, spans: list[Span]) -> None: ...
+    def observe(self, name: str, x: np.ndarray, *which: int) -> None: ...
+    def check(self, what: str, y: np.ndarray) -> None: ...
 
 
 def is_latent(parts: Sequence[blocks.Block]) -> bool:
@@ -205,3 +222,70 @@ def absorbed(part: blocks.LatentAttention) -> Heads:
 def full(part: blocks.LatentAttention) -> Heads:
     """What attention over keys and values of every head is."""
     return Heads(part.heads, part.heads, part.head_dim_k, part.head_dim_v, part.scale)
+
+
+# ------------------------------------------------------------------------------------------------------------ the part
+
+
+def attention(run: Run, part: blocks.LatentAttention, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+    y = run.norm(part.norm, x)
+    q = y
+    if part.q_a is not None and part.q_a_norm is not None:
+        q = run.norm(part.q_a_norm, run.linear(part.q_a, y))
+    q = run.linear(part.q, q).reshape(len(x), part.heads, part.head_dim_k)
+    turned = np.ascontiguousarray(q[:, :, part.nope :]).reshape(len(x), -1)
+    run.turn(turned, part.rope, part.rope.dim, spans)
+    q[:, :, part.nope :] = turned.reshape(len(x), part.heads, -1)
+    kv = run.linear(part.kv_a, y)
+    c = run.norm(part.kv_a_norm, np.ascontiguousarray(kv[:, : part.kv_lora]))
+    r = np.ascontiguousarray(kv[:, part.kv_lora :])
+    run.turn(r, part.rope, part.rope.dim, spans)
+    y = _attend(run, part, layer, q, np.concatenate([c, r], axis=1), spans)
+    run.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
+    return run.linear(part.out, y)
+
+
+def _attend(
+    run: Run, part: blocks.LatentAttention, layer: int, q: np.ndarray, latents: np.ndarray, spans: list[Span]
+) -> np.ndarray:
+    """float32[tokens, heads * head_dim_v] of queries and latents after rope, as `mla` says."""
+    between = Between(part, run.weights, run.threads)
+    if not run.mla:
+        _observe(run, part.kv_b, latents[:, : part.kv_lora])
+        k, v = (x.transpose(1, 0, 2).reshape(len(q), -1) for x in between.expanded(latents, 0, part.heads))
+        for span in spans:
+            layers.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
+        return layers.attend(full(part), layer, q.reshape(len(q), -1), spans, run.threads, run.how)
+    for span in spans:
+        layers.remember(latents[span.start : span.stop], None, span.cache, layer)
+    out = np.empty((len(q), part.heads * part.head_dim_v), np.float32)
+    few = []
+    for span in spans:
+        if run.mla > 1 and run.how.flash and span.stop - span.start >= EXPAND:
+            rows = slice(span.start, span.stop)
+            _observe(run, part.kv_b, latents[rows, : part.kv_lora])
+            out[rows] = attend_expanded(part, between, layer, q[rows], span, run.threads, run.how)
+        else:
+            few.append(span)
+    how = replace(run.how, flash=False) if run.mla == 2 else run.how
+    for span in few:
+        rows = slice(span.start, span.stop)
+        mine = np.ascontiguousarray(q[rows])
+        _observe(run, part.k_b, mine[:, :, : part.nope])
+        found = layers.attend(
+            absorbed(part), layer, between.queries(mine), [Span(0, len(mine), span.cache)], run.threads, how
+        )
+        _observe(run, part.v_b, found.reshape(len(mine), part.heads, -1))
+        out[rows] = between.values(found)
+    return out
+
+
+def _observe(run: Run, linear: blocks.Linear | None, x: np.ndarray) -> None:
+    """Tell what enters a matrix between latent and heads: float32[tokens, n], or [tokens, heads, n] of each head."""
+    if linear is None:
+        return
+    if x.ndim == 3 and len(run.weights[linear.weight].shape) == 3:
+        for head in range(x.shape[1]):
+            run.observe(linear.weight, np.ascontiguousarray(x[:, head]), head, x.shape[1])
+    else:
+        run.observe(linear.weight, np.ascontiguousarray(x).reshape(-1, x.shape[-1]))

@@ -166,9 +166,13 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, threads: int) -> np.
     return out
 
 
-def swiglu(gate: np.ndarray, up: np.ndarray, threads: int) -> np.ndarray:
-    """gate * sigmoid(gate) * up; overwrites `gate`."""
-    _over_tokens(lambda a, b: reference.swiglu(gate[a:b], up[a:b]), gate, threads)
+ACTIVATIONS = {"swiglu": reference.swiglu, "geglu": reference.geglu, "swiglu_oai": reference.swiglu_oai}
+
+
+def activate(name: str, gate: np.ndarray, up: np.ndarray, threads: int) -> np.ndarray:
+    """act(gate) * up as blocks name it; overwrites `gate`."""
+    kernel = ACTIVATIONS[name]
+    _over_tokens(lambda a, b: kernel(gate[a:b], up[a:b]), gate, threads)
     return gate
 
 
@@ -187,7 +191,9 @@ def rope_tables(rope: blocks.Rope, n_ctx: int, factors: np.ndarray | None = None
         frequency = frequency * rope.scale
     else:
         low, high = (_pair_that_turns(rope, turns) for turns in (rope.yarn.beta_fast, rope.yarn.beta_slow))
-        low, high = max(math.floor(low), 0), min(math.ceil(high), rope.dim - 1)
+        if rope.yarn.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rope.dim - 1)
         kept = 1 - np.clip((pair - low) / max(0.001, high - low), 0, 1)
         kept = kept * rope.yarn.ext_factor
         frequency = frequency * (rope.scale * (1 - kept) + kept)
@@ -253,7 +259,10 @@ class Attending:
 
 
 class Heads(NamedTuple):
-    """The heads of an attention, as blocks.Attention has them. Values may be the first elements of the keys."""
+    """The heads of an attention, as blocks.Attention has them. Values may be the first elements of the keys.
+
+    sinks   float32[heads]
+    """
 
     heads: int
     kv_heads: int
@@ -262,10 +271,12 @@ class Heads(NamedTuple):
     scale: float
     window: int | None = None
     values_in_keys: bool = False
+    sinks: np.ndarray | None = None
 
     @classmethod
-    def of(cls, part: blocks.Attention) -> Heads:
-        return cls(part.heads, part.kv_heads, part.head_dim_k, part.head_dim_v, part.scale, part.window)
+    def of(cls, part: blocks.Attention, sinks: np.ndarray | None = None) -> Heads:
+        sizes = (part.heads, part.kv_heads, part.head_dim_k, part.head_dim_v)
+        return cls(*sizes, part.scale, part.window, sinks=sinks)
 
 
 def remember(k: np.ndarray, v: np.ndarray | None, cache: Cache, layer: int) -> None:
@@ -343,6 +354,12 @@ def _attend_head(
         else:
             values = _decoded(span.cache.v[layer][head, key:end], span.cache.type.v, part.head_dim_v, "values")
         acc += np.matmul(scores, values, out=_scratch("products", acc.shape))
+    if part.sinks is not None:
+        sinks = np.tile(part.sinks[mine], tokens)
+        new = np.maximum(top, sinks)
+        shrink = np.exp(top - new)
+        acc *= shrink[:, None]
+        total = total * shrink + np.exp(sinks - new)
     acc /= total[:, None]
     if rotate_v:
         acc = rounding.rotate(acc, rotate_v)

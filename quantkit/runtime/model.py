@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -326,16 +325,16 @@ class Model:
         if ids.ndim != 2 or not ids.size:
             raise DataError(f"expected tokens int[n_seq, len], got shape {ids.shape}")
         n_seq, length = ids.shape
-        together = max(1, SEQUENCE_TOKENS // length)
         kind = self._kind(cache_type)
-        caches = [Cache(self._cached, length, kind, one_layer=True) for _ in range(min(together, n_seq))]
+        compiled = self._fast is not None and self.observer is None
+        together = min(n_seq, max(1, (TOGETHER_TOKENS if compiled else SEQUENCE_TOKENS) // length))
+        caches = [Cache(self._cached, length, kind, one_layer=not compiled) for _ in range(together)]
         found = []
         with blas.single_threaded():
             for start in range(0, n_seq, together):
                 part = ids[start : start + together]
-                spans = [Span(i * length, (i + 1) * length, caches[i]) for i in range(len(part))]
-                x = self._run(part.reshape(-1), spans)
-                found.append(x.reshape(len(part), length, -1)[:, rows])
+                run = self._sequences_compiled if compiled else self._sequences
+                found.append(run(part, caches[: len(part)])[:, rows])
         return np.concatenate(found)
 
     def parts(self, tokens: np.ndarray) -> Iterator[ModelPart]:
@@ -348,7 +347,7 @@ class Model:
         flat = ids.reshape(-1)
 
         def embed(x: np.ndarray) -> np.ndarray:
-            return layers.embed(self.weights[self.head.embedding], flat)
+            return self._embed(flat)
 
         def through(block: blocks.Block) -> Callable[[np.ndarray], np.ndarray]:
             def run(x: np.ndarray) -> np.ndarray:
@@ -367,6 +366,26 @@ class Model:
             part = ModelPart(layer, names, self, run, x)
             yield part
             x = part.run({})
+
+    def _sequences(self, ids: np.ndarray, caches: list[Cache]) -> np.ndarray:
+        """float32[n_seq, len, n_embd] before the output norm of int64[n_seq, len], layer by layer, all at once."""
+        n_seq, length = ids.shape
+        spans = [Span(i * length, (i + 1) * length, cache) for i, cache in enumerate(caches)]
+        return self._run(ids.reshape(-1), spans).reshape(n_seq, length, -1)
+
+    def _sequences_compiled(self, ids: np.ndarray, caches: list[Cache]) -> np.ndarray:
+        """The same as `forward` runs a prompt."""
+        for layer in (None, *(block.layer for block in self.blocks)):
+            self._require_sound(layer)
+        found = np.empty((*ids.shape, self.hparams.n_embd), np.float32)
+        for cache in caches:
+            cache.clear()
+        for tokens, spans, which in _batches(list(zip(ids, caches))):
+            begin = [span.cache.length for span in spans]
+            x = self._forward_spans(tokens, spans)
+            for i, first, span in zip(which, begin, spans):
+                found[i, first : first + span.stop - span.start] = x[span.start : span.stop]
+        return found
 
     def generate(
         self,
@@ -410,7 +429,7 @@ class Model:
     def _run(self, tokens: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] before the output norm; keys and values go into the spans' caches."""
         self._require_sound(None)
-        x = layers.embed(self.weights[self.head.embedding], tokens)
+        x = self._embed(tokens)
         self._require_finite(self.head.embedding, x)
         for block in self.blocks:
             self._require_sound(block.layer)
@@ -420,12 +439,19 @@ class Model:
                 self._blame(block, before, spans)
         return x
 
+    def _embed(self, tokens: np.ndarray) -> np.ndarray:
+        """float32[tokens, n_embd] that enters the first block."""
+        x = layers.embed(self.weights[self.head.embedding], tokens)
+        if self.head.embedding_scale != 1:
+            x *= np.float32(self.head.embedding_scale)
+        return x
+
     def _run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         for part in block.parts:
             if isinstance(part, blocks.Attention):
                 x = x + self._attention(part, block.layer, x, spans)
             elif isinstance(part, blocks.LatentAttention):
-                x = x + self._latent_attention(part, block.layer, x, spans)
+                x = x + latent.attention(self, part, block.layer, x, spans)
             elif isinstance(part, blocks.Experts):
                 x = x + self._experts(part, x)
             else:
@@ -433,98 +459,46 @@ class Model:
         return x
 
     def _attention(self, part: blocks.Attention, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
-        y = self._norm(part.norm, x)
-        q, k, v = (self._linear(linear, y) for linear in (part.q, part.k, part.v))
-        q, k = self._head_norm(part.q_norm, q), self._head_norm(part.k_norm, k)
+        y = self.norm(part.norm, x)
+        q, k, v = (self.linear(linear, y) for linear in (part.q, part.k, part.v))
+        if not part.norms_after_rope:
+            q, k = self._head_norm(part.q_norm, q), self._head_norm(part.k_norm, k)
         for heads in (q, k):
-            self._turn(heads, part.rope, part.head_dim_k, spans)
+            self.turn(heads, part.rope, part.head_dim_k, spans)
+        if part.norms_after_rope:
+            q, k = self._head_norm(part.q_norm, q), self._head_norm(part.k_norm, k)
         for span in spans:
             layers.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
-        y = layers.attend(layers.Heads.of(part), layer, q, spans, self.threads, self.how)
-        self._check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
-        return self._linear(part.out, y)
+        heads_of = layers.Heads.of(part, self._vector(part.sinks) if part.sinks else None)
+        y = layers.attend(heads_of, layer, q, spans, self.threads, self.how)
+        self.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
+        return self._post_norm(part.post_norm, self.linear(part.out, y))
 
-    def _turn(self, x: np.ndarray, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
+    def _post_norm(self, norm: blocks.Norm | None, y: np.ndarray) -> np.ndarray:
+        return y if norm is None else self.norm(norm, y)
+
+    def turn(self, x: np.ndarray, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
         """Rope, in place, of heads of `dim` elements."""
         positions = np.concatenate([np.arange(s.stop - s.start) + s.cache.length for s in spans])
         tables = self._rope(rope, int(positions.max()) + 1)
         layers.turn(x, rope.style, dim, tables, positions, self.threads)
 
-    def _latent_attention(
-        self, part: blocks.LatentAttention, layer: int, x: np.ndarray, spans: list[Span]
-    ) -> np.ndarray:
-        y = self._norm(part.norm, x)
-        q = y
-        if part.q_a is not None and part.q_a_norm is not None:
-            q = self._norm(part.q_a_norm, self._linear(part.q_a, y))
-        q = self._linear(part.q, q).reshape(len(x), part.heads, part.head_dim_k)
-        turned = np.ascontiguousarray(q[:, :, part.nope :]).reshape(len(x), -1)
-        self._turn(turned, part.rope, part.rope.dim, spans)
-        q[:, :, part.nope :] = turned.reshape(len(x), part.heads, -1)
-        kv = self._linear(part.kv_a, y)
-        c = self._norm(part.kv_a_norm, np.ascontiguousarray(kv[:, : part.kv_lora]))
-        r = np.ascontiguousarray(kv[:, part.kv_lora :])
-        self._turn(r, part.rope, part.rope.dim, spans)
-        y = self._attend_latents(part, layer, q, np.concatenate([c, r], axis=1), spans)
-        self._check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
-        return self._linear(part.out, y)
-
-    def _attend_latents(
-        self, part: blocks.LatentAttention, layer: int, q: np.ndarray, latents: np.ndarray, spans: list[Span]
-    ) -> np.ndarray:
-        """float32[tokens, heads * head_dim_v] of queries and latents after rope, as `mla` says."""
-        between = latent.Between(part, self.weights, self.threads)
-        if not self.mla:
-            self._observe_between(part.kv_b, latents[:, : part.kv_lora])
-            k, v = (x.transpose(1, 0, 2).reshape(len(q), -1) for x in between.expanded(latents, 0, part.heads))
-            for span in spans:
-                layers.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
-            return layers.attend(latent.full(part), layer, q.reshape(len(q), -1), spans, self.threads, self.how)
-        for span in spans:
-            layers.remember(latents[span.start : span.stop], None, span.cache, layer)
-        out = np.empty((len(q), part.heads * part.head_dim_v), np.float32)
-        few = []
-        for span in spans:
-            if self.mla > 1 and self.how.flash and span.stop - span.start >= latent.EXPAND:
-                rows = slice(span.start, span.stop)
-                self._observe_between(part.kv_b, latents[rows, : part.kv_lora])
-                out[rows] = latent.attend_expanded(part, between, layer, q[rows], span, self.threads, self.how)
-            else:
-                few.append(span)
-        how = replace(self.how, flash=False) if self.mla == 2 else self.how
-        for span in few:
-            rows = slice(span.start, span.stop)
-            mine = np.ascontiguousarray(q[rows])
-            self._observe_between(part.k_b, mine[:, :, : part.nope].reshape(-1, part.nope))
-            found = layers.attend(
-                latent.absorbed(part), layer, between.queries(mine), [Span(0, len(mine), span.cache)], self.threads, how
-            )
-            self._observe_between(part.v_b, found.reshape(-1, part.kv_lora))
-            out[rows] = between.values(found)
-        return out
-
-    def _observe_between(self, linear: blocks.Linear | None, x: np.ndarray) -> None:
-        """Tell the observer what enters a matrix between latent and heads. One with a matrix a head is told nothing."""
-        if linear is None or self.observer is None or self._checking:
-            return
-        if len(self.weights[linear.weight].shape) == 2:
-            self.observer(linear.weight, np.ascontiguousarray(x))
-
     def _feed_forward(self, part: blocks.FeedForward, x: np.ndarray) -> np.ndarray:
-        return self._gated(part, self._norm(part.norm, x))
+        return self._gated(part, self.norm(part.norm, x))
 
     def _gated(self, part: blocks.FeedForward, y: np.ndarray) -> np.ndarray:
         """What a feed-forward makes of what its norm made."""
-        gate, up = self._linear(part.gate, y), self._linear(part.up, y)
-        return self._linear(part.down, layers.swiglu(gate, up, self.threads))
+        gate, up = self.linear(part.gate, y), self.linear(part.up, y)
+        y = self.linear(part.down, layers.activate(part.activation, gate, up, self.threads))
+        return self._post_norm(part.post_norm, y)
 
     def _experts(self, part: blocks.Experts, x: np.ndarray) -> np.ndarray:
         observe = None if self._checking else self.observer
-        y = self._norm(part.norm, x)
+        y = self.norm(part.norm, x)
         bias = self._vector(part.choice_bias) if part.choice_bias else None
-        chosen, weights = experts.route(part, self._linear(part.router, y), self.expert_reduction, bias)
+        chosen, weights = experts.route(part, self.linear(part.router, y), self.expert_reduction, bias)
         found = experts.run(part, self.weights, y, chosen, weights, self.threads, observe)
-        self._check(part.down.weight, found)
+        self.check(part.down.weight, found)
         return found if part.shared is None else found + self._gated(part.shared, y)
 
     def _head_norm(self, norm: blocks.Norm | None, x: np.ndarray) -> np.ndarray:
@@ -532,24 +506,28 @@ class Model:
         if norm is None:
             return x
         dim = self.weights[norm.weight].shape[0]
-        return self._norm(norm, x.reshape(-1, dim)).reshape(x.shape)
+        return self.norm(norm, x.reshape(-1, dim)).reshape(x.shape)
 
     def _project(self, x: np.ndarray) -> np.ndarray:
-        y = self._linear(self.head.output, self._norm(self.head.norm, x))
+        y = self.linear(self.head.output, self.norm(self.head.norm, x))
         self._require_finite(self.head.output.weight, y)
         return y
 
-    def _norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
+    def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
         y = layers.rms_norm(x, self._vector(norm.weight), norm.eps, self.threads)
-        self._check(norm.weight, y)
+        self.check(norm.weight, y)
         return y
 
-    def _linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray:
-        if self.observer is not None and not self._checking:
-            self.observer(linear.weight, x)
+    def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray:
+        self.observe(linear.weight, x)
         y = self._weight(linear)(x)
-        self._check(linear.weight, y)
+        self.check(linear.weight, y)
         return y
+
+    def observe(self, name: str, x: np.ndarray, *which: int) -> None:
+        """Tell the observer what enters a weight, or the matrix of it that `which` says: number, count."""
+        if self.observer is not None and not self._checking:
+            self.observer(name, x, *which)
 
     # ---------------------------------------------------------------------------------------------------- what it needs
 
@@ -610,7 +588,7 @@ class Model:
 
     # ----------------------------------------------------------------------------------------------------- the tripwire
 
-    def _check(self, what: str, y: np.ndarray) -> None:
+    def check(self, what: str, y: np.ndarray) -> None:
         """`_require_finite` while `_blame` looks for the culprit; elsewhere once a layer is often enough."""
         if self._checking or self.tripwire == "full":
             self._require_finite(what, y)

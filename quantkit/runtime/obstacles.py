@@ -15,9 +15,15 @@ Weights = Mapping[str, Tensor]
 def obstacle(weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head) -> str | None:
     """Why these blocks cannot be laid out here; None when they can."""
     linears = [head.output]
+    if head.embedding_scale != 1:
+        return "no operation scales embeddings"
     for part in (part for block in parts for part in block.parts):
         if isinstance(part, blocks.Attention):
             linears += [part.q, part.k, part.v, part.out]
+            if part.sinks or part.post_norm is not None:
+                return "attention with sinks, or whose result is normed"
+            if part.norms_together or part.norms_after_rope:
+                return "queries and keys are normed all heads together, or after rope"
             if part.head_dim_k % 16 or part.head_dim_v % 16:
                 return f"heads of {part.head_dim_k} and {part.head_dim_v} dimensions are not multiples of 16"
         elif isinstance(part, blocks.LatentAttention):
@@ -32,6 +38,8 @@ def obstacle(weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head)
                     if weights[linear.weight].shape[1] % experts.ROWS:
                         rows = weights[linear.weight].shape[1]
                         return f"{rows} rows of an expert are not a multiple of {experts.ROWS} ({linear.weight})"
+            if isinstance(part, blocks.Experts) and (part.gate.bias or part.up.bias or part.down.bias):
+                return f"experts with biases ({part.gate.bias})"
             if part.activation != "swiglu":
                 return f"no kernel for the activation {part.activation}"
     for linear in linears:

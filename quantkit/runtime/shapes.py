@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from quantkit.archs import blocks
 from quantkit.errors import UnsupportedError
 from quantkit.files.gguf import Tensor
-from quantkit.runtime import latent
+from quantkit.runtime import latent, layers
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
@@ -22,9 +22,13 @@ def needed(
     for part in (part for block in parts for part in block.parts):
         yield part.norm.weight, (hp.n_embd,)
         if isinstance(part, blocks.Attention):
-            for norm in (part.q_norm, part.k_norm):
+            for norm, heads in ((part.q_norm, part.heads), (part.k_norm, part.kv_heads)):
                 if norm is not None:
-                    yield norm.weight, (part.head_dim_k,)
+                    yield norm.weight, ((heads if part.norms_together else 1) * part.head_dim_k,)
+            if part.sinks:
+                yield part.sinks, (part.heads,)
+            if part.post_norm is not None:
+                yield part.post_norm.weight, (hp.n_embd,)
             if part.rope.factors:
                 yield part.rope.factors, (part.rope.dim // 2,)
             yield from _linear_shapes(part.q, part.heads * part.head_dim_k, hp.n_embd)
@@ -40,7 +44,7 @@ def needed(
 
 
 def _expert_shapes(part: blocks.Experts, hp: blocks.HParams) -> Shapes:
-    _require_swiglu(part)
+    _require_activation(part)
     yield from _linear_shapes(part.router, part.count, hp.n_embd)
     if part.choice_bias:
         yield part.choice_bias, (part.count,)
@@ -50,22 +54,24 @@ def _expert_shapes(part: blocks.Experts, hp: blocks.HParams) -> Shapes:
         (part.down, hp.n_embd, part.ff),
     ):
         if linear.bias:
-            raise UnsupportedError(f"{linear.bias}: the runtime knows no experts with biases")
+            yield linear.bias, (part.count, rows)
         yield linear.weight, (part.count, rows, columns)
     if part.shared is not None:
         yield from _gated_shapes(part.shared, hp)
 
 
 def _gated_shapes(part: blocks.FeedForward, hp: blocks.HParams) -> Shapes:
-    _require_swiglu(part)
+    _require_activation(part)
     ff = part.ff or hp.n_ff
+    if part.post_norm is not None:
+        yield part.post_norm.weight, (hp.n_embd,)
     yield from _linear_shapes(part.gate, ff, hp.n_embd)
     yield from _linear_shapes(part.up, ff, hp.n_embd)
     yield from _linear_shapes(part.down, hp.n_embd, ff)
 
 
-def _require_swiglu(part: blocks.FeedForward | blocks.Experts) -> None:
-    if part.activation != "swiglu":
+def _require_activation(part: blocks.FeedForward | blocks.Experts) -> None:
+    if part.activation not in layers.ACTIVATIONS:
         raise UnsupportedError(f"{part.up.weight}: the runtime has no activation '{part.activation}'")
 
 

@@ -10,8 +10,8 @@ and with experts (kernels/cpu/experts.py) in place of the feed-forward:
     Step      norm, router | pick, gate, up, swiglu | down, add |
     Prompt    norm | router | choose | sort | gather | gate, up, swiglu | down, add |
 
-Weights are read as they lie in the file. Activations are quantized to 8 bits in blocks of 32 before each product with a
-quantized matrix; products with F32, F16 and BF16 matrices keep them in float32.
+Weights are read as they lie in the file. Activations are quantized before each product with a quantized matrix, as
+kernels/cpu/activations.py says; products with F32, F16 and BF16 matrices keep them in float32.
 """
 
 from __future__ import annotations

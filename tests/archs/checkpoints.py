@@ -93,11 +93,13 @@ def tiny(directory: Path, dtype: str = "float32", arch: str = "llama", **config:
 
     example = archs.get(arch).EXAMPLE | config
     torch.manual_seed(5)
-    kind = getattr(transformers, example["architectures"][0].replace("ForCausalLM", "Config"))
-    model = transformers.AutoModelForCausalLM.from_config(kind(**example)).eval()
+    kind = transformers.AutoConfig.for_model(example["model_type"])
+    model = transformers.AutoModelForCausalLM.from_config(type(kind)(**example)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
+            if "norm" in name:
+                parameter += torch.rand_like(parameter) - 0.5  # from 1, or where it is stored less 1 from 0
+            elif name.endswith(("bias", "sinks")):
                 parameter.uniform_(0.5, 1.5)
             elif parameter.ndim >= 2:
                 parameter.normal_(0, parameter.shape[-1] ** -0.5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -112,9 +111,10 @@ def test_help_is_fast_and_loads_nothing_heavy() -> None:
     run("--help")  # compiles to bytecode
     times = []
     for _ in range(3):
-        started = time.perf_counter()
+        before = os.times()
         assert run("--help").returncode == 0
-        times.append(time.perf_counter() - started)
+        after = os.times()  # CPU seconds of the process: the machine may be busy with other tests
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
     assert min(times) < 0.5
     heavy = {"numpy", "numba", "torch", "typer"}
     code = f"import sys; from quantkit.cli import main; main(['--help']); print(sorted({heavy} & set(sys.modules)))"

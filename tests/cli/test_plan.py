@@ -207,4 +207,15 @@ def test_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, "recipe", "lint", "qwen3moe-iq4_xs", path) == ""
     assert "warning: rule 1" in printed(capsys, "recipe", "lint", "blk.7.=q8_0", path)
     assert "matches none" in refused(capsys, "recipe", "lint", "x9=q8_0", path, "--strict")
+    needing = printed(capsys, "recipe", "lint", "ffn_up=iq2_xxs", path)
+    assert "2 tensors, as blk.0.ffn_up_exps.weight, become iq2_xxs, which needs an importance matrix" in needing
+    counts = np.full(128, 500)
+    counts[[3, 77]] = 4
+    ones = imatrix.Entry(np.ones((128, 2048), np.float32), counts, 9)
+    imatrix.write(tmp_path / "i.gguf", imatrix.Imatrix({"blk.0.ffn_up_exps.weight": ones}, 9, "t", 512))
+    seen = printed(capsys, "recipe", "lint", "blk.0.ffn_up=iq2_xxs", path, "--imatrix", tmp_path / "i.gguf")
+    assert "saw fewer than 32 tokens of some experts of 2 tensor(s): blk.0.ffn_" in seen  # up, for gate as well
+    assert "has 2 of 128, as expert 3" in seen
+    lacking = ("recipe", "lint", "blk.1.ffn_up=iq2_xxs", path, "--imatrix", tmp_path / "i.gguf")
+    assert "blk.1.ffn_up_exps.weight" in refused(capsys, *lacking)
     assert "did you mean custom-q" in refused(capsys, "recipe", "show", "dense-iq4_k", "--as", "custm-q")

@@ -16,11 +16,13 @@ import pytest
 from quantkit import cli, quantize, recipe
 from quantkit.errors import DataError, FormatError
 from quantkit.evaluate import imatrix as collecting
+from quantkit.evaluate import text as text_of
 from quantkit.evaluate.coverage import coverage, parted
 from quantkit.files import gguf, imatrix
 from quantkit.files.imatrix import Entry, Imatrix
 from quantkit.runtime import experts
 from quantkit.runtime.model import load
+from quantkit.runtime.tokenizer import Tokenizer
 from tests.evaluate.fake import FakeModel
 from tests.runtime.conftest import random_model
 from tests.runtime.test_experts import moe  # noqa: F401
@@ -253,6 +255,36 @@ def test_killed_and_run_again(run, model, golden, tmp_path) -> None:
     run(*args, out)
     assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
     assert not resume.exists()
+
+
+# ------------------------------------------------------------------------------------------------------- conversations
+
+
+def test_conversations_go_through_the_chat_template(smollm2_q4_1, tmp_path) -> None:
+    pytest.importorskip("jinja2")
+    tokenizer = Tokenizer.from_gguf(gguf.open(smollm2_q4_1).metadata)
+    said = [{"role": "user", "content": "Where is Ulm?"}, {"role": "assistant", "content": "On the Danube."}]
+    other = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
+    path = tmp_path / "c.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in ({"messages": said}, said, other)) + "\n")
+    third = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    assert text_of.conversations(path) == [said, said, third]
+    made = text_of.chunked(tokenizer, path, 16, chat=True)
+    first = tokenizer.apply_chat_template(said, add_generation_prompt=False)
+    expected = tokenizer.encode(first, bos=False, special=True)
+    assert tokenizer.encode("<|im_start|>", bos=False, special=True)[0] in made.tokens[0]
+    assert made.tokens.reshape(-1)[: len(expected)].tolist() == expected
+    (tmp_path / "p.txt").write_text("Where is Ulm?\n\nOn the Danube.\n \nAnd?")
+    assert text_of.conversations(tmp_path / "p.txt") == [said, [{"role": "user", "content": "And?"}]]
+
+
+@pytest.mark.parametrize(
+    "line", ["no json", "{}", "[]", '[{"role": "user"}]', "[3]", '{"conversations": [{"from": "x"}]}']
+)
+def test_lines_that_are_no_conversation(tmp_path, line) -> None:
+    (tmp_path / "c.jsonl").write_text(f'[{{"role": "user", "content": "a"}}]\n{line}')
+    with pytest.raises(DataError, match=r"c\.jsonl: line 2 is no conversation"):
+        text_of.conversations(tmp_path / "c.jsonl")
 
 
 # ------------------------------------------------------------------------------------------------------- what they tell

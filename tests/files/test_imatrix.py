@@ -258,6 +258,9 @@ def test_from_one_form_to_the_other_and_back(tmp_path, rng, golden):
             path.write_bytes(source.read_bytes())
         imatrix.write(tmp_path / "1.gguf", imatrix.read(path))
         imatrix.write(tmp_path / "2.dat", imatrix.read(tmp_path / "1.gguf"))
+        between = imatrix.read(tmp_path / "1.gguf")  # which does not pretend to have counted
+        assert between.chunk_size == 0
+        assert all((e.counts == e.calls).all() for e in between.entries.values())
         first, last = imatrix.read(path), imatrix.read(tmp_path / "2.dat")
         assert (list(last.entries), last.chunks, last.dataset) == (list(first.entries), first.chunks, first.dataset)
         for name, e in first.entries.items():

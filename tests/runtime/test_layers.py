@@ -46,7 +46,7 @@ def test_rms_norm(rng: np.random.Generator) -> None:
 def test_swiglu(rng: np.random.Generator) -> None:
     gate, up = rng.standard_normal((2, 70, 600), np.float32) * 20
     exact = gate / (1 + np.exp(-gate.astype(np.float64))) * up
-    np.testing.assert_allclose(layers.swiglu(gate.copy(), up, 2), exact, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(layers.activate("swiglu", gate.copy(), up, 2), exact, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("style", ["norm", "neox"])

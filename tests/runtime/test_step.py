@@ -141,6 +141,18 @@ def test_interleaved_weights_give_what_their_base_gives(tiny: Path, tmp_path: Pa
     assert spread(by_steps(interleaved, TOKENS[:20]), by_steps(plain, TOKENS[:20])) < ROUNDED
 
 
+def test_sequences_run_as_prompts_do(odd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Perplexity judges what `forward` runs: also in sequences longer than a batch, and more than fit in one."""
+    model = load(odd, numerics="fast")
+    chunks = TOKENS.reshape(3, 30)
+    alone = np.stack([model.logits(chunk) for chunk in chunks])
+    monkeypatch.setattr(model, "_run", None)  # what goes layer by layer
+    for limit in (512, 70, 20):
+        monkeypatch.setattr("quantkit.runtime.model.TOGETHER_TOKENS", limit)
+        assert spread(model.forward_sequences(chunks, slice(None)), alone) < 1e-3
+        assert spread(model.forward_sequences(chunks, slice(25, 29)), alone[:, 25:29]) < 1e-3
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_any_number_of_threads(threads: int, odd: Path) -> None:
     wanted = load(odd, cache_type="f32").logits(TOKENS)

@@ -11,8 +11,30 @@ from quantkit import jit
 from quantkit.files import gguf
 from quantkit.runtime import step, work_size
 from quantkit.runtime.model import load
-from tests.runtime.conftest import rewrite
+from tests.runtime.conftest import random_model, rewrite
 from tests.runtime.test_experts import moe  # noqa: F401
+
+
+@pytest.fixture(scope="session")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random one, whose queries are wider than its hidden state."""
+    embd, ff, heads, kv_heads, dim, vocab = 512, 1024, 8, 2, 128, 320
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab, embd), "output_norm.weight": (embd,)}
+    for i in range(2):
+        shapes |= {f"blk.{i}.{name}_norm.weight": (embd,) for name in ("attn", "ffn")}
+        shapes |= {f"blk.{i}.attn_{name}_norm.weight": (dim,) for name in "qk"}
+        shapes |= {f"blk.{i}.attn_{name}.weight": (dim * (heads if name == "q" else kv_heads), embd) for name in "qkv"}
+        shapes |= {f"blk.{i}.attn_output.weight": (embd, dim * heads), f"blk.{i}.ffn_down.weight": (embd, ff)}
+        shapes |= {f"blk.{i}.ffn_{name}.weight": (ff, embd) for name in ("gate", "up")}
+    metadata = gguf.Metadata({"general.architecture": "qwen3"})
+    numbers = {"block_count": 2, "context_length": 128, "embedding_length": embd, "feed_forward_length": ff,
+               "attention.head_count": heads, "attention.head_count_kv": kv_heads, "attention.key_length": dim,
+               "attention.value_length": dim, "vocab_size": vocab}  # fmt: skip
+    for key, value in numbers.items():
+        metadata.set(f"qwen3.{key}", value, "u32")
+    metadata.set("qwen3.attention.layer_norm_rms_epsilon", 1e-6, "f32")
+    path = tmp_path_factory.mktemp("qwen3") / "m.gguf"
+    return random_model(path, metadata, shapes, np.random.default_rng(6))
 
 
 def actual(path: Path, n_ctx: int, threads: int) -> int:
@@ -28,10 +50,11 @@ def actual(path: Path, n_ctx: int, threads: int) -> int:
 @pytest.mark.skipif(not jit.isa().startswith("avx512"), reason="tiles are those of AVX-512")
 @pytest.mark.parametrize(
     ("which", "kind"),
-    [("tiny", "q8_0"), ("moe", "q8_0")]
+    [("qwen3", "q8_0"), ("moe", "q8_0")]
     + [
         pytest.param(which, kind, marks=pytest.mark.full)
-        for which, kind in (("tiny", "iq4_k"), ("tiny", "f16"), ("moe", "iq4_k"), ("moe", "f16"),
+        for which, kind in (("tiny", "q8_0"), ("tiny", "iq4_k"), ("qwen3", "iq4_k"),
+                            ("tiny", "f16"), ("moe", "iq4_k"), ("moe", "f16"),
                             ("smollm2_f16", "q8_0"), ("smollm2_f16", "q4_0"), ("smollm2_f16", "f16"))
     ],
 )  # fmt: skip

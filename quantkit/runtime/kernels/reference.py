@@ -2,6 +2,8 @@
 
     rms_norm      y = x / sqrt(mean(x^2) + eps) * weight
     swiglu        y = gate * sigmoid(gate) * up
+    geglu         y = gelu(gate) * up, gelu in its tanh form
+    swiglu_oai    y = gate * sigmoid(1.702 gate) * (1 + up), both clamped
     rope          turns pairs of elements of each head by the angles of their positions
     softmax_step  one block of keys of the streaming softmax
     route         which experts a token goes to, and their weights
@@ -76,6 +78,39 @@ def swiglu(gate, up):
         for i in range(n):
             g = gate[t, i]
             gate[t, i] = g / (np.float32(1) + exp(-g)) * up[t, i]
+
+
+@kernel
+def geglu(gate, up):
+    """gate / (1 + e^-2u) * up with u = sqrt(2/pi) (gate + 0.044715 gate^3), in place of `gate`; float32[tokens, n].
+
+    That is gate * (1 + tanh u) / 2 * up.
+    """
+    tokens, n = gate.shape
+    for t in range(tokens):
+        for i in range(n):
+            g = gate[t, i]
+            u = np.float32(0.7978845608) * (g + np.float32(0.044715) * g * g * g)
+            gate[t, i] = g / (np.float32(1) + exp(np.float32(-2) * u)) * up[t, i]
+
+
+@kernel
+def swiglu_oai(gate, up):
+    """g / (1 + e^(-1.702 g)) * (1 + u) with g = min(gate, 7), u = up within -7 … 7; in place of `gate`.
+
+    float32[tokens, n]; NaN stays NaN.
+    """
+    tokens, n = gate.shape
+    for t in range(tokens):
+        for i in range(n):
+            g, u = gate[t, i], up[t, i]
+            if g > np.float32(7):
+                g = np.float32(7)
+            if u > np.float32(7):
+                u = np.float32(7)
+            if u < np.float32(-7):
+                u = np.float32(-7)
+            gate[t, i] = g / (np.float32(1) + exp(np.float32(-1.702) * g)) * (np.float32(1) + u)
 
 
 @kernel

@@ -16,7 +16,8 @@ Activations are quantized once, in tiles of T tokens; per tile and unit one reco
 
 A tile's last tokens may be missing: their records are zero and their results are not stored. The inner loop takes four
 columns of 16 rows from a panel, four of one token from a tile, and has 64 products summed by one instruction: for the
-high bytes of a unit, then, added to what they gave, shifted, for the low ones. The plain formula is that of matvec.py, and the integers are the same.
+high bytes of a unit, then, added to what they gave, shifted, for the low ones. The plain formula is that of matvec.py,
+and the integers are the same.
 """
 
 from __future__ import annotations

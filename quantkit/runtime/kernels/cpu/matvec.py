@@ -10,8 +10,8 @@ The plain formula, for a block of 32 with weights scale * (code - offset) + floo
 
     s * scale * (sum code * a  -  offset * sum a)  +  floor * s * sum a
 
-for all 32 with wide activations, 256 * sum code * high + sum code * low being the first sum (interleaved rows); for each
-four of them with fine ones.
+for each four of its columns with fine activations; for all 32 with wide ones (interleaved rows), where the first sum
+is 256 * sum code * high + sum code * low.
 
 The bracket is exact in int32. The kernels are bound by memory, so what counts is that each byte of the weights is read
 once, in order, and that what is done to it fits in the time it takes to arrive.

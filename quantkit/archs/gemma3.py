@@ -1,0 +1,206 @@
+"""gemma3: Gemma 3, its text model. Embeddings times sqrt(n_embd); norms before and after attention and feed-forward;
+queries and keys RMS-normed head by head before "neox" rope; GELU (tanh form) gates. Every sixth layer attends to all
+tokens, the others to a window, with a rope base of their own and without scaling.
+
+Checkpoints store norm weights less 1; files store them whole. The scores' factor is query_pre_attn_scalar^-0.5: files
+have it as attention.scale where it is not that of the head size; without the key, models of 62 layers (27B), whose
+files of other converters do not say it, take that of n_embd / n_head, as the other runtimes do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Entries, Keys, need, refuse, shortest
+from quantkit.archs.blocks import Attention, FeedForward, Head, HParams, Rope
+from quantkit.archs.decoder import Decoder
+from quantkit.archs.tensors import ReadRows, Rule, Transform
+from quantkit.errors import UnsupportedError
+
+_PATTERN, _LOCAL_BASE, _GLOBAL_BASE, _HEAD_DIM = 6, 10000.0, 1000000.0, 256
+_LAYERS_27B = 62
+
+
+class Add(Transform):
+    """A vector plus a number."""
+
+    keeps_bits = False
+
+    def __init__(self, number: float):
+        self.number = number
+
+    def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
+        return np.asarray(sources[0](start, stop), np.float32) + np.float32(self.number)
+
+    def inverse(self) -> Transform:
+        return Add(-self.number)
+
+
+def _norm(ours: str, theirs: str) -> Rule:
+    return Rule(ours, theirs, lambda hp: Add(1), f32=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmaHParams(HParams):
+    local_rope: Rope
+    pattern: int  # of so many layers the last one attends to all tokens
+    score_scale: float
+
+    def is_local(self, layer: int) -> bool:
+        return (layer + 1) % self.pattern != 0
+
+
+class Gemma3(Decoder):
+    name = "gemma3"
+    hf = ("Gemma3ForCausalLM",)
+    model_type = "gemma3_text"
+    rope_style = "neox"
+    ties_by_default = True
+    rules = (
+        *EMBEDDING_RULES,
+        _norm("blk.N.attn_norm", "model.layers.N.input_layernorm"),
+        Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", bias=True),
+        _norm("blk.N.attn_q_norm", "model.layers.N.self_attn.q_norm"),
+        Rule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", bias=True),
+        _norm("blk.N.attn_k_norm", "model.layers.N.self_attn.k_norm"),
+        Rule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
+        Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
+        _norm("blk.N.post_attention_norm", "model.layers.N.post_attention_layernorm"),
+        _norm("blk.N.ffn_norm", "model.layers.N.pre_feedforward_layernorm"),
+        Rule("blk.N.ffn_gate", "model.layers.N.mlp.gate_proj"),
+        Rule("blk.N.ffn_up", "model.layers.N.mlp.up_proj"),
+        Rule("blk.N.ffn_down", "model.layers.N.mlp.down_proj"),
+        _norm("blk.N.post_ffw_norm", "model.layers.N.post_feedforward_layernorm"),
+        _norm("output_norm", "model.norm"),
+        *(rule for rule in OUTPUT_RULES if rule.gguf == "output"),
+    )
+    EXAMPLE = {  # noqa: RUF012  data
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 32,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+    }
+
+    # ------------------------------------------------------------------------------------------------ checkpoint side
+
+    def head_dim(self, config: Config) -> int:
+        return config.get("head_dim") or _HEAD_DIM
+
+    def metadata(self, config: Config) -> Entries:
+        a = self.name
+        refuse(config, "hidden_activation", ("gelu_pytorch_tanh",))
+        refuse(config, "use_bidirectional_attention", (False,))
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if config.get(key):
+                raise UnsupportedError(f"config.json: {key} = {config[key]} is not supported by quantkit")
+        whole, local = _ropes(config)
+        given = dict(config) | {"hidden_act": None, "rope_scaling": None, "rope_parameters": whole}
+        dim, heads = self.head_dim(config), need(config, "num_attention_heads")
+        entries = super().metadata(given)
+        entries |= {f"{a}.attention.{length}": (dim, "u32") for length in ("key_length", "value_length")}
+        entries[f"{a}.attention.sliding_window"] = (need(config, "sliding_window"), "u32")
+        scalar, layers = config.get("query_pre_attn_scalar") or _HEAD_DIM, config["num_hidden_layers"]
+        if scalar != (need(config, "hidden_size") / heads if layers == _LAYERS_27B else dim):
+            entries[f"{a}.attention.scale"] = (scalar**-0.5, "f32")
+        if local != _LOCAL_BASE:
+            entries[f"{a}.rope.freq_base_swa"] = (local, "f32")
+        if (pattern := _pattern(config)) != _PATTERN:
+            entries[f"{a}.attention.sliding_window_pattern"] = (pattern, "u32")
+        return entries
+
+    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+        hp = self.hparams(metadata, tensors.keys())
+        found = super().config(metadata, tensors) | {
+            "head_dim": hp.head_dim_k,
+            "query_pre_attn_scalar": round(hp.score_scale**-2),
+            "sliding_window": hp.window,
+            "sliding_window_pattern": hp.pattern,
+            "rope_local_base_freq": shortest(hp.local_rope.base),
+            "hidden_activation": "gelu_pytorch_tanh",
+        }
+        del found["hidden_act"]
+        return found
+
+    # --------------------------------------------------------------------------------------------------- runtime side
+
+    def hparams(self, metadata: Mapping[str, Any], tensors: Collection[str] = ()) -> GemmaHParams:
+        return GemmaHParams(**self.numbers(Keys(self.name, metadata), tensors))
+
+    def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
+        found = super().numbers(keys, tensors)
+        base = float(keys.get("rope.freq_base_swa", _LOCAL_BASE))
+        width = found["n_embd"] / found["n_head"] if found["n_layer"] == _LAYERS_27B else found["head_dim_k"]
+        return found | {
+            "window": keys.number("attention.sliding_window"),
+            "local_rope": replace(found["rope"], base=base, scale=1.0, yarn=None),
+            "pattern": keys.number("attention.sliding_window_pattern", _PATTERN),
+            "score_scale": float(keys.get("attention.scale", width**-0.5)),
+        }
+
+    def attention(self, hp: HParams, i: int) -> Attention:
+        assert isinstance(hp, GemmaHParams)
+        part = super().attention(hp, i)
+        assert isinstance(part, Attention)
+        q_norm, k_norm = (hp.norm(f"blk.{i}.attn_{head}_norm") for head in "qk")
+        return replace(
+            part,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            scale=hp.score_scale,
+            rope=hp.local_rope if hp.is_local(i) else hp.rope,
+            window=hp.window if hp.is_local(i) else None,
+            post_norm=hp.norm(f"blk.{i}.post_attention_norm"),
+        )
+
+    def feed_forward(self, hp: HParams, i: int) -> FeedForward:
+        part = super().feed_forward(hp, i)
+        assert isinstance(part, FeedForward)
+        return replace(part, activation="geglu", post_norm=hp.norm(f"blk.{i}.post_ffw_norm"))
+
+    def head(self, hparams: HParams) -> Head:
+        return replace(super().head(hparams), embedding_scale=hparams.n_embd**0.5)
+
+
+def _ropes(config: Config) -> tuple[dict[str, Any], float]:
+    """Rope parameters of layers that attend to all tokens, and the base of the others, of any form of config.json."""
+    given = config.get("rope_parameters") or {}
+    whole, local = dict(given.get("full_attention") or {}), given.get("sliding_attention") or {}
+    whole |= config.get("rope_scaling") or {}
+    whole.setdefault("rope_theta", config.get("rope_theta") or _GLOBAL_BASE)
+    whole["rope_type"] = whole.get("rope_type") or whole.pop("type", None) or "default"
+    if whole["rope_type"] not in ("default", "linear"):
+        raise UnsupportedError(f"config.json: gemma3 with rope scaling {whole['rope_type']!r}; known: linear")
+    if local.get("rope_type", "default") != "default":
+        raise UnsupportedError(f"config.json: gemma3 with rope scaling {local['rope_type']!r} in layers with a window")
+    return whole, float(local.get("rope_theta") or config.get("rope_local_base_freq") or _LOCAL_BASE)
+
+
+def _pattern(config: Config) -> int:
+    """Every how many layers one attends to all tokens; UnsupportedError where layer_types say otherwise."""
+    layers = need(config, "num_hidden_layers")
+    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or _PATTERN
+    kinds = config.get("layer_types")
+    if not kinds:
+        return pattern
+    for found in (pattern, *range(1, layers + 2)):
+        if kinds == [f"{'sliding' if (i + 1) % found else 'full'}_attention" for i in range(layers)]:
+            return found
+    raise UnsupportedError("config.json: layer_types are not one full_attention after every so many sliding_attention")

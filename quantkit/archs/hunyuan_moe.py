@@ -1,0 +1,113 @@
+"""hunyuan-moe: Hunyuan A13B. Grouped queries, queries and keys RMS-normed head by head after "neox" rope; in every
+layer routed experts and a shared one, all as wide as intermediate_size.
+
+The rope scaling of its checkpoints, called dynamic, is one of the base: theta * alpha^(dim / (dim - 2)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from quantkit.archs import experts
+from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Entries, Keys, need, rope_parameters
+from quantkit.archs.blocks import Attention, HParams, Part
+from quantkit.archs.decoder import Decoder
+from quantkit.archs.tensors import Rule
+from quantkit.errors import UnsupportedError
+
+
+class HunyuanMoE(Decoder):
+    name = "hunyuan-moe"
+    hf = ("HunYuanMoEV1ForCausalLM",)
+    model_type = "hunyuan_v1_moe"
+    rope_style = "neox"
+    rules = (
+        *EMBEDDING_RULES,
+        Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
+        Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", bias=True),
+        Rule("blk.N.attn_q_norm", "model.layers.N.self_attn.query_layernorm", f32=True),
+        Rule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", bias=True),
+        Rule("blk.N.attn_k_norm", "model.layers.N.self_attn.key_layernorm", f32=True),
+        Rule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
+        Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
+        Rule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
+        *experts.routed_rules(router="gate.wg"),
+        *experts.shared_rules("mlp.shared_mlp"),
+        *OUTPUT_RULES,
+    )
+    EXAMPLE = {  # noqa: RUF012  data
+        "architectures": ["HunYuanMoEV1ForCausalLM"],
+        "model_type": "hunyuan_v1_moe",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 8,
+        "moe_topk": 3,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    }
+
+    def metadata(self, config: Config) -> Entries:
+        a, given = self.name, dict(config)
+        parameters = dict(rope_parameters(config))
+        alpha = parameters.pop("alpha", None)
+        if parameters["rope_type"] == "dynamic" and alpha:
+            dim = self.head_dim(config)
+            parameters = {"rope_type": "default", "rope_theta": parameters["rope_theta"] * alpha ** (dim / (dim - 2))}
+        width = _alike(config, "moe_intermediate_size") or need(config, "intermediate_size")
+        shared = width * (_alike(config, "num_shared_expert") or 1)
+        given |= {
+            "rope_parameters": parameters,
+            "rope_scaling": None,
+            "num_experts_per_tok": _alike(config, "moe_topk"),
+        }
+        given |= {"moe_intermediate_size": width, "shared_expert_intermediate_size": shared, "norm_topk_prob": None}
+        lengths = ("key_length", "value_length")
+        entries = super().metadata(given) | experts.entries(a, given)
+        return entries | {f"{a}.attention.{length}": (self.head_dim(config), "u32") for length in lengths}
+
+    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+        hp = self.hparams(metadata, tensors.keys())
+        if hp.n_ff_shared != hp.n_ff_expert:
+            raise UnsupportedError(
+                f"hunyuan-moe with experts of {hp.n_ff_expert} and a shared one of {hp.n_ff_shared} rows: "
+                f"{self.hf[0]} of transformers has one intermediate_size for both"
+            )
+        return super().config(metadata, tensors) | {
+            "head_dim": hp.head_dim_k,
+            "intermediate_size": hp.n_ff_expert,
+            "num_experts": hp.n_expert,
+            "moe_topk": hp.n_expert_used,
+        }
+
+    def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
+        return super().numbers(keys, tensors) | experts.numbers(keys, tensors)
+
+    def attention(self, hp: HParams, i: int) -> Attention:
+        part = super().attention(hp, i)
+        assert isinstance(part, Attention)
+        q_norm, k_norm = (hp.norm(f"blk.{i}.attn_{head}_norm") for head in "qk")
+        return replace(part, q_norm=q_norm, k_norm=k_norm, norms_after_rope=True)
+
+    def feed_forward(self, hp: HParams, i: int) -> Part:
+        return experts.feed_forward(hp, i)
+
+
+def _alike(config: Config, key: str) -> int | None:
+    """A count that checkpoints give once or once a layer; UnsupportedError where layers differ."""
+    value = config.get(key)
+    if isinstance(value, list):
+        if len(set(value)) != 1:
+            raise UnsupportedError(f"config.json: {key} differs between layers ({sorted(set(value))})")
+        value = value[0]
+    return value

@@ -1,0 +1,92 @@
+"""minimax-m2: MiniMax M2. Grouped queries, queries and keys RMS-normed over all heads together, "neox" rope of part of
+each head; in every layer routed experts, chosen by sigmoid and a bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from quantkit.archs import experts
+from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Entries, Keys, need
+from quantkit.archs.blocks import Attention, HParams, Part
+from quantkit.archs.decoder import Decoder
+from quantkit.archs.tensors import Rule
+
+
+class MiniMaxM2(Decoder):
+    name = "minimax-m2"
+    hf = ("MiniMaxM2ForCausalLM",)
+    model_type = "minimax_m2"
+    rope_style = "neox"
+    turned = 1.0
+    own_sizes = {"q_norm": lambda s: s["q"], "k_norm": lambda s: s["k"]}  # noqa: RUF012  data
+    rules = (
+        *EMBEDDING_RULES,
+        Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
+        Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj"),
+        Rule("blk.N.attn_q_norm", "model.layers.N.self_attn.q_norm", f32=True),
+        Rule("blk.N.attn_k", "model.layers.N.self_attn.k_proj"),
+        Rule("blk.N.attn_k_norm", "model.layers.N.self_attn.k_norm", f32=True),
+        Rule("blk.N.attn_v", "model.layers.N.self_attn.v_proj"),
+        Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj"),
+        Rule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
+        experts.choice_rule("block_sparse_moe.e_score_correction_bias"),
+        *experts.routed_rules("block_sparse_moe", experts.MIXTRAL),
+        *OUTPUT_RULES,
+    )
+    EXAMPLE = {  # noqa: RUF012  data
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "model_type": "minimax_m2",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rotary_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 5000000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
+
+    def rope_dim(self, config: Config) -> int:
+        return config.get("rotary_dim") or super().rope_dim(config)
+
+    def metadata(self, config: Config) -> Entries:
+        a = self.name
+        entries = super().metadata(config)
+        entries |= experts.entries(a, dict(config) | {"moe_intermediate_size": need(config, "intermediate_size")})
+        lengths = ("key_length", "value_length")
+        entries |= {f"{a}.attention.{length}": (self.head_dim(config), "u32") for length in lengths}
+        return entries | {f"{a}.expert_gating_func": (experts.GATING_NUMBERS["sigmoid"], "u32")}
+
+    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+        hp = self.hparams(metadata, tensors.keys())
+        found = super().config(metadata, tensors) | {
+            "head_dim": hp.head_dim_k,
+            "rotary_dim": hp.rope_dim,
+            "intermediate_size": hp.n_ff_expert,
+            "num_local_experts": hp.n_expert,
+            "num_experts_per_tok": hp.n_expert_used,
+        }
+        del found["attention_bias"], found["partial_rotary_factor"]
+        return found
+
+    def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
+        return super().numbers(keys, tensors) | experts.numbers(keys, tensors)
+
+    def attention(self, hp: HParams, i: int) -> Attention:
+        part = super().attention(hp, i)
+        assert isinstance(part, Attention)
+        q_norm, k_norm = (hp.norm(f"blk.{i}.attn_{head}_norm") for head in "qk")
+        return replace(part, q_norm=q_norm, k_norm=k_norm, norms_together=True)
+
+    def feed_forward(self, hp: HParams, i: int) -> Part:
+        return experts.feed_forward(hp, i)

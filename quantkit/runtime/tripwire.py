@@ -29,6 +29,13 @@ _FIRST = {"q4_0", "q5_0", "q6_0", "q8_0", "iq4_nl", "iq1_s", "iq2_xxs", "iq2_xs"
 _LEADING = {"q4_0_4x4", "q4_0_4x8", "q4_0_8x8", "q8_k_r8", "q8_k_r16"}  # those of all rows, then the codes
 
 
+def layer_of(name: str) -> int | None:
+    """The layer that a tensor is of, None for those around the layers."""
+    head, _, rest = name.partition(".")
+    number = rest.partition(".")[0]
+    return int(number) if head == "blk" and number.isdigit() else None
+
+
 def require_sound(tensor: Tensor) -> None:
     """DataError that names the first bad scale of a tensor: row, block, place in the file.
 

@@ -149,7 +149,7 @@ def budget(
     )  # fmt: skip
     warnings, notes = _warnings(placement, tensors, loads), _notes(placement, metadata, cache)
     if buffers:
-        notes.append(f"buffers of a run by quantkit in batches of {work_size.BATCH} tokens, {threads} threads")
+        notes.append(f"buffers of a run by quantkit in batches of {work_size.BATCH_TOKENS} tokens, {threads} threads")
     return Budget(loads, placement, cache, tuple(warnings), tuple(notes))
 
 

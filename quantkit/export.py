@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from quantkit import archs, types
-from quantkit.archs import vocab
+from quantkit.archs import hf_tokenizer, vocab
 from quantkit.archs.tensors import Piece, ReadRows
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.files.atomic import writing
@@ -101,7 +101,7 @@ def prepare(source: GGUF, directory: str | os.PathLike[str], dtype: str = "auto"
         hparams = arch.hparams(source.metadata, source.tensors.keys())
         pieces = arch.to_hf(hparams, {tensor.name: tensor.shape for tensor in source.tensors.values()})
         config = arch.config(source.metadata, source.tensors)
-        tokenizer = vocab.tokenizer_json(source.metadata)
+        tokenizer = hf_tokenizer.tokenizer_json(source.metadata)
     except (FormatError, DataError, UnsupportedError) as error:
         raise type(error)(f"{source.path}: {error}") from None
     target = "F32" if dtype == "auto" else dtype.upper()
@@ -109,15 +109,15 @@ def prepare(source: GGUF, directory: str | os.PathLike[str], dtype: str = "auto"
         CheckpointSpec(piece.name, piece.shape, _dtype(source.tensors[piece.sources[0]], target)) for piece in pieces
     ]
     main = next((spec.dtype for spec in specs if len(spec.shape) >= 2), target)
-    ids = {f"{name}_token_id": vocab.special_id(source.metadata, name) for name in ("bos", "eos", "pad")}
+    ids = {f"{name}_token_id": hf_tokenizer.special_id(source.metadata, name) for name in ("bos", "eos", "pad")}
     rows = source.tensors["token_embd.weight"].shape[0]  # may be more than there are tokens
     config |= {key: number for key, number in ids.items() if number is not None}
     config |= {"vocab_size": rows, "dtype": _TORCH[main]}
     contents = {
         "config.json": config,
-        "generation_config.json": vocab.generation_config(source.metadata),
+        "generation_config.json": hf_tokenizer.generation_config(source.metadata),
         "tokenizer.json": tokenizer,
-        "tokenizer_config.json": vocab.tokenizer_config(source.metadata, hparams.n_ctx_train),
+        "tokenizer_config.json": hf_tokenizer.tokenizer_config(source.metadata, hparams.n_ctx_train),
         vocab.METADATA_FILE: _general(source),
     }
     files = {name: json.dumps(content, ensure_ascii=False, indent=2) + "\n" for name, content in contents.items()}

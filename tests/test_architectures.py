@@ -5,6 +5,7 @@ Each has a second configuration of other ratios beside its EXAMPLE, and what its
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,9 @@ OTHERS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 16, "sliding_window": 20, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
     "gpt-oss": {
-        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 3, "head_dim": 64,
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 3, "head_dim": 16,
         "num_local_experts": 12, "num_experts_per_tok": 5, "intermediate_size": 32, "sliding_window": 50,
-        "tie_word_embeddings": True, "rope_scaling": None,
+        "rope_scaling": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
     "minimax-m2": {
@@ -59,6 +60,10 @@ OTHERS: dict[str, dict[str, Any]] = {
         "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 5,
         "head_dim": 16, "moe_num_experts": 12, "moe_k": 5, "moe_num_shared_experts": 0, "moe_layer_start_index": 2,
         "moe_layer_end_index": 4, "moe_intermediate_size": 64, "tie_word_embeddings": False,
+    },
+    "smollm3": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 9,
+        "tie_word_embeddings": False,
     },
     "glm4moe": {
         "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 4,
@@ -89,10 +94,7 @@ def log_probabilities(logits: np.ndarray) -> np.ndarray:
 MIXTRAL = {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 3,
 }  # fmt: skip
-EVERY = [
-    *((arch.name, {}) for arch in archs.all()), *OTHERS.items(),
-    ("llama", MIXTRAL), ("llama", OTHERS["llama"] | MIXTRAL | {"head_dim": 32, "num_experts_per_tok": 1}),
-]  # fmt: skip
+EVERY = [*((arch.name, {}) for arch in archs.all()), *OTHERS.items()]
 
 
 @pytest.mark.parametrize(("arch", "change"), EVERY)
@@ -113,18 +115,25 @@ def test_logits_of_transformers_and_the_reference(tmp_path: Path, arch: str, cha
     libllama = pytest.importorskip("tests.conformance.libllama")
     with libllama.Llama(tmp_path / "m.gguf", n_ctx=256, threads=1) as llama:
         theirs = log_probabilities(llama.logits(TOKENS[0]))
-    if arch == "hunyuan-moe":  # it norms queries and keys before rope, transformers and llama.cpp after it
-        wanted[0] = log_probabilities(normed_before_rope(ours).logits(TOKENS[0]))
+    if arch in ("hunyuan-moe", "gpt-oss"):
+        wanted[0] = log_probabilities(as_the_reference(ours).logits(TOKENS[0]))
     worst = np.abs(theirs - wanted[0]).max(1)  # its cache is f16, after which a near tie of experts may turn
     assert np.quantile(worst, 0.98 if ours.hparams.n_expert else 1) < 0.05
 
 
-def normed_before_rope(model: Any) -> Any:
-    model.blocks = [
-        replace(block, parts=(replace(block.parts[0], norms_after_rope=False), *block.parts[1:]))
-        for block in model.blocks
-    ]
+def as_the_reference(model: Any) -> Any:
+    """The model with what wheel 0.1.5 does otherwise than transformers.
+
+    hunyuan-moe   norms queries and keys before rope
+    gpt-oss       rounds the ramp of YaRN to whole pairs
+    """
+    model.blocks = [replace(block, parts=(_as_there(block.parts[0]), *block.parts[1:])) for block in model.blocks]
     return model
+
+
+def _as_there(part: Any) -> Any:
+    rope = part.rope if part.rope.yarn is None else replace(part.rope, yarn=replace(part.rope.yarn, truncate=True))
+    return replace(part, rope=rope, norms_after_rope=False)
 
 
 GROUPS = {"n_group": 4, "topk_group": 2}
@@ -134,6 +143,9 @@ V2 = OTHERS["deepseek2"]
 @pytest.mark.parametrize(
     ("arch", "change"),
     [("qwen3", {"attention_bias": True}), ("qwen3moe", {"norm_topk_prob": False}), ("deepseek2", GROUPS),
+     ("smollm3", {"attention_bias": True, "mlp_bias": True}),
+     ("llama", MIXTRAL), ("llama", OTHERS["llama"] | MIXTRAL | {"head_dim": 32, "num_experts_per_tok": 1}),
+     ("gpt-oss", {"head_dim": 64, "tie_word_embeddings": True}), ("gpt-oss", {"hidden_size": 128}),
      ("gemma3", {"query_pre_attn_scalar": 50, "sliding_window_pattern": 2, "rope_local_base_freq": 5000.0}),
      ("gemma3", {"tie_word_embeddings": False, "attention_bias": True}),
      ("glm4moe", GROUPS | {"attention_bias": False, "tie_word_embeddings": True}),
@@ -141,10 +153,12 @@ V2 = OTHERS["deepseek2"]
      ("deepseek2", V2 | {"q_lora_rank": None, "num_hidden_layers": 3, "attention_bias": True})],
 )  # fmt: skip
 def test_what_the_reference_does_not_know(tmp_path: Path, arch: str, change: dict[str, Any]) -> None:
-    """Wheel 0.1.5 does not load qwen3 with biases, and always divides the weights of qwen3moe by their sum.
+    """Wheel 0.1.5 does not load qwen3 nor smollm3 with biases, and always divides the weights of qwen3moe by their sum.
 
     Of deepseek2 it chooses among all experts whatever the groups, and takes queries without a latent for 26, 27 or 48
-    layers only.
+    layers only. It wants biases of glm4moe, output.weight of gpt-oss; with heads of 64 its windows are not those of
+    transformers. It knows no scale, pattern or second base of gemma3. Of Mixtral its logits are others from the first
+    token on; why is not known.
     """
     torch = pytest.importorskip("torch")
     model = tiny(tmp_path / "hf", arch=arch, **change)
@@ -152,6 +166,49 @@ def test_what_the_reference_does_not_know(tmp_path: Path, arch: str, change: dic
     with torch.no_grad():
         wanted = log_probabilities(model(torch.tensor(TOKENS[:1])).logits.numpy()[0])
     assert np.abs(log_probabilities(quantkit.load(tmp_path / "m.gguf").logits(TOKENS[0])) - wanted).max() < 2e-3
+
+
+def test_shared_experts_in_the_compiled_passes(tmp_path: Path) -> None:
+    """Prompt and steps of `fast` numerics: all experts used, so that rounding turns no choice."""
+    pytest.importorskip("torch")
+    tiny(tmp_path / "hf", arch="glm4moe", num_experts_per_tok=8, n_shared_experts=2)
+    convert(tmp_path / "hf", tmp_path / "m.gguf", "q8_0")
+    wanted = log_probabilities(quantkit.load(tmp_path / "m.gguf").logits(TOKENS[0][:40]))
+    model = quantkit.load(tmp_path / "m.gguf", numerics="fast")
+    assert model.slow_because is None
+    cache = model.new_cache(40)
+    steps = np.concatenate([model.forward([token], cache) for token in TOKENS[0][:40]])
+    for found in (model.logits(TOKENS[0][:40]), steps):
+        assert np.abs(log_probabilities(found) - wanted).max() < 0.01
+
+
+def test_experts_as_gpt_oss_ships_them(tmp_path: Path) -> None:
+    """MXFP4 blocks and scales become the type's own blocks, with the same values; biases and the rest stay."""
+    torch = pytest.importorskip("torch")
+    stored = pytest.importorskip("safetensors.torch")
+    model = tiny(tmp_path / "hf", arch="gpt-oss")
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+    rng, tensors = np.random.default_rng(1), stored.load_file(tmp_path / "hf" / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, n, rows = tensors.pop(name).shape
+        codes = rng.integers(0, 256, (experts, rows, n // 32, 16)).astype(np.uint8)
+        scales = rng.integers(120, 126, codes.shape[:3]).astype(np.uint8)
+        x = np.stack([values[codes & 15], values[codes >> 4]], -1).reshape(*codes.shape[:3], 32)
+        x *= np.exp2(scales.astype(np.float32) - 127)[..., None]
+        with torch.no_grad():
+            model.state_dict()[name].copy_(torch.tensor(x.reshape(experts, rows, n)).transpose(1, 2))
+        tensors |= {f"{name}_blocks": torch.tensor(codes), f"{name}_scales": torch.tensor(scales)}
+    stored.save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "hf" / "config.json").read_text()) | {
+        "quantization_config": {"quant_method": "mxfp4"}
+    }
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+    ours = quantkit.load(tmp_path / "m.gguf")
+    assert ours.weights["blk.1.ffn_up_exps.weight"].type.name == "mxfp4"
+    with torch.no_grad():
+        wanted = log_probabilities(model(torch.tensor(TOKENS[:1])).logits.numpy()[0])
+    assert np.abs(log_probabilities(ours.logits(TOKENS[0])) - wanted).max() < 2e-3
 
 
 @pytest.mark.parametrize("layout", ["all", "joint", "split"])

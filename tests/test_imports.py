@@ -33,6 +33,7 @@ FLOORS = {
     "runtime.placement": 3,
     "runtime.cache_size": 3,
     "runtime.work_size": 3,
+    "runtime.kernels.cpu.sizes": 2,  # which work_size and the kernels share
     "runtime.kernels": 3,
     "budget": 4,
     "convert": 4,

@@ -18,7 +18,8 @@ from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
 
 __all__ = ["Arch", "all", "from_hf", "get", "outline"]
 
-_SHARED = {"base", "blocks", "decoder", "experts", "outlines", "pretokenizers", "rope", "shapes", "tensors", "vocab"}
+_SHARED = {"base", "blocks", "decoder", "experts", "outlines", "rope", "shapes", "tensors"}
+_SHARED |= {"hf_tokenizer", "pretokenizers", "sentencepiece", "tiktoken", "vocab"}  # tokenizers
 for _module in pkgutil.iter_modules(__path__):
     if _module.name not in _SHARED:
         importlib.import_module(f"{__name__}.{_module.name}")

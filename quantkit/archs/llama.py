@@ -8,7 +8,7 @@ checkpoint row s * D/2 + j. Llama 3.1's rope scaling is the tensor rope_freqs.we
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from quantkit.archs import experts
 from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Entries, Keys, need, refuse
@@ -25,7 +25,7 @@ def _rope_order(hparams: HParams) -> Transform:
 
 class Llama(Decoder):
     name = "llama"
-    hf = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
+    hf: ClassVar[tuple[str, ...]] = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
     model_type = "llama"
     rope_style = "norm"
     own_sizes = {"eff": lambda s: s["ff"]}  # noqa: RUF012  data

@@ -15,6 +15,7 @@ from typing import Any
 from quantkit.errors import UnknownNameError, UnsupportedError
 
 _CONTRACTION = r"'s|'t|'re|'ve|'m|'ll|'d"
+_DIGITS = {r"\p{N}": True, r"\p{N}+": False}  # the step Digits, by its individual_digits
 _SPACES = r"\s+(?!\S)|\s+"
 _GPT2 = rf"{_CONTRACTION}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
 _LLAMA3 = (
@@ -37,10 +38,35 @@ _GPT4O = (
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_SPACES}"
 )
 _DEEPSEEK3 = (
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r'[!"#$%&' + r"'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
 )
 _CJK = "[一-龥\u3040-ゟ゠-ヿ]+"
+_SEED = (
+    rf"(?i:{_CONTRACTION})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|{_SPACES}"
+)
+# The same pieces as _QWEN2: what is taken possessively could not be given back to any use, and \s* takes line ends.
+_BAILING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*|\s*[\r\n]|{_SPACES}"
+)
+_CL100K = _BAILING.replace(r"|\p{N}|", r"|\p{N}{1,3}|")  # likewise as _LLAMA3
+_UPPER_NOT_HAN, _LOWER_NOT_HAN = rf"[{_UPPER}&&[^\p{{Han}}]]", rf"[{_LOWER}&&[^\p{{Han}}]]"
+_KIMI = (
+    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER_NOT_HAN}*{_LOWER_NOT_HAN}+(?i:{_CONTRACTION})?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER_NOT_HAN}+{_LOWER_NOT_HAN}*(?i:{_CONTRACTION})?|\p{{N}}{{1,3}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
+)
+# DeepSeek LLM's letters: those with case, as its tokenizer.json lists them; escaped where NFC would change them.
+_CASED = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbe"
+    "ῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ"
+    "𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+_ASIAN = "[一-龥ࠀ-一가-\ud7ff]+"
+_DEEPSEEK_LLM = (r"[\r\n]", rf"\s?[{_CASED}]+", "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", r"\s+$", _ASIAN)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}")
 
 
 @dataclass(frozen=True)
@@ -50,24 +76,40 @@ class PreTokenizer:
     nfc: bool = False  # text is brought to Unicode's composed form first
     ignore_merges: bool = False  # a word that is a token is that token, whatever the merges say
     adds_bos: bool = False  # where the file does not say
+    also: tuple[tuple[str, ...], ...] = ()  # other expressions, as published, that give the same ids
 
 
+_LIKE_GPT2 = (
+    "gpt-2", "phi-2", "olmo", "mpt", "jais", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "roberta-bpe",
+    "jina-v1-en", "jina-v2-code", "exaone4", "a.x-4.0", "mellum", "modern-bert", "trillion", "granite-docling",
+)  # fmt: skip
+_LIKE_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "pixtral", "falcon3", "falcon-h1", "midm-2.0", "lfm2")
+_LIKE_QWEN2 = (
+    "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "bailingmoe", "bailingmoe2", "llada-moe", "grok-2", "kormo",
+    "solar-open",
+)  # fmt: skip
 TABLE = (
-    PreTokenizer(("gpt-2", "phi-2", "olmo", "mpt", "jais", "jina-es", "jina-de", "roberta-bpe", "exaone4"), (_GPT2,)),
+    PreTokenizer(_LIKE_GPT2, (_GPT2,)),
     PreTokenizer(("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"), (r"\p{N}", _GPT2)),
     PreTokenizer(("command-r",), (r"\p{N}", _GPT2), nfc=True),
-    PreTokenizer(
-        ("llama-bpe", "llama3", "llama-v3", "pixtral", "falcon3", "lfm2"), (_LLAMA3,), ignore_merges=True, adds_bos=True
-    ),
-    PreTokenizer(("smaug-bpe", "dbrx", "chatglm-bpe", "glm4"), (_LLAMA3,)),
+    PreTokenizer(_LIKE_LLAMA3, (_LLAMA3,), ignore_merges=True, adds_bos=True),
+    PreTokenizer(("glm4", "chatglm-bpe", "smaug-bpe", "dbrx"), (_LLAMA3,), also=((_CL100K,),)),
     PreTokenizer(("qwen2",), (_QWEN2,), nfc=True),
-    PreTokenizer(("deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "bailingmoe", "grok-2"), (_QWEN2,)),
+    PreTokenizer(_LIKE_QWEN2, (_QWEN2,), also=((_BAILING,),)),
     PreTokenizer(("qwen35",), (_QWEN35,), nfc=True),
     PreTokenizer(("tekken",), (_TEKKEN,), ignore_merges=True, adds_bos=True),
-    PreTokenizer(("gpt-4o",), (_GPT4O,)),
-    PreTokenizer(("deepseek-v3", "hunyuan-dense"), (r"\p{N}{1,3}", _CJK, _DEEPSEEK3)),
+    PreTokenizer(("gpt-4o", "llama4", "kanana2", "minimax-m2"), (_GPT4O,)),
+    PreTokenizer(("kimi-k2",), (_KIMI,)),
+    PreTokenizer(("deepseek-v3", "hunyuan-dense", "joyai-llm"), (r"\p{N}{1,3}", _CJK, _DEEPSEEK3)),
+    # Its tokenizer.json takes digits one by one; none of its tokens has two, so runs of them give the same ids.
+    PreTokenizer(("deepseek-llm",), (*_DEEPSEEK_LLM, r"\p{N}+"), also=((*_DEEPSEEK_LLM, r"\p{N}"),)),
+    PreTokenizer(("deepseek-coder",), _DEEPSEEK_CODER),
+    PreTokenizer(("seed-coder",), (_SEED,)),
+    PreTokenizer(("falcon",), (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")),
     PreTokenizer(("default",), (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
 )
+# Control tokens that tell families apart which cut alike; each family's readers look for its own name.
+_OWN = {"[gMASK]": "glm4", "]~!b[": "minimax-m2", "<|startoftext|>": "hunyuan", "<|header_start|>": "llama4"}
 _BY_NAME = {name: entry for entry in TABLE for name in entry.names}
 
 
@@ -78,14 +120,23 @@ def get(name: str) -> PreTokenizer:
     return _BY_NAME[name]
 
 
+def known(name: str) -> bool:
+    """Whether the runtime can cut as `name` says."""
+    return name in _BY_NAME
+
+
 def to_json(entry: PreTokenizer) -> dict[str, Any]:
     """The `pre_tokenizer` of a tokenizer.json."""
-    steps: list[dict[str, Any]] = [
-        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-        for regex in entry.splits
-    ]  # fmt: skip
+    steps = [_step(regex) for regex in entry.splits]
     steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False})
     return {"type": "Sequence", "pretokenizers": steps}
+
+
+def _step(regex: str) -> dict[str, Any]:
+    """One step of a `pre_tokenizer`. Digits is what the published files have, and it knows newer ones than \\p{N}."""
+    if regex in _DIGITS:
+        return {"type": "Digits", "individual_digits": _DIGITS[regex]}
+    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
 
 
 def _splits(step: Mapping[str, Any]) -> list[str]:
@@ -95,13 +146,14 @@ def _splits(step: Mapping[str, Any]) -> list[str]:
         return [regex for inner in step["pretokenizers"] for regex in _splits(inner)]
     if kind == "ByteLevel" and not step.get("add_prefix_space"):
         return [_GPT2] if step.get("use_regex", True) else []
-    if kind == "Digits" and step.get("individual_digits"):
-        return [r"\p{N}"]
+    if kind == "Digits":
+        return [regex for regex, each in _DIGITS.items() if each == bool(step.get("individual_digits"))]
     how = (step.get("behavior"), bool(step.get("invert")))
     if kind == "Split" and how in (("Isolated", False), ("Removed", True)):
         pattern = step["pattern"]
         regex = pattern["Regex"] if "Regex" in pattern else re.escape(pattern["String"])
-        return [regex.replace("\r", r"\r").replace("\n", r"\n")]  # DeepSeek's has the characters themselves
+        regex = regex.replace("\r", r"\r").replace("\n", r"\n")  # DeepSeek's has the characters themselves
+        return [re.sub(r"\\(.)", lambda pair: pair[1] if pair[1] in "'\"/" else pair[0], regex)]  # needless escapes
     raise UnsupportedError(f"tokenizer.json: pre_tokenizer step {dict(step)} has no counterpart in GGUF")
 
 
@@ -109,17 +161,33 @@ def recognise(tokenizer: Mapping[str, Any]) -> str:
     """The GGUF name of a byte-level tokenizer.json's way of cutting; UnsupportedError shows it when there is none.
 
     The expressions must be the same. Among entries that share them, the one that agrees best in composing and in
-    ignoring merges is taken; the two matter for rare texts only, and GGUF has no other way to say them.
+    ignoring merges is taken; where it does not agree, vocab.EXACT says so. A family's own name comes before that of
+    one that cuts alike.
     """
-    normalizer = tokenizer.get("normalizer") or {"type": "Sequence", "normalizers": []}
-    steps = [step["type"] for step in normalizer.get("normalizers", [normalizer])]
+    steps = normalizers(tokenizer)
     splits = tuple(_splits(tokenizer["pre_tokenizer"]))
-    found = [entry for entry in TABLE if entry.splits == splits]
-    if not found or not set(steps) <= {"NFC"}:
+    found = [entry for entry in TABLE if splits in (entry.splits, *entry.also)]
+    if splits == (*_DEEPSEEK_LLM, r"\p{N}") and _joins_digits(tokenizer):
+        found = []
+    if not found or not {step["type"] for step in steps} <= {"NFC"}:
         raise UnsupportedError(
-            f"tokenizer.json cuts text in a way that has no name here: normalizer {steps}, splits {list(splits)}. "
-            "If you know what llama.cpp calls it, say --pre NAME; quantkit's own runtime knows "
+            f"tokenizer.json cuts text in a way that has no name here: normalizer {[step['type'] for step in steps]}, "
+            f"splits {list(splits)}. If you know what llama.cpp calls it, say --pre NAME; quantkit's own runtime knows "
             f"{', '.join(entry.names[0] for entry in TABLE)}"
         )
-    wanted = (bool(tokenizer["model"].get("ignore_merges")), "NFC" in steps)
-    return min(found, key=lambda entry: (entry.ignore_merges != wanted[0]) + (entry.nfc != wanted[1])).names[0]
+    wanted = (bool(tokenizer["model"].get("ignore_merges")), bool(steps))
+    entry = min(found, key=lambda entry: (entry.ignore_merges != wanted[0]) + (entry.nfc != wanted[1]))
+    added = {token["content"] for token in tokenizer.get("added_tokens") or ()}
+    own = [name for token, name in _OWN.items() if token in added and name in entry.names]
+    return own[0] if own else entry.names[0]
+
+
+def normalizers(tokenizer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The steps of a tokenizer.json's normalizer, in order; [] where there is none."""
+    found = tokenizer.get("normalizer") or {"type": "Sequence", "normalizers": []}
+    return list(found.get("normalizers", [found]))
+
+
+def _joins_digits(tokenizer: Mapping[str, Any]) -> bool:
+    """Whether a token has two digits side by side, so that cutting digits one by one and in runs are not the same."""
+    return any(re.search(r"\d\d", token) for token in tokenizer["model"].get("vocab", ()))

@@ -202,9 +202,8 @@ def _renamed(rule: Rule, name: str, target: str, shape: Shape, hparams: Any, to_
         transform = transform.inverse()
     made = transform.shape(shape)
     if made and math.prod(made[:-1] or made) % transform.step:
-        raise FormatError(
-            f"tensor {name}: {math.prod(shape[:-1] or shape)} rows are not a multiple of the {transform.step} of a head"
-        )
+        rows = math.prod(shape[:-1] or shape)
+        raise FormatError(f"tensor {name}: {rows} rows are not a multiple of the {transform.step} of a head")
     return Piece(target, made, (name,), transform, rule.f32 or len(shape) <= 1)
 
 

@@ -33,7 +33,7 @@ def obstacle(weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head)
             if isinstance(part, blocks.Experts):
                 linears.append(part.router)
                 if part.shared is not None:
-                    return "experts with a shared one run layer by layer"
+                    linears += [part.shared.gate, part.shared.up, part.shared.down]
                 for linear in (part.gate, part.down):
                     if weights[linear.weight].shape[1] % experts.ROWS:
                         rows = weights[linear.weight].shape[1]

@@ -5,7 +5,7 @@
     Step      norm, q, k, v | attention | join, out, add | norm, gate, up, swiglu | down, add |
     Prompt    norm | q, k, v | rope, cache | attention | quantize | out, add | norm | gate, up | swiglu | down, add |
 
-and with experts (kernels/cpu/experts.py) in place of the feed-forward:
+and with experts (kernels/cpu/experts.py) in place of the feed-forward, a shared one before or after them as above:
 
     Step      norm, router | pick, gate, up, swiglu | down, add |
     Prompt    norm | router | choose | sort | gather | gate, up, swiglu | down, add |
@@ -31,13 +31,12 @@ from quantkit.runtime import layers
 from quantkit.runtime.cache import Cache, CacheType
 from quantkit.runtime.experts import Reduction
 from quantkit.runtime.kernels import table
-from quantkit.runtime.kernels.cpu import attention, batch, experts, gemm, ops
-from quantkit.runtime.kernels.cpu.activations import activation_bytes
+from quantkit.runtime.kernels.cpu import attention, batch, experts, gemm, ops, sizes
 from quantkit.runtime.kernels.cpu.rows import Heads
+from quantkit.runtime.kernels.cpu.sizes import BATCH_TOKENS, activation_bytes
 from quantkit.runtime.kernels.cpu.walk import OpList
 from quantkit.runtime.layers import Span
 
-BATCH_TOKENS = 512  # of a prompt at a time: the weights are unpacked once for all of them
 _ROWS = 32  # shares of a matrix are multiples of so many rows: whole blocks of what is quantized next
 
 Weights = Mapping[str, Tensor]
@@ -237,8 +236,8 @@ class Step(_Laid):
         self._normed_heads(part, part.q, part.q_norm, normed, q)
         self._normed_heads(part, part.k, part.k_norm, normed, k)
         self._matvec(self._ops, part.v, normed, v, wait=True)
-        heads, span = self._heads(part), self._span(attention.CHUNK)
-        nbytes = attention.scratch_bytes(part.heads, part.head_dim_k, heads.group, span)
+        heads, span = self._heads(part), self._span(sizes.CHUNK)
+        nbytes = sizes.step_scratch_bytes(part.heads, part.head_dim_k, heads.group, span)
         scratch, stride = self._ops.private("scratch", nbytes)
         partial = self._ops.buffer("partial", 4 * self._threads * part.heads * (part.head_dim_v + 2))
         self._look(
@@ -269,10 +268,12 @@ class Step(_Laid):
 
     def _experts(self, part: blocks.Experts) -> None:
         laid, normed = self._ops, self._norm(self._ops, part.norm)
+        if part.shared is not None:
+            self._gated(part.shared, normed)
         logits = laid.buffer("router", 4 * part.count)
         group = self._weights[part.router.weight].type.interleave
         self._matvec(laid, part.router, normed, logits, wait=True, multiple=max(4, group))
-        picked, stride = laid.private("picked", experts.picked_bytes(part.count, part.used))
+        picked, stride = laid.private("picked", sizes.picked_bytes(part.count, part.used))
         laid.add(
             experts.pick.address, experts.PICK, False, logits=logits, picked=picked, stride=stride, **self._choice(part)
         )
@@ -298,7 +299,10 @@ class Step(_Laid):
         )  # fmt: skip
 
     def _feed_forward(self, part: blocks.FeedForward) -> None:
-        normed, n_ff = self._norm(self._ops, part.norm), self._rows(part.gate)
+        self._gated(part, self._norm(self._ops, part.norm))
+
+    def _gated(self, part: blocks.FeedForward, normed: tuple[int, int]) -> None:
+        n_ff = self._rows(part.gate)
         gate, up = self._ops.buffer("gate", 4 * n_ff), self._ops.buffer("up", 4 * n_ff)
         self._matvec(self._ops, part.gate, normed, gate)
         self._matvec(self._ops, part.up, normed, up)
@@ -392,13 +396,13 @@ class Prompt(_Laid):
                     batch.head_norm.address, batch.HEAD_NORM, state=state, x=x, weight=self._vector(ops, norm.weight),
                     heads=count, dim=part.head_dim_k, eps=ops.constant(norm.eps),
                 )  # fmt: skip
-        heads, span = self._heads(part), self._span(batch.KEYS)
+        heads, span = self._heads(part), self._span(sizes.KEYS)
         self._look(
             layer, part, batch.rope(heads).address, batch.ROPE, state=state, q=q, k=k, v=v,
             scale=ops.constant(part.scale), **_rope_values(part),
         )  # fmt: skip
         rows = self._how.query_rows(heads.group, self._n_ctx, self._threads)
-        tokens = max(1, min(batch.QUERIES, rows) // heads.group)
+        tokens = max(1, min(sizes.QUERIES, rows) // heads.group)
         scratch, stride = ops.private("pieces", batch.attention_scratch_bytes(heads, tokens, span))
         width = part.heads * part.head_dim_v
         out = self._floats("attended", width)
@@ -409,7 +413,10 @@ class Prompt(_Laid):
         self._multiply(part.out, self._ready(out, width, (part.out,)), self._x.ctypes.data, add=1, wait=True)
 
     def _feed_forward(self, part: blocks.FeedForward) -> None:
-        normed, n_ff = self._norm(part.norm, (part.gate, part.up)), self._rows(part.gate)
+        self._gated(part, self._norm(part.norm, (part.gate, part.up)))
+
+    def _gated(self, part: blocks.FeedForward, normed: tuple[int, int]) -> None:
+        n_ff = self._rows(part.gate)
         gate, up = self._floats("gate", n_ff), self._floats("up", n_ff)
         self._multiply(part.gate, normed, gate)
         self._multiply(part.up, normed, up, wait=True)
@@ -424,8 +431,8 @@ class Prompt(_Laid):
         self._multiply(part.router, (x, tiles), logits, wait=True)
         gate, up, down = (self._unit(linear) for linear in (part.gate, part.up, part.down))
         multiple = math.lcm(gate.tokens, up.tokens, down.tokens)
-        most = experts.most_entries(BATCH_TOKENS, part.count, part.used, multiple)
-        plan = laid.buffer("plan", experts.plan_bytes(BATCH_TOKENS, part.count, part.used, multiple))
+        most = sizes.most_entries(BATCH_TOKENS, part.count, part.used, multiple)
+        plan = laid.buffer("plan", sizes.plan_bytes(BATCH_TOKENS, part.count, part.used, multiple))
         chosen = laid.buffer("chosen", 8 * BATCH_TOKENS * part.used)
         shares = self._floats("shares", part.used)
         laid.add(
@@ -436,16 +443,16 @@ class Prompt(_Laid):
             experts.sort.address, experts.SORT, True, tokens=self._counted, x=x, n=self.n_embd, experts=part.count,
             used=part.used, chosen=chosen, weights=shares, plan=plan, most=most, multiple=multiple,
         )  # fmt: skip
-        given = {False: (plan + experts.rows_at(part.count, most), 8)}  # address, bytes of an entry; True: quantized
+        given = {False: (plan + sizes.rows_at(part.count, most), 8)}  # address, bytes of an entry; True: quantized
         if gate.quantized or up.quantized:
-            size = gemm.RECORD * (self.n_embd // 32)
+            size = sizes.RECORD * (self.n_embd // 32)
             given[True] = laid.buffer("gathered", most * size), size
         vectors = self._vectors("vectors", part.count, self.n_embd)
         laid.add(
             experts.gather.address, experts.GATHER, True, plan=plan, experts=part.count, most=most, n=self.n_embd,
-            tiles=given.get(True, (0, 0))[0], tokens=gemm.tile_tokens(), vectors=vectors[0], vector_bytes=vectors[1],
+            tiles=given.get(True, (0, 0))[0], tokens=sizes.tile_tokens(), vectors=vectors[0], vector_bytes=vectors[1],
         )  # fmt: skip
-        size = gemm.RECORD * (part.ff // 32) if down.quantized else 4 * part.ff
+        size = sizes.RECORD * (part.ff // 32) if down.quantized else 4 * part.ff
         hidden, few = laid.buffer("activated", most * size), self._vectors("activated vectors", part.count, part.ff)
         target = {"hidden": hidden, "down_tokens": down.tokens if down.quantized else 0}
         target |= {"down_vectors": few[0], "down_vector_bytes": few[1]}
@@ -454,11 +461,13 @@ class Prompt(_Laid):
             experts.add.address, experts.ADD, True, out=self._x.ctypes.data, weights=self._matrices(part.down)[1],
             most=most, quantized=int(down.quantized), **self._multiplied(part.down, plan, (hidden, size), few),
         )  # fmt: skip
+        if part.shared is not None:  # what the norm made is still there, its tiles may be those of something else
+            self._gated(part.shared, self._ready(x, self.n_embd, (part.shared.gate, part.shared.up)))
 
     def _vectors(self, name: str, count: int, n: int) -> tuple[int, int]:
         """Activations of experts with few tokens: address, and bytes of each."""
         size = -(-activation_bytes(n) // 64) * 64
-        return self._ops.buffer(name, count * experts.FEW * size), size
+        return self._ops.buffer(name, count * sizes.FEW * size), size
 
     def _activated(
         self,
@@ -521,7 +530,7 @@ class Prompt(_Laid):
         if not any(table.batch(self._weights[linear.weight].type).quantized for linear in readers):
             self._ops.wait()
             return x, 0
-        tiles = self._ops.buffer("tiles", gemm.activation_bytes(n, BATCH_TOKENS))
+        tiles = self._ops.buffer("tiles", sizes.tiles_bytes(n, BATCH_TOKENS))
         self._ops.add(
             gemm.quantize_tiles.address, gemm.QUANTIZE, wait=True, x=x, n=n, tokens=self._counted, tiles=tiles
         )

@@ -12,12 +12,13 @@ Two kinds of token are found in a text before it is cut into words: user-defined
 from __future__ import annotations
 
 import codecs
+import datetime
 import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from quantkit.archs import vocab
+from quantkit.archs import hf_tokenizer, tiktoken
 from quantkit.errors import DataError, FormatError, QuantkitError, UnsupportedError
 
 # Control tokens that end a reply in one chat format or another, for files whose keys do not name them.
@@ -26,10 +27,8 @@ _ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's printable alphabet: printable Latin-1 stands for itself, the other bytes for U+0100 onward, in order."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    """GPT-2's printable alphabet, back to bytes."""
+    return {character: byte for byte, character in enumerate(tiktoken.byte_alphabet())}
 
 
 class Tokenizer:
@@ -37,15 +36,15 @@ class Tokenizer:
 
     def __init__(self, metadata: Mapping[str, Any]):
         self._metadata = metadata
-        self._model = json.dumps(vocab.tokenizer_json(metadata))
+        self._model = json.dumps(hf_tokenizer.tokenizer_json(metadata))
         self._tokens: Sequence[str] = metadata["tokenizer.ggml.tokens"]
-        self._types = vocab.token_types(metadata)
+        self._types = hf_tokenizer.token_types(metadata)
         self._byte_level = metadata["tokenizer.ggml.model"] == "gpt2"
         self._strips_space = not self._byte_level and metadata.get("tokenizer.ggml.add_space_prefix", True)
-        self.bos_id = vocab.special_id(metadata, "bos")
-        self.eos_id = vocab.special_id(metadata, "eos")
-        self.adds_bos = vocab.adds(metadata, "bos") and self.bos_id is not None
-        self.adds_eos = vocab.adds(metadata, "eos") and self.eos_id is not None
+        self.bos_id = hf_tokenizer.special_id(metadata, "bos")
+        self.eos_id = hf_tokenizer.special_id(metadata, "eos")
+        self.adds_bos = hf_tokenizer.adds(metadata, "bos") and self.bos_id is not None
+        self.adds_eos = hf_tokenizer.adds(metadata, "eos") and self.eos_id is not None
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -65,7 +64,7 @@ class Tokenizer:
         """Tokens that end a reply: EOS, EOT and EOM as the file names them, and control tokens known to mean that."""
         keys = ("eos", "eot", "eom")
         named = {self._metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys} | {self.eos_id}
-        known = {i for i, kind in enumerate(self._types) if kind == vocab.CONTROL and self._tokens[i] in _ENDS}
+        known = {i for i, kind in enumerate(self._types) if kind == hf_tokenizer.CONTROL and self._tokens[i] in _ENDS}
         return frozenset(int(i) for i in named | known if i is not None)
 
     # --------------------------------------------------------------------------------------------------------- encode
@@ -82,14 +81,15 @@ class Tokenizer:
         plain.encode_special_tokens = True
         return {False: plain, True: special}
 
-    def encode(self, text: str, bos: bool | None = None, special: bool = False) -> list[int]:
-        """Token ids of a text.
+    def encode(self, text: str | bytes, bos: bool | None = None, special: bool = False) -> list[int]:
+        """Token ids of a text; bytes are UTF-8. DataError where it is not valid UTF-8, half a surrogate pair included.
 
         `bos` says whether BOS comes first; None leaves it to the model (`adds_bos`), which also decides on EOS at the
         end. `special` finds control tokens written out in the text.
         """
         if bos and self.bos_id is None:
             raise DataError("the model has no BOS token (tokenizer.ggml.bos_token_id); encode with bos=False")
+        text = _valid(text)
         ids = self._engines[special].encode(text, add_special_tokens=False).ids if text else []
         if self.adds_bos if bos is None else bos:
             ids = [self.bos_id, *ids]
@@ -104,19 +104,19 @@ class Tokenizer:
         if not 0 <= token < len(self._tokens):
             raise DataError(f"token {token} is not in the vocabulary of {len(self._tokens)}")
         text, kind = self._tokens[token], self._types[token]
-        if kind == vocab.BYTE and vocab.BYTE_TOKEN.fullmatch(text):
+        if kind == hf_tokenizer.BYTE and hf_tokenizer.BYTE_TOKEN.fullmatch(text):
             return bytes([int(text[3:5], 16)])
-        if kind not in (vocab.NORMAL, vocab.BYTE):
+        if kind not in (hf_tokenizer.NORMAL, hf_tokenizer.BYTE):
             return text.encode()
         if not self._byte_level:
-            return text.replace(vocab.SPACE, " ").encode()
+            return text.replace(hf_tokenizer.SPACE, " ").encode()
         table = _byte_of_character()
         if all(character in table for character in text):
             return bytes(table[character] for character in text)
         return text.encode()  # a word added to the vocabulary as it is
 
     def is_control(self, token: int) -> bool:
-        return self._types[token] in (vocab.CONTROL, vocab.UNKNOWN, vocab.UNUSED)
+        return self._types[token] in (hf_tokenizer.CONTROL, hf_tokenizer.UNKNOWN, hf_tokenizer.UNUSED)
 
     def decode(self, ids: Iterable[int], special: bool = True) -> str:
         """The text of token ids; bytes that are not UTF-8 become U+FFFD. `special=False` leaves control tokens out."""
@@ -138,34 +138,69 @@ class Tokenizer:
     ) -> str:
         """The prompt that the model's own template makes of messages with "role" and "content".
 
-        Needs jinja2; the template runs in its sandbox. Encode the result with `bos=False, special=True`.
+        The template sees what transformers shows it: `messages`, `tools`, `documents`, the special tokens by name, and
+        `variables`. With `tools`, the variant "tool_use" is taken where there is one. Needs jinja2; the template runs
+        in its sandbox. Encode the result with `bos=False, special=True`.
         """
-        if self.chat_template is None:
+        template = self.chat_template
+        if variables.get("tools"):
+            template = self._metadata.get("tokenizer.chat_template.tool_use", template)
+        if template is None:
             raise UnsupportedError("the model has no chat template (tokenizer.chat_template); pass a plain prompt")
         try:
             from jinja2 import TemplateError
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ImportError:
             raise UnsupportedError("chat templates need jinja2: pip install jinja2") from None
-
-        def refuse(message: str) -> None:
-            raise TemplateError(message)
-
-        named = {
-            f"{name}_token": self._tokens[i]
-            for name, i in (("bos", self.bos_id), ("eos", self.eos_id))
-            if i is not None
-        }
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = refuse
-        environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-        values = named | {"messages": messages, "add_generation_prompt": add_generation_prompt} | variables
+        ids = {name: hf_tokenizer.special_id(self._metadata, name) for name in hf_tokenizer.SPECIAL}
+        values: dict[str, Any] = {f"{name}_token": self._tokens[i] for name, i in ids.items() if i is not None}
+        values |= {"tools": None, "documents": None}
+        values |= {"messages": messages, "add_generation_prompt": add_generation_prompt} | variables
         try:
-            return environment.from_string(self.chat_template).render(values)
+            return _environment().from_string(template).render(values)
         except TemplateError as error:
             raise QuantkitError(f"the model's chat template refuses these messages: {error}") from error
+
+
+@functools.cache
+def _environment() -> Any:
+    """The sandbox of chat templates, with the filters and functions that they may count on."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} marks the assistant's words for training; here it is its content."""
+
+        tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **settings: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **settings)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.filters["tojson"] = tojson
+    return environment
+
+
+def _valid(text: str | bytes) -> str:
+    try:
+        if isinstance(text, bytes):
+            return text.decode()
+        text.encode()
+    except UnicodeError as error:
+        raise DataError(f"the text is not valid UTF-8 ({error}); re-encode it, or leave those bytes out") from None
+    return text
 
 
 class Decoder:

@@ -6,14 +6,14 @@ goes over distinct buffers. With B = 512 tokens, E, q, k, v and F the widths of 
 values and of the feed-forward, T threads:
 
     prompts   4 B (2 E + 2 q + k + v + 2 F)     x, its norm, q, k, v, what attention gives, gate and up
-              56/32 B n for n of E, q, F        the same as 8-bit tiles, where weights are quantized
+              RECORD/32 B n for n of E, q, F    the same as tiles of integers, where weights are quantized
               T panels(n)                       unpacked rows of 32 weights, for each thread and width
               T pieces                          keys and values of 128 positions, queries, scores
               experts: most = B used + 5 count entries of tiles of E and F, three vectors an expert, lists
     tokens    T activations(E), logits, q, k, v, gate, up: little
     rope      8 bytes a position and pair, for both
 
-A test holds the prediction against the buffers of loaded models.
+Sizes are those of kernels/cpu/sizes.py, on this CPU. A test holds the prediction against buffers of loaded models.
 """
 
 from __future__ import annotations
@@ -22,15 +22,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from quantkit.runtime.kernels.cpu import sizes
+from quantkit.runtime.kernels.cpu.sizes import BATCH_TOKENS, activation_bytes
 from quantkit.types import QuantType
 
-BATCH = 512  # tokens, step.BATCH_TOKENS
-_TILE = 6  # tokens of a tile (gemm.tile_tokens with AVX-512), and entries of an expert are a multiple of them
-_RECORD = 56  # bytes of a token's 32 activations in a tile
 _PANEL_RECORD = 640  # bytes of 16 rows of 32 columns, unpacked: 576 to 768, by the type's scales
-_LANES, _PANELS, _FLOAT_LANES = 16, 2, 32
-_KEYS, _QUERIES, _CHUNK = 128, 192, 64  # of attention: positions at a time of prompts, rows of queries, of tokens
-_FEW = 3  # tokens of an expert for which vectors are multiplied one by one
 _FLOATS = frozenset(("f32", "f16", "bf16"))
 
 
@@ -64,7 +60,7 @@ def work_bytes(tensors: Mapping[str, Weight], metadata: Mapping[str, Any], n_ctx
         return None
     vocab, embd = tensors["token_embd.weight"].shape
     prompt, step = _Buffers(), _Buffers()
-    prompt.add("x", 4 * BATCH * embd)
+    prompt.add("x", 4 * BATCH_TOKENS * embd)
     step.add("x and logits", 4 * (embd + vocab))
     head_dim = 0
     for layer in sorted(layers):
@@ -83,20 +79,14 @@ def work_bytes(tensors: Mapping[str, Weight], metadata: Mapping[str, Any], n_ctx
     return sum(prompt.values()) + sum(step.values()) + 2 * 8 * n_ctx * (rope // 2)
 
 
-def _activation(n: int) -> int:
-    """Of one vector, in all the forms that products with a vector read."""
-    return 7 * n + n // 8
-
-
 def _read(buffers: _Buffers, tensors: list[Weight], n: int, threads: int) -> None:
     """What products of a batch with matrices of `n` columns need: tiles of the batch, panels of the matrices."""
     for t in tensors:
         if t.type.name in _FLOATS:
-            lanes = _FLOAT_LANES
-            buffers.private("panels", 4 * (2 * lanes * n + _TILE * n + _TILE * lanes), threads)
+            buffers.private("panels", sizes.float_scratch_bytes(n), threads)
         else:
-            buffers.add("tiles", -(-BATCH // _TILE) * _TILE * _RECORD * (n // 32))
-            buffers.private("panels", _PANELS * (n // 32 * _PANEL_RECORD + 4 * _LANES * _TILE), threads)
+            buffers.add("tiles", sizes.tiles_bytes(n, BATCH_TOKENS))
+            buffers.private("panels", sizes.panels_bytes(n, _PANEL_RECORD), threads)
 
 
 def _attention(prompt: _Buffers, step: _Buffers, own: Mapping[str, Weight], heads: int, threads: int) -> None:
@@ -106,19 +96,18 @@ def _attention(prompt: _Buffers, step: _Buffers, own: Mapping[str, Weight], head
     kv_heads = max(1, k.shape[0] // dim_k)
     dim_v, group = v.shape[0] // kv_heads, heads // kv_heads
     for name, t in (("q", q), ("k", k), ("v", v)):
-        prompt.add(name, 4 * BATCH * t.shape[0])
+        prompt.add(name, 4 * BATCH_TOKENS * t.shape[0])
         step.add(name, 4 * t.shape[0])
-    prompt.add("normed", 4 * BATCH * embd)
-    prompt.add("attended", 4 * BATCH * heads * dim_v)
+    prompt.add("normed", 4 * BATCH_TOKENS * embd)
+    prompt.add("attended", 4 * BATCH_TOKENS * heads * dim_v)
     _read(prompt, [q, k, v], embd, threads)
     _read(prompt, [out], heads * dim_v, threads)
-    rows = -(-max(1, _QUERIES // group) * group // 8) * 8
-    wide = -(-dim_v // 32) * 32
-    prompt.private("pieces", 4 * (2 * _KEYS * dim_k + _KEYS * wide + rows * (dim_k + _KEYS + wide + 2)), threads)
-    step.private("normed", _activation(embd), threads)
-    step.private("scratch", 4 * (heads * dim_k + group * _CHUNK), threads)
+    pieces = sizes.piece_bytes(group, dim_k, dim_v, max(1, sizes.QUERIES // group), sizes.KEYS)
+    prompt.private("pieces", pieces, threads)
+    step.private("normed", activation_bytes(embd), threads)
+    step.private("scratch", sizes.step_scratch_bytes(heads, dim_k, group, sizes.CHUNK), threads)
     step.add("partial", 4 * threads * heads * (dim_v + 2))
-    step.private("joined", _activation(heads * dim_v), threads)
+    step.private("joined", activation_bytes(heads * dim_v), threads)
     step.add("added", 4 * embd)
 
 
@@ -126,9 +115,9 @@ def _feed_forward(prompt: _Buffers, step: _Buffers, own: Mapping[str, Weight], t
     gate, up, down = (own[f"ffn_{name}.weight"] for name in ("gate", "up", "down"))
     ff, embd = gate.shape
     for name in ("gate", "up"):
-        prompt.add(name, 4 * BATCH * ff)
+        prompt.add(name, 4 * BATCH_TOKENS * ff)
         step.add(name, 4 * ff)
-    step.add("hidden", _activation(ff))
+    step.add("hidden", activation_bytes(ff))
     _read(prompt, [gate, up], embd, threads)
     _read(prompt, [down], ff, threads)
 
@@ -137,25 +126,24 @@ def _experts(prompt: _Buffers, step: _Buffers, own: Mapping[str, Weight], used: 
     router = own["ffn_gate_inp.weight"]
     gate, up, down = (own[f"ffn_{name}_exps.weight"] for name in ("gate", "up", "down"))
     count, ff, embd = gate.shape
-    most = BATCH * used + count * (_TILE - 1)
+    most = sizes.most_entries(BATCH_TOKENS, count, used, sizes.tile_tokens())
     _read(prompt, [router], embd, threads)
-    prompt.add("router", 4 * BATCH * count)
-    prompt.add("plan", 40 + 24 * count + 20 * most)
-    prompt.add("chosen", 8 * BATCH * used)
-    prompt.add("shares", 4 * BATCH * used)
+    prompt.add("router", 4 * BATCH_TOKENS * count)
+    prompt.add("plan", sizes.plan_bytes(BATCH_TOKENS, count, used, sizes.tile_tokens()))
+    prompt.add("chosen", 8 * BATCH_TOKENS * used)
+    prompt.add("shares", 4 * BATCH_TOKENS * used)
     if not {gate.type.name, up.type.name} <= _FLOATS:
-        prompt.add("gathered", most * _RECORD * (embd // 32))
-    prompt.add("activated", most * (4 * ff if down.type.name in _FLOATS else _RECORD * (ff // 32)))
+        prompt.add("gathered", most * sizes.RECORD * (embd // 32))
+    prompt.add("activated", most * (4 * ff if down.type.name in _FLOATS else sizes.RECORD * (ff // 32)))
     for name, n in (("vectors", embd), ("activated vectors", ff)):
-        prompt.add(name, count * _FEW * (-(-_activation(n) // 64) * 64))
+        prompt.add(name, count * sizes.FEW * (-(-activation_bytes(n) // 64) * 64))
     if gate.type is not up.type:
         for i in range(2):
             prompt.add(f"product {i}", 4 * most * ff)
     for t in (gate, up, down):
-        panel = 8 * 32 * 32 if t.type.name in _FLOATS else 2 * _PANEL_RECORD
-        size = 2 * (t.shape[2] // 32 * panel + 4 * _TILE * 32) + 8 * _TILE
-        prompt.private("panels", size, threads)
+        panel = 8 * sizes.EXPERT_ROWS * 32 if t.type.name in _FLOATS else 2 * _PANEL_RECORD
+        prompt.private("panels", sizes.unit_bytes(t.shape[2], sizes.tile_tokens(), panel), threads)
     step.add("router", 4 * count)
-    step.private("picked", 8 + 12 * used + 4 * count, threads)
-    step.add("experts", used * (-(-_activation(ff) // 64) * 64))
+    step.private("picked", sizes.picked_bytes(count, used), threads)
+    step.add("experts", used * (-(-activation_bytes(ff) // 64) * 64))
     step.add("products", 8 * used * ff)

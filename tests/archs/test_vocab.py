@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import tokenizers
 
-from quantkit.archs import pretokenizers, vocab
+from quantkit.archs import hf_tokenizer, pretokenizers, vocab
+from quantkit.archs.hf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
 from tests.archs.checkpoints import HARD, TEXT, byte_level, sentencepiece, write_tokenizer
 
@@ -35,10 +36,10 @@ def test_there_and_back(tmp_path: Path, kind: str) -> None:
     write_tokenizer(tmp_path / "a", original, **special)
     metadata = keys(tmp_path / "a", 410)
     assert metadata["tokenizer.ggml.model"] == kind.split()[0]
-    made = vocab.tokenizer_json(metadata)
+    made = hf_tokenizer.tokenizer_json(metadata)
     for text in [*TEXT, HARD, "<|begin|>x</s>y", "", " ", "\n"]:
         assert ids(made, text) == ids(original, text), text
-    write_tokenizer(tmp_path / "b", made, **vocab.tokenizer_config(metadata, 128))
+    write_tokenizer(tmp_path / "b", made, **hf_tokenizer.tokenizer_config(metadata, 128))
     assert keys(tmp_path / "b", 410) == metadata
 
 
@@ -47,7 +48,7 @@ def test_unused_slots_are_padded(tmp_path: Path) -> None:
     metadata = keys(tmp_path, 310)
     count = len(byte_level(300)["model"]["vocab"])
     assert metadata["tokenizer.ggml.tokens"][count:] == [f"[PAD{i}]" for i in range(count, 310)]
-    assert metadata["tokenizer.ggml.token_type"][count:] == [vocab.UNUSED] * (310 - count)
+    assert metadata["tokenizer.ggml.token_type"][count:] == [UNUSED] * (310 - count)
     with pytest.raises(FormatError, match=f"token id {count - 1} .* vocab_size of {count - 1}"):
         keys(tmp_path, count - 1)
 
@@ -62,9 +63,13 @@ def test_types_of_tokens(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, tokenizer)
     metadata = keys(tmp_path, size)
     assert metadata["tokenizer.ggml.tokens"][-4:] == ["<plain>", "<|looks|>", "flagged", "  "]
-    kinds = [vocab.USER_DEFINED, vocab.CONTROL, vocab.CONTROL, vocab.USER_DEFINED]
+    kinds = [USER_DEFINED, CONTROL, CONTROL, USER_DEFINED]
     assert metadata["tokenizer.ggml.token_type"][-4:] == kinds
-    assert metadata["tokenizer.ggml.token_type"][:3] == [vocab.CONTROL, vocab.CONTROL, vocab.NORMAL]
+    assert metadata["tokenizer.ggml.token_type"][:3] == [
+        CONTROL,
+        CONTROL,
+        NORMAL,
+    ]
 
 
 def test_scores_follow_the_merges(tmp_path: Path) -> None:
@@ -75,7 +80,11 @@ def test_scores_follow_the_merges(tmp_path: Path) -> None:
     made = ["".join(merge) for merge in tokenizer["model"]["merges"]]
     assert [score[token] for token in dict.fromkeys(made)] == [-float(i) for i in range(len(set(made)))]
     types = dict(zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]))
-    assert (types["<unk>"], types["<s>"], types["<0x41>"]) == (vocab.UNKNOWN, vocab.CONTROL, vocab.BYTE)
+    assert (types["<unk>"], types["<s>"], types["<0x41>"]) == (
+        UNKNOWN,
+        CONTROL,
+        BYTE,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- pre-tokenizers
@@ -121,6 +130,22 @@ def test_line_ends_may_stand_for_themselves() -> None:
     assert pretokenizers.recognise(tokenizer) == "deepseek-v3"
 
 
+def test_digits_one_by_one_are_deepseek_llms_while_no_token_has_two() -> None:
+    tokenizer = hf(pretokenizers.get("deepseek-llm"))
+    tokenizer["pre_tokenizer"]["pretokenizers"][-2] = {"type": "Digits", "individual_digits": True}
+    tokenizer["model"]["vocab"] = {"1": 0, "a1": 1}
+    assert pretokenizers.recognise(tokenizer) == "deepseek-llm"
+    tokenizer["model"]["vocab"]["12"] = 2
+    with pytest.raises(UnsupportedError, match="no name here"):
+        pretokenizers.recognise(tokenizer)
+
+
+def test_families_that_cut_alike_keep_their_names() -> None:
+    tokenizer = hf(pretokenizers.get("gpt-4o"))
+    assert pretokenizers.recognise(tokenizer) == "gpt-4o"
+    assert pretokenizers.recognise(tokenizer | {"added_tokens": [{"content": "]~!b["}]}) == "minimax-m2"
+
+
 def test_unknown_cutting_says_how_to_name_it(tmp_path: Path) -> None:
     tokenizer = byte_level()
     split = {"type": "Split", "pattern": {"Regex": "[a-z]+"}, "behavior": "Isolated", "invert": False}
@@ -132,7 +157,7 @@ def test_unknown_cutting_says_how_to_name_it(tmp_path: Path) -> None:
     entries = vocab.read(tmp_path, {"vocab_size": 320}, pre="bloom")
     assert entries["tokenizer.ggml.pre"] == ("bloom", "str")
     with pytest.raises(UnknownNameError, match="bloom"):
-        vocab.tokenizer_json({key: value for key, (value, _) in entries.items()})
+        hf_tokenizer.tokenizer_json({key: value for key, (value, _) in entries.items()})
 
 
 def test_normalizers_that_gguf_cannot_say_are_refused() -> None:
@@ -149,7 +174,7 @@ def test_special_ids_from_every_place(tmp_path: Path) -> None:
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"pad_token": "<|end|>"}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 1]}))
     metadata = keys(tmp_path, 320, unk_token_id=7)
-    found = {name: metadata.get(key) for name, key in vocab.SPECIAL.items()}
+    found = {name: metadata.get(key) for name, key in hf_tokenizer.SPECIAL.items()}
     assert found == {"bos": 0, "eos": 5, "unk": 7, "pad": 1, "sep": None, "cls": None, "mask": None}
     assert metadata["tokenizer.ggml.add_bos_token"] is True
     assert "tokenizer.ggml.add_eos_token" not in metadata
@@ -173,6 +198,7 @@ def test_further_ends_of_a_reply_and_sampling(tmp_path: Path) -> None:
     end = {"id": 319, "content": "<|eot_id|>", "special": True, "normalized": False}
     tokenizer["added_tokens"].append(end | dict.fromkeys(("single_word", "lstrip", "rstrip"), False))
     tokenizer["model"]["vocab"] = {t: i for t, i in tokenizer["model"]["vocab"].items() if i < 319}
+    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:-1]
     write_tokenizer(tmp_path, tokenizer, eos_token="<|end|>")
     generation = {"eos_token_id": [1, 319], "do_sample": True, "temperature": 0.6, "top_k": 20}
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
@@ -180,7 +206,7 @@ def test_further_ends_of_a_reply_and_sampling(tmp_path: Path) -> None:
     assert (metadata["tokenizer.ggml.eos_token_id"], metadata["tokenizer.ggml.eot_token_id"]) == (1, 319)
     sampling = vocab.sampling(tmp_path)
     assert sampling == {"general.sampling.temp": (0.6, "f32"), "general.sampling.top_k": (20, "i32")}
-    back = vocab.generation_config(metadata | {key: value for key, (value, _) in sampling.items()})
+    back = hf_tokenizer.generation_config(metadata | {key: value for key, (value, _) in sampling.items()})
     assert back == generation
 
 
@@ -202,7 +228,7 @@ def test_named_chat_templates_come_back(tmp_path: Path) -> None:
     assert metadata["tokenizer.chat_template"] == "a"
     assert metadata["tokenizer.chat_template.tool_use"] == "b"
     assert metadata["tokenizer.chat_templates"] == ["tool_use"]
-    write_tokenizer(tmp_path / "b", byte_level(), **vocab.tokenizer_config(metadata, 64))
+    write_tokenizer(tmp_path / "b", byte_level(), **hf_tokenizer.tokenizer_config(metadata, 64))
     again = keys(tmp_path / "b", 320)
     assert {k: v for k, v in again.items() if "chat" in k} == {k: v for k, v in metadata.items() if "chat" in k}
 
@@ -213,7 +239,8 @@ def test_named_chat_templates_come_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tokenizer", "message"),
     [
-        ({"model": {"type": "Unigram", "vocab": []}}, "Unigram"),
+        ({"model": {"type": "WordPiece", "vocab": {}}}, "WordPiece"),
+        ({"model": {"type": "Unigram", "vocab": []}}, "Metaspace"),
         ({"model": {"type": "BPE", "vocab": {}, "merges": []}}, "neither byte-level nor"),
         ({"version": "1.0"}, "KeyError.*model"),
         ({"model": {"type": "BPE", "vocab": 3, "merges": [], "byte_fallback": True}}, "AttributeError"),
@@ -229,7 +256,7 @@ def test_a_missing_tokenizer_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"tokenizer\.json is missing"):
         keys(tmp_path, 10)
     (tmp_path / "tokenizer.model").write_bytes(b"x")
-    with pytest.raises(UnsupportedError, match="save_pretrained"):
+    with pytest.raises(FormatError, match=r"tokenizer\.model: not a SentencePiece model"):
         keys(tmp_path, 10)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(FormatError, match="not valid JSON"):

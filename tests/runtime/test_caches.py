@@ -17,7 +17,7 @@ from quantkit.jit import kernel
 from quantkit.runtime import layers
 from quantkit.runtime.cache import Cache, CacheType
 from quantkit.runtime.kernels import rounding
-from quantkit.runtime.kernels.cpu import attention, batch, rows
+from quantkit.runtime.kernels.cpu import attention, batch, rows, sizes
 from quantkit.runtime.kernels.cpu.walk import OpList
 from quantkit.runtime.layers import Attending, Span
 from quantkit.simd import emitted
@@ -169,7 +169,7 @@ class Compiled:
         values = self._values(laid, q, k, v, [cache])
         values["cache"] = values.pop("places")
         state = laid.keep(np.array([cache.length], np.int64)).ctypes.data
-        nbytes = attention.scratch_bytes(part.heads, part.head_dim_k, self.heads.group, self.span)
+        nbytes = sizes.step_scratch_bytes(part.heads, part.head_dim_k, self.heads.group, self.span)
         scratch, stride = laid.private("scratch", nbytes)
         partial = laid.buffer("partial", 4 * self.threads * part.heads * (part.head_dim_v + 2))
         kernel = attention.attention(self.heads)

@@ -14,7 +14,7 @@ from quantkit import types
 from quantkit.jit import callback, kernel
 from quantkit.repack import repack
 from quantkit.runtime.kernels import table
-from quantkit.runtime.kernels.cpu import activations, decode, floats, gemm, matvec, walk
+from quantkit.runtime.kernels.cpu import activations, decode, floats, gemm, matvec, sizes, walk
 from quantkit.runtime.kernels.cpu.formats.table import FORMATS
 from quantkit.simd import load_int, store_int
 from quantkit.types import QuantType
@@ -75,7 +75,7 @@ def rounded(x: np.ndarray, size: int, largest: int) -> np.ndarray:
 
 def buffer_of(x: np.ndarray) -> np.ndarray:
     """An activation buffer of float32[n]."""
-    buffer = np.zeros(activations.activation_bytes(len(x)), np.uint8)
+    buffer = np.zeros(sizes.activation_bytes(len(x)), np.uint8)
     buffer[: 4 * len(x)].view(np.float32)[:] = x
     quantize_buffer(buffer.ctypes.data, len(x))
     return buffer
@@ -183,12 +183,12 @@ def multiply(
         out[:count] = add
     given = x.ctypes.data
     if module is gemm:
-        tiles = ops.buffer("tiles", gemm.activation_bytes(n, count))
+        tiles = ops.buffer("tiles", sizes.tiles_bytes(n, count))
         ops.add(gemm.quantize_tiles.address, gemm.QUANTIZE, wait=True, x=given, n=n, tokens=tokens, tiles=tiles)
         scratch, stride = ops.private("scratch", gemm.scratch_bytes(FORMATS[kind.ggml_type], n))
         given = tiles
     else:
-        scratch, stride = ops.private("scratch", floats.scratch_bytes(n))
+        scratch, stride = ops.private("scratch", sizes.float_scratch_bytes(n))
     run = module.multiply(kind.ggml_type, int(add is not None))
     ops.add(
         run.address, module.MULTIPLY, weights=data.ctypes.data, n=n, rows=rows, tokens=tokens, x=given,

@@ -9,7 +9,7 @@ import pytest
 
 from quantkit import jit
 from quantkit.files import gguf
-from quantkit.runtime import step, work_size
+from quantkit.runtime import work_size
 from quantkit.runtime.model import load
 from tests.runtime.conftest import random_model, rewrite
 from tests.runtime.test_experts import moe  # noqa: F401
@@ -66,10 +66,6 @@ def test_within_a_tenth(which: str, kind: str, request: pytest.FixtureRequest, t
         measured = actual(path, n_ctx, threads)
         print(which, kind, threads, predicted, measured)
         assert abs(predicted / measured - 1) < 0.1
-
-
-def test_the_batch_is_the_runtime_s() -> None:
-    assert work_size.BATCH == step.BATCH_TOKENS
 
 
 def test_other_models_are_not_guessed(moe: Path) -> None:  # noqa: F811

@@ -16,7 +16,7 @@ import numpy as np
 from quantkit import jit
 from quantkit.files.gguf import Tensor
 from quantkit.jit import Callback
-from quantkit.runtime.kernels.cpu import floats, gemm, matvec
+from quantkit.runtime.kernels.cpu import floats, gemm, matvec, sizes
 from quantkit.runtime.kernels.cpu.formats.table import FORMATS
 from quantkit.runtime.kernels.cpu.walk import OpList
 from quantkit.types import QuantType
@@ -41,7 +41,7 @@ def batch(kind: QuantType) -> Batch:
     found = FORMATS.get(number)
     if found is not None and _integers_are_faster(found.largest):
         return Batch(True, lambda add: gemm.multiply(number, add), lambda n: gemm.scratch_bytes(found, n))
-    return Batch(False, lambda add: floats.multiply(number, add), floats.scratch_bytes)
+    return Batch(False, lambda add: floats.multiply(number, add), sizes.float_scratch_bytes)
 
 
 def _integers_are_faster(largest: int) -> bool:
@@ -70,7 +70,7 @@ def linear(tensor: Tensor, threads: int) -> Callable[[np.ndarray, np.ndarray], N
 
     def run(x: np.ndarray, out: np.ndarray) -> None:
         x = np.ascontiguousarray(x, np.float32)
-        tiles = np.empty(gemm.activation_bytes(n, len(x)), np.uint8)
+        tiles = np.empty(sizes.tiles_bytes(n, len(x)), np.uint8)
         count[0] = len(x)
         quantize[gemm.QUANTIZE.index("x")] = x.ctypes.data
         quantize[gemm.QUANTIZE.index("tiles")] = multiply[gemm.MULTIPLY.index("x")] = tiles.ctypes.data

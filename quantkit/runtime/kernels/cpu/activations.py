@@ -32,10 +32,6 @@ FINE, FINE_SUMS, FINE_FLOORS, FINE_SCALES, WIDE, WIDE_SUMS, WIDE_SCALES = 4, 5, 
 _LARGEST = 127 << 8  # magnitude of a, wide
 
 
-def activation_bytes(n: int) -> int:
-    return 11 * n + n // 8
-
-
 def _inverse(e: Emit, scale: Value) -> Value:
     """1 / scale, 0 for 0."""
     kind = scale.type

@@ -27,7 +27,6 @@ from quantkit.runtime.kernels.cpu.ops import SIGNATURE
 from quantkit.runtime.kernels.cpu.rows import Heads, keep, rotate, row_floats
 from quantkit.simd import F32, Emit, Value, emitted, floats, load_float, load_int, vector
 
-CHUNK = 64  # positions; a multiple of 16
 TOGETHER = 8  # query heads for which a key or value is read once; four positions of them fill the registers
 PARAMETERS = ("state", "q", "k", "v", "cos", "sin", "rope_dim", "step", "pair", "cache", "kv_heads", "scale", "window",
               "span", "partial", "scratch", "stride")  # fmt: skip
@@ -36,10 +35,6 @@ PARAMETERS = ("state", "q", "k", "v", "cos", "sin", "rope_dim", "step", "pair", 
 # scale points to a float32. span: a multiple of 16. scratch, stride: of each thread, scratch_bytes(...).
 
 _FLOATS16 = vector(16, F32)
-
-
-def scratch_bytes(heads: int, dim_k: int, group: int, span: int) -> int:
-    return 4 * (heads * dim_k + group * span)
 
 
 @kernel

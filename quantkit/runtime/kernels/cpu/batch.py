@@ -20,6 +20,7 @@ from quantkit.runtime.kernels.cpu.floats import ROWS, float_tile, tile_lanes, tr
 from quantkit.runtime.kernels.cpu.gemm import token_share
 from quantkit.runtime.kernels.cpu.ops import SIGNATURE, norm_into, swiglu_range
 from quantkit.runtime.kernels.cpu.rows import Heads, keep, rotate, row_floats
+from quantkit.runtime.kernels.cpu.sizes import KEYS, piece_bytes, piece_rows
 from quantkit.simd import F32, Emit, Value, atomic_add, emitted, floats, load_float, load_int, store_int, vector
 
 TOKENS, PIECE, SPANS, TABLE = 0, 8, 16, 24  # byte offsets in state
@@ -111,22 +112,11 @@ def rope(shape: Heads) -> Callback:
 # ----------------------------------------------------------------------------------------------------------- attention
 
 ATTENTION = ("state", "q", "caches", "kv_heads", "window", "span", "out", "scratch", "stride")
-QUERIES = 192  # rows of q (tokens times heads of a group) in a piece: decoding the keys for them is a small part
-KEYS = 128  # positions decoded at a time; a multiple of 32
 
 
 def attention_scratch_bytes(shape: Heads, tokens: int, span: int) -> int:
-    """Of each thread: keys decoded and transposed, values decoded, queries, scores, results, tops and sums.
-
-    For pieces of `tokens` tokens and `span` positions at a time, a multiple of KEYS.
-    """
-    rows, wide = piece_rows(shape.group, tokens), -(-shape.dim_v // 32) * 32
-    return 4 * (2 * KEYS * shape.dim_k + KEYS * wide + rows * (shape.dim_k + span + wide + 2))
-
-
-def piece_rows(group: int, tokens: int) -> int:
-    """Rows of a piece, whole tiles."""
-    return -(-tokens * group // ROWS) * ROWS
+    """Of each thread, for pieces of `tokens` tokens and `span` positions at a time."""
+    return piece_bytes(shape.group, shape.dim_k, shape.dim_v, tokens, span)
 
 
 @emitted("void")

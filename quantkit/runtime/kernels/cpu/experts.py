@@ -45,6 +45,12 @@ from quantkit.runtime.kernels.cpu.formats.table import FORMATS
 from quantkit.runtime.kernels.cpu.gemm import quantize_token, token_share
 from quantkit.runtime.kernels.cpu.matvec import SIGNATURE as SIX
 from quantkit.runtime.kernels.cpu.ops import SIGNATURE, split, swiglu_range
+from quantkit.runtime.kernels.cpu.sizes import EXPERT_ROWS as ROWS
+from quantkit.runtime.kernels.cpu.sizes import (
+    FEW,
+    LIST,
+    unit_bytes,
+)
 from quantkit.runtime.kernels.reference import route
 from quantkit.simd import (
     F32,
@@ -63,15 +69,9 @@ from quantkit.simd import (
     vector,
 )
 
-ROWS = 32  # of a unit of work
-FEW = 3  # tokens of an expert
 _FLOATS16 = vector(16, F32)
 
 # ----------------------------------------------------------------------------------------------------------- one token
-
-
-def picked_bytes(experts: int, used: int) -> int:
-    return 8 + 12 * used + 4 * experts
 
 
 PICK = ("logits", "experts", "used", "least", "share", "normalise", "scale", "picked", "stride", "bias", "sigmoid",
@@ -152,20 +152,7 @@ def down(p, thread, threads):
 
 # ---------------------------------------------------------------------------------------------------- tokens by expert
 
-ENTRIES, ACTIVE, NEXT, LIST = 0, 8, 16, 40  # byte offsets in plan; NEXT is of three counters
-
-
-def most_entries(tokens: int, experts: int, used: int, multiple: int) -> int:
-    return tokens * used + experts * (multiple - 1)
-
-
-def rows_at(experts: int, most: int) -> int:
-    """Where in plan the addresses of rows begin."""
-    return LIST + 24 * experts + 8 * most
-
-
-def plan_bytes(tokens: int, experts: int, used: int, multiple: int) -> int:
-    return LIST + 24 * experts + 20 * most_entries(tokens, experts, used, multiple)
+ENTRIES, ACTIVE, NEXT = 0, 8, 16  # byte offsets in plan; NEXT is of three counters
 
 
 CHOOSE = ("tokens", "logits", "experts", "used", "least", "share", "normalise", "scale", "chosen", "weights", "bias",
@@ -282,8 +269,7 @@ class Unit(NamedTuple):
     panel_bytes: int
 
     def scratch_bytes(self, n: int) -> int:
-        """Of each thread: panels of gate and up, tiles of their results, addresses."""
-        return 2 * (n // 32 * self.panel_bytes + 4 * self.tokens * ROWS) + 8 * self.tokens
+        return unit_bytes(n, self.tokens, self.panel_bytes)
 
 
 @functools.cache

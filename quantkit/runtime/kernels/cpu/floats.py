@@ -11,21 +11,15 @@ from __future__ import annotations
 
 import functools
 
-from quantkit import jit
 from quantkit.jit import Callback, callback, kernel
 from quantkit.runtime.kernels.cpu.decode import FLOAT_TYPES, decode_rows
 from quantkit.runtime.kernels.cpu.formats.table import FORMATS
 from quantkit.runtime.kernels.cpu.ops import SIGNATURE, split
+from quantkit.runtime.kernels.cpu.sizes import FLOAT_ROWS as ROWS
+from quantkit.runtime.kernels.cpu.sizes import float_lanes as lanes
 from quantkit.simd import F32, Emit, Value, emitted, floats, load_int, vector
 
-ROWS = 6
 _FLOATS16 = vector(16, F32)
-
-
-@functools.cache
-def lanes() -> int:
-    """LANES: two vectors of this CPU."""
-    return 32 if jit.isa().startswith("avx512") else 16
 
 
 @emitted("int64")
@@ -90,11 +84,6 @@ def transpose_rows(x, n, rows, y, y_stride):
 
 
 MULTIPLY = ("weights", "n", "rows", "tokens", "x", "out", "bias", "scratch", "stride")
-
-
-def scratch_bytes(n: int) -> int:
-    """Of each thread: decoded rows, their panel, a tile of x, a tile of results."""
-    return 4 * (2 * lanes() * n + ROWS * n + ROWS * lanes())
 
 
 @kernel

@@ -24,28 +24,19 @@ from __future__ import annotations
 
 import functools
 
-from quantkit import jit
 from quantkit.jit import Callback, callback, kernel
 from quantkit.runtime.kernels.cpu.activations import wide_block, wide_sums
 from quantkit.runtime.kernels.cpu.floats import add_bias, copy_tile
 from quantkit.runtime.kernels.cpu.formats.base import Format, LaneUnit
 from quantkit.runtime.kernels.cpu.formats.table import FORMATS
 from quantkit.runtime.kernels.cpu.ops import SIGNATURE, split
+from quantkit.runtime.kernels.cpu.sizes import LANES, PANELS, RECORD, panels_bytes, tile_tokens
 from quantkit.simd import F32, I8, I32, Emit, Value, emitted, load_int, vector
 
-LANES = 16
-PANELS = 2  # P
 _CODES = 512  # bytes of a record's codes
-RECORD = 88  # bytes of a tile's record, times T
 _LOW, _SCALES, _SUMS, _FLOORS = 32, 64, 68, 76  # where its parts begin, times T
 
 _INTS16, _FLOATS16, _BYTES64 = vector(16, I32), vector(16, F32), vector(64, I8)
-
-
-@functools.cache
-def tile_tokens() -> int:
-    """T: as many as leave the sums of P * T results in registers."""
-    return 6 if jit.isa().startswith("avx512") else 4
 
 
 def record_bytes(f: Format) -> int:
@@ -59,12 +50,7 @@ def _halves(f: Format) -> int:
 
 def scratch_bytes(f: Format, n: int) -> int:
     """Of each thread: the panels, then a tile of results."""
-    return PANELS * (n // 32 * record_bytes(f) + 4 * LANES * tile_tokens())
-
-
-def activation_bytes(n: int, tokens: int) -> int:
-    """Of the tiles of so many tokens."""
-    return -(-tokens // tile_tokens()) * RECORD * tile_tokens() * (n // 32)
+    return panels_bytes(n, record_bytes(f))
 
 
 # ---------------------------------------------------------------------------------------------------------- activations

@@ -1,0 +1,53 @@
+"""smollm3: SmolLM3. Llama without rope in every fourth layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quantkit.archs.base import Config, Entries, need, refuse
+from quantkit.archs.blocks import Attention, HParams
+from quantkit.archs.llama import Llama
+from quantkit.errors import UnsupportedError
+
+_WITHOUT = 4  # of so many layers the last one is without rope, as all runtimes take it
+
+
+class SmolLM3(Llama):
+    name = "smollm3"
+    hf = ("SmolLM3ForCausalLM",)
+    model_type = "smollm3"
+    ties_by_default = True
+    EXAMPLE = Llama.EXAMPLE | {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        "num_hidden_layers": 5,
+        "rope_theta": 2000000.0,
+        "no_rope_layer_interval": _WITHOUT,
+        "pad_token_id": 0,
+        "tie_word_embeddings": True,
+    }
+
+    def metadata(self, config: Config) -> Entries:
+        refuse(config, "use_sliding_window", (False,))
+        layers = need(config, "num_hidden_layers")
+        if config.get("no_rope_layers"):
+            with_rope = [bool(turned) for turned in config["no_rope_layers"]]
+        else:
+            interval = config.get("no_rope_layer_interval") or _WITHOUT
+            with_rope = [(i + 1) % interval != 0 for i in range(layers)]
+        if with_rope != [(i + 1) % _WITHOUT != 0 for i in range(layers)]:
+            raise UnsupportedError(
+                f"config.json: no_rope_layers leave rope out elsewhere than in every {_WITHOUT}th layer, which "
+                f"{self.name} files cannot say"
+            )
+        return {key.replace("llama.", "smollm3.", 1): entry for key, entry in super().metadata(config).items()}
+
+    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+        return super().config(metadata, tensors) | {"no_rope_layer_interval": _WITHOUT}
+
+    def attention(self, hp: HParams, i: int) -> Attention:
+        part = super().attention(hp, i)
+        assert isinstance(part, Attention)
+        return part if (i + 1) % _WITHOUT else replace(part, rope=replace(hp.rope, dim=0, yarn=None, factors=None))

@@ -1,0 +1,87 @@
+"""tiktoken's files (tiktoken.model, hy.tiktoken): one token a line, in base64, with its rank.
+
+Such a tokenizer merges the neighbours whose joint token has the lowest rank. The merges that say the same: every token
+is made of the two parts that its own bytes come down to when only tokens of lower rank may be made. The way of cutting
+is in the checkpoint's Python file, which is not run; it is known by the class that tokenizer_config.json names.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit.archs import pretokenizers
+from quantkit.errors import FormatError, UnsupportedError
+
+_CUTTING = {"TikTokenTokenizer": "kimi-k2", "HYTokenizer": "hunyuan"}
+_RESERVED = {"TikTokenTokenizer": 256}  # control tokens after the ranks: <|reserved_token_ID|> if nothing else
+
+
+def find(directory: Path) -> Path | None:
+    """A checkpoint's file of ranks."""
+    return next(iter([*directory.glob("tiktoken.model"), *sorted(directory.glob("*.tiktoken"))]), None)
+
+
+def tokenizer_json(path: Path, settings: Mapping[str, Any], pre: str | None = None) -> dict[str, Any]:
+    """The tokenizer.json that says what the file of ranks and `settings`, tokenizer_config.json, say.
+
+    `pre` names the way of cutting instead of recognising it. UnsupportedError for a class whose way is not known.
+    """
+    kind = str(settings.get("tokenizer_class", "")).removesuffix("Fast")
+    if pre is None and kind not in _CUTTING:
+        raise UnsupportedError(
+            f"{path}: how the class {kind or '(not named)'} cuts text is not known here. If you know what llama.cpp "
+            f"calls it, say --pre NAME; known are the classes {', '.join(_CUTTING)}"
+        )
+    ranks = _ranks(path)
+    alphabet = byte_alphabet()
+    text = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
+    merges = [[text[part] for part in _parts(token, ranks)] for token in ranks if len(token) > 1]
+    added = {int(i): token for i, token in settings.get("added_tokens_decoder", {}).items()}
+    first = max(ranks.values()) + 1
+    for i in range(first, first + _RESERVED.get(kind, 0)):
+        added.setdefault(i, {"content": f"<|reserved_token_{i}|>", "special": True})
+    return {
+        "model": {"type": "BPE", "vocab": {text[token]: rank for token, rank in ranks.items()}, "merges": merges},
+        "pre_tokenizer": pretokenizers.to_json(pretokenizers.get(pre or _CUTTING[kind])),
+        "added_tokens": [{"id": i, **token} for i, token in sorted(added.items())],
+    }
+
+
+def _ranks(path: Path) -> dict[bytes, int]:
+    """Rank of every token, lowest first."""
+    found = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            found[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError:
+            raise FormatError(f"{path}: line {number} is not a token in base64 and its rank: {line[:60]!r}") from None
+    if missing := sorted({bytes([byte]) for byte in range(256)} - set(found)):
+        raise FormatError(f"{path}: {len(missing)} single bytes are no tokens, {missing[0]!r} the first; all must be")
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def _parts(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
+    """The two tokens that merge into this one last."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        joined = [(ranks.get(parts[i] + parts[i + 1], len(ranks) * 2), i) for i in range(len(parts) - 1)]
+        rank, i = min(joined)
+        if rank >= ranks[token]:
+            raise FormatError(f"token {token!r} of rank {ranks[token]} cannot be made of two tokens of lower rank")
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts
+
+
+@functools.cache
+def byte_alphabet() -> tuple[str, ...]:
+    """GPT-2's printable alphabet: printable Latin-1 stands for itself, other bytes for U+0100 onward, in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    return tuple(chr(byte if byte in printable else next(others)) for byte in range(256))

@@ -37,9 +37,10 @@ def compare(
     noise_floor: Annotated[
         str,
         typer.Option(
-            help="Also the reference against itself: with numerics fast or exact, with a cache type as q8_0, or off."
+            help="The reference against itself: with numerics fast or exact, or a cache type as q8_0; auto: the other "
+            "numerics; off: not."
         ),
-    ] = "off",
+    ] = "auto",
     layers: Annotated[
         bool, typer.Option("--layers", help="Also rank tensors by the error that each adds, over the first chunk.")
     ] = False,
@@ -103,6 +104,8 @@ def _noise(kind: str, numerics: str, threads: int | None, launch: Launch) -> tup
     """How the reference is run for the noise floor."""
     if kind == "off":
         return None
+    if kind == "auto":
+        kind = "fast" if numerics == "exact" else "exact"
     if kind == numerics:
         raise QuantkitError(f"--noise-floor {kind}: the models run that way already; name another numerics or cache")
     if kind in ("fast", "exact"):

@@ -200,7 +200,7 @@ def story(model: Path, folder: Path, calibration: Path, test: Path, picture: boo
     yield Step("Repack: interleave rows of what has such a form, for the CPU",
                ["repack", str(mix), str(packed)], [mix], [packed])  # fmt: skip
     results = folder / "results.json"
-    argv = ["compare", str(bf16), *map(str, (q8_0, mix, packed, q4_0)), "-f", str(test),
+    argv = ["compare", str(bf16), *map(str, (q8_0, mix, packed, q4_0)), "-f", str(test), "--noise-floor", "off",
             "--chunks", str(_EVALUATION_CHUNKS), "--speed", "-o", str(results)]  # fmt: skip
     argv += ["--plot", str(folder / "comparison.png")] if picture else []
     yield Step("Measure all of them against BF16: perplexity, KL divergence, tokens a second",

@@ -7,6 +7,7 @@ chunks (statistics.py); only a PPL by itself has the reference tools' error, ove
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -75,11 +76,10 @@ class Paired:
     def record(self) -> dict[str, Any]:
         found: dict[str, Any] = {"positions": len(self.divergence)}
         for name, figure in self.figures.items():
-            found |= {name: figure.value, f"{name}_error": figure.error, f"{name}_95": [figure.low, figure.high]}
-        ppl, ppl_base, difference = self.divergence.ppl, self.divergence.ppl_base, self.ppl_difference
-        return found | {"kld_max": self.largest, "ppl": ppl.value, "ppl_base": ppl_base.value,
-                        "ppl_difference": difference.value, "ppl_difference_error": difference.error,
-                        "ppl_difference_95": [difference.low, difference.high]}  # fmt: skip
+            found |= _named(name, figure)
+        found |= _named("ppl_difference", self.ppl_difference)
+        ppl, ppl_base = self.divergence.ppl, self.divergence.ppl_base
+        return found | {"kld_max": self.largest, "ppl": ppl.value, "ppl_base": ppl_base.value}
 
     @property
     def ppl_difference(self) -> Interval:
@@ -88,6 +88,12 @@ class Paired:
         p, p_base = d.ppl.value, d.ppl_base.value
         moved = self.sample.mean(p * (d.nll - d.nll.mean()) - p_base * (d.nll_base - d.nll_base.mean()))
         return Interval(p - p_base, moved.error, p - p_base + moved.low, p - p_base + moved.high)
+
+
+def _named(name: str, figure: Interval) -> dict[str, Any]:
+    """For JSON, which has no NaN: null where the data do not give a number."""
+    value, error, low, high = (x if math.isfinite(x) else None for x in figure)
+    return {name: value, f"{name}_error": error, f"{name}_95": [low, high]}
 
 
 @dataclass(frozen=True)
@@ -155,7 +161,7 @@ class Comparison:
             found["noise_floor"] = {"how": self.noise.how, **self.noise.paired.record()}
         found["ranks"] = [
             {"file": self.candidates[r.model + 1].path.name, "place": r.place,
-             "difference_to_next": None if r.to_next is None else list(r.to_next.difference),
+             "difference_to_next": None if r.to_next is None else _named("kld", r.to_next.difference),
              "separated_from_next": None if r.to_next is None else r.to_next.separated,
              "more_tokens": None if r.to_next is None else r.to_next.more_tokens}
             for r in self.ranks

@@ -99,8 +99,9 @@ def _figures(comparison: Comparison, layers: Mapping[str, Sequence[Added]]) -> l
         for c, p in models
     ]  # fmt: skip
     spread, position = [], []
+    largest = max((p.largest for _, p in models), default=0.0)
+    edges = np.geomspace(_LEAST_KLD, max(10 * _LEAST_KLD, largest) * 1.01, _BINS + 1)
     for c, p in models:
-        edges = np.geomspace(_LEAST_KLD, max(10 * _LEAST_KLD, p.largest) * 1.01, _BINS + 1)
         counts, _ = np.histogram(np.maximum(p.divergence.kld, _LEAST_KLD), edges)
         spread.append(Series(c.path.stem, edges[:-1], 100 * counts / counts.sum(), "step"))
         mean = p.divergence.kld.reshape(p.sample.chunks, -1).mean(0)
@@ -110,7 +111,7 @@ def _figures(comparison: Comparison, layers: Mapping[str, Sequence[Added]]) -> l
     found = [
         _figure("Quality against size (lower left is better)", plot(sizes, "size, GiB", "mean KLD, nats", y_log=True)),
         _figure("Tokens by their KLD", plot(spread, "KLD of a token, nats", "tokens, %", x_log=True)),
-        _figure("KLD by position in the chunk", plot(position, "position", "mean KLD, nats")),
+        _figure("KLD by position in the chunk", plot(position, "position", "mean KLD, nats", y_log=True)),
     ]
     if layers:
         series = []

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from quantkit.errors import DataError
+from quantkit.evaluate.parts import parts
 
 
 class Added(NamedTuple):
@@ -35,7 +36,7 @@ def compare_layers(reference: Any, model: Any, tokens: np.ndarray) -> list[Added
     Tensors that are the same, byte for byte, are left out.
     """
     found: list[tuple[str, int | None, str, float]] = []
-    for part in reference.parts(tokens):
+    for part in parts(reference, tokens):
         y = part.run({})
         for name in part.weights:
             ours, theirs = reference.weights[name], model.weights.get(name)

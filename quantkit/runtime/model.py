@@ -28,7 +28,7 @@ from quantkit.runtime.kernels.rounding import FLOATS, QUANTIZED
 from quantkit.runtime.layers import Span
 from quantkit.runtime.placement import Flags, Placement, devices, place
 from quantkit.runtime.repacking import Repacked
-from quantkit.runtime.tripwire import require_sound
+from quantkit.runtime.tripwire import layer_of, require_sound
 
 BATCH_TOKENS = 1024  # of a prompt run at a time; more only costs memory
 SEQUENCE_TOKENS = 2048  # of several sequences run at a time
@@ -98,40 +98,6 @@ def _cache_type(chosen: str | CacheType | None, numerics: str, how: layers.Atten
             f"-ctv {kind.v} needs flash attention (-fa 1); without, values can be {', '.join(FLOATS)}"
         )
     return kind
-
-
-class ModelPart:
-    """A part of a model and what enters it: what leaves it, also with other tensors in place of some of its own."""
-
-    def __init__(
-        self,
-        layer: int | None,
-        weights: list[str],
-        model: Model,
-        run: Callable[[np.ndarray], np.ndarray],
-        x: np.ndarray,
-    ):
-        self.layer, self.weights = layer, weights
-        self._model, self._run, self._x = model, run, x
-        self._own: np.ndarray | None = None
-
-    def run(self, others: dict[str, gguf.Tensor]) -> np.ndarray:
-        """float32[tokens, n] that leaves the part with these tensors for the model's own of the same names."""
-        if not others and self._own is not None:
-            return self._own
-        model = self._model
-        own = model.weights
-        with blas.single_threaded():
-            try:
-                model.weights = {**own, **others}
-                model.forget(others)
-                found = self._run(self._x)
-            finally:
-                model.weights = own
-                model.forget(others)
-        if not others:
-            self._own = found
-        return found
 
 
 class Model:
@@ -345,6 +311,8 @@ class Model:
 
     def _sequences_compiled(self, ids: np.ndarray, caches: list[Cache]) -> np.ndarray:
         """The same as `forward` runs a prompt."""
+        for layer in (None, *(block.layer for block in self.blocks)):
+            self._require_sound(layer)
         found = np.empty((*ids.shape, self.hparams.n_embd), np.float32)
         for cache in caches:
             cache.clear()
@@ -354,36 +322,6 @@ class Model:
             for i, first, span in zip(which, begin, spans):
                 found[i, first : first + span.stop - span.start] = x[span.start : span.stop]
         return found
-
-    def parts(self, tokens: np.ndarray) -> Iterator[ModelPart]:
-        """The embedding, each block and the output over fresh sequences int[n_seq, len], one after another.
-
-        What leaves a part with the model's own weights is what enters the next.
-        """
-        ids = self._checked(tokens)
-        length = ids.shape[1]
-        flat = ids.reshape(-1)
-
-        def embed(x: np.ndarray) -> np.ndarray:
-            return self._embedded(flat)
-
-        def through(block: blocks.Block) -> Callable[[np.ndarray], np.ndarray]:
-            def run(x: np.ndarray) -> np.ndarray:
-                caches = [Cache(self._cached, length, self._kind(None), one_layer=True) for _ in ids]
-                return self._run_block(block, x, [Span(i * length, (i + 1) * length, c) for i, c in enumerate(caches)])
-
-            return run
-
-        steps: list[tuple[int | None, Callable[[np.ndarray], np.ndarray]]] = [(None, embed)]
-        steps += [(block.layer, through(block)) for block in self.blocks]
-        x = np.empty((0, 0), np.float32)
-        for layer, run in [*steps, (None, self._project)]:
-            names = [name for name in self.weights if layer_of(name) == layer]
-            if layer is None:
-                names = [self.head.embedding] if run is embed else [self.head.norm.weight, self.head.output.weight]
-            part = ModelPart(layer, names, self, run, x)
-            yield part
-            x = part.run({})
 
     def generate(
         self,
@@ -424,26 +362,32 @@ class Model:
             rows.append(self.project(x))
         return np.concatenate(rows)
 
-    def _embedded(self, tokens: np.ndarray) -> np.ndarray:
+    def _run(self, tokens: np.ndarray, spans: list[Span]) -> np.ndarray:
+        """float32[tokens, n_embd] before the output norm; keys and values go into the spans' caches."""
+        self._require_sound(None)
+        x = self.embed(tokens)
+        self._require_finite(self.head.embedding, x)
+        for block in self.blocks:
+            self._require_sound(block.layer)
+            before = x
+            x = self.run_block(block, x, spans)
+            if not layers.is_finite(x):
+                self._blame(block, before, spans)
+        return x
+
+    def embed(self, tokens: np.ndarray) -> np.ndarray:
+        """float32[tokens, n_embd] that enters the first block."""
         x = layers.embed(self.weights[self.head.embedding], tokens)
         if self.head.embedding_scale != 1:
             x *= np.float32(self.head.embedding_scale)
         return x
 
-    def _run(self, tokens: np.ndarray, spans: list[Span]) -> np.ndarray:
-        """float32[tokens, n_embd] before the output norm; keys and values go into the spans' caches."""
-        self._require_sound(None)
-        x = self._embedded(tokens)
-        self._require_finite(self.head.embedding, x)
-        for block in self.blocks:
-            self._require_sound(block.layer)
-            before = x
-            x = self._run_block(block, x, spans)
-            if not layers.is_finite(x):
-                self._blame(block, before, spans)
-        return x
+    def layer_cache(self, n_ctx: int) -> Cache:
+        """An empty cache for one sequence and one layer at a time."""
+        return Cache(self._cached, n_ctx, self._kind(None), one_layer=True)
 
-    def _run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+    def run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        """float32[tokens, n_embd] that leaves a block."""
         for part in block.parts:
             if isinstance(part, blocks.Attention):
                 x = x + self._attention(part, block.layer, x, spans)
@@ -621,17 +565,10 @@ class Model:
         """Run a block whose result was not finite once more, and raise a DataError that names the first bad tensor."""
         self._checking = True
         try:
-            self._run_block(block, x, spans)
+            self.run_block(block, x, spans)
         finally:
             self._checking = False
         raise DataError(f"{self.path}: blk.{block.layer}: the sum of its parts is beyond float32")
-
-
-def layer_of(name: str) -> int | None:
-    """The layer that a tensor is of, None for those around the layers."""
-    head, _, rest = name.partition(".")
-    number = rest.partition(".")[0]
-    return int(number) if head == "blk" and number.isdigit() else None
 
 
 def _batches(

@@ -18,6 +18,8 @@ from quantkit.files.gguf import Tensor
 _STRIP_BYTES = 1 << 22
 _ABOVE_MEDIAN = 12  # powers of two
 _LEAST = 4  # 2^4
+_BIAS = 127
+_SAMPLE = 4096  # scales of a strip that the median is taken of
 
 # Where a block holds its f16 scales, of types that have them elsewhere than in its first two bytes, or several.
 _OFFSETS = {"q4_1": (0, 2), "q5_1": (0, 2), "q2_K": (80, 82), "q3_K": (108,), "q4_K": (0, 2), "q5_K": (0, 2),
@@ -27,22 +29,38 @@ _FIRST = {"q4_0", "q5_0", "q6_0", "q8_0", "iq4_nl", "iq1_s", "iq2_xxs", "iq2_xs"
 _LEADING = {"q4_0_4x4", "q4_0_4x8", "q4_0_8x8", "q8_k_r8", "q8_k_r16"}  # those of all rows, then the codes
 
 
+def layer_of(name: str) -> int | None:
+    """The layer that a tensor is of, None for those around the layers."""
+    head, _, rest = name.partition(".")
+    number = rest.partition(".")[0]
+    return int(number) if head == "blk" and number.isdigit() else None
+
+
 def require_sound(tensor: Tensor) -> None:
     """DataError that names the first bad scale of a tensor: row, block, place in the file.
 
     Types whose values are stored one by one, and those whose scales are not known here, pass.
     """
-    seen = np.zeros(256, np.int64)
-    for strip in _strips(tensor):
-        seen += np.bincount(np.minimum(_exponents(strip), 255).reshape(-1), minlength=256)
+    seen, top = np.zeros(256, np.int64), 0
+    for strip in _strips(tensor):  # the largest of all, the median of some
+        flat = strip.reshape(-1)
+        top = max(top, int(_exponents(_largest(flat))[0]))
+        seen += np.bincount(_exponents(flat[:: 1 + flat.size // _SAMPLE]), minlength=256)
     numbers = np.cumsum(seen[1:255])  # without zeros, and what is not a number
     median = 1 + int(np.searchsorted(numbers, (numbers[-1] + 1) // 2)) if numbers[-1] else 0
     limit = min(255, max(median + _ABOVE_MEDIAN, _BIAS + _LEAST))
-    if seen[limit:].any():
+    if top >= limit:
         _name(tensor, limit)
 
 
-_BIAS = 127
+def _largest(flat: np.ndarray) -> np.ndarray:
+    """[1]: the largest magnitude, NaN above all; by bits, which are in the order of magnitudes."""
+    if flat.dtype == np.uint8:
+        return flat.max(keepdims=True)
+    half = flat.dtype == np.float16
+    bits: np.ndarray = flat.view(np.uint16 if half else np.uint32)
+    magnitudes = np.bitwise_and(bits, bits.dtype.type(0x7FFF if half else 0x7FFFFFFF))
+    return magnitudes.max(keepdims=True).view(flat.dtype)
 
 
 def _exponents(strip: np.ndarray) -> np.ndarray:

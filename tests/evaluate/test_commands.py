@@ -53,6 +53,29 @@ def test_base_written_and_read(run, f16_model, q8_0_model, text, tmp_path):
     assert record["conditions"]["numerics"] == "exact"
 
 
+def test_a_bounded_base_says_how_far_off_it_may_be(run, f16_model, q8_0_model, text, tmp_path):
+    base = tmp_path / "base.qkld"
+    args = ("perplexity", f16_model, "-f", text, "-c", 64, "--chunks", 4)
+    run(*args, "--kl-divergence-base", base, "--kl-divergence-bound", 0.01)
+    out = run("perplexity", q8_0_model, "--kl-divergence-base", base, "--kl-divergence")
+    assert 0 < float(re.search(r"Bound of KLD:\s*([\d.]+)", out)[1]) < 0.02
+    assert 0 < float(re.search(r"Mean    KLD:\s*([\d.]+)", out)[1]) < 0.005
+
+
+def test_strides_and_lines_that_are_taken_up(run, capsys, f16_model, text, tmp_path):
+    args = ("perplexity", f16_model, "-f", text, "-c", 48, "--ppl-stride", 16, "--chunks", 3)
+    out = run(*args, "--jsonl", tmp_path / "x.jsonl", "-b", 56)
+    assert re.fullmatch(r"(\[\d\]\d+\.\d{4},){3}\n", out)
+    lines = (tmp_path / "x.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "x.jsonl").write_text("".join(lines[:3]) + lines[3][:30])
+    again = run(*args, "--jsonl", tmp_path / "x.jsonl", "-b", 56)
+    assert again == out.partition(",")[2].partition(",")[2]  # the third chunk alone was run
+    assert (tmp_path / "x.jsonl").read_text() == "".join(lines)
+    status = cli.main([str(a) for a in (*args, "--kl-divergence-base", tmp_path / "x.kld")])
+    assert status == 1
+    assert "leave one of both out" in capsys.readouterr().err
+
+
 def test_golden_s_chunk_line(run, golden, f16_model):
     out = run("perplexity", f16_model, "--kl-divergence-base", golden / "smollm2-135m-f16.c64.kld", "--kl-divergence")
     line = next(line for line in out.splitlines() if line.startswith("   1 "))
@@ -81,13 +104,17 @@ def test_imatrix_of_the_output(run, f16_model, text, tmp_path):
 
 
 def test_compare(run, f16_model, q8_0_model, text, tmp_path):
-    args = ("compare", f16_model, q8_0_model, "-f", text, "-c", 64, "--chunks", 4)
-    out = run(*args, "-o", tmp_path / "x.json")
+    args = ("compare", f16_model, q8_0_model, "-f", text, "-f", text, "-c", 64, "--chunks", 4)
+    out = run(*args, "-o", tmp_path / "x.json", "--html", tmp_path / "x.html", "--noise-floor", "q8_0", "--layers")
     assert "numerics exact" in out
     assert out.splitlines()[2].startswith("f16 ")
+    assert out.splitlines()[3].startswith("noise floor: cache q8_0 ")
+    assert out.count("short.txt") >= 2
+    assert re.search(r"blk\.\d+\.(attn|ffn)_\w+\.weight +q8_0 +0\.0", out)
     record = json.loads((tmp_path / "x.json").read_text())
     assert record["models"][1]["kld"] > 0
-    assert run(*args, "--markdown").startswith("| file | GiB | bpw | PPL |")
+    assert len(record["layers"]["q8_0"]) == 30 * 7 + 2  # the tied embedding stands there twice
+    assert "</html>" in (tmp_path / "x.html").read_text()
 
 
 def test_what_is_missing_is_said(capsys, f16_model):

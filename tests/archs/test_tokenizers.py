@@ -15,11 +15,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quantkit.archs import hf_tokenizer, pretokenizers, tiktoken, vocab
 from quantkit.errors import DataError, FormatError, UnsupportedError
-from quantkit.files.gguf import Metadata
+from quantkit.files.gguf import Metadata, TensorSpec, Writer
+from quantkit.files.gguf import open as open_gguf
 from quantkit.runtime.tokenizer import Tokenizer
 from tests.archs.checkpoints import HARD, TEXT, sentencepiece, write_tokenizer
 
@@ -338,6 +340,23 @@ def test_a_broken_tokenizer_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(data + field(2, field(3, 4)))
     with pytest.raises(UnsupportedError, match="type 4"):
         through(tmp_path, 1000)
+
+
+def test_through_a_file(tmp_path: Path) -> None:
+    """Scores that float32 does not hold, the compiled table and the rest come back from a GGUF."""
+    definition = json.loads(json.dumps(spaced("unigram")))
+    definition["model"]["vocab"] = [[text, score / 3] for text, score in definition["model"]["vocab"]]
+    precompiled = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap()).decode()}
+    definition["normalizer"]["normalizers"].insert(0, precompiled)
+    write_tokenizer(tmp_path / "hf", definition)
+    metadata = Metadata({"general.architecture": "llama"})
+    for key, (value, kind) in vocab.read(tmp_path / "hf", {"vocab_size": size_of(definition)}).items():
+        metadata.set(key, value, kind)
+    with Writer(tmp_path / "x.gguf", metadata, [TensorSpec("x", (1, 32), "f32")]) as writer:
+        writer.write("x", np.zeros(128, np.uint8))
+    ours = Tokenizer.from_gguf(open_gguf(tmp_path / "x.gguf").metadata)
+    assert hf_tokenizer.SCORES in ours._metadata
+    assert_same(ours, tmp_path / "hf", strings(100))
 
 
 # ---------------------------------------------------------------------------------------------------------- tiktoken

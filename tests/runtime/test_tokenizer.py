@@ -278,6 +278,9 @@ def test_chat_template(smollm2: Metadata) -> None:
     refusing["tokenizer.chat_template"] = "{{ ''.__class__.__mro__ }}"
     with pytest.raises(QuantkitError, match="unsafe"):
         Tokenizer.from_gguf(refusing).apply_chat_template([])
+    refusing["tokenizer.chat_template"] = "{{ 'a' + 1 }}"
+    with pytest.raises(QuantkitError, match="refuses these messages"):
+        Tokenizer.from_gguf(refusing).apply_chat_template([])
     del refusing["tokenizer.chat_template"]
     with pytest.raises(UnsupportedError, match="no chat template"):
         Tokenizer.from_gguf(refusing).apply_chat_template([])

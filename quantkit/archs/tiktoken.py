@@ -73,12 +73,14 @@ def _ranks(path: Path) -> dict[bytes, int]:
 def _parts(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
     """The tokens of lower rank that this one's bytes come down to: two if a merge makes it."""
     parts = [bytes([byte]) for byte in token]
-    while len(parts) > 2:
-        joined = [(ranks.get(parts[i] + parts[i + 1], len(ranks) * 2), i) for i in range(len(parts) - 1)]
-        rank, i = min(joined)
-        if rank >= ranks[token]:
-            break
+    never, own = 2 * len(ranks), ranks[token]
+    joined = [ranks.get(token[i : i + 2], never) for i in range(len(token) - 1)]  # rank of part i with part i + 1
+    while len(parts) > 2 and (rank := min(joined)) < own:
+        i = joined.index(rank)
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        del joined[i]
+        for j in range(max(i - 1, 0), min(i + 1, len(joined))):
+            joined[j] = ranks.get(parts[j] + parts[j + 1], never)
     return parts
 
 

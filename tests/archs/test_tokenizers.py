@@ -219,6 +219,34 @@ def test_same_ids_as_transformers(tmp_path: Path, name: str, count: int) -> None
         assert (hf_tokenizer.EXACT in ours._metadata) == kept
 
 
+CLASSES = {
+    "LlamaTokenizer": ("llama", "default"),
+    "GemmaTokenizer": ("llama", "default"),
+    "T5Tokenizer": ("t5", "default"),
+    "Qwen2Tokenizer": ("gpt2", "qwen2"),
+    "Qwen3_5Tokenizer": ("gpt2", "qwen35"),
+    "GPT2Tokenizer": ("gpt2", "gpt-2"),
+    "CohereTokenizer": ("gpt2", "command-r"),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_what_transformers_own_classes_save(tmp_path: Path, name: str) -> None:
+    """With the tokens that they add before and after a text."""
+    transformers = pytest.importorskip("transformers")
+    kind = {"llama": "bpe", "t5": "unigram"}.get(CLASSES[name][0])
+    model = (spaced(kind) if kind else trained("qwen2"))["model"]
+    given = {"vocab": model["vocab"]}
+    if "merges" in model:
+        given["merges"] = [tuple(merge) for merge in model["merges"]]
+    theirs = getattr(transformers, name)(**given)
+    theirs.save_pretrained(tmp_path)
+    ours = through(tmp_path, size_of(json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))))
+    assert tuple(ours._metadata[f"tokenizer.ggml.{key}"] for key in ("model", "pre")) == CLASSES[name]
+    for text in strings(300)[:150]:
+        assert ours.encode(text, special=True) == theirs(text).input_ids, text
+
+
 @pytest.mark.parametrize("text", ["\ud800", "a\udcff", b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"ab\xe2\x82"])
 def test_invalid_utf8_is_refused(tmp_path: Path, text: str | bytes) -> None:
     write_tokenizer(tmp_path, trained("gpt-2"))

@@ -1,7 +1,8 @@
 """tiktoken's files (tiktoken.model, hy.tiktoken): one token a line, in base64, with its rank.
 
-Such a tokenizer merges the neighbours whose joint token has the lowest rank. The merges that say the same: every token
-is made of the two parts that its own bytes come down to when only tokens of lower rank may be made. The way of cutting
+Such a tokenizer merges the neighbours whose joint token has the lowest rank; a word that is a token is that token. The
+merges that say the same: every token is made of the two parts that its own bytes come down to when only tokens of lower
+rank may be made. A token whose bytes come down to more parts is no one's merge, only a whole word. The way of cutting
 is in the checkpoint's Python file, which is not run; it is known by the class that tokenizer_config.json names.
 """
 
@@ -39,13 +40,15 @@ def tokenizer_json(path: Path, settings: Mapping[str, Any], pre: str | None = No
     ranks = _ranks(path)
     alphabet = byte_alphabet()
     text = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
-    merges = [[text[part] for part in _parts(token, ranks)] for token in ranks if len(token) > 1]
+    parts = [_parts(token, ranks) for token in ranks]
+    merges = [[text[part] for part in both] for both in parts if len(both) == 2]
+    model = {"type": "BPE", "vocab": {text[token]: rank for token, rank in ranks.items()}, "merges": merges}
     added = {int(i): token for i, token in settings.get("added_tokens_decoder", {}).items()}
     first = max(ranks.values()) + 1
     for i in range(first, first + _RESERVED.get(kind, 0)):
         added.setdefault(i, {"content": f"<|reserved_token_{i}|>", "special": True})
     return {
-        "model": {"type": "BPE", "vocab": {text[token]: rank for token, rank in ranks.items()}, "merges": merges},
+        "model": model | {"ignore_merges": True},
         "pre_tokenizer": pretokenizers.to_json(pretokenizers.get(pre or _CUTTING[kind])),
         "added_tokens": [{"id": i, **token} for i, token in sorted(added.items())],
     }
@@ -68,14 +71,16 @@ def _ranks(path: Path) -> dict[bytes, int]:
 
 
 def _parts(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
-    """The two tokens that merge into this one last."""
+    """The tokens of lower rank that this one's bytes come down to: two if a merge makes it."""
     parts = [bytes([byte]) for byte in token]
-    while len(parts) > 2:
-        joined = [(ranks.get(parts[i] + parts[i + 1], len(ranks) * 2), i) for i in range(len(parts) - 1)]
-        rank, i = min(joined)
-        if rank >= ranks[token]:
-            raise FormatError(f"token {token!r} of rank {ranks[token]} cannot be made of two tokens of lower rank")
+    never, own = 2 * len(ranks), ranks[token]
+    joined = [ranks.get(token[i : i + 2], never) for i in range(len(token) - 1)]  # rank of part i with part i + 1
+    while len(parts) > 2 and (rank := min(joined)) < own:
+        i = joined.index(rank)
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        del joined[i]
+        for j in range(max(i - 1, 0), min(i + 1, len(joined))):
+            joined[j] = ranks.get(parts[j] + parts[j + 1], never)
     return parts
 
 

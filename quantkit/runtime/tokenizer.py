@@ -157,7 +157,7 @@ class Tokenizer:
         values |= {"messages": messages, "add_generation_prompt": add_generation_prompt} | variables
         try:
             return _environment().from_string(template).render(values)
-        except TemplateError as error:
+        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise QuantkitError(f"the model's chat template refuses these messages: {error}") from error
 
 

@@ -15,11 +15,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quantkit.archs import hf_tokenizer, pretokenizers, tiktoken, vocab
 from quantkit.errors import DataError, FormatError, UnsupportedError
-from quantkit.files.gguf import Metadata
+from quantkit.files.gguf import Metadata, TensorSpec, Writer
+from quantkit.files.gguf import open as open_gguf
 from quantkit.runtime.tokenizer import Tokenizer
 from tests.archs.checkpoints import HARD, TEXT, sentencepiece, write_tokenizer
 
@@ -217,6 +219,34 @@ def test_same_ids_as_transformers(tmp_path: Path, name: str, count: int) -> None
         assert (hf_tokenizer.EXACT in ours._metadata) == kept
 
 
+CLASSES = {
+    "LlamaTokenizer": ("llama", "default"),
+    "GemmaTokenizer": ("llama", "default"),
+    "T5Tokenizer": ("t5", "default"),
+    "Qwen2Tokenizer": ("gpt2", "qwen2"),
+    "Qwen3_5Tokenizer": ("gpt2", "qwen35"),
+    "GPT2Tokenizer": ("gpt2", "gpt-2"),
+    "CohereTokenizer": ("gpt2", "command-r"),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_what_transformers_own_classes_save(tmp_path: Path, name: str) -> None:
+    """With the tokens that they add before and after a text."""
+    transformers = pytest.importorskip("transformers")
+    kind = {"llama": "bpe", "t5": "unigram"}.get(CLASSES[name][0])
+    model = (spaced(kind) if kind else trained("qwen2"))["model"]
+    given = {"vocab": model["vocab"]}
+    if "merges" in model:
+        given["merges"] = [tuple(merge) for merge in model["merges"]]
+    theirs = getattr(transformers, name)(**given)
+    theirs.save_pretrained(tmp_path)
+    ours = through(tmp_path, size_of(json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))))
+    assert tuple(ours._metadata[f"tokenizer.ggml.{key}"] for key in ("model", "pre")) == CLASSES[name]
+    for text in strings(300)[:150]:
+        assert ours.encode(text, special=True) == theirs(text).input_ids, text
+
+
 @pytest.mark.parametrize("text", ["\ud800", "a\udcff", b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"ab\xe2\x82"])
 def test_invalid_utf8_is_refused(tmp_path: Path, text: str | bytes) -> None:
     write_tokenizer(tmp_path, trained("gpt-2"))
@@ -246,7 +276,14 @@ def varint(value: int) -> bytes:
     return out + bytes([value])
 
 
-def sentencepiece_file(definition: dict[str, Any], removes_spaces: bool = False) -> bytes:
+def charsmap() -> bytes:
+    """A compiled table of replacements with one entry, q for Q: a double-array trie, then the texts."""
+    units = [0] * 256
+    units[ord("Q")] = ord("Q") | 1 << 8 | 0x80 << 10  # its label, that a key ends here, where the value is
+    return struct.pack("<257I", 4 * len(units), *units) + b"q\0"
+
+
+def sentencepiece_file(definition: dict[str, Any], removes_spaces: bool = False, table: bytes = b"") -> bytes:
     """The tokenizer.model that says what a tokenizer.json of ours says."""
     model = definition["model"]
     if model.get("type") == "Unigram":
@@ -263,7 +300,7 @@ def sentencepiece_file(definition: dict[str, Any], removes_spaces: bool = False)
     ids = {text: i for i, (text, _) in enumerate(pieces)}
     named = ((40, "<unk>"), (41, "<s>"), (42, "</s>"), (43, "<pad>"))
     trainer = field(3, kind) + b"".join(field(number, ids.get(text, -1)) for number, text in named)
-    return out + field(2, trainer) + field(3, field(1, "identity") + field(4, removes_spaces))
+    return out + field(2, trainer) + field(3, field(2, table) + field(4, removes_spaces))
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "unigram, bytes"])
@@ -294,6 +331,34 @@ def test_a_directory_with_only_tokenizer_model(tmp_path: Path, kind: str) -> Non
         through(tmp_path / "model", 10)
 
 
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize("source", ["tokenizer.json", "tokenizer.model"])
+def test_compiled_replacements(tmp_path: Path, kind: str, source: str) -> None:
+    """Their own key where GGUF has one; beside it the JSON that says where in the normalizer they stand."""
+    definition = json.loads(json.dumps(spaced(kind)))
+    precompiled = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap()).decode()}
+    own = definition["normalizer"]["normalizers"] if kind == "bpe" or source == "tokenizer.json" else []
+    definition["normalizer"] = {"type": "Sequence", "normalizers": [precompiled, *own]}
+    if source == "tokenizer.model" and kind == "unigram":
+        definition["pre_tokenizer"] |= {"split": False}
+    write_tokenizer(tmp_path / "json", definition)
+    directory = tmp_path / "json"
+    if source == "tokenizer.model":
+        directory = tmp_path / "model"
+        directory.mkdir()
+        (directory / source).write_bytes(sentencepiece_file(definition, table=charsmap()))
+    elif kind == "bpe":
+        with pytest.raises(UnsupportedError, match=r"'Precompiled', 'Prepend', 'Replace'.* no counterpart"):
+            through(directory, size_of(definition))
+        return
+    ours = through(directory, size_of(definition))
+    assert_same(ours, tmp_path / "json", [*strings(60), "the Quick Q"])
+    assert ours.encode("the Quick", bos=False) == ours.encode("the quick", bos=False)
+    if kind == "unigram":
+        assert bytes(ours._metadata["tokenizer.ggml.precompiled_charsmap"]) == charsmap()
+        assert (hf_tokenizer.EXACT in ours._metadata) == (source == "tokenizer.json")
+
+
 def test_a_broken_tokenizer_model_is_refused(tmp_path: Path) -> None:
     data = sentencepiece_file(spaced("bpe"))
     for broken in (b"", b"x", data[:-1], data[: len(data) // 2], b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01"):
@@ -305,6 +370,23 @@ def test_a_broken_tokenizer_model_is_refused(tmp_path: Path) -> None:
         through(tmp_path, 1000)
 
 
+def test_through_a_file(tmp_path: Path) -> None:
+    """Scores that float32 does not hold, the compiled table and the rest come back from a GGUF."""
+    definition = json.loads(json.dumps(spaced("unigram")))
+    definition["model"]["vocab"] = [[text, score / 3] for text, score in definition["model"]["vocab"]]
+    precompiled = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap()).decode()}
+    definition["normalizer"]["normalizers"].insert(0, precompiled)
+    write_tokenizer(tmp_path / "hf", definition)
+    metadata = Metadata({"general.architecture": "llama"})
+    for key, (value, kind) in vocab.read(tmp_path / "hf", {"vocab_size": size_of(definition)}).items():
+        metadata.set(key, value, kind)
+    with Writer(tmp_path / "x.gguf", metadata, [TensorSpec("x", (1, 32), "f32")]) as writer:
+        writer.write("x", np.zeros(128, np.uint8))
+    ours = Tokenizer.from_gguf(open_gguf(tmp_path / "x.gguf").metadata)
+    assert hf_tokenizer.SCORES in ours._metadata
+    assert_same(ours, tmp_path / "hf", strings(100))
+
+
 # ---------------------------------------------------------------------------------------------------------- tiktoken
 
 
@@ -313,6 +395,7 @@ def test_tiktokens_ranks(tmp_path: Path) -> None:
     definition = json.loads(json.dumps(trained("gpt-4o")))
     byte = {character: i for i, character in enumerate(tiktoken.byte_alphabet())}
     tokens = sorted(definition["model"]["vocab"], key=definition["model"]["vocab"].__getitem__)
+    tokens.append("zqzqzq")  # no merges make it: a whole word only
     lines = [base64.b64encode(bytes(byte[c] for c in token)) + f" {i}".encode() for i, token in enumerate(tokens)]
     (tmp_path / "kimi").mkdir()
     (tmp_path / "kimi" / "tiktoken.model").write_bytes(b"\n".join(lines) + b"\n")
@@ -322,6 +405,8 @@ def test_tiktokens_ranks(tmp_path: Path) -> None:
     (tmp_path / "kimi" / "tokenizer_config.json").write_text(json.dumps(settings))
     ours = through(tmp_path / "kimi", size)
     assert (ours._metadata["tokenizer.ggml.pre"], ours.bos_id) == ("kimi-k2", len(tokens))
+    assert ours.encode("zqzqzq, zqzqzq", bos=False)[0] == len(tokens) - 1
+    assert ours.encode("zqzqzq, zqzqzq", bos=False).count(len(tokens) - 1) == 1
     named = f"<|reserved_token_{len(tokens) + 9}|>"
     assert ours.encode(f"[BOS]{named}", bos=False, special=True) == [len(tokens), len(tokens) + 9]
 

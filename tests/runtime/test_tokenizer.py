@@ -150,12 +150,14 @@ def test_the_hard_text_tells_all_ways_of_cutting_apart(boundless: Metadata) -> N
 def test_same_ids_as_the_reference(boundless: Metadata, reference: Any, name: str) -> None:
     """HARD is in Unicode's composed form, which the reference takes for granted.
 
-    For tekken, kimi-k2 and gpt-4o the reference does not count combining marks as letters, though their expressions do.
+    For tekken, kimi-k2 and gpt-4o the reference does not count combining marks as letters, though their expressions do;
+    for kimi-k2 it leaves words joined that its expression cuts before a capital letter.
     """
     marks = ("tekken", "kimi-k2", *next(entry.names for entry in pretokenizers.TABLE if "gpt-4o" in entry.names))
     metadata = cut_as(name, boundless)
     theirs, ours = reference(metadata), Tokenizer.from_gguf(metadata)
     hard = HARD.replace(" हिन्दी", "") if name in marks else HARD
+    hard = hard.replace("CamelCaseWord", "") if name == "kimi-k2" else hard
     for text in (hard, "1234 12345 100000", "don't DON'T we'LL", "a  b\n \n c", "<|begin|>user"):
         assert ours.encode(text, bos=False) == theirs.encode(text), text
         assert ours.encode(text, bos=False, special=True) == theirs.encode(text, special=True), text
@@ -275,6 +277,9 @@ def test_chat_template(smollm2: Metadata) -> None:
         Tokenizer.from_gguf(refusing).apply_chat_template([])
     refusing["tokenizer.chat_template"] = "{{ ''.__class__.__mro__ }}"
     with pytest.raises(QuantkitError, match="unsafe"):
+        Tokenizer.from_gguf(refusing).apply_chat_template([])
+    refusing["tokenizer.chat_template"] = "{{ 'a' + 1 }}"
+    with pytest.raises(QuantkitError, match="refuses these messages"):
         Tokenizer.from_gguf(refusing).apply_chat_template([])
     del refusing["tokenizer.chat_template"]
     with pytest.raises(UnsupportedError, match="no chat template"):

@@ -178,8 +178,8 @@ def test_shared_experts_in_the_compiled_passes(tmp_path: Path) -> None:
     assert model.slow_because is None
     cache = model.new_cache(40)
     steps = np.concatenate([model.forward([token], cache) for token in TOKENS[0][:40]])
-    for found in (model.logits(TOKENS[0][:40]), steps):
-        assert np.abs(log_probabilities(found) - wanted).max() < 0.01
+    for found, most in ((model.logits(TOKENS[0][:40]), 0.01), (steps, 0.05)):  # activations of 16 bits, and of 8
+        assert np.abs(log_probabilities(found) - wanted).max() < most
 
 
 def test_experts_as_gpt_oss_ships_them(tmp_path: Path) -> None:

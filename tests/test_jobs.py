@@ -315,7 +315,7 @@ def kill_at_random_moments(tmp_path: Path, kills: int) -> list[int]:
         least = moments.randrange(-1, 4) if number else 1  # tensors done; -1: perhaps before it has begun to write
         while process.poll() is None and (jobs.unfinished(out) or (-1, 0))[0] < least:
             time.sleep(0.005)
-        time.sleep(moments.uniform(0, 1))
+        time.sleep(moments.uniform(0, 0.5) if number else 0)
         process.send_signal(signal.SIGKILL)
         if process.wait() != -signal.SIGKILL:
             assert out.read_bytes() == whole

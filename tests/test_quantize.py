@@ -393,7 +393,13 @@ def test_an_interrupt_leaves_nothing_at_all(tmp_path: Path, rng: np.random.Gener
         str(tmp_path / "in.gguf"),
         str(tmp_path / "out.gguf"),
     ]
-    process = subprocess.Popen([*command, "IQ4_NL", "1"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, "IQ4_NL", "1"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which whoever runs the tests may ignore
+    )
     while process.poll() is None and not list(tmp_path.glob("*.partial-*")):
         time.sleep(0.01)
     time.sleep(0.1)  # well into the loop

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quantkit import types
 from quantkit.archs import hf_tokenizer, pretokenizers, tiktoken, vocab
 from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.files.gguf import Metadata, TensorSpec, Writer
@@ -236,7 +237,7 @@ def test_what_transformers_own_classes_save(tmp_path: Path, name: str) -> None:
     transformers = pytest.importorskip("transformers")
     kind = {"llama": "bpe", "t5": "unigram"}.get(CLASSES[name][0])
     model = (spaced(kind) if kind else trained("qwen2"))["model"]
-    given = {"vocab": model["vocab"]}
+    given: dict[str, Any] = {"vocab": [(*pair,) for pair in model["vocab"]] if kind == "unigram" else model["vocab"]}
     if "merges" in model:
         given["merges"] = [tuple(merge) for merge in model["merges"]]
     theirs = getattr(transformers, name)(**given)
@@ -380,7 +381,7 @@ def test_through_a_file(tmp_path: Path) -> None:
     metadata = Metadata({"general.architecture": "llama"})
     for key, (value, kind) in vocab.read(tmp_path / "hf", {"vocab_size": size_of(definition)}).items():
         metadata.set(key, value, kind)
-    with Writer(tmp_path / "x.gguf", metadata, [TensorSpec("x", (1, 32), "f32")]) as writer:
+    with Writer(tmp_path / "x.gguf", metadata, [TensorSpec("x", (1, 32), types.get("f32"))]) as writer:
         writer.write("x", np.zeros(128, np.uint8))
     ours = Tokenizer.from_gguf(open_gguf(tmp_path / "x.gguf").metadata)
     assert hf_tokenizer.SCORES in ours._metadata

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quantkit import types
 from quantkit.archs import hf_tokenizer, pretokenizers, tiktoken, vocab
 from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.files.gguf import Metadata, TensorSpec, Writer
@@ -381,7 +382,7 @@ def test_through_a_file(tmp_path: Path) -> None:
     metadata = Metadata({"general.architecture": "llama"})
     for key, (value, kind) in vocab.read(tmp_path / "hf", {"vocab_size": size_of(definition)}).items():
         metadata.set(key, value, kind)
-    with Writer(tmp_path / "x.gguf", metadata, [TensorSpec("x", (1, 32), "f32")]) as writer:
+    with Writer(tmp_path / "x.gguf", metadata, [TensorSpec("x", (1, 32), types.get("f32"))]) as writer:
         writer.write("x", np.zeros(128, np.uint8))
     ours = Tokenizer.from_gguf(open_gguf(tmp_path / "x.gguf").metadata)
     assert hf_tokenizer.SCORES in ours._metadata

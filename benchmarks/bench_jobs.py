@@ -124,9 +124,11 @@ def make(directory: Path, gigabytes: float, changes: dict[str, Any]) -> dict[str
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     tokens = {chr(0x100 + i) if i < 256 else f"t{i}": i for i in range(config["vocab_size"])}
-    tokenizer = {"version": "1.0", "added_tokens": [], "normalizer": None, "decoder": {"type": "ByteLevel"},
-                 "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
-                 "model": {"type": "BPE", "vocab": tokens, "merges": []}}  # fmt: skip
+    tokenizer: dict[str, Any] = {
+        "version": "1.0", "added_tokens": [], "normalizer": None, "decoder": {"type": "ByteLevel"},
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+        "model": {"type": "BPE", "vocab": tokens, "merges": []},
+    }  # fmt: skip
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     (directory / "tokenizer_config.json").write_text("{}")
     rng = np.random.default_rng(0)

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from quantkit import jit, types
 from quantkit.jit import kernel
 from quantkit.runtime.kernels import table
-from quantkit.runtime.kernels.cpu import activations, gemm, walk
+from quantkit.runtime.kernels.cpu import activations, gemm, sizes, walk
 from quantkit.runtime.kernels.cpu.formats.table import FORMATS
 from tests.types.data import tame_bytes
 
@@ -48,7 +48,7 @@ def seconds(run: Callable[[], None], repeat: int) -> float:
 
 def prepared(n: int) -> np.ndarray:
     """A vector as the products read it."""
-    buffer = np.zeros(activations.activation_bytes(n), np.uint8)
+    buffer = np.zeros(sizes.activation_bytes(n), np.uint8)
     buffer[: 4 * n].view(np.float32)[:] = np.random.default_rng(1).standard_normal(n)
     _quantize(buffer.ctypes.data, n)
     return buffer
@@ -69,7 +69,7 @@ def batch(kind: types.QuantType, data: np.ndarray, n: int, repeat: int) -> float
     x = np.random.default_rng(1).standard_normal((TOKENS, n)).astype(np.float32)
     out = np.zeros((TOKENS, len(data)), np.float32)
     tokens = ops.keep(np.array([TOKENS])).ctypes.data
-    tiles = ops.buffer("tiles", gemm.activation_bytes(n, TOKENS))
+    tiles = ops.buffer("tiles", sizes.tiles_bytes(n, TOKENS))
     ops.add(gemm.quantize_tiles.address, gemm.QUANTIZE, wait=True, x=x.ctypes.data, n=n, tokens=tokens, tiles=tiles)
     scratch, stride = ops.private("scratch", gemm.scratch_bytes(FORMATS[kind.ggml_type], n))
     ops.add(gemm.multiply(kind.ggml_type, 0).address, gemm.MULTIPLY, weights=data.ctypes.data, n=n, rows=len(data),

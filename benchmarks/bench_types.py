@@ -20,6 +20,7 @@ with other things. The summary gives geometric means over types; the last line i
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import itertools
 import json
@@ -123,8 +124,8 @@ def times(
             continue
         compare(
             label,
-            lambda given=given: t.quantize(x, given, effort=options.effort, threads=options.threads),
-            lambda given=given: reference.quantize(x, given),
+            functools.partial(t.quantize, x, given, effort=options.effort, threads=options.threads),
+            functools.partial(reference.quantize, x, given),
         )
     encoded, out = t.quantize(x, importance, effort="fast"), np.empty_like(x)
     compare(

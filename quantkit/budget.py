@@ -20,7 +20,8 @@ from quantkit.errors import DataError, UnknownNameError
 from quantkit.recipe.layers import expand
 from quantkit.recipe.patterns import Advice, advice
 from quantkit.runtime import cache_size, work_size
-from quantkit.runtime.placement import CPU, Flags, Placement, located, without_kernels
+from quantkit.runtime.devices import CPU
+from quantkit.runtime.placement import Flags, Placement, located, without_kernels
 from quantkit.types import QuantType
 
 GIB = 1 << 30

@@ -12,7 +12,7 @@ the tokens to runtime/step.py, where the model is one list of operations, unless
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from quantkit.runtime.cache import Cache, CacheType
 from quantkit.runtime.generate import Generated, Sampling, generate
 from quantkit.runtime.kernels.rounding import FLOATS, QUANTIZED
 from quantkit.runtime.layers import Span
+from quantkit.runtime.parts import Parts
 from quantkit.runtime.placement import Flags, Placement, devices, place
 from quantkit.runtime.repacking import Repacked
 from quantkit.runtime.tripwire import layer_of, require_sound
@@ -35,8 +36,6 @@ SEQUENCE_TOKENS = 2048  # of several sequences run at a time
 TOGETHER_TOKENS = 512  # of sequences that go on; what `fast` numerics take at a time
 NUMERICS = ("exact", "fast")
 TRIPWIRES = ("layer", "full", "off")
-
-Observer = Callable[..., None]  # of (name, x), or (name, x, number, count) for one of several matrices
 
 
 def load(
@@ -100,7 +99,7 @@ def _cache_type(chosen: str | CacheType | None, numerics: str, how: layers.Atten
     return kind
 
 
-class Model:
+class Model(Parts):
     """An open model. One thread at a time may run it.
 
     hparams, blocks, head   what the architecture says about it
@@ -133,15 +132,12 @@ class Model:
         mla: int = 3,
         tripwire: str = "layer",
     ):
-        self.how = how or layers.Attending()
-        kind = _cache_type(cache_type, numerics, self.how)
+        how = how or layers.Attending()
+        kind = _cache_type(cache_type, numerics, how)
         self.path = file.path
         self.metadata = file.metadata
-        self.weights = file.tensors
         self.size_bytes = file.size
         self.placement = placement
-        self.numerics = numerics
-        self.threads = threads or jit.default_threads()
         self.cache_type = str(kind)
         name = file.metadata.get("general.architecture")
         if not isinstance(name, str):
@@ -153,18 +149,15 @@ class Model:
         if mla not in latent.MODES:
             raise UnsupportedError(f"-mla {mla}: known are {', '.join(map(str, latent.MODES))}")
         self.has_latents = latent.is_latent(self.blocks)
-        self.mla = mla if self.has_latents else 0
+        super().__init__(
+            file.path, file.tensors, numerics=numerics, threads=threads or jit.default_threads(), how=how,
+            mla=mla if self.has_latents else 0, tripwire=tripwire,
+        )  # fmt: skip
         self._cached = latent.cached(self.hparams, self.blocks, self.mla)
         self.n_ctx = n_ctx or self.hparams.n_ctx_train
-        self.observer: Observer | None = None
-        self._vectors: dict[str, np.ndarray] = {}
-        self._linears: dict[str, layers.Linear] = {}
-        self._tables: dict[blocks.Rope, tuple[np.ndarray, np.ndarray]] = {}
         self._tokenizer: Any = None
-        self._checking = False
         if tripwire not in TRIPWIRES:
             raise UnknownNameError("tripwire", tripwire, TRIPWIRES)
-        self.tripwire = tripwire
         self._sound: set[int | None] = set()
         self._check_attention(kind, n_ctx)
         self._check_weights()
@@ -386,119 +379,12 @@ class Model:
         """An empty cache for one sequence and one layer at a time."""
         return Cache(self._cached, n_ctx, self._kind(None), one_layer=True)
 
-    def run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
-        """float32[tokens, n_embd] that leaves a block."""
-        for part in block.parts:
-            if isinstance(part, blocks.Attention):
-                x = x + self._attention(part, block.layer, x, spans)
-            elif isinstance(part, blocks.LatentAttention):
-                x = x + latent.attention(self, part, block.layer, x, spans)
-            elif isinstance(part, blocks.Experts):
-                x = x + self._experts(part, x)
-            else:
-                x = x + self._feed_forward(part, x)
-        return x
-
-    def _attention(self, part: blocks.Attention, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
-        y = self.norm(part.norm, x)
-        q, k, v = (self.linear(linear, y) for linear in (part.q, part.k, part.v))
-        if not part.norms_after_rope:
-            q, k = self._head_norm(part.q_norm, q), self._head_norm(part.k_norm, k)
-        for heads in (q, k):
-            self.turn(heads, part.rope, part.head_dim_k, spans)
-        if part.norms_after_rope:
-            q, k = self._head_norm(part.q_norm, q), self._head_norm(part.k_norm, k)
-        for span in spans:
-            layers.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
-        heads_of = layers.Heads.of(part, self._vector(part.sinks) if part.sinks else None)
-        y = layers.attend(heads_of, layer, q, spans, self.threads, self.how)
-        self.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
-        return self._post_norm(part.post_norm, self.linear(part.out, y))
-
-    def _post_norm(self, norm: blocks.Norm | None, y: np.ndarray) -> np.ndarray:
-        return y if norm is None else self.norm(norm, y)
-
-    def turn(self, x: np.ndarray, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
-        """Rope, in place, of heads of `dim` elements."""
-        positions = np.concatenate([np.arange(s.stop - s.start) + s.cache.length for s in spans])
-        tables = self._rope(rope, int(positions.max()) + 1)
-        layers.turn(x, rope.style, dim, tables, positions, self.threads)
-
-    def _feed_forward(self, part: blocks.FeedForward, x: np.ndarray) -> np.ndarray:
-        return self._gated(part, self.norm(part.norm, x))
-
-    def _gated(self, part: blocks.FeedForward, y: np.ndarray) -> np.ndarray:
-        """What a feed-forward makes of what its norm made."""
-        gate, up = self.linear(part.gate, y), self.linear(part.up, y)
-        y = self.linear(part.down, layers.activate(part.activation, gate, up, self.threads))
-        return self._post_norm(part.post_norm, y)
-
-    def _experts(self, part: blocks.Experts, x: np.ndarray) -> np.ndarray:
-        observe = None if self._checking else self.observer
-        y = self.norm(part.norm, x)
-        bias = self._vector(part.choice_bias) if part.choice_bias else None
-        chosen, weights = experts.route(part, self.linear(part.router, y), self.expert_reduction, bias)
-        found = experts.run(part, self.weights, y, chosen, weights, self.threads, observe)
-        self.check(part.down.weight, found)
-        return found if part.shared is None else found + self._gated(part.shared, y)
-
-    def _head_norm(self, norm: blocks.Norm | None, x: np.ndarray) -> np.ndarray:
-        """x float32[tokens, heads * dim] normed head by head; as it is without a norm."""
-        if norm is None:
-            return x
-        dim = self.weights[norm.weight].shape[0]
-        return self.norm(norm, x.reshape(-1, dim)).reshape(x.shape)
-
     def _project(self, x: np.ndarray) -> np.ndarray:
         y = self.linear(self.head.output, self.norm(self.head.norm, x))
         self._require_finite(self.head.output.weight, y)
         return y
 
-    def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
-        y = layers.rms_norm(x, self._vector(norm.weight), norm.eps, self.threads)
-        self.check(norm.weight, y)
-        return y
-
-    def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray:
-        self.observe(linear.weight, x)
-        y = self._weight(linear)(x)
-        self.check(linear.weight, y)
-        return y
-
-    def observe(self, name: str, x: np.ndarray, *which: int) -> None:
-        """Tell the observer what enters a weight, or the matrix of it that `which` says: number, count."""
-        if self.observer is not None and not self._checking:
-            self.observer(name, x, *which)
-
     # ---------------------------------------------------------------------------------------------------- what it needs
-
-    def forget(self, names: Iterable[str]) -> None:
-        """Drop what was made of these tensors."""
-        for name in names:
-            self._vectors.pop(name, None)
-            self._linears.pop(name, None)
-
-    def _weight(self, linear: blocks.Linear) -> layers.Linear:
-        found = self._linears.get(linear.weight)
-        if found is None:
-            bias = self._vector(linear.bias) if linear.bias else None
-            found = layers.Linear(self.weights[linear.weight], self.numerics, self.threads, bias)
-            self._linears[linear.weight] = found
-        return found
-
-    def _vector(self, name: str) -> np.ndarray:
-        found = self._vectors.get(name)
-        if found is None:
-            found = self._vectors[name] = layers.vector(self.weights[name])
-        return found
-
-    def _rope(self, rope: blocks.Rope, n_ctx: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tables for at least `n_ctx` positions."""
-        held = self._tables.get(rope)
-        if held is None or len(held[0]) < n_ctx:
-            factors = self._vector(rope.factors) if rope.factors else None
-            held = self._tables[rope] = layers.rope_tables(rope, 1 << (n_ctx - 1).bit_length(), factors)
-        return held
 
     def _checked(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         ids = np.asarray(tokens, np.int64)
@@ -529,11 +415,6 @@ class Model:
 
     # ----------------------------------------------------------------------------------------------------- the tripwire
 
-    def check(self, what: str, y: np.ndarray) -> None:
-        """`_require_finite` while `_blame` looks for the culprit; elsewhere once a layer is often enough."""
-        if self._checking or self.tripwire == "full":
-            self._require_finite(what, y)
-
     def _require_sound(self, layer: int | None) -> None:
         """DataError for a bad scale in the tensors of a layer, or in those of none, once each."""
         if layer in self._sound or self.tripwire == "off":
@@ -542,24 +423,6 @@ class Model:
             if layer_of(name) == layer:
                 require_sound(tensor)
         self._sound.add(layer)
-
-    def _require_finite(self, what: str, y: np.ndarray) -> None:
-        """DataError that names `what` made y float32[tokens, n] when it holds NaN or Inf."""
-        if layers.is_finite(y):
-            return
-        token, column = (int(i) for i in np.argwhere(~np.isfinite(y))[0])
-        tensor = self.weights.get(what)
-        note = ""
-        if tensor is not None and tensor.type.has_codec:
-            rows = tensor.dequantize().reshape(-1, tensor.shape[-1])
-            bad = np.flatnonzero(~np.isfinite(rows).all(1))
-            note = "; the tensor is finite, so the product is beyond float32"
-            if len(bad):
-                block = int(np.argmin(np.isfinite(rows[bad[0]]))) // tensor.type.block_size
-                note = (
-                    f"; the tensor itself is not finite in {len(bad)} row(s), first {bad[0]}, there from block {block}"
-                )
-        raise DataError(f"{self.path}: {what} made {y[token, column]} for token {token}, element {column}{note}")
 
     def _blame(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> None:
         """Run a block whose result was not finite once more, and raise a DataError that names the first bad tensor."""

@@ -12,7 +12,7 @@ the tokens to runtime/step.py, where the model is one list of operations, unless
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,14 @@ from quantkit import archs, jit
 from quantkit.archs import blocks
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.files import gguf
-from quantkit.runtime import blas, experts, latent, layers, repacking, shapes
+from quantkit.runtime import blas, experts, latent, layers, repacking, shapes, split
 from quantkit.runtime.cache import Cache, CacheType
+from quantkit.runtime.devices import Device, parse_devices
 from quantkit.runtime.generate import Generated, Sampling, generate
 from quantkit.runtime.kernels.rounding import FLOATS, QUANTIZED
 from quantkit.runtime.layers import Span
 from quantkit.runtime.parts import Parts
-from quantkit.runtime.placement import Flags, Placement, devices, place
+from quantkit.runtime.placement import Flags, Placement, place_model
 from quantkit.runtime.repacking import Repacked
 from quantkit.runtime.tripwire import layer_of, require_sound
 
@@ -55,6 +56,15 @@ def load(
     expert_reduction: tuple[int, float] | None = None,
     mla: int = 3,
     tripwire: str = "layer",
+    devices: str | Sequence[Device] = "",
+    split_mode: str = "layer",
+    tensor_split: Sequence[float] = (),
+    main_gpu: int | None = None,
+    max_gpus: int | None = None,
+    kv_on_cpu: bool = False,
+    reduce_type: str = "f32",
+    experts_by: str = "number",
+    profile: bool = False,
 ) -> Model:
     """Open a GGUF file (of a set of shards any member) as a Model. Nothing is read before it is needed.
 
@@ -72,16 +82,26 @@ def load(
     mla         0 to 3: what latent attention caches and how it attends, see `runtime.latent`; nothing for other models.
     tripwire    looking for NaN and Inf: "layer" after each layer, "full" after each operation; both also look at the
                 scale fields of what a layer needs before it first runs. "off": after each layer, and no scales.
+    devices     what there is beside the CPU: "cpu:0=2GiB,cpu:1=2GiB", virtual devices of the CPU (runtime/devices.py),
+                or Devices.
+    split_mode, tensor_split, main_gpu, max_gpus, kv_on_cpu   `-sm`, `-ts`, `-mg`, `--max-gpu` and `-nkvo`.
+    reduce_type, experts_by   of -sm graph: f32, f16 or bf16 for what is added up over devices; experts shared by
+                "number" or "columns".
+    profile     count time and bytes in `split.ledger`; the model then runs layer by layer, on one device too.
+
+    A model on several devices runs layer by layer (`split`), with fast numerics too; `slow_because` says so.
     """
     how = layers.Attending(flash_attention, attention_mib)
     kind = _cache_type(cache_type, numerics, how)
     file = gguf.open(path)
     rules = (override_tensor,) if isinstance(override_tensor, str) else tuple(override_tensor)
-    flags = Flags(gpu_layers, rules, n_cpu_moe)
-    placement = place(file.tensors, flags.rules, devices(), flags.gpu_layers, n_cpu_moe=flags.n_cpu_moe)
+    there = parse_devices(devices) if isinstance(devices, str) else tuple(devices)
+    flags = Flags(gpu_layers, rules, n_cpu_moe, tuple(tensor_split), split_mode, main_gpu, max_gpus, kv_on_cpu, there)
+    placement = place_model(file.tensors, flags, file.metadata, there)
     return Model(
         file, placement, numerics=numerics, threads=threads, cache_type=kind, how=how, n_ctx=n_ctx, repack=repack,
         fused_experts=fused_experts, expert_reduction=expert_reduction, mla=mla, tripwire=tripwire,
+        reduce_type=reduce_type, experts_by=experts_by, profile=profile,
     )  # fmt: skip
 
 
@@ -111,6 +131,7 @@ class Model(Parts):
     fused_experts, expert_reduction   as given to `load`
     has_latents, mla        whether attention is latent; as given, 0 where it is not
     tripwire                as given to `load`
+    split                   the runtime.split.Split that runs it; None where one device does, unprofiled
     slow_because            why a model of `fast` numerics runs layer by layer; None where it does not
     observer                called with (name, float32[tokens, n]) for what enters each weight matrix, and of experts
                             with (name, float32[tokens, n], expert, experts); None by default
@@ -131,6 +152,9 @@ class Model(Parts):
         expert_reduction: tuple[int, float] | None = None,
         mla: int = 3,
         tripwire: str = "layer",
+        reduce_type: str = "f32",
+        experts_by: str = "number",
+        profile: bool = False,
     ):
         how = how or layers.Attending()
         kind = _cache_type(cache_type, numerics, how)
@@ -166,6 +190,11 @@ class Model(Parts):
         self.repacked: Repacked | None = None
         if repack:
             self.weights, self.repacked = repacking.repack(self.weights, placement, self.threads)
+        self.split: split.Split | None = None
+        if split.required(placement, profile):
+            self.split = split.Split(
+                self, self.blocks, self.head, self._cached, placement, reduce=reduce_type, experts_by=experts_by
+            )
         self._fast: Any = None
         self.slow_because: str | None = None
         if numerics == "fast":
@@ -193,7 +222,12 @@ class Model(Parts):
 
     def new_cache(self, n_ctx: int | None = None, cache_type: str | CacheType | None = None) -> Cache:
         """An empty cache for one sequence of up to `n_ctx` tokens."""
-        return Cache(self._cached, n_ctx or self.n_ctx, self._kind(cache_type))
+        return self._empty_cache(n_ctx or self.n_ctx, self._kind(cache_type))
+
+    def _empty_cache(self, n_ctx: int, kind: CacheType, one_layer: bool = False) -> Cache:
+        if self.split is not None:
+            return self.split.new_cache(n_ctx, kind, one_layer)
+        return Cache(self._cached, n_ctx, kind, one_layer=one_layer)
 
     def _kind(self, cache_type: str | CacheType | None) -> CacheType:
         return _cache_type(cache_type or self.cache_type, self.numerics, self.how)
@@ -287,7 +321,7 @@ class Model(Parts):
         kind = self._kind(cache_type)
         compiled = self._fast is not None and self.observer is None
         together = min(n_seq, max(1, (TOGETHER_TOKENS if compiled else SEQUENCE_TOKENS) // length))
-        caches = [Cache(self._cached, length, kind, one_layer=not compiled) for _ in range(together)]
+        caches = [self._empty_cache(length, kind, not compiled) for _ in range(together)]
         found = []
         with blas.single_threaded():
             for start in range(0, n_seq, together):
@@ -337,6 +371,8 @@ class Model(Parts):
         """The model as a runtime.step.Fast, or None and why not."""
         from quantkit.runtime import obstacles, step
 
+        if self.split is not None:
+            return None, "a model on several devices, or one that is profiled, runs layer by layer"
         reason = obstacles.obstacle(self.weights, self.blocks, self.head)
         if reason is not None:
             return None, reason
@@ -373,14 +409,28 @@ class Model(Parts):
         x = layers.embed(self.weights[self.head.embedding], tokens)
         if self.head.embedding_scale != 1:
             x *= np.float32(self.head.embedding_scale)
-        return x
+        return x if self.split is None else self.split.embedded(x)
 
     def layer_cache(self, n_ctx: int) -> Cache:
         """An empty cache for one sequence and one layer at a time."""
-        return Cache(self._cached, n_ctx, self._kind(None), one_layer=True)
+        return self._empty_cache(n_ctx, self._kind(None), one_layer=True)
+
+    def run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        """float32[tokens, n_embd] that leaves a block, on whatever devices."""
+        return super().run_block(block, x, spans) if self.split is None else self.split.run_block(block, x, spans)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drop what was made of these tensors."""
+        names = list(names)
+        super().forget(names)
+        if self.split is not None:
+            self.split.forget(names)
 
     def _project(self, x: np.ndarray) -> np.ndarray:
-        y = self.linear(self.head.output, self.norm(self.head.norm, x))
+        if self.split is None:
+            y = self.linear(self.head.output, self.norm(self.head.norm, x))
+        else:
+            y = self.split.project(x)
         self._require_finite(self.head.output.weight, y)
         return y
 

@@ -46,11 +46,6 @@ _LAYER = re.compile(r"blk\.(\d+)\.")
 _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_exps\.(weight|scale)"
 
 
-def devices() -> list[Device]:
-    """The devices that this version runs on."""
-    return [CPU]
-
-
 # ---------------------------------------------------------------------------------------------------------------- flags
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from quantkit import jit
 from quantkit.errors import DataError, UnsupportedError
 from quantkit.files.gguf import Tensor
+from quantkit.types import QuantType
 
 
 def part(tensor: Tensor, axis: int, first: int, stop: int) -> Tensor:
@@ -42,7 +43,7 @@ class _Rows(Tensor):
 
     def __init__(self, whole: Tensor, shape: tuple[int, ...], first: int):
         _require_groups(whole, first, first + math.prod(shape[:-1]))
-        super().__init__(whole.name, shape, whole.type, whole.type.tensor_bytes(shape), whole.offset, whole.path)
+        super().__init__(whole.name, shape, whole.type, _nbytes(whole.type, shape), whole.offset, whole.path)
         self._whole, self._first = whole, first
 
     def _rows(self, start: int, stop: int) -> np.ndarray:
@@ -59,7 +60,7 @@ class _Copied(Tensor):
     __slots__ = ("_first", "_stop", "_whole")
 
     def __init__(self, whole: Tensor, shape: tuple[int, ...], first: int, stop: int):
-        super().__init__(whole.name, shape, whole.type, whole.type.tensor_bytes(shape), 0, whole.path)
+        super().__init__(whole.name, shape, whole.type, _nbytes(whole.type, shape), 0, whole.path)
         self._whole, self._first, self._stop = whole, first, stop
 
     def _copy(self) -> np.ndarray:
@@ -111,6 +112,10 @@ class _Columns(_Copied):
         meta = group * kind.row_meta_bytes
         first, stop = (meta + n // kind.block_size * group * kind.block_bytes for n in (self._first, self._stop))
         return np.concatenate([data[:, :meta], data[:, first:stop]], axis=1)
+
+
+def _nbytes(kind: QuantType, shape: tuple[int, ...]) -> int:
+    return kind.tensor_bytes(shape) if math.prod(shape) else 0
 
 
 def _require_groups(whole: Tensor, first: int, stop: int) -> None:

@@ -4,28 +4,31 @@
     found.loads, found.warnings, found.fits
 
 Buffers of intermediate results are those of quantkit's own run on the CPU (runtime/work_size.py), counted where all of
-the model is there and a context is known. On GPUs they depend on the program that runs the model: of each one's memory
-`margin` bytes are left for them, 1 GiB by default as the reference's --fit-margin has it.
+the model is there and a context is known. On GPUs they depend on the program that runs the model: they are estimated,
+and of each one's memory `margin` bytes more are left, 1 GiB by default as the reference's --fit-margin has it.
 """
 
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from quantkit import jit, types
 from quantkit.errors import DataError, UnknownNameError
 from quantkit.recipe.layers import expand
 from quantkit.recipe.patterns import Advice, advice
-from quantkit.runtime import cache_size, work_size
-from quantkit.runtime.devices import CPU
+from quantkit.runtime import cache_size, cuts, work_size
+from quantkit.runtime.devices import CPU, Device, canonical
+from quantkit.runtime.offload import Offload
 from quantkit.runtime.placement import Flags, Placement, located, without_kernels
 from quantkit.types import QuantType
 
 GIB = 1 << 30
-_OFFLOAD_TOKENS = 32  # an expert goes to a GPU for a batch that gives it as many tokens, on average
+_KINDS = (("experts", "_exps."), ("attention", ".attn_"), ("shared experts", "_shexp."), ("feed-forward", ".ffn_"),
+          ("embedding", "token_embd"), ("output", "output"))  # fmt: skip
 
 
 class Weight(Protocol):
@@ -61,7 +64,7 @@ class Cache:
 @dataclass(frozen=True)
 class Load:
     """What one device holds, in bytes, of what it has (`limit`, None where nobody said) less the `margin`; `buffers` of
-    intermediate results are 0 where they are not known."""
+    intermediate results are 0 where they are not known, `classes` are the weights by what they are for."""
 
     device: str
     tensors: int
@@ -70,6 +73,7 @@ class Load:
     limit: int | None
     margin: int
     buffers: int = 0
+    classes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -80,7 +84,7 @@ class Load:
         return None if self.limit is None else self.limit - self.margin - self.total
 
     def to_json(self) -> dict[str, Any]:
-        names = ("device", "tensors", "weights", "cache", "buffers", "limit", "margin")
+        names = ("device", "tensors", "weights", "cache", "buffers", "limit", "margin", "classes")
         return {name: getattr(self, name) for name in names} | {"total": self.total, "left": self.left}
 
 
@@ -112,6 +116,12 @@ class Budget:
             "warnings": list(self.warnings),
             "notes": list(self.notes),
             "placement": {name: device.name for name, device in self.placement.devices.items()},
+            "reasons": dict(self.placement.reasons),
+            "split": {
+                "mode": self.placement.mode,
+                "devices": [device.name for device in self.placement.graph],
+                "shared": sorted(self.placement.sliced),
+            },
         }
 
 
@@ -129,29 +139,65 @@ def budget(
     all is on the CPU. `threads` are those that a run on the CPU would have, None for as many as there are here."""
     if not vram and flags == Flags():
         flags = Flags(0)
+    if vram and not flags.devices:
+        gpus = (Device(f"CUDA{i}", size) for i, size in enumerate(vram))
+        named = {canonical(rule.device) for rule in flags.rules} - {CPU.name, *(f"CUDA{i}" for i in range(len(vram)))}
+        flags = replace(flags, devices=(Device(CPU.name, ram), *gpus, *map(Device, sorted(named))))
     placement = located(tensors, flags, metadata, len(vram) or 1)
-    weights: dict[str, int] = {CPU.name: 0}
-    counts: dict[str, int] = {}
-    for name, tensor in tensors.items():
-        device = placement[name].name
-        weights[device] = weights.get(device, 0) + tensor.type.tensor_bytes(tensor.shape)
-        counts[device] = counts.get(device, 0) + 1
-    caches: dict[str, int] = {}
-    for layer, size in enumerate(cache.of_layers(metadata) if cache else ()):
-        device = placement.of_layer.get(layer, CPU).name
-        caches[device] = caches.get(device, 0) + size
-    only_cpu, threads = set(counts) <= {CPU.name}, threads or jit.default_threads()
+    held, caches = _held(tensors, placement, metadata, cache)
+    only_cpu, threads = {device for device, _ in held} <= {CPU.name}, threads or jit.default_threads()
     buffers = (work_size.work_bytes(tensors, metadata, cache.n_ctx, threads) if cache and only_cpu else 0) or 0
-    limits = {CPU.name: ram} | {f"CUDA{i}": size for i, size in enumerate(vram)}
-    loads = tuple(
-        Load(device, counts.get(device, 0), weights.get(device, 0), caches.get(device, 0), limits.get(device),
-             0 if device == CPU.name else margin, buffers if device == CPU.name else 0)
-        for device in sorted({*weights, *caches, *limits}, key=lambda name: (name != CPU.name, len(name), name))
-    )  # fmt: skip
+    limits = {device.name: device.memory for device in flags.devices} | ({CPU.name: ram} if ram else {})
+    used = int(metadata.get(f"{metadata.get('general.architecture')}.expert_used_count") or 0)
+    loads = []
+    for device in sorted({CPU.name, *(d for d, _ in held), *caches, *limits}, key=_order):
+        mine = {name: nbytes for (where, name), nbytes in held.items() if where == device}
+        work = buffers if device == CPU.name else 0
+        if not only_cpu:
+            work = work_size.device_bytes({name: tensors[name].shape for name in mine}, used)
+        loads.append(
+            Load(device, len(mine), sum(mine.values()), caches.get(device, 0), limits.get(device),
+                 0 if device == CPU.name else margin, work, _classes(mine))
+        )  # fmt: skip
     warnings, notes = _warnings(placement, tensors, loads), _notes(placement, metadata, cache)
     if buffers:
         notes.append(f"buffers of a run by quantkit in batches of {work_size.BATCH_TOKENS} tokens, {threads} threads")
-    return Budget(loads, placement, cache, tuple(warnings), tuple(notes))
+    return Budget(tuple(loads), placement, cache, tuple(warnings), tuple(notes))
+
+
+def _order(device: str) -> tuple[bool, int, str]:
+    return device != CPU.name, len(device), device
+
+
+def _held(
+    tensors: Mapping[str, Weight], placement: Placement, metadata: Mapping[str, Any], cache: Cache | None
+) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
+    """Bytes by (device, tensor), and of the cache by device."""
+    graph = [device.name for device in placement.graph]
+    found = cuts.of_metadata(tensors, metadata, placement.sliced, placement.shares) if graph else {}
+    held: dict[tuple[str, str], int] = {}
+    for name, tensor in tensors.items():
+        if name in placement.sliced:
+            held |= {(d, name): size for d, size in zip(graph, cuts.bytes_of(tensor, found.get(name), len(graph)))}
+        else:
+            held[placement[name].name, name] = tensor.type.tensor_bytes(tensor.shape)
+    caches: dict[str, int] = {}
+    for layer, size in enumerate(cache.of_layers(metadata) if cache else ()):
+        parts = {placement.of_cache(layer).name: 1.0}
+        if layer in placement.shares and not placement.kv_on_cpu:
+            parts = dict(zip(graph, cuts.cache_shares(layer, found, len(graph), cache.mla if cache else 3)))
+        for device, share in parts.items():
+            caches[device] = caches.get(device, 0) + math.ceil(share * size)
+    return held, caches
+
+
+def _classes(held: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by what tensors are for."""
+    found: dict[str, int] = {}
+    for name, nbytes in held.items():
+        what = next((what for what, part in _KINDS if part in name), "other")
+        found[what] = found.get(what, 0) + nbytes
+    return found
 
 
 def experts_to_keep(
@@ -190,8 +236,8 @@ def _notes(placement: Placement, metadata: Mapping[str, Any], cache: Cache | Non
     experts = {placement[name] for name in placement.devices if "_exps." in name}
     if count and used and CPU in experts and any(device != CPU for device in devices):
         found.append(
-            f"prompts in batches (-b, -ub) of fewer than {_OFFLOAD_TOKENS * count // used} tokens leave the CPU's "
-            "experts to the CPU"
+            f"prompts in batches (-b, -ub) of fewer than {Offload().least_tokens('MUL_MAT_ID', count, used)} tokens "
+            "leave the CPU's experts to the CPU"
         )
     return found
 

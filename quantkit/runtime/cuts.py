@@ -18,8 +18,9 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from quantkit import archs
 from quantkit.archs import blocks
 from quantkit.errors import UnsupportedError
 from quantkit.types import QuantType
@@ -183,3 +184,41 @@ def _alignment(name: str, axis: int, tensors: Mapping[str, Info]) -> int:
         return kind.block_size
     between = math.prod(shape[axis + 1 : -1])  # rows that one element of the axis stands for
     return kind.interleave // math.gcd(kind.interleave, between)
+
+
+# ----------------------------------------------------------------------------------------------------- bytes, for plans
+
+
+def of_metadata(
+    tensors: Mapping[str, Info],
+    metadata: Mapping[str, Any],
+    sliced: Iterable[str],
+    shares: Mapping[int, Sequence[float]],
+    experts_by: str = "number",
+) -> dict[str, Cut]:
+    """`of_model` of a model that may not be here: its blocks follow from the metadata and the names of its tensors."""
+    name = str(metadata.get("general.architecture"))
+    arch = archs.get(name)
+    hparams = arch.hparams(metadata, tensors.keys())
+    return of_model(arch.blocks(hparams), arch.head(hparams), tensors, sliced, shares, experts_by)
+
+
+def bytes_of(tensor: Info, cut: Cut | None, count: int) -> list[int]:
+    """Bytes of a tensor on each of `count` devices; without a cut each has all of it."""
+    if cut is None:
+        return [tensor.type.tensor_bytes(tensor.shape)] * count
+    shapes = (cut.shape(tensor.shape, i) for i in range(count))
+    return [tensor.type.tensor_bytes(shape) if math.prod(shape) else 0 for shape in shapes]
+
+
+def cache_shares(layer: int, found: Mapping[str, Cut], count: int, mla: int) -> list[float]:
+    """How much of a layer's keys and values each device has: of its heads; of latents all, where it has a head."""
+    keys = found.get(f"blk.{layer}.attn_k.weight")
+    queries = found.get(f"blk.{layer}.attn_q_b.weight") or found.get(f"blk.{layer}.attn_q.weight")
+    cut = keys or queries
+    if cut is None:
+        return [1.0] * count
+    widths = [stop - first for first, stop in map(cut.of, range(count))]
+    if keys is None and mla:
+        return [float(width > 0) for width in widths]
+    return [width / max(1, cut.bounds[-1]) for width in widths]

@@ -88,16 +88,25 @@ class Load:
         return {name: getattr(self, name) for name in names} | {"total": self.total, "left": self.left}
 
 
+class Predicted(Protocol):
+    """What is asked of a prediction (runtime/speed.py)."""
+
+    @property
+    def lines(self) -> list[str]: ...
+    def to_json(self) -> dict[str, Any]: ...
+
+
 @dataclass(frozen=True)
 class Budget:
     """The devices' loads; `warnings` say what of the placement cannot be meant, and what does not fit, `notes` what
-    follows from it."""
+    follows from it, `speed` how fast it could be, where that was asked."""
 
     loads: tuple[Load, ...]
     placement: Placement
     cache: Cache | None
     warnings: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    speed: Predicted | None = None
 
     @property
     def fits(self) -> bool | None:
@@ -115,6 +124,7 @@ class Budget:
             "fits": self.fits,
             "warnings": list(self.warnings),
             "notes": list(self.notes),
+            "speed": self.speed and self.speed.to_json(),
             "placement": {name: device.name for name, device in self.placement.devices.items()},
             "reasons": dict(self.placement.reasons),
             "split": {
@@ -200,6 +210,16 @@ def _classes(held: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
+def require_room(
+    tensors: Mapping[str, Weight], metadata: Mapping[str, Any], flags: Flags, cache: Cache, path: object
+) -> None:
+    """DataError for devices that have too little memory for what the flags put there: by how much, what to change."""
+    ram = next((device.memory for device in flags.devices if device == CPU), None)
+    loads = budget(tensors, metadata, flags, cache, ram=ram, margin=0).loads
+    if said := [_too_much(load) for load in loads if (load.left or 0) < 0]:
+        raise DataError(f"{path}: with a context of {cache.n_ctx} tokens, {'; '.join(said)}")
+
+
 def experts_to_keep(
     tensors: Mapping[str, Weight],
     metadata: Mapping[str, Any],
@@ -260,12 +280,18 @@ def _warnings(placement: Placement, tensors: Mapping[str, Weight], loads: Sequen
         found.append(wrong)
     for load in loads:
         if load.left is not None and load.left < 0:
-            reserve = f" less {load.margin / GIB:.1f} for buffers" if load.margin else ""
-            found.append(
-                f"{load.device} holds {load.total / GIB:.3f} GiB and has {(load.limit or 0) / GIB:.3f}{reserve}: "
-                f"{-load.left / GIB:.3f} GiB too much; {_remedy(load)}"
-            )
+            found.append(_too_much(load))
     return found
+
+
+def _too_much(load: Load) -> str:
+    reserve = f" less {load.margin / GIB:.1f} for buffers" if load.margin else ""
+    parts = ((load.weights, "weights"), (load.cache, "cache"), (load.buffers, "working memory"))
+    of = ", ".join(f"{size / GIB:.3f} {what}" for size, what in parts if size)
+    return (
+        f"{load.device} holds {load.total / GIB:.3f} GiB ({of}) and has {(load.limit or 0) / GIB:.3f}{reserve}: "
+        f"{-(load.left or 0) / GIB:.3f} GiB too much; {_remedy(load)}"
+    )
 
 
 def _plain(found: Advice) -> Advice:

@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from quantkit import archs, jit
+from quantkit import archs, budget, jit
 from quantkit.archs import blocks
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.files import gguf
 from quantkit.runtime import blas, experts, latent, layers, repacking, shapes, split
+from quantkit.runtime import fit as fitting
 from quantkit.runtime.cache import Cache, CacheType
-from quantkit.runtime.devices import Device, parse_devices
+from quantkit.runtime.devices import CPU, Device, parse_devices
 from quantkit.runtime.generate import Generated, Sampling, generate
 from quantkit.runtime.kernels.rounding import FLOATS, QUANTIZED
 from quantkit.runtime.layers import Span
@@ -32,6 +33,7 @@ from quantkit.runtime.placement import Flags, Placement, place_model
 from quantkit.runtime.repacking import Repacked
 from quantkit.runtime.tripwire import layer_of, require_sound
 
+GIB = 1 << 30
 BATCH_TOKENS = 1024  # of a prompt run at a time; more only costs memory
 SEQUENCE_TOKENS = 2048  # of several sequences run at a time
 TOGETHER_TOKENS = 512  # of sequences that go on; what `fast` numerics take at a time
@@ -62,6 +64,8 @@ def load(
     main_gpu: int | None = None,
     max_gpus: int | None = None,
     kv_on_cpu: bool = False,
+    fit: bool = False,
+    fit_margin: int = GIB,
     reduce_type: str = "f32",
     experts_by: str = "number",
     profile: bool = False,
@@ -85,9 +89,13 @@ def load(
     devices     what there is beside the CPU: "cpu:0=2GiB,cpu:1=2GiB", virtual devices of the CPU (runtime/devices.py),
                 or Devices.
     split_mode, tensor_split, main_gpu, max_gpus, kv_on_cpu   `-sm`, `-ts`, `-mg`, `--max-gpu` and `-nkvo`.
+    fit, fit_margin   fill the devices, each with its memory, but for so many bytes (runtime/fit.py); `fitted` of the
+                model says the flags that do the same.
     reduce_type, experts_by   of -sm graph: f32, f16 or bf16 for what is added up over devices; experts shared by
                 "number" or "columns".
     profile     count time and bytes in `split.ledger`; the model then runs layer by layer, on one device too.
+
+    DataError where devices have too little memory for their weights, the cache of `n_ctx` and working memory.
 
     A model on several devices runs layer by layer (`split`), with fast numerics too; `slow_because` says so.
     """
@@ -95,14 +103,27 @@ def load(
     kind = _cache_type(cache_type, numerics, how)
     file = gguf.open(path)
     rules = (override_tensor,) if isinstance(override_tensor, str) else tuple(override_tensor)
-    there = parse_devices(devices) if isinstance(devices, str) else tuple(devices)
-    flags = Flags(gpu_layers, rules, n_cpu_moe, tuple(tensor_split), split_mode, main_gpu, max_gpus, kv_on_cpu, there)
+    there = parse_devices(devices) if isinstance(devices, str) else tuple(devices) or (CPU,)
+    flags = Flags(
+        gpu_layers, rules, n_cpu_moe, tuple(tensor_split), split_mode, main_gpu, max_gpus, kv_on_cpu, tuple(there)
+    )
+    fitted = None
+    if fit or any(device.memory for device in there):
+        size = n_ctx or int(file.metadata.get(f"{file.metadata.get('general.architecture')}.context_length") or 1)
+        cache = budget.Cache(size, kind.k, kind.v, mla)
+        if fit:
+            about = (file.tensors, file.metadata, there, cache.of_layers(file.metadata))
+            fitted = fitting.fit(*about, margin=fit_margin, flags=flags, mla=mla)
+            flags = fitted.flags
+        budget.require_room(file.tensors, file.metadata, flags, cache, path)
     placement = place_model(file.tensors, flags, file.metadata, there)
-    return Model(
+    model = Model(
         file, placement, numerics=numerics, threads=threads, cache_type=kind, how=how, n_ctx=n_ctx, repack=repack,
         fused_experts=fused_experts, expert_reduction=expert_reduction, mla=mla, tripwire=tripwire,
         reduce_type=reduce_type, experts_by=experts_by, profile=profile,
     )  # fmt: skip
+    model.fitted = fitted.text if fitted else None
+    return model
 
 
 def _cache_type(chosen: str | CacheType | None, numerics: str, how: layers.Attending) -> CacheType:
@@ -132,6 +153,7 @@ class Model(Parts):
     has_latents, mla        whether attention is latent; as given, 0 where it is not
     tripwire                as given to `load`
     split                   the runtime.split.Split that runs it; None where one device does, unprofiled
+    fitted                  the flags of what `fit` decided; None where it did not
     slow_because            why a model of `fast` numerics runs layer by layer; None where it does not
     observer                called with (name, float32[tokens, n]) for what enters each weight matrix, and of experts
                             with (name, float32[tokens, n], expert, experts); None by default
@@ -195,6 +217,7 @@ class Model(Parts):
             self.split = split.Split(
                 self, self.blocks, self.head, self._cached, placement, reduce=reduce_type, experts_by=experts_by
             )
+        self.fitted: str | None = None
         self._fast: Any = None
         self.slow_because: str | None = None
         if numerics == "fast":

@@ -37,6 +37,14 @@ class Speed:
     bound: str
     assumptions: tuple[str, ...]
 
+    @property
+    def lines(self) -> list[str]:
+        return [
+            f"predicted: at most {self.tokens:.1f} tok/s generated, {self.prompt:.0f} tok/s of prompts in batches of "
+            f"{self.batch}; bound by {self.bound}",
+            *(f"  {text}" for text in self.assumptions),
+        ]
+
     def to_json(self) -> dict[str, Any]:
         return {"tg": self.tokens, "pp": self.prompt, "batch": self.batch, "bound": self.bound,
                 "assumptions": list(self.assumptions)}  # fmt: skip

@@ -416,7 +416,8 @@ def _reasons(budget: Budget) -> list[tuple[Any, ...]]:
     grouped: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, device in placement.devices.items():
         where = "/".join(d.name for d in placement.graph) if name in placement.sliced else device.name
-        grouped[where, re.sub(r"layer \d+", "layer", placement.reasons[name])].append(name)
+        why = re.sub(r"layer \d+", "layer", placement.reasons[name])
+        grouped[where, why if len(why) < 80 else f"{why[:78]} …"].append(name)
     return [(kind, where, why, count) for (where, why), names in grouped.items()
             for kind, count in summarised(names).items()]  # fmt: skip
 

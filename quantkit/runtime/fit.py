@@ -13,7 +13,7 @@ layer by layer and at last tensor by tensor. The rest stays on the CPU.
     graph   each device has its share of every layer; experts are kept from the last layer down, a layer's together
 
 The reference moves experts of whole layers and takes the ranges as they are. Room for working memory is counted
-(work_size.device_bytes), and `margin` more is left of each GPU.
+(work_size.device_bytes), and `margin` more is left of each GPU. Tensors of types that GPUs have no kernel for stay.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any
 from quantkit.errors import DataError
 from quantkit.runtime import cuts, work_size
 from quantkit.runtime.devices import CPU, Device, proportions
-from quantkit.runtime.placement import Flags, Info, Placement, place_model
+from quantkit.runtime.placement import Flags, Info, Placement, gpu_kernels, place_model
 
 GIB = 1 << 30
 _LAYER = re.compile(r"blk\.(\d+)\.(.*)")
@@ -58,7 +58,7 @@ class Fitted:
 class _Model:
     """What a fit goes by: bytes of each layer, of what every token reads (`base`, its cache with it) and of `bulk`."""
 
-    def __init__(self, tensors: Mapping[str, Info], metadata: Mapping[str, Any], caches: Sequence[int]):
+    def __init__(self, tensors: Mapping[str, Info], metadata: Mapping[str, Any], caches: Sequence[int], on_gpus: bool):
         self.tensors, self.metadata, self.caches = tensors, metadata, caches
         arch = metadata.get("general.architecture")
         self.used = int(metadata.get(f"{arch}.expert_used_count") or 0)
@@ -69,9 +69,12 @@ class _Model:
         )
         self.bulk: dict[int, list[str]] = defaultdict(list)
         self.base: dict[int, list[str]] = defaultdict(list)
-        for name in tensors:
+        self.stays: list[str] = []  # of a type that no GPU has a kernel for
+        for name, tensor in tensors.items():
             layer = self.layer(name)
-            if layer is not None:
+            if layer is not None and on_gpus and not gpu_kernels(tensor.type, tensor.shape[-1]):
+                self.stays.append(name)
+            elif layer is not None:
                 is_bulk = "_exps." in name if has_experts else _DENSE.match(name) is not None
                 (self.bulk if is_bulk else self.base)[layer].append(name)
 
@@ -110,7 +113,8 @@ def fit(
             f"--fit fills devices to their memory, and {', '.join(unknown) or 'none'} has one that is known: say "
             "--vram GIB,… or --devices cuda:0=24GiB"
         )
-    model = _Model(tensors, metadata, () if flags.kv_on_cpu else caches)
+    on_gpus = any(not device.runs_here for device in gpus)
+    model = _Model(tensors, metadata, () if flags.kv_on_cpu else caches, on_gpus)
     if flags.split_mode == "none":
         gpus = gpus[flags.main_gpu or 0 :][:1]
     found = (_graph if flags.split_mode == "graph" else _ranges)(model, gpus, margin, flags, mla)
@@ -135,7 +139,7 @@ def _ranges(model: _Model, gpus: Sequence[Device], margin: int, flags: Flags, ml
         first, counts = _partition(base[:last], bulk[:last], room)
         if first == last:
             _refuse(base[:last], room, gpus, margin)
-    on_cpu: list[str] = []
+    on_cpu = list(model.stays)
     start = first
     for count, free in zip(counts, room):
         kept = _fill(model, range(start, start + count), free - sum(base[start : start + count]))
@@ -241,7 +245,7 @@ def _graph(model: _Model, gpus: Sequence[Device], margin: int, flags: Flags, mla
     if not kept:
         _refuse([sum(map(model.size.__getitem__, model.base[i])) for i in range(last)], free, gpus, margin)
     free = rest
-    on_cpu: list[str] = []
+    on_cpu = list(model.stays)
     for layer in kept:
         need = needs(model.bulk[layer])
         if all(size <= room for size, room in zip(need, free)):
@@ -257,14 +261,16 @@ def _graph(model: _Model, gpus: Sequence[Device], margin: int, flags: Flags, mla
 def _rules(names: Iterable[str], model: _Model) -> tuple[str, ...]:
     """-ot that puts exactly these tensors on the CPU: kinds of tensors that share their layers are one rule."""
     layers: dict[str, list[int]] = defaultdict(list)
+    alone = []
     for name in names:
-        found = _LAYER.match(name)
-        assert found is not None
-        layers[found[2]].append(int(found[1]))
+        if found := _LAYER.match(name):
+            layers[found[2]].append(int(found[1]))
+        else:
+            alone.append(name)
     kinds: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for kind, numbers in layers.items():
         kinds[tuple(sorted(numbers))].append(kind)
-    return tuple(
+    return tuple(f"^{re.escape(name)}$={CPU.name}" for name in alone) + tuple(
         rf"^blk\.({'|'.join(map(str, numbers))})\.({'|'.join(re.escape(kind) for kind in sorted(mine))})$={CPU.name}"
         for numbers, mine in sorted(kinds.items())
     )

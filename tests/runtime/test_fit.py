@@ -123,6 +123,15 @@ def test_uneven_gpus_take_what_they_can() -> None:
     assert found.flags.tensor_split
 
 
+def test_types_without_a_kernel_on_gpus_stay() -> None:
+    found, _ = fitted("qwen3-30b", devices([24]), Cache(4096), experts="q8_0_r8")
+    assert {name for name in found.placement.devices if "_exps." in name and not found.placement.on_cpu(name)} == set()
+    assert len(found.flags.override_tensor) == 1
+    virtual = (CPU, Device("cpu:0", 24 * GIB))  # which computes with any type
+    found, _ = fitted("qwen3-30b", virtual, Cache(4096), experts="q8_0_r8")
+    assert any("_exps." in name and not found.placement.on_cpu(name) for name in found.placement.devices)
+
+
 def test_what_cannot_fit_is_said_with_numbers() -> None:
     tensors, metadata = planned("deepseek")
     cache = Cache(32768).of_layers(metadata)

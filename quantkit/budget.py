@@ -302,4 +302,7 @@ def _plain(found: Advice) -> Advice:
 def _remedy(load: Load) -> str:
     if load.device == CPU.name:
         return "take smaller types for the experts, or put more layers on a GPU"
-    return "keep more layers' experts on the CPU (--n-cpu-moe, -ot), or shorten or quantize the cache (-c, -ctk, -ctv)"
+    return (
+        "keep more layers or their experts on the CPU (-ngl, --n-cpu-moe, -ot, or --fit), or shorten or quantize the "
+        "cache (-c, -ctk, -ctv)"
+    )

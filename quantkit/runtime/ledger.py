@@ -1,11 +1,10 @@
 """Where the time of a run over several devices goes: seconds of each device by kind of work, bytes moved between them.
 
-    products    matrices times activations        experts     the same of routed experts, activation included
-    attention   scores, softmax and values        latents     matrices between latents and heads
-    norms       norms                             transfer    bringing activations to the device
-    waiting     adding up over devices, and waiting for the slowest one of them
-
-What is not in the list (rope, routing, activations, Python) is `other`: a device's time less the sum of these.
+products    matrices times activations        experts     the same of routed experts, activation included
+attention   scores, softmax and values        latents     matrices between latents and heads
+norms       norms                             transfer    bringing activations to the device
+waiting     adding up over devices, and waiting for the slowest one of them
+other       rope, routing, activations, keys and values put away, Python: a device's time less all of these
 """
 
 from __future__ import annotations
@@ -34,6 +33,12 @@ class Ledger:
     def spent(self, device: str, kind: str, seconds: float) -> None:
         with self._lock:
             self.seconds[device][kind] += seconds
+
+    def total(self, device: str | None = None) -> float:
+        """Seconds of one device, or of all."""
+        with self._lock:
+            rows = self.seconds.values() if device is None else [self.seconds[device]]
+            return sum(sum(kinds.values()) for kinds in rows)
 
     def moved(self, source: str, target: str, nbytes: int) -> None:
         """So many bytes of activations went from one device to another."""

@@ -403,9 +403,12 @@ class Split:
             self._held = out, self.ranks[0]
             return out
         worker = self.worker(self.placement.home(block.layer))
+        begin, counted = time.perf_counter(), self.ledger.total()
         x = worker.take(x, self._source(x))
         cache_device = self.placement.of_cache(block.layer)
         out = worker.run_block(block, x, _of_device(spans, cache_device))
+        other = time.perf_counter() - begin - (self.ledger.total() - counted)
+        self.ledger.spent(worker.device.name, "other", max(0.0, other))
         self._held = out, worker
         return out
 
@@ -446,8 +449,12 @@ class Split:
         given = [x if isinstance(source, Rank) else rank.take(x, source) for rank in self.ranks]
 
         def task(number: int) -> np.ndarray:
-            rank = self.ranks[number]
-            return _run_rank(rank, block, given[number], _of_device(spans, rank.device), adding, self.ledger)
+            rank, ledger = self.ranks[number], self.ledger
+            name, begin = rank.device.name, time.perf_counter()
+            counted = ledger.total(name)
+            out = _run_rank(rank, block, given[number], _of_device(spans, rank.device), adding, ledger)
+            ledger.spent(name, "other", max(0.0, time.perf_counter() - begin - (ledger.total(name) - counted)))
+            return out
 
         return adding.each(task)[0]
 

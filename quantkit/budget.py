@@ -144,6 +144,7 @@ def budget(
     ram: int | None = None,
     margin: int = GIB,
     threads: int | None = None,
+    offload: Offload | None = None,
 ) -> Budget:
     """The load of every device under the placement flags. `vram` has one entry a GPU; without any, and without flags,
     all is on the CPU. `threads` are those that a run on the CPU would have, None for as many as there are here."""
@@ -169,7 +170,7 @@ def budget(
             Load(device, len(mine), sum(mine.values()), caches.get(device, 0), limits.get(device),
                  0 if device == CPU.name else margin, work, _classes(mine))
         )  # fmt: skip
-    warnings, notes = _warnings(placement, tensors, loads), _notes(placement, metadata, cache)
+    warnings, notes = _warnings(placement, tensors, loads), _notes(placement, metadata, cache, offload or Offload())
     if buffers:
         notes.append(f"buffers of a run by quantkit in batches of {work_size.BATCH_TOKENS} tokens, {threads} threads")
     return Budget(tuple(loads), placement, cache, tuple(warnings), tuple(notes))
@@ -242,7 +243,7 @@ def experts_to_keep(
     return count if 0 < count <= layers and found(count).fits else None
 
 
-def _notes(placement: Placement, metadata: Mapping[str, Any], cache: Cache | None) -> list[str]:
+def _notes(placement: Placement, metadata: Mapping[str, Any], cache: Cache | None, offload: Offload) -> list[str]:
     """What the cache is, and from which batch on a GPU takes part in the CPU's experts."""
     found = []
     arch = metadata.get("general.architecture")
@@ -255,9 +256,11 @@ def _notes(placement: Placement, metadata: Mapping[str, Any], cache: Cache | Non
     devices = placement.devices.values()
     experts = {placement[name] for name in placement.devices if "_exps." in name}
     if count and used and CPU in experts and any(device != CPU for device in devices):
+        least = offload.least_tokens("MUL_MAT_ID", count, used)
         found.append(
-            f"prompts in batches (-b, -ub) of fewer than {Offload().least_tokens('MUL_MAT_ID', count, used)} tokens "
-            "leave the CPU's experts to the CPU"
+            "the CPU's experts are left to the CPU in all batches (-op)"
+            if least is None
+            else f"prompts in batches (-b, -ub) of fewer than {least} tokens leave the CPU's experts to the CPU"
         )
     return found
 

@@ -103,6 +103,15 @@ Compute = Annotated[
     str | None,
     typer.Option(metavar="cpu=N,cuda:0=N", help="TFLOP/s of devices, for those of prompts.", show_default=False),
 ]
+OffloadThreshold = Annotated[
+    int, typer.Option(metavar="TOKENS", help="From so many tokens a matrix on, GPUs take part in the CPU's products.")
+]
+OffloadPolicy = Annotated[
+    str | None,
+    typer.Option(
+        "--offload-policy", "-op", metavar="OP,0,…", help="Operations by name that they take part in (1) or not (0)."
+    ),
+]
 Explain = Annotated[bool, typer.Option("--explain", help="Show why tensors are where they are.")]
 
 _CLASSES = ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate", "ffn_down", "ffn_up")
@@ -151,6 +160,8 @@ class Asked:
     fit: bool = False
     bandwidth: str | None = None
     compute: str | None = None
+    offload_threshold: int = 32
+    offload_policy: str | None = None
     ctx_size: int | None = None
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
@@ -247,8 +258,10 @@ class Asked:
         """Where the plan's tensors go and what a cache takes; None where nothing was asked about that."""
         from quantkit.budget import GIB, Cache, budget, experts_to_keep
         from quantkit.runtime.devices import CPU, Device
+        from quantkit.runtime.offload import parse_ops
         from quantkit.runtime.placement import Flags
 
+        offload = parse_ops(self.offload_policy or "", self.offload_threshold)
         flags = placement_flags({name: getattr(self, name) for name in PLACEMENT})
         asked = (flags != Flags(), self.ctx_size, self.vram, self.ram, self.fit, self.bandwidth, self.compute)
         if not any(asked):
@@ -273,7 +286,7 @@ class Asked:
             flags, vram = dataclasses.replace(fitted.flags, devices=there), []
             notes.append(f"--fit: the same as {fitted.text}")
         about = (tensors, metadata, flags, cache, vram, ram, margin)
-        found = budget(*about)
+        found = budget(*about, offload=offload)
         if found.fits is False and vram and (count := experts_to_keep(*about)):
             found = dataclasses.replace(found, warnings=(*found.warnings, f"all fits with --n-cpu-moe {count}"))
         return dataclasses.replace(found, notes=(*notes, *found.notes), speed=self._speed(found, tensors, metadata))

@@ -18,7 +18,7 @@ from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
 
 __all__ = ["Arch", "all", "from_hf", "get", "outline"]
 
-_SHARED = {"base", "blocks", "decoder", "experts", "outlines", "rope", "shapes", "tensors"}
+_SHARED = {"base", "blocks", "decoder", "experts", "hybrid", "outlines", "rope", "shapes", "tensors", "transforms"}
 _SHARED |= {"hf_tokenizer", "pretokenizers", "sentencepiece", "tiktoken", "vocab"}  # tokenizers
 for _module in pkgutil.iter_modules(__path__):
     if _module.name not in _SHARED:

@@ -176,6 +176,22 @@ def activate(name: str, gate: np.ndarray, up: np.ndarray, threads: int) -> np.nd
     return gate
 
 
+def without_gates(projected: np.ndarray, heads: int) -> np.ndarray:
+    """The queries float32[tokens, heads * dim] of queries and gates of each head, float32[tokens, heads * 2 * dim]."""
+    both = projected.reshape(len(projected), heads, 2, -1)
+    return np.ascontiguousarray(both[:, :, 0]).reshape(len(projected), -1)
+
+
+def gate(x: np.ndarray, projected: np.ndarray, dim: int, threads: int) -> None:
+    """Multiply x float32[tokens, heads * dim], in place, by the sigmoids of the gates beside those queries."""
+    _over_tokens(lambda a, b: reference.gate(x[a:b], projected[a:b], dim, 2 * dim, dim), x, threads)
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    with silent():
+        return 1 / (1 + np.exp(-x))
+
+
 def rope_tables(rope: blocks.Rope, n_ctx: int, factors: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """cos and sin, float32[n_ctx, dim/2], of the angle position * frequency of each pair. Worked out in float64.
 

@@ -21,7 +21,7 @@ from quantkit import archs, jit
 from quantkit.archs import blocks
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.files import gguf
-from quantkit.runtime import blas, experts, latent, layers, repacking, shapes
+from quantkit.runtime import blas, experts, latent, layers, recurrent, repacking, shapes
 from quantkit.runtime.cache import Cache, CacheType
 from quantkit.runtime.generate import Generated, Sampling, generate
 from quantkit.runtime.kernels.rounding import FLOATS, QUANTIZED
@@ -393,6 +393,8 @@ class Model:
                 x = x + self._attention(part, block.layer, x, spans)
             elif isinstance(part, blocks.LatentAttention):
                 x = x + latent.attention(self, part, block.layer, x, spans)
+            elif isinstance(part, blocks.DeltaNet):
+                x = x + recurrent.delta_net(self, part, block.layer, x, spans)
             elif isinstance(part, blocks.Experts):
                 x = x + self._experts(part, x)
             else:
@@ -401,7 +403,8 @@ class Model:
 
     def _attention(self, part: blocks.Attention, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         y = self.norm(part.norm, x)
-        q, k, v = (self.linear(linear, y) for linear in (part.q, part.k, part.v))
+        made, k, v = (self.linear(linear, y) for linear in (part.q, part.k, part.v))
+        q = layers.without_gates(made, part.heads) if part.gated else made
         if not part.norms_after_rope:
             q, k = self._head_norm(part.q_norm, q), self._head_norm(part.k_norm, k)
         for heads in (q, k):
@@ -410,8 +413,10 @@ class Model:
             q, k = self._head_norm(part.q_norm, q), self._head_norm(part.k_norm, k)
         for span in spans:
             layers.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
-        heads_of = layers.Heads.of(part, self._vector(part.sinks) if part.sinks else None)
+        heads_of = layers.Heads.of(part, self.vector(part.sinks) if part.sinks else None)
         y = layers.attend(heads_of, layer, q, spans, self.threads, self.how)
+        if part.gated:
+            layers.gate(y, made, part.head_dim_v, self.threads)
         self.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
         return self._post_norm(part.post_norm, self.linear(part.out, y))
 
@@ -436,11 +441,20 @@ class Model:
     def _experts(self, part: blocks.Experts, x: np.ndarray) -> np.ndarray:
         observe = None if self._checking else self.observer
         y = self.norm(part.norm, x)
-        bias = self._vector(part.choice_bias) if part.choice_bias else None
+        bias = self.vector(part.choice_bias) if part.choice_bias else None
         chosen, weights = experts.route(part, self.linear(part.router, y), self.expert_reduction, bias)
         found = experts.run(part, self.weights, y, chosen, weights, self.threads, observe)
         self.check(part.down.weight, found)
-        return found if part.shared is None else found + self._gated(part.shared, y)
+        return found if part.shared is None else found + self._shared(part.shared, part.shared_gate, y)
+
+    def _shared(self, part: blocks.FeedForward, gate: str | None, y: np.ndarray) -> np.ndarray:
+        """What the experts that all tokens pass make of what the norm made."""
+        found = self._gated(part, y)
+        if gate is not None:
+            self.observe(gate, y)
+            found *= layers.sigmoid(y @ self.vector(gate))[:, None]
+            self.check(gate, found)
+        return found
 
     def _head_norm(self, norm: blocks.Norm | None, x: np.ndarray) -> np.ndarray:
         """x float32[tokens, heads * dim] normed head by head; as it is without a norm."""
@@ -455,7 +469,7 @@ class Model:
         return y
 
     def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
-        y = layers.rms_norm(x, self._vector(norm.weight), norm.eps, self.threads)
+        y = layers.rms_norm(x, self.vector(norm.weight), norm.eps, self.threads)
         self.check(norm.weight, y)
         return y
 
@@ -481,12 +495,13 @@ class Model:
     def _weight(self, linear: blocks.Linear) -> layers.Linear:
         found = self._linears.get(linear.weight)
         if found is None:
-            bias = self._vector(linear.bias) if linear.bias else None
+            bias = self.vector(linear.bias) if linear.bias else None
             found = layers.Linear(self.weights[linear.weight], self.numerics, self.threads, bias)
             self._linears[linear.weight] = found
         return found
 
-    def _vector(self, name: str) -> np.ndarray:
+    def vector(self, name: str) -> np.ndarray:
+        """float32[n] of a tensor that is no matrix to be multiplied by, decoded once."""
         found = self._vectors.get(name)
         if found is None:
             found = self._vectors[name] = layers.vector(self.weights[name])
@@ -496,7 +511,7 @@ class Model:
         """Tables for at least `n_ctx` positions."""
         held = self._tables.get(rope)
         if held is None or len(held[0]) < n_ctx:
-            factors = self._vector(rope.factors) if rope.factors else None
+            factors = self.vector(rope.factors) if rope.factors else None
             held = self._tables[rope] = layers.rope_tables(rope, 1 << (n_ctx - 1).bit_length(), factors)
         return held
 

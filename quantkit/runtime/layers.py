@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -243,6 +243,27 @@ class Span(NamedTuple):
     start: int
     stop: int
     cache: Cache
+
+
+def batches(parts: Sequence[tuple[np.ndarray, Cache]], most: int) -> Iterator[tuple[np.ndarray, list[Span], list[int]]]:
+    """(tokens, their spans, which parts they are of), up to `most` tokens at a time."""
+    taken: list[np.ndarray] = []
+    spans: list[Span] = []
+    which: list[int] = []
+    used = 0
+    for i, (ids, cache) in enumerate(parts):
+        done = 0
+        while done < len(ids):
+            some = ids[done : done + most - used]
+            taken.append(some)
+            spans.append(Span(used, used + len(some), cache))
+            which.append(i)
+            done, used = done + len(some), used + len(some)
+            if used == most:
+                yield np.concatenate(taken), spans, which
+                taken, spans, which, used = [], [], [], 0
+    if used:
+        yield np.concatenate(taken), spans, which
 
 
 @dataclass(frozen=True)

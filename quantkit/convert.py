@@ -34,13 +34,14 @@ from quantkit.errors import DataError, FormatError, UnknownNameError, Unsupporte
 from quantkit.files.gguf import Metadata, TensorSpec, Writer
 from quantkit.files.pipeline import Job, pump, row_ranges
 from quantkit.files.safetensors import Checkpoint, CheckpointTensor, open_checkpoint
-from quantkit.files.safetensors_scaled import FP8, MXFP4Tensor, ScaledTensor, unscaled
+from quantkit.files.safetensors_scaled import FP8, INTEGERS, unscaled
+from quantkit.files.scaled import MXFP4Tensor, ScaledTensor
 from quantkit.types import QuantType, check_finite
 
 OUTTYPES = ("auto", "bf16", "f16", "f32", "q8_0")
 STORED = "stored"  # the outtype that loses nothing
 QUANTIZATION_VERSION = 2
-_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"} | dict.fromkeys((*FP8, "MXFP4"), "bf16")
+_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"} | dict.fromkeys((*FP8, "MXFP4", *INTEGERS), "bf16")
 
 Stored = CheckpointTensor | ScaledTensor
 

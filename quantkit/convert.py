@@ -36,6 +36,7 @@ from quantkit.files.pipeline import Job, pump, row_ranges
 from quantkit.files.safetensors import Checkpoint, CheckpointTensor, open_checkpoint
 from quantkit.files.safetensors_scaled import FP8, INTEGERS, unscaled
 from quantkit.files.scaled import MXFP4Tensor, ScaledTensor
+from quantkit.files.torch_bin import is_bin, open_bin
 from quantkit.types import QuantType, check_finite
 
 OUTTYPES = ("auto", "bf16", "f16", "f32", "q8_0")
@@ -165,7 +166,8 @@ def prepare(source: str | os.PathLike[str], outtype: str = "auto", pre: str | No
         raise UnknownNameError("outtype", outtype, OUTTYPES)
     config = _read_config(directory)
     arch = archs.from_hf(config)
-    checkpoint = unscaled(open_checkpoint(directory), config)
+    opened = open_bin(directory) if is_bin(directory) else open_checkpoint(directory)
+    checkpoint = unscaled(opened, config)
     automatic = {"auto": "f16", STORED: "f32"}  # for those that are all float32
     chosen = types.get(_automatic(checkpoint, automatic[outtype]) if outtype in automatic else outtype)
     with _naming(directory):

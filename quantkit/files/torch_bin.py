@@ -61,7 +61,9 @@ class _File:
             )
         start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
         if start is None:
-            raise UnsupportedError(f"{what}: this torch does not say where its data lie, newer ones do: pip install -U torch")
+            raise UnsupportedError(
+                f"{what}: this torch does not say where its data lie, newer ones do: pip install -U torch"
+            )
         start += tensor.storage_offset() * tensor.element_size()
         nbytes = tensor.numel() * tensor.element_size()
         if not 0 <= start <= start + nbytes <= self.bytes.size:

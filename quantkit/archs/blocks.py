@@ -240,3 +240,8 @@ class HParams:
 
     def norm(self, stem: str) -> Norm:
         return Norm(f"{stem}.weight", self.norm_eps)
+
+    def feed_forward(self, i: int, norm: str = "ffn_norm", suffix: str = "", ff: int | None = None) -> FeedForward:
+        """That of layer `i` under its usual names, or with `suffix` those of its shared experts."""
+        gate, up, down = (self.linear(f"blk.{i}.ffn_{name}{suffix}") for name in ("gate", "up", "down"))
+        return FeedForward(self.norm(f"blk.{i}.{norm}"), gate, up, down, ff=ff)

@@ -5,13 +5,14 @@ over whole heads, SwiGLU. An architecture derives from Decoder and says what it 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from quantkit.archs import rope
 from quantkit.archs.base import Arch, Config, Entries, Keys, need, refuse, rope_parameters, shortest
-from quantkit.archs.blocks import Attention, Block, FeedForward, HParams, LatentAttention, Part
+from quantkit.archs.blocks import Attention, Block, HParams, Part
 from quantkit.errors import UnsupportedError
 
 
@@ -29,6 +30,11 @@ class Decoder(Arch):
         """Elements of a head that rope turns."""
         part = config.get("partial_rotary_factor") or rope_parameters(config).get("partial_rotary_factor")
         return int(self.head_dim(config) * (part or self.turned or 1))
+
+    def head_lengths(self, config: Config) -> Entries:
+        """The keys of heads that are not n_embd / n_head wide."""
+        width = (self.head_dim(config), "u32")
+        return {f"{self.name}.attention.key_length": width, f"{self.name}.attention.value_length": width}
 
     def metadata(self, config: Config) -> Entries:
         refuse(config, "hidden_act", ("silu", "swish"))
@@ -123,7 +129,7 @@ class Decoder(Arch):
     def blocks(self, hparams: HParams) -> list[Block]:
         return [Block(i, (self.attention(hparams, i), self.feed_forward(hparams, i))) for i in range(hparams.n_layer)]
 
-    def attention(self, hp: HParams, i: int) -> Attention | LatentAttention:
+    def attention(self, hp: HParams, i: int) -> Attention:
         return Attention(
             norm=hp.norm(f"blk.{i}.attn_norm"),
             q=hp.linear(f"blk.{i}.attn_q"),
@@ -140,12 +146,12 @@ class Decoder(Arch):
         )
 
     def feed_forward(self, hp: HParams, i: int) -> Part:
-        return FeedForward(
-            norm=hp.norm(f"blk.{i}.ffn_norm"),
-            gate=hp.linear(f"blk.{i}.ffn_gate"),
-            up=hp.linear(f"blk.{i}.ffn_up"),
-            down=hp.linear(f"blk.{i}.ffn_down"),
-        )
+        return hp.feed_forward(i)
+
+
+def with_head_norms(part: Attention, hp: HParams, i: int) -> Attention:
+    """The same, its queries and keys RMS-normed."""
+    return replace(part, q_norm=hp.norm(f"blk.{i}.attn_q_norm"), k_norm=hp.norm(f"blk.{i}.attn_k_norm"))
 
 
 def all_or_none(hp: HParams, stems: tuple[str, ...], hf: str) -> bool:

@@ -35,7 +35,7 @@ from quantkit.archs.base import (
     rope_parameters,
     shortest,
 )
-from quantkit.archs.blocks import HParams, LatentAttention, Norm, Part
+from quantkit.archs.blocks import Block, HParams, LatentAttention, Norm, Part
 from quantkit.archs.decoder import Decoder, all_or_none
 from quantkit.archs.shapes import Listed
 from quantkit.archs.tensors import Piece, ReadRows, Rule, Shape, Transform
@@ -346,8 +346,13 @@ class DeepSeek2(Decoder):
             "normalises": bool(keys.get("expert_weights_norm", False)),
         }
 
-    def attention(self, hp: HParams, i: int) -> LatentAttention:
-        assert isinstance(hp, LatentHParams)
+    def blocks(self, hparams: HParams) -> list[Block]:
+        assert isinstance(hparams, LatentHParams)
+        return [
+            Block(i, (self.latent_attention(hparams, i), self.feed_forward(hparams, i))) for i in range(hparams.n_layer)
+        ]
+
+    def latent_attention(self, hp: LatentHParams, i: int) -> LatentAttention:
         blk = f"blk.{i}"
         there = {part: hp.linear(f"{blk}.attn_{part}_b") for part in ("kv", "k", "v")}
         present = {part: linear for part, linear in there.items() if linear.weight in hp.tensors}

@@ -70,10 +70,7 @@ class Ernie45(Decoder):
     }
 
     def metadata(self, config: Config) -> Entries:
-        lengths = ("key_length", "value_length")
-        return super().metadata(config) | {
-            f"{self.name}.attention.{length}": (self.head_dim(config), "u32") for length in lengths
-        }
+        return super().metadata(config) | self.head_lengths(config)
 
     def has_bias(self, rule: Rule, config: Config) -> bool:
         return bool(config.get("use_bias"))

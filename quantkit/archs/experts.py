@@ -171,19 +171,12 @@ def config(hp: HParams) -> dict[str, Any]:
 
 def feed_forward(hp: HParams, i: int, norm: str = "ffn_norm") -> FeedForward | Experts:
     """The feed-forward of a layer: dense before the first one with experts."""
+    return hp.feed_forward(i, norm) if _is_dense(hp, i) else routed(hp, i, norm)
+
+
+def routed(hp: HParams, i: int, norm: str = "ffn_norm") -> Experts:
+    """The feed-forward of a layer with experts."""
     blk = f"blk.{i}"
-    if _is_dense(hp, i):
-        return FeedForward(
-            norm=hp.norm(f"{blk}.{norm}"),
-            gate=hp.linear(f"{blk}.ffn_gate"),
-            up=hp.linear(f"{blk}.ffn_up"),
-            down=hp.linear(f"{blk}.ffn_down"),
-        )
-    shared = None
-    if hp.n_ff_shared:
-        gate, up, down = (hp.linear(f"{blk}.ffn_{name}_shexp") for name in ("gate", "up", "down"))
-        shared = FeedForward(hp.norm(f"{blk}.{norm}"), gate, up, down, ff=hp.n_ff_shared)
-    bias = f"{blk}.exp_probs_b.bias"
     return Experts(
         norm=hp.norm(f"{blk}.{norm}"),
         router=hp.linear(f"{blk}.ffn_gate_inp"),
@@ -196,8 +189,8 @@ def feed_forward(hp: HParams, i: int, norm: str = "ffn_norm") -> FeedForward | E
         normalise=hp.normalises,
         scale=hp.expert_scale,
         gating=hp.gating,
-        choice_bias=bias if hp.has_choice_bias else None,
+        choice_bias=f"{blk}.exp_probs_b.bias" if hp.has_choice_bias else None,
         groups=hp.n_expert_groups,
         groups_used=hp.n_expert_groups_used,
-        shared=shared,
+        shared=hp.feed_forward(i, norm, "_shexp", hp.n_ff_shared) if hp.n_ff_shared else None,
     )

@@ -17,7 +17,7 @@ import numpy as np
 
 from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Entries, Keys, need, refuse, shortest
 from quantkit.archs.blocks import Attention, FeedForward, Head, HParams, Rope
-from quantkit.archs.decoder import Decoder
+from quantkit.archs.decoder import Decoder, with_head_norms
 from quantkit.archs.tensors import ReadRows, Rule, Transform
 from quantkit.errors import UnsupportedError
 
@@ -114,8 +114,7 @@ class Gemma3(Decoder):
         whole, local = _ropes(config)
         given = dict(config) | {"hidden_act": None, "rope_scaling": None, "rope_parameters": whole}
         dim, heads = self.head_dim(config), need(config, "num_attention_heads")
-        entries = super().metadata(given)
-        entries |= {f"{a}.attention.{length}": (dim, "u32") for length in ("key_length", "value_length")}
+        entries = super().metadata(given) | self.head_lengths(config)
         entries[f"{a}.attention.sliding_window"] = (need(config, "sliding_window"), "u32")
         scalar, layers = config.get("query_pre_attn_scalar") or _HEAD_DIM, config["num_hidden_layers"]
         if scalar != (need(config, "hidden_size") / heads if layers == _LAYERS_27B else dim):
@@ -157,13 +156,8 @@ class Gemma3(Decoder):
 
     def attention(self, hp: HParams, i: int) -> Attention:
         assert isinstance(hp, GemmaHParams)
-        part = super().attention(hp, i)
-        assert isinstance(part, Attention)
-        q_norm, k_norm = (hp.norm(f"blk.{i}.attn_{head}_norm") for head in "qk")
         return replace(
-            part,
-            q_norm=q_norm,
-            k_norm=k_norm,
+            with_head_norms(super().attention(hp, i), hp, i),
             scale=hp.score_scale,
             rope=hp.local_rope if hp.is_local(i) else hp.rope,
             window=hp.window if hp.is_local(i) else None,
@@ -171,9 +165,7 @@ class Gemma3(Decoder):
         )
 
     def feed_forward(self, hp: HParams, i: int) -> FeedForward:
-        part = super().feed_forward(hp, i)
-        assert isinstance(part, FeedForward)
-        return replace(part, activation="geglu", post_norm=hp.norm(f"blk.{i}.post_ffw_norm"))
+        return replace(hp.feed_forward(i), activation="geglu", post_norm=hp.norm(f"blk.{i}.post_ffw_norm"))
 
     def head(self, hparams: HParams) -> Head:
         return replace(super().head(hparams), embedding_scale=hparams.n_embd**0.5)

@@ -13,7 +13,7 @@ from typing import Any
 from quantkit.archs import experts
 from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Entries, Keys, further_count
 from quantkit.archs.blocks import Attention, Block, HParams, Part
-from quantkit.archs.decoder import Decoder
+from quantkit.archs.decoder import Decoder, with_head_norms
 from quantkit.archs.tensors import Rule
 
 _PARTS = ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head.head", "shared_head.norm")
@@ -92,14 +92,11 @@ class Glm4Moe(Decoder):
 
     def metadata(self, config: Config) -> Entries:
         a, extra = self.name, further_count(config)
-        entries = super().metadata(config) | experts.entries(a, config)
-        lengths = ("key_length", "value_length")
-        entries |= {f"{a}.attention.{length}": (self.head_dim(config), "u32") for length in lengths}
-        return entries | {
+        return super().metadata(config) | experts.entries(a, config) | self.head_lengths(config) | {
             f"{a}.block_count": (config["num_hidden_layers"] + extra, "u32"),
             f"{a}.nextn_predict_layers": (extra, "u32"),
             f"{a}.expert_gating_func": (experts.GATING_NUMBERS["sigmoid"], "u32"),
-        }
+        }  # fmt: skip
 
     def rules_of(self, config: Config) -> tuple[Rule, ...]:
         normed = bool(config.get("use_qk_norm"))
@@ -128,10 +125,7 @@ class Glm4Moe(Decoder):
 
     def attention(self, hp: HParams, i: int) -> Attention:
         part = super().attention(hp, i)
-        assert isinstance(part, Attention)
-        if not _has_head_norms(hp, i):
-            return part
-        return replace(part, q_norm=hp.norm(f"blk.{i}.attn_q_norm"), k_norm=hp.norm(f"blk.{i}.attn_k_norm"))
+        return with_head_norms(part, hp, i) if _has_head_norms(hp, i) else part
 
     def feed_forward(self, hp: HParams, i: int) -> Part:
         return experts.feed_forward(hp, i, "post_attention_norm")

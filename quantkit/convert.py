@@ -29,6 +29,7 @@ import numpy as np
 
 from quantkit import archs, types
 from quantkit.archs import Arch, vocab
+from quantkit.archs.further import POLICIES
 from quantkit.archs.tensors import Piece, ReadRows
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.files.gguf import Metadata, TensorSpec, Writer
@@ -121,6 +122,11 @@ class Conversion:
         return [spec.name for spec in self.specs if spec.type.name == "f16" != self.outtype.name]
 
     @property
+    def n_further(self) -> int:
+        """Layers that predict further tokens."""
+        return int(self.metadata.get(f"{self.arch.name}.nextn_predict_layers", 0))
+
+    @property
     def n_params(self) -> int:
         return sum(math.prod(spec.shape) for spec in self.specs)
 
@@ -137,6 +143,7 @@ def convert(
     outtype: str = "auto",
     *,
     pre: str | None = None,
+    mtp: str = "auto",
     split_max_bytes: int | None = None,
     dry_run: bool = False,
     threads: int | None = None,
@@ -144,11 +151,12 @@ def convert(
 ) -> Conversion:
     """Write the checkpoint in directory `source` as the GGUF `out`, or as shards of at most `split_max_bytes`.
 
-    `pre` names the tokenizer's way of cutting text where it is not recognised. The file appears when it is complete.
-    With `dry_run` everything is checked and nothing written. QuantkitErrors name the file, the tensor or the setting
-    that cannot be converted.
+    `pre` names the tokenizer's way of cutting text where it is not recognised; `mtp` says whether layers that predict
+    further tokens are kept ("keep", "drop", or "auto": as files of the architecture usually have it). Encoders of
+    images and sound are left out. The file appears when it is complete. With `dry_run` everything is checked and
+    nothing written. QuantkitErrors name the file, the tensor or the setting that cannot be converted.
     """
-    conversion = prepare(source, outtype, pre)
+    conversion = prepare(source, outtype, pre, mtp)
     if not dry_run:
         with Writer(out, conversion.metadata, conversion.specs, split_max_bytes) as writer:
             pump(conversion.jobs(), writer.write, conversion.nbytes, threads=threads, progress=progress)
@@ -156,24 +164,30 @@ def convert(
     return conversion
 
 
-def prepare(source: str | os.PathLike[str], outtype: str = "auto", pre: str | None = None) -> Conversion:
+def prepare(
+    source: str | os.PathLike[str], outtype: str = "auto", pre: str | None = None, mtp: str = "auto"
+) -> Conversion:
     """Read configuration, tokenizer and tensor names of a checkpoint and decide what its GGUF holds.
 
-    `outtype` is one of OUTTYPES, or STORED: that of the checkpoint.
+    `outtype` is one of OUTTYPES, or STORED: that of the checkpoint. `mtp` as `Arch.with_mtp` has it.
     """
     directory = Path(source)
     if outtype not in (*OUTTYPES, STORED):
         raise UnknownNameError("outtype", outtype, OUTTYPES)
-    config = _read_config(directory)
+    if mtp not in POLICIES:
+        raise UnknownNameError("policy of --mtp", mtp, POLICIES)
+    config: Mapping[str, Any] = archs.language_model(_read_config(directory))
     arch = archs.from_hf(config)
     opened = open_bin(directory) if is_bin(directory) else open_checkpoint(directory)
     checkpoint = unscaled(opened, config)
     automatic = {"auto": "f16", STORED: "f32"}  # for those that are all float32
     chosen = types.get(_automatic(checkpoint, automatic[outtype]) if outtype in automatic else outtype)
+    names = [arch.canonical(name) for name in checkpoint.tensors]
     with _naming(directory):
+        config = arch.with_mtp(config, mtp, names)
         pieces = arch.to_gguf(config, {name: tensor.shape for name, tensor in checkpoint.tensors.items()})
         generated = arch.generated(config)
-        left_out = arch.left_out(config, [arch.canonical(name) for name in checkpoint.tensors])
+        left_out = arch.left_out(config, names)
         keys = arch.metadata(config)
         tokenizer = vocab.read(directory, config, pre)
     _check_tensors(checkpoint, pieces, config)

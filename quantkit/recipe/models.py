@@ -41,15 +41,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise FormatError(f"{file}: not JSON: {error}") from None
     if not isinstance(config, dict):
         raise FormatError(f"{file}: a {type(config).__name__} where config.json holds an object")
-    return language_config(config)
-
-
-def language_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The language model's part of a config.json that describes other parts too, under the class of the whole."""
-    text = config.get("text_config")
-    if not isinstance(text, dict):
-        return config
-    return text | {key: config[key] for key in ("architectures",) if key in config}
+    return archs.language_model(config)
 
 
 def from_config(config: Mapping[str, Any], where: str = "config.json") -> tuple[list[TensorSpec], Metadata]:

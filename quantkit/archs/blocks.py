@@ -278,12 +278,17 @@ class HParams:
     has_choice_bias: bool = False  # see Experts
     recurrence: Recurrence | None = None
     recurrent: frozenset[int] = frozenset()  # the layers that are
+    n_further: int = 0  # of n_layer so many, the last ones, predict further tokens and are not run
     tensors: frozenset[str] = frozenset()  # names in the file: says which optional ones there are
 
     @property
     def has_own_head_dim(self) -> bool:
         """The heads together are not as wide as the model."""
         return self.head_dim_k * self.n_head != self.n_embd
+
+    @property
+    def n_main(self) -> int:
+        return self.n_layer - self.n_further
 
     @property
     def rope_dim(self) -> int:

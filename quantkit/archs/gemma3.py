@@ -44,6 +44,14 @@ class Gemma3(Decoder):
     model_type = "gemma3_text"
     rope_style = "neox"
     ties_by_default = True
+    defaults = {  # noqa: RUF012  data; the smaller models' config.json says none of these
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 4096,
+    }
     rules = (
         *EMBEDDING_RULES,
         _norm("blk.N.attn_norm", "model.layers.N.input_layernorm"),

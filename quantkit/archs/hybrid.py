@@ -32,7 +32,6 @@ Runs = list[tuple[int, int, int]]
 
 _INTERVAL, _KERNEL = 4, 4
 _STACKED = "experts stacked"  # our own entry in a config
-_MEANT = {"model.mtp.": "layers that predict further tokens", "model.visual.": "the vision part"}
 
 
 def norm(ours: str, theirs: str, **given: Any) -> Rule:
@@ -157,14 +156,6 @@ class Hybrid(Decoder):
         entries = super().metadata(config) | self.head_lengths(config)
         return entries | {f"{a}.{key}": entry for key, entry in found.items()}
 
-    def left_out(self, config: Config, names: Collection[str]) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
-        for name in names:
-            for start, meant in _MEANT.items():
-                if name.startswith(start):
-                    found.setdefault(meant, []).append(name)
-        return found
-
     def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
         hp, keys = self.hparams(metadata, tensors.keys()), Keys(self.name, metadata)
         sizes = sizes_of(hp)
@@ -200,11 +191,11 @@ class Hybrid(Decoder):
             head_dim_v=inner // values,
         )
         every = keys.number("full_attention_interval", _INTERVAL)
-        recurrent = frozenset(i for i in range(found["n_layer"]) if (i + 1) % every)
+        recurrent = frozenset(i for i in range(found["n_layer"] - found["n_further"]) if (i + 1) % every)
         return found | {"recurrence": sizes, "recurrent": recurrent}
 
     def blocks(self, hparams: HParams) -> list[Block]:
-        return [Block(i, (self.mixer(hparams, i), self.feed_forward(hparams, i))) for i in range(hparams.n_layer)]
+        return [Block(i, (self.mixer(hparams, i), self.feed_forward(hparams, i))) for i in range(hparams.n_main)]
 
     def mixer(self, hp: HParams, i: int) -> Part:
         return self.delta_net(hp, i) if i in hp.recurrent else self.attention(hp, i)

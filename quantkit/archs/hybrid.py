@@ -241,8 +241,8 @@ class HybridMoE(Hybrid):
     def rules_of(self, config: Config) -> tuple[Rule, ...]:
         if not config.get(_STACKED):
             return self.rules
-        others = (rule for rule in self.rules if ".experts.E." not in rule.hf)
-        return (*others, *experts.stacked_rules())
+        singly = [i for i, rule in enumerate(self.rules) if ".experts.E." in rule.hf]
+        return (*self.rules[: singly[0]], *experts.stacked_rules(), *self.rules[singly[-1] + 1 :])
 
     def to_gguf(self, config: Config, shapes: Mapping[str, Shape]) -> list[Piece]:
         """As `Arch.to_gguf`; whether experts are stacked their names tell."""

@@ -3,18 +3,23 @@
 Value heads are tiled in files: head t * Hk + g is a checkpoint's head g * r + t, the t-th of the r value heads of key
 head g, where there are Hk < Hv: in the values of attn_qkv and the convolution, the gates, beta, alpha, a, dt, and the
 columns of ssm_out. Positions of text are the same in all sections of rope, which is then plain.
+
+Layers that predict further tokens (`mtp.` in checkpoints) attend. Where they are kept, a file numbers them with the
+main ones; what stands around them is that of the first.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from quantkit.archs import hybrid
 from quantkit.archs.base import EMBEDDING_RULES, SWIGLU_RULES, Config, Entries, Keys, rope_parameters
 from quantkit.archs.blocks import HParams
 from quantkit.archs.hybrid import Hybrid, channels, of_recurrent, runs_of_heads, sizes_of
-from quantkit.archs.tensors import COPY, Rule, Transform
+from quantkit.archs.tensors import COPY, Piece, Rule, Shape, Transform
 from quantkit.archs.transforms import Gather, ShuffleColumns
 
 _SECTIONS = [11, 11, 10]  # transformers' default
@@ -47,6 +52,46 @@ RECURRENT_RULES = (
 )
 
 
+def _predicts(hp: HParams, layer: int) -> bool:
+    return layer == hp.n_main
+
+
+_FURTHER = {
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head.norm",
+}
+FURTHER_RULES = (
+    Rule("blk.N.nextn.eh_proj", "model.layers.N.eh_proj", layers=_predicts),
+    *(
+        hybrid.norm(f"blk.N.nextn.{name.replace('.', '_')}", f"model.layers.N.{name}", layers=_predicts)
+        for name in list(_FURTHER.values())[1:]
+    ),
+)
+
+
+def numbered(name: str, n_main: int) -> str:
+    """`model.mtp.…` of a checkpoint as a tensor of a layer after the main ones; other names as they are."""
+    start, _, rest = name.partition("model.mtp.")
+    if start or not rest:
+        return name
+    if found := re.match(r"layers\.(\d+)\.", rest):
+        return f"model.layers.{n_main + int(found[1])}.{rest[found.end() :]}"
+    stem, _, suffix = rest.rpartition(".")
+    return f"model.layers.{n_main}.{_FURTHER[stem]}.{suffix}" if stem in _FURTHER else name
+
+
+def apart(name: str, n_main: int) -> str:
+    """The inverse of `numbered`, as checkpoints have it."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    if not found or int(found[1]) < n_main:
+        return name
+    stem, _, suffix = name[found.end() :].rpartition(".")
+    theirs = next((mine for mine, ours in _FURTHER.items() if ours == stem), f"layers.{int(found[1]) - n_main}.{stem}")
+    return f"mtp.{theirs}.{suffix}"
+
+
 def is_tiled(hp: HParams) -> bool:
     """Whether the two orders differ."""
     return sizes_of(hp).value_heads != sizes_of(hp).key_heads
@@ -56,6 +101,7 @@ class Qwen35(Hybrid):
     name = "qwen35"
     hf: ClassVar[tuple[str, ...]] = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
     model_type = "qwen3_5_text"
+    mtp = "drop"
     tiled = True
     rules: ClassVar[tuple[Rule, ...]] = (
         *EMBEDDING_RULES,
@@ -63,6 +109,7 @@ class Qwen35(Hybrid):
         *RECURRENT_RULES,
         *hybrid.AFTER_RULES,
         *SWIGLU_RULES[1:],
+        *FURTHER_RULES,
         *hybrid.OUTPUT_RULES,
     )
     EXAMPLE: ClassVar[dict[str, Any]] = {
@@ -99,8 +146,21 @@ class Qwen35(Hybrid):
         sections = [*rope_parameters(config).get("mrope_section", _SECTIONS), 0, 0, 0, 0][:4]
         return super().metadata(config) | {f"{self.name}.rope.dimension_sections": (sections, "i32")}
 
+    def to_gguf(self, config: Config, shapes: Mapping[str, Shape]) -> list[Piece]:
+        """As `Arch.to_gguf`; layers that predict further tokens are numbered."""
+        if not self.n_further(config):
+            return super().to_gguf(config, shapes)
+        given = {numbered(self.canonical(name), config["num_hidden_layers"]): name for name in shapes}
+        found = super().to_gguf(config, {ours: shapes[theirs] for ours, theirs in given.items()})
+        return [replace(piece, sources=tuple(given[source] for source in piece.sources)) for piece in found]
+
+    def to_hf(self, hparams: HParams, shapes: Mapping[str, Shape]) -> list[Piece]:
+        return [replace(piece, name=apart(piece.name, hparams.n_main)) for piece in super().to_hf(hparams, shapes)]
+
     def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
         found = super().config(metadata, tensors)
+        if extra := found.pop("num_nextn_predict_layers", 0):
+            found["mtp_num_hidden_layers"] = extra
         sections = [int(n) for n in Keys(self.name, metadata).get("rope.dimension_sections", _SECTIONS)]
         parameters = {"rope_type": "default"} | found.pop("rope_scaling", {})
         parameters |= {key: found.pop(key) for key in ("rope_theta", "partial_rotary_factor")}

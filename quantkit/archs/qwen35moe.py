@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from quantkit.archs import hybrid
 from quantkit.archs.base import EMBEDDING_RULES, Config, Entries
 from quantkit.archs.hybrid import HybridMoE
-from quantkit.archs.qwen35 import RECURRENT_RULES, Qwen35
+from quantkit.archs.qwen35 import FURTHER_RULES, RECURRENT_RULES, Qwen35
 from quantkit.archs.tensors import Rule
 from quantkit.errors import UnsupportedError
 
@@ -25,6 +25,7 @@ class Qwen35MoE(HybridMoE, Qwen35):
         *RECURRENT_RULES,
         *hybrid.AFTER_RULES,
         *hybrid.MOE_RULES,
+        *FURTHER_RULES,
         *hybrid.OUTPUT_RULES,
     )
     EXAMPLE: ClassVar[dict[str, Any]] = _WITHOUT | {

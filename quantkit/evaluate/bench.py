@@ -77,7 +77,8 @@ class Speed:
 
 def bytes_per_token(model: Any, n_kv: int) -> int:
     """What generating a token reads: every weight once, of the embedding one row, of experts those that are used, of
-    the cache what is filled, and the states of recurrent layers. Of experts that may be left out (-ser) the first K: at least so much is read."""
+    the cache what is filled, and the states of recurrent layers. Of experts that may be left out (-ser) the first K: at
+    least so much is read."""
     embedding = model.head.embedding
     output = model.head.output.weight
     weights = sum(t.nbytes for name, t in model.weights.items() if name != embedding or name == output)

@@ -41,6 +41,7 @@ FLOORS = {
     "budget": 4,
     "convert": 4,
     "export": 4,
+    "mla_file": 4,
     "quantize": 4,
     "repack_file": 4,
     "verify": 4,

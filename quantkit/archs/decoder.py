@@ -5,13 +5,14 @@ over whole heads, SwiGLU. An architecture derives from Decoder and says what it 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from quantkit.archs import rope
 from quantkit.archs.base import Arch, Config, Entries, Keys, need, refuse, rope_parameters, shortest
-from quantkit.archs.blocks import Attention, Block, FeedForward, HParams, LatentAttention, Part
+from quantkit.archs.blocks import Attention, Block, HParams, Part
 from quantkit.errors import UnsupportedError
 
 
@@ -30,6 +31,11 @@ class Decoder(Arch):
         part = config.get("partial_rotary_factor") or rope_parameters(config).get("partial_rotary_factor")
         return int(self.head_dim(config) * (part or self.turned or 1))
 
+    def head_lengths(self, config: Config) -> Entries:
+        """The keys of heads that are not n_embd / n_head wide."""
+        width = (self.head_dim(config), "u32")
+        return {f"{self.name}.attention.key_length": width, f"{self.name}.attention.value_length": width}
+
     def metadata(self, config: Config) -> Entries:
         refuse(config, "hidden_act", ("silu", "swish"))
         parameters = rope_parameters(config)
@@ -37,7 +43,7 @@ class Decoder(Arch):
             refuse(parameters, "partial_rotary_factor", (1, 1.0))
         heads = need(config, "num_attention_heads")
         values: Entries = {
-            "block_count": (need(config, "num_hidden_layers"), "u32"),
+            "block_count": (need(config, "num_hidden_layers") + self.n_further(config), "u32"),
             "context_length": (need(config, "max_position_embeddings"), "u32"),
             "embedding_length": (need(config, "hidden_size"), "u32"),
             "feed_forward_length": (need(config, "intermediate_size"), "u32"),
@@ -47,6 +53,8 @@ class Decoder(Arch):
             "attention.layer_norm_rms_epsilon": (float(need(config, "rms_norm_eps")), "f32"),
             "vocab_size": (need(config, "vocab_size"), "u32"),
         }
+        if self.n_further(config):
+            values["nextn_predict_layers"] = (self.n_further(config), "u32")
         if self.turned is not None:
             values["rope.dimension_count"] = (self.rope_dim(config), "u32")
         entries = {f"{self.name}.{key}": entry for key, entry in values.items()}
@@ -74,7 +82,7 @@ class Decoder(Arch):
             "vocab_size": hp.n_vocab,
             "hidden_size": hp.n_embd,
             "intermediate_size": hp.n_ff,
-            "num_hidden_layers": hp.n_layer,
+            "num_hidden_layers": hp.n_main,
             "num_attention_heads": hp.n_head,
             "num_key_value_heads": hp.n_head_kv,
             "max_position_embeddings": hp.n_ctx_train,
@@ -84,6 +92,8 @@ class Decoder(Arch):
             "tie_word_embeddings": hp.tied,
             "attention_bias": all_or_none(hp, self.biased, self.hf[0]),
         }
+        if self.mtp:
+            found["num_nextn_predict_layers"] = hp.n_further
         if self.turned is not None:
             found["partial_rotary_factor"] = hp.rope_dim / hp.head_dim_k
         if hp.rope_freq_factors:
@@ -106,6 +116,7 @@ class Decoder(Arch):
         return {
             "arch": self.name,
             "n_layer": keys.number("block_count"),
+            "n_further": keys.number("nextn_predict_layers", 0),
             "n_ctx_train": keys.number("context_length"),
             "n_embd": embd,
             "n_ff": keys.number("feed_forward_length"),
@@ -121,9 +132,9 @@ class Decoder(Arch):
         }
 
     def blocks(self, hparams: HParams) -> list[Block]:
-        return [Block(i, (self.attention(hparams, i), self.feed_forward(hparams, i))) for i in range(hparams.n_layer)]
+        return [Block(i, (self.attention(hparams, i), self.feed_forward(hparams, i))) for i in range(hparams.n_main)]
 
-    def attention(self, hp: HParams, i: int) -> Attention | LatentAttention:
+    def attention(self, hp: HParams, i: int) -> Attention:
         return Attention(
             norm=hp.norm(f"blk.{i}.attn_norm"),
             q=hp.linear(f"blk.{i}.attn_q"),
@@ -140,12 +151,12 @@ class Decoder(Arch):
         )
 
     def feed_forward(self, hp: HParams, i: int) -> Part:
-        return FeedForward(
-            norm=hp.norm(f"blk.{i}.ffn_norm"),
-            gate=hp.linear(f"blk.{i}.ffn_gate"),
-            up=hp.linear(f"blk.{i}.ffn_up"),
-            down=hp.linear(f"blk.{i}.ffn_down"),
-        )
+        return hp.feed_forward(i)
+
+
+def with_head_norms(part: Attention, hp: HParams, i: int) -> Attention:
+    """The same, its queries and keys RMS-normed."""
+    return replace(part, q_norm=hp.norm(f"blk.{i}.attn_q_norm"), k_norm=hp.norm(f"blk.{i}.attn_k_norm"))
 
 
 def all_or_none(hp: HParams, stems: tuple[str, ...], hf: str) -> bool:

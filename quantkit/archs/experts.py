@@ -17,12 +17,13 @@ ik_llama.cpp knows no keys of groups and chooses among all experts; its converte
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from quantkit.archs.base import Config, Entries, Keys, need, shortest
 from quantkit.archs.blocks import Experts, FeedForward, HParams
-from quantkit.archs.tensors import Rule
+from quantkit.archs.tensors import Rule, Transform
+from quantkit.archs.transforms import Gather
 from quantkit.errors import FormatError, UnsupportedError
 
 _OURS = ("gate", "up", "down")
@@ -67,6 +68,27 @@ def routed_rules(block: str = "mlp", names: tuple[str, ...] = GATED, router: str
         for ours, theirs in zip(_OURS, names)
     )
     return (Rule("blk.N.ffn_gate_inp", f"{there}.{router}", f32=True, layers=_has_experts), *matrices)
+
+
+def stacked_rules(block: str = "mlp") -> tuple[Rule, ...]:
+    """Of routed experts whose matrices a checkpoint has stacked: gate and up [experts, 2 ff, n_embd], one after the
+    other, and down [experts, n_embd, ff]."""
+    there = f"model.layers.N.{block}.experts"
+
+    def part(first: int) -> Callable[[HParams], Transform]:
+        def made(hp: HParams) -> Transform:
+            ff = hp.n_ff_expert
+            runs = ((0, (2 * expert + first) * ff, ff) for expert in range(hp.n_expert))
+            return Gather(runs, (hp.n_expert, ff))
+
+        return made
+
+    pairs = (
+        Rule(f"blk.N.ffn_{ours}_exps.weight", f"{there}.gate_up_proj", part(first), layers=_has_experts, whole=True,
+             one_way=True)
+        for first, ours in enumerate(_OURS[:2])
+    )  # fmt: skip
+    return (*pairs, Rule("blk.N.ffn_down_exps.weight", f"{there}.down_proj", layers=_has_experts, whole=True))
 
 
 def choice_rule(name: str = "mlp.gate.e_score_correction_bias", transform: Any = None) -> Rule:
@@ -171,19 +193,12 @@ def config(hp: HParams) -> dict[str, Any]:
 
 def feed_forward(hp: HParams, i: int, norm: str = "ffn_norm") -> FeedForward | Experts:
     """The feed-forward of a layer: dense before the first one with experts."""
+    return hp.feed_forward(i, norm) if _is_dense(hp, i) else routed(hp, i, norm)
+
+
+def routed(hp: HParams, i: int, norm: str = "ffn_norm") -> Experts:
+    """The feed-forward of a layer with experts."""
     blk = f"blk.{i}"
-    if _is_dense(hp, i):
-        return FeedForward(
-            norm=hp.norm(f"{blk}.{norm}"),
-            gate=hp.linear(f"{blk}.ffn_gate"),
-            up=hp.linear(f"{blk}.ffn_up"),
-            down=hp.linear(f"{blk}.ffn_down"),
-        )
-    shared = None
-    if hp.n_ff_shared:
-        gate, up, down = (hp.linear(f"{blk}.ffn_{name}_shexp") for name in ("gate", "up", "down"))
-        shared = FeedForward(hp.norm(f"{blk}.{norm}"), gate, up, down, ff=hp.n_ff_shared)
-    bias = f"{blk}.exp_probs_b.bias"
     return Experts(
         norm=hp.norm(f"{blk}.{norm}"),
         router=hp.linear(f"{blk}.ffn_gate_inp"),
@@ -196,8 +211,8 @@ def feed_forward(hp: HParams, i: int, norm: str = "ffn_norm") -> FeedForward | E
         normalise=hp.normalises,
         scale=hp.expert_scale,
         gating=hp.gating,
-        choice_bias=bias if hp.has_choice_bias else None,
+        choice_bias=f"{blk}.exp_probs_b.bias" if hp.has_choice_bias else None,
         groups=hp.n_expert_groups,
         groups_used=hp.n_expert_groups_used,
-        shared=shared,
+        shared=hp.feed_forward(i, norm, "_shexp", hp.n_ff_shared) if hp.n_ff_shared else None,
     )

@@ -9,39 +9,23 @@ files of other converters do not say it, take that of n_embd / n_head, as the ot
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Entries, Keys, need, refuse, shortest
 from quantkit.archs.blocks import Attention, FeedForward, Head, HParams, Rope
-from quantkit.archs.decoder import Decoder
-from quantkit.archs.tensors import ReadRows, Rule, Transform
+from quantkit.archs.decoder import Decoder, with_head_norms
+from quantkit.archs.tensors import Rule
+from quantkit.archs.transforms import add
 from quantkit.errors import UnsupportedError
 
 _PATTERN, _LOCAL_BASE, _GLOBAL_BASE, _HEAD_DIM = 6, 10000.0, 1000000.0, 256
 _LAYERS_27B = 62
 
 
-class Add(Transform):
-    """A vector plus a number."""
-
-    keeps_bits = False
-
-    def __init__(self, number: float):
-        self.number = number
-
-    def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
-        return np.asarray(sources[0](start, stop), np.float32) + np.float32(self.number)
-
-    def inverse(self) -> Transform:
-        return Add(-self.number)
-
-
 def _norm(ours: str, theirs: str) -> Rule:
-    return Rule(ours, theirs, lambda hp: Add(1), f32=True)
+    return Rule(ours, theirs, lambda hp: add(1), f32=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +44,14 @@ class Gemma3(Decoder):
     model_type = "gemma3_text"
     rope_style = "neox"
     ties_by_default = True
+    defaults = {  # noqa: RUF012  data; the smaller models' config.json says none of these
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": 4096,
+    }
     rules = (
         *EMBEDDING_RULES,
         _norm("blk.N.attn_norm", "model.layers.N.input_layernorm"),
@@ -114,8 +106,7 @@ class Gemma3(Decoder):
         whole, local = _ropes(config)
         given = dict(config) | {"hidden_act": None, "rope_scaling": None, "rope_parameters": whole}
         dim, heads = self.head_dim(config), need(config, "num_attention_heads")
-        entries = super().metadata(given)
-        entries |= {f"{a}.attention.{length}": (dim, "u32") for length in ("key_length", "value_length")}
+        entries = super().metadata(given) | self.head_lengths(config)
         entries[f"{a}.attention.sliding_window"] = (need(config, "sliding_window"), "u32")
         scalar, layers = config.get("query_pre_attn_scalar") or _HEAD_DIM, config["num_hidden_layers"]
         if scalar != (need(config, "hidden_size") / heads if layers == _LAYERS_27B else dim):
@@ -157,13 +148,8 @@ class Gemma3(Decoder):
 
     def attention(self, hp: HParams, i: int) -> Attention:
         assert isinstance(hp, GemmaHParams)
-        part = super().attention(hp, i)
-        assert isinstance(part, Attention)
-        q_norm, k_norm = (hp.norm(f"blk.{i}.attn_{head}_norm") for head in "qk")
         return replace(
-            part,
-            q_norm=q_norm,
-            k_norm=k_norm,
+            with_head_norms(super().attention(hp, i), hp, i),
             scale=hp.score_scale,
             rope=hp.local_rope if hp.is_local(i) else hp.rope,
             window=hp.window if hp.is_local(i) else None,
@@ -171,9 +157,7 @@ class Gemma3(Decoder):
         )
 
     def feed_forward(self, hp: HParams, i: int) -> FeedForward:
-        part = super().feed_forward(hp, i)
-        assert isinstance(part, FeedForward)
-        return replace(part, activation="geglu", post_norm=hp.norm(f"blk.{i}.post_ffw_norm"))
+        return replace(hp.feed_forward(i), activation="geglu", post_norm=hp.norm(f"blk.{i}.post_ffw_norm"))
 
     def head(self, hparams: HParams) -> Head:
         return replace(super().head(hparams), embedding_scale=hparams.n_embd**0.5)

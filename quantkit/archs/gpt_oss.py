@@ -201,10 +201,7 @@ class GptOss(Decoder):
         rounded = parameters.pop("truncate", True) and parameters["rope_type"] == "yarn"
         given |= {"rope_scaling": None, "rope_parameters": parameters, "norm_topk_prob": None}
         given["moe_intermediate_size"] = need(config, "intermediate_size")
-        entries = super().metadata(given) | experts.entries(a, given)
-        entries |= {
-            f"{a}.attention.{length}": (self.head_dim(config), "u32") for length in ("key_length", "value_length")
-        }
+        entries = super().metadata(given) | experts.entries(a, given) | self.head_lengths(config)
         entries[f"{a}.attention.sliding_window"] = (need(config, "sliding_window"), "u32")
         if rounded:
             entries[f"{a}.rope.scaling.yarn_truncate"] = (True, "bool")
@@ -267,11 +264,9 @@ class GptOss(Decoder):
         return found | experts.numbers(keys, tensors, ff=found["n_ff"]) | {"rope": turned, "normalises": True}
 
     def attention(self, hp: HParams, i: int) -> Attention:
-        part = super().attention(hp, i)
-        assert isinstance(part, Attention)
-        return replace(part, window=None if i % 2 else hp.window, sinks=f"blk.{i}.attn_sinks.weight")
+        return replace(
+            super().attention(hp, i), window=None if i % 2 else hp.window, sinks=f"blk.{i}.attn_sinks.weight"
+        )
 
     def feed_forward(self, hp: HParams, i: int) -> Experts:
-        part = experts.feed_forward(hp, i, "post_attention_norm")
-        assert isinstance(part, Experts)
-        return replace(part, activation="swiglu_oai")
+        return replace(experts.routed(hp, i, "post_attention_norm"), activation="swiglu_oai")

@@ -13,7 +13,7 @@ from typing import Any
 from quantkit.archs import experts
 from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Entries, Keys, need, rope_parameters
 from quantkit.archs.blocks import Attention, HParams, Part
-from quantkit.archs.decoder import Decoder
+from quantkit.archs.decoder import Decoder, with_head_norms
 from quantkit.archs.tensors import Rule
 from quantkit.errors import UnsupportedError
 
@@ -58,7 +58,7 @@ class HunyuanMoE(Decoder):
     }
 
     def metadata(self, config: Config) -> Entries:
-        a, given = self.name, dict(config)
+        given = dict(config)
         parameters = dict(rope_parameters(config))
         alpha = parameters.pop("alpha", None)
         if parameters["rope_type"] == "dynamic" and alpha:
@@ -72,9 +72,7 @@ class HunyuanMoE(Decoder):
             "num_experts_per_tok": _alike(config, "moe_topk"),
         }
         given |= {"moe_intermediate_size": width, "shared_expert_intermediate_size": shared, "norm_topk_prob": None}
-        lengths = ("key_length", "value_length")
-        entries = super().metadata(given) | experts.entries(a, given)
-        return entries | {f"{a}.attention.{length}": (self.head_dim(config), "u32") for length in lengths}
+        return super().metadata(given) | experts.entries(self.name, given) | self.head_lengths(config)
 
     def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
         hp = self.hparams(metadata, tensors.keys())
@@ -94,10 +92,7 @@ class HunyuanMoE(Decoder):
         return super().numbers(keys, tensors) | experts.numbers(keys, tensors)
 
     def attention(self, hp: HParams, i: int) -> Attention:
-        part = super().attention(hp, i)
-        assert isinstance(part, Attention)
-        q_norm, k_norm = (hp.norm(f"blk.{i}.attn_{head}_norm") for head in "qk")
-        return replace(part, q_norm=q_norm, k_norm=k_norm, norms_after_rope=True)
+        return replace(with_head_norms(super().attention(hp, i), hp, i), norms_after_rope=True)
 
     def feed_forward(self, hp: HParams, i: int) -> Part:
         return experts.feed_forward(hp, i)

@@ -61,8 +61,7 @@ class Llama(Decoder):
         refuse(config, "pretraining_tp", (1,))
         entries = super().metadata(config)
         if config.get("head_dim"):
-            entries["llama.attention.key_length"] = (config["head_dim"], "u32")
-            entries["llama.attention.value_length"] = (config["head_dim"], "u32")
+            entries |= self.head_lengths(config)
         entries["llama.rope.dimension_count"] = (self.head_dim(config), "u32")
         if config.get("sliding_window") and config.get("model_type") in ("mistral", "mixtral"):
             entries["llama.attention.sliding_window"] = (config["sliding_window"], "u32")

@@ -11,7 +11,7 @@ from typing import Any
 from quantkit.archs import experts
 from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Entries, Keys, need
 from quantkit.archs.blocks import Attention, HParams, Part
-from quantkit.archs.decoder import Decoder
+from quantkit.archs.decoder import Decoder, with_head_norms
 from quantkit.archs.tensors import Rule
 
 
@@ -60,12 +60,10 @@ class MiniMaxM2(Decoder):
         return config.get("rotary_dim") or super().rope_dim(config)
 
     def metadata(self, config: Config) -> Entries:
-        a = self.name
-        entries = super().metadata(config)
-        entries |= experts.entries(a, dict(config) | {"moe_intermediate_size": need(config, "intermediate_size")})
-        lengths = ("key_length", "value_length")
-        entries |= {f"{a}.attention.{length}": (self.head_dim(config), "u32") for length in lengths}
-        return entries | {f"{a}.expert_gating_func": (experts.GATING_NUMBERS["sigmoid"], "u32")}
+        given = dict(config) | {"moe_intermediate_size": need(config, "intermediate_size")}
+        return super().metadata(config) | experts.entries(self.name, given) | self.head_lengths(config) | {
+            f"{self.name}.expert_gating_func": (experts.GATING_NUMBERS["sigmoid"], "u32")
+        }  # fmt: skip
 
     def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
         hp = self.hparams(metadata, tensors.keys())
@@ -83,10 +81,7 @@ class MiniMaxM2(Decoder):
         return super().numbers(keys, tensors) | experts.numbers(keys, tensors)
 
     def attention(self, hp: HParams, i: int) -> Attention:
-        part = super().attention(hp, i)
-        assert isinstance(part, Attention)
-        q_norm, k_norm = (hp.norm(f"blk.{i}.attn_{head}_norm") for head in "qk")
-        return replace(part, q_norm=q_norm, k_norm=k_norm, norms_together=True)
+        return replace(with_head_norms(super().attention(hp, i), hp, i), norms_together=True)
 
     def feed_forward(self, hp: HParams, i: int) -> Part:
         return experts.feed_forward(hp, i)

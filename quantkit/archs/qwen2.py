@@ -53,10 +53,7 @@ class Qwen2(Decoder):
         refuse(config, "use_sliding_window", (False,))
         entries = super().metadata(config)
         if config.get("head_dim"):
-            entries["qwen2.attention.key_length"] = entries["qwen2.attention.value_length"] = (
-                config["head_dim"],
-                "u32",
-            )
+            entries |= self.head_lengths(config)
         return entries
 
     def has_bias(self, rule: Rule, config: Config) -> bool:

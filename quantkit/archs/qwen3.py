@@ -6,12 +6,11 @@ The head size is a setting of its own (128 where config.json does not say), and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, SWIGLU_RULES, Config, Entries, refuse
 from quantkit.archs.blocks import Attention, HParams
-from quantkit.archs.decoder import Decoder
+from quantkit.archs.decoder import Decoder, with_head_norms
 from quantkit.archs.tensors import Rule
 
 _HEAD_DIM = 128  # transformers' default
@@ -56,16 +55,10 @@ class Qwen3(Decoder):
 
     def metadata(self, config: Config) -> Entries:
         refuse(config, "use_sliding_window", (False,))
-        lengths = ("key_length", "value_length")
-        return super().metadata(config) | {
-            f"{self.name}.attention.{length}": (self.head_dim(config), "u32") for length in lengths
-        }
+        return super().metadata(config) | self.head_lengths(config)
 
     def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
         return super().config(metadata, tensors) | {"head_dim": self.hparams(metadata).head_dim_k}
 
     def attention(self, hp: HParams, i: int) -> Attention:
-        q_norm, k_norm = (hp.norm(f"blk.{i}.attn_{head}_norm") for head in "qk")
-        part = super().attention(hp, i)
-        assert isinstance(part, Attention)
-        return replace(part, q_norm=q_norm, k_norm=k_norm)
+        return with_head_norms(super().attention(hp, i), hp, i)

@@ -49,5 +49,4 @@ class SmolLM3(Llama):
 
     def attention(self, hp: HParams, i: int) -> Attention:
         part = super().attention(hp, i)
-        assert isinstance(part, Attention)
         return part if (i + 1) % _WITHOUT else replace(part, rope=replace(hp.rope, dim=0, yarn=None, factors=None))

@@ -12,7 +12,7 @@ the tokens to runtime/step.py, where the model is one list of operations, unless
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -306,7 +306,7 @@ class Model(Parts):
             cache.reserve(len(ids))
         ends = np.empty((len(checked), self.hparams.n_embd), np.float32)
         with blas.single_threaded():
-            for ids, spans, which in _batches(checked):
+            for ids, spans, which in layers.batches(checked, TOGETHER_TOKENS):
                 x = self._forward_spans(ids, spans)
                 for i, span in zip(which, spans):
                     ends[i] = x[span.stop - 1]
@@ -366,7 +366,7 @@ class Model(Parts):
         found = np.empty((*ids.shape, self.hparams.n_embd), np.float32)
         for cache in caches:
             cache.clear()
-        for tokens, spans, which in _batches(list(zip(ids, caches))):
+        for tokens, spans, which in layers.batches(list(zip(ids, caches)), TOGETHER_TOKENS):
             begin = [span.cache.length for span in spans]
             x = self._forward_spans(tokens, spans)
             for i, first, span in zip(which, begin, spans):
@@ -505,26 +505,3 @@ class Model(Parts):
         finally:
             self._checking = False
         raise DataError(f"{self.path}: blk.{block.layer}: the sum of its parts is beyond float32")
-
-
-def _batches(
-    parts: Sequence[tuple[np.ndarray, Cache]],
-) -> Iterator[tuple[np.ndarray, list[Span], list[int]]]:
-    """(tokens, their spans, which parts they are of), up to TOGETHER_TOKENS at a time."""
-    taken: list[np.ndarray] = []
-    spans: list[Span] = []
-    which: list[int] = []
-    used = 0
-    for i, (ids, cache) in enumerate(parts):
-        done = 0
-        while done < len(ids):
-            some = ids[done : done + TOGETHER_TOKENS - used]
-            taken.append(some)
-            spans.append(Span(used, used + len(some), cache))
-            which.append(i)
-            done, used = done + len(some), used + len(some)
-            if used == TOGETHER_TOKENS:
-                yield np.concatenate(taken), spans, which
-                taken, spans, which, used = [], [], [], 0
-    if used:
-        yield np.concatenate(taken), spans, which

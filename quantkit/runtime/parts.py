@@ -13,7 +13,7 @@ import numpy as np
 from quantkit.archs import blocks
 from quantkit.errors import DataError
 from quantkit.files.gguf import Tensor
-from quantkit.runtime import experts, latent, layers
+from quantkit.runtime import experts, latent, layers, recurrent
 from quantkit.runtime.layers import Span
 
 Observer = Callable[..., None]  # of (name, x), or (name, x, number, count) for one of several matrices
@@ -61,13 +61,16 @@ class Parts:
             return self._attention(part, layer, x, spans)
         if isinstance(part, blocks.LatentAttention):
             return latent.attention(self, part, layer, x, spans)
+        if isinstance(part, blocks.DeltaNet):
+            return recurrent.delta_net(self, part, layer, x, spans)
         if isinstance(part, blocks.Experts):
             return self._experts(part, x)
         return self._gated(part, self.norm(part.norm, x))
 
     def _attention(self, part: blocks.Attention, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         y = self.norm(part.norm, x)
-        q, k, v = (self.linear(linear, y) for linear in (part.q, part.k, part.v))
+        made, k, v = (self.linear(linear, y) for linear in (part.q, part.k, part.v))
+        q = layers.without_gates(made, part.heads) if part.gated else made
         if not part.norms_after_rope:
             q, k = self._head_norm(part.q_norm, q), self._head_norm(part.k_norm, k)
         for heads in (q, k):
@@ -75,6 +78,8 @@ class Parts:
         if part.norms_after_rope:
             q, k = self._head_norm(part.q_norm, q), self._head_norm(part.k_norm, k)
         y = self.remember_and_attend(part, layer, q, k, v, spans)
+        if part.gated:
+            layers.gate(y, made, part.head_dim_v, self.threads)
         self.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
         return self._post_norm(part.post_norm, self.linear(part.out, y))
 
@@ -84,7 +89,7 @@ class Parts:
         """float32[tokens, heads * head_dim_v] of queries, keys and values after rope; the caches get the latter two."""
         for span in spans:
             layers.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
-        return self.attend(layers.Heads.of(part, self._vector(part.sinks) if part.sinks else None), layer, q, spans)
+        return self.attend(layers.Heads.of(part, self.vector(part.sinks) if part.sinks else None), layer, q, spans)
 
     def attend(
         self, heads: layers.Heads, layer: int, q: np.ndarray, spans: list[Span], how: layers.Attending | None = None
@@ -119,11 +124,20 @@ class Parts:
 
     def _experts(self, part: blocks.Experts, x: np.ndarray) -> np.ndarray:
         y = self.norm(part.norm, x)
-        bias = self._vector(part.choice_bias) if part.choice_bias else None
+        bias = self.vector(part.choice_bias) if part.choice_bias else None
         chosen, weights = experts.route(part, self.linear(part.router, y), self.expert_reduction, bias)
         found = self.run_experts(part, y, chosen, weights)
         self.check(part.down.weight, found)
-        return found if part.shared is None else found + self._gated(part.shared, y)
+        return found if part.shared is None else found + self._shared(part.shared, part.shared_gate, y)
+
+    def _shared(self, part: blocks.FeedForward, gate: str | None, y: np.ndarray) -> np.ndarray:
+        """What the experts that all tokens pass make of what the norm made."""
+        found = self._gated(part, y)
+        if gate is not None:
+            self.observe(gate, y)
+            found *= layers.sigmoid(y @ self.vector(gate))[:, None]
+            self.check(gate, found)
+        return found
 
     def run_experts(self, part: blocks.Experts, y: np.ndarray, chosen: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """float32[tokens, n_embd]: what the experts chosen for each token make of y, weighted and added up."""
@@ -138,7 +152,7 @@ class Parts:
         return self.norm(norm, x.reshape(-1, dim)).reshape(x.shape)
 
     def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
-        y = layers.rms_norm(x, self._vector(norm.weight), norm.eps, self.threads)
+        y = layers.rms_norm(x, self.vector(norm.weight), norm.eps, self.threads)
         self.check(norm.weight, y)
         return y
 
@@ -162,12 +176,13 @@ class Parts:
     def _weight(self, linear: blocks.Linear) -> layers.Linear:
         found = self._linears.get(linear.weight)
         if found is None:
-            bias = self._vector(linear.bias) if linear.bias else None
+            bias = self.vector(linear.bias) if linear.bias else None
             found = layers.Linear(self.weights[linear.weight], self.numerics, self.threads, bias)
             self._linears[linear.weight] = found
         return found
 
-    def _vector(self, name: str) -> np.ndarray:
+    def vector(self, name: str) -> np.ndarray:
+        """float32[n] of a tensor that is no matrix to be multiplied by, decoded once."""
         found = self._vectors.get(name)
         if found is None:
             found = self._vectors[name] = layers.vector(self.weights[name])
@@ -177,7 +192,7 @@ class Parts:
         """Tables for at least `n_ctx` positions."""
         held = self._tables.get(rope)
         if held is None or len(held[0]) < n_ctx:
-            factors = self._vector(rope.factors) if rope.factors else None
+            factors = self.vector(rope.factors) if rope.factors else None
             held = self._tables[rope] = layers.rope_tables(rope, 1 << (n_ctx - 1).bit_length(), factors)
         return held
 

@@ -29,18 +29,21 @@ import numpy as np
 
 from quantkit import archs, types
 from quantkit.archs import Arch, vocab
+from quantkit.archs.further import POLICIES
 from quantkit.archs.tensors import Piece, ReadRows
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.files.gguf import Metadata, TensorSpec, Writer
 from quantkit.files.pipeline import Job, pump, row_ranges
 from quantkit.files.safetensors import Checkpoint, CheckpointTensor, open_checkpoint
-from quantkit.files.safetensors_scaled import FP8, MXFP4Tensor, ScaledTensor, unscaled
+from quantkit.files.safetensors_scaled import FP8, INTEGERS, unscaled
+from quantkit.files.scaled import MXFP4Tensor, ScaledTensor
+from quantkit.files.torch_bin import is_bin, open_bin
 from quantkit.types import QuantType, check_finite
 
 OUTTYPES = ("auto", "bf16", "f16", "f32", "q8_0")
 STORED = "stored"  # the outtype that loses nothing
 QUANTIZATION_VERSION = 2
-_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"} | dict.fromkeys((*FP8, "MXFP4"), "bf16")
+_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"} | dict.fromkeys((*FP8, "MXFP4", *INTEGERS), "bf16")
 
 Stored = CheckpointTensor | ScaledTensor
 
@@ -119,6 +122,11 @@ class Conversion:
         return [spec.name for spec in self.specs if spec.type.name == "f16" != self.outtype.name]
 
     @property
+    def n_further(self) -> int:
+        """Layers that predict further tokens."""
+        return int(self.metadata.get(f"{self.arch.name}.nextn_predict_layers", 0))
+
+    @property
     def n_params(self) -> int:
         return sum(math.prod(spec.shape) for spec in self.specs)
 
@@ -135,6 +143,7 @@ def convert(
     outtype: str = "auto",
     *,
     pre: str | None = None,
+    mtp: str = "auto",
     split_max_bytes: int | None = None,
     dry_run: bool = False,
     threads: int | None = None,
@@ -142,11 +151,12 @@ def convert(
 ) -> Conversion:
     """Write the checkpoint in directory `source` as the GGUF `out`, or as shards of at most `split_max_bytes`.
 
-    `pre` names the tokenizer's way of cutting text where it is not recognised. The file appears when it is complete.
-    With `dry_run` everything is checked and nothing written. QuantkitErrors name the file, the tensor or the setting
-    that cannot be converted.
+    `pre` names the tokenizer's way of cutting text where it is not recognised; `mtp` says whether layers that predict
+    further tokens are kept ("keep", "drop", or "auto": as files of the architecture usually have it). Encoders of
+    images and sound are left out. The file appears when it is complete. With `dry_run` everything is checked and
+    nothing written. QuantkitErrors name the file, the tensor or the setting that cannot be converted.
     """
-    conversion = prepare(source, outtype, pre)
+    conversion = prepare(source, outtype, pre, mtp)
     if not dry_run:
         with Writer(out, conversion.metadata, conversion.specs, split_max_bytes) as writer:
             pump(conversion.jobs(), writer.write, conversion.nbytes, threads=threads, progress=progress)
@@ -154,23 +164,30 @@ def convert(
     return conversion
 
 
-def prepare(source: str | os.PathLike[str], outtype: str = "auto", pre: str | None = None) -> Conversion:
+def prepare(
+    source: str | os.PathLike[str], outtype: str = "auto", pre: str | None = None, mtp: str = "auto"
+) -> Conversion:
     """Read configuration, tokenizer and tensor names of a checkpoint and decide what its GGUF holds.
 
-    `outtype` is one of OUTTYPES, or STORED: that of the checkpoint.
+    `outtype` is one of OUTTYPES, or STORED: that of the checkpoint. `mtp` as `Arch.with_mtp` has it.
     """
     directory = Path(source)
     if outtype not in (*OUTTYPES, STORED):
         raise UnknownNameError("outtype", outtype, OUTTYPES)
-    config = _read_config(directory)
+    if mtp not in POLICIES:
+        raise UnknownNameError("policy of --mtp", mtp, POLICIES)
+    config: Mapping[str, Any] = archs.language_model(_read_config(directory))
     arch = archs.from_hf(config)
-    checkpoint = unscaled(open_checkpoint(directory), config)
+    opened = open_bin(directory) if is_bin(directory) else open_checkpoint(directory)
+    checkpoint = unscaled(opened, config)
     automatic = {"auto": "f16", STORED: "f32"}  # for those that are all float32
     chosen = types.get(_automatic(checkpoint, automatic[outtype]) if outtype in automatic else outtype)
+    names = [arch.canonical(name) for name in checkpoint.tensors]
     with _naming(directory):
+        config = arch.with_mtp(config, mtp, names)
         pieces = arch.to_gguf(config, {name: tensor.shape for name, tensor in checkpoint.tensors.items()})
         generated = arch.generated(config)
-        left_out = arch.left_out(config, [arch.canonical(name) for name in checkpoint.tensors])
+        left_out = arch.left_out(config, names)
         keys = arch.metadata(config)
         tokenizer = vocab.read(directory, config, pre)
     _check_tensors(checkpoint, pieces, config)

@@ -24,7 +24,7 @@ from quantkit.export import export
 from quantkit.files.gguf import GGUF
 from quantkit.files.gguf import open as open_gguf
 from quantkit.files.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
-from tests.archs.checkpoints import as_fp8, tiny
+from tests.archs.checkpoints import as_fp8, as_int4, tiny
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}  # fmt: skip
@@ -398,6 +398,23 @@ def test_fp8_becomes_what_torch_makes_of_it(fp8: Path, tmp_path: Path) -> None:
         np.testing.assert_array_equal(
             made.tensors["blk.1.ffn_down_exps.weight"].data[i * 128 : i * 128 + 128], expected
         )
+
+
+def test_experts_of_four_bits(tmp_path: Path, rng: np.random.Generator) -> None:
+    """As Kimi K2 Thinking ships them: codes less 8, times the scale of their 32 columns; bf16 holds four bits more."""
+    tiny(tmp_path / "bf16", "bfloat16", "deepseek2")
+    source = as_int4(tmp_path / "bf16", tmp_path / "int4", rng)
+    done = convert(source, tmp_path / "m.gguf")
+    assert done.outtype.name == "bf16"
+    stored, made = open_checkpoint(source).tensors, open_gguf(tmp_path / "m.gguf").tensors
+    for i in (0, 7):
+        name = f"model.layers.1.mlp.experts.{i}.up_proj.weight"
+        data = stored[f"{name}_packed"].raw().reshape(32, -1)
+        codes = np.stack([data & 15, data >> 4], axis=-1).reshape(32, -1).astype(np.float32) - 8
+        x = codes * stored[f"{name}_scale"].dequantize().repeat(32, 1)
+        np.testing.assert_array_equal(made["blk.1.ffn_up_exps.weight"].data[i * 32 : i * 32 + 32],
+                                      types.get("bf16").quantize(x))  # fmt: skip
+    assert np.isfinite(quantkit.load(tmp_path / "m.gguf").logits([5, 6, 7])).all()
 
 
 @pytest.mark.parametrize("target", ["Q4_K_M", "COPY", "Q8_0"])

@@ -3,22 +3,23 @@
 get("llama")      by the name in general.architecture
 from_hf(config)   by the class named in config.json
 all()             every architecture, by name
-outline(config)   what tensors a model has, by its config.json alone; of more architectures than can be converted
+language_model(config)   config.json of the language model, where it describes a larger one; with the class's defaults
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+from typing import Any
 
-from quantkit.archs import base
+from quantkit.archs import base, wrapper
 from quantkit.archs.base import Arch, Config
-from quantkit.archs.outlines import Outline, outlines
 from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
 
-__all__ = ["Arch", "all", "from_hf", "get", "outline"]
+__all__ = ["Arch", "all", "from_hf", "get", "language_model"]
 
-_SHARED = {"base", "blocks", "decoder", "experts", "outlines", "rope", "shapes", "tensors"}
+_SHARED = {"base", "blocks", "decoder", "experts", "further", "hybrid", "rope", "shapes", "tensors", "transforms"}
+_SHARED |= {"wrapper"}
 _SHARED |= {"hf_tokenizer", "pretokenizers", "sentencepiece", "tiktoken", "vocab"}  # tokenizers
 for _module in pkgutil.iter_modules(__path__):
     if _module.name not in _SHARED:
@@ -36,9 +37,8 @@ def get(name: str) -> Arch:
 def from_hf(config: Config) -> Arch:
     """The architecture of a config.json."""
     name = _class_named(config)
-    for arch in all():
-        if name in arch.hf:
-            return arch
+    if (found := _of_class(name)) is not None:
+        return found
     known = sorted(name for arch in all() for name in arch.hf)
     raise UnsupportedError(
         f"{name} is not an architecture quantkit converts; it knows {', '.join(known)} "
@@ -51,15 +51,28 @@ def all() -> list[Arch]:
     return [arch for _, arch in sorted(base.registered().items())]
 
 
-def outline(config: Config) -> Arch | Outline:
-    """What tells the tensors of a model with this config.json: `.name`, `.metadata(config)`, `.tensors(config)`."""
-    name = _class_named(config)
-    known: list[Arch | Outline] = [*all(), *outlines()]
-    for found in known:
-        if name in found.hf:
-            return found
-    listed = sorted({name for found in known for name in found.hf})
-    raise UnsupportedError(f"{name} is not an architecture whose tensors quantkit knows; it knows {', '.join(listed)}")
+def language_model(config: Config) -> dict[str, Any]:
+    """What config.json says of the language model, with what its class has by default where that is omitted.
+
+    Where it describes a larger model, "architectures" become the class of the language model in it: the one that is
+    named, else that of its model_type, else the class of the whole.
+    """
+    text = wrapper.text_part(config)
+    found = dict(config) if text is None else wrapper.joined(config, text)
+    if text is not None:
+        stated = [name for name in text.get("architectures") or () if _of_class(name)]
+        by_type = [_TYPES[kind] for kind in [text.get("model_type")] if kind in _TYPES]
+        by_type += [arch.hf[0] for arch in all() if arch.model_type == text.get("model_type")]
+        found["architectures"] = stated[:1] or by_type[:1] or config.get("architectures")
+    known = _of_class((found.get("architectures") or [""])[0])
+    return found if known is None else {**known.defaults, **found}
+
+
+_TYPES = {"mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"}
+
+
+def _of_class(name: str) -> Arch | None:
+    return next((arch for arch in all() if name in arch.hf), None)
 
 
 def _class_named(config: Config) -> str:

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from quantkit.archs import further, wrapper
 from quantkit.archs.blocks import Block, Head, HParams, Norm
 from quantkit.archs.shapes import Listed, Sizes, listed
 from quantkit.archs.tensors import Piece, Rule, Shape, fill_name, missing, pieces, split_name
@@ -80,6 +81,8 @@ class Arch(ABC):
     model_type: ClassVar[str]  # config.json "model_type" of that first name
     rules: ClassVar[tuple[Rule, ...]]
     ties_by_default: ClassVar[bool] = False  # what transformers assumes where config.json has no tie_word_embeddings
+    defaults: ClassVar[Mapping[str, Any]] = {}  # further ones, which config.json may omit
+    mtp: ClassVar[str] = ""  # "keep" or "drop" layers that predict further tokens; "": files have no names for them
     own_sizes: ClassVar[Mapping[str, Callable[[Sizes], int]]] = {}  # numbers that mean something else here, see shapes
     EXAMPLE: ClassVar[dict[str, Any]]  # a tiny config.json
 
@@ -140,10 +143,38 @@ class Arch(ABC):
 
     def left_out(self, config: Config, names: Collection[str]) -> dict[str, list[str]]:
         """Tensors of a checkpoint that its GGUF does not get, by what they are; the names as the rules spell them."""
-        return {}
+        found = wrapper.outside(names)
+        return found if self.n_further(config) else found | further.tensors(config, names)
+
+    def n_further(self, config: Config) -> int:
+        """Layers that predict further tokens and are kept, after the main ones."""
+        return further.count(config) if self.mtp and config.get(further.MTP, self.mtp) == "keep" else 0
+
+    def with_mtp(self, config: Config, policy: str, names: Collection[str]) -> dict[str, Any]:
+        """config.json with what is done about layers that predict further tokens, one of `further.POLICIES`.
+
+        `names` are the checkpoint's, as the rules spell them. By "auto" they are kept where the architecture's files
+        usually have them and the checkpoint has them. An error says why they cannot be kept.
+        """
+        there = further.tensors(config, names)
+        if policy == "keep" and there and not self.mtp:
+            what, tensors = next(iter(there.items()))
+            raise UnsupportedError(
+                f"{what} ({len(tensors)} tensors, {tensors[0]} …) cannot be kept: files of {self.name} have no names "
+                "for it; say --mtp drop"
+            )
+        if policy == "keep" and not there and further.count(config):
+            raise FormatError(
+                f"config.json speaks of {further.count(config)} layer(s) that predict further tokens, of which the "
+                "checkpoint has no tensors; say --mtp drop"
+            )
+        if policy == "auto":
+            policy = self.mtp if there and self.mtp else "drop"
+        return {**config, further.MTP: policy}
 
     def canonical(self, name: str) -> str:
         """A checkpoint's name for a tensor as the rules spell it; checkpoints of bare models leave out `model.`."""
+        name = wrapper.inner_name(name)
         return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
 
     def to_gguf(self, config: Config, shapes: Mapping[str, Shape]) -> list[Piece]:
@@ -248,23 +279,6 @@ def refuse(config: Config, key: str, accepted: Collection[Any]) -> None:
         raise UnsupportedError(
             f"config.json: {key} = {value!r} is not supported by quantkit; accepted: {', '.join(map(repr, accepted))}"
         )
-
-
-def further_count(config: Config) -> int:
-    """Layers after the main ones that predict further tokens."""
-    return config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
-
-
-def further_layers(config: Config, names: Collection[str]) -> dict[str, list[str]]:
-    """Tensors of the layers after the main ones, that predict further tokens: what `Arch.left_out` gives."""
-    n_layer = need(config, "num_hidden_layers")
-    extra = further_count(config)
-    found: dict[str, list[str]] = {}
-    for name in names:
-        layer = split_name(name)[1]
-        if layer is not None and n_layer <= layer < n_layer + extra:
-            found.setdefault(f"layer {layer}, which predicts the next token but {layer - n_layer + 1}", []).append(name)
-    return found
 
 
 def rope_parameters(config: Config) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class Decoder(Arch):
             refuse(parameters, "partial_rotary_factor", (1, 1.0))
         heads = need(config, "num_attention_heads")
         values: Entries = {
-            "block_count": (need(config, "num_hidden_layers"), "u32"),
+            "block_count": (need(config, "num_hidden_layers") + self.n_further(config), "u32"),
             "context_length": (need(config, "max_position_embeddings"), "u32"),
             "embedding_length": (need(config, "hidden_size"), "u32"),
             "feed_forward_length": (need(config, "intermediate_size"), "u32"),
@@ -53,6 +53,8 @@ class Decoder(Arch):
             "attention.layer_norm_rms_epsilon": (float(need(config, "rms_norm_eps")), "f32"),
             "vocab_size": (need(config, "vocab_size"), "u32"),
         }
+        if self.n_further(config):
+            values["nextn_predict_layers"] = (self.n_further(config), "u32")
         if self.turned is not None:
             values["rope.dimension_count"] = (self.rope_dim(config), "u32")
         entries = {f"{self.name}.{key}": entry for key, entry in values.items()}
@@ -80,7 +82,7 @@ class Decoder(Arch):
             "vocab_size": hp.n_vocab,
             "hidden_size": hp.n_embd,
             "intermediate_size": hp.n_ff,
-            "num_hidden_layers": hp.n_layer,
+            "num_hidden_layers": hp.n_main,
             "num_attention_heads": hp.n_head,
             "num_key_value_heads": hp.n_head_kv,
             "max_position_embeddings": hp.n_ctx_train,
@@ -90,6 +92,8 @@ class Decoder(Arch):
             "tie_word_embeddings": hp.tied,
             "attention_bias": all_or_none(hp, self.biased, self.hf[0]),
         }
+        if self.mtp:
+            found["num_nextn_predict_layers"] = hp.n_further
         if self.turned is not None:
             found["partial_rotary_factor"] = hp.rope_dim / hp.head_dim_k
         if hp.rope_freq_factors:
@@ -112,6 +116,7 @@ class Decoder(Arch):
         return {
             "arch": self.name,
             "n_layer": keys.number("block_count"),
+            "n_further": keys.number("nextn_predict_layers", 0),
             "n_ctx_train": keys.number("context_length"),
             "n_embd": embd,
             "n_ff": keys.number("feed_forward_length"),
@@ -127,7 +132,7 @@ class Decoder(Arch):
         }
 
     def blocks(self, hparams: HParams) -> list[Block]:
-        return [Block(i, (self.attention(hparams, i), self.feed_forward(hparams, i))) for i in range(hparams.n_layer)]
+        return [Block(i, (self.attention(hparams, i), self.feed_forward(hparams, i))) for i in range(hparams.n_main)]
 
     def attention(self, hp: HParams, i: int) -> Attention:
         return Attention(

@@ -10,7 +10,8 @@ heads, `nope` and `rope` elements of a head's query, `v` of its value, the tenso
 Files hold the first ("joint"), the others ("split": upstream's converter, 3-D, whose head_count_kv, key_length and
 value_length are those of the latent) or all of them (ik_llama.cpp's converter, and this one). Rope turns neighbouring
 elements, as checkpoints have them. YaRN's mscale multiplies the scores, not cos and sin. The norms of the latents have
-an epsilon of their own, which transformers fixes. The layer that predicts the next token but one is left out.
+an epsilon of their own, which transformers fixes. Layers that predict further tokens are left out unless they are asked
+for: the reference does not load files that have them.
 """
 
 from __future__ import annotations
@@ -22,14 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.archs import experts, rope
+from quantkit.archs import experts, further, rope
 from quantkit.archs.base import (
     EMBEDDING_RULES,
     OUTPUT_RULES,
     Config,
     Entries,
     Keys,
-    further_layers,
     need,
     refuse,
     rope_parameters,
@@ -171,6 +171,7 @@ class DeepSeek2(Decoder):
     hf = ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM")
     model_type = "deepseek_v3"
     rope_style = "norm"
+    mtp = "drop"
     rules = (
         *EMBEDDING_RULES,
         Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
@@ -186,6 +187,7 @@ class DeepSeek2(Decoder):
         Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
         Rule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
         *experts.RULES,
+        *further.RULES,
         *OUTPUT_RULES,
     )
     EXAMPLE = {  # noqa: RUF012  data
@@ -262,9 +264,6 @@ class DeepSeek2(Decoder):
             entries[f"{a}.rope.scaling.yarn_log_multiplier"] = (0.1 * scales["mscale_all_dim"], "f32")
         return entries
 
-    def left_out(self, config: Config, names: Collection[str]) -> dict[str, list[str]]:
-        return further_layers(config, names)
-
     def rebuilt(self, name: str) -> bool:
         return name.endswith((".attn_k_b.weight", ".attn_v_b.weight"))
 
@@ -299,7 +298,7 @@ class DeepSeek2(Decoder):
             "vocab_size": hp.n_vocab,
             "hidden_size": hp.n_embd,
             "intermediate_size": hp.n_ff,
-            "num_hidden_layers": hp.n_layer,
+            "num_hidden_layers": hp.n_main,
             "num_attention_heads": hp.n_head,
             "num_key_value_heads": hp.n_head,
             "q_lora_rank": hp.q_lora or None,
@@ -307,7 +306,7 @@ class DeepSeek2(Decoder):
             "qk_nope_head_dim": hp.nope,
             "qk_rope_head_dim": hp.rope.dim,
             "v_head_dim": hp.head_dim_v,
-            "num_nextn_predict_layers": 0,
+            "num_nextn_predict_layers": hp.n_further,
             "max_position_embeddings": hp.n_ctx_train,
             "rms_norm_eps": shortest(hp.norm_eps),
             "rope_theta": shortest(hp.rope.base),
@@ -349,7 +348,7 @@ class DeepSeek2(Decoder):
     def blocks(self, hparams: HParams) -> list[Block]:
         assert isinstance(hparams, LatentHParams)
         return [
-            Block(i, (self.latent_attention(hparams, i), self.feed_forward(hparams, i))) for i in range(hparams.n_layer)
+            Block(i, (self.latent_attention(hparams, i), self.feed_forward(hparams, i))) for i in range(hparams.n_main)
         ]
 
     def latent_attention(self, hp: LatentHParams, i: int) -> LatentAttention:

@@ -7,36 +7,14 @@ Layers that predict further tokens are kept, as layers after the main ones that 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from quantkit.archs import experts
-from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Entries, Keys, further_count
-from quantkit.archs.blocks import Attention, Block, HParams, Part
+from quantkit.archs import experts, further
+from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Entries, Keys
+from quantkit.archs.blocks import Attention, HParams, Part
 from quantkit.archs.decoder import Decoder, with_head_norms
 from quantkit.archs.tensors import Rule
-
-_PARTS = ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head.head", "shared_head.norm")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GlmHParams(HParams):
-    """n_layer counts the layers that predict further tokens, too."""
-
-    n_further: int = 0
-
-    @property
-    def n_main(self) -> int:
-        return self.n_layer - self.n_further
-
-
-def _is_further(hp: GlmHParams, layer: int) -> bool:
-    return layer >= hp.n_main
-
-
-def _further(name: str) -> Rule:
-    ours = name.replace(".", "_")
-    return Rule(f"blk.N.nextn.{ours}", f"model.layers.N.{name}", layers=_is_further, f32=ours.endswith("norm"))
 
 
 class Glm4Moe(Decoder):
@@ -44,6 +22,7 @@ class Glm4Moe(Decoder):
     hf = ("Glm4MoeForCausalLM",)
     model_type = "glm4_moe"
     rope_style = "neox"
+    mtp = "keep"
     turned = 0.5
     biased = ("attn_q", "attn_k", "attn_v")
     rules = (
@@ -57,7 +36,7 @@ class Glm4Moe(Decoder):
         Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj"),
         Rule("blk.N.post_attention_norm", "model.layers.N.post_attention_layernorm", f32=True),
         *experts.RULES,
-        *(_further(name) for name in _PARTS),
+        *further.RULES,
         *OUTPUT_RULES,
     )
     EXAMPLE = {  # noqa: RUF012  data
@@ -91,10 +70,9 @@ class Glm4Moe(Decoder):
     }
 
     def metadata(self, config: Config) -> Entries:
-        a, extra = self.name, further_count(config)
+        a = self.name
         return super().metadata(config) | experts.entries(a, config) | self.head_lengths(config) | {
-            f"{a}.block_count": (config["num_hidden_layers"] + extra, "u32"),
-            f"{a}.nextn_predict_layers": (extra, "u32"),
+            f"{a}.nextn_predict_layers": (self.n_further(config), "u32"),
             f"{a}.expert_gating_func": (experts.GATING_NUMBERS["sigmoid"], "u32"),
         }  # fmt: skip
 
@@ -106,22 +84,12 @@ class Glm4Moe(Decoder):
     def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
         hp = self.hparams(metadata, tensors.keys())
         return super().config(metadata, tensors) | experts.config(hp) | {
-            "num_hidden_layers": hp.n_main,
-            "num_nextn_predict_layers": hp.n_further,
             "head_dim": hp.head_dim_k,
             "use_qk_norm": _has_head_norms(hp, 0),
         }  # fmt: skip
 
-    def hparams(self, metadata: Mapping[str, Any], tensors: Collection[str] = ()) -> GlmHParams:
-        return GlmHParams(**self.numbers(Keys(self.name, metadata), tensors))
-
     def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
-        further = {"n_further": keys.number("nextn_predict_layers", 0)}
-        return super().numbers(keys, tensors) | experts.numbers(keys, tensors) | further
-
-    def blocks(self, hparams: HParams) -> list[Block]:
-        assert isinstance(hparams, GlmHParams)
-        return super().blocks(hparams)[: hparams.n_main]
+        return super().numbers(keys, tensors) | experts.numbers(keys, tensors)
 
     def attention(self, hp: HParams, i: int) -> Attention:
         part = super().attention(hp, i)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantkit.cli._shared import Json, Threads, gib, parse_size, print_json, print_left_out, table
+from quantkit.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from quantkit.convert import Conversion
@@ -33,6 +34,17 @@ def convert(
         str | None,
         typer.Option(metavar="NAME", help="tokenizer.ggml.pre, where the tokenizer is not recognised."),
     ] = None,
+    mtp: Annotated[
+        str,
+        typer.Option(
+            metavar="POLICY",
+            help="keep or drop layers that predict further tokens; auto: as files of the architecture usually have it.",
+        ),
+    ] = "auto",
+    vision: Annotated[
+        str,
+        typer.Option(metavar="POLICY", help="drop encoders of images and sound: no other policy is known."),
+    ] = "drop",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, write nothing.")] = False,
     threads: Threads = None,
     json: Json = False,
@@ -44,9 +56,12 @@ def convert(
     """
     from quantkit.convert import convert as run
 
+    if vision != "drop":
+        raise UnsupportedError(f"--vision {vision}: encoders of images and sound are not converted; only drop is known")
     size = None if split_max_size is None else parse_size(split_max_size)
     started = time.monotonic()
-    done = run(source, out, outtype, pre=pre, split_max_bytes=size, dry_run=dry_run, threads=threads, progress=not json)
+    choices: dict[str, Any] = {"pre": pre, "mtp": mtp, "split_max_bytes": size, "dry_run": dry_run}
+    done = run(source, out, outtype, **choices, threads=threads, progress=not json)
     record = _record(done, time.monotonic() - started)
     if json:
         print_json(record)
@@ -59,6 +74,8 @@ def convert(
         f"tokenizer {record['tokenizer']}"
     )
     print_left_out(done.left_out)
+    if done.n_further:
+        print(f"kept: {done.n_further} layer(s) that predict further tokens, which are not run")
     if done.fallbacks:
         listed = ", ".join(done.fallbacks[:3]) + (", …" if done.fallbacks[3:] else "")
         print(
@@ -83,6 +100,7 @@ def _record(done: Conversion, seconds: float) -> dict[str, Any]:
         "types": {name: [counts[name], sizes[name]] for name in counts},
         "fallbacks": done.fallbacks,
         "left_out": done.left_out,
+        "nextn_predict_layers": done.n_further,
         "tokenizer": f"{metadata['tokenizer.ggml.model']}/{metadata['tokenizer.ggml.pre']}",
         "paths": done.written,
         "seconds": seconds,

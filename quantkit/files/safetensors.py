@@ -14,10 +14,11 @@ Every number is checked against the file before use; what is wrong is a FormatEr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -91,10 +92,12 @@ class CheckpointTensor:
 
     __slots__ = ("_file", "dtype", "name", "nbytes", "offset", "path", "shape")
 
-    def __init__(self, name: str, dtype: str, shape: tuple[int, ...], offset: int, nbytes: int, file: _File):
+    def __init__(
+        self, name: str, dtype: str, shape: tuple[int, ...], offset: int, nbytes: int, path: Path, data: np.ndarray
+    ):
         self.name, self.dtype, self.shape = name, dtype, shape
-        self.offset, self.nbytes, self.path = offset, nbytes, file.path
-        self._file = file.bytes
+        self.offset, self.nbytes, self.path = offset, nbytes, path
+        self._file = data  # uint8: all bytes of the file
 
     def __repr__(self) -> str:
         return f"<tensor {self.name} {self.dtype} {self.shape}>"
@@ -158,32 +161,37 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
     """
     path = Path(directory)
     if path.is_file():
-        return _join(path, [path])
+        return join(path, [_File(path)], [path])
     if not path.is_dir():
         raise FormatError(f"{path}: no such directory")
     if (path / INDEX_NAME).exists():
-        weight_map = _read_index(path / INDEX_NAME)
+        weight_map = read_index(path / INDEX_NAME)
         files = [path / name for name in sorted(set(weight_map.values()))]
-        for file in files:
-            if not file.exists():
-                n = sum(name == file.name for name in weight_map.values())
-                raise FormatError(f"{path / INDEX_NAME}: {n} tensors are in {file.name}, which is missing")
-        checkpoint = _join(path, files)
-        _check_index(path / INDEX_NAME, weight_map, checkpoint)
+        checkpoint = join(path, map(_File, files), files)
+        check_index(path / INDEX_NAME, weight_map, checkpoint)
         return checkpoint
     if (path / "model.safetensors").exists():
-        return _join(path, [path / "model.safetensors"])
+        return join(path, [_File(path / "model.safetensors")], [path / "model.safetensors"])
     found = sorted(path.glob("*.safetensors"))
     if not found:
         raise FormatError(f"{path}: no {INDEX_NAME}, no model.safetensors and no other *.safetensors in this directory")
-    return _join(path, found)
+    return join(path, map(_File, found), found)
 
 
-def _join(path: Path, paths: list[Path]) -> Checkpoint:
+class File(Protocol):
+    """What this needs of an opened file."""
+
+    path: Path
+    metadata: dict[str, str]
+    tensors: list[CheckpointTensor]
+
+
+def join(path: Path, files: Iterable[File], paths: list[Path]) -> Checkpoint:
+    """The checkpoint of some files, which are opened as they are taken."""
     allow_open_files(len(paths))
     metadata: dict[str, str] = {}
     tensors: dict[str, CheckpointTensor] = {}
-    for file in map(_File, paths):
+    for file in files:
         metadata = {**file.metadata, **metadata}
         for tensor in file.tensors:
             if tensor.name in tensors:
@@ -194,8 +202,8 @@ def _join(path: Path, paths: list[Path]) -> Checkpoint:
     return Checkpoint(path, paths, metadata, tensors)
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    """weight_map of an index: tensor name -> name of a file beside it."""
+def read_index(path: Path) -> dict[str, str]:
+    """weight_map of an index: tensor name -> name of a file beside it, which there has to be."""
     data = map_file(path)
     if data.size > MAX_HEADER:
         raise FormatError(f"{path}: {data.size} bytes, an index has up to {MAX_HEADER}")
@@ -217,10 +225,15 @@ def _read_index(path: Path) -> dict[str, str]:
     scan.finish()
     if not weight_map:
         raise FormatError(f"{path}: the index has no weight_map, or an empty one")
+    for file in sorted(set(weight_map.values())):
+        if not (path.parent / file).exists():
+            n = sum(name == file for name in weight_map.values())
+            raise FormatError(f"{path}: {n} tensors are in {file}, which is missing")
     return weight_map
 
 
-def _check_index(path: Path, weight_map: dict[str, str], checkpoint: Checkpoint) -> None:
+def check_index(path: Path, weight_map: dict[str, str], checkpoint: Checkpoint) -> None:
+    """FormatError where an index and the files it names differ."""
     for name, file in weight_map.items():
         tensor = checkpoint.tensors.get(name)
         if tensor is None or tensor.path.name != file:
@@ -293,7 +306,7 @@ class _File:
             raise scan.error(
                 f"{what} is {dtype} of shape {shape}, {expected} bytes; its offsets span {stop - start}", at
             )
-        return CheckpointTensor(name, dtype, tuple(shape), self.start + start, expected, self)
+        return CheckpointTensor(name, dtype, tuple(shape), self.start + start, expected, self.path, self.bytes)
 
     def _check_coverage(self) -> None:
         """The data must be the tensors, one after the other, and nothing else."""

@@ -5,133 +5,43 @@
             size. The last block of an axis may be cut off.
     mxfp4   NAME_blocks U8[…, rows, n / 32, 16] with NAME_scales U8[…, rows, n / 32], as gpt-oss has its experts: byte j
             of a block holds elements 2j (low bits) and 2j + 1, of the values of E2M1; a scale e is 2^(e - 127).
+    ints    of compressed-tensors: NAME.weight_packed I32[rows, words], codes of 1 to 8 bits from the low bits of a word
+            up, with NAME.weight_shape (rows, n), or NAME.weight I8[rows, n]; NAME.weight_scale [rows, groups]; and
+            maybe NAME.weight_zero_point I8[rows, groups], packed along rows where weights are packed, and
+            NAME.weight_g_idx I32[n], the group of each column. config.json says bits and size of groups, for all
+            modules or by their names.
 
-`unscaled` hides codes and scales and shows `ScaledTensor`s in their place, which have what a CheckpointTensor has but
-for `raw`. Values are float32 products, rounded once: of MXFP4 they are exact. No more is decoded than is asked for.
+`unscaled` hides codes and scales and shows `ScaledTensor`s (scaled.py) in their place, which have what a
+CheckpointTensor has but for `raw`. No more is decoded than is asked for.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from quantkit.errors import DataError, FormatError, UnsupportedError
-from quantkit.files.mapping import release
+from quantkit.errors import FormatError, UnsupportedError
 from quantkit.files.safetensors import Checkpoint, CheckpointTensor
-
-Shape = tuple[int, ...]
+from quantkit.files.scaled import FP8Tensor, IntegerTensor, MXFP4Tensor, ScaledTensor, unpack
 
 FP8 = ("F8_E4M3", "F8_E5M2")
+INTEGERS = tuple(f"INT{bits}" for bits in range(1, 9))
 _BLOCK = (128, 128)
+_PACKED = ".weight_packed"
 _SCALES = (".weight_scale_inv", ".weight_scale")
+_OF_INTEGERS = (".weight_shape", ".weight_zero_point", ".weight_g_idx")
 # Scales of activations and caches, which weights do not need.
-_OF_ACTIVATIONS = (".activation_scale", ".input_scale", ".output_scale", ".k_scale", ".v_scale", ".kv_scale")
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_E2M1 = np.concatenate([_E2M1, -_E2M1])
-_METHODS = ("fp8", "mxfp4", "compressed-tensors")
-
-
-class ScaledTensor(ABC):
-    """A matrix, or a stack of them, that is stored as codes and scales. `dtype` is that of the codes."""
-
-    def __init__(self, name: str, dtype: str, shape: Shape, codes: CheckpointTensor, scales: CheckpointTensor):
-        self.name, self.dtype, self.shape = name, dtype, shape
-        self.codes, self.scales = codes, scales
-        self.path = codes.path
-        self.nbytes = codes.nbytes + scales.nbytes
-
-    def __repr__(self) -> str:
-        return f"<tensor {self.name} {self.dtype} {self.shape}>"
-
-    @property
-    def n_rows(self) -> int:
-        """Product of all but the last axis."""
-        return math.prod(self.shape[:-1])
-
-    def rows(self, start: int, stop: int) -> np.ndarray:
-        """float32[stop - start, shape[-1]]: some rows; all leading axes count as one."""
-        if not 0 <= start <= stop <= self.n_rows:
-            raise DataError(f"{self.path}: tensor {self.name} has rows 0 to {self.n_rows}, not {start} to {stop}")
-        return self._rows(start, stop)
-
-    @abstractmethod
-    def _rows(self, start: int, stop: int) -> np.ndarray: ...
-
-    def dequantize(self) -> np.ndarray:
-        """float32[shape]."""
-        return self.rows(0, self.n_rows).reshape(self.shape)
-
-    def forget(self, start: int, stop: int) -> None:
-        """Let go of the memory behind some rows."""
-        width = self.codes.nbytes // self.n_rows
-        release(self.codes.raw()[start * width : stop * width])
-
-
-class FP8Tensor(ScaledTensor):
-    """Codes of 8 bits, each times the scale of its block of `block` rows and columns."""
-
-    def __init__(self, codes: CheckpointTensor, scales: CheckpointTensor, block: tuple[int, int]):
-        super().__init__(codes.name, codes.dtype, codes.shape, codes, scales)
-        self.block = block
-
-    def _rows(self, start: int, stop: int) -> np.ndarray:
-        x = self.codes.rows(start, stop)
-        (rows, n), (high, wide) = self.shape[-2:], self.block
-        grid = self.scales.dequantize().reshape(-1, -(-n // wide))
-        first = start
-        while first < stop:  # rows of one line of blocks at a time
-            matrix, row = divmod(first, rows)
-            last = min(first + high - row % high, first + rows - row, stop)
-            line = grid[matrix * -(-rows // high) + row // high]
-            with np.errstate(over="ignore"):  # what float32 cannot hold is Inf, which whoever reads it refuses
-                x[first - start : last - start] *= np.repeat(line, wide)[:n]
-            first = last
-        return x
-
-
-class MXFP4Tensor(ScaledTensor):
-    """Codes of 4 bits, 32 to a scale."""
-
-    def __init__(self, name: str, codes: CheckpointTensor, scales: CheckpointTensor):
-        super().__init__(name, "MXFP4", (*codes.shape[:-2], 32 * codes.shape[-2]), codes, scales)
-
-    def _rows(self, start: int, stop: int) -> np.ndarray:
-        blocks = self.shape[-1] // 32
-        codes = self.codes.raw().reshape(-1, blocks, 16)[start:stop]
-        exponents = self.scales.raw().reshape(-1, blocks)[start:stop].astype(np.int32)
-        x = np.empty((stop - start, blocks, 16, 2), np.float32)
-        x[..., 0] = _E2M1[codes & 15]
-        x[..., 1] = _E2M1[codes >> 4]
-        with np.errstate(over="ignore"):
-            np.ldexp(x, (exponents - 127)[:, :, None, None], out=x)
-        x[exponents == 255] = np.nan
-        return x.reshape(stop - start, -1)
-
-    def packed(self, start: int, stop: int) -> np.ndarray:
-        """uint8[rows, 17 * blocks] as GGUF has them: the scale, then byte j with elements j (low bits) and j + 16.
-
-        DataError for a scale that is NaN, which GGUF's type cannot say.
-        """
-        blocks = self.shape[-1] // 32
-        codes = self.codes.raw().reshape(-1, blocks, 16)[start:stop]
-        scales = self.scales.raw().reshape(-1, blocks)[start:stop]
-        if (scales == 255).any():
-            row, block = (int(i) for i in np.argwhere(scales == 255)[0])
-            raise DataError(f"row {row}, block {block} has the scale 255, which is nan")
-        elements = np.stack([codes & 15, codes >> 4], axis=-1).reshape(stop - start, blocks, 2, 16)
-        out = np.empty((stop - start, blocks, 17), np.uint8)
-        out[..., 0] = scales
-        out[..., 1:] = elements[:, :, 0] | elements[:, :, 1] << 4
-        return out.reshape(stop - start, -1)
-
-
-# -------------------------------------------------------------------------------------------------------- which is what
+_OF_ACTIVATIONS = (".activation_scale", ".input_scale", ".output_scale", ".k_scale", ".v_scale", ".kv_scale",
+                   ".input_zero_point", ".output_zero_point")  # fmt: skip
+_COMPRESSED = "compressed-tensors"
+_METHODS = ("fp8", "mxfp4", _COMPRESSED)
+_FORMATS = (None, "dense", "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision")
 
 
 def unscaled(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
@@ -140,27 +50,36 @@ def unscaled(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     Without one it is as it was. UnsupportedError for other methods; FormatError where scales are missing or do not fit.
     """
     settings = config.get("quantization_config") or {}
-    method = settings.get("quant_method")
-    if not method:
+    if not settings.get("quant_method"):
         return checkpoint
     _refuse_other_methods(settings, checkpoint.path)
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, ScaledTensor] = {}
     used: set[str] = set()
     for name, tensor in checkpoint.tensors.items():
-        if name.endswith("_blocks"):
-            made: Any = _mxfp4(checkpoint, name.removesuffix("_blocks"), tensor)
-        elif tensor.dtype in FP8:
-            made = _fp8(checkpoint, tensor, _block_size(settings))
-        else:
-            continue
-        tensors[name] = made
-        used.add(made.scales.name)
+        made = _made_of(checkpoint, tensor, settings)
+        if made is not None:
+            tensors[name] = made
+            used.add(made.scales.name)
     for name in checkpoint.tensors:
         if name.endswith(_SCALES) and name not in used:
-            raise FormatError(f"{checkpoint.path}: {name} scales nothing: there is no tensor of FP8 codes of that name")
-    dropped = used.union(name for name in checkpoint.tensors if name.endswith(_OF_ACTIVATIONS))
+            raise FormatError(f"{checkpoint.path}: {name} scales nothing: there are no codes of that name")
+    dropped = used.union(name for name in checkpoint.tensors if name.endswith((*_OF_ACTIVATIONS, *_OF_INTEGERS)))
     kept = [tensors.get(name, tensor) for name, tensor in checkpoint.tensors.items() if name not in dropped]
-    return replace(checkpoint, tensors={tensor.name: tensor for tensor in kept})
+    shown: dict[str, Any] = {tensor.name: tensor for tensor in kept}
+    return replace(checkpoint, tensors=shown)
+
+
+def _made_of(checkpoint: Checkpoint, tensor: CheckpointTensor, settings: Mapping[str, Any]) -> ScaledTensor | None:
+    """What a tensor holds the codes of; None if it holds none."""
+    name = tensor.name
+    if name.endswith("_blocks"):
+        return _mxfp4(checkpoint, name.removesuffix("_blocks"), tensor)
+    if tensor.dtype in FP8:
+        return _fp8(checkpoint, tensor, _block_size(settings))
+    whole = tensor.dtype == "I8" and name.endswith(".weight")
+    if settings["quant_method"] == _COMPRESSED and (name.endswith(_PACKED) or whole):
+        return _integers(checkpoint, tensor, settings)
+    return None
 
 
 def _refuse_other_methods(settings: Mapping[str, Any], where: Path) -> None:
@@ -168,15 +87,17 @@ def _refuse_other_methods(settings: Mapping[str, Any], where: Path) -> None:
     method = settings.get("quant_method")
     if method not in _METHODS:
         raise UnsupportedError(
-            f"{where}: the checkpoint is quantized already ({method}); quantkit reads {' and '.join(_METHODS[:2])}, "
+            f"{where}: the checkpoint is quantized already ({method}); quantkit reads {', '.join(_METHODS)}, "
             "and bf16, f16 and f32"
         )
-    for group in _groups(settings) if method == _METHODS[2] else ():
-        weights = group.get("weights") or {}
-        if weights.get("type") != "float" or weights.get("num_bits") != 8:
+    for group in _groups(settings) if method == _COMPRESSED else ():
+        weights, form = group.get("weights") or {}, group.get("format") or settings.get("format")
+        kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
+        if form not in _FORMATS or not ((kind == "float" and bits == 8) or (kind == "int" and bits in range(1, 9))):
             raise UnsupportedError(
-                f"{where}: the checkpoint is quantized already ({method}, {weights.get('type')} of "
-                f"{weights.get('num_bits')} bits); of this method quantkit reads float of 8 bits"
+                f"{where}: the checkpoint is quantized already ({method}, {form or 'no format'}, {kind} of {bits} "
+                f"bits); of this method quantkit reads {', '.join(filter(None, _FORMATS))}: integers of 1 to 8 bits "
+                "and float of 8"
             )
 
 
@@ -229,3 +150,104 @@ def _mxfp4(checkpoint: Checkpoint, name: str, codes: CheckpointTensor) -> MXFP4T
             f"{scales.path}: tensor {scales.name} is {scales.shape}; the blocks of {codes.name} need {codes.shape[:-1]}"
         )
     return MXFP4Tensor(name, codes, scales)
+
+
+# ------------------------------------------------------------------------------------------------------------- integers
+
+
+def _integers(checkpoint: Checkpoint, codes: CheckpointTensor, settings: Mapping[str, Any]) -> IntegerTensor:
+    module = codes.name.removesuffix(_PACKED).removesuffix(".weight")
+    parts = {
+        name: checkpoint.tensors.get(f"{module}.weight_{name}") for name in ("scale", "shape", "zero_point", "g_idx")
+    }
+    weights = _of_module(settings, module)
+    bits = weights.get("num_bits", 8)
+    rows, n = shape = _shape(codes, parts["shape"], bits)
+    scales = parts["scale"]
+    if scales is None:
+        raise FormatError(f"{codes.path}: tensor {codes.name} holds integers and has no scales, {module}.weight_scale")
+    size = weights.get("group_size") or n
+    size = n if size < 0 else size
+    count = -(-n // size)
+    if scales.shape not in ((rows, count), (rows, 1), (rows,), (1,), ()):
+        raise FormatError(
+            f"{scales.path}: tensor {scales.name} is {scales.shape}; {module} is {shape}, whose {count} groups of "
+            f"{size} columns need {(rows, count)}"
+        )
+    zero_points = None
+    if parts["zero_point"] is not None:
+        zero_points = _zero_points(parts["zero_point"], scales, bits)
+    order = _order(parts["g_idx"], n, count)
+    return IntegerTensor(f"{module}.weight", shape, codes, scales, bits, size, zero_points, order)
+
+
+def _of_module(settings: Mapping[str, Any], module: str) -> Mapping[str, Any]:
+    """The `weights` of the group of config_groups that a module is in: one that names it, else one of its class."""
+    groups = list(_groups(settings))
+    by_name = [g for g in groups if any(_matches(target, module) for target in g.get("targets") or ())]
+    by_class = [g for g in groups if "Linear" in (g.get("targets") or ())]
+    found = [g.get("weights") or {} for g in by_name or by_class or groups]
+    if not found or any(weights != found[0] for weights in found):
+        raise UnsupportedError(
+            f"config.json: quantization_config.config_groups has {len(found)} groups that {module} may be in, which "
+            "differ; quantkit tells groups apart by the names of modules"
+        )
+    return found[0]
+
+
+def _matches(target: str, module: str) -> bool:
+    """Whether a target, a name or "re:" and a regex for its beginning, is a module's."""
+    return bool(re.match(target[3:], module)) if target.startswith("re:") else target == module
+
+
+def _shape(codes: CheckpointTensor, stated: CheckpointTensor | None, bits: int) -> tuple[int, int]:
+    """(rows, n) of a matrix of integers."""
+    if len(codes.shape) != 2 or codes.dtype not in ("I8", "I32", "U32"):
+        raise FormatError(f"{codes.path}: tensor {codes.name} is {codes.dtype} of shape {codes.shape}, not a matrix")
+    if codes.dtype == "I8":
+        return codes.shape[0], codes.shape[1]
+    name = f"{codes.name.removesuffix('_packed')}_shape"
+    if stated is None or stated.dtype not in ("I32", "I64"):
+        raise FormatError(f"{codes.path}: tensor {codes.name} needs {name}, two whole numbers: its rows and columns")
+    shape = [int(i) for i in stated.raw().view("<i8" if stated.dtype == "I64" else "<i4")]
+    rows, words = codes.shape
+    if len(shape) != 2 or shape[0] != rows or min(shape) < 1 or -(-shape[1] // (32 // bits)) != words:
+        raise FormatError(
+            f"{codes.path}: tensor {codes.name} is {codes.shape}, {name} says {tuple(shape)}; with {32 // bits} codes "
+            f"of {bits} bits to a word the two do not fit"
+        )
+    return shape[0], shape[1]
+
+
+def _zero_points(stored: CheckpointTensor, scales: CheckpointTensor, bits: int) -> Callable[[], np.ndarray]:
+    """What reads them: int8[rows, groups], one for each scale."""
+    rows, groups = (*scales.shape, 1, 1)[:2]
+    if stored.dtype == "I8" and math.prod(stored.shape) == rows * groups:
+        return lambda: stored.raw().view(np.int8).reshape(rows, groups)
+    if stored.dtype not in ("I32", "U32") or stored.shape != (-(-rows // (32 // bits)), groups):
+        raise FormatError(
+            f"{stored.path}: tensor {stored.name} is {stored.dtype} of shape {stored.shape}; scales of {scales.shape} "
+            f"need I8 of that shape, or {32 // bits} rows packed into one of I32"
+        )
+
+    def read() -> np.ndarray:
+        words = np.ascontiguousarray(stored.raw().view("<u4").reshape(stored.shape).T)
+        return unpack(words.view(np.uint8), bits).T[:rows].astype(np.int8)
+
+    return read
+
+
+def _order(stored: CheckpointTensor | None, n: int, count: int) -> np.ndarray | None:
+    """int[n]: the group of each column, where that is not its neighbours'."""
+    if stored is None:
+        return None
+    wide = stored.dtype == "I64"
+    found = stored.raw().view("<i8" if wide else "<i4") if wide or stored.dtype == "I32" else np.zeros(0, int)
+    if found.size == n and (found == -1).all():
+        return None
+    if found.size != n or found.min() < 0 or found.max() >= count:
+        raise FormatError(
+            f"{stored.path}: tensor {stored.name} is {stored.dtype} of shape {stored.shape}; it should name one of "
+            f"{count} groups for each of {n} columns"
+        )
+    return found.astype(np.intp)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +113,46 @@ def tiny(directory: Path, dtype: str = "float32", arch: str = "llama", **config:
     return model
 
 
+Coded = list[tuple[str, str, np.ndarray]]  # ending of the name, dtype, values
+
+
 def as_fp8(source: Path, target: Path, rng: np.random.Generator, block: tuple[int, int] | None = (128, 128)) -> Path:
     """A checkpoint's projections with random FP8 codes and scales in their place, as DeepSeek ships them.
 
     The rest is in bf16. Without `block` there is one scale a matrix.
     """
+
+    def coded(rows: int, n: int) -> Coded:
+        codes = rng.integers(0, 127, (rows, n), np.uint8) | rng.integers(0, 2, (rows, n), np.uint8) << 7
+        grid = (-(-rows // block[0]), -(-n // block[1])) if block else ()
+        scales = rng.uniform(0.5, 2, grid).astype("<f4") / np.float32(2**14)
+        return [("", "F8_E4M3", codes), ("_scale_inv", "F32", scales)]
+
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    return _coded(
+        source, target, "_proj.weight", coded, settings | ({"weight_block_size": list(block)} if block else {})
+    )
+
+
+def as_int4(source: Path, target: Path, rng: np.random.Generator) -> Path:
+    """A checkpoint's experts with random integers of 4 bits in their place, 32 to a scale, as Kimi K2 Thinking's."""
+
+    def coded(rows: int, n: int) -> Coded:
+        words = rng.integers(-(2**31), 2**31, (rows, n // 8)).astype("<i4")
+        scales = types.get("bf16").quantize(rng.uniform(0.01, 0.05, (rows, n // 32)).astype("<f4")).view("<u2")
+        shape = np.array([rows, n], "<i8")
+        return [("_packed", "I32", words), ("_scale", "BF16", scales), ("_shape", "I64", shape)]
+
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": 32, "strategy": "group"}
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    settings |= {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+    return _coded(source, target, "", coded, settings, ".mlp.experts.")
+
+
+def _coded(
+    source: Path, target: Path, ending: str, coded: Callable[[int, int], Coded], settings: Any, part: str = ""
+) -> Path:
+    """The checkpoint with what `coded(rows, columns)` gives in place of the weights of some names; the rest is bf16."""
     specs: list[CheckpointSpec] = []
     data: list[np.ndarray] = []
 
@@ -125,22 +161,17 @@ def as_fp8(source: Path, target: Path, rng: np.random.Generator, block: tuple[in
         data.append(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
 
     for tensor in open_checkpoint(source).tensors.values():
-        if not tensor.name.endswith("_proj.weight"):
+        if not tensor.name.endswith(ending) or part not in tensor.name:
             add(tensor.name, "BF16", types.get("bf16").quantize(tensor.dequantize().reshape(-1, tensor.shape[-1]))
                 .view("<u2").reshape(tensor.shape))  # fmt: skip
             continue
-        rows, n = tensor.shape
-        codes = rng.integers(0, 127, (rows, n), np.uint8) | rng.integers(0, 2, (rows, n), np.uint8) << 7
-        grid = (-(-rows // block[0]), -(-n // block[1])) if block else ()
-        add(tensor.name, "F8_E4M3", codes)
-        add(f"{tensor.name}_scale_inv", "F32", rng.uniform(0.5, 2, grid).astype("<f4") / np.float32(2**14))
+        for suffix, dtype, x in coded(*tensor.shape):
+            add(tensor.name + suffix, dtype, x)
     target.mkdir()
     for path in source.iterdir():
         if path.suffix != ".safetensors":
             (target / path.name).write_bytes(path.read_bytes())
-    config = json.loads((source / "config.json").read_text())
-    settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-    config["quantization_config"] = settings | ({"weight_block_size": list(block)} if block else {})
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": settings}
     (target / "config.json").write_text(json.dumps(config))
     with CheckpointWriter(target, specs) as writer:
         for spec, values in zip(specs, data):

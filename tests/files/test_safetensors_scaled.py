@@ -75,6 +75,69 @@ def test_fp8_of_compressed_tensors(tmp_path: Path, rng: np.random.Generator) -> 
     np.testing.assert_array_equal(tensor.dequantize(), fp8_values(codes) * grid)
 
 
+def packed(codes: np.ndarray, bits: int) -> np.ndarray:
+    """int32[rows, words] by the definition of compressed-tensors' pack_to_int32, a code at a time."""
+    each = 32 // bits
+    words = np.zeros((len(codes), -(-codes.shape[1] // each)), np.uint32)
+    for column in range(codes.shape[1]):
+        code = (codes[:, column].astype(np.int64) + (1 << bits - 1)).astype(np.uint32)
+        words[:, column // each] |= code << np.uint32(bits * (column % each))
+    return words.view("<i4")
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize(("bits", "n", "size"), [(4, 96, 32), (4, 100, 32), (8, 64, -1), (3, 70, 16), (2, 48, 16)])
+def test_integers_of_compressed_tensors(
+    tmp_path: Path, rng: np.random.Generator, bits: int, n: int, size: int, zero_points: bool, ordered: bool
+) -> None:
+    """(code - zero point) * scale of the column's group: packed, and as bytes."""
+    rows, half = 11, 1 << bits - 1
+    groups = 1 if size < 0 else -(-n // size)
+    codes, zero = (rng.integers(-half, half, shape).astype(np.int8) for shape in ((rows, n), (rows, groups)))
+    scales = rng.uniform(0.5, 2, (rows, groups)).astype("<f4").view("<u4") >> 16  # bf16
+    of_column = rng.integers(0, groups, n) if ordered else np.arange(n) // (n if size < 0 else size)
+    tensors: dict[str, Any] = {
+        "a__weight_packed": ("I32", packed(codes, bits)),
+        "a__weight_shape": ("I64", np.array([rows, n], "<i8")),
+        "a__weight_scale": ("BF16", scales.astype("<u2")),
+        "b__weight": ("I8", codes),
+        "b__weight_scale": ("BF16", scales.astype("<u2")),
+        "c__weight": ("F32", np.ones((2, 3), "<f4")),
+    }
+    if zero_points:
+        tensors["a__weight_zero_point"] = ("I32", np.ascontiguousarray(packed(zero.T, bits).T))
+        tensors["b__weight_zero_point"] = ("I8", zero)
+    if ordered:
+        tensors |= {f"{name}__weight_g_idx": ("I32", of_column.astype("<i4")) for name in "ab"}
+    weights = {"type": "int", "num_bits": bits, "strategy": "group", "group_size": size, "symmetric": not zero_points}
+    group = {"weights": weights, "targets": ["Linear"]}
+    other = {"weights": weights | {"num_bits": 7, "group_size": 128}, "targets": ["re:x.*", "y"]}
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    settings["config_groups"] = {"g": group, "h": other}
+    read = unscaled(written(tmp_path / "c", **tensors), {"quantization_config": settings})
+    assert list(read.tensors) == ["a.weight", "b.weight", "c.weight"]
+    factor = (scales << 16).astype("<u4").view("<f4")[:, of_column]
+    whole = codes.astype(np.float32) - (zero[:, of_column] if zero_points else 0)
+    for name in ("a.weight", "b.weight"):
+        tensor = read.tensors[name]
+        assert (tensor.shape, tensor.dtype) == ((rows, n), f"INT{bits}")
+        np.testing.assert_array_equal(tensor.dequantize(), whole * factor)
+        np.testing.assert_array_equal(tensor.rows(3, 8), (whole * factor)[3:8])
+
+
+@pytest.mark.parametrize("shape", [(11, 1), (11,), (1,), ()])
+def test_integers_with_a_scale_a_row_or_one(tmp_path: Path, rng: np.random.Generator, shape: Any) -> None:
+    codes, scales = rng.integers(-128, 128, (11, 20)).astype(np.int8), rng.uniform(0.5, 2, shape).astype("<f4")
+    stored = written(tmp_path / "c", a__weight=("I8", codes), a__weight_scale=("F32", scales))
+    settings = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    settings |= {"config_groups": {"g": {"weights": {"type": "int", "num_bits": 8, "strategy": "channel"}}}}
+    tensor = unscaled(stored, {"quantization_config": settings}).tensors["a.weight"]
+    expected = codes * (scales.reshape(-1, 1) if scales.size > 1 else scales.reshape(()))
+    np.testing.assert_array_equal(tensor.dequantize(), expected.astype(np.float32))
+    np.testing.assert_array_equal(tensor.rows(4, 9), expected[4:9])
+
+
 def test_mxfp4_as_gpt_oss_ships_it(tmp_path: Path, rng: np.random.Generator) -> None:
     """The values that transformers decodes, which it turns round: experts, columns, rows."""
     torch = pytest.importorskip("torch")
@@ -99,14 +162,30 @@ def test_scales_that_are_nan_or_too_large_are_not_hidden(tmp_path: Path) -> None
 
 
 CODES = ("F8_E4M3", np.zeros((256, 256), np.uint8))
+WORDS, SHAPE = ("I32", np.zeros((2, 8), "<i4")), ("I64", np.array([2, 64], "<i8"))
+GROUPS = {"config_groups": {"g": {"weights": {"type": "int", "num_bits": 4, "group_size": 32}, "targets": ["Linear"]}}}
 
 
 @pytest.mark.parametrize(
     ("settings", "tensors", "error", "message"),
     [
         ({"quant_method": "gptq"}, {}, UnsupportedError, r"quantized already \(gptq\)"),
-        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"type": "int", "num_bits": 4}}}},
-         {}, UnsupportedError, "int of 4 bits"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"} | GROUPS,
+         {}, UnsupportedError, r"\(compressed-tensors, nvfp4-pack-quantized, int of 4"),
+        ({"quant_method": "compressed-tensors"} | GROUPS, {"a__weight_packed": WORDS}, FormatError,
+         "a.weight_packed needs a.weight_shape"),
+        ({"quant_method": "compressed-tensors"} | GROUPS, {"a__weight_packed": WORDS, "a__weight_shape": SHAPE},
+         FormatError, "holds integers and has no scales, a.weight_scale"),
+        ({"quant_method": "compressed-tensors"} | GROUPS, {"a__weight_packed": WORDS, "a__weight_shape": SHAPE,
+         "a__weight_scale": ("F32", np.ones((2, 3), "<f4"))}, FormatError, r"is \(2, 3\).* need \(2, 2\)"),
+        ({"quant_method": "compressed-tensors"} | GROUPS, {"a__weight_packed": WORDS,
+         "a__weight_shape": ("I64", np.array([2, 72], "<i8"))}, FormatError, r"says \(2, 72\)"),
+        ({"quant_method": "compressed-tensors"} | GROUPS, {"a__weight_packed": WORDS, "a__weight_shape": SHAPE,
+         "a__weight_scale": ("F32", np.ones((2, 2), "<f4")), "a__weight_zero_point": ("I32", np.ones((2, 2), "<i4"))},
+         FormatError, "8 rows packed into one"),
+        ({"quant_method": "compressed-tensors"} | GROUPS, {"a__weight_packed": WORDS, "a__weight_shape": SHAPE,
+         "a__weight_scale": ("F32", np.ones((2, 2), "<f4")), "a__weight_g_idx": ("I32", np.full(64, 2, "<i4"))},
+         FormatError, "one of 2 groups for each of 64 columns"),
         ({}, {"a__weight": CODES}, FormatError, "a.weight is F8_E4M3 and has no scales, a.weight_scale_inv"),
         ({}, {"a__weight": CODES, "a__weight_scale_inv": ("F32", np.ones((2, 3), "<f4"))}, FormatError,
          r"is \(2, 3\); a.weight is \(256, 256\), whose blocks of 128 x 128 need \(2, 2\)"),

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from quantkit import recipe
+from quantkit.archs import language_model
 from quantkit.budget import budget
 from quantkit.files.imatrix import Entry, Imatrix
 from quantkit.recipe import Options, Plan
-from quantkit.recipe.models import from_config, language_config
+from quantkit.recipe.models import from_config
 from quantkit.runtime.placement import parse_flags
 from tests.recipe.configs import DEEPSEEK_V3, LLAMA_8B, QWEN3_30B, QWEN3_235B, QWEN35_27B
 
@@ -19,7 +20,7 @@ SMALL_DEEPSEEK = DEEPSEEK_V3 | {"num_hidden_layers": 12}
 
 
 def planned(config: dict[str, Any], rules: str, target: str = "Q8_0", imatrix: Imatrix | None = None) -> Plan:
-    specs, metadata = from_config(language_config(config))
+    specs, metadata = from_config(language_model(config))
     options = Options(ignore_imatrix_rules=True)
     return recipe.plan(specs, target, recipe.parse(rules), metadata=metadata, imatrix=imatrix, options=options)
 
@@ -118,7 +119,7 @@ def test_rows_that_a_type_cannot_hold() -> None:
 def importance(config: dict[str, Any], tokens: int = 1000, without: str = "-") -> Imatrix:
     """What a measurement of a model gives: each expert saw `tokens`, but expert 1 of the first layer with some 5."""
     entries = {}
-    specs, _ = from_config(language_config(config))
+    specs, _ = from_config(language_model(config))
     for spec in specs:
         if spec.name.startswith("blk.") and len(spec.shape) > 1 and without not in spec.name:
             count = spec.shape[0] if len(spec.shape) == 3 else 1
@@ -163,7 +164,7 @@ def test_experts_that_a_legacy_matrix_fills_in() -> None:
 
 def placed(config: dict[str, Any], rules: str, flags: str) -> tuple[str, ...]:
     made = planned(config, rules)
-    _, metadata = from_config(language_config(config))
+    _, metadata = from_config(language_model(config))
     return budget({t.name: t for t in made.tensors}, metadata, parse_flags(flags)).warnings
 
 

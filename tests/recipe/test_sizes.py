@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 from quantkit import archs, recipe, types
+from quantkit.archs import language_model
 from quantkit.archs.deepseek2 import in_layout
 from quantkit.budget import Cache, budget
 from quantkit.cli import main
 from quantkit.recipe import Options, Plan, find, shipped
-from quantkit.recipe.models import from_config, language_config
+from quantkit.recipe.models import from_config
 from quantkit.runtime.placement import parse_flags
 from tests.recipe import configs
 from tests.recipe.configs import DEEPSEEK_V3, QWEN35_27B
@@ -30,7 +31,7 @@ MIB = 1 << 20
 
 @cache
 def described(name: str) -> Any:
-    return from_config(language_config(getattr(configs, name)))
+    return from_config(language_model(getattr(configs, name)))
 
 
 @cache
@@ -107,7 +108,7 @@ def test_qwen3_30b() -> None:
 
 
 def test_layouts_of_deepseek() -> None:
-    every = archs.outline(DEEPSEEK_V3).tensors(DEEPSEEK_V3)
+    every = archs.from_hf(DEEPSEEK_V3).tensors(DEEPSEEK_V3)
     counted = {
         layout: (len(found), f"{sum(math.prod(t.shape) for t in found) / 1e9:.3f}")
         for layout in ("all", "joint", "split")
@@ -117,7 +118,7 @@ def test_layouts_of_deepseek() -> None:
 
 
 def test_what_a_measurement_of_deepseek_has_entries_for() -> None:
-    joint = in_layout(archs.outline(DEEPSEEK_V3).tensors(DEEPSEEK_V3), "joint")
+    joint = in_layout(archs.from_hf(DEEPSEEK_V3).tensors(DEEPSEEK_V3), "joint")
     assert len([t for t in joint if t.name.startswith("blk.") and len(t.shape) > 1]) == 720
 
 
@@ -189,7 +190,7 @@ def test_qwen35_27b() -> None:
 
 
 def test_recurrent_state_of_qwen35_122b() -> None:
-    larger = language_config(QWEN35_27B) | {"linear_num_value_heads": 64}
+    larger = language_model(QWEN35_27B) | {"linear_num_value_heads": 64}
     assert Cache(1).of_layers(from_config(larger)[1])[0] == 4 * 1085440
 
 
@@ -255,7 +256,7 @@ def test_a_plan_of_a_bare_config_takes_no_time(tmp_path: Path, capsys: pytest.Ca
     assert "warning" not in said
 
 
-def test_other_architectures_have_outlines() -> None:
+def test_of_other_architectures_too() -> None:
     glm = {
         "architectures": ["Glm4MoeForCausalLM"], "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944,
         "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
@@ -266,7 +267,7 @@ def test_other_architectures_have_outlines() -> None:
     specs, metadata = from_config(glm)
     assert f"{sum(math.prod(s.shape) for s in specs if not s.name.startswith('blk.46.')) / 1e9:.1f}" == "106.9"
     assert metadata["glm4moe.block_count"] == 47
-    moe = language_config(QWEN35_27B) | {
+    moe = language_model(QWEN35_27B) | {
         "architectures": ["Qwen3_5MoeForConditionalGeneration"], "num_hidden_layers": 4, "num_experts": 8,
         "num_experts_per_tok": 2, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
     }  # fmt: skip

@@ -1,0 +1,53 @@
+"""Language models inside larger ones: what of a config.json and of a checkpoint is theirs.
+
+Classes named …ForConditionalGeneration hold a language model and encoders of images or sound. Their config.json has the
+language model's in `text_config`, often without what the class has by default; their tensors are named
+`model.language_model.…` or `language_model.model.…`. The encoders are no part of a language model's file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+_PARTS = ("text_config", "llm_config", "language_config")
+_WHOLE = ("quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id",
+          "_name_or_path")  # fmt: skip
+_PREFIX = re.compile(r"^(model\.)?language_model\.(model\.)?")
+_ENCODERS = {
+    "the encoder of images": r"vision|visual|image|patch_merg|pre_mm_projector|multi_modal_projector|mm_projector"
+    r"|embed_vision|mlp1\.",
+    "the encoder of sound": r"audio|speech|sound|embed_audio",
+}
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What config.json says of the language model inside; None where there is none inside."""
+    return next((config[key] for key in _PARTS if isinstance(config.get(key), dict)), None)
+
+
+def joined(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    """A language model's config.json, with what only the whole's says. Whether embeddings are tied the whole says."""
+    found = {key: config[key] for key in _WHOLE if key in config} | dict(text)
+    tied = [part["tie_word_embeddings"] for part in (config, text) if part.get("tie_word_embeddings") is not None]
+    return found | ({"tie_word_embeddings": tied[0]} if tied else {})
+
+
+def inner_name(name: str) -> str:
+    """A tensor's name as a checkpoint of the language model alone has it."""
+    if not (match := _PREFIX.match(name)):
+        return name
+    rest = name[match.end() :]
+    return rest if rest.startswith("lm_head.") else f"model.{rest}"
+
+
+def outside(names: Iterable[str]) -> dict[str, list[str]]:
+    """Tensors that are not the language model's, by what they are."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        for what, pattern in _ENCODERS.items():
+            if re.match(rf"(model\.)?({pattern})", name):
+                found.setdefault(what, []).append(name)
+                break
+    return found

@@ -1,0 +1,126 @@
+"""`quantkit convert-mla`: another layout of the tensors of latent attention."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quantkit.cli._shared import (
+    Json,
+    KeepSplit,
+    SplitMaxSize,
+    SplitMaxTensors,
+    Threads,
+    gib,
+    mib,
+    print_json,
+    split_limit,
+    table,
+)
+
+if TYPE_CHECKING:
+    from quantkit.mla_file import Relayout
+
+
+def convert_mla(
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="A GGUF file, or any shard of a set.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.", show_default=False)],
+    layout: Annotated[
+        str,
+        typer.Option(
+            metavar="LAYOUT",
+            help="kv_b, k_b+v_b (llama.cpp's) or both (ik_llama.cpp's).",
+            show_default=False,
+        ),
+    ],
+    type_: Annotated[
+        str | None, typer.Option("--type", metavar="TYPE", help="Of what has to be quantized again; default: q8_0.")
+    ] = None,
+    split_max_size: SplitMaxSize = None,
+    split_max_tensors: SplitMaxTensors = None,
+    keep_split: KeepSplit = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change and write nothing.")] = False,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Change the layout of a DeepSeek or Kimi file's attn_kv_b, attn_k_b and attn_v_b.
+
+    What a layout keeps is copied bit for bit, and attn_v_b is rows of attn_kv_b as they are. attn_k_b is other rows of
+    it transposed: without loss of f32, f16 and bf16; values of other types are quantized again, to --type, and the
+    error of that is measured and told, relative to the values' root mean square. A file that has all three tensors
+    loses nothing in any layout. When nothing would change, nothing is written.
+    """
+    import quantkit
+    from quantkit.mla_file import plan, write
+
+    limit = split_limit(split_max_size, split_max_tensors, keep_split)
+    job = plan(quantkit.open(source), layout, type_)
+    paths: list[Path] = []
+    started = time.perf_counter()
+    if job.changed and not dry_run:
+        paths = write(
+            job,
+            out,
+            split_max_bytes=limit,
+            split_max_tensors=split_max_tensors,
+            keep_split=keep_split,
+            threads=threads,
+            progress=not json,
+        )
+    seconds = time.perf_counter() - started
+    if json:
+        print_json(_record(job, paths, seconds))
+        return
+    if not job.changed:
+        print(f"nothing to do: {source} has the layout {layout}; nothing is written")
+        return
+    print(_summary(job))
+    if job.errors:
+        worst = max(job.errors, key=lambda name: job.errors[name])
+        print(f"largest error of what was quantized again: {job.errors[worst]:.3g} of its root mean square, {worst}")
+    for path in paths:
+        print(f"wrote {path}")
+    if paths:
+        print(f"{gib(job.nbytes)} in {seconds:.1f} s")
+
+
+def _summary(job: Relayout) -> str:
+    """What becomes of which tensors."""
+    classes: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
+    for change in job.made:
+        kind = change.spec.name.split(".")[-2]
+        before = ", ".join(f"{part}_b {tensor.type.name}" for part, tensor in change.sources.items())
+        classes[kind, before, change.spec.type.name, change.how].append(change.spec.nbytes)
+    for name in job.dropped:
+        tensor = job.source.tensors[name]
+        classes[name.split(".")[-2], tensor.type.name, "", "left out"].append(tensor.nbytes)
+    rows = [(*key, len(sizes), mib(sum(sizes))) for key, sizes in classes.items()]
+    return table(("tensor", "from", "to", "how", "tensors", "size"), rows, left=4)
+
+
+def _record(job: Relayout, paths: list[Path], seconds: float) -> dict[str, object]:
+    return {
+        "source": job.source.path,
+        "layout": job.layout,
+        "paths": paths,
+        "bytes": job.nbytes,
+        "seconds": seconds,
+        "left_out": job.dropped,
+        "made": [
+            {
+                "name": change.spec.name,
+                "from": {f"attn_{part}_b": tensor.type.name for part, tensor in change.sources.items()},
+                "to": change.spec.type.name,
+                "how": change.how,
+                "relative_error": job.errors.get(change.spec.name),
+            }
+            for change in job.made
+        ],
+        "largest_relative_error": max(job.errors.values(), default=0.0),
+    }

@@ -157,8 +157,7 @@ def test_what_the_reference_does_not_know(tmp_path: Path, arch: str, change: dic
 
     Of deepseek2 it chooses among all experts whatever the groups, and takes queries without a latent for 26, 27 or 48
     layers only. It wants biases of glm4moe, output.weight of gpt-oss; with heads of 64 its windows are not those of
-    transformers. It knows no scale, pattern or second base of gemma3. Of Mixtral its logits are others from the first
-    token on; why is not known.
+    transformers. It knows no scale, pattern or second base of gemma3. Of Mixtral see the next test.
     """
     torch = pytest.importorskip("torch")
     model = tiny(tmp_path / "hf", arch=arch, **change)
@@ -166,6 +165,45 @@ def test_what_the_reference_does_not_know(tmp_path: Path, arch: str, change: dic
     with torch.no_grad():
         wanted = log_probabilities(model(torch.tensor(TOKENS[:1])).logits.numpy()[0])
     assert np.abs(log_probabilities(quantkit.load(tmp_path / "m.gguf").logits(TOKENS[0])) - wanted).max() < 2e-3
+
+
+def test_mixtral_in_the_reference(tmp_path: Path) -> None:
+    """Wheel 0.1.5 adds what Mixtral's experts make to their normed input, where the model adds it to the input itself.
+
+    Shown on a file whose attention adds nothing, computed here both ways.
+    """
+    pytest.importorskip("torch")
+    libllama = pytest.importorskip("tests.conformance.libllama")
+    tiny(tmp_path / "hf", arch="llama", **MIXTRAL | {"num_experts_per_tok": 8})
+    convert(tmp_path / "hf", tmp_path / "whole.gguf", "f32")
+    source, tokens = gguf.open(tmp_path / "whole.gguf"), TOKENS[0][:8]
+    w = {name: t.dequantize() * ("attn_output" not in name) for name, t in source.tensors.items()}
+    with gguf.Writer(
+        tmp_path / "m.gguf",
+        source.metadata,
+        [gguf.TensorSpec(t.name, t.shape, t.type) for t in source.tensors.values()],
+    ) as writer:
+        for name, x in w.items():
+            writer.write(name, np.ascontiguousarray(x, "<f4").reshape(-1).view(np.uint8))
+
+    def normed(x: np.ndarray, name: str) -> np.ndarray:
+        return x / np.sqrt(np.square(x).mean(1, keepdims=True) + 1e-5) * w[f"{name}.weight"]
+
+    def logits(to_normed: bool) -> np.ndarray:
+        x = w["token_embd.weight"][tokens]
+        for i in range(2):
+            y = normed(x, f"blk.{i}.ffn_norm")
+            gate, up = (np.einsum("efn,tn->etf", w[f"blk.{i}.ffn_{part}_exps.weight"], y) for part in ("gate", "up"))
+            made = np.einsum("enf,etf->etn", w[f"blk.{i}.ffn_down_exps.weight"], gate / (1 + np.exp(-gate)) * up)
+            share = np.exp(log_probabilities(y @ w[f"blk.{i}.ffn_gate_inp.weight"].T))
+            x = (y if to_normed else x) + np.einsum("te,etn->tn", share, made)
+        return log_probabilities(normed(x, "output_norm") @ w["output.weight"].T)
+
+    assert np.abs(log_probabilities(quantkit.load(tmp_path / "m.gguf").logits(tokens)) - logits(False)).max() < 1e-3
+    with libllama.Llama(tmp_path / "m.gguf", n_ctx=64, threads=1) as llama:
+        theirs = log_probabilities(llama.logits(tokens))
+    assert np.abs(theirs - logits(True)).max() < 0.01
+    assert np.abs(theirs - logits(False)).max() > 0.5
 
 
 def test_shared_experts_in_the_compiled_passes(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def run(
 
 def _linear(linear: blocks.Linear, tensors: Mapping[str, Tensor], number: int, threads: int) -> layers.Linear:
     """One expert's matrix, with its bias."""
-    bias = tensors[linear.bias].dequantize()[number] if linear.bias else None
+    bias = tensors[linear.bias].decode_rows(number, number + 1)[0] if linear.bias else None
     return layers.Linear(_Matrix(tensors[linear.weight], number), "exact", threads, bias)
 
 

@@ -75,6 +75,7 @@ class Attention:
     norms_together: bool = False  # they norm all heads at once, their weights are float32[heads * head_dim_k]
     norms_after_rope: bool = False
     post_norm: Norm | None = None  # of what `out` makes, before it is added to x
+    temperature: tuple[float, int] | None = None  # (beta, n): queries at p times 1 + beta ln(1 + floor(p / n))
 
 
 @dataclass(frozen=True)

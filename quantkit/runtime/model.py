@@ -408,6 +408,8 @@ class Model:
             self.turn(heads, part.rope, part.head_dim_k, spans)
         if part.norms_after_rope:
             q, k = self._head_norm(part.q_norm, q), self._head_norm(part.k_norm, k)
+        if part.temperature is not None:
+            layers.temper(q, *part.temperature, spans)
         for span in spans:
             layers.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
         heads_of = layers.Heads.of(part, self._vector(part.sinks) if part.sinks else None)

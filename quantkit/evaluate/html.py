@@ -34,7 +34,8 @@ _STYLE = (
     """
 :root{color-scheme:light dark}
 body{font:15px/1.5 system-ui,sans-serif;margin:0 auto;padding:16px;max-width:1400px;background:#fff;color:#1b1b1b}
-h1{font-size:1.4em;line-height:1.25;overflow-wrap:anywhere}h2{font-size:1.1em;margin:1.8em 0 .5em}h3{font-size:1em;margin:.8em 0 .2em}
+h1{font-size:1.4em;line-height:1.25;overflow-wrap:anywhere}h2{font-size:1.1em;margin:1.8em 0 .5em}
+h3{font-size:1em;margin:.8em 0 .2em}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:13px}
 th,td{padding:4px 8px;text-align:right;vertical-align:baseline;border-bottom:1px solid #ddd}
 td{white-space:nowrap}

@@ -238,7 +238,10 @@ def _diverge(model: Any, path: Path, n_batch: int, quiet: bool) -> tuple[dict[st
                 f"\nPPL of the base {found.ppl_base.value:.4f} ± {found.ppl_base.error:.4f}; {len(found)} positions, "
                 f"the full report takes at least {_ENOUGH_FOR_A_REPORT}"
             )
-        if found.low is not None:
-            print(f"\nKLD {found.mean_kld.value:.6f}: an exact base gives a mean within {found.bound:.6f} of it")
+        if found.doubts is not None:
+            low, high = found.limits
+            print(
+                f"\nKLD {found.mean_kld.value:.6f}, of an exact base {low:.6f} to {high:.6f}: within {found.bound:.6f}"
+            )
     result = {**kld.summary(found), "seconds": running.seconds}
     return result, {"n_ctx": base.n_ctx, "chunks": base.n_chunk, "text": f"of {path}"}

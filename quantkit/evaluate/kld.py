@@ -14,7 +14,7 @@ the same tokens, so their difference uses cov(x, y) = (mean xy - mean x mean y) 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +24,10 @@ import numpy as np
 from quantkit import jit
 from quantkit.errors import DataError
 from quantkit.evaluate import bounded
-from quantkit.evaluate.perplexity import evaluate_chunks, first_largest, log_total
+from quantkit.evaluate.perplexity import Run, evaluate_chunks, first_largest, log_total
 from quantkit.evaluate.statistics import at_share
 from quantkit.evaluate.text import DEFAULT_BATCH, with_bos
+from quantkit.files.chunk_file import Noted
 from quantkit.files.kld import BaseReader, BaseWriter, EncodedRows, scored_rows
 from quantkit.files.qkld import BoundedReader, BoundedRows, BoundedWriter, is_bounded
 from quantkit.jit import kernel
@@ -205,11 +206,13 @@ class Divergence:
 # ---------------------------------------------------------------------------------------------------------- evaluation
 
 
-def base_writer(path: Path, tokens: np.ndarray, n_vocab: int, **bounded_options: Any) -> BaseWriter | BoundedWriter:
+def base_writer(
+    path: Path, tokens: np.ndarray, n_vocab: int, noted: Noted | None = None, **bounded_options: Any
+) -> BaseWriter | BoundedWriter:
     """A writer of the bounded format for names that end in `.qkld`, of the reference's for others."""
     if path.suffix == ".qkld":
-        return BoundedWriter(path, tokens, n_vocab, **bounded_options)
-    return BaseWriter(path, tokens, n_vocab)
+        return BoundedWriter(path, tokens, n_vocab, noted=noted, **bounded_options)
+    return BaseWriter(path, tokens, n_vocab, noted=noted)
 
 
 def base_reader(path: Path) -> BaseReader | BoundedReader:
@@ -223,8 +226,13 @@ def divergence(
     *,
     n_batch: int = DEFAULT_BATCH,
     on_chunk: Callable[[int, Divergence], None] | None = None,
+    run: Run = evaluate_chunks,
+    done: Mapping[str, np.ndarray] | None = None,
 ) -> Divergence:
     """Compare a model with a base file, the reference's or a bounded one, over the file's own tokens.
+
+    run: how chunks are run, as of `perplexity.perplexity`.
+    done: the arrays of a Divergence by name, [k, positions, …], of the first k chunks, whole batches of them.
 
     `on_chunk(chunks done, result so far)` is called after each chunk. A base of another vocabulary is a DataError.
     """
@@ -240,12 +248,17 @@ def divergence(
     result = Divergence(np.empty(n), np.empty(n), np.empty(n), np.empty(n, np.bool_))
     if isinstance(base, BoundedReader):
         result = replace(result, doubts=np.empty((n, bounded.DOUBTS)))
-    for index, logits in evaluate_chunks(model, inputs, n_batch):
-        figures = compare_rows(logits, base.chunk(index), base.tokens[index, rows.start + 1 :])
+    done = done or {}
+    first = len(done.get("nll", ()))
+    for name, figures in done.items():
+        whole = getattr(result, name)
+        whole[: first * k] = figures.reshape(first * k, *whole.shape[1:])
+    for index, logits in run(model, inputs, n_batch, None, first):
+        found = compare_rows(logits, base.chunk(index), base.tokens[index, rows.start + 1 :])
         here = slice(index * k, (index + 1) * k)
         for name in RowFigures._fields:
             if (whole := getattr(result, name)) is not None:
-                whole[here] = getattr(figures, name)
+                whole[here] = getattr(found, name)
         if on_chunk is not None:
             on_chunk(index + 1, result.first((index + 1) * k))
     return result

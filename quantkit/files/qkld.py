@@ -38,13 +38,13 @@ Little-endian:
 from __future__ import annotations
 
 import base64
-import hashlib
 import itertools
 import json
 import math
 import os
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ import numpy as np
 
 from quantkit import jit
 from quantkit.errors import DataError, FormatError
-from quantkit.files.atomic import AtomicFile, publish
+from quantkit.files.chunk_file import ChunkFile, Noted, digest
 from quantkit.files.kld import row_words, rows_per_chunk, scored_rows
 from quantkit.files.mapping import map_file
 from quantkit.jit import kernel
@@ -248,6 +248,12 @@ def _pack(rows: BoundedRows) -> bytes:
     return struct.pack(f"<{_STREAMS}I", *map(len, packed)) + b"".join(packed)
 
 
+def _size_at(read: Callable[[int, int], bytes], offset: int) -> int:
+    """Bytes of the chunk at an offset; 0 where there is none."""
+    lengths = read(offset, 4 * _STREAMS)
+    return 4 * _STREAMS + sum(struct.unpack(f"<{_STREAMS}I", lengths)) if len(lengths) == 4 * _STREAMS else 0
+
+
 def _unpack(data: bytes, rows: int, n: int) -> BoundedRows:
     """The inverse; ValueError or zlib.error for bytes that `_pack` did not write."""
     lengths = struct.unpack_from(f"<{_STREAMS}I", data)
@@ -287,45 +293,44 @@ def _expanded(data: bytes, most: int) -> bytes:
 # --------------------------------------------------------------------------------------------------------------- files
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
 class BoundedWriter:
     """Writes a `.qkld` chunk by chunk; the use of `files.kld.BaseWriter`.
 
     tokens   int[n_chunk, n_ctx], the text's own
     target   nats: the bound to aim at, see the top of this file
     note     what the file was made of, kept in it and shown with results
+    noted    as of BaseWriter
     """
 
     def __init__(self, path: str | os.PathLike[str], tokens: np.ndarray, n_vocab: int, *, target: float = TARGET,
-                 note: dict[str, Any] | None = None):  # fmt: skip
+                 note: dict[str, Any] | None = None, noted: Noted | None = None):  # fmt: skip
         self.path = Path(path)
         self.tokens = np.ascontiguousarray(tokens, "<i4")
         if self.tokens.ndim != 2:
             raise DataError(f"{path}: expected tokens[n_chunk, n_ctx], got shape {self.tokens.shape}")
         if not target > 0:
             raise DataError(f"{path}: a bound of {target} nats; it must be larger than 0")
-        self.n_vocab, self.target, self.note = n_vocab, target, note or {}
-        self._index: list[tuple[int, int, str]] = []
+        self.n_vocab, self.target, self.note, self._noted = n_vocab, target, note or {}, noted
 
     def __enter__(self) -> BoundedWriter:
-        self._file = AtomicFile(self.path)
-        self._file.stream.write(MAGIC + bytes(8))
+        self._file = ChunkFile(self.path, MAGIC + bytes(8), self._noted, _size_at)
+        self.done = len(self._file.places)
         return self
+
+    @property
+    def digest(self) -> str:
+        """Of the chunk that was written last, for a log."""
+        return self._file.places[-1][2]
 
     def write(self, logits: np.ndarray) -> None:
         """Append one chunk's float32[rows_per_chunk, n_vocab] logits."""
-        n_ctx, index = self.tokens.shape[1], len(self._index)
+        n_ctx, index = self.tokens.shape[1], len(self._file.places)
         expected = (rows_per_chunk(n_ctx), self.n_vocab)
         if logits.shape != expected or index >= len(self.tokens):
             raise DataError(f"{self.path}: chunk {index}: expected logits {expected}, got {logits.shape}")
         if not np.isfinite(logits.sum(axis=1, dtype=np.float64)).all():
             raise DataError(f"{self.path}: chunk {index}: logits hold NaN or Inf")
-        data = self._fitting(np.asarray(logits, np.float32), index)
-        self._index.append((self._file.stream.tell(), len(data), _digest(data)))
-        self._file.stream.write(data)
+        self._file.append(self._fitting(np.asarray(logits, np.float32), index))
 
     def _fitting(self, logits: np.ndarray, index: int) -> bytes:
         """A chunk with the finest step that the target asks for and the size allows.
@@ -335,7 +340,7 @@ class BoundedWriter:
         """
         tokens = self.tokens[index]
         targets = tokens[scored_rows(len(tokens)).start + 1 :]
-        seed = int(_digest(tokens.tobytes() + struct.pack("<I", index)), 16)
+        seed = int(digest(tokens.tobytes() + struct.pack("<I", index)), 16)
         limited = self.n_vocab >= FROM_VOCABULARY
         most = 2 * len(logits) * (row_words(self.n_vocab) // SMALLER - 32) if limited else math.inf
         step = steps(logits, self.target, most)
@@ -349,24 +354,25 @@ class BoundedWriter:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
             if kind is None:
-                if len(self._index) != len(self.tokens):
-                    raise DataError(f"{self.path}: {len(self._index)} chunks written, {len(self.tokens)} announced")
+                if (written := len(self._file.places)) != len(self.tokens):
+                    raise DataError(f"{self.path}: {written} chunks written, {len(self.tokens)} announced")
                 self._finish()
-                publish([self._file])
+                self._file.finish()
         finally:
-            self._file.discard()
+            self._file.leave()
 
     def _finish(self) -> None:
         n_chunk, n_ctx = self.tokens.shape
         index = {
             "n_ctx": n_ctx, "n_vocab": self.n_vocab, "n_chunk": n_chunk, "target": self.target, "note": self.note,
-            "tokens": base64.b64encode(self.tokens.tobytes()).decode(), "chunks": self._index,
+            "tokens": base64.b64encode(self.tokens.tobytes()).decode(), "chunks": self._file.places,
         }  # fmt: skip
         data = zlib.compress(json.dumps(index).encode(), 9)
-        place = self._file.stream.tell()
-        self._file.stream.write(data + bytes.fromhex(_digest(data)))
-        self._file.stream.seek(len(MAGIC))
-        self._file.stream.write(struct.pack("<Q", place))
+        stream = self._file.file.stream
+        place = stream.tell()
+        stream.write(data + bytes.fromhex(digest(data)))
+        stream.seek(len(MAGIC))
+        stream.write(struct.pack("<Q", place))
 
 
 class BoundedReader:
@@ -385,7 +391,7 @@ class BoundedReader:
         if not 16 <= place <= size - 16:
             raise FormatError(f"{path}: {size} bytes, its index would begin at {place}; the file is truncated")
         data = self._bytes[place : size - 16].tobytes()
-        if bytes.fromhex(_digest(data)) != self._bytes[size - 16 :].tobytes():
+        if bytes.fromhex(digest(data)) != self._bytes[size - 16 :].tobytes():
             raise FormatError(f"{path}: offset {place}: the index does not have its checksum; the file is corrupt")
         try:
             self._read_index(json.loads(zlib.decompress(data)))
@@ -416,11 +422,11 @@ class BoundedReader:
 
     def chunk(self, index: int) -> BoundedRows:
         """The rows of one chunk."""
-        start, size, digest = self._index[index]
+        start, size, expected = self._index[index]
         data = self._bytes[start : start + size].tobytes()
-        if _digest(data) != digest:
+        if digest(data) != expected:
             raise FormatError(
-                f"{self.path}: chunk {index}, offset {start}: {size} bytes that do not have their checksum {digest}; "
+                f"{self.path}: chunk {index}, offset {start}: {size} bytes that do not have their checksum {expected}; "
                 "the file is corrupt: make the base again"
             )
         try:

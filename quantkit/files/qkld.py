@@ -23,8 +23,9 @@ With a step s, the same for all rows of a chunk, and v = p / s, a token becomes
 
 About as many bits buy as much anywhere in this table, which is why one s for all rows and sizes of p is right; the
 number k of kept tokens follows from it, row by row: a few where the model is sure, thousands where it is not. s is the
-largest for which a chunk alone would have the bound aimed at, with e of one nat, but not so small that the chunk is
-larger than its share of 1/20 of the reference's format. How the bound is worked out stands in evaluate/bounded.py.
+largest for which 256 tokens (or all, if there are fewer) would have the bound aimed at, with e of one nat, but not so
+small that the chunk is larger than its share of 1/20 of the reference's format. How the bound is worked out stands in
+evaluate/bounded.py.
 
 Little-endian:
 
@@ -60,8 +61,9 @@ from quantkit.jit import kernel
 
 MAGIC = b"QKLDv2\0\0"
 SMALLER = 20  # times than the reference's format, at least
-FROM_VOCABULARY = 98304  # tokens, from which it holds: in small ones a row's own numbers weigh more
+FROM_VOCABULARY = 8192  # tokens, from which it holds: in small ones a row's own numbers weigh more
 TARGET = 1e-3  # nats
+_TOKENS = 256  # over which a bound is to be the target
 MISSED = 1e-9  # probability that a bound is
 LOG_ODDS = math.log(3 / MISSED)  # of three things that can go wrong
 _BINS = 160  # half octaves of p below 1
@@ -199,11 +201,11 @@ def encode_rows(logits: np.ndarray, targets: np.ndarray, step: float, seed: int 
     return BoundedRows(classes, large, numbers, top, step)
 
 
-def steps(logits: np.ndarray, target: float, most: float = math.inf) -> float:
-    """The largest step, a power of sqrt 2, whose expected bound is within the target; see the top of this file.
+def steps(logits: np.ndarray, target: float, over: int, most: float = math.inf) -> float:
+    """The largest step, a power of sqrt 2, with which the bound over `over` such rows is expected to be the target.
 
-    It is made coarser where the chunk would take more than about `most` bytes: an id costs what a place in a list of
-    such density does, a class five bits.
+    See the top of this file. It is made coarser where the chunk would take more than about `most` bytes: an id costs
+    what a place in a list of such density does, a class five bits.
     """
     rows, n = logits.shape
     counts, masses = np.zeros((rows, _BINS), np.int64), np.zeros((rows, _BINS))
@@ -212,10 +214,10 @@ def steps(logits: np.ndarray, target: float, most: float = math.inf) -> float:
     above, mass = np.cumsum(counts.sum(0)), np.cumsum(masses.sum(0))
     tail = np.maximum(0, mass[-1] - mass)
     step = 2.0 ** (-(np.arange(_BINS) + 1) / 2)  # the lower edge of a bin
-    variance = step * tail + above * step**2 / 6
+    variance = (step * tail + above * step**2 / 6) * over / rows
     reach = step * _REACH
     deviation = np.sqrt(variance) + reach * math.sqrt(2 * LOG_ODDS)  # as known from the sample, at most
-    expected = (deviation * math.sqrt(2 * LOG_ODDS) + reach * LOG_ODDS / 3) / rows
+    expected = (deviation * math.sqrt(2 * LOG_ODDS) + reach * LOG_ODDS / 3) / over
     fine = np.flatnonzero(expected <= target)
     kept = above + tail / step
     size = kept * (np.log2(np.maximum(2, rows * n / np.maximum(1, kept))) + 1.44 + 5) / 8
@@ -343,7 +345,8 @@ class BoundedWriter:
         seed = int(digest(tokens.tobytes() + struct.pack("<I", index)), 16)
         limited = self.n_vocab >= FROM_VOCABULARY
         most = 2 * len(logits) * (row_words(self.n_vocab) // SMALLER - 32) if limited else math.inf
-        step = steps(logits, self.target, most)
+        over = max(len(logits), min(_TOKENS, len(logits) * len(self.tokens)))
+        step = steps(logits, self.target, over, most)
         while True:
             data = _pack(encode_rows(logits, targets, step, seed))
             if len(data) <= most or step > 0.1:

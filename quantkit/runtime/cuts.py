@@ -60,11 +60,13 @@ def of_model(
     sliced: Iterable[str],
     shares: Mapping[int, Sequence[float]],
     experts_by: str = "number",
+    n_layers: int | None = None,
 ) -> dict[str, Cut]:
     """The cut of each tensor of `sliced` that is cut; those that are not are on every device of their layer, whole.
 
     shares      of each layer, and of the output as the layer after the last
     experts_by  "number" or "columns"
+    n_layers    the number of the output, where there are more layers than are run
 
     UnsupportedError for layers of a kind that is not cut, and where alignment leaves no cut.
     """
@@ -74,7 +76,7 @@ def of_model(
             for sides, count in _cuttable(part, block.layer, tensors, experts_by):
                 if sides[0][0] in mine:
                     found |= _cut(sides, count, tensors, shares[block.layer])
-    last = len(parts)
+    last = n_layers or len(parts)
     if last in shares and head.output.weight in mine:
         rows = tensors[head.output.weight].shape[0]
         found |= _cut(_with_bias(head.output, 0, 1), rows, tensors, shares[last])
@@ -200,7 +202,8 @@ def of_metadata(
     name = str(metadata.get("general.architecture"))
     arch = archs.get(name)
     hparams = arch.hparams(metadata, tensors.keys())
-    return of_model(arch.blocks(hparams), arch.head(hparams), tensors, sliced, shares, experts_by)
+    parts, head = arch.blocks(hparams), arch.head(hparams)
+    return of_model(parts, head, tensors, sliced, shares, experts_by, hparams.n_layer)
 
 
 def bytes_of(tensor: Info, cut: Cut | None, count: int) -> list[int]:

@@ -33,7 +33,7 @@ from quantkit.runtime.ledger import Ledger
 from quantkit.runtime.parts import Parts
 from quantkit.runtime.placement import Placement
 from quantkit.runtime.reduce import Reduce
-from quantkit.runtime.split_cache import SplitCache
+from quantkit.runtime.split_cache import Held, SplitCache
 
 
 class Worker(Parts):
@@ -327,7 +327,9 @@ class Split:
         if placement.graph:
             self._require_cuttable()
             by = experts_by
-            self.cuts = cuts.of_model(parts, head, owner.weights, placement.sliced, placement.shares, by)
+            self.cuts = cuts.of_model(
+                parts, head, owner.weights, placement.sliced, placement.shares, by, cached.n_layer
+            )
             threads = max(1, owner.threads // len(placement.graph))
             self.ranks = [Rank(i, device, self, owner, threads) for i, device in enumerate(placement.graph)]
             self._adding = Reduce(len(self.ranks), reduce)
@@ -359,24 +361,31 @@ class Split:
 
     def new_cache(self, n_ctx: int, kind: CacheType, one_layer: bool = False) -> SplitCache:
         """An empty cache: of each device its layers, or its heads of every layer that is shared."""
-        heads: dict[str, dict[int, int]] = {name: {} for name in self._workers}
-        for rank in self.ranks:
-            heads.setdefault(rank.device.name, {})
+        held = {name: Held() for name in (*self._workers, *(rank.device.name for rank in self.ranks))}
         for block in self._parts:
             for part in block.parts:
-                if not isinstance(part, (blocks.Attention, blocks.LatentAttention)):
+                if isinstance(part, (blocks.FeedForward, blocks.Experts)):
                     continue
-                whole = part.kv_heads if isinstance(part, blocks.Attention) else self._cached.n_head_kv
                 if block.layer not in self.placement.shares:
-                    heads[self.placement.of_cache(block.layer).name][block.layer] = whole
-                    continue
-                for rank in self.ranks:
+                    self._hold(held[self._cache_device(block).name], block.layer, part)
+                for rank in self.ranks if block.layer in self.placement.shares else ():
                     mine = rank.mine(part)
-                    if isinstance(mine, blocks.Attention):
-                        heads[rank.device.name][block.layer] = mine.kv_heads
-                    elif isinstance(mine, blocks.LatentAttention):
-                        heads[rank.device.name][block.layer] = 1 if self._owner.mla else mine.heads
-        return SplitCache(heads, self._cached, n_ctx, kind, one_layer=one_layer)
+                    if mine is not None:
+                        self._hold(held[rank.device.name], block.layer, mine)
+        return SplitCache(held, self._cached, n_ctx, kind, one_layer=one_layer)
+
+    def _hold(self, held: Held, layer: int, part: blocks.Part) -> None:
+        if isinstance(part, blocks.Attention):
+            held.heads[layer] = part.kv_heads
+        elif isinstance(part, blocks.LatentAttention):
+            held.heads[layer] = 1 if self._owner.mla else part.heads
+        elif isinstance(part, blocks.DeltaNet):
+            held.recurrent[layer] = part.sizes
+
+    def _cache_device(self, block: blocks.Block) -> Device:
+        """Where what a layer remembers is; states of recurrent layers are with their layer, -nkvo or not."""
+        recurrent = any(isinstance(part, blocks.DeltaNet) for part in block.parts)
+        return self.placement.home(block.layer) if recurrent else self.placement.of_cache(block.layer)
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop what was made of these tensors: the owner has others."""
@@ -405,8 +414,7 @@ class Split:
         worker = self.worker(self.placement.home(block.layer))
         begin, counted = time.perf_counter(), self.ledger.total()
         x = worker.take(x, self._source(x))
-        cache_device = self.placement.of_cache(block.layer)
-        out = worker.run_block(block, x, _of_device(spans, cache_device))
+        out = worker.run_block(block, x, _of_device(spans, self._cache_device(block)))
         other = time.perf_counter() - begin - (self.ledger.total() - counted)
         self.ledger.spent(worker.device.name, "other", max(0.0, other))
         self._held = out, worker
@@ -414,7 +422,7 @@ class Split:
 
     def project(self, x: np.ndarray) -> np.ndarray:
         """float32[k, vocab], on the host, of what the last block made."""
-        host, head, last = self._workers[CPU.name], self._head, len(self._parts)
+        host, head, last = self._workers[CPU.name], self._head, self._cached.n_layer
         source = self._source(x)
         cut = self.cuts.get(head.output.weight)
         if cut is not None:
@@ -538,7 +546,7 @@ def _names(block: blocks.Block) -> Iterator[str]:
 
 
 def _require_known(parts: Sequence[blocks.Block]) -> None:
-    known = (blocks.Attention, blocks.LatentAttention, blocks.FeedForward, blocks.Experts)
+    known = (blocks.Attention, blocks.LatentAttention, blocks.DeltaNet, blocks.FeedForward, blocks.Experts)
     for block in parts:
         for part in block.parts:
             if not isinstance(part, known):

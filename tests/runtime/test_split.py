@@ -31,6 +31,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "llama": {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4},
         "qwen3moe": {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4},
         "deepseek2": {"num_hidden_layers": 4},
+        "qwen35moe": {"num_hidden_layers": 4},
     }.items():
         directory = tmp_path_factory.mktemp(arch)
         checkpoints.tiny(directory / "hf", "float32", arch, **changes)
@@ -54,7 +55,7 @@ def check(path: Path, tolerance: float = 1e-4, **how: Any) -> Model:
     return model
 
 
-CASES = [("llama", {}), ("qwen3moe", {}), *(("deepseek2", {"mla": mla}) for mla in range(4))]
+CASES = [("llama", {}), ("qwen3moe", {}), ("qwen35moe", {}), *(("deepseek2", {"mla": mla}) for mla in range(4))]
 by_model = pytest.mark.parametrize(("arch", "how"), CASES, ids=[f"{a}{h.get('mla', '')}" for a, h in CASES])
 
 

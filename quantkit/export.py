@@ -141,11 +141,18 @@ def _general(source: GGUF) -> dict[str, Any]:
 
 
 def _reader(tensor: Tensor, raw: bool) -> ReadRows:
-    """Rows of a tensor: uint8 as they lie in the file, or float32. Those of a vector are its elements."""
+    """Rows of a tensor: uint8 as they lie in the file, or float32. Those of a vector are its elements.
+
+    Rows that are interleaved are decoded by whole groups.
+    """
+    group = tensor.type.interleave
 
     def rows(start: int, stop: int) -> np.ndarray:
-        data = tensor.rows(start, stop)
-        return data if raw else tensor.type.dequantize(data, tensor.shape[-1], threads=1)
+        if raw:
+            return tensor.rows(start, stop)
+        first = start // group * group
+        data = tensor.rows(first, min(tensor.n_rows, -(-stop // group) * group))
+        return tensor.type.dequantize(data, tensor.shape[-1], threads=1)[start - first : stop - first]
 
     if len(tensor.shape) > 1:
         return rows

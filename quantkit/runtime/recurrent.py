@@ -28,6 +28,9 @@ from quantkit.runtime.kernels import reference
 from quantkit.runtime.layers import Span
 
 CHUNK = 64
+GONE = 1e-34
+HEADS = 8  # of a thread, at a time
+BUSY = 1024  # elements of what is made; below it is not worth waking threads
 FEW = 2  # up to so many tokens go one by one
 
 
@@ -124,50 +127,70 @@ def attend(
     """
     sizes = part.sizes
     chunk = chunk or (1 if len(x) <= FEW else CHUNK)
-    decay = np.exp(g).T.copy() if chunk == 1 else np.cumsum(g, axis=0, dtype=np.float64).T.copy()
+    heads = np.arange(sizes.value_heads)
+    key_of = heads % sizes.key_heads if part.tiled else heads * sizes.key_heads // sizes.value_heads
+    decay = (_shrinking(g) if chunk == 1 else np.cumsum(g, axis=0, dtype=np.float64)).T.copy()
     betas = beta.T.copy()
 
-    def task(start: int, stop: int) -> None:
+    def step_by_step(start: int, stop: int) -> None:
         for head in range(start, stop):
-            key = head % sizes.key_heads if part.tiled else head * sizes.key_heads // sizes.value_heads
-            to = head * sizes.head_dim_v
-            at = key * sizes.head_dim_k, sizes.keys + key * sizes.head_dim_k, 2 * sizes.keys + to
-            if chunk == 1:
-                reference.delta_rule(x, *at, decay[head], betas[head], before[head], after[head], out, to)
-                continue
-            widths = sizes.head_dim_k, sizes.head_dim_k, sizes.head_dim_v
-            q, k, v = (x[:, first : first + width] for first, width in zip(at, widths))
-            after[head] = before[head]
-            with layers.silent():
-                _chunks(q, k, v, decay[head], betas[head], after[head], out[:, to : to + sizes.head_dim_v], chunk)
+            key, value = key_of[head] * sizes.head_dim_k, head * sizes.head_dim_v
+            at = key, sizes.keys + key, 2 * sizes.keys + value
+            reference.delta_rule(x, *at, decay[head], betas[head], before[head], after[head], out, value)
 
-    jit.over_rows(task, sizes.value_heads, threads=threads if len(x) * sizes.inner > 1024 else 1)
+    def by_chunks(start: int, stop: int) -> None:
+        for first in range(start, stop, HEADS):
+            some = slice(first, min(stop, first + HEADS))
+            after[some] = before[some]
+            with layers.silent():
+                _chunks(sizes, x, key_of[some], some, decay[some], betas[some], after[some], out, chunk)
+
+    busy = len(x) * sizes.inner > BUSY
+    jit.over_rows(step_by_step if chunk == 1 else by_chunks, sizes.value_heads, threads=threads if busy else 1)
 
 
 def _chunks(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
+    sizes: blocks.Recurrence,
+    x: np.ndarray,
+    key_of: np.ndarray,
+    heads: slice,
     sums: np.ndarray,
     beta: np.ndarray,
     state: np.ndarray,
     out: np.ndarray,
     chunk: int,
 ) -> None:
-    """One head, by chunks; `sums` float64[tokens] are the running sums of g, the state is changed in place."""
-    for start in range(0, len(q), chunk):
+    """Some heads, by chunks; `sums` float64[heads, tokens] are the running sums of g, the state is changed in place.
+
+    All products are of several heads at once: threads then rarely wait for each other between them.
+    """
+    tokens, count = len(x), len(key_of)
+    q, k = (x[:, i * sizes.keys : (i + 1) * sizes.keys].reshape(tokens, sizes.key_heads, -1) for i in range(2))
+    v = x[:, 2 * sizes.keys :].reshape(tokens, sizes.value_heads, -1)
+    made = out.reshape(tokens, sizes.value_heads, -1)
+    past = np.zeros((count, 1))
+    for start in range(0, tokens, chunk):
         here = slice(start, start + chunk)
-        queries, keys, values = q[here], k[here], v[here]
-        decay = sums[here] - (sums[start - 1] if start else 0.0)
-        whole = np.exp(decay).astype(np.float32)[:, None]
-        among, seen = keys @ keys.T, queries @ keys.T
-        reference.chunk_weights(among, seen, decay, beta[here])
-        added = (values - whole * (keys @ state)) * beta[here][:, None]
+        queries, keys = (y[here][:, key_of].transpose(1, 0, 2).copy() for y in (q, k))
+        values = v[here, heads].transpose(1, 0, 2)
+        decay = sums[:, here] - past
+        past = sums[:, here][:, -1:]
+        across = keys.transpose(0, 2, 1)
+        among, seen = keys @ across, queries @ across
+        reference.chunk_weights(among, seen, decay, beta[:, here].copy())
+        whole = _shrinking(decay)[:, :, None]
+        added = (values - whole * (keys @ state)) * beta[:, here, None]
         reference.solve_unit_lower(among, added)
-        out[here] = whole * (queries @ state) + seen @ added
-        left = np.exp(decay[-1] - decay).astype(np.float32)[:, None]
-        state *= whole[-1]
-        state += (keys * left).T @ added
+        made[here, heads] = (whole * (queries @ state) + seen @ added).transpose(1, 0, 2)
+        keys *= _shrinking(decay[:, -1:] - decay)[:, :, None]
+        state *= whole[:, -1:]
+        state += across @ added
+
+
+def _shrinking(decay: np.ndarray) -> np.ndarray:
+    """e^decay, float32; 0 below GONE, where products would be denormal numbers, and slow."""
+    found = np.exp(decay)
+    return np.where(found < GONE, 0, found).astype(np.float32)
 
 
 def shapes(part: blocks.DeltaNet, n_embd: int) -> Iterator[tuple[str, tuple[int, ...]]]:

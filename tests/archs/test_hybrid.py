@@ -103,6 +103,19 @@ def test_files_have_value_heads_in_their_own_order(tmp_path: Path) -> None:
         assert np.array_equal(found.dequantize(), np.concatenate([conv[:16], values]))
 
 
+@pytest.mark.parametrize("arch", HYBRIDS)
+def test_f16_files_in_the_reference(tmp_path: Path, arch: str) -> None:
+    """Every expert is used, so that rounding turns no choice."""
+    pytest.importorskip("torch")
+    libllama = pytest.importorskip("tests.conformance.libllama")
+    change = {} if arch == "qwen35" else {"num_experts_per_tok": 8}
+    tiny(tmp_path / "hf", arch=arch, linear_num_value_heads=6, **change)
+    convert(tmp_path / "hf", tmp_path / "m.gguf", "f16")
+    wanted = log_probabilities(quantkit.load(tmp_path / "m.gguf").logits(TOKENS[0]))
+    with libllama.Llama(tmp_path / "m.gguf", n_ctx=256, threads=1) as llama:
+        assert np.abs(log_probabilities(llama.logits(TOKENS[0])) - wanted).max() < 0.05
+
+
 def test_stacked_experts(tmp_path: Path) -> None:
     """gate_up_proj [experts, 2 ff, n] and down_proj [experts, n, ff], as Qwen3.5 is shipped."""
     pytest.importorskip("torch")

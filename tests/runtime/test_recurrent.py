@@ -271,6 +271,14 @@ def test_what_enters_each_matrix_is_observed(hybrid: Path) -> None:
     assert all(seen[name] == (20, model.weights[name].shape[-1]) for name in matrices)
 
 
+def test_a_model_of_recurrent_layers_only(tmp_path: Path) -> None:
+    model = quantkit.load(written(tmp_path / "m.gguf", "qwen35", num_hidden_layers=2, linear_conv_kernel_dim=1))
+    cache = model.new_cache(150)
+    assert cache.nbytes == cache.state_bytes
+    parts = [model.forward(part, cache) for part in np.split(TOKENS, (1, 70))]
+    assert np.abs(np.concatenate(parts) - model.logits(TOKENS)).max() < 1e-4
+
+
 def test_rows_of_positions_are_kept_by_layers_that_attend(hybrid: Path) -> None:
     model = quantkit.load(hybrid)
     hp = model.hparams

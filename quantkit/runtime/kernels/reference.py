@@ -341,31 +341,41 @@ def delta_rule(x, q_at, k_at, v_at, decay, beta, before, after, out, out_at):
         state = after
 
 
+_GONE = np.float32(1e-34)  # decays below are none: products with them would be denormal numbers, and slow
+
+
 @kernel
 def chunk_weights(keys, queries, decay, beta):
-    """Turn products of all pairs of a chunk's tokens into the weights of the delta rule, in place.
+    """Turn products of all pairs of a chunk's tokens into the weights of the delta rule, in place, head by head.
 
-    keys[i, j] = k_i . k_j becomes beta_i e^(decay_i - decay_j) k_i . k_j for j < i, else 0; queries[i, j] = q_i . k_j
-    becomes e^(decay_i - decay_j) q_i . k_j for j <= i, else 0. float32[n, n]; decay float64[n] is the running sum of g.
+    keys[h, i, j] = k_i . k_j becomes beta_i e^(decay_i - decay_j) k_i . k_j for j < i, else 0; queries[h, i, j] =
+    q_i . k_j becomes e^(decay_i - decay_j) q_i . k_j for j <= i, else 0. float32[heads, n, n]; beta float32[heads, n];
+    decay float64[heads, n] is the running sum of g.
+    Decays below 1e-34 are none.
     """
-    n = keys.shape[0]
-    for i in range(n):
-        for j in range(n):
-            if j > i:
-                keys[i, j] = queries[i, j] = np.float32(0)
-            else:
-                shrink = exp(np.float32(decay[i] - decay[j]))
-                queries[i, j] *= shrink
-                keys[i, j] = keys[i, j] * shrink * beta[i] if j < i else np.float32(0)
+    heads, n, _ = keys.shape
+    for h in range(heads):
+        for i in range(n):
+            of_keys, of_queries = keys[h, i], queries[h, i]
+            for j in range(i + 1):
+                shrink = exp(np.float32(decay[h, i] - decay[h, j]))
+                if shrink < _GONE:
+                    shrink = np.float32(0)
+                of_queries[j] *= shrink
+                of_keys[j] *= shrink * beta[h, i]
+            of_keys[i:] = np.float32(0)
+            of_queries[i + 1 :] = np.float32(0)
 
 
 @kernel(fastmath=_SUMS)
 def solve_unit_lower(weights, x):
-    """x = (I + weights)^-1 x, in place; weights float32[n, n] of which only what is left of the diagonal is read."""
-    n, width = x.shape
-    for i in range(1, n):
-        row = x[i]
-        for j in range(i):
-            factor, done = weights[i, j], x[j]
-            for c in range(width):
-                row[c] -= factor * done[c]
+    """x = (I + weights)^-1 x, in place, head by head; weights float32[heads, n, n], of which only what is left of the
+    diagonal is read, x float32[heads, n, width]."""
+    heads, n, width = x.shape
+    for h in range(heads):
+        for i in range(1, n):
+            row = x[h, i]
+            for j in range(i):
+                factor, done = weights[h, i, j], x[h, j]
+                for c in range(width):
+                    row[c] -= factor * done[c]

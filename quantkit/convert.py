@@ -43,7 +43,7 @@ from quantkit.types import QuantType, check_finite
 OUTTYPES = ("auto", "bf16", "f16", "f32", "q8_0")
 STORED = "stored"  # the outtype that loses nothing
 QUANTIZATION_VERSION = 2
-_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"} | dict.fromkeys((*FP8, "MXFP4", *INTEGERS), "bf16")
+_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"} | dict.fromkeys((*FP8, "MXFP4", "TERNARY", *INTEGERS), "bf16")
 
 Stored = CheckpointTensor | ScaledTensor
 

@@ -39,7 +39,7 @@ def from_hf(config: Config) -> Arch:
     """The architecture of a config.json."""
     name = _class_named(config)
     for arch in all():
-        if name in arch.hf:
+        if name in arch.hf and arch.accepts(config):
             return arch
     known = sorted(name for arch in all() for name in arch.hf)
     raise UnsupportedError(
@@ -56,7 +56,7 @@ def all() -> list[Arch]:
 def outline(config: Config) -> Arch | Outline:
     """What tells the tensors of a model with this config.json: `.name`, `.metadata(config)`, `.tensors(config)`."""
     name = _class_named(config)
-    if (found := _of_class(name)) is not None:
+    if (found := _of_class(name, config)) is not None:
         return found
     known: list[Arch | Outline] = [*all(), *outlines()]
     listed = sorted({name for found in known for name in found.hf})
@@ -72,20 +72,22 @@ def language_model(config: Config) -> dict[str, Any]:
     text = wrapper.text_part(config)
     found = dict(config) if text is None else wrapper.joined(config, text)
     if text is not None:
-        stated = [name for name in text.get("architectures") or () if _of_class(name)]
+        stated = [name for name in text.get("architectures") or () if _of_class(name, text)]
         by_type = [_TYPES[kind] for kind in [text.get("model_type")] if kind in _TYPES]
         by_type += [arch.hf[0] for arch in all() if arch.model_type == text.get("model_type")]
         found["architectures"] = stated[:1] or by_type[:1] or config.get("architectures")
-    known = _of_class((found.get("architectures") or [""])[0])
+    known = _of_class((found.get("architectures") or [""])[0], found)
     return {**known.defaults, **found} if isinstance(known, Arch) else found
 
 
 _TYPES = {"mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"}
 
 
-def _of_class(name: str) -> Arch | Outline | None:
-    known: list[Arch | Outline] = [*all(), *outlines()]
-    return next((found for found in known if name in found.hf), None)
+def _of_class(name: str, config: Config) -> Arch | Outline | None:
+    for arch in all():
+        if name in arch.hf and arch.accepts(config):
+            return arch
+    return next((found for found in outlines() if name in found.hf), None)
 
 
 def _class_named(config: Config) -> str:

@@ -415,7 +415,7 @@ class Model:
         heads_of = layers.Heads.of(part, self._vector(part.sinks) if part.sinks else None)
         y = layers.attend(heads_of, layer, q, spans, self.threads, self.how)
         self.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
-        return self._post_norm(part.post_norm, self.linear(part.out, y))
+        return self._post_norm(part.post_norm, self.linear(part.out, self._post_norm(part.sub_norm, y)))
 
     def _post_norm(self, norm: blocks.Norm | None, y: np.ndarray) -> np.ndarray:
         return y if norm is None else self.norm(norm, y)
@@ -432,8 +432,8 @@ class Model:
     def _gated(self, part: blocks.FeedForward, y: np.ndarray) -> np.ndarray:
         """What a feed-forward makes of what its norm made."""
         gate, up = self.linear(part.gate, y), self.linear(part.up, y)
-        y = self.linear(part.down, layers.activate(part.activation, gate, up, self.threads))
-        return self._post_norm(part.post_norm, y)
+        y = self._post_norm(part.sub_norm, layers.activate(part.activation, gate, up, self.threads))
+        return self._post_norm(part.post_norm, self.linear(part.down, y))
 
     def _experts(self, part: blocks.Experts, x: np.ndarray) -> np.ndarray:
         observe = None if self._checking else self.observer
@@ -484,7 +484,8 @@ class Model:
         found = self._linears.get(linear.weight)
         if found is None:
             bias = self._vector(linear.bias) if linear.bias else None
-            found = layers.Linear(self.weights[linear.weight], self.numerics, self.threads, bias)
+            scale = float(self._vector(linear.scale)[0]) if linear.scale else 1.0
+            found = layers.Linear(self.weights[linear.weight], self.numerics, self.threads, bias, scale)
             self._linears[linear.weight] = found
         return found
 

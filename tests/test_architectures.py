@@ -383,7 +383,9 @@ def test_experts_are_stacked_piece_by_piece(tmp_path: Path) -> None:
     """No job of a conversion makes more than an expert, whatever their number."""
     pytest.importorskip("torch")
     tiny(tmp_path / "hf", arch="qwen3moe", num_experts=24)
-    jobs = [(name, make()) for name, make in prepare(tmp_path / "hf", "f32").jobs()]
-    stacked = [data for name, data in jobs if name == "blk.1.ffn_up_exps.weight"]
-    assert len(stacked) == 24
-    assert {data.nbytes for data in stacked} == {32 * 64 * 4}
+    found: list[tuple[str, int, int]] = []
+    conversion = prepare(tmp_path / "hf", "f32")
+    for task in conversion.tasks(lambda name, start, data: found.append((name, start, data.nbytes))):
+        task()
+    stacked = [part[1:] for part in found if part[0] == "blk.1.ffn_up_exps.weight"]
+    assert stacked == [(i * 32 * 64 * 4, 32 * 64 * 4) for i in range(24)]

@@ -22,6 +22,7 @@ import numpy as np
 from quantkit.errors import DataError
 from quantkit.files.mapping import release
 from quantkit.files.safetensors import CheckpointTensor
+from quantkit.jit import kernel, readonly
 
 Shape = tuple[int, ...]
 
@@ -85,6 +86,41 @@ class FP8Tensor(ScaledTensor):
                 x[first - start : last - start] *= np.repeat(line, wide)[:n]
             first = last
         return x
+
+    def bf16(self, start: int, stop: int) -> np.ndarray:
+        """uint8[stop - start, 2 n]: the same rows in bf16, each product rounded to the nearest, ties to even."""
+        codes = self.codes.raw().reshape(self.n_rows, -1)[start:stop]
+        (rows, n), (high, wide) = self.shape[-2:], self.block
+        grid = self.scales.dequantize().reshape(-1, -(-n // wide))
+        out = np.empty((stop - start, n), np.uint16)
+        values = self.codes.values()
+        first = start
+        while first < stop:  # rows of one line of blocks at a time
+            matrix, row = divmod(first, rows)
+            last = min(first + high - row % high, first + rows - row, stop)
+            line = readonly(grid[matrix * -(-rows // high) + row // high])
+            _scaled_bf16(
+                readonly(codes[first - start : last - start]), line, wide, values, out[first - start : last - start]
+            )
+            first = last
+        return out.view(np.uint8)
+
+
+@kernel
+def _scaled_bf16(codes, scales, wide, values, out):
+    """What each of the 256 codes stands for is worked out once a block; then codes are looked up."""
+    rows, n = codes.shape
+    table = np.empty(256, np.uint16)
+    for b in range(scales.size):
+        for code in range(256):
+            bits = np.float32(values[code] * scales[b]).view(np.uint32)
+            odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+            table[code] = np.uint16(np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd) >> np.uint32(16))
+        first, last = wide * b, min(n, wide * (b + 1))
+        for row in range(rows):
+            code_of, x = codes[row, first:last], out[row, first:last]
+            for i in range(code_of.size):
+                x[i] = table[code_of[i]]
 
 
 class MXFP4Tensor(ScaledTensor):

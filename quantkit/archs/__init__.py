@@ -21,7 +21,7 @@ from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
 __all__ = ["Arch", "all", "from_hf", "get", "language_model", "outline"]
 
 _SHARED = {"base", "blocks", "decoder", "experts", "further", "outlines", "rope", "shapes", "tensors", "wrapper"}
-_SHARED |= {"hf_tokenizer", "pretokenizers", "sentencepiece", "tiktoken", "vocab"}  # tokenizers
+_SHARED |= {"hf_tokenizer", "pretokenizers", "sentencepiece", "tiktoken", "vocab", "vocab_merges"}  # tokenizers
 for _module in pkgutil.iter_modules(__path__):
     if _module.name not in _SHARED:
         importlib.import_module(f"{__name__}.{_module.name}")

@@ -80,7 +80,7 @@ class Ours:
         self.cache = self.model.new_cache(n_ctx)
 
     def clear(self) -> None:
-        self.cache.length = 0
+        self.cache.clear()
 
     def run(self, tokens: np.ndarray, position: int) -> None:
         self.model.forward(tokens, self.cache, logits="last")

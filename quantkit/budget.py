@@ -4,27 +4,31 @@
     found.loads, found.warnings, found.fits
 
 Buffers of intermediate results are those of quantkit's own run on the CPU (runtime/work_size.py), counted where all of
-the model is there and a context is known. On GPUs they depend on the program that runs the model: of each one's memory
-`margin` bytes are left for them, 1 GiB by default as the reference's --fit-margin has it.
+the model is there and a context is known. On GPUs they depend on the program that runs the model: they are estimated,
+and of each one's memory `margin` bytes more are left, 1 GiB by default as the reference's --fit-margin has it.
 """
 
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from quantkit import jit, types
 from quantkit.errors import DataError, UnknownNameError
 from quantkit.recipe.layers import expand
 from quantkit.recipe.patterns import Advice, advice
-from quantkit.runtime import cache_size, work_size
-from quantkit.runtime.placement import CPU, Flags, Placement, located, without_kernels
+from quantkit.runtime import cache_size, cuts, work_size
+from quantkit.runtime.devices import CPU, Device, canonical
+from quantkit.runtime.offload import Offload
+from quantkit.runtime.placement import Flags, Placement, located, without_kernels
 from quantkit.types import QuantType
 
 GIB = 1 << 30
-_OFFLOAD_TOKENS = 32  # an expert goes to a GPU for a batch that gives it as many tokens, on average
+_KINDS = (("experts", "_exps."), ("attention", ".attn_"), ("shared experts", "_shexp."), ("feed-forward", ".ffn_"),
+          ("embedding", "token_embd"), ("output", "output"))  # fmt: skip
 
 
 class Weight(Protocol):
@@ -60,7 +64,7 @@ class Cache:
 @dataclass(frozen=True)
 class Load:
     """What one device holds, in bytes, of what it has (`limit`, None where nobody said) less the `margin`; `buffers` of
-    intermediate results are 0 where they are not known."""
+    intermediate results are 0 where they are not known, `classes` are the weights by what they are for."""
 
     device: str
     tensors: int
@@ -69,6 +73,7 @@ class Load:
     limit: int | None
     margin: int
     buffers: int = 0
+    classes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -79,20 +84,29 @@ class Load:
         return None if self.limit is None else self.limit - self.margin - self.total
 
     def to_json(self) -> dict[str, Any]:
-        names = ("device", "tensors", "weights", "cache", "buffers", "limit", "margin")
+        names = ("device", "tensors", "weights", "cache", "buffers", "limit", "margin", "classes")
         return {name: getattr(self, name) for name in names} | {"total": self.total, "left": self.left}
+
+
+class Predicted(Protocol):
+    """What is asked of a prediction (runtime/speed.py)."""
+
+    @property
+    def lines(self) -> list[str]: ...
+    def to_json(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
 class Budget:
     """The devices' loads; `warnings` say what of the placement cannot be meant, and what does not fit, `notes` what
-    follows from it."""
+    follows from it, `speed` how fast it could be, where that was asked."""
 
     loads: tuple[Load, ...]
     placement: Placement
     cache: Cache | None
     warnings: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    speed: Predicted | None = None
 
     @property
     def fits(self) -> bool | None:
@@ -110,7 +124,14 @@ class Budget:
             "fits": self.fits,
             "warnings": list(self.warnings),
             "notes": list(self.notes),
+            "speed": self.speed and self.speed.to_json(),
             "placement": {name: device.name for name, device in self.placement.devices.items()},
+            "reasons": dict(self.placement.reasons),
+            "split": {
+                "mode": self.placement.mode,
+                "devices": [device.name for device in self.placement.graph],
+                "shared": sorted(self.placement.sliced),
+            },
         }
 
 
@@ -123,34 +144,81 @@ def budget(
     ram: int | None = None,
     margin: int = GIB,
     threads: int | None = None,
+    offload: Offload | None = None,
 ) -> Budget:
     """The load of every device under the placement flags. `vram` has one entry a GPU; without any, and without flags,
     all is on the CPU. `threads` are those that a run on the CPU would have, None for as many as there are here."""
     if not vram and flags == Flags():
         flags = Flags(0)
+    if vram and not flags.devices:
+        gpus = (Device(f"CUDA{i}", size) for i, size in enumerate(vram))
+        named = {canonical(rule.device) for rule in flags.rules} - {CPU.name, *(f"CUDA{i}" for i in range(len(vram)))}
+        flags = replace(flags, devices=(Device(CPU.name, ram), *gpus, *map(Device, sorted(named))))
     placement = located(tensors, flags, metadata, len(vram) or 1)
-    weights: dict[str, int] = {CPU.name: 0}
-    counts: dict[str, int] = {}
-    for name, tensor in tensors.items():
-        device = placement[name].name
-        weights[device] = weights.get(device, 0) + tensor.type.tensor_bytes(tensor.shape)
-        counts[device] = counts.get(device, 0) + 1
-    caches: dict[str, int] = {}
-    for layer, size in enumerate(cache.of_layers(metadata) if cache else ()):
-        device = placement.of_layer.get(layer, CPU).name
-        caches[device] = caches.get(device, 0) + size
-    only_cpu, threads = set(counts) <= {CPU.name}, threads or jit.default_threads()
+    held, caches = _held(tensors, placement, metadata, cache)
+    only_cpu, threads = {device for device, _ in held} <= {CPU.name}, threads or jit.default_threads()
     buffers = (work_size.work_bytes(tensors, metadata, cache.n_ctx, threads) if cache and only_cpu else 0) or 0
-    limits = {CPU.name: ram} | {f"CUDA{i}": size for i, size in enumerate(vram)}
-    loads = tuple(
-        Load(device, counts.get(device, 0), weights.get(device, 0), caches.get(device, 0), limits.get(device),
-             0 if device == CPU.name else margin, buffers if device == CPU.name else 0)
-        for device in sorted({*weights, *caches, *limits}, key=lambda name: (name != CPU.name, len(name), name))
-    )  # fmt: skip
-    warnings, notes = _warnings(placement, tensors, loads), _notes(placement, metadata, cache)
+    limits = {device.name: device.memory for device in flags.devices} | ({CPU.name: ram} if ram else {})
+    used = int(metadata.get(f"{metadata.get('general.architecture')}.expert_used_count") or 0)
+    loads = []
+    for device in sorted({CPU.name, *(d for d, _ in held), *caches, *limits}, key=_order):
+        mine = {name: nbytes for (where, name), nbytes in held.items() if where == device}
+        work = buffers if device == CPU.name else 0
+        if not only_cpu:
+            work = work_size.device_bytes({name: tensors[name].shape for name in mine}, used)
+        loads.append(
+            Load(device, len(mine), sum(mine.values()), caches.get(device, 0), limits.get(device),
+                 0 if device == CPU.name else margin, work, _classes(mine))
+        )  # fmt: skip
+    warnings, notes = _warnings(placement, tensors, loads), _notes(placement, metadata, cache, offload or Offload())
     if buffers:
         notes.append(f"buffers of a run by quantkit in batches of {work_size.BATCH_TOKENS} tokens, {threads} threads")
-    return Budget(loads, placement, cache, tuple(warnings), tuple(notes))
+    return Budget(tuple(loads), placement, cache, tuple(warnings), tuple(notes))
+
+
+def _order(device: str) -> tuple[bool, int, str]:
+    return device != CPU.name, len(device), device
+
+
+def _held(
+    tensors: Mapping[str, Weight], placement: Placement, metadata: Mapping[str, Any], cache: Cache | None
+) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
+    """Bytes by (device, tensor), and of the cache by device."""
+    graph = [device.name for device in placement.graph]
+    found = cuts.of_metadata(tensors, metadata, placement.sliced, placement.shares) if graph else {}
+    held: dict[tuple[str, str], int] = {}
+    for name, tensor in tensors.items():
+        if name in placement.sliced:
+            held |= {(d, name): size for d, size in zip(graph, cuts.bytes_of(tensor, found.get(name), len(graph)))}
+        else:
+            held[placement[name].name, name] = tensor.type.tensor_bytes(tensor.shape)
+    caches: dict[str, int] = {}
+    for layer, size in enumerate(cache.of_layers(metadata) if cache else ()):
+        parts = {placement.of_cache(layer).name: 1.0}
+        if layer in placement.shares and not placement.kv_on_cpu:
+            parts = dict(zip(graph, cuts.cache_shares(layer, found, len(graph), cache.mla if cache else 3)))
+        for device, share in parts.items():
+            caches[device] = caches.get(device, 0) + math.ceil(share * size)
+    return held, caches
+
+
+def _classes(held: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by what tensors are for."""
+    found: dict[str, int] = {}
+    for name, nbytes in held.items():
+        what = next((what for what, part in _KINDS if part in name), "other")
+        found[what] = found.get(what, 0) + nbytes
+    return found
+
+
+def require_room(
+    tensors: Mapping[str, Weight], metadata: Mapping[str, Any], flags: Flags, cache: Cache, path: object
+) -> None:
+    """DataError for devices that have too little memory for what the flags put there: by how much, what to change."""
+    ram = next((device.memory for device in flags.devices if device == CPU), None)
+    loads = budget(tensors, metadata, flags, cache, ram=ram, margin=0).loads
+    if said := [_too_much(load) for load in loads if (load.left or 0) < 0]:
+        raise DataError(f"{path}: with a context of {cache.n_ctx} tokens, {'; '.join(said)}")
 
 
 def experts_to_keep(
@@ -175,7 +243,7 @@ def experts_to_keep(
     return count if 0 < count <= layers and found(count).fits else None
 
 
-def _notes(placement: Placement, metadata: Mapping[str, Any], cache: Cache | None) -> list[str]:
+def _notes(placement: Placement, metadata: Mapping[str, Any], cache: Cache | None, offload: Offload) -> list[str]:
     """What the cache is, and from which batch on a GPU takes part in the CPU's experts."""
     found = []
     arch = metadata.get("general.architecture")
@@ -188,9 +256,11 @@ def _notes(placement: Placement, metadata: Mapping[str, Any], cache: Cache | Non
     devices = placement.devices.values()
     experts = {placement[name] for name in placement.devices if "_exps." in name}
     if count and used and CPU in experts and any(device != CPU for device in devices):
+        least = offload.least_tokens("MUL_MAT_ID", count, used)
         found.append(
-            f"prompts in batches (-b, -ub) of fewer than {_OFFLOAD_TOKENS * count // used} tokens leave the CPU's "
-            "experts to the CPU"
+            "the CPU's experts are left to the CPU in all batches (-op)"
+            if least is None
+            else f"prompts in batches (-b, -ub) of fewer than {least} tokens leave the CPU's experts to the CPU"
         )
     return found
 
@@ -213,12 +283,18 @@ def _warnings(placement: Placement, tensors: Mapping[str, Weight], loads: Sequen
         found.append(wrong)
     for load in loads:
         if load.left is not None and load.left < 0:
-            reserve = f" less {load.margin / GIB:.1f} for buffers" if load.margin else ""
-            found.append(
-                f"{load.device} holds {load.total / GIB:.3f} GiB and has {(load.limit or 0) / GIB:.3f}{reserve}: "
-                f"{-load.left / GIB:.3f} GiB too much; {_remedy(load)}"
-            )
+            found.append(_too_much(load))
     return found
+
+
+def _too_much(load: Load) -> str:
+    reserve = f" less {load.margin / GIB:.1f} for buffers" if load.margin else ""
+    parts = ((load.weights, "weights"), (load.cache, "cache"), (load.buffers, "working memory"))
+    of = ", ".join(f"{size / GIB:.3f} {what}" for size, what in parts if size)
+    return (
+        f"{load.device} holds {load.total / GIB:.3f} GiB ({of}) and has {(load.limit or 0) / GIB:.3f}{reserve}: "
+        f"{-(load.left or 0) / GIB:.3f} GiB too much; {_remedy(load)}"
+    )
 
 
 def _plain(found: Advice) -> Advice:
@@ -229,4 +305,7 @@ def _plain(found: Advice) -> Advice:
 def _remedy(load: Load) -> str:
     if load.device == CPU.name:
         return "take smaller types for the experts, or put more layers on a GPU"
-    return "keep more layers' experts on the CPU (--n-cpu-moe, -ot), or shorten or quantize the cache (-c, -ctk, -ctv)"
+    return (
+        "keep more layers or their experts on the CPU (-ngl, --n-cpu-moe, -ot, or --fit), or shorten or quantize the "
+        "cache (-c, -ctk, -ctv)"
+    )

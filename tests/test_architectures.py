@@ -22,6 +22,10 @@ from quantkit.quantize import quantize
 from tests.archs.checkpoints import tiny
 
 TOKENS = np.random.default_rng(3).integers(2, 320, (2, 256))
+HYBRID = {
+    "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 64, "num_hidden_layers": 5,
+    "intermediate_size": 160,
+}  # fmt: skip
 OTHERS: dict[str, dict[str, Any]] = {
     "deepseek2": {
         "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 96,
@@ -90,6 +94,18 @@ OTHERS: dict[str, dict[str, Any]] = {
         "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 3, "head_dim": 64,
         "tie_word_embeddings": True,
     },
+    "qwen3next": HYBRID | {
+        "linear_num_value_heads": 6, "num_experts": 12, "num_experts_per_tok": 5, "moe_intermediate_size": 64,
+        "norm_topk_prob": True, "shared_expert_intermediate_size": 32, "rope_theta": 1e6, "partial_rotary_factor": 0.5,
+    },
+    "qwen35": HYBRID | {
+        "linear_num_key_heads": 3, "linear_num_value_heads": 9, "linear_conv_kernel_dim": 3,
+        "tie_word_embeddings": True,
+    },
+    "qwen35moe": HYBRID | {
+        "linear_num_key_heads": 4, "linear_num_value_heads": 4, "num_experts": 12, "num_experts_per_tok": 5,
+        "moe_intermediate_size": 64, "shared_expert_intermediate_size": 32,
+    },
     "qwen3moe": {
         "hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3, "num_hidden_layers": 3, "head_dim": 64,
         "num_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "intermediate_size": 160,
@@ -155,6 +171,7 @@ def _as_there(part: Any) -> Any:
     return replace(part, rope=rope, norms_after_rope=False)
 
 
+SMALL_STATES = {"linear_key_head_dim": 32, "linear_value_head_dim": 48, "linear_num_key_heads": 2}
 GROUPS = {"n_group": 4, "topk_group": 2}
 V2 = OTHERS["deepseek2"]
 
@@ -164,6 +181,10 @@ V2 = OTHERS["deepseek2"]
     [("qwen3", {"attention_bias": True}), ("qwen3moe", {"norm_topk_prob": False}), ("deepseek2", GROUPS),
      ("smollm3", {"attention_bias": True, "mlp_bias": True}),
      ("llama", MIXTRAL), ("llama", OTHERS["llama"] | MIXTRAL | {"head_dim": 32, "num_experts_per_tok": 1}),
+     ("qwen3next", SMALL_STATES | {"linear_num_value_heads": 8, "norm_topk_prob": False, "attention_bias": True}),
+     ("qwen35", SMALL_STATES | {"linear_num_value_heads": 4, "full_attention_interval": 2, "num_hidden_layers": 3}),
+     ("qwen35", SMALL_STATES | {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 2, "attention_bias": True}),
+     ("qwen35moe", SMALL_STATES | {"linear_num_value_heads": 8, "linear_conv_kernel_dim": 6}),
      ("gpt-oss", {"head_dim": 64, "tie_word_embeddings": True}), ("gpt-oss", {"hidden_size": 128}),
      ("gemma3", {"query_pre_attn_scalar": 50, "sliding_window_pattern": 2, "rope_local_base_freq": 5000.0}),
      ("gemma3", {"tie_word_embeddings": False, "attention_bias": True}),
@@ -176,7 +197,9 @@ def test_what_the_reference_does_not_know(tmp_path: Path, arch: str, change: dic
 
     Of deepseek2 it chooses among all experts whatever the groups, and takes queries without a latent for 26, 27 or 48
     layers only. It wants biases of glm4moe, output.weight of gpt-oss; with heads of 64 its windows are not those of
-    transformers. It knows no scale, pattern or second base of gemma3. Of Mixtral see the next test.
+    transformers. It knows no scale, pattern or second base of gemma3. Of Mixtral see the next test. Heads of recurrent
+    layers it computes with 64 or 128 elements only: of 16, 32 or 96 its logits have nothing to do with those of
+    transformers, without a word, and keys must be as long as values.
     """
     torch = pytest.importorskip("torch")
     model = tiny(tmp_path / "hf", arch=arch, **change)

@@ -30,7 +30,10 @@ FLOORS = {
     "archs": 2,
     "jobs": 3,
     "recipe": 3,
+    "runtime.devices": 2,
+    "runtime.offload": 2,
     "runtime.placement": 3,
+    "runtime.cuts": 3,
     "runtime.cache_size": 3,
     "runtime.work_size": 3,
     "runtime.kernels.cpu.sizes": 2,  # which work_size and the kernels share

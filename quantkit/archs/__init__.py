@@ -3,7 +3,6 @@
 get("llama")      by the name in general.architecture
 from_hf(config)   by the class named in config.json
 all()             every architecture, by name
-outline(config)   what tensors a model has, by its config.json alone; of more architectures than can be converted
 language_model(config)   config.json of the language model, where it describes a larger one; with the class's defaults
 """
 
@@ -15,12 +14,12 @@ from typing import Any
 
 from quantkit.archs import base, wrapper
 from quantkit.archs.base import Arch, Config
-from quantkit.archs.outlines import Outline, outlines
 from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
 
-__all__ = ["Arch", "all", "from_hf", "get", "language_model", "outline"]
+__all__ = ["Arch", "all", "from_hf", "get", "language_model"]
 
-_SHARED = {"base", "blocks", "decoder", "experts", "further", "outlines", "rope", "shapes", "tensors", "wrapper"}
+_SHARED = {"base", "blocks", "decoder", "experts", "further", "hybrid", "rope", "shapes", "tensors", "transforms"}
+_SHARED |= {"wrapper"}
 _SHARED |= {"hf_tokenizer", "pretokenizers", "sentencepiece", "tiktoken", "vocab", "vocab_merges"}  # tokenizers
 for _module in pkgutil.iter_modules(__path__):
     if _module.name not in _SHARED:
@@ -38,9 +37,8 @@ def get(name: str) -> Arch:
 def from_hf(config: Config) -> Arch:
     """The architecture of a config.json."""
     name = _class_named(config)
-    for arch in all():
-        if name in arch.hf and arch.accepts(config):
-            return arch
+    if (found := _of_class(name, config)) is not None:
+        return found
     known = sorted(name for arch in all() for name in arch.hf)
     raise UnsupportedError(
         f"{name} is not an architecture quantkit converts; it knows {', '.join(known)} "
@@ -51,16 +49,6 @@ def from_hf(config: Config) -> Arch:
 def all() -> list[Arch]:
     """Every architecture, by name."""
     return [arch for _, arch in sorted(base.registered().items())]
-
-
-def outline(config: Config) -> Arch | Outline:
-    """What tells the tensors of a model with this config.json: `.name`, `.metadata(config)`, `.tensors(config)`."""
-    name = _class_named(config)
-    if (found := _of_class(name, config)) is not None:
-        return found
-    known: list[Arch | Outline] = [*all(), *outlines()]
-    listed = sorted({name for found in known for name in found.hf})
-    raise UnsupportedError(f"{name} is not an architecture whose tensors quantkit knows; it knows {', '.join(listed)}")
 
 
 def language_model(config: Config) -> dict[str, Any]:
@@ -77,17 +65,14 @@ def language_model(config: Config) -> dict[str, Any]:
         by_type += [arch.hf[0] for arch in all() if arch.model_type == text.get("model_type")]
         found["architectures"] = stated[:1] or by_type[:1] or config.get("architectures")
     known = _of_class((found.get("architectures") or [""])[0], found)
-    return {**known.defaults, **found} if isinstance(known, Arch) else found
+    return found if known is None else {**known.defaults, **found}
 
 
 _TYPES = {"mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"}
 
 
-def _of_class(name: str, config: Config) -> Arch | Outline | None:
-    for arch in all():
-        if name in arch.hf and arch.accepts(config):
-            return arch
-    return next((found for found in outlines() if name in found.hf), None)
+def _of_class(name: str, config: Config) -> Arch | None:
+    return next((arch for arch in all() if name in arch.hf and arch.accepts(config)), None)
 
 
 def _class_named(config: Config) -> str:

@@ -56,7 +56,11 @@ class Linear:
 
 @dataclass(frozen=True)
 class Attention:
-    """x + out(attention(q, k, v of norm(x))); causal, query head i reads key/value head i * kv_heads // heads."""
+    """x + out(attention(q, k, v of norm(x))); causal, query head i reads key/value head i * kv_heads // heads.
+
+    With `gated`, q makes of each head its query and after it a gate, both float32[head_dim_k]; what the head attended
+    to is multiplied by sigmoid(gate).
+    """
 
     norm: Norm
     q: Linear
@@ -76,8 +80,69 @@ class Attention:
     norms_together: bool = False  # they norm all heads at once, their weights are float32[heads * head_dim_k]
     norms_after_rope: bool = False
     post_norm: Norm | None = None  # of what `out` makes, before it is added to x
+    gated: bool = False
     sub_norm: Norm | None = None  # of what heads attended to, before `out`; weight float32[heads * head_dim_v]
     temperature: tuple[float, int] | None = None  # (beta, n): queries at p times 1 + beta ln(1 + floor(p / n))
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """The numbers of layers with a gated delta rule.
+
+    kernel   positions that the convolution sees, the token's own the last
+    """
+
+    kernel: int
+    key_heads: int
+    value_heads: int
+    head_dim_k: int
+    head_dim_v: int
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.head_dim_k
+
+    @property
+    def inner(self) -> int:
+        """Elements of a token's values."""
+        return self.value_heads * self.head_dim_v
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys, values."""
+        return 2 * self.keys + self.inner
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Linear attention by a gated delta rule: x + out(o), causal, with a state S [head_dim_k, head_dim_v] a value head.
+
+    With y = norm(x), and of each position t:
+
+        q, k, v   silu(sum over j of conv[:, j] * qkv(y)[t - kernel + 1 + j]), heads of queries, of keys, of values
+        q, k      / sqrt(sum(q^2) + 1e-6), each head; q also / sqrt(head_dim_k)
+        b, g      sigmoid(beta(y)), a * softplus(alpha(y) + dt): of each value head, a < 0
+        S         S e^g; then S + k (b (v - S^T k))^T
+        o         S^T q; then out_norm(o) * silu(gate(y)), each head
+
+    Value head h reads key head h * key_heads // value_heads, or with `tiled` h % key_heads. `ba` stands for beta and
+    alpha: of each key head the betas of its value heads, then their alphas. Without `gate`, qkv makes of each key head
+    query, key, the values and the gates of its value heads.
+    """
+
+    norm: Norm
+    qkv: Linear
+    gate: Linear | None
+    ba: Linear | None
+    beta: Linear | None
+    alpha: Linear | None
+    conv: str  # tensor float32[channels, kernel]
+    a: str  # tensor float32[value_heads]
+    dt: str  # tensor float32[value_heads]
+    out_norm: Norm  # weight float32[head_dim_v]
+    out: Linear
+    sizes: Recurrence
+    tiled: bool
 
 
 @dataclass(frozen=True)
@@ -145,6 +210,7 @@ class Experts:
     groups        experts are chosen from the `groups_used` best of so many groups of neighbours: those whose best
                   expert, with choice_bias whose best two together, have the largest p
     shared        a feed-forward that all tokens pass as well, with the same y
+    shared_gate   tensor float32[n_embd]: what `shared` makes is multiplied by sigmoid(shared_gate . y)
 
     gate, up: weights [count, ff, n_embd]; down: [count, n_embd, ff].
     """
@@ -165,9 +231,10 @@ class Experts:
     groups: int = 1
     groups_used: int = 1
     shared: FeedForward | None = None
+    shared_gate: str | None = None
 
 
-Part = Attention | LatentAttention | FeedForward | Experts
+Part = Attention | LatentAttention | DeltaNet | FeedForward | Experts
 
 
 @dataclass(frozen=True)
@@ -214,6 +281,8 @@ class HParams:
     expert_scale: float = 1.0
     gating: str = "softmax"  # or "sigmoid"
     has_choice_bias: bool = False  # see Experts
+    recurrence: Recurrence | None = None
+    recurrent: frozenset[int] = frozenset()  # the layers that are
     n_further: int = 0  # of n_layer so many, the last ones, predict further tokens and are not run
     tensors: frozenset[str] = frozenset()  # names in the file: says which optional ones there are
 

@@ -4,16 +4,15 @@ SwiGLU, or after leading dense layers routed experts, chosen by softmax and a bi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
-
-import numpy as np
 
 from quantkit.archs import experts
 from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, SWIGLU_RULES, Config, Entries, Keys, need, refuse
 from quantkit.archs.blocks import HParams, Part
 from quantkit.archs.decoder import Decoder
-from quantkit.archs.tensors import ReadRows, Rule, Shape, Transform
+from quantkit.archs.tensors import Rule
+from quantkit.archs.transforms import OneRow
 
 _ATTENTION = (
     Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
@@ -22,26 +21,6 @@ _ATTENTION = (
     Rule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
     Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
 )
-
-
-class OneRow(Transform):
-    """A matrix of one row as a vector, and back."""
-
-    keeps_bits = False
-
-    def __init__(self, columns: int, to_vector: bool = True):
-        self.columns, self.to_vector = columns, to_vector
-
-    def shape(self, *sources: Shape) -> Shape:
-        return sources[0][-1:] if self.to_vector else (1, *sources[0])
-
-    def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
-        if self.to_vector:
-            return sources[0](0, 1).reshape(-1, 1)[start:stop]
-        return sources[0](0, self.columns).reshape(1, -1)[start:stop]
-
-    def inverse(self) -> Transform:
-        return OneRow(self.columns, not self.to_vector)
 
 
 class Ernie45(Decoder):

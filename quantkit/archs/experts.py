@@ -17,12 +17,13 @@ ik_llama.cpp knows no keys of groups and chooses among all experts; its converte
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from quantkit.archs.base import Config, Entries, Keys, need, shortest
 from quantkit.archs.blocks import Experts, FeedForward, HParams
-from quantkit.archs.tensors import Rule
+from quantkit.archs.tensors import Rule, Transform
+from quantkit.archs.transforms import Gather
 from quantkit.errors import FormatError, UnsupportedError
 
 _OURS = ("gate", "up", "down")
@@ -67,6 +68,27 @@ def routed_rules(block: str = "mlp", names: tuple[str, ...] = GATED, router: str
         for ours, theirs in zip(_OURS, names)
     )
     return (Rule("blk.N.ffn_gate_inp", f"{there}.{router}", f32=True, layers=_has_experts), *matrices)
+
+
+def stacked_rules(block: str = "mlp") -> tuple[Rule, ...]:
+    """Of routed experts whose matrices a checkpoint has stacked: gate and up [experts, 2 ff, n_embd], one after the
+    other, and down [experts, n_embd, ff]."""
+    there = f"model.layers.N.{block}.experts"
+
+    def part(first: int) -> Callable[[HParams], Transform]:
+        def made(hp: HParams) -> Transform:
+            ff = hp.n_ff_expert
+            runs = ((0, (2 * expert + first) * ff, ff) for expert in range(hp.n_expert))
+            return Gather(runs, (hp.n_expert, ff))
+
+        return made
+
+    pairs = (
+        Rule(f"blk.N.ffn_{ours}_exps.weight", f"{there}.gate_up_proj", part(first), layers=_has_experts, whole=True,
+             one_way=True)
+        for first, ours in enumerate(_OURS[:2])
+    )  # fmt: skip
+    return (*pairs, Rule("blk.N.ffn_down_exps.weight", f"{there}.down_proj", layers=_has_experts, whole=True))
 
 
 def choice_rule(name: str = "mlp.gate.e_score_correction_bias", transform: Any = None) -> Rule:

@@ -16,6 +16,7 @@ MTP = "mtp"
 POLICIES = ("auto", "keep", "drop")
 
 _PARTS = ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head.head", "shared_head.norm")
+_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 _APART = ("model.mtp.", "model.mtp_")  # of checkpoints that do not number such layers with the main ones
 
 
@@ -33,7 +34,7 @@ RULES = tuple(_rule(name) for name in _PARTS)
 
 def count(config: Mapping[str, Any]) -> int:
     """The layers that config.json speaks of."""
-    return config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
+    return next((config[key] for key in _COUNTS if config.get(key)), 0)
 
 
 def tensors(config: Mapping[str, Any], names: Collection[str]) -> dict[str, list[str]]:

@@ -9,39 +9,23 @@ files of other converters do not say it, take that of n_embd / n_head, as the ot
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Entries, Keys, need, refuse, shortest
 from quantkit.archs.blocks import Attention, FeedForward, Head, HParams, Rope
 from quantkit.archs.decoder import Decoder, with_head_norms
-from quantkit.archs.tensors import ReadRows, Rule, Transform
+from quantkit.archs.tensors import Rule
+from quantkit.archs.transforms import add
 from quantkit.errors import UnsupportedError
 
 _PATTERN, _LOCAL_BASE, _GLOBAL_BASE, _HEAD_DIM = 6, 10000.0, 1000000.0, 256
 _LAYERS_27B = 62
 
 
-class Add(Transform):
-    """A vector plus a number."""
-
-    keeps_bits = False
-
-    def __init__(self, number: float):
-        self.number = number
-
-    def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
-        return np.asarray(sources[0](start, stop), np.float32) + np.float32(self.number)
-
-    def inverse(self) -> Transform:
-        return Add(-self.number)
-
-
 def _norm(ours: str, theirs: str) -> Rule:
-    return Rule(ours, theirs, lambda hp: Add(1), f32=True)
+    return Rule(ours, theirs, lambda hp: add(1), f32=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli._runtime import CpuMoe, GpuLayers, NCpuMoe, OverrideTensor, placement_flags
+from quantkit.cli._runtime import (
+    PLACEMENT,
+    CpuMoe,
+    Devices,
+    Fit,
+    GpuLayers,
+    MainGpu,
+    MaxGpu,
+    NCpuMoe,
+    NoKvOffload,
+    OverrideTensor,
+    SplitMode,
+    TensorSplit,
+    placement_flags,
+)
 from quantkit.cli._shared import RepackPattern, comma_separated, gib, mib, table
 from quantkit.errors import QuantkitError
 
@@ -28,7 +42,8 @@ if TYPE_CHECKING:
     from quantkit.files.imatrix import Imatrix
     from quantkit.recipe import Options, Plan, Recipe
 
-__all__ = ["CpuMoe", "GpuLayers", "NCpuMoe", "OverrideTensor", "RepackPattern"]
+__all__ = ["CpuMoe", "Devices", "Fit", "GpuLayers", "MainGpu", "MaxGpu", "NCpuMoe", "NoKvOffload", "OverrideTensor",
+           "RepackPattern", "SplitMode", "TensorSplit"]  # fmt: skip
 
 Type = Annotated[str | None, typer.Option(metavar="T", show_default=False)]
 ImatrixFile = Annotated[Path | None, typer.Option(help="Importance matrix.", metavar="FILE")]
@@ -67,9 +82,6 @@ Repack = Annotated[
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Take warnings about the plan for errors.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show every tensor and why it has its type.")]
-TensorSplit = Annotated[
-    str | None, typer.Option("--tensor-split", "-ts", metavar="N,N,…", help="The share of each GPU; default: even.")
-]
 Context = Annotated[
     int | None, typer.Option("--ctx-size", "-c", help="Count the cache of so many tokens.", min=1, show_default=False)
 ]
@@ -83,6 +95,24 @@ Ram = Annotated[float | None, typer.Option(metavar="GIB", help="Memory of the CP
 FitMargin = Annotated[
     float, typer.Option(metavar="MIB", help="Of each GPU's memory, left for buffers of intermediate results.")
 ]
+Bandwidth = Annotated[
+    str | None,
+    typer.Option(metavar="cpu=N,cuda:0=N", help="GB/s that devices read, for predicted speeds.", show_default=False),
+]
+Compute = Annotated[
+    str | None,
+    typer.Option(metavar="cpu=N,cuda:0=N", help="TFLOP/s of devices, for those of prompts.", show_default=False),
+]
+OffloadThreshold = Annotated[
+    int, typer.Option(metavar="TOKENS", help="From so many tokens a matrix on, GPUs take part in the CPU's products.")
+]
+OffloadPolicy = Annotated[
+    str | None,
+    typer.Option(
+        "--offload-policy", "-op", metavar="OP,0,…", help="Operations by name that they take part in (1) or not (0)."
+    ),
+]
+Explain = Annotated[bool, typer.Option("--explain", help="Show why tensors are where they are.")]
 
 _CLASSES = ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate", "ffn_down", "ffn_up")
 
@@ -122,6 +152,16 @@ class Asked:
     cpu_moe: bool = False
     n_cpu_moe: int = 0
     tensor_split: str | None = None
+    split_mode: str = "layer"
+    main_gpu: int | None = None
+    max_gpu: int | None = None
+    no_kv_offload: bool = False
+    devices: str | None = None
+    fit: bool = False
+    bandwidth: str | None = None
+    compute: str | None = None
+    offload_threshold: int = 32
+    offload_policy: str | None = None
     ctx_size: int | None = None
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
@@ -217,21 +257,50 @@ class Asked:
     def budget(self, plan: Plan, metadata: Mapping[str, Any]) -> Budget | None:
         """Where the plan's tensors go and what a cache takes; None where nothing was asked about that."""
         from quantkit.budget import GIB, Cache, budget, experts_to_keep
-        from quantkit.runtime.placement import parse_split
+        from quantkit.runtime.devices import CPU, Device
+        from quantkit.runtime.offload import parse_ops
+        from quantkit.runtime.placement import Flags
 
-        flags = placement_flags(self.gpu_layers, self.override_tensor, self.cpu_moe, self.n_cpu_moe)
-        flags = dataclasses.replace(flags, tensor_split=parse_split(self.tensor_split or ""))
-        asked = (self.gpu_layers is not None, flags.override_tensor, flags.n_cpu_moe, flags.tensor_split)
-        if not any((*asked, self.ctx_size, self.vram, self.ram)):
+        offload = parse_ops(self.offload_policy or "", self.offload_threshold)
+        flags = placement_flags({name: getattr(self, name) for name in PLACEMENT})
+        asked = (flags != Flags(), self.ctx_size, self.vram, self.ram, self.fit, self.bandwidth, self.compute)
+        if not any(asked):
             return None
         cache = Cache(self.ctx_size, self.cache_type_k, self.cache_type_v, self.mla) if self.ctx_size else None
         vram = [int(size * GIB) for size in _numbers("--vram", self.vram)]
-        ram = None if self.ram is None else int(self.ram * GIB)
-        about = ({t.name: t for t in plan.tensors}, metadata, flags, cache, vram, ram, int(self.fit_margin * 2**20))
-        found = budget(*about)
-        if found.fits is False and (count := experts_to_keep(*about)):
-            return dataclasses.replace(found, warnings=(*found.warnings, f"all fits with --n-cpu-moe {count}"))
-        return found
+        if vram and flags.devices:
+            raise typer.BadParameter(
+                "--vram gives CUDA0, CUDA1, … their memory, and so does --devices; drop one of them"
+            )
+        ram = next((device.memory for device in flags.devices if device == CPU), None)
+        ram = ram if self.ram is None else int(self.ram * GIB)
+        margin, tensors = int(self.fit_margin * 2**20), {t.name: t for t in plan.tensors}
+        notes = []
+        if self.fit:
+            from quantkit.runtime.fit import fit
+
+            gpus = flags.devices[1:] or tuple(Device(f"CUDA{i}", size) for i, size in enumerate(vram))
+            there = (Device(CPU.name, ram), *gpus)
+            caches = cache.of_layers(metadata) if cache else ()
+            fitted = fit(tensors, metadata, there, caches, margin=margin, flags=flags, mla=self.mla)
+            flags, vram = dataclasses.replace(fitted.flags, devices=there), []
+            notes.append(f"--fit: the same as {fitted.text}")
+        about = (tensors, metadata, flags, cache, vram, ram, margin)
+        found = budget(*about, offload=offload)
+        if found.fits is False and vram and (count := experts_to_keep(*about)):
+            found = dataclasses.replace(found, warnings=(*found.warnings, f"all fits with --n-cpu-moe {count}"))
+        return dataclasses.replace(found, notes=(*notes, *found.notes), speed=self._speed(found, tensors, metadata))
+
+    def _speed(self, found: Budget, tensors: Mapping[str, Any], metadata: Mapping[str, Any]) -> Any:
+        """What the placement's bytes allow; None where neither rates nor a context were given."""
+        if not (self.bandwidth or self.compute or self.fit):
+            return None
+        from quantkit.runtime.speed import parse_rates, predict
+
+        caches = {load.device: load.cache for load in found.loads if load.cache}
+        bandwidth = parse_rates(self.bandwidth or "", "--bandwidth", 1e9)
+        compute = parse_rates(self.compute or "", "--compute", 1e12)
+        return predict(tensors, metadata, found.placement, caches, bandwidth, compute)
 
 
 def read_settings(texts: Sequence[str] | None) -> dict[str, str]:
@@ -297,7 +366,7 @@ def require_clean(plan: Plan, budget: Budget | None) -> None:
 # ------------------------------------------------------------------------------------------------------------- printing
 
 
-def print_plan(plan: Plan, verbose: bool = False, budget: Budget | None = None) -> None:
+def print_plan(plan: Plan, verbose: bool = False, budget: Budget | None = None, explain: bool = False) -> None:
     """Classes of tensors by type, what each rule did, the types, the devices, warnings, sizes."""
     if verbose:
         each = [(t.name, "x".join(map(str, t.shape)), t.source.name, t.type.name, t.reason, mib(t.bytes_after))
@@ -315,7 +384,7 @@ def print_plan(plan: Plan, verbose: bool = False, budget: Budget | None = None) 
     if len(plan.types()) > 1:
         print(table(("type", "count", "size", "bpw"), _types(plan)), end="\n\n")
     if budget:
-        print_budget(budget)
+        print_budget(budget, explain)
     for warning in (*plan.warnings, *(budget.warnings if budget else ())):
         print(f"warning: {warning}")
     print(
@@ -324,23 +393,46 @@ def print_plan(plan: Plan, verbose: bool = False, budget: Budget | None = None) 
     )
 
 
-def print_budget(budget: Budget) -> None:
-    """What each device holds, what the cache is for, whether all fits."""
+def print_budget(budget: Budget, explain: bool = False) -> None:
+    """What each device holds, what the cache is for, whether all fits, how fast it could be."""
     rows = []
     for load in budget.loads:
         limits = ("", "") if load.limit is None else (gib(load.limit), gib(load.left or 0))
         sizes = (mib(load.weights), mib(load.cache), mib(load.buffers) if load.buffers else "", gib(load.total))
         rows.append((load.device, load.tensors, *sizes, *limits))
     print(table(("device", "tensors", "weights", "cache", "buffers", "total", "of", "left"), rows), end="\n\n")
+    if len(budget.loads) > 1:
+        kinds = [
+            (load.device, *(f"{what} {gib(size)}" for what, size in load.classes.items())) for load in budget.loads
+        ]
+        print("\n".join(f"{device}: {', '.join(parts)}" for device, *parts in kinds if parts), end="\n\n")
+    if explain:
+        print(table(("tensors", "device", "why", "count"), _reasons(budget), left=3), end="\n\n")
     for rule, count in zip(budget.placement.rules, budget.placement.decided):
         print(f"{rule.said} places {count} tensors")
     for note in budget.notes:
         print(note)
+    if budget.speed is not None:
+        print("\n".join(budget.speed.lines))
     margin = max((load.margin for load in budget.loads), default=0)
     if budget.fits is not None:
         reserve = f", with {mib(margin)} of each GPU left for buffers" if margin else ""
         print(f"{'fits' if budget.fits else 'does not fit'}{reserve}")
     print()
+
+
+def _reasons(budget: Budget) -> list[tuple[Any, ...]]:
+    """Tensors of one kind, device and reason but for its layer, as one line each."""
+    from quantkit.recipe.layers import summarised
+
+    placement = budget.placement
+    grouped: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, device in placement.devices.items():
+        where = "/".join(d.name for d in placement.graph) if name in placement.sliced else device.name
+        why = re.sub(r"layer \d+", "layer", placement.reasons[name])
+        grouped[where, why if len(why) < 80 else f"{why[:78]} …"].append(name)
+    return [(kind, where, why, count) for (where, why), names in grouped.items()
+            for kind, count in summarised(names).items()]  # fmt: skip
 
 
 def _some(names: Sequence[str]) -> str:

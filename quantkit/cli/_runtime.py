@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli._shared import mib
+from quantkit.cli._shared import mib, table
 from quantkit.errors import UnknownNameError
 
 if TYPE_CHECKING:
@@ -36,13 +36,59 @@ CpuMoe = Annotated[bool, typer.Option("--cpu-moe", "-cmoe", help="All experts on
 NCpuMoe = Annotated[
     int, typer.Option("--n-cpu-moe", "-ncmoe", help="Experts of so many layers, the last ones, on the CPU.", min=0)
 ]
+TensorSplit = Annotated[
+    str | None,
+    typer.Option("--tensor-split", "-ts", metavar="N,N,…", help="The share of each GPU; default: by memory, or even."),
+]
+SplitMode = Annotated[
+    str,
+    typer.Option(
+        "--split-mode", "-sm", metavar="none|layer|graph", help="GPUs: one; each its layers; a part of each layer."
+    ),
+]
+MainGpu = Annotated[int | None, typer.Option("--main-gpu", "-mg", help="The GPU of -sm none.", show_default=False)]
+MaxGpu = Annotated[int | None, typer.Option(help="So many GPUs share a layer, with -sm graph.", show_default=False)]
+NoKvOffload = Annotated[bool, typer.Option("--no-kv-offload", "-nkvo", help="Keys and values stay on the CPU.")]
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME=SIZE,…",
+        help="Devices and their memory: cuda:0=24GiB; cpu:0=2GiB,cpu:1 are virtual ones, which the CPU plays.",
+        show_default=False,
+    ),
+]
+Fit = Annotated[bool, typer.Option("--fit", help="Fill the devices to their memory; says the -ot that do the same.")]
 
-
-_OPTIONS: dict[str, tuple[Any, Any]] = {  # of every command that runs a model, with their defaults
+PLACEMENT: dict[str, tuple[Any, Any]] = {  # options that say where tensors go, with their defaults
     "gpu_layers": (GpuLayers, None),
     "override_tensor": (OverrideTensor, None),
     "cpu_moe": (CpuMoe, False),
     "n_cpu_moe": (NCpuMoe, 0),
+    "split_mode": (SplitMode, "layer"),
+    "tensor_split": (TensorSplit, None),
+    "main_gpu": (MainGpu, None),
+    "max_gpu": (MaxGpu, None),
+    "no_kv_offload": (NoKvOffload, False),
+    "devices": (Devices, None),
+}
+
+_OPTIONS: dict[str, tuple[Any, Any]] = {  # of every command that runs a model, with their defaults
+    **PLACEMENT,
+    "fit": (Fit, False),
+    "fit_margin": (
+        Annotated[float, typer.Option(metavar="MIB", help="With --fit: what is left of each device's memory.")],
+        1024,
+    ),
+    "reduce_type": (
+        Annotated[str, typer.Option(metavar="f32|f16|bf16", help="What sums over devices travel as, -sm graph.")],
+        "f32",
+    ),
+    "profile": (
+        Annotated[
+            bool, typer.Option("--profile", help="Say where each device's time goes; the model runs layer by layer.")
+        ],
+        False,
+    ),
     "run_time_repack": (
         Annotated[
             bool,
@@ -151,6 +197,7 @@ class Launch:
 
     def __init__(self, given: dict[str, Any]):
         self._given = given
+        self._profiled: list[Any] = []
         if given["flash_attn"] not in _FLASH:
             raise UnknownNameError("choice for -fa", given["flash_attn"], _FLASH)
         self._options = {
@@ -172,7 +219,7 @@ class Launch:
         """
         from quantkit.runtime.model import load
 
-        flags = placement_flags(*(self._given[k] for k in ("gpu_layers", "override_tensor", "cpu_moe", "n_cpu_moe")))
+        flags = placement_flags({name: self._given[name] for name in PLACEMENT})
         model = load(
             path,
             numerics=numerics,
@@ -182,13 +229,32 @@ class Launch:
             override_tensor=flags.override_tensor,
             gpu_layers=flags.gpu_layers,
             n_cpu_moe=flags.n_cpu_moe,
+            devices=flags.devices,
+            split_mode=flags.split_mode,
+            tensor_split=flags.tensor_split,
+            main_gpu=flags.main_gpu,
+            max_gpus=flags.max_gpus,
+            kv_on_cpu=flags.kv_on_cpu,
+            fit=self._given["fit"],
+            fit_margin=int(self._given["fit_margin"] * 2**20),
+            reduce_type=self._given["reduce_type"],
+            profile=self._given["profile"],
             **self._options,
         )
+        if model.fitted is not None:
+            print(f"--fit: the same as {model.fitted}", file=sys.stderr)
+        if self._given["profile"]:
+            self._profiled.append(model)
         for rule in model.placement.idle:
             print(f"warning: {rule.said} decides no tensor", file=sys.stderr)
         if model.repacked is not None:
             _say_repacked(model)
         return model
+
+    def tell_profiles(self) -> None:
+        """On stderr, where the time of what ran went."""
+        for model in self._profiled:
+            print(_profile(model), file=sys.stderr)
 
     def _cache_type(self, numerics: str) -> Any:
         """The CacheType; None where no option speaks of it."""
@@ -216,7 +282,9 @@ def runs_a_model(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**given: Any) -> None:
         own = {name: value for name, value in given.items() if name not in _OPTIONS}
-        command(**own, launch=Launch({name: given[name] for name in _OPTIONS}))
+        launch = Launch({name: given[name] for name in _OPTIONS})
+        command(**own, launch=launch)
+        launch.tell_profiles()
 
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -243,6 +311,8 @@ def conditions(model: Any) -> dict[str, Any]:
     if model.expert_reduction is not None:
         least, share = model.expert_reduction
         found["expert reduction"] = f"{least},{share:g}"
+    if model.split is not None:
+        found |= model.split.describe()
     return found | ({"layer_by_layer": model.slow_because} if model.slow_because else {})
 
 
@@ -276,8 +346,38 @@ def _say_repacked(model: Any) -> None:
         )
 
 
-def placement_flags(gpu_layers: int | None, override_tensor: list[str] | None, cpu_moe: bool, n_cpu_moe: int) -> Flags:
-    """What the four options say together."""
-    from quantkit.runtime.placement import ALL_LAYERS, Flags
+def _profile(model: Any) -> str:
+    """The table of --profile: seconds by device and kind of work, what moved, what bounds the run."""
+    from quantkit.runtime.ledger import KINDS
 
-    return Flags(gpu_layers, tuple(override_tensor or ()), ALL_LAYERS if cpu_moe else n_cpu_moe)
+    ledger = model.split.ledger
+    kinds = [kind for kind in KINDS if any(kind in mine for mine in ledger.seconds.values())]
+    rows = []
+    for device, mine in ledger.seconds.items():
+        total = sum(mine.values())
+        read = ledger.weights[device]
+        rate = f"{read / total / 1e9:.2f}" if total and read else ""
+        rows.append((device, *(f"{mine.get(kind, 0):.3f}" for kind in kinds), f"{total:.3f}", mib(read), rate))
+    lines = [table(("seconds", *kinds, "total", "weights read", "GB/s"), rows)]
+    for (source, target), nbytes in ledger.bytes.items():
+        lines.append(f"{source} -> {target}: {mib(nbytes)} in {ledger.transfers[source, target]} transfers")
+    lines.append(f"{ledger.passes} passes, {ledger.tokens} tokens; layer by layer, which --profile counts")
+    return "\n".join([*lines, ledger.bound()])
+
+
+def placement_flags(given: dict[str, Any]) -> Flags:
+    """What the options of PLACEMENT say together."""
+    from quantkit.runtime.devices import parse_devices
+    from quantkit.runtime.placement import ALL_LAYERS, Flags, parse_split
+
+    return Flags(
+        given["gpu_layers"],
+        tuple(given["override_tensor"] or ()),
+        ALL_LAYERS if given["cpu_moe"] else given["n_cpu_moe"],
+        parse_split(given["tensor_split"] or ""),
+        given["split_mode"],
+        given["main_gpu"],
+        given["max_gpu"],
+        given["no_kv_offload"],
+        parse_devices(given["devices"]) if given["devices"] else (),
+    )

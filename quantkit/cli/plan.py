@@ -10,20 +10,30 @@ import typer
 from quantkit.cli._planning import (
     AllowRequantize,
     Asked,
+    Bandwidth,
     CacheTypeK,
     CacheTypeV,
+    Compute,
     Context,
     CpuMoe,
     CustomQ,
+    Devices,
     ExcludeWeights,
+    Explain,
+    Fit,
     FitMargin,
     GpuLayers,
     IgnoreRules,
     ImatrixFile,
     IncludeWeights,
     LeaveOutput,
+    MainGpu,
+    MaxGpu,
     Mla,
     NCpuMoe,
+    NoKvOffload,
+    OffloadPolicy,
+    OffloadThreshold,
     OverrideTensor,
     Pure,
     Ram,
@@ -31,6 +41,7 @@ from quantkit.cli._planning import (
     Repack,
     RepackPattern,
     Set,
+    SplitMode,
     Strict,
     TensorSplit,
     TensorType,
@@ -88,6 +99,17 @@ def plan(
     cpu_moe: CpuMoe = False,
     n_cpu_moe: NCpuMoe = 0,
     tensor_split: TensorSplit = None,
+    split_mode: SplitMode = "layer",
+    main_gpu: MainGpu = None,
+    max_gpu: MaxGpu = None,
+    no_kv_offload: NoKvOffload = False,
+    devices: Devices = None,
+    fit: Fit = False,
+    bandwidth: Bandwidth = None,
+    compute: Compute = None,
+    offload_threshold: OffloadThreshold = 32,
+    offload_policy: OffloadPolicy = None,
+    explain: Explain = False,
     ctx_size: Context = None,
     cache_type_k: CacheTypeK = "f16",
     cache_type_v: CacheTypeV = "f16",
@@ -103,7 +125,8 @@ def plan(
 
     No weight is read, and none need be there: a config.json is enough. The plan names the type of every class of
     tensors with the reason, what each rule matched, sizes, and what is probably a mistake. With -ngl, -ot, -ts and
-    their kin it tells the bytes on each device, with -c the cache, with --vram and --ram whether it fits.
+    their kin it tells the bytes on each device, with -c the cache, with --vram and --ram whether it fits. --fit fills
+    the devices and prints the flags that do the same, with speeds that their bytes allow.
     `quantkit quantize IN OUT --plan FILE` executes what --json prints.
     """
     asked = Asked.of(locals())
@@ -115,4 +138,4 @@ def plan(
     if json:
         print_json(document(made, budget))
     else:
-        print_plan(made, verbose, budget)
+        print_plan(made, verbose, budget, explain)

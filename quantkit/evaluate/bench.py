@@ -77,7 +77,8 @@ class Speed:
 
 def bytes_per_token(model: Any, n_kv: int) -> int:
     """What generating a token reads: every weight once, of the embedding one row, of experts those that are used, of
-    the cache what is filled. Of experts that may be left out (-ser) the first K: at least so much is read."""
+    the cache what is filled, and the states of recurrent layers. Of experts that may be left out (-ser) the first K: at
+    least so much is read."""
     embedding = model.head.embedding
     output = model.head.output.weight
     weights = sum(t.nbytes for name, t in model.weights.items() if name != embedding or name == output)
@@ -89,7 +90,7 @@ def bytes_per_token(model: Any, n_kv: int) -> int:
     if embedding != output:
         weights += model.weights[embedding].nbytes // model.vocab_size
     cache = model.new_cache(1)
-    return weights + n_kv * cache.nbytes
+    return weights + n_kv * (cache.nbytes - cache.state_bytes) + cache.state_bytes
 
 
 @jit.kernel
@@ -128,6 +129,7 @@ def bench(model: Any, cases: Sequence[Case], repeat: int, *, warmup: bool = True
     for case in cases:
         if case.depth:
             _prompt(model, cache, tokens[: case.depth], 0)
+            cache.mark()
         samples = [_run(model, cache, case, tokens) for _ in range(repeat + warmup)][warmup:]
         read = None if case.prompt else bytes_per_token(model, case.depth + case.generate // 2)
         yield Speed(case.name, case.depth, case.prompt + case.generate, tuple(samples), read)
@@ -159,7 +161,9 @@ def sweep(
     _generation(model, cache, tokens[:1], 0)
     if warmup_batch:
         _prompt(model, cache, tokens[:n_batch], 0)
+    cache.truncate(0)
     for step, n_kv in enumerate(range(0, n_ctx - max(n_batch, n_generate) + 1, n_batch)):
+        cache.mark()
         if step % stride:
             _prompt(model, cache, tokens[:n_batch], n_kv)
             continue
@@ -184,14 +188,14 @@ def _run(model: Any, cache: Any, case: Case, tokens: np.ndarray) -> float:
 
 
 def _prompt(model: Any, cache: Any, tokens: np.ndarray, n_kv: int) -> float:
-    cache.length = n_kv
+    cache.truncate(n_kv)
     begin = time.perf_counter()
     model.forward(tokens, cache, logits="last")
     return time.perf_counter() - begin
 
 
 def _generation(model: Any, cache: Any, tokens: np.ndarray, n_kv: int) -> float:
-    cache.length = n_kv
+    cache.truncate(n_kv)
     begin = time.perf_counter()
     for token in tokens:
         model.forward([token], cache, logits="last")

@@ -47,12 +47,12 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 def from_config(config: Mapping[str, Any], where: str = "config.json") -> tuple[list[TensorSpec], Metadata]:
     """The tensors of the GGUF file that a checkpoint becomes, in its order, and the keys that plans go by."""
     try:
-        outline = archs.outline(config)
-        keys, tensors = outline.metadata(config), outline.tensors(config)
+        arch = archs.from_hf(config)
+        keys, tensors = arch.metadata(config), arch.tensors(config)
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from None
-    metadata = Metadata({"general.architecture": outline.name})
-    for key, (value, kind) in ({f"{outline.name}.vocab_size": (config["vocab_size"], "u32")} | keys).items():
+    metadata = Metadata({"general.architecture": arch.name})
+    for key, (value, kind) in ({f"{arch.name}.vocab_size": (config["vocab_size"], "u32")} | keys).items():
         metadata.set(key, value, kind)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     weight, f32 = types.layout(_DTYPES.get(dtype, "bf16")), types.layout("f32")

@@ -1,6 +1,6 @@
-"""The key/value cache: what attention remembers of the tokens seen so far.
+"""The cache: what the layers remember of the tokens seen so far.
 
-For each layer two arrays of encoded rows, keys after rope:
+For each layer that attends two arrays of encoded rows, keys after rope:
 
     k[layer]   uint8[n_head_kv, n_ctx, row bytes of head_dim_k]
     v[layer]   uint8[n_head_kv, n_ctx, row bytes of head_dim_v]
@@ -9,16 +9,28 @@ Of latent attention (runtime/latent.py) k has one row a token, its latent, and v
 
 A row is one head's key or value in the K or V type, rounded as kernels/rounding.py says. Positions of a head stand one
 after another, so that attention reads memory in order. With khad or vhad the rows were rotated before (`rotation`).
+
+A recurrent layer (runtime/recurrent.py) has a state of one size instead, which holds all positions at once:
+
+    states[layer]   LayerState: what entered the convolution last, and the state of each value head
+
+Rows of positions can be forgotten one by one, so that a cache is truncated by changing `length`; a state cannot go
+back. It goes back to the beginning, where it is zero, to the place of the last `mark()`, or to what `save()` kept:
+
+    kept = cache.save()      a copy of the whole sequence, keys and values too
+    cache.restore(kept)      into this cache or another of the same model and type
+    cache.mark()             the states alone; truncate() then comes back here, as often as one likes
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import numpy as np
 
 from quantkit import types
-from quantkit.archs.blocks import HParams
+from quantkit.archs.blocks import HParams, Recurrence
 from quantkit.errors import DataError, UnknownNameError, UnsupportedError
 from quantkit.runtime.kernels.rounding import FLOATS, QUANTIZED, rotation_block
 
@@ -82,30 +94,86 @@ class CacheType:
         return found[0], found[1]
 
 
+@dataclass
+class LayerState:
+    """What a recurrent layer remembers after the first `position` tokens of a sequence.
+
+    inputs   float32[kernel - 1, channels]: what entered the convolution for the last tokens, zero before the first
+    heads    float32[value_heads, head_dim_k, head_dim_v]
+    """
+
+    inputs: np.ndarray
+    heads: np.ndarray
+    position: int = 0
+
+    @classmethod
+    def zero(cls, sizes: Recurrence) -> LayerState:
+        shape = (sizes.value_heads, sizes.head_dim_k, sizes.head_dim_v)
+        return cls(np.zeros((sizes.kernel - 1, sizes.channels), np.float32), np.zeros(shape, np.float32))
+
+    @property
+    def nbytes(self) -> int:
+        return self.inputs.nbytes + self.heads.nbytes
+
+    def take(self, other: LayerState) -> None:
+        """Become a copy of another of the same sizes."""
+        self.inputs[:], self.heads[:], self.position = other.inputs, other.heads, other.position
+
+
+@dataclass(frozen=True)
+class State:
+    """What a cache held of a sequence: `Cache.save` makes it, `Cache.restore` takes it back.
+
+    k, v     of each layer that attends uint8[n_head_kv, length, row bytes]
+    states   of each recurrent layer
+    """
+
+    type: CacheType
+    length: int
+    k: list[np.ndarray]
+    v: list[np.ndarray]
+    states: dict[int, LayerState]
+
+    @property
+    def nbytes(self) -> int:
+        rows = sum(x.nbytes for x in (*self.k, *self.v))
+        return rows + sum(state.nbytes for state in self.states.values())
+
+
 class Cache:
     """Room for `n_ctx` tokens of one sequence, of which `length` are filled.
 
-    type        CacheType
-    rotations   of keys and of values: elements rotated together, 0 for none
-    nbytes      of all arrays
+    type         CacheType
+    rotations    of keys and of values: elements rotated together, 0 for none
+    state_bytes  of the states of recurrent layers
+    nbytes       of all arrays, but for one state more, which the layer being run works in
     """
 
     def __init__(self, hparams: HParams, n_ctx: int, cache_type: str | CacheType, *, one_layer: bool = False):
-        """`one_layer` makes all layers share one pair of arrays: enough for a sequence that is run once, as a whole."""
+        """`one_layer` makes all layers share one pair of arrays, and one state: enough for a sequence that is run once,
+        as a whole."""
         self.type = cache_type if isinstance(cache_type, CacheType) else CacheType.parse(cache_type)
         if n_ctx < 1:
             raise DataError(f"a cache of {n_ctx} tokens holds nothing; take a context of at least 1")
         self.rotations = self.type.rotations(hparams.head_dim_k, hparams.head_dim_v)
         self.n_ctx = n_ctx
         self.length = 0
-        layers = 1 if one_layer else hparams.n_layer
+        self.one_layer = one_layer
         sides = (self.type.k, hparams.head_dim_k), (self.type.v, hparams.head_dim_v)
-        self.k, self.v = (
-            [np.zeros((hparams.n_head_kv, n_ctx, types.layout(name).row_bytes(dim)), np.uint8) for _ in range(layers)]
-            * (hparams.n_layer // layers)
-            for name, dim in sides
-        )
-        self.nbytes = layers * (self.k[0].nbytes + self.v[0].nbytes)
+        shapes = [(hparams.n_head_kv, n_ctx, types.layout(name).row_bytes(dim)) for name, dim in sides]
+        attends = [i not in hparams.recurrent for i in range(hparams.n_layer)]
+        self.k, self.v = (_rows(shape, attends, one_layer) for shape in shapes)
+        self.states: dict[int, LayerState] = {}
+        self._spare: LayerState | None = None
+        self._spare_of: int | None = None
+        self._mark: tuple[int, dict[int, LayerState]] | None = None
+        if hparams.recurrence is not None and hparams.recurrent:
+            first = LayerState.zero(hparams.recurrence)
+            for i in sorted(hparams.recurrent):
+                self.states[i] = first if one_layer else LayerState.zero(hparams.recurrence)
+            self._spare = LayerState.zero(hparams.recurrence)
+        self.state_bytes = sum(x.nbytes for x in {id(x): x for x in self.states.values()}.values())
+        self.nbytes = self.state_bytes + sum(x.nbytes for x in {id(x): x for x in (*self.k, *self.v)}.values())
 
     @property
     def cache_type(self) -> str:
@@ -120,10 +188,92 @@ class Cache:
             )
 
     def truncate(self, length: int) -> None:
-        """Forget all tokens after the first `length`."""
+        """Forget all tokens after the first `length`.
+
+        DataError where recurrent layers would have to go back to a place of which no state is kept.
+        """
         if not 0 <= length <= self.length:
             raise DataError(f"cannot truncate a cache of {self.length} tokens to {length}")
+        if self.states and length not in (0, self.length):
+            if self._mark is None or self._mark[0] != length:
+                kept = f"0 and the mark at {self._mark[0]}" if self._mark else "0"
+                raise DataError(
+                    f"cannot truncate a cache of {self.length} tokens to {length}: a recurrent layer has no state of "
+                    f"each position, this cache keeps those of {kept}; mark() or save() the place before going on"
+                )
+            for i, state in self._mark[1].items():
+                self.states[i].take(state)
         self.length = length
+        if self._mark and self._mark[0] > length:
+            self._mark = None
 
     def clear(self) -> None:
-        self.length = 0
+        self.length, self._mark = 0, None
+
+    def mark(self) -> None:
+        """Keep the states of recurrent layers as they are now, in place of those of an earlier mark."""
+        if self.states:
+            self._mark = self.length, {i: copy.deepcopy(self.state(i)) for i in self.states}
+
+    def save(self) -> State:
+        """A copy of all that the cache holds of its sequence."""
+        if self.one_layer:
+            raise DataError("a cache that its layers share cannot be saved: it holds the last layer alone")
+        k, v = ([x[:, : self.length].copy() for x in side] for side in (self.k, self.v))
+        return State(self.type, self.length, k, v, {i: copy.deepcopy(self.state(i)) for i in self.states})
+
+    def restore(self, state: State) -> None:
+        """Hold what was saved, and nothing else. DataError where it is of another kind of cache, or does not fit."""
+        mine = [x[:, :0].shape for x in (*self.k, *self.v)], [(i, x.heads.shape) for i, x in self.states.items()]
+        theirs = [x[:, :0].shape for x in (*state.k, *state.v)], [(i, x.heads.shape) for i, x in state.states.items()]
+        if self.one_layer or self.type != state.type or mine != theirs:
+            raise DataError(
+                f"a state of {state.length} tokens saved from a cache of {state.type} does not fit this one of "
+                f"{self.type}; both must be of one model and one type"
+            )
+        if state.length > self.n_ctx:
+            raise DataError(f"a state of {state.length} tokens does not fit a cache of {self.n_ctx}; make it larger")
+        for into, rows in zip((*self.k, *self.v), (*state.k, *state.v)):
+            into[:, : state.length] = rows
+        for i, layer in state.states.items():
+            self.states[i].take(layer)
+        self.length, self._mark, self._spare_of = state.length, None, None
+
+    # ------------------------------------------------------------------------------------------------ recurrent layers
+
+    def state(self, layer: int) -> LayerState:
+        """The state of a recurrent layer after `length` tokens, to be read. At the beginning it is zero.
+
+        DataError where the layer has gone on, or another run was cut off, and the state is that of another place.
+        """
+        found = self.states[layer]
+        if self.length and found.position != self.length and self._spare_of == layer:
+            assert self._spare is not None
+            self.states[layer], self._spare = self._spare, found  # the layer is run once more
+            self._spare_of, found = None, self.states[layer]
+        if not self.length:
+            found.inputs[:], found.heads[:], found.position = 0, 0, 0
+        if found.position != self.length:
+            raise DataError(
+                f"the state of recurrent layer {layer} is that after {found.position} tokens, the cache holds "
+                f"{self.length}; clear() it, or restore() what save() kept"
+            )
+        return found
+
+    def advance(self, layer: int, tokens: int) -> tuple[LayerState, LayerState]:
+        """The state of a layer, and where the one `tokens` later is to be written; what it was stays until the next."""
+        before = self.state(layer)
+        after = self._spare
+        assert after is not None
+        if self.one_layer:
+            for i in self.states:
+                self.states[i] = after
+        self.states[layer], self._spare, self._spare_of = after, before, layer
+        after.position = before.position + tokens
+        return before, after
+
+
+def _rows(shape: tuple[int, ...], attends: list[bool], one_layer: bool) -> list[np.ndarray]:
+    """An array for each layer that attends, or one for all of them; an empty one for those that do not."""
+    none, first = np.zeros((shape[0], 0, shape[2]), np.uint8), np.zeros(shape, np.uint8)
+    return [(first if one_layer else np.zeros(shape, np.uint8)) if here else none for here in attends]

@@ -6,7 +6,8 @@
     latent        n_ctx rows of kv_lora_rank + rope dims in the type of keys (`mla` 1 to 3); 0 caches full heads
     recurrent     conv_kernel - 1 columns and a state of heads * key dim * value dim, float32, whatever the context
 
-A layer is recurrent where there are ssm keys and full_attention_interval does not choose it. Windows are not counted
+A layer is recurrent where there are ssm keys and full_attention_interval does not choose it, nor predicts it further
+tokens. Windows are not counted
 off: the reference too allocates them in full.
 """
 
@@ -33,13 +34,14 @@ def of_layers(
         return int(value[layer] if isinstance(value, (list, tuple)) else value)
 
     layers = number("block_count")
+    main = layers - number("nextn_predict_layers")
     heads, interval = number("attention.head_count"), number("full_attention_interval")
     width = number("embedding_length") // heads if heads else 0
     latent = number("attention.kv_lora_rank")
     found = []
     for layer in range(layers):
         kv_heads = number("attention.head_count_kv", layer) or heads
-        if number("ssm.inner_size") and (layer + 1) % (interval or layers + 1):
+        if number("ssm.inner_size") and layer < main and (layer + 1) % (interval or layers + 1):
             found.append(4 * _state(number))
         elif latent and mla:
             found.append(n_ctx * _row(keys, latent + number("rope.dimension_count")))

@@ -11,6 +11,7 @@ experts. Weights that are divided by their sum are divided by the sum over those
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from quantkit.runtime.kernels import reference
 
 Reduction = tuple[int, float]
 Observe = Callable[[str, np.ndarray, int, int], None]
+Product = Callable[[np.ndarray], np.ndarray]
 
 
 def reduction(parts: Sequence[blocks.Block], given: Reduction | None, path: Path) -> Reduction | None:
@@ -69,15 +71,18 @@ def run(
     weights: np.ndarray,
     threads: int,
     observe: Observe | None = None,
+    matrix: Callable[[blocks.Linear, int], Product] | None = None,
 ) -> np.ndarray:
     """The weighted sum of what the chosen experts make of x float32[tokens, n_embd], experts added by number.
 
     `observe` is told what enters each expert's matrices: name, float32[tokens, n], the expert, how many there are.
+    `matrix` gives an expert's product with one of the three; by default that of its tensor, here.
     """
+    matrix = matrix or functools.partial(linear_of, tensors, threads)
     out = np.zeros((len(x), tensors[part.down.weight].shape[1]), np.float32)
     for number in np.unique(chosen[chosen >= 0]):
         token, rank = np.nonzero(chosen == number)
-        gate, up, down = (_linear(linear, tensors, int(number), threads) for linear in (part.gate, part.up, part.down))
+        gate, up, down = (matrix(linear, int(number)) for linear in (part.gate, part.up, part.down))
         given = np.ascontiguousarray(x[token])
         hidden = layers.activate(part.activation, gate(given), up(given), threads)
         if observe is not None:
@@ -87,7 +92,7 @@ def run(
     return out
 
 
-def _linear(linear: blocks.Linear, tensors: Mapping[str, Tensor], number: int, threads: int) -> layers.Linear:
+def linear_of(tensors: Mapping[str, Tensor], threads: int, linear: blocks.Linear, number: int) -> layers.Linear:
     """One expert's matrix, with its bias."""
     bias = tensors[linear.bias].decode_rows(number, number + 1)[0] if linear.bias else None
     return layers.Linear(_Matrix(tensors[linear.weight], number), "exact", threads, bias)

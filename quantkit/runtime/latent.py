@@ -50,6 +50,13 @@ class Run(Protocol):
     def turn(self, x: np.ndarray, rope: blocks.Rope, dim: int, spans: list[Span]) -> None: ...
     def observe(self, name: str, x: np.ndarray, *which: int) -> None: ...
     def check(self, what: str, y: np.ndarray) -> None: ...
+    def between(self, part: blocks.LatentAttention) -> Between: ...
+    def attend(
+        self, heads: Heads, layer: int, q: np.ndarray, spans: list[Span], how: Attending | None = None
+    ) -> np.ndarray: ...
+    def attend_latents(
+        self, part: blocks.LatentAttention, layer: int, q: np.ndarray, latents: np.ndarray, spans: list[Span]
+    ) -> np.ndarray: ...
 
 
 def is_latent(parts: Sequence[blocks.Block]) -> bool:
@@ -182,35 +189,29 @@ class _Expanded(Cache):
 
 
 def attend_expanded(
-    part: blocks.LatentAttention,
-    between: Between,
-    layer: int,
-    q: np.ndarray,
-    span: Span,
-    threads: int,
-    how: Attending,
+    run: Run, part: blocks.LatentAttention, between: Between, layer: int, q: np.ndarray, span: Span
 ) -> np.ndarray:
     """float32[tokens, heads * head_dim_v] of q float32[tokens, heads, head_dim_k] of one span; its latents are cached.
 
-    Keys and values of so many heads at a time as fit `how.work_mib`.
+    Keys and values of so many heads at a time as fit `run.how.work_mib`.
     """
     length = span.cache.length + span.stop - span.start
     rows = span.cache.k[layer][0, :length]
     kind, block = span.cache.type.k, span.cache.rotations[0]
-    latents = types.get(kind).dequantize(rows, part.latent, threads=threads)
+    latents = types.get(kind).dequantize(rows, part.latent, threads=run.threads)
     if block:
         latents = rounding.rotate(latents, block)  # its own inverse
     together = part.heads
-    if how.work_mib:
+    if run.how.work_mib:
         each = 4 * length * (part.head_dim_k + part.head_dim_v)
-        together = max(1, min(together, (how.work_mib << 20) // each))
+        together = max(1, min(together, (run.how.work_mib << 20) // each))
     parts = []
     for first in range(0, part.heads, together):
         stop = min(part.heads, first + together)
         keys = _Expanded(*between.expanded(latents, first, stop), span.cache.length)
         mine = np.ascontiguousarray(q[:, first:stop]).reshape(len(q), -1)
         heads = Heads(stop - first, stop - first, part.head_dim_k, part.head_dim_v, part.scale)
-        parts.append(layers.attend(heads, 0, mine, [Span(0, len(q), keys)], threads, how))
+        parts.append(run.attend(heads, 0, mine, [Span(0, len(q), keys)]))
     return np.concatenate(parts, axis=1)
 
 
@@ -240,22 +241,22 @@ def attention(run: Run, part: blocks.LatentAttention, layer: int, x: np.ndarray,
     c = run.norm(part.kv_a_norm, np.ascontiguousarray(kv[:, : part.kv_lora]))
     r = np.ascontiguousarray(kv[:, part.kv_lora :])
     run.turn(r, part.rope, part.rope.dim, spans)
-    y = _attend(run, part, layer, q, np.concatenate([c, r], axis=1), spans)
+    y = run.attend_latents(part, layer, q, np.concatenate([c, r], axis=1), spans)
     run.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
     return run.linear(part.out, y)
 
 
-def _attend(
+def attend(
     run: Run, part: blocks.LatentAttention, layer: int, q: np.ndarray, latents: np.ndarray, spans: list[Span]
 ) -> np.ndarray:
     """float32[tokens, heads * head_dim_v] of queries and latents after rope, as `mla` says."""
-    between = Between(part, run.weights, run.threads)
+    between = run.between(part)
     if not run.mla:
         _observe(run, part.kv_b, latents[:, : part.kv_lora])
         k, v = (x.transpose(1, 0, 2).reshape(len(q), -1) for x in between.expanded(latents, 0, part.heads))
         for span in spans:
             layers.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
-        return layers.attend(full(part), layer, q.reshape(len(q), -1), spans, run.threads, run.how)
+        return run.attend(full(part), layer, q.reshape(len(q), -1), spans)
     for span in spans:
         layers.remember(latents[span.start : span.stop], None, span.cache, layer)
     out = np.empty((len(q), part.heads * part.head_dim_v), np.float32)
@@ -264,7 +265,7 @@ def _attend(
         if run.mla > 1 and run.how.flash and span.stop - span.start >= EXPAND:
             rows = slice(span.start, span.stop)
             _observe(run, part.kv_b, latents[rows, : part.kv_lora])
-            out[rows] = attend_expanded(part, between, layer, q[rows], span, run.threads, run.how)
+            out[rows] = attend_expanded(run, part, between, layer, q[rows], span)
         else:
             few.append(span)
     how = replace(run.how, flash=False) if run.mla == 2 else run.how
@@ -272,9 +273,7 @@ def _attend(
         rows = slice(span.start, span.stop)
         mine = np.ascontiguousarray(q[rows])
         _observe(run, part.k_b, mine[:, :, : part.nope])
-        found = layers.attend(
-            absorbed(part), layer, between.queries(mine), [Span(0, len(mine), span.cache)], run.threads, how
-        )
+        found = run.attend(absorbed(part), layer, between.queries(mine), [Span(0, len(mine), span.cache)], how)
         _observe(run, part.v_b, found.reshape(len(mine), part.heads, -1))
         out[rows] = between.values(found)
     return out

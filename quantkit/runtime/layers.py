@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -183,6 +183,22 @@ def activate(name: str, gate: np.ndarray, up: np.ndarray, threads: int) -> np.nd
     return gate
 
 
+def without_gates(projected: np.ndarray, heads: int) -> np.ndarray:
+    """The queries float32[tokens, heads * dim] of queries and gates of each head, float32[tokens, heads * 2 * dim]."""
+    both = projected.reshape(len(projected), heads, 2, -1)
+    return np.ascontiguousarray(both[:, :, 0]).reshape(len(projected), -1)
+
+
+def gate(x: np.ndarray, projected: np.ndarray, dim: int, threads: int) -> None:
+    """Multiply x float32[tokens, heads * dim], in place, by the sigmoids of the gates beside those queries."""
+    _over_tokens(lambda a, b: reference.gate(x[a:b], projected[a:b], dim, 2 * dim, dim), x, threads)
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    with silent():
+        return 1 / (1 + np.exp(-x))
+
+
 def rope_tables(rope: blocks.Rope, n_ctx: int, factors: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """cos and sin, float32[n_ctx, dim/2], of the angle position * frequency of each pair. Worked out in float64.
 
@@ -234,6 +250,27 @@ class Span(NamedTuple):
     start: int
     stop: int
     cache: Cache
+
+
+def batches(parts: Sequence[tuple[np.ndarray, Cache]], most: int) -> Iterator[tuple[np.ndarray, list[Span], list[int]]]:
+    """(tokens, their spans, which parts they are of), up to `most` tokens at a time."""
+    taken: list[np.ndarray] = []
+    spans: list[Span] = []
+    which: list[int] = []
+    used = 0
+    for i, (ids, cache) in enumerate(parts):
+        done = 0
+        while done < len(ids):
+            some = ids[done : done + most - used]
+            taken.append(some)
+            spans.append(Span(used, used + len(some), cache))
+            which.append(i)
+            done, used = done + len(some), used + len(some)
+            if used == most:
+                yield np.concatenate(taken), spans, which
+                taken, spans, which, used = [], [], [], 0
+    if used:
+        yield np.concatenate(taken), spans, which
 
 
 def temper(q: np.ndarray, beta: float, length: int, spans: Sequence[Span]) -> None:

@@ -12,31 +12,33 @@ the tokens to runtime/step.py, where the model is one list of operations, unless
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from quantkit import archs, jit
+from quantkit import archs, budget, jit
 from quantkit.archs import blocks
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.files import gguf
-from quantkit.runtime import blas, experts, latent, layers, repacking, shapes
+from quantkit.runtime import blas, experts, latent, layers, repacking, shapes, split
+from quantkit.runtime import fit as fitting
 from quantkit.runtime.cache import Cache, CacheType
+from quantkit.runtime.devices import CPU, Device, parse_devices
 from quantkit.runtime.generate import Generated, Sampling, generate
 from quantkit.runtime.kernels.rounding import FLOATS, QUANTIZED
 from quantkit.runtime.layers import Span
-from quantkit.runtime.placement import Flags, Placement, devices, place
+from quantkit.runtime.parts import Parts
+from quantkit.runtime.placement import Flags, Placement, place_model
 from quantkit.runtime.repacking import Repacked
 from quantkit.runtime.tripwire import layer_of, require_sound
 
+GIB = 1 << 30
 BATCH_TOKENS = 1024  # of a prompt run at a time; more only costs memory
 SEQUENCE_TOKENS = 2048  # of several sequences run at a time
 TOGETHER_TOKENS = 512  # of sequences that go on; what `fast` numerics take at a time
 NUMERICS = ("exact", "fast")
 TRIPWIRES = ("layer", "full", "off")
-
-Observer = Callable[..., None]  # of (name, x), or (name, x, number, count) for one of several matrices
 
 
 def load(
@@ -56,6 +58,17 @@ def load(
     expert_reduction: tuple[int, float] | None = None,
     mla: int = 3,
     tripwire: str = "layer",
+    devices: str | Sequence[Device] = "",
+    split_mode: str = "layer",
+    tensor_split: Sequence[float] = (),
+    main_gpu: int | None = None,
+    max_gpus: int | None = None,
+    kv_on_cpu: bool = False,
+    fit: bool = False,
+    fit_margin: int = GIB,
+    reduce_type: str = "f32",
+    experts_by: str = "number",
+    profile: bool = False,
 ) -> Model:
     """Open a GGUF file (of a set of shards any member) as a Model. Nothing is read before it is needed.
 
@@ -73,17 +86,44 @@ def load(
     mla         0 to 3: what latent attention caches and how it attends, see `runtime.latent`; nothing for other models.
     tripwire    looking for NaN and Inf: "layer" after each layer, "full" after each operation; both also look at the
                 scale fields of what a layer needs before it first runs. "off": after each layer, and no scales.
+    devices     what there is beside the CPU: "cpu:0=2GiB,cpu:1=2GiB", virtual devices of the CPU (runtime/devices.py),
+                or Devices.
+    split_mode, tensor_split, main_gpu, max_gpus, kv_on_cpu   `-sm`, `-ts`, `-mg`, `--max-gpu` and `-nkvo`.
+    fit, fit_margin   fill the devices, each with its memory, but for so many bytes (runtime/fit.py); `fitted` of the
+                model says the flags that do the same.
+    reduce_type, experts_by   of -sm graph: f32, f16 or bf16 for what is added up over devices; experts shared by
+                "number" or "columns".
+    profile     count time and bytes in `split.ledger`; the model then runs layer by layer, on one device too.
+
+    DataError where devices have too little memory for their weights, the cache of `n_ctx` and working memory.
+
+    A model on several devices runs layer by layer (`split`), with fast numerics too; `slow_because` says so.
     """
     how = layers.Attending(flash_attention, attention_mib)
     kind = _cache_type(cache_type, numerics, how)
     file = gguf.open(path)
     rules = (override_tensor,) if isinstance(override_tensor, str) else tuple(override_tensor)
-    flags = Flags(gpu_layers, rules, n_cpu_moe)
-    placement = place(file.tensors, flags.rules, devices(), flags.gpu_layers, n_cpu_moe=flags.n_cpu_moe)
-    return Model(
+    there = parse_devices(devices) if isinstance(devices, str) else tuple(devices) or (CPU,)
+    flags = Flags(
+        gpu_layers, rules, n_cpu_moe, tuple(tensor_split), split_mode, main_gpu, max_gpus, kv_on_cpu, tuple(there)
+    )
+    fitted = None
+    if fit or any(device.memory for device in there):
+        size = n_ctx or int(file.metadata.get(f"{file.metadata.get('general.architecture')}.context_length") or 1)
+        cache = budget.Cache(size, kind.k, kind.v, mla)
+        if fit:
+            about = (file.tensors, file.metadata, there, cache.of_layers(file.metadata))
+            fitted = fitting.fit(*about, margin=fit_margin, flags=flags, mla=mla)
+            flags = fitted.flags
+        budget.require_room(file.tensors, file.metadata, flags, cache, path)
+    placement = place_model(file.tensors, flags, file.metadata, there)
+    model = Model(
         file, placement, numerics=numerics, threads=threads, cache_type=kind, how=how, n_ctx=n_ctx, repack=repack,
         fused_experts=fused_experts, expert_reduction=expert_reduction, mla=mla, tripwire=tripwire,
+        reduce_type=reduce_type, experts_by=experts_by, profile=profile,
     )  # fmt: skip
+    model.fitted = fitted.text if fitted else None
+    return model
 
 
 def _cache_type(chosen: str | CacheType | None, numerics: str, how: layers.Attending) -> CacheType:
@@ -100,7 +140,7 @@ def _cache_type(chosen: str | CacheType | None, numerics: str, how: layers.Atten
     return kind
 
 
-class Model:
+class Model(Parts):
     """An open model. One thread at a time may run it.
 
     hparams, blocks, head   what the architecture says about it
@@ -112,6 +152,8 @@ class Model:
     fused_experts, expert_reduction   as given to `load`
     has_latents, mla        whether attention is latent; as given, 0 where it is not
     tripwire                as given to `load`
+    split                   the runtime.split.Split that runs it; None where one device does, unprofiled
+    fitted                  the flags of what `fit` decided; None where it did not
     slow_because            why a model of `fast` numerics runs layer by layer; None where it does not
     observer                called with (name, float32[tokens, n]) for what enters each weight matrix, and of experts
                             with (name, float32[tokens, n], expert, experts); None by default
@@ -132,16 +174,16 @@ class Model:
         expert_reduction: tuple[int, float] | None = None,
         mla: int = 3,
         tripwire: str = "layer",
+        reduce_type: str = "f32",
+        experts_by: str = "number",
+        profile: bool = False,
     ):
-        self.how = how or layers.Attending()
-        kind = _cache_type(cache_type, numerics, self.how)
+        how = how or layers.Attending()
+        kind = _cache_type(cache_type, numerics, how)
         self.path = file.path
         self.metadata = file.metadata
-        self.weights = file.tensors
         self.size_bytes = file.size
         self.placement = placement
-        self.numerics = numerics
-        self.threads = threads or jit.default_threads()
         self.cache_type = str(kind)
         name = file.metadata.get("general.architecture")
         if not isinstance(name, str):
@@ -153,18 +195,15 @@ class Model:
         if mla not in latent.MODES:
             raise UnsupportedError(f"-mla {mla}: known are {', '.join(map(str, latent.MODES))}")
         self.has_latents = latent.is_latent(self.blocks)
-        self.mla = mla if self.has_latents else 0
+        super().__init__(
+            file.path, file.tensors, numerics=numerics, threads=threads or jit.default_threads(), how=how,
+            mla=mla if self.has_latents else 0, tripwire=tripwire,
+        )  # fmt: skip
         self._cached = latent.cached(self.hparams, self.blocks, self.mla)
         self.n_ctx = n_ctx or self.hparams.n_ctx_train
-        self.observer: Observer | None = None
-        self._vectors: dict[str, np.ndarray] = {}
-        self._linears: dict[str, layers.Linear] = {}
-        self._tables: dict[blocks.Rope, tuple[np.ndarray, np.ndarray]] = {}
         self._tokenizer: Any = None
-        self._checking = False
         if tripwire not in TRIPWIRES:
             raise UnknownNameError("tripwire", tripwire, TRIPWIRES)
-        self.tripwire = tripwire
         self._sound: set[int | None] = set()
         self._check_attention(kind, n_ctx)
         self._check_weights()
@@ -173,6 +212,12 @@ class Model:
         self.repacked: Repacked | None = None
         if repack:
             self.weights, self.repacked = repacking.repack(self.weights, placement, self.threads)
+        self.split: split.Split | None = None
+        if split.required(placement, profile):
+            self.split = split.Split(
+                self, self.blocks, self.head, self._cached, placement, reduce=reduce_type, experts_by=experts_by
+            )
+        self.fitted: str | None = None
         self._fast: Any = None
         self.slow_because: str | None = None
         if numerics == "fast":
@@ -200,7 +245,12 @@ class Model:
 
     def new_cache(self, n_ctx: int | None = None, cache_type: str | CacheType | None = None) -> Cache:
         """An empty cache for one sequence of up to `n_ctx` tokens."""
-        return Cache(self._cached, n_ctx or self.n_ctx, self._kind(cache_type))
+        return self._empty_cache(n_ctx or self.n_ctx, self._kind(cache_type))
+
+    def _empty_cache(self, n_ctx: int, kind: CacheType, one_layer: bool = False) -> Cache:
+        if self.split is not None:
+            return self.split.new_cache(n_ctx, kind, one_layer)
+        return Cache(self._cached, n_ctx, kind, one_layer=one_layer)
 
     def _kind(self, cache_type: str | CacheType | None) -> CacheType:
         return _cache_type(cache_type or self.cache_type, self.numerics, self.how)
@@ -256,7 +306,7 @@ class Model:
             cache.reserve(len(ids))
         ends = np.empty((len(checked), self.hparams.n_embd), np.float32)
         with blas.single_threaded():
-            for ids, spans, which in _batches(checked):
+            for ids, spans, which in layers.batches(checked, TOGETHER_TOKENS):
                 x = self._forward_spans(ids, spans)
                 for i, span in zip(which, spans):
                     ends[i] = x[span.stop - 1]
@@ -294,7 +344,7 @@ class Model:
         kind = self._kind(cache_type)
         compiled = self._fast is not None and self.observer is None
         together = min(n_seq, max(1, (TOGETHER_TOKENS if compiled else SEQUENCE_TOKENS) // length))
-        caches = [Cache(self._cached, length, kind, one_layer=not compiled) for _ in range(together)]
+        caches = [self._empty_cache(length, kind, not compiled) for _ in range(together)]
         found = []
         with blas.single_threaded():
             for start in range(0, n_seq, together):
@@ -316,7 +366,7 @@ class Model:
         found = np.empty((*ids.shape, self.hparams.n_embd), np.float32)
         for cache in caches:
             cache.clear()
-        for tokens, spans, which in _batches(list(zip(ids, caches))):
+        for tokens, spans, which in layers.batches(list(zip(ids, caches)), TOGETHER_TOKENS):
             begin = [span.cache.length for span in spans]
             x = self._forward_spans(tokens, spans)
             for i, first, span in zip(which, begin, spans):
@@ -344,6 +394,8 @@ class Model:
         """The model as a runtime.step.Fast, or None and why not."""
         from quantkit.runtime import obstacles, step
 
+        if self.split is not None:
+            return None, "a model on several devices, or one that is profiled, runs layer by layer"
         reason = obstacles.obstacle(self.weights, self.blocks, self.head)
         if reason is not None:
             return None, reason
@@ -364,144 +416,57 @@ class Model:
 
     def _run(self, tokens: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] before the output norm; keys and values go into the spans' caches."""
+        x = self.enter(tokens)
+        for block in self.blocks:
+            x = self.advance(block, x, spans)
+        return x
+
+    def enter(self, tokens: np.ndarray) -> np.ndarray:
+        """What `embed` gives, looked at by the tripwire."""
         self._require_sound(None)
         x = self.embed(tokens)
         self._require_finite(self.head.embedding, x)
-        for block in self.blocks:
-            self._require_sound(block.layer)
-            before = x
-            x = self.run_block(block, x, spans)
-            if not layers.is_finite(x):
-                self._blame(block, before, spans)
         return x
+
+    def advance(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        """What `run_block` gives, looked at by the tripwire."""
+        self._require_sound(block.layer)
+        y = self.run_block(block, x, spans)
+        if not layers.is_finite(y):
+            self._blame(block, x, spans)
+        return y
 
     def embed(self, tokens: np.ndarray) -> np.ndarray:
         """float32[tokens, n_embd] that enters the first block."""
         x = layers.embed(self.weights[self.head.embedding], tokens)
         if self.head.embedding_scale != 1:
             x *= np.float32(self.head.embedding_scale)
-        return x
+        return x if self.split is None else self.split.embedded(x)
 
     def layer_cache(self, n_ctx: int) -> Cache:
         """An empty cache for one sequence and one layer at a time."""
-        return Cache(self._cached, n_ctx, self._kind(None), one_layer=True)
+        return self._empty_cache(n_ctx, self._kind(None), one_layer=True)
 
     def run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
-        """float32[tokens, n_embd] that leaves a block."""
-        for part in block.parts:
-            if isinstance(part, blocks.Attention):
-                x = x + self._attention(part, block.layer, x, spans)
-            elif isinstance(part, blocks.LatentAttention):
-                x = x + latent.attention(self, part, block.layer, x, spans)
-            elif isinstance(part, blocks.Experts):
-                x = x + self._experts(part, x)
-            else:
-                x = x + self._feed_forward(part, x)
-        return x
-
-    def _attention(self, part: blocks.Attention, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
-        y = self.norm(part.norm, x)
-        q, k, v = (self.linear(linear, y) for linear in (part.q, part.k, part.v))
-        if not part.norms_after_rope:
-            q, k = self._head_norm(part.q_norm, q), self._head_norm(part.k_norm, k)
-        for heads in (q, k):
-            self.turn(heads, part.rope, part.head_dim_k, spans)
-        if part.norms_after_rope:
-            q, k = self._head_norm(part.q_norm, q), self._head_norm(part.k_norm, k)
-        if part.temperature is not None:
-            layers.temper(q, *part.temperature, spans)
-        for span in spans:
-            layers.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
-        heads_of = layers.Heads.of(part, self._vector(part.sinks) if part.sinks else None)
-        y = layers.attend(heads_of, layer, q, spans, self.threads, self.how)
-        self.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
-        return self._post_norm(part.post_norm, self.linear(part.out, self._post_norm(part.sub_norm, y)))
-
-    def _post_norm(self, norm: blocks.Norm | None, y: np.ndarray) -> np.ndarray:
-        return y if norm is None else self.norm(norm, y)
-
-    def turn(self, x: np.ndarray, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
-        """Rope, in place, of heads of `dim` elements."""
-        positions = np.concatenate([np.arange(s.stop - s.start) + s.cache.length for s in spans])
-        tables = self._rope(rope, int(positions.max()) + 1)
-        layers.turn(x, rope.style, dim, tables, positions, self.threads)
-
-    def _feed_forward(self, part: blocks.FeedForward, x: np.ndarray) -> np.ndarray:
-        return self._gated(part, self.norm(part.norm, x))
-
-    def _gated(self, part: blocks.FeedForward, y: np.ndarray) -> np.ndarray:
-        """What a feed-forward makes of what its norm made."""
-        gate, up = self.linear(part.gate, y), self.linear(part.up, y)
-        y = self._post_norm(part.sub_norm, layers.activate(part.activation, gate, up, self.threads))
-        return self._post_norm(part.post_norm, self.linear(part.down, y))
-
-    def _experts(self, part: blocks.Experts, x: np.ndarray) -> np.ndarray:
-        observe = None if self._checking else self.observer
-        y = self.norm(part.norm, x)
-        bias = self._vector(part.choice_bias) if part.choice_bias else None
-        chosen, weights = experts.route(part, self.linear(part.router, y), self.expert_reduction, bias)
-        found = experts.run(part, self.weights, y, chosen, weights, self.threads, observe)
-        self.check(part.down.weight, found)
-        return found if part.shared is None else found + self._gated(part.shared, y)
-
-    def _head_norm(self, norm: blocks.Norm | None, x: np.ndarray) -> np.ndarray:
-        """x float32[tokens, heads * dim] normed head by head; as it is without a norm."""
-        if norm is None:
-            return x
-        dim = self.weights[norm.weight].shape[0]
-        return self.norm(norm, x.reshape(-1, dim)).reshape(x.shape)
-
-    def _project(self, x: np.ndarray) -> np.ndarray:
-        y = self.linear(self.head.output, self.norm(self.head.norm, x))
-        self._require_finite(self.head.output.weight, y)
-        return y
-
-    def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
-        y = layers.rms_norm(x, self._vector(norm.weight), norm.eps, self.threads)
-        self.check(norm.weight, y)
-        return y
-
-    def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray:
-        self.observe(linear.weight, x)
-        y = self._weight(linear)(x)
-        self.check(linear.weight, y)
-        return y
-
-    def observe(self, name: str, x: np.ndarray, *which: int) -> None:
-        """Tell the observer what enters a weight, or the matrix of it that `which` says: number, count."""
-        if self.observer is not None and not self._checking:
-            self.observer(name, x, *which)
-
-    # ---------------------------------------------------------------------------------------------------- what it needs
+        """float32[tokens, n_embd] that leaves a block, on whatever devices."""
+        return super().run_block(block, x, spans) if self.split is None else self.split.run_block(block, x, spans)
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop what was made of these tensors."""
-        for name in names:
-            self._vectors.pop(name, None)
-            self._linears.pop(name, None)
+        names = list(names)
+        super().forget(names)
+        if self.split is not None:
+            self.split.forget(names)
 
-    def _weight(self, linear: blocks.Linear) -> layers.Linear:
-        found = self._linears.get(linear.weight)
-        if found is None:
-            bias = self._vector(linear.bias) if linear.bias else None
-            scale = float(self._vector(linear.scale)[0]) if linear.scale else 1.0
-            found = layers.Linear(self.weights[linear.weight], self.numerics, self.threads, bias, scale)
-            self._linears[linear.weight] = found
-        return found
+    def _project(self, x: np.ndarray) -> np.ndarray:
+        if self.split is None:
+            y = self.linear(self.head.output, self.norm(self.head.norm, x))
+        else:
+            y = self.split.project(x)
+        self._require_finite(self.head.output.weight, y)
+        return y
 
-    def _vector(self, name: str) -> np.ndarray:
-        found = self._vectors.get(name)
-        if found is None:
-            found = self._vectors[name] = layers.vector(self.weights[name])
-        return found
-
-    def _rope(self, rope: blocks.Rope, n_ctx: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tables for at least `n_ctx` positions."""
-        held = self._tables.get(rope)
-        if held is None or len(held[0]) < n_ctx:
-            factors = self._vector(rope.factors) if rope.factors else None
-            held = self._tables[rope] = layers.rope_tables(rope, 1 << (n_ctx - 1).bit_length(), factors)
-        return held
+    # ---------------------------------------------------------------------------------------------------- what it needs
 
     def _checked(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         ids = np.asarray(tokens, np.int64)
@@ -532,11 +497,6 @@ class Model:
 
     # ----------------------------------------------------------------------------------------------------- the tripwire
 
-    def check(self, what: str, y: np.ndarray) -> None:
-        """`_require_finite` while `_blame` looks for the culprit; elsewhere once a layer is often enough."""
-        if self._checking or self.tripwire == "full":
-            self._require_finite(what, y)
-
     def _require_sound(self, layer: int | None) -> None:
         """DataError for a bad scale in the tensors of a layer, or in those of none, once each."""
         if layer in self._sound or self.tripwire == "off":
@@ -546,24 +506,6 @@ class Model:
                 require_sound(tensor)
         self._sound.add(layer)
 
-    def _require_finite(self, what: str, y: np.ndarray) -> None:
-        """DataError that names `what` made y float32[tokens, n] when it holds NaN or Inf."""
-        if layers.is_finite(y):
-            return
-        token, column = (int(i) for i in np.argwhere(~np.isfinite(y))[0])
-        tensor = self.weights.get(what)
-        note = ""
-        if tensor is not None and tensor.type.has_codec:
-            rows = tensor.dequantize().reshape(-1, tensor.shape[-1])
-            bad = np.flatnonzero(~np.isfinite(rows).all(1))
-            note = "; the tensor is finite, so the product is beyond float32"
-            if len(bad):
-                block = int(np.argmin(np.isfinite(rows[bad[0]]))) // tensor.type.block_size
-                note = (
-                    f"; the tensor itself is not finite in {len(bad)} row(s), first {bad[0]}, there from block {block}"
-                )
-        raise DataError(f"{self.path}: {what} made {y[token, column]} for token {token}, element {column}{note}")
-
     def _blame(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> None:
         """Run a block whose result was not finite once more, and raise a DataError that names the first bad tensor."""
         self._checking = True
@@ -572,26 +514,3 @@ class Model:
         finally:
             self._checking = False
         raise DataError(f"{self.path}: blk.{block.layer}: the sum of its parts is beyond float32")
-
-
-def _batches(
-    parts: Sequence[tuple[np.ndarray, Cache]],
-) -> Iterator[tuple[np.ndarray, list[Span], list[int]]]:
-    """(tokens, their spans, which parts they are of), up to TOGETHER_TOKENS at a time."""
-    taken: list[np.ndarray] = []
-    spans: list[Span] = []
-    which: list[int] = []
-    used = 0
-    for i, (ids, cache) in enumerate(parts):
-        done = 0
-        while done < len(ids):
-            some = ids[done : done + TOGETHER_TOKENS - used]
-            taken.append(some)
-            spans.append(Span(used, used + len(some), cache))
-            which.append(i)
-            done, used = done + len(some), used + len(some)
-            if used == TOGETHER_TOKENS:
-                yield np.concatenate(taken), spans, which
-                taken, spans, which, used = [], [], [], 0
-    if used:
-        yield np.concatenate(taken), spans, which

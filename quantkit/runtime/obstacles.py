@@ -22,6 +22,8 @@ def obstacle(weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head)
             linears += [part.q, part.k, part.v, part.out]
             if part.sinks or part.post_norm is not None:
                 return "attention with sinks, or whose result is normed"
+            if part.gated:
+                return "attention whose result is gated"
             if part.norms_together or part.norms_after_rope:
                 return "queries and keys are normed all heads together, or after rope"
             if part.sub_norm is not None:
@@ -32,6 +34,8 @@ def obstacle(weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head)
                 return f"heads of {part.head_dim_k} and {part.head_dim_v} dimensions are not multiples of 16"
         elif isinstance(part, blocks.LatentAttention):
             return "latent attention runs layer by layer"
+        elif isinstance(part, blocks.DeltaNet):
+            return "recurrent layers run layer by layer"
         else:
             linears += [part.gate, part.up, part.down]
             if isinstance(part, blocks.Experts):
@@ -42,6 +46,8 @@ def obstacle(weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head)
                     if weights[linear.weight].shape[1] % experts.ROWS:
                         rows = weights[linear.weight].shape[1]
                         return f"{rows} rows of an expert are not a multiple of {experts.ROWS} ({linear.weight})"
+            if isinstance(part, blocks.Experts) and part.shared_gate is not None:
+                return f"a shared expert with a gate ({part.shared_gate})"
             if isinstance(part, blocks.Experts) and (part.gate.bias or part.up.bias or part.down.bias):
                 return f"experts with biases ({part.gate.bias})"
             if part.activation != "swiglu":

@@ -4,7 +4,12 @@
     plan(file.tensors, parse_flags("-ngl 99 -ot exps=CPU"), file.metadata)     for GPUs that need not be here
 
     -ngl N             the last N layers go to the GPU, with N above their number the output too; embeddings stay.
-                       Several GPUs share the layers evenly, or as -ts says. Default: all, where there is a GPU
+                       Default: all, where there is a GPU
+    -sm layer          several GPUs each have a range of layers, in proportion to -ts, to their memory, or even
+    -sm graph          they have a part of every layer, in the same proportions; --max-gpu N: so many have one of each
+                       layer, in turns. What is cut how is told by runtime/cuts.py
+    -sm none           all of it on one, which -mg names
+    -nkvo              keys and values stay on the CPU, and so does attention; else they are where their layer is
     -ot REGEX=DEVICE   the regex is searched for anywhere in the name; the first rule that matches decides, whatever
                        -ngl says
     --n-cpu-moe N      the experts of the last N layers that have some stay on the CPU (of layers that several GPUs
@@ -26,9 +31,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from quantkit.errors import DataError, UnsupportedError
+from quantkit.errors import DataError, UnknownNameError, UnsupportedError
+from quantkit.runtime.devices import CPU, Device, canonical, find, parse_devices, proportions
 from quantkit.types import QuantType
 
+MODES = ("none", "layer", "graph")
 ALL_LAYERS = 999  # what --cpu-moe stands for
 
 # CUDA kernels exist for these of the interleaved types (spec/repack.md 10); of the first two for rows of 256 columns.
@@ -37,21 +44,6 @@ _ROWS_OF_256 = ("iq1_s_r4", "iq1_m_r4")
 
 _LAYER = re.compile(r"blk\.(\d+)\.")
 _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_exps\.(weight|scale)"
-
-
-@dataclass(frozen=True)
-class Device:
-    """Where tensors can live and be computed with."""
-
-    name: str  # as `-ot` spells it: "CPU", "CUDA0"
-
-
-CPU = Device("CPU")
-
-
-def devices() -> list[Device]:
-    """The devices that this version runs on."""
-    return [CPU]
 
 
 # ---------------------------------------------------------------------------------------------------------------- flags
@@ -103,9 +95,24 @@ class Flags:
     gpu_layers: int | None = None  # -ngl; None: as many as there are, where there is a GPU
     override_tensor: tuple[str, ...] = ()  # -ot, once or several times
     n_cpu_moe: int = 0  # --n-cpu-moe; ALL_LAYERS for --cpu-moe
-    tensor_split: tuple[float, ...] = ()  # -ts: the share of each GPU; empty: even
+    tensor_split: tuple[float, ...] = ()  # -ts: the share of each GPU; empty: by memory where it is known, else even
+    split_mode: str = "layer"  # -sm
+    main_gpu: int | None = None  # -mg
+    max_gpus: int | None = None  # --max-gpu
+    kv_on_cpu: bool = False  # -nkvo
+    devices: tuple[Device, ...] = ()  # --devices; empty: those of the machine
 
     def __post_init__(self) -> None:
+        if self.split_mode not in MODES:
+            raise UnknownNameError("split mode, -sm", self.split_mode, MODES)
+        if self.split_mode == "none" and self.tensor_split:
+            raise DataError("-ts shares a model among GPUs, and -sm none takes one; leave one of them out")
+        if self.split_mode != "none" and self.main_gpu is not None:
+            raise DataError(f"-mg {self.main_gpu} names the GPU of -sm none, and the mode is {self.split_mode}")
+        if self.split_mode != "graph" and self.max_gpus is not None:
+            raise DataError(f"--max-gpu {self.max_gpus} counts GPUs of a layer for -sm graph, not {self.split_mode}")
+        if (self.main_gpu or 0) < 0 or (self.max_gpus is not None and self.max_gpus < 1):
+            raise DataError("-mg is 0 or more, --max-gpu 1 or more")
         if self.tensor_split and (min(self.tensor_split) < 0 or not sum(self.tensor_split)):
             raise DataError(f"-ts {self.tensor_split}: shares are 0 or more, and not all 0")
         for flag, number in (("-ngl", self.gpu_layers or 0), ("--n-cpu-moe", self.n_cpu_moe)):
@@ -133,16 +140,36 @@ def parse_flags(text: str) -> Flags:
     parser.add_argument("-ncmoe", "--n-cpu-moe", type=int, default=0, dest="n_cpu_moe")
     parser.add_argument("-cmoe", "--cpu-moe", action="store_const", const=ALL_LAYERS, dest="n_cpu_moe")
     parser.add_argument("-ts", "--tensor-split", default="", dest="split")
+    parser.add_argument("-sm", "--split-mode", default="layer", dest="mode")
+    parser.add_argument("-mg", "--main-gpu", type=int, dest="main")
+    parser.add_argument("--max-gpu", type=int, dest="most")
+    parser.add_argument("-nkvo", "--no-kv-offload", action="store_true", dest="nkvo")
+    parser.add_argument("--devices", default="")
     try:
         found = parser.parse_args(shlex.split(text))
     except ValueError as error:
         raise DataError(f"placement '{text}': {error}") from None
-    return Flags(found.gpu_layers, tuple(found.rules), found.n_cpu_moe, parse_split(found.split))
+    named = parse_devices(found.devices) if found.devices else ()
+    split = parse_split(found.split)
+    return Flags(
+        found.gpu_layers,
+        tuple(found.rules),
+        found.n_cpu_moe,
+        split,
+        found.mode,
+        found.main,
+        found.most,
+        found.nkvo,
+        named,
+    )
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
-        raise ValueError(f"{message}; it takes -ngl N, -ot REGEX=DEVICE, --cpu-moe, --n-cpu-moe N and -ts N,N")
+        raise ValueError(
+            f"{message}; it takes -ngl N, -ot REGEX=DEVICE, --cpu-moe, --n-cpu-moe N, -ts N,N, -sm none|layer|graph, "
+            "-mg N, --max-gpu N, -nkvo and --devices"
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------ placement
@@ -150,15 +177,26 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Placement:
-    """The device of every tensor, and how many tensors each rule decided.
+    """The device of every tensor with the reason, and how many tensors each rule decided.
 
-    `of_layer` are the GPUs of layers, whatever rules say of their tensors: where their caches live.
+    of_layer   the GPUs of layers, whatever rules say of their tensors: layer `n_layers` is the output
+    mode       none, layer or graph
+    graph      with -sm graph the GPUs that share layers, else none
+    sliced     names of the tensors that they share; `devices` has the first one for them
+    shares     of each layer, what each of `graph` has of it, all together 1
+    kv_on_cpu  keys and values stay on the CPU
     """
 
     devices: dict[str, Device]
     rules: tuple[Rule, ...] = ()
     decided: tuple[int, ...] = ()
     of_layer: Mapping[int, Device] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
+    mode: str = "layer"
+    graph: tuple[Device, ...] = ()
+    sliced: frozenset[str] = frozenset()
+    shares: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    kv_on_cpu: bool = False
 
     def __getitem__(self, name: str) -> Device:
         return self.devices[name]
@@ -168,8 +206,21 @@ class Placement:
         """Rules that decided nothing: no name matches, or earlier rules took all that do."""
         return [rule for rule, count in zip(self.rules, self.decided) if count == 0]
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all of it is on the CPU."""
+        return all(device == CPU for device in (*self.devices.values(), *self.of_layer.values()))
+
     def on_cpu(self, name: str) -> bool:
         return self.devices[name] == CPU
+
+    def home(self, layer: int) -> Device:
+        """Where what a layer computes is, but for tensors that rules put elsewhere."""
+        return self.of_layer.get(layer, CPU)
+
+    def of_cache(self, layer: int) -> Device:
+        """Where a layer's keys and values are; with `graph` the first of the devices that share them."""
+        return CPU if self.kv_on_cpu else self.home(layer)
 
 
 def place(
@@ -182,43 +233,104 @@ def place(
     n_cpu_moe: int = 0,
     mtp_layers: int = 0,
     tensor_split: Sequence[float] = (),
+    split_mode: str = "layer",
+    main_gpu: int | None = None,
+    max_gpus: int | None = None,
+    kv_on_cpu: bool = False,
 ) -> Placement:
     """The device of every tensor, of those `available`, of which one is the CPU.
 
     n_layers      the model's; by default as many as the names tell
     mtp_layers    so many of them, the last, predict further tokens, and `n_cpu_moe` does not count them
-    tensor_split  the share of the layers that each GPU gets; even by default
+    tensor_split  the share of the layers, or of each layer, that each GPU gets; by default that of its memory, or even
+    split_mode, main_gpu, max_gpus, kv_on_cpu   as Flags has them
 
     UnsupportedError when a rule names a device that is not there, or -ngl asks for a GPU and there is none.
     """
     names = list(tensors)
     gpus = [device for device in available if device != CPU]
-    valid = f"valid devices: {', '.join(device.name for device in available)}"
-    if gpu_layers and not gpus:
-        raise UnsupportedError(f"-ngl {gpu_layers}: there is no GPU device to put layers on; {valid}; take -ngl 0")
-    by_name = {device.name.lower(): device for device in available}
-    for rule in rules:
-        if rule.device.lower() not in by_name:
-            raise UnsupportedError(f"{rule.said}: device '{rule.device}' is not there; {valid}")
+    _require_gpus(gpus, available, gpu_layers, split_mode, main_gpu, tensor_split)
+    targets = [find(rule.device, available, rule.said) for rule in rules]
     if n_layers is None:
         n_layers = 1 + max((layer for layer in map(_layer, names) if layer is not None), default=-1)
     wanted = (ALL_LAYERS if gpus else 0) if gpu_layers is None else gpu_layers
-    of_layer = _layer_devices(n_layers, wanted, gpus, tensor_split)
+    graph = tuple(gpus) if split_mode == "graph" and wanted else ()
+    if split_mode == "none":
+        gpus = gpus[main_gpu or 0 :][:1]
+    of_layer = _layer_devices(n_layers, wanted, gpus[:1] if graph else gpus, tensor_split)
     if n_cpu_moe:
         rules = [*rules, _experts_rule(names, n_cpu_moe, of_layer, n_layers - mtp_layers)]
+        targets.append(CPU)
     decided = [0] * len(rules)
-    found = {}
+    found, reasons, sliced = {}, {}, set()
     for name in names:
         layer = _layer(name)
         if layer is None and name.startswith("output"):
             layer = n_layers
-        found[name] = of_layer.get(layer, CPU) if layer is not None else CPU
+        home = of_layer.get(layer) if layer is not None else None
         for i, rule in enumerate(rules):
             if rule.matches(name):
-                found[name] = by_name[rule.device.lower()]
+                found[name], reasons[name] = targets[i], rule.said
                 decided[i] += 1
                 break
-    return Placement(found, tuple(rules), tuple(decided), of_layer)
+        else:
+            found[name] = home or CPU
+            reasons[name] = _reason(layer, home, n_layers, wanted, graph, split_mode)
+            if graph and home is not None:
+                sliced.add(name)
+    shares = _shares(graph, sorted(of_layer), tensor_split, max_gpus) if graph else {}
+    return Placement(
+        found, tuple(rules), tuple(decided), of_layer, reasons, split_mode, graph, frozenset(sliced), shares, kv_on_cpu
+    )
+
+
+def _require_gpus(
+    gpus: Sequence[Device],
+    available: Collection[Device],
+    gpu_layers: int | None,
+    mode: str,
+    main: int | None,
+    split: Sequence[float],
+) -> None:
+    """UnsupportedError where the flags ask for GPUs that are not there."""
+    valid = f"valid devices: {', '.join(device.name for device in available)}"
+    if gpu_layers and not gpus:
+        raise UnsupportedError(f"-ngl {gpu_layers}: there is no GPU device to put layers on; {valid}; take -ngl 0")
+    if mode == "graph" and len(gpus) < 2 and gpu_layers != 0:
+        raise UnsupportedError(f"-sm graph shares every layer among at least 2 GPUs, there are {len(gpus)}; {valid}")
+    if main is not None and main >= len(gpus):
+        raise UnsupportedError(f"-mg {main}: there are {len(gpus)} GPUs, counted from 0; {valid}")
+    if len(split) > len(gpus) > 0:
+        raise UnsupportedError(f"-ts has {len(split)} shares, there are {len(gpus)} GPUs; {valid}")
+
+
+def _reason(
+    layer: int | None, home: Device | None, layers: int, wanted: int, graph: Sequence[Device], mode: str
+) -> str:
+    if layer is None:
+        return "of no layer: embeddings stay on the CPU"
+    what = "the output" if layer == layers else f"layer {layer}"
+    asked = "all layers" if wanted >= ALL_LAYERS else f"-ngl {wanted}"
+    if home is None:
+        return f"{what} is not among those of {asked}" if wanted else "no layer goes to a GPU"
+    if graph:
+        return f"{what}, {asked}, is shared by {', '.join(device.name for device in graph)} (-sm graph)"
+    return f"{what}, {asked}, is {home.name}'s (-sm {mode})"
+
+
+def _shares(
+    gpus: Sequence[Device], layers: Iterable[int], split: Sequence[float], most: int | None
+) -> dict[int, tuple[float, ...]]:
+    """What each GPU has of each layer. With `most`, so many of them have one of a layer, in turns."""
+    whole = proportions(gpus, split)
+    most = min(most or len(gpus), len(gpus))
+    found = {}
+    for i, layer in enumerate(layers):
+        chosen = {(i * most + j) % len(gpus) for j in range(most)}
+        total = sum(whole[j] for j in chosen)
+        mine = [whole[j] / total if j in chosen and total else 0.0 for j in range(len(gpus))]
+        found[layer] = tuple(mine) if total else whole
+    return found
 
 
 def _layer(name: str) -> int | None:
@@ -230,8 +342,15 @@ def _layer_devices(n_layers: int, gpu_layers: int, gpus: Sequence[Device], split
     """The GPU of each layer that goes to one; layer `n_layers` is the output."""
     count = min(gpu_layers, n_layers + 1) if gpus else 0
     first = max(0, n_layers - gpu_layers)
-    ends = list(itertools.accumulate([*split, *[0.0] * len(gpus)][: len(gpus)] if any(split) else [1.0] * len(gpus)))
+    ends = list(itertools.accumulate(_exact(gpus, split))) if gpus else []
     return {first + i: gpus[bisect.bisect_right(ends, i * ends[-1] / count)] for i in range(count)}
+
+
+def _exact(gpus: Sequence[Device], split: Sequence[float]) -> list[float]:
+    """`proportions` that are not divided: numbers of layers, as -ts, stay whole numbers."""
+    if any(split):
+        return [float(share) for share in [*split, *[0.0] * len(gpus)][: len(gpus)]]
+    return list(proportions(gpus)) if all(gpu.memory for gpu in gpus) else [1.0] * len(gpus)
 
 
 def _experts_rule(names: Iterable[str], count: int, of_layer: Mapping[int, Device], n_layers: int) -> Rule:
@@ -276,30 +395,49 @@ def plan(tensors: Mapping[str, Info], flags: Flags, metadata: Mapping[str, Any],
 
 
 def located(tensors: Mapping[str, Info], flags: Flags, metadata: Mapping[str, Any], n_gpus: int = 1) -> Placement:
-    """The placement by `flags` of a model's tensors on a machine that has the GPUs they name, and at least `n_gpus`."""
+    """The placement by `flags` of a model's tensors on a machine that has the devices they name.
+
+    Without --devices, those are the GPUs that rules and -ts speak of, and at least `n_gpus`.
+    """
+    available = flags.devices or _declared(flags.rules, max(n_gpus, len(flags.tensor_split)))
+    return place_model(tensors, flags, metadata, available)
+
+
+def place_model(
+    tensors: Iterable[str], flags: Flags, metadata: Mapping[str, Any], available: Collection[Device]
+) -> Placement:
+    """`place` with what the flags say, for the layers that the metadata count."""
     arch = metadata.get("general.architecture")
     n_layers, mtp_layers = (metadata.get(f"{arch}.{key}") for key in ("block_count", "nextn_predict_layers"))
     return place(
         tensors,
         flags.rules,
-        _declared(flags.rules, max(n_gpus, len(flags.tensor_split))),
+        available,
         flags.gpu_layers,
         n_layers=n_layers if isinstance(n_layers, int) else None,
         n_cpu_moe=flags.n_cpu_moe,
         mtp_layers=mtp_layers if isinstance(mtp_layers, int) else 0,
         tensor_split=flags.tensor_split,
+        split_mode=flags.split_mode,
+        main_gpu=flags.main_gpu,
+        max_gpus=flags.max_gpus,
+        kv_on_cpu=flags.kv_on_cpu,
     )
 
 
 def _declared(rules: Iterable[Rule], n_gpus: int) -> list[Device]:
-    """The CPU and CUDA0 … up to the last one that a rule names, `n_gpus` of them at least."""
-    count = n_gpus
+    """The CPU, CUDA0 … up to the last one that a rule names, `n_gpus` of them at least, and virtual ones it names."""
+    count, virtual = n_gpus, set()
     for rule in rules:
-        match = re.fullmatch(r"cuda(\d{1,2})", rule.device, re.IGNORECASE)
-        if match is None and rule.device.upper() != CPU.name:
-            raise UnsupportedError(f"{rule.said}: '{rule.device}' is no device; valid devices: CPU, CUDA0, CUDA1, …")
-        count = max(count, int(match[1]) + 1 if match else 0)
-    return [CPU, *(Device(f"CUDA{i}") for i in range(count))]
+        try:
+            name = canonical(rule.device)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{rule.said}: {error}") from None
+        if name.startswith("CUDA"):
+            count = max(count, int(name.removeprefix("CUDA")) + 1)
+        elif name != CPU.name:
+            virtual.add(name)
+    return [CPU, *(Device(f"CUDA{i}") for i in range(count)), *map(Device, sorted(virtual))]
 
 
 def gpu_kernels(kind: QuantType, columns: int = 256) -> bool:

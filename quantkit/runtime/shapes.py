@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from quantkit.archs import blocks
 from quantkit.errors import UnsupportedError
 from quantkit.files.gguf import Tensor
-from quantkit.runtime import latent, layers
+from quantkit.runtime import latent, layers, recurrent
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
@@ -33,12 +33,14 @@ def needed(
                 yield part.sub_norm.weight, (part.heads * part.head_dim_v,)
             if part.rope.factors:
                 yield part.rope.factors, (part.rope.dim // 2,)
-            yield from _linear_shapes(part.q, part.heads * part.head_dim_k, hp.n_embd)
+            yield from _linear_shapes(part.q, part.heads * part.head_dim_k * (2 if part.gated else 1), hp.n_embd)
             yield from _linear_shapes(part.k, part.kv_heads * part.head_dim_k, hp.n_embd)
             yield from _linear_shapes(part.v, part.kv_heads * part.head_dim_v, hp.n_embd)
             yield from _linear_shapes(part.out, hp.n_embd, part.heads * part.head_dim_v)
         elif isinstance(part, blocks.LatentAttention):
             yield from latent.shapes(part, weights, hp.n_embd)
+        elif isinstance(part, blocks.DeltaNet):
+            yield from recurrent.shapes(part, hp.n_embd)
         elif isinstance(part, blocks.Experts):
             yield from _expert_shapes(part, hp)
         else:
@@ -58,6 +60,8 @@ def _expert_shapes(part: blocks.Experts, hp: blocks.HParams) -> Shapes:
         if linear.bias:
             yield linear.bias, (part.count, rows)
         yield linear.weight, (part.count, rows, columns)
+    if part.shared_gate is not None:
+        yield part.shared_gate, (hp.n_embd,)
     if part.shared is not None:
         yield from _gated_shapes(part.shared, hp)
 

@@ -27,6 +27,7 @@ from quantkit.runtime.kernels.cpu.sizes import BATCH_TOKENS, activation_bytes
 from quantkit.types import QuantType
 
 _PANEL_RECORD = 640  # bytes of 16 rows of 32 columns, unpacked: 576 to 768, by the type's scales
+_DECODED = 64 << 20
 _FLOATS = frozenset(("f32", "f16", "bf16"))
 
 
@@ -77,6 +78,31 @@ def work_bytes(tensors: Mapping[str, Weight], metadata: Mapping[str, Any], n_ctx
             return None
     rope = int(metadata.get(f"{arch}.rope.dimension_count") or head_dim)
     return sum(prompt.values()) + sum(step.values()) + 2 * 8 * n_ctx * (rope // 2)
+
+
+def device_bytes(shapes: Mapping[str, tuple[int, ...]], used: int, tokens: int = BATCH_TOKENS) -> int:
+    """Bytes that a device works in which runs prompts of `tokens` with tensors of these names and shapes: an estimate,
+    from above, for devices other than the one `work_bytes` speaks of.
+
+    Of the layer that needs the most: what enters and leaves each of its matrices, float32 for all tokens, of experts
+    for `used` of them a token; twice the hidden state; the largest single matrix decoded to 16 bits, up to 64 MiB of it
+    at a time; the logits.
+    """
+    layers: dict[str, int] = {}
+    largest = state = logits = 0
+    for name, shape in shapes.items():
+        if len(shape) < 2 or not shape[-1]:
+            continue
+        rows, columns = shape[-2:]
+        largest = max(largest, min(_DECODED, 2 * rows * columns) * (name != "token_embd.weight"))
+        if name == "output.weight":
+            logits = 4 * tokens * rows
+        elif name.startswith("blk."):
+            times = max(1, used) if "_exps." in name else 1
+            key = name.split(".")[1] + (" attention" if ".attn_" in name else "")
+            layers[key] = layers.get(key, 0) + 4 * tokens * times * (rows + columns)
+        state = max(state, 8 * tokens * columns * (".attn_norm" in name or ".attn_q" in name))
+    return max(layers.values(), default=0) + state + largest + logits
 
 
 def _read(buffers: _Buffers, tensors: list[Weight], n: int, threads: int) -> None:

@@ -18,7 +18,7 @@ from quantkit.files import imatrix
 from quantkit.files.gguf import TensorSpec, Writer
 from quantkit.recipe import parse
 from quantkit.recipe.models import from_config
-from tests.archs.test_outlines import GLM, QWEN35, QWEN35_MOE
+from tests.archs.test_listed import GLM, QWEN35, QWEN35_MOE
 from tests.recipe.configs import DEEPSEEK_V3, QWEN3_235B
 from tests.recipe.test_conformance import MIXED, NEED_A_MATRIX, differences, our_plan, reference_plan
 

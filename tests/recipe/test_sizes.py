@@ -108,7 +108,7 @@ def test_qwen3_30b() -> None:
 
 
 def test_layouts_of_deepseek() -> None:
-    every = archs.outline(DEEPSEEK_V3).tensors(DEEPSEEK_V3)
+    every = archs.from_hf(DEEPSEEK_V3).tensors(DEEPSEEK_V3)
     counted = {
         layout: (len(found), f"{sum(math.prod(t.shape) for t in found) / 1e9:.3f}")
         for layout in ("all", "joint", "split")
@@ -118,7 +118,7 @@ def test_layouts_of_deepseek() -> None:
 
 
 def test_what_a_measurement_of_deepseek_has_entries_for() -> None:
-    joint = in_layout(archs.outline(DEEPSEEK_V3).tensors(DEEPSEEK_V3), "joint")
+    joint = in_layout(archs.from_hf(DEEPSEEK_V3).tensors(DEEPSEEK_V3), "joint")
     assert len([t for t in joint if t.name.startswith("blk.") and len(t.shape) > 1]) == 720
 
 
@@ -256,7 +256,7 @@ def test_a_plan_of_a_bare_config_takes_no_time(tmp_path: Path, capsys: pytest.Ca
     assert "warning" not in said
 
 
-def test_other_architectures_have_outlines() -> None:
+def test_of_other_architectures_too() -> None:
     glm = {
         "architectures": ["Glm4MoeForCausalLM"], "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944,
         "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,

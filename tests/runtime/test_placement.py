@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from quantkit import types
-from quantkit.errors import DataError, UnsupportedError
+from quantkit.errors import DataError, UnknownNameError, UnsupportedError
 from quantkit.files.gguf import TensorSpec
 from quantkit.repack.eligible import interleaved
+from quantkit.runtime.devices import CPU, Device, parse_devices
 from quantkit.runtime.placement import (
     ALL_LAYERS,
-    CPU,
-    Device,
     Flags,
     Placement,
     Rule,
@@ -294,3 +293,77 @@ def test_shares_of_gpus() -> None:
     tensors = {name: TensorSpec(name, (8, 32), types.get("q8_0")) for name in names}
     found = plan(tensors, parse_flags("-ngl 99 -ts 1,1"), {"general.architecture": "llama"}, "m.gguf")
     assert [found[name].name for name in names] == ["CUDA0"] * 4 + ["CUDA1"] * 4
+
+
+# ---------------------------------------------------------------------------------------------- modes and their devices
+
+
+VIRTUAL = parse_devices("cpu=64GiB,cpu:0=2GiB,cpu:1=6GiB")
+
+
+def test_devices_as_they_are_typed() -> None:
+    found = parse_devices("cuda:1=24GiB,cpu:0=512MiB,CUDA0,cpu=1.5")
+    assert [(d.name, d.memory) for d in found] == [
+        ("CPU", 3 << 29), ("CUDA1", 24 << 30), ("cpu:0", 512 << 20), ("CUDA0", None)
+    ]  # fmt: skip
+    assert [d.runs_here for d in found] == [True, False, True, False]
+    assert parse_devices("")[0] == CPU
+    for wrong, said in (("gpu0", "is no device"), ("cuda", "is no device"), ("cpu:0=2TB", "no size"),
+                        ("cpu:0,CPU:0", "twice")):  # fmt: skip
+        with pytest.raises((DataError, UnsupportedError), match=said):
+            parse_devices(wrong)
+
+
+def test_layers_are_shared_by_memory_where_it_is_known() -> None:
+    found = place(layer_names(7), parse_rules("down_exps=CPU"), VIRTUAL)
+    assert [found[f"blk.{i}.attn_q.weight"].name for i in range(7)] == ["cpu:0"] * 2 + ["cpu:1"] * 5
+    assert found["output.weight"].name == "cpu:1"
+    assert found.reasons["blk.0.ffn_down_exps.weight"] == "-ot down_exps=CPU"
+    assert found.reasons["blk.0.attn_q.weight"] == "layer 0, all layers, is cpu:0's (-sm layer)"
+    assert found.reasons["token_embd.weight"] == "of no layer: embeddings stay on the CPU"
+
+
+def test_one_gpu_of_several() -> None:
+    found = place(layer_names(3), (), VIRTUAL, 2, split_mode="none", main_gpu=1)
+    assert {device.name for device in found.devices.values()} == {"CPU", "cpu:1"}
+    assert found.reasons["blk.0.attn_q.weight"] == "layer 0 is not among those of -ngl 2"
+    with pytest.raises(UnsupportedError, match="-mg 2: there are 2 GPUs"):
+        place(layer_names(3), (), VIRTUAL, split_mode="none", main_gpu=2)
+
+
+def test_layers_that_are_shared() -> None:
+    found = place(layer_names(3), parse_rules("exps=CPU"), VIRTUAL, split_mode="graph")
+    assert found.sliced == {f"blk.{i}.attn_q.weight" for i in range(3)} | {"output_norm.weight", "output.weight"}
+    assert found.shares == dict.fromkeys(range(4), (0.25, 0.75))
+    assert "is shared by cpu:0, cpu:1 (-sm graph)" in found.reasons["blk.1.attn_q.weight"]
+    assert place(layer_names(3), (), VIRTUAL, 2, split_mode="graph", tensor_split=(1, 1)).shares == {
+        1: (0.5, 0.5), 2: (0.5, 0.5)
+    }  # fmt: skip
+    some = place(layer_names(4), (), [CPU, *(Device(f"CUDA{i}") for i in range(3))], split_mode="graph", max_gpus=2)
+    assert [[share > 0 for share in some.shares[i]] for i in range(3)] == [
+        [True, True, False], [True, False, True], [False, True, True]
+    ]  # fmt: skip
+    with pytest.raises(UnsupportedError, match="at least 2 GPUs, there are 1"):
+        place(layer_names(3), (), [CPU, GPU], split_mode="graph")
+
+
+def test_caches_follow_their_layer_or_stay() -> None:
+    assert place(layer_names(2), (), [CPU, GPU], 1).of_cache(1) == GPU
+    assert place(layer_names(2), (), [CPU, GPU], 1).of_cache(0) == CPU
+    assert place(layer_names(2), (), [CPU, GPU], 2, kv_on_cpu=True).of_cache(1) == CPU
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("-sm row", "split mode"), ("-sm none -ts 1,1", "-ts shares"), ("-mg 1", "-mg 1 names the GPU of -sm none"),
+     ("--max-gpu 2", "for -sm graph"), ("-sm graph --max-gpu 0", "1 or more")],
+)  # fmt: skip
+def test_modes_that_do_not_go_together(text: str, said: str) -> None:
+    with pytest.raises((DataError, UnknownNameError), match=said):
+        parse_flags(text)
+
+
+def test_all_flags_of_modes() -> None:
+    found = parse_flags("-sm graph --max-gpu 2 -nkvo -ts 1,1 --devices cpu:0=1GiB,cpu:1")
+    assert (found.split_mode, found.max_gpus, found.kv_on_cpu, len(found.devices)) == ("graph", 2, True, 3)
+    assert parse_flags("-sm none -mg 1").main_gpu == 1

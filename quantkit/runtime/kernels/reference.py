@@ -7,6 +7,10 @@
     rope          turns pairs of elements of each head by the angles of their positions
     softmax_step  one block of keys of the streaming softmax
     route         which experts a token goes to, and their weights
+    short_conv    a causal convolution over the last few tokens, each channel by itself, then x * sigmoid(x)
+    unit_heads    y = x / sqrt(sum(x^2) + 1e-6), each head
+    gate          y = x * sigmoid(gate)
+    delta_rule    a head of linear attention, token by token
 
 All are sequential over rows; layers.py gives each thread some of them.
 """
@@ -265,3 +269,113 @@ def route(logits, bias, sigmoid, groups, groups_used, used, least, share, normal
     for rank in range(count):
         weights[rank] *= factor
     return count
+
+
+@kernel(fastmath=_SUMS)
+def short_conv(before, x, taps, out):
+    """out[t, c] = silu(sum over j of taps[j, c] * (before then x)[t + j, c]), float32.
+
+    before [kernel - 1, channels], x and out [tokens, channels], taps [kernel, channels].
+    """
+    tokens, channels = x.shape
+    kernel_size = taps.shape[0]
+    for t in range(tokens):
+        row = out[t]
+        row[:] = np.float32(0)
+        for j in range(kernel_size):
+            at = t + j - (kernel_size - 1)
+            entering = before[t + j] if at < 0 else x[at]
+            for c in range(channels):
+                row[c] += taps[j, c] * entering[c]
+        for c in range(channels):
+            row[c] = row[c] / (np.float32(1) + exp(-row[c]))
+
+
+@kernel(fastmath=_SUMS)
+def unit_heads(x, first, heads, dim, scale):
+    """Make `heads` heads of x float32[tokens, n], from element `first` on, as long as `scale`, in place."""
+    for t in range(x.shape[0]):
+        for head in range(heads):
+            row = x[t, first + head * dim : first + (head + 1) * dim]
+            total = np.float64(0)
+            for i in range(dim):
+                total += np.float64(row[i]) * np.float64(row[i])
+            factor = np.float32(scale / np.sqrt(total + 1e-6))
+            for i in range(dim):
+                row[i] *= factor
+
+
+@kernel
+def gate(x, gates, dim, step, first):
+    """x[h * dim + i] *= sigmoid(gates[h * step + first + i]) for each token; x, gates float32[tokens, n]."""
+    tokens, n = x.shape
+    for t in range(tokens):
+        for head in range(n // dim):
+            for i in range(dim):
+                x[t, head * dim + i] /= np.float32(1) + exp(-gates[t, head * step + first + i])
+
+
+@kernel(fastmath=_SUMS)
+def delta_rule(x, q_at, k_at, v_at, decay, beta, before, after, out, out_at):
+    """A head of a gated delta rule (archs.blocks.DeltaNet), token by token.
+
+    x        float32[tokens, channels]: queries from element q_at on, keys from k_at, values from v_at
+    decay    float32[tokens]: e^g; beta float32[tokens]
+    before   float32[head_dim_k, head_dim_v], the state before the first token; after: the one after the last
+    out      float32[tokens, n]: the head's own elements are those from out_at on
+
+    With S e^g not yet multiplied out: delta = beta (v - e^g S^T k), S = e^g S + k delta^T, out = S^T q: two passes over
+    the state, the first of which only reads it.
+    """
+    n_k, n_v = before.shape
+    delta = np.empty(n_v, np.float32)
+    state = before
+    for t in range(x.shape[0]):
+        shrink, row = decay[t], out[t, out_at : out_at + n_v]
+        delta[:] = np.float32(0)
+        for i in range(n_k):
+            factor = x[t, k_at + i] * shrink
+            held = state[i]
+            for j in range(n_v):
+                delta[j] += held[j] * factor
+        for j in range(n_v):
+            delta[j] = beta[t] * (x[t, v_at + j] - delta[j])
+        row[:] = np.float32(0)
+        for i in range(n_k):
+            key, query = x[t, k_at + i], x[t, q_at + i]
+            held, made = state[i], after[i]
+            for j in range(n_v):
+                new = held[j] * shrink + key * delta[j]
+                made[j] = new
+                row[j] += new * query
+        state = after
+
+
+@kernel
+def chunk_weights(keys, queries, decay, beta):
+    """Turn products of all pairs of a chunk's tokens into the weights of the delta rule, in place.
+
+    keys[i, j] = k_i . k_j becomes beta_i e^(decay_i - decay_j) k_i . k_j for j < i, else 0; queries[i, j] = q_i . k_j
+    becomes e^(decay_i - decay_j) q_i . k_j for j <= i, else 0. float32[n, n]; decay float64[n] is the running sum of g.
+    """
+    n = keys.shape[0]
+    for i in range(n):
+        for j in range(n):
+            if j > i:
+                keys[i, j] = queries[i, j] = np.float32(0)
+            else:
+                shrink = exp(np.float32(decay[i] - decay[j]))
+                queries[i, j] *= shrink
+                keys[i, j] = keys[i, j] * shrink * beta[i] if j < i else np.float32(0)
+
+
+@kernel(fastmath=_SUMS)
+def solve_unit_lower(weights, x):
+    """x = (I + weights)^-1 x, in place; weights float32[n, n] of which only what is left of the diagonal is read."""
+    n, width = x.shape
+    for i in range(1, n):
+        row = x[i]
+        for j in range(i):
+            factor, done = weights[i, j], x[j]
+            for c in range(width):
+                row[c] -= factor * done[c]

@@ -10,7 +10,6 @@ import pytest
 
 from quantkit import archs
 from quantkit.archs.deepseek2 import in_layout
-from quantkit.archs.outlines import outlines
 from quantkit.archs.shapes import Sizes, listed
 from quantkit.convert import prepare
 from quantkit.errors import FormatError, UnsupportedError
@@ -78,7 +77,7 @@ def test_models_of_transformers_have_as_many_weights(config: dict[str, Any], kin
     with torch.device("meta"):
         model = getattr(transformers, config["architectures"][0])(getattr(transformers, f"{kind}Config")(**given))
     stored = {**dict(model.named_parameters()), **{k: v for k, v in model.state_dict().items() if "bias" in k}}
-    tensors = in_layout(archs.outline(config).tensors(config), "joint")
+    tensors = in_layout(archs.from_hf(config).tensors(config), "joint")
     assert len({t.name for t in tensors}) == len(tensors)
     assert sum(math.prod(t.shape) for t in tensors) == sum(x.numel() for x in stored.values())
     if kind == "Qwen3Next":  # two pairs of tensors are one each in its checkpoints
@@ -88,21 +87,20 @@ def test_models_of_transformers_have_as_many_weights(config: dict[str, Any], kin
     assert ours == theirs
 
 
-def test_every_outline_has_its_own_class() -> None:
-    names = [name for arch in (*archs.all(), *outlines()) for name in arch.hf]
+def test_every_class_is_of_one_architecture() -> None:
+    names = [name for arch in archs.all() for name in arch.hf]
     assert len(names) == len(set(names))
-    assert {"qwen35", "qwen35moe", "qwen3next"} <= {outline.name for outline in outlines()}
 
 
 def test_what_is_missing_is_named() -> None:
     with pytest.raises(FormatError, match="kv_lora_rank"):
-        archs.outline(DEEPSEEK).tensors({k: v for k, v in DEEPSEEK.items() if k != "kv_lora_rank"})
+        archs.from_hf(DEEPSEEK).tensors({k: v for k, v in DEEPSEEK.items() if k != "kv_lora_rank"})
     with pytest.raises(FormatError, match=r"llama\.expert_count"):
         listed(["blk.0.ffn_up_exps.weight"], Sizes("llama", {"llama.embedding_length": 64}))
     with pytest.raises(UnsupportedError, match=r"blk\.0\.foo\.weight: the shape"):
         listed(["blk.0.foo.weight"], Sizes("llama", {}))
-    with pytest.raises(UnsupportedError, match="Qwen3_5ForCausalLM is not an architecture quantkit converts"):
-        archs.from_hf(QWEN35)
+    with pytest.raises(UnsupportedError, match="Qwen9ForCausalLM is not an architecture quantkit converts"):
+        archs.from_hf({"architectures": ["Qwen9ForCausalLM"]})
     kinds = ["linear_attention", "full_attention", "full_attention"]
     with pytest.raises(UnsupportedError, match=r"layer_types\[2\] = 'full_attention' where every 2th layer"):
-        archs.outline(QWEN35).metadata({**QWEN35, "full_attention_interval": 2, "layer_types": kinds})
+        archs.from_hf(QWEN35).metadata({**QWEN35, "full_attention_interval": 2, "layer_types": kinds})

@@ -1,0 +1,167 @@
+"""qwen35: Qwen3.5, its text model. Recurrent layers, every fourth attends (archs/hybrid.py); SwiGLU.
+
+Value heads are tiled in files: head t * Hk + g is a checkpoint's head g * r + t, the t-th of the r value heads of key
+head g, where there are Hk < Hv: in the values of attn_qkv and the convolution, the gates, beta, alpha, a, dt, and the
+columns of ssm_out. Positions of text are the same in all sections of rope, which is then plain.
+
+Layers that predict further tokens (`mtp.` in checkpoints) attend. Where they are kept, a file numbers them with the
+main ones; what stands around them is that of the first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from quantkit.archs import hybrid
+from quantkit.archs.base import EMBEDDING_RULES, SWIGLU_RULES, Config, Entries, Keys, rope_parameters
+from quantkit.archs.blocks import HParams
+from quantkit.archs.hybrid import Hybrid, channels, of_recurrent, runs_of_heads, sizes_of
+from quantkit.archs.tensors import COPY, Piece, Rule, Shape, Transform
+from quantkit.archs.transforms import Gather, ShuffleColumns
+
+_SECTIONS = [11, 11, 10]  # transformers' default
+
+
+def tiled(hp: HParams) -> list[int]:
+    """The value heads of a checkpoint in the order of files."""
+    sizes = sizes_of(hp)
+    each = sizes.value_heads // sizes.key_heads
+    return [group * each + t for t in range(each) for group in range(sizes.key_heads)]
+
+
+def _rows(hp: HParams) -> Transform:
+    """Of a matrix with a row for each value head."""
+    return Gather(runs_of_heads(tiled(hp), 1))
+
+
+def _columns(hp: HParams) -> Transform:
+    dim = sizes_of(hp).head_dim_v
+    return ShuffleColumns(head * dim + i for head in tiled(hp) for i in range(dim))
+
+
+RECURRENT_RULES = (
+    of_recurrent("attn_qkv", "in_proj_qkv", lambda hp: Gather(channels(hp, tiled(hp)))),
+    of_recurrent("attn_gate", "in_proj_z", lambda hp: Gather(runs_of_heads(tiled(hp), sizes_of(hp).head_dim_v))),
+    *hybrid.recurrent_rules(tiled),
+    of_recurrent("ssm_beta", "in_proj_b", _rows),
+    of_recurrent("ssm_alpha", "in_proj_a", _rows),
+    of_recurrent("ssm_out", "out_proj", lambda hp: _columns(hp) if is_tiled(hp) else COPY),
+)
+
+
+def _predicts(hp: HParams, layer: int) -> bool:
+    return layer == hp.n_main
+
+
+_FURTHER = {
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head.norm",
+}
+FURTHER_RULES = (
+    Rule("blk.N.nextn.eh_proj", "model.layers.N.eh_proj", layers=_predicts),
+    *(
+        hybrid.norm(f"blk.N.nextn.{name.replace('.', '_')}", f"model.layers.N.{name}", layers=_predicts)
+        for name in list(_FURTHER.values())[1:]
+    ),
+)
+
+
+def numbered(name: str, n_main: int) -> str:
+    """`model.mtp.…` of a checkpoint as a tensor of a layer after the main ones; other names as they are."""
+    start, _, rest = name.partition("model.mtp.")
+    if start or not rest:
+        return name
+    if found := re.match(r"layers\.(\d+)\.", rest):
+        return f"model.layers.{n_main + int(found[1])}.{rest[found.end() :]}"
+    stem, _, suffix = rest.rpartition(".")
+    return f"model.layers.{n_main}.{_FURTHER[stem]}.{suffix}" if stem in _FURTHER else name
+
+
+def apart(name: str, n_main: int) -> str:
+    """The inverse of `numbered`, as checkpoints have it."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    if not found or int(found[1]) < n_main:
+        return name
+    stem, _, suffix = name[found.end() :].rpartition(".")
+    theirs = next((mine for mine, ours in _FURTHER.items() if ours == stem), f"layers.{int(found[1]) - n_main}.{stem}")
+    return f"mtp.{theirs}.{suffix}"
+
+
+def is_tiled(hp: HParams) -> bool:
+    """Whether the two orders differ."""
+    return sizes_of(hp).value_heads != sizes_of(hp).key_heads
+
+
+class Qwen35(Hybrid):
+    name = "qwen35"
+    hf: ClassVar[tuple[str, ...]] = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+    model_type = "qwen3_5_text"
+    mtp = "drop"
+    tiled = True
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *EMBEDDING_RULES,
+        *hybrid.ATTENTION_RULES,
+        *RECURRENT_RULES,
+        *hybrid.AFTER_RULES,
+        *SWIGLU_RULES[1:],
+        *FURTHER_RULES,
+        *hybrid.OUTPUT_RULES,
+    )
+    EXAMPLE: ClassVar[dict[str, Any]] = {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "full_attention_interval": 4,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    }
+
+    def metadata(self, config: Config) -> Entries:
+        sections = [*rope_parameters(config).get("mrope_section", _SECTIONS), 0, 0, 0, 0][:4]
+        return super().metadata(config) | {f"{self.name}.rope.dimension_sections": (sections, "i32")}
+
+    def to_gguf(self, config: Config, shapes: Mapping[str, Shape]) -> list[Piece]:
+        """As `Arch.to_gguf`; layers that predict further tokens are numbered."""
+        if not self.n_further(config):
+            return super().to_gguf(config, shapes)
+        given = {numbered(self.canonical(name), config["num_hidden_layers"]): name for name in shapes}
+        found = super().to_gguf(config, {ours: shapes[theirs] for ours, theirs in given.items()})
+        return [replace(piece, sources=tuple(given[source] for source in piece.sources)) for piece in found]
+
+    def to_hf(self, hparams: HParams, shapes: Mapping[str, Shape]) -> list[Piece]:
+        return [replace(piece, name=apart(piece.name, hparams.n_main)) for piece in super().to_hf(hparams, shapes)]
+
+    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+        found = super().config(metadata, tensors)
+        if extra := found.pop("num_nextn_predict_layers", 0):
+            found["mtp_num_hidden_layers"] = extra
+        sections = [int(n) for n in Keys(self.name, metadata).get("rope.dimension_sections", _SECTIONS)]
+        parameters = {"rope_type": "default"} | found.pop("rope_scaling", {})
+        parameters |= {key: found.pop(key) for key in ("rope_theta", "partial_rotary_factor")}
+        return found | {"rope_parameters": parameters | {"mrope_section": sections[:3], "mrope_interleaved": True}}

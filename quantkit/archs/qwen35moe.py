@@ -1,0 +1,47 @@
+"""qwen35moe: Qwen3.5 with routed experts and a shared one in place of every feed-forward; qwen35 otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from quantkit.archs import hybrid
+from quantkit.archs.base import EMBEDDING_RULES, Config, Entries
+from quantkit.archs.hybrid import HybridMoE
+from quantkit.archs.qwen35 import FURTHER_RULES, RECURRENT_RULES, Qwen35
+from quantkit.archs.tensors import Rule
+from quantkit.errors import UnsupportedError
+
+_WITHOUT = {key: value for key, value in Qwen35.EXAMPLE.items() if key != "intermediate_size"}
+
+
+class Qwen35MoE(HybridMoE, Qwen35):
+    name = "qwen35moe"
+    hf: ClassVar[tuple[str, ...]] = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+    model_type = "qwen3_5_moe_text"
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *EMBEDDING_RULES,
+        *hybrid.ATTENTION_RULES,
+        *RECURRENT_RULES,
+        *hybrid.AFTER_RULES,
+        *hybrid.MOE_RULES,
+        *FURTHER_RULES,
+        *hybrid.OUTPUT_RULES,
+    )
+    EXAMPLE: ClassVar[dict[str, Any]] = _WITHOUT | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    }
+
+    def metadata(self, config: Config) -> Entries:
+        return super().metadata(dict(config) | {"norm_topk_prob": None})  # transformers always divides
+
+    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+        found = super().config(metadata, tensors)
+        if not found.pop("norm_topk_prob"):
+            raise UnsupportedError("qwen35moe.expert_weights_norm is false; transformers always divides the weights")
+        return found

@@ -1,0 +1,112 @@
+"""qwen3next: Qwen3-Next. Recurrent layers, every fourth attends (archs/hybrid.py); routed experts and a shared one.
+
+Value heads keep the order of checkpoints: those of a key head stand together. A checkpoint's in_proj_qkvz has of each
+key head query, key, the values and the gates of its value heads; a file has queries, keys and values as attn_qkv and
+all gates as attn_gate, or in older files the same rows as the checkpoint, as ssm_in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from quantkit.archs import hybrid
+from quantkit.archs.base import EMBEDDING_RULES
+from quantkit.archs.blocks import DeltaNet, HParams
+from quantkit.archs.hybrid import HybridMoE, Runs, of_recurrent, sizes_of
+from quantkit.archs.tensors import COPY, Piece, Rule, Shape
+from quantkit.archs.transforms import Gather
+
+_FUSED = "in_proj_qkvz"
+
+
+def _parts(hp: HParams) -> tuple[Runs, Runs]:
+    """Rows of in_proj_qkvz that are attn_qkv, and those that are attn_gate."""
+    sizes = sizes_of(hp)
+    dim, each = sizes.head_dim_k, sizes.inner // sizes.key_heads
+    starts = [head * 2 * (dim + each) for head in range(sizes.key_heads)]
+    qkv = [(0, start + at, n) for at, n in ((0, dim), (dim, dim), (2 * dim, each)) for start in starts]
+    return qkv, [(0, start + 2 * dim + each, each) for start in starts]
+
+
+def _joined(hp: HParams) -> Runs:
+    """Rows of attn_qkv, source 0, and attn_gate, source 1, as in_proj_qkvz has them."""
+    sizes = sizes_of(hp)
+    dim, each = sizes.head_dim_k, sizes.inner // sizes.key_heads
+    runs = []
+    for head in range(sizes.key_heads):
+        runs += [(0, head * dim, dim), (0, sizes.keys + head * dim, dim), (0, 2 * sizes.keys + head * each, each)]
+        runs.append((1, head * each, each))
+    return runs
+
+
+class Qwen3Next(HybridMoE):
+    name = "qwen3next"
+    hf = ("Qwen3NextForCausalLM",)
+    model_type = "qwen3_next"
+    tiled = False
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *EMBEDDING_RULES,
+        *hybrid.ATTENTION_RULES,
+        of_recurrent("attn_qkv", _FUSED, lambda hp: Gather(_parts(hp)[0]), one_way=True),
+        of_recurrent("attn_gate", _FUSED, lambda hp: Gather(_parts(hp)[1]), one_way=True),
+        *hybrid.recurrent_rules(),
+        of_recurrent("ssm_ba", "in_proj_ba"),
+        of_recurrent("ssm_out", "out_proj"),
+        *hybrid.AFTER_RULES,
+        *hybrid.MOE_RULES,
+        *hybrid.OUTPUT_RULES,
+    )
+    EXAMPLE: ClassVar[dict[str, Any]] = {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "partial_rotary_factor": 0.25,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "full_attention_interval": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    }
+
+    def rebuilt(self, name: str) -> bool:
+        return super().rebuilt(name) or any(f".{part}." in name for part in ("attn_qkv", "attn_gate", "ssm_in"))
+
+    def to_hf(self, hparams: HParams, shapes: Mapping[str, Shape]) -> list[Piece]:
+        """As `Arch.to_hf`; what makes queries, keys, values and gates is joined."""
+        found = super().to_hf(hparams, shapes)
+        for i in sorted(hparams.recurrent):
+            fused = f"blk.{i}.ssm_in.weight"
+            sources: tuple[str, ...] = (f"blk.{i}.attn_qkv.weight", f"blk.{i}.attn_gate.weight")
+            transform, sources = (COPY, (fused,)) if fused in shapes else (Gather(_joined(hparams)), sources)
+            hybrid.require(sources, shapes)
+            shape = transform.shape(*(shapes[source] for source in sources))
+            found.append(Piece(f"model.layers.{i}.linear_attn.{_FUSED}.weight", shape, sources, transform, False))
+        return found
+
+    def delta_net(self, hp: HParams, i: int) -> DeltaNet:
+        part = replace(super().delta_net(hp, i), ba=hp.linear(f"blk.{i}.ssm_ba"), beta=None, alpha=None)
+        if f"blk.{i}.ssm_in.weight" in hp.tensors:
+            return replace(part, qkv=hp.linear(f"blk.{i}.ssm_in"), gate=None)
+        return part

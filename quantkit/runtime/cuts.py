@@ -1,0 +1,232 @@
+"""How the tensors of a layer are cut among devices that share it (-sm graph): pure functions of shapes, types, shares.
+
+    attention   by groups of query heads that share a key/value head: rows of q, k and v, columns of out, sinks
+    latents     by heads: rows of q, kv_b, k_b and v_b, columns of out; the latents and what makes them are on all
+    feed-forward, shared experts   rows of gate and up, columns of down
+    experts     by number, or by columns as a feed-forward
+    output      by rows, so by tokens of the vocabulary
+    the rest    norms, routers, biases of what is added up: on all, whole
+
+What a device makes of its part is added up over all. Cuts are at whole blocks of quantized rows and at whole groups of
+interleaved ones, the nearest ones to the shares; where there is none, an error says which tensor is in the way. Devices
+that get no head of a layer, because there are fewer than devices, attend to nothing there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from quantkit import archs
+from quantkit.archs import blocks
+from quantkit.errors import UnsupportedError
+from quantkit.types import QuantType
+
+
+class Info(Protocol):
+    """What is asked of a tensor."""
+
+    @property
+    def type(self) -> QuantType: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Device i has elements bounds[i] … bounds[i + 1] of an axis of a tensor's shape."""
+
+    axis: int
+    bounds: tuple[int, ...]
+
+    def of(self, device: int) -> tuple[int, int]:
+        return self.bounds[device], self.bounds[device + 1]
+
+    def shape(self, whole: Sequence[int], device: int) -> tuple[int, ...]:
+        first, stop = self.of(device)
+        return (*whole[: self.axis], stop - first, *whole[self.axis + 1 :])
+
+
+Side = tuple[str, int, int]  # a tensor's name, its axis, how much of that axis goes with one unit
+
+
+def of_model(
+    parts: Sequence[blocks.Block],
+    head: blocks.Head,
+    tensors: Mapping[str, Info],
+    sliced: Iterable[str],
+    shares: Mapping[int, Sequence[float]],
+    experts_by: str = "number",
+    n_layers: int | None = None,
+) -> dict[str, Cut]:
+    """The cut of each tensor of `sliced` that is cut; those that are not are on every device of their layer, whole.
+
+    shares      of each layer, and of the output as the layer after the last
+    experts_by  "number" or "columns"
+    n_layers    the number of the output, where there are more layers than are run
+
+    UnsupportedError for layers of a kind that is not cut, and where alignment leaves no cut.
+    """
+    mine, found = set(sliced), dict[str, Cut]()
+    for block in parts:
+        for part in block.parts if block.layer in shares else ():
+            for sides, count in _cuttable(part, block.layer, tensors, experts_by):
+                if sides[0][0] in mine:
+                    found |= _cut(sides, count, tensors, shares[block.layer])
+    last = n_layers or len(parts)
+    if last in shares and head.output.weight in mine:
+        rows = tensors[head.output.weight].shape[0]
+        found |= _cut(_with_bias(head.output, 0, 1), rows, tensors, shares[last])
+    return {name: cut for name, cut in found.items() if name in mine}
+
+
+def _cuttable(
+    part: blocks.Part, layer: int, tensors: Mapping[str, Info], experts_by: str
+) -> list[tuple[list[Side], int]]:
+    """Tensors that are cut alike, and the number of units they have: heads, columns, experts."""
+    if isinstance(part, (blocks.Attention, blocks.FeedForward)) and part.sub_norm is not None:
+        raise UnsupportedError(
+            f"{part.sub_norm.weight}: what all heads or columns make is normed together, which -sm graph does not cut; "
+            "take -sm layer"
+        )
+    if isinstance(part, blocks.Attention):
+        return [(_attention(part, tensors), part.kv_heads)]
+    if isinstance(part, blocks.LatentAttention):
+        return [(_latents(part, tensors), part.heads)]
+    if isinstance(part, blocks.FeedForward):
+        return [_gated(part, tensors)]
+    if isinstance(part, blocks.Experts):
+        found = [_experts(part, tensors, experts_by)]
+        return found if part.shared is None else [*found, _gated(part.shared, tensors)]
+    raise UnsupportedError(
+        f"blk.{layer}: -sm graph cannot cut {type(part).__name__} layers among devices yet; take -sm layer"
+    )
+
+
+def _attention(part: blocks.Attention, tensors: Mapping[str, Info]) -> list[Side]:
+    group = part.heads // part.kv_heads
+    rows = tensors[part.q.weight].shape[0]
+    if part.norms_together:
+        norm = part.q_norm or part.k_norm
+        raise UnsupportedError(
+            f"{norm.weight if norm else part.q.weight}: queries of all heads are normed together, which -sm graph does "
+            "not cut; take -sm layer"
+        )
+    if rows != part.heads * part.head_dim_k:
+        raise UnsupportedError(
+            f"{part.q.weight} has {rows} rows, {part.heads} heads of {part.head_dim_k} are "
+            f"{part.heads * part.head_dim_k}: -sm graph does not cut queries with more in them; take -sm layer"
+        )
+    return [
+        *_with_bias(part.q, 0, group * part.head_dim_k),
+        *_with_bias(part.k, 0, part.head_dim_k),
+        *_with_bias(part.v, 0, part.head_dim_v),
+        (part.out.weight, 1, group * part.head_dim_v),
+        *([(part.sinks, 0, group)] if part.sinks else []),
+    ]
+
+
+def _latents(part: blocks.LatentAttention, tensors: Mapping[str, Info]) -> list[Side]:
+    sides = [*_with_bias(part.q, 0, part.head_dim_k), (part.out.weight, 1, part.head_dim_v)]
+    for linear, rows in (
+        (part.kv_b, part.nope + part.head_dim_v),
+        (part.k_b, part.kv_lora),
+        (part.v_b, part.head_dim_v),
+    ):
+        if linear is not None:
+            sides.append((linear.weight, 0, 1 if len(tensors[linear.weight].shape) == 3 else rows))
+    return sides
+
+
+def _gated(part: blocks.FeedForward, tensors: Mapping[str, Info]) -> tuple[list[Side], int]:
+    sides = [*_with_bias(part.gate, 0, 1), *_with_bias(part.up, 0, 1), (part.down.weight, 1, 1)]
+    return sides, tensors[part.gate.weight].shape[0]
+
+
+def _experts(part: blocks.Experts, tensors: Mapping[str, Info], by: str) -> tuple[list[Side], int]:
+    if by == "number":
+        three = (part.gate, part.up, part.down)
+        return [side for linear in three for side in _with_bias(linear, 0, 1)], part.count
+    sides = [(part.gate.weight, 1, 1), (part.up.weight, 1, 1), (part.down.weight, 2, 1)]
+    return sides + [(linear.bias, 1, 1) for linear in (part.gate, part.up) if linear.bias], part.ff
+
+
+def _with_bias(linear: blocks.Linear, axis: int, size: int) -> list[Side]:
+    return [(linear.weight, axis, size), *([(linear.bias, axis, size)] if linear.bias else [])]
+
+
+def _cut(sides: Sequence[Side], count: int, tensors: Mapping[str, Info], shares: Sequence[float]) -> dict[str, Cut]:
+    """The cuts of tensors that go together, `count` units of them."""
+    unit = 1
+    for name, axis, size in sides:
+        align = _alignment(name, axis, tensors)
+        unit = math.lcm(unit, align // math.gcd(align, size))
+    ends = [min(1.0, end) for end in itertools.accumulate(shares)]
+    bounds = [0, *(min(count, round(end * count / unit) * unit) for end in ends[:-1]), count]
+    busy, asked = (len({*b}) - 1 for b in (bounds, [0, *(round(end * count) for end in ends)]))
+    if busy < 2 <= asked:
+        name, axis, size = max(sides, key=lambda side: _alignment(side[0], side[1], tensors) / side[2])
+        align, kind = _alignment(name, axis, tensors), tensors[name].type
+        what = "columns" if _is_last(name, axis, tensors) else "rows"
+        raise UnsupportedError(
+            f"{name}: {kind.name} can be cut at multiples of {align} {what}, and its {count * size} cannot be shared "
+            f"by {asked} devices so; take -sm layer, or for this tensor a type of smaller blocks"
+        )
+    return {name: Cut(axis, tuple(bound * size for bound in bounds)) for name, axis, size in sides}
+
+
+def _is_last(name: str, axis: int, tensors: Mapping[str, Info]) -> bool:
+    return axis == len(tensors[name].shape) - 1
+
+
+def _alignment(name: str, axis: int, tensors: Mapping[str, Info]) -> int:
+    """Cuts of an axis of a tensor are at multiples of this."""
+    kind, shape = tensors[name].type, tensors[name].shape
+    if kind.whole_tensor:
+        return shape[axis]
+    if _is_last(name, axis, tensors):
+        return kind.block_size
+    between = math.prod(shape[axis + 1 : -1])  # rows that one element of the axis stands for
+    return kind.interleave // math.gcd(kind.interleave, between)
+
+
+# ----------------------------------------------------------------------------------------------------- bytes, for plans
+
+
+def of_metadata(
+    tensors: Mapping[str, Info],
+    metadata: Mapping[str, Any],
+    sliced: Iterable[str],
+    shares: Mapping[int, Sequence[float]],
+    experts_by: str = "number",
+) -> dict[str, Cut]:
+    """`of_model` of a model that may not be here: its blocks follow from the metadata and the names of its tensors."""
+    name = str(metadata.get("general.architecture"))
+    arch = archs.get(name)
+    hparams = arch.hparams(metadata, tensors.keys())
+    parts, head = arch.blocks(hparams), arch.head(hparams)
+    return of_model(parts, head, tensors, sliced, shares, experts_by, hparams.n_layer)
+
+
+def bytes_of(tensor: Info, cut: Cut | None, count: int) -> list[int]:
+    """Bytes of a tensor on each of `count` devices; without a cut each has all of it."""
+    if cut is None:
+        return [tensor.type.tensor_bytes(tensor.shape)] * count
+    shapes = (cut.shape(tensor.shape, i) for i in range(count))
+    return [tensor.type.tensor_bytes(shape) if math.prod(shape) else 0 for shape in shapes]
+
+
+def cache_shares(layer: int, found: Mapping[str, Cut], count: int, mla: int) -> list[float]:
+    """How much of a layer's keys and values each device has: of its heads; of latents all, where it has a head."""
+    keys = found.get(f"blk.{layer}.attn_k.weight")
+    queries = found.get(f"blk.{layer}.attn_q_b.weight") or found.get(f"blk.{layer}.attn_q.weight")
+    cut = keys or queries
+    if cut is None:
+        return [1.0] * count
+    widths = [stop - first for first, stop in map(cut.of, range(count))]
+    if keys is None and mla:
+        return [float(width > 0) for width in widths]
+    return [width / max(1, cut.bounds[-1]) for width in widths]

@@ -1,0 +1,89 @@
+"""Where the time of a run over several devices goes: seconds of each device by kind of work, bytes moved between them.
+
+products    matrices times activations        experts     the same of routed experts, activation included
+attention   scores, softmax and values        latents     matrices between latents and heads
+norms       norms                             transfer    bringing activations to the device
+waiting     adding up over devices, and waiting for the slowest one of them
+other       rope, routing, activations, keys and values put away, Python: a device's time less all of these
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from typing import Any
+
+KINDS = ("products", "experts", "attention", "latents", "norms", "transfer", "waiting", "other")
+
+
+class Ledger:
+    """Sums since the last `clear`. Several threads may add."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        self.seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self.bytes: dict[tuple[str, str], int] = defaultdict(int)
+        self.transfers: dict[tuple[str, str], int] = defaultdict(int)
+        self.weights: dict[str, int] = defaultdict(int)
+        self.passes = self.tokens = 0
+
+    def spent(self, device: str, kind: str, seconds: float) -> None:
+        with self._lock:
+            self.seconds[device][kind] += seconds
+
+    def total(self, device: str | None = None) -> float:
+        """Seconds of one device, or of all."""
+        with self._lock:
+            rows = self.seconds.values() if device is None else [self.seconds[device]]
+            return sum(sum(kinds.values()) for kinds in rows)
+
+    def moved(self, source: str, target: str, nbytes: int) -> None:
+        """So many bytes of activations went from one device to another."""
+        with self._lock:
+            self.bytes[source, target] += nbytes
+            self.transfers[source, target] += 1
+
+    def read(self, device: str, nbytes: int) -> None:
+        """A device read so many bytes of weights."""
+        with self._lock:
+            self.weights[device] += nbytes
+
+    def ran(self, tokens: int) -> None:
+        with self._lock:
+            self.passes += 1
+            self.tokens += tokens
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(self.bytes.values())
+
+    def bound(self) -> str:
+        """What takes the most time, in words; "" before anything ran."""
+        rows = [(seconds, device, kind) for device, kinds in self.seconds.items() for kind, seconds in kinds.items()]
+        if not rows:
+            return ""
+        seconds, device, kind = max(rows)
+        total = sum(self.seconds[device].values())
+        said = {
+            "waiting": "adding up over devices, and waiting for the slowest of them; shares (-ts) may be uneven",
+            "transfer": "moving activations; put what a layer needs on one device",
+            "experts": "the products of routed experts; more of them on a faster device (-ot, --fit) would help",
+            "attention": "attention over the cache; a shorter or quantized one (-c, -ctk, -ctv) would help",
+        }.get(kind, f"{kind} there")
+        return f"{device} spends {100 * seconds / total:.0f}% of its time on {kind}: the run is bound by {said}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "passes": self.passes,
+            "tokens": self.tokens,
+            "seconds": {device: dict(kinds) for device, kinds in self.seconds.items()},
+            "weight_bytes": dict(self.weights),
+            "moved": [
+                {"from": source, "to": target, "bytes": count, "transfers": self.transfers[source, target]}
+                for (source, target), count in self.bytes.items()
+            ],
+            "bound": self.bound(),
+        }

@@ -1,0 +1,93 @@
+"""Placement on the command line: --fit, --devices, -sm and their kin, in plans and in runs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit.cli import main
+from tests.recipe.configs import QWEN3_30B
+from tests.runtime.conftest import tiny  # noqa: F401  # a fixture
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3") / "config.json"
+    path.write_text(json.dumps(QWEN3_30B))
+    return path
+
+
+def printed(capsys: pytest.CaptureFixture[str], *args: object) -> str:
+    assert main([str(arg) for arg in args]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: object, status: int = 1) -> str:
+    assert main([str(arg) for arg in args]) == status
+    return capsys.readouterr().err
+
+
+def planned(capsys: pytest.CaptureFixture[str], config: Path, *flags: object) -> dict[str, Any]:
+    return json.loads(printed(capsys, "plan", config, "Q4_0", "-c", 4096, "--json", *flags))["budget"]
+
+
+@pytest.mark.parametrize("mode", ["layer", "graph"])
+def test_what_fit_prints_gives_its_placement(mode: str, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = ("--vram", "6,6", "--ram", "64")
+    found = planned(capsys, config, "--fit", "-sm", mode, *limits)
+    said = next(note for note in found["notes"] if note.startswith("--fit")).partition("the same as ")[2]
+    again = planned(capsys, config, *shlex.split(said), *limits)
+    for key in ("placement", "split", "devices"):
+        assert again[key] == found[key]
+    assert found["fits"]
+    assert {load["device"] for load in found["devices"]} == {"CPU", "CUDA0", "CUDA1"}
+    assert all(load["buffers"] > 0 for load in found["devices"])
+    assert found["speed"]["tg"] > 0
+    assert found["reasons"]["blk.5.attn_q.weight"].startswith("layer 5, -ngl 49")
+
+
+def test_a_plan_explains_itself(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--fit", "--devices", "cpu:0=4GiB,cpu=64GiB", "--bandwidth", "cpu=80,cpu:0=40", "--compute", "cpu=1")
+    said = printed(capsys, "plan", config, "Q4_0", "-c", 4096, "--explain", *flags)
+    for part in ("--fit: the same as -ngl 49 -ot", "cpu:0: attention", "experts", "predicted: at most", "-sm layer",
+                 "no bound by arithmetic on cpu:0 (--compute cpu:0=…)", "a full cache; every token reads",
+                 "fewer than 512 tokens leave the CPU's experts"):  # fmt: skip
+        assert part in said
+    assert "assumed" not in said
+    vram = ("-c", 64, "--vram", "24", "-ot", "exps=CPU")
+    assert "fewer than 1024 tokens" in printed(capsys, "plan", config, "Q4_0", *vram, "--offload-threshold", 64)
+    assert "in all batches (-op)" in printed(capsys, "plan", config, "Q4_0", *vram, "-op", "MUL_MAT_ID,0")
+
+
+def test_what_does_not_go_together_is_said(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    about = ("plan", config, "Q4_0")
+    assert "GiB too much" in refused(capsys, *about, "--fit", "--vram", "6", "--ram", "4")
+    assert "leave them out" in refused(capsys, *about, "--fit", "--vram", "6", "-ot", "exps=CPU")
+    assert "say --vram" in refused(capsys, *about, "--fit")
+    assert "drop one" in refused(capsys, *about, "--vram", "6", "--devices", "cuda:0", status=2)
+    assert "split mode" in refused(capsys, *about, "--vram", "6,6", "-sm", "row")
+    assert "a rate is above 0" in refused(capsys, *about, "--bandwidth", "cpu=-1")
+    assert "-op" in refused(capsys, *about, "--vram", "6", "-op", "x,0")
+
+
+def test_benches_run_on_devices_and_say_so(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    about = ("bench", tiny, "-p", 4, "-n", 2, "-r", 1, "--numerics", "exact")
+    assert main([str(a) for a in (*about, "--devices", "cpu:0,cpu:1", "-sm", "graph", "--profile")]) == 0
+    out, err = capsys.readouterr()
+    assert "reduce f32" in out + err
+    assert "split_mode graph" in out + err
+    assert "cpu:1 spends" in err or "cpu:0 spends" in err or "CPU spends" in err
+    assert "transfers" in err
+    assert main([str(a) for a in (*about, "--devices", "cpu:0=40MiB", "--fit", "--fit-margin", 1)]) == 0
+    assert "--fit: the same as -ngl 3" in capsys.readouterr().err
+    for flags, said in (
+        (("--devices", "cpu:0=1MiB"), r"cpu:0 holds"),
+        (("--devices", "cuda:0"), "CUDA0: this version computes on the CPU"),
+        (("--devices", "cpu:0,cpu:0"), "is there twice"),
+        (("-sm", "graph"), "at least 2 GPUs"),
+    ):
+        assert said in refused(capsys, *about, *flags)

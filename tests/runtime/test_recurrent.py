@@ -1,0 +1,280 @@
+"""Recurrent layers: chunks against single steps, states that are kept, and what a model with them can do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import quantkit
+from quantkit import archs, recipe, types
+from quantkit.archs.blocks import DeltaNet, Linear, Norm, Recurrence
+from quantkit.errors import DataError
+from quantkit.evaluate import bench
+from quantkit.files import gguf
+from quantkit.quantize import quantize
+from quantkit.runtime import recurrent
+from quantkit.runtime.cache import Cache
+from quantkit.runtime.cache_size import of_layers
+from tests.runtime.other_cpus import CPUS, run_tests
+from tests.runtime.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
+
+TOKENS = np.random.default_rng(3).integers(2, 320, 150)
+
+
+@pytest.mark.parametrize("isa", [name for name in CPUS if name != "avx512"])
+@pytest.mark.full
+def test_other_cpus(isa: str) -> None:
+    run_tests(__file__, isa)
+
+
+# ------------------------------------------------------------------------------------------------------------- the rule
+
+
+def part_of(sizes: Recurrence, tiled: bool) -> DeltaNet:
+    norm, linear = Norm("", 1e-6), Linear("")
+    return DeltaNet(norm, linear, linear, None, linear, linear, "", "", "", norm, linear, sizes, tiled)
+
+
+def plainly(part: DeltaNet, x: np.ndarray, g: np.ndarray, beta: np.ndarray, s: np.ndarray) -> np.ndarray:
+    """The formulas of blocks.DeltaNet, in float64; `s` is changed."""
+    sizes, out = part.sizes, np.empty((len(x), part.sizes.inner))
+    q, k, v = np.split(x.astype(np.float64), [sizes.keys, 2 * sizes.keys], axis=1)
+    for t in range(len(x)):
+        for h in range(sizes.value_heads):
+            key = h % sizes.key_heads if part.tiled else h * sizes.key_heads // sizes.value_heads
+            at, to = (slice(i * n, (i + 1) * n) for i, n in ((key, sizes.head_dim_k), (h, sizes.head_dim_v)))
+            s[h] *= np.exp(g[t, h])
+            s[h] += np.outer(k[t, at], beta[t, h] * (v[t, to] - s[h].T @ k[t, at]))
+            out[t, to] = s[h].T @ q[t, at]
+    return out
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize(
+    ("key_heads", "value_heads", "dim_k", "dim_v", "tokens"),
+    [(1, 1, 16, 16, 1), (2, 2, 24, 40, 2), (2, 4, 16, 8, 63), (3, 9, 8, 16, 64), (1, 4, 5, 7, 65), (4, 8, 16, 16, 131)],
+)
+def test_chunks_and_steps_follow_the_formula(
+    key_heads: int, value_heads: int, dim_k: int, dim_v: int, tokens: int, tiled: bool
+) -> None:
+    rng = np.random.default_rng(tokens)
+    sizes = Recurrence(4, key_heads, value_heads, dim_k, dim_v)
+    part = part_of(sizes, tiled)
+    x = rng.standard_normal((tokens, sizes.channels), np.float32)
+    keys = x[:, sizes.keys : 2 * sizes.keys].reshape(tokens, -1, dim_k)
+    keys /= np.linalg.norm(keys, axis=2, keepdims=True)
+    g = -(rng.exponential(2, (tokens, value_heads)).astype(np.float32) ** 4)  # from none to all is forgotten
+    beta = rng.random((tokens, value_heads), np.float32)
+    first = rng.standard_normal((value_heads, dim_k, dim_v), np.float32)
+    state = first.astype(np.float64)
+    wanted = plainly(part, x, g, beta, state)
+    for chunk in (1, 7, 64, None):
+        after, out = np.full_like(first, np.nan), np.full((tokens, sizes.inner), np.nan, np.float32)
+        recurrent.attend(part, x, g, beta, first, after, out, 2, chunk)
+        assert np.abs(out - wanted).max() < 2e-5 * (1 + np.abs(wanted).max())
+        assert np.abs(after - state).max() < 2e-5 * (1 + np.abs(state).max())
+
+
+# --------------------------------------------------------------------------------------------------------------- models
+
+
+def written(path: Path, arch: str, **change: Any) -> Path:
+    """A random file of an architecture's EXAMPLE, changed."""
+    rng, of = np.random.default_rng(7), archs.get(arch)
+    config = of.EXAMPLE | change
+    metadata = gguf.Metadata({"general.architecture": arch})
+    for key, (value, kind) in of.metadata(config).items():
+        metadata.set(key, value, kind)
+    tensors = of.tensors(config)
+    with gguf.Writer(path, metadata, [gguf.TensorSpec(t.name, t.shape, types.get("f32")) for t in tensors]) as writer:
+        for t in tensors:
+            x = rng.standard_normal(t.shape, np.float32) * np.float32(t.shape[-1] ** -0.5)
+            if len(t.shape) == 1:
+                x = 1 + x / 2
+            writer.write(t.name, (-x if t.name.endswith("ssm_a") else x).astype(np.float32).reshape(-1).view(np.uint8))
+    return path
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(
+        tmp_path_factory.mktemp("hybrid") / "m.gguf", "qwen35", num_hidden_layers=5, full_attention_interval=3
+    )
+
+
+def test_any_split_of_a_prompt_gives_the_same(hybrid: Path) -> None:
+    model = quantkit.load(hybrid)
+    whole = model.logits(TOKENS)
+    for bounds in ((1, 2, 3, 4), (64, 65), (7, 100, 101, 149)):
+        cache = model.new_cache(len(TOKENS))
+        parts = [model.forward(part, cache) for part in np.split(TOKENS, bounds)]
+        assert np.abs(np.concatenate(parts) - whole).max() < 1e-4
+    one, other = model.new_cache(200), model.new_cache(200)
+    model.forward(TOKENS[:11], other)
+    both = model.forward_batch([(TOKENS, one), (TOKENS[11:60], other)])
+    assert np.abs(both - whole[[-1, 59]]).max() < 1e-4
+    together = model.forward_sequences(np.stack([TOKENS[:60], TOKENS[60:120]]), slice(59, 60))
+    assert np.abs(together[0, 0] - whole[59]).max() < 1e-4
+
+
+def test_a_sequence_is_saved_and_restored_anywhere(hybrid: Path) -> None:
+    model = quantkit.load(hybrid)
+    whole = model.logits(TOKENS)
+    cache = model.new_cache(len(TOKENS))
+    kept = []
+    for start, stop in ((0, 1), (1, 64), (64, 70), (70, 150)):
+        kept.append((start, cache.save()))
+        model.forward(TOKENS[start:stop], cache)
+    for into in (cache, model.new_cache(len(TOKENS) + 1)):  # the same, and a larger one
+        for start, state in reversed(kept):
+            into.restore(state)
+            assert (into.length, state.length) == (start, start)
+            assert np.abs(model.forward(TOKENS[start : start + 9], into) - whole[start : start + 9]).max() < 1e-4
+    assert state.nbytes < kept[-1][1].nbytes
+    with pytest.raises(DataError, match="a state of 70 tokens does not fit a cache of 69"):
+        model.new_cache(69).restore(kept[-1][1])
+    with pytest.raises(DataError, match="does not fit this one of f16"):
+        model.new_cache(150, "f16").restore(kept[-1][1])
+    with pytest.raises(DataError, match="cannot be saved"):
+        model.layer_cache(8).save()
+
+
+def test_attention_alone_is_saved_too(tiny: Path) -> None:
+    model = quantkit.load(tiny, cache_type="q8_0")
+    cache = model.new_cache(64)
+    model.forward(TOKENS[:20], cache)
+    state = cache.save()
+    wanted = model.forward(TOKENS[20:30], cache)
+    other = model.new_cache(32)
+    other.restore(state)
+    assert np.array_equal(model.forward(TOKENS[20:30], other), wanted)
+
+
+def test_a_state_goes_back_to_the_mark_or_the_beginning_only(hybrid: Path) -> None:
+    model = quantkit.load(hybrid)
+    cache = model.new_cache(100)
+    model.forward(TOKENS[:30], cache)
+    cache.mark()
+    wanted = model.forward(TOKENS[30:40], cache)
+    with pytest.raises(DataError, match=r"cannot truncate a cache of 40 tokens to 35: .* of 0 and the mark at 30"):
+        cache.truncate(35)
+    for _ in range(2):
+        cache.truncate(30)
+        assert np.array_equal(model.forward(TOKENS[30:40], cache), wanted)
+    cache.truncate(40)
+    cache.truncate(0)
+    assert np.abs(model.forward(TOKENS[:40], cache)[30:] - wanted).max() < 1e-4
+    with pytest.raises(DataError, match=r"keeps those of 0; mark\(\) or save\(\)"):
+        cache.truncate(30)
+    cache.clear()
+    assert np.abs(model.forward(TOKENS[:40], cache)[30:] - wanted).max() < 1e-4
+    cache.length = 12
+    with pytest.raises(DataError, match="state of recurrent layer 0 is that after 40 tokens, the cache holds 12"):
+        model.forward(TOKENS[:1], cache)
+
+
+def test_what_is_not_finite_is_named_and_the_states_stay(hybrid: Path) -> None:
+    model = quantkit.load(hybrid)
+    cache = model.new_cache(100)
+    model.forward(TOKENS[:10], cache)
+    name = "blk.3.ssm_out.weight"
+    model._weight(Linear(name))
+    good, poisoned = model._linears[name].tensor, np.array(model.weights[name].dequantize())
+    poisoned[5, 6] = np.nan
+
+    class Bad:
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(good, attribute)
+
+        def rows(self, start: int, stop: int) -> np.ndarray:
+            return poisoned[start:stop].view(np.uint8)
+
+        def dequantize(self) -> np.ndarray:
+            return poisoned
+
+    model.weights = {**model.weights, name: Bad()}
+    model.forget([name])
+    with pytest.raises(DataError, match=r"blk\.3\.ssm_out\.weight made nan .* not finite in 1 row\(s\), first 5"):
+        model.forward(TOKENS[10:20], cache)
+
+
+@pytest.mark.parametrize("arch", ["qwen3next", "qwen35", "qwen35moe"])
+def test_a_cache_is_as_large_as_foretold(arch: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "m.gguf", arch, num_hidden_layers=6)
+    model, f16 = quantkit.load(path), types.layout("f16")
+    for n_ctx in (1, 70):
+        cache = model.new_cache(n_ctx, "f16")
+        assert sum(of_layers(model.metadata, n_ctx, f16, f16)) == cache.nbytes
+        assert cache.state_bytes == sum(model_state.nbytes for model_state in cache.states.values())
+    assert sorted(cache.states) == [0, 1, 2, 4, 5]
+
+
+def test_older_files_with_one_projection(tmp_path: Path) -> None:
+    """ssm_in has of each key head query, key, the values and the gates of its value heads."""
+    new = gguf.open(written(tmp_path / "new.gguf", "qwen3next"))
+    sizes = archs.get("qwen3next").hparams(new.metadata, new.tensors.keys()).recurrence
+    assert sizes is not None
+    names = {f"blk.{i}.attn_qkv.weight": f"blk.{i}.attn_gate.weight" for i in range(3)}
+    kept = [t for t in new.tensors.values() if t.name not in names.values()]
+    fused = {name: name.replace("attn_qkv", "ssm_in") for name in names}
+    rows = sizes.channels + sizes.inner
+    specs = [
+        gguf.TensorSpec(fused.get(t.name, t.name), (rows, 64) if t.name in names else t.shape, t.type) for t in kept
+    ]
+    with gguf.Writer(tmp_path / "old.gguf", new.metadata, specs) as writer:
+        for t in kept:
+            x = t.dequantize()
+            if t.name in names:
+                q, k, v = np.split(x, [sizes.keys, 2 * sizes.keys])
+                parts = [p.reshape(sizes.key_heads, -1, 64) for p in (q, k, v, new.tensors[names[t.name]].dequantize())]
+                x = np.concatenate(parts, axis=1)
+            writer.write(fused.get(t.name, t.name), np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+    wanted, found = (quantkit.load(tmp_path / f"{name}.gguf").logits(TOKENS) for name in ("new", "old"))
+    assert np.abs(found - wanted).max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", pytest.param("IQ4_K", marks=pytest.mark.full)])
+def test_quantized_files_run_in_both_numerics(kind: str, tmp_path: Path) -> None:
+    """`fast` says why it runs layer by layer; benches and generation come back to where they began."""
+    wide = {"hidden_size": 256, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256,
+            "num_experts_per_tok": 8}  # fmt: skip
+    path = written(tmp_path / "m.gguf", "qwen35moe", **wide)
+    source = gguf.open(path)
+    quantize(source, tmp_path / "q.gguf", recipe.plan(source.tensors.values(), kind, metadata=source.metadata))
+    model, fast = quantkit.load(tmp_path / "q.gguf"), quantkit.load(tmp_path / "q.gguf", numerics="fast")
+    assert model.weights["blk.0.ssm_out.weight"].type.name.lower() == kind.lower()
+    assert model.weights["blk.0.ssm_conv1d.weight"].type.name == "f32"
+    assert fast.slow_because == "recurrent layers run layer by layer"
+    exact, rounded = model.logits(TOKENS[:40]), fast.logits(TOKENS[:40])
+    assert np.abs(exact - rounded).max() < 0.5
+    cache = fast.new_cache(40)
+    steps = np.concatenate([fast.forward([token], cache) for token in TOKENS[:40]])
+    assert np.abs(steps - exact).max() < 0.5
+    rows = list(bench.sweep(fast, 24, 8, repeat=2, stride=2))
+    assert [prompt.n_kv for prompt, _ in rows] == [0, 16]
+
+
+def test_what_enters_each_matrix_is_observed(hybrid: Path) -> None:
+    model = quantkit.load(hybrid)
+    seen: dict[str, tuple[int, ...]] = {}
+    model.observer = lambda name, x, *which: seen.__setitem__(name, x.shape)
+    model.logits(TOKENS[:20])
+    matrices = {
+        name for name, tensor in model.weights.items()
+        if len(tensor.shape) > 1 and name.startswith("blk.") and "conv1d" not in name
+    }  # fmt: skip
+    assert matrices == {name for name in seen if name.startswith("blk.")}
+    assert all(seen[name] == (20, model.weights[name].shape[-1]) for name in matrices)
+
+
+def test_rows_of_positions_are_kept_by_layers_that_attend(hybrid: Path) -> None:
+    model = quantkit.load(hybrid)
+    hp = model.hparams
+    cache = Cache(hp, 10, "f16")
+    assert [len(rows[0]) for rows in cache.k] == [0, 0, 10, 0, 0]
+    without = replace(hp, recurrent=frozenset(), recurrence=None)
+    assert Cache(without, 10, "f16").state_bytes == 0

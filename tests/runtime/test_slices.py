@@ -1,0 +1,115 @@
+"""Parts of tensors hold the values of those parts, in every type; cuts are where blocks and groups end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quantkit import types
+from quantkit.archs import blocks
+from quantkit.errors import DataError, UnknownNameError, UnsupportedError
+from quantkit.files import gguf
+from quantkit.runtime import cuts, slices
+from quantkit.runtime.offload import Offload, parse_ops
+
+ENCODED = [t.name for t in types.all() if t.encode_rows is not None]
+
+
+def stored(path: Path, kind: str, shape: tuple[int, ...] = (2, 32, 768)) -> gguf.Tensor:
+    quant = types.get(kind)
+    x = np.random.default_rng(0).standard_normal((int(np.prod(shape[:-1])), shape[-1])).astype(np.float32)
+    metadata = gguf.Metadata()
+    metadata.set("general.architecture", "llama", "str")
+    with gguf.Writer(path / "one.gguf", metadata, [gguf.TensorSpec("a", shape, quant)]) as writer:
+        writer.write("a", quant.quantize(x, np.ones(shape[-1], np.float32) if quant.requires_imatrix else None))
+    return gguf.open(path / "one.gguf").tensors["a"]
+
+
+@pytest.mark.parametrize("kind", ENCODED)
+def test_parts_hold_their_values(kind: str, tmp_path: Path) -> None:
+    whole = stored(tmp_path, kind)
+    values = whole.dequantize()
+    for axis, first, stop in ((0, 1, 2), (1, 16, 32), (2, 256, 768), (2, 0, 256), (1, 0, 32)):
+        part = slices.part(whole, axis, first, stop)
+        np.testing.assert_array_equal(part.dequantize(), np.take(values, range(first, stop), axis=axis))
+        assert part.nbytes == part.stored.size == part.type.tensor_bytes(part.shape)
+    inner = slices.part(slices.part(whole, 0, 1, 2), 2, 256, 512)
+    np.testing.assert_array_equal(inner.dequantize(), values[1:, :, 256:512])
+
+
+def test_cuts_within_blocks_and_groups_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"tensor a: q4_K can be cut at multiples of 256 columns, not at 32 and 768"):
+        slices.part(stored(tmp_path, "q4_K"), 2, 32, 768)
+    with pytest.raises(DataError, match=r"q4_k_r4 interleaves 4 rows and can be cut between groups, not at 2 and 8"):
+        slices.part(stored(tmp_path, "q4_k_r4"), 1, 2, 8)
+    with pytest.raises(DataError, match="has 2 elements on axis 0, not 1 to 3"):
+        slices.part(stored(tmp_path, "f32"), 0, 1, 3)
+
+
+# ------------------------------------------------------------------------------------------------------------ the cuts
+
+
+def spec(name: str, kind: str, *shape: int) -> gguf.TensorSpec:
+    return gguf.TensorSpec(name, shape, types.get(kind))
+
+
+def attention(heads: int, kv_heads: int, dim: int) -> blocks.Attention:
+    norm, linear = blocks.Norm("n", 1e-5), blocks.Linear
+    rope = blocks.Rope("norm", dim, 1e4)
+    return blocks.Attention(
+        norm, linear("q"), linear("k"), linear("v"), linear("o"), heads, kv_heads, dim, dim, 1, rope
+    )
+
+
+def attention_cuts(heads: int, kv_heads: int, dim: int, kind: str, shares: list[float]) -> dict[str, cuts.Cut]:
+    n = heads * dim
+    tensors = {t.name: t for t in (spec("q", kind, n, n), spec("k", kind, kv_heads * dim, n),
+                                   spec("v", kind, kv_heads * dim, n), spec("o", kind, n, n))}  # fmt: skip
+    head = blocks.Head("e", blocks.Norm("n", 1e-5), blocks.Linear("out"))
+    return cuts.of_model(
+        [blocks.Block(0, (attention(heads, kv_heads, dim),))], head, tensors, tensors, {0: tuple(shares)}
+    )
+
+
+def test_attention_is_cut_between_groups_of_heads_at_whole_blocks() -> None:
+    found = attention_cuts(64, 4, 128, "q4_K", [0.5, 0.5])
+    assert found["q"] == cuts.Cut(0, (0, 4096, 8192))
+    assert found["o"] == cuts.Cut(1, (0, 4096, 8192))
+    assert found["k"] == found["v"] == cuts.Cut(0, (0, 256, 512))
+    assert found["k"].shape((512, 8192), 1) == (256, 8192)
+    # Heads of 64, each of its own: only every fourth begins at a block of 256.
+    assert attention_cuts(12, 12, 64, "q4_K", [0.5, 0.5])["o"].bounds == (0, 512, 768)
+    assert attention_cuts(12, 12, 64, "q8_0", [0.5, 0.5])["o"].bounds == (0, 384, 768)
+    assert attention_cuts(12, 12, 64, "q8_0", [0.7, 0.3])["o"].bounds == (0, 512, 768)
+    # Two groups for three devices: one attends to nothing.
+    assert attention_cuts(8, 2, 64, "f32", [0.25, 0.25, 0.5])["k"].bounds == (0, 0, 64, 128)
+
+
+def test_where_alignment_leaves_no_cut_the_tensor_and_the_numbers_are_named() -> None:
+    with pytest.raises(UnsupportedError, match=r"o: q4_K can be cut at multiples of 256 columns, and its 256 cannot"):
+        attention_cuts(4, 4, 64, "q4_K", [0.5, 0.5])
+    assert attention_cuts(4, 1, 64, "q4_K", [0.5, 0.5])["o"].bounds == (0, 0, 256)  # one head: nothing to cut
+
+
+# ------------------------------------------------------------------------------------------------------------- offload
+
+
+def test_batches_that_a_gpu_takes_part_in() -> None:
+    assert Offload().least_tokens("MUL_MAT_ID", 256, 8) == 1024
+    assert Offload(64).least_tokens("MOE_FUSED_UP_GATE", 128, 8) == 1024
+    assert Offload().least_tokens("MUL_MAT", 256, 8) == 32
+    assert Offload().offloads("MUL_MAT_ID", 512, 128, 8)
+    assert not Offload().offloads("MUL_MAT_ID", 511, 128, 8)
+    found = parse_ops("MUL_MAT_ID,0, 31,0")
+    assert found.least_tokens("MUL_MAT_ID", 256, 8) is found.least_tokens("MOE_FUSED_UP_GATE") is None
+    assert found.offloads("mul_mat".upper(), 32)
+    assert parse_ops("-1,0,mul_mat=1").forbidden == {"MUL_MAT_ID", "FUSED_UP_GATE", "MOE_FUSED_UP_GATE"}
+    with pytest.raises(UnknownNameError, match="MUL_MAT"):
+        parse_ops("MULMAT,0")
+    for wrong in ("MUL_MAT", "MUL_MAT,2"):
+        with pytest.raises(DataError, match="-op"):
+            parse_ops(wrong)
+    with pytest.raises(DataError, match="--offload-threshold 0"):
+        Offload(0)

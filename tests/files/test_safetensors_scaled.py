@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quantkit import types
 from quantkit.errors import DataError, FormatError, QuantkitError, UnsupportedError
 from quantkit.files.safetensors import Checkpoint, CheckpointSpec, CheckpointWriter, open_checkpoint
 from quantkit.files.safetensors_scaled import unscaled
@@ -58,6 +59,9 @@ def test_fp8_is_code_times_scale(tmp_path: Path, rng: np.random.Generator, shape
         np.testing.assert_array_equal(
             tensor.rows(start, min(len(expected), start + 133)), expected[start : start + 133]
         )
+    packed_rows = types.get("bf16").quantize(expected)  # the kernel against decoding and rounding
+    np.testing.assert_array_equal(tensor.bf16(0, len(expected)), packed_rows)
+    np.testing.assert_array_equal(tensor.bf16(1, len(expected) - 1), packed_rows[1:-1])
     tensor.forget(0, len(expected))
     with pytest.raises(DataError, match="has rows 0 to"):
         tensor.rows(0, len(expected) + 1)

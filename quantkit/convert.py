@@ -19,7 +19,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,17 +33,19 @@ from quantkit.archs.further import POLICIES
 from quantkit.archs.tensors import Piece, ReadRows
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.files.gguf import Metadata, TensorSpec, Writer
-from quantkit.files.pipeline import Job, pump, row_ranges
+from quantkit.files.mapping import release
+from quantkit.files.pipeline import row_ranges, spread
 from quantkit.files.safetensors import Checkpoint, CheckpointTensor, open_checkpoint
 from quantkit.files.safetensors_scaled import FP8, INTEGERS, unscaled
-from quantkit.files.scaled import MXFP4Tensor, ScaledTensor
+from quantkit.files.scaled import FP8Tensor, MXFP4Tensor, ScaledTensor
 from quantkit.files.torch_bin import is_bin, open_bin
 from quantkit.types import QuantType, check_finite
+from quantkit.types.floats import is_finite
 
 OUTTYPES = ("auto", "bf16", "f16", "f32", "q8_0")
 STORED = "stored"  # the outtype that loses nothing
 QUANTIZATION_VERSION = 2
-_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"} | dict.fromkeys((*FP8, "MXFP4", *INTEGERS), "bf16")
+_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"} | dict.fromkeys((*FP8, "MXFP4", "TERNARY", *INTEGERS), "bf16")
 
 Stored = CheckpointTensor | ScaledTensor
 
@@ -130,11 +132,11 @@ class Conversion:
     def n_params(self) -> int:
         return sum(math.prod(spec.shape) for spec in self.specs)
 
-    def jobs(self) -> Iterator[Job]:
-        """The output's bytes in order, in pieces of bounded size."""
-        for name, tensor in self.tensors.items():
+    def tasks(self, put: Callable[[str, int, np.ndarray], None]) -> Iterator[Callable[[], int]]:
+        """What makes the output's bytes, in pieces of bounded size, and puts them in their place."""
+        for tensor in self.tensors.values():
             ranges = [(0, tensor.n_rows)] if tensor.piece is None else _ranges(tensor.spec, tensor.piece)
-            yield from ((name, functools.partial(tensor.rows, start, stop)) for start, stop in ranges)
+            yield from (functools.partial(_put, tensor, start, stop, put) for start, stop in ranges)
 
 
 def convert(
@@ -158,8 +160,8 @@ def convert(
     """
     conversion = prepare(source, outtype, pre, mtp)
     if not dry_run:
-        with Writer(out, conversion.metadata, conversion.specs, split_max_bytes) as writer:
-            pump(conversion.jobs(), writer.write, conversion.nbytes, threads=threads, progress=progress)
+        with Writer(out, conversion.metadata, conversion.specs, split_max_bytes, durable=False) as writer:
+            spread(conversion.tasks(writer.put), conversion.nbytes, threads=threads, progress=progress)
             conversion.written.extend(writer.paths)
     return conversion
 
@@ -259,6 +261,13 @@ def _check_tensors(checkpoint: Checkpoint, pieces: list[Piece], config: Mapping[
 # ------------------------------------------------------------------------------------------------------------- the data
 
 
+def _put(tensor: Converted, start: int, stop: int, put: Callable[[str, int, np.ndarray], None]) -> int:
+    data = tensor.rows(start, stop)
+    put(tensor.name, start * tensor.spec.row_bytes if len(tensor.shape) > 1 else 0, data)
+    release(data)  # of what is only copied, a view of the input
+    return data.nbytes
+
+
 def _reader(tensor: Stored, raw: bool) -> ReadRows:
     """Rows of a stored tensor: uint8 as they lie in the file, or float32. Those of a vector are its elements."""
     if len(tensor.shape) <= 1:
@@ -268,9 +277,18 @@ def _reader(tensor: Stored, raw: bool) -> ReadRows:
     return functools.partial(_stored_rows if raw else _values, tensor)
 
 
+def _comes_as(tensor: Stored, kind: str) -> bool:
+    """Whether `_stored_rows` gives the rows of a type."""
+    return tensor.dtype.lower() == kind or (kind == "bf16" and isinstance(tensor, FP8Tensor))
+
+
 def _stored_rows(tensor: Stored, start: int, stop: int) -> np.ndarray:
     if isinstance(tensor, MXFP4Tensor):
         return tensor.packed(start, stop)
+    if isinstance(tensor, FP8Tensor):
+        made = tensor.bf16(start, stop)
+        tensor.forget(start, stop)
+        return made
     assert isinstance(tensor, CheckpointTensor)
     return tensor.raw().reshape(tensor.n_rows, -1)[start:stop]
 
@@ -293,13 +311,14 @@ def _ranges(spec: TensorSpec, piece: Piece) -> Iterator[tuple[int, int]]:
 
 def _encode(spec: TensorSpec, piece: Piece, sources: Sequence[Stored], start: int, stop: int) -> np.ndarray:
     """Rows `start` to `stop` of an output tensor, as bytes. Bits that need no change are only looked at."""
-    same = piece.transform.keeps_bits and all(tensor.dtype.lower() == spec.type.name for tensor in sources)
+    same = piece.transform.keeps_bits and all(_comes_as(tensor, spec.type.name) for tensor in sources)
     data = piece.transform.rows([_reader(tensor, same) for tensor in sources], start, stop)
     n = spec.shape[-1]
     try:
         if not same:
             return spec.type.quantize(data.reshape(-1, n), threads=1)
-        check_finite(spec.type.dequantize(data.reshape(-1, spec.type.row_bytes(n)), n, threads=1))
+        if not is_finite(spec.type, data):
+            check_finite(spec.type.dequantize(data.reshape(-1, spec.type.row_bytes(n)), n, threads=1))
         return data
     except DataError as error:
         number, begin = divmod(start, piece.transform.each) if piece.transform.each else (0, start)

@@ -65,6 +65,11 @@ OTHERS: dict[str, dict[str, Any]] = {
         "head_dim": 16, "moe_num_experts": 12, "moe_k": 5, "moe_num_shared_experts": 0, "moe_layer_start_index": 2,
         "moe_layer_end_index": 4, "moe_intermediate_size": 64, "tie_word_embeddings": False,
     },
+    "bitnet-b1.58": {
+        "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 3,
+        "intermediate_size": 160, "tie_word_embeddings": False,
+    },
+    "bitnet": {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 128},
     "mistral3": {
         "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 1, "num_hidden_layers": 3, "head_dim": 16,
         "tie_word_embeddings": True,
@@ -202,6 +207,39 @@ def test_what_the_reference_does_not_know(tmp_path: Path, arch: str, change: dic
     with torch.no_grad():
         wanted = log_probabilities(model(torch.tensor(TOKENS[:1])).logits.numpy()[0])
     assert np.abs(log_probabilities(quantkit.load(tmp_path / "m.gguf").logits(TOKENS[0])) - wanted).max() < 2e-3
+
+
+def test_a_ternary_model_in_two_bits(tmp_path: Path) -> None:
+    """A BitNet that is ternary when it runs: IQ2_BN holds its values, with its scale or with one of its own."""
+    pytest.importorskip("torch")
+    tiny(tmp_path / "hf", arch="bitnet-b1.58", intermediate_size=128)
+    path = tmp_path / "hf" / "config.json"
+    settings = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": settings}))
+    convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+    source = gguf.open(tmp_path / "m.gguf")
+    x = source.tensors["blk.1.ffn_down.weight"].dequantize()
+    assert len(np.unique(np.abs(x))) == 2
+    rules = recipe.parse("blk.*(attn_(q|k|v|output)|ffn_(gate|up|down))=iq2_bn,.*=f32")
+    quantize(
+        source, tmp_path / "q.gguf", recipe.plan(source.tensors.values(), "IQ2_BN", rules, metadata=source.metadata)
+    )
+    made = gguf.open(tmp_path / "q.gguf")
+    assert made.tensors["blk.1.ffn_down.weight"].type.name == "iq2_bn"
+    np.testing.assert_array_equal(made.tensors["blk.1.ffn_down.weight"].dequantize(), x)
+    wanted = quantkit.load(tmp_path / "m.gguf").logits(TOKENS[0][:30])
+    assert np.abs(quantkit.load(tmp_path / "q.gguf").logits(TOKENS[0][:30]) - wanted).max() < 1e-3
+    scales = {f"{name.removesuffix('weight')}scale": float(np.abs(t.dequantize()).max())
+              for name, t in source.tensors.items() if "attn_q." in name or "ffn_up." in name}  # fmt: skip
+    specs = [gguf.TensorSpec(t.name, t.shape, t.type) for t in source.tensors.values()]
+    specs += [gguf.TensorSpec(name, (1,), "f32") for name in scales]
+    with gguf.Writer(tmp_path / "s.gguf", source.metadata, specs) as writer:
+        for name, t in source.tensors.items():
+            factor = scales.get(f"{name.removesuffix('weight')}scale", 1.0)
+            writer.write(name, np.rint(t.dequantize() / factor).view(np.uint8) if factor != 1 else t.data)
+        for name, scale in scales.items():
+            writer.write(name, np.array([scale], "<f4").view(np.uint8))
+    assert np.abs(quantkit.load(tmp_path / "s.gguf").logits(TOKENS[0][:30]) - wanted).max() < 1e-3
 
 
 def test_mixtral_in_the_reference(tmp_path: Path) -> None:
@@ -368,7 +406,9 @@ def test_experts_are_stacked_piece_by_piece(tmp_path: Path) -> None:
     """No job of a conversion makes more than an expert, whatever their number."""
     pytest.importorskip("torch")
     tiny(tmp_path / "hf", arch="qwen3moe", num_experts=24)
-    jobs = [(name, make()) for name, make in prepare(tmp_path / "hf", "f32").jobs()]
-    stacked = [data for name, data in jobs if name == "blk.1.ffn_up_exps.weight"]
-    assert len(stacked) == 24
-    assert {data.nbytes for data in stacked} == {32 * 64 * 4}
+    found: list[tuple[str, int, int]] = []
+    conversion = prepare(tmp_path / "hf", "f32")
+    for task in conversion.tasks(lambda name, start, data: found.append((name, start, data.nbytes))):
+        task()
+    stacked = [part[1:] for part in found if part[0] == "blk.1.ffn_up_exps.weight"]
+    assert stacked == [(i * 32 * 64 * 4, 32 * 64 * 4) for i in range(24)]

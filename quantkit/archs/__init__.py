@@ -20,7 +20,7 @@ __all__ = ["Arch", "all", "from_hf", "get", "language_model"]
 
 _SHARED = {"base", "blocks", "decoder", "experts", "further", "hybrid", "rope", "shapes", "tensors", "transforms"}
 _SHARED |= {"wrapper"}
-_SHARED |= {"hf_tokenizer", "pretokenizers", "sentencepiece", "tiktoken", "vocab"}  # tokenizers
+_SHARED |= {"hf_tokenizer", "pretokenizers", "sentencepiece", "tiktoken", "vocab", "vocab_merges"}  # tokenizers
 for _module in pkgutil.iter_modules(__path__):
     if _module.name not in _SHARED:
         importlib.import_module(f"{__name__}.{_module.name}")
@@ -37,7 +37,7 @@ def get(name: str) -> Arch:
 def from_hf(config: Config) -> Arch:
     """The architecture of a config.json."""
     name = _class_named(config)
-    if (found := _of_class(name)) is not None:
+    if (found := _of_class(name, config)) is not None:
         return found
     known = sorted(name for arch in all() for name in arch.hf)
     raise UnsupportedError(
@@ -60,19 +60,19 @@ def language_model(config: Config) -> dict[str, Any]:
     text = wrapper.text_part(config)
     found = dict(config) if text is None else wrapper.joined(config, text)
     if text is not None:
-        stated = [name for name in text.get("architectures") or () if _of_class(name)]
+        stated = [name for name in text.get("architectures") or () if _of_class(name, text)]
         by_type = [_TYPES[kind] for kind in [text.get("model_type")] if kind in _TYPES]
         by_type += [arch.hf[0] for arch in all() if arch.model_type == text.get("model_type")]
         found["architectures"] = stated[:1] or by_type[:1] or config.get("architectures")
-    known = _of_class((found.get("architectures") or [""])[0])
+    known = _of_class((found.get("architectures") or [""])[0], found)
     return found if known is None else {**known.defaults, **found}
 
 
 _TYPES = {"mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"}
 
 
-def _of_class(name: str) -> Arch | None:
-    return next((arch for arch in all() if name in arch.hf), None)
+def _of_class(name: str, config: Config) -> Arch | None:
+    return next((arch for arch in all() if name in arch.hf and arch.accepts(config)), None)
 
 
 def _class_named(config: Config) -> str:

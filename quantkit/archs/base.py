@@ -104,6 +104,10 @@ class Arch(ABC):
     def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
         """config.json of a GGUF's metadata and tensors; of a lazy tensor only `dequantize()` is used, if anything."""
 
+    def accepts(self, config: Config) -> bool:
+        """Whether a config.json of one of the classes in `hf` is this architecture's: those may share a class."""
+        return True
+
     def generated(self, config: Config) -> dict[str, np.ndarray]:
         """Tensors float32 that follow from config.json alone."""
         return {}

@@ -47,10 +47,11 @@ class Norm:
 
 @dataclass(frozen=True)
 class Linear:
-    """y = x W^T + bias."""
+    """y = scale x W^T + bias."""
 
     weight: str
     bias: str | None = None
+    scale: str | None = None  # tensor float32[1]
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Attention:
     norms_after_rope: bool = False
     post_norm: Norm | None = None  # of what `out` makes, before it is added to x
     gated: bool = False
+    sub_norm: Norm | None = None  # of what heads attended to, before `out`; weight float32[heads * head_dim_v]
     temperature: tuple[float, int] | None = None  # (beta, n): queries at p times 1 + beta ln(1 + floor(p / n))
 
 
@@ -191,9 +193,11 @@ class FeedForward:
     up: Linear
     down: Linear
     activation: str = "swiglu"  # act is x * sigmoid(x); "geglu": GELU in its tanh form
+    # "relu2": max(x, 0)^2
     # "swiglu_oai": (1 + up) * gate * sigmoid(1.702 gate), gate clamped to at most 7, up to -7 … 7
     post_norm: Norm | None = None  # of what `down` makes, before it is added to x
     ff: int | None = None  # rows of gate and up; None: the model's n_ff
+    sub_norm: Norm | None = None  # of what enters `down`
 
 
 @dataclass(frozen=True)
@@ -309,9 +313,9 @@ class HParams:
         return "output.weight" not in self.tensors
 
     def linear(self, stem: str) -> Linear:
-        """`stem`.weight, with `stem`.bias where the file has it."""
-        bias = f"{stem}.bias"
-        return Linear(f"{stem}.weight", bias if bias in self.tensors else None)
+        """`stem`.weight, with `stem`.bias and `stem`.scale where the file has them."""
+        bias, scale = (name if name in self.tensors else None for name in (f"{stem}.bias", f"{stem}.scale"))
+        return Linear(f"{stem}.weight", bias, scale)
 
     def norm(self, stem: str) -> Norm:
         return Norm(f"{stem}.weight", self.norm_eps)

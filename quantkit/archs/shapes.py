@@ -30,6 +30,7 @@ attn_output         embd o
 attn_q_norm         q_norm
 attn_k_norm         k_norm
 attn_sinks          heads
+attn_sub_norm       o
 post_attention_norm embd
 
 attn_q_a            q_lora embd
@@ -57,6 +58,7 @@ ffn_norm            embd
 ffn_gate            ff embd
 ffn_up              ff embd
 ffn_down            embd ff
+ffn_sub_norm        ff
 ffn_gate_inp        experts embd
 exp_probs_b         experts
 ffn_gate_exps       experts eff embd

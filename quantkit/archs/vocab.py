@@ -10,8 +10,8 @@ and a score for each token instead of merges: of all neighbours, the pair whose 
 
 archs/hf_tokenizer.py is the way back, which also builds the runtime's tokenizer.
 
-A checkpoint without tokenizer.json is read from tokenizer.model (archs/sentencepiece.py) or from a file of tiktoken's
-(archs/tiktoken.py).
+A checkpoint without tokenizer.json is read from tokenizer.model (archs/sentencepiece.py), from a file of tiktoken's
+(archs/tiktoken.py) or from vocab.json and merges.txt (archs/vocab_merges.py).
 
 What GGUF's keys cannot say is kept under EXACT, so that quantkit's own runtime tokenizes as the checkpoint does; other
 readers do not see it, and for the texts concerned (rare ones, such as uncomposed accents) they give other ids.
@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.archs import pretokenizers, sentencepiece, tiktoken
+from quantkit.archs import pretokenizers, sentencepiece, tiktoken, vocab_merges
 from quantkit.archs.base import Entries
 from quantkit.archs.hf_tokenizer import (
     BYTE,
@@ -85,6 +85,8 @@ def read(directory: Path, config: Mapping[str, Any], pre: str | None = None) -> 
     tokenizer = read_json(path)
     if not tokenizer and (ranks := tiktoken.find(directory)):
         path, tokenizer = ranks, tiktoken.tokenizer_json(ranks, settings, pre)
+    if not tokenizer and not (directory / "tokenizer.model").exists() and (words := vocab_merges.find(directory)):
+        path, tokenizer = words, vocab_merges.tokenizer_json(words, settings, pre)
     try:
         if tokenizer:
             entries = _model(tokenizer, config["vocab_size"], pre)
@@ -92,7 +94,10 @@ def read(directory: Path, config: Mapping[str, Any], pre: str | None = None) -> 
             path = directory / "tokenizer.model"
             entries = _sentencepiece_model(path, settings, config["vocab_size"])
         else:
-            raise FormatError(f"{path} is missing; a GGUF needs the tokenizer (or tokenizer.model, or tiktoken's file)")
+            raise FormatError(
+                f"{path} is missing; a GGUF needs the tokenizer (or tokenizer.model, or tiktoken's file, "
+                "or vocab.json and merges.txt)"
+            )
         entries = entries | _settings(directory, tokenizer, settings, config, entries["tokenizer.ggml.tokens"][0])
         return entries | (_exact(tokenizer, entries) if tokenizer else {})
     except (KeyError, TypeError, AttributeError, IndexError) as error:

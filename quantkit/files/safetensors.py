@@ -57,7 +57,7 @@ def _e8m0_values() -> np.ndarray:
 
 
 def _bf16(raw: np.ndarray) -> np.ndarray:
-    return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    return np.left_shift(raw.view("<u2"), 16, dtype=np.uint32).view(np.float32)
 
 
 def _e5m2(raw: np.ndarray) -> np.ndarray:
@@ -79,6 +79,13 @@ _TO_FLOAT: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "U16": lambda raw: raw.view("<u2").astype(np.float32),
 }
 """uint8 bytes, a whole number of rows, to float32 values: the dtypes that float32 holds exactly."""
+
+
+@cache
+def _code_values(dtype: str) -> np.ndarray:
+    found = _TO_FLOAT[dtype](np.arange(256, dtype=np.uint8))
+    found.flags.writeable = False
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------- the tensors
@@ -129,6 +136,10 @@ class CheckpointTensor:
         columns = self.shape[-1] if self.shape else 1
         width = columns * ITEM_BYTES[self.dtype]
         return convert(self.raw()[start * width : stop * width]).reshape(stop - start, columns)
+
+    def values(self) -> np.ndarray:
+        """float32[256]: what each code of a dtype of 8 bits stands for, read-only."""
+        return _code_values(self.dtype)
 
     def dequantize(self) -> np.ndarray:
         """float32[shape]: the exact values."""

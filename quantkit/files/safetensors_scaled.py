@@ -10,6 +10,7 @@
             maybe NAME.weight_zero_point I8[rows, groups], packed along rows where weights are packed, and
             NAME.weight_g_idx I32[n], the group of each column. config.json says bits and size of groups, for all
             modules or by their names.
+    bitnet  NAME.weight U8[rows / 4, n], packed, with NAME.weight_scale of one number; or floats that become ternary
 
 `unscaled` hides codes and scales and shows `ScaledTensor`s (scaled.py) in their place, which have what a
 CheckpointTensor has but for `raw`. No more is decoded than is asked for.
@@ -28,7 +29,7 @@ import numpy as np
 
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.files.safetensors import Checkpoint, CheckpointTensor
-from quantkit.files.scaled import FP8Tensor, IntegerTensor, MXFP4Tensor, ScaledTensor, unpack
+from quantkit.files.scaled import FP8Tensor, IntegerTensor, MXFP4Tensor, ScaledTensor, Ternarized, TernaryTensor, unpack
 
 FP8 = ("F8_E4M3", "F8_E5M2")
 INTEGERS = tuple(f"INT{bits}" for bits in range(1, 9))
@@ -40,7 +41,8 @@ _OF_INTEGERS = (".weight_shape", ".weight_zero_point", ".weight_g_idx")
 _OF_ACTIVATIONS = (".activation_scale", ".input_scale", ".output_scale", ".k_scale", ".v_scale", ".kv_scale",
                    ".input_zero_point", ".output_zero_point")  # fmt: skip
 _COMPRESSED = "compressed-tensors"
-_METHODS = ("fp8", "mxfp4", _COMPRESSED)
+_BITNET = "bitnet"
+_METHODS = ("fp8", "mxfp4", _COMPRESSED, _BITNET)
 _FORMATS = (None, "dense", "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision")
 
 
@@ -50,6 +52,8 @@ def unscaled(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     Without one it is as it was. UnsupportedError for other methods; FormatError where scales are missing or do not fit.
     """
     settings = config.get("quantization_config") or {}
+    if config.get("weight_bits") == 1 and not settings:  # of the first BitNets, whose own class makes them ternary
+        settings = {"quant_method": _BITNET, "quantization_mode": "online"}
     if not settings.get("quant_method"):
         return checkpoint
     _refuse_other_methods(settings, checkpoint.path)
@@ -59,7 +63,8 @@ def unscaled(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
         made = _made_of(checkpoint, tensor, settings)
         if made is not None:
             tensors[name] = made
-            used.add(made.scales.name)
+            if made.scales is not made.codes:
+                used.add(made.scales.name)
     for name in checkpoint.tensors:
         if name.endswith(_SCALES) and name not in used:
             raise FormatError(f"{checkpoint.path}: {name} scales nothing: there are no codes of that name")
@@ -76,6 +81,8 @@ def _made_of(checkpoint: Checkpoint, tensor: CheckpointTensor, settings: Mapping
         return _mxfp4(checkpoint, name.removesuffix("_blocks"), tensor)
     if tensor.dtype in FP8:
         return _fp8(checkpoint, tensor, _block_size(settings))
+    if settings["quant_method"] == _BITNET:
+        return _bitnet(checkpoint, tensor, settings) if name.endswith("_proj.weight") else None
     whole = tensor.dtype == "I8" and name.endswith(".weight")
     if settings["quant_method"] == _COMPRESSED and (name.endswith(_PACKED) or whole):
         return _integers(checkpoint, tensor, settings)
@@ -150,6 +157,23 @@ def _mxfp4(checkpoint: Checkpoint, name: str, codes: CheckpointTensor) -> MXFP4T
             f"{scales.path}: tensor {scales.name} is {scales.shape}; the blocks of {codes.name} need {codes.shape[:-1]}"
         )
     return MXFP4Tensor(name, codes, scales)
+
+
+def _bitnet(checkpoint: Checkpoint, tensor: CheckpointTensor, settings: Mapping[str, Any]) -> ScaledTensor | None:
+    """A ternary matrix: packed, or floats that layers make ternary where they are said to do so when they run."""
+    name = f"{tensor.name}_scale"
+    scales = checkpoint.tensors.get(name)
+    if tensor.dtype != "U8":
+        if scales is not None:
+            raise UnsupportedError(
+                f"{tensor.path}: tensor {tensor.name} is {tensor.dtype} with a scale; U8 can have one"
+            )
+        return Ternarized(tensor) if settings.get("quantization_mode") == "online" else None
+    if scales is None or math.prod(scales.shape) != 1 or len(tensor.shape) != 2:
+        raise FormatError(
+            f"{tensor.path}: tensor {tensor.name} is packed and has to be a matrix with one scale, {name}"
+        )
+    return TernaryTensor(tensor, scales, settings.get("linear_class", "bitlinear") != "autobitlinear")
 
 
 # ------------------------------------------------------------------------------------------------------------- integers

@@ -3,6 +3,8 @@
     FP8Tensor      codes of 8 bits, each times the scale of its block of rows and columns, or of all
     MXFP4Tensor    codes of 4 bits, 32 to a scale that is a power of two
     IntegerTensor  integers of 1 to 8 bits, less a zero point, times the scale of their group of columns
+    TernaryTensor  BitNet's packed -1, 0 and 1, times one scale
+    Ternarized     floats that become such: s clip(round(w / s), -1, 1), s the mean of |w|
 
 Values are float32 products, rounded once: of MXFP4, and of integers with 16-bit scales, they are exact.
 """
@@ -10,6 +12,7 @@ Values are float32 products, rounded once: of MXFP4, and of integers with 16-bit
 from __future__ import annotations
 
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
@@ -19,6 +22,7 @@ import numpy as np
 from quantkit.errors import DataError
 from quantkit.files.mapping import release
 from quantkit.files.safetensors import CheckpointTensor
+from quantkit.jit import kernel, readonly
 
 Shape = tuple[int, ...]
 
@@ -82,6 +86,41 @@ class FP8Tensor(ScaledTensor):
                 x[first - start : last - start] *= np.repeat(line, wide)[:n]
             first = last
         return x
+
+    def bf16(self, start: int, stop: int) -> np.ndarray:
+        """uint8[stop - start, 2 n]: the same rows in bf16, each product rounded to the nearest, ties to even."""
+        codes = self.codes.raw().reshape(self.n_rows, -1)[start:stop]
+        (rows, n), (high, wide) = self.shape[-2:], self.block
+        grid = self.scales.dequantize().reshape(-1, -(-n // wide))
+        out = np.empty((stop - start, n), np.uint16)
+        values = self.codes.values()
+        first = start
+        while first < stop:  # rows of one line of blocks at a time
+            matrix, row = divmod(first, rows)
+            last = min(first + high - row % high, first + rows - row, stop)
+            line = readonly(grid[matrix * -(-rows // high) + row // high])
+            _scaled_bf16(
+                readonly(codes[first - start : last - start]), line, wide, values, out[first - start : last - start]
+            )
+            first = last
+        return out.view(np.uint8)
+
+
+@kernel
+def _scaled_bf16(codes, scales, wide, values, out):
+    """What each of the 256 codes stands for is worked out once a block; then codes are looked up."""
+    rows, n = codes.shape
+    table = np.empty(256, np.uint16)
+    for b in range(scales.size):
+        for code in range(256):
+            bits = np.float32(values[code] * scales[b]).view(np.uint32)
+            odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+            table[code] = np.uint16(np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd) >> np.uint32(16))
+        first, last = wide * b, min(n, wide * (b + 1))
+        for row in range(rows):
+            code_of, x = codes[row, first:last], out[row, first:last]
+            for i in range(code_of.size):
+                x[i] = table[code_of[i]]
 
 
 class MXFP4Tensor(ScaledTensor):
@@ -175,6 +214,48 @@ class IntegerTensor(ScaledTensor):
         if self.groups is not None:
             return x[:, self.groups]
         return x if x.shape[1] == 1 else np.repeat(x, self.size, axis=1)[:, :n]
+
+
+class TernaryTensor(ScaledTensor):
+    """-1, 0 and 1 times one scale, or divided by it. codes U8[rows / 4, n]: plane k, bits 2k and 2k + 1, has a quarter
+    of the rows, one after another, as code + 1."""
+
+    def __init__(self, codes: CheckpointTensor, scales: CheckpointTensor, divides: bool):
+        super().__init__(codes.name, "TERNARY", (4 * codes.shape[0], codes.shape[1]), codes, scales)
+        self.divides = divides
+
+    def _rows(self, start: int, stop: int) -> np.ndarray:
+        packed = self.codes.raw().reshape(self.codes.shape)
+        row = np.arange(start, stop)
+        shift = (2 * (row // len(packed))).astype(np.uint8)[:, None]
+        x = (packed[row % len(packed)] >> shift & 3).astype(np.float32) - 1
+        scale = self.scales.dequantize().reshape(-1)[0]
+        return x / scale if self.divides else x * scale
+
+    def forget(self, start: int, stop: int) -> None:
+        release(self.codes.raw())
+
+
+class Ternarized(ScaledTensor):
+    """A matrix of floats as the layers of a BitNet that is ternary only when it runs see it. `scales` is `codes`."""
+
+    def __init__(self, weights: CheckpointTensor):
+        super().__init__(weights.name, "TERNARY", weights.shape, weights, weights)
+        self._lock = threading.Lock()
+        self._scale = 0.0  # not known yet
+
+    def _rows(self, start: int, stop: int) -> np.ndarray:
+        with self._lock:
+            self._scale = self._scale or self._mean()
+        scale = np.float32(1) / np.float32(self._scale)
+        return np.clip(np.rint(self.codes.rows(start, stop) * scale), -1, 1) / scale
+
+    def _mean(self) -> float:
+        """Of the elements' sizes, at least 1e-5."""
+        step, total = max(1, (1 << 20) // self.shape[-1]), 0.0
+        for start in range(0, self.n_rows, step):
+            total += float(np.abs(self.codes.rows(start, min(self.n_rows, start + step))).sum(dtype=np.float64))
+        return max(total / math.prod(self.shape), 1e-5)
 
 
 @cache

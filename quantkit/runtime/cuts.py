@@ -87,6 +87,11 @@ def _cuttable(
     part: blocks.Part, layer: int, tensors: Mapping[str, Info], experts_by: str
 ) -> list[tuple[list[Side], int]]:
     """Tensors that are cut alike, and the number of units they have: heads, columns, experts."""
+    if isinstance(part, (blocks.Attention, blocks.FeedForward)) and part.sub_norm is not None:
+        raise UnsupportedError(
+            f"{part.sub_norm.weight}: what all heads or columns make is normed together, which -sm graph does not cut; "
+            "take -sm layer"
+        )
     if isinstance(part, blocks.Attention):
         return [(_attention(part, tensors), part.kv_heads)]
     if isinstance(part, blocks.LatentAttention):

@@ -71,15 +71,15 @@ def vector(tensor: Tensor) -> np.ndarray:
 
 
 class Linear:
-    """y = x W^T + bias for a batch of activations, W decoded exactly; for `fast` numerics as kernels/table.py says."""
+    """y = scale x W^T + bias of activations, W decoded exactly; in `fast` numerics as kernels/table.py says."""
 
-    def __init__(self, tensor: Tensor, numerics: str, threads: int, bias: np.ndarray | None = None):
+    def __init__(self, tensor: Tensor, numerics: str, threads: int, bias: np.ndarray | None = None, scale: float = 1.0):
         self.tensor = tensor
         self.numerics = numerics
         self.threads = threads
         self.rows, self.columns = tensor.shape
         self.panel_rows = _whole_rows(PANEL_ELEMENTS, self.columns)
-        self.bias = bias
+        self.bias, self.scale = bias, scale
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
         """float32[tokens, rows] of float32[tokens, columns]."""
@@ -90,6 +90,8 @@ class Linear:
             self._row_by_row(x, out)
         else:
             self._panel_by_panel(x, out)
+        if self.scale != 1:
+            out *= np.float32(self.scale)
         if self.bias is not None:
             out += self.bias
         return out
@@ -166,7 +168,12 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, threads: int) -> np.
     return out
 
 
-ACTIVATIONS = {"swiglu": reference.swiglu, "geglu": reference.geglu, "swiglu_oai": reference.swiglu_oai}
+ACTIVATIONS = {
+    "swiglu": reference.swiglu,
+    "geglu": reference.geglu,
+    "relu2": reference.relu2,
+    "swiglu_oai": reference.swiglu_oai,
+}
 
 
 def activate(name: str, gate: np.ndarray, up: np.ndarray, threads: int) -> np.ndarray:

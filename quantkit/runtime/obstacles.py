@@ -26,6 +26,8 @@ def obstacle(weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head)
                 return "attention whose result is gated"
             if part.norms_together or part.norms_after_rope:
                 return "queries and keys are normed all heads together, or after rope"
+            if part.sub_norm is not None:
+                return "what heads attended to is normed"
             if part.temperature is not None:
                 return "queries depend on their position beyond rope"
             if part.head_dim_k % 16 or part.head_dim_v % 16:
@@ -51,6 +53,8 @@ def obstacle(weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head)
             if part.activation != "swiglu":
                 return f"no kernel for the activation {part.activation}"
     for linear in linears:
+        if linear.scale:
+            return f"no operation scales a product ({linear.scale})"
         tensor = weights[linear.weight]
         if table.product(tensor.type) is None:
             return f"no kernel for {tensor.type.name} ({linear.weight})"

@@ -83,7 +83,7 @@ class Parts:
         if part.gated:
             layers.gate(y, made, part.head_dim_v, self.threads)
         self.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
-        return self._post_norm(part.post_norm, self.linear(part.out, y))
+        return self._post_norm(part.post_norm, self.linear(part.out, self._post_norm(part.sub_norm, y)))
 
     def remember_and_attend(
         self, part: blocks.Attention, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, spans: list[Span]
@@ -121,8 +121,8 @@ class Parts:
     def _gated(self, part: blocks.FeedForward, y: np.ndarray) -> np.ndarray:
         """What a feed-forward makes of what its norm made."""
         gate, up = self.linear(part.gate, y), self.linear(part.up, y)
-        y = self.linear(part.down, layers.activate(part.activation, gate, up, self.threads))
-        return self._post_norm(part.post_norm, y)
+        y = self._post_norm(part.sub_norm, layers.activate(part.activation, gate, up, self.threads))
+        return self._post_norm(part.post_norm, self.linear(part.down, y))
 
     def _experts(self, part: blocks.Experts, x: np.ndarray) -> np.ndarray:
         y = self.norm(part.norm, x)
@@ -179,7 +179,8 @@ class Parts:
         found = self._linears.get(linear.weight)
         if found is None:
             bias = self.vector(linear.bias) if linear.bias else None
-            found = layers.Linear(self.weights[linear.weight], self.numerics, self.threads, bias)
+            scale = float(self.vector(linear.scale)[0]) if linear.scale else 1.0
+            found = layers.Linear(self.weights[linear.weight], self.numerics, self.threads, bias, scale)
             self._linears[linear.weight] = found
         return found
 

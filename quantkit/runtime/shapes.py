@@ -29,6 +29,8 @@ def needed(
                 yield part.sinks, (part.heads,)
             if part.post_norm is not None:
                 yield part.post_norm.weight, (hp.n_embd,)
+            if part.sub_norm is not None:
+                yield part.sub_norm.weight, (part.heads * part.head_dim_v,)
             if part.rope.factors:
                 yield part.rope.factors, (part.rope.dim // 2,)
             yield from _linear_shapes(part.q, part.heads * part.head_dim_k * (2 if part.gated else 1), hp.n_embd)
@@ -69,6 +71,8 @@ def _gated_shapes(part: blocks.FeedForward, hp: blocks.HParams) -> Shapes:
     ff = part.ff or hp.n_ff
     if part.post_norm is not None:
         yield part.post_norm.weight, (hp.n_embd,)
+    if part.sub_norm is not None:
+        yield part.sub_norm.weight, (ff,)
     yield from _linear_shapes(part.gate, ff, hp.n_embd)
     yield from _linear_shapes(part.up, ff, hp.n_embd)
     yield from _linear_shapes(part.down, hp.n_embd, ff)
@@ -83,3 +87,5 @@ def _linear_shapes(linear: blocks.Linear, rows: int, columns: int) -> Shapes:
     yield linear.weight, (rows, columns)
     if linear.bias:
         yield linear.bias, (rows,)
+    if linear.scale:
+        yield linear.scale, (1,)

@@ -213,12 +213,17 @@ def _largest_bits(x):
     return most
 
 
+_FEW = 1 << 14  # so few elements are not worth loading numba: copying a checkpoint needs it for nothing else
+
+
 def check_finite(x: np.ndarray, first_row: int = 0, overflow: float = np.inf, name: str = "") -> None:
     """Raise DataError naming row, column and value of the first NaN, Inf or too large magnitude in float32[rows, n].
 
     `name` is the type that cannot hold finite magnitudes from `overflow` on.
     """
     limit = np.float32(overflow).view(np.uint32)
+    if x.size <= _FEW and bool((np.abs(x) < overflow).all()):
+        return
     if _largest_bits(jit.readonly(x.reshape(-1))) < limit:
         return
     bad = np.argwhere(~(np.abs(x) < overflow))

@@ -24,7 +24,7 @@ from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.files.gguf import Metadata, TensorSpec, Writer
 from quantkit.files.gguf import open as open_gguf
 from quantkit.runtime.tokenizer import Tokenizer
-from tests.archs.checkpoints import HARD, TEXT, sentencepiece, write_tokenizer
+from tests.archs.checkpoints import HARD, TEXT, byte_level, sentencepiece, write_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -432,3 +432,38 @@ def test_tiktokens_ranks(tmp_path: Path) -> None:
     (tmp_path / "kimi" / "tiktoken.model").write_bytes(b"\n".join(lines[5:]))
     with pytest.raises(FormatError, match="5 single bytes are no tokens"):
         through(tmp_path / "kimi", size, pre="gpt-2")
+
+
+# -------------------------------------------------------------------------------------------------- vocab.json, merges
+
+
+@pytest.mark.parametrize(("kind", "pre"), [("GPT2Tokenizer", "gpt-2"), ("Qwen2Tokenizer", "qwen2")])
+def test_vocab_and_merges(tmp_path: Path, kind: str, pre: str) -> None:
+    """The ids of transformers' class, which reads the same two files."""
+    transformers = pytest.importorskip("transformers")
+    made = byte_level(400)
+    vocab_, merges = made["model"]["vocab"], made["model"]["merges"]
+    control = [token["content"] for token in made["added_tokens"]]
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab_, ensure_ascii=False), encoding="utf-8")
+    lines = [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *lines, ""]), encoding="utf-8")
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|extra|>": len(vocab_)}))
+    settings = {"tokenizer_class": kind, "bos_token": control[0], "eos_token": control[1], "unk_token": control[1],
+                "pad_token": control[1]}  # fmt: skip
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    entries = vocab.read(tmp_path, {"vocab_size": len(vocab_) + 1})
+    metadata = {key: value for key, (value, _) in entries.items()}
+    assert metadata["tokenizer.ggml.pre"] == pre
+    assert metadata["tokenizer.ggml.tokens"][-1] == "<|extra|>"
+    assert metadata["tokenizer.ggml.bos_token_id"] == vocab_[control[0]]
+    ours = tokenizers.Tokenizer.from_str(json.dumps(hf_tokenizer.tokenizer_json(metadata)))
+    theirs = getattr(transformers, kind)(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"), **settings)
+    for text in (HARD, "a<|end|>b  2024 e\u0301 I'LL", "\n\n  x"):
+        assert ours.encode(text, add_special_tokens=False).ids == theirs.encode(text, add_special_tokens=False)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(UnsupportedError, match=r"the class \(not named\) cuts text .* --pre NAME"):
+        vocab.read(tmp_path, {"vocab_size": len(vocab_) + 1})
+    assert vocab.read(tmp_path, {"vocab_size": len(vocab_) + 1}, "qwen2")["tokenizer.ggml.pre"][0] == "qwen2"
+    (tmp_path / "merges.txt").write_text("a bcd\n")
+    with pytest.raises(FormatError, match="line 1 is not a merge"):
+        vocab.read(tmp_path, {"vocab_size": len(vocab_) + 1}, "qwen2")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quantkit import types
 from quantkit.errors import DataError, FormatError, QuantkitError, UnsupportedError
 from quantkit.files.safetensors import Checkpoint, CheckpointSpec, CheckpointWriter, open_checkpoint
 from quantkit.files.safetensors_scaled import unscaled
@@ -58,6 +59,9 @@ def test_fp8_is_code_times_scale(tmp_path: Path, rng: np.random.Generator, shape
         np.testing.assert_array_equal(
             tensor.rows(start, min(len(expected), start + 133)), expected[start : start + 133]
         )
+    packed_rows = types.get("bf16").quantize(expected)  # the kernel against decoding and rounding
+    np.testing.assert_array_equal(tensor.bf16(0, len(expected)), packed_rows)
+    np.testing.assert_array_equal(tensor.bf16(1, len(expected) - 1), packed_rows[1:-1])
     tensor.forget(0, len(expected))
     with pytest.raises(DataError, match="has rows 0 to"):
         tensor.rows(0, len(expected) + 1)
@@ -124,6 +128,31 @@ def test_integers_of_compressed_tensors(
         assert (tensor.shape, tensor.dtype) == ((rows, n), f"INT{bits}")
         np.testing.assert_array_equal(tensor.dequantize(), whole * factor)
         np.testing.assert_array_equal(tensor.rows(3, 8), (whole * factor)[3:8])
+
+
+def test_bitnets_packed_and_online(tmp_path: Path, rng: np.random.Generator) -> None:
+    """What transformers' layers make of them: its own packing, and its rounding of weights."""
+    torch = pytest.importorskip("torch")
+    bitnet = pytest.importorskip("transformers.integrations.bitnet")
+    codes = torch.from_numpy(rng.integers(-1, 2, (24, 20)).astype(np.float32))
+    packed_codes = bitnet.pack_weights(codes.clone()).numpy()
+    x = rng.standard_normal((24, 20)).astype("<f4")
+    scale = np.array([0.3], "<f4")
+    stored = written(tmp_path / "c", a__up_proj__weight=("U8", packed_codes), a__up_proj__weight_scale=("F32", scale),
+                     b__up_proj__weight=("F32", x), lm_head__weight=("F32", x))  # fmt: skip
+    settings = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
+    read = unscaled(stored, {"quantization_config": settings}).tensors
+    assert list(read) == ["a.up_proj.weight", "b.up_proj.weight", "lm_head.weight"]
+    np.testing.assert_array_equal(read["a.up_proj.weight"].dequantize(), codes.numpy() * scale)
+    np.testing.assert_array_equal(read["a.up_proj.weight"].rows(5, 14), codes.numpy()[5:14] * scale)
+    mean = np.float32(1) / np.abs(x).mean()
+    found = read["b.up_proj.weight"].rows(3, 20)
+    np.testing.assert_allclose(found, (np.rint(x * mean).clip(-1, 1) / mean)[3:20], rtol=1e-6)
+    np.testing.assert_array_equal(read["lm_head.weight"].dequantize(), x)
+    divided = unscaled(stored, {"quantization_config": settings | {"linear_class": "bitlinear"}}).tensors
+    np.testing.assert_array_equal(divided["a.up_proj.weight"].dequantize(), codes.numpy() / scale)
+    with pytest.raises(FormatError, match="has to be a matrix with one scale"):
+        unscaled(written(tmp_path / "d", a__up_proj__weight=("U8", packed_codes)), {"quantization_config": settings})
 
 
 @pytest.mark.parametrize("shape", [(11, 1), (11,), (1,), ()])

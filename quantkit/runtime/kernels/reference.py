@@ -85,6 +85,16 @@ def swiglu(gate, up):
 
 
 @kernel
+def relu2(gate, up):
+    """max(gate, 0)^2 * up, element by element, in place of `gate`; float32[tokens, n]."""
+    tokens, n = gate.shape
+    for t in range(tokens):
+        for i in range(n):
+            g = max(gate[t, i], np.float32(0))
+            gate[t, i] = g * g * up[t, i]
+
+
+@kernel
 def geglu(gate, up):
     """gate / (1 + e^-2u) * up with u = sqrt(2/pi) (gate + 0.044715 gate^3), in place of `gate`; float32[tokens, n].
 

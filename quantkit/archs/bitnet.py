@@ -1,0 +1,94 @@
+"""bitnet-b1.58 and bitnet: BitNet b1.58, ternary matrices. What heads attended to is normed before the output
+projection, and what gates let through before the projection down. Gates are squared ReLU (bitnet-b1.58: the models of
+2B and later) or SiLU (bitnet: the first ones). "neox" rope, as checkpoints have it.
+
+A matrix is -s, 0 or s throughout, with one s of its own. Files hold these values; IQ1_BN and IQ2_BN hold them in 1.6
+and 2 bits, s with each row. Files of other converters that hold -1, 0 and 1 with s in a tensor of its own, NAME.scale,
+run as well. Checkpoints have the values packed, or floats that become ternary where config.json says so
+(files/safetensors_scaled.py). Activations are not rounded to 8 bits, as the model's own layers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, SWIGLU_RULES, Config, Entries, refuse
+from quantkit.archs.blocks import Attention, FeedForward, HParams
+from quantkit.archs.decoder import Decoder
+from quantkit.archs.tensors import Rule
+
+_FIRST_NAMES = {".inner_attn_ln.": ".attn_sub_norm.", ".ffn_layernorm.": ".ffn_sub_norm."}
+
+
+class BitNet(Decoder):
+    name = "bitnet-b1.58"
+    hf = ("BitNetForCausalLM", "BitnetForCausalLM")
+    model_type = "bitnet"
+    rope_style = "neox"
+    gate: ClassVar[str] = "relu2"  # hidden_act
+    activation: ClassVar[str] = "relu2"  # as blocks.FeedForward says it
+    rules = (
+        *EMBEDDING_RULES,
+        Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
+        Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj"),
+        Rule("blk.N.attn_k", "model.layers.N.self_attn.k_proj"),
+        Rule("blk.N.attn_v", "model.layers.N.self_attn.v_proj"),
+        Rule("blk.N.attn_sub_norm", "model.layers.N.self_attn.attn_sub_norm", f32=True),
+        Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj"),
+        *SWIGLU_RULES,
+        Rule("blk.N.ffn_sub_norm", "model.layers.N.mlp.ffn_sub_norm", f32=True),
+        *OUTPUT_RULES,
+    )
+    EXAMPLE: ClassVar[dict[str, Any]] = {
+        "architectures": ["BitNetForCausalLM"],
+        "model_type": "bitnet",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "hidden_act": "relu2",
+        "tie_word_embeddings": True,
+    }
+
+    def accepts(self, config: Config) -> bool:
+        return (config.get("hidden_act") or "relu2") in ("silu", "swish") if self.gate == "silu" else True
+
+    def canonical(self, name: str) -> str:
+        for first, now in _FIRST_NAMES.items():
+            name = name.replace(first, now)
+        return super().canonical(name)
+
+    def metadata(self, config: Config) -> Entries:
+        refuse(config, "hidden_act", (self.gate,))
+        refuse(config, "attention_bias", (False,))
+        scaling = f"{self.name}.rope.scaling"
+        return super().metadata(dict(config) | {"hidden_act": None}) | {
+            f"{self.name}.rope.dimension_count": (self.head_dim(config), "u32"),
+            f"{scaling}.type": ("linear", "str"),
+            f"{scaling}.factor": (1.0, "f32"),
+        }
+
+    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+        found = super().config(metadata, tensors) | {"hidden_act": self.gate}
+        del found["rope_scaling"]
+        return found
+
+    def attention(self, hp: HParams, i: int) -> Attention:
+        return replace(super().attention(hp, i), sub_norm=hp.norm(f"blk.{i}.attn_sub_norm"))
+
+    def feed_forward(self, hp: HParams, i: int) -> FeedForward:
+        return replace(hp.feed_forward(i), activation=self.activation, sub_norm=hp.norm(f"blk.{i}.ffn_sub_norm"))
+
+
+class FirstBitNet(BitNet):
+    name = "bitnet"
+    gate = "silu"
+    activation = "swiglu"
+    EXAMPLE: ClassVar[dict[str, Any]] = BitNet.EXAMPLE | {"hidden_act": "silu", "num_hidden_layers": 3}

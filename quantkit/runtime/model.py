@@ -28,7 +28,7 @@ from quantkit.runtime.kernels.rounding import FLOATS, QUANTIZED
 from quantkit.runtime.layers import Span
 from quantkit.runtime.placement import Flags, Placement, devices, place
 from quantkit.runtime.repacking import Repacked
-from quantkit.runtime.tripwire import layer_of, require_sound
+from quantkit.runtime.tripwire import culprit, layer_of, require_sound
 
 BATCH_TOKENS = 1024  # of a prompt run at a time; more only costs memory
 SEQUENCE_TOKENS = 2048  # of several sequences run at a time
@@ -266,6 +266,7 @@ class Model:
         """float32[tokens, n_embd] before the output norm; the caches then hold the tokens."""
         before = [span.cache.length for span in spans]
         if self._fast is not None and self.observer is None:
+            self._require_all_sound()
             x = self._fast.prompt(ids, spans)
             if layers.is_finite(x):
                 return x
@@ -311,8 +312,6 @@ class Model:
 
     def _sequences_compiled(self, ids: np.ndarray, caches: list[Cache]) -> np.ndarray:
         """The same as `forward` runs a prompt."""
-        for layer in (None, *(block.layer for block in self.blocks)):
-            self._require_sound(layer)
         found = np.empty((*ids.shape, self.hparams.n_embd), np.float32)
         for cache in caches:
             cache.clear()
@@ -352,6 +351,7 @@ class Model:
 
     def _forward_fast(self, ids: np.ndarray, cache: Cache, logits: str) -> np.ndarray | None:
         """What `forward` gives; None when something on the way is not finite."""
+        self._require_all_sound()
         if logits == "last" or len(ids) == 1:
             last = self._fast.last(ids, cache)
             return last if layers.is_finite(last) else None
@@ -549,25 +549,21 @@ class Model:
             return
         for name, tensor in self.weights.items():
             if layer_of(name) == layer:
-                require_sound(tensor)
+                require_sound(tensor, self.threads)
         self._sound.add(layer)
+
+    def _require_all_sound(self) -> None:
+        """That of all layers: where a model runs as one list of operations, before it first does."""
+        if len(self._sound) <= len(self.blocks):
+            for layer in (None, *(block.layer for block in self.blocks)):
+                self._require_sound(layer)
 
     def _require_finite(self, what: str, y: np.ndarray) -> None:
         """DataError that names `what` made y float32[tokens, n] when it holds NaN or Inf."""
         if layers.is_finite(y):
             return
         token, column = (int(i) for i in np.argwhere(~np.isfinite(y))[0])
-        tensor = self.weights.get(what)
-        note = ""
-        if tensor is not None and tensor.type.has_codec:
-            rows = tensor.dequantize().reshape(-1, tensor.shape[-1])
-            bad = np.flatnonzero(~np.isfinite(rows).all(1))
-            note = "; the tensor is finite, so the product is beyond float32"
-            if len(bad):
-                block = int(np.argmin(np.isfinite(rows[bad[0]]))) // tensor.type.block_size
-                note = (
-                    f"; the tensor itself is not finite in {len(bad)} row(s), first {bad[0]}, there from block {block}"
-                )
+        note = culprit(self.weights.get(what))
         raise DataError(f"{self.path}: {what} made {y[token, column]} for token {token}, element {column}{note}")
 
     def _blame(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> None:

@@ -80,7 +80,7 @@ def _counted(tensor: Tensor, threads: int | None) -> np.ndarray:
 
 @kernel
 def _count_halves(data, block, at, found):
-    """Add to found[32] the f16 at the byte `at` of each block of uint8[rows, bytes], by exponent: 0 of zeros, 1 with what is below."""
+    """Count the f16 at the byte `at` of each block of uint8[rows, bytes] by exponent, into found[32]; 0: of zeros."""
     for r in range(data.shape[0]):
         for start in range(at, data.shape[1], block):
             high = data[r, start + 1] & 0x7F

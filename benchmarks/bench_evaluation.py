@@ -35,24 +35,23 @@ from tests.conformance.libllama import C, Llama
 REST = 0.05  # seconds between two, until the other's threads have gone to sleep
 
 
-class Reference(Llama):
-    def perplexity(self, chunks: Chunks) -> float:
-        """Mean negative log-likelihood of the scored tokens."""
-        rows, n_ctx = chunks.rows, chunks.n_ctx
-        batch, found = C.llama_batch_init(n_ctx, 0, 1), []
-        for text, tokens in zip(chunks.tokens, chunks.inputs):
-            C.llama_kv_cache_clear(self._context)
-            batch.n_tokens = n_ctx
-            for i, token in enumerate(tokens):
-                batch.token[i], batch.pos[i] = int(token), i
-                batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, 0, int(i >= rows.start)
-            if status := C.llama_decode(self._context, batch):
-                raise RuntimeError(f"the reference's llama_decode returned {status}")
-            outputs = C.llama_get_logits_ith(self._context, rows.start)
-            logits = np.ctypeslib.as_array(outputs, (rows.stop - rows.start, self.n_vocab))
-            found.append(negative_log_likelihood(logits, text[rows.start + 1 :]))
-        C.llama_batch_free(batch)
-        return float(np.mean(found))
+def reference_nll(llama: Llama, chunks: Chunks) -> float:
+    """Mean negative log-likelihood of the scored tokens."""
+    rows, n_ctx = chunks.rows, chunks.n_ctx
+    batch, found = C.llama_batch_init(n_ctx, 0, 1), []
+    for text, tokens in zip(chunks.tokens, chunks.inputs):
+        C.llama_kv_cache_clear(llama._context)
+        batch.n_tokens = n_ctx
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.pos[i] = int(token), i
+            batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = 1, 0, int(i >= rows.start)
+        if status := C.llama_decode(llama._context, batch):
+            raise RuntimeError(f"the reference's llama_decode returned {status}")
+        outputs = C.llama_get_logits_ith(llama._context, rows.start)
+        logits = np.ctypeslib.as_array(outputs, (rows.stop - rows.start, llama.n_vocab))
+        found.append(negative_log_likelihood(logits, text[rows.start + 1 :]))
+    C.llama_batch_free(batch)
+    return float(np.mean(found))
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, float, Any]:
@@ -79,11 +78,11 @@ def measure(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     fast, exact = (load(path, numerics=numerics, threads=options.threads) for numerics in ("fast", "exact"))
     chunks = chunked(fast.tokenizer, options.file, options.ctx, options.chunks)
     tokens = len(chunks) * chunks.n_ctx
-    with Reference(path, options.ctx, options.threads, cache_types=("f16", "f16")) as reference:
-        theirs, ours = reference.perplexity(chunks), float(perplexity(fast, chunks).nll.mean())
+    with Llama(path, options.ctx, options.threads, cache_types=("f16", "f16")) as reference:
+        theirs, ours = reference_nll(reference, chunks), float(perplexity(fast, chunks).nll.mean())
         if abs(theirs - ours) > 0.01 * ours:
             raise RuntimeError(f"{path}: mean nll {ours:.4f}, of the reference {theirs:.4f}")
-        speed = by_turns(lambda: perplexity(fast, chunks), lambda: reference.perplexity(chunks), options.repeat)
+        speed = by_turns(lambda: perplexity(fast, chunks), lambda: reference_nll(reference, chunks), options.repeat)
     added = by_turns(lambda: perplexity(exact, chunks), lambda: collect(exact, chunks), options.repeat)
     return {
         "model": path.stem, "nll": ours, "nll_reference": theirs, "tokens_s": tokens / speed["first"],
@@ -106,8 +105,8 @@ def main() -> None:
     for path in options.models:
         row = measure(path, options)
         rows.append(row)
-        print(f"{row['model']:20s} {row['tokens_s']:8.1f} {row['tokens_s_reference']:8.1f}  {row['ratio']:5.2f} "
-              f"({row['cpu_ratio']:.2f})  imatrix {row['imatrix']:.3f} ({row['imatrix_cpu']:.3f})", flush=True)  # fmt: skip
+        said = f"{row['model']:20s} {row['tokens_s']:8.1f} {row['tokens_s_reference']:8.1f}  {row['ratio']:5.2f} "
+        print(f"{said}({row['cpu_ratio']:.2f})  imatrix {row['imatrix']:.3f} ({row['imatrix_cpu']:.3f})", flush=True)
     print(json.dumps({"bench": "evaluation", "isa": jit.isa(), "threads": options.threads, "ctx": options.ctx,
                       "chunks": options.chunks, "rows": rows}))  # fmt: skip
 

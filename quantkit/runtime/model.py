@@ -204,7 +204,6 @@ class Model(Parts):
         self._tokenizer: Any = None
         if tripwire not in TRIPWIRES:
             raise UnknownNameError("tripwire", tripwire, TRIPWIRES)
-        self._sound: set[int | None] = set()
         self._check_attention(kind, n_ctx)
         self._check_weights()
         self.fused_experts = fused_experts
@@ -212,6 +211,9 @@ class Model(Parts):
         self.repacked: Repacked | None = None
         if repack:
             self.weights, self.repacked = repacking.repack(self.weights, placement, self.threads)
+        self._unchecked: dict[int | None, list[gguf.Tensor]] = {}  # whose scales were not looked at yet, by layer
+        for name, tensor in self.weights.items() if tripwire != "off" else ():
+            self._unchecked.setdefault(layer_of(name), []).append(tensor)
         self.split: split.Split | None = None
         if split.required(placement, profile):
             self.split = split.Split(
@@ -316,6 +318,7 @@ class Model(Parts):
         """float32[tokens, n_embd] before the output norm; the caches then hold the tokens."""
         before = [span.cache.length for span in spans]
         if self._fast is not None and self.observer is None:
+            self._require_all_sound()
             x = self._fast.prompt(ids, spans)
             if layers.is_finite(x):
                 return x
@@ -361,8 +364,6 @@ class Model(Parts):
 
     def _sequences_compiled(self, ids: np.ndarray, caches: list[Cache]) -> np.ndarray:
         """The same as `forward` runs a prompt."""
-        for layer in (None, *(block.layer for block in self.blocks)):
-            self._require_sound(layer)
         found = np.empty((*ids.shape, self.hparams.n_embd), np.float32)
         for cache in caches:
             cache.clear()
@@ -404,6 +405,7 @@ class Model(Parts):
 
     def _forward_fast(self, ids: np.ndarray, cache: Cache, logits: str) -> np.ndarray | None:
         """What `forward` gives; None when something on the way is not finite."""
+        self._require_all_sound()
         if logits == "last" or len(ids) == 1:
             last = self._fast.last(ids, cache)
             return last if layers.is_finite(last) else None
@@ -499,12 +501,14 @@ class Model(Parts):
 
     def _require_sound(self, layer: int | None) -> None:
         """DataError for a bad scale in the tensors of a layer, or in those of none, once each."""
-        if layer in self._sound or self.tripwire == "off":
-            return
-        for name, tensor in self.weights.items():
-            if layer_of(name) == layer:
-                require_sound(tensor)
-        self._sound.add(layer)
+        for tensor in self._unchecked.get(layer, ()):
+            require_sound(tensor, self.threads)
+        self._unchecked.pop(layer, None)
+
+    def _require_all_sound(self) -> None:
+        """That of all layers: where a model runs as one list of operations, before it first does."""
+        for layer in list(self._unchecked):
+            self._require_sound(layer)
 
     def _blame(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> None:
         """Run a block whose result was not finite once more, and raise a DataError that names the first bad tensor."""

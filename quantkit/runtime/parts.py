@@ -15,6 +15,7 @@ from quantkit.errors import DataError
 from quantkit.files.gguf import Tensor
 from quantkit.runtime import experts, latent, layers, recurrent
 from quantkit.runtime.layers import Span
+from quantkit.runtime.tripwire import culprit
 
 Observer = Callable[..., None]  # of (name, x), or (name, x, number, count) for one of several matrices
 
@@ -209,15 +210,5 @@ class Parts:
         if layers.is_finite(y):
             return
         token, column = (int(i) for i in np.argwhere(~np.isfinite(y))[0])
-        tensor = self.weights.get(what)
-        note = ""
-        if tensor is not None and tensor.type.has_codec:
-            rows = tensor.dequantize().reshape(-1, tensor.shape[-1])
-            bad = np.flatnonzero(~np.isfinite(rows).all(1))
-            note = "; the tensor is finite, so the product is beyond float32"
-            if len(bad):
-                block = int(np.argmin(np.isfinite(rows[bad[0]]))) // tensor.type.block_size
-                note = (
-                    f"; the tensor itself is not finite in {len(bad)} row(s), first {bad[0]}, there from block {block}"
-                )
+        note = culprit(self.weights.get(what))
         raise DataError(f"{self.path}: {what} made {y[token, column]} for token {token}, element {column}{note}")

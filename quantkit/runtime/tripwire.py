@@ -8,12 +8,15 @@ What a scale should be is taken from the others of the tensor: one of more than 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from quantkit import jit
 from quantkit.errors import DataError
 from quantkit.files.gguf import Tensor
+from quantkit.jit import kernel
 
 _STRIP_BYTES = 1 << 22
 _ABOVE_MEDIAN = 12  # powers of two
@@ -36,21 +39,52 @@ def layer_of(name: str) -> int | None:
     return int(number) if head == "blk" and number.isdigit() else None
 
 
-def require_sound(tensor: Tensor) -> None:
+def require_sound(tensor: Tensor, threads: int | None = None) -> None:
     """DataError that names the first bad scale of a tensor: row, block, place in the file.
 
     Types whose values are stored one by one, and those whose scales are not known here, pass.
     """
-    seen, top = np.zeros(256, np.int64), 0
-    for strip in _strips(tensor):  # the largest of all, the median of some
-        flat = strip.reshape(-1)
-        top = max(top, int(_exponents(_largest(flat))[0]))
-        seen += np.bincount(_exponents(flat[:: 1 + flat.size // _SAMPLE]), minlength=256)
+    seen = _counted(tensor, threads)
+    top = int(seen.nonzero()[0].max(initial=0))
     numbers = np.cumsum(seen[1:255])  # without zeros, and what is not a number
     median = 1 + int(np.searchsorted(numbers, (numbers[-1] + 1) // 2)) if numbers[-1] else 0
     limit = min(255, max(median + _ABOVE_MEDIAN, _BIAS + _LEAST))
     if top >= limit:
         _name(tensor, limit)
+
+
+def _counted(tensor: Tensor, threads: int | None) -> np.ndarray:
+    """int64[256]: scales by their exponent, all of the largest one, of others at least a sample."""
+    seen = np.zeros(256, np.int64)
+    if tensor.type.interleave == 1 and (offsets := _offsets(tensor.type.name)) and not tensor.type.row_meta_bytes:
+        lock = threading.Lock()
+
+        def task(a: int, b: int) -> None:
+            rows = jit.readonly(np.ascontiguousarray(tensor.rows(a, b)))
+            for at in offsets:
+                found = np.zeros(32, np.int64)
+                _count_halves(rows, tensor.type.block_bytes, at, found)
+                with lock:
+                    seen[0] += found[0]
+                    seen[_BIAS - 14 : _BIAS + 16] += found[1:31]
+                    seen[255] += found[31]
+
+        jit.over_rows(task, tensor.n_rows, threads=threads)
+        return seen
+    for strip in _strips(tensor):
+        flat = strip.reshape(-1)
+        seen[_exponents(_largest(flat))[0]] += 1
+        seen += np.bincount(_exponents(flat[:: 1 + flat.size // _SAMPLE]), minlength=256)
+    return seen
+
+
+@kernel
+def _count_halves(data, block, at, found):
+    """Count the f16 at the byte `at` of each block of uint8[rows, bytes] by exponent, into found[32]; 0: of zeros."""
+    for r in range(data.shape[0]):
+        for start in range(at, data.shape[1], block):
+            high = data[r, start + 1] & 0x7F
+            found[max(high >> 2, int((high | data[r, start]) != 0))] += 1
 
 
 def _largest(flat: np.ndarray) -> np.ndarray:
@@ -116,10 +150,15 @@ def _parted(name: str) -> Callable[[np.ndarray], np.ndarray] | None:
         return lambda blocks: blocks[:, :, :1]
     if name == "iq1_m":  # the top four bits of four words
         return _of_iq1_m
-    offsets = _OFFSETS.get(name, (0,) if name in _FIRST else None)
-    if offsets is None:
+    offsets = _offsets(name)
+    if not offsets:
         return None
     return lambda blocks: np.concatenate([_cut(blocks, at, np.float16) for at in offsets], axis=2)
+
+
+def _offsets(name: str) -> tuple[int, ...]:
+    """Bytes of a block at which its f16 scales stand; none for types that are not in the tables above."""
+    return _OFFSETS.get(name, (0,) if name in _FIRST else ())
 
 
 def _cut(blocks: np.ndarray, at: int, form: type, count: int = 1) -> np.ndarray:
@@ -131,6 +170,18 @@ def _of_iq1_m(blocks: np.ndarray) -> np.ndarray:
     words = _cut(blocks, 48, np.uint16, 4) >> 12
     found = words[..., 0] | (words[..., 1] << 4) | (words[..., 2] << 8) | (words[..., 3] << 12)
     return np.ascontiguousarray(found[..., None]).view(np.float16)
+
+
+def culprit(tensor: Tensor | None) -> str:
+    """What to say of a weight whose product is not finite."""
+    if tensor is None or not tensor.type.has_codec:
+        return ""
+    rows = tensor.dequantize().reshape(-1, tensor.shape[-1])
+    bad = np.flatnonzero(~np.isfinite(rows).all(1))
+    if not len(bad):
+        return "; the tensor is finite, so the product is beyond float32"
+    block = int(np.argmin(np.isfinite(rows[bad[0]]))) // tensor.type.block_size
+    return f"; the tensor itself is not finite in {len(bad)} row(s), first {bad[0]}, there from block {block}"
 
 
 def _name(tensor: Tensor, limit: int) -> None:

@@ -8,6 +8,8 @@ nats / 65535, so the KLD of the same model against it is that rounding's.
 from __future__ import annotations
 
 import math
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -15,17 +17,26 @@ import pytest
 from quantkit.evaluate import imatrix, kld
 from quantkit.evaluate.perplexity import perplexity
 from quantkit.evaluate.text import chunked
+from quantkit.files import gguf
 from quantkit.files import imatrix as files
 from quantkit.files.kld import BaseReader
 from quantkit.runtime.model import load
 
 
-@pytest.mark.slow
-def test_importance_matrix_and_running_perplexity_are_the_reference_s(golden, golden_ppl, f16_model, tmp_path):
+@pytest.fixture(scope="module")
+def collected(golden, f16_model):
+    """Importance matrix, perplexity, and its running values."""
     model = load(f16_model)
-    chunks = chunked(model.tokenizer, golden / "eval.txt")
     running: list[float] = []
-    found, ppl = imatrix.collect(model, chunks, on_chunk=lambda i, p, c: running.append(p.value))
+    found, ppl = imatrix.collect(
+        model, chunked(model.tokenizer, golden / "eval.txt"), on_chunk=lambda i, p, c: running.append(p.value)
+    )
+    return found, ppl, running
+
+
+@pytest.mark.slow
+def test_importance_matrix_and_running_perplexity_are_the_reference_s(golden, golden_ppl, collected, tmp_path):
+    found, ppl, running = collected
     np.testing.assert_allclose(running, golden_ppl, rtol=1e-3)
     assert ppl is not None
     assert f"{ppl.error:.2f}" == "0.51"  # golden: 0.50527
@@ -37,6 +48,23 @@ def test_importance_matrix_and_running_perplexity_are_the_reference_s(golden, go
     for name, entry in theirs.entries.items():
         rms = math.sqrt(np.mean((ours[name].values - entry.values) ** 2) / np.mean(entry.values**2))
         assert rms < 0.005, (name, rms)
+
+
+@pytest.mark.full
+def test_the_reference_quantizes_alike_with_our_matrix_and_golden_s(golden, f16_model, collected, tmp_path):
+    """Fewer than 1% of the bytes of its file differ."""
+    pytest.importorskip("ik_llama_cpp", reason="the reference wheel is not installed")
+    from tests.conformance.ggml import QUANTIZE_TOOL
+
+    files.write(tmp_path / "ours.dat", collected[0])
+    shutil.copyfile(golden / "smollm2-135m-f16.imatrix.dat", tmp_path / "golden.dat")
+    made = {}
+    for name in ("ours", "golden"):
+        command = [QUANTIZE_TOOL, "--imatrix", f"{name}.dat", f16_model, f"{name}.gguf", "IQ4_NL", "2"]
+        subprocess.run(list(map(str, command)), cwd=tmp_path, check=True, capture_output=True)
+        made[name] = gguf.open(tmp_path / f"{name}.gguf").tensors
+    differ = sum(np.count_nonzero(t.data != made["golden"][name].data) for name, t in made["ours"].items())
+    assert 0 < differ < 0.01 * sum(t.nbytes for t in made["ours"].values())
 
 
 def test_the_same_model_read_against_golden_s_base(golden, f16_model):

@@ -33,6 +33,11 @@ def weights() -> np.ndarray:
 def poisoned(data: np.ndarray, value: float, name: str) -> np.ndarray:
     """The data with one scale replaced, found without knowing where it is: by what decoding then gives."""
     kind = types.get(name)
+    if name == "iq1_m":  # the top four bits of four words
+        changed, bits = data.copy(), int(np.float16(value).view(np.uint16))
+        for i in range(4):
+            changed[ROW, 49 + 2 * i] = (changed[ROW, 49 + 2 * i] & 15) | (bits >> (4 * i) & 15) << 4
+        return changed
     size = kind.row_meta_bytes or kind.block_bytes
     form = np.float32 if kind.row_meta_bytes >= 4 else np.float16
     for at in range(0, size, 2):
@@ -53,7 +58,9 @@ def test_sound_files_pass(name: str, weights: np.ndarray, tmp_path: Path) -> Non
     x = weights.copy()
     x[3] = 0
     x[5] *= 40  # outliers of models
-    tripwire.require_sound(written(tmp_path / "x.gguf", name, kind.quantize(x, importance, effort="fast")))
+    tensor = written(tmp_path / "x.gguf", name, kind.quantize(x, importance, effort="fast"))
+    tripwire.require_sound(tensor)  # raises nothing
+    assert tripwire._counted(tensor, None).any()  # and has looked
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 60000.0])
@@ -75,23 +82,40 @@ def test_a_poisoned_scale_is_named(name: str, value: float, weights: np.ndarray,
         tripwire.require_sound(tensor)
 
 
-def test_the_models_own_check_stops_before_the_block_runs(tiny: Path, tmp_path: Path) -> None:
-    file = gguf.open(tiny)
-    q8_0, name = types.get("q8_0"), "blk.1.ffn_up.weight"
-    specs = [gguf.TensorSpec(t.name, t.shape, q8_0 if t.name == name else t.type) for t in file.tensors.values()]
+@pytest.mark.parametrize("numerics", ["exact", "fast"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, 65504.0])
+@pytest.mark.parametrize("kind", ["q8_0", "q4_K", "iq4_k", "iq2_ks", "iq3_xxs"])
+def test_a_model_stops_before_the_block_runs(
+    kind: str, value: float, numerics: str, tiny: Path, tmp_path: Path
+) -> None:
+    """One f16 scale of one tensor: prompts, chunks and replies end by naming tensor and block."""
+    file, t, name, row = gguf.open(tiny), types.get(kind), "blk.1.ffn_up.weight", 3
+    specs = [gguf.TensorSpec(x.name, x.shape, t if x.name == name else x.type) for x in file.tensors.values()]
     path = tmp_path / "bad.gguf"
+    block = 0 if t.row_meta_bytes else file.tensors[name].shape[1] // t.block_size - 1
     with gguf.Writer(path, file.metadata, specs) as writer:
         for spec, tensor in zip(specs, file.tensors.values()):
             data = tensor.data
             if tensor.name == name:
-                data = q8_0.quantize(tensor.dequantize())
-                data[3, 34:36] = np.frombuffer(np.float16(65504).tobytes(), np.uint8)
+                importance = np.ones(tensor.shape[1], np.float32) if t.requires_imatrix else None
+                data = t.quantize(tensor.dequantize(), importance, effort="fast")
+                at = block * t.block_bytes
+                data[row, at : at + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
             writer.write(spec.name, data)
-    at = gguf.open(path).tensors[name]
-    place = at.offset + 3 * at.row_bytes + 34
-    with pytest.raises(DataError, match=rf"{name}: row 3, block 1, offset {place}: a scale of q8_0 is 65504"):
-        load(path).logits([1, 2, 3])
-    assert np.isfinite(load(path, tripwire="off").logits([1, 2, 3])).all()
+    where = "its header" if t.row_meta_bytes else f"block {block}"
+    found = gguf.open(path).tensors[name]
+    place = found.offset + row * found.row_bytes + block * t.block_bytes
+    message = rf"{name}: row {row}, {where}, offset {place}: a scale of {kind} is {value:g}"
+    for run in (
+        lambda m: m.forward([1, 2, 3], m.new_cache(8), logits="last"),
+        lambda m: m.forward_batch([([1, 2, 3], m.new_cache(8))]),
+        lambda m: m.hidden_sequences(np.ones((2, 4), int), slice(None)),
+        lambda m: m.generate([1, 2, 3], 2),
+    ):
+        with pytest.raises(DataError, match=message):
+            run(load(path, numerics=numerics))
+    if np.isfinite(value):
+        assert np.isfinite(load(path, numerics=numerics, tripwire="off").logits([1, 2, 3])).all()
 
 
 def test_full_checks_after_every_operation(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,7 +239,7 @@ class Rank(Worker):
     def _slice(self, owner: Parts, names: Iterable[str]) -> None:
         for name in names:
             cut = self._split.cuts[name]
-            self.weights[name] = slices.part(owner.weights[name], cut.axis, *cut.of(self.rank))  # type: ignore[index]
+            self.weights[name] = slices.ranges(owner.weights[name], cut.axis, cut.ranges(self.rank))  # type: ignore[index]
 
     def renew(self, owner: Parts, names: Iterable[str]) -> None:
         """Take these tensors from the owner again."""
@@ -255,7 +255,7 @@ class Rank(Worker):
         if part.down.weight not in self._split.placement.sliced:  # elsewhere, once for all
             return super().run_experts(part, y, chosen, weights) if self.rank == 0 else np.zeros_like(y)
         cut = self._split.cuts[part.down.weight]
-        first, stop = cut.of(self.rank)
+        ((first, stop),) = cut.ranges(self.rank)
         if first == stop:
             return np.zeros_like(y)
         if cut.axis == 0:  # by number: those of others are left out
@@ -267,8 +267,7 @@ class Rank(Worker):
         of = self._split.cuts
 
         def width(linear: blocks.Linear) -> int:
-            first, stop = of[linear.weight].of(self.rank)
-            return stop - first
+            return of[linear.weight].width(self.rank)
 
         def last(linear: blocks.Linear) -> blocks.Linear:  # biases of what is added up count once
             return linear if self.rank == 0 else replace(linear, bias=None)
@@ -281,6 +280,11 @@ class Rank(Worker):
         if isinstance(part, blocks.LatentAttention):
             heads = width(part.q) // part.head_dim_k
             return replace(part, heads=heads, out=last(part.out)) if heads else None
+        if isinstance(part, blocks.DeltaNet):
+            each = part.sizes.value_heads // part.sizes.key_heads
+            heads = width(part.out) // (each * part.sizes.head_dim_v)
+            sizes = replace(part.sizes, key_heads=heads, value_heads=each * heads)
+            return replace(part, sizes=sizes, out=last(part.out)) if heads else None
         if isinstance(part, blocks.FeedForward):
             return replace(part, down=last(part.down), post_norm=None) if width(part.gate) else None
         assert isinstance(part, blocks.Experts)

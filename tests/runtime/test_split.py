@@ -288,7 +288,7 @@ def test_a_profile_says_where_time_goes(models: dict[str, Path]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("arch", archs.names())
+@pytest.mark.parametrize("arch", [arch.name for arch in archs.all()])
 def test_every_architecture_on_devices(arch: str, tmp_path: Path) -> None:
     from quantkit.convert import convert
 

@@ -1,7 +1,7 @@
 """What SIMD code is written with: Python that makes LLVM vectors. It needs llvmlite, but not numba.
 
-`simd.emitted` makes of it functions that kernels call, `machine.function` C functions. Whatever the instructions,
-integer results are the same on every CPU; floats differ by the rounding of fused against separate multiply and add.
+`simd.emitted` makes of it functions that kernels call, `machine.function` C functions. Results are the same on every
+CPU, bit by bit: whatever the instructions, sums have one order, and `fma` rounds once.
 """
 
 from __future__ import annotations
@@ -243,8 +243,31 @@ class Emit:
     # ---------------------------------------------------------------------------------------------------- arithmetic
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
-        """a * b + c, fused where the CPU can."""
-        return self.call(f"llvm.fmuladd.{self._suffix(a.type)}", a.type, a, b, c)
+        """a * b + c of float32, rounded once."""
+        if self.isa != "generic":
+            return self.call(f"llvm.fma.{self._suffix(a.type)}", a.type, a, b, c)
+        many = isinstance(a.type, ir.VectorType)
+        real, bits = (vector(a.lanes, k) if many else k for k in (ir.DoubleType(), I64))
+        x, y, z = (self.builder.fpext(v.ir, real) for v in (a, b, c))
+        product = self.builder.fmul(x, y)  # exact
+        return Value(self, self.builder.fptrunc(self._add_to_odd(product, z, bits), a.type))
+
+    def _add_to_odd(self, x: ir.Value, y: ir.Value, bits: ir.Type) -> ir.Value:
+        """x + y of doubles, to the neighbour with an odd last bit where it is not exact.
+
+        Rounded to float32, that is x + y rounded once (Boldo and Melquiond, Emulation of FMA and correctly rounded
+        sums, 2008). What the sum lacks is exact by Knuth's TwoSum; it is not a number where the sum is not finite.
+        """
+        do, real, zero = self.builder, x.type, ir.Constant(x.type, None if isinstance(bits, ir.VectorType) else 0.0)
+        total = do.fadd(x, y)
+        part = do.fsub(total, x)
+        lacking = do.fadd(do.fsub(x, do.fsub(total, part)), do.fsub(y, part))
+        number = Value(self, do.bitcast(total, bits))
+        is_even = do.icmp_signed("==", (number & 1).ir, self.zero(bits).ir)
+        outward = do.icmp_signed("==", do.fcmp_ordered(">", lacking, zero), do.fcmp_ordered(">", total, zero))
+        step = do.select(outward, self.constant(bits, 1).ir, self.constant(bits, -1).ir)
+        moved = do.bitcast(do.add(number.ir, step), real)
+        return do.select(do.and_(is_even, do.fcmp_ordered("!=", lacking, zero)), moved, total)
 
     def max(self, a: Value, b: Value) -> Value:
         """The larger of two floats; `a` where either is NaN."""
@@ -341,13 +364,12 @@ class Emit:
 
     def byte_pairs(self, a: Value, b: Value) -> Value:
         """int16 sums of neighbouring products of bytes `a` (unsigned) and `b` (signed), modulo 2^16 at worst."""
-        lanes = a.lanes // 2
-        name = {16: "llvm.x86.avx2.pmadd.ub.sw", 32: "llvm.x86.avx512.pmaddubs.w.512"}.get(lanes)
-        if self.isa == "generic" or name is None or (lanes == 32 and not self.isa.startswith("avx512")):
-            halves = vector(lanes, I16)
-            a, b = a.view(halves), b.view(halves)
-            return (a & 0xFF) * (b << 8).signed_shift(8) + (a >> 8) * b.signed_shift(8)
-        return self.call(name, vector(lanes, I16), a, b)
+        names = {16: "llvm.x86.avx2.pmadd.ub.sw", 32: "llvm.x86.avx512.pmaddubs.w.512"}
+        if found := self._by_instruction(names, vector(a.lanes // 2, I16), a, b):
+            return found
+        halves = vector(a.lanes // 2, I16)
+        a, b = a.view(halves), b.view(halves)
+        return (a & 0xFF) * (b << 8).signed_shift(8) + (a >> 8) * b.signed_shift(8)
 
     def pairs(self, v: Value) -> Value:
         """int32 sums of neighbouring int16."""
@@ -355,14 +377,26 @@ class Emit:
 
     def multiply_pairs(self, a: Value, b: Value) -> Value:
         """int32 sums of neighbouring products of signed int16: pmaddwd."""
-        lanes = a.lanes // 2
-        name = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}.get(lanes)
-        if self.isa == "generic" or name is None or (lanes == 16 and not self.isa.startswith("avx512")):
-            wide = vector(lanes, I32)
-            a, b = a.view(wide), b.view(wide)
-            low = (a << 16).signed_shift(16) * (b << 16).signed_shift(16)
-            return low + a.signed_shift(16) * b.signed_shift(16)
-        return self.call(name, vector(lanes, I32), a, b)
+        names = {4: "llvm.x86.sse2.pmadd.wd", 8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
+        wide = vector(a.lanes // 2, I32)
+        if found := self._by_instruction(names, wide, a, b):
+            return found
+        a, b = a.view(wide), b.view(wide)
+        low = (a << 16).signed_shift(16) * (b << 16).signed_shift(16)
+        return low + a.signed_shift(16) * b.signed_shift(16)
+
+    def _by_instruction(self, names: dict[int, str], kind: ir.VectorType, a: Value, b: Value) -> Value | None:
+        """One instruction, or the widest there is for each part. `names`: by the lanes of what it makes, of `kind`."""
+        bits = (512 if self.isa.startswith("avx512") else 256 if self.isa == "avx2" else 128) if _X86 else 0
+        known = [lanes for lanes in names if lanes <= kind.count and lanes * kind.element.width <= bits]
+        if not known:
+            return None
+        if max(known) == kind.count:
+            return self.call(names[kind.count], kind, a, b)
+        half, kind = a.lanes // 2, vector(kind.count // 2, kind.element)
+        parts = (self._by_instruction(names, kind, self.part(a, i, half), self.part(b, i, half)) for i in (0, half))
+        low, high = parts
+        return None if low is None or high is None else self.shuffle(low, high, range(2 * kind.count))
 
     # ------------------------------------------------------------------------------------------------------- threads
 

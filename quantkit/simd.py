@@ -10,8 +10,8 @@
         return e.sum(total.get())
 
 Inside a kernel `dot(x, y, n)` is then a call like any other. The body runs once, when the kernel is compiled: Python
-`for` unrolls, `e.loop` makes a loop of the machine, and `jit.isa()` chooses instructions. Whatever it chooses, integer
-results are the same on every CPU; floats differ by the rounding of fused against separate multiply and add.
+`for` unrolls, `e.loop` makes a loop of the machine, and `jit.isa()` chooses instructions. Whatever it chooses, results
+are the same, bit by bit.
 
 Parameters annotated `int` must be constants at the call and arrive as Python integers: what selects a format or a
 width. Loads and stores need no alignment.

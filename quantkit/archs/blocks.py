@@ -80,6 +80,7 @@ class Attention:
     norms_after_rope: bool = False
     post_norm: Norm | None = None  # of what `out` makes, before it is added to x
     gated: bool = False
+    temperature: tuple[float, int] | None = None  # (beta, n): queries at p times 1 + beta ln(1 + floor(p / n))
 
 
 @dataclass(frozen=True)

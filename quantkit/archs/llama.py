@@ -19,7 +19,7 @@ from quantkit.archs.tensors import Rule, Transform, interleave_halves
 _CODE_VOCAB = 49152  # SmolLM's and Granite's: their tokenizers never add BOS, whatever their config says
 
 
-def _rope_order(hparams: HParams) -> Transform:
+def rope_order(hparams: HParams) -> Transform:
     return interleave_halves(hparams.head_dim_k)
 
 
@@ -32,8 +32,8 @@ class Llama(Decoder):
     rules = (
         *EMBEDDING_RULES,
         Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
-        Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", _rope_order, bias=True),
-        Rule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", _rope_order, bias=True),
+        Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", rope_order, bias=True),
+        Rule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", rope_order, bias=True),
         Rule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
         Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
         Rule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),

@@ -62,6 +62,10 @@ def perplexity(
     kl_divergence_bound: Annotated[
         float, typer.Option(help="Of a base that ends in .qkld: error of a mean KLD to aim at, nats.", min=1e-7)
     ] = 1e-3,
+    by_layer: Annotated[
+        bool,
+        typer.Option("--by-layer", help="All chunks through a layer before the next: for models larger than memory."),
+    ] = False,
     numerics: Numerics = "exact",
     threads: Threads = None,
     launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
@@ -70,8 +74,8 @@ def perplexity(
     """Measure how well a model predicts a text, or how far it is from another model.
 
     Protocol, printed form and base files are those of llama-perplexity: chunks of -c tokens, the second half of each
-    is scored. A base whose name ends in .qkld is a twentieth of the size, and what is computed from it says how far
-    from an exact base's it may be.
+    is scored. A base whose name ends in .qkld is a twentieth of the size or less, and what is computed from it says how
+    far from an exact base's it may be. With --jsonl a base that is being written is gone on with, too.
     """
     asked = [(name, limit) for name, wanted, limit in (
         ("hellaswag", hellaswag, hellaswag_tasks), ("winogrande", winogrande, winogrande_tasks),
@@ -88,11 +92,11 @@ def perplexity(
     elif kl_divergence:
         if kl_divergence_base is None:
             raise QuantkitError("--kl-divergence needs the base to compare with: --kl-divergence-base FILE")
-        result, facts = _diverge(loaded, kl_divergence_base, batch_size, quiet)
+        result, facts = _diverge(loaded, kl_divergence_base, batch_size, quiet, jsonl, _way(by_layer))
     else:
         text = required_text(file, "perplexity")
         plan = _Plan(text, ctx_size, chunks, batch_size, ppl_stride, jsonl, kl_divergence_base, kl_divergence_bound)
-        result, facts = _measure(loaded, plan, ppl_output_type, quiet)
+        result, facts = _measure(loaded, plan, ppl_output_type, quiet, _way(by_layer))
     said = conditions(loaded, facts["n_ctx"], facts["chunks"], facts["text"])
     if json:
         print_json({"model": model, **result, "conditions": said})
@@ -128,24 +132,49 @@ class _Plan:
         """The ChunkLog, or None."""
         if self.jsonl is None:
             return None
+        settings: dict[str, Any] = {"stride": self.stride}
         if self.base is not None:
-            raise QuantkitError("--jsonl: a base of KL divergence cannot be taken up again; leave one of both out")
-        from quantkit.evaluate.chunk_log import ChunkLog
-        from quantkit.evaluate.imatrix import fingerprint
-        from quantkit.files import gguf
-
-        said = conditions(model, chunks.n_ctx, len(chunks), str(self.text))
-        settings = {key: said[key] for key in ("n_ctx", "chunks", "numerics", "cache_type", "flash_attention")}
-        settings |= {"n_batch": self.n_batch, "stride": self.stride, "repacked": said.get("repacked")}
-        run = fingerprint([*gguf.open(model.path).paths, self.text], settings)
+            settings |= {"base": self.base.suffix, "bound": self.bound}
         rows = chunks.rows
-        return ChunkLog(self.jsonl, run, rows.stop - rows.start, max(1, self.n_batch // chunks.n_ctx), said)
+        return _log(self.jsonl, model, self.text, chunks.n_ctx, len(chunks), rows.stop - rows.start, self.n_batch,
+                    settings)  # fmt: skip
 
 
-def _measure(model: Any, plan: _Plan, style: int, quiet: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def _log(path: Path, model: Any, text: Path, n_ctx: int, chunks: int, positions: int, n_batch: int,
+         more: dict[str, Any]) -> Any:  # fmt: skip
+    """The ChunkLog of a run over a text, or over a base's."""
+    from quantkit.evaluate.chunk_log import ChunkLog
+    from quantkit.evaluate.imatrix import fingerprint
+    from quantkit.files import gguf
+
+    said = conditions(model, n_ctx, chunks, str(text))
+    settings = {key: said[key] for key in ("n_ctx", "chunks", "numerics", "cache_type", "flash_attention")}
+    settings |= {"n_batch": n_batch, "repacked": said.get("repacked"), **more}
+    run = fingerprint([*gguf.open(model.path).paths, text], settings)
+    return ChunkLog(path, run, positions, max(1, n_batch // n_ctx), said)
+
+
+def _way(by_layer: bool) -> Any:
+    """How chunks are run."""
+    if not by_layer:
+        from quantkit.evaluate.perplexity import evaluate_chunks
+
+        return evaluate_chunks
+    from functools import partial
+
+    from quantkit.evaluate.streamed import streamed_chunks
+
+    def say(done: int, layers: int) -> None:
+        print(f"layer {done} of {layers}", file=sys.stderr, flush=True)
+
+    return partial(streamed_chunks, on_layer=say)
+
+
+def _measure(model: Any, plan: _Plan, style: int, quiet: bool, way: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Perplexity over a text; returns the result and what it depended on, for JSON."""
     from quantkit.evaluate import perplexity as evaluation
     from quantkit.evaluate.kld import base_writer
+    from quantkit.files.chunk_file import Noted
 
     chunks = plan.chunks(model.tokenizer)
     n_ctx, said = chunks.n_ctx, f"perplexity over {len(chunks)} chunks of {chunks.n_ctx} tokens"
@@ -153,17 +182,20 @@ def _measure(model: Any, plan: _Plan, style: int, quiet: bool) -> tuple[dict[str
     running = Running(len(chunks), n_ctx, plan.n_batch)
     with contextlib.ExitStack() as stack:
         log = plan.log(model, chunks)
-        done = None
-        if log is not None:
-            stack.enter_context(log)
-            done = log.done
-            if len(done):
-                print(f"{len(done)} of them are in {log.path}", file=sys.stderr)
+        writer: Any = None
+        if plan.base is not None:
+            note = {"model": str(model.path), **conditions(model, n_ctx, len(chunks), str(plan.text))}
+            noted = None if log is None else Noted(log.noted("base").tolist(), log.together)
+            made = base_writer(plan.base, chunks.tokens, model.vocab_size, noted, target=plan.bound, note=note)
+            writer = stack.enter_context(made)
+            if log is not None:
+                log.keep(writer.done)
+        done = _begin(stack, log)
 
         def show(so_far: evaluation.Perplexity) -> None:
             index = len(so_far.nll)
             if log is not None:
-                log.add(so_far.nll[-1])
+                log.add(so_far.nll[-1], **({"base": writer.digest} if writer else {}))
             if quiet:
                 running.tick(index)
             elif style == 0:
@@ -173,18 +205,25 @@ def _measure(model: Any, plan: _Plan, style: int, quiet: bool) -> tuple[dict[str
                 print(f"{(index - 1) * n_ctx:8d}  {so_far.value:.4f}  {mean:4f}  {error:4f}", flush=True)
                 running.tick(index)
 
-        writer: Any = None
-        if plan.base is not None:
-            note = {"model": str(model.path), **conditions(model, n_ctx, len(chunks), str(plan.text))}
-            made = base_writer(plan.base, chunks.tokens, model.vocab_size, target=plan.bound, note=note)
-            writer = stack.enter_context(made)
-        found = evaluation.perplexity(model, chunks, n_batch=plan.n_batch, base=writer, on_chunk=show, done=done)
+        found = evaluation.perplexity(
+            model, chunks, n_batch=plan.n_batch, base=writer, on_chunk=show, done=done, run=way
+        )
     if not quiet:
         estimate = f"Final estimate: PPL over {len(chunks)} chunks for n_ctx={n_ctx} = {found}"
         print(f"\n{estimate}" if not plan.stride else "")
     running_values = [found.after(i + 1).value for i in range(len(chunks))]
     result = {"ppl": found.value, "ppl_error": found.error, "running": running_values, "seconds": running.seconds}
     return result, {"n_ctx": n_ctx, "chunks": len(chunks), "text": str(plan.text)}
+
+
+def _begin(stack: contextlib.ExitStack, log: Any) -> Any:
+    """What the log, if there is one, has of an earlier run; it takes lines from now on."""
+    if log is None:
+        return None
+    stack.enter_context(log)
+    if len(log.done):
+        print(f"{len(log.done)} of them are in {log.path}", file=sys.stderr)
+    return log.done
 
 
 def _tasks(model: Any, name: str, path: Path, limit: int, quiet: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -214,22 +253,34 @@ def _tasks(model: Any, name: str, path: Path, limit: int, quiet: bool) -> tuple[
     return result, {"n_ctx": model.n_ctx_train, "chunks": len(tasks), "text": str(path)}
 
 
-def _diverge(model: Any, path: Path, n_batch: int, quiet: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def _diverge(
+    model: Any, path: Path, n_batch: int, quiet: bool, jsonl: Path | None, way: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """KL divergence from a base file; returns the result and what it depended on, for JSON."""
     from quantkit.evaluate import kld
+    from quantkit.files.qkld import BoundedReader
 
     base = kld.base_reader(path)
     print(f"KL divergence over {base.n_chunk} chunks of {base.n_ctx} tokens from {path}", file=sys.stderr)
-    running = Running(base.n_chunk, base.n_ctx, n_batch)
+    running, k, log = Running(base.n_chunk, base.n_ctx, n_batch), base.rows_per_chunk, None
+    if jsonl is not None:
+        log = _log(jsonl, model, path, base.n_ctx, base.n_chunk, k, n_batch, {})
+    names = [name for name in kld.RowFigures._fields if name != "doubts" or isinstance(base, BoundedReader)]
 
     def show(index: int, so_far: kld.Divergence) -> None:
+        if log is not None:
+            log.add(**{name: getattr(so_far, name)[-k:] for name in names})
         if not quiet:
-            if index == 1:
+            if index == 1 + before:
                 print(f"\n{kld.CHUNK_HEADER}")
             print(kld.chunk_line(index, so_far), flush=True)
         running.tick(index)
 
-    found = kld.divergence(model, base, n_batch=n_batch, on_chunk=show)
+    with contextlib.ExitStack() as stack:
+        done = _begin(stack, log)
+        before = 0 if done is None else len(done)
+        noted = {name: log.noted(name) for name in names} if log is not None and before else None
+        found = kld.divergence(model, base, n_batch=n_batch, on_chunk=show, run=way, done=noted)
     if not quiet:
         if len(found) >= _ENOUGH_FOR_A_REPORT:
             print(f"\n{kld.report(found)}")
@@ -238,7 +289,10 @@ def _diverge(model: Any, path: Path, n_batch: int, quiet: bool) -> tuple[dict[st
                 f"\nPPL of the base {found.ppl_base.value:.4f} ± {found.ppl_base.error:.4f}; {len(found)} positions, "
                 f"the full report takes at least {_ENOUGH_FOR_A_REPORT}"
             )
-        if found.low is not None:
-            print(f"\nKLD {found.mean_kld.value:.6f}: an exact base gives a mean within {found.bound:.6f} of it")
+        if found.doubts is not None:
+            low, high = found.limits
+            print(
+                f"\nKLD {found.mean_kld.value:.6f}, of an exact base {low:.6f} to {high:.6f}: within {found.bound:.6f}"
+            )
     result = {**kld.summary(found), "seconds": running.seconds}
     return result, {"n_ctx": base.n_ctx, "chunks": base.n_chunk, "text": f"of {path}"}

@@ -1,10 +1,15 @@
 """A run's chunks as JSON lines, written as they come, and taken up again after a kill.
 
     {"run": fingerprint, "n_ctx": …, "chunks": …, "positions": …, …}     first line
-    {"chunk": 1, "ppl": …, "mean_nll": …, "nll": […]}                    one a chunk; `ppl` over all so far
+    {"chunk": 1, "ppl": …, "mean_nll": …, "nll": […], …}                 one a chunk; `ppl` over all so far
 
-nll is each scored token's, in nats, to the last bit: a run that goes on has the numbers of one that never stopped. For
-that it goes on where a batch began, because how many chunks are multiplied together decides how sums round.
+nll is each scored token's, in nats, to the last bit, and so are the other figures of a divergence: a run that goes on
+has the numbers of one that never stopped. For that it goes on where a batch began, because how many chunks are
+multiplied together decides how sums round. A run that writes a base notes its chunks' digests ("base").
+
+This is no journal of files/journal.py: the lines are results themselves, to be read by others. Nothing is synced, as
+nothing else relies on a line: one that a loss of power took is computed again, and the chunk of a base that it says is
+written counts only if it has the digest.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from quantkit.files.atomic import os_errors, writing
 
 
 class ChunkLog:
-    """Opened with `with`. `.done` float64[chunks, positions]: what an earlier run of the same fingerprint left.
+    """Opened with `with`. `.done` float64[chunks, positions]: the nll that an earlier run of the same fingerprint left.
 
     together   chunks of a batch: of the earlier run's only whole batches are kept
     about      what the first line says besides
@@ -34,10 +39,19 @@ class ChunkLog:
         self.path, self._positions = Path(path), positions
         self._head = {"run": run, "positions": positions, **about}
         lines = self._read(run) if self.path.exists() else []
-        kept = len(lines) // together * together
-        self.done = np.array([line["nll"] for line in lines[:kept]], np.float64).reshape(kept, positions)
-        self._lines = lines[:kept]
-        self._total, self._count = float(self.done.sum()), self.done.size
+        self.together, self._lines = together, lines
+        self.keep(len(lines) // together * together)
+
+    def keep(self, chunks: int) -> None:
+        """Go on after so many chunks, of which there may be more."""
+        self._lines = self._lines[:chunks]
+        self.done = self.noted("nll").reshape(-1, self._positions)
+        self._total, self._count = sum(float(chunk.sum()) for chunk in self.done), self.done.size  # as `add` does
+
+    def noted(self, name: str) -> np.ndarray:
+        """What the kept lines say under a name, float64[chunks, …], or text[chunks]."""
+        found = [line.get(name) for line in self._lines]
+        return np.array(found, np.float64 if not found or isinstance(found[0], list) else str)
 
     def _read(self, run: str) -> list[dict[str, Any]]:
         with os_errors(self.path, "read"):
@@ -64,11 +78,12 @@ class ChunkLog:
             self._stream: BinaryIO = open(self.path, "ab")
         return self
 
-    def add(self, nll: np.ndarray) -> None:
-        """Append a chunk's float64[positions]."""
+    def add(self, nll: np.ndarray, **more: np.ndarray | str) -> None:
+        """Append a chunk's float64[positions], and what else is known of it, arrays or text."""
         self._total, self._count = self._total + float(nll.sum()), self._count + nll.size
         record = {"chunk": self._count // self._positions, "ppl": math.exp(self._total / self._count),
-                  "mean_nll": float(nll.mean()), "nll": nll.tolist()}  # fmt: skip
+                  "mean_nll": float(nll.mean()), "nll": nll.tolist(),
+                  **{name: x if isinstance(x, str) else x.tolist() for name, x in more.items()}}  # fmt: skip
         with os_errors(self.path, "write"):
             self._stream.write(_line(record))
             self._stream.flush()

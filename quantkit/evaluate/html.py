@@ -6,6 +6,7 @@ dark where the reader's system is.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -34,11 +35,24 @@ _STYLE = (
 :root{color-scheme:light dark}
 body{font:15px/1.5 system-ui,sans-serif;margin:0 auto;padding:16px;max-width:1400px;background:#fff;color:#1b1b1b}
 h1{font-size:1.4em;line-height:1.25;overflow-wrap:anywhere}h2{font-size:1.1em;margin:1.8em 0 .5em}
+h3{font-size:1em;margin:.8em 0 .2em}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:13px}
-th,td{padding:4px 9px;text-align:right;white-space:nowrap;border-bottom:1px solid #ddd}
+th,td{padding:4px 8px;text-align:right;vertical-align:baseline;border-bottom:1px solid #ddd}
+td{white-space:nowrap}
 th:first-child,td:first-child{text-align:left;position:sticky;left:0;background:#fff}
-.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,360px),1fr));gap:20px}
-figure{margin:0}figcaption{font-size:14px;font-weight:600;margin-bottom:4px}
+.figures td:first-child{white-space:normal;overflow-wrap:anywhere;min-width:11em}
+small{display:block;font-size:12px;opacity:.7}
+.several{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,380px),1fr));gap:0 32px}
+@media(max-width:760px){.figures thead,.figures .none{display:none}
+.figures,.figures tbody{display:block}
+.figures tr{display:grid;grid-template-columns:repeat(3,minmax(0,1fr));gap:0 10px;padding:8px 0}
+.figures tr{border-bottom:1px solid #8886}
+.figures td{border:0;padding:3px 0;text-align:left}
+.figures td:first-child{grid-column:1/-1;font-weight:600}
+.figures td:not(:first-child)::before{content:attr(data-label);display:block;font-size:12px;opacity:.7}
+}
+.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));gap:20px}
+figure{margin:0;max-width:600px}figcaption{font-size:14px;font-weight:600;margin-bottom:4px}
 svg{width:100%;height:auto;font:12px system-ui,sans-serif;fill:currentColor}
 polyline{fill:none;stroke-width:1.8}line.grid{stroke:#8884;stroke-width:1}line{stroke-width:1.6}
 .legend{display:flex;flex-wrap:wrap;gap:4px 16px;padding:0;list-style:none;font-size:14px}
@@ -63,21 +77,16 @@ def page(
     said = ", ".join(f"{key} {value}" for key, value in conditions.items())
     parts = [
         f"<h1>Distance from {escape(name)}: {comparison.positions:,} tokens</h1>",
-        _table(table_header(comparison), table_rows(comparison)),
+        _table(table_header(comparison), table_rows(comparison), figures=True),
         '<p class="note">± is one standard error, of means over chunks; that of a PPL alone is over tokens, as the '
         "reference tools print it. KLD in nats. Models that share a place cannot be told apart by these data.</p>",
         _list("Verdicts", verdicts(comparison)),
         _legend([c.path.stem for c in comparison.candidates[1:]]),
         f'<div class="plots">{"".join(_figures(comparison, layers or {}))}</div>',
     ]
-    header, rows = domain_rows(comparison)
-    if rows:
-        parts += ["<h2>By text</h2>", _table(header, rows)]
-    for model, added in (layers or {}).items():
-        worst = sorted(added, key=lambda a: -a.error)[:20]
-        cells = [[a.name, a.type, f"{a.error:.3g}", f"{100 * a.share:.1f}"] for a in worst]
-        parts += [f"<h2>Tensors that add most error: {escape(model)}</h2>",
-                  _table(["tensor", "type", "relative error of the block", "share of all, %"], cells)]  # fmt: skip
+    parts += _texts(*domain_rows(comparison))
+    if layers:
+        parts += ["<h2>Tensors that add most error</h2>", f'<div class="several">{_worst(layers)}</div>']
     parts += ["<h2>Model card</h2>", f"<pre>{escape(model_card(comparison, said))}</pre>", "<h2>Conditions</h2>"]
     pairs = "".join(f"<dt>{escape(str(k))}</dt><dd>{escape(str(v))}</dd>" for k, v in conditions.items())
     parts.append(f"<dl>{pairs}</dl>")
@@ -123,6 +132,25 @@ def _figures(comparison: Comparison, layers: Mapping[str, Sequence[Added]]) -> l
     return found
 
 
+def _texts(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table for each text, whose name is the first cell of its rows."""
+    found = ["<h2>By text</h2>"] if rows else []
+    for text, of_text in itertools.groupby(rows, key=lambda row: row[0]):
+        found += [f"<h3>{escape(text)}</h3>", _table(header[1:], [row[1:] for row in of_text], figures=True)]
+    return found
+
+
+def _worst(layers: Mapping[str, Sequence[Added]]) -> str:
+    """A table for each model of the tensors that hurt it most."""
+    found = []
+    for model, added in layers.items():
+        worst = sorted(added, key=lambda a: -a.error)[:20]
+        cells = [[a.name, a.type, f"{a.error:.3g}", f"{100 * a.share:.1f}"] for a in worst]
+        header = ["tensor", "type", "relative error of its block", "share of all, %"]
+        found.append(f"<section><h3>{escape(model)}</h3>{_table(header, cells)}</section>")
+    return "".join(found)
+
+
 def _figure(title: str, drawing: str) -> str:
     return f"<figure><figcaption>{escape(title)}</figcaption>{drawing}</figure>"
 
@@ -138,7 +166,17 @@ def _list(title: str, lines: Sequence[str]) -> str:
     return f"<h2>{escape(title)}</h2><ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], figures: bool = False) -> str:
+    """A table; one of `figures` becomes a card for each row where there is no room for its columns."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    body = "".join(f"<tr>{''.join(map(_cell, header, row))}</tr>" for row in rows)
+    kind = ' class="figures"' if figures else ""
+    return f'<div class="wide"><table{kind}><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(label: str, text: str) -> str:
+    """With the error under the value, so that columns are narrow."""
+    value, sign, error = text.partition(" ± ")
+    below = f" <small>± {escape(error)}</small>" if sign else ""
+    none = ' class="none"' if text == "-" else ""
+    return f'<td{none} data-label="{escape(label)}">{escape(value)}{below}</td>'

@@ -14,7 +14,7 @@ the same tokens, so their difference uses cov(x, y) = (mean xy - mean x mean y) 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +24,10 @@ import numpy as np
 from quantkit import jit
 from quantkit.errors import DataError
 from quantkit.evaluate import bounded
-from quantkit.evaluate.perplexity import evaluate_chunks, first_largest, log_total
+from quantkit.evaluate.perplexity import Run, evaluate_chunks, first_largest, log_total
 from quantkit.evaluate.statistics import at_share
 from quantkit.evaluate.text import DEFAULT_BATCH, with_bos
+from quantkit.files.chunk_file import Noted
 from quantkit.files.kld import BaseReader, BaseWriter, EncodedRows, scored_rows
 from quantkit.files.qkld import BoundedReader, BoundedRows, BoundedWriter, is_bounded
 from quantkit.jit import kernel
@@ -55,23 +56,23 @@ def _compare_rows(logits, words, targets, nll, nll_base, kld, same_top):
 class RowFigures(NamedTuple):
     """Figures of scored positions, one row each: float64, and bool for same_top.
 
-    low, high: bounds that the exact KLD lies between; the KLD itself where the base is not a bounded one.
+    doubts: float64[rows, bounded.DOUBTS], what the bound of the KLD is made of; None where the base is exact.
     """
 
     nll: np.ndarray
     nll_base: np.ndarray
     kld: np.ndarray
     same_top: np.ndarray
-    low: np.ndarray
-    high: np.ndarray
+    doubts: np.ndarray | None = None
 
 
 def compare_rows(logits: np.ndarray, base: EncodedRows | BoundedRows, targets: np.ndarray) -> RowFigures:
     """Figures of float32[rows, n_vocab] logits against the base's rows; targets int[rows]."""
     rows = len(logits)
     if isinstance(base, BoundedRows):
-        (nll, nll_base, kld, low, high), same_top = (array.T for array in bounded.compare_rows(logits, base, targets))
-        return RowFigures(nll, nll_base, kld, same_top, low, high)
+        values, doubts, same_top = bounded.compare_rows(logits, base, targets)
+        nll, nll_base, value = values.T
+        return RowFigures(nll, nll_base, value, same_top, doubts)
     figures = (np.empty(rows), np.empty(rows), np.empty(rows), np.empty(rows, np.bool_))
     inputs = (np.ascontiguousarray(logits), base.words, np.asarray(targets, np.int32))
     frozen = [jit.readonly(array) for array in inputs]
@@ -80,7 +81,7 @@ def compare_rows(logits: np.ndarray, base: EncodedRows | BoundedRows, targets: n
         _compare_rows(*(array[a:b] for array in frozen), *(array[a:b] for array in figures))
 
     jit.over_rows(task, rows)
-    return RowFigures(*figures, figures[2], figures[2])
+    return RowFigures(*figures)
 
 
 # ---------------------------------------------------------------------------------------------------------- statistics
@@ -112,8 +113,7 @@ class Divergence:
     nll_base: np.ndarray  # float64, nats
     kld: np.ndarray  # float64, nats
     same_top: np.ndarray  # bool
-    low: np.ndarray | None = None  # nats: what the exact KLD cannot be below; None where it is `kld` itself
-    high: np.ndarray | None = None
+    doubts: np.ndarray | None = None  # float64[n, bounded.DOUBTS]; None where the base is exact
 
     def __len__(self) -> int:
         return self.nll.size
@@ -164,11 +164,17 @@ class Divergence:
 
     @property
     def bound(self) -> float:
-        """How far the mean KLD with an exact base may be from this one, nats; 0 where the base is not bounded."""
-        if self.low is None or self.high is None:
-            return 0.0
-        mean = self.kld.mean()
-        return float(max(self.high.mean() - mean, mean - self.low.mean()))
+        """How far the mean KLD with an exact base may be from this one, nats; 0 where the base is exact.
+
+        It is missed with a probability below qkld.MISSED.
+        """
+        return 0.0 if self.doubts is None else bounded.bound(self.doubts)
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """What the mean KLD with an exact base lies between."""
+        mean = float(self.kld.mean())
+        return (mean, mean) if self.doubts is None else (max(0.0, mean - self.bound), mean + self.bound)
 
     @property
     def mean_dp(self) -> Estimate:
@@ -200,11 +206,13 @@ class Divergence:
 # ---------------------------------------------------------------------------------------------------------- evaluation
 
 
-def base_writer(path: Path, tokens: np.ndarray, n_vocab: int, **bounded_options: Any) -> BaseWriter | BoundedWriter:
+def base_writer(
+    path: Path, tokens: np.ndarray, n_vocab: int, noted: Noted | None = None, **bounded_options: Any
+) -> BaseWriter | BoundedWriter:
     """A writer of the bounded format for names that end in `.qkld`, of the reference's for others."""
     if path.suffix == ".qkld":
-        return BoundedWriter(path, tokens, n_vocab, **bounded_options)
-    return BaseWriter(path, tokens, n_vocab)
+        return BoundedWriter(path, tokens, n_vocab, noted=noted, **bounded_options)
+    return BaseWriter(path, tokens, n_vocab, noted=noted)
 
 
 def base_reader(path: Path) -> BaseReader | BoundedReader:
@@ -218,8 +226,13 @@ def divergence(
     *,
     n_batch: int = DEFAULT_BATCH,
     on_chunk: Callable[[int, Divergence], None] | None = None,
+    run: Run = evaluate_chunks,
+    done: Mapping[str, np.ndarray] | None = None,
 ) -> Divergence:
     """Compare a model with a base file, the reference's or a bounded one, over the file's own tokens.
+
+    run: how chunks are run, as of `perplexity.perplexity`.
+    done: the arrays of a Divergence by name, [k, positions, …], of the first k chunks, whole batches of them.
 
     `on_chunk(chunks done, result so far)` is called after each chunk. A base of another vocabulary is a DataError.
     """
@@ -234,13 +247,18 @@ def divergence(
     n = base.n_chunk * k
     result = Divergence(np.empty(n), np.empty(n), np.empty(n), np.empty(n, np.bool_))
     if isinstance(base, BoundedReader):
-        result = replace(result, low=np.empty(n), high=np.empty(n))
-    for index, logits in evaluate_chunks(model, inputs, n_batch):
-        figures = compare_rows(logits, base.chunk(index), base.tokens[index, rows.start + 1 :])
+        result = replace(result, doubts=np.empty((n, bounded.DOUBTS)))
+    done = done or {}
+    first = len(done.get("nll", ()))
+    for name, figures in done.items():
+        whole = getattr(result, name)
+        whole[: first * k] = figures.reshape(first * k, *whole.shape[1:])
+    for index, logits in run(model, inputs, n_batch, None, first):
+        found = compare_rows(logits, base.chunk(index), base.tokens[index, rows.start + 1 :])
         here = slice(index * k, (index + 1) * k)
         for name in RowFigures._fields:
             if (whole := getattr(result, name)) is not None:
-                whole[here] = getattr(figures, name)
+                whole[here] = getattr(found, name)
         if on_chunk is not None:
             on_chunk(index + 1, result.first((index + 1) * k))
     return result
@@ -254,7 +272,12 @@ def summary(d: Divergence) -> dict[str, float]:
     kld = d.sorted_kld()
     figures = {"ppl": d.ppl, "ppl_base": d.ppl_base, "ln_ratio": d.ln_ratio, "kld": d.mean_kld, "mean_dp": d.mean_dp,
                "rms_dp": d.rms_dp, "same_top": d.top_agreement}  # fmt: skip
-    found: dict[str, float] = {"positions": len(d), "kld_bound": d.bound}
+    found: dict[str, float] = {
+        "positions": len(d),
+        "kld_bound": d.bound,
+        "kld_low": d.limits[0],
+        "kld_high": d.limits[1],
+    }
     for name, estimate in figures.items():
         found |= {name: estimate.value, f"{name}_error": estimate.error}
     percentiles = {"kld_median": 0.5, "kld_p90": 0.9, "kld_p95": 0.95, "kld_p99": 0.99, "kld_p999": 0.999, "kld_max": 1}
@@ -277,6 +300,11 @@ def chunk_line(index: int, so_far: Divergence) -> str:
     )
 
 
+def _bound_line(d: Divergence) -> str:
+    low, high = d.limits
+    return f"Bound of KLD: {d.bound:9.6f} (an exact base gives {low:.6f} to {high:.6f})"
+
+
 def report(d: Divergence) -> str:
     """The reference's final report; its readers go by label."""
 
@@ -295,7 +323,7 @@ def report(d: Divergence) -> str:
         "",
         "====== KL divergence statistics ======",
         f"Mean    KLD: {d.mean_kld.value:10.6f} ± {d.mean_kld.error:10.6f}",
-        *([f"Bound of KLD: {d.bound:9.6f} (an exact base gives a mean within this)"] if d.low is not None else []),
+        *([] if d.doubts is None else [_bound_line(d)]),
         f"Maximum KLD: {kld[-1]:10.6f}",
         *(f"{100 * f:4.1f}%   KLD: {at_share(kld, f):10.6f}" for f in (0.999, 0.99, 0.95, 0.9)),
         f"Median  KLD: {at_share(kld, 0.5):10.6f}",

@@ -151,6 +151,9 @@ def evaluate_chunks(
             yield index, model.project(states)
 
 
+Run = Callable[..., Iterator[tuple[int, np.ndarray]]]  # of what `evaluate_chunks` takes
+
+
 def check_context(model: Any, n_ctx: int) -> None:
     """DataError when the model was not trained for chunks this long."""
     if model.n_ctx_train and n_ctx > model.n_ctx_train:
@@ -165,10 +168,12 @@ def perplexity(
     base: BaseWriter | BoundedWriter | None = None,
     on_chunk: Callable[[Perplexity], None] | None = None,
     done: np.ndarray | None = None,
+    run: Run = evaluate_chunks,
 ) -> Perplexity:
     """Perplexity of a model over chunks.
 
     done: float64[k, positions], what an earlier run found of the first k chunks, whole batches of them.
+    run: how chunks are run, `evaluate_chunks` or `streamed.streamed_chunks`.
 
     `base` also gets every chunk's logits. `on_chunk` is called after each chunk with the result so far. (NaN
     and Inf are the model's to report: it names the tensor that made them.)
@@ -177,7 +182,7 @@ def perplexity(
     nll = np.empty((len(chunks), rows.stop - rows.start))
     first = 0 if done is None else len(done)
     nll[:first] = 0 if done is None else done
-    for index, logits in evaluate_chunks(model, chunks.inputs, n_batch, rows, first):
+    for index, logits in run(model, chunks.inputs, n_batch, rows, first):
         nll[index] = negative_log_likelihood(logits, chunks.tokens[index, rows.start + 1 :])
         if base is not None:
             base.write(logits)

@@ -4,7 +4,8 @@
     {"name": "blk.0.attn_q.weight", …}     an entry for each part that is done
 
 Lines of JSON. An entry is written after the data it stands for were synced, then synced itself; a thread does both, a
-few times a second, so the work does not wait. What a crash left of a last line is cut off when the job goes on.
+few times a second, so the work does not wait. What a crash left of a last line is cut off when the job goes on. (The
+lines of evaluate/chunk_log.py are results, not promises about another file: they need no sync, and no thread.)
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ import numpy as np
 
 from quantkit import jit
 from quantkit.errors import DataError, FormatError
-from quantkit.files.atomic import AtomicFile, publish, require_space
+from quantkit.files.atomic import require_space
+from quantkit.files.chunk_file import ChunkFile, Noted
 from quantkit.files.mapping import map_file
 from quantkit.jit import kernel
 
@@ -191,35 +192,45 @@ class BaseWriter:
     """Writes a base file chunk by chunk; it appears under its name when the `with` block ends and every chunk is in.
 
     tokens: int[n_chunk, n_ctx], the text's own tokens.
+    noted: what a log says of an earlier run's chunks, `.done` of which are there and are not written again; None where
+    there is no log. With one, what is written stays when the block is left early.
     """
 
-    def __init__(self, path: str | os.PathLike[str], tokens: np.ndarray, n_vocab: int):
+    def __init__(self, path: str | os.PathLike[str], tokens: np.ndarray, n_vocab: int, *, noted: Noted | None = None):
         self.path = Path(path)
         self.tokens = np.ascontiguousarray(tokens, "<i4")
         if self.tokens.ndim != 2:
             raise DataError(f"{path}: expected tokens[n_chunk, n_ctx], got shape {self.tokens.shape}")
-        self.n_vocab = n_vocab
+        self.n_vocab, self._noted = n_vocab, noted
 
     def __enter__(self) -> BaseWriter:
         n_chunk, n_ctx = self.tokens.shape
         require_space(self.path.parent, file_bytes(n_ctx, self.n_vocab, n_chunk))
-        self._file, self._written = AtomicFile(self.path), 0
-        self._file.stream.write(MAGIC + struct.pack("<iii", n_ctx, self.n_vocab, n_chunk) + self.tokens.tobytes())
+        head = MAGIC + struct.pack("<iii", n_ctx, self.n_vocab, n_chunk) + self.tokens.tobytes()
+        size = 2 * rows_per_chunk(n_ctx) * row_words(self.n_vocab)
+        self._file = ChunkFile(self.path, head, self._noted, lambda read, offset: size)
+        self.done = len(self._file.places)
         return self
+
+    @property
+    def digest(self) -> str:
+        """Of the chunk that was written last, for a log."""
+        return self._file.places[-1][2]
 
     def write(self, logits: np.ndarray) -> None:
         """Append one chunk's float32[rows_per_chunk, n_vocab] logits."""
+        written = len(self._file.places)
         expected = (rows_per_chunk(self.tokens.shape[1]), self.n_vocab)
         if logits.shape != expected:
-            raise DataError(f"{self.path}: chunk {self._written}: expected logits {expected}, got {logits.shape}")
-        self._file.stream.write(encode_rows(logits).words.astype("<u2", copy=False).data)
-        self._written += 1
+            raise DataError(f"{self.path}: chunk {written}: expected logits {expected}, got {logits.shape}")
+        words = encode_rows(logits).words.astype("<u2", copy=False)
+        self._file.append(words.reshape(-1).view(np.uint8).data)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
             if kind is None:
-                if self._written != len(self.tokens):
-                    raise DataError(f"{self.path}: {self._written} chunks written, {len(self.tokens)} announced")
-                publish([self._file])
+                if (written := len(self._file.places)) != len(self.tokens):
+                    raise DataError(f"{self.path}: {written} chunks written, {len(self.tokens)} announced")
+                self._file.finish()
         finally:
-            self._file.discard()
+            self._file.leave()

@@ -1,43 +1,37 @@
 """Bounded base files of KL divergence (`.qkld`): a model's distributions over a text, in a twentieth of the size.
 
-A base of the reference takes 16 bits a token of the vocabulary. What a divergence from the base needs is less: with p
-the base's probabilities and x = -log q a candidate's,
+A base of the reference takes 16 bits a token of the vocabulary. With p the base's probabilities, q a candidate's and
+e = log p - log q, a divergence is KLD = sum p e. Here p is rounded at random to few values: each token's by itself, to
+one of the two next values that can be stored, with such chances that it is p on average. With r what p became,
 
-    KLD = sum p log p + sum p x
+    KLD  =  sum r log p  +  sum r (-log q)  -  sum (r - p) e
 
-The first sum is a number, stored exactly. For the second the tokens of a row are put into classes by p alone, and of
-each class the probability it holds as a whole is stored exactly, so that what is unknown is only how it is spread
-within the class. For a class of n tokens with the mean probability m and the mean x̄ of x,
+The first sum is a number of the row, stored exactly. The second needs r and the candidate. The third is what is not
+known: a sum of independent terms that are zero on average, whatever the candidate is, each as small as its e. So a
+candidate near the base is measured almost exactly, and over many tokens the error falls with their root. That a sum of
+bounded independent terms stays within a few of its deviations is a theorem (Bernstein's), not an estimate: the bound
+that is printed is missed with a probability below 1e-9 (of the rounding's dice, which no candidate knows). Without dice
+no file of this size could promise as much: tokens of about the same p may change places and give the same file.
 
-    sum p x = n m x̄ + sum (p - m)(x - x̄),     |sum (p - m)(x - x̄)| <= D * sqrt(sum (x - x̄)²)
+With a step s, the same for all rows of a chunk, and v = p / s, a token becomes
 
-with D = sqrt(sum (p - m)²), which is stored, rounded up, too (Cauchy and Schwarz). x is any candidate's: the bound is
-worked out from its logits when it is compared (evaluate/bounded.py) and needs no assumption about it.
+    not kept      v < 2^-20      mass and sum p log p of these are stored
+    0 or s        v < 1          s with probability v: ids of few of the unlikely tokens, v to an eighth octave
+    2^(j/8) s     v < 12         one of the two neighbours
+    n s           v < 76         one of the two neighbours
+    p             v >= 76        as float32
 
-Classes of a row: with a step s, the same for all rows of a chunk,
-
-    tail      p < s                   the ids are not stored
-    1, 2      s <= p < 2s <= p < 4s
-    3 … 63    then equal steps of 4s
-    head      p >= 248 s              each token by itself: no unknown, D = 0
-
-Equal steps in p, not in log p, are what the bound asks for: a token costs log2(1/step) bits, and adds to the bound in
-proportion to the step of its p. The same s for all rows makes the number k of kept tokens each row's own: two or
-three where the model is sure, thousands where it is not. s is the largest with
-
-    mean over the rows of:  sum over classes of D sqrt(n)  +  tail mass * TAIL_NATS  <=  target
-
-that is, the bound for a candidate whose x spread by one nat within a class and by TAIL_NATS in the tail (and with what
-D is when p is spread evenly in a class). Where a chunk
-would then be larger than its share of 1/20 of the reference's format the step is made coarser until it is not; the
-bound that is printed is the one that holds, in either case. The tail's part of it is narrowed further by the largest p
-in it, by D, and by Gibbs: sum p log(p/q) over the tail is at least T log(T / Q), with the masses T and Q.
+About as many bits buy as much anywhere in this table, which is why one s for all rows and sizes of p is right; the
+number k of kept tokens follows from it, row by row: a few where the model is sure, thousands where it is not. s is the
+largest for which 256 tokens (or all, if there are fewer) would have the bound aimed at, with e of one nat, but not so
+small that the chunk is larger than its share of 1/20 of the reference's format. How the bound is worked out stands in
+evaluate/bounded.py.
 
 Little-endian:
 
-    0     8 bytes  "QKLDv1\\0\\0"
+    0     8 bytes  "QKLDv2\\0\\0"
     8     u64      offset of the index
-    16    chunks, each as written by `_pack`: u32 lengths of ten zlib streams, then these
+    16    chunks, each as written by `_pack`: u32 lengths of seven zlib streams, then these
     index zlib of JSON: n_ctx, n_vocab, n_chunk, target, note (what made it), tokens (base64 of int32), and for each
           chunk its offset, bytes and BLAKE2b-128; then the BLAKE2b-128 of the compressed index, 16 bytes, ends the file
 """
@@ -45,13 +39,13 @@ Little-endian:
 from __future__ import annotations
 
 import base64
-import hashlib
 import itertools
 import json
 import math
 import os
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,25 +54,27 @@ import numpy as np
 
 from quantkit import jit
 from quantkit.errors import DataError, FormatError
-from quantkit.files.atomic import AtomicFile, publish
+from quantkit.files.chunk_file import ChunkFile, Noted, digest
 from quantkit.files.kld import row_words, rows_per_chunk, scored_rows
 from quantkit.files.mapping import map_file
 from quantkit.jit import kernel
 
-MAGIC = b"QKLDv1\0\0"
-CLASSES = 63  # of kept tokens, without the head
-HEAD = CLASSES + 1
+MAGIC = b"QKLDv2\0\0"
 SMALLER = 20  # times than the reference's format, at least
-FROM_VOCABULARY = 98304  # tokens, from which it holds: in small ones a row's own numbers weigh more
+FROM_VOCABULARY = 8192  # tokens, from which it holds: in small ones a row's own numbers weigh more
 TARGET = 1e-3  # nats
-TAIL_NATS = 10.0
+_TOKENS = 256  # over which a bound is to be the target
+MISSED = 1e-9  # probability that a bound is
+LOG_ODDS = math.log(3 / MISSED)  # of three things that can go wrong
 _BINS = 160  # half octaves of p below 1
 _ESCAPE = 255  # gap of ids that does not fit a byte
-_CENTRES = 65534.0  # codes of a class's mean between its edges
-_SPREADS = 254.0
-# In units of the step, of classes 1 … 63.
-_LOWER = np.array([1.0, 2.0, *(4.0 * np.arange(1, CLASSES - 1))])
-_WIDTH = np.array([1.0, 2.0, *(4.0 * np.ones(CLASSES - 2))])
+_REACH = 20.0  # nats, of e: for what a bound is expected to be
+_STREAMS = 7
+
+# Classes of a token, a byte: 0 not kept; 1 … 160 below s, by eighths of octaves; 161 … 254 of the grid; 255 as float32.
+TAIL = 160
+LARGE = 255
+GRID = np.array([*(2.0 ** (np.arange(29) / 8)), *np.arange(12.0, 77.0)])  # in steps
 
 
 # ------------------------------------------------------------------------------------------------------------ encoding
@@ -113,55 +109,52 @@ def _survey_rows(logits, counts, masses):
 
 
 @kernel
-def _class_of(v):
-    """Of a probability in steps."""
-    if v < 4.0:
-        return int(v >= 1.0) + int(v >= 2.0)
-    return 64 if v >= 248.0 else 2 + int(v / 4.0)
+def _dice(seed, i):
+    """A number in [0, 1) for the token i of a row: splitmix64."""
+    z = seed + np.uint64(i + 1) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.float64((z ^ (z >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
 
 
 @kernel
-def _classify_rows(logits, targets, step, classes, numbers, top, centres, spreads):
-    """Fill, for each row, the class of each token and the sums."""
-    n = logits.shape[1]
-    p = np.empty(n, np.float64)
-    count, mass, squares = np.empty(64, np.int64), np.empty(64, np.float64), np.empty(64, np.float64)
+def _class_of(v, u, grid):
+    """Of a token of v steps, given a number u of the dice."""
+    if v < 1.0:
+        return 1 + min(159, int(-8.0 * np.log2(v))) if u < v else 0
+    if v >= grid[-1]:
+        return 255
+    j = min(grid.shape[0] - 2, int(8.0 * np.log2(v)) if v < 12.0 else 17 + int(v))
+    while grid[j] > v:
+        j -= 1
+    while grid[j + 1] <= v:
+        j += 1
+    return 161 + j + int(u < (v - grid[j]) / (grid[j + 1] - grid[j]))
+
+
+@kernel
+def _round_rows(logits, targets, step, seeds, grid, classes, numbers, top):
+    """Fill, for each row, the class of each token and the numbers, the first without the tokens of class 255."""
+    p = np.empty(logits.shape[1], np.float64)
     for r in range(logits.shape[0]):
         log_sum = _probabilities(logits[r], p)
-        count[:] = 0
-        mass[:] = 0
-        entropy, tail_entropy, largest, best = 0.0, 0.0, 0.0, 0
-        for i in range(n):
+        known, dust, dust_entropy, best = 0.0, 0.0, 0.0, 0
+        for i in range(logits.shape[1]):
             if logits[r, i] > logits[r, best]:
                 best = i
-            log_p = np.float64(logits[r, i]) - log_sum
-            entropy += p[i] * log_p
-            j = _class_of(p[i] / step)
-            classes[r, i] = j
-            if j < 64:
-                count[j] += 1
-                mass[j] += p[i]
-            if j == 0:
-                tail_entropy += p[i] * log_p
-                largest = max(largest, p[i])
-        squares[:] = 0
-        for i in range(n):
-            j = classes[r, i]
-            if j < 64:
-                squares[j] += (p[i] - mass[j] / count[j]) ** 2
-        for j in range(1, 64):
-            if count[j]:
-                lower = np.float64(j if j < 3 else 4 * (j - 2))
-                width = step * (j if j < 3 else 4)
-                place = (mass[j] / count[j] - lower * step) / width
-                centres[r, j - 1] = np.uint16(min(max(np.rint(place * 65534.0), 0.0), 65534.0))
-                spreads[r, j - 1] = np.uint8(min(np.ceil(np.sqrt(squares[j] / count[j]) / width * 508.0), 255.0))
-        numbers[r, 0] = entropy
-        numbers[r, 1] = tail_entropy
-        numbers[r, 2] = mass[0]
-        numbers[r, 3] = largest
-        numbers[r, 4] = np.sqrt(squares[0])
-        numbers[r, 5] = log_sum - np.float64(logits[r, targets[r]])
+            log_p, v, c = np.float64(logits[r, i]) - log_sum, p[i] / step, 0
+            if v < 2.0**-20:
+                dust += p[i]
+                dust_entropy += p[i] * log_p
+            else:
+                c = _class_of(v, _dice(seeds[r], i), grid)
+                if c > 0 and c < 255:
+                    known += step * (grid[c - 161] if c > 160 else 1.0) * log_p
+            classes[r, i] = c
+        numbers[r, 0] = known
+        numbers[r, 1] = dust_entropy
+        numbers[r, 2] = dust
+        numbers[r, 3] = log_sum - np.float64(logits[r, targets[r]])
         top[r] = best
 
 
@@ -169,21 +162,17 @@ def _classify_rows(logits, targets, step, classes, numbers, top, centres, spread
 class BoundedRows:
     """The rows of a chunk.
 
-    classes  uint8[rows, n_vocab]: 0 tail, 1 … 63, 64 head
-    head     float32[n]: probabilities of the head's tokens, row by row in the order of ids
-    numbers  float64[rows, 6]: sum p log p; that of the tail; mass, largest p and D of the tail; nll of the target
+    classes  uint8[rows, n_vocab]: 0 not kept, 1 … 160 tail, 161 … 254 grid, 255 as float32
+    large    float32[n]: the probabilities of the latter, row by row in the order of ids
+    numbers  float64[rows, 4]: sum r log p; sum p log p and mass of what is never kept; nll of the target
     top      uint32[rows]: the token with the largest logit, the first of equals
-    centres  uint16[rows, 63]: mean p of a class, from its lower (0) to its upper edge (65534)
-    spreads  uint8[rows, 63]: D / sqrt(n) of a class in units of the class's width / 508, rounded up
-    step     of the classes
+    step     s
     """
 
     classes: np.ndarray
-    head: np.ndarray
+    large: np.ndarray
     numbers: np.ndarray
     top: np.ndarray
-    centres: np.ndarray
-    spreads: np.ndarray
     step: float
 
     @property
@@ -191,48 +180,47 @@ class BoundedRows:
         """int[rows]: tokens whose ids are stored."""
         return np.count_nonzero(self.classes, axis=1)
 
-    def means(self) -> np.ndarray:
-        """float64[rows, 63]: the mean p of each class."""
-        return self.step * (_LOWER + _WIDTH * (self.centres / _CENTRES))
 
-    def deviations(self) -> np.ndarray:
-        """float64[rows, 63]: D / sqrt(n) of each class, at least."""
-        return self.step * _WIDTH * self.spreads / (2 * _SPREADS)
-
-
-def encode_rows(logits: np.ndarray, targets: np.ndarray, step: float) -> BoundedRows:
-    """Classes of float32[rows, n_vocab] logits with steps of `step`."""
+def encode_rows(logits: np.ndarray, targets: np.ndarray, step: float, seed: int = 0) -> BoundedRows:
+    """Classes of float32[rows, n_vocab] logits with steps of `step`; `seed` is the dice's."""
     rows, n = logits.shape
-    outputs = (np.empty((rows, n), np.uint8), np.empty((rows, 6)), np.empty(rows, np.uint32),
-               np.zeros((rows, CLASSES), np.uint16), np.zeros((rows, CLASSES), np.uint8))  # fmt: skip
+    outputs = np.empty((rows, n), np.uint8), np.empty((rows, 4)), np.empty(rows, np.uint32)
     logits, targets = jit.readonly(np.ascontiguousarray(logits)), jit.readonly(np.asarray(targets, np.int32))
+    seeds = jit.readonly(np.random.SeedSequence(seed).generate_state(rows, np.uint64))
+    grid = jit.readonly(GRID.copy())
 
     def task(a: int, b: int) -> None:
-        _classify_rows(logits[a:b], targets[a:b], step, *(array[a:b] for array in outputs))
+        _round_rows(logits[a:b], targets[a:b], step, seeds[a:b], grid, *(array[a:b] for array in outputs))
 
     jit.over_rows(task, rows)
-    classes, numbers, top, centres, spreads = outputs
-    row, ids = np.nonzero(classes == HEAD)
-    log_sum = numbers[:, 5] + logits[np.arange(rows), targets]
-    head = np.exp(logits[row, ids] - log_sum[row]).astype(np.float32)
-    return BoundedRows(classes, head, numbers, top, centres, spreads, step)
+    classes, numbers, top = outputs
+    row, ids = np.nonzero(classes == LARGE)
+    log_p = logits[row, ids] - (numbers[:, 3] + logits[np.arange(rows), targets])[row]
+    large = np.exp(log_p).astype(np.float32)
+    numbers[:, 0] += np.bincount(row, large * log_p, rows)
+    return BoundedRows(classes, large, numbers, top, step)
 
 
-def steps(logits: np.ndarray, target: float, most: float = math.inf) -> float:
-    """The largest step, a power of sqrt 2, whose expected bound is within the target; see the top of this file.
+def steps(logits: np.ndarray, target: float, over: int, most: float = math.inf) -> float:
+    """The largest step, a power of sqrt 2, with which the bound over `over` such rows is expected to be the target.
 
-    It is made coarser where the chunk would take more than about `most` bytes: an id costs what a place in a list of
-    such density does, a class two and a half bits.
+    See the top of this file. It is made coarser where the chunk would take more than about `most` bytes: an id costs
+    what a place in a list of such density does, a class five bits.
     """
     rows, n = logits.shape
     counts, masses = np.zeros((rows, _BINS), np.int64), np.zeros((rows, _BINS))
     logits = jit.readonly(np.ascontiguousarray(logits))
     jit.over_rows(lambda a, b: _survey_rows(logits[a:b], counts[a:b], masses[a:b]), rows)
-    kept, mass = np.cumsum(counts.sum(0)), np.cumsum(masses.sum(0))
+    above, mass = np.cumsum(counts.sum(0)), np.cumsum(masses.sum(0))
+    tail = np.maximum(0, mass[-1] - mass)
     step = 2.0 ** (-(np.arange(_BINS) + 1) / 2)  # the lower edge of a bin
-    expected = (kept * step * _WIDTH[-1] / math.sqrt(12) + np.maximum(0, mass[-1] - mass) * TAIL_NATS) / rows
+    variance = (step * tail + above * step**2 / 6) * over / rows
+    reach = step * _REACH
+    deviation = np.sqrt(variance) + reach * math.sqrt(2 * LOG_ODDS)  # as known from the sample, at most
+    expected = (deviation * math.sqrt(2 * LOG_ODDS) + reach * LOG_ODDS / 3) / over
     fine = np.flatnonzero(expected <= target)
-    size = kept * (np.log2(rows * n / np.maximum(1, kept)) + 1.44 + 2.5) / 8
+    kept = above + tail / step
+    size = kept * (np.log2(np.maximum(2, rows * n / np.maximum(1, kept))) + 1.44 + 5) / 8
     allowed = max(1, int(np.count_nonzero(size <= most))) - 1
     chosen = min(int(fine[0]) if len(fine) else _BINS - 1, allowed)
     return float(step[chosen])
@@ -243,7 +231,7 @@ def steps(logits: np.ndarray, target: float, most: float = math.inf) -> float:
 
 def _compressed(data: np.ndarray) -> bytes:
     """zlib; symbols only, no repetitions, where the data are bytes of classes and gaps, which have none."""
-    strategy = zlib.Z_HUFFMAN_ONLY if data.dtype == np.uint8 and data.ndim == 1 else zlib.Z_DEFAULT_STRATEGY
+    strategy = zlib.Z_HUFFMAN_ONLY if data.dtype == np.uint8 else zlib.Z_DEFAULT_STRATEGY
     machine = zlib.compressobj(9, strategy=strategy)
     return machine.compress(np.ascontiguousarray(data).tobytes()) + machine.flush()
 
@@ -255,43 +243,45 @@ def _pack(rows: BoundedRows) -> bytes:
     gaps = np.diff(row * n + ids, prepend=-1) - 1  # over the ends of rows: row and id follow from the sum
     small = np.minimum(gaps, _ESCAPE).astype(np.uint8)
     streams = [
-        np.array([rows.step]), small, gaps[gaps >= _ESCAPE].astype("<u4"), rows.classes[row, ids],
-        rows.head.astype("<f4"), rows.numbers.T.astype("<f8"), rows.top.astype("<u4"),
-        (rows.centres & 255).astype(np.uint8).reshape(-1), (rows.centres >> 8).astype(np.uint8).reshape(-1),
-        rows.spreads.reshape(-1),
+        np.array([rows.step], "<f8"), small, gaps[gaps >= _ESCAPE].astype("<u4"), rows.classes[row, ids],
+        rows.large.astype("<f4"), rows.numbers.T.astype("<f8"), rows.top.astype("<u4"),
     ]  # fmt: skip
     packed = [_compressed(stream) for stream in streams]
-    return struct.pack("<10I", *map(len, packed)) + b"".join(packed)
+    return struct.pack(f"<{_STREAMS}I", *map(len, packed)) + b"".join(packed)
+
+
+def _size_at(read: Callable[[int, int], bytes], offset: int) -> int:
+    """Bytes of the chunk at an offset; 0 where there is none."""
+    lengths = read(offset, 4 * _STREAMS)
+    return 4 * _STREAMS + sum(struct.unpack(f"<{_STREAMS}I", lengths)) if len(lengths) == 4 * _STREAMS else 0
 
 
 def _unpack(data: bytes, rows: int, n: int) -> BoundedRows:
     """The inverse; ValueError or zlib.error for bytes that `_pack` did not write."""
-    lengths = struct.unpack_from("<10I", data)
-    if 40 + sum(lengths) != len(data):
+    lengths = struct.unpack_from(f"<{_STREAMS}I", data)
+    if 4 * _STREAMS + sum(lengths) != len(data):
         raise ValueError(f"streams of {sum(lengths)} bytes in a chunk of {len(data)}")
-    ends = 40 + np.cumsum((0, *lengths))
+    ends = 4 * _STREAMS + np.cumsum((0, *lengths))
     parts = [_expanded(data[a:b], 16 * rows * n + 4096) for a, b in itertools.pairwise(ends)]
     step = float(np.frombuffer(parts[0], "<f8")[0])
     gaps = np.frombuffer(parts[1], np.uint8).astype(np.int64)
     gaps[gaps == _ESCAPE] = np.frombuffer(parts[2], "<u4")
     at = np.cumsum(gaps + 1) - 1
     kinds = np.frombuffer(parts[3], np.uint8)
-    if len(kinds) != len(at) or (len(at) and (at[-1] >= rows * n or not 1 <= kinds.min() <= kinds.max() <= HEAD)):
+    if len(kinds) != len(at) or (len(at) and (at[-1] >= rows * n or not kinds.min())):
         raise ValueError("ids or classes out of range")
     if not 0 < step < 1:
         raise ValueError(f"a step of {step}")
     classes = np.zeros(rows * n, np.uint8)
     classes[at] = kinds
-    head = np.frombuffer(parts[4], "<f4")
-    if len(head) != np.count_nonzero(kinds == HEAD):
-        raise ValueError(f"{len(head)} probabilities of the head")
-    numbers = np.frombuffer(parts[5], "<f8").reshape(6, rows).T
-    low, high, spreads = (np.frombuffer(part, np.uint8).reshape(rows, CLASSES) for part in parts[7:])
-    centres = low.astype(np.uint16) | (high.astype(np.uint16) << 8)
+    large = np.frombuffer(parts[4], "<f4")
+    if len(large) != np.count_nonzero(kinds == LARGE) or not (large > 0).all():
+        raise ValueError(f"{len(large)} probabilities, or some that are none")
+    numbers = np.frombuffer(parts[5], "<f8").reshape(4, rows).T
     top = np.frombuffer(parts[6], "<u4").reshape(rows)
     if not np.isfinite(numbers).all() or top.max(initial=0) >= n:
         raise ValueError("sums that are not finite")
-    return BoundedRows(classes.reshape(rows, n), head, np.ascontiguousarray(numbers), top, centres, spreads, step)
+    return BoundedRows(classes.reshape(rows, n), large, np.ascontiguousarray(numbers), top, step)
 
 
 def _expanded(data: bytes, most: int) -> bytes:
@@ -305,56 +295,60 @@ def _expanded(data: bytes, most: int) -> bytes:
 # --------------------------------------------------------------------------------------------------------------- files
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
 class BoundedWriter:
     """Writes a `.qkld` chunk by chunk; the use of `files.kld.BaseWriter`.
 
     tokens   int[n_chunk, n_ctx], the text's own
     target   nats: the bound to aim at, see the top of this file
     note     what the file was made of, kept in it and shown with results
+    noted    as of BaseWriter
     """
 
     def __init__(self, path: str | os.PathLike[str], tokens: np.ndarray, n_vocab: int, *, target: float = TARGET,
-                 note: dict[str, Any] | None = None):  # fmt: skip
+                 note: dict[str, Any] | None = None, noted: Noted | None = None):  # fmt: skip
         self.path = Path(path)
         self.tokens = np.ascontiguousarray(tokens, "<i4")
         if self.tokens.ndim != 2:
             raise DataError(f"{path}: expected tokens[n_chunk, n_ctx], got shape {self.tokens.shape}")
         if not target > 0:
             raise DataError(f"{path}: a bound of {target} nats; it must be larger than 0")
-        self.n_vocab, self.target, self.note = n_vocab, target, note or {}
-        self._index: list[tuple[int, int, str]] = []
+        self.n_vocab, self.target, self.note, self._noted = n_vocab, target, note or {}, noted
 
     def __enter__(self) -> BoundedWriter:
-        self._file = AtomicFile(self.path)
-        self._file.stream.write(MAGIC + bytes(8))
+        self._file = ChunkFile(self.path, MAGIC + bytes(8), self._noted, _size_at)
+        self.done = len(self._file.places)
         return self
+
+    @property
+    def digest(self) -> str:
+        """Of the chunk that was written last, for a log."""
+        return self._file.places[-1][2]
 
     def write(self, logits: np.ndarray) -> None:
         """Append one chunk's float32[rows_per_chunk, n_vocab] logits."""
-        n_ctx, index = self.tokens.shape[1], len(self._index)
+        n_ctx, index = self.tokens.shape[1], len(self._file.places)
         expected = (rows_per_chunk(n_ctx), self.n_vocab)
         if logits.shape != expected or index >= len(self.tokens):
             raise DataError(f"{self.path}: chunk {index}: expected logits {expected}, got {logits.shape}")
         if not np.isfinite(logits.sum(axis=1, dtype=np.float64)).all():
             raise DataError(f"{self.path}: chunk {index}: logits hold NaN or Inf")
-        data = self._fitting(np.asarray(logits, np.float32), self.tokens[index, scored_rows(n_ctx).start + 1 :])
-        self._index.append((self._file.stream.tell(), len(data), _digest(data)))
-        self._file.stream.write(data)
+        self._file.append(self._fitting(np.asarray(logits, np.float32), index))
 
-    def _fitting(self, logits: np.ndarray, targets: np.ndarray) -> bytes:
-        """The chunk with the finest step that the target asks for and the size allows.
+    def _fitting(self, logits: np.ndarray, index: int) -> bytes:
+        """A chunk with the finest step that the target asks for and the size allows.
 
-        The size is no limit for small vocabularies, where the numbers of a row alone take more.
+        The size is no limit for small vocabularies, where the numbers of a row alone take more. The dice are the
+        text's: the same file comes of the same model and text, and of candidates they know nothing.
         """
+        tokens = self.tokens[index]
+        targets = tokens[scored_rows(len(tokens)).start + 1 :]
+        seed = int(digest(tokens.tobytes() + struct.pack("<I", index)), 16)
         limited = self.n_vocab >= FROM_VOCABULARY
         most = 2 * len(logits) * (row_words(self.n_vocab) // SMALLER - 32) if limited else math.inf
-        step = steps(logits, self.target, most)
+        over = max(len(logits), min(_TOKENS, len(logits) * len(self.tokens)))
+        step = steps(logits, self.target, over, most)
         while True:
-            data = _pack(encode_rows(logits, targets, step))
+            data = _pack(encode_rows(logits, targets, step, seed))
             if len(data) <= most or step > 0.1:
                 return data
             # Halving what is kept takes about one octave; the square root aims just below the limit.
@@ -363,24 +357,25 @@ class BoundedWriter:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
             if kind is None:
-                if len(self._index) != len(self.tokens):
-                    raise DataError(f"{self.path}: {len(self._index)} chunks written, {len(self.tokens)} announced")
+                if (written := len(self._file.places)) != len(self.tokens):
+                    raise DataError(f"{self.path}: {written} chunks written, {len(self.tokens)} announced")
                 self._finish()
-                publish([self._file])
+                self._file.finish()
         finally:
-            self._file.discard()
+            self._file.leave()
 
     def _finish(self) -> None:
         n_chunk, n_ctx = self.tokens.shape
         index = {
             "n_ctx": n_ctx, "n_vocab": self.n_vocab, "n_chunk": n_chunk, "target": self.target, "note": self.note,
-            "tokens": base64.b64encode(self.tokens.tobytes()).decode(), "chunks": self._index,
+            "tokens": base64.b64encode(self.tokens.tobytes()).decode(), "chunks": self._file.places,
         }  # fmt: skip
         data = zlib.compress(json.dumps(index).encode(), 9)
-        place = self._file.stream.tell()
-        self._file.stream.write(data + bytes.fromhex(_digest(data)))
-        self._file.stream.seek(len(MAGIC))
-        self._file.stream.write(struct.pack("<Q", place))
+        stream = self._file.file.stream
+        place = stream.tell()
+        stream.write(data + bytes.fromhex(digest(data)))
+        stream.seek(len(MAGIC))
+        stream.write(struct.pack("<Q", place))
 
 
 class BoundedReader:
@@ -399,7 +394,7 @@ class BoundedReader:
         if not 16 <= place <= size - 16:
             raise FormatError(f"{path}: {size} bytes, its index would begin at {place}; the file is truncated")
         data = self._bytes[place : size - 16].tobytes()
-        if bytes.fromhex(_digest(data)) != self._bytes[size - 16 :].tobytes():
+        if bytes.fromhex(digest(data)) != self._bytes[size - 16 :].tobytes():
             raise FormatError(f"{path}: offset {place}: the index does not have its checksum; the file is corrupt")
         try:
             self._read_index(json.loads(zlib.decompress(data)))
@@ -430,11 +425,11 @@ class BoundedReader:
 
     def chunk(self, index: int) -> BoundedRows:
         """The rows of one chunk."""
-        start, size, digest = self._index[index]
+        start, size, expected = self._index[index]
         data = self._bytes[start : start + size].tobytes()
-        if _digest(data) != digest:
+        if digest(data) != expected:
             raise FormatError(
-                f"{self.path}: chunk {index}, offset {start}: {size} bytes that do not have their checksum {digest}; "
+                f"{self.path}: chunk {index}, offset {start}: {size} bytes that do not have their checksum {expected}; "
                 "the file is corrupt: make the base again"
             )
         try:

@@ -94,7 +94,7 @@ def run(
 
 def linear_of(tensors: Mapping[str, Tensor], threads: int, linear: blocks.Linear, number: int) -> layers.Linear:
     """One expert's matrix, with its bias."""
-    bias = tensors[linear.bias].dequantize()[number] if linear.bias else None
+    bias = tensors[linear.bias].decode_rows(number, number + 1)[0] if linear.bias else None
     return layers.Linear(_Matrix(tensors[linear.weight], number), "exact", threads, bias)
 
 

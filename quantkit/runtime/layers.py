@@ -266,6 +266,14 @@ def batches(parts: Sequence[tuple[np.ndarray, Cache]], most: int) -> Iterator[tu
         yield np.concatenate(taken), spans, which
 
 
+def temper(q: np.ndarray, beta: float, length: int, spans: Sequence[Span]) -> None:
+    """Multiply queries float32[tokens, n] at position p by 1 + beta ln(1 + floor(p / length)), in place."""
+    for span in spans:
+        position = np.arange(span.cache.length, span.cache.length + span.stop - span.start)
+        factor = 1 + beta * np.log1p(np.floor(position / length))
+        q[span.start : span.stop] *= factor.astype(np.float32)[:, None]
+
+
 @dataclass(frozen=True)
 class Attending:
     """How attention is computed: the same numbers but for rounding.

@@ -416,16 +416,25 @@ class Model(Parts):
 
     def _run(self, tokens: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] before the output norm; keys and values go into the spans' caches."""
+        x = self.enter(tokens)
+        for block in self.blocks:
+            x = self.advance(block, x, spans)
+        return x
+
+    def enter(self, tokens: np.ndarray) -> np.ndarray:
+        """What `embed` gives, looked at by the tripwire."""
         self._require_sound(None)
         x = self.embed(tokens)
         self._require_finite(self.head.embedding, x)
-        for block in self.blocks:
-            self._require_sound(block.layer)
-            before = x
-            x = self.run_block(block, x, spans)
-            if not layers.is_finite(x):
-                self._blame(block, before, spans)
         return x
+
+    def advance(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        """What `run_block` gives, looked at by the tripwire."""
+        self._require_sound(block.layer)
+        y = self.run_block(block, x, spans)
+        if not layers.is_finite(y):
+            self._blame(block, x, spans)
+        return y
 
     def embed(self, tokens: np.ndarray) -> np.ndarray:
         """float32[tokens, n_embd] that enters the first block."""

@@ -26,6 +26,8 @@ def obstacle(weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head)
                 return "attention whose result is gated"
             if part.norms_together or part.norms_after_rope:
                 return "queries and keys are normed all heads together, or after rope"
+            if part.temperature is not None:
+                return "queries depend on their position beyond rope"
             if part.head_dim_k % 16 or part.head_dim_v % 16:
                 return f"heads of {part.head_dim_k} and {part.head_dim_v} dimensions are not multiples of 16"
         elif isinstance(part, blocks.LatentAttention):

@@ -77,6 +77,8 @@ class Parts:
             self.turn(heads, part.rope, part.head_dim_k, spans)
         if part.norms_after_rope:
             q, k = self._head_norm(part.q_norm, q), self._head_norm(part.k_norm, k)
+        if part.temperature is not None:
+            layers.temper(q, *part.temperature, spans)
         y = self.remember_and_attend(part, layer, q, k, v, spans)
         if part.gated:
             layers.gate(y, made, part.head_dim_v, self.threads)

@@ -28,7 +28,7 @@ from quantkit.runtime.kernels import reference
 from quantkit.runtime.layers import Span
 
 CHUNK = 64
-FEW = 8  # up to so many tokens go one by one
+FEW = 2  # up to so many tokens go one by one
 
 
 class Run(Protocol):

@@ -450,7 +450,7 @@ class Prompt(_Laid):
         vectors = self._vectors("vectors", part.count, self.n_embd)
         laid.add(
             experts.gather.address, experts.GATHER, True, plan=plan, experts=part.count, most=most, n=self.n_embd,
-            tiles=given.get(True, (0, 0))[0], tokens=sizes.tile_tokens(), vectors=vectors[0], vector_bytes=vectors[1],
+            tiles=given.get(True, (0, 0))[0], tokens=sizes.TILE_TOKENS, vectors=vectors[0], vector_bytes=vectors[1],
         )  # fmt: skip
         size = sizes.RECORD * (part.ff // 32) if down.quantized else 4 * part.ff
         hidden, few = laid.buffer("activated", most * size), self._vectors("activated vectors", part.count, part.ff)

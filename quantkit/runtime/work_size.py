@@ -152,10 +152,10 @@ def _experts(prompt: _Buffers, step: _Buffers, own: Mapping[str, Weight], used: 
     router = own["ffn_gate_inp.weight"]
     gate, up, down = (own[f"ffn_{name}_exps.weight"] for name in ("gate", "up", "down"))
     count, ff, embd = gate.shape
-    most = sizes.most_entries(BATCH_TOKENS, count, used, sizes.tile_tokens())
+    most = sizes.most_entries(BATCH_TOKENS, count, used, sizes.TILE_TOKENS)
     _read(prompt, [router], embd, threads)
     prompt.add("router", 4 * BATCH_TOKENS * count)
-    prompt.add("plan", sizes.plan_bytes(BATCH_TOKENS, count, used, sizes.tile_tokens()))
+    prompt.add("plan", sizes.plan_bytes(BATCH_TOKENS, count, used, sizes.TILE_TOKENS))
     prompt.add("chosen", 8 * BATCH_TOKENS * used)
     prompt.add("shares", 4 * BATCH_TOKENS * used)
     if not {gate.type.name, up.type.name} <= _FLOATS:
@@ -168,7 +168,7 @@ def _experts(prompt: _Buffers, step: _Buffers, own: Mapping[str, Weight], used: 
             prompt.add(f"product {i}", 4 * most * ff)
     for t in (gate, up, down):
         panel = 8 * sizes.EXPERT_ROWS * 32 if t.type.name in _FLOATS else 2 * _PANEL_RECORD
-        prompt.private("panels", sizes.unit_bytes(t.shape[2], sizes.tile_tokens(), panel), threads)
+        prompt.private("panels", sizes.unit_bytes(t.shape[2], sizes.TILE_TOKENS, panel), threads)
     step.add("router", 4 * count)
     step.private("picked", sizes.picked_bytes(count, used), threads)
     step.add("experts", used * (-(-activation_bytes(ff) // 64) * 64))

@@ -15,6 +15,7 @@ from quantkit.evaluate import compare, html, plots
 from quantkit.evaluate.bench import Case, Speed
 from quantkit.evaluate.layers import Added
 from quantkit.files.gguf import Metadata, TensorSpec, Writer
+from tests.evaluate import browser
 from tests.evaluate.fake import FakeModel
 
 
@@ -145,6 +146,43 @@ def test_report_is_one_file_that_loads_nothing(compared):
     assert "<b>" not in text
     assert "noise floor: a trifle" in text
     assert "nan" not in text.lower().replace("financ", "")
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    program = browser.find()
+    if program is None:
+        pytest.skip(f"no browser: none of {', '.join(browser.NAMES)} is installed")
+    with browser.Browser(program) as opened:
+        yield opened
+
+
+def test_the_browser_s_ears(chromium, tmp_path):
+    """A page that is not quiet is heard, so that silence means something."""
+    path = tmp_path / "loud.html"
+    body = '<script>console.error("oh"); nothing()</script><img src="x.png"><div style="width:900px">wide'
+    path.write_text(f"<!DOCTYPE html>{body}")
+    seen = chromium.open(path, 420)
+    assert [(tmp_path / name).as_uri() for name in ("loud.html", "x.png")] == seen.requests
+    assert len(seen.messages) >= 2
+    assert seen.width >= 900
+
+
+@pytest.mark.parametrize("width", [1280, 420])
+def test_a_browser_shows_the_report_quietly(chromium, compared: compare.Comparison, tmp_path, width):
+    added = {"near": [Added(f"blk.{i}.attn_q.weight", i, "q8_0", 0.01 + i, 0.2) for i in range(4)]}
+    path = tmp_path / "report.html"
+    path.write_text(html.page(compared, {"n_ctx": 32, "cpu": "a long name of a processor " * 8}, added))
+    seen = chromium.open(path, width)
+    assert seen.requests == [path.resolve().as_uri(), "data:,"][: len(seen.requests)]
+    assert seen.messages == []
+    assert seen.width == width
+    # All figures are in sight: the table fits, or is laid out as cards.
+    hidden = "[...document.querySelectorAll('.wide')].filter(e => e.scrollWidth > e.clientWidth + 1).length"
+    assert chromium.value(hidden) == 0
+    assert chromium.value("document.querySelectorAll('svg').length") == 4
+    assert chromium.value("getComputedStyle(document.querySelector('circle.s0')).fill") == "rgb(47, 109, 179)"
+    assert chromium.screenshot().startswith(b"\x89PNG")
 
 
 def test_picture(compared, tmp_path):

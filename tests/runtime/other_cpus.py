@@ -20,16 +20,20 @@ CPUS = {  # code path -> LLVM's name of a CPU and its features
 _ORDER = (*CPUS, "avx512vnni")
 
 
-def run_tests(path: str, isa: str) -> None:
-    """Run a file's tests for a code path; skip when this CPU lacks its instructions."""
+def environment_of(isa: str) -> dict[str, str]:
+    """Of a process with a code path; skips the test when this CPU lacks its instructions."""
     if is_other_cpu():
         pytest.skip("this is such a process")
     if _ORDER.index(isa) >= _ORDER.index(jit.isa()):
         pytest.skip(f"this CPU's own path is {jit.isa()}")
     name, features = CPUS[isa]
-    environment = os.environ | {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "EXPECTED_ISA": isa}
+    return os.environ | {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "EXPECTED_ISA": isa}
+
+
+def run_tests(path: str, isa: str) -> None:
+    """Run a file's tests for a code path."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", path], env=environment, cwd=Path(__file__).parents[2],
+        [sys.executable, "-m", "pytest", "-q", "-x", path], env=environment_of(isa), cwd=Path(__file__).parents[2],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-5000:]

@@ -1,7 +1,8 @@
 """Which kernel computes with which type on this machine's CPU.
 
 product(type)               weights times one vector, a C function of kernels/cpu/matvec.py; None where there is none
-batch(type)                 how a batch is multiplied: in integers (gemm.py) or in float32 (floats.py)
+batch(type)                 how a batch is multiplied: in integers (gemm.py), or in float32 (floats.py) where the
+                            weights are floats
 linear(tensor, threads)     a callable for batches that quantizes activations; None where decoded panels and BLAS
                             are as fast, or the type has no kernel
 """
@@ -13,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quantkit import jit
 from quantkit.files.gguf import Tensor
 from quantkit.jit import Callback
 from quantkit.runtime.kernels.cpu import floats, gemm, matvec, sizes
@@ -39,15 +39,9 @@ def batch(kind: QuantType) -> Batch:
     """For types that have a `product`."""
     number = kind.ggml_type
     found = FORMATS.get(number)
-    if found is not None and _integers_are_faster(found.largest):
+    if found is not None:
         return Batch(True, lambda add: gemm.multiply(number, add), lambda n: gemm.scratch_bytes(found, n))
     return Batch(False, lambda add: floats.multiply(number, add), sizes.float_scratch_bytes)
-
-
-def _integers_are_faster(largest: int) -> bool:
-    """Measured, benchmarks/RESULTS.md: without VNNI codes above 127 overflow the 16-bit sums of the byte product and
-    take four instructions; without AVX-512 the sums of small ones take too many beside two float units."""
-    return jit.isa() == "avx512vnni" or (jit.isa() == "avx512" and largest <= 127)
 
 
 def linear(tensor: Tensor, threads: int) -> Callable[[np.ndarray, np.ndarray], None] | None:

@@ -277,7 +277,7 @@ def unit(ggml_type: int, quantized: bool) -> Unit:
     """For a type of FORMATS, and in float32 also for float types."""
     if quantized:
         size = ROWS // gemm.LANES * gemm.record_bytes(FORMATS[ggml_type])
-        return Unit(_integer_panel(ggml_type), _integer_product(ggml_type), True, gemm.tile_tokens(), size)
+        return Unit(_integer_panel(ggml_type), _integer_product(ggml_type), True, gemm.TILE_TOKENS, size)
     return Unit(_float_panel(ggml_type), _float_product, False, floating.ROWS, 8 * ROWS * 32)
 
 

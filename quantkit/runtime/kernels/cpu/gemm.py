@@ -10,14 +10,16 @@ so each type has its unpacking, and all share the product. A panel holds for eac
 Activations are quantized once, in tiles of T tokens; per tile and unit one record:
 
     0       2 x T x 32 i8     high bytes, then low ones, of a; x = scale * a, wide as in activations.py
+         or T x 32 i16        a, of each four columns the first, third, second and fourth: without VNNI
     64 T    T x f32           scale
     68 T    2 x T x i32       minus the sum of a of each half
     76 T    3 x T x f32       scale * sum, of all and of each half
 
-A tile's last tokens may be missing: their records are zero and their results are not stored. The inner loop takes four
-columns of 16 rows from a panel, four of one token from a tile, and has 64 products summed by one instruction: for the
-high bytes of a unit, then, added to what they gave, shifted, for the low ones. The plain formula is that of matvec.py,
-and the integers are the same.
+A tile's last tokens may be missing: their records are zero and their results are not stored. The inner loop takes
+four columns of 16 rows from a panel, four of one token from a tile, and has 64 products summed by one instruction
+(VNNI): for the high bytes of a unit, then, added to what they gave, shifted, for the low ones. Other CPUs take two of
+the four columns at a time as 16-bit integers and have pmaddwd sum pairs of products, twice as many as float32 has in a
+vector. The integers are the same, and the plain formula is that of matvec.py.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ from quantkit.runtime.kernels.cpu.floats import add_bias, copy_tile
 from quantkit.runtime.kernels.cpu.formats.base import Format, LaneUnit
 from quantkit.runtime.kernels.cpu.formats.table import FORMATS
 from quantkit.runtime.kernels.cpu.ops import SIGNATURE, split
-from quantkit.runtime.kernels.cpu.sizes import LANES, PANELS, RECORD, panels_bytes, tile_tokens
-from quantkit.simd import F32, I8, I32, Emit, Value, emitted, load_int, vector
+from quantkit.runtime.kernels.cpu.sizes import LANES, PANELS, RECORD, TILE_TOKENS, panels_bytes
+from quantkit.simd import F32, I8, I16, I32, Emit, Value, emitted, load_int, vector
 
 _CODES = 512  # bytes of a record's codes
 _LOW, _SCALES, _SUMS, _FLOORS = 32, 64, 68, 76  # where its parts begin, times T
 
-_INTS16, _FLOATS16, _BYTES64 = vector(16, I32), vector(16, F32), vector(64, I8)
+_INTS32, _INTS16, _FLOATS16, _BYTES64 = vector(16, I32), vector(32, I16), vector(16, F32), vector(64, I8)
 
 
 def record_bytes(f: Format) -> int:
@@ -56,19 +58,12 @@ def scratch_bytes(f: Format, n: int) -> int:
 # ---------------------------------------------------------------------------------------------------------- activations
 
 
-@emitted("int64")
-def _tile_tokens(e):
-    return e.integer(tile_tokens())
-
-
 @kernel
 def token_share(count, thread, threads):
     """First and last + 1 of a thread's tokens: whole tiles."""
-    tokens = _tile_tokens()
-    tiles = -(-count // tokens)
-    return min(count, split(tiles, 1, thread, threads) * tokens), min(
-        count, split(tiles, 1, thread + 1, threads) * tokens
-    )
+    tiles = -(-count // TILE_TOKENS)
+    first, last = split(tiles, 1, thread, threads), split(tiles, 1, thread + 1, threads)
+    return min(count, first * TILE_TOKENS), min(count, last * TILE_TOKENS)
 
 
 QUANTIZE = ("x", "n", "tokens", "tiles")  # tokens points to an int64
@@ -76,14 +71,18 @@ QUANTIZE = ("x", "n", "tokens", "tiles")  # tokens points to an int64
 
 def token_as_records(e: Emit, x: Value, n: Value | int, tile: Value, token: Value) -> None:
     """One token's part of the records of its tile."""
-    tokens = tile_tokens()
+    tokens = TILE_TOKENS
     with e.loop(0, n, 32) as i:
         record = tile + (i >> 5) * (RECORD * tokens)
         high, low, scale = wide_block(e, e.load(vector(32, F32), x + i * 4))
         sums = wide_sums(e, high, low)
         halves = [e.sum(e.part(sums, first, 4)) for first in (0, 4)]
-        e.store(high, record + token * 32)
-        e.store(low, record + _LOW * tokens + token * 32)
+        if _by_bytes(e):
+            e.store(high, record + token * 32)
+            e.store(low, record + _LOW * tokens + token * 32)
+        else:
+            a = (high.signed(I16) << 8) + low.signed(I16)
+            e.store(e.shuffle(a, None, [4 * (i // 4) + (0, 2, 1, 3)[i % 4] for i in range(32)]), record + token * 64)
         e.store(scale, record + _SCALES * tokens + token * 4)
         for half, total in enumerate(halves):
             e.store(total * -1, record + (_SUMS + 4 * half) * tokens + token * 4)
@@ -104,7 +103,7 @@ def _clear(e, address, nbytes):
 def quantize_tiles(p, thread, threads):
     """Tiles of x float32[tokens, n], n a multiple of 32."""
     x, n, count, tiles = load_int(p), load_int(p + 8), load_int(load_int(p + 16)), load_int(p + 24)
-    tokens = _tile_tokens()
+    tokens = TILE_TOKENS
     size = RECORD * tokens * (n // 32)
     total = -(-count // tokens)
     for tile in range(split(total, 1, thread, threads), split(total, 1, thread + 1, threads)):
@@ -152,7 +151,7 @@ def _transpose_codes(e: Emit, record: Value) -> None:
     A word's place is a vector's number and a lane: row / 2, and row % 2 * 8 + word. Three rounds exchange a bit of the
     one for a bit of the other, so that the vectors are the words' numbers; the last puts the lanes in order of rows.
     """
-    vectors = [e.load(_INTS16, record + 64 * i) for i in range(8)]
+    vectors = [e.load(_INTS32, record + 64 * i) for i in range(8)]
     rows = [[(2 * i + lane // 8, lane % 8) for lane in range(16)] for i in range(8)]
     for bit in (1, 2, 4):
         for i in (i for i in range(8) if not i & bit):
@@ -192,7 +191,7 @@ def panels_times_tile(
     e: Emit, ggml_type: int, panels: Value, n: Value, tile: Value, out: Value, stride: Value | int, add: int
 ) -> None:
     """out[t, 16 p + lane] (+)= the product of P panels and a tile; rows of out are `stride` bytes apart."""
-    f, tokens = FORMATS[ggml_type], tile_tokens()
+    f, tokens = FORMATS[ggml_type], TILE_TOKENS
     units, size = n >> 5, record_bytes(f)
     places = [(p, t) for p in range(PANELS) for t in range(tokens)]
     totals = {place: e.variable(e.zero(_FLOATS16)) for place in places}
@@ -222,44 +221,56 @@ def panels_times_tile(
 _multiply = emitted("void")(panels_times_tile)
 
 
+def _by_bytes(e: Emit) -> bool:
+    """Whether activations are two planes of bytes."""
+    return e.isa == "avx512vnni"
+
+
 def _products(e: Emit, f: Format, records: list[Value], given: Value, steps: range) -> dict[tuple[int, int], Value]:
     """int32 x 16 of each panel and token: the sum of (code - offset) * a over some steps of a unit."""
-    tokens = tile_tokens()
-    places = [(p, t) for p in range(len(records)) for t in range(tokens)]
-    found = _plane(e, f, records, given, steps, {place: e.zero(_INTS16) for place in places})
-    starts = [_start(e, f, given, t, steps) for t in range(tokens)]
+    starts = [_start(e, f, given, t, steps) for t in range(TILE_TOKENS)]
+    if not _by_bytes(e):
+        return {
+            (p, t): total
+            for p, record in enumerate(records)
+            for t, total in enumerate(_by_words(e, record, given, steps, list(starts)))
+        }
+    places = [(p, t) for p in range(len(records)) for t in range(TILE_TOKENS)]
+    found = _plane(e, f, records, given, steps, {place: e.zero(_INTS32) for place in places})
     shifted = {(p, t): (found[p, t] << 8) + starts[t] for p, t in places}
-    return _plane(e, f, records, given + _LOW * tokens, steps, shifted)
+    return _plane(e, f, records, given + _LOW * TILE_TOKENS, steps, shifted)
 
 
 def _plane(
     e: Emit, f: Format, records: list[Value], given: Value, steps: range, found: dict[tuple[int, int], Value]
 ) -> dict[tuple[int, int], Value]:
     """`found` plus the sum of code * byte, of one plane of the activations."""
-    in_bytes = e.isa in ("avx512", "avx2") and f.largest <= 127
-    run = 32767 // (256 * f.largest) if in_bytes else len(steps)  # products of pairs that 16 bits can sum up
-    for first in range(0, len(steps), run):
-        sums = {} if in_bytes else found
-        for step in steps[first : first + run]:
-            weights = [e.load(_BYTES64, record + 64 * step) for record in records]
-            for t in range(tile_tokens()):
-                four = e.splat(e.load(I32, given + 32 * t + 4 * step), LANES).view(_BYTES64)
-                for p, weight in enumerate(weights):
-                    if in_bytes:
-                        pairs = e.byte_pairs(weight, four)
-                        sums[p, t] = sums[p, t] + pairs if (p, t) in sums else pairs
-                    else:
-                        sums[p, t] = e.dot4(sums[p, t], weight, four, f.largest)
-        if in_bytes:
-            found = {place: found[place] + e.pairs(total) for place, total in sums.items()}
+    for step in steps:
+        weights = [e.load(_BYTES64, record + 64 * step) for record in records]
+        for t in range(TILE_TOKENS):
+            four = e.splat(e.load(I32, given + 32 * t + 4 * step), LANES).view(_BYTES64)
+            for p, weight in enumerate(weights):
+                found[p, t] = e.dot4(found[p, t], weight, four, f.largest)
     return found
+
+
+def _by_words(e: Emit, record: Value, given: Value, steps: range, totals: list[Value]) -> list[Value]:
+    """`totals`, one a token, plus the sum of code * a of one panel."""
+    for step in steps:
+        weights = e.load(_INTS32, record + 64 * step)
+        for odd in (0, 1):
+            codes = ((weights >> 8 * odd) & 0xFF00FF).view(_INTS16)
+            for t in range(TILE_TOKENS):
+                two = e.splat(e.load(I32, given + 64 * t + 8 * step + 4 * odd), LANES).view(_INTS16)
+                totals[t] = totals[t] + e.multiply_pairs(codes, two)
+    return totals
 
 
 def _start(e: Emit, f: Format, given: Value, t: int, steps: range) -> Value:
     """-offset times the sum of the token's a in these steps."""
     if not f.offset:
-        return e.zero(_INTS16)
-    tokens = tile_tokens()
+        return e.zero(_INTS32)
+    tokens = TILE_TOKENS
     halves = [e.load(I32, given + (_SUMS + 4 * half) * tokens + 4 * t) for half in (0, 1) if half * 4 in steps]
     total = halves[0] if len(halves) == 1 else halves[0] + halves[1]
     return e.splat(total * f.offset, LANES)
@@ -279,7 +290,7 @@ def multiply(ggml_type: int, add: int) -> Callback:
     def run(p, thread, threads):
         weights, n, rows = load_int(p), load_int(p + 8), load_int(p + 16)
         count, tiles = load_int(load_int(p + 24)), load_int(p + 32)
-        tokens = _tile_tokens()
+        tokens = TILE_TOKENS
         tile_bytes = RECORD * tokens * (n // 32)
         panels = load_int(p + 56) + thread * load_int(p + 64)
         panel_bytes = n // 32 * unit_bytes

@@ -16,7 +16,6 @@ from quantkit.runtime.kernels.cpu.activations import quantize, quantize_range
 from quantkit.simd import F32, call6, emitted, floats, load_float, load_int, vector
 
 SIGNATURE = "void(int64, int64, int64)"
-_SUMS = {"reassoc", "contract"}
 
 
 @kernel(inline="always")
@@ -30,13 +29,25 @@ def split(rows, multiple, thread, threads):
 NORM = ("x", "weight", "n", "eps", "buffer", "stride")  # eps points to a float32
 
 
-@kernel(fastmath=_SUMS)
+@emitted("float32")
+def _squares(e, x, n):
+    """Their sum, in an order of its own: that of 32 lanes, then what is left."""
+    kind, whole = vector(32, F32), n & -32
+    lanes, rest = e.variable(e.zero(kind)), e.variable(e.constant(F32, 0.0))
+    with e.loop(0, whole, 32) as i:
+        v = e.load(kind, x + i * 4)
+        lanes.set(e.fma(v, v, lanes.get()))
+    with e.loop(whole, n) as i:
+        v = e.load(F32, x + i * 4)
+        rest.set(e.fma(v, v, rest.get()))
+    return e.sum(lanes.get()) + rest.get()
+
+
+@kernel
 def norm_into(x, weight, n, eps, out):
     """out = x / sqrt(mean(x^2) + eps) * weight, float32[n]."""
+    total = _squares(x, n)
     x, weight, y = floats(x, n), floats(weight, n), floats(out, n)
-    total = np.float32(0)
-    for i in range(n):
-        total += x[i] * x[i]
     scale = np.float32(1) / np.sqrt(total / np.float32(n) + eps)
     for i in range(n):
         y[i] = x[i] * scale * weight[i]

@@ -15,6 +15,7 @@ BATCH_TOKENS = 512  # of a prompt at a time: the weights are unpacked once for a
 # gemm: products of batches in integers
 LANES = 16  # rows of a panel
 PANELS = 2  # worked on together
+TILE_TOKENS = 6  # of a tile: their sums stay in registers (on AVX2 those of one panel)
 RECORD = 88  # bytes of 32 columns in a tile, times its tokens
 
 # floats: the same in float32
@@ -31,12 +32,6 @@ FEW = 3  # tokens of an expert for which vectors are multiplied one by one
 LIST = 40  # byte offset in a plan of what is listed: three counters and two more stand before it
 
 
-@functools.cache
-def tile_tokens() -> int:
-    """As many as leave the sums of PANELS times so many results in registers."""
-    return 6 if jit.isa().startswith("avx512") else 4
-
-
 def activation_bytes(n: int) -> int:
     """Of a vector in all the forms that kernels read (activations.py)."""
     return 11 * n + n // 8
@@ -44,12 +39,12 @@ def activation_bytes(n: int) -> int:
 
 def tiles_bytes(n: int, tokens: int) -> int:
     """Of the tiles of so many tokens."""
-    return -(-tokens // tile_tokens()) * RECORD * tile_tokens() * (n // 32)
+    return -(-tokens // TILE_TOKENS) * RECORD * TILE_TOKENS * (n // 32)
 
 
 def panels_bytes(n: int, record: int) -> int:
     """Of each thread: the panels, of records of so many bytes, then a tile of results."""
-    return PANELS * (n // 32 * record + 4 * LANES * tile_tokens())
+    return PANELS * (n // 32 * record + 4 * LANES * TILE_TOKENS)
 
 
 @functools.cache

@@ -1,0 +1,144 @@
+"""mistral3: Ministral 3, its text model. Llama with YaRN, whose queries are multiplied by 1 + beta ln(1 + floor(p / n))
+at position p, n being YaRN's original context: as contexts grow, attention stays as sharp.
+
+Rows of q and k are in the order of "norm" rope, as llama's. Files say beta as attention.temperature_scale.
+rope.scaling.yarn_log_multiplier is mscale_all_dim: YaRN's factor of cos and sin is
+m(mscale) / m(mscale_all_dim) then, m(x) = 1 + 0.1 x ln(factor). Mistral Small 3 is of arch llama.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quantkit.archs.base import (
+    EMBEDDING_RULES,
+    OUTPUT_RULES,
+    SWIGLU_RULES,
+    Config,
+    Entries,
+    Keys,
+    refuse,
+    rope_parameters,
+    shortest,
+)
+from quantkit.archs.blocks import Attention, HParams
+from quantkit.archs.decoder import Decoder
+from quantkit.archs.llama import rope_order
+from quantkit.archs.tensors import Rule
+from quantkit.errors import UnsupportedError
+
+_MSCALE = ("mscale", "mscale_all_dim")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistral3HParams(HParams):
+    temperature: tuple[float, int] | None = None  # beta and length
+
+
+class Mistral3(Decoder):
+    name = "mistral3"
+    hf = ("Ministral3ForCausalLM",)
+    model_type = "ministral3"
+    rope_style = "norm"
+    defaults = {  # noqa: RUF012  data
+        "vocab_size": 131072,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 262144,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    }
+    rules = (
+        *EMBEDDING_RULES,
+        Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
+        Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", rope_order),
+        Rule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", rope_order),
+        Rule("blk.N.attn_v", "model.layers.N.self_attn.v_proj"),
+        Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj"),
+        *SWIGLU_RULES,
+        *OUTPUT_RULES,
+    )
+    EXAMPLE = {  # noqa: RUF012  data
+        "architectures": ["Ministral3ForCausalLM"],
+        "model_type": "ministral3",
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 32,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
+
+    def metadata(self, config: Config) -> Entries:
+        a = self.name
+        refuse(config, "sliding_window", ())
+        parameters = dict(rope_parameters(config))
+        beta = parameters.pop("llama_4_scaling_beta", None)
+        scales = [parameters.pop(name, None) for name in _MSCALE]
+        entries = super().metadata(dict(config) | {"rope_scaling": None, "rope_parameters": parameters})
+        entries |= self.head_lengths(config) | {f"{a}.rope.dimension_count": (self.head_dim(config), "u32")}
+        if beta:
+            length = parameters.get("original_max_position_embeddings")
+            if parameters["rope_type"] != "yarn" or not length:
+                raise UnsupportedError(
+                    f"config.json: llama_4_scaling_beta = {beta} without the original context of yarn"
+                )
+            entries[f"{a}.attention.temperature_scale"] = (float(beta), "f32")
+        if any(scales) and parameters["rope_type"] == "yarn":
+            if not all(scales) or scales[0] not in (1, scales[1]):
+                raise UnsupportedError(
+                    f"config.json: yarn with mscale {scales[0]} and mscale_all_dim {scales[1]}; {a} files say the "
+                    "second number, the first has to be 1"
+                )
+            factor = 1.0 if scales[0] == scales[1] else scales[1]
+            entries[f"{a}.rope.scaling.yarn_log_multiplier"] = (float(factor), "f32")
+        return entries
+
+    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+        hp, keys = self.hparams(metadata, tensors.keys()), Keys(self.name, metadata)
+        assert isinstance(hp, Mistral3HParams)
+        found = super().config(metadata, tensors) | {"head_dim": hp.head_dim_k}
+        parameters = found.pop("rope_scaling", {"rope_type": "default"}) | {"rope_theta": found.pop("rope_theta")}
+        if multiplier := keys.get("rope.scaling.yarn_log_multiplier"):
+            parameters |= {"mscale": 1.0, "mscale_all_dim": shortest(multiplier)}
+        parameters["llama_4_scaling_beta"] = shortest(hp.temperature[0]) if hp.temperature else 0.0
+        parameters.setdefault("original_max_position_embeddings", hp.n_ctx_train)
+        return found | {"rope_parameters": parameters}
+
+    def hparams(self, metadata: Mapping[str, Any], tensors: Collection[str] = ()) -> Mistral3HParams:
+        return Mistral3HParams(**self.numbers(Keys(self.name, metadata), tensors))
+
+    def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
+        found = super().numbers(keys, tensors)
+        turned, multiplier = found["rope"], float(keys.get("rope.scaling.yarn_log_multiplier", 0.0))
+        if turned.yarn is not None and multiplier:
+            logarithm = math.log(1 / turned.scale)
+            found["rope"] = replace(
+                turned, yarn=replace(turned.yarn, attn_factor=1 / (1 + 0.1 * multiplier * logarithm))
+            )
+        if beta := float(keys.get("attention.temperature_scale", 0.0)):
+            length = keys.number("rope.scaling.original_context_length")
+            found["temperature"] = beta, keys.number("attention.temperature_length", length)
+        return found
+
+    def attention(self, hp: HParams, i: int) -> Attention:
+        assert isinstance(hp, Mistral3HParams)
+        return replace(super().attention(hp, i), temperature=hp.temperature)

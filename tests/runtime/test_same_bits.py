@@ -1,0 +1,81 @@
+"""Fast numerics give the same logits, bit by bit, whatever instructions the CPU has.
+
+So the tokens that a model writes do not depend on the machine. Models whose matrices are of many types run here and in
+processes whose kernels are compiled for simpler CPUs, and what is compared are hashes of logits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quantkit import jit, types
+from quantkit.files import gguf
+from quantkit.runtime.kernels.cpu.decode import FLOAT_TYPES
+from quantkit.runtime.kernels.cpu.formats.table import FORMATS
+from quantkit.runtime.model import load
+from tests.runtime.conftest import rewrite
+from tests.runtime.other_cpus import CPUS, environment_of
+from tests.runtime.test_experts import moe as moe  # a fixture
+
+SOME = ("iq4_k", "q8_0", "q4_0_r8", "bf16")
+TOKENS = np.random.default_rng(4).integers(0, 320, 40)
+
+
+def digests(paths: list[str]) -> list[str]:
+    """Of each model: a hash of the logits of a prompt, and of those of tokens that follow it one by one."""
+    found = []
+    for path in paths:
+        model = load(path, numerics="fast", threads=2)
+        assert model.slow_because is None
+        cache = model.new_cache(64)
+        prompt = model.forward(TOKENS, cache)
+        tokens = np.concatenate([model.forward([token], cache) for token in TOKENS[:8]])
+        assert np.isfinite(prompt).all()
+        assert np.isfinite(tokens).all()
+        found += [hashlib.sha256(logits.tobytes()).hexdigest() for logits in (prompt, tokens)]
+    return found
+
+
+def of_types(source: Path, target: Path, kinds: Sequence[str]) -> Path:
+    """A copy of a model, one matrix after another in one of these types."""
+    matrices = [t.name for t in gguf.open(source).tensors.values() if len(t.shape) > 1 and "gate_inp" not in t.name]
+    return rewrite(source, target, "f32", **{name: kinds[i % len(kinds)] for i, name in enumerate(matrices)})
+
+
+def check(paths: list[Path], isa: str) -> None:
+    names = list(map(str, paths))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.runtime.test_same_bits", *names], env=environment_of(isa), text=True,
+        cwd=Path(__file__).parents[2], capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    ran_as, theirs = json.loads(done.stdout)
+    assert ran_as == isa
+    assert theirs == digests(names)
+
+
+@pytest.mark.parametrize("isa", ["generic", "avx2", pytest.param("avx512", marks=pytest.mark.full)])
+def test_a_few_types(isa: str, tiny: Path, moe: Path, tmp_path: Path) -> None:
+    check([of_types(tiny, tmp_path / "a.gguf", SOME), of_types(moe, tmp_path / "b.gguf", SOME[1:2])], isa)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("isa", CPUS)
+def test_every_type(isa: str, tiny: Path, tmp_path: Path) -> None:
+    numbers = [*FORMATS, *FLOAT_TYPES]
+    kinds = [t.name for t in types.all() if t.ggml_type in numbers and types.layout(t.name).encode_rows is not None]
+    assert len(kinds) > 40
+    paths = [of_types(tiny, tmp_path / f"{i}.gguf", kinds[i : i + 14]) for i in range(0, len(kinds), 14)]
+    check(paths, isa)
+
+
+if __name__ == "__main__":
+    print(json.dumps([jit.isa(), digests(sys.argv[1:])]))

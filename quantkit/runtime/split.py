@@ -146,6 +146,19 @@ class Worker(Parts):
     def between(self, part: blocks.LatentAttention) -> latent.Between:
         return _Between(part, self)
 
+    def run_part(self, part: blocks.Part, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        if not isinstance(part, blocks.DeltaNet):
+            return super().run_part(part, layer, x, spans)
+        begin, counted = time.perf_counter(), self._counted()
+        out = super().run_part(part, layer, x, spans)
+        rest = time.perf_counter() - begin - (self._counted() - counted)
+        self._split.ledger.spent(self.device.name, "recurrent", max(0.0, rest))
+        return out
+
+    def _counted(self) -> float:
+        """Seconds that are counted already, of all that this worker's parts are made by."""
+        return self._split.ledger.total()
+
     def run_experts(self, part: blocks.Experts, y: np.ndarray, chosen: np.ndarray, weights: np.ndarray) -> np.ndarray:
         other, *others = (self._of(linear.weight) for linear in (part.gate, part.up, part.down))
         if any(worker is not other for worker in others):
@@ -250,6 +263,9 @@ class Rank(Worker):
 
     def _of(self, name: str) -> Worker:
         return self if name in self._split.placement.sliced else super()._of(name)
+
+    def _counted(self) -> float:
+        return self._split.ledger.total(self.device.name)  # the others run at the same time
 
     def run_experts(self, part: blocks.Experts, y: np.ndarray, chosen: np.ndarray, weights: np.ndarray) -> np.ndarray:
         if part.down.weight not in self._split.placement.sliced:  # elsewhere, once for all

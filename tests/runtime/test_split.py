@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,13 @@ def check(path: Path, tolerance: float = 1e-4, **how: Any) -> Model:
 
 
 CASES = [("llama", {}), ("qwen3moe", {}), ("qwen35moe", {}), *(("deepseek2", {"mla": mla}) for mla in range(4))]
-by_model = pytest.mark.parametrize(("arch", "how"), CASES, ids=[f"{a}{h.get('mla', '')}" for a, h in CASES])
+by_model = pytest.mark.parametrize(
+    ("arch", "how"),
+    [
+        pytest.param(arch, how, id=f"{arch}{how.get('mla', '')}", marks=[pytest.mark.full] * (how.get("mla") in (1, 2)))
+        for arch, how in CASES
+    ],
+)
 
 
 @by_model
@@ -255,6 +262,15 @@ def test_what_cannot_be_is_said_before_anything_is_read(how: dict[str, Any], sai
         load(tiny, **how)
 
 
+def test_without_torch_graph_split_says_what_is_missing(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(UnsupportedError, match=r"torch is not there.*pip install 'quantkit\[torch\]'"):
+        load(models["llama"], devices="cpu:0,cpu:1", split_mode="graph")
+    assert load(models["llama"], devices="cpu:0,cpu:1").logits(TOKENS[:3]).shape == (3, 320)
+
+
 def test_parts_of_a_model_with_other_tensors(models: dict[str, Path], tmp_path: Path) -> None:
     """What `compare_layers` does: a block with tensors of another file, on devices."""
     from quantkit.evaluate.parts import parts
@@ -278,6 +294,10 @@ def test_a_profile_says_where_time_goes(models: dict[str, Path]) -> None:
     assert {"products", "attention", "norms", "transfer"} <= ledger.seconds["cpu:0"].keys()
     assert re.search(r"spends \d+% of its time on \w+: the run is bound by", ledger.bound())
     assert ledger.to_json()["tokens"] == len(TOKENS)
+    recurrent = load(models["qwen35moe"], devices="cpu:0,cpu:1", split_mode="graph", profile=True)
+    recurrent.logits(TOKENS)
+    assert recurrent.split is not None
+    assert {"recurrent", "waiting", "other"} <= recurrent.split.ledger.seconds["cpu:1"].keys()
     one = load(models["llama"], profile=True)
     one.logits(TOKENS)
     assert one.split is not None

@@ -27,8 +27,8 @@ from quantkit.runtime.placement import Flags, Placement, located, without_kernel
 from quantkit.types import QuantType
 
 GIB = 1 << 30
-_KINDS = (("experts", "_exps."), ("attention", ".attn_"), ("shared experts", "_shexp."), ("feed-forward", ".ffn_"),
-          ("embedding", "token_embd"), ("output", "output"))  # fmt: skip
+_KINDS = (("experts", "_exps."), ("attention", ".attn_"), ("recurrent", ".ssm_"), ("shared experts", "_shexp."),
+          ("feed-forward", ".ffn_"), ("embedding", "token_embd"), ("output", "output"))  # fmt: skip
 
 
 class Weight(Protocol):

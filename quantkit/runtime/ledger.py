@@ -13,7 +13,7 @@ import threading
 from collections import defaultdict
 from typing import Any
 
-KINDS = ("products", "experts", "attention", "latents", "norms", "transfer", "waiting", "other")
+KINDS = ("products", "experts", "attention", "latents", "recurrent", "norms", "transfer", "waiting", "other")
 
 
 class Ledger:

@@ -7,6 +7,7 @@ first asked for: whole blocks of every row, or group of interleaved rows, behind
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -34,6 +35,39 @@ def part(tensor: Tensor, axis: int, first: int, stop: int) -> Tensor:
     if axis == 0:
         return _Rows(tensor, shape, first * math.prod(shape[1:-1]))
     return _RowsOfEach(tensor, shape, first, stop)
+
+
+def ranges(tensor: Tensor, axis: int, wanted: Sequence[tuple[int, int]]) -> Tensor:
+    """Several ranges of an axis, one after another: the first or the last of the tensor's axes."""
+    pieces = [part(tensor, axis, first, stop) for first, stop in wanted if stop > first]
+    if len(pieces) < 2:
+        return pieces[0] if pieces else part(tensor, axis, 0, 0)
+    return _Joined(pieces, axis)
+
+
+class _Joined(Tensor):
+    """Tensors one after another along an axis; copied when the bytes are first asked for."""
+
+    __slots__ = ("_axis", "_pieces")
+
+    def __init__(self, pieces: list[Tensor], axis: int):
+        one = pieces[0]
+        shape = (*one.shape[:axis], sum(piece.shape[axis] for piece in pieces), *one.shape[axis + 1 :])
+        super().__init__(one.name, shape, one.type, _nbytes(one.type, shape), 0, one.path)
+        self._pieces, self._axis = pieces, axis
+
+    @property
+    def stored(self) -> np.ndarray:
+        if self._file.size != self.nbytes:
+            kind = self.type
+            if self._axis < len(self.shape) - 1:
+                found = np.concatenate([piece.data for piece in self._pieces])
+            else:
+                rows = [piece.data.reshape(-1, kind.interleave * piece.row_bytes) for piece in self._pieces]
+                meta = kind.interleave * kind.row_meta_bytes
+                found = np.concatenate([rows[0], *(row[:, meta:] for row in rows[1:])], axis=1)
+            self._file = jit.readonly(np.ascontiguousarray(found).reshape(-1))
+        return self._file
 
 
 class _Rows(Tensor):

@@ -146,6 +146,19 @@ class Worker(Parts):
     def between(self, part: blocks.LatentAttention) -> latent.Between:
         return _Between(part, self)
 
+    def run_part(self, part: blocks.Part, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        if not isinstance(part, blocks.DeltaNet):
+            return super().run_part(part, layer, x, spans)
+        begin, counted = time.perf_counter(), self._counted()
+        out = super().run_part(part, layer, x, spans)
+        rest = time.perf_counter() - begin - (self._counted() - counted)
+        self._split.ledger.spent(self.device.name, "recurrent", max(0.0, rest))
+        return out
+
+    def _counted(self) -> float:
+        """Seconds that are counted already, of all that this worker's parts are made by."""
+        return self._split.ledger.total()
+
     def run_experts(self, part: blocks.Experts, y: np.ndarray, chosen: np.ndarray, weights: np.ndarray) -> np.ndarray:
         other, *others = (self._of(linear.weight) for linear in (part.gate, part.up, part.down))
         if any(worker is not other for worker in others):
@@ -239,7 +252,7 @@ class Rank(Worker):
     def _slice(self, owner: Parts, names: Iterable[str]) -> None:
         for name in names:
             cut = self._split.cuts[name]
-            self.weights[name] = slices.part(owner.weights[name], cut.axis, *cut.of(self.rank))  # type: ignore[index]
+            self.weights[name] = slices.ranges(owner.weights[name], cut.axis, cut.ranges(self.rank))  # type: ignore[index]
 
     def renew(self, owner: Parts, names: Iterable[str]) -> None:
         """Take these tensors from the owner again."""
@@ -251,11 +264,14 @@ class Rank(Worker):
     def _of(self, name: str) -> Worker:
         return self if name in self._split.placement.sliced else super()._of(name)
 
+    def _counted(self) -> float:
+        return self._split.ledger.total(self.device.name)  # the others run at the same time
+
     def run_experts(self, part: blocks.Experts, y: np.ndarray, chosen: np.ndarray, weights: np.ndarray) -> np.ndarray:
         if part.down.weight not in self._split.placement.sliced:  # elsewhere, once for all
             return super().run_experts(part, y, chosen, weights) if self.rank == 0 else np.zeros_like(y)
         cut = self._split.cuts[part.down.weight]
-        first, stop = cut.of(self.rank)
+        ((first, stop),) = cut.ranges(self.rank)
         if first == stop:
             return np.zeros_like(y)
         if cut.axis == 0:  # by number: those of others are left out
@@ -267,8 +283,7 @@ class Rank(Worker):
         of = self._split.cuts
 
         def width(linear: blocks.Linear) -> int:
-            first, stop = of[linear.weight].of(self.rank)
-            return stop - first
+            return of[linear.weight].width(self.rank)
 
         def last(linear: blocks.Linear) -> blocks.Linear:  # biases of what is added up count once
             return linear if self.rank == 0 else replace(linear, bias=None)
@@ -281,6 +296,11 @@ class Rank(Worker):
         if isinstance(part, blocks.LatentAttention):
             heads = width(part.q) // part.head_dim_k
             return replace(part, heads=heads, out=last(part.out)) if heads else None
+        if isinstance(part, blocks.DeltaNet):
+            each = part.sizes.value_heads // part.sizes.key_heads
+            heads = width(part.out) // (each * part.sizes.head_dim_v)
+            sizes = replace(part.sizes, key_heads=heads, value_heads=each * heads)
+            return replace(part, sizes=sizes, out=last(part.out)) if heads else None
         if isinstance(part, blocks.FeedForward):
             return replace(part, down=last(part.down), post_norm=None) if width(part.gate) else None
         assert isinstance(part, blocks.Experts)

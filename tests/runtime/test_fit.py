@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantkit import recipe
+from quantkit import archs, recipe
 from quantkit.budget import GIB, Budget, Cache, budget
 from quantkit.errors import DataError
 from quantkit.files.gguf import TensorSpec
@@ -18,15 +18,15 @@ from quantkit.runtime.devices import CPU, Device
 from quantkit.runtime.fit import Fitted, fit
 from quantkit.runtime.placement import Flags, parse_flags, place_model
 from quantkit.runtime.speed import ASSUMED, parse_rates, predict
-from tests.recipe.configs import DEEPSEEK_V3, LLAMA_8B, QWEN3_30B, QWEN3_235B
+from tests.recipe.configs import DEEPSEEK_V3, LLAMA_8B, QWEN3_30B, QWEN3_235B, QWEN35_27B
 
 MODELS = {"deepseek": (DEEPSEEK_V3, "iq4_k"), "qwen3": (QWEN3_235B, "iq4_k"), "llama": (LLAMA_8B, "q8_0"),
-          "qwen3-30b": (QWEN3_30B, "q8_0")}  # fmt: skip
+          "qwen3-30b": (QWEN3_30B, "q8_0"), "qwen35": (QWEN35_27B, "q8_0")}  # fmt: skip
 
 
 def planned(which: str, experts: str = "") -> tuple[dict[str, Any], Any]:
     config, kind = MODELS[which]
-    specs, metadata = from_config(config)
+    specs, metadata = from_config(archs.language_model(config))
     rules = recipe.parse(f"exps={experts or kind},.*=q8_0")
     return {t.name: t for t in recipe.plan(specs, "Q8_0", rules, metadata=metadata).tensors}, metadata
 
@@ -93,6 +93,15 @@ def test_layers_that_are_shared(which: str, vram: list[float]) -> None:
     gpus = [load for load in said.loads if load.device != "CPU"]
     sizes = [load.weights for load in gpus]
     assert max(sizes) - min(sizes) < 0.1 * max(sizes)
+
+
+def test_recurrent_layers_that_are_shared() -> None:
+    found, said = fitted("qwen35", devices([24, 24]), Cache(8192), flags=Flags(split_mode="graph"))
+    assert found.text == "-ngl 65 -sm graph -ts 1,1"
+    states, rows = 48 * 817152 * 4, 16 * 8192 * 4 * 2 * 256 * 2  # of field-notes.md 4; keys and values of 16 layers
+    assert [load.cache for load in said.loads if load.device != "CPU"] == [(states + rows) // 2] * 2
+    weights = [load.weights for load in said.loads if load.device != "CPU"]
+    assert weights[0] == weights[1]
 
 
 def test_what_fits_whole_is_shared_evenly() -> None:

@@ -93,6 +93,44 @@ def test_where_alignment_leaves_no_cut_the_tensor_and_the_numbers_are_named() ->
     assert attention_cuts(4, 1, 64, "q4_K", [0.5, 0.5])["o"].bounds == (0, 0, 256)  # one head: nothing to cut
 
 
+def recurrent_cuts(kind: str, tiled: bool, shares: list[float]) -> dict[str, cuts.Cut]:
+    """Of a recurrent layer of Qwen3.5-27B."""
+    norm, linear, sizes = blocks.Norm("n", 1e-6), blocks.Linear, blocks.Recurrence(4, 16, 48, 128, 128)
+    rates = None, linear("beta"), linear("alpha"), "conv", "a", "dt"
+    part = blocks.DeltaNet(norm, linear("qkv"), linear("gate"), *rates, norm, linear("out"), sizes, tiled)
+    made = (spec("qkv", kind, 10240, 5120), spec("gate", kind, 6144, 5120), spec("beta", "f32", 48, 5120),
+            spec("alpha", "f32", 48, 5120), spec("conv", "f32", 10240, 4), spec("a", "f32", 48), spec("dt", "f32", 48),
+            spec("out", kind, 5120, 6144))  # fmt: skip
+    tensors = {t.name: t for t in made}
+    head = blocks.Head("e", norm, linear("output"))
+    return cuts.of_model([blocks.Block(0, (part,))], head, tensors, tensors, {0: tuple(shares)})
+
+
+def test_recurrent_layers_are_cut_by_key_heads_in_each_segment() -> None:
+    found = recurrent_cuts("q8_0", False, [0.25, 0.75])
+    assert found["qkv"].ranges(0) == [(0, 512), (2048, 2560), (4096, 5632)]
+    assert found["conv"].ranges(1) == [(512, 2048), (2560, 4096), (5632, 10240)]
+    assert found["out"].ranges(1) == [(1536, 6144)]
+    assert found["a"].ranges(0) == [(0, 12)]
+    tiled = recurrent_cuts("q4_K", True, [0.25, 0.75])  # value head h reads key head h % 16
+    assert tiled["gate"].ranges(0) == tiled["out"].ranges(0) == [(0, 512), (2048, 2560), (4096, 4608)]
+    assert tiled["beta"].ranges(1) == [(4, 16), (20, 32), (36, 48)]
+    assert [tiled["qkv"].width(i) for i in range(2)] == [512 + 512 + 1536, 7680]
+    assert recurrent_cuts("q4_K", True, [0.3, 0.7])["out"].width(0) == 3 * 512  # an even number of heads of 128
+
+
+@pytest.mark.parametrize("kind", ["q4_K", "iq4_ks", "q4_k_r4", "iq1_s_r4", "f32"])
+def test_ranges_stand_one_after_another(kind: str, tmp_path: Path) -> None:
+    whole = stored(tmp_path, kind, (16, 1024))
+    values = whole.dequantize()
+    columns = slices.ranges(whole, 1, [(0, 256), (512, 1024)])
+    np.testing.assert_array_equal(columns.dequantize(), np.concatenate([values[:, :256], values[:, 512:]], axis=1))
+    rows = slices.ranges(whole, 0, [(0, 4), (4, 4), (8, 16)])
+    np.testing.assert_array_equal(rows.dequantize(), np.concatenate([values[:4], values[8:]]))
+    assert columns.nbytes == columns.stored.size
+    assert slices.ranges(whole, 1, [(0, 0), (512, 512)]).nbytes == 0
+
+
 # ------------------------------------------------------------------------------------------------------------- offload
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from quantkit import types
+from quantkit import archs, types
 from quantkit.errors import DataError, QuantkitError, UnknownNameError, UnsupportedError
 from quantkit.files import gguf
 from quantkit.runtime import placement
@@ -56,7 +57,13 @@ def check(path: Path, tolerance: float = 1e-4, **how: Any) -> Model:
 
 
 CASES = [("llama", {}), ("qwen3moe", {}), ("qwen35moe", {}), *(("deepseek2", {"mla": mla}) for mla in range(4))]
-by_model = pytest.mark.parametrize(("arch", "how"), CASES, ids=[f"{a}{h.get('mla', '')}" for a, h in CASES])
+by_model = pytest.mark.parametrize(
+    ("arch", "how"),
+    [
+        pytest.param(arch, how, id=f"{arch}{how.get('mla', '')}", marks=[pytest.mark.full] * (how.get("mla") in (1, 2)))
+        for arch, how in CASES
+    ],
+)
 
 
 @by_model
@@ -151,6 +158,31 @@ def test_caches_of_split_models_forget_and_go_on(how: dict[str, Any], models: di
     assert np.abs(ends[0] - wanted[6]).max() < 1e-4
 
 
+@pytest.mark.parametrize("arch", ["qwen35moe", "qwen3moe"])
+@pytest.mark.parametrize("how", [{}, {"split_mode": "graph"}], ids=str)
+def test_states_are_saved_and_restored_when_sliced(arch: str, how: dict[str, Any], models: dict[str, Path]) -> None:
+    path = models[arch]
+    model, wanted = load(path, devices="cpu:0,cpu:1", **how), load(path).logits(TOKENS)
+    cache, other = model.new_cache(64), model.new_cache(48)
+    assert cache.state_bytes == load(path).new_cache(64).state_bytes
+    model.forward(TOKENS[:25], cache)
+    kept = cache.save()
+    assert (kept.length, sum(part.nbytes > 0 for part in kept.parts.values())) == (25, 2)  # type: ignore[attr-defined]
+    cache.mark()
+    model.forward(TOKENS[:5], cache)
+    cache.truncate(25)
+    assert np.abs(model.forward(TOKENS[25:30], cache) - wanted[25:30]).max() < 1e-4
+    other.restore(kept)
+    assert np.abs(model.forward(TOKENS[25:], other) - wanted[25:]).max() < 1e-4
+    if arch == "qwen35moe":
+        with pytest.raises(DataError, match="a recurrent layer has no state of each position"):
+            other.truncate(7)
+    with pytest.raises(DataError, match="saved from devices CPU alone"):
+        cache.restore(load(path).new_cache(8).save())
+    with pytest.raises(DataError, match="under one placement"):
+        load(path, devices="cpu:0").new_cache(64).restore(kept)
+
+
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 def test_sums_travel_in_fewer_bits_when_asked(kind: str, models: dict[str, Path]) -> None:
     model = load(models["llama"], devices="cpu:0,cpu:1", split_mode="graph", reduce_type=kind)
@@ -230,6 +262,15 @@ def test_what_cannot_be_is_said_before_anything_is_read(how: dict[str, Any], sai
         load(tiny, **how)
 
 
+def test_without_torch_graph_split_says_what_is_missing(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(UnsupportedError, match=r"torch is not there.*pip install 'quantkit\[torch\]'"):
+        load(models["llama"], devices="cpu:0,cpu:1", split_mode="graph")
+    assert load(models["llama"], devices="cpu:0,cpu:1").logits(TOKENS[:3]).shape == (3, 320)
+
+
 def test_parts_of_a_model_with_other_tensors(models: dict[str, Path], tmp_path: Path) -> None:
     """What `compare_layers` does: a block with tensors of another file, on devices."""
     from quantkit.evaluate.parts import parts
@@ -253,6 +294,10 @@ def test_a_profile_says_where_time_goes(models: dict[str, Path]) -> None:
     assert {"products", "attention", "norms", "transfer"} <= ledger.seconds["cpu:0"].keys()
     assert re.search(r"spends \d+% of its time on \w+: the run is bound by", ledger.bound())
     assert ledger.to_json()["tokens"] == len(TOKENS)
+    recurrent = load(models["qwen35moe"], devices="cpu:0,cpu:1", split_mode="graph", profile=True)
+    recurrent.logits(TOKENS)
+    assert recurrent.split is not None
+    assert {"recurrent", "waiting", "other"} <= recurrent.split.ledger.seconds["cpu:1"].keys()
     one = load(models["llama"], profile=True)
     one.logits(TOKENS)
     assert one.split is not None
@@ -260,6 +305,22 @@ def test_a_profile_says_where_time_goes(models: dict[str, Path]) -> None:
     assert one.split.ledger.moved_bytes == 0
     ledger.clear()
     assert ledger.bound() == ""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", [arch.name for arch in archs.all()])
+def test_every_architecture_on_devices(arch: str, tmp_path: Path) -> None:
+    from quantkit.convert import convert
+
+    checkpoints.tiny(tmp_path / "hf", "float32", arch)
+    path = tmp_path / "model.gguf"
+    convert(tmp_path / "hf", path, "f32")
+    for how in ({}, {"split_mode": "graph"}, {"override_tensor": r"(attn_out|down|gate_inp)=cpu:1"}):
+        try:
+            check(path, devices="cpu:0,cpu:1", **how)
+        except UnsupportedError as error:  # the one way that is refused
+            assert "normed together" in str(error)  # noqa: PT017
+            assert how == {"split_mode": "graph"}
 
 
 def test_plain_placements_are_run_as_ever(tiny: Path) -> None:

@@ -7,12 +7,12 @@ import subprocess
 import sys
 
 import pytest
-from tests.runtime.cuda.conftest import SIMULATED
 
 from quantkit import types
 from quantkit.runtime.kernels.cuda import kernels
 from quantkit.runtime.kernels.cuda.kernel import Kernel, entry_of, link
 from quantkit.runtime.kernels.cuda.table import product
+from tests.runtime.cuda.conftest import SIMULATED
 
 TARGETS = ((8, 0), (9, 0), (12, 0))
 if SIMULATED:

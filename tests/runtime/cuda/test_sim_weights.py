@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.runtime.cuda.conftest import Run
 
 from quantkit import types
 from quantkit.runtime.kernels.cuda import activations, floats, kernels, weights
 from quantkit.runtime.kernels.cuda.table import FLOAT_IDS
+from tests.runtime.cuda.conftest import Run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 OF_TYPES = list(kernels.of_types())

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tests.runtime.cuda.conftest import SIMULATED
 
 FILES = sorted(path.name for path in Path(__file__).parent.glob("test_sim_*.py"))

@@ -19,7 +19,7 @@ THREADS = 256
 
 @functools.cache
 def quantize() -> Kernel:
-    """(x, count, codes, scales, sums): float32[count], a multiple of 32, to int8[count] and float32[count / 32, / 16]."""
+    """(x, count, codes, scales, sums): float32[count], 32 by 32, to int8[count], float32[count / 32] and [count / 16]."""
 
     def kernel(x, count, codes, scales, sums):
         i = cuda.blockIdx.x * np.int64(THREADS) + cuda.threadIdx.x

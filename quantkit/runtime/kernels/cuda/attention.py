@@ -25,8 +25,8 @@ from quantkit.errors import UnsupportedError
 from quantkit.runtime.kernels.cuda import hardware
 from quantkit.runtime.kernels.cuda.codecs.table import CODECS
 from quantkit.runtime.kernels.cuda.hardware import (
-    bits_of,
     bfloat_of,
+    bits_of,
     float_of_bfloat,
     float_of_bits,
     float_of_half,
@@ -187,13 +187,11 @@ def attend(k_kind: str, v_kind: str, dim_k: int, dim_v: int, values_in_keys: boo
                     row_at = (np.int64(head) * n_ctx + start + i // units_v) * v_bytes
                     read_v(v, row_at, v_bytes, i % units_v, dim_v, tile, i // units_v * pitch)
             cuda.syncthreads()
-            for c in range(columns):
-                d = min(thread + c * THREADS, dim_v - 1)
-                for row in range(ROWS):
-                    value = held[c * ROWS + row] * shrink[row]
-                    for key in range(here):
-                        value += score[row * 32 + key] * tile[key * pitch + d]
-                    held[c * ROWS + row] = value
+            for row in range(ROWS):
+                value = held[row] * shrink[row]
+                for key in range(here):
+                    value += score[row * 32 + key] * tile[key * pitch + column]
+                held[row] = value
         cuda.syncthreads()
         result = (np.int64(share) * cuda.gridDim.z + head) * rows + first_row
         if thread < ROWS and first_row + thread <= last_row:
@@ -209,7 +207,7 @@ def attend(k_kind: str, v_kind: str, dim_k: int, dim_v: int, values_in_keys: boo
 
 @functools.cache
 def combine(sinks: bool) -> Kernel:
-    """(top, total, acc, shares, heads, group, tokens, dim_v, sink, out): the shares as one, divided by the sum of weights.
+    """(top, total, acc, shares, heads, group, tokens, dim_v, sink, out): the shares as one, over the sum of weights.
 
     out float32[tokens, heads, dim_v]; sink float32[heads] counts as a key without a value. Grid: (rows, kv heads).
     """

@@ -50,7 +50,7 @@ def block_max(value):
 
 @functools.cache
 def rms_norm() -> Kernel:
-    """(x, weight, n, eps, out): rows of n, a block each; x / sqrt(mean(x^2) + eps) * weight. Of heads: rows are heads."""
+    """(x, weight, n, eps, out): x / sqrt(mean(x^2) + eps) * weight of rows of n, or of heads; a block each."""
 
     def kernel(x, weight, n, eps, out):
         first = np.int64(cuda.blockIdx.x) * n
@@ -110,7 +110,7 @@ def add() -> Kernel:
 
 @functools.cache
 def mix() -> Kernel:
-    """(parts, weights, used, n, tokens, out): out[t] = sum over j of weights[t, j] * parts[t, j], parts [t, used, n]."""
+    """(parts, weights, used, n, tokens, out): out[t] = sum over j of weights[t, j] * parts[t, j, :n], j < used."""
 
     def kernel(parts, weights, used, n, tokens, out):
         i = cuda.blockIdx.x * np.int64(THREADS) + cuda.threadIdx.x

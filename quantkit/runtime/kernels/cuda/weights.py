@@ -81,8 +81,8 @@ def _dequantize(codec: Codec, output: str):
 def matvec(ggml_type: int, tokens: int) -> Kernel:
     """(data, matrix_bytes, ids, row_bytes, rows, n, codes, scales, sums, share, out)
 
-    out float32[slots, tokens, rows]: slot s is matrix ids[s] times the `tokens` vectors from number tokens * (s // share)
-    on: codes int32[vectors, n / 4], scales float32[vectors, n / 32], sums float32[vectors, n / 16].
+    out float32[slots, tokens, rows]: slot s is matrix ids[s] times the `tokens` vectors from tokens * (s // share) on:
+    codes int32[vectors, n / 4], scales float32[vectors, n / 32], sums float32[vectors, n / 16].
     """
     codec = CODECS[ggml_type]
     parameters = "u8[] i64 i32[] i64 i32 i32 i32[] f32[] f32[] i32 f32[]"

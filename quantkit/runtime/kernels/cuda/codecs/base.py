@@ -28,21 +28,9 @@ def codecs(
         made = []
         for name, places in fields.items():
             kind = get(name)
-            rows = kind.interleave
-            made.append(
-                Codec(
-                    kind.name,
-                    read,
-                    tuple(places),
-                    kind.block_size,
-                    rows * kind.block_bytes,
-                    group,
-                    floor,
-                    rows,
-                    rows * kind.row_meta_bytes - tail,
-                    tail,
-                )  # fmt: skip
-            )
+            rows, head = kind.interleave, kind.interleave * kind.row_meta_bytes - tail
+            sizes = kind.block_size, rows * kind.block_bytes
+            made.append(Codec(kind.name, read, tuple(places), *sizes, group, floor, rows, head, tail))
         return made
 
     return make

@@ -21,9 +21,8 @@ def run() -> Run:
     """`run(kernel, blocks, threads, *arguments)`, arrays being numpy's, which hold the results afterwards."""
     if SIMULATED:
         return lambda kernel, blocks, threads, *arguments: kernel.simulate(blocks, threads, *arguments)
-    from quantkit.runtime.kernels.cuda.device import Gpu
-
     from quantkit.errors import UnsupportedError
+    from quantkit.runtime.kernels.cuda.device import Gpu
 
     try:
         gpu = Gpu()

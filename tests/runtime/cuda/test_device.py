@@ -45,7 +45,9 @@ def test_a_driver_that_is_not_there(monkeypatch) -> None:
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     try:
-        with pytest.raises(UnsupportedError, match=r"driver is not installed \(libcuda.so.1 is not found\); pip install"):
+        with pytest.raises(
+            UnsupportedError, match=r"driver is not installed \(libcuda.so.1 is not found\); pip install"
+        ):
             driver.library()
     finally:
         driver.library.cache_clear()
@@ -103,7 +105,9 @@ def test_parameters_are_those_of_the_compiled_kernel() -> None:
     kernel = elementwise.rms_norm()  # f32[] f32[] i32 f32 f32[]
     declared = kernel.ptx((8, 0)).split(".visible .entry ", 1)[1].split(")", 1)[0]
     widths = [line.split(".param .")[1][:3] for line in declared.splitlines() if ".param ." in line]
-    assert widths == ["u64"] * 14 + ["u32", "f32"] + ["u64"] * 7 or widths == ["u64"] * 14 + ["b32", "b32"] + ["u64"] * 7
+    assert (
+        widths == ["u64"] * 14 + ["u32", "f32"] + ["u64"] * 7 or widths == ["u64"] * 14 + ["b32", "b32"] + ["u64"] * 7
+    )
     assert len(driver.slots(kernel.parameters, [(0, 1), (0, 1), 1, 1.0, (0, 1)])) == 8 * len(widths)
 
 

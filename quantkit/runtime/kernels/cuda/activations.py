@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-from numba import cuda
 
-from quantkit.runtime.kernels.cuda.hardware import warp_max, warp_sum
+from quantkit.runtime.kernels.cuda.hardware import cuda, warp_max, warp_sum
 from quantkit.runtime.kernels.cuda.kernel import Kernel
 
 THREADS = 256
@@ -19,7 +18,7 @@ THREADS = 256
 
 @functools.cache
 def quantize() -> Kernel:
-    """(x, count, codes, scales, sums): float32[count], 32 by 32, to int8[count], float32[count / 32] and [count / 16]."""
+    """(x, count, codes, scales, sums): float32[count] to int8[count], float32[count / 32], [count / 16]."""
 
     def kernel(x, count, codes, scales, sums):
         i = cuda.blockIdx.x * np.int64(THREADS) + cuda.threadIdx.x

@@ -18,7 +18,6 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
 from quantkit import types
 from quantkit.errors import UnsupportedError
@@ -27,6 +26,7 @@ from quantkit.runtime.kernels.cuda.codecs.table import CODECS
 from quantkit.runtime.kernels.cuda.hardware import (
     bfloat_of,
     bits_of,
+    cuda,
     float_of_bfloat,
     float_of_bits,
     float_of_half,

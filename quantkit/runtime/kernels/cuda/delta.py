@@ -12,8 +12,8 @@ import functools
 import math
 
 import numpy as np
-from numba import cuda
 
+from quantkit.runtime.kernels.cuda.hardware import cuda
 from quantkit.runtime.kernels.cuda.kernel import Kernel
 
 MOST_KEYS = 512

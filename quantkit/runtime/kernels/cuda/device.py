@@ -48,7 +48,9 @@ def torch_with_cuda() -> Any:
     if torch.version.cuda is None:
         raise UnsupportedError(f"no CUDA GPU: torch {torch.__version__} is built without CUDA; {driver.REMEDY}")
     if not torch.cuda.is_available():
-        raise UnsupportedError(f"no CUDA GPU: the driver answers, but torch {torch.__version__} finds none; {driver.REMEDY}")
+        raise UnsupportedError(
+            f"no CUDA GPU: the driver answers, but torch {torch.__version__} finds none; {driver.REMEDY}"
+        )
     return torch
 
 
@@ -98,7 +100,7 @@ class Gpu:
         with self.torch.cuda.device(self.place):
             driver.launch(self._function(kernel), grid, threads, stream, driver.slots(kernel.parameters, given))
 
-    def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def capture(self, step: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         """The launches of `step` as a graph to replay. It runs twice before, so that all code is there and memory too.
 
         `step` must read what differs between replays (positions, tokens) from memory and allocate by torch alone.

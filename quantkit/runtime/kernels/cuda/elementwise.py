@@ -8,9 +8,8 @@ import functools
 import math
 
 import numpy as np
-from numba import cuda
 
-from quantkit.runtime.kernels.cuda.hardware import inlined, warp_max, warp_sum
+from quantkit.runtime.kernels.cuda.hardware import cuda, inlined, warp_max, warp_sum
 from quantkit.runtime.kernels.cuda.kernel import Kernel
 
 THREADS = 256

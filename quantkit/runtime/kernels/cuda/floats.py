@@ -7,13 +7,14 @@ Activations are float32. `data` holds matrices as in `weights.py`; a row of a bl
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
-from numba import cuda
 
 from quantkit.runtime.kernels.cuda.hardware import (
     bfloat_of,
     bits_of,
+    cuda,
     float_of_bfloat,
     float_of_half,
     half_of,
@@ -28,7 +29,7 @@ ROWS_OF_BLOCK = THREADS // 32
 _ROWS = 16  # of bf16_r16: pairs of columns of each row in turn
 
 
-def _element(name: str):
+def _element(name: str) -> Any:
     """Device function (data, start, n, row, column) -> float32; data and start in numbers of the type's width."""
     if name == "f32":
         return inlined(lambda data, start, n, row, column: data[start + np.int64(row) * n + column])

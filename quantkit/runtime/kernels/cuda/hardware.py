@@ -2,7 +2,7 @@
 
 Where NUMBA_ENABLE_CUDASIM is set, kernels are plain Python: there a unit is read by `words.Plain`, sums over a warp go
 through shared memory (threads of a simulated warp do not run in step), and the bytes of a word are added up one by one.
-Nothing but this module and `words.py` knows which of the two runs.
+Nothing but this module and `words.py` knows which of the two runs. `cuda` and `types` are numba's.
 
     inlined                       decorator of device functions
     SIMULATED                     whether kernels are simulated

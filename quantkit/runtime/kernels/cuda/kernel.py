@@ -19,8 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from numba import cuda
-
 from quantkit import jit
 from quantkit.errors import QuantkitError
 
@@ -33,6 +31,8 @@ class Kernel:
 
     @functools.cached_property
     def _dispatcher(self) -> Any:
+        from quantkit.runtime.kernels.cuda.hardware import cuda
+
         return cuda.jit(self.function)
 
     def simulate(self, blocks: int | tuple[int, ...], threads: int, *arguments: Any) -> None:
@@ -41,7 +41,7 @@ class Kernel:
 
     def ptx(self, capability: tuple[int, int]) -> str:
         """PTX of the kernel for a compute capability, (9, 0) for sm_90."""
-        from numba.cuda import types
+        from quantkit.runtime.kernels.cuda.hardware import cuda, types
 
         numbers = {"u8": types.uint8, "i8": types.int8, "u16": types.uint16, "u32": types.uint32, "i32": types.int32,
                    "i64": types.int64, "f32": types.float32}  # fmt: skip
@@ -56,8 +56,8 @@ class Kernel:
         """Machine code for a compute capability and the name of its entry, from disk where it was made before."""
         path = _folder(capability) / f"{self.name}.cubin"
         try:
-            entry, _, code = path.read_bytes().partition(b"\n")
-            return code, entry.decode()
+            first, _, kept = path.read_bytes().partition(b"\n")
+            return kept, first.decode()
         except FileNotFoundError:
             pass
         text = self.ptx(capability)

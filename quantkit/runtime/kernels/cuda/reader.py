@@ -210,7 +210,8 @@ class Stored:
 
     def _load_words(self, varying: Any, offsets: list[int], found: list[Any]) -> dict[int, Any]:
         """The words at these fixed offsets, four or two of them at once where they are aligned."""
-        e, words = self.reader.e, {}
+        e = self.reader.e
+        words: dict[int, Any] = {}
         while offsets:
             for many in (4, 2):
                 run = [offsets[0] + 4 * i for i in range(many)]

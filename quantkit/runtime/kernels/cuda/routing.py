@@ -6,9 +6,8 @@ import functools
 import math
 
 import numpy as np
-from numba import cuda
 
-from quantkit.runtime.kernels.cuda.hardware import warp_max, warp_sum
+from quantkit.runtime.kernels.cuda.hardware import cuda, warp_max, warp_sum
 from quantkit.runtime.kernels.cuda.kernel import Kernel
 
 WARP = 32

@@ -12,13 +12,13 @@ Grids: dequantize (units of 32 columns / THREADS, rows), matvec (rows / ROWS_OF_
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
-from numba import cuda
 
 from quantkit.runtime.kernels.cuda import hardware
 from quantkit.runtime.kernels.cuda.codecs.table import CODECS
-from quantkit.runtime.kernels.cuda.hardware import bfloat_of, dot4, half_of, load_words, plus, times, warp_sum
+from quantkit.runtime.kernels.cuda.hardware import bfloat_of, cuda, dot4, half_of, load_words, plus, times, warp_sum
 from quantkit.runtime.kernels.cuda.kernel import Kernel
 from quantkit.runtime.kernels.cuda.reader import Codec
 
@@ -36,7 +36,7 @@ def dequantize(ggml_type: int, output: str) -> Kernel:
     return Kernel(f"dequantize_{codec.name}_{output}", _dequantize(codec, output), "u8[] i64 i64 i32 i32 u32[]")
 
 
-def _dequantize(codec: Codec, output: str):
+def _dequantize(codec: Codec, output: str) -> Callable[..., None]:
     read, floor, single = hardware.unit(codec), codec.floor, output == "f32"
     convert = hardware.bits_of if single else half_of if output == "f16" else bfloat_of
     words = 32 if single else 16
@@ -89,7 +89,7 @@ def matvec(ggml_type: int, tokens: int) -> Kernel:
     return Kernel(f"matvec_{codec.name}_{tokens}", _matvec(codec, tokens), parameters)
 
 
-def _matvec(codec: Codec, tokens: int):
+def _matvec(codec: Codec, tokens: int) -> Callable[..., None]:
     read, floor, halves = hardware.unit(codec), codec.floor, codec.group == 16
 
     @hardware.inlined

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from quantkit.runtime.kernels.cuda.codecs.base import by_bytes, codecs, own
-from quantkit.runtime.kernels.cuda.fields import both, place
+from quantkit.runtime.kernels.cuda.fields import Place, both, place
 from quantkit.runtime.kernels.cuda.reader import LOW, ONES, Reader, Unit
 from quantkit.types.codebooks import K4
 from quantkit.types.interleave import packed, planes
@@ -21,7 +23,7 @@ _K4 = by_bytes(K4.values[:16])  # iq4_nl has the same values
 _E2M1 = by_bytes(E2M1)
 
 
-def _halves(words):
+def _halves(words: list[Any]) -> list[Any]:
     """Low nibbles of 16 bytes, then the high ones."""
     return [w & LOW for w in words] + [w >> 4 & LOW for w in words]
 
@@ -33,7 +35,7 @@ def q4_0(r: Reader) -> Unit:
     return Unit([r.minus(c, 8) for c in codes], [r.half(d.at())], [])
 
 
-def _runs(rows: int, run: int) -> tuple:
+def _runs(rows: int, run: int) -> tuple[Place, Place]:
     """Where groups of q4_0_4x4 and its kin keep scales and bytes: `run` bytes of each row in turn."""
     k, j = np.arange(rows)[:, None], np.arange(16)
     return place(16, 16 * k), place(8, 8 * (2 * rows + (j // run * rows + k) * run + j % run))

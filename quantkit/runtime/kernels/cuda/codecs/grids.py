@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from quantkit.runtime.kernels.cuda.codecs.base import codecs, own
@@ -21,31 +23,31 @@ _GRIDS = {name: _table(grid(name).points) for name in ("iq2_xxs", "iq2_xs", "iq2
 _TERNARY = _table(8 * LEVELS + 8)  # in eighths, as the shift is, and none negative
 
 
-def bytes_of(word):
+def bytes_of(word: Any) -> list[Any]:
     return [word >> 8 * i & 255 for i in range(4)]
 
 
-def points_under(r: Reader, name: str, numbers) -> list:
+def points_under(r: Reader, name: str, numbers: list[Any]) -> list[Any]:
     """The magnitudes of four or eight points of a grid, as eight words."""
     if len(numbers) == 8:
         return [r.e.table(name, _GRIDS[name], number) for number in numbers]
     return [r.e.table(name, _GRIDS[name], number * 2 + half) for number in numbers for half in range(2)]
 
 
-def signed(r: Reader, name: str, numbers, signs) -> list:
+def signed(r: Reader, name: str, numbers: list[Any], signs: list[Any]) -> list[Any]:
     """Codes of a unit: the same under four bytes of signs."""
     nibbles = [byte >> 4 * half & 15 for byte in signs for half in range(2)]
     return [r.negate(word, r.spread(n)) for word, n in zip(points_under(r, name, numbers), nibbles)]
 
 
-def _with_parity(sevens):
+def _with_parity(sevens: Any) -> Any:
     """Seven signs and the eighth, which makes the number of negative ones even."""
     half = sevens ^ sevens >> 4
     half = half ^ half >> 2
     return sevens | (half ^ half >> 1) << 7 & 128
 
 
-def odd(r: Reader, d, number, unit: float):
+def odd(r: Reader, d: Any, number: Any, unit: float) -> Any:
     """(2 l + 1) * unit * d; exact, so that (d * (l + 0.5) / 4) is this with an eighth."""
     return d * unit * r.e.real(number * 2 + 1)
 
@@ -109,7 +111,7 @@ def iq3_s(r: Reader) -> Unit:
     return Unit(codes, [odd(r, r.half(d.at()), numbers.at(1), 1.0)], [])
 
 
-def _ternary(r: Reader, points, negative) -> list:
+def _ternary(r: Reader, points: list[Any], negative: list[Any]) -> list[Any]:
     """Codes in eighths of four points, each under its flag of a negative shift."""
     codes = []
     for point, flag in zip(points, negative):
@@ -125,7 +127,7 @@ def iq1_s(r: Reader) -> Unit:
     return _sub_block(r, r.half(d.at()), bytes_of(low.quads(1, 4)[0]), high.at(1))
 
 
-def _sub_block(r: Reader, d, low, word) -> Unit:
+def _sub_block(r: Reader, d: Any, low: list[Any], word: Any) -> Unit:
     points = [a | (word >> 3 * i & 7) << 8 for i, a in enumerate(low)]
     codes = _ternary(r, points, [word >> 15 & 1] * 4)
     return Unit(codes, [odd(r, d, word >> 12 & 7, 0.125)], [])

@@ -5,6 +5,8 @@ Where seven signs stand for eight, a group has their running exclusive-or (`type
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from quantkit.runtime.kernels.cuda.codecs.base import codecs
@@ -26,12 +28,12 @@ def _bytes(at: int) -> Place:
     return woven(8, 8, 4, Slots(0, at=at))
 
 
-def _running(sevens):
+def _running(sevens: Any) -> Any:
     """Eight signs of the running exclusive-or of seven."""
     return (sevens ^ sevens << 1) & 255
 
 
-def _signs_and_scale(r: Reader, word):
+def _signs_and_scale(r: Reader, word: Any) -> tuple[list[Any], Any]:
     """Of a word of four bytes: a bit of the scale each, and seven signs."""
     each = bytes_of(word)
     number = (each[0] & 1) | (each[1] & 1) << 1 | (each[2] & 1) << 2 | (each[3] & 1) << 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from quantkit.runtime.kernels.cuda.codecs.base import centred, codecs
 from quantkit.runtime.kernels.cuda.fields import both
 from quantkit.runtime.kernels.cuda.reader import Reader, Unit
@@ -32,7 +34,7 @@ def q3_k(r: Reader) -> Unit:
     return Unit([r.minus(c | t << 2, 4) for c, t in zip(codes.quads(), thirds.quads())], scales, [])
 
 
-def _scale_and_floor(r: Reader):
+def _scale_and_floor(r: Reader) -> tuple[list[Any], list[Any]]:
     """Of q4_K and q5_K."""
     d, least, high, high_least, low, low_least, *_ = r.fields
     scale = r.half(d.at()) * r.e.real(low.at(1) | high.at(1) << 4)

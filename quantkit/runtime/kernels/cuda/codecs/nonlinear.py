@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from quantkit.runtime.kernels.cuda.codecs.base import by_bytes, centred, codecs, own
 from quantkit.runtime.kernels.cuda.fields import both
 from quantkit.runtime.kernels.cuda.reader import Reader, Unit
@@ -13,7 +15,7 @@ from quantkit.types.iq4_k_r4 import IQ4_K_R4
 from quantkit.types.iq5_k_r4 import IQ5_K_R4
 
 
-def looked_up(r: Reader, book: Book, codes, flags):
+def looked_up(r: Reader, book: Book, codes: list[Any], flags: list[Any]) -> list[Any]:
     """Values of a unit's codes; of `flags` there is one for every part of the codes, a word that is 0 or not."""
     words = by_bytes(book.values)
     plain, raised = (r.words(*half) for half in (words[: len(words) // 2], words[len(words) // 2 :]))
@@ -25,7 +27,7 @@ def looked_up(r: Reader, book: Book, codes, flags):
     return values
 
 
-def _flags(r: Reader):
+def _flags(r: Reader) -> list[Any]:
     return [r.fields[1].at(2, h) for h in range(2)]
 
 
@@ -48,7 +50,7 @@ def iq3_k(r: Reader) -> Unit:
     return Unit(looked_up(r, K3, codes, _flags(r)), scales, [])
 
 
-def _six_bits(r: Reader):
+def _six_bits(r: Reader) -> list[Any]:
     d, _, high, low, *_ = r.fields
     scale = r.half(d.at())
     return [scale * centred(r, low.at(2, h) | high.at(2, h) << 4, 32) for h in range(2)]

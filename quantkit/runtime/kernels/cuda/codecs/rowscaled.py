@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from quantkit.runtime.kernels.cuda.codecs.base import by_bytes, centred, codecs, own
 from quantkit.runtime.kernels.cuda.codecs.nonlinear import looked_up
-from quantkit.runtime.kernels.cuda.fields import both, woven
+from quantkit.runtime.kernels.cuda.fields import Place, both, woven
 from quantkit.runtime.kernels.cuda.reader import LOW, Reader, Unit
 from quantkit.types.codebooks import K2, K3, K4, K5
 from quantkit.types.interleave import QUAD, Lines, Slots, packed, planes
@@ -35,7 +37,7 @@ _IQ3_KS = (
 )  # fmt: skip
 
 
-def _five_bits(r: Reader):
+def _five_bits(r: Reader) -> list[Any]:
     _, high, low, *_ = r.fields
     return [r.head_half() * centred(r, low.at(1) | high.at(1) << 4, 16)]
 
@@ -52,7 +54,7 @@ def iq3_ks(r: Reader) -> Unit:
     return Unit(looked_up(r, K3, codes, [r.fields[0].at(1)]), _five_bits(r), [])
 
 
-def _odd(r: Reader, number):
+def _odd(r: Reader, number: Any) -> tuple[list[Any], list[Any]]:
     """d * m of a byte that holds an odd m from -127 on over a flag, and the flag."""
     return [r.head_float() * centred(r, number & 254, 127)], [number & 1]
 
@@ -115,7 +117,7 @@ def q8_kv_r8(r: Reader) -> Unit:
     return Unit(r.fields[0].quads(), [r.head_float()], [])
 
 
-def _rows_of_bytes(rows: int):
+def _rows_of_bytes(rows: int) -> tuple[Place, Place]:
     return woven(16, 1, rows, Slots(0, at=0)), woven(8, 256, rows, Lines(QUAD, at=2 * rows))
 
 
@@ -158,11 +160,11 @@ def iq1_bn(r: Reader) -> Unit:
     return Unit([r.minus(w, 1) for w in words], [r.head_half()], [])
 
 
-def _byte(r: Reader, pitch: int, number: int):
+def _byte(r: Reader, pitch: int, number: int) -> Any:
     """A byte of the block, at pitch * unit + number."""
     return r.e.load(8, r.block + number + r.e.wide(r.unit * pitch), 1)
 
 
-def _digit(byte, power):
+def _digit(byte: Any, power: Any) -> Any:
     """0, 1 or 2: what base 3 has in the place of a power, counted from the top."""
     return (byte * power & 255) * 3 >> 8

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from quantkit.runtime.kernels.cuda.codecs.base import by_bytes, codecs, own
 from quantkit.runtime.kernels.cuda.reader import ONES, Reader, Unit
 from quantkit.types.interleave import packed, planes
@@ -10,18 +12,18 @@ from quantkit.types.trellis import BOOK, OFFSET, POWERS
 _SIXES, _MIDDLE = 0x3F3F3F3F, 126
 
 
-def _values(r: Reader, seed, first: int):
+def _values(r: Reader, seed: Any, first: int) -> list[Any]:
     """Four signed values of a group, from its `first` on: sums of four bytes."""
     ones, middle = r.e.word(ONES), r.e.word(-_MIDDLE)
     return [r.e.dot(seed * int(POWERS[first + k]) & _SIXES, ones, middle) for k in range(4)]
 
 
-def _book_scale(r: Reader, code):
+def _book_scale(r: Reader, code: Any) -> list[Any]:
     table = r.words(*by_bytes(BOOK))
     return [r.head_float() * r.e.real(r.e.signed_byte(r.lookup(table, code)))]
 
 
-def _bytes(word):
+def _bytes(word: Any) -> list[Any]:
     return [word >> 8 * i & 255 for i in range(4)]
 
 
@@ -42,7 +44,7 @@ def iq1_kt(r: Reader) -> Unit:
     return Unit(codes, _book_scale(r, sub & 15), [])
 
 
-def _seeds(r: Reader):
+def _seeds(r: Reader) -> list[Any]:
     return [r.fields[1].at(4, i) + OFFSET for i in range(4)]
 
 

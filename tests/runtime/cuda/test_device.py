@@ -179,6 +179,17 @@ def test_matrices_that_do_not_fit() -> None:
         Matrices(OnCpu(), data, types.layout("q8_1"), 6, 32)  # type: ignore[arg-type]
 
 
+def test_tensors_that_a_kernel_cannot_read() -> None:
+    from quantkit.runtime.kernels.cuda import elementwise
+
+    class Cpu(OnCpu):
+        launch = Gpu.launch
+
+    x = OnCpu.torch.zeros(4, 6).T
+    with pytest.raises(TypeError, match="add: a tensor on cpu is not a contiguous one on cpu"):
+        Cpu().launch(elementwise.add(), 1, 32, x, x, 4, 24)  # type: ignore[misc]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 3, 8, 40])
 @pytest.mark.parametrize("name", ["q4_K", "iq4_k", "q8_0", "iq2_k", "iq4_k_r4", "bf16"])

@@ -93,7 +93,13 @@ class Gpu:
         return found
 
     def launch(self, kernel: Kernel, blocks: int | Sequence[int], threads: int, *arguments: Any) -> None:
-        """Run a kernel on torch's current stream. Arrays are contiguous tensors of this GPU, of any shape."""
+        """Run a kernel on torch's current stream. Arrays are contiguous tensors of this GPU, of any shape.
+
+        TypeError for one that is not: the kernel would read other elements, or none of its memory.
+        """
+        for a in arguments:
+            if isinstance(a, self.torch.Tensor) and not (a.is_contiguous() and a.device == self.place):
+                raise TypeError(f"{kernel.name}: a tensor on {a.device} is not a contiguous one on {self.place}")
         given = [(a.data_ptr(), a.numel()) if isinstance(a, self.torch.Tensor) else a for a in arguments]
         stream = self.torch.cuda.current_stream(self.place).cuda_stream
         grid = (blocks,) if isinstance(blocks, int) else tuple(blocks)

@@ -38,7 +38,7 @@ def codecs(
 
 def by_bytes(values: np.ndarray | Sequence[float]) -> list[int]:
     """Integers as the bytes of words."""
-    return np.asarray(values).astype(np.int8).view("<u4").tolist()
+    return np.asarray(values).astype(np.int64).astype(np.int8).view("<u4").tolist()
 
 
 def centred(r: Reader, word: Any, zero: int) -> Any:

@@ -88,15 +88,14 @@ def q8_0(r: Reader) -> Unit:
 def iq4_nl(r: Reader) -> Unit:
     d, nibbles = r.fields
     table = r.words(*_K4)
-    return Unit([r.lookup(table, c) for c in nibbles.quads()], [r.half(d.at())], [])
+    return Unit(nibbles.looked_up(table), [r.half(d.at())], [])
 
 
 @codecs(both(MXFP4_R8))
 def mxfp4(r: Reader) -> Unit:
     exponent, packed_bytes = r.fields
     table = r.words(*_E2M1)
-    codes = _halves(packed_bytes.quads(4, 16))
-    return Unit([r.lookup(table, c) for c in codes], [r.e.power(exponent.at())], [])
+    return Unit(r.lookup_halves(table, packed_bytes.quads(4, 16)), [r.e.power(exponent.at())], [])
 
 
 @codecs({"q1_0_g128": (own(16, [0]), own(1, packed(1, 128, at=2)))})

@@ -6,7 +6,7 @@ from typing import Any
 
 from quantkit.runtime.kernels.cuda.codecs.base import by_bytes, centred, codecs, own
 from quantkit.runtime.kernels.cuda.fields import both
-from quantkit.runtime.kernels.cuda.reader import Reader, Unit
+from quantkit.runtime.kernels.cuda.reader import ONES, SIGNS, Reader, Unit
 from quantkit.types.codebooks import K2, K3, K4, K5, K6, Book
 from quantkit.types.interleave import packed, planes
 from quantkit.types.iq2_k_r4 import IQ2_K_R4
@@ -15,14 +15,19 @@ from quantkit.types.iq4_k_r4 import IQ4_K_R4
 from quantkit.types.iq5_k_r4 import IQ5_K_R4
 
 
-def looked_up(r: Reader, book: Book, codes: list[Any], flags: list[Any]) -> list[Any]:
-    """Values of a unit's codes; of `flags` there is one for every part of the codes, a word that is 0 or not."""
+def book_of(r: Reader, book: Book, flag: Any) -> list[Any]:
+    """The words of a book, or of the raised one where the flag is not 0."""
     words = by_bytes(book.values)
     plain, raised = (r.words(*half) for half in (words[: len(words) // 2], words[len(words) // 2 :]))
+    return [r.e.choose(flag, b, a) for a, b in zip(plain, raised)]
+
+
+def looked_up(r: Reader, book: Book, codes: list[Any], flags: list[Any]) -> list[Any]:
+    """Values of a unit's codes; of `flags` there is one for every part of the codes, a word that is 0 or not."""
     values = []
     each = len(codes) // len(flags)
     for i, flag in enumerate(flags):
-        table = [r.e.choose(flag, b, a) for a, b in zip(plain, raised)]
+        table = book_of(r, book, flag)
         values += [r.lookup(table, c) for c in codes[each * i : each * i + each]]
     return values
 
@@ -58,7 +63,10 @@ def _six_bits(r: Reader) -> list[Any]:
 
 @codecs(both(IQ4_K_R4), group=16)
 def iq4_k(r: Reader) -> Unit:
-    return Unit(looked_up(r, K4, r.fields[4].quads(), _flags(r)), _six_bits(r), [])
+    """A word's two nibbles are of both sub-blocks: the shift is added to what the plain book has, plus 128."""
+    table = r.words(*by_bytes(K4.values[:16] + 128))
+    values, shifts = r.fields[4].looked_up(table), [flag * (4 * ONES) for flag in _flags(r)]
+    return Unit([(v + shifts[q // 4]) ^ SIGNS for q, v in enumerate(values)], _six_bits(r), [])
 
 
 @codecs(both(IQ5_K_R4), group=16)

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from quantkit.runtime.kernels.cuda.codecs.base import by_bytes, centred, codecs, own
-from quantkit.runtime.kernels.cuda.codecs.nonlinear import looked_up
+from quantkit.runtime.kernels.cuda.codecs.nonlinear import book_of, looked_up
 from quantkit.runtime.kernels.cuda.fields import Place, both, woven
-from quantkit.runtime.kernels.cuda.reader import LOW, Reader, Unit
+from quantkit.runtime.kernels.cuda.reader import Reader, Unit
 from quantkit.types.codebooks import K2, K3, K4, K5
 from quantkit.types.interleave import QUAD, Lines, Slots, packed, planes
 from quantkit.types.iq2_bn_r4 import IQ2_BN_R4
@@ -24,7 +24,7 @@ def iq4_xs(r: Reader) -> Unit:
     d, high, low, nibbles = r.fields
     scale = r.half(d.at()) * centred(r, low.at(1) | high.at(1) << 4, 32)
     table = r.words(*by_bytes(K4.values[:16]))
-    return Unit([r.lookup(table, c) for c in nibbles.quads()], [scale], [])
+    return Unit(nibbles.looked_up(table), [scale], [])
 
 
 _IQ2_KS = (
@@ -63,7 +63,7 @@ def _odd(r: Reader, number: Any) -> tuple[list[Any], list[Any]]:
 def iq4_ks(r: Reader) -> Unit:
     numbers, nibbles = r.fields
     scales, flags = _odd(r, numbers.at(1))
-    return Unit(looked_up(r, K4, nibbles.quads(), flags), scales, [])
+    return Unit(nibbles.looked_up(book_of(r, K4, flags[0])), scales, [])
 
 
 @codecs(both(IQ5_KS_R4))
@@ -84,8 +84,7 @@ def iq4_kss(r: Reader) -> Unit:
     scales, flags = _odd(r, number)
     even = [word & 0xFFFEFFFE for word in words]
     mixed = [word ^ (word >> 1 & 0x7FFF7FFF) for word in even]
-    codes = [v & LOW for v in mixed] + [v >> 4 & LOW for v in mixed]
-    return Unit(looked_up(r, K4, codes, flags), scales, [])
+    return Unit(r.lookup_halves(book_of(r, K4, flags[0]), mixed), scales, [])
 
 
 _IQ2_KL = (

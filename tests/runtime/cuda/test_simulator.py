@@ -36,6 +36,8 @@ def test_in_the_simulator(name: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(SIMULATED, reason="this is such a process")
-@pytest.mark.parametrize("name", FILES)
-def test_in_the_simulator_at_length(name: str) -> None:
-    simulate(name)
+@pytest.mark.parametrize("fill", ["zeros", "bytes", "encoded"])
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_all_shapes_in_the_simulator(rows: int, fill: str) -> None:
+    last = simulate("test_sim_weights.py", "-m", "full", "-k", f"{rows}-{fill}")
+    assert re.search(r"\d+ passed", last)

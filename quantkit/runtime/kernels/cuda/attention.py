@@ -1,0 +1,279 @@
+"""Softmax attention over a cache of keys and values, for decoding and prompts: grouped heads, latents, windows, sinks.
+
+A cache of a layer is uint8[kv heads, n_ctx, row bytes] (`runtime/cache.py`), of a float type or of one whose blocks are
+32 columns. The query rows of a key/value head are its `group` heads for each token, row r being token r // group. A
+block takes ROWS of them and a share of the keys, KEYS at a time, which it decodes into shared memory; `combine` adds
+the shares up by the streaming softmax's rule:
+
+    top' = max(top, new);  total, acc times e^(top - top');  each key adds e^(score - top') and that times its value
+
+Grid of `attend`: (shares, query rows / ROWS, kv heads). Positions come from memory, so that a graph can be replayed.
+With one latent for keys and values (`values_in_keys`) the values are the keys' first elements.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+
+from quantkit import types
+from quantkit.errors import UnsupportedError
+from quantkit.runtime.kernels.cuda import hardware
+from quantkit.runtime.kernels.cuda.codecs.table import CODECS
+from quantkit.runtime.kernels.cuda.hardware import (
+    bfloat_of,
+    bits_of,
+    cuda,
+    float_of_bfloat,
+    float_of_bits,
+    float_of_half,
+    half_of,
+    inlined,
+    plus,
+    times,
+    warp_max,
+    warp_sum,
+)
+from quantkit.runtime.kernels.cuda.kernel import Kernel
+
+THREADS = 128  # of `combine` and `remember`, and the fewest of `attend`
+ROWS = 8
+SHARED_FLOATS = 10_000  # of 12288 that every GPU gives a block unasked
+MOST_DIM = 640
+CACHES = ("f32", "f16", "bf16", "q8_0", "q6_0", "q5_0", "q5_1", "q4_0", "q4_1", "iq4_nl", "q8_KV")
+_LEAST = np.float32(-3.4e38)
+
+
+def keys_together(dim: int) -> int:
+    """How many keys are in shared memory at a time, beside the queries: 32, 16, 8 or 4."""
+    return next(keys for keys in (32, 16, 8, 4) if keys * (dim + 1) + ROWS * dim <= SHARED_FLOATS)
+
+
+def threads_of(dim_v: int) -> int:
+    """Of a block of `attend`: each holds one column of the values."""
+    return max(THREADS, -(-dim_v // 32) * 32)
+
+
+def _reader(kind: str) -> Any:
+    """Device function (data, at, row_bytes, c, dim, out, first): columns 32 c .. + 31 of a row to float32 memory."""
+    if kind in ("f32", "f16", "bf16"):
+        size = 4 if kind == "f32" else 2
+
+        @inlined
+        def read(data, at, row_bytes, c, dim, out, first):
+            for i in range(32 * c, min(32 * c + 32, dim)):
+                word = np.uint32(data[at + size * i]) | np.uint32(data[at + size * i + 1]) << np.uint32(8)
+                if kind == "f32":
+                    high = np.uint32(data[at + 4 * i + 2]) | np.uint32(data[at + 4 * i + 3]) << np.uint32(8)
+                    out[first + i] = float_of_bits(np.uint32(word | high << np.uint32(16)))
+                elif kind == "f16":
+                    out[first + i] = float_of_half(np.uint16(word))
+                else:
+                    out[first + i] = float_of_bfloat(np.uint16(word))
+
+        return read
+    codec = CODECS[types.get(kind).ggml_type]
+    unit, floor = hardware.unit(codec), codec.floor
+
+    @inlined
+    def read_unit(data, at, row_bytes, c, dim, out, first):
+        codes, scales, floors = unit(data, at, row_bytes, 0, c)
+        for q in range(8):
+            for i in range(4):
+                value = times(scales[0], np.float32((codes[q] << (24 - 8 * i)) >> 24))
+                out[first + 32 * c + 4 * q + i] = plus(value, floors[0]) if floor else value
+
+    return read_unit
+
+
+def check(kinds: tuple[str, str], dims: tuple[int, int]) -> None:
+    """UnsupportedError where there is no kernel for such a cache."""
+    for kind, dim in zip(kinds, dims):
+        if kind not in CACHES:
+            raise UnsupportedError(f"no CUDA attention over a cache of {kind}; use one of {', '.join(CACHES)}")
+        if dim > MOST_DIM or (kind not in ("f32", "f16", "bf16") and dim % 32):
+            raise UnsupportedError(
+                f"no CUDA attention over heads of {dim} elements in {kind}: at most {MOST_DIM}, and a multiple of 32 "
+                "where the type is quantized; keep the cache on the CPU (-nkvo) or choose f16"
+            )
+
+
+@functools.cache
+def attend(k_kind: str, v_kind: str, dim_k: int, dim_v: int, values_in_keys: bool = False) -> Kernel:
+    """(q, k, v, k_bytes, v_bytes, n_ctx, heads, group, tokens, positions, window, scale, shares, top, total, acc)
+
+    q float32[tokens, heads, dim_k]; k, v uint8 of a layer; k_bytes, v_bytes of their rows; positions int32[tokens],
+    neighbours; the `window` keys up to and including its own position are seen by a token. Results of each share:
+    top, total float32[shares, kv heads, tokens * group], acc with [.., dim_v].
+    """
+    check((k_kind, v_kind), (dim_k, dim_v))
+    keys = keys_together(max(dim_k, dim_v))
+    pitch = max(dim_k, dim_v) | 1
+    tile_size, query_size, score_size = keys * pitch, ROWS * dim_k, ROWS * 32
+    read_k, read_v = _reader(k_kind), _reader(v_kind)
+    units_k, units_v = -(-dim_k // 32), -(-dim_v // 32)
+    threads = threads_of(dim_v)
+    warps = threads // 32
+    rounds = -(-ROWS // warps)
+
+    def kernel(
+        q, k, v, k_bytes, v_bytes, n_ctx, heads, group, tokens, positions, window, scale, shares, top, total, acc
+    ):
+        tile = cuda.shared.array(tile_size, np.float32)
+        query = cuda.shared.array(query_size, np.float32)
+        score = cuda.shared.array(score_size, np.float32)
+        shrink = cuda.shared.array(ROWS, np.float32)
+        so_far = cuda.shared.array(ROWS, np.float32)
+        weight = cuda.shared.array(ROWS, np.float32)
+        thread, lane, warp = cuda.threadIdx.x, cuda.threadIdx.x % 32, cuda.threadIdx.x // 32
+        share, head = cuda.blockIdx.x, cuda.blockIdx.z
+        rows = tokens * group
+        first_row = cuda.blockIdx.y * ROWS
+        last_row = min(first_row + ROWS, rows) - 1
+        for i in range(thread, query_size, threads):
+            row = min(first_row + i // dim_k, last_row)
+            at = (np.int64(row // group) * heads + head * group + row % group) * dim_k
+            query[i] = q[at + i % dim_k] * scale
+        if thread < ROWS:
+            so_far[thread], weight[thread] = _LEAST, np.float32(0)
+        held = cuda.local.array(ROWS, np.float32)
+        for i in range(ROWS):
+            held[i] = np.float32(0)
+        column = min(thread, dim_v - 1)
+        low = max(0, positions[first_row // group] + 1 - window)
+        count = positions[last_row // group] + 1 - low
+        each = ((count + shares - 1) // shares + keys - 1) // keys * keys
+        begin = low + share * each
+        end = min(begin + each, low + count)
+        for start in range(begin, end, keys):
+            here = min(keys, end - start)
+            cuda.syncthreads()
+            for i in range(thread, here * units_k, threads):
+                row_at = (np.int64(head) * n_ctx + start + i // units_k) * k_bytes
+                read_k(k, row_at, k_bytes, i % units_k, dim_k, tile, i // units_k * pitch)
+            cuda.syncthreads()
+            for i in range(thread, ROWS * keys, threads):
+                row, key = i // keys, i % keys
+                position = positions[min(first_row + row, last_row) // group]
+                value = _LEAST
+                if key < here and start + key <= position and start + key > position - window:
+                    value = np.float32(0)
+                    for d in range(dim_k):
+                        value += query[row * dim_k + d] * tile[key * pitch + d]
+                score[row * 32 + key] = value
+            cuda.syncthreads()
+            for r in range(rounds):
+                row = min(r * warps + warp, ROWS - 1)
+                mine = r * warps + warp < ROWS
+                value = score[row * 32 + lane] if lane < keys else _LEAST
+                new = max(so_far[row], warp_max(value))
+                portion = np.float32(math.exp(value - new)) if value > _LEAST or value != value else np.float32(0)
+                whole = warp_sum(portion)
+                cuda.syncthreads()
+                if mine and lane < keys:
+                    score[row * 32 + lane] = portion
+                if mine and lane == 0:
+                    shrink[row] = (
+                        np.float32(math.exp(so_far[row] - new)) if weight[row] > np.float32(0) else np.float32(0)
+                    )
+                    weight[row] = weight[row] * shrink[row] + whole
+                    so_far[row] = new
+            if not values_in_keys:
+                cuda.syncthreads()
+                for i in range(thread, here * units_v, threads):
+                    row_at = (np.int64(head) * n_ctx + start + i // units_v) * v_bytes
+                    read_v(v, row_at, v_bytes, i % units_v, dim_v, tile, i // units_v * pitch)
+            cuda.syncthreads()
+            for row in range(ROWS):
+                value = held[row] * shrink[row]
+                for key in range(here):
+                    value += score[row * 32 + key] * tile[key * pitch + column]
+                held[row] = value
+        cuda.syncthreads()
+        result = (np.int64(share) * cuda.gridDim.z + head) * rows + first_row
+        if thread < ROWS and first_row + thread <= last_row:
+            top[result + thread], total[result + thread] = so_far[thread], weight[thread]
+        for row in range(ROWS):
+            if thread < dim_v and first_row + row <= last_row:
+                acc[(result + row) * dim_v + thread] = held[row]
+
+    name = f"attend_{k_kind}_{dim_k}_{v_kind}_{dim_v}{'_latent' if values_in_keys else ''}"
+    arrays = "f32[] u8[] u8[] i64 i64 i32 i32 i32 i32 i32[] i32 f32 i32 f32[] f32[] f32[]"
+    return Kernel(name, kernel, arrays)
+
+
+@functools.cache
+def combine(sinks: bool) -> Kernel:
+    """(top, total, acc, shares, heads, group, tokens, dim_v, sink, out): the shares as one, over the sum of weights.
+
+    out float32[tokens, heads, dim_v]; sink float32[heads] counts as a key without a value. Grid: (rows, kv heads).
+    """
+
+    def kernel(top, total, acc, shares, heads, group, tokens, dim_v, sink, out):
+        row, head = cuda.blockIdx.x, cuda.blockIdx.y
+        rows = tokens * group
+        query_head = head * group + row % group
+        most = sink[query_head] if sinks else _LEAST
+        for s in range(shares):
+            at = (np.int64(s) * cuda.gridDim.y + head) * rows + row
+            if total[at] > np.float32(0) or total[at] != total[at]:
+                most = max(most, top[at])
+        whole = np.float32(math.exp(sink[query_head] - most)) if sinks else np.float32(0)
+        for s in range(shares):
+            at = (np.int64(s) * cuda.gridDim.y + head) * rows + row
+            if total[at] > np.float32(0) or total[at] != total[at]:
+                whole += total[at] * np.float32(math.exp(top[at] - most))
+        for d in range(cuda.threadIdx.x, dim_v, THREADS):
+            value = np.float32(0)
+            for s in range(shares):
+                at = (np.int64(s) * cuda.gridDim.y + head) * rows + row
+                if total[at] > np.float32(0) or total[at] != total[at]:
+                    value += acc[at * dim_v + d] * np.float32(math.exp(top[at] - most))
+            out[(np.int64(row // group) * heads + query_head) * dim_v + d] = value / whole
+
+    name = "combine_sinks" if sinks else "combine"
+    return Kernel(name, kernel, "f32[] f32[] f32[] i32 i32 i32 i32 i32 f32[] f32[]")
+
+
+@functools.cache
+def remember(kind: str) -> Kernel:
+    """(x, heads, dim, row_bytes, n_ctx, positions, tokens, cache): float32[tokens, heads, dim] to rows of a cache.
+
+    A warp takes 32 columns. q8_0 as `kernels/rounding.py` has it, but for scales next to the end of a half's range.
+    """
+    if kind not in ("f32", "f16", "bf16", "q8_0"):
+        raise UnsupportedError(f"no CUDA kernel writes a cache of {kind}; use f32, f16, bf16 or q8_0")
+    quantized = kind == "q8_0"
+    size = 4 if kind == "f32" else 2
+    convert = {"f32": bits_of, "f16": half_of, "bf16": bfloat_of, "q8_0": half_of}[kind]
+
+    def kernel(x, heads, dim, row_bytes, n_ctx, positions, tokens, cache):
+        lane = cuda.threadIdx.x % 32
+        number = cuda.blockIdx.x * (THREADS // 32) + cuda.threadIdx.x // 32
+        runs = (dim + 31) // 32
+        inside = number < tokens * heads * runs
+        number = min(number, tokens * heads * runs - 1)
+        run, row = number % runs, number // runs
+        token, head, column = row // heads, row % heads, 32 * run + lane
+        value = x[np.int64(row) * dim + column] if column < dim else np.float32(0)
+        at = (np.int64(head) * n_ctx + positions[token]) * row_bytes
+        if quantized:
+            scale = warp_max(abs(value)) * np.float32(1 / 127)
+            if warp_sum(value - value) != np.float32(0):
+                scale = np.float32(math.nan)
+            inverse = np.float32(1) / scale if scale >= np.float32(2.0**-120) else np.float32(0)
+            # Added and taken away, 3 * 2^22 rounds to the nearest integer, ties to even.
+            code = np.int32(plus(plus(times(value, inverse), np.float32(12582912)), np.float32(-12582912)))
+            if inside:
+                cache[at + 34 * run + 2 + lane] = np.uint8(code & 255)
+                if lane < 2:
+                    cache[at + 34 * run + lane] = np.uint8(np.uint32(convert(scale)) >> np.uint32(8 * lane) & 255)
+        elif inside and column < dim:
+            word = np.uint32(convert(value))
+            for i in range(size):
+                cache[at + size * column + i] = np.uint8(word >> np.uint32(8 * i) & np.uint32(255))
+
+    return Kernel(f"remember_{kind}", kernel, "f32[] i32 i32 i64 i32 i32[] i32 u8[]")

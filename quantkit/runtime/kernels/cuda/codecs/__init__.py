@@ -1,0 +1,1 @@
+"""How the CUDA kernels read each type: a family a file."""

@@ -1,0 +1,104 @@
+"""q4_0, q4_1, q5_0, q5_1, q6_0, q8_0, iq4_nl and mxfp4, interleaved or not; q1_0_g128."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from quantkit.runtime.kernels.cuda.codecs.base import by_bytes, codecs, own
+from quantkit.runtime.kernels.cuda.fields import Place, both, place
+from quantkit.runtime.kernels.cuda.reader import LOW, ONES, Reader, Unit
+from quantkit.types.codebooks import K4
+from quantkit.types.interleave import packed, planes
+from quantkit.types.iq4_nl_r4 import IQ4_NL_R4
+from quantkit.types.mxfp4 import E2M1
+from quantkit.types.mxfp4_r8 import MXFP4_R8
+from quantkit.types.q4_0_r8 import Q4_0_R8
+from quantkit.types.q5_0_r4 import Q5_0_R4
+from quantkit.types.q6_0_r4 import Q6_0_R4
+from quantkit.types.q8_0_r8 import Q8_0_R8
+
+_K4 = by_bytes(K4.values[:16])  # iq4_nl has the same values
+_E2M1 = by_bytes(E2M1)
+
+
+def _halves(words: list[Any]) -> list[Any]:
+    """Low nibbles of 16 bytes, then the high ones."""
+    return [w & LOW for w in words] + [w >> 4 & LOW for w in words]
+
+
+@codecs(both(Q4_0_R8))
+def q4_0(r: Reader) -> Unit:
+    d, packed_bytes = r.fields
+    codes = _halves(packed_bytes.quads(4, 16))
+    return Unit([r.minus(c, 8) for c in codes], [r.half(d.at())], [])
+
+
+def _runs(rows: int, run: int) -> tuple[Place, Place]:
+    """Where groups of q4_0_4x4 and its kin keep scales and bytes: `run` bytes of each row in turn."""
+    k, j = np.arange(rows)[:, None], np.arange(16)
+    return place(16, 16 * k), place(8, 8 * (2 * rows + (j // run * rows + k) * run + j % run))
+
+
+@codecs({"q4_0_4x4": _runs(4, 4), "q4_0_4x8": _runs(4, 8), "q4_0_8x8": _runs(8, 8)})
+def q4_0_runs(r: Reader) -> Unit:
+    """With nibbles in two's complement."""
+    d, packed_bytes = r.fields
+    codes = _halves(packed_bytes.quads(4, 16))
+    return Unit([r.minus(c ^ 8 * ONES, 8) for c in codes], [r.half(d.at())], [])
+
+
+@codecs({"q4_1": (own(16, [0]), own(16, [16]), own(8, packed(8, 16, at=4)))}, floor=True)
+def q4_1(r: Reader) -> Unit:
+    d, least, packed_bytes = r.fields
+    return Unit(_halves(packed_bytes.quads(4, 16)), [r.half(d.at())], [r.half(least.at())])
+
+
+@codecs(both(Q5_0_R4))
+def q5_0(r: Reader) -> Unit:
+    d, fifths, nibbles = r.fields
+    codes = [low | high << 4 for low, high in zip(nibbles.quads(), fifths.quads())]
+    return Unit([r.minus(c, 16) for c in codes], [r.half(d.at())], [])
+
+
+@codecs(
+    {"q5_1": (own(16, [0]), own(16, [16]), own(1, packed(1, 32, at=4)), own(4, planes(4, 16, 32, at=8)))}, floor=True
+)
+def q5_1(r: Reader) -> Unit:
+    d, least, fifths, nibbles = r.fields
+    codes = [low | high << 4 for low, high in zip(nibbles.quads(), fifths.quads())]
+    return Unit(codes, [r.half(d.at())], [r.half(least.at())])
+
+
+@codecs(both(Q6_0_R4))
+def q6_0(r: Reader) -> Unit:
+    d, high_bits, nibbles = r.fields
+    codes = [low | high << 4 for low, high in zip(nibbles.quads(), high_bits.quads())]
+    return Unit([r.minus(c, 32) for c in codes], [r.half(d.at())], [])
+
+
+@codecs(both(Q8_0_R8))
+def q8_0(r: Reader) -> Unit:
+    d, codes = r.fields
+    return Unit(codes.quads(), [r.half(d.at())], [])
+
+
+@codecs(both(IQ4_NL_R4))
+def iq4_nl(r: Reader) -> Unit:
+    d, nibbles = r.fields
+    table = r.words(*_K4)
+    return Unit(nibbles.looked_up(table), [r.half(d.at())], [])
+
+
+@codecs(both(MXFP4_R8))
+def mxfp4(r: Reader) -> Unit:
+    exponent, packed_bytes = r.fields
+    table = r.words(*_E2M1)
+    return Unit(r.lookup_halves(table, packed_bytes.quads(4, 16)), [r.e.power(exponent.at())], [])
+
+
+@codecs({"q1_0_g128": (own(16, [0]), own(1, packed(1, 128, at=2)))})
+def q1_0_g128(r: Reader) -> Unit:
+    d, plus = r.fields
+    return Unit([(ones ^ ONES) * 255 | ones for ones in plus.quads()], [r.half(d.at())], [])

@@ -1,0 +1,54 @@
+"""The gated delta rule, a state S float32[dk, dv] for each head, token after token:
+
+    S <- S e^g;   r = beta (v - S^T k);   S <- S + k r^T;   o = S^T q
+
+A thread has a column of S, so that it needs no other thread; k and q of a token go through shared memory. One launch
+takes any number of tokens: a step of decoding, or a chunk of a prompt.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+
+from quantkit.runtime.kernels.cuda.hardware import cuda
+from quantkit.runtime.kernels.cuda.kernel import Kernel
+
+MOST_KEYS = 512
+THREADS = 128
+
+
+@functools.cache
+def step() -> Kernel:
+    """(q, k, v, g, beta, heads, dk, dv, tokens, state, out): q, k float32[tokens, heads, dk], v and out [.., dv], g and
+    beta [tokens, heads], state float32[heads, dk, dv], updated. Grid: (dv / THREADS, heads)."""
+
+    def kernel(q, k, v, g, beta, heads, dk, dv, tokens, state, out):
+        keys = cuda.shared.array(MOST_KEYS, np.float32)
+        queries = cuda.shared.array(MOST_KEYS, np.float32)
+        head, thread = cuda.blockIdx.y, cuda.threadIdx.x
+        column = cuda.blockIdx.x * THREADS + thread
+        inside = column < dv
+        first = np.int64(head) * dk * dv + min(column, dv - 1)
+        for t in range(tokens):
+            row = np.int64(t) * heads + head
+            cuda.syncthreads()
+            for i in range(thread, dk, THREADS):
+                keys[i], queries[i] = k[row * dk + i], q[row * dk + i]
+            cuda.syncthreads()
+            if inside:
+                decay = np.float32(math.exp(g[row]))
+                seen = np.float32(0)
+                for i in range(dk):
+                    seen += state[first + i * dv] * decay * keys[i]
+                rest = beta[row] * (v[row * dv + column] - seen)
+                total = np.float32(0)
+                for i in range(dk):
+                    value = state[first + i * dv] * decay + keys[i] * rest
+                    state[first + i * dv] = value
+                    total += value * queries[i]
+                out[row * dv + column] = total
+
+    return Kernel("delta", kernel, "f32[] f32[] f32[] f32[] f32[] i32 i32 i32 i32 f32[] f32[]")

@@ -1,0 +1,255 @@
+"""The host's side of a GPU: memory as torch tensors, launches on torch's streams, products of packed matrices.
+
+    gpu = Gpu(0)                                 UnsupportedError, in one line, where that cannot be
+    w = gpu.matrices(data, kind, rows, n)        uint8 of one matrix, or of several one after another
+    y = w(x)                                     float32[tokens, rows] of float32[tokens, n] on the GPU
+    y = w.of_experts(x, ids)                     [tokens, used, rows]: each token by its own matrices; x [tokens, n], or
+                                                 [tokens, used, n] with one row for each
+    w.decoded(start, stop)                       bfloat16[stop - start, n]
+    graph = gpu.capture(step); graph.replay()    the launches of a function, as one
+
+Up to FEW vectors are multiplied from packed weights, with activations as bytes. More go by tiles that are decoded to
+bfloat16 and multiplied by torch: of experts, matrix by matrix with the tokens that chose it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quantkit.errors import DataError, UnsupportedError
+from quantkit.runtime.kernels.cuda import driver
+from quantkit.runtime.kernels.cuda.table import FLOAT_IDS, product
+
+if TYPE_CHECKING:
+    import torch
+
+    from quantkit.runtime.kernels.cuda.kernel import Kernel
+    from quantkit.types import QuantType
+
+LEAST = (8, 0)  # compute capability: bfloat16, and what the tests compile for
+FEW = 8
+TILE_ELEMENTS = 1 << 25  # decoded at a time: 64 MiB of bfloat16
+_GRID_Y = 65535
+
+
+def torch_with_cuda() -> Any:
+    """The module torch, where it reaches a GPU. UnsupportedError says in one line what is missing."""
+    missing = [name for name in ("numba_cuda", "torch") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UnsupportedError(f"no CUDA GPU: {' and '.join(missing)} cannot be imported; {driver.REMEDY}")
+    driver.library()
+    import torch
+
+    if torch.version.cuda is None:
+        raise UnsupportedError(f"no CUDA GPU: torch {torch.__version__} is built without CUDA; {driver.REMEDY}")
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"no CUDA GPU: the driver answers, but torch {torch.__version__} finds none; {driver.REMEDY}"
+        )
+    return torch
+
+
+class Gpu:
+    """One GPU. UnsupportedError where there is none of that number, or it is too old."""
+
+    def __init__(self, index: int = 0):
+        self.torch = torch_with_cuda()
+        count = self.torch.cuda.device_count()
+        if not 0 <= index < count:
+            raise UnsupportedError(f"no CUDA GPU number {index}: there are {count}, counted from 0")
+        self.index = index
+        self.capability: tuple[int, int] = self.torch.cuda.get_device_capability(index)
+        self.name: str = self.torch.cuda.get_device_name(index)
+        if self.capability < LEAST:
+            raise UnsupportedError(
+                f"{self.name} has compute capability {'.'.join(map(str, self.capability))}; kernels need "
+                f"{'.'.join(map(str, LEAST))}"
+            )
+        self.place = self.torch.device("cuda", index)
+        self.torch.zeros(1, device=self.place)  # makes the context
+        self._functions: dict[str, Any] = {}
+
+    def array(self, values: np.ndarray) -> torch.Tensor:
+        """A copy of a numpy array, of as many dimensions; unsigned ones as torch knows them, by their bits."""
+        values = np.ascontiguousarray(values)
+        bits = {"u2": np.int16, "u4": np.int32}.get(values.dtype.str[1:])
+        return self.torch.from_numpy(values.view(bits) if bits else values.copy()).to(self.place)
+
+    def empty(self, *shape: int, kind: str = "float32") -> torch.Tensor:
+        return self.torch.empty(shape, dtype=getattr(self.torch, kind), device=self.place)
+
+    def _function(self, kernel: Kernel) -> Any:
+        found = self._functions.get(kernel.name)
+        if found is None:
+            code, entry = kernel.cubin(self.capability)
+            with self.torch.cuda.device(self.place):
+                found = driver.function_of(driver.load(code), entry)
+            self._functions[kernel.name] = found
+        return found
+
+    def launch(self, kernel: Kernel, blocks: int | Sequence[int], threads: int, *arguments: Any) -> None:
+        """Run a kernel on torch's current stream. Arrays are contiguous tensors of this GPU, of any shape.
+
+        TypeError for one that is not: the kernel would read other elements, or none of its memory.
+        """
+        for a in arguments:
+            if isinstance(a, self.torch.Tensor) and not (a.is_contiguous() and a.device == self.place):
+                raise TypeError(f"{kernel.name}: a tensor on {a.device} is not a contiguous one on {self.place}")
+        given = [(a.data_ptr(), a.numel()) if isinstance(a, self.torch.Tensor) else a for a in arguments]
+        stream = self.torch.cuda.current_stream(self.place).cuda_stream
+        grid = (blocks,) if isinstance(blocks, int) else tuple(blocks)
+        with self.torch.cuda.device(self.place):
+            driver.launch(self._function(kernel), grid, threads, stream, driver.slots(kernel.parameters, given))
+
+    def capture(self, step: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+        """The launches of `step` as a graph to replay. It runs twice before, so that all code is there and memory too.
+
+        `step` must read what differs between replays (positions, tokens) from memory and allocate by torch alone.
+        """
+        stream = self.torch.cuda.Stream(self.place)
+        stream.wait_stream(self.torch.cuda.current_stream(self.place))
+        with self.torch.cuda.stream(stream):
+            for _ in range(2):
+                step()
+        self.torch.cuda.current_stream(self.place).wait_stream(stream)
+        graph = self.torch.cuda.CUDAGraph()
+        with self.torch.cuda.graph(graph, stream=stream):
+            step()
+        return graph
+
+    def matrices(self, data: np.ndarray, kind: QuantType, rows: int, n: int) -> Matrices:
+        """Packed matrices of `rows` rows each, uint8 of any shape, on this GPU."""
+        return Matrices(self, self.array(np.ascontiguousarray(data).reshape(-1)), kind, rows, n)
+
+    def quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """float32[vectors, n] as bytes: codes, scales and sums of `activations.quantize`."""
+        from quantkit.runtime.kernels.cuda import activations
+
+        count = x.numel()
+        codes, scales, sums = (
+            self.empty(count, kind="int8"),
+            self.empty(count // 32),
+            self.empty(count // 16),
+        )
+        self.launch(activations.quantize(), -(-count // activations.THREADS), activations.THREADS, x, count, codes,
+                    scales, sums)  # fmt: skip
+        return codes, scales, sums
+
+
+class Matrices:
+    """Packed matrices on a GPU, all of one type and shape; see the module. DataError where the bytes do not fit."""
+
+    def __init__(self, gpu: Gpu, data: torch.Tensor, kind: QuantType, rows: int, n: int):
+        if not product(kind):
+            raise UnsupportedError(f"there are no CUDA kernels for {kind.name}; keep such tensors on the CPU")
+        if rows % kind.interleave:
+            raise DataError(f"{rows} rows of {kind.name}, which interleaves {kind.interleave}, are not whole groups")
+        self.gpu, self.data, self.kind, self.rows, self.n = gpu, data, kind, rows, n
+        self.row_bytes = kind.row_bytes(n)
+        self.nbytes = rows * self.row_bytes  # of one matrix
+        if data.numel() == 0 or data.numel() % self.nbytes:
+            raise DataError(
+                f"{data.numel()} bytes are not whole matrices of {rows} x {n} in {kind.name}, {self.nbytes} bytes each"
+            )
+        self.count = data.numel() // self.nbytes
+        self.is_float = kind.ggml_type in FLOAT_IDS
+
+    @functools.cached_property
+    def _words(self) -> torch.Tensor:
+        """The data of a float type, by its elements."""
+        torch = self.gpu.torch
+        return self.data.view(torch.float32 if self.kind.name == "f32" else torch.int16)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """float32[tokens, rows] of float32[tokens, n], by the first matrix."""
+        if 0 < len(x) <= FEW:
+            return self._few(x)
+        out = self.gpu.empty(len(x), self.rows)
+        self._many(x.bfloat16(), 0, out)
+        return out
+
+    def of_experts(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """float32[tokens, used, rows]: slot (t, j) by matrix ids[t, j] of x[t] or x[t, j]; ids int32[tokens, used]."""
+        tokens, used = ids.shape
+        if tokens <= FEW:
+            share = used if x.dim() == 2 else 1
+            out = self.gpu.empty(tokens * used, 1, self.rows)
+            self._product(x.reshape(-1, self.n), ids.reshape(-1), share, 1, out)
+            return out.view(tokens, used, self.rows)
+        return self._grouped(x, ids)
+
+    def decoded(self, start: int = 0, stop: int | None = None, matrix: int = 0) -> torch.Tensor:
+        """bfloat16[stop - start, n] of whole groups of rows of a matrix."""
+        from quantkit.runtime.kernels.cuda import floats, weights
+
+        stop = self.rows if stop is None else stop
+        rows, gpu = stop - start, self.gpu
+        out = gpu.empty(rows, self.n, kind="bfloat16")
+        if self.is_float:
+            first = (matrix * self.rows + start) * self.n
+            blocks = -(-self.n // floats.THREADS), min(rows, _GRID_Y)
+            kernel = floats.dequantize(self.kind.ggml_type, "bf16")
+            gpu.launch(kernel, blocks, floats.THREADS, self._words, first, rows, self.n, out.view(gpu.torch.int16))
+            return out
+        blocks = -(-self.n // 32 // weights.THREADS), min(rows, _GRID_Y)
+        first = matrix * self.nbytes + start * self.row_bytes
+        kernel = weights.dequantize(self.kind.ggml_type, "bf16")
+        gpu.launch(kernel, blocks, weights.THREADS, self.data, first, self.row_bytes, rows, self.n,
+                   out.view(gpu.torch.int32))  # fmt: skip
+        return out
+
+    def _few(self, x: torch.Tensor) -> torch.Tensor:
+        """Up to FEW vectors, padded to a number that a kernel is made for."""
+        from quantkit.runtime.kernels.cuda import weights
+
+        gpu, tokens = self.gpu, len(x)
+        padded = next(t for t in weights.TOKENS if t >= tokens)
+        if padded > tokens:
+            x = gpu.torch.nn.functional.pad(x, (0, 0, 0, padded - tokens))
+        out = gpu.empty(1, padded, self.rows)
+        self._product(x, gpu.torch.zeros(1, dtype=gpu.torch.int32, device=gpu.place), 1, padded, out)
+        return out[0, :tokens]
+
+    def _product(self, x: torch.Tensor, ids: torch.Tensor, share: int, tokens: int, out: torch.Tensor) -> None:
+        from quantkit.runtime.kernels.cuda import floats, weights
+
+        gpu, x, slots = self.gpu, x.contiguous(), len(ids)
+        if self.is_float:
+            kernel, blocks = floats.matvec(self.kind.ggml_type, tokens), -(-self.rows // floats.ROWS_OF_BLOCK)
+            gpu.launch(kernel, (blocks, slots), floats.THREADS, self._words, self.rows * self.n, ids, self.rows, self.n,
+                       x, share, out)  # fmt: skip
+            return
+        codes, scales, sums = gpu.quantize(x)
+        kernel, blocks = weights.matvec(self.kind.ggml_type, tokens), -(-self.rows // weights.ROWS_OF_BLOCK)
+        gpu.launch(kernel, (blocks, slots), weights.THREADS, self.data, self.nbytes, ids, self.row_bytes, self.rows,
+                   self.n, codes.view(gpu.torch.int32), scales, sums, share, out)  # fmt: skip
+
+    def _many(self, x: torch.Tensor, matrix: int, out: torch.Tensor) -> None:
+        """out float32[tokens, rows] of bfloat16[tokens, n], tile after tile."""
+        step = max(1, TILE_ELEMENTS // self.n // 16) * 16  # whole groups of all types
+        for start in range(0, self.rows, step):
+            stop = min(self.rows, start + step)
+            out[:, start:stop] = self.gpu.torch.matmul(x, self.decoded(start, stop, matrix).T)
+
+    def _grouped(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Slots sorted by their matrix; the runs of each are one product. Waits for the GPU once, to know the runs."""
+        torch = self.gpu.torch
+        tokens, used = ids.shape
+        order = torch.argsort(ids.reshape(-1), stable=True)
+        source = order if x.dim() == 3 else order // used
+        sorted_x = x.reshape(-1, self.n)[source].bfloat16()
+        counts = torch.bincount(ids.reshape(-1), minlength=self.count).tolist()
+        sorted_out = self.gpu.empty(tokens * used, self.rows)
+        start = 0
+        for number, count in enumerate(counts):
+            if count:
+                self._many(sorted_x[start : start + count], number, sorted_out[start : start + count])
+            start += count
+        out = torch.empty_like(sorted_out)
+        out[order] = sorted_out
+        return out.view(tokens, used, self.rows)

@@ -1,0 +1,203 @@
+"""Norms, activations of feed-forwards, rope, sums of rows and the best logit, in float32: `kernels/reference.py`'s
+formulas. Rows are blocks of threads where a row is summed; elsewhere a thread has an element.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+
+from quantkit.runtime.kernels.cuda.hardware import cuda, inlined, warp_max, warp_sum
+from quantkit.runtime.kernels.cuda.kernel import Kernel
+
+THREADS = 256
+WARPS = THREADS // 32
+_NEVER = np.float32(-3.4e38)
+
+
+@inlined
+def block_sum(value):
+    """The sum over all threads of a block of THREADS, which all call it."""
+    shared = cuda.shared.array(32, np.float32)
+    of_warp = warp_sum(value)
+    if cuda.threadIdx.x % 32 == 0:
+        shared[cuda.threadIdx.x // 32] = of_warp
+    cuda.syncthreads()
+    total = np.float32(0)
+    for i in range(WARPS):
+        total += shared[i]
+    cuda.syncthreads()
+    return total
+
+
+@inlined
+def block_max(value):
+    """The largest of all threads of a block, which all call it."""
+    shared = cuda.shared.array(32, np.float32)
+    of_warp = warp_max(value)
+    if cuda.threadIdx.x % 32 == 0:
+        shared[cuda.threadIdx.x // 32] = of_warp
+    cuda.syncthreads()
+    most = shared[0]
+    for i in range(1, WARPS):
+        most = max(most, shared[i])
+    cuda.syncthreads()
+    return most
+
+
+@functools.cache
+def rms_norm() -> Kernel:
+    """(x, weight, n, eps, out): x / sqrt(mean(x^2) + eps) * weight of rows of n, or of heads; a block each."""
+
+    def kernel(x, weight, n, eps, out):
+        first = np.int64(cuda.blockIdx.x) * n
+        total = np.float32(0)
+        for i in range(cuda.threadIdx.x, n, THREADS):
+            total += x[first + i] * x[first + i]
+        scale = np.float32(1) / math.sqrt(block_sum(total) / np.float32(n) + eps)
+        for i in range(cuda.threadIdx.x, n, THREADS):
+            out[first + i] = x[first + i] * np.float32(scale) * weight[i]
+
+    return Kernel("rms_norm", kernel, "f32[] f32[] i32 f32 f32[]")
+
+
+def _swiglu(g, u):
+    return g / (np.float32(1) + math.exp(-g)) * u
+
+
+def _geglu(g, u):
+    inner = np.float32(0.7978845608) * (g + np.float32(0.044715) * g * g * g)
+    return g / (np.float32(1) + math.exp(np.float32(-2) * inner)) * u
+
+
+def _swiglu_oai(g, u):
+    g = np.float32(7) if g > np.float32(7) else g  # NaN stays NaN
+    u = np.float32(7) if u > np.float32(7) else u
+    u = np.float32(-7) if u < np.float32(-7) else u
+    return g / (np.float32(1) + math.exp(np.float32(-1.702) * g)) * (np.float32(1) + u)
+
+
+ACTIVATIONS = {"swiglu": _swiglu, "geglu": _geglu, "swiglu_oai": _swiglu_oai}
+
+
+@functools.cache
+def activate(name: str) -> Kernel:
+    """(gate, up, count): act(gate) * up in place of `gate`, float32[count]."""
+    act = inlined(ACTIVATIONS[name])
+
+    def kernel(gate, up, count):
+        i = cuda.blockIdx.x * np.int64(THREADS) + cuda.threadIdx.x
+        if i < count:
+            gate[i] = act(gate[i], up[i])
+
+    return Kernel(name, kernel, "f32[] f32[] i64")
+
+
+@functools.cache
+def add() -> Kernel:
+    """(x, y, n, count): x[i] += y[i % n]: a residual, n = count, or a bias of n."""
+
+    def kernel(x, y, n, count):
+        i = cuda.blockIdx.x * np.int64(THREADS) + cuda.threadIdx.x
+        if i < count:
+            x[i] += y[i % n]
+
+    return Kernel("add", kernel, "f32[] f32[] i32 i64")
+
+
+@functools.cache
+def mix() -> Kernel:
+    """(parts, weights, used, n, tokens, out): out[t] = sum over j of weights[t, j] * parts[t, j, :n], j < used."""
+
+    def kernel(parts, weights, used, n, tokens, out):
+        i = cuda.blockIdx.x * np.int64(THREADS) + cuda.threadIdx.x
+        if i < np.int64(tokens) * n:
+            token, column = i // n, i % n
+            total = np.float32(0)
+            for j in range(used):
+                total += weights[token * used + j] * parts[(token * used + j) * n + column]
+            out[i] = total
+
+    return Kernel("mix", kernel, "f32[] f32[] i32 i32 i32 f32[]")
+
+
+@functools.cache
+def rope() -> Kernel:
+    """(x, heads, head_dim, pairs, cos, sin, positions, step, stride, tokens): in place of float32[tokens, heads *
+    head_dim], a thread a pair; cos, sin [positions, pairs] as `layers.rope_tables` makes them, flat."""
+
+    def kernel(x, heads, head_dim, pairs, cos, sin, positions, step, stride, tokens):
+        i = cuda.blockIdx.x * np.int64(THREADS) + cuda.threadIdx.x
+        if i < np.int64(tokens) * heads * pairs:
+            pair, head = i % pairs, i // pairs
+            at = head * head_dim + pair * step
+            angle = np.int64(positions[head // heads]) * pairs + pair
+            a, b, c, s = x[at], x[at + stride], cos[angle], sin[angle]
+            x[at] = a * c - b * s
+            x[at + stride] = a * s + b * c
+
+    return Kernel("rope", kernel, "f32[] i32 i32 i32 f32[] f32[] i32[] i32 i32 i32")
+
+
+@functools.cache
+def argmax() -> Kernel:
+    """(logits, n, best): the first of the largest of each row, a block a row; a NaN is the largest."""
+
+    def kernel(logits, n, best):
+        first = np.int64(cuda.blockIdx.x) * n
+        most, place = _NEVER, np.int32(n)
+        for i in range(cuda.threadIdx.x, n, THREADS):
+            value = logits[first + i]
+            if value != value:
+                value = np.float32(math.inf)
+            if value > most or place == n:
+                most, place = value, np.int32(i)
+        top = block_max(most)
+        # Places are below 2^24, so that a float32 holds them; the least is the largest negative.
+        chosen = block_max(-np.float32(place) if most == top else np.float32(-n))
+        if cuda.threadIdx.x == 0:
+            best[cuda.blockIdx.x] = np.int32(-chosen)
+
+    return Kernel("argmax", kernel, "f32[] i32 i32[]")
+
+
+@functools.cache
+def sample() -> Kernel:
+    """(logits, n, per_temperature, u, chosen): one of each row by softmax(logits * per_temperature), a block a row.
+
+    The first whose cumulative probability is above u[row], in [0, 1): a number the host draws.
+    """
+
+    def kernel(logits, n, per_temperature, u, chosen):
+        first = np.int64(cuda.blockIdx.x) * n
+        sums = cuda.shared.array(THREADS, np.float32)
+        thread = cuda.threadIdx.x
+        most = _NEVER
+        for i in range(thread, n, THREADS):
+            most = max(most, logits[first + i])
+        top = block_max(most)
+        each = (n + THREADS - 1) // THREADS  # neighbours for each thread, so that the sums are in order
+        total = np.float32(0)
+        for i in range(thread * each, min(n, thread * each + each)):
+            total += np.float32(math.exp((logits[first + i] - top) * per_temperature))
+        sums[thread] = total
+        cuda.syncthreads()
+        before, whole = np.float32(0), np.float32(0)
+        for i in range(THREADS):
+            if i == thread:
+                before = whole
+            whole += sums[i]
+        aim = u[cuda.blockIdx.x] * whole
+        if before <= aim < before + total or (thread == THREADS - 1 and aim >= whole):
+            at = min(n - 1, thread * each)
+            reached = before
+            for i in range(thread * each, min(n, thread * each + each)):
+                at = i
+                reached += np.float32(math.exp((logits[first + i] - top) * per_temperature))
+                if reached > aim:
+                    break
+            chosen[cuda.blockIdx.x] = at
+
+    return Kernel("sample", kernel, "f32[] i32 f32 f32[] i32[]")

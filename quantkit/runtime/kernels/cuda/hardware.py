@@ -1,0 +1,223 @@
+"""The door to numba.cuda: what kernels use of the hardware, and what the simulator does instead.
+
+Where NUMBA_ENABLE_CUDASIM is set, kernels are plain Python: there a unit is read by `words.Plain`, sums over a warp go
+through shared memory (threads of a simulated warp do not run in step), and the bytes of a word are added up one by one.
+Nothing but this module and `words.py` knows which of the two runs. `cuda` and `types` are numba's.
+
+    inlined                       decorator of device functions
+    SIMULATED                     whether kernels are simulated
+    unit(codec)                   device function (data, start, row_bytes, row, number) -> codes, scales, floors of unit
+                                  `number` of a row of the tensor that begins at data[start]: tuples of 8, 2 and 2
+    dot4(a, b, c)                 c + the products of four signed bytes
+    bits_of, float_of_bits, half_of, bfloat_of, float_of_half, float_of_bfloat
+    times(a, b), plus(a, b)       rounded each: never fused
+    warp_sum, warp_max            over the 32 threads of a warp; *all threads of a block* call them together
+    load_words(array, i)          four neighbouring int32 in one load; i a multiple of 4, the array aligned
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numba import cuda
+from numba.core import config
+
+from quantkit.runtime.kernels.cuda.reader import Codec, Reader, Unit
+from quantkit.runtime.kernels.cuda.words import Device, Plain
+
+SIMULATED = bool(config.ENABLE_CUDASIM)
+WARP = 32
+FULL = 0xFFFFFFFF
+
+
+def read_unit(e: Any, codec: Codec, start: Any, row_bytes: Any, row: Any, unit: Any, split: Callable) -> Unit:
+    """Run a codec; `split(value, n)` gives quotient and remainder, of powers of two."""
+    group, of_group = split(row, codec.rows)
+    block, of_block = split(unit, codec.columns // 32)
+    first = start + e.wide(group) * (row_bytes * codec.rows)
+    at = first + codec.head + e.wide(block) * codec.nbytes
+    return codec.read(Reader(e, codec, first, at, of_group, of_block, row_bytes))
+
+
+def inlined(function: Callable) -> Any:
+    """Decorator: a device function. Inlined by numba, which otherwise asks the driver for a device to compile it."""
+    return cuda.jit(device=True)(function) if SIMULATED else cuda.jit(device=True, inline="always")(function)
+
+
+def _two(values: Sequence[Any]) -> tuple:
+    """A value for each half of a unit, of one or two; () of none."""
+    return (values[0], values[-1]) if values else ()
+
+
+if SIMULATED:
+
+    def unit(codec: Codec) -> Callable[..., tuple]:
+        def read(data, start, row_bytes, row, number):
+            e = Plain(data)
+            found = read_unit(e, codec, int(start), int(row_bytes), e.word(row), e.word(number), _split_plain)
+            codes = tuple(np.uint32(c).view(np.int32) for c in found.codes)
+            return codes, _two(found.scales), _two(found.floors) or (np.float32(0),) * 2
+
+        return read
+
+    def _split_plain(value, n):
+        return type(value)(int(value) // n), type(value)(int(value) % n)
+
+    def dot4(a, b, c):
+        return np.uint32(Plain(None).dot(a, b, c)).view(np.int32)
+
+    def bits_of(value):
+        return np.float32(value).view(np.uint32)
+
+    def float_of_bits(bits):
+        return np.uint32(bits).view(np.float32)
+
+    def half_of(value):
+        with np.errstate(over="ignore"):
+            return np.float32(value).astype(np.float16).view(np.uint16)
+
+    def float_of_half(bits):
+        return np.float32(np.uint16(bits).view(np.float16))
+
+    def bfloat_of(value):
+        bits = int(np.float32(value).view(np.uint32))
+        if value != value:
+            return np.uint16(0x7FFF)
+        return np.uint16(bits + 0x7FFF + (bits >> 16 & 1) >> 16 & 0xFFFF)
+
+    def float_of_bfloat(bits):
+        return np.uint32(int(bits) << 16).view(np.float32)
+
+    def times(a, b):
+        return np.float32(a) * np.float32(b)
+
+    def plus(a, b):
+        return np.float32(a) + np.float32(b)
+
+    @inlined
+    def _warp(value, combine):
+        shared = cuda.shared.array(1024, np.float32)
+        i = cuda.threadIdx.x
+        cuda.syncthreads()
+        shared[i] = value
+        cuda.syncthreads()
+        first = i - i % WARP
+        found = shared[first]
+        for k in range(1, min(WARP, cuda.blockDim.x - first)):
+            found = combine(found, shared[first + k])
+        cuda.syncthreads()
+        return np.float32(found)
+
+    def warp_sum(value):
+        return _warp(value, lambda a, b: a + b)
+
+    def warp_max(value):
+        return _warp(value, max)
+
+    def load_words(array, i):
+        return array[i], array[i + 1], array[i + 2], array[i + 3]
+
+else:
+    from llvmlite import ir
+    from numba.cuda import cgutils, types
+    from numba.cuda.extending import intrinsic
+
+    from quantkit.simd_values import F32, I32, Value
+
+    def unit(codec: Codec) -> Callable[..., tuple]:
+        pair = types.UniTuple(types.float32, 2)
+        result = types.Tuple((types.UniTuple(types.int32, 8), pair, pair))
+
+        @intrinsic
+        def read(typing_context, data, start, row_bytes, row, number):
+            signature = result(data, types.int64, types.int64, types.int32, types.int32)
+
+            def generate(context, builder, signature, args):
+                array = cgutils.create_struct_proxy(signature.args[0])(context, builder, args[0])
+                e = Device(builder, array.data)
+                start, row_bytes, row, number = (Value(e, a) for a in args[1:])  # type: ignore[arg-type]
+                found = read_unit(e, codec, start, row_bytes, row, number, _split)
+                floors = _two(found.floors) or (e.constant(F32, 0.0),) * 2
+                parts = zip(signature.return_type, (found.codes, _two(found.scales), floors))
+                tuples = [context.make_tuple(builder, kind, [v.ir for v in values]) for kind, values in parts]
+                return context.make_tuple(builder, signature.return_type, tuples)
+
+            return signature, generate
+
+        return read
+
+    def _split(value: Value, n: int) -> tuple[Value, Value]:
+        """Of a word that is not negative."""
+        return (value >> n.bit_length() - 1, value & n - 1) if n > 1 else (value, value & 0)
+
+    def _assembly(text: str, kinds: str, result: Any, *parameters: Any) -> Any:
+        """A device function that is one instruction."""
+        plain = {types.int32: I32, types.uint32: I32, types.float32: F32, types.uint16: ir.IntType(16)}
+
+        def typed(typing_context, *args):
+            def generate(context, builder, signature, values):
+                kind = ir.FunctionType(plain[result], [plain[p] for p in parameters])
+                return builder.asm(kind, text, kinds, values, False)
+
+            return result(*parameters), generate
+
+        if len(parameters) == 1:
+            return intrinsic(lambda typing_context, a: typed(typing_context, a))
+        if len(parameters) == 2:
+            return intrinsic(lambda typing_context, a, b: typed(typing_context, a, b))
+        return intrinsic(lambda typing_context, a, b, c: typed(typing_context, a, b, c))
+
+    _i, _f, _h = types.int32, types.float32, types.uint16
+    dot4 = _assembly("dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", _i, _i, _i, _i)
+    half_of = _assembly("cvt.rn.f16.f32 $0, $1;", "=h,f", _h, _f)
+    float_of_half = _assembly("cvt.f32.f16 $0, $1;", "=f,h", _f, _h)
+    bfloat_of = _assembly("cvt.rn.bf16.f32 $0, $1;", "=h,f", _h, _f)
+    times = _assembly("mul.rn.f32 $0, $1, $2;", "=f,f,f", _f, _f, _f)
+    plus = _assembly("add.rn.f32 $0, $1, $2;", "=f,f,f", _f, _f, _f)
+
+    @intrinsic
+    def bits_of(typing_context, value):
+        def generate(context, builder, signature, args):
+            return builder.bitcast(args[0], I32)
+
+        return types.uint32(types.float32), generate
+
+    @intrinsic
+    def float_of_bits(typing_context, bits):
+        def generate(context, builder, signature, args):
+            return builder.bitcast(args[0], F32)
+
+        return types.float32(types.uint32), generate
+
+    @intrinsic
+    def float_of_bfloat(typing_context, bits):
+        def generate(context, builder, signature, args):
+            wide = builder.shl(builder.zext(args[0], I32), ir.Constant(I32, 16))
+            return builder.bitcast(wide, F32)
+
+        return types.float32(types.uint16), generate
+
+    @inlined
+    def warp_sum(value):
+        for step in (16, 8, 4, 2, 1):
+            value += cuda.shfl_xor_sync(FULL, value, step)
+        return value
+
+    @inlined
+    def warp_max(value):
+        for step in (16, 8, 4, 2, 1):
+            value = max(value, cuda.shfl_xor_sync(FULL, value, step))
+        return value
+
+    @intrinsic
+    def load_words(typing_context, array, index):
+        def generate(context, builder, signature, args):
+            data = cgutils.create_struct_proxy(signature.args[0])(context, builder, args[0]).data
+            pointer = builder.gep(data, [args[1]])
+            loaded = builder.load(builder.bitcast(pointer, ir.VectorType(I32, 4).as_pointer()), align=16)
+            values = [builder.extract_element(loaded, ir.Constant(I32, i)) for i in range(4)]
+            return context.make_tuple(builder, signature.return_type, values)
+
+        return types.UniTuple(types.int32, 4)(array, types.int64), generate

@@ -1,0 +1,103 @@
+"""A kernel of the GPU: a plain function, the types of its parameters, and how it becomes machine code.
+
+    k = Kernel("dequantize_q4_K_bf16", function, "u8[] i64 i64 i32 i32 u32[]")
+    k.ptx((9, 0))             PTX for a compute capability; needs no driver
+    k.cubin((9, 0))           machine code, kept on disk; needs none either
+    k.simulate(blocks, threads, *arrays)   where NUMBA_ENABLE_CUDASIM=1: runs it on numpy arrays
+
+Machine code and not PTX is kept: a driver reads no PTX that is newer than itself, but runs machine code of its own
+major version. numba's own cache does not serve: it wants a function that stands in a file, and these are made per type.
+The key is the kernel's name under a folder of everything that the code depends on: versions of numba-cuda and of the
+compiler, the digest of the sources (`jit.source_digest`), the capability.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from quantkit import jit
+from quantkit.errors import QuantkitError
+
+
+class Kernel:
+    """`function` over arrays ("f32[]") and numbers ("i32") of one dimension; `device.py` launches it."""
+
+    def __init__(self, name: str, function: Callable[..., None], parameters: str):
+        self.name, self.function, self.parameters = name, function, parameters.split()
+
+    @functools.cached_property
+    def _dispatcher(self) -> Any:
+        from quantkit.runtime.kernels.cuda.hardware import cuda
+
+        return cuda.jit(self.function)
+
+    def simulate(self, blocks: int | tuple[int, ...], threads: int, *arguments: Any) -> None:
+        """Run it on numpy arrays, in the simulator."""
+        self._dispatcher[blocks, threads](*arguments)
+
+    def ptx(self, capability: tuple[int, int]) -> str:
+        """PTX of the kernel for a compute capability, (9, 0) for sm_90."""
+        from quantkit.runtime.kernels.cuda.hardware import cuda, types
+
+        numbers = {"u8": types.uint8, "i8": types.int8, "u16": types.uint16, "u32": types.uint32, "i32": types.int32,
+                   "i64": types.int64, "f32": types.float32}  # fmt: skip
+        kinds = tuple(
+            types.Array(numbers[p.removesuffix("[]")], 1, "C") if p.endswith("[]") else numbers[p]
+            for p in self.parameters
+        )
+        text, _ = cuda.compile_ptx(self.function, kinds, cc=capability)
+        return text
+
+    def cubin(self, capability: tuple[int, int]) -> tuple[bytes, str]:
+        """Machine code for a compute capability and the name of its entry, from disk where it was made before."""
+        path = _folder(capability) / f"{self.name}.cubin"
+        try:
+            first, _, kept = path.read_bytes().partition(b"\n")
+            return kept, first.decode()
+        except FileNotFoundError:
+            pass
+        text = self.ptx(capability)
+        code, entry = link(text, capability)[0], entry_of(text)
+        _keep(path, entry.encode() + b"\n" + code)
+        return code, entry
+
+
+def entry_of(ptx: str) -> str:
+    """The name of a module's kernel."""
+    return ptx.split(".visible .entry ", 1)[1].split("(", 1)[0].strip()
+
+
+def link(ptx: str, capability: tuple[int, int]) -> tuple[bytes, str]:
+    """Machine code of PTX, and what the assembler says of it: registers, spilled bytes."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    options = LinkerOptions(arch=f"sm_{capability[0]}{capability[1]}", ptxas_options=["-v"])
+    linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=options)
+    code = linker.link("cubin").code
+    if not isinstance(code, bytes):
+        raise QuantkitError("the CUDA linker gave no machine code")
+    return code, linker.get_info_log()
+
+
+@functools.cache
+def _folder(capability: tuple[int, int]) -> Path:
+    import importlib.metadata
+
+    versions = "-".join(importlib.metadata.version(name) for name in ("numba-cuda", "nvidia-nvvm"))
+    digest = jit.source_digest("quantkit.runtime.kernels.cuda.kernels")[:16]
+    return jit.cache_root() / f"cuda-{versions}" / f"sm_{capability[0]}{capability[1]}-{digest}"
+
+
+def _keep(path: Path, data: bytes) -> None:
+    """Under its name at once; a folder that cannot be written only means that it is made anew next time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_bytes(data)
+        os.replace(partial, path)
+    except OSError:
+        return

@@ -1,0 +1,45 @@
+"""All kernels: those of each type, made when they are asked for, and the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quantkit.runtime.kernels.cuda import activations, attention, delta, elementwise, floats, routing, weights
+from quantkit.runtime.kernels.cuda.codecs.table import CODECS
+from quantkit.runtime.kernels.cuda.kernel import Kernel
+from quantkit.runtime.kernels.cuda.table import FLOAT_IDS
+
+
+def of_type(ggml_type: int) -> Iterator[Kernel]:
+    """Every kernel of a type."""
+    made = floats if ggml_type in FLOAT_IDS else weights
+    for output in weights.OUTPUTS:
+        yield made.dequantize(ggml_type, output)
+    for tokens in weights.TOKENS:
+        yield made.matvec(ggml_type, tokens)
+
+
+def of_types() -> dict[str, int]:
+    """Types that have kernels: their ids by name."""
+    return dict(sorted({**{c.name: i for i, c in CODECS.items()}, **{n: i for i, n in FLOAT_IDS.items()}}.items()))
+
+
+# (types of keys and values, their dims, whether the values are the keys'): what the tests compile of `attend`, which is
+# made for any of `attention.CACHES` and any size of heads.
+ATTENTIONS = (
+    ("f16", "f16", 128, 128, False), ("f32", "f32", 64, 64, False), ("bf16", "f16", 256, 256, False),
+    ("q8_0", "q4_0", 128, 128, False), ("q8_0", "q8_0", 576, 512, True), ("f16", "f16", 192, 128, False),
+)  # fmt: skip
+
+
+def others() -> Iterator[Kernel]:
+    """Every kernel that is not a type's."""
+    yield activations.quantize()
+    yield elementwise.rms_norm()
+    yield from (elementwise.activate(name) for name in elementwise.ACTIVATIONS)
+    yield from (make() for make in (elementwise.add, elementwise.mix, elementwise.rope))
+    yield from (make() for make in (elementwise.argmax, elementwise.sample, delta.step))
+    yield from (routing.route(sigmoid, biased) for sigmoid in (False, True) for biased in (False, True))
+    yield from (attention.attend(*which) for which in ATTENTIONS)
+    yield from (attention.combine(sinks) for sinks in (False, True))
+    yield from (attention.remember(kind) for kind in ("f32", "f16", "bf16", "q8_0"))

@@ -1,0 +1,262 @@
+"""What a codec reads a unit with: 32 columns of a row, as eight words of four signed bytes and a scale or two.
+
+    y[c] = scale[c // 16] * code[c] + floor[c // 16]         c in 0 .. 31
+
+where scale and floor are one for all 32 columns in types whose `group` is 32. A codec is a function of a `Reader`,
+which gives it the type's fields (`fields.Place`), bound to the row and the unit that a thread works on, and the words
+of `words.py`. It returns a `Unit`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from quantkit.runtime.kernels.cuda.fields import Place
+
+ONES, LOW, SIGNS = 0x01010101, 0x0F0F0F0F, 0x80808080
+MOST = 16  # bytes of the widest load
+
+
+class Unit(NamedTuple):
+    codes: list[Any]  # 8 words
+    scales: list[Any]  # 1 or 2 float32
+    floors: list[Any]  # as many, or none
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How a GPU reads a type."""
+
+    name: str
+    read: Callable[[Reader], Unit]
+    fields: tuple[Place, ...]
+    columns: int  # of a block
+    nbytes: int  # of a block, of all rows of a group
+    group: int = 32  # columns of a scale
+    floor: bool = False
+    rows: int = 1  # of a group
+    head: int = 0  # bytes before the blocks, of all rows of a group
+    tail: int = 0  # and after them
+
+
+class Reader:
+    """One unit of one row. `e` is words.Device or words.Plain, offsets are 64-bit values, `row` and `unit` words.
+
+    `row` counts in its group, `unit` in its block; `start` is where the group begins, `block` where the block does.
+    """
+
+    def __init__(self, e: Any, codec: Codec, start: Any, block: Any, row: Any, unit: Any, row_bytes: Any):
+        self.e, self.codec = e, codec
+        self.start, self.block, self.row, self.unit, self.row_bytes = start, block, row, unit, row_bytes
+        self.align = math.gcd(codec.nbytes, codec.head, codec.tail, MOST)
+        self.fields = [Stored(self, place) for place in codec.fields]
+
+    def half(self, word: Any) -> Any:
+        return self.e.half(word)
+
+    def head_half(self) -> Any:
+        """The half that the header has for the row."""
+        offset = self.start + self.e.wide(self.row * 2)
+        return self.e.half(load_half(self.e, offset, self.align))
+
+    def head_float(self, pitch: int = 4) -> Any:
+        """The float32 that the header has for the row."""
+        align = math.gcd(self.align, 4)
+        return self.e.float_of(load_word(self.e, self.start + self.e.wide(self.row * pitch), align))
+
+    def tail_float(self) -> Any:
+        """The float32 after the blocks of a row."""
+        return self.e.float_of(self.e.load(32, self.start + self.row_bytes - self.codec.tail, 4))
+
+    def words(self, *numbers: int) -> list[Any]:
+        return [self.e.word(number) for number in numbers]
+
+    def minus(self, word: Any, offset: int) -> Any:
+        """Four bytes 0 .. 127 minus an offset, as signed bytes."""
+        return ((word | SIGNS) - offset * ONES) ^ SIGNS
+
+    def negate(self, word: Any, ones: Any) -> Any:
+        """Bytes 1 .. 127, made negative where `ones` has a one in the byte."""
+        return (word ^ ones * 255) + ones
+
+    def lookup(self, table: Sequence[Any], index: Any) -> Any:
+        """Of a table of 4, 8, 16, 32 or 64 bytes, as words, those that the four bytes of `index` name."""
+        e = self.e
+        nibbles = index & LOW if len(table) > 4 else index
+        pairs = nibbles | nibbles >> 4  # byte 0: the first two, byte 2 the others
+        select = e.permute(pairs, e.word(0), e.word(0x7720))
+        if len(table) == 1:
+            return e.permute(table[0], table[0], select)
+        low = select & 0x7777
+        parts = [e.permute(table[i], table[i + 1], low) for i in range(0, len(table), 2)]
+        bit = 3
+        while len(parts) > 1:  # of each two the one that the next bit of the index names
+            if bit == 3:
+                high = (select & 0x8888) >> 1
+            else:
+                ones = index >> bit & ONES
+                high = e.permute(ones | ones >> 4, e.word(0), e.word(0x7720)) << 2 & 0x4444
+            parts = [e.permute(a, b, high + 0x3210) for a, b in zip(parts[::2], parts[1::2])]
+            bit += 1
+        return parts[0]
+
+    def lookup_nibbles(self, table: Sequence[Any], word: Any) -> tuple[Any, Any]:
+        """Of a table of 16 bytes those that the low nibbles of a word's bytes name, and the high ones.
+
+        The nibbles are selectors as they stand; half as many instructions as two `lookup`s.
+        """
+        e = self.e
+        low, high = word & 0x77777777, word >> 1 & 0x44444444 | 0x32103210
+        mixed = []
+        for select, which in ((low, high), (low >> 16, high >> 16)):
+            parts = [e.permute(table[i], table[i + 1], select) for i in (0, 2)]
+            mixed.append(e.permute(*parts, which))
+        return e.permute(*mixed, e.word(0x6420)), e.permute(*mixed, e.word(0x7531))
+
+    def lookup_halves(self, table: Sequence[Any], words: Sequence[Any]) -> list[Any]:
+        """The same of several words: what all low nibbles name, then what the high ones do."""
+        both = [self.lookup_nibbles(table, word) for word in words]
+        return [low for low, _ in both] + [high for _, high in both]
+
+    def spread(self, bits: Any) -> Any:
+        """The four lowest bits of a word, as ones in its bytes; above them there must be none."""
+        return bits * 0x00204081 & ONES
+
+    def join(self, values: Sequence[Any]) -> Any:
+        """Four signed numbers as bytes."""
+        e = self.e
+        low, high = (e.permute(values[i], values[i + 1], e.word(0x7740)) for i in (0, 2))
+        return e.permute(low, high, e.word(0x5410))
+
+
+def load_word(e: Any, offset: Any, align: int) -> Any:
+    """A word at an offset that is a multiple of `align`."""
+    if align >= 4:
+        return e.load(32, offset, 4)
+    step = 8 * align
+    word = e.load(step, offset, align)
+    for i in range(1, 4 // align):
+        word = word | e.load(step, offset + i * align, align) << step * i
+    return word
+
+
+def load_half(e: Any, offset: Any, align: int) -> Any:
+    """The 16 bits at an offset that is a multiple of `align`."""
+    return e.load(16, offset, 2) if align >= 2 else e.load(8, offset, 1) | e.load(8, offset + 1, 1) << 8
+
+
+class Stored:
+    """A field, of the row and the unit that a reader reads."""
+
+    def __init__(self, reader: Reader, place: Place):
+        self.reader, self.place = reader, place
+
+    def _sum(self, terms: Sequence[tuple[Any, int, int]]) -> Any:
+        """Of (word, its bit, weight): neighbouring bits with doubling weights are moved together. None for none."""
+        total = None
+        at = 0
+        while at < len(terms):
+            word, bit, weight = terms[at]
+            end = at + 1
+            while end < len(terms) and terms[end] == (word, bit + end - at, weight << end - at):
+                end += 1
+            term = (word >> bit & (1 << end - at) - 1) * weight
+            total = term if total is None else total + term
+            at = end
+        return total
+
+    def _address(self, pitch: int, number: int) -> tuple[Any, int, int, Any, int]:
+        """Of element pitch * unit + number: bytes that vary, bytes that do not, alignment; bits that vary, and not."""
+        place, reader = self.place, self.reader
+        step = pitch.bit_length() - 1 if pitch else len(place.columns)
+        fixed = place.first + sum(w for b, w in enumerate(place.columns[:step]) if number >> b & 1)
+        terms = [(reader.unit, b, w) for b, w in enumerate(place.columns[step:])]
+        terms += [(reader.row, b, w) for b, w in enumerate(place.rows)]
+        far = [(word, bit, w // 8) for word, bit, w in terms if abs(w) >= 8]
+        near = [(word, bit, w % 8 if w > 0 else w) for word, bit, w in terms if w % 8]
+        align = math.gcd(reader.align, fixed // 8, *(w for _, _, w in far))
+        return self._sum(far), fixed // 8, align, self._sum(near), fixed % 8
+
+    def _offset(self, varying: Any, fixed: int) -> Any:
+        """What varies first: what is fixed then goes into the loads themselves."""
+        block = self.reader.block
+        return (block if varying is None else block + self.reader.e.wide(varying)) + fixed
+
+    def at(self, pitch: int = 0, number: int = 0) -> Any:
+        """Element pitch * unit + number; `pitch` a power of two above `number`, or 0."""
+        e, width = self.reader.e, self.place.width
+        varying, fixed, align, shift, least = self._address(pitch, number)
+        offset = self._offset(varying, fixed)
+        if width == 32:
+            return load_word(e, offset, align)
+        if width == 16:
+            return load_half(e, offset, align)
+        word = e.load(8, offset, 1)
+        word = self._moved(word, shift, least)
+        return word if width == 8 else word & (1 << width) - 1
+
+    def quads(self, count: int = 8, pitch: int = 32) -> list[Any]:
+        """Elements pitch * unit + 4 q .. + 3 of q < count, each four as the bytes of a word."""
+        mask = ONES * ((1 << self.place.width) - 1)
+        if self.place.columns[1] == 2 * self.place.columns[0] == 2:  # single bits, packed
+            return self._packed_bits(count, pitch)
+        if tuple(self.place.columns[:2]) != (8, 16):
+            raise TypeError("four neighbouring columns are not neighbouring bytes")
+        found, words = self._words(count, pitch)
+        quads = []
+        for _, fixed, _, shift, least in found:
+            word = self._moved(words[fixed], shift, least)
+            quads.append(word if self.place.width == 8 else word & mask)
+        return quads
+
+    def looked_up(self, table: Sequence[Any]) -> list[Any]:
+        """Of a table of 16 bytes those that the unit's codes name, nibbles, each four as the bytes of a word."""
+        found, words = self._words(8, 32)
+        places = [(fixed, least) for _, fixed, _, _, least in found]
+        whole = {(fixed, least) for fixed in words for least in (0, 4)}
+        if any(shift is not None for *_, shift, _ in found) or set(places) != whole:
+            return [self.reader.lookup(table, quad) for quad in self.quads()]
+        both = {fixed: self.reader.lookup_nibbles(table, word) for fixed, word in words.items()}
+        return [both[fixed][least // 4] for fixed, least in places]
+
+    def _words(self, count: int, pitch: int) -> tuple[list[Any], dict[int, Any]]:
+        """Where the quads are, and the words that they are in, by their fixed bytes."""
+        found = [self._address(pitch, 4 * q) for q in range(count)]
+        return found, self._load_words(found[0][0], sorted({fixed for _, fixed, *_ in found}), found)
+
+    @staticmethod
+    def _moved(word: Any, varying: Any, fixed: int) -> Any:
+        if varying is None:
+            return word >> fixed if fixed else word
+        return word >> (varying + fixed)
+
+    def _packed_bits(self, count: int, pitch: int) -> list[Any]:
+        """Of single bits one after the other; a unit's 32 are a word."""
+        if (count, pitch) != (8, 32):
+            raise TypeError("packed bits are read a word at a time")
+        varying, fixed, align, _, _ = self._address(pitch, 0)
+        word = load_word(self.reader.e, self._offset(varying, fixed), align)
+        return [self.reader.spread(word >> 4 * q & 15) for q in range(8)]
+
+    def _load_words(self, varying: Any, offsets: list[int], found: list[Any]) -> dict[int, Any]:
+        """The words at these fixed offsets, four or two of them at once where they are aligned."""
+        e = self.reader.e
+        words: dict[int, Any] = {}
+        while offsets:
+            for many in (4, 2):
+                run = [offsets[0] + 4 * i for i in range(many)]
+                if run == offsets[:many] and self._aligned(found, run[0]) % (4 * many) == 0:
+                    words.update(zip(run, e.load_words(many, self._offset(varying, run[0]))))
+                    break
+            else:
+                run = offsets[:1]
+                words[run[0]] = load_word(e, self._offset(varying, run[0]), self._aligned(found, run[0]))
+            offsets = offsets[len(run) :]
+        return words
+
+    @staticmethod
+    def _aligned(found: list[Any], offset: int) -> int:
+        return next(align for _, fixed, align, _, _ in found if fixed == offset)

@@ -1,0 +1,93 @@
+"""Which experts a token goes to: `reference.route` on a GPU, a warp a token, without leaving out any (`-ser`)."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+
+from quantkit.runtime.kernels.cuda.hardware import cuda, warp_max, warp_sum
+from quantkit.runtime.kernels.cuda.kernel import Kernel
+
+WARP = 32
+MOST = 1024  # experts
+_NEVER = np.float32(-3.4e38)
+_TAKEN = np.float32(-math.inf)
+
+
+@functools.cache
+def route(sigmoid: bool, biased: bool) -> Kernel:
+    """(logits, bias, experts, groups, groups_used, used, normalise, scale, chosen, weights)
+
+    p = sigmoid(logits) or softmax(logits); the `used` largest p + bias of the `groups_used` best groups of neighbours
+    (by their best expert, with a bias by their best two), of equal ones the first. chosen int32[tokens, used],
+    weights float32[tokens, used]: p, divided by their sum with `normalise` 1, times `scale`. A NaN is the largest.
+    """
+
+    def kernel(logits, bias, experts, groups, groups_used, used, normalise, scale, chosen, weights):
+        p = cuda.shared.array(MOST, np.float32)
+        chance = cuda.shared.array(MOST, np.float32)
+        group_score = cuda.shared.array(WARP, np.float32)
+        token, lane = np.int64(cuda.blockIdx.x), cuda.threadIdx.x
+        most = _NEVER
+        for e in range(lane, experts, WARP):
+            most = max(most, logits[token * experts + e])
+        top = warp_max(most)
+        total = np.float32(0)
+        for e in range(lane, experts, WARP):
+            x = logits[token * experts + e]
+            if sigmoid:
+                p[e] = np.float32(1) / (np.float32(1) + math.exp(-x))
+            else:
+                p[e] = math.exp(x - top)
+            total += p[e]
+        total = warp_sum(total)
+        for e in range(lane, experts, WARP):
+            if not sigmoid:
+                p[e] /= total
+            value = p[e] + bias[e] if biased else p[e]
+            chance[e] = value if value == value else np.float32(math.inf)
+        cuda.syncthreads()
+        size = experts // groups
+        if groups_used < groups:
+            if lane < groups:
+                best, second = _NEVER, _NEVER
+                for e in range(lane * size, lane * size + size):
+                    if chance[e] > best:
+                        best, second = chance[e], best
+                    elif chance[e] > second:
+                        second = chance[e]
+                group_score[lane] = best + second if biased and size > 1 else best
+            cuda.syncthreads()
+            if lane < groups:
+                better = 0
+                for g in range(groups):
+                    above = group_score[g] > group_score[lane]
+                    if above or (group_score[g] == group_score[lane] and g < lane):
+                        better += 1
+                if better >= groups_used:
+                    for e in range(lane * size, lane * size + size):
+                        chance[e] = _TAKEN
+            cuda.syncthreads()
+        total = np.float32(0)
+        for rank in range(used):
+            best, place = _TAKEN, np.float32(-experts)
+            for e in range(lane, experts, WARP):
+                if chance[e] > best:
+                    best, place = chance[e], -np.float32(e)
+            top = warp_max(best)
+            expert = min(experts - 1, np.int32(-warp_max(place if best == top else np.float32(-experts))))
+            cuda.syncthreads()
+            total += p[expert]
+            if lane == 0:
+                chance[expert] = _TAKEN
+                chosen[token * used + rank] = expert
+                weights[token * used + rank] = p[expert]
+            cuda.syncthreads()
+        factor = scale / total if normalise else scale
+        for rank in range(lane, used, WARP):
+            weights[token * used + rank] *= factor
+
+    name = f"route_{'sigmoid' if sigmoid else 'softmax'}{'_biased' if biased else ''}"
+    return Kernel(name, kernel, "f32[] f32[] i32 i32 i32 i32 i32 f32 i32[] f32[]")

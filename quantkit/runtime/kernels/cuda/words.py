@@ -1,0 +1,191 @@
+"""The two ways to carry out a codec: as code of a GPU and, in the simulator, on numbers. The one place that knows both.
+
+Codecs are written once, with 32-bit words and float32, against the methods below. `Device` makes LLVM code of them,
+inlined into the kernels that numba.cuda compiles; `Plain` computes with Python's integers, which numba's simulator
+(NUMBA_ENABLE_CUDASIM=1) runs instead: it has neither the instructions for bytes nor vector loads.
+
+    load(bits, offset, align)     the integer at a byte offset (an I64), whose address is a multiple of `align`
+    load_words(count, offset)     2 or 4 words at once, aligned to their size
+    table(name, words, index)     a word of a constant table in global memory: constant memory serves one address a time
+    permute(a, b, selector)       byte i is byte (selector >> 4 i & 7) of a (0..3) and b (4..7)
+    dot(a, b, c)                  c + the sum of products of the signed bytes of a and b
+    half(bits)                    the value of a half
+    choose(word, a, b)            a where the word is not 0
+    power(exponent)               2^(exponent - 128) of 0..255
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from quantkit.simd_values import F32, I8, I16, I32, I64, Value, wrapped
+
+_GLOBAL = 1  # address space
+
+
+class Device:
+    """Writes LLVM code for the GPU. Values are `simd_values.Value`."""
+
+    def __init__(self, builder: ir.IRBuilder, data: ir.Value):
+        self.builder, self.data = builder, data
+
+    def constant(self, kind: ir.Type, number: float) -> Value:
+        return Value(self, ir.Constant(kind, number))  # type: ignore[arg-type]  # Emit's part that values use
+
+    def word(self, number: int) -> Value:
+        return self.constant(I32, wrapped(number, 32))
+
+    def wide(self, value: Value) -> Value:
+        """A signed word as 64 bits."""
+        return value.signed(I64)
+
+    def _load(self, kind: ir.Type, pointer: ir.Value, align: int) -> ir.Value:
+        loaded = self.builder.load(self.builder.bitcast(pointer, kind.as_pointer()), align=align)
+        loaded.set_metadata("invariant.load", self.builder.module.add_metadata([]))  # no kernel writes weights
+        return loaded
+
+    def load(self, bits: int, offset: Value, align: int) -> Value:
+        pointer = self.builder.gep(self.data, [offset.ir])
+        loaded = Value(self, self._load(ir.IntType(bits), pointer, align))  # type: ignore[arg-type]
+        return loaded if bits == 32 else loaded.unsigned(I32)
+
+    def load_words(self, count: int, offset: Value) -> list[Value]:
+        pointer = self.builder.gep(self.data, [offset.ir])
+        loaded = self._load(ir.VectorType(I32, count), pointer, 4 * count)
+        return [Value(self, self.builder.extract_element(loaded, ir.Constant(I32, i))) for i in range(count)]  # type: ignore[arg-type]
+
+    def table(self, name: str, words: Sequence[int], index: Value) -> Value:
+        module = self.builder.module
+        kind = ir.ArrayType(I32, len(words))
+        found = module.globals.get(f"quantkit_{name}")
+        if found is None:
+            found = ir.GlobalVariable(module, kind, f"quantkit_{name}", addrspace=_GLOBAL)
+            found.linkage, found.global_constant, found.align = "internal", True, 16
+            found.initializer = ir.Constant(kind, [ir.Constant(I32, wrapped(w, 32)) for w in words])
+        pointer = self.builder.gep(found, [ir.Constant(I32, 0), index.ir])
+        loaded = self.builder.load(pointer, align=4)
+        return Value(self, loaded)  # type: ignore[arg-type]
+
+    def _assembly(self, text: str, kinds: str, result: ir.Type, *args: Value) -> Value:
+        kind = ir.FunctionType(result, [a.type for a in args])
+        return Value(self, self.builder.asm(kind, text, kinds, [a.ir for a in args], False))  # type: ignore[arg-type]
+
+    def permute(self, a: Value, b: Value, selector: Value) -> Value:
+        return self._assembly("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", I32, a, b, selector)
+
+    def dot(self, a: Value, b: Value, c: Value) -> Value:
+        return self._assembly("dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", I32, a, b, c)
+
+    def half(self, bits: Value) -> Value:
+        return self._assembly("cvt.f32.f16 $0, $1;", "=f,h", F32, bits.narrow(I16))
+
+    def choose(self, word: Value, a: Value, b: Value) -> Value:
+        where = self.builder.icmp_unsigned("!=", word.ir, ir.Constant(I32, 0))
+        return Value(self, self.builder.select(where, a.ir, b.ir))  # type: ignore[arg-type]
+
+    def real(self, word: Value) -> Value:
+        """float32 of a signed word."""
+        return word.real()
+
+    def float_of(self, bits: Value) -> Value:
+        return bits.view(F32)
+
+    def signed_byte(self, word: Value) -> Value:
+        return word.narrow(I8).signed(I32)
+
+    def power(self, exponent: Value) -> Value:
+        large = self.choose(exponent >> 1, (exponent - 1) << 23, self.word(0x200000) << exponent)
+        return large.view(F32)
+
+
+class Word(int):
+    """A word of the simulator: 32 bits, or 64 where it is an offset; operators wrap as the GPU's do."""
+
+    def _of(self, value: int) -> Word:
+        return Word(value & 0xFFFFFFFF)
+
+    def __add__(self, other: int) -> Word:
+        return self._of(int(self) + int(other))
+
+    def __sub__(self, other: int) -> Word:
+        return self._of(int(self) - int(other))
+
+    def __mul__(self, other: int) -> Word:
+        return self._of(int(self) * int(other))
+
+    def __and__(self, other: int) -> Word:
+        return self._of(int(self) & (int(other) & 0xFFFFFFFF))
+
+    def __or__(self, other: int) -> Word:
+        return self._of(int(self) | int(other))
+
+    def __xor__(self, other: int) -> Word:
+        return self._of(int(self) ^ (int(other) & 0xFFFFFFFF))
+
+    def __lshift__(self, other: int) -> Word:
+        return self._of(int(self) << int(other))
+
+    def __rshift__(self, other: int) -> Word:
+        return self._of(int(self) >> int(other))
+
+
+def signed(word: int) -> int:
+    return (int(word) + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+class Plain:
+    """Computes with numbers what `Device` writes code for."""
+
+    def __init__(self, data: Any):
+        self.data = data
+
+    def word(self, number: int) -> Word:
+        return Word(int(number) & 0xFFFFFFFF)
+
+    def wide(self, value: int) -> int:
+        return signed(value)
+
+    def load(self, bits: int, offset: int, align: int) -> Word:
+        assert int(offset) % align == 0, "a load is not aligned"
+        return Word(int.from_bytes(bytes(int(self.data[int(offset) + i]) for i in range(bits // 8)), "little"))
+
+    def load_words(self, count: int, offset: int) -> list[Word]:
+        assert int(offset) % (4 * count) == 0, "a load is not aligned"
+        return [self.load(32, int(offset) + 4 * i, 4) for i in range(count)]
+
+    def table(self, name: str, words: Sequence[int], index: int) -> Word:
+        return Word(int(words[index]) & 0xFFFFFFFF)
+
+    def permute(self, a: int, b: int, selector: int) -> Word:
+        both = int(a) | int(b) << 32
+        return Word(sum((both >> 8 * (int(selector) >> 4 * i & 7) & 255) << 8 * i for i in range(4)))
+
+    def dot(self, a: int, b: int, c: int) -> Word:
+        return Word((int(c) + sum(x * y for x, y in zip(_bytes(a), _bytes(b)))) & 0xFFFFFFFF)
+
+    def half(self, bits: int) -> np.float32:
+        return np.float32(np.uint16(bits & 0xFFFF).view(np.float16))
+
+    def choose(self, word: int, a: Any, b: Any) -> Any:
+        return a if word else b
+
+    def real(self, word: int) -> np.float32:
+        return np.float32(signed(word))
+
+    def float_of(self, bits: int) -> np.float32:
+        return np.uint32(bits).view(np.float32)
+
+    def signed_byte(self, word: int) -> Word:
+        return Word((int(word) & 255 ^ 128) - 128 & 0xFFFFFFFF)
+
+    def power(self, exponent: int) -> np.float32:
+        return self.float_of((exponent - 1) << 23 if exponent > 1 else 0x200000 << exponent)
+
+
+def _bytes(word: int) -> tuple[int, ...]:
+    return struct.unpack("4b", struct.pack("<I", int(word) & 0xFFFFFFFF))

@@ -1,0 +1,101 @@
+"""All CUDA kernels compile, without a GPU: to PTX for three generations, and to machine code without spills."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from quantkit import types
+from quantkit.runtime.kernels.cuda import kernels
+from quantkit.runtime.kernels.cuda.kernel import Kernel, entry_of, link
+from quantkit.runtime.kernels.cuda.table import product
+from tests.runtime.cuda.conftest import SIMULATED
+
+TARGETS = ((8, 0), (9, 0), (12, 0))
+if SIMULATED:
+    pytest.skip("the simulator compiles nothing", allow_module_level=True)
+
+OF_TYPES = list(kernels.of_types().items())
+OTHERS = list(kernels.others())
+
+
+def check(kernel: Kernel, target: tuple[int, int]) -> None:
+    ptx = kernel.ptx(target)
+    assert f".target sm_{target[0]}{target[1]}" in ptx
+    assert entry_of(ptx) in ptx
+    assert ".local " not in ptx, "what is in arrays of a thread has not become registers"
+
+
+@pytest.mark.parametrize("place", range(len(OF_TYPES)), ids=[name for name, _ in OF_TYPES])
+def test_a_kernel_of_each_type_compiles(place: int) -> None:
+    """Of every second the product with a vector, of the others the decoder, for the three targets in turn."""
+    wanted = "matvec", "_1"
+    if place % 2:
+        wanted = "dequantize", "_bf16"
+    made = kernels.of_type(OF_TYPES[place][1])
+    check(next(k for k in made if k.name.startswith(wanted[0]) and k.name.endswith(wanted[1])), TARGETS[place % 3])
+
+
+# Attention takes two seconds to compile: one of two of its kinds; all are with -m full.
+QUICK = [k for i, k in enumerate(OTHERS) if i % 2 == 0 or not k.name.startswith("attend")]
+
+
+@pytest.mark.parametrize("place", range(len(QUICK)), ids=[kernel.name for kernel in QUICK])
+def test_other_kernels_compile(place: int) -> None:
+    check(QUICK[place], TARGETS[place % 3])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", kernels.of_types())
+def test_all_kernels_of_a_type_compile(name: str, target: tuple[int, int]) -> None:
+    for kernel in kernels.of_type(kernels.of_types()[name]):
+        check(kernel, target)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kernel", OTHERS, ids=lambda kernel: kernel.name)
+def test_all_other_kernels_compile(kernel: Kernel, target: tuple[int, int]) -> None:
+    check(kernel, target)
+
+
+@pytest.mark.parametrize("name", ["q4_K", "iq2_k"])
+def test_machine_code_spills_nothing(name: str) -> None:
+    """And 16 bytes are loaded at once where a block's size allows it, as q4_K's 144 bytes do."""
+    kernel = next(k for k in kernels.of_type(kernels.of_types()[name]) if k.name.startswith("matvec"))
+    ptx = kernel.ptx((9, 0))
+    code, said = link(ptx, (9, 0))
+    assert code.startswith(b"\x7fELF")
+    assert re.search(r"\b0 bytes spill stores", said), said
+    assert ("ld.global.nc.v4" in ptx) is (name == "q4_K")
+    assert ptx.count("dp4a.s32.s32") == 16
+
+
+def test_machine_code_is_kept(tmp_path, monkeypatch) -> None:
+    """On disk, with the name of its entry; what is there is not made again."""
+    from quantkit.runtime.kernels.cuda import kernel as module
+
+    monkeypatch.setattr(module, "_folder", lambda capability: tmp_path / "sm_90")
+    kernel = next(kernels.others())
+    code, entry = kernel.cubin((9, 0))
+    assert code.startswith(b"\x7fELF")
+    assert entry.encode() in code
+    monkeypatch.setattr(Kernel, "ptx", lambda *_: pytest.fail("made again"))
+    assert kernel.cubin((9, 0)) == (code, entry)
+
+
+def test_every_type_of_files_has_kernels() -> None:
+    assert [t.name for t in types.all() if not product(t)] == []
+    assert sorted(kernels.of_types()) == sorted(t.name for t in types.all())
+
+
+def test_the_table_loads_no_numba() -> None:
+    code = (
+        "import sys; from quantkit.runtime.kernels.cuda.table import product; from quantkit import types; "
+        "product(types.get('iq4_k')); assert not {'numba', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -136,7 +136,7 @@ class QuantType:
         self._check_rows(rows)
         if self.requires_imatrix and importance is None:
             raise DataError(f"{self.name}: this type needs an importance matrix; pass importance=")
-        weights = check_importance(importance, n)
+        weights = _near_one(check_importance(importance, n))
         x, weights = jit.readonly(x), jit.readonly(weights if self.uses_imatrix else weights[:0])
         step = max(1, _PIECE_BYTES // (4 * n * self.interleave)) * self.interleave if n else rows
 
@@ -245,6 +245,14 @@ def check_importance(importance: Any, n: int) -> np.ndarray:
     if len(bad):
         raise DataError(f"importance of column {bad[0]} is {weights[bad[0]]}; it must be finite and not negative")
     return weights
+
+
+def _near_one(weights: np.ndarray) -> np.ndarray:
+    """Importance times a power of two where products with it could over- or underflow: only its ratios count."""
+    most = float(weights.max(initial=0))
+    if not most or 2.0**-40 < most < 2.0**40:
+        return weights
+    return np.ldexp(weights, -math.frexp(most)[1])
 
 
 def by_id(ggml_type: int) -> QuantType:

@@ -253,3 +253,11 @@ def test_the_same_on_another_cpu(cpu):
     """Vectors of any width sum in the same order."""
     names = ["q4_0", "q4_1", "iq4_nl"]
     assert on_cpu.run(cpu, "encode", names) == on_cpu.digests("encode", names)
+
+
+@by_type
+def test_only_ratios_of_importance_count(t):
+    x, weights = data.rows("student4", 3, rows_for(t, 4), 512), data.importance(3, 512)
+    usual = t.quantize(x, weights)
+    for power in (-100, 90):
+        assert np.array_equal(t.quantize(x, np.ldexp(weights, power)), usual), power

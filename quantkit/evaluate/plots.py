@@ -167,9 +167,9 @@ def _points(candidates: Sequence[Candidate]) -> list[_Point]:
         same = next((p for p in found if p.coincides(size, c.divergence)), None)
         if same is None:
             colour = _COLOURS[len(found) % len(_COLOURS)]
-            found.append(_Point([c.path.stem], size, c.bits_per_weight, c.divergence, colour))
+            found.append(_Point([c.name], size, c.bits_per_weight, c.divergence, colour))
         else:
-            same.names.append(c.path.stem)
+            same.names.append(c.name)
     return found
 
 

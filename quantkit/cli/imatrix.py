@@ -111,6 +111,8 @@ def imatrix(
     before = [files.read(path) for path in in_file or []]
     if any(matrix.chunk_size == 0 for matrix in before):
         print(_UNCOUNTED, file=sys.stderr)
+    for path, matrix in zip(in_file or [], before):  # now, not when the run is over
+        _require_fit(path, matrix, model)
     loaded = launch.open(model, numerics=numerics, threads=threads)
     cuts = [chunked(loaded.tokenizer, text, ctx_size, chunks, from_chunk, chat) for text in texts]
     said = conditions(loaded, ctx_size, sum(map(len, cuts)), ", ".join(map(str, texts)))
@@ -150,6 +152,17 @@ def _shown(running: Running, first: int, json: bool) -> Callable[[int, Any, Any]
         running.tick(index - first)
 
     return show
+
+
+def _require_fit(path: Path, matrix: Imatrix, model: Path) -> None:
+    """QuantkitError where an importance matrix was measured on another model."""
+    from quantkit.evaluate.coverage import parted
+    from quantkit.files import gguf
+
+    try:
+        parted(matrix, {tensor.name: tensor.shape for tensor in gguf.open(model).tensors.values()})
+    except QuantkitError as error:
+        raise QuantkitError(f"{path}: {error}") from None
 
 
 class _Keeper:
@@ -214,8 +227,15 @@ class _Keeper:
         return result
 
     def finish(self, parts: list[Imatrix]) -> Imatrix:
-        """Write the matrix of all texts; what was saved is done with."""
-        result = self._write(parts)
+        """Write the matrix of all texts; what was saved is done with. Where it may not be written all is saved."""
+        try:
+            result = self._write(parts)
+        except QuantkitError as error:
+            self.saved.save(self.path)
+            raise QuantkitError(
+                f"{error}; what was measured is kept in {self.path}: the command goes on from there with another "
+                "--missing-experts, and begins anew with --restart"
+            ) from None
         self.path.unlink(missing_ok=True)
         return result
 

@@ -269,6 +269,27 @@ def test_a_run_that_ends_where_it_began(run, model, text, tmp_path, monkeypatch)
     assert (tmp_path / "a.dat").read_bytes() == (tmp_path / "b.dat").read_bytes()
 
 
+def test_what_was_measured_is_kept_where_experts_are_missing(run, model, text, tmp_path) -> None:
+    args = ("imatrix", model, "-f", text, "-c", 8, "--chunks", 1, "--no-ppl", "-o", tmp_path / "x.gguf")
+    assert "what was measured is kept in" in run(*args, "--missing-experts", "error", status=1)
+    assert not (tmp_path / "x.gguf").exists()
+    assert [t.done for t in collecting.Saved.load(tmp_path / "x.gguf.resume").texts] == [1]
+    run(*args, "--missing-experts", "layer-mean")
+    again = tmp_path / "y.gguf"
+    run(*args[:-1], again, "--missing-experts", "layer-mean")
+    assert (tmp_path / "x.gguf").read_bytes() == again.read_bytes()
+    assert not (tmp_path / "x.gguf.resume").exists()
+
+
+def test_a_matrix_of_another_model_is_refused_before_the_run(run, model, text, tmp_path) -> None:
+    entry = Entry(np.ones((1, 7), np.float32), np.array([32]), 1)
+    imatrix.write(tmp_path / "o.gguf", Imatrix({"blk.0.attn_q.weight": entry}, 1, "x", 32))
+    args = ("imatrix", model, "-f", text, "-c", CTX, "-o", tmp_path / "x.gguf")
+    said = run(*args, "--in-file", tmp_path / "o.gguf", status=1)
+    assert "o.gguf: blk.0.attn_q.weight: the importance matrix has 7 values" in said
+    assert "importance matrix over" not in said
+
+
 @pytest.mark.parametrize("size", [3 << 20, 100 << 20])
 def test_a_saved_run_is_that_of_its_files(tmp_path, size) -> None:
     path = tmp_path / "f"

@@ -23,7 +23,7 @@ from quantkit.evaluate import kld
 from quantkit.evaluate.bench import Case, bench
 from quantkit.evaluate.kld import Divergence, Estimate
 from quantkit.evaluate.perplexity import perplexity
-from quantkit.evaluate.statistics import Interval, Rank, Sample, rank
+from quantkit.evaluate.statistics import LEAST_UNITS, Interval, Rank, Sample, rank
 from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, Chunks, chunked, read_text
 from quantkit.files import gguf
 from quantkit.files.kld import BaseReader, BaseWriter
@@ -371,6 +371,11 @@ def verdicts(comparison: Comparison) -> list[str]:
             for c in comparison.candidates
             if c.paired is not None and c.paired.figures["kld"].value <= floor
         ]
+    if comparison.chunks < LEAST_UNITS:
+        said.append(
+            f"errors are too small: {comparison.chunks} chunks do not tell how passages differ; take {LEAST_UNITS} or "
+            "more (--chunks, shorter ones by -c, or a longer text)"
+        )
     return said
 
 

@@ -139,6 +139,11 @@ def test_what_cannot_be_told_apart_is_not_ranked(compared):
     assert "cannot be told apart" in compare.verdicts(again)[0]
 
 
+def test_few_chunks_are_said_to_be_few(compared):
+    assert "errors are too small: 4 chunks" in compare.verdicts(dataclasses.replace(compared, chunks=4))[-1]
+    assert not any("too small" in line for line in compare.verdicts(compared))
+
+
 def test_model_card_says_all(compared):
     card = compare.model_card(compared, "n_ctx 32")
     assert "## near 0.000 GiB (8.500 BPW)" in card

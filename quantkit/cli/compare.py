@@ -68,6 +68,10 @@ def compare(
     if not file:
         raise QuantkitError("compare needs a text: pass one with -f FILE, or several")
     check_outputs([plot, html, output], [*file, *(p for m in (reference, *models) for p in gguf.open(m).paths)])
+    if plot is not None:
+        from quantkit.evaluate.plots import require_picture
+
+        require_picture(plot)
     opened: list[Any] = []
 
     def open_model(path: Path) -> Any:
@@ -91,12 +95,12 @@ def compare(
     )
     said = conditions(opened[0], ctx_size, found.chunks, ", ".join(map(str, file)))
     added = _layers(reference, models, file[0], ctx_size, open_model, say) if layers else {}
-    if plot is not None:
-        _draw(plot, found, said)
     record = {"reference": str(reference), **found.record(), "conditions": said}
     if added:
         record["layers"] = {name: [a._asdict() for a in rows] for name, rows in added.items()}
     _write(output, html, found, said, added, record)
+    if plot is not None:
+        _draw(plot, found, said)
     if json:
         print_json(record)
     else:

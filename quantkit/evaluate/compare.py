@@ -112,7 +112,8 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        return self.shown or self.path.stem
+        text = self.shown or self.path.stem  # names of files may hold what would steer a terminal, and no UTF-8
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
     @property
     def divergence(self) -> Divergence | None:
@@ -365,7 +366,7 @@ def verdicts(comparison: Comparison) -> list[str]:
         else:
             said.append(f"{a} and {b} cannot be told apart: {margin}; a hundred times the tokens would not do either")
     if comparison.noise is not None:
-        floor = comparison.noise.paired.figures["kld"].value
+        floor = max(0.0, comparison.noise.paired.figures["kld"].value)  # a base that rounds gives tiny negatives
         said += [
             f"{c.name} is within the noise floor of {floor:.6f} nats: running the reference another way moves it as far"
             for c in comparison.candidates

@@ -212,7 +212,7 @@ def write(path: str | os.PathLike[str], imatrix: Imatrix) -> None:
             raw = name.encode()
             file.write(struct.pack("<i", len(raw)) + raw + struct.pack("<ii", entry.calls, values.size))
             file.write(values.tobytes())
-        raw = imatrix.described.encode()
+        raw = imatrix.described.encode(errors="backslashreplace")  # names of files need not be UTF-8
         file.write(struct.pack("<ii", imatrix.chunks, len(raw)) + raw)
 
 

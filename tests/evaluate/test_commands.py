@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -86,9 +88,10 @@ def test_outputs_are_refused_before_the_work(capsys, f16_model, text, tmp_path):
         ("perplexity", f16_model, "-f", text, "--kl-divergence-base", text),
         ("compare", f16_model, f16_model, "-f", text, "-o", f16_model),
         ("compare", f16_model, f16_model, "-f", text, "--html", text / "x.html"),
+        ("compare", f16_model, f16_model, "-f", text, "--plot", tmp_path / "x.jpeg"),
     ):  # fmt: skip
         assert cli.main([str(a) for a in args]) == 1
-        assert re.search("this is the input|is no directory", capsys.readouterr().err), args
+        assert re.search("this is the input|is no directory|a picture's name", capsys.readouterr().err), args
     assert text.read_bytes() == whole
 
 
@@ -102,6 +105,22 @@ def test_a_base_of_another_tokenizer_is_warned_about(capsys, text, f16_model, tm
         base = str(tmp_path / name)
         assert cli.main(["perplexity", str(f16_model), "--kl-divergence", "--kl-divergence-base", base]) == 0
         assert ("made with another tokenizer" in capsys.readouterr().err) == warned
+
+
+def test_names_that_are_no_utf8_nor_plain_text(run, f16_model, text, tmp_path):
+    """Files are called as they are: Latin-1, escape sequences, what matplotlib takes for mathematics."""
+    odd, said = (
+        Path(os.fsdecode(os.fsencode(tmp_path) + name)) for name in (b"/caf\xe9 \x1b[31m$\\x.gguf", b"/\xe9.txt")
+    )
+    odd.symlink_to(f16_model)
+    said.write_bytes(text.read_bytes())
+    run("imatrix", odd, "-f", said, "-c", 64, "--chunks", 1, "--no-ppl", "-o", tmp_path / "x.dat")
+    assert imatrix.read(tmp_path / "x.dat").dataset.endswith("\\udce9.txt")
+    drawn = (("--html", "x.html"), ("-o", "x.json"), ("--plot", "x.png"))
+    options = [part for flag, name in drawn for part in (flag, tmp_path / name)]
+    out = run("compare", f16_model, odd, "-f", said, "-c", 32, "--chunks", 2, "--noise-floor", "off", *options)
+    assert "caf\\udce9 \\x1b[31m$\\x" in out
+    assert all((tmp_path / name).stat().st_size for _, name in drawn)
 
 
 def test_json_has_no_nan(capsys):

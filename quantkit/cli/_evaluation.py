@@ -37,6 +37,14 @@ def conditions(model: Any, n_ctx: int, chunks: int, text: str) -> dict[str, Any]
     }
 
 
+_NOT_THE_RESULT = ("text", "threads", "cpu", "isa", "python")
+
+
+def deciding(values: dict[str, Any]) -> dict[str, Any]:
+    """Of the conditions those that a figure's bits depend on. (Of the text it is what it says, not its name.)"""
+    return {key: value for key, value in values.items() if key not in _NOT_THE_RESULT}
+
+
 def conditions_line(values: dict[str, Any]) -> str:
     """`text wiki.txt, n_ctx 512, …`"""
     return ", ".join(f"{key} {value}" for key, value in values.items())

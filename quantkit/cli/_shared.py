@@ -73,9 +73,18 @@ def read_json(path: Path) -> Any:
         raise FormatError(f"{path}: not JSON: {error}") from None
 
 
+def json_text(value: Any, indent: int | None = None) -> str:
+    """JSON; paths become strings, NaN and infinities, which it has not, null."""
+    try:
+        return json.dumps(value, ensure_ascii=False, default=_plain, allow_nan=False, indent=indent)
+    except ValueError:
+        known = json.loads(json.dumps(value, default=_plain), parse_constant=lambda _: None)
+        return json.dumps(known, ensure_ascii=False, indent=indent)
+
+
 def print_json(value: Any) -> None:
-    """One JSON document on stdout; paths become strings, bytes of a file that are no UTF-8 lone surrogates."""
-    text = json.dumps(value, ensure_ascii=False, default=_plain)
+    """One JSON document on stdout; bytes of a file that are no UTF-8 become lone surrogates."""
+    text = json_text(value)
     print(re.sub("[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text))
 
 

@@ -19,7 +19,7 @@ from quantkit.cli._evaluation import (
     markdown,
 )
 from quantkit.cli._runtime import Launch, runs_a_model
-from quantkit.cli._shared import Json, Threads, print_json, table
+from quantkit.cli._shared import Json, Threads, json_text, print_json, table
 from quantkit.errors import QuantkitError
 
 
@@ -62,9 +62,16 @@ def compare(
     PPLs' own errors. Models that the data cannot tell apart share a place.
     """
     from quantkit.evaluate.compare import compare as measure
+    from quantkit.files import gguf
+    from quantkit.files.atomic import check_outputs
 
     if not file:
         raise QuantkitError("compare needs a text: pass one with -f FILE, or several")
+    check_outputs([plot, html, output], [*file, *(p for m in (reference, *models) for p in gguf.open(m).paths)])
+    if plot is not None:
+        from quantkit.evaluate.plots import require_picture
+
+        require_picture(plot)
     opened: list[Any] = []
 
     def open_model(path: Path) -> Any:
@@ -88,12 +95,12 @@ def compare(
     )
     said = conditions(opened[0], ctx_size, found.chunks, ", ".join(map(str, file)))
     added = _layers(reference, models, file[0], ctx_size, open_model, say) if layers else {}
-    if plot is not None:
-        _draw(plot, found, said)
     record = {"reference": str(reference), **found.record(), "conditions": said}
     if added:
         record["layers"] = {name: [a._asdict() for a in rows] for name, rows in added.items()}
     _write(output, html, found, said, added, record)
+    if plot is not None:
+        _draw(plot, found, said)
     if json:
         print_json(record)
     else:
@@ -117,15 +124,16 @@ def _noise(kind: str, numerics: str, threads: int | None, launch: Launch) -> tup
 
 
 def _layers(reference: Path, models: list[Path], text: Path, n_ctx: int, open_model: Any, say: Any) -> dict[str, Any]:
+    from quantkit.evaluate.compare import told_apart
     from quantkit.evaluate.layers import compare_layers
     from quantkit.evaluate.text import chunked
 
     model = open_model(reference)
     tokens = chunked(model.tokenizer, text, n_ctx, 1).inputs
     found = {}
-    for path in models:
-        say(f"{path.name}: error of each tensor over {tokens.size} tokens")
-        found[path.stem] = compare_layers(model, open_model(path), tokens)
+    for path, name in zip(models, told_apart([reference, *models])[1:]):
+        say(f"{name}: error of each tensor over {tokens.size} tokens")
+        found[name] = compare_layers(model, open_model(path), tokens)
     return found
 
 
@@ -158,23 +166,21 @@ def _write(
     output: Path | None, html: Path | None, found: Any, said: dict[str, Any], added: dict[str, Any], record: Any
 ) -> None:
     """The JSON and the page, where they are asked for."""
-    from json import dumps
-
     from quantkit.evaluate.html import page
     from quantkit.files.atomic import writing
 
     if output is not None:
         with writing(output) as stream:
-            stream.write(dumps(record, indent=1).encode())
+            stream.write(json_text(record, indent=1).encode(errors="backslashreplace"))
     if html is not None:
         with writing(html) as stream:
-            stream.write(page(found, said, added).encode())
+            stream.write(page(found, said, added).encode(errors="backslashreplace"))
         print(f"report: {html}", file=sys.stderr)
 
 
 def _draw(path: Path, found: Any, said: dict[str, Any]) -> None:
     from quantkit.evaluate.plots import plot
 
-    name = found.candidates[0].path.stem
+    name = found.candidates[0].name
     plot(path, found.candidates, f"Divergence from {name}: {found.positions} tokens of {Path(said['text']).name}")
     print(f"picture: {path}", file=sys.stderr)

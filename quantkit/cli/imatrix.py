@@ -19,6 +19,7 @@ from quantkit.cli._evaluation import (
     Running,
     conditions,
     conditions_line,
+    deciding,
 )
 from quantkit.cli._runtime import Launch, runs_a_model
 from quantkit.cli._shared import Json, Threads, print_json, table
@@ -99,24 +100,29 @@ def imatrix(
     from quantkit.evaluate.text import chunked
     from quantkit.files import gguf
     from quantkit.files import imatrix as files
+    from quantkit.files.atomic import check_outputs
 
     texts = list(file or [])
     if not texts:
         raise QuantkitError("imatrix needs a text: pass one with -f FILE")
     files.check_policy(missing_experts)
     weights = _numbers("--shares", shares, len(texts))
+    check_outputs([output], [*gguf.open(model).paths, *texts])
     before = [files.read(path) for path in in_file or []]
     if any(matrix.chunk_size == 0 for matrix in before):
         print(_UNCOUNTED, file=sys.stderr)
+    for path, matrix in zip(in_file or [], before):  # now, not when the run is over
+        _require_fit(path, matrix, model)
     loaded = launch.open(model, numerics=numerics, threads=threads)
     cuts = [chunked(loaded.tokenizer, text, ctx_size, chunks, from_chunk, chat) for text in texts]
     said = conditions(loaded, ctx_size, sum(map(len, cuts)), ", ".join(map(str, texts)))
-    settings = {k: v for k, v in said.items() if k not in _NOT_THE_RESULT} | {
-        "shares": weights, "chunk": from_chunk, "output": process_output, "ppl": not no_ppl, "batch": batch_size,
-        "chat": chat, "each": [len(cut) for cut in cuts],
+    settings = deciding(said) | {
+        "texts": texts, "shares": weights, "chunk": from_chunk, "output": process_output, "ppl": not no_ppl,
+        "batch": batch_size, "chat": chat, "each": [len(cut) for cut in cuts],
     }  # fmt: skip
     run = collecting.fingerprint([*gguf.open(model).paths, *texts, *(in_file or [])], settings)
     keeper = _Keeper(output, run, cuts, weights, before, missing_experts, output_frequency, restart)
+    keeper.early = output.resolve() not in [path.resolve() for path in in_file or []]
     started = time.monotonic()
     parts, scored = [], {}
     for number, cut in enumerate(cuts):
@@ -137,9 +143,6 @@ def imatrix(
     _report(output, result, scored, time.monotonic() - started, said, json)
 
 
-_NOT_THE_RESULT = frozenset(("threads", "cpu", "isa", "python"))  # conditions under which sums are the same
-
-
 def _shown(running: Running, first: int, json: bool) -> Callable[[int, Any, Any], None]:
     """What tells a chunk's perplexity and how long the rest takes, of a run that began behind `first` chunks."""
 
@@ -149,6 +152,17 @@ def _shown(running: Running, first: int, json: bool) -> Callable[[int, Any, Any]
         running.tick(index - first)
 
     return show
+
+
+def _require_fit(path: Path, matrix: Imatrix, model: Path) -> None:
+    """QuantkitError where an importance matrix was measured on another model."""
+    from quantkit.evaluate.coverage import parted
+    from quantkit.files import gguf
+
+    try:
+        parted(matrix, {tensor.name: tensor.shape for tensor in gguf.open(model).tensors.values()})
+    except QuantkitError as error:
+        raise QuantkitError(f"{path}: {error}") from None
 
 
 class _Keeper:
@@ -164,6 +178,7 @@ class _Keeper:
         self.policy, self.every = policy, every
         self.path = output.with_name(f"{output.name}.resume")
         self.saved = Saved(run)
+        self.early = True  # whether the output is written on the way: not where it is what the run began with
         self._last = (0, 0)  # text and chunks when it was saved last
         if self.path.exists() and not restart:
             self.saved = self._taken_up(run)
@@ -198,7 +213,7 @@ class _Keeper:
             return
         self.saved.save(self.path)
         self._last = number, state.done
-        if self.policy != "error":  # experts may lack tokens that are still to come
+        if self.early and self.policy != "error":  # experts may lack tokens that are still to come
             parts = [t.collector.result(c.source, c.n_ctx) for t, c in zip(self.saved.texts, self.cuts)]
             self._write(parts)
 
@@ -212,8 +227,15 @@ class _Keeper:
         return result
 
     def finish(self, parts: list[Imatrix]) -> Imatrix:
-        """Write the matrix of all texts; what was saved is done with."""
-        result = self._write(parts)
+        """Write the matrix of all texts; what was saved is done with. Where it may not be written all is saved."""
+        try:
+            result = self._write(parts)
+        except QuantkitError as error:
+            self.saved.save(self.path)
+            raise QuantkitError(
+                f"{error}; what was measured is kept in {self.path}: the command goes on from there with another "
+                "--missing-experts, and begins anew with --restart"
+            ) from None
         self.path.unlink(missing_ok=True)
         return result
 

@@ -19,6 +19,7 @@ from quantkit.cli._evaluation import (
     TextFile,
     conditions,
     conditions_line,
+    deciding,
     required_text,
 )
 from quantkit.cli._runtime import Launch, runs_a_model
@@ -26,6 +27,7 @@ from quantkit.cli._shared import Json, Threads, print_json
 from quantkit.errors import QuantkitError
 
 _ENOUGH_FOR_A_REPORT = 100
+_SAME_TOKENIZER = 0.98  # of a text's tokens its own tokenizer gives all again, but for some at the ends; of others 0.9
 
 
 @runs_a_model
@@ -77,12 +79,16 @@ def perplexity(
     is scored. A base whose name ends in .qkld is a twentieth of the size or less, and what is computed from it says how
     far from an exact base's it may be. With --jsonl a base that is being written is gone on with, too.
     """
+    from quantkit.files.atomic import check_outputs
+
     asked = [(name, limit) for name, wanted, limit in (
         ("hellaswag", hellaswag, hellaswag_tasks), ("winogrande", winogrande, winogrande_tasks),
         ("multiple-choice", multiple_choice, multiple_choice_tasks),
     ) if wanted]  # fmt: skip
     if len(asked) + kl_divergence > 1:
         raise typer.BadParameter("--hellaswag, --winogrande, --multiple-choice and --kl-divergence: one at a time")
+    written = [jsonl, None if kl_divergence else kl_divergence_base]
+    check_outputs(written, [model, *filter(None, (file, binary_file, kl_divergence_base if kl_divergence else None))])
     loaded = launch.open(model, numerics=numerics, threads=threads)
     quiet = json
     if asked:
@@ -148,8 +154,7 @@ def _log(path: Path, model: Any, text: Path, n_ctx: int, chunks: int, positions:
     from quantkit.files import gguf
 
     said = conditions(model, n_ctx, chunks, str(text))
-    settings = {key: said[key] for key in ("n_ctx", "chunks", "numerics", "cache_type", "flash_attention")}
-    settings |= {"n_batch": n_batch, "repacked": said.get("repacked"), **more}
+    settings = deciding(said) | {"n_batch": n_batch, **more}
     run = fingerprint([*gguf.open(model.path).paths, text], settings)
     return ChunkLog(path, run, positions, max(1, n_batch // n_ctx), said)
 
@@ -262,6 +267,12 @@ def _diverge(
 
     base = kld.base_reader(path)
     print(f"KL divergence over {base.n_chunk} chunks of {base.n_ctx} tokens from {path}", file=sys.stderr)
+    if (share := kld.known_share(base.tokens, model.tokenizer)) < _SAME_TOKENIZER:
+        print(
+            f"warning: {path}: written out and tokenized again by {model.path}, {100 * share:.1f} % of the base's "
+            "tokens come back: it was made with another tokenizer, or not of a text",
+            file=sys.stderr,
+        )
     running, k, log = Running(base.n_chunk, base.n_ctx, n_batch), base.rows_per_chunk, None
     if jsonl is not None:
         log = _log(jsonl, model, path, base.n_ctx, base.n_chunk, k, n_batch, {})

@@ -57,9 +57,9 @@ def sweep_bench(
     if output_format not in _FORMATS:
         raise UnknownNameError("form of output", output_format, _FORMATS)
     if plot is not None:
-        from quantkit.evaluate.plots import require_matplotlib
+        from quantkit.evaluate.plots import require_picture
 
-        require_matplotlib()
+        require_picture(plot)
     loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=ctx_size)
     memory = measure.read_speed(loaded)
     about = conditions(loaded) | {"n_kv_max": ctx_size, "n_ubatch": batch_size, "repeat": repeat}

@@ -15,7 +15,6 @@ written counts only if it has the digest.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from quantkit.errors import DataError, FormatError
+from quantkit.evaluate.statistics import perplexity_of
 from quantkit.files.atomic import os_errors, writing
 
 
@@ -81,7 +81,7 @@ class ChunkLog:
     def add(self, nll: np.ndarray, **more: np.ndarray | str) -> None:
         """Append a chunk's float64[positions], and what else is known of it, arrays or text."""
         self._total, self._count = self._total + float(nll.sum()), self._count + nll.size
-        record = {"chunk": self._count // self._positions, "ppl": math.exp(self._total / self._count),
+        record = {"chunk": self._count // self._positions, "ppl": perplexity_of(self._total / self._count),
                   "mean_nll": float(nll.mean()), "nll": nll.tolist(),
                   **{name: x if isinstance(x, str) else x.tolist() for name, x in more.items()}}  # fmt: skip
         with os_errors(self.path, "write"):

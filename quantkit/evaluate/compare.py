@@ -11,7 +11,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,10 +23,12 @@ from quantkit.evaluate import kld
 from quantkit.evaluate.bench import Case, bench
 from quantkit.evaluate.kld import Divergence, Estimate
 from quantkit.evaluate.perplexity import perplexity
-from quantkit.evaluate.statistics import Interval, Rank, Sample, rank
-from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, Chunks, chunked
+from quantkit.evaluate.statistics import LEAST_UNITS, Interval, Rank, Sample, rank
+from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, Chunks, chunked, read_text
 from quantkit.files import gguf
 from quantkit.files.kld import BaseReader, BaseWriter
+
+_COMPARED_LETTERS = 1 << 16  # of each text, by which tokenizers are told apart
 
 Opener = Callable[[Path], Any]
 Say = Callable[[str], None]
@@ -106,6 +108,12 @@ class Candidate:
     ppl: Estimate
     paired: Paired | None = None
     throughput: Throughput | None = None
+    shown: str = ""  # its name where the file's is not enough
+
+    @property
+    def name(self) -> str:
+        text = self.shown or self.path.stem  # names of files may hold what would steer a terminal, and no UTF-8
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
     @property
     def divergence(self) -> Divergence | None:
@@ -160,7 +168,8 @@ class Comparison:
         if self.noise is not None:
             found["noise_floor"] = {"how": self.noise.how, **self.noise.paired.record()}
         found["ranks"] = [
-            {"file": self.candidates[r.model + 1].path.name, "place": r.place,
+            {"file": self.candidates[r.model + 1].path.name, "name": self.candidates[r.model + 1].name,
+             "place": r.place,
              "difference_to_next": None if r.to_next is None else _named("kld", r.to_next.difference),
              "separated_from_next": None if r.to_next is None else r.to_next.separated,
              "more_tokens": None if r.to_next is None else r.to_next.more_tokens}
@@ -192,11 +201,7 @@ def compare(
     first = Path(reference)
     model = open_model(first)
     for other in map(Path, models):  # before the hours of work that they would end
-        if (found_vocab := open_model(other).vocab_size) != model.vocab_size:
-            raise DataError(
-                f"{other}: a vocabulary of {found_vocab}, {first} has {model.vocab_size}; models are compared token by "
-                "token, so they must share a tokenizer"
-            )
+        _require_one_tokenizer(other, open_model(other), first, model, texts)
     chunks, domains = _gathered(model.tokenizer, texts, n_ctx, limit)
     with tempfile.TemporaryDirectory(prefix="quantkit-compare-") as folder:
         path = Path(folder) / "base.kld"
@@ -205,16 +210,44 @@ def compare(
             found = perplexity(model, chunks, n_batch=n_batch, base=writer)
         base = BaseReader(path)
         sample = Sample(len(chunks), found.nll.shape[1])
+
+        def against(model: Any) -> Divergence:  # the base rounds each token's probability, by up to 0.0002
+            return replace(kld.divergence(model, base, n_batch=n_batch), nll_base=found.nll.reshape(-1))
+
         candidates = [_candidate(first, Estimate(found.value, found.error), None, open_fast, say)]
         floor = None
         if noise is not None:
             say(f"{first.name}: noise floor, {noise[0]}")
-            floor = Noise(noise[0], Paired(kld.divergence(noise[1](first), base, n_batch=n_batch), sample))
+            floor = Noise(noise[0], Paired(against(noise[1](first)), sample))
         for other in map(Path, models):
             say(f"{other.name}: KL divergence from {first.name}")
-            divergence = kld.divergence(open_model(other), base, n_batch=n_batch)
+            divergence = against(open_model(other))
             candidates.append(_candidate(other, divergence.ppl, Paired(divergence, sample), open_fast, say))
+    names = told_apart([c.path for c in candidates])
+    candidates = [replace(c, shown=name) for c, name in zip(candidates, names)]
     return Comparison(candidates, n_ctx, len(chunks), found.nll.size, domains, floor)
+
+
+def _require_one_tokenizer(
+    path: Path, model: Any, first: Path, reference: Any, texts: Sequence[str | os.PathLike[str]]
+) -> None:
+    """DataError where a model has another vocabulary than the reference, or makes other tokens of a text."""
+    needs = "models are compared token by token, so they must share a tokenizer"
+    if model.vocab_size != reference.vocab_size:
+        raise DataError(f"{path}: a vocabulary of {model.vocab_size}, {first} has {reference.vocab_size}; {needs}")
+    for text in texts:
+        beginning = read_text(text)[:_COMPARED_LETTERS]
+        theirs, ours = (_without_bos(m.tokenizer, m.tokenizer.encode(beginning)) for m in (model, reference))
+        if theirs != ours:
+            at = next((i for i, (a, b) in enumerate(zip(theirs, ours)) if a != b), min(len(theirs), len(ours)))
+            raise DataError(
+                f"{path}: of {text} it makes {len(theirs)} tokens, {first} {len(ours)}, which differ from number {at} "
+                f"on; {needs}"
+            )
+
+
+def _without_bos(tokenizer: Any, ids: list[int]) -> list[int]:
+    return ids[1:] if tokenizer.adds_bos and ids[:1] == [tokenizer.bos_id] else ids
 
 
 def _gathered(
@@ -225,9 +258,18 @@ def _gathered(
         raise DataError("no text to compare models on; name at least one")
     parts = [chunked(tokenizer, text, n_ctx, limit) for text in texts]
     firsts = np.cumsum([0, *map(len, parts)])
-    domains = [Domain(Path(text).name, int(a), len(part)) for text, a, part in zip(texts, firsts, parts)]
+    names = told_apart(texts, lambda path: path.name)
+    domains = [Domain(name, int(a), len(part)) for name, a, part in zip(names, firsts, parts)]
     tokens, inputs = (np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "inputs"))
     return Chunks(tokens, inputs, ", ".join(map(str, texts))), domains
+
+
+def told_apart(
+    paths: Sequence[str | os.PathLike[str]], name: Callable[[Path], str] = lambda path: path.stem
+) -> list[str]:
+    """Short names of files, by default without their ending; their paths where others are called the same."""
+    short = [name(path) for path in dict.fromkeys(map(Path, paths))]
+    return [name(path) if short.count(name(path)) == 1 else str(path) for path in map(Path, paths)]
 
 
 def _candidate(path: Path, ppl: Estimate, paired: Paired | None, open_fast: Opener | None, say: Say) -> Candidate:
@@ -266,7 +308,7 @@ def table_rows(comparison: Comparison) -> list[list[str]]:
     places = {r.model + 1: str(r.place) for r in comparison.ranks}
     rows = []
     for i, c in enumerate(comparison.candidates):
-        cells = [c.path.stem, f"{c.size_bytes / 2**30:.3f}", f"{c.bits_per_weight:.3f}",
+        cells = [c.name, f"{c.size_bytes / 2**30:.3f}", f"{c.bits_per_weight:.3f}",
                  f"{c.ppl.value:.4f} ± {c.ppl.error:.4f}", *_paired_cells(c.paired)]  # fmt: skip
         if timed:
             speed = c.throughput
@@ -305,14 +347,14 @@ def domain_rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
             if c.paired is not None:
                 part = c.paired.of(domain)
                 ppl = part.divergence.ppl
-                rows.append([domain.name, c.path.stem, str(len(part.divergence)), f"{ppl.value:.4f} ± {ppl.error:.4f}",
+                rows.append([domain.name, c.name, str(len(part.divergence)), f"{ppl.value:.4f} ± {ppl.error:.4f}",
                              *_paired_cells(part)])  # fmt: skip
     return header, rows
 
 
 def verdicts(comparison: Comparison) -> list[str]:
     """In words: which model is closer, what cannot be told, and what lies within the noise."""
-    said, names = [], [c.path.stem for c in comparison.candidates[1:]]
+    said, names = [], [c.name for c in comparison.candidates[1:]]
     for r, following in zip(comparison.ranks, comparison.ranks[1:]):
         a, b, s = names[r.model], names[following.model], r.to_next
         assert s is not None
@@ -324,13 +366,17 @@ def verdicts(comparison: Comparison) -> list[str]:
         else:
             said.append(f"{a} and {b} cannot be told apart: {margin}; a hundred times the tokens would not do either")
     if comparison.noise is not None:
-        floor = comparison.noise.paired.figures["kld"].value
+        floor = max(0.0, comparison.noise.paired.figures["kld"].value)  # a base that rounds gives tiny negatives
         said += [
-            f"{c.path.stem} is within the noise floor of {floor:.6f} nats: running the reference another way "
-            "moves it as far"
+            f"{c.name} is within the noise floor of {floor:.6f} nats: running the reference another way moves it as far"
             for c in comparison.candidates
             if c.paired is not None and c.paired.figures["kld"].value <= floor
         ]
+    if comparison.chunks < LEAST_UNITS:
+        said.append(
+            f"errors are too small: {comparison.chunks} chunks do not tell how passages differ; take {LEAST_UNITS} or "
+            "more (--chunks, shorter ones by -c, or a longer text)"
+        )
     return said
 
 
@@ -338,13 +384,13 @@ def model_card(comparison: Comparison, conditions: str) -> str:
     """A block of Markdown to paste: sizes and qualities, and all that they depend on."""
     lines = []
     for c in comparison.candidates[1:]:
-        lines += [f"## {c.path.stem} {c.size_bytes / 2**30:.3f} GiB ({c.bits_per_weight:.3f} BPW)", ""]
+        lines += [f"## {c.name} {c.size_bytes / 2**30:.3f} GiB ({c.bits_per_weight:.3f} BPW)", ""]
         lines += [f"Final estimate: PPL = {c.ppl.value:.4f} +/- {c.ppl.error:.5f}", ""]
         assert c.paired is not None
         f = c.paired.figures
         low, high = f["kld"].low, f["kld"].high
         lines += [
-            f"KLD from {comparison.candidates[0].path.stem}: {f['kld'].value:.6f} (95 %: {low:.6f} to {high:.6f}), "
+            f"KLD from {comparison.candidates[0].name}: {f['kld'].value:.6f} (95 %: {low:.6f} to {high:.6f}), "
             f"p99 {f['kld_p99'].value:.6f}, same top token {100 * f['same_top'].value:.2f} %, "
             f"RMS Δp {100 * f['rms_dp'].value:.2f} %",
             "",

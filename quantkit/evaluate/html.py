@@ -73,7 +73,7 @@ def page(
     layers: Mapping[str, Sequence[Added]] | None = None,
 ) -> str:
     """The file's text. `layers`: of models by name what `layers.compare_layers` found."""
-    name = comparison.candidates[0].path.stem
+    name = comparison.candidates[0].name
     said = ", ".join(f"{key} {value}" for key, value in conditions.items())
     parts = [
         f"<h1>Distance from {escape(name)}: {comparison.positions:,} tokens</h1>",
@@ -81,7 +81,7 @@ def page(
         '<p class="note">± is one standard error, of means over chunks; that of a PPL alone is over tokens, as the '
         "reference tools print it. KLD in nats. Models that share a place cannot be told apart by these data.</p>",
         _list("Verdicts", verdicts(comparison)),
-        _legend([c.path.stem for c in comparison.candidates[1:]]),
+        _legend([c.name for c in comparison.candidates[1:]]),
         f'<div class="plots">{"".join(_figures(comparison, layers or {}))}</div>',
     ]
     parts += _texts(*domain_rows(comparison))
@@ -103,7 +103,7 @@ def page(
 def _figures(comparison: Comparison, layers: Mapping[str, Sequence[Added]]) -> list[str]:
     models = [(c, c.paired) for c in comparison.candidates if c.paired is not None]
     sizes = [
-        Series(c.path.stem, [c.size_bytes / 2**30], [max(p.figures["kld"].value, _LEAST_KLD)], "point",
+        Series(c.name, [c.size_bytes / 2**30], [max(p.figures["kld"].value, _LEAST_KLD)], "point",
                [p.figures["kld"].error])
         for c, p in models
     ]  # fmt: skip
@@ -112,11 +112,11 @@ def _figures(comparison: Comparison, layers: Mapping[str, Sequence[Added]]) -> l
     edges = np.geomspace(_LEAST_KLD, max(10 * _LEAST_KLD, largest) * 1.01, _BINS + 1)
     for c, p in models:
         counts, _ = np.histogram(np.maximum(p.divergence.kld, _LEAST_KLD), edges)
-        spread.append(Series(c.path.stem, edges[:-1], 100 * counts / counts.sum(), "step"))
+        spread.append(Series(c.name, edges[:-1], 100 * counts / counts.sum(), "step"))
         mean = p.divergence.kld.reshape(p.sample.chunks, -1).mean(0)
         bins = np.array_split(np.arange(mean.size), min(_POSITION_BINS, mean.size))
         first = comparison.n_ctx // 2
-        position.append(Series(c.path.stem, [first + b.mean() for b in bins], [mean[b].mean() for b in bins]))
+        position.append(Series(c.name, [first + b.mean() for b in bins], [mean[b].mean() for b in bins]))
     found = [
         _figure("Quality against size (lower left is better)", plot(sizes, "size, GiB", "mean KLD, nats", y_log=True)),
         _figure("Tokens by their KLD", plot(spread, "KLD of a token, nats", "tokens, %", x_log=True)),

@@ -14,6 +14,7 @@ the same tokens, so their difference uses cov(x, y) = (mean xy - mean x mean y) 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from quantkit import jit
 from quantkit.errors import DataError
 from quantkit.evaluate import bounded
 from quantkit.evaluate.perplexity import Run, evaluate_chunks, first_largest, log_total
-from quantkit.evaluate.statistics import at_share
+from quantkit.evaluate.statistics import at_share, perplexity_of
 from quantkit.evaluate.text import DEFAULT_BATCH, with_bos
 from quantkit.files.chunk_file import Noted
 from quantkit.files.kld import BaseReader, BaseWriter, EncodedRows, scored_rows
@@ -125,12 +126,12 @@ class Divergence:
 
     @property
     def ppl(self) -> Estimate:
-        value = math.exp(self.nll.mean())
+        value = perplexity_of(self.nll.mean())
         return Estimate(value, value * mean_error(self.nll))
 
     @property
     def ppl_base(self) -> Estimate:
-        value = math.exp(self.nll_base.mean())
+        value = perplexity_of(self.nll_base.mean())
         return Estimate(value, value * mean_error(self.nll_base))
 
     @property
@@ -148,7 +149,7 @@ class Divergence:
 
     @property
     def ratio(self) -> Estimate:
-        value = math.exp(self.ln_ratio.value)
+        value = perplexity_of(self.ln_ratio.value)
         return Estimate(value, value * self.ln_ratio.error)
 
     @property
@@ -218,6 +219,14 @@ def base_writer(
 def base_reader(path: Path) -> BaseReader | BoundedReader:
     """A base file of either format, told by its first bytes."""
     return BoundedReader(path) if is_bounded(path) else BaseReader(path)
+
+
+def known_share(tokens: np.ndarray, tokenizer: Any, at_most: int = 4096) -> float:
+    """Share of int[n_chunk, n_ctx] tokens that a tokenizer gives again when they are written out, in any order."""
+    ids = tokens.reshape(-1)[:at_most].tolist()
+    text = b"".join(tokenizer.token_bytes(i) for i in ids if i < tokenizer.vocab_size).decode(errors="replace")
+    again = Counter(tokenizer.encode(text, bos=False))
+    return (Counter(ids) & again).total() / len(ids)
 
 
 def divergence(

@@ -19,6 +19,7 @@ import numpy as np
 
 from quantkit import jit
 from quantkit.errors import DataError
+from quantkit.evaluate.statistics import perplexity_of
 from quantkit.evaluate.text import DEFAULT_BATCH, Chunks
 from quantkit.files.kld import BaseWriter, scored_rows
 from quantkit.files.qkld import BoundedWriter
@@ -114,7 +115,7 @@ class Perplexity:
 
     @property
     def value(self) -> float:
-        return float(math.exp(self.nll.mean()))
+        return perplexity_of(float(self.nll.mean()))
 
     @property
     def mean_error(self) -> float:

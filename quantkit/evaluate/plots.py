@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,13 @@ class MissingPlots(QuantkitError):
 def require_matplotlib() -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingPlots("no picture without matplotlib: pip install 'quantkit[plots]'")
+
+
+def require_picture(path: Path) -> None:
+    """QuantkitError, before the work, where a picture of this name cannot be drawn."""
+    require_matplotlib()
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise QuantkitError(f"{path}: a picture's name ends in .png, .svg or .pdf")
 
 
 def plot(path: str | os.PathLike[str], candidates: Sequence[Candidate], title: str) -> None:
@@ -135,8 +143,14 @@ def _figure(title: str, height: float) -> Any:
 
     figure = Figure(figsize=(12.5, height), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(_plain(title), fontsize=11)
     return figure
+
+
+def _plain(text: str) -> str:
+    """Text that matplotlib draws as it is: no mathematics between dollars, no control characters, no surrogates."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return shown.replace("$", r"\$")
 
 
 @dataclass
@@ -167,9 +181,9 @@ def _points(candidates: Sequence[Candidate]) -> list[_Point]:
         same = next((p for p in found if p.coincides(size, c.divergence)), None)
         if same is None:
             colour = _COLOURS[len(found) % len(_COLOURS)]
-            found.append(_Point([c.path.stem], size, c.bits_per_weight, c.divergence, colour))
+            found.append(_Point([_plain(c.name)], size, c.bits_per_weight, c.divergence, colour))
         else:
-            same.names.append(c.path.stem)
+            same.names.append(_plain(c.name))
     return found
 
 

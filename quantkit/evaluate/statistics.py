@@ -50,6 +50,11 @@ def student(degrees: int, level: float = LEVEL) -> float:
     return z + sum(term / n**i for i, term in enumerate(terms, 1))
 
 
+def perplexity_of(nll: float) -> float:
+    """exp of a mean negative log-likelihood; inf where a float cannot hold it, as of broken models."""
+    return math.exp(nll) if nll < 700 else math.inf
+
+
 def at_share(ordered: np.ndarray, share: float) -> float:
     """The quantile of sorted values, linear between them."""
     x = share * (ordered.size - 1)

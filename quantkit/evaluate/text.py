@@ -137,7 +137,7 @@ def conversations(path: str | os.PathLike[str]) -> list[list[dict[str, Any]]]:
     "conversations" of "from" and "value". Of any other text its paragraphs (parted by blank lines) two by two: what
     the user says, and the answer. DataError that names the line that is none of this.
     """
-    text = read_text(path)
+    text = read_text(path).removeprefix("\ufeff")  # a mark of some editors, no part of what anybody said
     if Path(path).suffix != ".jsonl":
         paragraphs = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
         pairs = [paragraphs[i : i + 2] for i in range(0, len(paragraphs), 2)]

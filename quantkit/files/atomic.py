@@ -270,6 +270,18 @@ def sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
+def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path]) -> None:
+    """QuantkitError, before the work, where a file cannot be made under its name or would take an input's."""
+    given = [path for path in inputs if path.exists()]
+    for path in outputs:
+        if path is not None:
+            refuse_directory(path)
+            refuse_inputs([path], given)
+            above = next(parent for parent in path.absolute().parents if parent.exists())  # the others are made
+            if not (above.is_dir() and os.access(above, os.W_OK)):
+                raise QuantkitError(f"{path}: cannot be written: {above} is no directory that can be written to")
+
+
 def refuse_inputs(outputs: Iterable[Path], inputs: Sequence[Path]) -> None:
     """QuantkitError where an output that exists is one of the inputs."""
     for path in outputs:

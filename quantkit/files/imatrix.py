@@ -212,7 +212,7 @@ def write(path: str | os.PathLike[str], imatrix: Imatrix) -> None:
             raw = name.encode()
             file.write(struct.pack("<i", len(raw)) + raw + struct.pack("<ii", entry.calls, values.size))
             file.write(values.tobytes())
-        raw = imatrix.described.encode()
+        raw = imatrix.described.encode(errors="backslashreplace")  # names of files need not be UTF-8
         file.write(struct.pack("<ii", imatrix.chunks, len(raw)) + raw)
 
 
@@ -241,7 +241,7 @@ def merge(imatrices: Iterable[Imatrix], weights: Sequence[float] | None = None) 
     counted = 0 not in sizes
     entries = {name: _mean(name, parts, counted) for name, parts in found.items()}
     datasets = list(dict.fromkeys(m.dataset for m in matrices if m.dataset))
-    policy = next((m.policy for m in matrices if m.policy), "")
+    policy = min((m.policy for m in matrices if m.policy), key=POLICIES.index, default="")  # whatever their order
     if counted and not any(entry.missing for entry in entries.values()):
         policy = ""  # what one lacked another saw
     chunks = sum(m.chunks for m in matrices)

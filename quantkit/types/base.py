@@ -136,7 +136,7 @@ class QuantType:
         self._check_rows(rows)
         if self.requires_imatrix and importance is None:
             raise DataError(f"{self.name}: this type needs an importance matrix; pass importance=")
-        weights = check_importance(importance, n)
+        weights = _near_one(check_importance(importance, n))
         x, weights = jit.readonly(x), jit.readonly(weights if self.uses_imatrix else weights[:0])
         step = max(1, _PIECE_BYTES // (4 * n * self.interleave)) * self.interleave if n else rows
 
@@ -171,15 +171,19 @@ class QuantType:
         """
         if self.decode_rows is None:
             raise UnsupportedError(f"{self.name}: quantkit cannot decode this type yet")
-        data = np.ascontiguousarray(data, np.uint8)
+        data = _as_bytes(data)
         if data.ndim != 2 or data.shape[1] != self.row_bytes(n):
             raise DataError(f"{self.name}: expected uint8[rows, {self.row_bytes(n)}] for n={n}, got {data.shape}")
         rows = data.shape[0]
         self._check_rows(rows)
         if out is None:
             out = np.empty((rows, n), np.float32)
-        elif out.shape != (rows, n) or out.dtype != np.float32:
-            raise DataError(f"{self.name}: expected out=float32[{rows}, {n}], got {out.dtype}{list(out.shape)}")
+        elif out.shape != (rows, n) or out.dtype != np.float32 or not (out.flags.c_contiguous and out.flags.writeable):
+            flags = ", read-only" if not out.flags.writeable else "" if out.flags.c_contiguous else ", not contiguous"
+            raise DataError(
+                f"{self.name}: expected out=float32[{rows}, {n}], contiguous and writable, "
+                f"got {out.dtype}{list(out.shape)}{flags}"
+            )
         data = jit.readonly(data)
         if rows:
             decode = (products and self.product_rows) or self.decode_rows
@@ -194,6 +198,8 @@ class QuantType:
 
 def _as_float32(values: Any) -> np.ndarray:
     """Contiguous float32 of any real numbers; what float32 cannot hold becomes Inf, which the checks then name."""
+    if hasattr(values, "detach"):  # a tensor of torch, which numpy does not take with a gradient or in bfloat16
+        values = values.detach().cpu().float()
     array = np.asarray(values)
     if array.dtype == np.float32:
         return np.ascontiguousarray(array)
@@ -201,6 +207,18 @@ def _as_float32(values: Any) -> np.ndarray:
         raise DataError(f"expected real numbers, got {array.dtype}")
     with np.errstate(over="ignore"):
         return np.ascontiguousarray(array, np.float32)
+
+
+def _as_bytes(values: Any) -> np.ndarray:
+    """Contiguous uint8 of integers 0 to 255; DataError for others, which a cast would make something of."""
+    array = np.asarray(values)
+    if array.dtype != np.uint8 and not _are_bytes(array):
+        raise DataError(f"expected bytes, uint8, got {array.dtype}; encoded rows are never numbers")
+    return np.ascontiguousarray(array, np.uint8)
+
+
+def _are_bytes(array: np.ndarray) -> bool:
+    return array.dtype.kind in "ui" and (not array.size or 0 <= array.min() <= array.max() < 256)
 
 
 @jit.kernel
@@ -245,6 +263,14 @@ def check_importance(importance: Any, n: int) -> np.ndarray:
     if len(bad):
         raise DataError(f"importance of column {bad[0]} is {weights[bad[0]]}; it must be finite and not negative")
     return weights
+
+
+def _near_one(weights: np.ndarray) -> np.ndarray:
+    """Importance times a power of two where products with it could over- or underflow: only its ratios count."""
+    most = float(weights.max(initial=0))
+    if not most or 2.0**-40 < most < 2.0**40:
+        return weights
+    return np.ldexp(weights, -math.frexp(most)[1])
 
 
 def by_id(ggml_type: int) -> QuantType:

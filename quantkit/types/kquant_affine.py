@@ -118,7 +118,11 @@ def _errors(data, state, size, top):
 
 @part
 def _prepare(data, state, slots, size):
-    """SUM_EX, LOW and HIGH; empty slots."""
+    """SUM_EX, LOW and HIGH; empty slots, but that the first has a minimum alone.
+
+    No scale is needed where all elements are the same below 0, and no candidate's codes can do without one there: all
+    of them become 0.
+    """
     xs, ws = data
     for lane in range(LANES):
         state[SUM_EX * LANES + lane] = state[LOW * LANES + lane] = state[HIGH * LANES + lane] = ZERO
@@ -131,6 +135,11 @@ def _prepare(data, state, slots, size):
     fill(state, SIGN, ONE)
     fill(state, BEST_ERROR, INFINITE)
     slots[:] = ZERO
+    for lane in range(LANES):
+        e, ex = state[SUM_E * LANES + lane], min(state[SUM_EX * LANES + lane], ZERO)
+        minimum = -ex / (e if e > ZERO else ONE)
+        slots[0, LANES + lane] = minimum
+        slots[0, 5 * LANES + lane] = minimum * ex
 
 
 @part
@@ -216,6 +225,7 @@ def _negate(data, state, slots, form, wanted):
             eqx = slot[4 * LANES + lane]
             scale, minimum = slot[lane], slot[LANES + lane]
             turn = state[SIGN * LANES + lane] != state[wanted * LANES + lane]
+            slot[lane] = minimum / top if turn and scale == ZERO else scale  # a minimum alone: its codes are the top
             slot[LANES + lane] = max(top * scale - minimum, ZERO) if turn else minimum
             slot[2 * LANES + lane] = top * e - eq if turn else eq
             slot[3 * LANES + lane] = top * (top * e - TWO * eq) + eqq if turn else eqq

@@ -26,8 +26,9 @@ from quantkit.types.superblock import put_half
 
 BLOCK = 84
 
-# With importance next to nothing but it; without it what the reference weighs by.
-WEIGHTS = weights(given=16, magnitude=1)
+# With importance next to nothing but it; without it what the reference weighs by, and a little of the mean square: by
+# their magnitude alone zeros would not count, and no code stands for 0 of itself. It costs the other weights nothing.
+WEIGHTS = weights(given=16, mean=0.1, magnitude=1)
 FORM = affine(subs=16, top=3, most=15, steps=(2.4, 3.9), scales=(20, 8), minima=(17, 5))
 # What `search` may spend: fast, normal, best; then the same where importance is given.
 PLANS = np.array(

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+import quantkit
 from quantkit import cli
+from quantkit.cli._shared import print_json
 from quantkit.files import imatrix
-from quantkit.files.kld import BaseReader
+from quantkit.files.kld import BaseReader, BaseWriter
 
 
 @pytest.fixture
@@ -74,6 +79,53 @@ def test_strides_and_lines_that_are_taken_up(run, capsys, f16_model, text, tmp_p
     status = cli.main([str(a) for a in (*args, "--kl-divergence-base", tmp_path / "x.kld")])
     assert status == 1
     assert "leave one of both out" in capsys.readouterr().err
+
+
+def test_outputs_are_refused_before_the_work(capsys, f16_model, text, tmp_path):
+    whole = text.read_bytes()
+    for args in (
+        ("imatrix", f16_model, "-f", text, "-o", text), ("imatrix", f16_model, "-f", text, "-o", f16_model),
+        ("perplexity", f16_model, "-f", text, "--kl-divergence-base", text),
+        ("compare", f16_model, f16_model, "-f", text, "-o", f16_model),
+        ("compare", f16_model, f16_model, "-f", text, "--html", text / "x.html"),
+        ("compare", f16_model, f16_model, "-f", text, "--plot", tmp_path / "x.jpeg"),
+    ):  # fmt: skip
+        assert cli.main([str(a) for a in args]) == 1
+        assert re.search("this is the input|is no directory|a picture's name", capsys.readouterr().err), args
+    assert text.read_bytes() == whole
+
+
+def test_a_base_of_another_tokenizer_is_warned_about(capsys, text, f16_model, tmp_path, rng):
+    tokenizer = quantkit.load(f16_model).tokenizer
+    own = np.array(tokenizer.encode(text.read_text(), bos=False))[:256].reshape(4, 64)
+    for name, tokens, warned in (("own", own, False), ("other", rng.permutation(tokenizer.vocab_size)[own], True)):
+        with BaseWriter(tmp_path / name, tokens, tokenizer.vocab_size) as writer:
+            for _ in tokens:
+                writer.write(np.zeros((31, tokenizer.vocab_size), np.float32))
+        base = str(tmp_path / name)
+        assert cli.main(["perplexity", str(f16_model), "--kl-divergence", "--kl-divergence-base", base]) == 0
+        assert ("made with another tokenizer" in capsys.readouterr().err) == warned
+
+
+def test_names_that_are_no_utf8_nor_plain_text(run, f16_model, text, tmp_path):
+    """Files are called as they are: Latin-1, escape sequences, what matplotlib takes for mathematics."""
+    odd, said = (
+        Path(os.fsdecode(os.fsencode(tmp_path) + name)) for name in (b"/caf\xe9 \x1b[31m$\\x.gguf", b"/\xe9.txt")
+    )
+    odd.symlink_to(f16_model)
+    said.write_bytes(text.read_bytes())
+    run("imatrix", odd, "-f", said, "-c", 64, "--chunks", 1, "--no-ppl", "-o", tmp_path / "x.dat")
+    assert imatrix.read(tmp_path / "x.dat").dataset.endswith("\\udce9.txt")
+    drawn = (("--html", "x.html"), ("-o", "x.json"), ("--plot", "x.png"))
+    options = [part for flag, name in drawn for part in (flag, tmp_path / name)]
+    out = run("compare", f16_model, odd, "-f", said, "-c", 32, "--chunks", 2, "--noise-floor", "off", *options)
+    assert "caf\\udce9 \\x1b[31m$\\x" in out
+    assert all((tmp_path / name).stat().st_size for _, name in drawn)
+
+
+def test_json_has_no_nan(capsys):
+    print_json({"ppl": [1.5, float("inf"), float("nan")]})
+    assert json.loads(capsys.readouterr().out) == {"ppl": [1.5, None, None]}
 
 
 def test_golden_s_chunk_line(run, golden, f16_model):

@@ -67,6 +67,41 @@ def test_another_vocabulary_is_refused_before_any_work(files, tmp_path):
                         open_model=lambda path: FakeModel(vocab=vocab[path.name]))  # fmt: skip
 
 
+def test_another_tokenizer_of_as_many_tokens_is_refused(files, tmp_path):
+    text = tmp_path / "letters.txt"
+    text.write_text("jackdaws love my big sphinx of quartz " * 8)
+
+    def opened(path):
+        model = FakeModel()
+        if path.name == "near.gguf":
+            model.tokenizer.encode = lambda text, bos=None: [1 + ord(letter) % 29 for letter in text]
+        return model
+
+    with pytest.raises(QuantkitError, match=r"near\.gguf: of .*letters\.txt it makes 304 tokens, .*ref\.gguf 304"):
+        compare.compare(files["ref"], [files["near"]], [text], n_ctx=32, open_model=opened)
+    model = FakeModel(adds_bos=True)  # a flag of the file, which does not make the text another one
+    found = compare.compare(files["ref"], [files["near"]], [text], n_ctx=32,
+                            open_model=lambda path: model if path.name == "near.gguf" else FakeModel())  # fmt: skip
+    assert found.chunks == 9
+
+
+def test_files_and_texts_of_one_name_are_told_apart(files, tmp_path):
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.gguf").write_bytes(files["near"].read_bytes())
+        (tmp_path / folder / "t.txt").write_text("the five boxing wizards jump quickly " * (6 if folder == "a" else 9))
+    models, texts = ([tmp_path / folder / name for folder in "ab"] for name in ("x.gguf", "t.txt"))
+    noise = {models[0]: 0.02, models[1]: 0.3}
+    found = compare.compare(files["ref"], models, texts, n_ctx=32, limit=8,
+                            open_model=lambda path: FakeModel(noise=noise.get(path, 0)))  # fmt: skip
+    assert [row[0] for row in compare.table_rows(found)] == ["ref", *map(str, models)]
+    assert set(found.record()["models"][1]["domains"]) == set(map(str, texts))
+    assert [r["name"] for r in found.record()["ranks"]] == list(map(str, models))
+    assert str(models[0]) in compare.verdicts(found)[0]
+    same = compare.compare(files["ref"], [files["ref"]], texts[:1], n_ctx=32, open_model=lambda path: FakeModel())
+    assert abs(same.candidates[1].paired.ppl_difference.value) < 1e-5  # the base's rounding is not in it
+
+
 def test_records_and_rows_say_the_same(compared):
     header, rows = compare.table_header(compared), compare.table_rows(compared)
     assert [len(row) for row in rows] == [len(header)] * 4
@@ -102,6 +137,11 @@ def test_what_cannot_be_told_apart_is_not_ranked(compared):
     again = dataclasses.replace(compared, candidates=[reference, near, near], noise=None)
     assert [r.place for r in again.ranks] == [1, 1]
     assert "cannot be told apart" in compare.verdicts(again)[0]
+
+
+def test_few_chunks_are_said_to_be_few(compared):
+    assert "errors are too small: 4 chunks" in compare.verdicts(dataclasses.replace(compared, chunks=4))[-1]
+    assert not any("too small" in line for line in compare.verdicts(compared))
 
 
 def test_model_card_says_all(compared):

@@ -257,6 +257,52 @@ def test_killed_and_run_again(run, model, golden, tmp_path) -> None:
     assert not resume.exists()
 
 
+def test_a_run_that_ends_where_it_began(run, model, text, tmp_path, monkeypatch) -> None:
+    """--in-file is the output, too: it stays what it was until the end, or a run taken up again would add to itself."""
+    args = ("imatrix", model, "-f", text, "-c", CTX, "--chunks", 3, "-b", CTX, "-ofreq", 1, "--no-ppl")
+    run(*args, "-o", tmp_path / "a.dat")
+    run(*args, "--in-file", tmp_path / "a.dat", "-o", tmp_path / "b.dat")
+    written, write = [], imatrix.write
+    monkeypatch.setattr(imatrix, "write", lambda path, made: (written.append(path), write(path, made)))
+    run(*args, "--in-file", tmp_path / "a.dat", "-o", tmp_path / "a.dat")
+    assert len(written) == 1
+    assert (tmp_path / "a.dat").read_bytes() == (tmp_path / "b.dat").read_bytes()
+
+
+def test_what_was_measured_is_kept_where_experts_are_missing(run, model, text, tmp_path) -> None:
+    args = ("imatrix", model, "-f", text, "-c", 8, "--chunks", 1, "--no-ppl", "-o", tmp_path / "x.gguf")
+    assert "what was measured is kept in" in run(*args, "--missing-experts", "error", status=1)
+    assert not (tmp_path / "x.gguf").exists()
+    assert [t.done for t in collecting.Saved.load(tmp_path / "x.gguf.resume").texts] == [1]
+    run(*args, "--missing-experts", "layer-mean")
+    again = tmp_path / "y.gguf"
+    run(*args[:-1], again, "--missing-experts", "layer-mean")
+    assert (tmp_path / "x.gguf").read_bytes() == again.read_bytes()
+    assert not (tmp_path / "x.gguf.resume").exists()
+
+
+def test_a_matrix_of_another_model_is_refused_before_the_run(run, model, text, tmp_path) -> None:
+    entry = Entry(np.ones((1, 7), np.float32), np.array([32]), 1)
+    imatrix.write(tmp_path / "o.gguf", Imatrix({"blk.0.attn_q.weight": entry}, 1, "x", 32))
+    args = ("imatrix", model, "-f", text, "-c", CTX, "-o", tmp_path / "x.gguf")
+    said = run(*args, "--in-file", tmp_path / "o.gguf", status=1)
+    assert "o.gguf: blk.0.attn_q.weight: the importance matrix has 7 values" in said
+    assert "importance matrix over" not in said
+
+
+@pytest.mark.parametrize("size", [3 << 20, 100 << 20])
+def test_a_saved_run_is_that_of_its_files(tmp_path, size) -> None:
+    path = tmp_path / "f"
+    with path.open("wb") as file:
+        file.truncate(size)
+    first = collecting.fingerprint([path], {"n": 1})
+    assert collecting.fingerprint([path], {"n": 1}) == first != collecting.fingerprint([path], {"n": 2})
+    with path.open("r+b") as file:  # neither the beginning nor the end
+        file.seek(size // 2)
+        file.write(bytes(range(256)) * (size // 1000 // 256 + 1))
+    assert collecting.fingerprint([path], {"n": 1}) != first
+
+
 # ------------------------------------------------------------------------------------------------------- conversations
 
 
@@ -268,6 +314,8 @@ def test_conversations_go_through_the_chat_template(smollm2_q4_1, tmp_path) -> N
     path = tmp_path / "c.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in ({"messages": said}, said, other)) + "\n")
     third = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    assert text_of.conversations(path) == [said, said, third]
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))  # as some editors save it
     assert text_of.conversations(path) == [said, said, third]
     made = text_of.chunked(tokenizer, path, 16, chat=True)
     first = tokenizer.apply_chat_template(said, add_generation_prompt=False)
@@ -336,6 +384,14 @@ def test_merge_with_weights(run, tmp_path) -> None:
     assert found["w"].values.tolist() == [[3] * 4]
     assert (found.dataset, found["w"].counts.tolist()) == ("a+b", [64])
     assert "2 positive numbers" in run(*args, "--weights", "1", status=2)
+
+
+def test_what_a_merge_says_of_missing_experts_does_not_depend_on_the_order() -> None:
+    parts = []
+    for policy in ("layer-mean", "weight-one"):
+        entry = Entry(np.ones((2, 4), np.float32), np.array([0, 32]), 1)
+        parts.append(Imatrix({"w": entry}, 1, "x", 32, policy))
+    assert imatrix.merge(parts).policy == imatrix.merge(parts[::-1]).policy == "weight-one"
 
 
 def test_the_reference_reads_experts_from_our_legacy_file(model, text, run, tmp_path) -> None:

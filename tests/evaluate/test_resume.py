@@ -75,3 +75,17 @@ def test_layer_by_layer_gives_the_same_bits(run, model, text, tmp_path, capsys):
     assert (tmp_path / "a.kld").read_bytes() == (tmp_path / "b.kld").read_bytes()
     assert cli.main([*map(str, args), str(tmp_path / "c.kld"), "--by-layer", "--numerics", "fast"]) == 1
     assert "exact numerics" in capsys.readouterr().err
+
+
+def test_lines_of_a_run_under_other_options_are_not_taken_up(capsys, model, text, tmp_path):
+    lines = tmp_path / "x.jsonl"
+    args = ["perplexity", str(model), "-f", str(text), "-c", "32", "-b", "32", "--chunks", "2", "--jsonl", str(lines)]
+    assert cli.main(args) == 0
+    assert cli.main(args) == 0
+    before = lines.read_bytes()
+    capsys.readouterr()
+    assert cli.main([*args, "-ser", "1,1"]) == 1
+    assert "of another run" in capsys.readouterr().err
+    text.write_text(text.read_text()[::-1])
+    assert cli.main(args) == 1
+    assert lines.read_bytes() == before

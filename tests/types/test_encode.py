@@ -248,8 +248,24 @@ def test_any_array_is_taken(t):
         np.testing.assert_array_equal(t.quantize(form, weights), expected)
 
 
+def test_tensors_of_torch_are_taken():
+    torch = pytest.importorskip("torch")
+    t, x = types.get("q8_0"), torch.from_numpy(data.rows("gaussian", 11, 4, 64))
+    for form in (x.requires_grad_(), x.double(), x.T.contiguous().T):
+        np.testing.assert_array_equal(t.quantize(form), t.quantize(x.detach().numpy()))
+    np.testing.assert_array_equal(t.quantize(x.bfloat16()), t.quantize(x.bfloat16().float().detach().numpy()))
+
+
 @pytest.mark.parametrize("cpu", ["generic", "haswell"])
 def test_the_same_on_another_cpu(cpu):
     """Vectors of any width sum in the same order."""
     names = ["q4_0", "q4_1", "iq4_nl"]
     assert on_cpu.run(cpu, "encode", names) == on_cpu.digests("encode", names)
+
+
+@by_type
+def test_only_ratios_of_importance_count(t):
+    x, weights = data.rows("student4", 3, rows_for(t, 4), 512), data.importance(3, 512)
+    usual = t.quantize(x, weights)
+    for power in (-100, 90):
+        assert np.array_equal(t.quantize(x, np.ldexp(weights, power)), usual), power

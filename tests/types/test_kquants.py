@@ -84,3 +84,28 @@ def test_the_grid_of_super_scales_keeps_the_largest_scale():
 def test_the_same_bytes_on_another_cpu(cpu):
     names = ["q2_K", "q3_K", "q5_K"]
     assert on_cpu.run(cpu, "encode", names) == on_cpu.digests("encode", names)
+
+
+@pytest.mark.parametrize("effort", types.EFFORTS)
+@pytest.mark.parametrize("name", ["q2_K", "q4_K", "q5_K"])
+def test_constant_rows_of_either_sign_stay_what_they_are(name, effort):
+    """Below 0 they are a minimum without a scale."""
+    t = types.get(name)
+    x = np.repeat(np.array([[-0.03], [0.03], [-1.7], [400]], np.float32), 512, axis=1)
+    x[2, 256:] = 0
+    x[3, 16:] = -400
+    for importance in (None, data.importance(6, 512)):
+        y = t.dequantize(t.quantize(x, importance, effort=effort), 512)
+        np.testing.assert_allclose(y, x, rtol=3e-3)
+
+
+@pytest.mark.parametrize("kind", ["a few", "ternary"])
+def test_zeros_of_q2_k_stay_small_where_few_elements_are_none(kind, rng):
+    """Without importance the reference does not weigh them, and comes off no better."""
+    from tests.conformance import ggml
+
+    t = types.get("q2_K")
+    x = rng.standard_normal((16, 512)) * (rng.random((16, 512)) < 0.05)
+    x = (x if kind == "a few" else 0.37 * rng.integers(-1, 2, x.shape)).astype(np.float32)
+    ours, theirs = t.dequantize(t.quantize(x), 512), ggml.dequantize(t.name, ggml.quantize(t.name, x), 512)
+    assert data.squared_error(x, ours) <= data.squared_error(x, theirs)

@@ -118,6 +118,13 @@ def test_shapes_that_do_not_fit_are_errors(t):
         t.dequantize(good[:, :-1], n)
     with pytest.raises(DataError, match="out="):
         t.dequantize(good, n, out=np.empty((t.interleave, n), np.float64))
+    with pytest.raises(DataError, match="not contiguous"):
+        t.dequantize(good, n, out=np.empty((t.interleave, 2 * n), np.float32)[:, ::2])
+    with pytest.raises(DataError, match="read-only"):
+        t.dequantize(good, n, out=np.frombuffer(bytes(4 * t.interleave * n), np.float32).reshape(t.interleave, n))
+    for other in (good.astype(np.float32), good.astype(np.int16) - 1, good.astype(np.int16) + 256):
+        with pytest.raises(DataError, match="expected bytes, uint8"):
+            t.dequantize(other, n)
     if t.encode_rows is None:
         with pytest.raises(UnsupportedError, match="cannot encode"):
             t.quantize(x)

@@ -64,8 +64,11 @@ def language_model(config: Config) -> dict[str, Any]:
         by_type = [_TYPES[kind] for kind in [text.get("model_type")] if kind in _TYPES]
         by_type += [arch.hf[0] for arch in all() if arch.model_type == text.get("model_type")]
         found["architectures"] = stated[:1] or by_type[:1] or config.get("architectures")
-    known = _of_class((found.get("architectures") or [""])[0], found)
-    return found if known is None else {**known.defaults, **found}
+    name = (found.get("architectures") or [""])[0]
+    if (known := _of_class(name, found)) is None:
+        return found
+    defaults = {**known.defaults, **known.defaults_of.get(name, {})}
+    return {**defaults, **{key: value for key, value in found.items() if value is not None or key not in defaults}}
 
 
 _TYPES = {"mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"}

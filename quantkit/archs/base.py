@@ -82,6 +82,7 @@ class Arch(ABC):
     rules: ClassVar[tuple[Rule, ...]]
     ties_by_default: ClassVar[bool] = False  # what transformers assumes where config.json has no tie_word_embeddings
     defaults: ClassVar[Mapping[str, Any]] = {}  # further ones, which config.json may omit
+    defaults_of: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # those of some of the classes in `hf` only
     mtp: ClassVar[str] = ""  # "keep" or "drop" layers that predict further tokens; "": files have no names for them
     own_sizes: ClassVar[Mapping[str, Callable[[Sizes], int]]] = {}  # numbers that mean something else here, see shapes
     EXAMPLE: ClassVar[dict[str, Any]]  # a tiny config.json
@@ -288,13 +289,18 @@ def refuse(config: Config, key: str, accepted: Collection[Any]) -> None:
 def rope_parameters(config: Config) -> dict[str, Any]:
     """`rope_theta`, `rope_type` and the scaling's own values, from either form of config.json.
 
-    transformers 5 writes `rope_parameters`; before, there were `rope_theta` and `rope_scaling` (with `type`).
+    transformers 5 writes `rope_parameters`; before, there were `rope_theta` and `rope_scaling` (with `type`). Where
+    they do not say the original context, it is that of the whole config, which is what the model was made for.
     """
-    merged = {"rope_theta": config.get("rope_theta", 10000.0)}
-    merged |= config.get("rope_scaling") or {}
-    merged |= config.get("rope_parameters") or {}
+    merged = dict(config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
+    if merged.get("rope_theta") is None:
+        merged["rope_theta"] = config.get("rope_theta") or 10000.0
     merged["rope_type"] = merged.pop("rope_type", None) or merged.get("type") or "default"
     merged.pop("type", None)
+    if merged["rope_type"] in ("llama3", "yarn"):
+        stated = merged.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+        if original := config.get("original_max_position_embeddings") or stated:
+            merged["original_max_position_embeddings"] = original
     return merged
 
 

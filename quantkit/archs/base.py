@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from quantkit.archs import further, wrapper
 from quantkit.archs.blocks import Block, Head, HParams, Norm
-from quantkit.archs.shapes import Listed, Sizes, listed
+from quantkit.archs.shapes import Listed, Sizes, has_shape, listed
 from quantkit.archs.tensors import Piece, Rule, Shape, fill_name, missing, pieces, split_name
 from quantkit.errors import FormatError, UnsupportedError
 
@@ -137,6 +137,12 @@ class Arch(ABC):
         names += [rule.names("gguf")[0] for rule in rules[first:] if rule not in of_layers]
         generated = [Listed(name, x.shape, True) for name, x in self.generated(config).items()]
         return generated + listed(names, sizes)
+
+    def shapes(self, config: Config, names: Iterable[str]) -> dict[str, Shape]:
+        """Those of the tensors among `names` whose shape follows from a config.json."""
+        keys = {key: value for key, (value, _) in self.metadata(config).items()}
+        sizes = Sizes(self.name, {f"{self.name}.vocab_size": vocab_size(config)} | keys, self.own_sizes)
+        return {t.name: t.shape for t in listed((name for name in names if has_shape(name)), sizes)}
 
     def rules_of(self, config: Config) -> tuple[Rule, ...]:
         """The rules, with what config.json says of tensors that only some models have."""

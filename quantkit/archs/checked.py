@@ -1,0 +1,44 @@
+"""Numbers of a config.json: each of its kind and within bounds, before anything is made of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from quantkit.errors import FormatError
+
+_COUNTS = {
+    "hidden_size": 1 << 24, "num_hidden_layers": 1 << 12, "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16, "head_dim": 1 << 16, "vocab_size": 1 << 26, "max_position_embeddings": 1 << 31,
+}  # fmt: skip
+_EXPERTS = dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 1 << 16)
+_NUMBERS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor", "partial_rotary_factor")
+_OF_ROPE = (*_NUMBERS, "factor", "original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim",
+            "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "alpha")  # fmt: skip
+_OBJECTS = ("rope_scaling", "rope_parameters", "quantization_config")
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """FormatError naming the first key whose value cannot be one; null is as good as absent."""
+    classes = config.get("architectures")
+    if classes is not None and not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
+        raise FormatError(f"config.json: architectures = {classes!r}; it has to be a list of names of classes")
+    for least, counts in ((1, _COUNTS), (0, _EXPERTS)):
+        for key, most in counts.items():
+            value = config.get(key)
+            if value is not None and not (type(value) is int and least <= value <= most):
+                raise FormatError(f"config.json: {key} = {value!r}; it has to be a whole number from {least} to {most}")
+    for key in _OBJECTS:
+        if not isinstance(config.get(key) or {}, dict):
+            raise FormatError(f"config.json: {key} = {config[key]!r}; it has to be an object or null")
+    _check_numbers(config, _NUMBERS, "")
+    for part in _OBJECTS[:2]:
+        _check_numbers(config.get(part) or {}, _OF_ROPE, f"{part}.")
+
+
+def _check_numbers(values: Mapping[str, Any], names: tuple[str, ...], prefix: str) -> None:
+    for name in names:
+        value = values.get(name)
+        if value is not None and not (type(value) in (int, float) and math.isfinite(value) and value >= 0):
+            raise FormatError(f"config.json: {prefix}{name} = {value!r}; it has to be a number that is not negative")

@@ -307,6 +307,8 @@ def rope_parameters(config: Config) -> dict[str, Any]:
         stated = merged.get("original_max_position_embeddings") or config.get("max_position_embeddings")
         if original := config.get("original_max_position_embeddings") or stated:
             merged["original_max_position_embeddings"] = original
+            if merged["rope_type"] == "yarn" and merged.get("factor") is None and config.get("max_position_embeddings"):
+                merged["factor"] = config["max_position_embeddings"] / original
     return merged
 
 

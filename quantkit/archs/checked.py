@@ -16,6 +16,7 @@ _EXPERTS = dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"
 _NUMBERS = ("rms_norm_eps", "rope_theta", "routed_scaling_factor", "partial_rotary_factor")
 _OF_ROPE = (*_NUMBERS, "factor", "original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim",
             "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "alpha")  # fmt: skip
+_ABOVE_ZERO = ("rope_theta", "factor", "original_max_position_embeddings")
 _OBJECTS = ("rope_scaling", "rope_parameters", "quantization_config")
 
 
@@ -42,3 +43,5 @@ def _check_numbers(values: Mapping[str, Any], names: tuple[str, ...], prefix: st
         value = values.get(name)
         if value is not None and not (type(value) in (int, float) and math.isfinite(value) and value >= 0):
             raise FormatError(f"config.json: {prefix}{name} = {value!r}; it has to be a number that is not negative")
+        if value == 0 and name in _ABOVE_ZERO:
+            raise FormatError(f"config.json: {prefix}{name} = {value!r}; it has to be above 0")

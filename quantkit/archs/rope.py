@@ -35,6 +35,7 @@ _ATTENTION_TOO = "rope.scaling.yarn_attn_factor"
 
 def llama3_factors(parameters: Mapping[str, Any], dim: int) -> np.ndarray:
     """Divisors of the rope frequencies, float32[dim/2], of Llama 3.1's scaling."""
+    parameters = {key: value for key, value in parameters.items() if value is not None}
     try:
         theta, factor = float(parameters["rope_theta"]), float(parameters["factor"])
         low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
@@ -74,7 +75,7 @@ def scaling_entries(arch: str, parameters: Mapping[str, Any]) -> Entries:
         return {}
     if kind not in ("linear", "yarn"):
         raise UnsupportedError(f"config.json: rope scaling of type {kind!r}; known: default, linear, llama3, yarn")
-    if "factor" not in parameters:
+    if parameters.get("factor") is None:
         raise FormatError(f"config.json: rope_scaling of type {kind} has no 'factor'")
     entries: Entries = {f"{prefix}.type": (kind, "str"), f"{prefix}.factor": (float(parameters["factor"]), "f32")}
     if kind == "yarn":

@@ -51,6 +51,7 @@ def of_transformers(directory: Path) -> np.ndarray:
         ("llama", {"rope_scaling": YARN | {"attention_factor": 1.3}, "rope_theta": 1e4}, {}),
         ("llama", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.707}}, {}),
         ("llama", {"rope_scaling": {"type": "yarn", "factor": 8.0}}, {}),
+        ("llama", {"rope_scaling": YARN | {"factor": None}}, {}),
         ("llama", {}, MIXTRAL),
         ("minimax-m2", {}, {}),
         ("bitnet-b1.58", {}, {}),

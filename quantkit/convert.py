@@ -178,8 +178,9 @@ def prepare(
         raise UnknownNameError("outtype", outtype, OUTTYPES)
     if mtp not in POLICIES:
         raise UnknownNameError("policy of --mtp", mtp, POLICIES)
-    config: Mapping[str, Any] = archs.language_model(_read_config(directory))
-    arch = archs.from_hf(config)
+    with _naming(directory):
+        config: Mapping[str, Any] = archs.language_model(_read_config(directory))
+        arch = archs.from_hf(config)
     opened = open_bin(directory) if is_bin(directory) else open_checkpoint(directory)
     checkpoint = unscaled(opened, config)
     automatic = {"auto": "f16", STORED: "f32"}  # for those that are all float32
@@ -192,7 +193,8 @@ def prepare(
         left_out = arch.left_out(config, names)
         keys = arch.metadata(config)
         tokenizer = vocab.read(directory, config, pre)
-    _check_tensors(checkpoint, pieces, config)
+        wanted = arch.shapes(config, [piece.name for piece in pieces])
+    _check_tensors(checkpoint, pieces, wanted)
     specs = [TensorSpec(name, x.shape, types.get("f32")) for name, x in generated.items()]
     specs += [TensorSpec(piece.name, piece.shape, _type_of(piece, checkpoint, chosen)) for piece in pieces]
     of_name = {piece.name: piece for piece in pieces}
@@ -241,8 +243,8 @@ def _naming(directory: Path) -> Iterator[None]:
         raise error if str(directory) in str(error) else type(error)(f"{directory}: {error}") from None
 
 
-def _check_tensors(checkpoint: Checkpoint, pieces: list[Piece], config: Mapping[str, Any]) -> None:
-    """Dtypes that can be read, and an embedding of the configured size."""
+def _check_tensors(checkpoint: Checkpoint, pieces: list[Piece], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Dtypes that can be read, and the shapes that config.json says."""
     for piece in pieces:
         for name in piece.sources:
             tensor = checkpoint.tensors[name]
@@ -251,10 +253,11 @@ def _check_tensors(checkpoint: Checkpoint, pieces: list[Piece], config: Mapping[
                     f"{tensor.path}: tensor {name} is {tensor.dtype}; `convert` reads F32, F16 and BF16 weights, and "
                     "FP8 where config.json has a quantization_config"
                 )
-        if piece.name == "token_embd.weight" and piece.shape[0] != config["vocab_size"]:
+        if piece.shape != wanted.get(piece.name, piece.shape):
+            tensor = checkpoint.tensors[piece.sources[0]]
             raise FormatError(
-                f"{checkpoint.path}: {piece.sources[0]} has {piece.shape[0]} rows, config.json a vocab_size of "
-                f"{config['vocab_size']}; they must agree"
+                f"{tensor.path}: tensor {tensor.name} is {tensor.shape}, which makes {piece.name} {piece.shape}; by "
+                f"config.json it is {wanted[piece.name]}: they must agree, one of the two is of another model"
             )
 
 

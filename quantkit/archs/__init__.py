@@ -12,14 +12,14 @@ import importlib
 import pkgutil
 from typing import Any
 
-from quantkit.archs import base, wrapper
+from quantkit.archs import base, checked, wrapper
 from quantkit.archs.base import Arch, Config
 from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
 
 __all__ = ["Arch", "all", "from_hf", "get", "language_model"]
 
 _SHARED = {"base", "blocks", "decoder", "experts", "further", "hybrid", "rope", "shapes", "tensors", "transforms"}
-_SHARED |= {"wrapper"}
+_SHARED |= {"checked", "wrapper"}
 _SHARED |= {"hf_tokenizer", "pretokenizers", "sentencepiece", "tiktoken", "vocab", "vocab_merges"}  # tokenizers
 for _module in pkgutil.iter_modules(__path__):
     if _module.name not in _SHARED:
@@ -54,18 +54,23 @@ def all() -> list[Arch]:
 def language_model(config: Config) -> dict[str, Any]:
     """What config.json says of the language model, with what its class has by default where that is omitted.
 
+    FormatError where a number is none.
     Where it describes a larger model, "architectures" become the class of the language model in it: the one that is
     named, else that of its model_type, else the class of the whole.
     """
     text = wrapper.text_part(config)
     found = dict(config) if text is None else wrapper.joined(config, text)
+    checked.check(found)
     if text is not None:
         stated = [name for name in text.get("architectures") or () if _of_class(name, text)]
         by_type = [_TYPES[kind] for kind in [text.get("model_type")] if kind in _TYPES]
         by_type += [arch.hf[0] for arch in all() if arch.model_type == text.get("model_type")]
         found["architectures"] = stated[:1] or by_type[:1] or config.get("architectures")
-    known = _of_class((found.get("architectures") or [""])[0], found)
-    return found if known is None else {**known.defaults, **found}
+    name = (found.get("architectures") or [""])[0]
+    if (known := _of_class(name, found)) is None:
+        return found
+    defaults = {**known.defaults, **known.defaults_of.get(name, {})}
+    return {**defaults, **{key: value for key, value in found.items() if value is not None or key not in defaults}}
 
 
 _TYPES = {"mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"}

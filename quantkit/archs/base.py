@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from quantkit.archs import further, wrapper
 from quantkit.archs.blocks import Block, Head, HParams, Norm
-from quantkit.archs.shapes import Listed, Sizes, listed
+from quantkit.archs.shapes import Listed, Sizes, has_shape, listed
 from quantkit.archs.tensors import Piece, Rule, Shape, fill_name, missing, pieces, split_name
 from quantkit.errors import FormatError, UnsupportedError
 
@@ -82,6 +82,7 @@ class Arch(ABC):
     rules: ClassVar[tuple[Rule, ...]]
     ties_by_default: ClassVar[bool] = False  # what transformers assumes where config.json has no tie_word_embeddings
     defaults: ClassVar[Mapping[str, Any]] = {}  # further ones, which config.json may omit
+    defaults_of: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # those of some of the classes in `hf` only
     mtp: ClassVar[str] = ""  # "keep" or "drop" layers that predict further tokens; "": files have no names for them
     own_sizes: ClassVar[Mapping[str, Callable[[Sizes], int]]] = {}  # numbers that mean something else here, see shapes
     EXAMPLE: ClassVar[dict[str, Any]]  # a tiny config.json
@@ -136,6 +137,12 @@ class Arch(ABC):
         names += [rule.names("gguf")[0] for rule in rules[first:] if rule not in of_layers]
         generated = [Listed(name, x.shape, True) for name, x in self.generated(config).items()]
         return generated + listed(names, sizes)
+
+    def shapes(self, config: Config, names: Iterable[str]) -> dict[str, Shape]:
+        """Those of the tensors among `names` whose shape follows from a config.json."""
+        keys = {key: value for key, (value, _) in self.metadata(config).items()}
+        sizes = Sizes(self.name, {f"{self.name}.vocab_size": vocab_size(config)} | keys, self.own_sizes)
+        return {t.name: t.shape for t in listed((name for name in names if has_shape(name)), sizes)}
 
     def rules_of(self, config: Config) -> tuple[Rule, ...]:
         """The rules, with what config.json says of tensors that only some models have."""
@@ -288,13 +295,20 @@ def refuse(config: Config, key: str, accepted: Collection[Any]) -> None:
 def rope_parameters(config: Config) -> dict[str, Any]:
     """`rope_theta`, `rope_type` and the scaling's own values, from either form of config.json.
 
-    transformers 5 writes `rope_parameters`; before, there were `rope_theta` and `rope_scaling` (with `type`).
+    transformers 5 writes `rope_parameters`; before, there were `rope_theta` and `rope_scaling` (with `type`). Where
+    they do not say the original context, it is that of the whole config, which is what the model was made for.
     """
-    merged = {"rope_theta": config.get("rope_theta", 10000.0)}
-    merged |= config.get("rope_scaling") or {}
-    merged |= config.get("rope_parameters") or {}
+    merged = dict(config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
+    if merged.get("rope_theta") is None:
+        merged["rope_theta"] = config.get("rope_theta") or 10000.0
     merged["rope_type"] = merged.pop("rope_type", None) or merged.get("type") or "default"
     merged.pop("type", None)
+    if merged["rope_type"] in ("llama3", "yarn"):
+        stated = merged.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+        if original := config.get("original_max_position_embeddings") or stated:
+            merged["original_max_position_embeddings"] = original
+            if merged["rope_type"] == "yarn" and merged.get("factor") is None and config.get("max_position_embeddings"):
+                merged["factor"] = config["max_position_embeddings"] / original
     return merged
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, SWIGLU_RULES, Config, Entries, refuse
+from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, SWIGLU_RULES, Config, Entries, refuse, rope_parameters
 from quantkit.archs.blocks import Attention, FeedForward, HParams
 from quantkit.archs.decoder import Decoder
 from quantkit.archs.tensors import Rule
@@ -27,6 +27,7 @@ class BitNet(Decoder):
     hf = ("BitNetForCausalLM", "BitnetForCausalLM")
     model_type = "bitnet"
     rope_style = "neox"
+    defaults: ClassVar[dict[str, Any]] = {"rope_theta": 500000.0}
     gate: ClassVar[str] = "relu2"  # hidden_act
     activation: ClassVar[str] = "relu2"  # as blocks.FeedForward says it
     rules = (
@@ -68,6 +69,7 @@ class BitNet(Decoder):
     def metadata(self, config: Config) -> Entries:
         refuse(config, "hidden_act", (self.gate,))
         refuse(config, "attention_bias", (False,))
+        refuse(rope_parameters(config), "rope_type", ("default",))
         scaling = f"{self.name}.rope.scaling"
         return super().metadata(dict(config) | {"hidden_act": None}) | {
             f"{self.name}.rope.dimension_count": (self.head_dim(config), "u32"),
@@ -89,6 +91,7 @@ class BitNet(Decoder):
 
 class FirstBitNet(BitNet):
     name = "bitnet"
+    defaults: ClassVar[dict[str, Any]] = {}
     gate = "silu"
     activation = "swiglu"
     EXAMPLE: ClassVar[dict[str, Any]] = BitNet.EXAMPLE | {"hidden_act": "silu", "num_hidden_layers": 3}

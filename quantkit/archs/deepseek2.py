@@ -242,6 +242,8 @@ class DeepSeek2(Decoder):
         refuse(config, "moe_layer_freq", (1,))
         parameters = dict(rope_parameters(config))
         scales = {name: parameters.pop(name, None) for name in ("mscale", "mscale_all_dim")}
+        refuse(parameters, "attention_factor", (1, 1.0))
+        parameters["attention_factor"] = None
         entries = super().metadata(dict(config) | {"rope_scaling": None, "rope_parameters": parameters})
         entries |= experts.entries(a, config)
         turned = need(config, "qk_rope_head_dim")

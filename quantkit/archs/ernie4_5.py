@@ -29,6 +29,7 @@ class Ernie45(Decoder):
     model_type = "ernie4_5"
     rope_style = "norm"
     ties_by_default = True
+    defaults: ClassVar[dict[str, Any]] = {"rope_theta": 500000.0}
     rules: ClassVar[tuple[Rule, ...]] = (*EMBEDDING_RULES, *_ATTENTION, *SWIGLU_RULES, *OUTPUT_RULES)
     EXAMPLE: ClassVar[dict[str, Any]] = {
         "architectures": ["Ernie4_5ForCausalLM"],

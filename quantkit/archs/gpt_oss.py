@@ -153,6 +153,7 @@ class GptOss(Decoder):
     hf = ("GptOssForCausalLM",)
     model_type = "gpt_oss"
     rope_style = "neox"
+    defaults = {"rope_theta": 150000.0}  # noqa: RUF012  data
     rules = (*_BEFORE, *_expert_rules("columns"), *OUTPUT_RULES)
     EXAMPLE = {  # noqa: RUF012  data
         "architectures": ["GptOssForCausalLM"],

@@ -27,6 +27,7 @@ class Llama(Decoder):
     name = "llama"
     hf: ClassVar[tuple[str, ...]] = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
     model_type = "llama"
+    defaults_of: ClassVar[dict[str, dict[str, Any]]] = {"MixtralForCausalLM": {"rope_theta": 1000000.0}}
     rope_style = "norm"
     own_sizes = {"eff": lambda s: s["ff"]}  # noqa: RUF012  data
     rules = (

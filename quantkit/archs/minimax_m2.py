@@ -21,6 +21,7 @@ class MiniMaxM2(Decoder):
     model_type = "minimax_m2"
     rope_style = "neox"
     turned = 1.0
+    defaults = {"rope_theta": 5000000.0}  # noqa: RUF012  data
     own_sizes = {"q_norm": lambda s: s["q"], "k_norm": lambda s: s["k"]}  # noqa: RUF012  data
     rules = (
         *EMBEDDING_RULES,

@@ -93,6 +93,8 @@ class Mistral3(Decoder):
         parameters = dict(rope_parameters(config))
         beta = parameters.pop("llama_4_scaling_beta", None)
         scales = [parameters.pop(name, None) for name in _MSCALE]
+        if parameters.get("attention_factor") is not None:  # which goes before them
+            scales = [None, None]
         entries = super().metadata(dict(config) | {"rope_scaling": None, "rope_parameters": parameters})
         entries |= self.head_lengths(config) | {f"{a}.rope.dimension_count": (self.head_dim(config), "u32")}
         if beta:

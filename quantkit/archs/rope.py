@@ -3,7 +3,9 @@
     config.json rope_type   GGUF
     default                 nothing
     linear                  A.rope.scaling.type "linear", .factor
-    yarn                    A.rope.scaling.type "yarn", .factor, .original_context_length, betas and factors if given
+    yarn                    A.rope.scaling.type "yarn", .factor, .original_context_length, betas if given, and
+                            .attn_factor where cos and sin are not multiplied by the usual 1 + 0.1 ln(factor):
+                            what they are multiplied by, over that
     llama3                  a tensor rope_freqs.weight, float32[dim/2]: divisors of the frequencies
 
 llama3, with theta the base and f_j = theta^(-2j/dim), wavelength w = 2 pi / f_j, old the original context:
@@ -26,15 +28,14 @@ from quantkit.errors import FormatError, UnsupportedError
 FACTORS = "rope_freqs.weight"
 
 # config.json name -> GGUF name, for yarn's optional numbers
-_YARN = {
-    "beta_fast": "yarn_beta_fast",
-    "beta_slow": "yarn_beta_slow",
-    "attention_factor": "yarn_attn_factor",
-}
+_YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+_ATTENTION = "rope.scaling.attn_factor"  # the reference reads this one; newer runtimes .yarn_attn_factor as well
+_ATTENTION_TOO = "rope.scaling.yarn_attn_factor"
 
 
 def llama3_factors(parameters: Mapping[str, Any], dim: int) -> np.ndarray:
     """Divisors of the rope frequencies, float32[dim/2], of Llama 3.1's scaling."""
+    parameters = {key: value for key, value in parameters.items() if value is not None}
     try:
         theta, factor = float(parameters["rope_theta"]), float(parameters["factor"])
         low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
@@ -74,7 +75,7 @@ def scaling_entries(arch: str, parameters: Mapping[str, Any]) -> Entries:
         return {}
     if kind not in ("linear", "yarn"):
         raise UnsupportedError(f"config.json: rope scaling of type {kind!r}; known: default, linear, llama3, yarn")
-    if "factor" not in parameters:
+    if parameters.get("factor") is None:
         raise FormatError(f"config.json: rope_scaling of type {kind} has no 'factor'")
     entries: Entries = {f"{prefix}.type": (kind, "str"), f"{prefix}.factor": (float(parameters["factor"]), "f32")}
     if kind == "yarn":
@@ -85,10 +86,24 @@ def scaling_entries(arch: str, parameters: Mapping[str, Any]) -> Entries:
         for name, key in _YARN.items():
             if parameters.get(name) is not None:
                 entries[f"{prefix}.{key}"] = (float(parameters[name]), "f32")
-        for name in ("mscale", "mscale_all_dim", "truncate"):
-            if parameters.get(name) not in (None, True):
-                raise UnsupportedError(f"config.json: yarn with {name} = {parameters[name]} is not supported here")
+        usual = 1 + 0.1 * math.log(float(parameters["factor"]))
+        if (size := _size(parameters)) != usual:
+            entries[f"{arch}.{_ATTENTION}"] = (size / usual, "f32")
+        if parameters.get("truncate") not in (None, True):
+            raise UnsupportedError(f"config.json: yarn with truncate = {parameters['truncate']} is not supported here")
     return entries
+
+
+def _size(parameters: Mapping[str, Any]) -> float:
+    """What YaRN multiplies cos and sin by: as config.json says, or a ratio where it has both mscale and mscale_all_dim.
+
+    It is 1 where nothing is stretched.
+    """
+    if parameters.get("attention_factor") is not None:
+        return float(parameters["attention_factor"])
+    logarithm = 0.1 * math.log(max(float(parameters["factor"]), 1.0))
+    above, below = (parameters.get(name) for name in ("mscale", "mscale_all_dim"))
+    return (1 + above * logarithm) / (1 + below * logarithm) if above and below else 1 + logarithm
 
 
 def scaling_parameters(keys: Keys) -> dict[str, Any]:
@@ -102,7 +117,14 @@ def scaling_parameters(keys: Keys) -> dict[str, Any]:
         for name, key in _YARN.items():
             if keys.get(f"rope.scaling.{key}") is not None:
                 found[name] = shortest(keys.get(f"rope.scaling.{key}"))
+        if (size := _relative_size(keys)) != 1:
+            found["attention_factor"] = shortest(size * (1 + 0.1 * math.log(found["factor"])))
     return found
+
+
+def _relative_size(keys: Keys) -> float:
+    """What a file has cos and sin multiplied by, over YaRN's usual."""
+    return float(keys.get(_ATTENTION, 1.0)) * float(keys.get(_ATTENTION_TOO, 1.0))
 
 
 def rope(keys: Keys, style: str, dim: int, tensors: Collection[str]) -> Rope:
@@ -116,7 +138,7 @@ def rope(keys: Keys, style: str, dim: int, tensors: Collection[str]) -> Rope:
         yarn = Yarn(
             original_context=keys.number("rope.scaling.original_context_length"),
             ext_factor=float(keys.get("rope.scaling.yarn_ext_factor", 1.0)),
-            attn_factor=float(keys.get("rope.scaling.yarn_attn_factor", 1.0)),
+            attn_factor=_relative_size(keys),
             beta_fast=float(keys.get("rope.scaling.yarn_beta_fast", 32.0)),
             beta_slow=float(keys.get("rope.scaling.yarn_beta_slow", 1.0)),
         )

@@ -160,9 +160,19 @@ def listed(names: Iterable[str], sizes: Sizes) -> list[Listed]:
     return [_listed(name, sizes) for name in names]
 
 
-def _listed(name: str, sizes: Sizes) -> Listed:
+def has_shape(name: str) -> bool:
+    """Whether the table has a tensor's name."""
+    return _dims(name)[0] is not None
+
+
+def _dims(name: str) -> tuple[list[str] | None, str]:
+    """The dimensions of a tensor, as the table has them, and the last part of its name."""
     stem, _, suffix = split_name(name) if "." in name else (name, None, "")
-    dims = _SHAPES.get(stem.removeprefix("blk.N.")) or _SHAPES.get(name.rpartition(".")[2])
+    return _SHAPES.get(stem.removeprefix("blk.N.")) or _SHAPES.get(name.rpartition(".")[2]), suffix
+
+
+def _listed(name: str, sizes: Sizes) -> Listed:
+    dims, suffix = _dims(name)
     if dims is None:
         raise UnsupportedError(f"{name}: the shape of such a tensor is not known (add it to quantkit/archs/shapes.py)")
     shape = tuple(sizes[dim] for dim in dims)

@@ -19,6 +19,7 @@ class SmolLM3(Llama):
     hf = ("SmolLM3ForCausalLM",)
     model_type = "smollm3"
     ties_by_default = True
+    defaults = {"rope_theta": 2000000.0}  # noqa: RUF012  data
     EXAMPLE = Llama.EXAMPLE | {
         "architectures": ["SmolLM3ForCausalLM"],
         "model_type": "smollm3",

@@ -201,6 +201,11 @@ def _integers(checkpoint: Checkpoint, codes: CheckpointTensor, settings: Mapping
     zero_points = None
     if parts["zero_point"] is not None:
         zero_points = _zero_points(parts["zero_point"], scales, bits)
+    elif weights.get("symmetric") is False:
+        raise FormatError(
+            f"{codes.path}: tensor {codes.name} has no zero points, {module}.weight_zero_point; config.json says that "
+            "its integers are not symmetric, so that they are needed"
+        )
     order = _order(parts["g_idx"], n, count)
     return IntegerTensor(f"{module}.weight", shape, codes, scales, bits, size, zero_points, order)
 

@@ -193,6 +193,8 @@ def test_scales_that_are_nan_or_too_large_are_not_hidden(tmp_path: Path) -> None
 CODES = ("F8_E4M3", np.zeros((256, 256), np.uint8))
 WORDS, SHAPE = ("I32", np.zeros((2, 8), "<i4")), ("I64", np.array([2, 64], "<i8"))
 GROUPS = {"config_groups": {"g": {"weights": {"type": "int", "num_bits": 4, "group_size": 32}, "targets": ["Linear"]}}}
+_UNEVEN = GROUPS["config_groups"]["g"]["weights"] | {"symmetric": False}
+ASYMMETRIC = {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": _UNEVEN, "targets": ["Linear"]}}}
 
 
 @pytest.mark.parametrize(
@@ -215,6 +217,8 @@ GROUPS = {"config_groups": {"g": {"weights": {"type": "int", "num_bits": 4, "gro
         ({"quant_method": "compressed-tensors"} | GROUPS, {"a__weight_packed": WORDS, "a__weight_shape": SHAPE,
          "a__weight_scale": ("F32", np.ones((2, 2), "<f4")), "a__weight_g_idx": ("I32", np.full(64, 2, "<i4"))},
          FormatError, "one of 2 groups for each of 64 columns"),
+        (ASYMMETRIC, {"a__weight_packed": WORDS, "a__weight_shape": SHAPE, "a__weight_scale": (
+            "F32", np.ones((2, 2), "<f4"))}, FormatError, "a.weight_packed has no zero points, a.weight_zero_point"),
         ({}, {"a__weight": CODES}, FormatError, "a.weight is F8_E4M3 and has no scales, a.weight_scale_inv"),
         ({}, {"a__weight": CODES, "a__weight_scale_inv": ("F32", np.ones((2, 3), "<f4"))}, FormatError,
          r"is \(2, 3\); a.weight is \(256, 256\), whose blocks of 128 x 128 need \(2, 2\)"),

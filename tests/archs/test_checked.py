@@ -1,0 +1,76 @@
+"""A config.json or a tensor that cannot be is named, with both numbers, before anything is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit import archs, recipe
+from quantkit.convert import convert
+from quantkit.errors import FormatError
+from tests.archs.checkpoints import tiny
+
+LLAMA = archs.get("llama").EXAMPLE
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"num_hidden_layers": "2"}, "num_hidden_layers = '2'"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000; it has to be a whole number from 1 to 4096"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0"),
+        ({"hidden_size": 64.0}, "hidden_size = 64.0"),
+        ({"vocab_size": True}, "vocab_size = True"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps = 'x'"),
+        ({"rope_theta": float("nan")}, "rope_theta = nan"),
+        ({"rope_parameters": "yarn"}, "rope_parameters = 'yarn'; it has to be an object or null"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, r"rope_scaling\.factor = '2'"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, r"rope_scaling\.factor = 0; it has to be above 0"),
+        ({"rope_scaling": {"type": "linear", "factor": None}}, "rope_scaling of type linear has no 'factor'"),
+        ({"rope_scaling": {"type": "llama3", "factor": None}}, "rope_scaling of type llama3 has no 'factor'"),
+        ({"moe_intermediate_size": "x"}, "moe_intermediate_size = 'x'"),
+        ({"intermediate_size": -96}, "intermediate_size = -96"),
+        ({"num_key_value_heads": 3}, "num_attention_heads = 4 is no multiple of num_key_value_heads = 3"),
+        ({"quantization_config": ["fp8"]}, "quantization_config"),
+        ({"architectures": "LlamaForCausalLM"}, "it has to be a list of names of classes"),
+        ({"num_local_experts": 1 << 40}, "num_local_experts = 1099511627776"),
+    ],
+)
+def test_a_setting_that_cannot_be(tmp_path: Path, change: dict[str, Any], match: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA | change))
+    with pytest.raises(FormatError, match=match):
+        recipe.from_config(recipe.read_config(path))
+    if "has no" not in match:  # which is found when there are weights
+        with pytest.raises(FormatError, match=rf"{tmp_path}.*{match}"):
+            convert(tmp_path, tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "found", "wanted"),
+    [
+        ("model.layers.1.mlp.down_proj.weight", lambda x: x[:-1], r"\(63, 96\)", r"\(64, 96\)"),
+        ("model.layers.0.self_attn.o_proj.weight", lambda x: x.reshape(-1), r"\(4096,\)", r"\(64, 64\)"),
+        ("model.layers.0.self_attn.v_proj.weight", lambda x: x.reshape(2, 16, 64), r"\(2, 16, 64\)", r"\(32, 64\)"),
+        ("model.norm.weight", lambda x: x[:-2], r"\(62,\)", r"\(64,\)"),
+        ("model.embed_tokens.weight", lambda x: x[:-2], r"\(318, 64\)", r"\(320, 64\)"),
+    ],
+)
+def test_a_shape_that_config_does_not_say(
+    tmp_path: Path, name: str, cut: Callable[[Any], Any], found: str, wanted: str
+) -> None:
+    """The file, the tensor, its shape and the one it should have; nothing is left behind."""
+    stored = pytest.importorskip("safetensors.torch")
+    tiny(tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = stored.load_file(file)
+    stored.save_file(tensors | {name: cut(tensors[name]).clone()}, file, metadata={"format": "pt"})
+    with pytest.raises(
+        FormatError, match=rf"model\.safetensors: tensor {name} is {found}.*config\.json it is {wanted}"
+    ):
+        convert(tmp_path / "hf", tmp_path / "m.gguf", "f16")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]

@@ -86,8 +86,8 @@ def load(
     mla         0 to 3: what latent attention caches and how it attends, see `runtime.latent`; nothing for other models.
     tripwire    looking for NaN and Inf: "layer" after each layer, "full" after each operation; both also look at the
                 scale fields of what a layer needs before it first runs. "off": after each layer, and no scales.
-    devices     what there is beside the CPU: "cpu:0=2GiB,cpu:1=2GiB", virtual devices of the CPU (runtime/devices.py),
-                or Devices.
+    devices     what there is beside the CPU: "cuda:0,cuda:1=20GiB", GPUs, of which all free memory is used where none
+                is said; "cpu:0=2GiB,cpu:1=2GiB", virtual devices of the CPU (runtime/devices.py); or Devices.
     split_mode, tensor_split, main_gpu, max_gpus, kv_on_cpu   `-sm`, `-ts`, `-mg`, `--max-gpu` and `-nkvo`.
     fit, fit_margin   fill the devices, each with its memory, but for so many bytes (runtime/fit.py); `fitted` of the
                 model says the flags that do the same.
@@ -103,7 +103,7 @@ def load(
     kind = _cache_type(cache_type, numerics, how)
     file = gguf.open(path)
     rules = (override_tensor,) if isinstance(override_tensor, str) else tuple(override_tensor)
-    there = parse_devices(devices) if isinstance(devices, str) else tuple(devices) or (CPU,)
+    there = _with_memory(parse_devices(devices) if isinstance(devices, str) else tuple(devices) or (CPU,))
     flags = Flags(
         gpu_layers, rules, n_cpu_moe, tuple(tensor_split), split_mode, main_gpu, max_gpus, kv_on_cpu, tuple(there)
     )
@@ -124,6 +124,15 @@ def load(
     )  # fmt: skip
     model.fitted = fitted.text if fitted else None
     return model
+
+
+def _with_memory(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """The same, GPUs with the memory that is free where none was said. UnsupportedError for one that is not there."""
+    if all(device.gpu is None for device in devices):
+        return tuple(devices)
+    from quantkit.runtime import cuda_worker
+
+    return tuple(map(cuda_worker.with_memory, devices))
 
 
 def _cache_type(chosen: str | CacheType | None, numerics: str, how: layers.Attending) -> CacheType:
@@ -217,8 +226,10 @@ class Model(Parts):
         self.split: split.Split | None = None
         if split.required(placement, profile):
             self.split = split.Split(
-                self, self.blocks, self.head, self._cached, placement, reduce=reduce_type, experts_by=experts_by
-            )
+                self, self.blocks, self.head, self._cached, placement, reduce=reduce_type, experts_by=experts_by,
+                profile=profile,
+            )  # fmt: skip
+            self.split.require_cache(kind)
         self.fitted: str | None = None
         self._fast: Any = None
         self.slow_because: str | None = None
@@ -420,8 +431,8 @@ class Model(Parts):
         """float32[tokens, n_embd] before the output norm; keys and values go into the spans' caches."""
         x = self.enter(tokens)
         for block in self.blocks:
-            x = self.advance(block, x, spans)
-        return x
+            x = self._advance(block, x, spans)
+        return self._here(x)
 
     def enter(self, tokens: np.ndarray) -> np.ndarray:
         """What `embed` gives, looked at by the tripwire."""
@@ -432,11 +443,19 @@ class Model(Parts):
 
     def advance(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """What `run_block` gives, looked at by the tripwire."""
+        return self._here(self._advance(block, x, spans))
+
+    def _advance(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        """The same, left on its device."""
         self._require_sound(block.layer)
-        y = self.run_block(block, x, spans)
-        if not layers.is_finite(y):
-            self._blame(block, x, spans)
+        y = super().run_block(block, x, spans) if self.split is None else self.split.run_block(block, x, spans)
+        if not (self if self.split is None else self.split).is_finite(y):
+            self._blame(block, self._here(x), spans)
         return y
+
+    def _here(self, x: np.ndarray) -> np.ndarray:
+        """What left a block, in the host's memory."""
+        return x if self.split is None else self.split.host(x)
 
     def embed(self, tokens: np.ndarray) -> np.ndarray:
         """float32[tokens, n_embd] that enters the first block."""
@@ -451,7 +470,9 @@ class Model(Parts):
 
     def run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] that leaves a block, on whatever devices."""
-        return super().run_block(block, x, spans) if self.split is None else self.split.run_block(block, x, spans)
+        if self.split is None:
+            return super().run_block(block, x, spans)
+        return self._here(self.split.run_block(block, x, spans))
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop what was made of these tensors."""

@@ -5,8 +5,9 @@
                 is added up after every part of a block (runtime/reduce.py), so that all have the hidden state
     -ot         a product, norm or expert whose tensor is elsewhere is computed there; what enters and leaves it moves
 
-A `Worker` is what a device computes; a device of another kind is one more subclass of it, which keeps its arrays where
-it wants and says in `take` and `give` how they come and go. `Split.ledger` counts time and bytes moved.
+A `Worker` is what a device computes; a device of another kind is one more subclass of it (`cuda_worker.CudaWorker`),
+which keeps its arrays where it wants and says in `receive` and `give` how they come and go. `Split.ledger` counts time
+and bytes moved.
 
 In -sm graph, tensors that rules put elsewhere can be the three matrices of a layer's experts, together on one device;
 layers below -ngl run on the CPU, whole.
@@ -68,11 +69,15 @@ class Worker(Parts):
         if source is self:
             return x
         begin = time.perf_counter()
-        here = source.give(x)
+        here = self.receive(x, source)
         ledger = self._split.ledger
         ledger.moved(source.device.name, self.device.name, here.nbytes)
         ledger.spent(self.device.name, "transfer", time.perf_counter() - begin)
         return here
+
+    def receive(self, x: np.ndarray, source: Worker) -> np.ndarray:
+        """A copy of x of another device on this one."""
+        return source.give(x)
 
     def give(self, x: np.ndarray) -> np.ndarray:
         """A copy of x of this device in the host's memory."""
@@ -93,7 +98,18 @@ class Worker(Parts):
             yield
         finally:
             self._timing = False
+            self.settle()
             self._split.ledger.spent(self.device.name, kind, time.perf_counter() - begin)
+
+    def settle(self) -> None:
+        """Wait for what was begun, where time is to be told of a device that goes on by itself."""
+
+    def zeros(self, shape: tuple[int, ...], kind: str) -> Any:
+        """An array of this device."""
+        return np.zeros(shape, kind)
+
+    def require_cache(self, kind: CacheType, heads: int, dim_k: int, dim_v: int) -> None:
+        """UnsupportedError where this device cannot attend over such a cache; dim_v 0: values are the keys' beginning."""
 
     def _of(self, name: str) -> Worker:
         """The worker of the device that has a tensor."""
@@ -146,6 +162,10 @@ class Worker(Parts):
     def between(self, part: blocks.LatentAttention) -> latent.Between:
         return _Between(part, self)
 
+    def own_between(self, part: blocks.LatentAttention) -> latent.Between:
+        """The same, computed on this device."""
+        return latent.Between(part, self.weights, self.threads)
+
     def run_part(self, part: blocks.Part, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         if not isinstance(part, blocks.DeltaNet):
             return super().run_part(part, layer, x, spans)
@@ -176,7 +196,7 @@ class Worker(Parts):
 
         def matrix(linear: blocks.Linear, number: int) -> experts.Product:
             other = self._of(linear.weight)
-            product = experts.linear_of(other.weights, other.threads, linear, number)
+            product = other.expert_product(linear, number)
 
             def run(x: np.ndarray) -> np.ndarray:
                 with other._timed("experts"):
@@ -187,6 +207,10 @@ class Worker(Parts):
         observe = None if self._checking else self.observer
         self._count_experts(part, chosen)
         return experts.run(part, self.weights, y, chosen, weights, self.threads, observe, matrix)
+
+    def expert_product(self, linear: blocks.Linear, number: int) -> experts.Product:
+        """The product with one expert's matrix, on this device."""
+        return experts.linear_of(self.weights, self.threads, linear, number)
 
     def _count_experts(self, part: blocks.Experts, chosen: np.ndarray) -> None:
         used = len(np.unique(chosen[chosen >= 0]))
@@ -221,7 +245,7 @@ class _Between(latent.Between):
         """`task` with plain matrices on another device."""
         x = other.take(x, self._worker)
         with other._timed("latents"):
-            return task(latent.Between(self.part, other.weights, other.threads), x)
+            return task(other.own_between(self.part), x)
 
     def queries(self, q: np.ndarray) -> np.ndarray:
         other = self._at(True, self.part.k_b)
@@ -317,6 +341,7 @@ class Split:
     owner      the model: weights by name, how to compute
     ledger     time and bytes moved
     reduce     of -sm graph: the type sums over devices travel in; None otherwise
+    profile    whether GPUs are waited for, so that each kind of work has the time it took
     """
 
     def __init__(
@@ -329,19 +354,20 @@ class Split:
         *,
         reduce: str = "f32",
         experts_by: str = "number",
+        profile: bool = False,
     ):
+        self.profile = profile
         self.placement, self.ledger = placement, Ledger()
         self._owner, self._parts, self._head, self._cached = owner, parts, head, cached
         used = {device.name: device for device in (CPU, *placement.devices.values(), *placement.of_layer.values())}
-        for device in (*used.values(), *placement.graph):
-            if not device.runs_here:
-                raise UnsupportedError(
-                    f"{device.name}: this version computes on the CPU and on virtual devices (cpu:0, cpu:1, …); "
-                    "`quantkit plan` tells what would go where"
-                )
+        if any(device.gpu is not None for device in placement.graph):
+            raise UnsupportedError(
+                "-sm graph: this version shares layers among virtual devices (cpu:0, cpu:1, …) only; with GPUs take "
+                "-sm layer, or -sm none"
+            )
         _require_known(parts)
         self.cuts: dict[str, Cut] = {}
-        self._workers = {name: Worker(device, self, owner, owner.threads) for name, device in used.items()}
+        self._workers = {name: self._new_worker(device) for name, device in used.items()}
         self.ranks: list[Rank] = []
         self._adding: Reduce | None = None
         if placement.graph:
@@ -354,6 +380,13 @@ class Split:
             self.ranks = [Rank(i, device, self, owner, threads) for i, device in enumerate(placement.graph)]
             self._adding = Reduce(len(self.ranks), reduce)
         self._held: tuple[np.ndarray | None, Worker] = (None, self._workers[CPU.name])
+
+    def _new_worker(self, device: Device) -> Worker:
+        if device.gpu is None:
+            return Worker(device, self, self._owner, self._owner.threads)
+        from quantkit.runtime.cuda_worker import CudaWorker
+
+        return CudaWorker(device, self, self._owner)
 
     @property
     def reduce(self) -> str | None:
@@ -368,6 +401,8 @@ class Split:
             for each in names:
                 counts[each] = counts.get(each, 0) + 1
         found: dict[str, Any] = {"split_mode": placement.mode, "devices": counts}
+        if gpus := {name: worker.gpu.name for name, worker in self._workers.items() if hasattr(worker, "gpu")}:
+            found["gpus"] = gpus
         if placement.graph:
             found |= {"reduce": self.reduce, "shares": [round(s, 4) for s in next(iter(placement.shares.values()))]}
         return found
@@ -381,7 +416,9 @@ class Split:
 
     def new_cache(self, n_ctx: int, kind: CacheType, one_layer: bool = False) -> SplitCache:
         """An empty cache: of each device its layers, or its heads of every layer that is shared."""
-        held = {name: Held() for name in (*self._workers, *(rank.device.name for rank in self.ranks))}
+        self.require_cache(kind)
+        workers = (*self._workers.values(), *self.ranks)
+        held = {worker.device.name: Held(worker.zeros) for worker in workers}
         for block in self._parts:
             for part in block.parts:
                 if isinstance(part, (blocks.FeedForward, blocks.Experts)):
@@ -393,6 +430,20 @@ class Split:
                     if mine is not None:
                         self._hold(held[rank.device.name], block.layer, mine)
         return SplitCache(held, self._cached, n_ctx, kind, one_layer=one_layer)
+
+    def require_cache(self, kind: CacheType) -> None:
+        """UnsupportedError where a device has no kernel for its part of such a cache."""
+        for block in self._parts:
+            if block.layer in self.placement.shares:
+                continue
+            worker = self.worker(self._cache_device(block))
+            for part in block.parts:
+                if isinstance(part, blocks.Attention):
+                    worker.require_cache(kind, part.kv_heads, part.head_dim_k, part.head_dim_v)
+                elif isinstance(part, blocks.LatentAttention) and self._owner.mla:
+                    worker.require_cache(kind, 1, part.latent, 0)
+                elif isinstance(part, blocks.LatentAttention):
+                    worker.require_cache(kind, part.heads, part.head_dim_k, part.head_dim_v)
 
     def _hold(self, held: Held, layer: int, part: blocks.Part) -> None:
         if isinstance(part, blocks.Attention):
@@ -419,7 +470,8 @@ class Split:
 
     def embedded(self, x: np.ndarray) -> np.ndarray:
         """What the embedding made; where, says its placement."""
-        self._held = x, self.worker(self.placement[self._head.embedding])
+        worker = self.worker(self.placement[self._head.embedding])
+        self._held = x, worker if worker.device.runs_here else self._workers[CPU.name]  # rows are gathered here
         self.ledger.ran(len(x))
         return x
 
@@ -439,6 +491,14 @@ class Split:
         self.ledger.spent(worker.device.name, "other", max(0.0, other))
         self._held = out, worker
         return out
+
+    def host(self, x: np.ndarray) -> np.ndarray:
+        """What left a block, in the host's memory: as it is where it is there already."""
+        return x if isinstance(x, np.ndarray) else self._workers[CPU.name].take(x, self._held[1])
+
+    def is_finite(self, x: np.ndarray) -> bool:
+        """Of what left a block, where it is."""
+        return self._held[1].is_finite(x)
 
     def project(self, x: np.ndarray) -> np.ndarray:
         """float32[k, vocab], on the host, of what the last block made."""
@@ -460,7 +520,8 @@ class Split:
     def _source(self, x: np.ndarray) -> Worker:
         """Where an array is: what left the last block is there, all others are the host's."""
         held, worker = self._held
-        base = x.base if x.base is not None else x
+        base = getattr(x, "base", None)
+        base = x if base is None else base
         return worker if held is not None and (x is held or base is held) else self._workers[CPU.name]
 
     def _run_shared(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:

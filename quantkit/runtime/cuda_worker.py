@@ -1,0 +1,464 @@
+"""What a GPU computes of a model over several devices: the parts of blocks, by the kernels of `kernels/cuda`.
+
+A CudaWorker is a `split.Worker` whose arrays are torch tensors on its GPU: activations, vectors, keys and values, states
+of recurrent layers, and packed weights, which are copied there when a layer first runs. Its operations are those of
+`parts.Parts`, one by one; only what each array is, and which kernel makes it, differs. Numerics:
+
+    exact   weights decoded to float32, tile by tile, and multiplied in float32
+    fast    up to 8 tokens from packed weights with activations as bytes, more as bfloat16 (`kernels/cuda/device.py`)
+
+Rows of embeddings are gathered on the CPU. What a GPU has no kernel for is refused before anything is read:
+`with_memory` where there is no GPU, the constructor for types of weights and kinds of layers, `require_cache` for caches.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quantkit.archs import blocks
+from quantkit.errors import UnsupportedError
+from quantkit.files.gguf import Tensor
+from quantkit.runtime import experts, latent, layers
+from quantkit.runtime.cache import CacheType
+from quantkit.runtime.devices import CPU, Device
+from quantkit.runtime.kernels.cuda import device as cuda_device
+from quantkit.runtime.kernels.cuda.table import product
+from quantkit.runtime.layers import Span
+from quantkit.runtime.parts import Parts
+from quantkit.runtime.split import Split, Worker
+
+if TYPE_CHECKING:
+    import torch
+
+    from quantkit.runtime.kernels.cuda.device import Gpu, Matrices
+
+KEYS_OF_SHARE = 128  # of attention: a share of the keys is at least so long
+BLOCKS = 512  # of attention: so many are enough for a GPU
+
+
+@functools.cache
+def gpu(index: int) -> Gpu:
+    """The GPU of a number, opened once. UnsupportedError, one line, where there is none."""
+    return cuda_device.Gpu(index)
+
+
+def with_memory(device: Device) -> Device:
+    """A device; a GPU with the memory that is free there, unless its memory was said."""
+    if device.gpu is None:
+        return device
+    found = gpu(device.gpu)
+    return replace(device, memory=found.free_bytes()) if device.memory is None else device
+
+
+class CudaWorker(Worker):
+    """What one GPU computes.
+
+    gpu   the kernels' host side
+    """
+
+    def __init__(self, device: Device, split: Split, owner: Parts):
+        super().__init__(device, split, owner, owner.threads)
+        assert device.gpu is not None
+        self.gpu = gpu(device.gpu)
+        self._exact = self.numerics == "exact"
+        self._held: dict[str, Matrices] = {}
+        self._ropes: dict[blocks.Rope, tuple[Any, torch.Tensor, torch.Tensor]] = {}
+        self._at: tuple[Any, Any] = None, None
+        for name, tensor in self.weights.items():
+            if split.placement[name] == device and len(tensor.shape) > 1 and not product(tensor.type):
+                raise UnsupportedError(
+                    f"{self.path}: {name} is {tensor.type.name}, for which {device.name} has no kernels; keep such "
+                    f"tensors on the CPU by a first rule -ot '^{re.escape(name)}$={CPU.name}'"
+                )
+
+    # ------------------------------------------------------------------------------------------------ arrays, transfers
+
+    def receive(self, x: Any, source: Worker) -> Any:
+        return x.to(self.gpu.place) if isinstance(source, CudaWorker) else self.gpu.array(x)
+
+    def give(self, x: Any) -> np.ndarray:
+        found: np.ndarray = x.to("cpu", copy=True).numpy()
+        return found
+
+    def zeros(self, shape: tuple[int, ...], kind: str) -> torch.Tensor:
+        return self.gpu.zeros(shape, kind)
+
+    def settle(self) -> None:
+        if self._split.profile:
+            self.gpu.synchronize()
+
+    def vector(self, name: str) -> Any:
+        """float32[n] on the GPU."""
+        found: Any = self._vectors.get(name)
+        if found is None:
+            found = self._vectors[name] = self.gpu.array(layers.vector(self.weights[name]))  # type: ignore[assignment]
+        return found
+
+    def forget(self, names: Any) -> None:
+        names = list(names)
+        super().forget(names)
+        for name in names:
+            self._held.pop(name, None)
+
+    def _matrices(self, name: str) -> Matrices:
+        """A tensor of two dimensions, or three, on the GPU."""
+        found = self._held.get(name)
+        if found is None:
+            found = self._held[name] = self._copied(self.weights[name])
+        return found
+
+    def _copied(self, tensor: Tensor, rows: int | None = None) -> Matrices:
+        return self.gpu.matrices(tensor.data, tensor.type, rows or tensor.shape[-2], tensor.shape[-1])
+
+    @property
+    def _host(self) -> Worker:
+        return self._split.worker(CPU)
+
+    def _launch(self, kernel: Any, count: int, threads: int, *arguments: Any) -> None:
+        """A kernel that has a thread for each of `count` elements."""
+        self.gpu.launch(kernel, -(-count // threads), threads, *arguments)
+
+    # ------------------------------------------------------------------------------------------- what stands in between
+
+    def rms_norm(self, x: Any, norm: blocks.Norm) -> Any:
+        from quantkit.runtime.kernels.cuda import elementwise
+
+        x, weight = x.contiguous(), self.vector(norm.weight)
+        out, n = self.gpu.torch.empty_like(x), x.shape[-1]
+        self.gpu.launch(elementwise.rms_norm(), x.numel() // n, elementwise.THREADS, x, weight, n,
+                        np.float32(norm.eps), out)  # fmt: skip
+        return out
+
+    def activate(self, name: str, gate: Any, up: Any) -> Any:
+        from quantkit.runtime.kernels.cuda import elementwise
+
+        if name not in elementwise.ACTIVATIONS:  # relu2
+            assert name == "relu2"
+            return gate.relu().square() * up
+        gate, up = gate.contiguous(), up.contiguous()
+        self._launch(elementwise.activate(name), gate.numel(), elementwise.THREADS, gate, up, gate.numel())
+        return gate
+
+    def sigmoid(self, x: Any) -> Any:
+        return x.sigmoid()
+
+    def without_gates(self, projected: Any, heads: int) -> Any:
+        both = projected.view(len(projected), heads, 2, -1)
+        return both[:, :, 0].reshape(len(projected), -1).contiguous()
+
+    def gate(self, x: Any, projected: Any, dim: int) -> None:
+        gates = projected.view(len(x), -1, 2, dim)[:, :, 1]
+        x.mul_(gates.reshape(len(x), -1).sigmoid())
+
+    def temper(self, q: Any, temperature: tuple[float, int], spans: list[Span]) -> None:
+        factors = np.ones((len(q), 1), np.float32)
+        layers.temper(factors, *temperature, spans)
+        q.mul_(self.gpu.array(factors))
+
+    def turn(self, x: Any, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
+        from quantkit.runtime.kernels.cuda import elementwise
+
+        positions, most = self._positions(spans)
+        host = self._rope(rope, most + 1)
+        held = self._ropes.get(rope)
+        if held is None or held[0] is not host:
+            held = self._ropes[rope] = (host, *map(self.gpu.array, host))
+        pairs, heads = host[0].shape[1], x.shape[1] // dim
+        step, stride = (2, 1) if rope.style == "norm" else (1, pairs)
+        self._launch(elementwise.rope(), len(x) * heads * pairs, elementwise.THREADS, x, heads, dim, pairs, held[1],
+                     held[2], positions, step, stride, len(x))  # fmt: skip
+
+    def _positions(self, spans: list[Span]) -> tuple[torch.Tensor, int]:
+        """int32[tokens] on the GPU, and the last of them; the same ones are asked for in every layer."""
+        of = tuple((span.cache.length, span.stop - span.start) for span in spans)
+        if self._at[0] != of:
+            found = np.concatenate([first + np.arange(count, dtype=np.int32) for first, count in of])
+            self._at = of, (self.gpu.array(found), int(found.max()))
+        at: tuple[torch.Tensor, int] = self._at[1]
+        return at
+
+    def is_finite(self, y: Any) -> bool:
+        return bool(y.isfinite().all())
+
+    def _require_finite(self, what: str, y: Any) -> None:
+        if not self.is_finite(y):
+            super()._require_finite(what, self.give(y))
+
+    def observe(self, name: str, x: Any, *which: int) -> None:
+        if self.observer is not None and not self._checking:
+            super().observe(name, x if isinstance(x, np.ndarray) else self._host.take(x, self), *which)
+
+    # ------------------------------------------------------------------------------------------------------- products
+
+    def _weight(self, linear: blocks.Linear) -> Any:
+        found: Any = self._linears.get(linear.weight)
+        if found is None:
+            found = self._linears[linear.weight] = self._product(linear, self._matrices(linear.weight))  # type: ignore[assignment]
+        return found
+
+    def _product(self, linear: blocks.Linear, matrices: Matrices) -> Any:
+        bias = self.vector(linear.bias) if linear.bias else None
+        scale = float(layers.vector(self.weights[linear.scale])[0]) if linear.scale else 1.0
+
+        def run(x: Any) -> Any:
+            y = matrices(x.contiguous(), self._exact)
+            y = y if scale == 1 else y * scale
+            return y if bias is None else y + bias
+
+        return run
+
+    # ------------------------------------------------------------------------------------------------------ attention
+
+    def require_cache(self, kind: CacheType, heads: int, dim_k: int, dim_v: int) -> None:
+        from quantkit.runtime.kernels.cuda import attention
+
+        if any(kind.rotations(dim_k, dim_v)):
+            raise UnsupportedError(
+                f"{self.device.name}: caches on a GPU are not rotated in this version; leave -khad and -vhad out, or "
+                "keep the cache on the CPU (-nkvo)"
+            )
+        attention.check((kind.k, kind.v if dim_v else kind.k), (dim_k, dim_v or dim_k))
+        for name in (kind.k, kind.v) if dim_v else (kind.k,):
+            attention.remember(name)
+
+    def remember(self, k: Any, v: Any, cache: Any, layer: int) -> None:
+        from quantkit.runtime.kernels.cuda import attention
+
+        kinds = (cache.type.k, cache.type.v)
+        for x, into, kind in zip((k, v), (cache.k[layer], cache.v[layer]), kinds):
+            if x is None:
+                continue
+            (heads, n_ctx, row_bytes), tokens = into.shape, len(x)
+            dim = x.shape[1] // heads
+            positions = cache.length + self.gpu.torch.arange(tokens, dtype=self.gpu.torch.int32, device=self.gpu.place)
+            warps = tokens * heads * -(-dim // 32)
+            self._launch(attention.remember(kind), 32 * warps, attention.THREADS, x.contiguous(), heads, dim,
+                         row_bytes, n_ctx, positions, tokens, into)  # fmt: skip
+
+    def attend(self, heads: layers.Heads, layer: int, q: Any, spans: list[Span], how: Any = None) -> Any:
+        with self._timed("attention"):
+            parts = [self._attended(heads, layer, q[span.start : span.stop], span.cache) for span in spans]
+            return parts[0] if len(parts) == 1 else self.gpu.torch.cat(parts)
+
+    def _attended(self, part: layers.Heads, layer: int, q: Any, cache: Any) -> Any:
+        """float32[tokens, heads * head_dim_v] of one sequence."""
+        from quantkit.runtime.kernels.cuda import attention
+
+        tokens, group, gpu = len(q), part.heads // part.kv_heads, self.gpu
+        k, v = cache.k[layer], cache.k[layer] if part.values_in_keys else cache.v[layer]
+        v_kind = cache.type.k if part.values_in_keys else cache.type.v
+        kernel = attention.attend(cache.type.k, v_kind, part.head_dim_k, part.head_dim_v, part.values_in_keys)
+        positions = cache.length + gpu.torch.arange(tokens, dtype=gpu.torch.int32, device=gpu.place)
+        rows, seen = tokens * group, min(cache.length + tokens, (part.window or cache.n_ctx) + tokens)
+        tiles = -(-rows // attention.ROWS)
+        shares = max(1, min(-(-seen // KEYS_OF_SHARE), BLOCKS // (tiles * part.kv_heads)))
+        top, total = (gpu.empty(shares, part.kv_heads, rows) for _ in range(2))
+        acc = gpu.empty(shares, part.kv_heads, rows, part.head_dim_v)
+        gpu.launch(
+            kernel, (shares, tiles, part.kv_heads), attention.threads_of(part.head_dim_v), q.contiguous(), k, v,
+            k.shape[2], v.shape[2], k.shape[1], part.heads, group, tokens, positions, part.window or cache.n_ctx,
+            np.float32(part.scale), shares, top, total, acc,
+        )  # fmt: skip
+        out = gpu.empty(tokens, part.heads * part.head_dim_v)
+        sinks = gpu.empty(1) if part.sinks is None else part.sinks
+        gpu.launch(attention.combine(part.sinks is not None), (rows, part.kv_heads), attention.THREADS, top, total,
+                   acc, shares, part.heads, group, tokens, part.head_dim_v, sinks, out)  # fmt: skip
+        return out
+
+    # ------------------------------------------------------------------------------------------------ other kinds of parts
+
+    def delta_net(self, part: blocks.DeltaNet, layer: int, x: Any, spans: list[Span]) -> Any:
+        from quantkit.runtime import cuda_recurrent
+
+        return cuda_recurrent.delta_net(self, part, layer, x, spans)
+
+    def latent_attention(self, part: blocks.LatentAttention, layer: int, x: Any, spans: list[Span]) -> Any:
+        """`latent.attention` of tensors."""
+        cat = self.gpu.torch.cat
+        y = self.norm(part.norm, x)
+        q = y
+        if part.q_a is not None and part.q_a_norm is not None:
+            q = self.norm(part.q_a_norm, self.linear(part.q_a, y))
+        q = self.linear(part.q, q).view(len(x), part.heads, part.head_dim_k)
+        turned = q[:, :, part.nope :].reshape(len(x), -1).contiguous()
+        self.turn(turned, part.rope, part.rope.dim, spans)
+        q = cat([q[:, :, : part.nope], turned.view(len(x), part.heads, -1)], dim=2)
+        kv = self.linear(part.kv_a, y)
+        c = self.norm(part.kv_a_norm, kv[:, : part.kv_lora].contiguous())
+        r = kv[:, part.kv_lora :].contiguous()
+        self.turn(r, part.rope, part.rope.dim, spans)
+        y = self.attend_latents(part, layer, q, cat([c, r], dim=1), spans)
+        self.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
+        return self.linear(part.out, y)
+
+    def attend_latents(self, part: blocks.LatentAttention, layer: int, q: Any, latents: Any, spans: list[Span]) -> Any:
+        """All `mla` but 0 attend over latents; long prompts too, which `latent.attend` expands."""
+        if self._split.attends(layer, self) is not self:
+            return super().attend_latents(part, layer, q, latents, spans)
+        between = self.between(part)
+        if not self.mla:
+            self._tell(part.kv_b, latents[:, : part.kv_lora])
+            made: Any = between.expanded(latents, 0, part.heads)
+            k, v = (x.transpose(0, 1).reshape(len(q), -1) for x in made)
+            heads = latent.full(part)
+        else:
+            self._tell(part.k_b, q[:, :, : part.nope])
+            k, v, heads = latents, None, latent.absorbed(part)
+        for span in spans:
+            rows = slice(span.start, span.stop)
+            self.remember(k[rows], None if v is None else v[rows], span.cache, layer)
+        if not self.mla:
+            return self.attend(heads, layer, q.reshape(len(q), -1), spans)
+        found = self.attend(heads, layer, between.queries(q), spans)
+        self._tell(part.v_b, found.view(len(q), part.heads, -1))
+        return between.values(found)
+
+    def _tell(self, linear: blocks.Linear | None, x: Any) -> None:
+        """Tell the observer what enters a matrix between latents and heads."""
+        if self.observer is not None and not self._checking:
+            latent.observe(self, linear, self._host.take(x, self))
+
+    def own_between(self, part: blocks.LatentAttention) -> latent.Between:
+        return _Between(part, self)
+
+    # -------------------------------------------------------------------------------------------------------- experts
+
+    def route(self, part: blocks.Experts, logits: Any) -> tuple[Any, Any]:
+        """As `Parts.route`; where the kernel cannot, on the CPU: many experts, or some left out (-ser)."""
+        from quantkit.runtime.kernels.cuda import routing
+
+        tokens, used = len(logits), part.used
+        if self.expert_reduction is not None or part.count > routing.MOST or part.groups > routing.WARP:
+            bias = layers.vector(self.weights[part.choice_bias]) if part.choice_bias else None
+            chosen, shares = experts.route(part, self._host.take(logits, self), self.expert_reduction, bias)
+            return chosen, self.take(shares, self._host)
+        ids, weights = self.gpu.empty(tokens, used, kind="int32"), self.gpu.empty(tokens, used)
+        given = self.vector(part.choice_bias) if part.choice_bias else self.gpu.empty(1)
+        kernel = routing.route(part.gating == "sigmoid", part.choice_bias is not None)
+        self.gpu.launch(kernel, tokens, routing.WARP, logits.contiguous(), given, part.count, part.groups,
+                        part.groups_used, used, int(part.normalise), np.float32(part.scale), ids, weights)  # fmt: skip
+        return ids, weights
+
+    def run_experts(self, part: blocks.Experts, y: Any, chosen: Any, weights: Any) -> Any:
+        holders = {self._of(linear.weight) for linear in (part.gate, part.up, part.down)}
+        if holders == {self}:
+            with self._timed("experts"):
+                return self._run_experts(part, y, chosen, weights)
+        ids = chosen if isinstance(chosen, np.ndarray) else self._host.take(chosen, self)
+        if len(holders) == 1:
+            return super().run_experts(part, y, ids, weights)
+        host = self._host  # which has the products done where their matrices are
+        return self._there(host, lambda y, w: host.run_experts(part, y, ids, w), y, weights)
+
+    def _run_experts(self, part: blocks.Experts, y: Any, chosen: Any, weights: Any) -> Any:
+        from quantkit.runtime.kernels.cuda import elementwise
+
+        torch, (tokens, used) = self.gpu.torch, chosen.shape
+        ids = self.gpu.array(chosen.astype(np.int32)) if isinstance(chosen, np.ndarray) else chosen
+        left_out = ids < 0  # computed with the first expert, and not counted
+        weights, ids = weights.masked_fill(left_out, 0).contiguous(), ids.clamp(min=0)
+        for linear in (part.gate, part.up, part.down):
+            most = min(part.count, ids.numel())  # which of them are the same, only the GPU knows
+            self._split.ledger.read(self.device.name, most * self._matrices(linear.weight).nbytes)
+        y = y.contiguous()
+        gate, up = (self._of_experts(linear, y, ids) for linear in (part.gate, part.up))
+        hidden = self.activate(part.activation, gate, up)
+        self._tell_experts(part, y, ids.masked_fill(left_out, -1), hidden)
+        made = self._of_experts(part.down, hidden, ids).contiguous()
+        out = torch.empty((tokens, made.shape[2]), device=self.gpu.place)
+        self._launch(elementwise.mix(), out.numel(), elementwise.THREADS, made, weights, used, out.shape[1], tokens,
+                     out)  # fmt: skip
+        return out
+
+    def _of_experts(self, linear: blocks.Linear, x: Any, ids: Any) -> Any:
+        """float32[tokens, used, rows]."""
+        matrices = self._matrices(linear.weight)
+        y = matrices.of_experts(x, ids, self._exact)
+        return y if linear.bias is None else y + self.vector(linear.bias).view(matrices.count, -1)[ids.long()]
+
+    def _tell_experts(self, part: blocks.Experts, y: Any, ids: Any, hidden: Any) -> None:
+        """Tell the observer what enters each expert's matrices."""
+        if self.observer is None or self._checking:
+            return
+        chosen, x, inner = (self._host.take(a, self) for a in (ids, y, hidden))
+        for number in np.unique(chosen[chosen >= 0]):
+            token, rank = np.nonzero(chosen == number)
+            for linear, entering in ((part.gate, x[token]), (part.up, x[token]), (part.down, inner[token, rank])):
+                self.observer(linear.weight, entering, int(number), part.count)
+
+    def expert_product(self, linear: blocks.Linear, number: int) -> Any:
+        whole, bias = self._matrices(linear.weight), self.vector(linear.bias) if linear.bias else None
+
+        def run(x: Any) -> Any:
+            ids = self.gpu.torch.full((len(x), 1), number, dtype=self.gpu.torch.int32, device=self.gpu.place)
+            y = whole.of_experts(x.contiguous(), ids, self._exact)[:, 0]
+            return y if bias is None else y + bias.view(whole.count, -1)[number]
+
+        return run
+
+
+class _Between(latent.Between):
+    """The matrices between latents and heads, head by head, on a GPU: a head is to them what an expert is to others."""
+
+    def __init__(self, part: blocks.LatentAttention, worker: CudaWorker):
+        super().__init__(part, worker.weights, worker.threads)
+        self._worker = worker
+
+    def _heads(self, linear: blocks.Linear, rows: int, x: Any) -> Any:
+        """float32[tokens, heads, rows] of x float32[tokens, heads, n], by the matrix of each head."""
+        worker = self._worker
+        matrices = worker._matrices(linear.weight)
+        if matrices.rows != rows:  # of two dimensions: heads one after another
+            matrices = worker._held[linear.weight] = worker._copied(worker.weights[linear.weight], rows)
+        torch, count = worker.gpu.torch, x.shape[1]
+        ids = torch.arange(count, dtype=torch.int32, device=worker.gpu.place).repeat(len(x), 1)
+        return matrices.of_experts(x.contiguous(), ids, worker._exact)
+
+    def _both(self) -> tuple[Any, Any]:
+        """k float32[heads, nope, kv_lora] and v [heads, head_dim_v, kv_lora], decoded."""
+        part, worker = self.part, self._worker
+        if part.kv_b is not None:
+            whole = worker._matrices(part.kv_b.weight).decoded(exact=True).view(part.heads, -1, part.kv_lora)
+            return whole[:, : part.nope], whole[:, part.nope :]
+        assert part.k_b is not None
+        assert part.v_b is not None
+        k, v = (worker._matrices(linear.weight) for linear in (part.k_b, part.v_b))
+        stack = worker.gpu.torch.cat
+        k, v = (stack([m.decoded(matrix=i, exact=True) for i in range(m.count)]) for m in (k, v))
+        return k.view(part.heads, part.kv_lora, part.nope).transpose(1, 2), v.view(part.heads, -1, part.kv_lora)
+
+    @property
+    def _pair(self) -> bool:
+        return self.part.k_b is not None and self.part.v_b is not None
+
+    def queries(self, q: Any) -> Any:
+        part, torch = self.part, self._worker.gpu.torch
+        plain = q[:, :, : part.nope]
+        if self._pair:
+            assert part.k_b is not None
+            made = self._heads(part.k_b, part.kv_lora, plain)
+        else:
+            made = torch.einsum("thn,hnl->thl", plain, self._both()[0])
+        return torch.cat([made, q[:, :, part.nope :]], dim=2).reshape(len(q), -1)
+
+    def values(self, attended: Any) -> Any:
+        part, torch = self.part, self._worker.gpu.torch
+        latents = attended.view(-1, part.heads, part.kv_lora)
+        if self._pair:
+            assert part.v_b is not None
+            made = self._heads(part.v_b, part.head_dim_v, latents)
+        else:
+            made = torch.einsum("thl,hvl->thv", latents, self._both()[1])
+        return made.reshape(len(latents), -1)
+
+    def expanded(self, latents: Any, first: int, stop: int) -> Any:
+        part, torch = self.part, self._worker.gpu.torch
+        k, v = (x[first:stop] for x in self._both())
+        c, turned = latents[:, : part.kv_lora], latents[:, part.kv_lora :]
+        keys = torch.einsum("tl,hnl->htn", c, k)
+        return torch.cat([keys, turned.expand(stop - first, -1, -1)], dim=2), torch.einsum("tl,hvl->htv", c, v)

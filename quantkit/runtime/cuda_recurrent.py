@@ -1,4 +1,4 @@
-"""Recurrent layers (archs.blocks.DeltaNet) on a GPU: `runtime/recurrent.py` of tensors, token after token by one kernel."""
+"""Recurrent layers (archs.blocks.DeltaNet) on a GPU: `runtime/recurrent.py` of tensors, all tokens by one kernel."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ def delta_net(run: CudaWorker, part: blocks.DeltaNet, layer: int, x: Any, spans:
         made.append(_attended(run, part, mixed, g[rows], beta[rows], after.heads))
     out = torch.cat(made)
     run.check(f"delta rule of blk.{layer}", out)
-    normed = run.norm(part.out_norm, out.view(-1, sizes.head_dim_v)).view(len(x), -1)
+    normed = run.norm(part.out_norm, out.view(-1, sizes.head_dim_v)).reshape(len(x), -1)
     return run.linear(part.out, run.activate("swiglu", gates, normed))
 
 
 def _projected(run: CudaWorker, part: blocks.DeltaNet, y: Any) -> tuple[Any, Any]:
     """What enters the convolution, float32[tokens, channels], and the gates float32[tokens, inner]."""
-    sizes, torch, found = part.sizes, run.gpu.torch, run.linear(part.qkv, y)
+    sizes, torch = part.sizes, run.gpu.torch
+    found: Any = run.linear(part.qkv, y)
     if part.gate is not None:
         return found, run.linear(part.gate, y)
     each = sizes.inner // sizes.key_heads
@@ -77,6 +78,8 @@ def _attended(run: CudaWorker, part: blocks.DeltaNet, x: Any, g: Any, beta: Any,
     q, k = q[:, key_of].contiguous(), k[:, key_of].contiguous()
     v, out = x[:, 2 * sizes.keys :].contiguous(), run.gpu.empty(tokens, sizes.inner)
     blocks_of_columns = -(-sizes.head_dim_v // delta.THREADS)
-    run.gpu.launch(delta.step(), (blocks_of_columns, sizes.value_heads), delta.THREADS, q, k, v, g.contiguous(),
-                   beta.contiguous(), sizes.value_heads, sizes.head_dim_k, sizes.head_dim_v, tokens, state, out)  # fmt: skip
+    run.gpu.launch(
+        delta.step(), (blocks_of_columns, sizes.value_heads), delta.THREADS, q, k, v, g.contiguous(), beta.contiguous(),
+        sizes.value_heads, sizes.head_dim_k, sizes.head_dim_v, tokens, state, out,
+    )  # fmt: skip
     return out

@@ -1,14 +1,14 @@
 """What a GPU computes of a model over several devices: the parts of blocks, by the kernels of `kernels/cuda`.
 
-A CudaWorker is a `split.Worker` whose arrays are torch tensors on its GPU: activations, vectors, keys and values, states
-of recurrent layers, and packed weights, which are copied there when a layer first runs. Its operations are those of
+A CudaWorker is a Worker whose arrays are torch tensors on its GPU: activations, vectors, keys and values, states of
+recurrent layers, and packed weights, which are copied there when a layer first runs. Its operations are those of
 `parts.Parts`, one by one; only what each array is, and which kernel makes it, differs. Numerics:
 
     exact   weights decoded to float32, tile by tile, and multiplied in float32
     fast    up to 8 tokens from packed weights with activations as bytes, more as bfloat16 (`kernels/cuda/device.py`)
 
-Rows of embeddings are gathered on the CPU. What a GPU has no kernel for is refused before anything is read:
-`with_memory` where there is no GPU, the constructor for types of weights and kinds of layers, `require_cache` for caches.
+Rows of embeddings are gathered on the CPU. What a GPU has no kernel for is refused before anything is read: by
+`with_memory` where there is no GPU, by the constructor for types of weights, by `require_cache` for caches.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from quantkit.runtime.kernels.cuda import device as cuda_device
 from quantkit.runtime.kernels.cuda.table import product
 from quantkit.runtime.layers import Span
 from quantkit.runtime.parts import Parts
-from quantkit.runtime.split import Split, Worker
+from quantkit.runtime.worker import Worker
 
 if TYPE_CHECKING:
     import torch
 
     from quantkit.runtime.kernels.cuda.device import Gpu, Matrices
+    from quantkit.runtime.split import Split
 
 KEYS_OF_SHARE = 128  # of attention: a share of the keys is at least so long
 BLOCKS = 512  # of attention: so many are enough for a GPU
@@ -167,7 +168,8 @@ class CudaWorker(Worker):
         host = self._rope(rope, most + 1)
         held = self._ropes.get(rope)
         if held is None or held[0] is not host:
-            held = self._ropes[rope] = (host, *map(self.gpu.array, host))
+            cos, sin = map(self.gpu.array, host)
+            held = self._ropes[rope] = host, cos, sin
         pairs, heads = host[0].shape[1], x.shape[1] // dim
         step, stride = (2, 1) if rope.style == "norm" else (1, pairs)
         self._launch(elementwise.rope(), len(x) * heads * pairs, elementwise.THREADS, x, heads, dim, pairs, held[1],
@@ -198,7 +200,7 @@ class CudaWorker(Worker):
     def _weight(self, linear: blocks.Linear) -> Any:
         found: Any = self._linears.get(linear.weight)
         if found is None:
-            found = self._linears[linear.weight] = self._product(linear, self._matrices(linear.weight))  # type: ignore[assignment]
+            found = self._linears[linear.weight] = self._product(linear, self._matrices(linear.weight))
         return found
 
     def _product(self, linear: blocks.Linear, matrices: Matrices) -> Any:
@@ -270,7 +272,7 @@ class CudaWorker(Worker):
                    acc, shares, part.heads, group, tokens, part.head_dim_v, sinks, out)  # fmt: skip
         return out
 
-    # ------------------------------------------------------------------------------------------------ other kinds of parts
+    # ------------------------------------------------------------------------------------------- other kinds of parts
 
     def delta_net(self, part: blocks.DeltaNet, layer: int, x: Any, spans: list[Span]) -> Any:
         from quantkit.runtime import cuda_recurrent
@@ -280,15 +282,15 @@ class CudaWorker(Worker):
     def latent_attention(self, part: blocks.LatentAttention, layer: int, x: Any, spans: list[Span]) -> Any:
         """`latent.attention` of tensors."""
         cat = self.gpu.torch.cat
-        y = self.norm(part.norm, x)
-        q = y
+        q = y = self.norm(part.norm, x)
         if part.q_a is not None and part.q_a_norm is not None:
             q = self.norm(part.q_a_norm, self.linear(part.q_a, y))
-        q = self.linear(part.q, q).view(len(x), part.heads, part.head_dim_k)
+        heads: Any = self.linear(part.q, q)
+        q = heads.view(len(x), part.heads, part.head_dim_k)
         turned = q[:, :, part.nope :].reshape(len(x), -1).contiguous()
         self.turn(turned, part.rope, part.rope.dim, spans)
         q = cat([q[:, :, : part.nope], turned.view(len(x), part.heads, -1)], dim=2)
-        kv = self.linear(part.kv_a, y)
+        kv: Any = self.linear(part.kv_a, y)
         c = self.norm(part.kv_a_norm, kv[:, : part.kv_lora].contiguous())
         r = kv[:, part.kv_lora :].contiguous()
         self.turn(r, part.rope, part.rope.dim, spans)

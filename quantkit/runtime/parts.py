@@ -178,7 +178,9 @@ class Parts:
         bias = self.vector(part.choice_bias) if part.choice_bias else None
         return experts.route(part, logits, self.expert_reduction, bias)
 
-    def latent_attention(self, part: blocks.LatentAttention, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+    def latent_attention(
+        self, part: blocks.LatentAttention, layer: int, x: np.ndarray, spans: list[Span]
+    ) -> np.ndarray:
         return latent.attention(self, part, layer, x, spans)
 
     def delta_net(self, part: blocks.DeltaNet, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:

@@ -14,7 +14,7 @@ import pytest
 
 from quantkit.errors import UnsupportedError
 from quantkit.runtime import cuda_worker
-from quantkit.runtime.kernels.cuda import device
+from quantkit.runtime.kernels.cuda import device, elementwise
 from quantkit.runtime.kernels.cuda.device import Gpu
 
 _NUMBERS = {"u8": "u1", "i8": "i1", "u16": "u2", "u32": "u4", "i32": "i4", "i64": "i8", "f32": "f4"}
@@ -60,5 +60,8 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Any:
     """GPUs 0 and 1 are simulated from now on; gives the function that opens them."""
     opened = functools.cache(SimulatedGpu)
     monkeypatch.setattr(cuda_worker, "gpu", opened)
-    monkeypatch.setattr(device, "_GRID_Y", 2)  # rows of a block: a simulated block costs as much as its threads
+    # A simulated block costs as much as its threads, so there are few.
+    monkeypatch.setattr(device, "_GRID_Y", 2)
+    monkeypatch.setattr(elementwise, "THREADS", 32)
+    monkeypatch.setattr(elementwise, "WARPS", 1)
     return opened

@@ -7,6 +7,7 @@ recurrent layers, and packed weights, which are copied there when a layer first 
     exact   weights decoded to float32, tile by tile, and multiplied in float32
     fast    up to 8 tokens from packed weights with activations as bytes, more as bfloat16 (`kernels/cuda/device.py`)
 
+Experts on the CPU run there; for large batches they are copied here, one by one, and run here (runtime/offload.py).
 Rows of embeddings are gathered on the CPU. What a GPU has no kernel for is refused before anything is read: by
 `with_memory` where there is no GPU, by the constructor for types of weights, by `require_cache` for caches.
 """
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     import torch
 
     from quantkit.runtime.kernels.cuda.device import Gpu, Matrices
+    from quantkit.runtime.kernels.cuda.staging import Staging
     from quantkit.runtime.split import Split
 
 KEYS_OF_SHARE = 128  # of attention: a share of the keys is at least so long
@@ -68,6 +70,7 @@ class CudaWorker(Worker):
         self.gpu = gpu(device.gpu)
         self._exact = self.numerics == "exact"
         self._held: dict[str, Matrices] = {}
+        self._staging: Staging | None = None
         self._ropes: dict[blocks.Rope, tuple[Any, torch.Tensor, torch.Tensor]] = {}
         self._at: tuple[Any, Any] = None, None
         for name, tensor in self.weights.items():
@@ -352,6 +355,9 @@ class CudaWorker(Worker):
             with self._timed("experts"):
                 return self._run_experts(part, y, chosen, weights)
         ids = chosen if isinstance(chosen, np.ndarray) else self._host.take(chosen, self)
+        if holders == {self._host} and self._streams(part, len(y)):
+            with self._timed("experts"):
+                return self._streamed(part, y, ids, weights)
         if len(holders) == 1:
             return super().run_experts(part, y, ids, weights)
         host = self._host  # which has the products done where their matrices are
@@ -376,6 +382,60 @@ class CudaWorker(Worker):
         self._launch(elementwise.mix(), out.numel(), elementwise.THREADS, made, weights, used, out.shape[1], tokens,
                      out)  # fmt: skip
         return out
+
+    def _streams(self, part: blocks.Experts, tokens: int) -> bool:
+        """Whether experts that stay on the CPU are copied here for a batch; see runtime/offload.py."""
+        seen = self.observer is not None and not self._checking  # which the CPU tells of
+        return not seen and self._split.offload.offloads("MUL_MAT_ID", tokens, part.count, part.used)
+
+    def _streamed(self, part: blocks.Experts, y: Any, chosen: np.ndarray, weights: Any) -> Any:
+        """`_run_experts` of matrices on the CPU, expert by expert: the next one travels while one is computed with."""
+        torch, linears = self.gpu.torch, (part.gate, part.up, part.down)
+        tensors = [self.weights[linear.weight] for linear in linears]
+        sizes = [tensor.nbytes // tensor.shape[0] for tensor in tensors]
+        numbers = [int(number) for number in np.unique(chosen[chosen >= 0])]
+        staging, ledger = self._room(sizes), self._split.ledger
+
+        def send(turn: int) -> None:
+            begin = [numbers[turn] * tensor.shape[1] for tensor in tensors]
+            staging.send(turn, [t._rows(first, first + t.shape[1]) for t, first in zip(tensors, begin)])
+            ledger.moved(CPU.name, self.device.name, sum(sizes))
+
+        out = torch.zeros(len(y), tensors[2].shape[1], device=self.gpu.place)
+        for turn, number in enumerate(numbers):
+            if not turn:
+                send(0)
+            gate, up, down = (
+                self._one(linear, tensor, data, number)
+                for linear, tensor, data in zip(linears, tensors, staging.get(turn))
+            )
+            token, rank = map(self.gpu.array, np.nonzero(chosen == number))
+            given = y[token]
+            made = down(self.activate(part.activation, gate(given), up(given)))
+            out.index_add_(0, token, made * weights[token, rank][:, None])
+            staging.done(turn)
+            if turn + 1 < len(numbers):
+                send(turn + 1)
+        return out
+
+    def _room(self, sizes: list[int]) -> Staging:
+        """What experts pass through, for all layers."""
+        from quantkit.runtime.kernels.cuda.staging import Staging, size_of
+
+        if self._staging is None or self._staging.nbytes < size_of(sizes):
+            self._staging = Staging(self.gpu, size_of(sizes))
+        return self._staging
+
+    def _one(self, linear: blocks.Linear, tensor: Tensor, data: Any, number: int) -> Any:
+        """The product with an expert's matrix of these bytes."""
+        matrix = cuda_device.Matrices(self.gpu, data, tensor.type, tensor.shape[1], tensor.shape[2])
+        bias = self.vector(linear.bias).view(tensor.shape[0], -1)[number] if linear.bias else None
+
+        def run(x: Any) -> Any:
+            y = matrix(x.contiguous(), self._exact)
+            return y if bias is None else y + bias
+
+        return run
 
     def _of_experts(self, linear: blocks.Linear, x: Any, ids: Any) -> Any:
         """float32[tokens, used, rows]."""

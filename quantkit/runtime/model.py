@@ -28,6 +28,7 @@ from quantkit.runtime.devices import CPU, Device, parse_devices
 from quantkit.runtime.generate import Generated, Sampling, generate
 from quantkit.runtime.kernels.rounding import FLOATS, QUANTIZED
 from quantkit.runtime.layers import Span
+from quantkit.runtime.offload import Offload
 from quantkit.runtime.parts import Parts
 from quantkit.runtime.placement import Flags, Placement, place_model
 from quantkit.runtime.repacking import Repacked
@@ -69,6 +70,7 @@ def load(
     reduce_type: str = "f32",
     experts_by: str = "number",
     profile: bool = False,
+    offload: Offload | None = None,
 ) -> Model:
     """Open a GGUF file (of a set of shards any member) as a Model. Nothing is read before it is needed.
 
@@ -93,6 +95,8 @@ def load(
                 model says the flags that do the same.
     reduce_type, experts_by   of -sm graph: f32, f16 or bf16 for what is added up over devices; experts shared by
                 "number" or "columns".
+    offload     from which batch on a GPU computes with experts that stay on the CPU; by default from 32 tokens of each
+                (runtime/offload.py).
     profile     count time and bytes in `split.ledger`; the model then runs layer by layer, on one device too.
 
     DataError where devices have too little memory for their weights, the cache of `n_ctx` and working memory.
@@ -103,13 +107,16 @@ def load(
     kind = _cache_type(cache_type, numerics, how)
     file = gguf.open(path)
     rules = (override_tensor,) if isinstance(override_tensor, str) else tuple(override_tensor)
-    there = _with_memory(parse_devices(devices) if isinstance(devices, str) else tuple(devices) or (CPU,))
+    asked = parse_devices(devices) if isinstance(devices, str) else tuple(devices) or (CPU,)
+    there = _with_memory(asked)
     flags = Flags(
         gpu_layers, rules, n_cpu_moe, tuple(tensor_split), split_mode, main_gpu, max_gpus, kv_on_cpu, tuple(there)
     )
     fitted = None
     if fit or any(device.memory for device in there):
         size = n_ctx or int(file.metadata.get(f"{file.metadata.get('general.architecture')}.context_length") or 1)
+        if not (n_ctx or fit or any(device.memory for device in asked)):
+            size = min(size, SEQUENCE_TOKENS)  # nobody spoke of memory: there must be room to run at all
         cache = budget.Cache(size, kind.k, kind.v, mla)
         if fit:
             about = (file.tensors, file.metadata, there, cache.of_layers(file.metadata))
@@ -120,7 +127,7 @@ def load(
     model = Model(
         file, placement, numerics=numerics, threads=threads, cache_type=kind, how=how, n_ctx=n_ctx, repack=repack,
         fused_experts=fused_experts, expert_reduction=expert_reduction, mla=mla, tripwire=tripwire,
-        reduce_type=reduce_type, experts_by=experts_by, profile=profile,
+        reduce_type=reduce_type, experts_by=experts_by, profile=profile, offload=offload,
     )  # fmt: skip
     model.fitted = fitted.text if fitted else None
     return model
@@ -186,6 +193,7 @@ class Model(Parts):
         reduce_type: str = "f32",
         experts_by: str = "number",
         profile: bool = False,
+        offload: Offload | None = None,
     ):
         how = how or layers.Attending()
         kind = _cache_type(cache_type, numerics, how)
@@ -227,7 +235,7 @@ class Model(Parts):
         if split.required(placement, profile):
             self.split = split.Split(
                 self, self.blocks, self.head, self._cached, placement, reduce=reduce_type, experts_by=experts_by,
-                profile=profile,
+                profile=profile, offload=offload,
             )  # fmt: skip
             self.split.require_cache(kind)
         self.fitted: str | None = None

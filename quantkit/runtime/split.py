@@ -28,6 +28,7 @@ from quantkit.runtime.cuts import Cut
 from quantkit.runtime.devices import CPU, Device
 from quantkit.runtime.layers import Span
 from quantkit.runtime.ledger import Ledger
+from quantkit.runtime.offload import Offload
 from quantkit.runtime.parts import Parts
 from quantkit.runtime.placement import Placement
 from quantkit.runtime.reduce import Reduce
@@ -115,6 +116,7 @@ class Split:
     owner      the model: weights by name, how to compute
     ledger     time and bytes moved
     reduce     of -sm graph: the type sums over devices travel in; None otherwise
+    offload    from which batch on GPUs compute with experts that stay on the CPU
     profile    whether GPUs are waited for, so that each kind of work has the time it took
     """
 
@@ -129,8 +131,9 @@ class Split:
         reduce: str = "f32",
         experts_by: str = "number",
         profile: bool = False,
+        offload: Offload | None = None,
     ):
-        self.profile = profile
+        self.profile, self.offload = profile, offload or Offload()
         self.placement, self.ledger = placement, Ledger()
         self._owner, self._parts, self._head, self._cached = owner, parts, head, cached
         used = {device.name: device for device in (CPU, *placement.devices.values(), *placement.of_layer.values())}
@@ -176,7 +179,8 @@ class Split:
                 counts[each] = counts.get(each, 0) + 1
         found: dict[str, Any] = {"split_mode": placement.mode, "devices": counts}
         if gpus := {name: worker.gpu.name for name, worker in self._workers.items() if hasattr(worker, "gpu")}:
-            found["gpus"] = gpus
+            found |= {"gpus": gpus, "offload_threshold": self.offload.threshold}
+            found |= {"not_offloaded": sorted(self.offload.forbidden)} if self.offload.forbidden else {}
         if placement.graph:
             found |= {"reduce": self.reduce, "shares": [round(s, 4) for s in next(iter(placement.shares.values()))]}
         return found

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,22 @@ from quantkit.runtime.kernels.cuda import device, elementwise
 from quantkit.runtime.kernels.cuda.device import Gpu
 
 _NUMBERS = {"u8": "u1", "i8": "i1", "u16": "u2", "u32": "u4", "i32": "i4", "i64": "i8", "f32": "f4"}
+
+
+class _Event:
+    def synchronize(self) -> None:
+        pass
+
+    def record(self, stream: Any) -> None:
+        pass
+
+
+class _Stream:
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
 
 
 class SimulatedGpu(Gpu):
@@ -35,6 +52,21 @@ class SimulatedGpu(Gpu):
         self.torch, self.index, self.name = torch, index, "numba's simulator"
         self.place = torch.device("cpu")
         self.launched: dict[str, int] = {}
+
+    def pinned(self, nbytes: int) -> Any:
+        return self.empty(nbytes, kind="uint8")
+
+    def stream(self) -> Any:
+        return _Stream()
+
+    def current_stream(self) -> Any:
+        return _Stream()
+
+    def on(self, stream: Any) -> Any:
+        return contextlib.nullcontext()
+
+    def event(self) -> Any:
+        return _Event()
 
     def free_bytes(self) -> int:
         return self.memory

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quantkit.archs import blocks
 from quantkit.errors import UnsupportedError
 from quantkit.files import gguf
 from quantkit.runtime import cuda_worker
 from quantkit.runtime.model import Model, load
+from quantkit.runtime.offload import Offload
 from tests.archs import checkpoints
 from tests.runtime.conftest import rewrite
 from tests.runtime.cuda.conftest import SIMULATED
@@ -97,6 +99,25 @@ def test_experts_on_the_cpu_and_the_rest_on_gpus(gpus: int, make: Make) -> None:
     assert {"products", "attention", "norms"} <= ledger.seconds["CUDA0"].keys()
     assert model.placement["blk.1.ffn_up_exps.weight"].name == "CPU"
     assert model.placement["blk.1.attn_q.weight"].name == f"CUDA{min(1, gpus - 1)}"
+
+
+def test_experts_of_the_cpu_are_streamed_for_large_batches(gpus: int, make: Make) -> None:
+    """From 3 tokens on, of which each of the 6 experts gets one."""
+    rules = "exps=CPU,output=CPU,attn=CPU"
+    how = {"devices": "cuda:0", "override_tensor": rules, "gpu_layers": 1, "kv_on_cpu": True}
+    model = load(make("qwen3moe"), offload=Offload(threshold=1), **how)
+    wanted = load(make("qwen3moe")).logits(TOKENS[:3])
+    assert np.abs(model.logits(TOKENS[:3]) - wanted).max() < 1e-4
+    assert model.split is not None
+    part = model.blocks[1].parts[1]
+    assert isinstance(part, blocks.Experts)
+    expert = 3 * 4 * part.ff * model.hparams.n_embd
+    assert 2 * expert < model.split.ledger.bytes["CPU", "CUDA0"] < 7 * expert
+    assert model.split.describe()["offload_threshold"] == 1
+    never = load(make("qwen3moe"), offload=Offload(1, frozenset({"MUL_MAT_ID"})), **how)
+    assert never.split is not None
+    workers: list[Any] = [m.split._workers["CUDA0"] for m in (model, never) if m.split is not None]
+    assert [[worker._streams(part, tokens) for tokens in (2, 3)] for worker in workers] == [[False, True], [False] * 2]
 
 
 def test_packed_weights_on_a_gpu(gpus: int, make: Make) -> None:

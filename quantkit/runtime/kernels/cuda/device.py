@@ -88,6 +88,23 @@ class Gpu:
     def zeros(self, shape: Sequence[int], kind: str = "float32") -> torch.Tensor:
         return self.torch.zeros(tuple(shape), dtype=getattr(self.torch, kind), device=self.place)
 
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """uint8 memory of the host that the GPU reads by itself."""
+        return self.torch.empty(nbytes, dtype=self.torch.uint8, pin_memory=True)
+
+    def stream(self) -> torch.cuda.Stream:
+        return self.torch.cuda.Stream(self.place)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return self.torch.cuda.current_stream(self.place)
+
+    def on(self, stream: torch.cuda.Stream) -> Any:
+        """A context in which work goes to a stream."""
+        return self.torch.cuda.stream(stream)
+
+    def event(self) -> torch.cuda.Event:
+        return self.torch.cuda.Event()
+
     def free_bytes(self) -> int:
         """Of memory that nobody holds."""
         return int(self.torch.cuda.mem_get_info(self.index)[0])

@@ -69,8 +69,9 @@ def test_every_architectures_example(tmp_path: Path, arch: str) -> None:
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits
         back = again(torch.tensor([tokens])).logits
-        # gemma3's files have norm weights plus 1, which float32 rounds
-        assert torch.equal(back, expected) if arch != "gemma3" else torch.allclose(back, expected, atol=1e-4)
+        # files have norm weights plus 1 (gemma3) and the exponential of A_log (recurrent layers), which float32 rounds
+        rounded = arch == "gemma3" or any("A_log" in name for name in model.state_dict())
+        assert torch.allclose(back, expected, atol=1e-4) if rounded else torch.equal(back, expected)
     ours = log_probabilities(quantkit.load(tmp_path / "m.gguf").logits(tokens))
     assert np.abs(ours - log_probabilities(expected[0].numpy())).max() < 1e-3
 

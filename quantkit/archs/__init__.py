@@ -39,7 +39,7 @@ def from_hf(config: Config) -> Arch:
     name = _class_named(config)
     if (found := _of_class(name, config)) is not None:
         return found
-    known = sorted(name for arch in all() for name in arch.hf)
+    known = sorted({name for arch in all() for name in arch.hf})
     raise UnsupportedError(
         f"{name} is not an architecture quantkit converts; it knows {', '.join(known)} "
         "(CONTRIBUTING.md says how to add one)"

@@ -58,7 +58,7 @@ class BitNet(Decoder):
     }
 
     def accepts(self, config: Config) -> bool:
-        return (config.get("hidden_act") or "relu2") in ("silu", "swish") if self.gate == "silu" else True
+        return (config.get("hidden_act") in ("silu", "swish")) == (self.gate == "silu")
 
     def canonical(self, name: str) -> str:
         for first, now in _FIRST_NAMES.items():

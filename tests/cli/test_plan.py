@@ -183,7 +183,7 @@ def test_what_is_wrong_is_said(
 @pytest.mark.parametrize(
     ("content", "said"),
     [("{", "not JSON"), ("[]", "a list where"), ("{}", "no 'architectures'"),
-     ('{"architectures": ["FooForCausalLM"]}', "FooForCausalLM is not an architecture whose tensors"),
+     ('{"architectures": ["FooForCausalLM"]}', "FooForCausalLM is not an architecture quantkit converts"),
      ('{"architectures": ["LlamaForCausalLM"]}', "config.json has no '")],
 )  # fmt: skip
 def test_configs_that_tell_nothing(tmp_path: Path, content: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

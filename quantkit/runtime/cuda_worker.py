@@ -7,15 +7,22 @@ recurrent layers, and packed weights, which are copied there when a layer first 
     exact   weights decoded to float32, tile by tile, and multiplied in float32
     fast    up to 8 tokens from packed weights with activations as bytes, more as bfloat16 (`kernels/cuda/device.py`)
 
-Experts on the CPU run there; for large batches they are copied here, one by one, and run here (runtime/offload.py).
+A token after others goes through neighbouring layers as one CUDA graph where it can (`runtime/cuda_graph.py`).
+
+Prompts attend over caches of floats by torch, in the cache's type; a few tokens, and other caches, by `kernels/cuda`.
+Experts on the CPU run there, while shared ones run here; for large batches they are copied here, one by one, and run
+here (runtime/offload.py).
 Rows of embeddings are gathered on the CPU. What a GPU has no kernel for is refused before anything is read: by
 `with_memory` where there is no GPU, by the constructor for types of weights, by `require_cache` for caches.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -36,12 +43,14 @@ from quantkit.runtime.worker import Worker
 if TYPE_CHECKING:
     import torch
 
+    from quantkit.runtime.cuda_graph import Recorded
     from quantkit.runtime.kernels.cuda.device import Gpu, Matrices
     from quantkit.runtime.kernels.cuda.staging import Staging
     from quantkit.runtime.split import Split
 
 KEYS_OF_SHARE = 128  # of attention: a share of the keys is at least so long
 BLOCKS = 512  # of attention: so many are enough for a GPU
+OF_TORCH = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # caches that torch attends over
 
 
 @functools.cache
@@ -73,6 +82,8 @@ class CudaWorker(Worker):
         self._staging: Staging | None = None
         self._ropes: dict[blocks.Rope, tuple[Any, torch.Tensor, torch.Tensor]] = {}
         self._at: tuple[Any, Any] = None, None
+        self._recording: tuple[torch.Tensor, int] | None = None  # where the position is, and how many there can be
+        self._steps: weakref.WeakKeyDictionary[Any, dict[int, Recorded | None]] = weakref.WeakKeyDictionary()
         for name, tensor in self.weights.items():
             if split.placement[name] == device and len(tensor.shape) > 1 and not product(tensor.type):
                 raise UnsupportedError(
@@ -108,6 +119,7 @@ class CudaWorker(Worker):
         super().forget(names)
         for name in names:
             self._held.pop(name, None)
+        self._steps.clear()
 
     def _matrices(self, name: str) -> Matrices:
         """A tensor of two dimensions, or three, on the GPU."""
@@ -126,6 +138,51 @@ class CudaWorker(Worker):
     def _launch(self, kernel: Any, count: int, threads: int, *arguments: Any) -> None:
         """A kernel that has a thread for each of `count` elements."""
         self.gpu.launch(kernel, -(-count // threads), threads, *arguments)
+
+    # --------------------------------------------------------------------------------------- steps that are replayed
+
+    def records(self, block: blocks.Block) -> bool:
+        from quantkit.runtime import cuda_graph
+
+        latent_cache = self.mla > 0 or not any(isinstance(part, blocks.LatentAttention) for part in block.parts)
+        return (
+            latent_cache
+            and self.tripwire != "full"
+            and self._split.attends(block.layer, self) is self
+            and all(self._of(name) is self for name in self._split.names(block))
+            and all(cuda_graph.records(part, self._exact) for part in block.parts)
+        )
+
+    def recorded(self, layers: Sequence[blocks.Block], x: Any, cache: Any) -> Any:
+        """What leaves blocks that `records` allows for one token; None where they have to go one by one.
+
+        The first token after a prompt does, and what is recorded then is there for the second.
+        """
+        from quantkit.runtime.cuda_graph import Recorded
+
+        if self.observer is not None or self._checking or self.expert_reduction is not None:
+            return None
+        steps, first = self._steps.setdefault(cache, {}), layers[0].layer
+        if first not in steps:
+            steps[first] = None
+            return None
+        step = steps[first]
+        if step is None:
+            step = steps[first] = Recorded(self, layers, x, cache)
+        return step.replay(x, cache.length)
+
+    @contextlib.contextmanager
+    def at(self, position: torch.Tensor, n_ctx: int) -> Iterator[None]:
+        """Work on one token whose position is read from memory, below n_ctx."""
+        self._recording = position, n_ctx
+        try:
+            yield
+        finally:
+            self._recording = None
+
+    def tables(self) -> list[Any]:
+        """What rope reads."""
+        return list(self._ropes.values())
 
     # ------------------------------------------------------------------------------------------- what stands in between
 
@@ -179,13 +236,22 @@ class CudaWorker(Worker):
                      held[2], positions, step, stride, len(x))  # fmt: skip
 
     def _positions(self, spans: list[Span]) -> tuple[torch.Tensor, int]:
-        """int32[tokens] on the GPU, and the last of them; the same ones are asked for in every layer."""
+        """int32[tokens] on the GPU, and the most they can be; the same ones are asked for in every layer."""
+        if self._recording is not None:
+            return self._recording[0], self._recording[1] - 1
         of = tuple((span.cache.length, span.stop - span.start) for span in spans)
         if self._at[0] != of:
             found = np.concatenate([first + np.arange(count, dtype=np.int32) for first, count in of])
             self._at = of, (self.gpu.array(found), int(found.max()))
         at: tuple[torch.Tensor, int] = self._at[1]
         return at
+
+    def _places(self, cache: Any, tokens: int) -> torch.Tensor:
+        """The positions of tokens that a cache gets next."""
+        if self._recording is not None:
+            return self._recording[0]
+        torch = self.gpu.torch
+        return torch.arange(cache.length, cache.length + tokens, dtype=torch.int32, device=self.gpu.place)
 
     def is_finite(self, y: Any) -> bool:
         return bool(y.isfinite().all())
@@ -240,7 +306,7 @@ class CudaWorker(Worker):
                 continue
             (heads, n_ctx, row_bytes), tokens = into.shape, len(x)
             dim = x.shape[1] // heads
-            positions = cache.length + self.gpu.torch.arange(tokens, dtype=self.gpu.torch.int32, device=self.gpu.place)
+            positions = self._places(cache, tokens)
             warps = tokens * heads * -(-dim // 32)
             self._launch(attention.remember(kind), 32 * warps, attention.THREADS, x.contiguous(), heads, dim,
                          row_bytes, n_ctx, positions, tokens, into)  # fmt: skip
@@ -254,14 +320,18 @@ class CudaWorker(Worker):
         """float32[tokens, heads * head_dim_v] of one sequence."""
         from quantkit.runtime.kernels.cuda import attention
 
+        plain = part.sinks is None and not part.values_in_keys
+        if plain and len(q) > cuda_device.FEW and {cache.type.k, cache.type.v} <= OF_TORCH.keys():
+            return self._attended_by_torch(part, layer, q, cache)
         tokens, group, gpu = len(q), part.heads // part.kv_heads, self.gpu
         k, v = cache.k[layer], cache.k[layer] if part.values_in_keys else cache.v[layer]
         v_kind = cache.type.k if part.values_in_keys else cache.type.v
         kernel = attention.attend(cache.type.k, v_kind, part.head_dim_k, part.head_dim_v, part.values_in_keys)
-        positions = cache.length + gpu.torch.arange(tokens, dtype=gpu.torch.int32, device=gpu.place)
-        rows, seen = tokens * group, min(cache.length + tokens, (part.window or cache.n_ctx) + tokens)
+        most = cache.length + tokens if self._recording is None else self._recording[1]
+        rows, seen = tokens * group, min(most, (part.window or cache.n_ctx) + tokens)
         tiles = -(-rows // attention.ROWS)
         shares = max(1, min(-(-seen // KEYS_OF_SHARE), BLOCKS // (tiles * part.kv_heads)))
+        positions = self._places(cache, tokens)
         top, total = (gpu.empty(shares, part.kv_heads, rows) for _ in range(2))
         acc = gpu.empty(shares, part.kv_heads, rows, part.head_dim_v)
         gpu.launch(
@@ -274,6 +344,23 @@ class CudaWorker(Worker):
         gpu.launch(attention.combine(part.sinks is not None), (rows, part.kv_heads), attention.THREADS, top, total,
                    acc, shares, part.heads, group, tokens, part.head_dim_v, sinks, out)  # fmt: skip
         return out
+
+    def _attended_by_torch(self, part: layers.Heads, layer: int, q: Any, cache: Any) -> Any:
+        """The same of many tokens over a cache of floats: torch's kernels use tensor cores."""
+        torch, tokens, first = self.gpu.torch, len(q), cache.length
+        seen, group = first + tokens, part.heads // part.kv_heads
+        stored = (cache.k[layer], cache.type.k), (cache.v[layer], cache.type.v)
+        k, v = (x.view(getattr(torch, OF_TORCH[kind]))[None, :, :seen] for x, kind in stored)
+        k, v = (x.to(k.dtype).repeat_interleave(group, dim=1) for x in (k, v))
+        q = q.view(tokens, part.heads, -1).transpose(0, 1)[None].to(k.dtype)
+        mask, window = None, part.window or seen
+        if first or window < tokens:
+            behind = torch.arange(first, seen, device=self.gpu.place)[:, None]
+            behind = behind - torch.arange(seen, device=self.gpu.place)
+            mask = (behind >= 0) & (behind < window)
+        attention = torch.nn.functional.scaled_dot_product_attention
+        found = attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=part.scale)
+        return found[0].transpose(0, 1).reshape(tokens, -1).float()
 
     # ------------------------------------------------------------------------------------------- other kinds of parts
 
@@ -349,6 +436,23 @@ class CudaWorker(Worker):
                         part.groups_used, used, int(part.normalise), np.float32(part.scale), ids, weights)  # fmt: skip
         return ids, weights
 
+    def _experts(self, part: blocks.Experts, x: Any) -> Any:
+        """As `Parts._experts`; shared experts are launched here before the CPU computes the routed ones.
+
+        More does not overlap: the next layer needs what both make.
+        """
+        host = self._host
+        here = self._checking or self.tripwire == "full" or self.observer is not None  # in the order that errors name
+        holders = {self._of(linear.weight) for linear in (part.gate, part.up, part.down)}
+        if here or part.shared is None or holders != {host} or self._streams(part, len(x)):
+            return super()._experts(part, x)
+        y = self.norm(part.norm, x)
+        chosen, weights = self.route(part, self.linear(part.router, y))
+        ids = chosen if isinstance(chosen, np.ndarray) else host.take(chosen, self)
+        given = host.take(y, self), host.take(weights, self)
+        shared = self._shared(part.shared, part.shared_gate, y)
+        return shared + self.take(host.run_experts(part, given[0], ids, given[1]), host)
+
     def run_experts(self, part: blocks.Experts, y: Any, chosen: Any, weights: Any) -> Any:
         holders = {self._of(linear.weight) for linear in (part.gate, part.up, part.down)}
         if holders == {self}:
@@ -386,33 +490,40 @@ class CudaWorker(Worker):
     def _streams(self, part: blocks.Experts, tokens: int) -> bool:
         """Whether experts that stay on the CPU are copied here for a batch; see runtime/offload.py."""
         seen = self.observer is not None and not self._checking  # which the CPU tells of
-        return not seen and self._split.offload.offloads("MUL_MAT_ID", tokens, part.count, part.used)
+        return not seen and self._split.offload.offloads_experts(tokens, part.count, part.used)
 
     def _streamed(self, part: blocks.Experts, y: Any, chosen: np.ndarray, weights: Any) -> Any:
-        """`_run_experts` of matrices on the CPU, expert by expert: the next one travels while one is computed with."""
+        """`_run_experts` of matrices on the CPU, expert by expert: the next one travels while one is computed with.
+
+        Nothing within the loop waits for the GPU but `Staging.send`, so that the host is ahead of it.
+        """
         torch, linears = self.gpu.torch, (part.gate, part.up, part.down)
         tensors = [self.weights[linear.weight] for linear in linears]
         sizes = [tensor.nbytes // tensor.shape[0] for tensor in tensors]
-        numbers = [int(number) for number in np.unique(chosen[chosen >= 0])]
+        order = np.argsort(chosen, axis=None, kind="stable")[np.count_nonzero(chosen < 0) :]  # slots, expert by expert
+        numbers, counts = np.unique(chosen[chosen >= 0], return_counts=True)
+        slots = self.gpu.array(order)
+        tokens, shares = slots // chosen.shape[1], weights.reshape(-1)[slots][:, None]
         staging, ledger = self._room(sizes), self._split.ledger
 
         def send(turn: int) -> None:
-            begin = [numbers[turn] * tensor.shape[1] for tensor in tensors]
+            begin = [int(numbers[turn]) * tensor.shape[1] for tensor in tensors]
             staging.send(turn, [t._rows(first, first + t.shape[1]) for t, first in zip(tensors, begin)])
             ledger.moved(CPU.name, self.device.name, sum(sizes))
 
         out = torch.zeros(len(y), tensors[2].shape[1], device=self.gpu.place)
+        stop = 0
         for turn, number in enumerate(numbers):
             if not turn:
                 send(0)
+            start, stop = stop, stop + int(counts[turn])
             gate, up, down = (
-                self._one(linear, tensor, data, number)
+                self._one(linear, tensor, data, int(number))
                 for linear, tensor, data in zip(linears, tensors, staging.get(turn))
             )
-            token, rank = map(self.gpu.array, np.nonzero(chosen == number))
-            given = y[token]
+            given = y[tokens[start:stop]]
             made = down(self.activate(part.activation, gate(given), up(given)))
-            out.index_add_(0, token, made * weights[token, rank][:, None])
+            out.index_add_(0, tokens[start:stop], made * shares[start:stop])
             staging.done(turn)
             if turn + 1 < len(numbers):
                 send(turn + 1)

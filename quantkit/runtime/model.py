@@ -438,8 +438,13 @@ class Model(Parts):
     def _run(self, tokens: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] before the output norm; keys and values go into the spans' caches."""
         x = self.enter(tokens)
-        for block in self.blocks:
-            x = self._advance(block, x, spans)
+        for worker, run in [(None, self.blocks)] if self.split is None else self.split.runs:
+            y = None if self.split is None else self.split.replayed(worker, run, x, spans)
+            if y is None:  # also where what was replayed is not finite, to find out why
+                for block in run:
+                    x = self._advance(block, x, spans)
+            else:
+                x = y
         return self._here(x)
 
     def enter(self, tokens: np.ndarray) -> np.ndarray:

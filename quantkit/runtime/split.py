@@ -13,6 +13,7 @@ layers below -ngl run on the CPU, whole.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -157,6 +158,18 @@ class Split:
             self.ranks = [Rank(i, device, self, owner, threads) for i, device in enumerate(placement.graph)]
             self._adding = Reduce(len(self.ranks), reduce)
         self._held: tuple[np.ndarray | None, Worker] = (None, self._workers[CPU.name])
+        self.runs = self._new_runs()
+
+    def _new_runs(self) -> list[tuple[Worker | None, list[blocks.Block]]]:
+        """All blocks in order: neighbours that a worker can replay, with it, and others, with None."""
+
+        def who(block: blocks.Block) -> Worker | None:
+            if block.layer in self.placement.shares:
+                return None
+            worker = self.worker(self.placement.home(block.layer))
+            return worker if worker.records(block) else None
+
+        return [(worker, list(run)) for worker, run in itertools.groupby(self._parts, who)]
 
     def _new_worker(self, device: Device) -> Worker:
         if device.gpu is None:
@@ -269,6 +282,25 @@ class Split:
         self.ledger.spent(worker.device.name, "other", max(0.0, other))
         self._held = out, worker
         return out
+
+    def replayed(
+        self, worker: Worker | None, run: Sequence[blocks.Block], x: np.ndarray, spans: list[Span]
+    ) -> np.ndarray | None:
+        """What leaves one of `runs` for one token, all finite; None where the blocks have to go one by one."""
+        if worker is None or len(x) != 1 or self.profile:
+            return None
+        worker.follow(self._owner)
+        (span,) = _of_device(spans, worker.device)
+        out = worker.recorded(run, worker.take(x, self._source(x)), span.cache)
+        if out is None or not worker.is_finite(out):
+            return None
+        self._held = out, worker
+        return out
+
+    @staticmethod
+    def names(block: blocks.Block) -> Iterator[str]:
+        """Tensors that a block names."""
+        return _names(block)
 
     def host(self, x: np.ndarray) -> np.ndarray:
         """What left a block, in the host's memory: as it is where it is there already."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from quantkit.archs import blocks
 from quantkit.runtime import experts, latent, layers
-from quantkit.runtime.cache import CacheType
+from quantkit.runtime.cache import Cache, CacheType
 from quantkit.runtime.devices import Device
 from quantkit.runtime.layers import Span
 from quantkit.runtime.parts import Parts
@@ -95,6 +95,14 @@ class Worker(Parts):
     def zeros(self, shape: tuple[int, ...], kind: str) -> Any:
         """An array of this device."""
         return np.zeros(shape, kind)
+
+    def records(self, block: blocks.Block) -> bool:
+        """Whether all of a block is computed here, for one token, by launches that can be replayed."""
+        return False
+
+    def recorded(self, layers: Sequence[blocks.Block], x: np.ndarray, cache: Cache) -> np.ndarray | None:
+        """What leaves blocks that `records` allows for one token, by replaying them; None: they go one by one."""
+        return None
 
     def require_cache(self, kind: CacheType, heads: int, dim_k: int, dim_v: int) -> None:
         """UnsupportedError where this device cannot attend over such a cache; with dim_v 0 values are in the keys."""

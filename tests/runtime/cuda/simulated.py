@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.errors import UnsupportedError
 from quantkit.runtime import cuda_worker
@@ -37,6 +39,36 @@ class _Stream:
         pass
 
 
+class _Tape(TorchDispatchMode):
+    """All that torch computes, to be done again with what tensors hold then: a CUDA graph, which has no host code.
+
+    Nothing may be asked of the GPU or sent to it meanwhile.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Callable[[], None]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host waits for a number"
+        assert func is not torch.ops.aten._to_copy.default or kwargs.get("device") is None, "something is copied"
+        out = func(*args, **kwargs)
+        self.steps.append(lambda: self._again(func, args, kwargs, out))
+        return out
+
+    @staticmethod
+    def _again(func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        new = func(*args, **kwargs)
+        for old, made in zip(*(x if isinstance(x, (list, tuple)) else [x] for x in (out, new))):
+            if isinstance(old, torch.Tensor) and old.untyped_storage().data_ptr() != made.untyped_storage().data_ptr():
+                old.copy_(made)
+
+    def replay(self) -> None:
+        for step in self.steps:
+            step()
+
+
 class SimulatedGpu(Gpu):
     """Launches are counted by kernel: `launched`."""
 
@@ -45,13 +77,27 @@ class SimulatedGpu(Gpu):
     count = 2
 
     def __init__(self, index: int = 0):
-        import torch
-
         if index >= self.count:
             raise UnsupportedError(f"no CUDA GPU number {index}: there are {self.count}, counted from 0")
         self.torch, self.index, self.name = torch, index, "numba's simulator"
         self.place = torch.device("cpu")
         self.launched: dict[str, int] = {}
+        self.tape: _Tape | None = None
+        self.captured = 0
+
+    def array(self, values: np.ndarray) -> Any:
+        assert self.tape is None, "memory of the host is copied within a graph"
+        return super().array(values)
+
+    def capture(self, step: Callable[[], Any]) -> Any:
+        step()
+        self.tape, self.captured = _Tape(), self.captured + 1
+        try:
+            with self.tape:
+                step()
+            return self.tape
+        finally:
+            self.tape = None
 
     def pinned(self, nbytes: int) -> Any:
         return self.empty(nbytes, kind="uint8")
@@ -85,7 +131,10 @@ class SimulatedGpu(Gpu):
                 value = np.dtype(_NUMBERS[parameter]).type(value)
                 value = value if parameter == "f32" else int(value)
             given.append(value)
-        kernel.simulate(blocks if isinstance(blocks, int) else tuple(blocks), threads, *given)
+        grid = blocks if isinstance(blocks, int) else tuple(blocks)
+        kernel.simulate(grid, threads, *given)
+        if self.tape is not None:
+            self.tape.steps.append(lambda: kernel.simulate(grid, threads, *given))
 
 
 def play(monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -120,6 +120,19 @@ def test_experts_of_the_cpu_are_streamed_for_large_batches(gpus: int, make: Make
     assert [[worker._streams(part, tokens) for tokens in (2, 3)] for worker in workers] == [[False, True], [False] * 2]
 
 
+def test_shared_experts_run_while_the_cpu_has_the_others(gpus: int, make: Make) -> None:
+    how: dict[str, Any] = {"devices": "cuda:0", "override_tensor": "_exps=CPU,^output=CPU", "gpu_layers": 1}
+    model = check(make("qwen35moe"), tokens=TOKENS[:2], **how)
+    assert model.split is not None
+    worker: Any = model.split._workers["CUDA0"]
+    host, order = model.split._workers["CPU"], []
+    shared, routed = worker._shared, host.run_experts
+    worker._shared = lambda *given: (order.append("shared"), shared(*given))[1]
+    host.run_experts = lambda *given: (order.append("routed"), routed(*given))[1]  # type: ignore[method-assign]
+    model.logits(TOKENS[:1])
+    assert order[-2:] == ["shared", "routed"]
+
+
 def test_packed_weights_on_a_gpu(gpus: int, make: Make) -> None:
     """Fast numerics: activations are rounded to bytes here, and elsewhere on the CPU. One layer is on the GPU."""
     path = make("llama", "q8_0", ffn="iq4_nl")
@@ -130,6 +143,42 @@ def test_packed_weights_on_a_gpu(gpus: int, make: Make) -> None:
     wanted = load(path).logits(TOKENS[:1])
     assert np.abs(model.logits(TOKENS[:1]) - wanted).max() < 0.05 * np.std(wanted)
     assert "layer by layer" in (model.slow_because or "")
+
+
+def replayed(model: Model, turns: int) -> np.ndarray:
+    """Logits of tokens one by one in caches of their own lengths, the first of which is emptied again."""
+    caches = [model.new_cache(12), model.new_cache(40)]
+    kept, made = caches[0].save(), []
+    for number in range(turns):
+        cache = caches[number % 3 // 2]
+        made += [model.forward(TOKENS[i : i + 1], cache) for i in (number, 2, 0)]
+        if number == 2:
+            caches[0].restore(kept)
+    return np.concatenate(made)
+
+
+def check_replayed(path: Path, turns: int, runs: int = 1, **how: Any) -> None:
+    model = load(path, devices="cuda:0", **how)
+    wanted = replayed(load(path, numerics=model.numerics), turns)
+    tolerance = 1e-4 if model.numerics == "exact" else 3e-2
+    assert np.abs(replayed(model, turns) - wanted).max() < tolerance * max(1.0, float(np.std(wanted)))
+    assert model.split is not None
+    assert sum(worker is not None for worker, _ in model.split.runs) == runs
+    worker: Any = model.split._workers["CUDA0"]
+    assert not SIMULATED or worker.gpu.captured == min(2, turns) * runs
+
+
+def test_steps_are_replayed(gpus: int, make: Make) -> None:
+    """What the host knew of the token that was recorded must not stay."""
+    check_replayed(make("llama"), 1, gpu_layers=1, override_tensor="^output=CPU")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", ["llama", "qwen3moe", "deepseek2", "gpt-oss", "qwen35moe"])
+def test_steps_of_architectures_are_replayed(arch: str, gpus: int, make: Make) -> None:
+    runs = {"qwen35moe": 0}.get(arch, 1)  # states of recurrent layers change places
+    rule = "blk.0.ffn=CPU" if arch == "llama" else ()
+    check_replayed(make(arch), 4, runs, numerics="fast", override_tensor=rule)
 
 
 @pytest.mark.full
@@ -151,12 +200,28 @@ def test_packed_weights_on_a_gpu(gpus: int, make: Make) -> None:
         ("qwen35moe", {}),
         ("qwen3next", {"gpu_layers": 2}),
         ("gpt-oss", {}),
+        ("deepseek2", {"override_tensor": "_exps=CPU"}),
     ],
     ids=str,
 )
 def test_ways_to_place(arch: str, how: dict[str, Any], gpus: int, make: Make) -> None:
     tolerance = 2e-2 if "cache_type" in how else 1e-4  # a key near a tie of two codes may round apart
     check(make(arch), tolerance, devices="cuda:0", **how)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("arch", "kinds"), [("llama", "f32"), ("llama", "f16/bf16"), ("gpt-oss", "f32")])
+def test_prompts_attend_over_what_is_there(arch: str, kinds: str, gpus: int, make: Make) -> None:
+    """More tokens than a product from packed weights takes; then as many again, and sequences side by side."""
+    tokens = np.random.default_rng(5).integers(0, 320, 20)
+    plain = load(make(arch), cache_type=kinds)
+    model = load(make(arch), cache_type=kinds, devices="cuda:0", override_tensor="^output=CPU", gpu_layers=1)
+    found = []
+    for each in (plain, model):
+        cache = each.new_cache(24)
+        first, then = each.forward(tokens[:10], cache), each.forward(tokens[10:], cache)
+        found.append(np.concatenate([first, then, each.forward_sequences(tokens.reshape(2, 10), slice(None))[1]]))
+    assert np.abs(found[0] - found[1]).max() < (1e-4 if kinds == "f32" else 2e-2) * max(1.0, float(np.std(found[0])))
 
 
 @pytest.mark.full

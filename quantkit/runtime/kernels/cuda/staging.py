@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quantkit import jit
+
 if TYPE_CHECKING:
     import torch
 
     from quantkit.runtime.kernels.cuda.device import Gpu
 
 ALIGNED = 256  # where an array begins: kernels load 16 bytes at a time
+PIECE = 1 << 20  # bytes that a thread copies at least
 
 
 def size_of(sizes: Sequence[int]) -> int:
@@ -29,8 +32,21 @@ def size_of(sizes: Sequence[int]) -> int:
     return sum(-(-size // ALIGNED) * ALIGNED for size in sizes)
 
 
+def _copy(source: np.ndarray, target: np.ndarray) -> None:
+    """By several threads: a bus to a GPU is faster than one of them."""
+
+    def some(start: int, stop: int) -> None:
+        target[start:stop] = source[start:stop]
+
+    jit.over_rows(some, len(source), multiple=PIECE)
+
+
 class Staging:
-    """Two buffers of `nbytes` of pinned memory, and two on the GPU."""
+    """Two buffers of `nbytes` of pinned memory, and two on the GPU. Each turn that is sent must be got and done.
+
+    Events that were not recorded yet count as over, so that the first two turns wait for nothing. Torch's allocator
+    of pinned memory waits, before it gives memory to others, for copies from it that were begun.
+    """
 
     def __init__(self, gpu: Gpu, nbytes: int):
         self.gpu, self.nbytes = gpu, nbytes
@@ -39,7 +55,7 @@ class Staging:
         self._copied, self._used = ([gpu.event() for _ in range(2)] for _ in range(2))
         self._stream = gpu.stream()
         self._places: list[list[tuple[int, int]]] = [[], []]
-        self._stream.wait_stream(gpu.current_stream())  # whose memory this was
+        self._stream.wait_stream(gpu.current_stream())  # whose memory this was, and is again after the last `get`
 
     def send(self, turn: int, arrays: Sequence[np.ndarray]) -> None:
         """Begin to copy uint8 arrays. Waits until the copy of two turns ago has left pinned memory."""
@@ -47,7 +63,7 @@ class Staging:
         self._copied[side].synchronize()
         pinned, at = self._pinned[side].numpy(), 0
         for array in arrays:
-            pinned[at : at + array.size] = array.reshape(-1)
+            _copy(array.reshape(-1), pinned[at : at + array.size])
             places.append((at, array.size))
             at += size_of([array.size])
         self._places[side] = places

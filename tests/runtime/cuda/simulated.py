@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.errors import UnsupportedError
 from quantkit.runtime import cuda_worker
-from quantkit.runtime.kernels.cuda import device, elementwise
+from quantkit.runtime.kernels.cuda import activations, attention, device, elementwise, floats, weights
 from quantkit.runtime.kernels.cuda.device import Gpu
 
 _NUMBERS = {"u8": "u1", "i8": "i1", "u16": "u2", "u32": "u4", "i32": "i4", "i64": "i8", "f32": "f4"}
@@ -137,12 +137,24 @@ class SimulatedGpu(Gpu):
             self.tape.steps.append(lambda: kernel.simulate(grid, threads, *given))
 
 
+def _small() -> dict[tuple[Any, str], Any]:
+    """What modules of kernels have instead for blocks of one warp: a simulated block costs as much as its threads."""
+    found: dict[tuple[Any, str], Any] = {(device, "_GRID_Y"): 2, (elementwise, "WARPS"): 1}
+    for module in (activations, attention, elementwise, floats, weights):
+        found[module, "THREADS"] = 32
+        for name, value in vars(module).items():  # kernels that have such numbers in them, once more
+            if hasattr(value, "cache_clear") and value.__module__ == module.__name__:
+                found[module, name] = functools.cache(value.__wrapped__)
+    return found | {(weights, "WARPS"): 1, (weights, "ROWS_OF_BLOCK"): 2, (floats, "ROWS_OF_BLOCK"): 1}
+
+
+_SMALL = _small()
+
+
 def play(monkeypatch: pytest.MonkeyPatch) -> Any:
     """GPUs 0 and 1 are simulated from now on; gives the function that opens them."""
     opened = functools.cache(SimulatedGpu)
     monkeypatch.setattr(cuda_worker, "gpu", opened)
-    # A simulated block costs as much as its threads, so there are few.
-    monkeypatch.setattr(device, "_GRID_Y", 2)
-    monkeypatch.setattr(elementwise, "THREADS", 32)
-    monkeypatch.setattr(elementwise, "WARPS", 1)
+    for (module, name), value in _SMALL.items():
+        monkeypatch.setattr(module, name, value)
     return opened

@@ -11,7 +11,7 @@ Without a GPU it says so in one line and exits with 1. With one it takes under 8
     product    root of the mean squared difference of products over that of the products, against the plain decoder's
                in float32: with one vector (bytes as activations) and with 40 (bfloat16)
     logits     the largest difference of a tiny llama's from the CPU's over their spread, exact numerics; and, of fast
-               numerics, the root of the mean squared one: a prompt of 12, then three tokens, the last one a graph
+               numerics, the root of the mean squared one: a prompt of 9, then three tokens, the last one a graph
     GB/s, %    packed bytes that products with one vector read a second, 14336 x 4096, out of 512 MiB and more so that
                nothing stays in the GPU's cache; percent of copy
     TFLOP/s, % of products with 2048 vectors, decoded tiles and torch's product; percent of gemm
@@ -73,7 +73,7 @@ class Sizes:
     repeat: int = 5
 
 
-TINY = Sizes(16, 64, 10, 9, 3, 1 << 16, 1 << 11, (4, 64), "llama-dry", "llama-dry", "qwen3moe-dry", "q8_0", 1)
+TINY = Sizes(16, 64, 9, 9, 3, 1 << 16, 1 << 11, (4, 64), "llama-dry", "llama-dry", "qwen3moe-dry", "q8_0", 1)
 MODEL_TYPES = ("q4_K", "iq4_k", "q8_0", "iq2_k")
 FAR = 0.05  # fast logits may be so far from exact ones: activations are bytes
 NEAR = 1e-3  # and exact ones so far from the CPU's
@@ -162,9 +162,9 @@ def sample(name: str, rows: int, n: int) -> np.ndarray:
 
 def spoken(model: Model) -> np.ndarray:
     """Logits of a prompt, and of tokens one by one after it."""
-    tokens = np.random.default_rng(3).integers(0, model.vocab_size, 15)
+    tokens = np.random.default_rng(3).integers(0, model.vocab_size, 12)
     cache = model.new_cache(16)
-    return np.concatenate([model.forward(part, cache) for part in np.split(tokens, [12, 13, 14])])
+    return np.concatenate([model.forward(part, cache) for part in np.split(tokens, [9, 10, 11])])
 
 
 # ------------------------------------------------------------------------------------------------------- every type

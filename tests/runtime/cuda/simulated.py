@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from quantkit.archs import blocks
 from quantkit.errors import UnsupportedError
 from quantkit.runtime import cuda_worker
+from quantkit.runtime.cuda_worker import CudaWorker
 from quantkit.runtime.kernels.cuda import activations, attention, device, elementwise, floats, weights
-from quantkit.runtime.kernels.cuda.device import Gpu
+from quantkit.runtime.kernels.cuda.device import Gpu, Matrices
 
 _NUMBERS = {"u8": "u1", "i8": "i1", "u16": "u2", "u32": "u4", "i32": "i4", "i64": "i8", "f32": "f4"}
 
@@ -145,7 +147,12 @@ def _small() -> dict[tuple[Any, str], Any]:
         for name, value in vars(module).items():  # kernels that have such numbers in them, once more
             if hasattr(value, "cache_clear") and value.__module__ == module.__name__:
                 found[module, name] = functools.cache(value.__wrapped__)
-    return found | {(weights, "WARPS"): 1, (weights, "ROWS_OF_BLOCK"): 2, (floats, "ROWS_OF_BLOCK"): 1}
+    return found | {
+        (attention, "ROWS"): 2,
+        (weights, "WARPS"): 1,
+        (weights, "ROWS_OF_BLOCK"): 2,
+        (floats, "ROWS_OF_BLOCK"): 1,
+    }
 
 
 _SMALL = _small()
@@ -158,3 +165,38 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Any:
     for (module, name), value in _SMALL.items():
         monkeypatch.setattr(module, name, value)
     return opened
+
+
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding, products, norms and routing by torch instead of kernels: most of what simulating a model takes."""
+
+    def whole(self: Matrices) -> Any:
+        found = vars(self).get("_whole")
+        if found is None:
+            rows = self.kind.dequantize(self.data.numpy().reshape(-1, self.row_bytes), self.n).reshape(
+                self.count, self.rows, self.n
+            )
+            found = self._whole = torch.from_numpy(rows)  # type: ignore[attr-defined]
+        return found
+
+    def decoded(self: Matrices, start: int = 0, stop: int | None = None, matrix: int = 0, exact: bool = False) -> Any:
+        found = whole(self)[matrix, start:stop]
+        return found if exact else found.bfloat16()
+
+    def product(self: Matrices, x: Any, ids: Any, share: int, tokens: int, out: Any) -> None:
+        vectors = x.reshape(-1, tokens, self.n)[torch.arange(len(ids)) // share]
+        out.copy_(vectors @ whole(self)[ids.long()].transpose(1, 2))
+
+    def rms_norm(self: CudaWorker, x: Any, norm: blocks.Norm) -> Any:
+        return x * (x.square().mean(dim=-1, keepdim=True) + norm.eps).rsqrt() * self.vector(norm.weight)
+
+    def route(self: CudaWorker, part: blocks.Experts, logits: Any) -> tuple[Any, Any]:
+        assert part.gating == "softmax"
+        assert part.normalise
+        shares, ids = logits.softmax(dim=1).topk(part.used, dim=1)
+        return ids.int(), shares / shares.sum(dim=1, keepdim=True) * part.scale
+
+    monkeypatch.setattr(CudaWorker, "rms_norm", rms_norm)
+    monkeypatch.setattr(CudaWorker, "route", route)
+    monkeypatch.setattr(Matrices, "decoded", decoded)
+    monkeypatch.setattr(Matrices, "_product", product)

@@ -77,7 +77,7 @@ class CudaWorker(Worker):
         super().__init__(device, split, owner, owner.threads)
         assert device.gpu is not None
         self.gpu = gpu(device.gpu)
-        self._exact = self.numerics == "exact"
+        self.exact = self.numerics == "exact"
         self._held: dict[str, Matrices] = {}
         self._staging: Staging | None = None
         self._ropes: dict[blocks.Rope, tuple[Any, torch.Tensor, torch.Tensor]] = {}
@@ -121,15 +121,14 @@ class CudaWorker(Worker):
             self._held.pop(name, None)
         self._steps.clear()
 
-    def _matrices(self, name: str) -> Matrices:
-        """A tensor of two dimensions, or three, on the GPU."""
+    def matrices(self, name: str, rows: int | None = None) -> Matrices:
+        """A tensor of two dimensions, or three, on the GPU; of so many rows each where its shape does not say."""
         found = self._held.get(name)
-        if found is None:
-            found = self._held[name] = self._copied(self.weights[name])
+        if found is None or (rows or found.rows) != found.rows:
+            tensor = self.weights[name]
+            data, (height, n) = tensor.data, tensor.shape[-2:]
+            found = self._held[name] = self.gpu.matrices(data, tensor.type, rows or height, n)
         return found
-
-    def _copied(self, tensor: Tensor, rows: int | None = None) -> Matrices:
-        return self.gpu.matrices(tensor.data, tensor.type, rows or tensor.shape[-2], tensor.shape[-1])
 
     @property
     def _host(self) -> Worker:
@@ -150,22 +149,22 @@ class CudaWorker(Worker):
             and self.tripwire != "full"
             and self._split.attends(block.layer, self) is self
             and all(self._of(name) is self for name in self._split.names(block))
-            and all(cuda_graph.records(part, self._exact) for part in block.parts)
+            and all(cuda_graph.records(part, self.exact) for part in block.parts)
         )
 
-    def recorded(self, layers: Sequence[blocks.Block], x: Any, cache: Any) -> Any:
-        """What leaves blocks that `records` allows for one token; None where they have to go one by one.
-
-        The first token after a prompt does, and what is recorded then is there for the second.
-        """
-        from quantkit.runtime.cuda_graph import Recorded
-
+    def replays(self, layers: Sequence[blocks.Block], cache: Any) -> bool:
         if self.observer is not None or self._checking or self.expert_reduction is not None:
-            return None
+            return False
         steps, first = self._steps.setdefault(cache, {}), layers[0].layer
         if first not in steps:
             steps[first] = None
-            return None
+            return False
+        return True
+
+    def replayed(self, layers: Sequence[blocks.Block], x: Any, cache: Any) -> Any:
+        from quantkit.runtime.cuda_graph import Recorded
+
+        steps, first = self._steps[cache], layers[0].layer
         step = steps[first]
         if step is None:
             step = steps[first] = Recorded(self, layers, x, cache)
@@ -269,7 +268,7 @@ class CudaWorker(Worker):
     def _weight(self, linear: blocks.Linear) -> Any:
         found: Any = self._linears.get(linear.weight)
         if found is None:
-            found = self._linears[linear.weight] = self._product(linear, self._matrices(linear.weight))
+            found = self._linears[linear.weight] = self._product(linear, self.matrices(linear.weight))
         return found
 
     def _product(self, linear: blocks.Linear, matrices: Matrices) -> Any:
@@ -277,7 +276,7 @@ class CudaWorker(Worker):
         scale = float(layers.vector(self.weights[linear.scale])[0]) if linear.scale else 1.0
 
         def run(x: Any) -> Any:
-            y = matrices(x.contiguous(), self._exact)
+            y = matrices(x.contiguous(), self.exact)
             y = y if scale == 1 else y * scale
             return y if bias is None else y + bias
 
@@ -416,7 +415,9 @@ class CudaWorker(Worker):
             latent.observe(self, linear, self._host.take(x, self))
 
     def own_between(self, part: blocks.LatentAttention) -> latent.Between:
-        return _Between(part, self)
+        from quantkit.runtime import cuda_latent
+
+        return cuda_latent.Between(part, self)
 
     # -------------------------------------------------------------------------------------------------------- experts
 
@@ -476,7 +477,7 @@ class CudaWorker(Worker):
         weights, ids = weights.masked_fill(left_out, 0).contiguous(), ids.clamp(min=0)
         for linear in (part.gate, part.up, part.down):
             most = min(part.count, ids.numel())  # which of them are the same, only the GPU knows
-            self._split.ledger.read(self.device.name, most * self._matrices(linear.weight).nbytes)
+            self._split.ledger.read(self.device.name, most * self.matrices(linear.weight).nbytes)
         y = y.contiguous()
         gate, up = (self._of_experts(linear, y, ids) for linear in (part.gate, part.up))
         hidden = self.activate(part.activation, gate, up)
@@ -543,15 +544,15 @@ class CudaWorker(Worker):
         bias = self.vector(linear.bias).view(tensor.shape[0], -1)[number] if linear.bias else None
 
         def run(x: Any) -> Any:
-            y = matrix(x.contiguous(), self._exact)
+            y = matrix(x.contiguous(), self.exact)
             return y if bias is None else y + bias
 
         return run
 
     def _of_experts(self, linear: blocks.Linear, x: Any, ids: Any) -> Any:
         """float32[tokens, used, rows]."""
-        matrices = self._matrices(linear.weight)
-        y = matrices.of_experts(x, ids, self._exact)
+        matrices = self.matrices(linear.weight)
+        y = matrices.of_experts(x, ids, self.exact)
         return y if linear.bias is None else y + self.vector(linear.bias).view(matrices.count, -1)[ids.long()]
 
     def _tell_experts(self, part: blocks.Experts, y: Any, ids: Any, hidden: Any) -> None:
@@ -565,73 +566,11 @@ class CudaWorker(Worker):
                 self.observer(linear.weight, entering, int(number), part.count)
 
     def expert_product(self, linear: blocks.Linear, number: int) -> Any:
-        whole, bias = self._matrices(linear.weight), self.vector(linear.bias) if linear.bias else None
+        whole, bias = self.matrices(linear.weight), self.vector(linear.bias) if linear.bias else None
 
         def run(x: Any) -> Any:
             ids = self.gpu.torch.full((len(x), 1), number, dtype=self.gpu.torch.int32, device=self.gpu.place)
-            y = whole.of_experts(x.contiguous(), ids, self._exact)[:, 0]
+            y = whole.of_experts(x.contiguous(), ids, self.exact)[:, 0]
             return y if bias is None else y + bias.view(whole.count, -1)[number]
 
         return run
-
-
-class _Between(latent.Between):
-    """The matrices between latents and heads, head by head, on a GPU: a head is to them what an expert is to others."""
-
-    def __init__(self, part: blocks.LatentAttention, worker: CudaWorker):
-        super().__init__(part, worker.weights, worker.threads)
-        self._worker = worker
-
-    def _heads(self, linear: blocks.Linear, rows: int, x: Any) -> Any:
-        """float32[tokens, heads, rows] of x float32[tokens, heads, n], by the matrix of each head."""
-        worker = self._worker
-        matrices = worker._matrices(linear.weight)
-        if matrices.rows != rows:  # of two dimensions: heads one after another
-            matrices = worker._held[linear.weight] = worker._copied(worker.weights[linear.weight], rows)
-        torch, count = worker.gpu.torch, x.shape[1]
-        ids = torch.arange(count, dtype=torch.int32, device=worker.gpu.place).repeat(len(x), 1)
-        return matrices.of_experts(x.contiguous(), ids, worker._exact)
-
-    def _both(self) -> tuple[Any, Any]:
-        """k float32[heads, nope, kv_lora] and v [heads, head_dim_v, kv_lora], decoded."""
-        part, worker = self.part, self._worker
-        if part.kv_b is not None:
-            whole = worker._matrices(part.kv_b.weight).decoded(exact=True).view(part.heads, -1, part.kv_lora)
-            return whole[:, : part.nope], whole[:, part.nope :]
-        assert part.k_b is not None
-        assert part.v_b is not None
-        k, v = (worker._matrices(linear.weight) for linear in (part.k_b, part.v_b))
-        stack = worker.gpu.torch.cat
-        k, v = (stack([m.decoded(matrix=i, exact=True) for i in range(m.count)]) for m in (k, v))
-        return k.view(part.heads, part.kv_lora, part.nope).transpose(1, 2), v.view(part.heads, -1, part.kv_lora)
-
-    @property
-    def _pair(self) -> bool:
-        return self.part.k_b is not None and self.part.v_b is not None
-
-    def queries(self, q: Any) -> Any:
-        part, torch = self.part, self._worker.gpu.torch
-        plain = q[:, :, : part.nope]
-        if self._pair:
-            assert part.k_b is not None
-            made = self._heads(part.k_b, part.kv_lora, plain)
-        else:
-            made = torch.einsum("thn,hnl->thl", plain, self._both()[0])
-        return torch.cat([made, q[:, :, part.nope :]], dim=2).reshape(len(q), -1)
-
-    def values(self, attended: Any) -> Any:
-        part, torch = self.part, self._worker.gpu.torch
-        latents = attended.view(-1, part.heads, part.kv_lora)
-        if self._pair:
-            assert part.v_b is not None
-            made = self._heads(part.v_b, part.head_dim_v, latents)
-        else:
-            made = torch.einsum("thl,hvl->thv", latents, self._both()[1])
-        return made.reshape(len(latents), -1)
-
-    def expanded(self, latents: Any, first: int, stop: int) -> Any:
-        part, torch = self.part, self._worker.gpu.torch
-        k, v = (x[first:stop] for x in self._both())
-        c, turned = latents[:, : part.kv_lora], latents[:, part.kv_lora :]
-        keys = torch.einsum("tl,hnl->htn", c, k)
-        return torch.cat([keys, turned.expand(stop - first, -1, -1)], dim=2), torch.einsum("tl,hvl->htv", c, v)

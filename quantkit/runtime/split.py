@@ -291,8 +291,10 @@ class Split:
             return None
         worker.follow(self._owner)
         (span,) = _of_device(spans, worker.device)
-        out = worker.recorded(run, worker.take(x, self._source(x)), span.cache)
-        if out is None or not worker.is_finite(out):
+        if not worker.replays(run, span.cache):
+            return None
+        out = worker.replayed(run, worker.take(x, self._source(x)), span.cache)
+        if not worker.is_finite(out):
             return None
         self._held = out, worker
         return out

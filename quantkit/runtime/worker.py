@@ -100,9 +100,13 @@ class Worker(Parts):
         """Whether all of a block is computed here, for one token, by launches that can be replayed."""
         return False
 
-    def recorded(self, layers: Sequence[blocks.Block], x: np.ndarray, cache: Cache) -> np.ndarray | None:
-        """What leaves blocks that `records` allows for one token, by replaying them; None: they go one by one."""
-        return None
+    def replays(self, layers: Sequence[blocks.Block], cache: Cache) -> bool:
+        """Whether blocks that `records` allows can go together for the next token: not so for the first in a cache."""
+        return False
+
+    def replayed(self, layers: Sequence[blocks.Block], x: np.ndarray, cache: Cache) -> np.ndarray:
+        """What leaves such blocks for one token, by replaying what was recorded."""
+        raise NotImplementedError
 
     def require_cache(self, kind: CacheType, heads: int, dim_k: int, dim_v: int) -> None:
         """UnsupportedError where this device cannot attend over such a cache; with dim_v 0 values are in the keys."""

@@ -113,6 +113,7 @@ def source_digest(module: str) -> str:
 def _cache_class() -> type:
     """numba's disk cache with our folder and our idea of freshness."""
     from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
+    from numba.core.runtime import rtsys
 
     class Locator(_CacheLocator):
         def __init__(self, function: Callable, path: str):
@@ -136,6 +137,12 @@ def _cache_class() -> type:
 
     class Cache(FunctionCache):
         _impl_class = Impl
+
+        def load_overload(self, sig: Any, target_context: Any) -> Any:
+            """numba's, without having its compiler learn all that it knows first: who compiles does that."""
+            rtsys.initialize(target_context)  # what machine code calls for memory
+            with self._guard_against_spurious_io_errors():
+                return self._load_overload(sig, target_context)
 
     return Cache
 

@@ -1,22 +1,29 @@
-"""What the CUDA kernels do on a GPU, in one command: right values of every type, and rates beside what the GPU can do.
+"""What a GPU computes and how fast, in one command: every type's kernels, models on it, experts beside it.
 
-    python benchmarks/bench_gpu.py [--types q4_K,iq4_k] [--device 0] [--no-model]     (make bench-gpu)
+    python benchmarks/bench_gpu.py [--types q4_K,iq4_k] [--models q8_0] [--device 0] [--folder /dev/shm]
+                                                                                    (make bench-gpu)
 
 Without a GPU it says so in one line and exits with 1. With one it takes under 8 minutes, most of them compiling.
 
-    copy       GB/s of torch's copies of 1 GiB, read and written bytes counted
+    copy       GB/s of torch's copies of 1 GiB, read and written bytes counted; bus: from pinned memory to the GPU
     gemm       TFLOP/s of torch's bfloat16 product, 2048 x 4096 by 4096 x 14336
     decode     the type's decoded values against the plain decoder's, which must be equal (float32, 64 rows of 1024)
     product    root of the mean squared difference of products over that of the products, against the plain decoder's
                in float32: with one vector (bytes as activations) and with 40 (bfloat16)
+    logits     the largest difference of a tiny llama's from the CPU's over their spread, exact numerics; and, of fast
+               numerics, the root of the mean squared one: a prompt of 9, then three tokens, the last one a graph
     GB/s, %    packed bytes that products with one vector read a second, 14336 x 4096, out of 512 MiB and more so that
                nothing stays in the GPU's cache; percent of copy
     TFLOP/s, % of products with 2048 vectors, decoded tiles and torch's product; percent of gemm
-    model      a llama of 8B's sizes with random weights in Q4_K, IQ4_K, Q8_0 and IQ2_K: tokens a second of a decoding
-               step (a CUDA graph, 512 positions in an f16 cache), percent of weight bytes / copy; and of a prompt of
-               2048, percent of gemm. The aims are 60 % and 40 %.
+    8B         a llama of 8B's sizes with random weights, as `load(…, devices="cuda:0")` runs it: tokens a second of
+               generating after 512 tokens, percent of weight bytes / copy; of a prompt of 2048, percent of gemm. The
+               aims are 60 % and 40 %
+    experts    a qwen3moe of random weights on the CPU alone, with its experts there and the rest on the GPU (hybrid),
+               the same with experts streamed for prompts, and all on the GPU: tokens a second of both kinds, and how
+               far logits are from the CPU's
 
-Times are medians of CUDA events. The last line is JSON.
+Times are wall clock, medians. What fails is said in its line, and the exit status is 1; the rest goes on. The last line
+is JSON. --tiny takes shapes so small that numba's simulator runs all of it: tests/runtime/cuda/test_sim_bench.py.
 """
 
 from __future__ import annotations
@@ -27,8 +34,10 @@ import json
 import math
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,66 +45,110 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.synthetic import write
 from quantkit import types
 from quantkit.errors import UnsupportedError
+from quantkit.evaluate.bench import bytes_per_token
+from quantkit.runtime import cuda_worker
 from quantkit.runtime.kernels.cuda.device import Gpu, Matrices
 from quantkit.runtime.kernels.cuda.table import FLOAT_IDS, product
+from quantkit.runtime.model import Model, load
+from quantkit.runtime.offload import Offload
 
-ROWS, COLUMNS, TOKENS = 14336, 4096, 2048
-OUT_OF_CACHE = 512 << 20
+
+@dataclass(frozen=True)
+class Sizes:
+    rows: int = 14336
+    columns: int = 4096
+    tokens: int = 2048  # of a prompt
+    context: int = 512  # before tokens are generated
+    generated: int = 32
+    copied: int = 1 << 30
+    out_of_cache: int = 512 << 20
+    checked: tuple[int, int] = 64, 1024  # rows and columns that are compared
+    llama: str = "llama-8b"
+    small: str = "llama-tiny"
+    experts: str = "qwen3moe"
+    kind_of_experts: str = "q4_K"
+    repeat: int = 5
+
+
+TINY = Sizes(16, 64, 9, 9, 3, 1 << 16, 1 << 11, (4, 64), "llama-dry", "llama-dry", "qwen3moe-dry", "q8_0", 1)
 MODEL_TYPES = ("q4_K", "iq4_k", "q8_0", "iq2_k")
-LAYERS, EMBD, HEADS, KV_HEADS, DIM, FF, VOCAB, CONTEXT = 32, 4096, 32, 8, 128, 14336, 128256, 512
+FAR = 0.05  # fast logits may be so far from exact ones: activations are bytes
+NEAR = 1e-3  # and exact ones so far from the CPU's
 
 
-def seconds(gpu: Gpu, run: Callable[[], Any], repeat: int = 7) -> float:
-    """Median time of a call on the GPU, after one to warm up."""
-    torch = gpu.torch
+def seconds(gpu: Gpu, run: Callable[[], Any], repeat: int, together: int = 1) -> float:
+    """Median time of a call, after one to warm up; `together` of them are waited for at once."""
     run()
     taken = []
     for _ in range(repeat):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize(gpu.place)
-        taken.append(begin.elapsed_time(end) / 1000)
+        gpu.synchronize()
+        begin = time.perf_counter()
+        for _ in range(together):
+            run()
+        gpu.synchronize()
+        taken.append((time.perf_counter() - begin) / together)
     return statistics.median(taken)
 
 
-def copy_rate(gpu: Gpu) -> float:
-    """Bytes a second, those read and those written."""
-    source = gpu.empty(1 << 30, kind="uint8")
-    target = gpu.torch.empty_like(source)
-    return 2 * source.numel() / seconds(gpu, lambda: target.copy_(source))
+def machine(gpu: Gpu, sizes: Sizes) -> dict[str, float]:
+    """Bytes a second of copies and of the bus, operations a second of bfloat16 products."""
+    source = gpu.empty(sizes.copied, kind="uint8")
+    target, host = gpu.torch.empty_like(source), gpu.pinned(sizes.copied)
+    a = gpu.empty(sizes.tokens, sizes.columns, kind="bfloat16").normal_()
+    b = gpu.empty(sizes.rows, sizes.columns, kind="bfloat16").normal_()
+    operations = 2 * sizes.tokens * sizes.columns * sizes.rows
+    return {
+        "copy": 2 * source.numel() / seconds(gpu, lambda: target.copy_(source), sizes.repeat, 4),
+        "bus": source.numel() / seconds(gpu, lambda: target.copy_(host, non_blocking=True), sizes.repeat),
+        "gemm": operations / seconds(gpu, lambda: gpu.torch.matmul(a, b.T), sizes.repeat, 8),
+    }
 
 
-def gemm_rate(gpu: Gpu) -> float:
-    """Operations a second of bfloat16 products."""
-    a, b = gpu.empty(TOKENS, COLUMNS, kind="bfloat16").normal_(), gpu.empty(ROWS, COLUMNS, kind="bfloat16").normal_()
-    return 2 * TOKENS * COLUMNS * ROWS / seconds(gpu, lambda: gpu.torch.matmul(a, b.T))
+# ------------------------------------------------------------------------------- what the CPU prepares, type by type
 
 
-# --------------------------------------------------------------------------------------------------------- compiling
+@dataclass
+class Prepared:
+    """What is known of a type before the GPU is asked: bytes, their values, a model and the CPU's logits of it."""
+
+    data: np.ndarray
+    plain: np.ndarray
+    model: Path | None
+    logits: np.ndarray | None
+    seconds: float
 
 
-def compile_all(name: str, capability: tuple[int, int]) -> float:
-    """Machine code, on disk, of the kernels of a type that are measured here; the seconds it took."""
+def prepare(name: str, sizes: Sizes, folder: Path, capability: tuple[int, int] | None) -> Prepared:
+    """Also compiles the kernels of a type, to the cache on disk."""
     from quantkit.runtime.kernels.cuda import kernels
 
-    begin = time.perf_counter()
-    number = types.get(name).ggml_type
-    for kernel in kernels.of_type(number):
-        if kernel.name.endswith(("_bf16", "_f32", "_1")):
+    begin, kind, (rows, n) = time.perf_counter(), types.get(name), sizes.checked
+    if capability:
+        for kernel in kernels.of_type(kind.ggml_type):
             kernel.cubin(capability)
-    return time.perf_counter() - begin
+    compiled = time.perf_counter() - begin
+    data = sample(name, rows, n)
+    path = logits = None
+    if kind.encode_rows is not None:
+        path = write(sizes.small, name, folder / f"{name}.gguf")
+        logits = spoken(load(path, threads=1))
+    return Prepared(data, kind.dequantize(data, n, products=True), path, logits, compiled)
 
 
-def compile_types(names: list[str], capability: tuple[int, int]) -> dict[str, float]:
+def prepared(
+    names: list[str], sizes: Sizes, folder: Path, capability: tuple[int, int] | None
+) -> Iterator[tuple[str, Prepared | Exception]]:
+    """`prepare` of all, by all cores; where nothing is to be compiled, one after another."""
+    if capability is None:
+        yield from ((name, prepare(name, sizes, folder, None)) for name in names)
+        return
     with concurrent.futures.ProcessPoolExecutor() as pool:
-        return dict(zip(names, pool.map(compile_all, names, [capability] * len(names))))
-
-
-# ------------------------------------------------------------------------------------------------------- every type
+        found = {name: pool.submit(prepare, name, sizes, folder, capability) for name in names}
+        for name, future in found.items():
+            yield name, future.exception() or future.result()  # type: ignore[misc]
 
 
 def sample(name: str, rows: int, n: int) -> np.ndarray:
@@ -107,31 +160,49 @@ def sample(name: str, rows: int, n: int) -> np.ndarray:
     return kind.quantize(x, np.ones(n, np.float32) if kind.requires_imatrix else None, effort="fast")
 
 
+def spoken(model: Model) -> np.ndarray:
+    """Logits of a prompt, and of tokens one by one after it."""
+    tokens = np.random.default_rng(3).integers(0, model.vocab_size, 12)
+    cache = model.new_cache(16)
+    return np.concatenate([model.forward(part, cache) for part in np.split(tokens, [9, 10, 11])])
+
+
+# ------------------------------------------------------------------------------------------------------- every type
+
+
 def error(found: np.ndarray, right: np.ndarray) -> float:
     fine = np.isfinite(right)
     return math.sqrt(np.mean((found - right)[fine] ** 2) / np.mean(right[fine] ** 2))
 
 
-def is_right(gpu: Gpu, name: str) -> dict[str, Any]:
+def values(gpu: Gpu, name: str, given: Prepared) -> dict[str, Any]:
     """Whether decoding is exact, and how far products are off."""
-    from quantkit.runtime.kernels.cuda import weights
-
-    kind, rows, n = types.get(name), 64, 1024
-    data = sample(name, rows, n)
-    matrices = gpu.matrices(data, kind, rows, n)
-    plain = kind.dequantize(data, n, products=True)
-    if kind.ggml_type in FLOAT_IDS:
-        exact = bool(error(matrices.decoded().float().cpu().numpy(), plain) < 2**-8)
-    else:
-        out = gpu.empty(rows, n)
-        blocks = -(-n // 32 // weights.THREADS), rows
-        gpu.launch(weights.dequantize(kind.ggml_type, "f32"), blocks, weights.THREADS, matrices.data, 0,
-                   matrices.row_bytes, rows, n, out.view(gpu.torch.int32))  # fmt: skip
-        exact = bool(np.array_equal(out.cpu().numpy(), plain, equal_nan=True))
+    kind, plain = types.get(name), given.plain
+    rows, n = plain.shape
+    matrices = gpu.matrices(given.data, kind, rows, n)
+    decoded = matrices.decoded(exact=True).cpu().numpy()
     x = np.random.default_rng(1).standard_normal((40, n)).astype(np.float32)
     there = gpu.array(x)
     one, many = matrices(there[:1]).cpu().numpy(), matrices(there).cpu().numpy()
-    return {"exact": exact, "vector_error": error(one, x[:1] @ plain.T), "batch_error": error(many, x @ plain.T)}
+    return {
+        "exact": bool(np.array_equal(decoded, plain, equal_nan=True)),
+        "vector_error": error(one, x[:1] @ plain.T),
+        "batch_error": error(many, x @ plain.T),
+    }
+
+
+def logits(name: str, given: Prepared, device: str) -> dict[str, Any]:
+    """How far a model's logits are from the CPU's; nothing of types that are not encoded."""
+    if given.model is None or given.logits is None:
+        return {"exact_logits": None, "fast_logits": None}
+    wanted = given.logits
+    exact = spoken(load(given.model, devices=device))
+    fast = spoken(load(given.model, devices=device, numerics="fast", cache_type="f32"))
+    spread = float(np.std(wanted))
+    return {
+        "exact_logits": float(np.abs(exact - wanted).max()) / spread,
+        "fast_logits": float(np.sqrt(np.mean((fast - wanted) ** 2))) / spread,
+    }
 
 
 def random_matrices(gpu: Gpu, name: str, rows: int, n: int, count: int) -> Matrices:
@@ -142,147 +213,182 @@ def random_matrices(gpu: Gpu, name: str, rows: int, n: int, count: int) -> Matri
     return Matrices(gpu, data, kind, rows, n)
 
 
-def rates(gpu: Gpu, name: str, copy: float, gemm: float) -> dict[str, float]:
-    one = ROWS * types.get(name).row_bytes(COLUMNS)
-    count = -(-OUT_OF_CACHE // one)
-    matrices = random_matrices(gpu, name, ROWS, COLUMNS, count)
-    x = gpu.empty(1, COLUMNS).normal_()
+def rates(gpu: Gpu, name: str, sizes: Sizes, there: dict[str, float]) -> dict[str, float]:
+    one = sizes.rows * types.get(name).row_bytes(sizes.columns)
+    count = -(-sizes.out_of_cache // one)
+    matrices = random_matrices(gpu, name, sizes.rows, sizes.columns, count)
+    x = gpu.empty(1, sizes.columns).normal_()
     ids = gpu.torch.arange(count, dtype=gpu.torch.int32, device=gpu.place).reshape(1, count)
     graph = gpu.capture(lambda: matrices.of_experts(x, ids))
-    bytes_rate = count * one / seconds(gpu, graph.replay)
-    many = gpu.empty(TOKENS, COLUMNS).normal_()
-    rate = 2 * TOKENS * COLUMNS * ROWS / seconds(gpu, lambda: matrices(many), 3)
-    return {"bytes_rate": bytes_rate, "of_copy": bytes_rate / copy, "batch_rate": rate, "of_gemm": rate / gemm}
+    bytes_rate = count * one / seconds(gpu, graph.replay, sizes.repeat, 4)
+    many = gpu.empty(sizes.tokens, sizes.columns).normal_()
+    rate = 2 * sizes.tokens * sizes.columns * sizes.rows / seconds(gpu, lambda: matrices(many), sizes.repeat)
+    return {
+        "bytes_rate": bytes_rate, "of_copy": bytes_rate / there["copy"],
+        "batch_rate": rate, "of_gemm": rate / there["gemm"],
+    }  # fmt: skip
 
 
-# -------------------------------------------------------------------------------------------------------- the model
+def of_type(gpu: Gpu, name: str, given: Prepared, sizes: Sizes, there: dict[str, float]) -> dict[str, Any]:
+    found = values(gpu, name, given) | logits(name, given, f"cuda:{gpu.index}") | rates(gpu, name, sizes, there)
+    far = found["exact_logits"] is not None and not (found["exact_logits"] < NEAR and found["fast_logits"] < FAR)
+    exact = found["exact"] or (types.get(name).ggml_type in FLOAT_IDS and found["vector_error"] < 2**-8)
+    return found | {"right": exact and not far, "compile_seconds": given.seconds}
 
 
-class Llama:
-    """Steps of a llama of 8B's sizes, of the kernels that a runtime would launch. Weights are random bytes."""
-
-    def __init__(self, gpu: Gpu, name: str):
-        self.gpu = gpu
-        shapes = {"qkv": ((HEADS + 2 * KV_HEADS) * DIM, EMBD), "out": (EMBD, HEADS * DIM), "gate": (FF, EMBD),
-                  "up": (FF, EMBD), "down": (EMBD, FF)}  # fmt: skip
-        self.layers = [{k: random_matrices(gpu, name, *v, 1) for k, v in shapes.items()} for _ in range(LAYERS)]
-        self.head = random_matrices(gpu, name, VOCAB, EMBD, 1)
-        self.nbytes = self.head.nbytes + sum(m.nbytes for layer in self.layers for m in layer.values())
-        self.weight = gpu.torch.ones(EMBD, device=gpu.place)
-        self.caches = [gpu.torch.zeros((2, KV_HEADS * (TOKENS + CONTEXT) * DIM * 2), dtype=gpu.torch.uint8,
-                                       device=gpu.place) for _ in range(LAYERS)]  # fmt: skip
-        angles = np.arange(TOKENS + CONTEXT)[:, None] * 500000.0 ** (-2 * np.arange(DIM // 2) / DIM)
-        self.tables = gpu.array(np.cos(angles).astype(np.float32)), gpu.array(np.sin(angles).astype(np.float32))
-
-    def step(self, x: Any, positions: Any) -> Any:
-        """Logits of the last of float32[tokens, EMBD] at int32[tokens]."""
-        from quantkit.runtime.kernels.cuda import elementwise
-
-        gpu, tokens = self.gpu, len(x)
-        x = x.clone()
-        for layer, cache in zip(self.layers, self.caches):
-            x += layer["out"](self._attended(layer["qkv"](self._normed(x)), cache, positions))
-            y = self._normed(x)
-            gate, up = layer["gate"](y).contiguous(), layer["up"](y).contiguous()
-            gpu.launch(elementwise.activate("swiglu"), -(-gate.numel() // elementwise.THREADS), elementwise.THREADS,
-                       gate, up, gate.numel())  # fmt: skip
-            x += layer["down"](gate)
-        return self.head(self._normed(x[tokens - 1 :].contiguous()))
-
-    def _normed(self, x: Any) -> Any:
-        from quantkit.runtime.kernels.cuda import elementwise
-
-        out = self.gpu.torch.empty_like(x)
-        self.gpu.launch(elementwise.rms_norm(), len(x), elementwise.THREADS, x, self.weight, EMBD, 1e-5, out)
-        return out
-
-    def _attended(self, qkv: Any, cache: Any, positions: Any) -> Any:
-        from quantkit.runtime.kernels.cuda import attention, elementwise
-
-        gpu, tokens, group = self.gpu, len(qkv), HEADS // KV_HEADS
-        q, k, v = (part.contiguous() for part in qkv.split([HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM], dim=1))
-        n_ctx = TOKENS + CONTEXT
-        for part, heads in ((q, HEADS), (k, KV_HEADS)):
-            pairs = tokens * heads * (DIM // 2)
-            gpu.launch(elementwise.rope(), -(-pairs // elementwise.THREADS), elementwise.THREADS, part, heads, DIM,
-                       DIM // 2, *self.tables, positions, 2, 1, tokens)  # fmt: skip
-        runs = tokens * KV_HEADS * (DIM // 32)
-        for part, rows in zip((k, v), cache):
-            gpu.launch(attention.remember("f16"), -(-runs // 4), attention.THREADS, part, KV_HEADS, DIM, 2 * DIM, n_ctx,
-                       positions, tokens, rows)  # fmt: skip
-        if tokens > 1:  # as a runtime would: torch's own attention over the prompt
-            each = [p.bfloat16().view(tokens, -1, DIM).transpose(0, 1)[None] for p in (q, k, v)]
-            out = gpu.torch.nn.functional.scaled_dot_product_attention(*each, is_causal=True, enable_gqa=True)
-            return out[0].transpose(0, 1).reshape(tokens, -1).float()
-        shares, rows = 16, tokens * group
-        top, total = (gpu.empty(shares * KV_HEADS * rows) for _ in range(2))
-        acc, mixed = gpu.empty(shares * KV_HEADS * rows * DIM), gpu.empty(tokens, HEADS * DIM)
-        gpu.launch(attention.attend("f16", "f16", DIM, DIM), (shares, -(-rows // attention.ROWS), KV_HEADS),
-                   attention.threads_of(DIM), q, cache[0], cache[1], 2 * DIM, 2 * DIM, n_ctx, HEADS, group, tokens,
-                   positions, n_ctx, DIM**-0.5, shares, top, total, acc)  # fmt: skip
-        gpu.launch(attention.combine(False), (rows, KV_HEADS), attention.THREADS, top, total, acc, shares, HEADS, group,
-                   tokens, DIM, top, mixed)  # fmt: skip
-        return mixed
+def line_of_type(name: str, got: dict[str, Any]) -> str:
+    far = " ".join(f"{'-':>9}" if got[key] is None else f"{got[key]:9.2e}" for key in ("exact_logits", "fast_logits"))
+    return (
+        f"{name:>12} {'right' if got['right'] else 'WRONG':>7} {got['vector_error']:9.2e} {got['batch_error']:9.2e} "
+        f"{far} {got['bytes_rate'] / 1e9:7.0f} {100 * got['of_copy']:5.0f} {got['batch_rate'] / 1e12:8.0f} "
+        f"{100 * got['of_gemm']:5.0f} {got['compile_seconds']:10.1f}"
+    )
 
 
-def model_rates(gpu: Gpu, name: str, copy: float, gemm: float) -> dict[str, float]:
-    """Tokens a second of decoding and of a prompt, and their shares of what bytes and operations allow."""
-    torch = gpu.torch
-    llama = Llama(gpu, name)
-    x, one = torch.zeros((1, EMBD), device=gpu.place), torch.full((1,), CONTEXT, dtype=torch.int32, device=gpu.place)
-    graph = gpu.capture(lambda: llama.step(x, one))
-    step = seconds(gpu, graph.replay)
-    prompt = torch.zeros((TOKENS, EMBD), device=gpu.place)
-    positions = torch.arange(TOKENS, dtype=torch.int32, device=gpu.place)
-    taken = seconds(gpu, lambda: llama.step(prompt, positions), 3)
-    elements = sum(m.rows * m.n for layer in llama.layers for m in layer.values())
-    rate = 2 * TOKENS * elements / taken
-    return {"tg": 1 / step, "tg_of_copy": llama.nbytes / step / copy, "pp": TOKENS / taken, "pp_of_gemm": rate / gemm}
+# ----------------------------------------------------------------------------------------------------------- models
+
+
+def generating(model: Model, sizes: Sizes) -> tuple[float, float, np.ndarray]:
+    """Tokens a second of a prompt and of generating, and logits of both."""
+    rng = np.random.default_rng(4)
+    prompt, few = (rng.integers(0, model.vocab_size, n) for n in (sizes.tokens, sizes.context))
+    n_ctx = max(sizes.tokens, sizes.context + sizes.generated)
+    cache, taken = model.new_cache(n_ctx), []
+    for _ in range(1 + min(3, sizes.repeat)):
+        cache.clear()
+        begin = time.perf_counter()
+        last = model.forward(prompt, cache, logits="last")
+        taken.append(time.perf_counter() - begin)
+    cache.clear()
+    model.forward(few, cache, logits="last")
+    made, each = [last], []
+    for token in rng.integers(0, model.vocab_size, sizes.generated):
+        begin = time.perf_counter()
+        made.append(model.forward([int(token)], cache, logits="last"))
+        each.append(time.perf_counter() - begin)
+    return len(prompt) / statistics.median(taken[1:]), 1 / statistics.median(each[2:]), np.concatenate(made)
+
+
+def whole(gpu: Gpu, name: str, sizes: Sizes, folder: Path, there: dict[str, float]) -> dict[str, Any]:
+    """A dense model on the GPU."""
+    path = write(sizes.llama, name, folder / "model.gguf")
+    try:
+        model = load(path, devices=f"cuda:{gpu.index}", numerics="fast", cache_type="f16", n_ctx=sizes.tokens + 64)
+        pp, tg, _ = generating(model, sizes)
+        nbytes = bytes_per_token(model, 0)
+        embedding = model.weights[model.head.embedding]
+        weights = sum(math.prod(t.shape) for t in model.weights.values() if t is not embedding)
+    finally:
+        path.unlink()
+    operations = 2 * (weights - math.prod(embedding.shape))  # the output is computed for the last token alone
+    return {
+        "pp": pp, "tg": tg, "bytes": nbytes, "tg_of_copy": tg * nbytes / there["copy"],
+        "pp_of_gemm": pp * operations / there["gemm"],
+    }  # fmt: skip
+
+
+def beside(gpu: Gpu, sizes: Sizes, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A model with experts, where they are and by whom they are computed."""
+    device, kept = f"cuda:{gpu.index}", frozenset({"MUL_MAT_ID"})
+    ways: dict[str, dict[str, Any]] = {
+        "CPU": {},
+        "hybrid": {"devices": device, "override_tensor": "_exps=CPU", "offload": Offload(forbidden=kept)},
+        "streamed": {"devices": device, "override_tensor": "_exps=CPU", "offload": Offload(1)},
+        "GPU": {"devices": device},
+    }
+    path, wanted = write(sizes.experts, sizes.kind_of_experts, folder / "experts.gguf"), None
+    for way, how in ways.items():
+        try:
+            model = load(path, numerics="fast", cache_type="f16", n_ctx=sizes.tokens + 64, **how)
+            pp, tg, found = generating(model, sizes)
+        except Exception as failure:
+            yield way, {"failed": f"{type(failure).__name__}: {failure}"}
+            continue
+        wanted = found if wanted is None else wanted
+        sent = 0 if model.split is None else model.split.ledger.bytes["CPU", f"CUDA{gpu.index}"]
+        yield way, {"pp": pp, "tg": tg, "to_gpu": sent, "error": error(found, wanted)}
+        gpu.torch.cuda.empty_cache()
 
 
 # ------------------------------------------------------------------------------------------------------------- main
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Correctness and rates of the CUDA kernels.")
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Correctness and rates of what runs on a GPU.")
     parser.add_argument("--types", help="a comma list; all by default")
+    parser.add_argument("--models", default=",".join(MODEL_TYPES), help='types of the 8B models; "" for none')
     parser.add_argument("--device", type=int, default=0)
-    parser.add_argument("--no-model", action="store_true", help="leave out the synthetic 8B models")
-    options = parser.parse_args()
+    parser.add_argument("--folder", type=Path, help="for models, of up to 9 GB at a time; a temporary one by default")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the bench itself")
+    return parser.parse_args(arguments)
+
+
+def all_types(
+    gpu: Gpu, names: list[str], sizes: Sizes, folder: Path, there: dict[str, float], tiny: bool
+) -> dict[str, Any]:
+    heads: tuple[tuple[str, int], ...]
+    heads = ("type", 12), ("values", 7), ("product", 9), ("of 40", 9), ("logits", 9), ("fast", 9), ("GB/s", 7), ("%", 5)
+    heads = *heads, ("TFLOP/s", 8), ("%", 5), ("compile s", 10)
+    print(" ".join(f"{head:>{width}}" for head, width in heads))
+    found: dict[str, Any] = {}
+    for name, given in prepared(names, sizes, folder, None if tiny else gpu.capability):
+        try:
+            if isinstance(given, Exception):
+                raise given
+            found[name] = of_type(gpu, name, given, sizes, there)
+            print(line_of_type(name, found[name]), flush=True)
+        except Exception as failure:
+            found[name] = {"right": False, "failed": f"{type(failure).__name__}: {failure}"}
+            print(f"{name:>12}  FAILED {found[name]['failed']}", flush=True)
+        gpu.torch.cuda.empty_cache()
+    return found
+
+
+def all_models(gpu: Gpu, names: list[str], sizes: Sizes, folder: Path, there: dict[str, float]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in names:
+        try:
+            got = found[name] = whole(gpu, name, sizes, folder, there)
+            print(f"8B {name:9} TG {got['tg']:7.1f} tokens/s, {100 * got['tg_of_copy']:.0f} % of copy (aim 60); "
+                  f"PP {got['pp']:8.0f}, {100 * got['pp_of_gemm']:.0f} % of gemm (aim 40)", flush=True)  # fmt: skip
+        except Exception as failure:
+            found[name] = {"failed": f"{type(failure).__name__}: {failure}"}
+            print(f"8B {name:9} FAILED {found[name]['failed']}", flush=True)
+        gpu.torch.cuda.empty_cache()
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parsed(arguments)
+    sizes = TINY if options.tiny else Sizes()
     try:
-        gpu = Gpu(options.device)
+        gpu = cuda_worker.gpu(options.device)
     except UnsupportedError as found:
         print(f"bench-gpu: {found}", file=sys.stderr)
         return 1
-    begin = time.perf_counter()
+    begin, there = time.perf_counter(), machine(gpu, sizes)
+    copy, bus, gemm = there["copy"] / 1e9, there["bus"] / 1e9, there["gemm"] / 1e12
+    print(f"{gpu.name}, torch {gpu.torch.__version__}: copy {copy:.0f} GB/s, bus {bus:.0f}, gemm {gemm:.0f} TFLOP/s\n")
     names = options.types.split(",") if options.types else [t.name for t in types.all() if product(t)]
-    took = compile_types(names, gpu.capability)
-    spent = time.perf_counter() - begin
-    print(f"{gpu.name}, torch {gpu.torch.__version__}; compiled {len(names)} types in {spent:.0f} s")
-    copy, gemm = copy_rate(gpu), gemm_rate(gpu)
-    print(f"copy {copy / 1e9:.0f} GB/s, gemm {gemm / 1e12:.0f} TFLOP/s\n")
-    heads = ("type", 12), ("decode", 7), ("product", 9), ("of 40", 9), ("GB/s", 7), ("%", 5), ("TFLOP/s", 8), ("%", 5)
-    print(" ".join(f"{head:>{width}}" for head, width in (*heads, ("compile s", 10))))
-    figures: dict[str, Any] = {"gpu": gpu.name, "copy": copy, "gemm": gemm, "types": {}, "models": {}}
-    for name in names:
-        got = is_right(gpu, name) | rates(gpu, name, copy, gemm) | {"compile_seconds": took[name]}
-        figures["types"][name] = got
-        print(
-            f"{name:>12} {'exact' if got['exact'] else 'WRONG':>7} {got['vector_error']:9.2e} "
-            f"{got['batch_error']:9.2e} {got['bytes_rate'] / 1e9:7.0f} {100 * got['of_copy']:5.0f} "
-            f"{got['batch_rate'] / 1e12:8.0f} {100 * got['of_gemm']:5.0f} {took[name]:10.1f}",
-            flush=True,
-        )
-        gpu.torch.cuda.empty_cache()
-    for name in () if options.no_model else MODEL_TYPES:
-        got = model_rates(gpu, name, copy, gemm)
-        figures["models"][name] = got
-        print(f"8B {name:9} TG {got['tg']:6.1f} tokens/s, {100 * got['tg_of_copy']:.0f} % of copy (aim 60); "
-              f"PP {got['pp']:7.0f}, {100 * got['pp_of_gemm']:.0f} % of gemm (aim 40)", flush=True)  # fmt: skip
-        gpu.torch.cuda.empty_cache()
+    models = [name for name in options.models.split(",") if name]
+    figures: dict[str, Any] = {"gpu": gpu.name, "torch": gpu.torch.__version__} | there
+    with tempfile.TemporaryDirectory(dir=options.folder) as made:
+        folder = Path(made)
+        figures["types"] = all_types(gpu, names, sizes, folder, there, options.tiny)
+        figures["models"] = all_models(gpu, models, sizes, folder, there)
+        figures["experts"] = {}
+        for way, got in beside(gpu, sizes, folder):
+            figures["experts"][way] = got
+            said = f"FAILED {got['failed']}" if "failed" in got else (
+                f"TG {got['tg']:7.1f} tokens/s, PP {got['pp']:8.0f}; logits {got['error']:.1e} from the CPU's"
+            )  # fmt: skip
+            print(f"experts {way:9} {said}", flush=True)
     figures["seconds"] = time.perf_counter() - begin
     print(json.dumps(figures))
-    return 0 if all(got["exact"] for got in figures["types"].values()) else 1
+    others = [*figures["models"].values(), *figures["experts"].values()]
+    far = any(got.get("error", 0) > FAR for got in others)
+    wrong = not all(got["right"] for got in figures["types"].values())
+    return 1 if wrong or far or any("failed" in got for got in others) else 0
 
 
 if __name__ == "__main__":

@@ -39,6 +39,10 @@ class Shape:
 SHAPES = {
     "llama-1.2b": Shape(layers=16, columns=2048, ff=8192, heads=32, kv_heads=8, vocabulary=32000),
     "llama-tiny": Shape(layers=2, columns=512, ff=1024, heads=8, kv_heads=2, vocabulary=1024),
+    "llama-8b": Shape(layers=32, columns=4096, ff=14336, heads=32, kv_heads=8, vocabulary=128256, head_dim=128),
+    "llama-dry": Shape(layers=1, columns=64, ff=64, heads=2, kv_heads=1, vocabulary=64, head_dim=32),
+    "qwen3moe-dry": Shape(layers=1, columns=64, ff=32, heads=2, kv_heads=1, vocabulary=64, arch="qwen3moe",
+                          head_dim=32, experts=4, used=2),
     "qwen3moe": Shape(layers=8, columns=2048, ff=768, heads=32, kv_heads=4, vocabulary=32000, arch="qwen3moe",
                       head_dim=128, experts=64, used=8),
     "qwen3moe-tiny": Shape(layers=2, columns=512, ff=256, heads=4, kv_heads=2, vocabulary=1024, arch="qwen3moe",
@@ -112,7 +116,7 @@ def write(name: str, kind_name: str, path: Path) -> Path:
         return np.tile(drawn[spec.type.name, n], (-(-spec.shape[-2] // ROWS), 1))[: spec.shape[-2]]
 
     wanted = specs(shape, kind)
-    with Writer(path, metadata(shape), wanted) as writer:
+    with Writer(path, metadata(shape), wanted, durable=False) as writer:
         for spec in wanted:
             for _ in range(spec.shape[0] if len(spec.shape) == 3 else 1):
                 writer.write(spec.name, rows(spec))

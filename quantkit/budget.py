@@ -256,7 +256,7 @@ def _notes(placement: Placement, metadata: Mapping[str, Any], cache: Cache | Non
     devices = placement.devices.values()
     experts = {placement[name] for name in placement.devices if "_exps." in name}
     if count and used and CPU in experts and any(device != CPU for device in devices):
-        least = offload.least_tokens("MUL_MAT_ID", count, used)
+        least = offload.least_of_experts(count, used)
         found.append(
             "the CPU's experts are left to the CPU in all batches (-op)"
             if least is None

@@ -27,6 +27,8 @@ from quantkit.cli._runtime import (
     MaxGpu,
     NCpuMoe,
     NoKvOffload,
+    OffloadPolicy,
+    OffloadThreshold,
     OverrideTensor,
     SplitMode,
     TensorSplit,
@@ -42,8 +44,8 @@ if TYPE_CHECKING:
     from quantkit.files.imatrix import Imatrix
     from quantkit.recipe import Options, Plan, Recipe
 
-__all__ = ["CpuMoe", "Devices", "Fit", "GpuLayers", "MainGpu", "MaxGpu", "NCpuMoe", "NoKvOffload", "OverrideTensor",
-           "RepackPattern", "SplitMode", "TensorSplit"]  # fmt: skip
+__all__ = ["CpuMoe", "Devices", "Fit", "GpuLayers", "MainGpu", "MaxGpu", "NCpuMoe", "NoKvOffload", "OffloadPolicy",
+           "OffloadThreshold", "OverrideTensor", "RepackPattern", "SplitMode", "TensorSplit"]  # fmt: skip
 
 Type = Annotated[str | None, typer.Option(metavar="T", show_default=False)]
 ImatrixFile = Annotated[Path | None, typer.Option(help="Importance matrix.", metavar="FILE")]
@@ -102,15 +104,6 @@ Bandwidth = Annotated[
 Compute = Annotated[
     str | None,
     typer.Option(metavar="cpu=N,cuda:0=N", help="TFLOP/s of devices, for those of prompts.", show_default=False),
-]
-OffloadThreshold = Annotated[
-    int, typer.Option(metavar="TOKENS", help="From so many tokens a matrix on, GPUs take part in the CPU's products.")
-]
-OffloadPolicy = Annotated[
-    str | None,
-    typer.Option(
-        "--offload-policy", "-op", metavar="OP,0,…", help="Operations by name that they take part in (1) or not (0)."
-    ),
 ]
 Explain = Annotated[bool, typer.Option("--explain", help="Show why tensors are where they are.")]
 

@@ -58,6 +58,15 @@ Devices = Annotated[
     ),
 ]
 Fit = Annotated[bool, typer.Option("--fit", help="Fill the devices to their memory; says the -ot that do the same.")]
+OffloadThreshold = Annotated[
+    int, typer.Option(metavar="TOKENS", help="From so many tokens a matrix on, GPUs take part in the CPU's products.")
+]
+OffloadPolicy = Annotated[
+    str | None,
+    typer.Option(
+        "--offload-policy", "-op", metavar="OP,0,…", help="Operations by name that they take part in (1) or not (0)."
+    ),
+]
 
 PLACEMENT: dict[str, tuple[Any, Any]] = {  # options that say where tensors go, with their defaults
     "gpu_layers": (GpuLayers, None),
@@ -83,6 +92,8 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {  # of every command that runs a model, 
         Annotated[str, typer.Option(metavar="f32|f16|bf16", help="What sums over devices travel as, -sm graph.")],
         "f32",
     ),
+    "offload_threshold": (OffloadThreshold, 32),
+    "offload_policy": (OffloadPolicy, None),
     "profile": (
         Annotated[
             bool, typer.Option("--profile", help="Say where each device's time goes; the model runs layer by layer.")
@@ -196,6 +207,8 @@ class Launch:
     """What the options of `runs_a_model` say: how a command runs its models."""
 
     def __init__(self, given: dict[str, Any]):
+        from quantkit.runtime.offload import parse_ops
+
         self._given = given
         self._profiled: list[Any] = []
         if given["flash_attn"] not in _FLASH:
@@ -208,6 +221,7 @@ class Launch:
             "tripwire": given["tripwire"],
             "attention_mib": given["attention_max_batch"],
             "mla": given["mla"],
+            "offload": parse_ops(given["offload_policy"] or "", given["offload_threshold"]),
         }
 
     def open(

@@ -25,7 +25,9 @@ back. It goes back to the beginning, where it is zero, to the place of the last 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +35,8 @@ from quantkit import types
 from quantkit.archs.blocks import HParams, Recurrence
 from quantkit.errors import DataError, UnknownNameError, UnsupportedError
 from quantkit.runtime.kernels.rounding import FLOATS, QUANTIZED, rotation_block
+
+Zeros = Callable[[tuple[int, ...], str], Any]  # of a shape and the name of a type of numbers, an array of a device
 
 _NAMES = {name.lower(): name for name in FLOATS + QUANTIZED}
 
@@ -107,9 +111,9 @@ class LayerState:
     position: int = 0
 
     @classmethod
-    def zero(cls, sizes: Recurrence) -> LayerState:
+    def zero(cls, sizes: Recurrence, zeros: Zeros = np.zeros) -> LayerState:
         shape = (sizes.value_heads, sizes.head_dim_k, sizes.head_dim_v)
-        return cls(np.zeros((sizes.kernel - 1, sizes.channels), np.float32), np.zeros(shape, np.float32))
+        return cls(zeros((sizes.kernel - 1, sizes.channels), "float32"), zeros(shape, "float32"))
 
     @property
     def nbytes(self) -> int:
@@ -219,8 +223,11 @@ class Cache:
         """A copy of all that the cache holds of its sequence."""
         if self.one_layer:
             raise DataError("a cache that its layers share cannot be saved: it holds the last layer alone")
-        k, v = ([x[:, : self.length].copy() for x in side] for side in (self.k, self.v))
+        k, v = ([self._copy(x[:, : self.length]) for x in side] for side in (self.k, self.v))
         return State(self.type, self.length, k, v, {i: copy.deepcopy(self.state(i)) for i in self.states})
+
+    def _copy(self, x: np.ndarray) -> np.ndarray:
+        return x.copy()
 
     def restore(self, state: State) -> None:
         """Hold what was saved, and nothing else. DataError where it is of another kind of cache, or does not fit."""

@@ -35,6 +35,11 @@ class Device:
         """Whether it computes on this machine's CPU."""
         return self.name == "CPU" or self.is_virtual
 
+    @property
+    def gpu(self) -> int | None:
+        """The number of a GPU; None of what the CPU plays."""
+        return int(self.name.removeprefix("CUDA")) if self.name.startswith("CUDA") else None
+
 
 CPU = Device("CPU")
 

@@ -252,7 +252,7 @@ def attend(
     """float32[tokens, heads * head_dim_v] of queries and latents after rope, as `mla` says."""
     between = run.between(part)
     if not run.mla:
-        _observe(run, part.kv_b, latents[:, : part.kv_lora])
+        observe(run, part.kv_b, latents[:, : part.kv_lora])
         k, v = (x.transpose(1, 0, 2).reshape(len(q), -1) for x in between.expanded(latents, 0, part.heads))
         for span in spans:
             layers.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
@@ -264,7 +264,7 @@ def attend(
     for span in spans:
         if run.mla > 1 and run.how.flash and span.stop - span.start >= EXPAND:
             rows = slice(span.start, span.stop)
-            _observe(run, part.kv_b, latents[rows, : part.kv_lora])
+            observe(run, part.kv_b, latents[rows, : part.kv_lora])
             out[rows] = attend_expanded(run, part, between, layer, q[rows], span)
         else:
             few.append(span)
@@ -272,14 +272,14 @@ def attend(
     for span in few:
         rows = slice(span.start, span.stop)
         mine = np.ascontiguousarray(q[rows])
-        _observe(run, part.k_b, mine[:, :, : part.nope])
+        observe(run, part.k_b, mine[:, :, : part.nope])
         found = run.attend(absorbed(part), layer, between.queries(mine), [Span(0, len(mine), span.cache)], how)
-        _observe(run, part.v_b, found.reshape(len(mine), part.heads, -1))
+        observe(run, part.v_b, found.reshape(len(mine), part.heads, -1))
         out[rows] = between.values(found)
     return out
 
 
-def _observe(run: Run, linear: blocks.Linear | None, x: np.ndarray) -> None:
+def observe(run: Run, linear: blocks.Linear | None, x: np.ndarray) -> None:
     """Tell what enters a matrix between latent and heads: float32[tokens, n], or [tokens, heads, n] of each head."""
     if linear is None:
         return

@@ -28,6 +28,7 @@ from quantkit.runtime.devices import CPU, Device, parse_devices
 from quantkit.runtime.generate import Generated, Sampling, generate
 from quantkit.runtime.kernels.rounding import FLOATS, QUANTIZED
 from quantkit.runtime.layers import Span
+from quantkit.runtime.offload import Offload
 from quantkit.runtime.parts import Parts
 from quantkit.runtime.placement import Flags, Placement, place_model
 from quantkit.runtime.repacking import Repacked
@@ -69,6 +70,7 @@ def load(
     reduce_type: str = "f32",
     experts_by: str = "number",
     profile: bool = False,
+    offload: Offload | None = None,
 ) -> Model:
     """Open a GGUF file (of a set of shards any member) as a Model. Nothing is read before it is needed.
 
@@ -86,13 +88,15 @@ def load(
     mla         0 to 3: what latent attention caches and how it attends, see `runtime.latent`; nothing for other models.
     tripwire    looking for NaN and Inf: "layer" after each layer, "full" after each operation; both also look at the
                 scale fields of what a layer needs before it first runs. "off": after each layer, and no scales.
-    devices     what there is beside the CPU: "cpu:0=2GiB,cpu:1=2GiB", virtual devices of the CPU (runtime/devices.py),
-                or Devices.
+    devices     what there is beside the CPU: "cuda:0,cuda:1=20GiB", GPUs, of which all free memory is used where none
+                is said; "cpu:0=2GiB,cpu:1=2GiB", virtual devices of the CPU (runtime/devices.py); or Devices.
     split_mode, tensor_split, main_gpu, max_gpus, kv_on_cpu   `-sm`, `-ts`, `-mg`, `--max-gpu` and `-nkvo`.
     fit, fit_margin   fill the devices, each with its memory, but for so many bytes (runtime/fit.py); `fitted` of the
                 model says the flags that do the same.
     reduce_type, experts_by   of -sm graph: f32, f16 or bf16 for what is added up over devices; experts shared by
                 "number" or "columns".
+    offload     from which batch on a GPU computes with experts that stay on the CPU; by default from 32 tokens of each
+                (runtime/offload.py).
     profile     count time and bytes in `split.ledger`; the model then runs layer by layer, on one device too.
 
     DataError where devices have too little memory for their weights, the cache of `n_ctx` and working memory.
@@ -103,13 +107,16 @@ def load(
     kind = _cache_type(cache_type, numerics, how)
     file = gguf.open(path)
     rules = (override_tensor,) if isinstance(override_tensor, str) else tuple(override_tensor)
-    there = parse_devices(devices) if isinstance(devices, str) else tuple(devices) or (CPU,)
+    asked = parse_devices(devices) if isinstance(devices, str) else tuple(devices) or (CPU,)
+    there = _with_memory(asked)
     flags = Flags(
         gpu_layers, rules, n_cpu_moe, tuple(tensor_split), split_mode, main_gpu, max_gpus, kv_on_cpu, tuple(there)
     )
     fitted = None
     if fit or any(device.memory for device in there):
         size = n_ctx or int(file.metadata.get(f"{file.metadata.get('general.architecture')}.context_length") or 1)
+        if not (n_ctx or fit or any(device.memory for device in asked)):
+            size = min(size, SEQUENCE_TOKENS)  # nobody spoke of memory: there must be room to run at all
         cache = budget.Cache(size, kind.k, kind.v, mla)
         if fit:
             about = (file.tensors, file.metadata, there, cache.of_layers(file.metadata))
@@ -120,10 +127,19 @@ def load(
     model = Model(
         file, placement, numerics=numerics, threads=threads, cache_type=kind, how=how, n_ctx=n_ctx, repack=repack,
         fused_experts=fused_experts, expert_reduction=expert_reduction, mla=mla, tripwire=tripwire,
-        reduce_type=reduce_type, experts_by=experts_by, profile=profile,
+        reduce_type=reduce_type, experts_by=experts_by, profile=profile, offload=offload,
     )  # fmt: skip
     model.fitted = fitted.text if fitted else None
     return model
+
+
+def _with_memory(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """The same, GPUs with the memory that is free where none was said. UnsupportedError for one that is not there."""
+    if all(device.gpu is None for device in devices):
+        return tuple(devices)
+    from quantkit.runtime import cuda_worker
+
+    return tuple(map(cuda_worker.with_memory, devices))
 
 
 def _cache_type(chosen: str | CacheType | None, numerics: str, how: layers.Attending) -> CacheType:
@@ -177,6 +193,7 @@ class Model(Parts):
         reduce_type: str = "f32",
         experts_by: str = "number",
         profile: bool = False,
+        offload: Offload | None = None,
     ):
         how = how or layers.Attending()
         kind = _cache_type(cache_type, numerics, how)
@@ -217,8 +234,10 @@ class Model(Parts):
         self.split: split.Split | None = None
         if split.required(placement, profile):
             self.split = split.Split(
-                self, self.blocks, self.head, self._cached, placement, reduce=reduce_type, experts_by=experts_by
-            )
+                self, self.blocks, self.head, self._cached, placement, reduce=reduce_type, experts_by=experts_by,
+                profile=profile, offload=offload,
+            )  # fmt: skip
+            self.split.require_cache(kind)
         self.fitted: str | None = None
         self._fast: Any = None
         self.slow_because: str | None = None
@@ -419,9 +438,14 @@ class Model(Parts):
     def _run(self, tokens: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] before the output norm; keys and values go into the spans' caches."""
         x = self.enter(tokens)
-        for block in self.blocks:
-            x = self.advance(block, x, spans)
-        return x
+        for worker, run in [(None, self.blocks)] if self.split is None else self.split.runs:
+            y = None if self.split is None else self.split.replayed(worker, run, x, spans)
+            if y is None:  # also where what was replayed is not finite, to find out why
+                for block in run:
+                    x = self._advance(block, x, spans)
+            else:
+                x = y
+        return self._here(x)
 
     def enter(self, tokens: np.ndarray) -> np.ndarray:
         """What `embed` gives, looked at by the tripwire."""
@@ -432,11 +456,19 @@ class Model(Parts):
 
     def advance(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """What `run_block` gives, looked at by the tripwire."""
+        return self._here(self._advance(block, x, spans))
+
+    def _advance(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        """The same, left on its device."""
         self._require_sound(block.layer)
-        y = self.run_block(block, x, spans)
-        if not layers.is_finite(y):
-            self._blame(block, x, spans)
+        y = super().run_block(block, x, spans) if self.split is None else self.split.run_block(block, x, spans)
+        if not (self if self.split is None else self.split).is_finite(y):
+            self._blame(block, self._here(x), spans)
         return y
+
+    def _here(self, x: np.ndarray) -> np.ndarray:
+        """What left a block, in the host's memory."""
+        return x if self.split is None else self.split.host(x)
 
     def embed(self, tokens: np.ndarray) -> np.ndarray:
         """float32[tokens, n_embd] that enters the first block."""
@@ -451,7 +483,9 @@ class Model(Parts):
 
     def run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] that leaves a block, on whatever devices."""
-        return super().run_block(block, x, spans) if self.split is None else self.split.run_block(block, x, spans)
+        if self.split is None:
+            return super().run_block(block, x, spans)
+        return self._here(self.split.run_block(block, x, spans))
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop what was made of these tensors."""

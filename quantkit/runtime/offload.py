@@ -4,6 +4,9 @@ Weights that live on the CPU can be copied to a GPU for one large batch, which t
 copying is the smaller part: a matrix of its own from THRESHOLD tokens on, matrices of experts from
 THRESHOLD * experts / used on, where each expert gets THRESHOLD tokens on average. Below, prompts run on the CPU, which
 is why they are so much slower in small batches (field-notes.md 2). `-op` forbids it for operations by name.
+
+Runs copy experts of layers that are on a GPU, as a whole: forbidding either operation OF_EXPERTS keeps them on the CPU.
+Other matrices on the CPU are multiplied with there in this version, whatever the batch.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from quantkit.errors import DataError, UnknownNameError
 
 THRESHOLD = 32
 OPS = {"MUL_MAT": 27, "MUL_MAT_ID": 28, "FUSED_UP_GATE": 30, "MOE_FUSED_UP_GATE": 31}  # their numbers in ik_llama.cpp
-_OF_EXPERTS = ("MUL_MAT_ID", "MOE_FUSED_UP_GATE")
+OF_EXPERTS = ("MUL_MAT_ID", "MOE_FUSED_UP_GATE")
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,17 @@ class Offload:
             raise UnknownNameError("operation", op, OPS)
         if op in self.forbidden:
             return None
-        if op in _OF_EXPERTS and experts and used:
+        if op in OF_EXPERTS and experts and used:
             return -(-self.threshold * experts // used)
         return self.threshold
 
-    def offloads(self, op: str, tokens: int, experts: int = 0, used: int = 0) -> bool:
-        least = self.least_tokens(op, experts, used)
+    def least_of_experts(self, experts: int, used: int) -> int | None:
+        """The smallest batch for which experts are copied, as a whole; None where an operation of theirs never is."""
+        found = [self.least_tokens(op, experts, used) for op in OF_EXPERTS]
+        return None if None in found else max(least for least in found if least)
+
+    def offloads_experts(self, tokens: int, experts: int, used: int) -> bool:
+        least = self.least_of_experts(experts, used)
         return least is not None and tokens >= least
 
 

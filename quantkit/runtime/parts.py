@@ -14,6 +14,7 @@ from quantkit.archs import blocks
 from quantkit.errors import DataError
 from quantkit.files.gguf import Tensor
 from quantkit.runtime import experts, latent, layers, recurrent
+from quantkit.runtime.cache import Cache
 from quantkit.runtime.layers import Span
 from quantkit.runtime.tripwire import culprit
 
@@ -61,9 +62,9 @@ class Parts:
         if isinstance(part, blocks.Attention):
             return self._attention(part, layer, x, spans)
         if isinstance(part, blocks.LatentAttention):
-            return latent.attention(self, part, layer, x, spans)
+            return self.latent_attention(part, layer, x, spans)
         if isinstance(part, blocks.DeltaNet):
-            return recurrent.delta_net(self, part, layer, x, spans)
+            return self.delta_net(part, layer, x, spans)
         if isinstance(part, blocks.Experts):
             return self._experts(part, x)
         return self._gated(part, self.norm(part.norm, x))
@@ -71,7 +72,7 @@ class Parts:
     def _attention(self, part: blocks.Attention, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         y = self.norm(part.norm, x)
         made, k, v = (self.linear(linear, y) for linear in (part.q, part.k, part.v))
-        q = layers.without_gates(made, part.heads) if part.gated else made
+        q = self.without_gates(made, part.heads) if part.gated else made
         if not part.norms_after_rope:
             q, k = self._head_norm(part.q_norm, q), self._head_norm(part.k_norm, k)
         for heads in (q, k):
@@ -79,10 +80,10 @@ class Parts:
         if part.norms_after_rope:
             q, k = self._head_norm(part.q_norm, q), self._head_norm(part.k_norm, k)
         if part.temperature is not None:
-            layers.temper(q, *part.temperature, spans)
+            self.temper(q, part.temperature, spans)
         y = self.remember_and_attend(part, layer, q, k, v, spans)
         if part.gated:
-            layers.gate(y, made, part.head_dim_v, self.threads)
+            self.gate(y, made, part.head_dim_v)
         self.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
         return self._post_norm(part.post_norm, self.linear(part.out, self._post_norm(part.sub_norm, y)))
 
@@ -91,7 +92,7 @@ class Parts:
     ) -> np.ndarray:
         """float32[tokens, heads * head_dim_v] of queries, keys and values after rope; the caches get the latter two."""
         for span in spans:
-            layers.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
+            self.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
         return self.attend(layers.Heads.of(part, self.vector(part.sinks) if part.sinks else None), layer, q, spans)
 
     def attend(
@@ -122,13 +123,12 @@ class Parts:
     def _gated(self, part: blocks.FeedForward, y: np.ndarray) -> np.ndarray:
         """What a feed-forward makes of what its norm made."""
         gate, up = self.linear(part.gate, y), self.linear(part.up, y)
-        y = self._post_norm(part.sub_norm, layers.activate(part.activation, gate, up, self.threads))
+        y = self._post_norm(part.sub_norm, self.activate(part.activation, gate, up))
         return self._post_norm(part.post_norm, self.linear(part.down, y))
 
     def _experts(self, part: blocks.Experts, x: np.ndarray) -> np.ndarray:
         y = self.norm(part.norm, x)
-        bias = self.vector(part.choice_bias) if part.choice_bias else None
-        chosen, weights = experts.route(part, self.linear(part.router, y), self.expert_reduction, bias)
+        chosen, weights = self.route(part, self.linear(part.router, y))
         found = self.run_experts(part, y, chosen, weights)
         self.check(part.down.weight, found)
         return found if part.shared is None else found + self._shared(part.shared, part.shared_gate, y)
@@ -138,7 +138,7 @@ class Parts:
         found = self._gated(part, y)
         if gate is not None:
             self.observe(gate, y)
-            found *= layers.sigmoid(y @ self.vector(gate))[:, None]
+            found *= self.sigmoid(y @ self.vector(gate))[:, None]
             self.check(gate, found)
         return found
 
@@ -146,6 +146,50 @@ class Parts:
         """float32[tokens, n_embd]: what the experts chosen for each token make of y, weighted and added up."""
         observe = None if self._checking else self.observer
         return experts.run(part, self.weights, y, chosen, weights, self.threads, observe)
+
+    # ---------------------------------------------- what a kind of device that has arrays of its own does with kernels
+
+    def rms_norm(self, x: np.ndarray, norm: blocks.Norm) -> np.ndarray:
+        return layers.rms_norm(x, self.vector(norm.weight), norm.eps, self.threads)
+
+    def activate(self, name: str, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+        """act(gate) * up; overwrites `gate`."""
+        return layers.activate(name, gate, up, self.threads)
+
+    def sigmoid(self, x: np.ndarray) -> np.ndarray:
+        return layers.sigmoid(x)
+
+    def without_gates(self, projected: np.ndarray, heads: int) -> np.ndarray:
+        """See `layers.without_gates`, and so of the next two."""
+        return layers.without_gates(projected, heads)
+
+    def gate(self, x: np.ndarray, projected: np.ndarray, dim: int) -> None:
+        layers.gate(x, projected, dim, self.threads)
+
+    def temper(self, q: np.ndarray, temperature: tuple[float, int], spans: list[Span]) -> None:
+        layers.temper(q, *temperature, spans)
+
+    def remember(self, k: np.ndarray, v: np.ndarray | None, cache: Cache, layer: int) -> None:
+        """Keep keys and values of a layer."""
+        layers.remember(k, v, cache, layer)
+
+    def route(self, part: blocks.Experts, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Experts and weights of each token; see `experts.route`."""
+        bias = self.vector(part.choice_bias) if part.choice_bias else None
+        return experts.route(part, logits, self.expert_reduction, bias)
+
+    def latent_attention(
+        self, part: blocks.LatentAttention, layer: int, x: np.ndarray, spans: list[Span]
+    ) -> np.ndarray:
+        return latent.attention(self, part, layer, x, spans)
+
+    def delta_net(self, part: blocks.DeltaNet, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        return recurrent.delta_net(self, part, layer, x, spans)
+
+    def is_finite(self, y: np.ndarray) -> bool:
+        return layers.is_finite(y)
+
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _head_norm(self, norm: blocks.Norm | None, x: np.ndarray) -> np.ndarray:
         """x float32[tokens, heads * dim] normed head by head; as it is without a norm."""
@@ -155,7 +199,7 @@ class Parts:
         return self.norm(norm, x.reshape(-1, dim)).reshape(x.shape)
 
     def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
-        y = layers.rms_norm(x, self.vector(norm.weight), norm.eps, self.threads)
+        y = self.rms_norm(x, norm)
         self.check(norm.weight, y)
         return y
 
@@ -196,7 +240,7 @@ class Parts:
         """Tables for at least `n_ctx` positions."""
         held = self._tables.get(rope)
         if held is None or len(held[0]) < n_ctx:
-            factors = self.vector(rope.factors) if rope.factors else None
+            factors = layers.vector(self.weights[rope.factors]) if rope.factors else None
             held = self._tables[rope] = layers.rope_tables(rope, 1 << (n_ctx - 1).bit_length(), factors)
         return held
 
@@ -207,7 +251,7 @@ class Parts:
 
     def _require_finite(self, what: str, y: np.ndarray) -> None:
         """DataError that names `what` made y float32[tokens, n] when it holds NaN or Inf."""
-        if layers.is_finite(y):
+        if self.is_finite(y):
             return
         token, column = (int(i) for i in np.argwhere(~np.isfinite(y))[0])
         note = culprit(self.weights.get(what))

@@ -5,8 +5,7 @@
                 is added up after every part of a block (runtime/reduce.py), so that all have the hidden state
     -ot         a product, norm or expert whose tensor is elsewhere is computed there; what enters and leaves it moves
 
-A `Worker` is what a device computes; a device of another kind is one more subclass of it, which keeps its arrays where
-it wants and says in `take` and `give` how they come and go. `Split.ledger` counts time and bytes moved.
+A `Worker` (runtime/worker.py) is what a device computes. `Split.ledger` counts time and bytes moved.
 
 In -sm graph, tensors that rules put elsewhere can be the three matrices of a layer's experts, together on one device;
 layers below -ngl run on the CPU, whole.
@@ -14,9 +13,9 @@ layers below -ngl run on the CPU, whole.
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,217 +23,18 @@ import numpy as np
 
 from quantkit.archs import blocks
 from quantkit.errors import UnsupportedError
-from quantkit.runtime import cuts, experts, latent, layers, slices
+from quantkit.runtime import cuts, slices
 from quantkit.runtime.cache import CacheType
 from quantkit.runtime.cuts import Cut
 from quantkit.runtime.devices import CPU, Device
 from quantkit.runtime.layers import Span
 from quantkit.runtime.ledger import Ledger
+from quantkit.runtime.offload import Offload
 from quantkit.runtime.parts import Parts
 from quantkit.runtime.placement import Placement
 from quantkit.runtime.reduce import Reduce
 from quantkit.runtime.split_cache import Held, SplitCache
-
-
-class Worker(Parts):
-    """What one device computes: parts of blocks, over the tensors that are there.
-
-    Operations whose tensor is on another device are handed to that one's worker.
-    """
-
-    def __init__(self, device: Device, split: Split, owner: Parts, threads: int):
-        super().__init__(
-            owner.path,
-            owner.weights,
-            numerics=owner.numerics,
-            threads=threads,
-            how=owner.how,
-            mla=owner.mla,
-            expert_reduction=owner.expert_reduction,
-            tripwire=owner.tripwire,
-        )
-        self.device, self._split = device, split
-        self._timing = False
-
-    def follow(self, owner: Parts) -> None:
-        """Take over what may change while a model is open."""
-        self.observer, self._checking = owner.observer, owner._checking
-        self.expert_reduction, self.weights = owner.expert_reduction, owner.weights
-
-    # ------------------------------------------------------------------------------------------------------- transfers
-
-    def take(self, x: np.ndarray, source: Worker) -> np.ndarray:
-        """x of another device, here."""
-        if source is self:
-            return x
-        begin = time.perf_counter()
-        here = source.give(x)
-        ledger = self._split.ledger
-        ledger.moved(source.device.name, self.device.name, here.nbytes)
-        ledger.spent(self.device.name, "transfer", time.perf_counter() - begin)
-        return here
-
-    def give(self, x: np.ndarray) -> np.ndarray:
-        """A copy of x of this device in the host's memory."""
-        return np.array(x)
-
-    def _there(self, other: Worker, task: Callable[..., np.ndarray], *given: np.ndarray) -> np.ndarray:
-        """What `task` of arrays gives that are moved to another device for it, brought back."""
-        return self.take(task(*(other.take(x, self) for x in given)), other)
-
-    @contextlib.contextmanager
-    def _timed(self, kind: str) -> Iterator[None]:
-        """Count what is done inside as this kind of work; what is within that again is not counted twice."""
-        if self._timing:
-            yield
-            return
-        self._timing, begin = True, time.perf_counter()
-        try:
-            yield
-        finally:
-            self._timing = False
-            self._split.ledger.spent(self.device.name, kind, time.perf_counter() - begin)
-
-    def _of(self, name: str) -> Worker:
-        """The worker of the device that has a tensor."""
-        return self._split.worker(self._split.placement[name])
-
-    # ------------------------------------------------------------------------------------------------------ operations
-
-    def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray:
-        other = self._of(linear.weight)
-        if other is not self:
-            return self._there(other, lambda x: other.linear(linear, x), x)
-        with self._timed("products"):
-            self._split.ledger.read(self.device.name, self.weights[linear.weight].nbytes)
-            return super().linear(linear, x)
-
-    def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
-        other = self._of(norm.weight)
-        if other is not self:
-            return self._there(other, lambda x: other.norm(norm, x), x)
-        with self._timed("norms"):
-            return super().norm(norm, x)
-
-    def attend(
-        self,
-        heads: layers.Heads,
-        layer: int,
-        q: np.ndarray,
-        spans: list[Span],
-        how: layers.Attending | None = None,
-    ) -> np.ndarray:
-        with self._timed("attention"):
-            return super().attend(heads, layer, q, spans, how)
-
-    def remember_and_attend(
-        self, part: blocks.Attention, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, spans: list[Span]
-    ) -> np.ndarray:
-        other = self._split.attends(layer, self)
-        if other is self:
-            return super().remember_and_attend(part, layer, q, k, v, spans)
-        return self._there(other, lambda q, k, v: other.remember_and_attend(part, layer, q, k, v, spans), q, k, v)
-
-    def attend_latents(
-        self, part: blocks.LatentAttention, layer: int, q: np.ndarray, latents: np.ndarray, spans: list[Span]
-    ) -> np.ndarray:
-        other = self._split.attends(layer, self)
-        if other is self:
-            return super().attend_latents(part, layer, q, latents, spans)
-        return self._there(other, lambda q, c: other.attend_latents(part, layer, q, c, spans), q, latents)
-
-    def between(self, part: blocks.LatentAttention) -> latent.Between:
-        return _Between(part, self)
-
-    def run_part(self, part: blocks.Part, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
-        if not isinstance(part, blocks.DeltaNet):
-            return super().run_part(part, layer, x, spans)
-        begin, counted = time.perf_counter(), self._counted()
-        out = super().run_part(part, layer, x, spans)
-        rest = time.perf_counter() - begin - (self._counted() - counted)
-        self._split.ledger.spent(self.device.name, "recurrent", max(0.0, rest))
-        return out
-
-    def _counted(self) -> float:
-        """Seconds that are counted already, of all that this worker's parts are made by."""
-        return self._split.ledger.total()
-
-    def run_experts(self, part: blocks.Experts, y: np.ndarray, chosen: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        other, *others = (self._of(linear.weight) for linear in (part.gate, part.up, part.down))
-        if any(worker is not other for worker in others):
-            return self._experts_apart(part, y, chosen, weights)
-        if other is not self:
-            return self._there(other, lambda y, w: other.run_experts(part, y, chosen, w), y, weights)
-        with self._timed("experts"):
-            self._count_experts(part, chosen)
-            return super().run_experts(part, y, chosen, weights)
-
-    def _experts_apart(
-        self, part: blocks.Experts, y: np.ndarray, chosen: np.ndarray, weights: np.ndarray
-    ) -> np.ndarray:
-        """The three matrices of an expert are not on one device: each product is where its matrix is."""
-
-        def matrix(linear: blocks.Linear, number: int) -> experts.Product:
-            other = self._of(linear.weight)
-            product = experts.linear_of(other.weights, other.threads, linear, number)
-
-            def run(x: np.ndarray) -> np.ndarray:
-                with other._timed("experts"):
-                    return product(x)
-
-            return run if other is self else lambda x: self._there(other, run, x)
-
-        observe = None if self._checking else self.observer
-        self._count_experts(part, chosen)
-        return experts.run(part, self.weights, y, chosen, weights, self.threads, observe, matrix)
-
-    def _count_experts(self, part: blocks.Experts, chosen: np.ndarray) -> None:
-        used = len(np.unique(chosen[chosen >= 0]))
-        for linear in (part.gate, part.up, part.down):
-            tensor = self.weights[linear.weight]
-            name = self._of(linear.weight).device.name
-            self._split.ledger.read(name, used * tensor.nbytes // max(1, tensor.shape[0]))
-
-
-class _Between(latent.Between):
-    """The matrices between latents and heads, each used on the device that has it."""
-
-    def __init__(self, part: blocks.LatentAttention, worker: Worker):
-        super().__init__(part, worker.weights, worker.threads)
-        self._worker = worker
-
-    def _at(self, absorbed: bool, own: blocks.Linear | None) -> Worker:
-        """Who has the matrix that `of` reads; where it reads k_b and v_b, who has k_b, and v_b is brought there."""
-        part, weights = self.part, self._worker.weights
-        pair = part.k_b is not None and part.v_b is not None
-        if part.kv_b is not None and not (absorbed and pair):
-            return self._worker._of(part.kv_b.weight)
-        assert own is not None
-        assert part.v_b is not None
-        found = self._worker._of(own.weight)
-        holder = self._worker._of(part.v_b.weight)
-        if not absorbed and holder is not found:
-            self._worker._split.ledger.moved(holder.device.name, found.device.name, weights[part.v_b.weight].nbytes)
-        return found
-
-    def _run(self, other: Worker, task: Callable[[latent.Between, np.ndarray], Any], x: np.ndarray) -> Any:
-        """`task` with plain matrices on another device."""
-        x = other.take(x, self._worker)
-        with other._timed("latents"):
-            return task(latent.Between(self.part, other.weights, other.threads), x)
-
-    def queries(self, q: np.ndarray) -> np.ndarray:
-        other = self._at(True, self.part.k_b)
-        return self._worker.take(self._run(other, lambda between, q: between.queries(q), q), other)
-
-    def values(self, attended: np.ndarray) -> np.ndarray:
-        other = self._at(True, self.part.v_b)
-        return self._worker.take(self._run(other, lambda between, x: between.values(x), attended), other)
-
-    def expanded(self, latents: np.ndarray, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        other = self._at(False, self.part.k_b)
-        k, v = self._run(other, lambda between, c: between.expanded(c, first, stop), latents)
-        return self._worker.take(k, other), self._worker.take(v, other)
+from quantkit.runtime.worker import Worker
 
 
 class Rank(Worker):
@@ -317,6 +117,8 @@ class Split:
     owner      the model: weights by name, how to compute
     ledger     time and bytes moved
     reduce     of -sm graph: the type sums over devices travel in; None otherwise
+    offload    from which batch on GPUs compute with experts that stay on the CPU
+    profile    whether GPUs are waited for, so that each kind of work has the time it took
     """
 
     def __init__(
@@ -329,19 +131,21 @@ class Split:
         *,
         reduce: str = "f32",
         experts_by: str = "number",
+        profile: bool = False,
+        offload: Offload | None = None,
     ):
+        self.profile, self.offload = profile, offload or Offload()
         self.placement, self.ledger = placement, Ledger()
         self._owner, self._parts, self._head, self._cached = owner, parts, head, cached
         used = {device.name: device for device in (CPU, *placement.devices.values(), *placement.of_layer.values())}
-        for device in (*used.values(), *placement.graph):
-            if not device.runs_here:
-                raise UnsupportedError(
-                    f"{device.name}: this version computes on the CPU and on virtual devices (cpu:0, cpu:1, …); "
-                    "`quantkit plan` tells what would go where"
-                )
+        if any(device.gpu is not None for device in placement.graph):
+            raise UnsupportedError(
+                "-sm graph: this version shares layers among virtual devices (cpu:0, cpu:1, …) only; with GPUs take "
+                "-sm layer, or -sm none"
+            )
         _require_known(parts)
         self.cuts: dict[str, Cut] = {}
-        self._workers = {name: Worker(device, self, owner, owner.threads) for name, device in used.items()}
+        self._workers = {name: self._new_worker(device) for name, device in used.items()}
         self.ranks: list[Rank] = []
         self._adding: Reduce | None = None
         if placement.graph:
@@ -354,6 +158,25 @@ class Split:
             self.ranks = [Rank(i, device, self, owner, threads) for i, device in enumerate(placement.graph)]
             self._adding = Reduce(len(self.ranks), reduce)
         self._held: tuple[np.ndarray | None, Worker] = (None, self._workers[CPU.name])
+        self.runs = self._new_runs()
+
+    def _new_runs(self) -> list[tuple[Worker | None, list[blocks.Block]]]:
+        """All blocks in order: neighbours that a worker can replay, with it, and others, with None."""
+
+        def who(block: blocks.Block) -> Worker | None:
+            if block.layer in self.placement.shares:
+                return None
+            worker = self.worker(self.placement.home(block.layer))
+            return worker if worker.records(block) else None
+
+        return [(worker, list(run)) for worker, run in itertools.groupby(self._parts, who)]
+
+    def _new_worker(self, device: Device) -> Worker:
+        if device.gpu is None:
+            return Worker(device, self, self._owner, self._owner.threads)
+        from quantkit.runtime.cuda_worker import CudaWorker
+
+        return CudaWorker(device, self, self._owner)
 
     @property
     def reduce(self) -> str | None:
@@ -368,6 +191,9 @@ class Split:
             for each in names:
                 counts[each] = counts.get(each, 0) + 1
         found: dict[str, Any] = {"split_mode": placement.mode, "devices": counts}
+        if gpus := {name: worker.gpu.name for name, worker in self._workers.items() if hasattr(worker, "gpu")}:
+            found |= {"gpus": gpus, "offload_threshold": self.offload.threshold}
+            found |= {"not_offloaded": sorted(self.offload.forbidden)} if self.offload.forbidden else {}
         if placement.graph:
             found |= {"reduce": self.reduce, "shares": [round(s, 4) for s in next(iter(placement.shares.values()))]}
         return found
@@ -381,7 +207,9 @@ class Split:
 
     def new_cache(self, n_ctx: int, kind: CacheType, one_layer: bool = False) -> SplitCache:
         """An empty cache: of each device its layers, or its heads of every layer that is shared."""
-        held = {name: Held() for name in (*self._workers, *(rank.device.name for rank in self.ranks))}
+        self.require_cache(kind)
+        workers = (*self._workers.values(), *self.ranks)
+        held = {worker.device.name: Held(worker.zeros) for worker in workers}
         for block in self._parts:
             for part in block.parts:
                 if isinstance(part, (blocks.FeedForward, blocks.Experts)):
@@ -393,6 +221,20 @@ class Split:
                     if mine is not None:
                         self._hold(held[rank.device.name], block.layer, mine)
         return SplitCache(held, self._cached, n_ctx, kind, one_layer=one_layer)
+
+    def require_cache(self, kind: CacheType) -> None:
+        """UnsupportedError where a device has no kernel for its part of such a cache."""
+        for block in self._parts:
+            if block.layer in self.placement.shares:
+                continue
+            worker = self.worker(self._cache_device(block))
+            for part in block.parts:
+                if isinstance(part, blocks.Attention):
+                    worker.require_cache(kind, part.kv_heads, part.head_dim_k, part.head_dim_v)
+                elif isinstance(part, blocks.LatentAttention) and self._owner.mla:
+                    worker.require_cache(kind, 1, part.latent, 0)
+                elif isinstance(part, blocks.LatentAttention):
+                    worker.require_cache(kind, part.heads, part.head_dim_k, part.head_dim_v)
 
     def _hold(self, held: Held, layer: int, part: blocks.Part) -> None:
         if isinstance(part, blocks.Attention):
@@ -419,7 +261,8 @@ class Split:
 
     def embedded(self, x: np.ndarray) -> np.ndarray:
         """What the embedding made; where, says its placement."""
-        self._held = x, self.worker(self.placement[self._head.embedding])
+        worker = self.worker(self.placement[self._head.embedding])
+        self._held = x, worker if worker.device.runs_here else self._workers[CPU.name]  # rows are gathered here
         self.ledger.ran(len(x))
         return x
 
@@ -439,6 +282,35 @@ class Split:
         self.ledger.spent(worker.device.name, "other", max(0.0, other))
         self._held = out, worker
         return out
+
+    def replayed(
+        self, worker: Worker | None, run: Sequence[blocks.Block], x: np.ndarray, spans: list[Span]
+    ) -> np.ndarray | None:
+        """What leaves one of `runs` for one token, all finite; None where the blocks have to go one by one."""
+        if worker is None or len(x) != 1 or self.profile:
+            return None
+        worker.follow(self._owner)
+        (span,) = _of_device(spans, worker.device)
+        if not worker.replays(run, span.cache):
+            return None
+        out = worker.replayed(run, worker.take(x, self._source(x)), span.cache)
+        if not worker.is_finite(out):
+            return None
+        self._held = out, worker
+        return out
+
+    @staticmethod
+    def names(block: blocks.Block) -> Iterator[str]:
+        """Tensors that a block names."""
+        return _names(block)
+
+    def host(self, x: np.ndarray) -> np.ndarray:
+        """What left a block, in the host's memory: as it is where it is there already."""
+        return x if isinstance(x, np.ndarray) else self._workers[CPU.name].take(x, self._held[1])
+
+    def is_finite(self, x: np.ndarray) -> bool:
+        """Of what left a block, where it is."""
+        return self._held[1].is_finite(x)
 
     def project(self, x: np.ndarray) -> np.ndarray:
         """float32[k, vocab], on the host, of what the last block made."""
@@ -460,7 +332,8 @@ class Split:
     def _source(self, x: np.ndarray) -> Worker:
         """Where an array is: what left the last block is there, all others are the host's."""
         held, worker = self._held
-        base = x.base if x.base is not None else x
+        base = getattr(x, "base", None)
+        base = x if base is None else base
         return worker if held is not None and (x is held or base is held) else self._workers[CPU.name]
 
     def _run_shared(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:

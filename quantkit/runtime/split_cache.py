@@ -7,19 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from quantkit import types
 from quantkit.archs.blocks import HParams, Recurrence
 from quantkit.errors import DataError, UnsupportedError
-from quantkit.runtime.cache import Cache, CacheType, LayerState, State
+from quantkit.runtime.cache import Cache, CacheType, LayerState, State, Zeros
 
 
 @dataclass
 class Held:
-    """What a device has of a cache: of each attending layer so many key/value heads, of recurrent ones these sizes."""
+    """What a device has of a cache: of each attending layer so many key/value heads, of recurrent ones these sizes.
 
+    zeros   makes its arrays
+    """
+
+    zeros: Zeros = np.zeros
     heads: dict[int, int] = field(default_factory=dict)
     recurrent: dict[int, Recurrence] = field(default_factory=dict)
 
@@ -111,7 +116,7 @@ class _Part(Cache):
 
     def __init__(self, whole: SplitCache, held: Held, hparams: HParams):
         self.type, self.rotations, self.n_ctx = whole.type, whole.rotations, whole.n_ctx
-        self.one_layer, self.length = whole.one_layer, 0
+        self.one_layer, self.length, self._zeros = whole.one_layer, 0, held.zeros
         sides = (self.type.k, hparams.head_dim_k), (self.type.v, hparams.head_dim_v)
         made: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         self.k, self.v = [], []
@@ -120,7 +125,7 @@ class _Part(Cache):
             key = (count, -1 if self.one_layer or not count else layer)
             if key not in made:
                 k, v = (
-                    np.zeros((count, self.n_ctx, types.layout(name).row_bytes(dim)), np.uint8) for name, dim in sides
+                    self._zeros((count, self.n_ctx, types.layout(name).row_bytes(dim)), "uint8") for name, dim in sides
                 )
                 made[key] = k, v
             self.k.append(made[key][0])
@@ -139,6 +144,9 @@ class _Part(Cache):
                 "--max-gpu gives a device other heads of each recurrent layer, which have one size of state here; "
                 "leave it out, or take -sm layer"
             )
-        first = LayerState.zero(one)
-        self.states = {layer: first if self.one_layer else LayerState.zero(one) for layer in sorted(sizes)}
-        self._spare = LayerState.zero(one)
+        first = LayerState.zero(one, self._zeros)
+        self.states = {layer: first if self.one_layer else LayerState.zero(one, self._zeros) for layer in sorted(sizes)}
+        self._spare = LayerState.zero(one, self._zeros)
+
+    def _copy(self, x: Any) -> Any:
+        return x.copy() if isinstance(x, np.ndarray) else x.clone()

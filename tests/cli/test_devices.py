@@ -86,8 +86,34 @@ def test_benches_run_on_devices_and_say_so(tiny: Path, capsys: pytest.CaptureFix
     assert "--fit: the same as -ngl 3" in capsys.readouterr().err
     for flags, said in (
         (("--devices", "cpu:0=1MiB"), r"cpu:0 holds"),
-        (("--devices", "cuda:0"), "CUDA0: this version computes on the CPU"),
         (("--devices", "cpu:0,cpu:0"), "is there twice"),
         (("-sm", "graph"), "at least 2 GPUs"),
     ):
         assert said in refused(capsys, *about, *flags)
+
+
+@pytest.mark.parametrize("command", ["generate", "perplexity", "imatrix", "bench", "sweep-bench", "compare"])
+def test_a_gpu_without_a_driver(
+    command: str,
+    tiny: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    from quantkit.errors import UnsupportedError
+    from quantkit.runtime import cuda_worker
+    from quantkit.runtime.kernels.cuda import driver
+
+    def missing() -> None:
+        raise UnsupportedError(f"no CUDA GPU: the NVIDIA driver is not installed; {driver.REMEDY}")
+
+    monkeypatch.setattr(driver, "library", missing)
+    cuda_worker.gpu.cache_clear()
+    text = tmp_path / "text"
+    text.write_text("once upon a time " * 200)
+    others = {"generate": ["-p", "a"], "imatrix": ["-f", text, "-o", tmp_path / "out"], "perplexity": ["-f", text],
+              "compare": [tiny, "-f", text]}.get(command, [])  # fmt: skip
+    said = refused(capsys, command, tiny, *others, "--devices", "cuda:0")
+    assert said.startswith("error: no CUDA GPU: ")
+    assert said.count("\n") == 1
+    assert "did you mean MUL_MAT, MUL_MAT_ID?" in refused(capsys, command, tiny, *others, "-op", "MULMAT,0")

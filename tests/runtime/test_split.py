@@ -249,8 +249,7 @@ def test_a_bad_tensor_is_named_and_nobody_waits(how: dict[str, Any], tiny: Path,
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [({"devices": "cuda:0"}, "CUDA0: this version computes on the CPU and on virtual devices"),
-     ({"devices": "cpu:0", "split_mode": "graph"}, "at least 2 GPUs, there are 1"),
+    [({"devices": "cpu:0", "split_mode": "graph"}, "at least 2 GPUs, there are 1"),
      ({"devices": "cpu:0,cpu:1", "split_mode": "graph", "kv_on_cpu": True}, "-nkvo"),
      ({"devices": "cpu:0,cpu:1", "split_mode": "graph", "override_tensor": "attn_q=CPU"},
       r"-ot attn_q=CPU: blk.0.attn_q.weight would go to CPU"),

@@ -5,6 +5,7 @@
     weights, floats, activations …    the kernels
     kernel         compiling them, and keeping machine code on disk
     device         the host's side: memory, launching, products of matrices
+    staging        what is streamed through a GPU
     table          which types have which kernels
 
 Codecs state a block's fields as `types/interleave.py` does, and take interleaved types' from there: one description

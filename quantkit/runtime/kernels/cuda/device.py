@@ -3,9 +3,10 @@
     gpu = Gpu(0)                                 UnsupportedError, in one line, where that cannot be
     w = gpu.matrices(data, kind, rows, n)        uint8 of one matrix, or of several one after another
     y = w(x)                                     float32[tokens, rows] of float32[tokens, n] on the GPU
+    y = w(x, exact=True)                         with weights decoded to float32, and activations as they are
     y = w.of_experts(x, ids)                     [tokens, used, rows]: each token by its own matrices; x [tokens, n], or
                                                  [tokens, used, n] with one row for each
-    w.decoded(start, stop)                       bfloat16[stop - start, n]
+    w.decoded(start, stop)                       bfloat16[stop - start, n], with exact=True float32
     graph = gpu.capture(step); graph.replay()    the launches of a function, as one
 
 Up to FEW vectors are multiplied from packed weights, with activations as bytes. More go by tiles that are decoded to
@@ -35,6 +36,7 @@ LEAST = (8, 0)  # compute capability: bfloat16, and what the tests compile for
 FEW = 8
 TILE_ELEMENTS = 1 << 25  # decoded at a time: 64 MiB of bfloat16
 _GRID_Y = 65535
+_OF_TORCH = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # types that torch has
 
 
 def torch_with_cuda() -> Any:
@@ -82,6 +84,34 @@ class Gpu:
 
     def empty(self, *shape: int, kind: str = "float32") -> torch.Tensor:
         return self.torch.empty(shape, dtype=getattr(self.torch, kind), device=self.place)
+
+    def zeros(self, shape: Sequence[int], kind: str = "float32") -> torch.Tensor:
+        return self.torch.zeros(tuple(shape), dtype=getattr(self.torch, kind), device=self.place)
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """uint8 memory of the host that the GPU reads by itself."""
+        return self.torch.empty(nbytes, dtype=self.torch.uint8, pin_memory=True)
+
+    def stream(self) -> torch.cuda.Stream:
+        return self.torch.cuda.Stream(self.place)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return self.torch.cuda.current_stream(self.place)
+
+    def on(self, stream: torch.cuda.Stream) -> Any:
+        """A context in which work goes to a stream."""
+        return self.torch.cuda.stream(stream)
+
+    def event(self) -> torch.cuda.Event:
+        return self.torch.cuda.Event()
+
+    def free_bytes(self) -> int:
+        """Of memory that nobody holds."""
+        return int(self.torch.cuda.mem_get_info(self.index)[0])
+
+    def synchronize(self) -> None:
+        """Wait for all that was launched."""
+        self.torch.cuda.synchronize(self.place)
 
     def _function(self, kernel: Kernel) -> Any:
         found = self._functions.get(kernel.name)
@@ -165,40 +195,44 @@ class Matrices:
         torch = self.gpu.torch
         return self.data.view(torch.float32 if self.kind.name == "f32" else torch.int16)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor:
         """float32[tokens, rows] of float32[tokens, n], by the first matrix."""
-        if 0 < len(x) <= FEW:
+        if 0 < len(x) <= FEW and not exact:
             return self._few(x)
         out = self.gpu.empty(len(x), self.rows)
-        self._many(x.bfloat16(), 0, out)
+        self._many(x if exact else x.bfloat16(), 0, out)
         return out
 
-    def of_experts(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def of_experts(self, x: torch.Tensor, ids: torch.Tensor, exact: bool = False) -> torch.Tensor:
         """float32[tokens, used, rows]: slot (t, j) by matrix ids[t, j] of x[t] or x[t, j]; ids int32[tokens, used]."""
         tokens, used = ids.shape
-        if tokens <= FEW:
+        if tokens <= FEW and not exact:
             share = used if x.dim() == 2 else 1
             out = self.gpu.empty(tokens * used, 1, self.rows)
             self._product(x.reshape(-1, self.n), ids.reshape(-1), share, 1, out)
             return out.view(tokens, used, self.rows)
-        return self._grouped(x, ids)
+        return self._grouped(x, ids, exact)
 
-    def decoded(self, start: int = 0, stop: int | None = None, matrix: int = 0) -> torch.Tensor:
-        """bfloat16[stop - start, n] of whole groups of rows of a matrix."""
+    def decoded(self, start: int = 0, stop: int | None = None, matrix: int = 0, exact: bool = False) -> torch.Tensor:
+        """bfloat16[stop - start, n], or float32, of whole groups of rows of a matrix."""
         from quantkit.runtime.kernels.cuda import floats, weights
 
         stop = self.rows if stop is None else stop
         rows, gpu = stop - start, self.gpu
-        out = gpu.empty(rows, self.n, kind="bfloat16")
+        if exact and self.kind.name in _OF_TORCH:
+            every = self.data.view(getattr(gpu.torch, _OF_TORCH[self.kind.name])).view(self.count, self.rows, self.n)
+            return every[matrix, start:stop].float()
+        output, integer = ("f32", gpu.torch.int32) if exact else ("bf16", gpu.torch.int16)
+        out = gpu.empty(rows, self.n, kind="float32" if exact else "bfloat16")
         if self.is_float:
             first = (matrix * self.rows + start) * self.n
             blocks = -(-self.n // floats.THREADS), min(rows, _GRID_Y)
-            kernel = floats.dequantize(self.kind.ggml_type, "bf16")
-            gpu.launch(kernel, blocks, floats.THREADS, self._words, first, rows, self.n, out.view(gpu.torch.int16))
+            kernel = floats.dequantize(self.kind.ggml_type, output)
+            gpu.launch(kernel, blocks, floats.THREADS, self._words, first, rows, self.n, out.view(integer))
             return out
         blocks = -(-self.n // 32 // weights.THREADS), min(rows, _GRID_Y)
         first = matrix * self.nbytes + start * self.row_bytes
-        kernel = weights.dequantize(self.kind.ggml_type, "bf16")
+        kernel = weights.dequantize(self.kind.ggml_type, output)
         gpu.launch(kernel, blocks, weights.THREADS, self.data, first, self.row_bytes, rows, self.n,
                    out.view(gpu.torch.int32))  # fmt: skip
         return out
@@ -230,19 +264,22 @@ class Matrices:
                    self.n, codes.view(gpu.torch.int32), scales, sums, share, out)  # fmt: skip
 
     def _many(self, x: torch.Tensor, matrix: int, out: torch.Tensor) -> None:
-        """out float32[tokens, rows] of bfloat16[tokens, n], tile after tile."""
+        """out float32[tokens, rows] of bfloat16[tokens, n], or of float32 with exact weights, tile after tile."""
+        exact = x.dtype == self.gpu.torch.float32
         step = max(1, TILE_ELEMENTS // self.n // 16) * 16  # whole groups of all types
         for start in range(0, self.rows, step):
             stop = min(self.rows, start + step)
-            out[:, start:stop] = self.gpu.torch.matmul(x, self.decoded(start, stop, matrix).T)
+            tile = self.decoded(start, stop, matrix, exact=True) if exact else self.decoded(start, stop, matrix)
+            out[:, start:stop] = self.gpu.torch.matmul(x, tile.T)
 
-    def _grouped(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def _grouped(self, x: torch.Tensor, ids: torch.Tensor, exact: bool = False) -> torch.Tensor:
         """Slots sorted by their matrix; the runs of each are one product. Waits for the GPU once, to know the runs."""
         torch = self.gpu.torch
         tokens, used = ids.shape
         order = torch.argsort(ids.reshape(-1), stable=True)
         source = order if x.dim() == 3 else order // used
-        sorted_x = x.reshape(-1, self.n)[source].bfloat16()
+        sorted_x = x.reshape(-1, self.n)[source]
+        sorted_x = sorted_x if exact else sorted_x.bfloat16()
         counts = torch.bincount(ids.reshape(-1), minlength=self.count).tolist()
         sorted_out = self.gpu.empty(tokens * used, self.rows)
         start = 0

@@ -1,0 +1,285 @@
+"""Models with parts on GPUs give the logits of the CPU: tiny ones, in the simulator or on a GPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quantkit.archs import blocks
+from quantkit.errors import UnsupportedError
+from quantkit.files import gguf
+from quantkit.runtime import cuda_worker
+from quantkit.runtime.model import Model, load
+from quantkit.runtime.offload import Offload
+from tests.archs import checkpoints
+from tests.runtime.conftest import rewrite
+from tests.runtime.cuda.conftest import SIMULATED
+from tests.runtime.cuda.simulated import play
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+TOKENS = np.random.default_rng(2).integers(0, 320, 6)
+SMALL: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "qwen3moe": {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "gpt-oss": {"sliding_window": 4},
+}
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many GPUs there are: simulated ones, or one that is there."""
+    if SIMULATED:
+        play(monkeypatch)
+        return 2
+    try:
+        return int(cuda_worker.gpu(0).torch.cuda.device_count())
+    except UnsupportedError as error:
+        pytest.skip(f"runs in the simulator, by test_simulator.py, or on a GPU: {error}")
+
+
+@pytest.fixture(scope="session")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """A random model of an architecture, in float32 or with matrices of a type."""
+    from quantkit.convert import convert
+
+    made: dict[str, Path] = {}
+
+    def model(arch: str, kind: str = "f32", **others: str) -> Path:
+        if arch not in made:
+            directory = tmp_path_factory.mktemp(arch)
+            checkpoints.tiny(directory / "hf", "float32", arch, **SMALL.get(arch, {}))
+            convert(directory / "hf", directory / "model.gguf", "f32")
+            made[arch] = directory / "model.gguf"
+        if kind == "f32":
+            return made[arch]
+        return rewrite(made[arch], tmp_path_factory.mktemp(arch) / "model.gguf", kind, **others)
+
+    return model
+
+
+def check(path: Path, tolerance: float = 1e-4, tokens: np.ndarray = TOKENS, **how: Any) -> Model:
+    """A model run so gives the logits of the CPU: a prompt at once, then one token."""
+    same = ("mla", "cache_type", "numerics", "expert_reduction")
+    wanted = load(path, **{key: how[key] for key in same if key in how}).logits(tokens)
+    model = load(path, **how)
+    cache = model.new_cache(len(tokens))
+    prompt = model.forward(tokens[:-1], cache)
+    found = np.concatenate([prompt, model.forward(tokens[-1:], cache)])
+    assert np.abs(found - wanted).max() < tolerance * max(1.0, float(np.std(wanted)))
+    return model
+
+
+def test_a_model_on_a_gpu(gpus: int, make: Make) -> None:
+    model = check(make("llama"), devices="cuda:0", tokens=TOKENS[:4])
+    assert model.split is not None
+    said = model.split.describe()
+    assert said["devices"] == {"CPU": 1, "CUDA0": 20}  # embeddings are gathered on the CPU
+    assert set(said["gpus"]) == {"CUDA0"}
+    width = 4 * model.hparams.n_embd
+    moved = model.split.ledger.bytes
+    assert moved["CPU", "CUDA0"] == 2 * 4 * width  # embeddings, and what the output norm gets
+    assert moved["CUDA0", "CPU"] == 4 * width + 4 * 4 * model.vocab_size
+    if SIMULATED:
+        launched = model.split._workers["CUDA0"].gpu.launched  # type: ignore[attr-defined]
+        assert {"rms_norm", "rope", "swiglu", "combine"} < launched.keys()
+
+
+def test_experts_on_the_cpu_and_the_rest_on_gpus(gpus: int, make: Make) -> None:
+    how = {"devices": "cuda:0,cuda:1", "tensor_split": (1, 2)} if gpus > 1 else {"devices": "cuda:0"}
+    model = check(make("qwen3moe"), override_tensor="exps=CPU", tokens=TOKENS[:3], profile=True, **how)
+    assert model.split is not None
+    ledger = model.split.ledger
+    assert ledger.seconds["CPU"].keys() == {"experts", "transfer"}
+    assert {"products", "attention", "norms"} <= ledger.seconds["CUDA0"].keys()
+    assert model.placement["blk.1.ffn_up_exps.weight"].name == "CPU"
+    assert model.placement["blk.1.attn_q.weight"].name == f"CUDA{min(1, gpus - 1)}"
+
+
+def test_experts_of_the_cpu_are_streamed_for_large_batches(gpus: int, make: Make) -> None:
+    """From 3 tokens on, of which each of the 6 experts gets one."""
+    rules = "exps=CPU,output=CPU,attn=CPU"
+    how = {"devices": "cuda:0", "override_tensor": rules, "gpu_layers": 1, "kv_on_cpu": True}
+    model = load(make("qwen3moe"), offload=Offload(threshold=1), **how)
+    wanted = load(make("qwen3moe")).logits(TOKENS[:3])
+    assert np.abs(model.logits(TOKENS[:3]) - wanted).max() < 1e-4
+    assert model.split is not None
+    part = model.blocks[1].parts[1]
+    assert isinstance(part, blocks.Experts)
+    expert = 3 * 4 * part.ff * model.hparams.n_embd
+    assert 2 * expert < model.split.ledger.bytes["CPU", "CUDA0"] < 7 * expert
+    assert model.split.describe()["offload_threshold"] == 1
+    never = load(make("qwen3moe"), offload=Offload(1, frozenset({"MUL_MAT_ID"})), **how)
+    assert never.split is not None
+    workers: list[Any] = [m.split._workers["CUDA0"] for m in (model, never) if m.split is not None]
+    assert [[worker._streams(part, tokens) for tokens in (2, 3)] for worker in workers] == [[False, True], [False] * 2]
+
+
+def test_shared_experts_run_while_the_cpu_has_the_others(gpus: int, make: Make) -> None:
+    how: dict[str, Any] = {"devices": "cuda:0", "override_tensor": "_exps=CPU,^output=CPU", "gpu_layers": 1}
+    model = check(make("qwen35moe"), tokens=TOKENS[:2], **how)
+    assert model.split is not None
+    worker: Any = model.split._workers["CUDA0"]
+    host, order = model.split._workers["CPU"], []
+    shared, routed = worker._shared, host.run_experts
+    worker._shared = lambda *given: (order.append("shared"), shared(*given))[1]
+    host.run_experts = lambda *given: (order.append("routed"), routed(*given))[1]  # type: ignore[method-assign]
+    model.logits(TOKENS[:1])
+    assert order[-2:] == ["shared", "routed"]
+
+
+def test_packed_weights_on_a_gpu(gpus: int, make: Make) -> None:
+    """Fast numerics: activations are rounded to bytes here, and elsewhere on the CPU. One layer is on the GPU."""
+    path = make("llama", "q8_0", ffn="iq4_nl")
+    model = load(path, devices="cuda:0", numerics="fast", gpu_layers=1)
+    assert {name for name in model.placement.devices if not model.placement.on_cpu(name)} == {
+        name for name in model.weights if name.startswith("blk.1.")
+    }
+    wanted = load(path).logits(TOKENS[:1])
+    assert np.abs(model.logits(TOKENS[:1]) - wanted).max() < 0.05 * np.std(wanted)
+    assert "layer by layer" in (model.slow_because or "")
+
+
+def replayed(model: Model, turns: int) -> np.ndarray:
+    """Logits of tokens one by one in caches of their own lengths, the first of which is emptied again."""
+    caches = [model.new_cache(12), model.new_cache(40)]
+    kept, made = caches[0].save(), []
+    for number in range(turns):
+        cache = caches[number % 3 // 2]
+        made += [model.forward(TOKENS[i : i + 1], cache) for i in (number, 2, 0)]
+        if number == 2:
+            caches[0].restore(kept)
+    return np.concatenate(made)
+
+
+def check_replayed(path: Path, turns: int, runs: int = 1, **how: Any) -> None:
+    model = load(path, devices="cuda:0", **how)
+    wanted = replayed(load(path, numerics=model.numerics), turns)
+    tolerance = 1e-4 if model.numerics == "exact" else 3e-2
+    assert np.abs(replayed(model, turns) - wanted).max() < tolerance * max(1.0, float(np.std(wanted)))
+    assert model.split is not None
+    assert sum(worker is not None for worker, _ in model.split.runs) == runs
+    worker: Any = model.split._workers["CUDA0"]
+    assert not SIMULATED or worker.gpu.captured == min(2, turns) * runs
+
+
+def test_steps_are_replayed(gpus: int, make: Make) -> None:
+    """What the host knew of the token that was recorded must not stay."""
+    check_replayed(make("llama"), 1, gpu_layers=1, override_tensor="^output=CPU")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", ["llama", "qwen3moe", "deepseek2", "gpt-oss", "qwen35moe"])
+def test_steps_of_architectures_are_replayed(arch: str, gpus: int, make: Make) -> None:
+    runs = {"qwen35moe": 0}.get(arch, 1)  # states of recurrent layers change places
+    rule = "blk.0.ffn=CPU" if arch == "llama" else ()
+    check_replayed(make(arch), 4, runs, numerics="fast", override_tensor=rule)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("arch", "how"),
+    [
+        ("qwen3moe", {}),
+        ("qwen3moe", {"n_cpu_moe": 1}),
+        ("qwen3moe", {"expert_reduction": (1, 0.5)}),
+        ("qwen3moe", {"override_tensor": "down_exps=CPU"}),
+        ("qwen3moe", {"gpu_layers": 0, "override_tensor": "exps=CUDA0,attn_q=CUDA0"}),
+        ("qwen3moe", {"kv_on_cpu": True, "cache_type": "q8_0/q4_0 khad"}),
+        ("qwen3moe", {"cache_type": "bf16/q8_0"}),
+        ("llama", {"gpu_layers": 1, "cache_type": "f16"}),
+        ("llama", {"split_mode": "none"}),
+        *(("deepseek2", {"mla": mla}) for mla in range(4)),
+        ("deepseek2", {"kv_on_cpu": True}),
+        ("deepseek2", {"override_tensor": "attn_v_b=CPU,shexp=CPU"}),
+        ("qwen35moe", {}),
+        ("qwen3next", {"gpu_layers": 2}),
+        ("gpt-oss", {}),
+        ("deepseek2", {"override_tensor": "_exps=CPU"}),
+    ],
+    ids=str,
+)
+def test_ways_to_place(arch: str, how: dict[str, Any], gpus: int, make: Make) -> None:
+    tolerance = 2e-2 if "cache_type" in how else 1e-4  # a key near a tie of two codes may round apart
+    check(make(arch), tolerance, devices="cuda:0", **how)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("arch", "kinds"), [("llama", "f32"), ("llama", "f16/bf16"), ("gpt-oss", "f32")])
+def test_prompts_attend_over_what_is_there(arch: str, kinds: str, gpus: int, make: Make) -> None:
+    """More tokens than a product from packed weights takes; then as many again, and sequences side by side."""
+    tokens = np.random.default_rng(5).integers(0, 320, 20)
+    plain = load(make(arch), cache_type=kinds)
+    model = load(make(arch), cache_type=kinds, devices="cuda:0", override_tensor="^output=CPU", gpu_layers=1)
+    found = []
+    for each in (plain, model):
+        cache = each.new_cache(24)
+        first, then = each.forward(tokens[:10], cache), each.forward(tokens[10:], cache)
+        found.append(np.concatenate([first, then, each.forward_sequences(tokens.reshape(2, 10), slice(None))[1]]))
+    assert np.abs(found[0] - found[1]).max() < (1e-4 if kinds == "f32" else 2e-2) * max(1.0, float(np.std(found[0])))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(3))
+def test_random_maps_of_tensors(seed: int, gpus: int, make: Make) -> None:
+    rng = np.random.default_rng(seed)
+    for arch in ("llama", "qwen3moe", "deepseek2"):
+        there = ("CPU", "CUDA0", f"CUDA{gpus - 1}", "cpu:0")
+        rules = [f"^{re.escape(name)}$={there[rng.integers(4)]}" for name in gguf.open(make(arch)).tensors]
+        devices = ",".join(sorted({"cpu:0", *there[1:3]}))
+        check(make(arch), devices=devices, override_tensor=rules, kv_on_cpu=bool(rng.integers(2)), tokens=TOKENS[:3])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["q4_0", "f16", "bf16", "iq4_nl"])
+def test_types_of_weights(kind: str, gpus: int, make: Make) -> None:
+    """Exact numerics: weights decoded as on the CPU."""
+    check(make("llama", kind), 1e-4, TOKENS[:3], devices="cuda:0")
+    check(make("qwen3moe", kind), 1e-4, TOKENS[:2], devices="cuda:0")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", ["llama", "qwen35moe"])
+def test_caches_forget_and_go_on(arch: str, gpus: int, make: Make) -> None:
+    model = load(make(arch), devices="cuda:0")
+    wanted = load(make(arch)).logits(TOKENS)
+    cache, other = model.new_cache(16), model.new_cache(8)
+    model.forward(TOKENS[:4], cache)
+    kept = cache.save()
+    cache.mark()
+    model.forward(TOKENS[1:3], cache)
+    cache.truncate(4)
+    assert np.abs(model.forward(TOKENS[4:5], cache) - wanted[4]).max() < 1e-4
+    other.restore(kept)
+    ends = model.forward_batch([(TOKENS[4:5], other), (TOKENS[5:6], cache)])
+    assert np.abs(ends - wanted[4:6]).max() < 1e-4
+    pair = model.forward_sequences(TOKENS.reshape(2, 3), slice(None))
+    assert np.abs(pair[0] - wanted[:3]).max() < 1e-4
+
+
+@pytest.mark.full
+def test_what_enters_matrices_is_seen(gpus: int, make: Make) -> None:
+    for arch in ("qwen3moe", "deepseek2"):
+        found: list[dict[Any, np.ndarray]] = []
+        for how in ({}, {"devices": "cuda:0"}):
+            model, seen = load(make(arch), **how), {}  # type: ignore[arg-type,var-annotated]
+            model.observer = lambda name, x, *which, seen=seen: seen.setdefault((name, *which), np.array(x))
+            model.logits(TOKENS[:3])
+            found.append(seen)
+        assert found[0].keys() == found[1].keys()
+        assert all(np.abs(found[0][key] - found[1][key]).max() < 1e-4 for key in found[0])
+
+
+@pytest.mark.full
+def test_a_bad_tensor_is_named(gpus: int, make: Make, tmp_path: Path) -> None:
+    from quantkit.errors import DataError
+    from tests.runtime.test_model import edited, put
+
+    path = edited(make("llama"), tmp_path / "bad.gguf", "blk.1.ffn_up.weight", put(3, 5, np.nan))
+    with pytest.raises(DataError, match=r"blk.1.ffn_up.weight made nan"):
+        load(path, devices="cuda:0").logits(TOKENS[:2])

@@ -213,6 +213,7 @@ class Launch:
         self._profiled: list[Any] = []
         if given["flash_attn"] not in _FLASH:
             raise UnknownNameError("choice for -fa", given["flash_attn"], _FLASH)
+        self._cache_type("exact")  # refused here what cannot be, before commands look at files
         self._options = {
             "repack": given["run_time_repack"],
             "fused_experts": given["fused_moe"],

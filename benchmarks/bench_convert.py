@@ -7,7 +7,7 @@ A checkpoint of about --size GB in shards of 500 MB, random: "llama", whose quer
 names that are not there, on one file system; medians of --repeat.
 
     copy       GB/s of cp: bytes read, which are as many as are written; "synced" until they are on the disk, too
-    convert    the same of `quantkit convert`, the whole process, which syncs: half the sum of bytes read and written
+    convert    the same of `quantkit convert`, the whole process: half the sum of bytes read and written
     /copy      the one divided by the other, of each turn; the median
     CPU        seconds of the process, which say more where the machine is busy with other things
     peak       the most memory it ever had resident, pages of mapped files included (VmHWM)
@@ -60,6 +60,7 @@ def config(kind: str, gigabytes: float, item: int) -> dict[str, Any]:
 def copy(source: Path, target: Path, synced: bool) -> float:
     """Seconds to copy the shards."""
     target.mkdir()
+    os.sync()  # so that neither pays for what was written before
     started = time.perf_counter()
     subprocess.run(["cp", *map(str, sorted(source.glob("*.safetensors"))), str(target)], check=True)
     if synced:
@@ -75,6 +76,7 @@ def convert(source: Path, out: Path, outtype: str, threads: int | None) -> tuple
     """Seconds, CPU seconds, peak in bytes and size of the output."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     flags = [] if threads is None else ["--threads", str(threads)]
+    os.sync()
     started = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", COMMAND, "convert", str(source), str(out), "--outtype", outtype, *flags],

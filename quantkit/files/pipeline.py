@@ -38,9 +38,7 @@ def pump(
     """
     from concurrent.futures import ThreadPoolExecutor
 
-    # Freeing this has glibc keep what is freed from now on in arrays up to its size, for the next piece. Without, much
-    # of it goes back to the system, which clears it anew for every piece: a tenth of the time of repacking.
-    np.empty(_KEPT, np.uint8)
+    _keep_what_is_freed()
     threads = threads or jit.default_threads()
     with Bar(total, progress) as bar, ThreadPoolExecutor(threads, thread_name_prefix="quantkit-pump") as pool:
         for name, data in _in_order(pool, jobs, ahead=2 * threads):
@@ -57,6 +55,7 @@ def spread(
     `total` and `progress` as of `pump`; what is counted may have another `unit`. After the first exception no other
     task is begun.
     """
+    _keep_what_is_freed()
     pending, lock = iter(tasks), threading.Lock()
     failed: list[BaseException] = []
 
@@ -82,6 +81,14 @@ def spread(
             other.join()
     if failed:
         raise failed[0]
+
+
+def _keep_what_is_freed() -> None:
+    """Freeing an array has glibc keep what is freed from now on in arrays up to its size, for the next piece.
+
+    Without, much of it goes back to the system, which clears it anew for every piece: a tenth of the time of repacking.
+    """
+    np.empty(_KEPT, np.uint8)
 
 
 class Bar:

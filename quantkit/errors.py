@@ -1,4 +1,4 @@
-"""Exceptions. Libraries raise these, the command line prints them and exits with status 1.
+"""Exceptions, and what is shown of names. Libraries raise these, the command line prints them and exits with status 1.
 
 A message is complete by itself: it names the file, the tensor, the numbers that disagree and the remedy.
 """
@@ -36,3 +36,8 @@ class UnknownNameError(QuantkitError):
         super().__init__(f"unknown {kind} '{name}'; {hint}")
         self.name = name
         self.near = near
+
+
+def printable(text: str) -> str:
+    """`text` with its control characters escaped: names of files and tensors must not steer a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from quantkit.errors import UnknownNameError, UnsupportedError
@@ -123,6 +124,20 @@ def get(name: str) -> PreTokenizer:
 def known(name: str) -> bool:
     """Whether the runtime can cut as `name` says."""
     return name in _BY_NAME
+
+
+def class_of(path: Path, settings: Mapping[str, Any], cutting: Mapping[str, str], pre: str | None) -> str:
+    """The class that `settings`, tokenizer_config.json, name for the files at `path`.
+
+    UnsupportedError where `cutting`, names by class, lacks it and no `pre` stands in.
+    """
+    kind = str(settings.get("tokenizer_class", "")).removesuffix("Fast")
+    if pre is None and kind not in cutting:
+        raise UnsupportedError(
+            f"{path}: how the class {kind or '(not named)'} cuts text is not known here. If you know what llama.cpp "
+            f"calls it, say --pre NAME; known are the classes {', '.join(cutting)}"
+        )
+    return kind
 
 
 def to_json(entry: PreTokenizer) -> dict[str, Any]:

@@ -86,12 +86,16 @@ def scaling_entries(arch: str, parameters: Mapping[str, Any]) -> Entries:
         for name, key in _YARN.items():
             if parameters.get(name) is not None:
                 entries[f"{prefix}.{key}"] = (float(parameters[name]), "f32")
-        usual = 1 + 0.1 * math.log(float(parameters["factor"]))
-        if (size := _size(parameters)) != usual:
+        if (size := _size(parameters)) != (usual := _usual_size(float(parameters["factor"]))):
             entries[f"{arch}.{_ATTENTION}"] = (size / usual, "f32")
         if parameters.get("truncate") not in (None, True):
             raise UnsupportedError(f"config.json: yarn with truncate = {parameters['truncate']} is not supported here")
     return entries
+
+
+def _usual_size(factor: float) -> float:
+    """What YaRN multiplies cos and sin by where nothing else is said, as runtimes compute it."""
+    return 1 + 0.1 * math.log(factor)
 
 
 def _size(parameters: Mapping[str, Any]) -> float:
@@ -118,7 +122,7 @@ def scaling_parameters(keys: Keys) -> dict[str, Any]:
             if keys.get(f"rope.scaling.{key}") is not None:
                 found[name] = shortest(keys.get(f"rope.scaling.{key}"))
         if (size := _relative_size(keys)) != 1:
-            found["attention_factor"] = shortest(size * (1 + 0.1 * math.log(found["factor"])))
+            found["attention_factor"] = shortest(size * _usual_size(found["factor"]))
     return found
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.archs import pretokenizers
-from quantkit.errors import FormatError, UnsupportedError
+from quantkit.errors import FormatError
 
 _CUTTING = {"TikTokenTokenizer": "kimi-k2", "HYTokenizer": "hunyuan"}
 _RESERVED = {"TikTokenTokenizer": 256}  # control tokens after the ranks: <|reserved_token_ID|> if nothing else
@@ -31,12 +31,7 @@ def tokenizer_json(path: Path, settings: Mapping[str, Any], pre: str | None = No
 
     `pre` names the way of cutting instead of recognising it. UnsupportedError for a class whose way is not known.
     """
-    kind = str(settings.get("tokenizer_class", "")).removesuffix("Fast")
-    if pre is None and kind not in _CUTTING:
-        raise UnsupportedError(
-            f"{path}: how the class {kind or '(not named)'} cuts text is not known here. If you know what llama.cpp "
-            f"calls it, say --pre NAME; known are the classes {', '.join(_CUTTING)}"
-        )
+    kind = pretokenizers.class_of(path, settings, _CUTTING, pre)
     ranks = _ranks(path)
     alphabet = byte_alphabet()
     text = {token: "".join(alphabet[byte] for byte in token) for token in ranks}

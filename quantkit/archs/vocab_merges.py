@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.archs import pretokenizers
-from quantkit.errors import FormatError, UnsupportedError
+from quantkit.errors import FormatError
 
 _CUTTING = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
 _COMPOSED = ("Qwen2Tokenizer",)
@@ -32,12 +32,7 @@ def tokenizer_json(path: Path, settings: Mapping[str, Any], pre: str | None = No
 
     `pre` names the way of cutting instead of the class. UnsupportedError for a class whose way is not known.
     """
-    kind = str(settings.get("tokenizer_class", "")).removesuffix("Fast")
-    if pre is None and kind not in _CUTTING:
-        raise UnsupportedError(
-            f"{path}: how the class {kind or '(not named)'} cuts text is not known here. If you know what llama.cpp "
-            f"calls it, say --pre NAME; known are the classes {', '.join(_CUTTING)}"
-        )
+    kind = pretokenizers.class_of(path, settings, _CUTTING, pre)
     vocab = {str(token): int(i) for token, i in _object(path).items()}
     return {
         "model": {"type": "BPE", "vocab": vocab, "merges": _merges(path.with_name("merges.txt"), vocab)},

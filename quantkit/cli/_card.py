@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quantkit.cli._evaluation import markdown
-from quantkit.cli._shared import gib, printable
+from quantkit.cli._shared import gib
+from quantkit.errors import printable
 from quantkit.recipe.layers import ranges
 
 if TYPE_CHECKING:

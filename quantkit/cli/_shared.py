@@ -21,6 +21,9 @@ SplitMaxSize = Annotated[
 ]
 SplitMaxTensors = Annotated[int | None, typer.Option(metavar="N", min=1, help="Write shards of at most N tensors.")]
 KeepSplit = Annotated[bool, typer.Option("--keep-split", help="Write the shards that the input has.")]
+Source = Annotated[Path, typer.Argument(metavar="IN", help="A GGUF file, or any shard of a set.", show_default=False)]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.", show_default=False)]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would change and write nothing.")]
 RepackPattern = Annotated[
     list[str] | None,
     typer.Option(metavar="RE,…", help="Only tensors in whose name one of these regexes is found. Repeatable."),
@@ -86,11 +89,6 @@ def print_json(value: Any) -> None:
     """One JSON document on stdout; bytes of a file that are no UTF-8 become lone surrogates."""
     text = json_text(value)
     print(re.sub("[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text))
-
-
-def printable(text: str) -> str:
-    """`text` with its control characters escaped: a file's names must not steer the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _plain(value: Any) -> Any:

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantkit.cli._shared import (
+    DryRun,
     Json,
     KeepSplit,
+    Out,
+    Source,
     SplitMaxSize,
     SplitMaxTensors,
     Threads,
@@ -27,10 +30,8 @@ if TYPE_CHECKING:
 
 
 def convert_mla(
-    source: Annotated[
-        Path, typer.Argument(metavar="IN", help="A GGUF file, or any shard of a set.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.", show_default=False)],
+    source: Source,
+    out: Out,
     layout: Annotated[
         str,
         typer.Option(
@@ -45,7 +46,7 @@ def convert_mla(
     split_max_size: SplitMaxSize = None,
     split_max_tensors: SplitMaxTensors = None,
     keep_split: KeepSplit = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change and write nothing.")] = False,
+    dry_run: DryRun = False,
     threads: Threads = None,
     json: Json = False,
 ) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli._shared import Json, Threads, print_json, printable, table
+from quantkit.cli._shared import Json, Threads, print_json, table
+from quantkit.errors import printable
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
-from quantkit.cli._shared import Json, gib, print_json, printable, table
+from quantkit.cli._shared import Json, gib, print_json, table
+from quantkit.errors import printable
 
 if TYPE_CHECKING:
     from quantkit.files.gguf import GGUF

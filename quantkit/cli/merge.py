@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli._shared import Json, Threads, gib, print_json
+from quantkit.cli._shared import Json, Out, Threads, gib, print_json
 
 
 def merge(
     first: Annotated[
         Path, typer.Argument(metavar="SHARD", help="The first shard of a set, or any other.", show_default=False)
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.", show_default=False)],
+    out: Out,
     threads: Threads = None,
     json: Json = False,
 ) -> None:

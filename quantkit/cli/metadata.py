@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli._shared import Json, print_json, table
+from quantkit.cli._shared import DryRun, Json, print_json, table
 from quantkit.errors import DataError, QuantkitError
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ Keys = Annotated[list[str], typer.Argument(metavar="KEY…", help="Names of keys
 Force = Annotated[
     bool, typer.Option("--force", help="Also keys from which tensors follow, and other types of keys that exist.")
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would change and write nothing.")]
 
 _SHOWN = 200  # characters of a value in the list of changes
 

@@ -54,6 +54,7 @@ from quantkit.cli._planning import (
 from quantkit.cli._shared import (
     Json,
     KeepSplit,
+    Out,
     SplitMaxSize,
     SplitMaxTensors,
     Threads,
@@ -80,7 +81,7 @@ def quantize(
             show_default=False,
         ),
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.", show_default=False)],
+    out: Out,
     file_type: Annotated[
         str | None,
         typer.Argument(metavar="TYPE", help="File type, as Q4_K_M, its number, or COPY.", show_default=False),

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from quantkit.cli._shared import (
+    DryRun,
     Json,
     KeepSplit,
+    Out,
     RepackPattern,
+    Source,
     SplitMaxSize,
     SplitMaxTensors,
     Threads,
@@ -32,10 +35,8 @@ if TYPE_CHECKING:
 
 
 def repack(
-    source: Annotated[
-        Path, typer.Argument(metavar="IN", help="A GGUF file, or any shard of a set.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.", show_default=False)],
+    source: Source,
+    out: Out,
     repack_pattern: RepackPattern = None,
     placed: Annotated[
         str | None,
@@ -48,7 +49,7 @@ def repack(
     split_max_size: SplitMaxSize = None,
     split_max_tensors: SplitMaxTensors = None,
     keep_split: KeepSplit = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change and write nothing.")] = False,
+    dry_run: DryRun = False,
     threads: Threads = None,
     json: Json = False,
 ) -> None:

@@ -10,6 +10,7 @@ import typer
 
 from quantkit.cli._shared import (
     Json,
+    Source,
     SplitMaxSize,
     SplitMaxTensors,
     Threads,
@@ -26,9 +27,7 @@ DEFAULT_TENSORS = 128  # gguf-split's
 
 
 def split(
-    source: Annotated[
-        Path, typer.Argument(metavar="IN", help="A GGUF file, or any shard of a set.", show_default=False)
-    ],
+    source: Source,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="What the shards' names begin with.", show_default=False)],
     split_max_size: SplitMaxSize = None,
     split_max_tensors: SplitMaxTensors = None,

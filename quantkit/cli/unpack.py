@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
-from quantkit.cli._shared import Json, KeepSplit, SplitMaxSize, SplitMaxTensors, Threads, split_limit
+from quantkit.cli._shared import (
+    DryRun,
+    Json,
+    KeepSplit,
+    Out,
+    Source,
+    SplitMaxSize,
+    SplitMaxTensors,
+    Threads,
+    split_limit,
+)
 from quantkit.cli.repack import Split, carry_out
 
 
 def unpack(
-    source: Annotated[
-        Path, typer.Argument(metavar="IN", help="A GGUF file, or any shard of a set.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.", show_default=False)],
+    source: Source,
+    out: Out,
     split_max_size: SplitMaxSize = None,
     split_max_tensors: SplitMaxTensors = None,
     keep_split: KeepSplit = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change and write nothing.")] = False,
+    dry_run: DryRun = False,
     threads: Threads = None,
     json: Json = False,
 ) -> None:

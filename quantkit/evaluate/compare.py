@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quantkit.errors import DataError
+from quantkit.errors import DataError, printable
 from quantkit.evaluate import kld
 from quantkit.evaluate.bench import Case, bench
 from quantkit.evaluate.kld import Divergence, Estimate
@@ -112,8 +112,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        text = self.shown or self.path.stem  # names of files may hold what would steer a terminal, and no UTF-8
-        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+        return printable(self.shown or self.path.stem)  # which need not be UTF-8 either
 
     @property
     def divergence(self) -> Divergence | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, printable
 from quantkit.evaluate.bench import Speed
 from quantkit.evaluate.compare import Candidate
 from quantkit.evaluate.coverage import Coverage
@@ -149,8 +149,7 @@ def _figure(title: str, height: float) -> Any:
 
 def _plain(text: str) -> str:
     """Text that matplotlib draws as it is: no mathematics between dollars, no control characters, no surrogates."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return shown.replace("$", r"\$")
+    return printable(text).replace("$", r"\$")
 
 
 @dataclass

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from quantkit.cli import main
+from tests.cli.running import printed, refused
 from tests.recipe.configs import QWEN3_30B
 from tests.runtime.conftest import tiny  # noqa: F401  # a fixture
 
@@ -19,16 +20,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen3") / "config.json"
     path.write_text(json.dumps(QWEN3_30B))
     return path
-
-
-def printed(capsys: pytest.CaptureFixture[str], *args: object) -> str:
-    assert main([str(arg) for arg in args]) == 0, capsys.readouterr().err
-    return capsys.readouterr().out
-
-
-def refused(capsys: pytest.CaptureFixture[str], *args: object, status: int = 1) -> str:
-    assert main([str(arg) for arg in args]) == status
-    return capsys.readouterr().err
 
 
 def planned(capsys: pytest.CaptureFixture[str], config: Path, *flags: object) -> dict[str, Any]:

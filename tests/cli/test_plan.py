@@ -11,9 +11,9 @@ import pytest
 
 import quantkit
 from quantkit import types
-from quantkit.cli import main
 from quantkit.files import imatrix
 from quantkit.files.gguf import TensorSpec, Writer
+from tests.cli.running import printed, refused
 from tests.recipe.configs import LLAMA_8B, QWEN3_30B
 
 RULES = "ffn_(gate|up)=iq4_nl,ffn_down=q5_0"
@@ -42,16 +42,6 @@ def model(config: Path, rng: np.random.Generator) -> Path:
             x = rng.standard_normal((spec.n_rows, spec.shape[-1])).astype(np.float32)
             writer.write(spec.name, spec.type.quantize(x))
     return config.parent / "small.gguf"
-
-
-def printed(capsys: pytest.CaptureFixture[str], *args: object) -> str:
-    assert main([str(arg) for arg in args]) == 0, capsys.readouterr().err
-    return capsys.readouterr().out
-
-
-def refused(capsys: pytest.CaptureFixture[str], *args: object, status: int = 1) -> str:
-    assert main([str(arg) for arg in args]) == status
-    return capsys.readouterr().err
 
 
 def test_a_plan_of_a_config_is_that_of_its_directory_and_of_a_dry_run(

@@ -3,8 +3,9 @@
     python benchmarks/bench_model.py [MODEL.gguf …] [--synthetic llama-1.2b --types q4_K,iq4_k]
                                      [-t 2] [-p 512] [-n 64] [-d 2048] [-r 5] [-ctk f16] [-ctv f16] [-khad] [-vhad]
 
-Every round times the reference's prompt of -p tokens, the generation of -n tokens into an empty cache and, with -d,
-into one of that many tokens; then ours: so what else the machine does meets both alike. Both keep the same cache, of
+Every round times the reference's prompt of -p tokens (-p 0: none) and the generation of -n tokens into an empty cache,
+then ours: so what else the machine does meets both alike. With -d, both then fill their caches to that depth once, and
+further rounds time generation there, what was generated being forgotten after each. Both keep the same cache, of
 halves where nothing else is said, and run with flash attention. The table gives medians over the rounds, and the ratio
 ours / reference as the median of the rounds' own ratios. --synthetic makes models of random weights (synthetic.py) in
 --folder, one by one.
@@ -14,6 +15,7 @@ The last line is JSON.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
@@ -32,6 +34,7 @@ from quantkit.evaluate.bench import bytes_per_token
 from quantkit.runtime.cache import CacheType
 from quantkit.runtime.model import load
 
+BATCH = 512  # tokens of a prompt at a time
 REST = 0.05  # seconds between the two, until the other's threads have gone to sleep
 
 
@@ -42,6 +45,8 @@ class Reference:
         from ik_llama_cpp import _ctypes_api as api
 
         self.api = api
+        self.forget = api._lib.llama_kv_cache_seq_rm  # of a sequence, from one position to another
+        self.forget.argtypes, self.forget.restype = [ctypes.c_void_p] + [ctypes.c_int32] * 3, ctypes.c_bool
         api.llama_backend_init()
         parameters = api.llama_model_default_params()
         parameters.n_gpu_layers = 0
@@ -54,8 +59,9 @@ class Reference:
         context.k_cache_hadamard, context.v_cache_hadamard = cache.khad, cache.vhad
         self.context = api.llama_init_from_model(self.model, context)
 
-    def clear(self) -> None:
-        self.api.llama_kv_cache_clear(self.context)
+    def keep(self, tokens: int) -> None:
+        """Forget all but the first tokens."""
+        self.forget(self.context, 0, tokens, -1)
 
     def close(self) -> None:
         self.api.llama_free(self.context)
@@ -79,8 +85,8 @@ class Ours:
         self.model = load(path, numerics="fast", threads=threads, cache_type=cache)
         self.cache = self.model.new_cache(n_ctx)
 
-    def clear(self) -> None:
-        self.cache.clear()
+    def keep(self, tokens: int) -> None:
+        self.cache.truncate(tokens)
 
     def run(self, tokens: np.ndarray, position: int) -> None:
         self.model.forward(tokens, self.cache, logits="last")
@@ -93,20 +99,44 @@ def generate(side: Any, tokens: np.ndarray, position: int) -> float:
     return time.perf_counter() - begin
 
 
-def round_of(side: Any, tokens: np.ndarray, args: argparse.Namespace) -> list[float]:
-    """Seconds of a prompt, of generation from nothing and, where asked, of generation at a depth."""
-    side.clear()
+def from_nothing(side: Any, tokens: np.ndarray, args: argparse.Namespace) -> list[float]:
+    """Seconds of a prompt, where asked, and of generation into an empty cache."""
+    side.keep(0)
     time.sleep(REST)
-    begin = time.perf_counter()
-    side.run(tokens[: args.n_prompt], 0)
-    found = [time.perf_counter() - begin]
-    side.clear()
-    found.append(generate(side, tokens[: args.n_gen], 0))
-    if args.depth:
-        side.clear()
-        for start in range(0, args.depth, args.n_prompt):
-            side.run(tokens[start : min(start + args.n_prompt, args.depth)], start)
-        found.append(generate(side, tokens[: args.n_gen], args.depth))
+    found = []
+    if args.n_prompt:
+        begin = time.perf_counter()
+        side.run(tokens[: args.n_prompt], 0)
+        found.append(time.perf_counter() - begin)
+        side.keep(0)
+    return [*found, generate(side, tokens[: args.n_gen], 0)]
+
+
+def fill(side: Any, tokens: np.ndarray, depth: int) -> None:
+    side.keep(0)
+    for start in range(0, depth, BATCH):
+        side.run(tokens[start : min(start + BATCH, depth)], start)
+
+
+def at_depth(side: Any, tokens: np.ndarray, args: argparse.Namespace) -> list[float]:
+    side.keep(args.depth)
+    time.sleep(REST)
+    return [generate(side, tokens[: args.n_gen], args.depth)]
+
+
+def by_turns(ours: Ours, reference: Reference, tokens: np.ndarray, args: argparse.Namespace) -> dict[str, list[Any]]:
+    """Of each thing that is timed, the seconds of (ours, the reference's) in each round but the first."""
+    found: dict[str, list[Any]] = {}
+    kinds = [(["pp"] if args.n_prompt else []) + ["tg"]] + ([["tgd"]] if args.depth else [])
+    for names, task in zip(kinds, (from_nothing, at_depth)):
+        if task is at_depth:
+            for side in (reference, ours):
+                fill(side, tokens, args.depth)
+        for turn in range(args.repeat + 1):
+            theirs = task(reference, tokens, args)
+            mine = task(ours, tokens, args)
+            for name, pair in zip(names, zip(mine, theirs)):
+                found.setdefault(name, []).extend([pair] if turn else [])
     return found
 
 
@@ -114,22 +144,18 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     n_ctx = max(args.n_prompt, args.depth) + args.n_gen
     cache = CacheType(args.ctk, args.ctv, args.khad, args.vhad)
     ours = Ours(path, args.threads, n_ctx, cache)
-    reference = Reference(path, args.threads, n_ctx, args.n_prompt, cache)
+    reference = Reference(path, args.threads, n_ctx, max(args.n_prompt, BATCH), cache)
     tokens = np.random.default_rng(0).integers(0, ours.model.vocab_size, n_ctx)
-    rounds: list[tuple[list[float], list[float]]] = []
-    for _ in range(args.repeat + 1):
-        theirs = round_of(reference, tokens, args)
-        rounds.append((round_of(ours, tokens, args), theirs))
+    rounds = by_turns(ours, reference, tokens, args)
     reference.close()
     found: dict[str, Any] = {"model": path.stem, "cache": str(cache), "slow_because": ours.model.slow_because}
-    for i, (name, count) in enumerate((("pp", args.n_prompt), ("tg", args.n_gen), ("tgd", args.n_gen))):
-        if i == 2 and not args.depth:
-            continue
-        mine, other = ([side[i] for side in sides] for sides in zip(*rounds[1:]))
+    for name, pairs in rounds.items():
+        count = args.n_prompt if name == "pp" else args.n_gen
+        mine, theirs = zip(*pairs)
         found[name] = count / statistics.median(mine)
-        found[f"{name}_reference"] = count / statistics.median(other)
-        found[f"{name}_ratio"] = statistics.median(b / a for a, b in zip(mine, other))
-        found[f"{name}_best_ratio"] = min(other) / min(mine)
+        found[f"{name}_reference"] = count / statistics.median(theirs)
+        found[f"{name}_ratio"] = statistics.median(b / a for a, b in pairs)
+        found[f"{name}_best_ratio"] = min(theirs) / min(mine)
     read = bytes_per_token(ours.model, args.n_gen // 2)
     found["tg_gb_per_second"] = read * found["tg"] / 1e9
     found["tg_reference_gb_per_second"] = read * found["tg_reference"] / 1e9
@@ -161,7 +187,8 @@ def main() -> None:
     parser.add_argument("-khad", action="store_true", help="rotate keys")
     parser.add_argument("-vhad", action="store_true", help="rotate values")
     args = parser.parse_args()
-    kinds = [(f"PP{args.n_prompt}"), f"TG{args.n_gen}"] + ([f"@{args.depth}"] if args.depth else [])
+    kinds = [f"PP{args.n_prompt}"] if args.n_prompt else []
+    kinds += [f"TG{args.n_gen}"] + ([f"@{args.depth}"] if args.depth else [])
     print(f"{args.threads} threads, {jit.isa()}, {args.repeat} rounds, tokens/s")
     print(" ".join([f"{'model':28}", *(f"{k:>9} {'ref':>9} {'ratio':>6}" for k in kinds), f"{'GB/s':>6} {'ref':>6}"]))
     rows = []

@@ -14,7 +14,8 @@ A vector of n floats (n a multiple of 32) becomes one buffer of `activation_byte
     0       n x f32        x        the floats themselves, for kernels that do not quantize
     4 n     n x i8         fine     -127 .. 127
     5 n     n/4 x i32      sums     of four: what an offset of the weights' codes must take back
-    6 n     n/4 x f32      floors   scale * sums: what a floor of the weights is multiplied by
+    6 n     n/16 x f32     floors   sums of scale * sums over 16 columns: what a floor of the weights is multiplied by
+    6.25 n  n/32 x f32     floors   the same over 32
     7 n     n/4 x f32      scales   largest magnitude of the four / 127
     8 n     2 n x i8       wide     of each 32 their high bytes, -127 .. 127, then their low ones
     10 n    n/4 x i32      sums     of four a
@@ -62,6 +63,12 @@ def wide_sums(e: Emit, high: Value, low: Value) -> Value:
     return e.dot4(e.dot4(zero, ones, high, 1) << 8, ones, low, 1)
 
 
+def fine_floors(buffer: Value, n: Value, column: Value, group: int) -> Value:
+    """The address of the floors of a vector from a column on, over `group` columns each: 16 or 32."""
+    start = buffer + n * FINE_FLOORS
+    return start + (column >> 2) if group == 16 else start + (n >> 2) + (column >> 3)
+
+
 @emitted("void")
 def quantize_range(e, buffer, n, first, last):
     """Fill both forms of elements first .. last - 1 of a buffer that holds x."""
@@ -70,13 +77,14 @@ def quantize_range(e, buffer, n, first, last):
         x = e.load(vector(32, F32), buffer + i * 4)
         codes, scales = _fine(e, x)
         sums = e.dot4(e.zero(vector(8, I32)), ones, codes, 1)
-        for part, value in (
-            (FINE, codes),
-            (FINE_SUMS, sums),
-            (FINE_FLOORS, sums.real() * scales),
-            (FINE_SCALES, scales),
-        ):
+        for part, value in ((FINE, codes), (FINE_SUMS, sums), (FINE_SCALES, scales)):
             e.store(value, buffer + n * part + i)
+        floors = sums.real() * scales
+        while floors.lanes > 2:
+            even, odd = (range(lane, floors.lanes, 2) for lane in range(2))
+            floors = e.shuffle(floors, None, even) + e.shuffle(floors, None, odd)
+        e.store(floors, fine_floors(buffer, n, i, 16))
+        e.store(floors.lane(0) + floors.lane(1), fine_floors(buffer, n, i, 32))
         high, low, scale = wide_block(e, x)
         e.store(high, buffer + n * WIDE + i * 2)
         e.store(low, buffer + n * WIDE + i * 2 + 32)

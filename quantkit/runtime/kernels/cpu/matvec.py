@@ -13,8 +13,11 @@ The plain formula, for a block of 32 with weights scale * (code - offset) + floo
 for each four of its columns with fine activations; for all 32 with wide ones (interleaved rows), where the first sum
 is 256 * sum code * high + sum code * low.
 
-The bracket is exact in int32. The kernels are bound by memory, so what counts is that each byte of the weights is read
-once, in order, and that what is done to it fits in the time it takes to arrive.
+The bracket is exact in int32. Scales that are small integers times a number d of the block stay integers with it: the
+sum of s * multiplier * bracket over the block is multiplied by d once.
+
+The kernels are bound by memory, so what counts is that each byte of the weights is read once, in order, and that what
+is done to it fits in the time it takes to arrive.
 """
 
 from __future__ import annotations
@@ -25,17 +28,17 @@ from collections.abc import Callable
 from quantkit.jit import Callback, callback
 from quantkit.runtime.kernels.cpu.activations import (
     FINE,
-    FINE_FLOORS,
     FINE_SCALES,
     FINE_SUMS,
     WIDE,
     WIDE_SCALES,
     WIDE_SUMS,
+    fine_floors,
 )
 from quantkit.runtime.kernels.cpu.decode import FLOAT_TYPES, load_floats
 from quantkit.runtime.kernels.cpu.formats.base import Format, Picked
 from quantkit.runtime.kernels.cpu.formats.table import FORMATS
-from quantkit.simd import F32, I8, I32, Emit, Value, emitted, vector
+from quantkit.simd import F32, I8, I32, Emit, Value, Variable, emitted, vector
 
 SIGNATURE = "void(int64, int64, int64, int64, int64, int64)"
 ROWS = 4  # in flight: one load of the activations serves them all, and four sums hide the latency of one
@@ -89,33 +92,41 @@ def _rows(e: Emit, f: Format, addresses: list[Value], blocks: Value, n: Value, x
         _ask_ahead(e, addresses[0], blocks, b, f.nbytes * len(addresses))
         readers = [f.units(e, address, b) for address in addresses]
         first = b * f.columns
-        block = _Block(e, f.columns // 32, x + n * FINE_FLOORS + first)
-        for unit in range(f.columns // 32):
+        kept = _Scales(e)
+        inner: list[Value] = []  # of each row with small scales: its units without what the block has in common
+        last = f.columns // 32 - 1
+        for unit in range(last + 1):
             at = first + 32 * unit
             codes, scales = e.load(vector(32, I8), x + n * FINE + at), e.load(_FLOATS8, x + n * FINE_SCALES + at)
             start = e.load(_INTS8, x + n * FINE_SUMS + at) * -f.offset if f.offset else e.zero(_INTS8)
-            floors = e.load(_FLOATS8, x + n * FINE_FLOORS + at)  # LLVM drops it where there is no floor
-            for reader, total in zip(readers, totals):
+            for r, (reader, total) in enumerate(zip(readers, totals)):
                 weight = next(reader)
-                product = e.dot4(start, weight.codes, codes, f.largest).real()
-                partial = e.fma(product, block.scale(weight.scale) * scales, total.get())
-                total.set(block.add_floor(partial, weight.floor, floors, unit) if weight.floor else partial)
+                if small := weight.small:
+                    product = e.multiply_pairs(e.byte_pairs(small.codes, codes), small.words).real()
+                    lower = scales * 2.0**-small.up
+                    if unit == 0:
+                        inner.append(product * lower)
+                    else:
+                        inner[r] = e.fma(product, lower, inner[r])
+                    if unit == last:
+                        total.set(e.fma(inner[r], small.d, total.get()))
+                else:
+                    product = e.dot4(start, weight.codes, codes, f.largest).real()
+                    total.set(e.fma(product, kept.scale(weight.scale) * scales, total.get()))
+                if weight.floor:
+                    _add_floor(e, total, weight.floor, unit, fine_floors(x, n, at, f.group))
     for r, total in enumerate(totals):
         e.store(e.sum(total.get()), out + 4 * r)
 
 
-class _Block:
-    """Scales and floors of a block of `units` units; `floors`: the address of the activations'.
-
-    A scale that fills eight lanes comes from memory where it was picked from a vector: that costs a load, of which
-    there are few, not a shuffle, of which there are many. Floors that were picked from a vector of eight are added all
-    at once.
+class _Scales:
+    """Scales of a block's units. One that fills eight lanes comes from memory where it was picked from a vector: that
+    costs a load, of which there are few, not a shuffle, of which there are many.
     """
 
-    def __init__(self, e: Emit, units: int, floors: Value):
-        self.e, self.units, self.floors = e, units, floors
+    def __init__(self, e: Emit):
+        self.e = e
         self.kept: dict[int, tuple[Value, Value]] = {}  # what scales were picked from, and its address
-        self.sums: dict[int, list[Value]] = {}
 
     def scale(self, scale: Value) -> Value:
         if not isinstance(scale, Picked) or len(scale.which) > 1:
@@ -125,25 +136,17 @@ class _Block:
             self.kept[key] = scale.scales, self.e.in_memory(scale.scales)
         return self.e.splat(self.e.load(F32, self.kept[key][1] + 4 * scale.which[0]), 8)
 
-    def add_floor(self, total: Value, floor: Value, sums: Value, unit: int) -> Value:
-        """Plus floor * sums, `sums` for the eight lanes of the unit. Of floors that were picked, with the first all."""
-        if not isinstance(floor, Picked) or floor.scales.lanes != 8 or self.units * len(floor.which) % 8:
-            return self.e.fma(floor, sums, total)
-        eight, lane = divmod(unit * len(floor.which), 8)
+
+def _add_floor(e: Emit, total: Variable, floor: Value, unit: int, floors: Value) -> None:
+    """Add floor times the activations' floors of the unit, at an address; of floors picked from eight, all at once."""
+    if isinstance(floor, Picked):
+        lane = unit * len(floor.which) % 8
         if floor.which[0] != lane:
             raise ValueError(f"unit {unit} picks floors from {floor.which[0]}, not from {lane} on: they are in order")
-        return total if lane else self.e.fma(floor.scales, self._group_sums(len(floor.which))[eight], total)
-
-    def _group_sums(self, groups: int) -> list[Value]:
-        """Sums of the floors of the block's activations in so many groups a unit; eight a vector."""
-        if groups not in self.sums:
-            e, even, odd = self.e, range(0, 16, 2), range(1, 16, 2)
-            runs = [e.load(_FLOATS8, self.floors + 32 * unit) for unit in range(self.units)]
-            while len(runs) > self.units * groups // 8:
-                pairs = zip(runs[::2], runs[1::2])
-                runs = [e.shuffle(v, w, even) + e.shuffle(v, w, odd) for v, w in pairs]
-            self.sums[groups] = runs
-        return self.sums[groups]
+        if lane == 0:
+            total.set(e.fma(floor.scales, e.load(_FLOATS8, floors), total.get()))
+    else:  # one that fills eight lanes
+        total.set(e.fma(floor, e.insert(e.zero(_FLOATS8), 0, e.load(F32, floors)), total.get()))
 
 
 def _lane_rows(e: Emit, f: Format, group: Value, blocks: Value, n: Value, x: Value, out: Value) -> None:

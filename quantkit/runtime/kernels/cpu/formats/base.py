@@ -29,12 +29,26 @@ INTS4, INTS8, INTS16 = (vector(lanes, I32) for lanes in (4, 8, 16))
 
 
 @dataclass(frozen=True)
+class Small:
+    """32 columns whose scales are small integers times what the block has in common: products stay integers for longer.
+
+    Codes stand `up` bits higher in their bytes, where that saves a shift; two products of bytes must fit in 16 bits.
+    """
+
+    codes: Value  # of the unit, times 2^up
+    up: int
+    words: Value  # int16 x 16, of two columns each: scale = words * d
+    d: Value  # float32 x 8, of the block
+
+
+@dataclass(frozen=True)
 class Unit:
-    """32 columns of one row; `floor` is None for formats without one."""
+    """32 columns of one row; `floor` is None for formats without one, `small` for most of those with an offset."""
 
     codes: Value
     scale: Value
     floor: Value | None = None
+    small: Small | None = None
 
 
 @dataclass(frozen=True)

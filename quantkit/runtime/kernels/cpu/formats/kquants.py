@@ -5,15 +5,18 @@ from __future__ import annotations
 from quantkit.runtime.kernels.cpu.formats.base import (
     BYTES4,
     BYTES8,
+    BYTES16,
     BYTES32,
     INTS8,
     Picked,
+    Small,
     Unit,
     format_of,
     load_half,
+    load_halves,
     pick,
 )
-from quantkit.runtime.kernels.cpu.formats.nonlinear import centred, moved
+from quantkit.runtime.kernels.cpu.formats.nonlinear import WORDS16, centred, moved
 from quantkit.simd import I32, Emit, Value
 
 
@@ -24,12 +27,18 @@ def _pair(e: Emit, scales: list[Value], unit: int) -> Picked:
 
 @format_of("q2_K", columns=256, nbytes=84, offset=0, largest=3, group=16, floor=True)
 def _q2_k(e, block):
-    d, least = e.splat(load_half(e, block + 80), 8), e.splat(load_half(e, block + 82) * -1.0, 8)
+    both = load_halves(e, block + 80, 2)
+    d, least = e.shuffle(both, None, [0] * 8), e.shuffle(both, None, [1] * 8) * -1.0
     packed = [e.load(BYTES8, block + 8 * half).unsigned(I32) for half in range(2)]
     scales, floors = [(v & 15).real() * d for v in packed], [(v >> 4).real() * least for v in packed]
+    multipliers = e.shuffle(e.load(BYTES16, block), None, [*range(16)] * 2) & 15
     for unit in range(8):
+        t = unit % 4
         crumbs = e.load(BYTES32, block + 16 + 32 * (unit // 4))
-        yield Unit(moved(crumbs, -2 * (unit % 4)) & 3, _pair(e, scales, unit), _pair(e, floors, unit))
+        codes = moved(crumbs, -2 * t) & 3
+        words = e.shuffle(multipliers, e.zero(BYTES32), [2 * unit, 32] * 8 + [17 + 2 * unit, 48] * 8).view(WORDS16)
+        small = Small(codes, 0, words, d) if t == 3 else Small(crumbs & (3 << 2 * t), 2 * t, words, d)
+        yield Unit(codes, _pair(e, scales, unit), _pair(e, floors, unit), small)
 
 
 @format_of("q3_K", columns=256, nbytes=110, offset=4, largest=7, group=16)

@@ -5,6 +5,7 @@ Nothing here imports numba until the first kernel runs, so a module full of kern
     @kernel                      a function compiled for each new set of argument types, GIL released, no Python inside
     @callback("void(int64)")     the same as a C function with one signature; `.address` is what an op list holds
     (machine.py                  C functions that need no numba at all)
+    kept(make, *given)           the arrays that make(*given) gives, kept on disk as kernels are
     over_rows(task, rows)        task(start, stop) on several threads
     isa()                        "avx512vnni", "avx512", "avx2" or "generic": the code path the SIMD kernels take
 
@@ -32,6 +33,8 @@ from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
+
+    import numpy as np
 
 NOTICE_AFTER_SECONDS = 2.0
 _PACKAGE = __name__.partition(".")[0]
@@ -162,6 +165,29 @@ def _cache_is_usable() -> bool:
         )
         return False
     return True
+
+
+def kept(make: Callable[..., tuple[np.ndarray, ...]], *given: np.ndarray | int) -> tuple[np.ndarray, ...]:
+    """What `make(*given)` gives, from disk where it was made before by the same sources of the same arguments."""
+    import zipfile
+
+    import numpy as np
+
+    digest = hashlib.sha256(source_digest(make.__module__).encode())
+    for x in map(np.ascontiguousarray, given):
+        digest.update(f"{x.dtype} {x.shape} ".encode() + x.tobytes())
+    path = cache_root() / "arrays" / f"{digest.hexdigest()}.npz"
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return tuple(file[name] for name in file)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile):  # not there, or not whole
+        made = make(*given)
+    if _cache_is_usable():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.npz")
+        np.savez(scratch, *made)
+        scratch.replace(path)
+    return made
 
 
 class _CompileNotice:

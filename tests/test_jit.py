@@ -15,6 +15,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from quantkit import jit
@@ -196,6 +197,35 @@ def test_parts_are_compiled_in_their_callers_and_inner_kernels_kept() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_kept_arrays_are_made_once_and_again_where_their_file_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE_DIR", str(tmp_path))
+    x, made = np.arange(6, dtype=np.int8).reshape(2, 3), []
+
+    def make(x: np.ndarray, by: int) -> tuple[np.ndarray, ...]:
+        made.append(by)
+        return x * np.int8(by), np.arange(by)
+
+    def check(*expected: int) -> None:
+        for by in (3, 4):
+            product, numbers = jit.kept(make, x, by)
+            np.testing.assert_array_equal(product, x * np.int8(by), strict=True)
+            np.testing.assert_array_equal(numbers, np.arange(by), strict=True)
+        assert made == list(expected)
+        made.clear()
+
+    check(3, 4)
+    check()
+    files = list((tmp_path / "arrays").iterdir())
+    whole = files[0].read_bytes()
+    for broken in (b"", whole[:40], whole[:-60], b"x" * len(whole), whole[:90] + b"x" + whole[91:]):
+        for file in files:
+            file.write_bytes(broken)
+        check(3, 4)
+    check()
+
+
 def test_over_rows_works_in_a_forked_child() -> None:
     """A child has none of its parent's threads, so what it submits to the parent's pool would wait for ever."""
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK]

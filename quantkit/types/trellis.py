@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from quantkit.jit import kernel, readonly
+from quantkit.jit import kept, kernel, readonly
 from quantkit.types.base import QuantType
 from quantkit.types.superblock import LEAST_WEIGHT
 
@@ -162,12 +162,12 @@ _indices: dict[str, tuple[np.ndarray, ...]] = {}
 
 
 def _index(cls: type[TrellisType]) -> tuple[np.ndarray, ...]:
-    """The index of a type's points; built by the first thread that needs it."""
+    """The index of a type's points; made by the first thread that needs it, or found on disk."""
     with _building:
         if cls.name not in _indices:
             from quantkit.types.emitted import trellis as search
 
             values = np.stack([code_values(cls.index_bits, cls.group, offset) for offset in cls.offsets])
-            built = search.build(np.abs(values) if cls.folded else values, cls.clusters)
+            built = kept(search.build, np.abs(values) if cls.folded else values, cls.clusters)
             _indices[cls.name] = tuple(readonly(a) for a in built)
     return _indices[cls.name]

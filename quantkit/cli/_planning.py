@@ -1,7 +1,4 @@
-"""What `plan`, `quantize` and `recipe` share: options that decide types and places, the plan they make, its tables.
-
-A command's parameters are read as one `Asked`, so that each option is spelled once, here.
-"""
+"""What `plan`, `quantize` and `recipe` share: options that decide types and places, the plan they make, its tables."""
 
 from __future__ import annotations
 
@@ -10,10 +7,10 @@ import math
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -34,7 +31,7 @@ from quantkit.cli._runtime import (
     TensorSplit,
     placement_flags,
 )
-from quantkit.cli._shared import RepackPattern, comma_separated, gib, mib, table
+from quantkit.cli._shared import RepackPattern, comma_separated, gib, mib, table, with_options
 from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:
@@ -43,9 +40,6 @@ if TYPE_CHECKING:
     from quantkit.files.gguf import GGUF
     from quantkit.files.imatrix import Imatrix
     from quantkit.recipe import Options, Plan, Recipe
-
-__all__ = ["CpuMoe", "Devices", "Fit", "GpuLayers", "MainGpu", "MaxGpu", "NCpuMoe", "NoKvOffload", "OffloadPolicy",
-           "OffloadThreshold", "OverrideTensor", "RepackPattern", "SplitMode", "TensorSplit"]  # fmt: skip
 
 Type = Annotated[str | None, typer.Option(metavar="T", show_default=False)]
 ImatrixFile = Annotated[Path | None, typer.Option(help="Importance matrix.", metavar="FILE")]
@@ -105,78 +99,70 @@ Compute = Annotated[
     str | None,
     typer.Option(metavar="cpu=N,cuda:0=N", help="TFLOP/s of devices, for those of prompts.", show_default=False),
 ]
-Explain = Annotated[bool, typer.Option("--explain", help="Show why tensors are where they are.")]
 
 _CLASSES = ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate", "ffn_down", "ffn_up")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a command line says about a plan. The names are those of the commands' parameters."""
+    """What options say about a plan, beside its file type; `asks` gives them to a command."""
 
-    file_type: str | None = None
-    imatrix: Path | None = None
-    custom_q: list[str] | None = None
-    tensor_type: list[str] | None = None
-    tensor_type_file: Path | None = None
-    recipe: str | None = None
-    settings: list[str] | None = None
-    pure: bool = False
-    output_tensor_type: str | None = None
-    token_embedding_type: str | None = None
-    ffn_gate_inp_type: str | None = None
-    attn_q_type: str | None = None
-    attn_k_type: str | None = None
-    attn_v_type: str | None = None
-    attn_qkv_type: str | None = None
-    attn_output_type: str | None = None
-    ffn_gate_type: str | None = None
-    ffn_down_type: str | None = None
-    ffn_up_type: str | None = None
-    leave_output_tensor: bool = False
-    allow_requantize: bool = False
-    ignore_imatrix_rules: bool = False
-    include_weights: list[str] | None = None
-    exclude_weights: list[str] | None = None
-    repack: bool = False
-    repack_pattern: list[str] | None = None
-    gpu_layers: int | None = None
-    override_tensor: list[str] | None = None
-    cpu_moe: bool = False
-    n_cpu_moe: int = 0
-    tensor_split: str | None = None
-    split_mode: str = "layer"
-    main_gpu: int | None = None
-    max_gpu: int | None = None
-    no_kv_offload: bool = False
-    devices: str | None = None
-    fit: bool = False
-    bandwidth: str | None = None
-    compute: str | None = None
-    offload_threshold: int = 32
-    offload_policy: str | None = None
-    ctx_size: int | None = None
-    cache_type_k: str = "f16"
-    cache_type_v: str = "f16"
-    mla: int = 3
-    vram: str | None = None
-    ram: float | None = None
-    fit_margin: float = 1024
-
-    @classmethod
-    def of(cls, parameters: Mapping[str, Any]) -> Asked:
-        """Of a command's `locals()`."""
-        return cls(**{f.name: parameters[f.name] for f in dataclasses.fields(cls) if f.name in parameters})
+    imatrix: ImatrixFile = None
+    custom_q: CustomQ = None
+    tensor_type: TensorType = None
+    tensor_type_file: TensorTypeFile = None
+    recipe: RecipeName = None
+    settings: Set = None
+    pure: Pure = False
+    output_tensor_type: Type = None
+    token_embedding_type: Type = None
+    ffn_gate_inp_type: Type = None
+    attn_q_type: Type = None
+    attn_k_type: Type = None
+    attn_v_type: Type = None
+    attn_qkv_type: Type = None
+    attn_output_type: Type = None
+    ffn_gate_type: Type = None
+    ffn_down_type: Type = None
+    ffn_up_type: Type = None
+    leave_output_tensor: LeaveOutput = False
+    allow_requantize: AllowRequantize = False
+    ignore_imatrix_rules: IgnoreRules = False
+    include_weights: IncludeWeights = None
+    exclude_weights: ExcludeWeights = None
+    repack: Repack = False
+    repack_pattern: RepackPattern = None
+    gpu_layers: GpuLayers = None
+    override_tensor: OverrideTensor = None
+    cpu_moe: CpuMoe = False
+    n_cpu_moe: NCpuMoe = 0
+    tensor_split: TensorSplit = None
+    split_mode: SplitMode = "layer"
+    main_gpu: MainGpu = None
+    max_gpu: MaxGpu = None
+    no_kv_offload: NoKvOffload = False
+    devices: Devices = None
+    fit: Fit = False
+    bandwidth: Bandwidth = None
+    compute: Compute = None
+    offload_threshold: OffloadThreshold = 32
+    offload_policy: OffloadPolicy = None
+    ctx_size: Context = None
+    cache_type_k: CacheTypeK = "f16"
+    cache_type_v: CacheTypeV = "f16"
+    mla: Mla = 3
+    vram: Vram = None
+    ram: Ram = None
+    fit_margin: FitMargin = 1024
 
     def refuse_choices(self) -> None:
         """Bad usage for options that choose types, beside a plan that has chosen them."""
-        chosen = ("file_type", "custom_q", "tensor_type", "tensor_type_file", "recipe", "settings", "pure", "repack",
+        chosen = ("custom_q", "tensor_type", "tensor_type_file", "recipe", "settings", "pure", "repack",
                   "output_tensor_type", "token_embedding_type", "ffn_gate_inp_type", "leave_output_tensor",
                   "repack_pattern", *(f"{name}_type" for name in _CLASSES))  # fmt: skip
         for name in chosen:
             if getattr(self, name):
-                said = "TYPE" if name == "file_type" else f"--{name.replace('_', '-')}"
-                raise typer.BadParameter(f"--plan has decided every type, so {said} would do nothing; drop one of them")
+                raise decided(f"--{name.replace('_', '-')}")
 
     # -------------------------------------------------------------------------------------------------------- the plan
 
@@ -231,14 +217,12 @@ class Asked:
             self.pure, output, embedding, router, chosen, *switches, tuple(comma_separated(self.repack_pattern))
         )
 
-    def plan(self, model: Model, matrix: Imatrix | None) -> Plan:
+    def plan(self, model: Model, file_type: str, matrix: Imatrix | None) -> Plan:
         from quantkit.recipe import plan
 
-        if self.file_type is None:
-            raise typer.BadParameter("TYPE is missing: a file type as Q4_K_M, its number, or COPY")
         return plan(
             model.tensors,
-            self.file_type,
+            file_type,
             self.rules(),
             metadata=model.metadata,
             imatrix=matrix,
@@ -294,6 +278,17 @@ class Asked:
         bandwidth = parse_rates(self.bandwidth or "", "--bandwidth", 1e9)
         compute = parse_rates(self.compute or "", "--compute", 1e12)
         return predict(tensors, metadata, found.placement, caches, bandwidth, compute)
+
+
+def asks(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator: give a command the options of Asked, but for some, in place of its parameter `asked`."""
+    kinds = get_type_hints(Asked, include_extras=True)
+    options = {f.name: (kinds[f.name], f.default) for f in dataclasses.fields(Asked) if f.name not in without}
+    return lambda command: with_options(command, "asked", options, lambda given: Asked(**given))
+
+
+def decided(option: str) -> typer.BadParameter:
+    return typer.BadParameter(f"--plan has decided every type, so {option} would do nothing; drop one of them")
 
 
 def read_settings(texts: Sequence[str] | None) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import platform
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli._shared import mib, table
+from quantkit.cli._shared import mib, table, with_options
 from quantkit.errors import UnknownNameError
 
 if TYPE_CHECKING:
@@ -285,25 +284,13 @@ class Launch:
 
 def runs_a_model(command: Callable[..., None]) -> Callable[..., None]:
     """Decorator: give a command the options of running models in place of its parameter `launch`, a Launch of them."""
-    signature = inspect.signature(command, eval_str=True)  # here, where the command's own names are known
-    parameters: list[inspect.Parameter] = []
-    for parameter in signature.parameters.values():
-        if parameter.name != "launch":
-            parameters.append(parameter)
-            continue
-        for name, (kind, default) in _OPTIONS.items():
-            parameters.append(parameter.replace(name=name, annotation=kind, default=default))
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:
-        own = {name: value for name, value in given.items() if name not in _OPTIONS}
-        launch = Launch({name: given[name] for name in _OPTIONS})
+    def run(launch: Launch, **own: Any) -> None:
         command(**own, launch=launch)
         launch.tell_profiles()
 
-    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return run
+    return with_options(run, "launch", _OPTIONS, Launch)
 
 
 def conditions(model: Any) -> dict[str, Any]:

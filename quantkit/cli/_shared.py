@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +30,36 @@ RepackPattern = Annotated[
     list[str] | None,
     typer.Option(metavar="RE,…", help="Only tensors in whose name one of these regexes is found. Repeatable."),
 ]
+
+
+def with_options(
+    command: Callable[..., None],
+    parameter: str,
+    options: Mapping[str, tuple[Any, Any]],
+    make: Callable[[dict[str, Any]], Any],
+) -> Callable[..., None]:
+    """The command with these options, (annotation, default) by name, in place of a parameter.
+
+    The parameter is what `make` makes of their values.
+    """
+    signature = inspect.signature(command, eval_str=True)  # here, where the command's own names are known
+    parameters: list[inspect.Parameter] = []
+    for own in signature.parameters.values():
+        if own.name != parameter:
+            parameters.append(own)
+            continue
+        for name, (kind, default) in options.items():
+            parameters.append(own.replace(name=name, annotation=kind, default=default))
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        own = {name: value for name, value in given.items() if name not in options}
+        command(**own, **{parameter: make({name: given[name] for name in options})})
+
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
           "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip

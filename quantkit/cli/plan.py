@@ -8,47 +8,10 @@ from typing import Annotated
 import typer
 
 from quantkit.cli._planning import (
-    AllowRequantize,
     Asked,
-    Bandwidth,
-    CacheTypeK,
-    CacheTypeV,
-    Compute,
-    Context,
-    CpuMoe,
-    CustomQ,
-    Devices,
-    ExcludeWeights,
-    Explain,
-    Fit,
-    FitMargin,
-    GpuLayers,
-    IgnoreRules,
-    ImatrixFile,
-    IncludeWeights,
-    LeaveOutput,
-    MainGpu,
-    MaxGpu,
-    Mla,
-    NCpuMoe,
-    NoKvOffload,
-    OffloadPolicy,
-    OffloadThreshold,
-    OverrideTensor,
-    Pure,
-    Ram,
-    RecipeName,
-    Repack,
-    RepackPattern,
-    Set,
-    SplitMode,
     Strict,
-    TensorSplit,
-    TensorType,
-    TensorTypeFile,
-    Type,
     Verbose,
-    Vram,
+    asks,
     document,
     open_source,
     print_plan,
@@ -57,6 +20,7 @@ from quantkit.cli._planning import (
 from quantkit.cli._shared import Json, print_json
 
 
+@asks()
 def plan(
     source: Annotated[
         Path,
@@ -69,54 +33,8 @@ def plan(
     file_type: Annotated[
         str, typer.Argument(metavar="TYPE", help="File type, as Q4_K_M; COPY for the types that are there.")
     ] = "COPY",
-    imatrix: ImatrixFile = None,
-    custom_q: CustomQ = None,
-    tensor_type: TensorType = None,
-    tensor_type_file: TensorTypeFile = None,
-    recipe: RecipeName = None,
-    settings: Set = None,
-    pure: Pure = False,
-    output_tensor_type: Type = None,
-    token_embedding_type: Type = None,
-    ffn_gate_inp_type: Type = None,
-    attn_q_type: Type = None,
-    attn_k_type: Type = None,
-    attn_v_type: Type = None,
-    attn_qkv_type: Type = None,
-    attn_output_type: Type = None,
-    ffn_gate_type: Type = None,
-    ffn_down_type: Type = None,
-    ffn_up_type: Type = None,
-    leave_output_tensor: LeaveOutput = False,
-    allow_requantize: AllowRequantize = False,
-    ignore_imatrix_rules: IgnoreRules = False,
-    include_weights: IncludeWeights = None,
-    exclude_weights: ExcludeWeights = None,
-    repack: Repack = False,
-    repack_pattern: RepackPattern = None,
-    gpu_layers: GpuLayers = None,
-    override_tensor: OverrideTensor = None,
-    cpu_moe: CpuMoe = False,
-    n_cpu_moe: NCpuMoe = 0,
-    tensor_split: TensorSplit = None,
-    split_mode: SplitMode = "layer",
-    main_gpu: MainGpu = None,
-    max_gpu: MaxGpu = None,
-    no_kv_offload: NoKvOffload = False,
-    devices: Devices = None,
-    fit: Fit = False,
-    bandwidth: Bandwidth = None,
-    compute: Compute = None,
-    offload_threshold: OffloadThreshold = 32,
-    offload_policy: OffloadPolicy = None,
-    explain: Explain = False,
-    ctx_size: Context = None,
-    cache_type_k: CacheTypeK = "f16",
-    cache_type_v: CacheTypeV = "f16",
-    mla: Mla = 3,
-    vram: Vram = None,
-    ram: Ram = None,
-    fit_margin: FitMargin = 1024,
+    asked: Asked = Asked(),  # noqa: B008  its options' own defaults
+    explain: Annotated[bool, typer.Option("--explain", help="Show why tensors are where they are.")] = False,
     strict: Strict = False,
     verbose: Verbose = False,
     json: Json = False,
@@ -129,9 +47,8 @@ def plan(
     the devices and prints the flags that do the same, with speeds that their bytes allow.
     `quantkit quantize IN OUT --plan FILE` executes what --json prints.
     """
-    asked = Asked.of(locals())
     model = open_source(source)
-    made = asked.plan(model, asked.read_imatrix())
+    made = asked.plan(model, file_type, asked.read_imatrix())
     budget = asked.budget(made, model.metadata)
     if strict:
         require_clean(made, budget)

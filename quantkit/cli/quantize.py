@@ -10,42 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantkit.cli._planning import (
-    AllowRequantize,
     Asked,
-    CacheTypeK,
-    CacheTypeV,
-    Context,
-    CpuMoe,
-    CustomQ,
-    Devices,
-    ExcludeWeights,
-    FitMargin,
-    GpuLayers,
-    IgnoreRules,
-    ImatrixFile,
-    IncludeWeights,
-    LeaveOutput,
-    MainGpu,
-    MaxGpu,
-    Mla,
     Model,
-    NCpuMoe,
-    NoKvOffload,
-    OverrideTensor,
-    Pure,
-    Ram,
-    RecipeName,
-    Repack,
-    RepackPattern,
-    Set,
-    SplitMode,
     Strict,
-    TensorSplit,
-    TensorType,
-    TensorTypeFile,
-    Type,
     Verbose,
-    Vram,
+    asks,
+    decided,
     document,
     open_source,
     print_plan,
@@ -72,6 +42,7 @@ if TYPE_CHECKING:
     from quantkit.recipe import Plan
 
 
+@asks("fit", "bandwidth", "compute", "offload_threshold", "offload_policy")
 def quantize(
     source: Annotated[
         Path,
@@ -92,29 +63,7 @@ def quantize(
     plan: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Types as `quantkit plan --json` wrote them; no TYPE then.")
     ] = None,
-    imatrix: ImatrixFile = None,
-    custom_q: CustomQ = None,
-    tensor_type: TensorType = None,
-    tensor_type_file: TensorTypeFile = None,
-    recipe: RecipeName = None,
-    settings: Set = None,
-    pure: Pure = False,
-    output_tensor_type: Type = None,
-    token_embedding_type: Type = None,
-    ffn_gate_inp_type: Type = None,
-    attn_q_type: Type = None,
-    attn_k_type: Type = None,
-    attn_v_type: Type = None,
-    attn_qkv_type: Type = None,
-    attn_output_type: Type = None,
-    ffn_gate_type: Type = None,
-    ffn_down_type: Type = None,
-    ffn_up_type: Type = None,
-    leave_output_tensor: LeaveOutput = False,
-    allow_requantize: AllowRequantize = False,
-    ignore_imatrix_rules: IgnoreRules = False,
-    include_weights: IncludeWeights = None,
-    exclude_weights: ExcludeWeights = None,
+    asked: Asked = Asked(),  # noqa: B008  its options' own defaults
     hide_imatrix: Annotated[
         bool, typer.Option("--hide-imatrix", help="Do not say in the output which importance matrix it was.")
     ] = False,
@@ -129,28 +78,9 @@ def quantize(
         str | None,
         typer.Option(metavar="NAME", help="tokenizer.ggml.pre, where a checkpoint's tokenizer is not recognised."),
     ] = None,
-    repack: Repack = False,
-    repack_pattern: RepackPattern = None,
     split_max_size: SplitMaxSize = None,
     split_max_tensors: SplitMaxTensors = None,
     keep_split: KeepSplit = False,
-    gpu_layers: GpuLayers = None,
-    override_tensor: OverrideTensor = None,
-    cpu_moe: CpuMoe = False,
-    n_cpu_moe: NCpuMoe = 0,
-    tensor_split: TensorSplit = None,
-    split_mode: SplitMode = "layer",
-    main_gpu: MainGpu = None,
-    max_gpu: MaxGpu = None,
-    no_kv_offload: NoKvOffload = False,
-    devices: Devices = None,
-    ctx_size: Context = None,
-    cache_type_k: CacheTypeK = "f16",
-    cache_type_v: CacheTypeV = "f16",
-    mla: Mla = 3,
-    vram: Vram = None,
-    ram: Ram = None,
-    fit_margin: FitMargin = 1024,
     strict: Strict = False,
     partial_requant: Annotated[
         bool, typer.Option("--partial-requant", help="Make only tensors anew that would differ from those in OUT.")
@@ -184,7 +114,6 @@ def quantize(
     redoes only tensors whose type, source, importance or codec is another than what OUT says of them, and copies the
     rest; `quantkit verify` tells what that would be. Where there is no OUT all are made.
     """
-    asked = Asked.of(locals())
     if partial_requant and reuse:
         raise typer.BadParameter(
             "--partial-requant takes over what is in OUT, --reuse what is in another file: pass one"
@@ -201,7 +130,7 @@ def quantize(
     matrix = asked.read_imatrix()
     overrides = [Override.parse(text) for text in override_kv or []]
     size = split_limit(split_max_size, split_max_tensors, keep_split)
-    made = _replayed(asked, plan, model, matrix) if plan else asked.plan(model, matrix)
+    made = _plan(asked, file_type, plan, model, matrix)
     made.require_codecs()
     budget = asked.budget(made, model.metadata)
     if strict:
@@ -220,7 +149,7 @@ def quantize(
             out,
             made,
             imatrix=matrix,
-            imatrix_file=str(imatrix or ""),
+            imatrix_file=str(asked.imatrix or ""),
             hide_imatrix=hide_imatrix,
             overrides=overrides,
             effort=effort,
@@ -240,10 +169,16 @@ def quantize(
     _report(made, written, time.perf_counter() - started, json)
 
 
-def _replayed(asked: Asked, path: Path, model: Model, matrix: Imatrix | None) -> Plan:
-    """The plan in a file, for this model."""
+def _plan(asked: Asked, file_type: str | None, path: Path | None, model: Model, matrix: Imatrix | None) -> Plan:
+    """The plan of a file type, or the one in a file, for this model."""
     from quantkit.recipe import replay
 
+    if path is None:
+        if file_type is None:
+            raise typer.BadParameter("TYPE is missing: a file type as Q4_K_M, its number, or COPY")
+        return asked.plan(model, file_type, matrix)
+    if file_type is not None:
+        raise decided("TYPE")
     asked.refuse_choices()
     return replay(read_json(path), model.tensors, matrix, allow_requantize=asked.allow_requantize, where=str(path))
 

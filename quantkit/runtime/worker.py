@@ -28,8 +28,12 @@ if TYPE_CHECKING:
 class Worker(Parts):
     """What one device computes: parts of blocks, over the tensors that are there.
 
+    place   the torch.device of its arrays; None where they are numpy's
+
     Operations whose tensor is on another device are handed to that one's worker.
     """
+
+    place: Any = None
 
     def __init__(self, device: Device, split: Split, owner: Parts, threads: int):
         super().__init__(

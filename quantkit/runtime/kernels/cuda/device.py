@@ -204,12 +204,15 @@ class Matrices:
         return out
 
     def of_experts(self, x: torch.Tensor, ids: torch.Tensor, exact: bool = False) -> torch.Tensor:
-        """float32[tokens, used, rows]: slot (t, j) by matrix ids[t, j] of x[t] or x[t, j]; ids int32[tokens, used]."""
+        """float32[tokens, used, rows]: slot (t, j) by matrix ids[t, j] of x[t] or x[t, j]; ids int32[tokens, used].
+
+        Slots of -1 are left out: what they give is finite, and means nothing.
+        """
         tokens, used = ids.shape
         if tokens <= FEW and not exact:
             share = used if x.dim() == 2 else 1
             out = self.gpu.empty(tokens * used, 1, self.rows)
-            self._product(x.reshape(-1, self.n), ids.reshape(-1), share, 1, out)
+            self._product(x.reshape(-1, self.n), ids.reshape(-1).clamp(min=0), share, 1, out)
             return out.view(tokens, used, self.rows)
         return self._grouped(x, ids, exact)
 
@@ -280,9 +283,9 @@ class Matrices:
         source = order if x.dim() == 3 else order // used
         sorted_x = x.reshape(-1, self.n)[source]
         sorted_x = sorted_x if exact else sorted_x.bfloat16()
-        counts = torch.bincount(ids.reshape(-1), minlength=self.count).tolist()
+        start, *counts = torch.bincount(ids.reshape(-1) + 1, minlength=self.count + 1).tolist()  # left out ones first
         sorted_out = self.gpu.empty(tokens * used, self.rows)
-        start = 0
+        sorted_out[:start] = 0
         for number, count in enumerate(counts):
             if count:
                 self._many(sorted_x[start : start + count], number, sorted_out[start : start + count])

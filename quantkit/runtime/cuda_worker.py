@@ -7,7 +7,8 @@ recurrent layers, and packed weights, which are copied there when a layer first 
     exact   weights decoded to float32, tile by tile, and multiplied in float32
     fast    up to 8 tokens from packed weights with activations as bytes, more as bfloat16 (`kernels/cuda/device.py`)
 
-A token after others goes through neighbouring layers as one CUDA graph where it can (`runtime/cuda_graph.py`).
+A token after others goes through neighbouring layers as one CUDA graph where it can (`runtime/cuda_graph.py`), but not
+where GPUs share layers (`runtime/rank.py`).
 
 Prompts attend over caches of floats by torch, in the cache's type; a few tokens, and other caches, by `kernels/cuda`.
 Experts on the CPU run there, while shared ones run here; for large batches they are copied here, one by one, and run

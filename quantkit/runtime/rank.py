@@ -123,6 +123,7 @@ class Rank(Worker):
             )
             begin = time.perf_counter()
             total = adding.add(self.rank, partial)
+            self.settle()
             ledger.spent(name, "waiting", time.perf_counter() - begin)
             x = x + self._post_norm(getattr(part, "post_norm", None), total)
         ledger.spent(name, "other", max(0.0, time.perf_counter() - start - (ledger.total(name) - counted)))

@@ -248,9 +248,11 @@ class Split:
 
             def task(rank: int) -> np.ndarray:
                 mine = self.ranks[rank]
-                return mine.linear(head.output, mine.norm(head.norm, mine.take(x, source)))
+                if not cut.width(rank):
+                    return np.zeros((len(x), 0), np.float32)
+                return host.take(mine.linear(head.output, mine.norm(head.norm, mine.take(x, source))), mine)
 
-            return np.concatenate([host.take(y, r) for y, r in zip(self._adding.each(task), self.ranks)], axis=1)
+            return np.concatenate(self._adding.each(task), axis=1)
         worker = self.ranks[0] if last in self.placement.shares else self.worker(self.placement.home(last))
         x = worker.take(x, source)
         return host.take(worker.linear(head.output, worker.norm(head.norm, x)), worker)

@@ -94,6 +94,7 @@ def test_layers_shared_by_gpus(arch: str, how: dict[str, Any], two: dict[str, An
         ("llama", {"devices": "cpu:0,cuda:1"}),
         ("llama", {"reduce_type": "bf16"}),
         ("llama", {"cache_type": "f16"}),
+        ("llama", {"max_gpus": 1}),
         ("qwen3moe", {"gpu_layers": 2}),
         ("qwen3moe", {"experts_by": "columns", "profile": True}),
         ("qwen3moe", {"numerics": "fast"}),

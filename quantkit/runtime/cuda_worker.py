@@ -112,6 +112,9 @@ class CudaWorker(Worker):
     def zeros(self, shape: tuple[int, ...], kind: str) -> torch.Tensor:
         return self.gpu.zeros(shape, kind)
 
+    def enter(self) -> None:
+        self.gpu.enter()
+
     def settle(self) -> None:
         if self._split.profile:
             self.gpu.synchronize()

@@ -117,7 +117,6 @@ class Nccl:
     """Groups of GPUs, one of each thread. Only tests that find two GPUs run it."""
 
     def __init__(self, places: Sequence[Any], threads: Reduce):
-        import torch
         import torch.distributed as distributed
 
         store = distributed.HashStore()
@@ -125,7 +124,6 @@ class Nccl:
         self._places, self._threads = places, threads
 
         def group(rank: int) -> Any:
-            torch.cuda.set_device(places[rank])  # of this thread
             options = nccl.Options()
             options._timeout = _LONGEST
             return nccl(store, rank, len(places), options)

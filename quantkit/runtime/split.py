@@ -79,6 +79,7 @@ class Split:
             threads = max(1, owner.threads // len(placement.graph))
             self.ranks = [self._new_rank(i, device, threads) for i, device in enumerate(placement.graph)]
             self._adding = Reduce([rank.place for rank in self.ranks], reduce)
+            self._adding.each(lambda number: self.ranks[number].enter())
         self._held: tuple[np.ndarray | None, Worker] = (None, self._workers[CPU.name])
         self._copies: list[np.ndarray] = []  # what left the last block that is shared, on each rank
         self.runs = self._new_runs()

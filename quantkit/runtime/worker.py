@@ -93,6 +93,9 @@ class Worker(Parts):
             self.settle()
             self._split.ledger.spent(self.device.name, kind, time.perf_counter() - begin)
 
+    def enter(self) -> None:
+        """Said once on a thread that will run this device and no other."""
+
     def settle(self) -> None:
         """Wait for what was begun, where time is to be told of a device that goes on by itself."""
 

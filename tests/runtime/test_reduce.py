@@ -49,13 +49,12 @@ class Group:
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> Reduce:
     """Three devices whose sums go through `Group`."""
-    places, there = [torch.device("cpu")] * 3, []
+    places = [torch.device("cpu")] * 3
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda place: there.append((place, threading.current_thread())))
     adding = Reduce(places)
     assert isinstance(adding._groups, Gloo)  # none of them is a GPU's
     adding._groups = Nccl(places, adding)
-    assert len({thread for _, thread in there}) == 3
+    assert len({group.thread for group in adding._groups._of}) == 3
     return adding
 
 

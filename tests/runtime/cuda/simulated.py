@@ -87,8 +87,12 @@ class SimulatedGpu(Gpu):
         self.torch, self.index, self.name = torch, index, "numba's simulator"
         self.place = torch.device("cpu")
         self.launched: dict[str, int] = {}
+        self.threads: list[threading.Thread] = []  # whose GPU this is
         self.tape: _Tape | None = None
         self.captured = 0
+
+    def enter(self) -> None:
+        self.threads.append(threading.current_thread())
 
     def array(self, values: np.ndarray) -> Any:
         assert self.tape is None, "memory of the host is copied within a graph"
@@ -136,6 +140,7 @@ class SimulatedGpu(Gpu):
                 value = value if parameter == "f32" else int(value)
             given.append(value)
         grid = blocks if isinstance(blocks, int) else tuple(blocks)
+        assert threading.current_thread() in (threading.main_thread(), *self.threads)
         with self._one:
             self.launched[kernel.name] = self.launched.get(kernel.name, 0) + 1
             kernel.simulate(grid, threads, *given)

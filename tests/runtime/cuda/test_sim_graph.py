@@ -149,10 +149,8 @@ def test_a_bad_tensor_is_named_and_nobody_waits(two: dict[str, Any], models: dic
     from tests.runtime.test_model import edited, put
 
     path = edited(models["llama"], tmp_path / "bad.gguf", "blk.1.ffn_up.weight", put(3, 5, np.nan))
-    model = load(path, **two)
-    for _ in range(2):
-        with pytest.raises(DataError, match=r"blk.1.ffn_up.weight made nan"):
-            model.logits(TOKENS[:2])
+    with pytest.raises(DataError, match=r"blk.1.ffn_up.weight made nan"):
+        load(path, **two).logits(TOKENS[:1])
 
 
 @pytest.mark.full

@@ -76,6 +76,11 @@ class Gpu:
         self.torch.zeros(1, device=self.place)  # makes the context
         self._functions: dict[str, Any] = {}
 
+    def enter(self) -> None:
+        """Make this GPU the calling thread's own, with its context, which the driver wants to launch anything."""
+        self.torch.cuda.set_device(self.place)
+        self.torch.zeros(1, device=self.place)
+
     def array(self, values: np.ndarray) -> torch.Tensor:
         """A copy of a numpy array, of as many dimensions; unsigned ones as torch knows them, by their bits."""
         values = np.ascontiguousarray(values)
@@ -206,13 +211,13 @@ class Matrices:
     def of_experts(self, x: torch.Tensor, ids: torch.Tensor, exact: bool = False) -> torch.Tensor:
         """float32[tokens, used, rows]: slot (t, j) by matrix ids[t, j] of x[t] or x[t, j]; ids int32[tokens, used].
 
-        Slots of -1 are left out: what they give is finite, and means nothing.
+        Slots of -1 are left out: they give zeros.
         """
         tokens, used = ids.shape
         if tokens <= FEW and not exact:
             share = used if x.dim() == 2 else 1
             out = self.gpu.empty(tokens * used, 1, self.rows)
-            self._product(x.reshape(-1, self.n), ids.reshape(-1).clamp(min=0), share, 1, out)
+            self._product(x.reshape(-1, self.n), ids.reshape(-1), share, 1, out)
             return out.view(tokens, used, self.rows)
         return self._grouped(x, ids, exact)
 

@@ -79,7 +79,7 @@ class Split:
             threads = max(1, owner.threads // len(placement.graph))
             self.ranks = [self._new_rank(i, device, threads) for i, device in enumerate(placement.graph)]
             self._adding = Reduce([rank.place for rank in self.ranks], reduce)
-            self._adding.each(lambda number: self.ranks[number].enter())
+            self._adding.each(self._enter)
         self._held: tuple[np.ndarray | None, Worker] = (None, self._workers[CPU.name])
         self._copies: list[np.ndarray] = []  # what left the last block that is shared, on each rank
         self.runs = self._new_runs()
@@ -103,6 +103,11 @@ class Split:
     def _new_rank(self, number: int, device: Device, threads: int) -> Rank:
         kind = Rank if device.gpu is None else CudaRank
         return kind(number, device, self, self._owner, threads)
+
+    def _enter(self, number: int) -> None:
+        """On the thread of a rank: it runs other devices too, where experts are elsewhere."""
+        for worker in (*self._workers.values(), self.ranks[number]):
+            worker.enter()
 
     @property
     def reduce(self) -> str | None:

@@ -94,7 +94,7 @@ class Worker(Parts):
             self._split.ledger.spent(self.device.name, kind, time.perf_counter() - begin)
 
     def enter(self) -> None:
-        """Said once on a thread that will run this device and no other."""
+        """Said once on a thread, other than the main one, before it runs this device."""
 
     def settle(self) -> None:
         """Wait for what was begun, where time is to be told of a device that goes on by itself."""

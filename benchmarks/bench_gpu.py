@@ -19,8 +19,8 @@ Without a GPU it says so in one line and exits with 1. With one it takes under 8
                generating after 512 tokens, percent of weight bytes / copy; of a prompt of 2048, percent of gemm. The
                aims are 60 % and 40 %
     experts    a qwen3moe of random weights on the CPU alone, with its experts there and the rest on the GPU (hybrid),
-               the same with experts streamed for prompts, and all on the GPU: tokens a second of both kinds, and how
-               far logits are from the CPU's
+               the same with experts streamed for prompts, and all on the GPU; where there is another GPU, its layers
+               shared by both (-sm graph): tokens a second of both kinds, and how far logits are from the CPU's
 
 Times are wall clock, medians. What fails is said in its line, and the exit status is 1; the rest goes on. The last line
 is JSON. --tiny takes shapes so small that numba's simulator runs all of it: tests/runtime/cuda/test_sim_bench.py.
@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import json
 import math
 import statistics
@@ -296,6 +297,10 @@ def beside(gpu: Gpu, sizes: Sizes, folder: Path) -> Iterator[tuple[str, dict[str
         "streamed": {"devices": device, "override_tensor": "_exps=CPU", "offload": Offload(1)},
         "GPU": {"devices": device},
     }
+    other = 0 if gpu.index else 1
+    with contextlib.suppress(UnsupportedError):
+        cuda_worker.gpu(other)
+        ways["graph"] = {"devices": f"{device},cuda:{other}", "split_mode": "graph"}
     path, wanted = write(sizes.experts, sizes.kind_of_experts, folder / "experts.gguf"), None
     for way, how in ways.items():
         try:

@@ -7,7 +7,8 @@ recurrent layers, and packed weights, which are copied there when a layer first 
     exact   weights decoded to float32, tile by tile, and multiplied in float32
     fast    up to 8 tokens from packed weights with activations as bytes, more as bfloat16 (`kernels/cuda/device.py`)
 
-A token after others goes through neighbouring layers as one CUDA graph where it can (`runtime/cuda_graph.py`).
+A token after others goes through neighbouring layers as one CUDA graph where it can (`runtime/cuda_graph.py`), but not
+where GPUs share layers (`runtime/rank.py`).
 
 Prompts attend over caches of floats by torch, in the cache's type; a few tokens, and other caches, by `kernels/cuda`.
 Experts on the CPU run there, while shared ones run here; for large batches they are copied here, one by one, and run
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from quantkit.runtime.cuda_graph import Recorded
     from quantkit.runtime.kernels.cuda.device import Gpu, Matrices
     from quantkit.runtime.kernels.cuda.staging import Staging
+    from quantkit.runtime.placement import Placement
     from quantkit.runtime.split import Split
 
 KEYS_OF_SHARE = 128  # of attention: a share of the keys is at least so long
@@ -73,10 +75,11 @@ class CudaWorker(Worker):
     gpu   the kernels' host side
     """
 
-    def __init__(self, device: Device, split: Split, owner: Parts):
-        super().__init__(device, split, owner, owner.threads)
+    def __init__(self, device: Device, split: Split, owner: Parts, threads: int):
+        super().__init__(device, split, owner, threads)
         assert device.gpu is not None
         self.gpu = gpu(device.gpu)
+        self.place = self.gpu.place
         self.exact = self.numerics == "exact"
         self._held: dict[str, Matrices] = {}
         self._staging: Staging | None = None
@@ -84,11 +87,17 @@ class CudaWorker(Worker):
         self._at: tuple[Any, Any] = None, None
         self._recording: tuple[torch.Tensor, int] | None = None  # where the position is, and how many there can be
         self._steps: weakref.WeakKeyDictionary[Any, dict[int, Recorded | None]] = weakref.WeakKeyDictionary()
+        self._require_kernels(split.placement)
+
+    def _require_kernels(self, placement: Placement) -> None:
+        """UnsupportedError for a tensor of this device, or one that it shares, of a type without kernels."""
         for name, tensor in self.weights.items():
-            if split.placement[name] == device and len(tensor.shape) > 1 and not product(tensor.type):
+            shared = name in placement.sliced and self.device in placement.graph
+            if (shared or placement[name] == self.device) and len(tensor.shape) > 1 and not product(tensor.type):
                 raise UnsupportedError(
-                    f"{self.path}: {name} is {tensor.type.name}, for which {device.name} has no kernels; keep such "
-                    f"tensors on the CPU by a first rule -ot '^{re.escape(name)}$={CPU.name}'"
+                    f"{self.path}: {name} is {tensor.type.name}, for which {self.device.name} has no kernels; keep "
+                    f"such tensors on the CPU by a first rule -ot '^{re.escape(name)}$={CPU.name}'"
+                    + (", and take -sm layer" if shared else "")
                 )
 
     # ------------------------------------------------------------------------------------------------ arrays, transfers
@@ -102,6 +111,9 @@ class CudaWorker(Worker):
 
     def zeros(self, shape: tuple[int, ...], kind: str) -> torch.Tensor:
         return self.gpu.zeros(shape, kind)
+
+    def enter(self) -> None:
+        self.gpu.enter()
 
     def settle(self) -> None:
         if self._split.profile:
@@ -253,7 +265,7 @@ class CudaWorker(Worker):
         return torch.arange(cache.length, cache.length + tokens, dtype=torch.int32, device=self.gpu.place)
 
     def is_finite(self, y: Any) -> bool:
-        return bool(y.isfinite().all())
+        return layers.is_finite(y) if isinstance(y, np.ndarray) else bool(y.isfinite().all())
 
     def _require_finite(self, what: str, y: Any) -> None:
         if not self.is_finite(y):
@@ -473,15 +485,15 @@ class CudaWorker(Worker):
 
         torch, (tokens, used) = self.gpu.torch, chosen.shape
         ids = self.gpu.array(chosen.astype(np.int32)) if isinstance(chosen, np.ndarray) else chosen
-        left_out = ids < 0  # computed with the first expert, and not counted
-        weights, ids = weights.masked_fill(left_out, 0).contiguous(), ids.clamp(min=0)
+        weights = weights.masked_fill(ids < 0, 0).contiguous()
         for linear in (part.gate, part.up, part.down):
-            most = min(part.count, ids.numel())  # which of them are the same, only the GPU knows
-            self._split.ledger.read(self.device.name, most * self.matrices(linear.weight).nbytes)
+            matrices = self.matrices(linear.weight)
+            most = min(matrices.count, ids.numel())  # which of them are the same, only the GPU knows
+            self._split.ledger.read(self.device.name, most * matrices.nbytes)
         y = y.contiguous()
         gate, up = (self._of_experts(linear, y, ids) for linear in (part.gate, part.up))
         hidden = self.activate(part.activation, gate, up)
-        self._tell_experts(part, y, ids.masked_fill(left_out, -1), hidden)
+        self._tell_experts(part, y, ids, hidden)
         made = self._of_experts(part.down, hidden, ids).contiguous()
         out = torch.empty((tokens, made.shape[2]), device=self.gpu.place)
         self._launch(elementwise.mix(), out.numel(), elementwise.THREADS, made, weights, used, out.shape[1], tokens,

@@ -1,14 +1,15 @@
-"""Adding up over devices: torch.distributed's gloo between the threads that play virtual devices.
+"""Adding up over devices by torch.distributed, each of which has a thread: NCCL between GPUs, gloo between others.
 
-Each device has a thread of its own and a process group of its own over one store in memory; nothing global is set up.
-Sums travel as f32, f16 or bf16. One number more travels with each: whether a device failed, so that the others stop
-with it and none waits for ever.
+Each device has a process group of its own over one store in memory; nothing global is set up. Sums travel as f32, f16
+or bf16: of GPUs alone from GPU to GPU, else through the host's memory. All threads come together before each sum, so
+that when one has failed the others know, stop with it, and none waits for ever.
 """
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -23,12 +24,13 @@ T = TypeVar("T")
 
 
 class Reduce:
-    """`count` devices, each with a thread.
+    """Devices that add up, each with a thread.
 
-    kind   "f32", "f16" or "bf16": what sums are rounded to on their way
+    places   of each the torch.device of what it gives; None of one that gives numpy's arrays
+    kind     "f32", "f16" or "bf16": what sums are rounded to on their way
     """
 
-    def __init__(self, count: int, kind: str = "f32"):
+    def __init__(self, places: Sequence[Any], kind: str = "f32"):
         if kind not in KINDS:
             raise UnknownNameError("type of sums over devices", kind, KINDS)
         try:
@@ -39,42 +41,101 @@ class Reduce:
                 f"-sm graph adds up through torch.distributed, and torch is not there ({error}): pip install "
                 "'quantkit[torch]', or take -sm layer"
             ) from None
-        if not distributed.is_available() or not hasattr(distributed, "ProcessGroupGloo"):
-            raise UnsupportedError("-sm graph needs a torch built with gloo; take -sm layer")
-        self.count, self.kind = count, kind
-        self._torch = torch
+        self.kind, self._torch = kind, torch
         self._type = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[kind]
-        self._threads = [ThreadPoolExecutor(1, f"device-{rank}") for rank in range(count)]
-        store = distributed.HashStore()
+        self._threads = [ThreadPoolExecutor(1, f"device-{rank}") for rank in range(len(places))]
+        self._together = threading.Barrier(len(places), timeout=_LONGEST.total_seconds())
+        on_gpus = all(place is not None and place.type == "cuda" for place in places)
+        name = "ProcessGroupNCCL" if on_gpus else "ProcessGroupGloo"
+        if not distributed.is_available() or not hasattr(distributed, name):
+            what = "NCCL, which adds up between GPUs" if on_gpus else "gloo"
+            raise UnsupportedError(f"-sm graph needs a torch built with {what}; take -sm layer")
+        self._groups: Nccl | Gloo = (Nccl if on_gpus else Gloo)(places, self)
 
+    def each(self, task: Callable[[int], T]) -> list[T]:
+        """What `task(rank)` gives on the thread of each device, all at once; the first exception is raised again."""
+
+        def run(rank: int) -> T:
+            try:
+                return task(rank)
+            except BaseException:
+                self._together.abort()  # the others' next sum raises BrokenBarrierError
+                raise
+
+        futures: list[Future[T]] = [thread.submit(run, rank) for rank, thread in enumerate(self._threads)]
+        errors = [error for future in futures if (error := future.exception()) is not None]  # waits for all of them
+        if errors:
+            self._together.reset()
+            raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
+        return [future.result() for future in futures]
+
+    def meet(self) -> None:
+        """Wait until all threads are here. BrokenBarrierError where one will not come."""
+        self._together.wait()
+
+    def add(self, rank: int, x: Any) -> Any:
+        """The sum of what all devices give, float32 of x's shape, and where x is.
+
+        Every device calls this as often as the others, on its thread, with arrays of one shape.
+        """
+        torch = self._torch
+        given = torch.from_numpy(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else x
+        flat = given.reshape(-1).to(self._groups.place(rank), self._type, copy=True)
+        self.meet()
+        self._groups.allreduce(rank, flat)
+        total = flat.float().reshape(given.shape)
+        return np.asarray(total.numpy()) if given is not x else total.to(given.device)
+
+
+class Gloo:
+    """Groups over the host's memory."""
+
+    def __init__(self, places: Sequence[Any], threads: Reduce):
+        import torch.distributed as distributed
+
+        store = distributed.HashStore()
         gloo: Any = distributed.ProcessGroupGloo
 
         def group(rank: int) -> Any:
             options = gloo._Options()
             options._devices = [gloo.create_device(hostname="127.0.0.1")]
             options._timeout = _LONGEST
-            return gloo(store, rank, count, options)
+            return gloo(store, rank, len(places), options)
 
-        self._groups = self.each(group)
+        self._of = threads.each(group)
 
-    def each(self, task: Callable[[int], T]) -> list[T]:
-        """What `task(rank)` gives on the thread of each device, all at once; the first exception is raised again."""
-        futures: list[Future[T]] = [thread.submit(task, rank) for rank, thread in enumerate(self._threads)]
-        errors = [future.exception() for future in futures]  # waits for all of them
-        for error in errors:
-            if error is not None:
-                raise error
-        return [future.result() for future in futures]
+    def place(self, rank: int) -> Any:
+        """Where `allreduce` wants what a device gives."""
+        return "cpu"
 
-    def add(self, rank: int, x: np.ndarray, failed: bool) -> np.ndarray | None:
-        """The sum of what all devices give, float32 of x's shape; None where one of them failed.
+    def allreduce(self, rank: int, x: Any) -> None:
+        """Put the sum in the place of x."""
+        self._of[rank].allreduce([x]).wait()
 
-        Every device calls this as often as the others, on its thread, with arrays of one shape.
-        """
-        flat = self._torch.empty(x.size + 1, dtype=self._type)
-        flat[:-1] = self._torch.from_numpy(np.ascontiguousarray(x).reshape(-1))
-        flat[-1] = float(failed)
-        self._groups[rank].allreduce([flat]).wait()
-        if float(flat[-1]):
-            return None
-        return np.asarray(flat[:-1].float().numpy()).reshape(x.shape)
+
+class Nccl:
+    """Groups of GPUs, one of each thread. Only tests that find two GPUs run it."""
+
+    def __init__(self, places: Sequence[Any], threads: Reduce):
+        import torch.distributed as distributed
+
+        store = distributed.HashStore()
+        nccl: Any = distributed.ProcessGroupNCCL
+        self._places, self._threads = places, threads
+
+        def group(rank: int) -> Any:
+            options = nccl.Options()
+            options._timeout = _LONGEST
+            return nccl(store, rank, len(places), options)
+
+        self._of = threads.each(group)
+
+    def place(self, rank: int) -> Any:
+        return self._places[rank]
+
+    def allreduce(self, rank: int, x: Any) -> None:
+        """As gloo's. A kernel of NCCL waits on its GPU for those of all others, and what is asked of that GPU meanwhile
+        may keep others from being launched (github.com/NVIDIA/nccl/issues/613): all are launched before that."""
+        work = self._of[rank].allreduce([x])
+        self._threads.meet()
+        work.wait()

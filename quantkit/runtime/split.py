@@ -16,15 +16,15 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from quantkit.archs import blocks
 from quantkit.errors import UnsupportedError
-from quantkit.runtime import cuts, slices
+from quantkit.runtime import cuts
 from quantkit.runtime.cache import CacheType
+from quantkit.runtime.cuda_worker import CudaWorker
 from quantkit.runtime.cuts import Cut
 from quantkit.runtime.devices import CPU, Device
 from quantkit.runtime.layers import Span
@@ -32,83 +32,10 @@ from quantkit.runtime.ledger import Ledger
 from quantkit.runtime.offload import Offload
 from quantkit.runtime.parts import Parts
 from quantkit.runtime.placement import Placement
+from quantkit.runtime.rank import CudaRank, Rank
 from quantkit.runtime.reduce import Reduce
 from quantkit.runtime.split_cache import Held, SplitCache
 from quantkit.runtime.worker import Worker
-
-
-class Rank(Worker):
-    """A device of -sm graph: its parts of the tensors that are cut, and whole ones of the rest."""
-
-    def __init__(self, rank: int, device: Device, split: Split, owner: Parts, threads: int):
-        super().__init__(device, split, owner, threads)
-        self.rank = rank
-        self.weights = dict(owner.weights)
-        self._slice(owner, split.cuts)
-
-    def follow(self, owner: Parts) -> None:
-        self._checking, self.expert_reduction = owner._checking, owner.expert_reduction
-
-    def _slice(self, owner: Parts, names: Iterable[str]) -> None:
-        for name in names:
-            cut = self._split.cuts[name]
-            self.weights[name] = slices.ranges(owner.weights[name], cut.axis, cut.ranges(self.rank))  # type: ignore[index]
-
-    def renew(self, owner: Parts, names: Iterable[str]) -> None:
-        """Take these tensors from the owner again."""
-        names = list(names)
-        self.weights = {**self.weights, **{name: owner.weights[name] for name in names}}
-        self._slice(owner, [name for name in names if name in self._split.cuts])
-        self.forget(names)
-
-    def _of(self, name: str) -> Worker:
-        return self if name in self._split.placement.sliced else super()._of(name)
-
-    def _counted(self) -> float:
-        return self._split.ledger.total(self.device.name)  # the others run at the same time
-
-    def run_experts(self, part: blocks.Experts, y: np.ndarray, chosen: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        if part.down.weight not in self._split.placement.sliced:  # elsewhere, once for all
-            return super().run_experts(part, y, chosen, weights) if self.rank == 0 else np.zeros_like(y)
-        cut = self._split.cuts[part.down.weight]
-        ((first, stop),) = cut.ranges(self.rank)
-        if first == stop:
-            return np.zeros_like(y)
-        if cut.axis == 0:  # by number: those of others are left out
-            chosen = np.where((chosen >= first) & (chosen < stop), chosen - first, -1)
-        return super().run_experts(part, y, chosen, weights)
-
-    def mine(self, part: blocks.Part) -> blocks.Part | None:
-        """A part as this device computes it, without what comes after adding up; None where it has nothing of it."""
-        of = self._split.cuts
-
-        def width(linear: blocks.Linear) -> int:
-            return of[linear.weight].width(self.rank)
-
-        def last(linear: blocks.Linear) -> blocks.Linear:  # biases of what is added up count once
-            return linear if self.rank == 0 else replace(linear, bias=None)
-
-        if isinstance(part, blocks.Attention):
-            kv_heads = width(part.k) // part.head_dim_k
-            heads = kv_heads * (part.heads // part.kv_heads)
-            found = replace(part, heads=heads, kv_heads=kv_heads, out=last(part.out), post_norm=None)
-            return found if heads else None
-        if isinstance(part, blocks.LatentAttention):
-            heads = width(part.q) // part.head_dim_k
-            return replace(part, heads=heads, out=last(part.out)) if heads else None
-        if isinstance(part, blocks.DeltaNet):
-            each = part.sizes.value_heads // part.sizes.key_heads
-            heads = width(part.out) // (each * part.sizes.head_dim_v)
-            sizes = replace(part.sizes, key_heads=heads, value_heads=each * heads)
-            return replace(part, sizes=sizes, out=last(part.out)) if heads else None
-        if isinstance(part, blocks.FeedForward):
-            return replace(part, down=last(part.down), post_norm=None) if width(part.gate) else None
-        assert isinstance(part, blocks.Experts)
-        shared = None if part.shared is None else self.mine(part.shared)
-        assert shared is None or isinstance(shared, blocks.FeedForward)
-        cut = of.get(part.down.weight)
-        down = last(part.down) if cut is not None and cut.axis == 2 else part.down
-        return replace(part, shared=shared, down=down)
 
 
 class Split:
@@ -138,11 +65,6 @@ class Split:
         self.placement, self.ledger = placement, Ledger()
         self._owner, self._parts, self._head, self._cached = owner, parts, head, cached
         used = {device.name: device for device in (CPU, *placement.devices.values(), *placement.of_layer.values())}
-        if any(device.gpu is not None for device in placement.graph):
-            raise UnsupportedError(
-                "-sm graph: this version shares layers among virtual devices (cpu:0, cpu:1, …) only; with GPUs take "
-                "-sm layer, or -sm none"
-            )
         _require_known(parts)
         self.cuts: dict[str, Cut] = {}
         self._workers = {name: self._new_worker(device) for name, device in used.items()}
@@ -155,9 +77,11 @@ class Split:
                 parts, head, owner.weights, placement.sliced, placement.shares, by, cached.n_layer
             )
             threads = max(1, owner.threads // len(placement.graph))
-            self.ranks = [Rank(i, device, self, owner, threads) for i, device in enumerate(placement.graph)]
-            self._adding = Reduce(len(self.ranks), reduce)
+            self.ranks = [self._new_rank(i, device, threads) for i, device in enumerate(placement.graph)]
+            self._adding = Reduce([rank.place for rank in self.ranks], reduce)
+            self._adding.each(self._enter)
         self._held: tuple[np.ndarray | None, Worker] = (None, self._workers[CPU.name])
+        self._copies: list[np.ndarray] = []  # what left the last block that is shared, on each rank
         self.runs = self._new_runs()
 
     def _new_runs(self) -> list[tuple[Worker | None, list[blocks.Block]]]:
@@ -174,9 +98,16 @@ class Split:
     def _new_worker(self, device: Device) -> Worker:
         if device.gpu is None:
             return Worker(device, self, self._owner, self._owner.threads)
-        from quantkit.runtime.cuda_worker import CudaWorker
+        return CudaWorker(device, self, self._owner, self._owner.threads)
 
-        return CudaWorker(device, self, self._owner)
+    def _new_rank(self, number: int, device: Device, threads: int) -> Rank:
+        kind = Rank if device.gpu is None else CudaRank
+        return kind(number, device, self, self._owner, threads)
+
+    def _enter(self, number: int) -> None:
+        """On the thread of a rank: it runs other devices too, where experts are elsewhere."""
+        for worker in (*self._workers.values(), self.ranks[number]):
+            worker.enter()
 
     @property
     def reduce(self) -> str | None:
@@ -191,7 +122,8 @@ class Split:
             for each in names:
                 counts[each] = counts.get(each, 0) + 1
         found: dict[str, Any] = {"split_mode": placement.mode, "devices": counts}
-        if gpus := {name: worker.gpu.name for name, worker in self._workers.items() if hasattr(worker, "gpu")}:
+        workers = (*self._workers.values(), *self.ranks)
+        if gpus := {each.device.name: each.gpu.name for each in workers if isinstance(each, CudaWorker)}:
             found |= {"gpus": gpus, "offload_threshold": self.offload.threshold}
             found |= {"not_offloaded": sorted(self.offload.forbidden)} if self.offload.forbidden else {}
         if placement.graph:
@@ -210,31 +142,33 @@ class Split:
         self.require_cache(kind)
         workers = (*self._workers.values(), *self.ranks)
         held = {worker.device.name: Held(worker.zeros) for worker in workers}
+        for layer, worker, part in self._remembering():
+            self._hold(held[worker.device.name], layer, part)
+        return SplitCache(held, self._cached, n_ctx, kind, one_layer=one_layer)
+
+    def require_cache(self, kind: CacheType) -> None:
+        """UnsupportedError where a device has no kernel for its part of such a cache."""
+        for _, worker, part in self._remembering():
+            if isinstance(part, blocks.Attention):
+                worker.require_cache(kind, part.kv_heads, part.head_dim_k, part.head_dim_v)
+            elif isinstance(part, blocks.LatentAttention) and self._owner.mla:
+                worker.require_cache(kind, 1, part.latent, 0)
+            elif isinstance(part, blocks.LatentAttention):
+                worker.require_cache(kind, part.heads, part.head_dim_k, part.head_dim_v)
+
+    def _remembering(self) -> Iterator[tuple[int, Worker, blocks.Part]]:
+        """(layer, worker, part) of all parts that remember tokens; of shared layers what each rank has of them."""
         for block in self._parts:
             for part in block.parts:
                 if isinstance(part, (blocks.FeedForward, blocks.Experts)):
                     continue
                 if block.layer not in self.placement.shares:
-                    self._hold(held[self._cache_device(block).name], block.layer, part)
-                for rank in self.ranks if block.layer in self.placement.shares else ():
+                    yield block.layer, self.worker(self._cache_device(block)), part
+                    continue
+                for rank in self.ranks:
                     mine = rank.mine(part)
                     if mine is not None:
-                        self._hold(held[rank.device.name], block.layer, mine)
-        return SplitCache(held, self._cached, n_ctx, kind, one_layer=one_layer)
-
-    def require_cache(self, kind: CacheType) -> None:
-        """UnsupportedError where a device has no kernel for its part of such a cache."""
-        for block in self._parts:
-            if block.layer in self.placement.shares:
-                continue
-            worker = self.worker(self._cache_device(block))
-            for part in block.parts:
-                if isinstance(part, blocks.Attention):
-                    worker.require_cache(kind, part.kv_heads, part.head_dim_k, part.head_dim_v)
-                elif isinstance(part, blocks.LatentAttention) and self._owner.mla:
-                    worker.require_cache(kind, 1, part.latent, 0)
-                elif isinstance(part, blocks.LatentAttention):
-                    worker.require_cache(kind, part.heads, part.head_dim_k, part.head_dim_v)
+                        yield block.layer, rank, mine
 
     def _hold(self, held: Held, layer: int, part: blocks.Part) -> None:
         if isinstance(part, blocks.Attention):
@@ -271,9 +205,7 @@ class Split:
         for worker in self._workers.values():
             worker.follow(self._owner)
         if block.layer in self.placement.shares:
-            out = self._run_shared(block, x, spans)
-            self._held = out, self.ranks[0]
-            return out
+            return self._run_shared(block, x, spans)
         worker = self.worker(self.placement.home(block.layer))
         begin, counted = time.perf_counter(), self.ledger.total()
         x = worker.take(x, self._source(x))
@@ -322,9 +254,11 @@ class Split:
 
             def task(rank: int) -> np.ndarray:
                 mine = self.ranks[rank]
-                return mine.linear(head.output, mine.norm(head.norm, mine.take(x, source)))
+                if not cut.width(rank):
+                    return np.zeros((len(x), 0), np.float32)
+                return host.take(mine.linear(head.output, mine.norm(head.norm, mine.take(x, source))), mine)
 
-            return np.concatenate([host.take(y, r) for y, r in zip(self._adding.each(task), self.ranks)], axis=1)
+            return np.concatenate(self._adding.each(task), axis=1)
         worker = self.ranks[0] if last in self.placement.shares else self.worker(self.placement.home(last))
         x = worker.take(x, source)
         return host.take(worker.linear(head.output, worker.norm(head.norm, x)), worker)
@@ -343,21 +277,22 @@ class Split:
                 f"{self._owner.path}: what enters whole matrices is observed (imatrix), and -sm graph cuts them; take "
                 "-sm layer"
             )
-        assert self._adding is not None
-        adding, source = self._adding, self._source(x)
+        adding = self._adding
+        assert adding is not None
         for rank in self.ranks:
             rank.follow(self._owner)
-        given = [x if isinstance(source, Rank) else rank.take(x, source) for rank in self.ranks]
+        given = self._copies
+        if not given or x is not given[0]:
+            source = self._source(x)
+            given = [rank.take(x, source) for rank in self.ranks]
 
         def task(number: int) -> np.ndarray:
-            rank, ledger = self.ranks[number], self.ledger
-            name, begin = rank.device.name, time.perf_counter()
-            counted = ledger.total(name)
-            out = _run_rank(rank, block, given[number], _of_device(spans, rank.device), adding, ledger)
-            ledger.spent(name, "other", max(0.0, time.perf_counter() - begin - (ledger.total(name) - counted)))
-            return out
+            rank = self.ranks[number]
+            return rank.run_shared(block, given[number], _of_device(spans, rank.device), adding)
 
-        return adding.each(task)[0]
+        self._copies = adding.each(task)
+        self._held = self._copies[0], self.ranks[0]
+        return self._copies[0]
 
     def _require_cuttable(self) -> None:
         """UnsupportedError for rules that -sm graph cannot follow."""
@@ -385,36 +320,6 @@ class Split:
                         "-sm graph only the three matrices of a layer's experts can go elsewhere, together; take -sm "
                         "layer for others"
                     )
-
-
-def _run_rank(
-    rank: Rank, block: blocks.Block, x: np.ndarray, spans: list[Span], adding: Reduce, ledger: Ledger
-) -> np.ndarray:
-    """A block on one device. One that fails still adds nothings until all know of it, so that none waits."""
-    failure: Exception | None = None
-    for part in block.parts:
-        partial = np.zeros_like(x)
-        try:
-            mine = rank.mine(part) if failure is None else None
-            if mine is not None:
-                partial = rank.run_part(mine, block.layer, x, spans)
-        except Exception as error:
-            failure = error
-        begin = time.perf_counter()
-        total = adding.add(rank.rank, partial, failure is not None)
-        ledger.spent(rank.device.name, "waiting", time.perf_counter() - begin)
-        if failure is not None:
-            raise failure
-        if total is None:
-            return x  # another one raises
-        try:
-            post = getattr(part, "post_norm", None)
-            x = x + (total if post is None else rank.norm(post, total))
-        except Exception as error:
-            failure = error
-    if failure is not None:
-        raise failure
-    return x
 
 
 def _of_device(spans: Iterable[Span], device: Device) -> list[Span]:

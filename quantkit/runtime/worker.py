@@ -28,8 +28,12 @@ if TYPE_CHECKING:
 class Worker(Parts):
     """What one device computes: parts of blocks, over the tensors that are there.
 
+    place   the torch.device of its arrays; None where they are numpy's
+
     Operations whose tensor is on another device are handed to that one's worker.
     """
+
+    place: Any = None
 
     def __init__(self, device: Device, split: Split, owner: Parts, threads: int):
         super().__init__(
@@ -88,6 +92,9 @@ class Worker(Parts):
             self._timing = False
             self.settle()
             self._split.ledger.spent(self.device.name, kind, time.perf_counter() - begin)
+
+    def enter(self) -> None:
+        """Said once on a thread, other than the main one, before it runs this device."""
 
     def settle(self) -> None:
         """Wait for what was begun, where time is to be told of a device that goes on by itself."""

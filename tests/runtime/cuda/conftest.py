@@ -37,3 +37,20 @@ def run() -> Run:
                 here[...] = result.cpu().numpy().view(here.dtype).reshape(here.shape)
 
     return on_gpu
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many GPUs there are: simulated ones, or one that is there."""
+    from quantkit.errors import UnsupportedError
+    from quantkit.runtime import cuda_worker
+
+    if SIMULATED:
+        from tests.runtime.cuda.simulated import play
+
+        play(monkeypatch)
+        return 2
+    try:
+        return int(cuda_worker.gpu(0).torch.cuda.device_count())
+    except UnsupportedError as error:
+        pytest.skip(f"runs in the simulator, by test_simulator.py, or on a GPU: {error}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,7 +73,9 @@ class _Tape(TorchDispatchMode):
 
 
 class SimulatedGpu(Gpu):
-    """Launches are counted by kernel: `launched`."""
+    """Launches are counted by kernel: `launched`. The simulator runs one kernel at a time, in the whole process."""
+
+    _one = threading.Lock()
 
     capability = (9, 0)
     memory = 1 << 30
@@ -84,8 +87,12 @@ class SimulatedGpu(Gpu):
         self.torch, self.index, self.name = torch, index, "numba's simulator"
         self.place = torch.device("cpu")
         self.launched: dict[str, int] = {}
+        self.threads: list[threading.Thread] = []  # whose GPU this is
         self.tape: _Tape | None = None
         self.captured = 0
+
+    def enter(self) -> None:
+        self.threads.append(threading.current_thread())
 
     def array(self, values: np.ndarray) -> Any:
         assert self.tape is None, "memory of the host is copied within a graph"
@@ -123,7 +130,6 @@ class SimulatedGpu(Gpu):
         pass
 
     def launch(self, kernel: Any, blocks: int | Sequence[int], threads: int, *arguments: Any) -> None:
-        self.launched[kernel.name] = self.launched.get(kernel.name, 0) + 1
         given = []
         for parameter, value in zip(kernel.parameters, arguments, strict=True):
             if parameter.endswith("[]"):
@@ -134,7 +140,10 @@ class SimulatedGpu(Gpu):
                 value = value if parameter == "f32" else int(value)
             given.append(value)
         grid = blocks if isinstance(blocks, int) else tuple(blocks)
-        kernel.simulate(grid, threads, *given)
+        assert threading.current_thread() in (threading.main_thread(), *self.threads)
+        with self._one:
+            self.launched[kernel.name] = self.launched.get(kernel.name, 0) + 1
+            kernel.simulate(grid, threads, *given)
         if self.tape is not None:
             self.tape.steps.append(lambda: kernel.simulate(grid, threads, *given))
 
@@ -190,9 +199,11 @@ def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def rms_norm(self: CudaWorker, x: Any, norm: blocks.Norm) -> Any:
         return x * (x.square().mean(dim=-1, keepdim=True) + norm.eps).rsqrt() * self.vector(norm.weight)
 
+    kernels = CudaWorker.route
+
     def route(self: CudaWorker, part: blocks.Experts, logits: Any) -> tuple[Any, Any]:
-        assert part.gating == "softmax"
-        assert part.normalise
+        if part.gating != "softmax" or not part.normalise or part.choice_bias or self.expert_reduction is not None:
+            return kernels(self, part, logits)
         shares, ids = logits.softmax(dim=1).topk(part.used, dim=1)
         return ids.int(), shares / shares.sum(dim=1, keepdim=True) * part.scale
 

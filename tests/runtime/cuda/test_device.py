@@ -158,16 +158,18 @@ def test_batches_go_by_tiles(monkeypatch) -> None:
 
 @pytest.mark.parametrize("each", [False, True])
 def test_batches_go_by_experts(monkeypatch, each: bool) -> None:
-    """Every slot by its own matrix, of the token's row or of a row for each slot; some experts are not chosen."""
+    """Every slot by its own matrix, of the token's row or of a row for each slot; some experts are not chosen, and
+    some slots left out."""
     matrices, plain = on_cpu(monkeypatch, "q8_0", 5, 24, 32)
     rng = np.random.default_rng(2)
     x = rng.standard_normal((10, 2, 32) if each else (10, 32)).astype(np.float32)
-    ids = np.array([[0, 4], [4, 2]] * 5, np.int32)
+    ids = np.array([[0, 4], [4, 2], [-1, 2], [0, -1], [-1, -1]] * 2, np.int32)
     out = matrices.of_experts(OnCpu.torch.from_numpy(x), OnCpu.torch.from_numpy(ids)).numpy()
     for t in range(10):
         for j in range(2):
             row = x[t, j] if each else x[t]
-            np.testing.assert_allclose(out[t, j], plain[ids[t, j]] @ row, atol=0.2)
+            right = plain[ids[t, j]] @ row if ids[t, j] >= 0 else np.zeros(24)
+            np.testing.assert_allclose(out[t, j], right, atol=0.2)
 
 
 def test_matrices_that_do_not_fit() -> None:

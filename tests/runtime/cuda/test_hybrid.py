@@ -31,7 +31,8 @@ def test_without_a_driver(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [({"devices": "cuda:7"}, "no CUDA GPU number 7: there are 2"),
-     ({"devices": "cuda:0,cuda:1", "split_mode": "graph"}, "-sm graph: .* with GPUs take -sm layer"),
+     ({"devices": "cuda:0,cuda:1", "split_mode": "graph", "cache_type": "f16 khad"}, "CUDA0: caches on a GPU"),
+     ({"devices": "cuda:0,cuda:1", "split_mode": "graph", "kv_on_cpu": True}, "-nkvo: with -sm graph"),
      ({"cache_type": "q4_0"}, "no CUDA kernel writes a cache of q4_0; use f32, f16, bf16 or q8_0"),
      ({"cache_type": "f16 khad"}, "CUDA0: caches on a GPU are not rotated .*[(]-nkvo"),
      ({"devices": "cuda:0=1MiB"}, r"CUDA0.*-c|CUDA0.*memory")],

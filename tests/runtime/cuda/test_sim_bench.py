@@ -28,6 +28,6 @@ def test_all_that_the_bench_measures(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert 0 < got["fast_logits"] < 0.05  # prompts are multiplied in bfloat16
     assert figures["models"]["q8_0"].keys() == {"pp", "tg", "bytes", "tg_of_copy", "pp_of_gemm"}
     ways = figures["experts"]
-    assert list(ways) == ["CPU", "hybrid", "streamed", "GPU"]
+    assert list(ways) == ["CPU", "hybrid", "streamed", "GPU", "graph"]
     assert 0 == ways["CPU"]["to_gpu"] < ways["hybrid"]["to_gpu"] < ways["streamed"]["to_gpu"]
     assert all(way["error"] < 0.05 for way in ways.values())

@@ -11,15 +11,12 @@ import numpy as np
 import pytest
 
 from quantkit.archs import blocks
-from quantkit.errors import UnsupportedError
 from quantkit.files import gguf
-from quantkit.runtime import cuda_worker
 from quantkit.runtime.model import Model, load
 from quantkit.runtime.offload import Offload
 from tests.archs import checkpoints
 from tests.runtime.conftest import rewrite
 from tests.runtime.cuda.conftest import SIMULATED
-from tests.runtime.cuda.simulated import play
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 TOKENS = np.random.default_rng(2).integers(0, 320, 6)
@@ -29,18 +26,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "gpt-oss": {"sliding_window": 4},
 }
 Make = Callable[..., Path]
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many GPUs there are: simulated ones, or one that is there."""
-    if SIMULATED:
-        play(monkeypatch)
-        return 2
-    try:
-        return int(cuda_worker.gpu(0).torch.cuda.device_count())
-    except UnsupportedError as error:
-        pytest.skip(f"runs in the simulator, by test_simulator.py, or on a GPU: {error}")
 
 
 @pytest.fixture(scope="session")

@@ -170,14 +170,15 @@ def test_products_with_vectors(run: Run, place: int) -> None:
     ("name", "tokens", "share"), [("q4_K", 2, 1), ("iq4_ks_r4", 1, 2), ("bf16", 4, 1), ("q8_0", 8, 1)]
 )
 def test_products_of_experts_and_of_several_vectors(run: Run, name: str, tokens: int, share: int) -> None:
-    """Slots s and s + 1 share their vectors where `share` is 2; each slot has a matrix of its own."""
+    """Slots s and s + 1 share their vectors where `share` is 2; each slot has a matrix of its own, or none."""
     kind, n, rows = types.get(name), 256, 4
     rng = np.random.default_rng(3)
     data = np.stack([packed(kind, rows, n, "encoded") ^ np.uint8(i) for i in range(3)])
-    ids = np.array([2, 0], np.int32)
+    ids = np.array([2, 0] + [-1] * share, np.int32)
     x = rng.standard_normal((len(ids) // share * tokens, n)).astype(np.float32)
     out, x = multiplied(run, kind, data, ids, x, share, tokens)
-    for slot, number in enumerate(ids):
+    assert not out[2:].any()
+    for slot, number in enumerate(ids[:2]):
         matrix = plain(kind, data[number], n)
         for t in range(tokens):
             check_product(out[slot, t], matrix, x[slot // share * tokens + t])

@@ -76,6 +76,11 @@ class Gpu:
         self.torch.zeros(1, device=self.place)  # makes the context
         self._functions: dict[str, Any] = {}
 
+    def enter(self) -> None:
+        """Make this GPU the calling thread's own, with its context, which the driver wants to launch anything."""
+        self.torch.cuda.set_device(self.place)
+        self.torch.zeros(1, device=self.place)
+
     def array(self, values: np.ndarray) -> torch.Tensor:
         """A copy of a numpy array, of as many dimensions; unsigned ones as torch knows them, by their bits."""
         values = np.ascontiguousarray(values)
@@ -204,7 +209,10 @@ class Matrices:
         return out
 
     def of_experts(self, x: torch.Tensor, ids: torch.Tensor, exact: bool = False) -> torch.Tensor:
-        """float32[tokens, used, rows]: slot (t, j) by matrix ids[t, j] of x[t] or x[t, j]; ids int32[tokens, used]."""
+        """float32[tokens, used, rows]: slot (t, j) by matrix ids[t, j] of x[t] or x[t, j]; ids int32[tokens, used].
+
+        Slots of -1 are left out: they give zeros.
+        """
         tokens, used = ids.shape
         if tokens <= FEW and not exact:
             share = used if x.dim() == 2 else 1
@@ -280,9 +288,9 @@ class Matrices:
         source = order if x.dim() == 3 else order // used
         sorted_x = x.reshape(-1, self.n)[source]
         sorted_x = sorted_x if exact else sorted_x.bfloat16()
-        counts = torch.bincount(ids.reshape(-1), minlength=self.count).tolist()
+        start, *counts = torch.bincount(ids.reshape(-1) + 1, minlength=self.count + 1).tolist()  # left out ones first
         sorted_out = self.gpu.empty(tokens * used, self.rows)
-        start = 0
+        sorted_out[:start] = 0
         for number, count in enumerate(counts):
             if count:
                 self._many(sorted_x[start : start + count], number, sorted_out[start : start + count])

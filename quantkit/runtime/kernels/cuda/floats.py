@@ -89,7 +89,7 @@ def matvec(ggml_type: int, tokens: int) -> Kernel:
         total = cuda.local.array(tokens, np.float32)
         for t in range(tokens):
             total[t] = np.float32(0)
-        for column in range(lane, n, 32):
+        for column in range(lane, n if ids[slot] >= 0 else 0, 32):
             weight = element(data, start, n, here, column)
             for t in range(tokens):
                 total[t] += weight * x[np.int64(vector + t) * n + column]

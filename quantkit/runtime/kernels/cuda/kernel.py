@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class Kernel:
 
     def __init__(self, name: str, function: Callable[..., None], parameters: str):
         self.name, self.function, self.parameters = name, function, parameters.split()
+        self._making = threading.Lock()  # GPUs of one model have threads of their own
 
     @functools.cached_property
     def _dispatcher(self) -> Any:
@@ -55,15 +57,16 @@ class Kernel:
     def cubin(self, capability: tuple[int, int]) -> tuple[bytes, str]:
         """Machine code for a compute capability and the name of its entry, from disk where it was made before."""
         path = _folder(capability) / f"{self.name}.cubin"
-        try:
-            first, _, kept = path.read_bytes().partition(b"\n")
-            return kept, first.decode()
-        except FileNotFoundError:
-            pass
-        text = self.ptx(capability)
-        code, entry = link(text, capability)[0], entry_of(text)
-        _keep(path, entry.encode() + b"\n" + code)
-        return code, entry
+        with self._making:
+            try:
+                first, _, kept = path.read_bytes().partition(b"\n")
+                return kept, first.decode()
+            except FileNotFoundError:
+                pass
+            text = self.ptx(capability)
+            code, entry = link(text, capability)[0], entry_of(text)
+            _keep(path, entry.encode() + b"\n" + code)
+            return code, entry
 
 
 def entry_of(ptx: str) -> str:
@@ -96,7 +99,7 @@ def _keep(path: Path, data: bytes) -> None:
     """Under its name at once; a folder that cannot be written only means that it is made anew next time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
+        partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
         partial.write_bytes(data)
         os.replace(partial, path)
     except OSError:

@@ -83,6 +83,7 @@ def matvec(ggml_type: int, tokens: int) -> Kernel:
 
     out float32[slots, tokens, rows]: slot s is matrix ids[s] times the `tokens` vectors from tokens * (s // share) on:
     codes int32[vectors, n / 4], scales float32[vectors, n / 32], sums float32[vectors, n / 16].
+    Zeros where ids[s] is -1.
     """
     codec = CODECS[ggml_type]
     parameters = "u8[] i64 i32[] i64 i32 i32 i32[] f32[] f32[] i32 f32[]"
@@ -122,7 +123,7 @@ def _matvec(codec: Codec, tokens: int) -> Callable[..., None]:
         first, second = cuda.local.array(tokens, np.float32), cuda.local.array(tokens, np.float32)
         for t in range(tokens):
             first[t] = second[t] = np.float32(0)
-        for number in range(lane, units, 32):
+        for number in range(lane, units if ids[slot] >= 0 else 0, 32):
             add(data, start, row_bytes, min(row, rows - 1), number, units, vector, xq, xs, xm, first)
             add(data, start, row_bytes, min(row + 1, rows - 1), number, units, vector, xq, xs, xm, second)
         for t in range(tokens):

@@ -1,0 +1,101 @@
+"""Adding up over devices: what groups of NCCL are asked for, without GPUs, and that none waits for one that failed."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quantkit.errors import UnsupportedError
+from quantkit.runtime.reduce import Gloo, Nccl, Reduce
+
+torch: Any = pytest.importorskip("torch", reason="torch.distributed adds up")
+
+
+class Options:
+    _timeout: Any = None
+
+
+class Group:
+    """ProcessGroupNCCL of torch 2.13, of tensors of the CPU: whoever waits gets the sum if all have asked for it."""
+
+    Options = Options
+
+    def __init__(self, store: Any, rank: int, size: int, options: Options):
+        assert isinstance(store, torch.distributed.HashStore)
+        assert options._timeout == datetime.timedelta(hours=1)
+        self.store, self.rank, self.size, self.turn = store, rank, size, 0
+        self.thread = threading.current_thread()
+
+    def allreduce(self, tensors: list[Any]) -> Any:
+        assert threading.current_thread() is self.thread
+        (x,) = tensors
+        time.sleep(0.01 * self.rank)
+        self.turn += 1
+        self.store.set(f"{self.turn} {self.rank}", x.numpy().tobytes())
+        return SimpleNamespace(wait=lambda: self._sum(x))
+
+    def _sum(self, x: Any) -> None:
+        names = [f"{self.turn} {rank}" for rank in range(self.size)]
+        assert self.store.check(names), "one waits before all have asked"
+        x.copy_(sum(torch.frombuffer(bytearray(self.store.get(name)), dtype=x.dtype) for name in names))
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Reduce:
+    """Three devices whose sums go through `Group`."""
+    places = [torch.device("cpu")] * 3
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
+    adding = Reduce(places)
+    assert isinstance(adding._groups, Gloo)  # none of them is a GPU's
+    adding._groups = Nccl(places, adding)
+    assert len({group.thread for group in adding._groups._of}) == 3
+    return adding
+
+
+def test_gpus_add_up_in_their_memory(nccl: Reduce) -> None:
+    given = [torch.full((2, 3), float(rank + 1)) for rank in range(3)]
+    for _ in range(3):
+        for found in nccl.each(lambda rank: nccl.add(rank, given[rank])):
+            assert found.dtype == torch.float32
+            assert found.tolist() == [[6.0] * 3] * 2
+    assert [float(x[0, 0]) for x in given] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
+def test_arrays_and_tensors_add_up_through_the_host(kind: str) -> None:
+    adding = Reduce([None, torch.device("cpu")], kind)
+    given = np.full((2, 2), 1.25, np.float32), torch.full((2, 2), 2.0)
+    array, tensor = adding.each(lambda rank: adding.add(rank, given[rank]))
+    assert array.dtype == np.float32
+    assert (array == 3.25).all()
+    assert torch.equal(tensor, torch.full((2, 2), 3.25))
+
+
+@pytest.mark.parametrize("how", ["nccl", "gloo"])
+def test_nobody_waits_for_one_that_failed(how: str, nccl: Reduce) -> None:
+    adding = nccl if how == "nccl" else Reduce([None] * 3)
+
+    def add(rank: int) -> float:
+        return float(adding.add(rank, torch.ones(2))[0])
+
+    def fails(rank: int) -> None:
+        add(rank)
+        if rank == 1:
+            raise ValueError("out of memory")
+        add(rank)
+
+    with pytest.raises(ValueError, match="out of memory"):
+        adding.each(fails)
+    assert adding.each(add) == [3, 3, 3]
+
+
+def test_a_torch_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.distributed, "ProcessGroupNCCL", raising=False)
+    with pytest.raises(UnsupportedError, match="NCCL, which adds up between GPUs; take -sm layer"):
+        Reduce([torch.device("cuda", 0), torch.device("cuda", 1)])

@@ -33,14 +33,14 @@ from quantkit.archs.further import POLICIES
 from quantkit.archs.tensors import Piece, ReadRows
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.files.gguf import Metadata, TensorSpec, Writer
-from quantkit.files.mapping import release
+from quantkit.files.mapping import is_mapped, release
 from quantkit.files.pipeline import row_ranges, spread
 from quantkit.files.safetensors import Checkpoint, CheckpointTensor, open_checkpoint
 from quantkit.files.safetensors_scaled import FP8, INTEGERS, unscaled
 from quantkit.files.scaled import FP8Tensor, MXFP4Tensor, ScaledTensor
 from quantkit.files.torch_bin import is_bin, open_bin
 from quantkit.types import QuantType, check_finite
-from quantkit.types.floats import is_finite
+from quantkit.types.floats import FLOATS, is_finite
 
 OUTTYPES = ("auto", "bf16", "f16", "f32", "q8_0")
 STORED = "stored"  # the outtype that loses nothing
@@ -271,35 +271,50 @@ def _put(tensor: Converted, start: int, stop: int, put: Callable[[str, int, np.n
     return data.nbytes
 
 
-def _reader(tensor: Stored, raw: bool) -> ReadRows:
-    """Rows of a stored tensor: uint8 as they lie in the file, or float32. Those of a vector are its elements."""
-    if len(tensor.shape) <= 1:
-        count = math.prod(tensor.shape)
-        whole = tensor.raw() if raw and isinstance(tensor, CheckpointTensor) else tensor.rows(0, 1)
-        return lambda start, stop: whole.reshape(count, -1)[start:stop]
-    return functools.partial(_stored_rows if raw else _values, tensor)
+def _reader(tensor: Stored, kind: str | None, taken: list[tuple[Stored, int, int]]) -> ReadRows:
+    """Rows of a stored tensor: uint8 of a type of GGUF as `_stored_rows` gives them, or float32 where there is none.
+
+    Those of a vector are its elements. What was read is noted in `taken`.
+    """
+
+    def rows(start: int, stop: int) -> np.ndarray:
+        taken.append((tensor, start, stop))
+        return tensor.rows(start, stop) if kind is None else _stored_rows(tensor, kind, start, stop)
+
+    if len(tensor.shape) > 1:
+        return rows
+    count = math.prod(tensor.shape)
+    whole = rows(0, 1)
+    return lambda start, stop: whole.reshape(count, -1)[start:stop]
 
 
 def _comes_as(tensor: Stored, kind: str) -> bool:
-    """Whether `_stored_rows` gives the rows of a type."""
-    return tensor.dtype.lower() == kind or (kind == "bf16" and isinstance(tensor, FP8Tensor))
+    """Whether `_stored_rows` gives the rows of a type; of vectors only as they are: few, and not worth loading code."""
+    if tensor.dtype.lower() == kind:
+        return True
+    if kind not in FLOATS or len(tensor.shape) < 2:
+        return False
+    if isinstance(tensor, FP8Tensor):
+        return tensor.encodes(kind)
+    from quantkit.types.emitted import recode
+
+    return tensor.dtype.lower() in FLOATS and tensor.shape[-1] % recode.LANES == 0
 
 
-def _stored_rows(tensor: Stored, start: int, stop: int) -> np.ndarray:
+def _stored_rows(tensor: Stored, kind: str, start: int, stop: int) -> np.ndarray:
+    """uint8[stop - start, bytes]: a view of the mapping where the bits are the type's. Too large a value is Inf."""
     if isinstance(tensor, MXFP4Tensor):
         return tensor.packed(start, stop)
     if isinstance(tensor, FP8Tensor):
-        made = tensor.bf16(start, stop)
-        tensor.forget(start, stop)
-        return made
+        return tensor.encoded(kind, start, stop)
     assert isinstance(tensor, CheckpointTensor)
-    return tensor.raw().reshape(tensor.n_rows, -1)[start:stop]
+    data = tensor.raw().reshape(tensor.n_rows, -1)[start:stop]
+    own = tensor.dtype.lower()
+    if own == kind:
+        return data
+    from quantkit.types.emitted import recode
 
-
-def _values(tensor: Stored, start: int, stop: int) -> np.ndarray:
-    x = tensor.rows(start, stop)
-    tensor.forget(start, stop)
-    return x
+    return recode.recode(own, kind, data)
 
 
 def _ranges(spec: TensorSpec, piece: Piece) -> Iterator[tuple[int, int]]:
@@ -314,19 +329,29 @@ def _ranges(spec: TensorSpec, piece: Piece) -> Iterator[tuple[int, int]]:
 
 def _encode(spec: TensorSpec, piece: Piece, sources: Sequence[Stored], start: int, stop: int) -> np.ndarray:
     """Rows `start` to `stop` of an output tensor, as bytes. Bits that need no change are only looked at."""
-    same = piece.transform.keeps_bits and all(_comes_as(tensor, spec.type.name) for tensor in sources)
-    data = piece.transform.rows([_reader(tensor, same) for tensor in sources], start, stop)
-    n = spec.shape[-1]
+    taken: list[tuple[Stored, int, int]] = []
+
+    def rows(kind: str | None) -> np.ndarray:
+        return piece.transform.rows([_reader(tensor, kind, taken) for tensor in sources], start, stop)
+
+    kind, n = spec.type, spec.shape[-1]
     try:
-        if not same:
-            return spec.type.quantize(data.reshape(-1, n), threads=1)
-        if not is_finite(spec.type, data):
-            check_finite(spec.type.dequantize(data.reshape(-1, spec.type.row_bytes(n)), n, threads=1))
-        return data
+        if piece.transform.keeps_bits and all(_comes_as(tensor, kind.name) for tensor in sources):
+            data = rows(kind.name)
+            if kind.name not in FLOATS:
+                check_finite(kind.dequantize(data.reshape(-1, kind.row_bytes(n)), n, threads=1))
+            elif not is_finite(kind, data):
+                data = kind.quantize(rows(None).reshape(-1, n), threads=1)  # which names what cannot be
+        else:
+            data = kind.quantize(rows(None).reshape(-1, n), threads=1)
     except DataError as error:
         number, begin = divmod(start, piece.transform.each) if piece.transform.each else (0, start)
         source, first = sources[number], f" (rows are counted from {begin})" if begin else ""
         raise DataError(f"{source.path}: tensor {source.name}: {error}{first}") from None
+    if not is_mapped(data):
+        for tensor, first_row, last_row in taken:
+            tensor.forget(first_row, last_row)
+    return data
 
 
 # ------------------------------------------------------------------------------------------------------------- metadata

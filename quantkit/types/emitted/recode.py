@@ -1,0 +1,107 @@
+"""Floats of one format as those of another, sixteen at a time, by C functions that need no numba (`machine`).
+
+    recode("bf16", "f16", data)                          each value alone
+    rescale("f8_e4m3", "bf16", codes, scales, …)         codes of 8 bits times the scales of their blocks
+
+Values pass through float32, which holds all of them; a product is rounded there once. They are then rounded to the
+nearest, of two equally near ones to the even one. What is too large becomes Inf, and NaN stays NaN, so that whoever
+must refuse them (`types.floats.is_finite`) finds them in what was made.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+
+from quantkit.emit import Emit
+from quantkit.machine import Function, function
+from quantkit.simd_values import F32, I8, I16, I32, Value, vector
+
+LANES = 16
+ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "f8_e4m3": 1, "f8_e5m2": 1}
+TARGETS = ("f32", "f16", "bf16")
+_BYTES, _HALVES, _WORDS, _FLOATS = (vector(LANES, kind) for kind in (I8, I16, I32, F32))
+
+
+def _load(e: Emit, source: str, address: Value) -> Value:
+    """The float32 values of sixteen of a format.
+
+    Halves have one bit of exponent more than E4M3 and the bias 15, not 7. By way of them subnormals cost no more than
+    others.
+    """
+    if source == "f32":
+        return e.load(_FLOATS, address)
+    if source == "bf16":
+        return (e.load(_HALVES, address).unsigned(I32) << 16).view(_FLOATS)
+    if source == "f16":
+        return e.half_to_float(e.load(_HALVES, address))
+    codes = e.load(_BYTES, address).unsigned(I16)
+    if source == "f8_e5m2":  # the upper byte of a half
+        return e.half_to_float(codes << 8)
+    x = e.half_to_float((codes & 0x80) << 8 | (codes & 0x7F) << 7) * 256.0
+    is_nan = e.builder.icmp_signed("==", (codes & 0x7F).ir, e.constant(_HALVES, 0x7F).ir)
+    return Value(e, e.builder.select(is_nan, e.constant(_FLOATS, float("nan")).ir, x.ir))
+
+
+def _store(e: Emit, target: str, x: Value, address: Value) -> None:
+    if target == "f16":
+        x = e.float_to_half(x)
+    elif target == "bf16":
+        bits = x.view(_WORDS)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        is_nan = e.builder.fcmp_unordered("uno", x.ir, x.ir)  # rounding would carry into the sign
+        x = Value(e, e.builder.select(is_nan, e.constant(_WORDS, 0x7FC0).ir, rounded.ir)).narrow(I16)
+    e.store(x, address)
+
+
+def _named(name: str, body: Callable) -> Function:
+    """Object code is kept by the name of a function, and these come from the same lines."""
+    body.__name__ = body.__qualname__ = name
+    return function(body)
+
+
+@functools.cache
+def _recoding(source: str, target: str) -> Function:
+    def body(e, x, out, count):  # a multiple of LANES
+        with e.loop(0, count, LANES) as i:
+            _store(e, target, _load(e, source, x + i * ITEM_BYTES[source]), out + i * ITEM_BYTES[target])
+
+    return _named(f"{source}_to_{target}", body)
+
+
+@functools.cache
+def _rescaling(source: str, target: str) -> Function:
+    def body(e, codes, out, rows, blocks, n, wide, scales, pitch):
+        """`blocks` scales a row, `pitch` bytes from those of a row to the next's; `n` and `wide` multiples of LANES."""
+        with e.loop(0, rows) as row, e.loop(0, blocks) as block:
+            scale = e.splat(e.load(F32, scales + row * pitch + block * 4), LANES)
+            first = block * wide
+            last = e.choose(Value(e, e.builder.icmp_signed("<", (first + wide).ir, n.ir)), first + wide, n)
+            with e.loop(row * n + first, row * n + last, LANES) as i:
+                x = _load(e, source, codes + i * ITEM_BYTES[source]) * scale
+                _store(e, target, x, out + i * ITEM_BYTES[target])
+
+    return _named(f"{source}_scaled_to_{target}", body)
+
+
+def recode(source: str, target: str, data: np.ndarray) -> np.ndarray:
+    """uint8[rows, bytes] of one format as another. The number of elements must be a multiple of LANES."""
+    data = np.ascontiguousarray(data)
+    size = ITEM_BYTES[source]
+    out = np.empty((data.shape[0], data.shape[1] // size * ITEM_BYTES[target]), np.uint8)
+    _recoding(source, target)(data.ctypes.data, out.ctypes.data, data.size // size)
+    return out
+
+
+def rescale(source: str, target: str, codes: np.ndarray, scales: np.ndarray, wide: int, out: np.ndarray) -> None:
+    """Fill out uint8[rows, bytes] with uint8 codes[rows, n], each times the scale of its `wide` columns.
+
+    scales float32[rows or 1, ceil(n / wide)], those of each row or of all. All arrays are contiguous; `n` and `wide`
+    must be multiples of LANES.
+    """
+    (rows, n), (lines, blocks) = codes.shape, scales.shape
+    pitch = 0 if lines == 1 else scales.strides[0]
+    addresses = codes.ctypes.data, out.ctypes.data, scales.ctypes.data
+    _rescaling(source, target)(*addresses[:2], rows, blocks, n, wide, addresses[2], pitch)

@@ -77,7 +77,15 @@ class Converted:
             return self.type.quantize(self.x.reshape(-1, self.shape[-1])[start:stop], threads=1)
         if len(self.shape) == 1:  # whose rows are its elements, for transforms
             start, stop = 0, self.shape[0]
-        return _encode(self.spec, self.piece, self.sources, start, stop).reshape(-1, self.spec.row_bytes)
+        return _encode(self.spec, self.piece, self.sources, self._as_bytes, start, stop).reshape(
+            -1, self.spec.row_bytes
+        )
+
+    @functools.cached_property
+    def _as_bytes(self) -> bool:
+        """Whether the sources give rows of the type, which only have to be moved."""
+        moves = self.piece is not None and self.piece.transform.keeps_bits
+        return moves and all(_comes_as(tensor, self.type.name) for tensor in self.sources)
 
 
 @dataclass(frozen=True)
@@ -327,16 +335,34 @@ def _ranges(spec: TensorSpec, piece: Piece) -> Iterator[tuple[int, int]]:
         yield from ((first + start, first + stop) for start, stop in row_ranges((each, spec.shape[-1]), 1))
 
 
-def _encode(spec: TensorSpec, piece: Piece, sources: Sequence[Stored], start: int, stop: int) -> np.ndarray:
-    """Rows `start` to `stop` of an output tensor, as bytes. Bits that need no change are only looked at."""
+class _Readers(Sequence[ReadRows]):
+    """`_reader` of each source when it is asked for: of hundreds of experts a piece reads one."""
+
+    def __init__(self, sources: Sequence[Stored], kind: str | None, taken: list[tuple[Stored, int, int]]):
+        self.sources, self.kind, self.taken = sources, kind, taken
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __getitem__(self, number: Any) -> Any:
+        return _reader(self.sources[number], self.kind, self.taken)
+
+
+def _encode(
+    spec: TensorSpec, piece: Piece, sources: Sequence[Stored], as_bytes: bool, start: int, stop: int
+) -> np.ndarray:
+    """Rows `start` to `stop` of an output tensor, as bytes. Bits that need no change are only looked at.
+
+    `as_bytes`: whether all sources give rows of the type (`_comes_as`) and the transform moves them whole.
+    """
     taken: list[tuple[Stored, int, int]] = []
 
     def rows(kind: str | None) -> np.ndarray:
-        return piece.transform.rows([_reader(tensor, kind, taken) for tensor in sources], start, stop)
+        return piece.transform.rows(_Readers(sources, kind, taken), start, stop)
 
     kind, n = spec.type, spec.shape[-1]
     try:
-        if piece.transform.keeps_bits and all(_comes_as(tensor, kind.name) for tensor in sources):
+        if as_bytes:
             data = rows(kind.name)
             if kind.name not in FLOATS:
                 check_finite(kind.dequantize(data.reshape(-1, kind.row_bytes(n)), n, threads=1))

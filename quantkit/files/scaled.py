@@ -104,13 +104,12 @@ class FP8Tensor(ScaledTensor):
         grid = self.scales.dequantize().reshape(-1, -(-n // wide))
         out = np.empty((stop - start, n * recode.ITEM_BYTES[kind]), np.uint8)
         first = start
-        while first < stop:  # rows of one line of blocks at a time, or of lines of their own
+        while first < stop:  # rows of one matrix at a time
             matrix, row = divmod(first, rows)
-            last = stop if high == 1 else min(first + high - row % high, first + rows - row, stop)
-            line = matrix * -(-rows // high) + row // high
+            last = min(first + rows - row, stop)
+            scales = grid[matrix * -(-rows // high) + row // high :]
             part = slice(first - start, last - start)
-            scales = grid[line : line + (last - first if high == 1 else 1)]
-            recode.rescale(self.dtype.lower(), kind, codes[part], scales, wide, out[part])
+            recode.rescale(self.dtype.lower(), kind, codes[part], scales, self.block, row % high, out[part])
             first = last
         return out
 

@@ -69,7 +69,7 @@ def _decode_bf16(data, out):
 FLOATS = ("f32", "f16", "bf16")
 _INTEGERS = {"f32": (np.int32, np.uint32), "f16": (np.int16, np.uint16), "bf16": (np.int16, np.uint16)}
 _INF = {"f32": 0x7F800000, "f16": 0x7C00, "bf16": 0x7F80}  # bits of Inf; those of NaN are above
-_PART = 1 << 18  # bytes, which the second look finds in the cache
+_PART = 1 << 20  # bytes, which the second look finds in the cache
 
 
 def is_finite(kind: QuantType, data: np.ndarray) -> bool:
@@ -81,7 +81,7 @@ def is_finite(kind: QuantType, data: np.ndarray) -> bool:
         return False
     data, inf = data.reshape(-1), _INF[kind.name]
     signed, unsigned = _INTEGERS[kind.name]
-    minus_inf = inf - int(np.iinfo(signed).min)
+    minus_inf = inf | 1 << 8 * kind.block_bytes - 1
     parts = (data[start : start + _PART] for start in range(0, data.size, _PART))
     return all(part.view(signed).max() < inf and part.view(unsigned).max() < minus_inf for part in parts)
 

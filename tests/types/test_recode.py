@@ -57,20 +57,21 @@ def test_floats(source: str, target: str, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("source", ["f8_e4m3", "f8_e5m2"])
 @pytest.mark.parametrize("target", FLOATS)
-@pytest.mark.parametrize("lines", [1, 40])
-def test_codes_times_scales(source: str, target: str, lines: int, rng: np.random.Generator) -> None:
-    """Scales of any size; the last block is cut off."""
+@pytest.mark.parametrize(("high", "begin"), [(1, 0), (16, 5), (100, 60)])
+def test_codes_times_scales(source: str, target: str, high: int, begin: int, rng: np.random.Generator) -> None:
+    """Scales of any size; the last block is cut off, and so is the first."""
     torch = pytest.importorskip("torch")
     codes = np.tile(np.arange(256, dtype=np.uint8), (40, 1))[:, :240]
     codes = np.ascontiguousarray(codes + rng.integers(0, 256, (40, 1), np.uint8))
-    scales = np.exp(20 * rng.standard_normal((lines, 4))).astype(np.float32)
+    scales = np.exp(20 * rng.standard_normal((-(-(begin + 40) // high), 4))).astype(np.float32)
     scales[:, 3] = 1
-    scales.reshape(-1)[:3] = np.float32(1e-42), np.float32(3e38), np.nan
+    scales[0, :3] = np.float32(1e-42), np.float32(3e38), np.nan
     code_of = torch.float8_e4m3fn if source == "f8_e4m3" else torch.float8_e5m2
+    grid = scales.repeat(high, 0)[begin : begin + 40].repeat(64, 1)[:, :240]
     with np.errstate(over="ignore", invalid="ignore"):
-        x = torch.from_numpy(codes).view(code_of).float().numpy() * scales.repeat(64, 1)[:, :240]
+        x = torch.from_numpy(codes).view(code_of).float().numpy() * grid
     out = np.empty((40, 240 * recode.ITEM_BYTES[target]), np.uint8)
-    recode.rescale(source, target, codes, scales, 64, out)
+    recode.rescale(source, target, codes, scales, (high, 64), begin, out)
     agree(target, out, x.reshape(-1))
 
 

@@ -73,10 +73,10 @@ def _recoding(source: str, target: str) -> Function:
 
 @functools.cache
 def _rescaling(source: str, target: str) -> Function:
-    def body(e, codes, out, rows, blocks, n, wide, scales, pitch):
-        """`blocks` scales a row, `pitch` bytes from those of a row to the next's; `n` and `wide` multiples of LANES."""
+    def body(e, codes, out, begin, rows, n, high, wide, scales, blocks):
+        """Row i of the codes is row begin + i below the first line of scales, of which each has `blocks`."""
         with e.loop(0, rows) as row, e.loop(0, blocks) as block:
-            scale = e.splat(e.load(F32, scales + row * pitch + block * 4), LANES)
+            scale = e.splat(e.load(F32, scales + ((begin + row) / high * blocks + block) * 4), LANES)
             first = block * wide
             last = e.choose(Value(e, e.builder.icmp_signed("<", (first + wide).ir, n.ir)), first + wide, n)
             with e.loop(row * n + first, row * n + last, LANES) as i:
@@ -95,13 +95,14 @@ def recode(source: str, target: str, data: np.ndarray) -> np.ndarray:
     return out
 
 
-def rescale(source: str, target: str, codes: np.ndarray, scales: np.ndarray, wide: int, out: np.ndarray) -> None:
-    """Fill out uint8[rows, bytes] with uint8 codes[rows, n], each times the scale of its `wide` columns.
+def rescale(
+    source: str, target: str, codes: np.ndarray, scales: np.ndarray, block: tuple[int, int], begin: int, out: np.ndarray
+) -> None:
+    """Fill out uint8[rows, bytes] with uint8 codes[rows, n], each times the scale of its block of rows and columns.
 
-    scales float32[rows or 1, ceil(n / wide)], those of each row or of all. All arrays are contiguous; `n` and `wide`
-    must be multiples of LANES.
+    scales float32[lines, ceil(n / block[1])]; the codes begin `begin` rows below where the first line does. All arrays
+    are contiguous; `n` and block[1] must be multiples of LANES.
     """
-    (rows, n), (lines, blocks) = codes.shape, scales.shape
-    pitch = 0 if lines == 1 else scales.strides[0]
+    (rows, n), blocks = codes.shape, scales.shape[1]
     addresses = codes.ctypes.data, out.ctypes.data, scales.ctypes.data
-    _rescaling(source, target)(*addresses[:2], rows, blocks, n, wide, addresses[2], pitch)
+    _rescaling(source, target)(*addresses[:2], begin, rows, n, *block, addresses[2], blocks)

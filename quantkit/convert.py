@@ -279,15 +279,28 @@ def _put(tensor: Converted, start: int, stop: int, put: Callable[[str, int, np.n
     return data.nbytes
 
 
-def _reader(tensor: Stored, kind: str | None, taken: list[tuple[Stored, int, int]]) -> ReadRows:
+@dataclass
+class _Read:
+    """What was read for a piece: rows of tensors; whether some are as they lie in the file; whether others fit."""
+
+    parts: list[tuple[Stored, int, int]] = field(default_factory=list)
+    copied: bool = False
+    fits: bool = True
+
+    def finite(self, kind: QuantType, data: np.ndarray) -> bool:
+        """Whether what was made, f32, f16 or bf16, is all numbers."""
+        return self.fits and (not self.copied or is_finite(kind, data))
+
+
+def _reader(tensor: Stored, kind: str | None, read: _Read) -> ReadRows:
     """Rows of a stored tensor: uint8 of a type of GGUF as `_stored_rows` gives them, or float32 where there is none.
 
-    Those of a vector are its elements. What was read is noted in `taken`.
+    Those of a vector are its elements.
     """
 
     def rows(start: int, stop: int) -> np.ndarray:
-        taken.append((tensor, start, stop))
-        return tensor.rows(start, stop) if kind is None else _stored_rows(tensor, kind, start, stop)
+        read.parts.append((tensor, start, stop))
+        return tensor.rows(start, stop) if kind is None else _stored_rows(tensor, kind, start, stop, read)
 
     if len(tensor.shape) > 1:
         return rows
@@ -309,20 +322,23 @@ def _comes_as(tensor: Stored, kind: str) -> bool:
     return tensor.dtype.lower() in FLOATS and tensor.shape[-1] % recode.LANES == 0
 
 
-def _stored_rows(tensor: Stored, kind: str, start: int, stop: int) -> np.ndarray:
-    """uint8[stop - start, bytes]: a view of the mapping where the bits are the type's. Too large a value is Inf."""
+def _stored_rows(tensor: Stored, kind: str, start: int, stop: int, read: _Read) -> np.ndarray:
+    """uint8[stop - start, bytes]: a view of the mapping where the bits are the type's."""
     if isinstance(tensor, MXFP4Tensor):
         return tensor.packed(start, stop)
     if isinstance(tensor, FP8Tensor):
-        return tensor.encoded(kind, start, stop)
-    assert isinstance(tensor, CheckpointTensor)
-    data = tensor.raw().reshape(tensor.n_rows, -1)[start:stop]
-    own = tensor.dtype.lower()
-    if own == kind:
-        return data
-    from quantkit.types.emitted import recode
+        made, fits = tensor.encoded(kind, start, stop)
+    else:
+        assert isinstance(tensor, CheckpointTensor)
+        data = tensor.raw().reshape(tensor.n_rows, -1)[start:stop]
+        if tensor.dtype.lower() == kind:
+            read.copied = True
+            return data
+        from quantkit.types.emitted.recode import recode
 
-    return recode.recode(own, kind, data)
+        made, fits = recode(tensor.dtype.lower(), kind, data)
+    read.fits &= fits
+    return made
 
 
 def _ranges(spec: TensorSpec, piece: Piece) -> Iterator[tuple[int, int]]:
@@ -338,14 +354,14 @@ def _ranges(spec: TensorSpec, piece: Piece) -> Iterator[tuple[int, int]]:
 class _Readers(Sequence[ReadRows]):
     """`_reader` of each source when it is asked for: of hundreds of experts a piece reads one."""
 
-    def __init__(self, sources: Sequence[Stored], kind: str | None, taken: list[tuple[Stored, int, int]]):
-        self.sources, self.kind, self.taken = sources, kind, taken
+    def __init__(self, sources: Sequence[Stored], kind: str | None, read: _Read):
+        self.sources, self.kind, self.read = sources, kind, read
 
     def __len__(self) -> int:
         return len(self.sources)
 
     def __getitem__(self, number: Any) -> Any:
-        return _reader(self.sources[number], self.kind, self.taken)
+        return _reader(self.sources[number], self.kind, self.read)
 
 
 def _encode(
@@ -355,10 +371,10 @@ def _encode(
 
     `as_bytes`: whether all sources give rows of the type (`_comes_as`) and the transform moves them whole.
     """
-    taken: list[tuple[Stored, int, int]] = []
+    read = _Read()
 
     def rows(kind: str | None) -> np.ndarray:
-        return piece.transform.rows(_Readers(sources, kind, taken), start, stop)
+        return piece.transform.rows(_Readers(sources, kind, read), start, stop)
 
     kind, n = spec.type, spec.shape[-1]
     try:
@@ -366,7 +382,7 @@ def _encode(
             data = rows(kind.name)
             if kind.name not in FLOATS:
                 check_finite(kind.dequantize(data.reshape(-1, kind.row_bytes(n)), n, threads=1))
-            elif not is_finite(kind, data):
+            elif not read.finite(kind, data):
                 data = kind.quantize(rows(None).reshape(-1, n), threads=1)  # which names what cannot be
         else:
             data = kind.quantize(rows(None).reshape(-1, n), threads=1)
@@ -375,7 +391,7 @@ def _encode(
         source, first = sources[number], f" (rows are counted from {begin})" if begin else ""
         raise DataError(f"{source.path}: tensor {source.name}: {error}{first}") from None
     if not is_mapped(data):
-        for tensor, first_row, last_row in taken:
+        for tensor, first_row, last_row in read.parts:
             tensor.forget(first_row, last_row)
     return data
 

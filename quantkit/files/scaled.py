@@ -92,10 +92,10 @@ class FP8Tensor(ScaledTensor):
 
         return kind in recode.TARGETS and self.shape[-1] % recode.LANES == 0 == self.block[1] % recode.LANES
 
-    def encoded(self, kind: str, start: int, stop: int) -> np.ndarray:
+    def encoded(self, kind: str, start: int, stop: int) -> tuple[np.ndarray, bool]:
         """uint8[stop - start, bytes]: the same rows in f32, f16 or bf16, each product rounded, ties to even.
 
-        What is too large is Inf.
+        And whether all are numbers that the type holds; otherwise the bytes are of no use.
         """
         from quantkit.types.emitted import recode
 
@@ -103,15 +103,15 @@ class FP8Tensor(ScaledTensor):
         codes = self.codes.raw().reshape(self.n_rows, n)[start:stop]
         grid = self.scales.dequantize().reshape(-1, -(-n // wide))
         out = np.empty((stop - start, n * recode.ITEM_BYTES[kind]), np.uint8)
-        first = start
+        first, fits = start, True
         while first < stop:  # rows of one matrix at a time
             matrix, row = divmod(first, rows)
             last = min(first + rows - row, stop)
             scales = grid[matrix * -(-rows // high) + row // high :]
             part = slice(first - start, last - start)
-            recode.rescale(self.dtype.lower(), kind, codes[part], scales, self.block, row % high, out[part])
+            fits &= recode.rescale(self.dtype.lower(), kind, codes[part], scales, self.block, row % high, out[part])
             first = last
-        return out
+        return out, fits
 
 
 class MXFP4Tensor(ScaledTensor):

@@ -34,10 +34,14 @@ def nearest(kind: str, x: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
-def agree(kind: str, made: np.ndarray, x: np.ndarray) -> None:
-    number = ~np.isnan(x)
-    np.testing.assert_array_equal(made.reshape(-1).view(WORDS[kind])[number], nearest(kind, x)[number])
-    assert np.isnan(values(kind, made)[~number]).all()
+OVERFLOW = {kind: types.get(kind).overflow for kind in FLOATS}
+
+
+def agree(kind: str, made: np.ndarray, fits: bool, x: np.ndarray) -> None:
+    """All that fit, and whether that is all."""
+    fit = np.abs(x) < OVERFLOW[kind]
+    np.testing.assert_array_equal(made.reshape(-1).view(WORDS[kind])[fit], nearest(kind, x)[fit])
+    assert fits == fit.all()
 
 
 @pytest.mark.parametrize("source", FLOATS)
@@ -52,7 +56,20 @@ def test_floats(source: str, target: str, rng: np.random.Generator) -> None:
         halves = values("f16", ALL.view(np.uint8)).view(np.uint32)[:, None] + np.array([0, 0xFFF, 0x1000], np.uint32)
         stored = np.concatenate([near, halves.ravel(), rng.integers(0, 1 << 32, 1 << 16, np.uint32)])
     data = stored.view(np.uint8).reshape(16, -1)
-    agree(target, recode.recode(source, target, data), values(source, data))
+    x = values(source, data)
+    agree(target, *recode.recode(source, target, data), x)
+    for magnitude in (
+        x[np.abs(x) < OVERFLOW[target]],
+        x[np.isinf(x)],
+        x[np.isnan(x)],
+        x[np.abs(x) >= OVERFLOW[target]],
+    ):
+        for first in range(0, len(magnitude) - 15, max(16, len(magnitude) // 100)):  # one kind alone
+            some = np.zeros(16, np.float32)
+            some[first % 16] = magnitude[first]
+            stored = types.get(source).quantize(some[None]) if np.isfinite(some).all() else None
+            if stored is not None:
+                agree(target, *recode.recode(source, target, stored), values(source, stored))
 
 
 @pytest.mark.parametrize("source", ["f8_e4m3", "f8_e5m2"])
@@ -71,8 +88,11 @@ def test_codes_times_scales(source: str, target: str, high: int, begin: int, rng
     with np.errstate(over="ignore", invalid="ignore"):
         x = torch.from_numpy(codes).view(code_of).float().numpy() * grid
     out = np.empty((40, 240 * recode.ITEM_BYTES[target]), np.uint8)
-    recode.rescale(source, target, codes, scales, (high, 64), begin, out)
-    agree(target, out, x.reshape(-1))
+    fits = recode.rescale(source, target, codes, scales, (high, 64), begin, out)
+    agree(target, out, fits, x.reshape(-1))
+    few = codes & 0x87 | 0x30  # from 1/8 to 1
+    fits = recode.rescale(source, target, few, np.ones_like(scales), (high, 64), begin, out)
+    agree(target, out, fits, torch.from_numpy(few).view(code_of).float().numpy().reshape(-1))
 
 
 @pytest.mark.parametrize("cpu", [pytest.param("generic", marks=pytest.mark.full), "haswell"])

@@ -33,14 +33,14 @@ from quantkit.archs.further import POLICIES
 from quantkit.archs.tensors import Piece, ReadRows
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.files.gguf import Metadata, TensorSpec, Writer
-from quantkit.files.mapping import release
+from quantkit.files.mapping import is_mapped, release
 from quantkit.files.pipeline import row_ranges, spread
 from quantkit.files.safetensors import Checkpoint, CheckpointTensor, open_checkpoint
 from quantkit.files.safetensors_scaled import FP8, INTEGERS, unscaled
 from quantkit.files.scaled import FP8Tensor, MXFP4Tensor, ScaledTensor
 from quantkit.files.torch_bin import is_bin, open_bin
 from quantkit.types import QuantType, check_finite
-from quantkit.types.floats import is_finite
+from quantkit.types.floats import FLOATS, is_finite
 
 OUTTYPES = ("auto", "bf16", "f16", "f32", "q8_0")
 STORED = "stored"  # the outtype that loses nothing
@@ -77,7 +77,15 @@ class Converted:
             return self.type.quantize(self.x.reshape(-1, self.shape[-1])[start:stop], threads=1)
         if len(self.shape) == 1:  # whose rows are its elements, for transforms
             start, stop = 0, self.shape[0]
-        return _encode(self.spec, self.piece, self.sources, start, stop).reshape(-1, self.spec.row_bytes)
+        return _encode(self.spec, self.piece, self.sources, self._as_bytes, start, stop).reshape(
+            -1, self.spec.row_bytes
+        )
+
+    @functools.cached_property
+    def _as_bytes(self) -> bool:
+        """Whether the sources give rows of the type, which only have to be moved."""
+        moves = self.piece is not None and self.piece.transform.keeps_bits
+        return moves and all(_comes_as(tensor, self.type.name) for tensor in self.sources)
 
 
 @dataclass(frozen=True)
@@ -271,35 +279,66 @@ def _put(tensor: Converted, start: int, stop: int, put: Callable[[str, int, np.n
     return data.nbytes
 
 
-def _reader(tensor: Stored, raw: bool) -> ReadRows:
-    """Rows of a stored tensor: uint8 as they lie in the file, or float32. Those of a vector are its elements."""
-    if len(tensor.shape) <= 1:
-        count = math.prod(tensor.shape)
-        whole = tensor.raw() if raw and isinstance(tensor, CheckpointTensor) else tensor.rows(0, 1)
-        return lambda start, stop: whole.reshape(count, -1)[start:stop]
-    return functools.partial(_stored_rows if raw else _values, tensor)
+@dataclass
+class _Read:
+    """What was read for a piece: rows of tensors; whether some are as they lie in the file; whether others fit."""
+
+    parts: list[tuple[Stored, int, int]] = field(default_factory=list)
+    copied: bool = False
+    fits: bool = True
+
+    def finite(self, kind: QuantType, data: np.ndarray) -> bool:
+        """Whether what was made, f32, f16 or bf16, is all numbers."""
+        return self.fits and (not self.copied or is_finite(kind, data))
+
+
+def _reader(tensor: Stored, kind: str | None, read: _Read) -> ReadRows:
+    """Rows of a stored tensor: uint8 of a type of GGUF as `_stored_rows` gives them, or float32 where there is none.
+
+    Those of a vector are its elements.
+    """
+
+    def rows(start: int, stop: int) -> np.ndarray:
+        read.parts.append((tensor, start, stop))
+        return tensor.rows(start, stop) if kind is None else _stored_rows(tensor, kind, start, stop, read)
+
+    if len(tensor.shape) > 1:
+        return rows
+    count = math.prod(tensor.shape)
+    whole = rows(0, 1)
+    return lambda start, stop: whole.reshape(count, -1)[start:stop]
 
 
 def _comes_as(tensor: Stored, kind: str) -> bool:
-    """Whether `_stored_rows` gives the rows of a type."""
-    return tensor.dtype.lower() == kind or (kind == "bf16" and isinstance(tensor, FP8Tensor))
+    """Whether `_stored_rows` gives the rows of a type; of vectors only as they are: few, and not worth loading code."""
+    if tensor.dtype.lower() == kind:
+        return True
+    if kind not in FLOATS or len(tensor.shape) < 2:
+        return False
+    if isinstance(tensor, FP8Tensor):
+        return tensor.encodes(kind)
+    from quantkit.types.emitted import recode
+
+    return tensor.dtype.lower() in FLOATS and tensor.shape[-1] % recode.LANES == 0
 
 
-def _stored_rows(tensor: Stored, start: int, stop: int) -> np.ndarray:
+def _stored_rows(tensor: Stored, kind: str, start: int, stop: int, read: _Read) -> np.ndarray:
+    """uint8[stop - start, bytes]: a view of the mapping where the bits are the type's."""
     if isinstance(tensor, MXFP4Tensor):
         return tensor.packed(start, stop)
     if isinstance(tensor, FP8Tensor):
-        made = tensor.bf16(start, stop)
-        tensor.forget(start, stop)
-        return made
-    assert isinstance(tensor, CheckpointTensor)
-    return tensor.raw().reshape(tensor.n_rows, -1)[start:stop]
+        made, fits = tensor.encoded(kind, start, stop)
+    else:
+        assert isinstance(tensor, CheckpointTensor)
+        data = tensor.raw().reshape(tensor.n_rows, -1)[start:stop]
+        if tensor.dtype.lower() == kind:
+            read.copied = True
+            return data
+        from quantkit.types.emitted.recode import recode
 
-
-def _values(tensor: Stored, start: int, stop: int) -> np.ndarray:
-    x = tensor.rows(start, stop)
-    tensor.forget(start, stop)
-    return x
+        made, fits = recode(tensor.dtype.lower(), kind, data)
+    read.fits &= fits
+    return made
 
 
 def _ranges(spec: TensorSpec, piece: Piece) -> Iterator[tuple[int, int]]:
@@ -312,21 +351,49 @@ def _ranges(spec: TensorSpec, piece: Piece) -> Iterator[tuple[int, int]]:
         yield from ((first + start, first + stop) for start, stop in row_ranges((each, spec.shape[-1]), 1))
 
 
-def _encode(spec: TensorSpec, piece: Piece, sources: Sequence[Stored], start: int, stop: int) -> np.ndarray:
-    """Rows `start` to `stop` of an output tensor, as bytes. Bits that need no change are only looked at."""
-    same = piece.transform.keeps_bits and all(_comes_as(tensor, spec.type.name) for tensor in sources)
-    data = piece.transform.rows([_reader(tensor, same) for tensor in sources], start, stop)
-    n = spec.shape[-1]
+class _Readers(Sequence[ReadRows]):
+    """`_reader` of each source when it is asked for: of hundreds of experts a piece reads one."""
+
+    def __init__(self, sources: Sequence[Stored], kind: str | None, read: _Read):
+        self.sources, self.kind, self.read = sources, kind, read
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __getitem__(self, number: Any) -> Any:
+        return _reader(self.sources[number], self.kind, self.read)
+
+
+def _encode(
+    spec: TensorSpec, piece: Piece, sources: Sequence[Stored], as_bytes: bool, start: int, stop: int
+) -> np.ndarray:
+    """Rows `start` to `stop` of an output tensor, as bytes. Bits that need no change are only looked at.
+
+    `as_bytes`: whether all sources give rows of the type (`_comes_as`) and the transform moves them whole.
+    """
+    read = _Read()
+
+    def rows(kind: str | None) -> np.ndarray:
+        return piece.transform.rows(_Readers(sources, kind, read), start, stop)
+
+    kind, n = spec.type, spec.shape[-1]
     try:
-        if not same:
-            return spec.type.quantize(data.reshape(-1, n), threads=1)
-        if not is_finite(spec.type, data):
-            check_finite(spec.type.dequantize(data.reshape(-1, spec.type.row_bytes(n)), n, threads=1))
-        return data
+        if as_bytes:
+            data = rows(kind.name)
+            if kind.name not in FLOATS:
+                check_finite(kind.dequantize(data.reshape(-1, kind.row_bytes(n)), n, threads=1))
+            elif not read.finite(kind, data):
+                data = kind.quantize(rows(None).reshape(-1, n), threads=1)  # which names what cannot be
+        else:
+            data = kind.quantize(rows(None).reshape(-1, n), threads=1)
     except DataError as error:
         number, begin = divmod(start, piece.transform.each) if piece.transform.each else (0, start)
         source, first = sources[number], f" (rows are counted from {begin})" if begin else ""
         raise DataError(f"{source.path}: tensor {source.name}: {error}{first}") from None
+    if not is_mapped(data):
+        for tensor, first_row, last_row in read.parts:
+            tensor.forget(first_row, last_row)
+    return data
 
 
 # ------------------------------------------------------------------------------------------------------------- metadata

@@ -401,6 +401,15 @@ def test_fp8_becomes_what_torch_makes_of_it(fp8: Path, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("outtype", ["bf16", "f16"])
+def test_matrices_are_made_without_numba(fp8: Path, tmp_path: Path, outtype: str) -> None:
+    """Its import takes as long as converting a gigabyte."""
+    code = "import sys; from quantkit.convert import convert; convert(*sys.argv[1:]); print('numba' in sys.modules)"
+    for source in (fp8, fp8.parent / "bf16"):
+        command = [sys.executable, "-c", code, str(source), str(tmp_path / "m.gguf"), outtype]
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
+
+
 def test_experts_of_four_bits(tmp_path: Path, rng: np.random.Generator) -> None:
     """As Kimi K2 Thinking ships them: codes less 8, times the scale of their 32 columns; bf16 holds four bits more."""
     tiny(tmp_path / "bf16", "bfloat16", "deepseek2")

@@ -42,14 +42,22 @@ def release(view: np.ndarray) -> None:
     and of what lies shortly before it, are taken out of it and stay in the system's cache. So whoever walks over a file
     and releases what is behind needs little. Of other arrays than such views nothing is done.
     """
-    if not hasattr(mmap, "MADV_DONTNEED"):  # Windows
+    mapped, start = _behind(view)
+    if mapped is None or not view.nbytes or not hasattr(mmap, "MADV_DONTNEED"):  # Windows
         return
+    first = max(0, start - _AROUND) // mmap.PAGESIZE * mmap.PAGESIZE
+    mapped.madvise(mmap.MADV_DONTNEED, first, start + view.nbytes - first)
+
+
+def is_mapped(view: np.ndarray) -> bool:
+    """Whether an array is a view of a mapped file."""
+    return _behind(view)[0] is not None
+
+
+def _behind(view: np.ndarray) -> tuple[mmap.mmap | None, int]:
+    """The mapping that an array is a view of, and the byte of it where the view begins."""
     whole = view
     while isinstance(whole.base, np.ndarray):
         whole = whole.base
     mapped = whole.base.obj if isinstance(whole.base, memoryview) else None
-    if not isinstance(mapped, mmap.mmap) or not view.nbytes:
-        return
-    start = view.ctypes.data - whole.ctypes.data
-    first = max(0, start - _AROUND) // mmap.PAGESIZE * mmap.PAGESIZE
-    mapped.madvise(mmap.MADV_DONTNEED, first, start + view.nbytes - first)
+    return (mapped, view.ctypes.data - whole.ctypes.data) if isinstance(mapped, mmap.mmap) else (None, 0)

@@ -131,8 +131,8 @@ def _in_order(pool: ThreadPoolExecutor, jobs: Iterable[Job], ahead: int) -> Iter
             future.cancel()
 
 
-def row_ranges(shape: tuple[int, ...], step: int, elements: int = PIECE_ELEMENTS) -> Iterator[tuple[int, int]]:
-    """Ranges of about so many elements that start at multiples of `step` and cover a tensor's rows.
+def row_ranges(shape: tuple[int, ...], step: int, elements: int = 0) -> Iterator[tuple[int, int]]:
+    """Ranges of about so many elements, or PIECE_ELEMENTS, that start at multiples of `step` and cover a tensor's rows.
 
     A vector is one range over its elements, as transforms count them.
     """
@@ -140,6 +140,6 @@ def row_ranges(shape: tuple[int, ...], step: int, elements: int = PIECE_ELEMENTS
         yield 0, math.prod(shape)
         return
     rows = math.prod(shape[:-1])
-    size = max(1, elements // shape[-1] // step) * step
+    size = max(1, (elements or PIECE_ELEMENTS) // shape[-1] // step) * step
     for start in range(0, rows, size):
         yield start, min(rows, start + size)

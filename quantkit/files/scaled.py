@@ -22,7 +22,6 @@ import numpy as np
 from quantkit.errors import DataError
 from quantkit.files.mapping import release
 from quantkit.files.safetensors import CheckpointTensor
-from quantkit.jit import kernel, readonly
 
 Shape = tuple[int, ...]
 
@@ -61,9 +60,9 @@ class ScaledTensor(ABC):
         return self.rows(0, self.n_rows).reshape(self.shape)
 
     def forget(self, start: int, stop: int) -> None:
-        """Let go of the memory behind some rows."""
-        width = self.codes.nbytes // self.n_rows
-        release(self.codes.raw()[start * width : stop * width])
+        """Let go of the memory behind some rows, of their scales too."""
+        for part in (self.codes, self.scales):
+            release(part.raw()[part.nbytes * start // self.n_rows : part.nbytes * stop // self.n_rows])
 
 
 class FP8Tensor(ScaledTensor):
@@ -87,40 +86,32 @@ class FP8Tensor(ScaledTensor):
             first = last
         return x
 
-    def bf16(self, start: int, stop: int) -> np.ndarray:
-        """uint8[stop - start, 2 n]: the same rows in bf16, each product rounded to the nearest, ties to even."""
-        codes = self.codes.raw().reshape(self.n_rows, -1)[start:stop]
+    def encodes(self, kind: str) -> bool:
+        """Whether `encoded` gives this type's rows: not for odd numbers of columns."""
+        from quantkit.types.emitted import recode
+
+        return kind in recode.TARGETS and self.shape[-1] % recode.LANES == 0 == self.block[1] % recode.LANES
+
+    def encoded(self, kind: str, start: int, stop: int) -> tuple[np.ndarray, bool]:
+        """uint8[stop - start, bytes]: the same rows in f32, f16 or bf16, each product rounded, ties to even.
+
+        And whether all are numbers that the type holds; otherwise the bytes are of no use.
+        """
+        from quantkit.types.emitted import recode
+
         (rows, n), (high, wide) = self.shape[-2:], self.block
+        codes = self.codes.raw().reshape(self.n_rows, n)[start:stop]
         grid = self.scales.dequantize().reshape(-1, -(-n // wide))
-        out = np.empty((stop - start, n), np.uint16)
-        values = self.codes.values()
-        first = start
-        while first < stop:  # rows of one line of blocks at a time
+        out = np.empty((stop - start, n * recode.ITEM_BYTES[kind]), np.uint8)
+        first, fits = start, True
+        while first < stop:  # rows of one matrix at a time
             matrix, row = divmod(first, rows)
-            last = min(first + high - row % high, first + rows - row, stop)
-            line = readonly(grid[matrix * -(-rows // high) + row // high])
-            _scaled_bf16(
-                readonly(codes[first - start : last - start]), line, wide, values, out[first - start : last - start]
-            )
+            last = min(first + rows - row, stop)
+            scales = grid[matrix * -(-rows // high) + row // high :]
+            part = slice(first - start, last - start)
+            fits &= recode.rescale(self.dtype.lower(), kind, codes[part], scales, self.block, row % high, out[part])
             first = last
-        return out.view(np.uint8)
-
-
-@kernel
-def _scaled_bf16(codes, scales, wide, values, out):
-    """What each of the 256 codes stands for is worked out once a block; then codes are looked up."""
-    rows, n = codes.shape
-    table = np.empty(256, np.uint16)
-    for b in range(scales.size):
-        for code in range(256):
-            bits = np.float32(values[code] * scales[b]).view(np.uint32)
-            odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
-            table[code] = np.uint16(np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd) >> np.uint32(16))
-        first, last = wide * b, min(n, wide * (b + 1))
-        for row in range(rows):
-            code_of, x = codes[row, first:last], out[row, first:last]
-            for i in range(code_of.size):
-                x[i] = table[code_of[i]]
+        return out, fits
 
 
 class MXFP4Tensor(ScaledTensor):

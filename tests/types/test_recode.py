@@ -1,0 +1,123 @@
+"""Floats of one format as another, and codes times scales, against numpy: every value of 8 and 16 bits, many of 32."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quantkit import types
+from quantkit.types.emitted import recode
+from quantkit.types.floats import FLOATS, is_finite
+
+WORDS = {"f32": np.uint32, "f16": np.uint16, "bf16": np.uint16}
+ALL = np.arange(1 << 16, dtype=np.uint16)
+
+
+def values(kind: str, data: np.ndarray) -> np.ndarray:
+    """float32 of uint8 bytes."""
+    if kind == "bf16":
+        return (data.reshape(-1).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return data.reshape(-1).view(np.float16 if kind == "f16" else np.float32).astype(np.float32)
+
+
+def nearest(kind: str, x: np.ndarray) -> np.ndarray:
+    """The bits of float32 numbers in a format, ties to even; of NaN anything."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if kind != "bf16":
+            return x.astype(np.float16 if kind == "f16" else np.float32).view(WORDS[kind])
+    bits = x.view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+OVERFLOW = {kind: types.get(kind).overflow for kind in FLOATS}
+
+
+def agree(kind: str, made: np.ndarray, fits: bool, x: np.ndarray) -> None:
+    """All that fit, and whether that is all."""
+    fit = np.abs(x) < OVERFLOW[kind]
+    np.testing.assert_array_equal(made.reshape(-1).view(WORDS[kind])[fit], nearest(kind, x)[fit])
+    assert fits == fit.all()
+
+
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("target", FLOATS)
+def test_floats(source: str, target: str, rng: np.random.Generator) -> None:
+    """Ties of bf16 and of halves, subnormals, what is too large, and NaN of every payload that rounding could carry."""
+    stored = ALL
+    if source == "f32":
+        near = (
+            ALL.astype(np.uint32)[:, None] << 16 | np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+        ).ravel()
+        halves = values("f16", ALL.view(np.uint8)).view(np.uint32)[:, None] + np.array([0, 0xFFF, 0x1000], np.uint32)
+        stored = np.concatenate([near, halves.ravel(), rng.integers(0, 1 << 32, 1 << 16, np.uint32)])
+    data = stored.view(np.uint8).reshape(16, -1)
+    x = values(source, data)
+    agree(target, *recode.recode(source, target, data), x)
+
+
+@pytest.mark.parametrize("target", FLOATS)
+def test_what_does_not_fit(target: str) -> None:
+    """The largest that fits, and one odd value anywhere: the least that does not, Inf and NaN, of either sign."""
+    limit = np.float32(OVERFLOW[target])
+    for x in (np.nextafter(limit, np.float32(0)), limit, np.float32(np.inf), np.float32(np.nan)):
+        for place in (0, 17, 47):
+            row = np.ones((1, 48), np.float32)
+            row[0, place] = np.copysign(x, (-1) ** place)
+            agree(target, *recode.recode("f32", target, row.view(np.uint8)), row[0])
+
+
+@pytest.mark.parametrize("source", ["f8_e4m3", "f8_e5m2"])
+@pytest.mark.parametrize("target", FLOATS)
+@pytest.mark.parametrize(("high", "begin"), [(1, 0), (16, 5), (100, 60)])
+def test_codes_times_scales(source: str, target: str, high: int, begin: int, rng: np.random.Generator) -> None:
+    """Scales of any size; the last block is cut off, and so is the first."""
+    torch = pytest.importorskip("torch")
+    codes = np.tile(np.arange(256, dtype=np.uint8), (40, 1))[:, :240]
+    codes = np.ascontiguousarray(codes + rng.integers(0, 256, (40, 1), np.uint8))
+    scales = np.exp(20 * rng.standard_normal((-(-(begin + 40) // high), 4))).astype(np.float32)
+    scales[:, 3] = 1
+    scales[0, :3] = np.float32(1e-42), np.float32(3e38), np.nan
+    code_of = torch.float8_e4m3fn if source == "f8_e4m3" else torch.float8_e5m2
+    grid = scales.repeat(high, 0)[begin : begin + 40].repeat(64, 1)[:, :240]
+    with np.errstate(over="ignore", invalid="ignore"):
+        x = torch.from_numpy(codes).view(code_of).float().numpy() * grid
+    out = np.empty((40, 240 * recode.ITEM_BYTES[target]), np.uint8)
+    fits = recode.rescale(source, target, codes, scales, (high, 64), begin, out)
+    agree(target, out, fits, x.reshape(-1))
+    few = codes & 0x87 | 0x30  # from 1/8 to 1
+    fits = recode.rescale(source, target, few, np.ones_like(scales), (high, 64), begin, out)
+    agree(target, out, fits, torch.from_numpy(few).view(code_of).float().numpy().reshape(-1))
+
+
+@pytest.mark.parametrize("cpu", [pytest.param("generic", marks=pytest.mark.full), "haswell"])
+def test_the_same_on_other_cpus(cpu: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not cpus", __file__],
+        env=os.environ | {"NUMBA_CPU_NAME": cpu}, cwd=Path(__file__).parents[2], capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("kind", FLOATS)
+def test_what_is_finite(kind: str, rng: np.random.Generator) -> None:
+    """One odd value anywhere, of either sign; negative numbers and zeros are none."""
+    inf = (
+        int(np.array([np.inf], np.float32).view(np.uint32)[0])
+        if kind == "f32"
+        else {"f16": 0x7C00, "bf16": 0x7F80}[kind]
+    )
+    sign = 1 << (8 * WORDS[kind]().itemsize - 1)
+    bits = rng.integers(0, inf, 200_000, WORDS[kind]) | WORDS[kind](sign) * rng.integers(0, 2, 200_000, WORDS[kind])
+    bits[:3] = 0, sign, inf - 1
+    assert is_finite(types.get(kind), bits.view(np.uint8))
+    assert is_finite(types.get(kind), bits[:1].view(np.uint8))
+    for odd in (inf, inf | sign, inf + 1, (inf + 1) | sign, sign - 1, 2 * sign - 1):
+        for place in (0, 150_000, 199_999):
+            other = bits.copy()
+            other[place] = odd
+            assert not is_finite(types.get(kind), other.view(np.uint8))

@@ -87,6 +87,13 @@ class Converted:
         moves = self.piece is not None and self.piece.transform.keeps_bits
         return moves and all(_comes_as(tensor, self.type.name) for tensor in self.sources)
 
+    @functools.cached_property
+    def sends(self) -> bool:
+        """Whether its sources can write its rows themselves: floats as they are or in another format."""
+        if self.piece is None or self.type.name not in FLOATS or len(self.shape) < 2 or not self._as_bytes:
+            return False
+        return self.piece.transform.place(0, 1) is not None
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -140,11 +147,11 @@ class Conversion:
     def n_params(self) -> int:
         return sum(math.prod(spec.shape) for spec in self.specs)
 
-    def tasks(self, put: Callable[[str, int, np.ndarray], None]) -> Iterator[Callable[[], int]]:
+    def tasks(self, writer: Writer) -> Iterator[Callable[[], int]]:
         """What makes the output's bytes, in pieces of bounded size, and puts them in their place."""
         for tensor in self.tensors.values():
-            ranges = [(0, tensor.n_rows)] if tensor.piece is None else _ranges(tensor.spec, tensor.piece)
-            yield from (functools.partial(_put, tensor, start, stop, put) for start, stop in ranges)
+            ranges = [(0, tensor.n_rows)] if tensor.piece is None else _ranges(tensor.spec, tensor.piece, tensor.sends)
+            yield from (functools.partial(_put, tensor, start, stop, writer) for start, stop in ranges)
 
 
 def convert(
@@ -169,7 +176,7 @@ def convert(
     conversion = prepare(source, outtype, pre, mtp)
     if not dry_run:
         with Writer(out, conversion.metadata, conversion.specs, split_max_bytes, durable=False) as writer:
-            spread(conversion.tasks(writer.put), conversion.nbytes, threads=threads, progress=progress)
+            spread(conversion.tasks(writer), conversion.nbytes, threads=threads, progress=progress)
             conversion.written.extend(writer.paths)
     return conversion
 
@@ -272,11 +279,33 @@ def _check_tensors(checkpoint: Checkpoint, pieces: list[Piece], wanted: Mapping[
 # ------------------------------------------------------------------------------------------------------------- the data
 
 
-def _put(tensor: Converted, start: int, stop: int, put: Callable[[str, int, np.ndarray], None]) -> int:
+def _put(tensor: Converted, start: int, stop: int, writer: Writer) -> int:
+    """Write a piece. What C functions cannot write, or would not as it is no number, is made here."""
+    if tensor.sends and (nbytes := _send(tensor, start, stop, writer)):
+        return nbytes
     data = tensor.rows(start, stop)
-    put(tensor.name, start * tensor.spec.row_bytes if len(tensor.shape) > 1 else 0, data)
+    writer.put(tensor.name, start * tensor.spec.row_bytes if len(tensor.shape) > 1 else 0, data)
     release(data)  # of what is only copied, a view of the input
     return data.nbytes
+
+
+def _send(tensor: Converted, start: int, stop: int, writer: Writer) -> int:
+    """The bytes of rows that a source wrote by itself, with no Python between its slices; 0 where it did not."""
+    assert tensor.piece is not None
+    if (place := tensor.piece.transform.place(start, stop)) is None:
+        return 0
+    (number, first), width = place, tensor.spec.row_bytes
+    source, last = tensor.sources[number], first + stop - start
+    assert isinstance(source, (CheckpointTensor, FP8Tensor))
+
+    def send(descriptor: int, offset: int) -> bool:
+        return source.send(tensor.type.name, first, last, descriptor, offset)
+
+    nbytes = (stop - start) * width
+    if not writer.straight(tensor.name, start * width, nbytes, send):
+        return 0
+    source.forget(first, last)
+    return nbytes
 
 
 @dataclass
@@ -341,14 +370,17 @@ def _stored_rows(tensor: Stored, kind: str, start: int, stop: int, read: _Read) 
     return made
 
 
-def _ranges(spec: TensorSpec, piece: Piece) -> Iterator[tuple[int, int]]:
+_SENT = 1 << 23  # elements of a piece that a source writes by itself
+
+
+def _ranges(spec: TensorSpec, piece: Piece, sends: bool) -> Iterator[tuple[int, int]]:
     """Ranges of rows for a job each. Of stacked sources none reads two, so that an error names the right one."""
-    each = piece.transform.each
+    each, elements = piece.transform.each, _SENT if sends else 0
     if each is None:
-        yield from row_ranges(spec.shape, piece.transform.step)
+        yield from row_ranges(spec.shape, piece.transform.step, elements)
         return
     for first in range(0, each * len(piece.sources), each):
-        yield from ((first + start, first + stop) for start, stop in row_ranges((each, spec.shape[-1]), 1))
+        yield from ((first + start, first + stop) for start, stop in row_ranges((each, spec.shape[-1]), 1, elements))
 
 
 class _Readers(Sequence[ReadRows]):

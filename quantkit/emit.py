@@ -418,5 +418,12 @@ class Emit:
 
     def call_address(self, address: Value, *args: Value) -> None:
         """Call a C function `void(int64, ...)` that stands at `address`."""
-        kind = ir.FunctionType(ir.VoidType(), [I64] * len(args))
-        self.builder.call(self._pointer(kind, address), [a.ir for a in args])
+        self._call(ir.VoidType(), address, *args)
+
+    def ask_address(self, address: Value, *args: Value) -> Value:
+        """What a C function `int64(int64, ...)` returns that stands at `address`."""
+        return Value(self, self._call(I64, address, *args))
+
+    def _call(self, returns: ir.Type, address: Value, *args: Value) -> ir.Value:
+        kind = ir.FunctionType(returns, [I64] * len(args))
+        return self.builder.call(self._pointer(kind, address), [a.ir for a in args])

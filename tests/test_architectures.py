@@ -407,8 +407,16 @@ def test_experts_are_stacked_piece_by_piece(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     tiny(tmp_path / "hf", arch="qwen3moe", num_experts=24)
     found: list[tuple[str, int, int]] = []
-    conversion = prepare(tmp_path / "hf", "f32")
-    for task in conversion.tasks(lambda name, start, data: found.append((name, start, data.nbytes))):
+
+    class Pieces:
+        def put(self, name: str, start: int, data: np.ndarray) -> None:
+            found.append((name, start, data.nbytes))
+
+        def straight(self, name: str, start: int, nbytes: int, send: object) -> bool:
+            found.append((name, start, nbytes))
+            return True
+
+    for task in prepare(tmp_path / "hf", "f32").tasks(Pieces()):  # type: ignore[arg-type]
         task()
     stacked = [part[1:] for part in found if part[0] == "blk.1.ffn_up_exps.weight"]
     assert stacked == [(i * 32 * 64 * 4, 32 * 64 * 4) for i in range(24)]

@@ -20,7 +20,7 @@ ReadRows = Callable[[int, int], np.ndarray]  # (start, stop) -> rows, as numbers
 
 
 class Transform:
-    """Rows of a result from rows of its sources. This one copies; others derive from it.
+    """Rows of a result from rows of its sources. This one copies (COPY); others derive from it.
 
     A tensor of any shape counts as rows of its last axis; one of one axis as rows of a single element.
     """
@@ -34,6 +34,10 @@ class Transform:
 
     def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
         return sources[0](start, stop)
+
+    def place(self, start: int, stop: int) -> tuple[int, int] | None:
+        """(number of a source, first row) where rows of the result are known to lie in it as they are; else None."""
+        return (0, start) if self is COPY else None
 
     def inverse(self) -> Transform:
         return self
@@ -80,6 +84,10 @@ class Stack(Transform):
             start += last - first
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
+    def place(self, start: int, stop: int) -> tuple[int, int] | None:
+        source, first = divmod(start, self.each)
+        return (source, first) if first + stop - start <= self.each else None
+
 
 class Unstack(Transform):
     """Expert `number` of a source [experts, rows, n]; undoes Stack."""
@@ -92,6 +100,9 @@ class Unstack(Transform):
 
     def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
         return sources[0](self.first + start, self.first + stop)
+
+    def place(self, start: int, stop: int) -> tuple[int, int] | None:
+        return 0, self.first + start
 
 
 def interleave_halves(head_dim: int) -> ShuffleRows:

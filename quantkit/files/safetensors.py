@@ -145,6 +145,18 @@ class CheckpointTensor:
         """float32[shape]: the exact values."""
         return self.rows(0, self.n_rows).reshape(self.shape)
 
+    def send(self, kind: str, start: int, stop: int, descriptor: int, offset: int) -> bool:
+        """Write some rows to a file as f32, f16 or bf16. False where they are not floats, or not all numbers that fit,
+        or were not written; what is there then is of no use."""
+        from quantkit.types.emitted import recode
+
+        size = ITEM_BYTES[self.dtype]
+        width = self.nbytes // max(1, self.n_rows)
+        source = self.dtype.lower()
+        if source not in recode.TARGETS or (stop - start) * width // size % recode.LANES:
+            return False
+        return recode.send(source, kind, self.raw()[start * width : stop * width], descriptor, offset)
+
     def forget(self, start: int, stop: int) -> None:
         """Let go of the memory behind some rows, which are read again where they are asked for again."""
         width = self.nbytes // max(1, self.n_rows)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import numpy as np
@@ -99,19 +99,36 @@ class FP8Tensor(ScaledTensor):
         """
         from quantkit.types.emitted import recode
 
+        out = np.empty((stop - start, self.shape[-1] * recode.ITEM_BYTES[kind]), np.uint8)
+        source, fits = self.dtype.lower(), True
+        for first, codes, scales, below in self._matrices(start, stop):
+            part = out[first - start : first - start + len(codes)]
+            fits &= recode.rescale(source, kind, codes, scales, self.block, below, part)
+        return out, fits
+
+    def send(self, kind: str, start: int, stop: int, descriptor: int, offset: int) -> bool:
+        """Write what `encoded` gives to a file. False where that is of no use, or was not written."""
+        from quantkit.types.emitted import recode
+
+        source, width = self.dtype.lower(), self.shape[-1] * recode.ITEM_BYTES[kind]
+        for first, codes, scales, below in self._matrices(start, stop):
+            place = descriptor, offset + (first - start) * width
+            if not recode.send_rescaled(source, kind, codes, scales, self.block, below, *place):
+                return False
+        return True
+
+    def _matrices(self, start: int, stop: int) -> Iterator[tuple[int, np.ndarray, np.ndarray, int]]:
+        """Of each matrix that some rows are of: the first of them; their codes; scales, from the line on that is for
+        it; and how many rows below the first of that line it is."""
         (rows, n), (high, wide) = self.shape[-2:], self.block
-        codes = self.codes.raw().reshape(self.n_rows, n)[start:stop]
+        codes = self.codes.raw().reshape(self.n_rows, n)
         grid = self.scales.dequantize().reshape(-1, -(-n // wide))
-        out = np.empty((stop - start, n * recode.ITEM_BYTES[kind]), np.uint8)
-        first, fits = start, True
-        while first < stop:  # rows of one matrix at a time
+        first = start
+        while first < stop:
             matrix, row = divmod(first, rows)
             last = min(first + rows - row, stop)
-            scales = grid[matrix * -(-rows // high) + row // high :]
-            part = slice(first - start, last - start)
-            fits &= recode.rescale(self.dtype.lower(), kind, codes[part], scales, self.block, row % high, out[part])
+            yield first, codes[first:last], grid[matrix * -(-rows // high) + row // high :], row % high
             first = last
-        return out, fits
 
 
 class MXFP4Tensor(ScaledTensor):

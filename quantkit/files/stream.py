@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -155,6 +155,25 @@ class StreamWriter:
             if self.durable:
                 with self._lock:
                     self._syncer.wrote(file, data.nbytes)
+
+    def straight(self, name: str, start: int, nbytes: int, send: Callable[[int, int], bool]) -> bool:
+        """Have `send(descriptor, offset)` write bytes of tensor `name` itself, and count them if it wrote them all.
+
+        Where it did not, or cannot here, `put` has to write them.
+        """
+        if self.durable or name not in self._number:
+            return False
+        index = self._number[name]
+        slot, number = self._slots[index]
+        if start + nbytes > slot.nbytes:
+            return False
+        with self._lock:
+            file = self._begin(number)
+        if not send(file.stream.fileno(), slot.offset + start):
+            return False
+        with self._lock:
+            self._written[index] += nbytes
+        return True
 
     def _bytes(self, name: str, data: Any) -> np.ndarray:
         if isinstance(data, (bytes, bytearray, memoryview)):

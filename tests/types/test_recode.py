@@ -94,6 +94,49 @@ def test_codes_times_scales(source: str, target: str, high: int, begin: int, rng
     agree(target, out, fits, torch.from_numpy(few).view(code_of).float().numpy().reshape(-1))
 
 
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("target", FLOATS)
+def test_floats_sent_to_a_file(source: str, target: str, rng: np.random.Generator, tmp_path: Path) -> None:
+    """Several slices and a rest; the bytes around are left alone; one odd value in the rest is told."""
+    count = 2 * recode.SLICE + 3 * recode.LANES
+    data = recode.recode("f32", source, rng.standard_normal((1, count), np.float32).view(np.uint8))[0].reshape(-1)
+    wanted, _ = recode.recode(source, target, data[None])
+    with open(tmp_path / "file", "w+b") as file:
+        file.truncate(wanted.size + 2000)
+        assert recode.send(source, target, data, file.fileno(), 1000)
+        file.seek(0)
+        assert file.read() == bytes(1000) + wanted.tobytes() + bytes(1000)
+        data.view(WORDS[source])[-1] = nearest(source, np.array([np.inf], np.float32))[0]
+        assert not recode.send(source, target, data, file.fileno(), 0)
+
+
+@pytest.mark.parametrize(("rows", "n", "begin"), [(1, 16, 0), (300, 4096, 5), (1000, 1040, 127), (3, 1 << 19, 0)])
+def test_codes_times_scales_sent_to_a_file(
+    rows: int, n: int, begin: int, rng: np.random.Generator, tmp_path: Path
+) -> None:
+    codes = rng.integers(0, 0x7F, (rows, n), np.uint8)
+    scales = rng.random((-(-(begin + rows) // 128), -(-n // 128)), np.float32)
+    given = codes, scales, (128, 128), begin
+    wanted = np.empty((rows, 2 * n), np.uint8)
+    assert recode.rescale("f8_e4m3", "bf16", *given, wanted)
+    with open(tmp_path / "file", "w+b") as file:
+        assert recode.send_rescaled("f8_e4m3", "bf16", *given, file.fileno(), 64)
+        file.seek(64)
+        assert file.read() == wanted.tobytes()
+    codes[-1, -1] = 0x7F  # NaN
+    with open(tmp_path / "file", "w+b") as file:
+        assert not recode.send_rescaled("f8_e4m3", "bf16", *given, file.fileno(), 64)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_what_cannot_be_written_is_told() -> None:
+    data = np.zeros(64 * recode.LANES, np.uint8)
+    with open("/dev/full", "r+b", buffering=0) as file:
+        assert not recode.send("bf16", "bf16", data, file.fileno(), 0)
+        scales = np.ones((1, 1), np.float32)
+        assert not recode.send_rescaled("f8_e4m3", "bf16", data[None], scales, (1, 1024), 0, file.fileno(), 0)
+
+
 @pytest.mark.parametrize("cpu", [pytest.param("generic", marks=pytest.mark.full), "haswell"])
 def test_the_same_on_other_cpus(cpu: str) -> None:
     done = subprocess.run(

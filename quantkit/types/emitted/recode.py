@@ -2,6 +2,7 @@
 
     recode("bf16", "f16", data)                          each value alone
     rescale("f8_e4m3", "bf16", codes, scales, …)         codes of 8 bits times the scales of their blocks
+    send, send_rescaled                                  the same, written to a file while they are in the cache
 
 Values pass through float32, which holds all of them; a product is rounded there once. They are then rounded to the
 nearest, of two equally near ones to the even one. Both tell whether all of them fit: what is made of NaN, Inf and
@@ -10,8 +11,10 @@ what is too large for the format is of no use.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +23,7 @@ from quantkit.machine import Function, function
 from quantkit.simd_values import F32, I8, I16, I32, Value, Variable, vector
 
 LANES = 16
+SLICE = 1 << 18  # elements that are made and then written
 ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "f8_e4m3": 1, "f8_e5m2": 1}
 TARGETS = ("f32", "f16", "bf16")
 _TOO_LARGE = {"f32": 0x7F800000, "f16": 0x477FF000, "bf16": 0x7F7F8000}  # bits of the least float32 that becomes Inf
@@ -46,12 +50,18 @@ def _load(e: Emit, source: str, address: Value) -> Value:
     return Value(e, e.builder.select(is_nan, e.constant(_FLOATS, float("nan")).ir, x.ir))
 
 
-def _store(e: Emit, target: str, x: Value, address: Value, most: Variable) -> None:
-    """Round and store; `most` keeps the largest magnitudes before that, as bits: those of NaN are above Inf's."""
+def _look(e: Emit, x: Value, most: Variable) -> Value:
+    """The bits of float32; `most` keeps the largest of magnitudes: those of NaN are above Inf's."""
     bits = x.view(_WORDS)
     magnitude = bits & 0x7FFFFFFF
     is_more = e.builder.icmp_signed(">", magnitude.ir, most.get().ir)
     most.set(Value(e, e.builder.select(is_more, magnitude.ir, most.get().ir)))
+    return bits
+
+
+def _store(e: Emit, target: str, x: Value, address: Value, most: Variable) -> None:
+    """Round and store what was looked at."""
+    bits = _look(e, x, most)
     if target == "f16":
         x = e.float_to_half(x)
     elif target == "bf16":
@@ -76,21 +86,98 @@ def _recoding(source: str, target: str) -> Function:
     return _named(f"{source}_to_{target}", body)
 
 
+def _scaled_rows(e: Emit, source: str, target: str, rows: tuple[Value, Value], given: _Given, most: Variable) -> None:
+    """Rows `rows[0]` to `rows[1]` - 1 of the codes, the first of them at `out`."""
+    n, begin = given.n, rows[0]
+    with e.loop(*rows) as row, e.loop(0, given.blocks) as block:
+        line = (given.begin + row) / given.high
+        scale = e.splat(e.load(F32, given.scales + (line * given.blocks + block) * 4), LANES)
+        first = block * given.wide
+        with e.loop(row * n + first, row * n + _least(e, first + given.wide, n), LANES) as i:
+            x = _load(e, source, given.codes + i * ITEM_BYTES[source]) * scale
+            _store(e, target, x, given.out + (i - begin * n) * ITEM_BYTES[target], most)
+
+
+class _Given(NamedTuple):
+    """Codes [rows, n], of which row i is row begin + i below the first line of scales; each line has `blocks`."""
+
+    codes: Value
+    out: Value
+    begin: Value
+    n: Value
+    high: Value
+    wide: Value
+    scales: Value
+    blocks: Value
+
+
+def _least(e: Emit, a: Value, b: Value) -> Value:
+    return e.choose(Value(e, e.builder.icmp_signed("<", a.ir, b.ir)), a, b)
+
+
 @functools.cache
 def _rescaling(source: str, target: str) -> Function:
-    def body(e, codes, out, begin, rows, n, high, wide, scales, blocks, largest):
-        """Row i of the codes is row begin + i below the first line of scales, of which each has `blocks`."""
+    def body(e, codes, out, begin, n, high, wide, scales, blocks, rows, largest):
         most = e.variable(e.zero(_WORDS))
-        with e.loop(0, rows) as row, e.loop(0, blocks) as block:
-            scale = e.splat(e.load(F32, scales + ((begin + row) / high * blocks + block) * 4), LANES)
-            first = block * wide
-            last = e.choose(Value(e, e.builder.icmp_signed("<", (first + wide).ir, n.ir)), first + wide, n)
-            with e.loop(row * n + first, row * n + last, LANES) as i:
-                x = _load(e, source, codes + i * ITEM_BYTES[source]) * scale
-                _store(e, target, x, out + i * ITEM_BYTES[target], most)
+        given = _Given(codes, out, begin, n, high, wide, scales, blocks)
+        _scaled_rows(e, source, target, (e.integer(0), rows), given, most)
         e.store(most.get(), largest)
 
     return _named(f"{source}_scaled_to_{target}", body)
+
+
+def _write(e: Emit, to: tuple[Value, Value], x: Value, nbytes: Value, offset: Value, missing: Variable) -> None:
+    """Write bytes by pwrite, of which `to` is the address, and the file's descriptor; `missing` counts what was not."""
+    pwrite, descriptor = to
+    missing.set(missing.get() + nbytes - e.ask_address(pwrite, descriptor, x, nbytes, offset))
+
+
+@functools.cache
+def _sending(source: str, target: str) -> Function:
+    def body(e, pwrite, file, offset, x, scratch, count, largest, missed):
+        most, missing = e.variable(e.zero(_WORDS)), e.variable(e.integer(0))
+        width = ITEM_BYTES[target]
+        with e.loop(0, count, SLICE) as first:
+            last = _least(e, first + SLICE, count)
+            with e.loop(first, last, LANES) as i:
+                bits = _load(e, source, x + i * ITEM_BYTES[source])
+                if source == target:
+                    _look(e, bits, most)
+                else:
+                    _store(e, target, bits, scratch + (i - first) * width, most)
+            made = x + first * width if source == target else scratch
+            _write(e, (pwrite, file), made, (last - first) * width, offset + first * width, missing)
+        e.store(most.get(), largest)
+        e.store(missing.get(), missed)
+
+    return _named(f"{source}_sent_as_{target}", body)
+
+
+@functools.cache
+def _sending_rescaled(source: str, target: str) -> Function:
+    def body(
+        e, pwrite, file, offset, codes, scratch, begin, n, high, wide, scales, blocks, rows, slices, largest, missed
+    ):
+        most, missing = e.variable(e.zero(_WORDS)), e.variable(e.integer(0))
+        given = _Given(codes, scratch, begin, n, high, wide, scales, blocks)
+        with e.loop(0, slices) as number:
+            first, last = rows * number / slices, rows * (number + 1) / slices
+            _scaled_rows(e, source, target, (first, last), given, most)
+            width = n * ITEM_BYTES[target]
+            _write(e, (pwrite, file), scratch, (last - first) * width, offset + first * width, missing)
+        e.store(most.get(), largest)
+        e.store(missing.get(), missed)
+
+    return _named(f"{source}_scaled_sent_as_{target}", body)
+
+
+@functools.cache
+def _pwrite() -> int:
+    """The address of the C library's; 0 where there is none (Windows)."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).pwrite, ctypes.c_void_p).value or 0
+    except (AttributeError, OSError, TypeError):
+        return 0
 
 
 def recode(source: str, target: str, data: np.ndarray) -> tuple[np.ndarray, bool]:
@@ -103,14 +190,49 @@ def recode(source: str, target: str, data: np.ndarray) -> tuple[np.ndarray, bool
 
 
 def rescale(
-    source: str, target: str, codes: np.ndarray, scales: np.ndarray, block: tuple[int, int], begin: int, out: np.ndarray
+    source: str, target: str, codes: np.ndarray, scales: np.ndarray, block: tuple[int, ...], begin: int, out: np.ndarray
 ) -> bool:
     """Fill out uint8[rows, bytes] with uint8 codes[rows, n], each times the scale of its block of rows and columns.
 
     Whether all products fit. scales float32[lines, ceil(n / block[1])]; the codes begin `begin` rows below where the
     first line does. All arrays are contiguous; `n` and block[1] must be multiples of LANES.
     """
-    (rows, n), blocks, largest = codes.shape, scales.shape[1], np.empty(LANES, np.int32)
-    where = codes.ctypes.data, out.ctypes.data, scales.ctypes.data, largest.ctypes.data
-    _rescaling(source, target)(*where[:2], begin, rows, n, *block, where[2], blocks, where[3])
+    (rows, n), largest = codes.shape, np.empty(LANES, np.int32)
+    at = codes.ctypes.data, out.ctypes.data, begin, n, *block, scales.ctypes.data, scales.shape[1]
+    _rescaling(source, target)(*at, rows, largest.ctypes.data)
     return bool(largest.max() < _TOO_LARGE[target])
+
+
+def send(source: str, target: str, data: np.ndarray, descriptor: int, offset: int) -> bool:
+    """Write what `recode` gives for contiguous bytes to a file at an offset. False where not all fit, or not all was
+    written: what is there then is of no use."""
+    if not (pwrite := _pwrite()):
+        return False
+    count, largest, missing = data.size // ITEM_BYTES[source], np.empty(LANES, np.int32), np.empty(1, np.int64)
+    scratch = np.empty(0 if source == target else SLICE * ITEM_BYTES[target], np.uint8)
+    where = data.ctypes.data, scratch.ctypes.data, count, largest.ctypes.data, missing.ctypes.data
+    _sending(source, target)(pwrite, descriptor, offset, *where)
+    return bool(largest.max() < _TOO_LARGE[target] and not missing[0])
+
+
+def send_rescaled(
+    source: str,
+    target: str,
+    codes: np.ndarray,
+    scales: np.ndarray,
+    block: tuple[int, ...],
+    begin: int,
+    descriptor: int,
+    offset: int,
+) -> bool:
+    """The same with what `rescale` gives."""
+    if not (pwrite := _pwrite()):
+        return False
+    (rows, n), largest, missing = codes.shape, np.empty(LANES, np.int32), np.empty(1, np.int64)
+    slices = -(-rows * n // SLICE)
+    scratch = np.empty(-(-rows // slices) * n * ITEM_BYTES[target], np.uint8)
+    at = codes.ctypes.data, scratch.ctypes.data, begin, n, *block, scales.ctypes.data, scales.shape[1]
+    _sending_rescaled(source, target)(
+        pwrite, descriptor, offset, *at, rows, slices, largest.ctypes.data, missing.ctypes.data
+    )
+    return bool(largest.max() < _TOO_LARGE[target] and not missing[0])

@@ -44,7 +44,7 @@ import quantkit
 from quantkit import types
 from quantkit.files.gguf import Metadata, TensorSpec, Writer
 from quantkit.files.pipeline import spread
-from quantkit.repack_file import Put, Repacking, plan_repack
+from quantkit.repack_file import Repacking, plan_repack
 
 ROWS, COLUMNS = 14336, 4096
 COMMAND = (
@@ -122,16 +122,30 @@ def reference(tool: Path, source: Path, out: Path, threads: int) -> dict[str, fl
     return {"reference": time.perf_counter() - begin, "reference CPU": cpu}
 
 
+class Nowhere:
+    """Has the pieces made, and remembers their sizes."""
+
+    def __init__(self) -> None:
+        self.sizes: list[tuple[str, int, int]] = []
+
+    def put(self, name: str, start: int, data: np.ndarray) -> None:
+        self.sizes.append((name, start, data.nbytes))
+
+    def straight(self, *given: object) -> bool:
+        return False
+
+
 def parts(job: Repacking, out: Path, threads: int) -> dict[str, float]:
     """Kernels without writing; writing without kernels."""
 
-    def spread_with(put: Put) -> None:
-        tasks = (task for change in job.changes for task in change.tasks(put))
+    def make_all() -> list[tuple[str, int, int]]:
+        writer: Any = Nowhere()
+        tasks = (task for change in job.changes for task in change.tasks(writer))
         spread(tasks, job.nbytes, threads=threads, progress=False)
+        return list(writer.sizes)
 
-    sizes: list[tuple[str, int, int]] = []
-    spread_with(lambda name, start, data: sizes.append((name, start, data.nbytes)))
-    kernel = seconds(lambda: spread_with(lambda *_: None))
+    sizes = make_all()
+    kernel = seconds(make_all)
     piece = np.random.default_rng(2).integers(0, 256, max(size for *_, size in sizes), dtype=np.uint8)
     out.unlink(missing_ok=True)
     with Writer(out, job.metadata, [change.spec for change in job.changes], durable=False) as writer:

@@ -11,10 +11,10 @@ repacked file gives the file there was.
 Rows of Q8_KV_R8 take 4 + n bytes, as readers expect and as direct quantization writes them. What the reference repacks
 from Q8_KV keeps the 8 + n of the base type, and every reader is lost after the first group (spec/repack.md 11.1).
 
-The loop goes at the speed of memory: the input is mapped, the output written. Each thread takes a piece, interleaves it
-into a buffer of its own and writes that at its place: what it writes is still in the cache, and no memory is cleared
-for it. Pages of the input are let go of behind: the peak of memory does not
-grow with the file.
+The loop goes at the speed of memory: the input is mapped, the output written. Each thread takes a piece, and a C
+function interleaves it slice by slice into a buffer and writes that: it is still in the cache, no memory is cleared for
+it, and threads do not wait for each other's Python. Pages of the input are let go of behind: the peak of memory does
+not grow with the file.
 
 The output is not synced to the disk before it gets its name, which would take as long as all the rest: it can be made
 again from its input, and `cp` does not do it either (files/stream.py says what that means).
@@ -45,9 +45,8 @@ if TYPE_CHECKING:
     from quantkit.runtime.placement import Placement
 
 _INTERLEAVED_NAMES = ("_r4", "_r8", "_r16")
-_PIECE_BYTES = 2 << 20  # enough that threads seldom wait for each other or for the interpreter, little for memory
+_PIECE_BYTES = 8 << 20  # enough that threads seldom wait for each other or for the interpreter, little for memory
 
-Put = Callable[[str, int, np.ndarray], None]  # what writes bytes of a tensor from a byte on: Writer.put
 _own = threading.local()  # .buffer of each thread, for what it makes
 
 
@@ -67,17 +66,30 @@ class Change:
     def spec(self) -> TensorSpec:
         return TensorSpec(self.tensor.name, self.tensor.shape, self.type)
 
-    def tasks(self, put: Put) -> Iterator[Callable[[], int]]:
+    def tasks(self, writer: Writer) -> Iterator[Callable[[], int]]:
         """What makes the new bytes and puts them in their place, in pieces; each returns how many there were."""
         for start, stop in _ranges(self.tensor, max(self.type.interleave, self.tensor.type.interleave)):
-            yield functools.partial(self._move, start, stop, put)
+            yield functools.partial(self._move, start, stop, writer)
 
-    def _move(self, start: int, stop: int, put: Put) -> int:
+    def _move(self, start: int, stop: int, writer: Writer) -> int:
         data = self.tensor.rows(start, stop)
-        made = self._changed(data) if self.changed else data
-        put(self.tensor.name, start * made.shape[-1], made)
+        nbytes = self._send(data, start, writer)
+        if not nbytes:
+            made = self._changed(data) if self.changed else data
+            writer.put(self.tensor.name, start * made.shape[-1], made)
+            nbytes = made.nbytes
         release(data)
-        return made.nbytes
+        return nbytes
+
+    def _send(self, data: np.ndarray, start: int, writer: Writer) -> int:
+        """The bytes that a C function wrote while it made them; 0 where it did not."""
+        forward = isinstance(self.type, Interleaved)
+        group = self.type if forward else self.tensor.type
+        width = self.type.row_bytes(self.tensor.shape[-1])
+        if not self.changed or not isinstance(group, Interleaved) or width != data.shape[-1]:
+            return 0
+        send = functools.partial(group.send_rows, data, forward)
+        return data.nbytes if writer.straight(self.tensor.name, start * width, data.nbytes, send) else 0
 
     def _changed(self, data: np.ndarray) -> np.ndarray:
         """Rows in the new type, in this thread's buffer."""
@@ -170,7 +182,7 @@ def write(
     specs = [change.spec for change in job.changes]
     with Writer(out, job.metadata, specs, split_max_bytes, split_max_tensors, shards, durable=False) as writer:
         refuse_inputs(writer.paths, job.source.paths)
-        tasks = (task for change in job.changes for task in change.tasks(writer.put))
+        tasks = (task for change in job.changes for task in change.tasks(writer))
         spread(tasks, job.nbytes, threads=threads, progress=progress)
         return list(writer.paths)
 

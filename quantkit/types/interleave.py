@@ -275,6 +275,28 @@ class Permutation:
         self._check(data, out)
         self._run(self._backward, out, self._groups(data))
 
+    def send(self, data: np.ndarray, forward: bool, descriptor: int, offset: int) -> bool:
+        """Write what `forward`, or else `backward`, makes of contiguous data to a file, slice by slice.
+
+        False where it was not, as for rows that have heads or are short.
+        """
+        from quantkit.types.emitted.writing import SLICE_BYTES, pwrite_address
+
+        blocks, groups = data.shape[1] // self.block_bytes, len(data) // self.rows
+        if self.head or blocks < self.fold or not groups or not (pwrite := pwrite_address()):
+            return False
+        self._check(data, data)
+        from quantkit.types.emitted.interleave import permute_to_file
+
+        nbytes, missed = self.rows * data.shape[1], np.empty(1, np.int64)
+        slices = min(groups, -(-data.nbytes // SLICE_BYTES))
+        made = np.empty(-(-groups // slices) * nbytes, np.uint8)
+        way = self._forward if forward else self._backward
+        in_rows, in_groups = (data, made) if forward else (made, data)
+        told, space = self._told(way, in_rows.ctypes.data, in_groups.ctypes.data, data.shape[1], groups)
+        permute_to_file(pwrite, descriptor, offset, slices, missed.ctypes.data, *told, space.ctypes.data)
+        return not missed[0]
+
     def _check(self, data: np.ndarray, out: np.ndarray) -> None:
         """TypeError unless the arrays are what a kernel that is told addresses may have."""
         whole = len(data) % self.rows == 0 and (data.shape[1] - self.head) % self.block_bytes == 0
@@ -297,16 +319,26 @@ class Permutation:
         if head:
             heads = rows.reshape(len(groups), self.rows, -1)[..., :head], groups[:, :woven].reshape(-1, self.rows, head)
             heads[way.before][...] = heads[not way.before]
-        from quantkit.types.emitted.interleave import permute, work_space  # loads llvmlite
+        from quantkit.types.emitted.interleave import permute  # loads llvmlite
 
-        in_rows = self._offsets_in_rows(rows.shape[1])
+        starts = rows.ctypes.data + head, groups.ctypes.data + woven
+        told, space = self._told(way, *starts, rows.shape[1], len(groups))
+        permute(*told, space.ctypes.data)
+
+    def _told(
+        self, way: _Way, rows: int, groups: int, row_bytes: int, count: int
+    ) -> tuple[tuple[int, ...], np.ndarray]:
+        """What `permute` is told of `count` groups whose first blocks are at two addresses, and the space it needs."""
+        from quantkit.types.emitted.interleave import work_space
+
+        in_rows, blocks = self._offsets_in_rows(row_bytes), (row_bytes - self.head) // self.block_bytes
         sides = (
-            (rows.ctypes.data + head, groups.shape[1], self.block_bytes, *in_rows.told),
-            (groups.ctypes.data + woven, groups.shape[1], self.rows * self.block_bytes, *self._in_groups.told),
+            (rows, self.rows * row_bytes, self.block_bytes, *in_rows.told),
+            (groups, self.rows * row_bytes, self.rows * self.block_bytes, *self._in_groups.told),
         )
         source, target = sides if way.before else sides[::-1]
         space = np.empty(work_space(len(in_rows.units) + len(self._in_groups.units)), np.uint8)
-        permute(*source, *target, len(groups), blocks, self.fold, *way.told, space.ctypes.data)
+        return (*source, *target, count, blocks, self.fold, *way.told), space
 
     def _run_padded(self, way: _Way, rows: np.ndarray, groups: np.ndarray, missing: int) -> None:
         """The same for rows shorter than `fold` blocks, which lack `missing` bytes."""
@@ -356,6 +388,13 @@ class Interleaved(QuantType):
     def deinterleave_rows(self, data: Any, *, threads: int | None = None, out: np.ndarray | None = None) -> np.ndarray:
         """Groups of this type, uint8[rows, row bytes], as rows of the base type; undoes `interleave_rows`."""
         return self._moved(data, self, self.base_type, self.permutation.backward, threads, out)
+
+    def send_rows(self, data: np.ndarray, forward: bool, descriptor: int, offset: int) -> bool:
+        """Write what `interleave_rows`, or else `deinterleave_rows`, makes of data to a file. False where it was not,
+        or cannot be while it is made: then the one or the other has to make it.
+        """
+        send = getattr(self.permutation, "send", None)
+        return send is not None and send(data, forward, descriptor, offset)
 
     def _moved(
         self, data: Any, source: QuantType, target: QuantType, move: Any, threads: int | None, out: np.ndarray | None

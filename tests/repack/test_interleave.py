@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -90,6 +91,32 @@ def test_the_same_bytes_on_other_cpus(cpu):
     found = checksums_on(cpu, names)
     assert found == checksums(names)
     assert [crc.split("-")[0] for crc in found.values()] == [CRCS[name] for name in names]
+
+
+SENT = [t for t in INTERLEAVED if type(t.permutation) is Permutation and not t.permutation.head]
+
+
+@pytest.mark.parametrize("t", SENT, ids=lambda t: t.name)
+def test_rows_sent_to_a_file(t, rng, tmp_path):
+    """There and back, several slices and one group: the bytes that arrays get, at their place."""
+    for groups, n in ((1, 512), (800 // t.interleave, 4096)):
+        data = base_rows(t, rng, groups, n)
+        wanted = t.interleave_rows(data)
+        for source, forward, result in ((data, True, wanted), (wanted, False, data)):
+            with open(tmp_path / "file", "w+b") as file:
+                file.truncate(wanted.nbytes + 200)
+                assert t.send_rows(source, forward, file.fileno(), 100)
+                file.seek(0)
+                assert file.read() == bytes(100) + result.tobytes() + bytes(100)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_what_cannot_be_sent_is_told(rng):
+    assert len(SENT) > 20
+    for t in INTERLEAVED:
+        data = base_rows(t, rng, 2, 512)
+        with open("/dev/full", "r+b", buffering=0) as file:
+            assert not t.send_rows(data, True, file.fileno(), 0)
 
 
 def test_signs_are_recoded_as_the_spec_says():

@@ -16,6 +16,7 @@ import operator
 from quantkit.emit import Emit
 from quantkit.machine import function
 from quantkit.simd_values import I32, I64, Value, vector
+from quantkit.types.emitted.writing import write
 
 LANES = 16
 _WORDS = vector(LANES, I32)
@@ -159,11 +160,59 @@ def permute(
     signs, by_*, before          words that _running_xor changes, its masks, whether of the source or of the target
     space                        of `work_space` bytes
     """
+    _permute(
+        e, (source, source_group, source_pitch), (source_units, source_unit_count, source_lines, source_line_count),
+        (target, target_group, target_pitch), (target_units, target_unit_count, target_lines, target_line_count),
+        (groups, blocks, fold),
+        (classes, class_count, table, signs, sign_count, by_one, by_two, by_four, before), space,
+    )  # fmt: skip
+
+
+@function
+def permute_to_file(
+    e, pwrite, file, offset, slices, missed,
+    source, source_group, source_pitch, source_units, source_unit_count, source_lines, source_line_count,
+    target, target_group, target_pitch, target_units, target_unit_count, target_lines, target_line_count,
+    groups, blocks, fold, classes, class_count, table, signs, sign_count, by_one, by_two, by_four, before, space,
+):  # fmt: skip
+    """The same in `slices` slices: each is made at `target` and written to a file while it is in the cache.
+
+    pwrite, file, offset   the address of the C library's function, the descriptor, where the first group goes
+    missed                 address of an int64: the bytes that could not be written
+    """
+    missing = e.variable(e.integer(0))
+    with e.loop(0, slices) as number:
+        first, last = groups * number / slices, groups * (number + 1) / slices
+        _permute(
+            e, (source + first * source_group, source_group, source_pitch),
+            (source_units, source_unit_count, source_lines, source_line_count),
+            (target, target_group, target_pitch), (target_units, target_unit_count, target_lines, target_line_count),
+            (last - first, blocks, fold),
+            (classes, class_count, table, signs, sign_count, by_one, by_two, by_four, before), space,
+        )  # fmt: skip
+        write(e, (pwrite, file), target, (last - first) * target_group, offset + first * target_group, missing)
+    e.store(missing.get(), missed)
+
+
+def _permute(
+    e: Emit,
+    source: tuple[Value, ...],
+    source_offsets: tuple[Value, ...],
+    target: tuple[Value, ...],
+    target_offsets: tuple[Value, ...],
+    counts: tuple[Value, Value, Value],
+    way: tuple[Value, ...],
+    space: Value,
+) -> None:
+    source_units, source_unit_count, source_lines, source_line_count = source_offsets
+    target_units, target_unit_count, target_lines, target_line_count = target_offsets
+    groups, blocks, fold = counts
+    classes, class_count, table, signs, sign_count, by_one, by_two, by_four, before = way
     now, after = e.variable(space), e.variable(space + 2 * 8 * LANES)
     words = (space + (4 * 8 * LANES + _VECTOR - 1)) & -_VECTOR  # vectors across two cache lines are slow
     moved = words + source_unit_count * (4 * _VECTOR)
     group, i = e.variable(e.integer(0)), e.variable(e.integer(0))
-    places = (groups, blocks, fold), (source, source_group, source_pitch), (target, target_group, target_pitch)
+    places = counts, source, target
     _point(e, now.get(), group, i, *places)
     with e.loop(0, groups * ((blocks + fold - 1) / fold), LANES):
         # The CPU does not foresee where we go, so it is told.

@@ -11,7 +11,6 @@ what is too large for the format is of no use.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -21,9 +20,10 @@ import numpy as np
 from quantkit.emit import Emit
 from quantkit.machine import Function, function
 from quantkit.simd_values import F32, I8, I16, I32, Value, Variable, vector
+from quantkit.types.emitted.writing import SLICE_BYTES, pwrite_address, write
 
 LANES = 16
-SLICE = 1 << 18  # elements that are made and then written
+SLICE = SLICE_BYTES // 2  # elements
 ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "f8_e4m3": 1, "f8_e5m2": 1}
 TARGETS = ("f32", "f16", "bf16")
 _TOO_LARGE = {"f32": 0x7F800000, "f16": 0x477FF000, "bf16": 0x7F7F8000}  # bits of the least float32 that becomes Inf
@@ -126,12 +126,6 @@ def _rescaling(source: str, target: str) -> Function:
     return _named(f"{source}_scaled_to_{target}", body)
 
 
-def _write(e: Emit, to: tuple[Value, Value], x: Value, nbytes: Value, offset: Value, missing: Variable) -> None:
-    """Write bytes by pwrite, of which `to` is the address, and the file's descriptor; `missing` counts what was not."""
-    pwrite, descriptor = to
-    missing.set(missing.get() + nbytes - e.ask_address(pwrite, descriptor, x, nbytes, offset))
-
-
 @functools.cache
 def _sending(source: str, target: str) -> Function:
     def body(e, pwrite, file, offset, x, scratch, count, largest, missed):
@@ -146,7 +140,7 @@ def _sending(source: str, target: str) -> Function:
                 else:
                     _store(e, target, bits, scratch + (i - first) * width, most)
             made = x + first * width if source == target else scratch
-            _write(e, (pwrite, file), made, (last - first) * width, offset + first * width, missing)
+            write(e, (pwrite, file), made, (last - first) * width, offset + first * width, missing)
         e.store(most.get(), largest)
         e.store(missing.get(), missed)
 
@@ -164,20 +158,11 @@ def _sending_rescaled(source: str, target: str) -> Function:
             first, last = rows * number / slices, rows * (number + 1) / slices
             _scaled_rows(e, source, target, (first, last), given, most)
             width = n * ITEM_BYTES[target]
-            _write(e, (pwrite, file), scratch, (last - first) * width, offset + first * width, missing)
+            write(e, (pwrite, file), scratch, (last - first) * width, offset + first * width, missing)
         e.store(most.get(), largest)
         e.store(missing.get(), missed)
 
     return _named(f"{source}_scaled_sent_as_{target}", body)
-
-
-@functools.cache
-def _pwrite() -> int:
-    """The address of the C library's; 0 where there is none (Windows)."""
-    try:
-        return ctypes.cast(ctypes.CDLL(None).pwrite, ctypes.c_void_p).value or 0
-    except (AttributeError, OSError, TypeError):
-        return 0
 
 
 def recode(source: str, target: str, data: np.ndarray) -> tuple[np.ndarray, bool]:
@@ -206,7 +191,7 @@ def rescale(
 def send(source: str, target: str, data: np.ndarray, descriptor: int, offset: int) -> bool:
     """Write what `recode` gives for contiguous bytes to a file at an offset. False where not all fit, or not all was
     written: what is there then is of no use."""
-    if not (pwrite := _pwrite()):
+    if not (pwrite := pwrite_address()):
         return False
     count, largest, missing = data.size // ITEM_BYTES[source], np.empty(LANES, np.int32), np.empty(1, np.int64)
     scratch = np.empty(0 if source == target else SLICE * ITEM_BYTES[target], np.uint8)
@@ -226,7 +211,7 @@ def send_rescaled(
     offset: int,
 ) -> bool:
     """The same with what `rescale` gives."""
-    if not (pwrite := _pwrite()):
+    if not (pwrite := pwrite_address()):
         return False
     (rows, n), largest, missing = codes.shape, np.empty(LANES, np.int32), np.empty(1, np.int64)
     slices = -(-rows * n // SLICE)

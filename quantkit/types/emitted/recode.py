@@ -31,23 +31,30 @@ _BYTES, _HALVES, _WORDS, _FLOATS = (vector(LANES, kind) for kind in (I8, I16, I3
 
 
 def _load(e: Emit, source: str, address: Value) -> Value:
-    """The float32 values of sixteen of a format.
-
-    Halves have one bit of exponent more than E4M3 and the bias 15, not 7. By way of them subnormals cost no more than
-    others.
-    """
+    """The float32 values of sixteen floats."""
     if source == "f32":
         return e.load(_FLOATS, address)
     if source == "bf16":
         return (e.load(_HALVES, address).unsigned(I32) << 16).view(_FLOATS)
-    if source == "f16":
-        return e.half_to_float(e.load(_HALVES, address))
+    return e.half_to_float(e.load(_HALVES, address))
+
+
+_UNIT = {"f8_e4m3": 256.0, "f8_e5m2": 1.0}  # what `_load_codes` gives is to be multiplied by
+
+
+def _load_codes(e: Emit, source: str, address: Value, largest: Variable) -> Value:
+    """The float32 values of sixteen codes of 8 bits, in _UNITs; `largest` keeps the largest of E4M3 without sign.
+
+    Halves have one bit of exponent more than E4M3 and the bias 15, not 7. By way of them subnormals cost no more than
+    others. Its two NaNs come out as numbers: they are the codes whose bits but the sign's are all set.
+    """
     codes = e.load(_BYTES, address).unsigned(I16)
     if source == "f8_e5m2":  # the upper byte of a half
         return e.half_to_float(codes << 8)
-    x = e.half_to_float((codes & 0x80) << 8 | (codes & 0x7F) << 7) * 256.0
-    is_nan = e.builder.icmp_signed("==", (codes & 0x7F).ir, e.constant(_HALVES, 0x7F).ir)
-    return Value(e, e.builder.select(is_nan, e.constant(_FLOATS, float("nan")).ir, x.ir))
+    magnitude = codes & 0x7F
+    is_more = e.builder.icmp_unsigned(">", magnitude.ir, largest.get().ir)
+    largest.set(Value(e, e.builder.select(is_more, magnitude.ir, largest.get().ir)))
+    return e.half_to_float((codes & 0x80) << 8 | magnitude << 7)
 
 
 def _look(e: Emit, x: Value, most: Variable) -> Value:
@@ -88,14 +95,16 @@ def _recoding(source: str, target: str) -> Function:
 
 def _scaled_rows(e: Emit, source: str, target: str, rows: tuple[Value, Value], given: _Given, most: Variable) -> None:
     """Rows `rows[0]` to `rows[1]` - 1 of the codes, the first of them at `out`."""
-    n, begin = given.n, rows[0]
+    n, begin, largest = given.n, rows[0], e.variable(e.zero(_HALVES))
     with e.loop(*rows) as row, e.loop(0, given.blocks) as block:
         line = (given.begin + row) / given.high
-        scale = e.splat(e.load(F32, given.scales + (line * given.blocks + block) * 4), LANES)
+        scale = e.splat(e.load(F32, given.scales + (line * given.blocks + block) * 4) * _UNIT[source], LANES)
         first = block * given.wide
         with e.loop(row * n + first, row * n + _least(e, first + given.wide, n), LANES) as i:
-            x = _load(e, source, given.codes + i * ITEM_BYTES[source]) * scale
+            x = _load_codes(e, source, given.codes + i * ITEM_BYTES[source], largest) * scale
             _store(e, target, x, given.out + (i - begin * n) * ITEM_BYTES[target], most)
+    is_nan = e.builder.icmp_signed("==", largest.get().ir, e.constant(_HALVES, 0x7F).ir)
+    most.set(Value(e, e.builder.select(is_nan, e.constant(_WORDS, 0x7FFFFFFF).ir, most.get().ir)))
 
 
 class _Given(NamedTuple):
@@ -179,7 +188,7 @@ def rescale(
 ) -> bool:
     """Fill out uint8[rows, bytes] with uint8 codes[rows, n], each times the scale of its block of rows and columns.
 
-    Whether all products fit. scales float32[lines, ceil(n / block[1])]; the codes begin `begin` rows below where the
+    Whether all products fit; never with E4M3 and scales of 2^120 or more, which multiply by 256 here. scales float32[lines, ceil(n / block[1])]; the codes begin `begin` rows below where the
     first line does. All arrays are contiguous; `n` and block[1] must be multiples of LANES.
     """
     (rows, n), largest = codes.shape, np.empty(LANES, np.int32)

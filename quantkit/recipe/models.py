@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit import archs, types
+from quantkit import types
 from quantkit.errors import FormatError
 from quantkit.files.gguf import Metadata, TensorSpec
 
@@ -41,11 +41,15 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise FormatError(f"{file}: not JSON: {error}") from None
     if not isinstance(config, dict):
         raise FormatError(f"{file}: a {type(config).__name__} where config.json holds an object")
+    from quantkit import archs  # all of them: a twentieth of a second that commands on files do without
+
     return archs.language_model(config)
 
 
 def from_config(config: Mapping[str, Any], where: str = "config.json") -> tuple[list[TensorSpec], Metadata]:
     """The tensors of the GGUF file that a checkpoint becomes, in its order, and the keys that plans go by."""
+    from quantkit import archs
+
     try:
         arch = archs.from_hf(config)
         keys, tensors = arch.metadata(config), arch.tensors(config)

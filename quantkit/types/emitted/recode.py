@@ -188,8 +188,9 @@ def rescale(
 ) -> bool:
     """Fill out uint8[rows, bytes] with uint8 codes[rows, n], each times the scale of its block of rows and columns.
 
-    Whether all products fit; never with E4M3 and scales of 2^120 or more, which multiply by 256 here. scales float32[lines, ceil(n / block[1])]; the codes begin `begin` rows below where the
-    first line does. All arrays are contiguous; `n` and block[1] must be multiples of LANES.
+    Whether all products fit; never with E4M3 and scales of 2^120 or more, which are multiplied by 256 here.
+    scales float32[lines, ceil(n / block[1])]; the codes begin `begin` rows below where the first line does. All arrays
+    are contiguous; `n` and block[1] must be multiples of LANES.
     """
     (rows, n), largest = codes.shape, np.empty(LANES, np.int32)
     at = codes.ctypes.data, out.ctypes.data, begin, n, *block, scales.ctypes.data, scales.shape[1]

@@ -262,7 +262,8 @@ class Permutation:
     def _offsets_in_rows(self, row_bytes: int) -> _Offsets:
         if row_bytes not in self._in_rows:
             starts = row_bytes * np.arange(self.rows)[:, None]
-            self._in_rows[row_bytes] = self._offsets(self.block_bytes, starts, self._base)
+            made = self._offsets(self.block_bytes, starts, self._base)
+            self._in_rows.setdefault(row_bytes, made)  # another thread's stays: a function may be using its addresses
         return self._in_rows[row_bytes]
 
     def forward(self, data: np.ndarray, out: np.ndarray) -> None:

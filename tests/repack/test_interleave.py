@@ -110,6 +110,21 @@ def test_rows_sent_to_a_file(t, rng, tmp_path):
                 assert file.read() == bytes(100) + result.tobytes() + bytes(100)
 
 
+def test_offsets_that_two_threads_make_are_those_of_the_first(monkeypatch):
+    """Functions are told their addresses: they must not go away when another thread comes later with its own."""
+    p = Permutation(types.get("q8_0_r8").fields, 8, 34)
+    make, first = p._offsets, []
+
+    def interrupted(*given):
+        if not first:
+            first.append(None)
+            first[0] = p._offsets_in_rows(340)
+        return make(*given)
+
+    monkeypatch.setattr(p, "_offsets", interrupted)
+    assert p._offsets_in_rows(340) is first[0] is p._offsets_in_rows(340)
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
 def test_what_cannot_be_sent_is_told(rng):
     assert len(SENT) > 20

@@ -212,6 +212,10 @@ class Emit:
         masked = v & self.constant(v.type, [wrapped(m, v.type.element.width) for m in masks])
         return Value(self, self.builder.icmp_unsigned("!=", masked.ir, self.zero(v.type).ir))
 
+    def less(self, a: Value, b: Value) -> Value:
+        """Where a < b, signed integers: what `choose` takes."""
+        return Value(self, self.builder.icmp_signed("<", a.ir, b.ir))
+
     def below(self, v: Value, bound: int) -> Value:
         """Where v < bound, unsigned integers: what `choose` takes."""
         return Value(self, self.builder.icmp_unsigned("<", v.ir, v._operand(bound)))

@@ -6,6 +6,7 @@ Nothing here imports numba until the first kernel runs, so a module full of kern
     @callback("void(int64)")     the same as a C function with one signature; `.address` is what an op list holds
     (machine.py                  C functions that need no numba at all)
     kept(make, *given)           the arrays that make(*given) gives, kept on disk as kernels are
+    keep(path, data)             a file of that cache, whole at once
     over_rows(task, rows)        task(start, stop) on several threads
     isa()                        "avx512vnni", "avx512", "avx2" or "generic": the code path the SIMD kernels take
 
@@ -16,6 +17,7 @@ module it imports, directly or not*, so a change recompiles what depends on it a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -169,6 +171,7 @@ def _cache_is_usable() -> bool:
 
 def kept(make: Callable[..., tuple[np.ndarray, ...]], *given: np.ndarray | int) -> tuple[np.ndarray, ...]:
     """What `make(*given)` gives, from disk where it was made before by the same sources of the same arguments."""
+    import io
     import zipfile
 
     import numpy as np
@@ -182,12 +185,19 @@ def kept(make: Callable[..., tuple[np.ndarray, ...]], *given: np.ndarray | int) 
             return tuple(file[name] for name in file)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile):  # not there, or not whole
         made = make(*given)
-    if _cache_is_usable():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.npz")
-        np.savez(scratch, *made)
-        scratch.replace(path)
+    data = io.BytesIO()
+    np.savez(data, *made)
+    keep(path, data.getbuffer())
     return made
+
+
+def keep(path: Path, data: bytes | memoryview) -> None:
+    """Put a file into the cache, whole at once. A folder that cannot be written only means making it anew next time."""
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}-{threading.get_ident()}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(data)
+        os.replace(partial, path)
 
 
 class _CompileNotice:

@@ -20,7 +20,6 @@ import ctypes
 import functools
 import hashlib
 import inspect
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -75,11 +74,7 @@ class Function:
                 return kept[_DIGEST:]
         code = self._compile()
         self.compiled = True
-        with contextlib.suppress(OSError):  # a cache that cannot be written is done without
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-            partial.write_bytes(hashlib.sha256(code).digest() + code)
-            os.replace(partial, path)
+        jit.keep(path, hashlib.sha256(code).digest() + code)
         return code
 
     def _compile(self) -> bytes:

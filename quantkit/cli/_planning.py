@@ -8,7 +8,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -16,19 +16,9 @@ import typer
 
 from quantkit.cli._runtime import (
     PLACEMENT,
-    CpuMoe,
-    Devices,
     Fit,
-    GpuLayers,
-    MainGpu,
-    MaxGpu,
-    NCpuMoe,
-    NoKvOffload,
     OffloadPolicy,
     OffloadThreshold,
-    OverrideTensor,
-    SplitMode,
-    TensorSplit,
     placement_flags,
 )
 from quantkit.cli._shared import RepackPattern, comma_separated, gib, mib, table, with_options
@@ -105,7 +95,10 @@ _CLASSES = ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate",
 
 @dataclass(frozen=True)
 class Asked:
-    """What options say about a plan, beside its file type; `asks` gives them to a command."""
+    """What options say about a plan, beside its file type; `asks` gives them to a command.
+
+    placement   the values of PLACEMENT
+    """
 
     imatrix: ImatrixFile = None
     custom_q: CustomQ = None
@@ -132,16 +125,9 @@ class Asked:
     exclude_weights: ExcludeWeights = None
     repack: Repack = False
     repack_pattern: RepackPattern = None
-    gpu_layers: GpuLayers = None
-    override_tensor: OverrideTensor = None
-    cpu_moe: CpuMoe = False
-    n_cpu_moe: NCpuMoe = 0
-    tensor_split: TensorSplit = None
-    split_mode: SplitMode = "layer"
-    main_gpu: MainGpu = None
-    max_gpu: MaxGpu = None
-    no_kv_offload: NoKvOffload = False
-    devices: Devices = None
+    placement: Mapping[str, Any] = field(
+        default_factory=lambda: {name: usual for name, (_, usual) in PLACEMENT.items()}
+    )
     fit: Fit = False
     bandwidth: Bandwidth = None
     compute: Compute = None
@@ -239,7 +225,7 @@ class Asked:
         from quantkit.runtime.placement import Flags
 
         offload = parse_ops(self.offload_policy or "", self.offload_threshold)
-        flags = placement_flags({name: getattr(self, name) for name in PLACEMENT})
+        flags = placement_flags(self.placement)
         asked = (flags != Flags(), self.ctx_size, self.vram, self.ram, self.fit, self.bandwidth, self.compute)
         if not any(asked):
             return None
@@ -282,9 +268,17 @@ class Asked:
 
 def asks(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorator: give a command the options of Asked, but for some, in place of its parameter `asked`."""
-    kinds = get_type_hints(Asked, include_extras=True)
-    options = {f.name: (kinds[f.name], f.default) for f in dataclasses.fields(Asked) if f.name not in without}
-    return lambda command: with_options(command, "asked", options, lambda given: Asked(**given))
+    kinds, options = get_type_hints(Asked, include_extras=True), dict[str, tuple[Any, Any]]()
+    for f in dataclasses.fields(Asked):
+        if f.name == "placement":
+            options |= PLACEMENT
+        elif f.name not in without:
+            options[f.name] = kinds[f.name], f.default
+
+    def make(given: dict[str, Any]) -> Asked:
+        return Asked(placement={name: given.pop(name) for name in PLACEMENT}, **given)
+
+    return lambda command: with_options(command, "asked", options, make)
 
 
 def decided(option: str) -> typer.BadParameter:

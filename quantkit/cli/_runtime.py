@@ -6,7 +6,7 @@ import contextlib
 import functools
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -367,7 +367,7 @@ def _profile(model: Any) -> str:
     return "\n".join([*lines, ledger.bound()])
 
 
-def placement_flags(given: dict[str, Any]) -> Flags:
+def placement_flags(given: Mapping[str, Any]) -> Flags:
     """What the options of PLACEMENT say together."""
     from quantkit.runtime.devices import parse_devices
     from quantkit.runtime.placement import ALL_LAYERS, Flags, parse_split

@@ -138,42 +138,41 @@ class StreamWriter:
         Each byte is to be written once: a tensor is complete when it got as many as it has. DataError for more.
         """
         data = self._bytes(name, data)
-        if name not in self._number:
-            raise DataError(f"{self.path}: there is no tensor {name} to write")
-        if data.nbytes == 0:
+        if data.nbytes == 0 and name in self._number:
             return
-        index = self._number[name]
-        slot, number = self._slots[index]
-        with self._lock:
-            total = max(self._written[index], start) + data.nbytes
-            if total > slot.nbytes:
-                raise DataError(f"{self.path}: tensor {name}: {total} bytes, its {slot.what} are {slot.nbytes}")
-            self._written[index] += data.nbytes
-            file = self._begin(number)
+        file, offset = self._claim(name, start, data.nbytes)
         with os_errors(file.temporary, f"write tensor {name}"):
-            file.write_at(slot.offset + start, np.ascontiguousarray(data).data.cast("B"))
+            file.write_at(offset, np.ascontiguousarray(data).data.cast("B"))
             if self.durable:
                 with self._lock:
                     self._syncer.wrote(file, data.nbytes)
 
     def straight(self, name: str, start: int, nbytes: int, send: Callable[[int, int], bool]) -> bool:
-        """Have `send(descriptor, offset)` write bytes of tensor `name` itself, and count them if it wrote them all.
+        """Have `send(descriptor, offset)` write bytes of tensor `name` itself.
 
-        Where it did not, or cannot here, `put` has to write them.
+        False where it did not write them all, or files are durable: then `put` has to. DataError as of `put`.
         """
-        if self.durable or name not in self._number:
+        if self.durable:
             return False
+        file, offset = self._claim(name, start, nbytes)
+        if send(file.stream.fileno(), offset):
+            return True
+        with self._lock:
+            self._written[self._number[name]] -= nbytes
+        return False
+
+    def _claim(self, name: str, start: int, nbytes: int) -> tuple[AtomicFile, int]:
+        """Count bytes of a tensor as written; the file they go to and where."""
+        if name not in self._number:
+            raise DataError(f"{self.path}: there is no tensor {name} to write")
         index = self._number[name]
         slot, number = self._slots[index]
-        if start + nbytes > slot.nbytes:
-            return False
         with self._lock:
-            file = self._begin(number)
-        if not send(file.stream.fileno(), slot.offset + start):
-            return False
-        with self._lock:
+            total = max(self._written[index], start) + nbytes
+            if total > slot.nbytes:
+                raise DataError(f"{self.path}: tensor {name}: {total} bytes, its {slot.what} are {slot.nbytes}")
             self._written[index] += nbytes
-        return True
+            return self._begin(number), slot.offset + start
 
     def _bytes(self, name: str, data: Any) -> np.ndarray:
         if isinstance(data, (bytes, bytearray, memoryview)):

@@ -21,7 +21,7 @@ from quantkit import archs, budget, jit
 from quantkit.archs import blocks
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.files import gguf
-from quantkit.runtime import blas, experts, latent, layers, repacking, shapes, split
+from quantkit.runtime import blas, experts, latent, layers, repacking, shapes
 from quantkit.runtime import fit as fitting
 from quantkit.runtime.cache import Cache, CacheType
 from quantkit.runtime.devices import CPU, Device, parse_devices
@@ -231,9 +231,11 @@ class Model(Parts):
         self._unchecked: dict[int | None, list[gguf.Tensor]] = {}  # whose scales were not looked at yet, by layer
         for name, tensor in self.weights.items() if tripwire != "off" else ():
             self._unchecked.setdefault(layer_of(name), []).append(tensor)
-        self.split: split.Split | None = None
-        if split.required(placement, profile):
-            self.split = split.Split(
+        self.split: Split | None = None
+        if profile or not placement.is_plain:
+            from quantkit.runtime.split import Split  # with all that GPUs take
+
+            self.split = Split(
                 self, self.blocks, self.head, self._cached, placement, reduce=reduce_type, experts_by=experts_by,
                 profile=profile, offload=offload,
             )  # fmt: skip

@@ -352,8 +352,3 @@ def _require_known(parts: Sequence[blocks.Block]) -> None:
                     f"blk.{block.layer}: {type(part).__name__} layers run on one device in this version; leave out "
                     "--devices, -sm and rules for other devices"
                 )
-
-
-def required(placement: Placement, profile: bool) -> bool:
-    """Whether a model is run by a Split: something is not on the CPU, or its time is to be told."""
-    return profile or not placement.is_plain

@@ -394,8 +394,8 @@ class Interleaved(QuantType):
         """Write what `interleave_rows`, or else `deinterleave_rows`, makes of data to a file. False where it was not,
         or cannot be while it is made: then the one or the other has to make it.
         """
-        send = getattr(self.permutation, "send", None)
-        return send is not None and send(data, forward, descriptor, offset)
+        p = self.permutation  # others do more than to permute
+        return type(p) is Permutation and p.send(data, forward, descriptor, offset)
 
     def _moved(
         self, data: Any, source: QuantType, target: QuantType, move: Any, threads: int | None, out: np.ndarray | None

@@ -28,9 +28,6 @@ class _Signed(Permutation):
         super().backward(data, out)
         _other_sign(out)
 
-    def send(self, data: np.ndarray, forward: bool, descriptor: int, offset: int) -> bool:
-        return False  # the function that writes does not change signs
-
 
 def _other_sign(data: np.ndarray) -> np.ndarray:
     """Turn the top bits of all nibbles of contiguous Q4_0 rows, in place."""

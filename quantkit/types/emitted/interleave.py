@@ -111,10 +111,6 @@ def _running_xor(e, words, numbers, count, by_one, by_two, by_four):
         e.store(t, at)
 
 
-def _less(e, a, b):
-    return Value(e, e.builder.icmp_signed("<", a.ir, b.ir))
-
-
 def _both(e, a, b):
     return Value(e, e.builder.and_(a.ir, b.ir))
 
@@ -128,15 +124,15 @@ def _point(e, lanes, group, i, shape, source, target):
     first, second = (e.variable(e.integer(0)) for _ in range(2))
     last = blocks - fold
     with e.loop(lanes, lanes + 8 * LANES, 8) as place:
-        is_there = _less(e, group.get(), groups)
+        is_there = e.less(group.get(), groups)
         at = i.get() * fold
-        at = e.choose(_less(e, at, last), at, last)
+        at = e.choose(e.less(at, last), at, last)
         for (begin, group_bytes, pitch), latest, offset in ((source, first, 0), (target, second, 8 * LANES)):
             address = begin + group.get() * group_bytes + at * pitch
             latest.set(e.choose(is_there, address, latest.get()))
             e.store(latest.get(), place + offset)
         following = i.get() + 1
-        is_next = _less(e, following * fold, blocks)
+        is_next = e.less(following * fold, blocks)
         i.set(e.choose(is_next, following, e.integer(0)))
         group.set(e.choose(is_next, group.get(), group.get() + 1))
 
@@ -160,12 +156,25 @@ def permute(
     signs, by_*, before          words that _running_xor changes, its masks, whether of the source or of the target
     space                        of `work_space` bytes
     """
-    _permute(
-        e, (source, source_group, source_pitch), (source_units, source_unit_count, source_lines, source_line_count),
-        (target, target_group, target_pitch), (target_units, target_unit_count, target_lines, target_line_count),
-        (groups, blocks, fold),
-        (classes, class_count, table, signs, sign_count, by_one, by_two, by_four, before), space,
-    )  # fmt: skip
+    now, after = e.variable(space), e.variable(space + 2 * 8 * LANES)
+    words = (space + (4 * 8 * LANES + _VECTOR - 1)) & -_VECTOR  # vectors across two cache lines are slow
+    moved = words + source_unit_count * (4 * _VECTOR)
+    group, i = e.variable(e.integer(0)), e.variable(e.integer(0))
+    places = (groups, blocks, fold), (source, source_group, source_pitch), (target, target_group, target_pitch)
+    _point(e, now.get(), group, i, *places)
+    with e.loop(0, groups * ((blocks + fold - 1) / fold), LANES):
+        # The CPU does not foresee where we go, so it is told.
+        _point(e, after.get(), group, i, *places)
+        _expect(e, after.get(), source_lines, source_line_count)
+        _expect(e, after.get() + 8 * LANES, target_lines, target_line_count)
+        _gather(e, now.get(), source_units, source_unit_count, words)
+        _running_xor(e, words, signs, sign_count * before, by_one, by_two, by_four)
+        _move(e, words, moved, classes, class_count, table)
+        _running_xor(e, moved, signs, sign_count * (e.integer(1) - before), by_one, by_two, by_four)
+        _scatter(e, moved, now.get() + 8 * LANES, target_units, target_unit_count)
+        swapped = now.get()
+        now.set(after.get())
+        after.set(swapped)
 
 
 @function
@@ -183,47 +192,11 @@ def permute_to_file(
     missing = e.variable(e.integer(0))
     with e.loop(0, slices) as number:
         first, last = groups * number / slices, groups * (number + 1) / slices
-        _permute(
-            e, (source + first * source_group, source_group, source_pitch),
-            (source_units, source_unit_count, source_lines, source_line_count),
-            (target, target_group, target_pitch), (target_units, target_unit_count, target_lines, target_line_count),
-            (last - first, blocks, fold),
-            (classes, class_count, table, signs, sign_count, by_one, by_two, by_four, before), space,
+        permute.body(
+            e, source + first * source_group, source_group, source_pitch, source_units, source_unit_count, source_lines,
+            source_line_count, target, target_group, target_pitch, target_units, target_unit_count, target_lines,
+            target_line_count, last - first, blocks, fold, classes, class_count, table, signs, sign_count,
+            by_one, by_two, by_four, before, space,
         )  # fmt: skip
         write(e, (pwrite, file), target, (last - first) * target_group, offset + first * target_group, missing)
     e.store(missing.get(), missed)
-
-
-def _permute(
-    e: Emit,
-    source: tuple[Value, ...],
-    source_offsets: tuple[Value, ...],
-    target: tuple[Value, ...],
-    target_offsets: tuple[Value, ...],
-    counts: tuple[Value, Value, Value],
-    way: tuple[Value, ...],
-    space: Value,
-) -> None:
-    source_units, source_unit_count, source_lines, source_line_count = source_offsets
-    target_units, target_unit_count, target_lines, target_line_count = target_offsets
-    groups, blocks, fold = counts
-    classes, class_count, table, signs, sign_count, by_one, by_two, by_four, before = way
-    now, after = e.variable(space), e.variable(space + 2 * 8 * LANES)
-    words = (space + (4 * 8 * LANES + _VECTOR - 1)) & -_VECTOR  # vectors across two cache lines are slow
-    moved = words + source_unit_count * (4 * _VECTOR)
-    group, i = e.variable(e.integer(0)), e.variable(e.integer(0))
-    places = counts, source, target
-    _point(e, now.get(), group, i, *places)
-    with e.loop(0, groups * ((blocks + fold - 1) / fold), LANES):
-        # The CPU does not foresee where we go, so it is told.
-        _point(e, after.get(), group, i, *places)
-        _expect(e, after.get(), source_lines, source_line_count)
-        _expect(e, after.get() + 8 * LANES, target_lines, target_line_count)
-        _gather(e, now.get(), source_units, source_unit_count, words)
-        _running_xor(e, words, signs, sign_count * before, by_one, by_two, by_four)
-        _move(e, words, moved, classes, class_count, table)
-        _running_xor(e, moved, signs, sign_count * (e.integer(1) - before), by_one, by_two, by_four)
-        _scatter(e, moved, now.get() + 8 * LANES, target_units, target_unit_count)
-        swapped = now.get()
-        now.set(after.get())
-        after.set(swapped)

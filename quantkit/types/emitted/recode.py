@@ -52,17 +52,19 @@ def _load_codes(e: Emit, source: str, address: Value, largest: Variable) -> Valu
     if source == "f8_e5m2":  # the upper byte of a half
         return e.half_to_float(codes << 8)
     magnitude = codes & 0x7F
-    is_more = e.builder.icmp_unsigned(">", magnitude.ir, largest.get().ir)
-    largest.set(Value(e, e.builder.select(is_more, magnitude.ir, largest.get().ir)))
+    _raise(e, largest, magnitude)
     return e.half_to_float((codes & 0x80) << 8 | magnitude << 7)
+
+
+def _raise(e: Emit, most: Variable, v: Value) -> None:
+    """Keep the larger, lane by lane."""
+    most.set(e.choose(e.less(most.get(), v), v, most.get()))
 
 
 def _look(e: Emit, x: Value, most: Variable) -> Value:
     """The bits of float32; `most` keeps the largest of magnitudes: those of NaN are above Inf's."""
     bits = x.view(_WORDS)
-    magnitude = bits & 0x7FFFFFFF
-    is_more = e.builder.icmp_signed(">", magnitude.ir, most.get().ir)
-    most.set(Value(e, e.builder.select(is_more, magnitude.ir, most.get().ir)))
+    _raise(e, most, bits & 0x7FFFFFFF)
     return bits
 
 
@@ -121,7 +123,7 @@ class _Given(NamedTuple):
 
 
 def _least(e: Emit, a: Value, b: Value) -> Value:
-    return e.choose(Value(e, e.builder.icmp_signed("<", a.ir, b.ir)), a, b)
+    return e.choose(e.less(a, b), a, b)
 
 
 @functools.cache

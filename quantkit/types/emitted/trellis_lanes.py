@@ -70,7 +70,7 @@ def measure_boxes(e, low, high, count, z, r, out):
     zs, rs = _pairs_of(e, z, 2), _pairs_of(e, r, 2)
 
     def larger(a, b):
-        return e.choose(Value(e, e.builder.icmp_signed(">", a.ir, b.ir)), a, b)
+        return e.choose(e.less(b, a), a, b)
 
     with e.loop(0, count) as i:
         for half in range(16 // lanes):
@@ -89,7 +89,7 @@ def _ranked(e, m, rank):
     for k in range(16):
         here = Value(e, e.builder.fcmp_ordered(">", e.splat(m.lane(k), 16).ir, m.ir))
         larger = larger + here.unsigned(I32)
-    first = Value(e, e.builder.icmp_signed("<", larger.ir, e.splat(rank.narrow(I32), 16).ir))
+    first = e.less(larger, e.splat(rank.narrow(I32), 16))
     return e._fold(e.choose(first, m, e.constant(_F, -_LOWEST)), e.min)
 
 

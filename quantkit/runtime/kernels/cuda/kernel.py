@@ -14,7 +14,6 @@ compiler, the digest of the sources (`jit.source_digest`), the capability.
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -65,7 +64,7 @@ class Kernel:
                 pass
             text = self.ptx(capability)
             code, entry = link(text, capability)[0], entry_of(text)
-            _keep(path, entry.encode() + b"\n" + code)
+            jit.keep(path, entry.encode() + b"\n" + code)
             return code, entry
 
 
@@ -93,14 +92,3 @@ def _folder(capability: tuple[int, int]) -> Path:
     versions = "-".join(importlib.metadata.version(name) for name in ("numba-cuda", "nvidia-nvvm"))
     digest = jit.source_digest("quantkit.runtime.kernels.cuda.kernels")[:16]
     return jit.cache_root() / f"cuda-{versions}" / f"sm_{capability[0]}{capability[1]}-{digest}"
-
-
-def _keep(path: Path, data: bytes) -> None:
-    """Under its name at once; a folder that cannot be written only means that it is made anew next time."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-        partial.write_bytes(data)
-        os.replace(partial, path)
-    except OSError:
-        return

@@ -121,7 +121,7 @@ def _size(nbytes: int, elements: int) -> tuple[str, str]:
 
 def _recipe(file: GGUF) -> str:
     """What decided the types, folded: the recipe that the file carries, or rules that give the types that it has."""
-    from quantkit.recipe.shipped import carried
+    from quantkit.recipe.shelf import carried
 
     text = carried(file.path).rstrip("\n")
     said = "The recipe that made it" if "quantkit.recipe" in file.metadata else "Its types as a recipe"

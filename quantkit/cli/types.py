@@ -34,7 +34,7 @@ def records(layouts: bool = False) -> list[dict[str, Any]]:
     from quantkit.runtime.kernels.cuda import table as cuda_table
     from quantkit.types import base
 
-    listed = sorted(base.layouts(), key=lambda t: t.ggml_type) if layouts else types.all()
+    listed = base.layouts() if layouts else types.all()
     return [
         {
             "name": t.name,

@@ -4,19 +4,43 @@ recipe = parse("ffn_down=iq5_k,ffn=iq4_k")     or parse(text of a file), or find
 made = plan(file.tensors.values(), "Q8_0", recipe, metadata=file.metadata, imatrix=matrix)
 specs, metadata = from_config(read_config("DeepSeek-R1/config.json"))    for plans without weights
 made.tensors, made.rules, made.warnings, made.bytes_after
+
+Each name loads its part when it is first used: repacking takes the names of file types from here and nothing else.
 """
 
 from __future__ import annotations
 
-from quantkit.recipe.errors import RecipeError
-from quantkit.recipe.grammar import Recipe, Rule, parse
-from quantkit.recipe.models import from_config, is_config, read_config
-from quantkit.recipe.planned import Plan, PlannedTensor, RuleUse
-from quantkit.recipe.planner import Options, importance_entry, plan
-from quantkit.recipe.presets import FileType, file_type, file_types
-from quantkit.recipe.replay import replay
-from quantkit.recipe.shipped import find, shipped
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quantkit.recipe.errors import RecipeError
+    from quantkit.recipe.grammar import Recipe, Rule, parse
+    from quantkit.recipe.models import from_config, is_config, read_config
+    from quantkit.recipe.planned import Plan, PlannedTensor, RuleUse
+    from quantkit.recipe.planner import Options, importance_entry, plan
+    from quantkit.recipe.presets import FileType, file_type, file_types
+    from quantkit.recipe.replayed import replay
+    from quantkit.recipe.shelf import find, shipped
 
 __all__ = ["FileType", "Options", "Plan", "PlannedTensor", "Recipe", "RecipeError", "Rule", "RuleUse", "file_type",
            "file_types", "find", "from_config", "importance_entry", "is_config", "parse", "plan", "read_config",
            "replay", "shipped"]  # fmt: skip
+
+_OF_FILES = {
+    "errors": ("RecipeError",),
+    "grammar": ("Recipe", "Rule", "parse"),
+    "models": ("from_config", "is_config", "read_config"),
+    "planned": ("Plan", "PlannedTensor", "RuleUse"),
+    "planner": ("Options", "importance_entry", "plan"),
+    "presets": ("FileType", "file_type", "file_types"),
+    "replayed": ("replay",),
+    "shelf": ("find", "shipped"),
+}
+_FILE_OF = {name: file for file, names in _OF_FILES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FILE_OF:
+        return getattr(importlib.import_module(f"{__name__}.{_FILE_OF[name]}"), name)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

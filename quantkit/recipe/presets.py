@@ -6,6 +6,7 @@ recipe decides every tensor needs nothing more; the others have a mix (`mixes.py
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from quantkit import types
@@ -47,25 +48,27 @@ class FileType:
         return self.default is not None and self.default.block_size == 1
 
 
-def _table() -> dict[str, FileType]:
-    entries = (item.split() for item in _NUMBERS.replace("\n", " ").split(","))
-    table = {name: FileType(name, int(n), types.layout(_DEFAULTS.get(name, name))) for name, n in entries}
-    return table | {COPY: FileType(COPY, None, None)}
+_BY_NAME = {name: int(n) for name, n in (item.split() for item in _NUMBERS.replace("\n", " ").split(","))}
+_BY_NUMBER = {n: name for name, n in _BY_NAME.items()}
 
 
-_FILE_TYPES = _table()
+@functools.cache
+def _made(name: str) -> FileType:
+    if name == COPY:
+        return FileType(COPY, None, None)
+    return FileType(name, _BY_NAME[name], types.layout(_DEFAULTS.get(name, name)))
 
 
 def file_types() -> list[FileType]:
-    return list(_FILE_TYPES.values())
+    return [_made(name) for name in (*_BY_NAME, COPY)]
 
 
 def file_type(name: str | int) -> FileType:
     """The file type of a name in any case, an alias (Q4_K is Q4_K_M) or a number."""
     text = str(name).upper()
-    found = _FILE_TYPES.get(_ALIASES.get(text, text))
-    if found is None and text.isdigit():
-        found = next((f for f in _FILE_TYPES.values() if f.number == int(text)), None)
-    if found is None:
-        raise UnknownNameError("file type", str(name), _FILE_TYPES)
-    return found
+    if text.isdigit():
+        text = _BY_NUMBER.get(int(text), text)
+    text = _ALIASES.get(text, text)
+    if text not in _BY_NAME and text != COPY:
+        raise UnknownNameError("file type", str(name), (*_BY_NAME, COPY))
+    return _made(text)

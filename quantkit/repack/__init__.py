@@ -33,8 +33,9 @@ __all__ = ["interleaved_form", "repack", "row_form", "to_rows", "unpack", "why_n
 @functools.cache
 def interleaved_form(base: QuantType) -> Interleaved | None:
     """The type that interleaves rows of `base`; None when it has none (or is one already)."""
-    forms = (t for t in types.all() if isinstance(t, Interleaved) and not t.legacy)
-    return next((t for t in forms if t.base == base.name and base.has_codec), None)
+    begins = f"{base.name}_r".lower()  # the old forms of Q4_0, q4_0_4x4 and so on, are undone but never made
+    forms = (types.layout(name) for name in types.names() if name.lower().startswith(begins))
+    return next((t for t in forms if isinstance(t, Interleaved) and t.base == base.name), None)
 
 
 def repack(data: Any, type_name: str, n: int, *, threads: int | None = None) -> tuple[np.ndarray, str]:

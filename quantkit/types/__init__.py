@@ -5,18 +5,16 @@
     from_id(139)      what a GGUF tensor info holds; layout only where no codec is registered
     all()             every type with a codec that files hold, by id
     activations()     the run-time formats of right-hand sides of products, by id
+    names()           of all these, without reading their files: every other one reads those of the types it returns
 
 A name or id of a type without codec still has a record: its sizes are needed to walk over a file.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-
 from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
 from quantkit.types import base, layouts
-from quantkit.types.base import EFFORTS, QuantType, check_finite, check_importance, effort_level
+from quantkit.types.base import EFFORTS, QuantType, check_finite, check_importance, effort_level, names
 
 __all__ = [
     "EFFORTS",
@@ -29,14 +27,10 @@ __all__ = [
     "from_id",
     "get",
     "layout",
+    "names",
 ]
 
 layouts.define()
-for _module in pkgutil.iter_modules(__path__):
-    if _module.name not in ("base", "layouts"):
-        importlib.import_module(f"{__name__}.{_module.name}")
-
-_by_name = {t.name.lower(): t for t in base.layouts()}
 
 
 def get(name: str) -> QuantType:
@@ -49,10 +43,10 @@ def get(name: str) -> QuantType:
 
 def layout(name: str) -> QuantType:
     """The record called `name`, in any case, even of a type that has no codec here."""
-    found = _by_name.get(name.lower())
-    if found is None:
-        raise UnknownNameError("type", name, (t.name for t in base.layouts()))
-    return found
+    try:
+        return base.by_name(name)
+    except KeyError:
+        raise UnknownNameError("type", name, names()) from None
 
 
 def from_id(ggml_type: int) -> QuantType:
@@ -65,9 +59,9 @@ def from_id(ggml_type: int) -> QuantType:
 
 def all() -> list[QuantType]:
     """Every type of files that can be decoded, in order of id."""
-    return sorted(base.registered(), key=lambda t: t.ggml_type)
+    return [t for t in base.layouts() if t.has_codec and not t.activation]
 
 
 def activations() -> list[QuantType]:
     """The formats of activations, which files never hold, in order of id."""
-    return sorted((t for t in base.layouts() if t.activation), key=lambda t: t.ggml_type)
+    return [t for t in base.layouts() if t.activation]

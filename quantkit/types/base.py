@@ -7,10 +7,12 @@ A type's file holds one subclass of `QuantType`: the numbers of the format as cl
     decode_rows(data, out)                    data uint8[rows, row_bytes(n)], out float32[rows, n]
 
 each of them sequential over rows; this module cuts the rows over threads, checks what comes in, and registers the type.
+A type's file is read when the type is first asked for: a file of one type costs no look at a hundred others.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -21,6 +23,8 @@ from quantkit import jit
 from quantkit.errors import DataError, UnknownNameError, UnsupportedError
 
 _by_id: dict[int, QuantType] = {}
+_ids: dict[str, int] = {}  # of names in lower case
+_unread: dict[int, str] = {}  # the file of this package with an id's codec, while nobody asked for it
 
 EFFORTS = ("fast", "normal", "best")  # what a search may cost: a kernel gets the index
 FAST, NORMAL, BEST = range(3)
@@ -64,15 +68,14 @@ class QuantType:
     _fields: ClassVar[tuple[str, ...]] = ("name", "ggml_type", "block_size", "block_bytes", "row_meta_bytes")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Define a type: check its numbers and enter it in the registry."""
+        """Define a type: check its numbers against its line in `layouts` and enter it in the registry."""
         super().__init_subclass__(**kwargs)
         if not cls.name:  # an abstract family
             return
-        known = _by_id.get(cls.ggml_type)
-        if known is not None:
-            wrong = [f for f in cls._fields if getattr(known, f) != getattr(cls, f)]
-            if wrong or known.has_codec:
-                raise TypeError(f"{cls.name}: {wrong or 'id'} already registered differently for id {cls.ggml_type}")
+        known = _by_id[cls.ggml_type]
+        wrong = [f for f in cls._fields if getattr(known, f) != getattr(cls, f)]
+        if wrong or known.has_codec:
+            raise TypeError(f"{cls.name}: {wrong or 'id'} already registered differently for id {cls.ggml_type}")
         _by_id[cls.ggml_type] = cls()
 
     @property
@@ -275,20 +278,35 @@ def _near_one(weights: np.ndarray) -> np.ndarray:
 
 def by_id(ggml_type: int) -> QuantType:
     """The type (with or without codec) of an id; KeyError when no such id is known."""
+    file = _unread.get(ggml_type)
+    if file:
+        importlib.import_module(f"{__package__}.{file}")  # which another thread that comes here waits for
+        _unread.pop(ggml_type, None)
     return _by_id[ggml_type]
 
 
-def registered() -> list[QuantType]:
-    return [t for t in _by_id.values() if t.has_codec and not t.activation]
+def by_name(name: str) -> QuantType:
+    """The type (with or without codec) of a name in any case; KeyError when no such name is known."""
+    return by_id(_ids[name.lower()])
+
+
+def names() -> list[str]:
+    """Of all types, with and without codec."""
+    return [t.name for t in _by_id.values()]
 
 
 def layouts() -> list[QuantType]:
-    return list(_by_id.values())
+    """All types, with and without codec, by id."""
+    return [by_id(ggml_type) for ggml_type in sorted(_by_id)]
 
 
-def define_layout(ggml_type: int, name: str, block_size: int, block_bytes: int, row_meta_bytes: int = 0) -> None:
-    """Enter an id that files may hold but that has no codec here."""
+def define_layout(
+    file: str, ggml_type: int, name: str, block_size: int, block_bytes: int, row_meta_bytes: int = 0
+) -> None:
+    """Enter an id that files may hold; `file`, of this package, has its codec, "" where there is none."""
     made = QuantType()
     made.ggml_type, made.name = ggml_type, name
     made.block_size, made.block_bytes, made.row_meta_bytes = block_size, block_bytes, row_meta_bytes
-    _by_id[ggml_type] = made
+    _by_id[ggml_type], _ids[name.lower()] = made, ggml_type
+    if file:
+        _unread[ggml_type] = file

@@ -364,8 +364,6 @@ class Interleaved(QuantType):
     fields: ClassVar[Sequence[Field]] = ()
     signs: ClassVar[Signs | None] = None
 
-    legacy: ClassVar[bool] = False  # read and undone, but never what rows are repacked to
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         cls.base = cls.of.name
         for name in ("block_size", "block_bytes", "row_meta_bytes", "overflow", "requires_imatrix", "uses_imatrix"):

@@ -1,8 +1,9 @@
-"""Ids, names and sizes of every tensor type that GGUF files of llama.cpp and ik_llama.cpp hold.
+"""Ids, names and sizes of every tensor type that GGUF files of llama.cpp and ik_llama.cpp hold, and of activations.
 
 A reader must know the size of a tensor to find the next one, whether or not it can decode it. The numbers are those
 of ik_llama.cpp (spec/tools.md 1.2). A type's own file replaces its line here by a record with codecs, and the two
-must agree.
+must agree. That file is read when the type is first asked for, so this table also says where to look: in a file of the
+type's name, but for those in _FILES.
 """
 
 from __future__ import annotations
@@ -46,9 +47,13 @@ _TABLE = """
 36 i2_s 128 32 32
 39 mxfp4 32 17
 41 q1_0_g128 128 18
+97 q8_0_x4 32 34
+98 q8_1_x4 32 36
+99 q8_2_x4 32 36
 133 q6_0 32 26
 134 iq1_bn 64 13 2
 135 iq2_bn 64 16 4
+136 q8_K64 64 64 32
 137 iq2_k 256 76
 138 iq3_k 256 110
 139 iq4_k 256 144
@@ -57,6 +62,10 @@ _TABLE = """
 144 iq4_ks 256 136 4
 145 iq2_ks 256 70 2
 146 iq4_kss 256 128 4
+147 q8_K16 64 64 20
+148 q8_K32 256 296
+149 q8_KR8 256 296
+150 q8_K128 128 140
 151 q8_KV 32 32 8
 152 iq5_ks 256 168 4
 153 iq2_kt 256 68 4
@@ -98,8 +107,19 @@ _TABLE = """
 """
 
 
+# The types of files that hold several; those of the first have no codec.
+_FILES = {
+    "": ["i8", "i16", "i32", "i64", "f64"],
+    "floats": ["f32", "f16", "bf16"],
+    "q4_0_4x4": ["q4_0_4x4", "q4_0_4x8", "q4_0_8x8"],
+    "q8_k_r8": ["q8_k_r8", "q8_k_r16"],
+    "activation": ["q8_1", "q8_K", "q8_0_x4", "q8_1_x4", "q8_2_x4", "q8_K64", "q8_K16", "q8_K32", "q8_KR8", "q8_K128"],
+}
+
+
 def define() -> None:
+    files = {name: file for file, names in _FILES.items() for name in names}
     for line in _TABLE.split("\n"):
         if line:
             number, name, *sizes = line.split()
-            define_layout(int(number), name, *(int(size) for size in sizes))
+            define_layout(files.get(name, name.lower()), int(number), name, *(int(size) for size in sizes))

@@ -37,7 +37,7 @@ def _other_sign(data: np.ndarray) -> np.ndarray:
 
 
 class _Runs(Interleaved):
-    of, legacy = Q4_0, True
+    of = Q4_0
     run: int
 
     @functools.cached_property

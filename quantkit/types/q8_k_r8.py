@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.types.activations import Q8_K
+from quantkit.types.activation import Q8_K
 from quantkit.types.interleave import Interleaved
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -136,3 +138,32 @@ def test_shapes_that_do_not_fit_are_errors(t):
     if t.interleave > 1:
         with pytest.raises(DataError, match=f"multiple of the {t.interleave}"):
             t.quantize(np.zeros((t.interleave + 1, n), np.float32))
+
+
+def test_asking_for_a_type_reads_its_file_alone():
+    code = """
+import sys
+from quantkit import types
+types.layout("iq4_k"), types.from_id(12), types.names()
+files = ("iq4_k", "q4_k", "iq2_k", "floats", "activation")
+print([file for file in files if f"quantkit.types.{file}" in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "['iq4_k', 'q4_k']\n"
+
+
+def test_every_type_is_found_by_threads_that_ask_at_once():
+    code = """
+import threading
+from quantkit import types
+start, found = threading.Barrier(8), []
+def ask():
+    start.wait()
+    found.append([types.layout(name) for name in types.names()])
+threads = [threading.Thread(target=ask) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(len(found), all(a is b for each in found for a, b in zip(each, found[0])), sum(t.has_codec for t in found[0]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"8 True {sum(t.has_codec for t in base.layouts())}\n"

@@ -246,10 +246,10 @@ def _create(path: Path, kept: bool = False) -> BinaryIO:
         try:
             # Between open and lock another process may have taken it for stale and removed it.
             if os.path.samestat(os.fstat(fd), os.stat(path)):
-                if (
-                    not kept and os.fstat(fd).st_size
-                ):  # what a dead writer left. Of files that were cut ext4 begins to write all out
-                    os.ftruncate(fd, 0)  # when they are closed, and close waits for half of it
+                # Of files that were cut ext4 begins to write all out when they are closed, and close waits for half of
+                # it: only what a dead writer left is cut.
+                if not kept and os.fstat(fd).st_size:
+                    os.ftruncate(fd, 0)
                 return os.fdopen(fd, "wb", buffering=_BUFFER)
         except FileNotFoundError:
             pass

@@ -38,7 +38,6 @@ from quantkit.types import base as registry
 from quantkit.types.base import QuantType
 
 UNIT = 16  # bytes of a block that are read and written together; `emitted/interleave.py` counts on it
-LINE = 64  # bytes of a cache line
 
 # ------------------------------------------------------------------------------------------------------- descriptions
 
@@ -221,14 +220,6 @@ class _Way:
                      *masks, before)  # fmt: skip
 
 
-class _Offsets:
-    """Where the units and the cache lines of a block are, from its first byte on."""
-
-    def __init__(self, units: np.ndarray, lines: np.ndarray):
-        self.units, self.lines = units, lines
-        self.told = units.ctypes.data, len(units), lines.ctypes.data, len(lines)
-
-
 class Permutation:
     """A description compiled for R rows: `forward` from base blocks to the group, `backward` the other way.
 
@@ -251,19 +242,13 @@ class Permutation:
         one, two, four = (signs.mask(skip) for skip in (1, 2, 4)) if signs else (0, 0, 0)
         self._forward = _Way(base, group, words, (one, two, four), True)
         self._backward = _Way(group, base, words, (one, 0, 0), False)
-        self._in_groups = self._offsets(rows * block_bytes, 0, self._group)
-        self._in_rows: dict[int, _Offsets] = {}  # by bytes of a row
+        self._in_rows: dict[int, np.ndarray] = {}  # by bytes of a row
 
-    def _offsets(self, pitch: int, starts: np.ndarray | int, of_units: np.ndarray) -> _Offsets:
-        """Of blocks `pitch` bytes apart, whose parts begin at `starts`."""
-        lines = np.arange(0, self.fold * pitch, LINE)
-        return _Offsets(np.ravel(starts + of_units), np.ravel(starts + lines))
-
-    def _offsets_in_rows(self, row_bytes: int) -> _Offsets:
+    def _units_in_rows(self, row_bytes: int) -> np.ndarray:
+        """int64[rows * units]: offsets of the units of R base blocks under each other from the first one's start."""
         if row_bytes not in self._in_rows:
-            starts = row_bytes * np.arange(self.rows)[:, None]
-            made = self._offsets(self.block_bytes, starts, self._base)
-            self._in_rows.setdefault(row_bytes, made)  # another thread's stays: a function may be using its addresses
+            made = np.ravel(row_bytes * np.arange(self.rows)[:, None] + self._base)
+            self._in_rows.setdefault(row_bytes, made)  # another thread's stays: a function may be using its address
         return self._in_rows[row_bytes]
 
     def forward(self, data: np.ndarray, out: np.ndarray) -> None:
@@ -332,13 +317,13 @@ class Permutation:
         """What `permute` is told of `count` groups whose first blocks are at two addresses, and the space it needs."""
         from quantkit.types.emitted.interleave import work_space
 
-        in_rows, blocks = self._offsets_in_rows(row_bytes), (row_bytes - self.head) // self.block_bytes
+        in_rows, blocks = self._units_in_rows(row_bytes), (row_bytes - self.head) // self.block_bytes
         sides = (
-            (rows, self.rows * row_bytes, self.block_bytes, *in_rows.told),
-            (groups, self.rows * row_bytes, self.rows * self.block_bytes, *self._in_groups.told),
+            (rows, self.rows * row_bytes, self.block_bytes, in_rows.ctypes.data, len(in_rows)),
+            (groups, self.rows * row_bytes, self.rows * self.block_bytes, self._group.ctypes.data, len(self._group)),
         )
         source, target = sides if way.before else sides[::-1]
-        space = np.empty(work_space(len(in_rows.units) + len(self._in_groups.units)), np.uint8)
+        space = np.empty(work_space(len(in_rows) + len(self._group)), np.uint8)
         return (*source, *target, count, blocks, self.fold, *way.told), space
 
     def _run_padded(self, way: _Way, rows: np.ndarray, groups: np.ndarray, missing: int) -> None:

@@ -37,15 +37,6 @@ def _transposed(e: Emit, rows: list[Value]) -> list[Value]:
     return [zipped(x, y, half) for x, y in pairs for half in ((0, 1, 4, 5), (2, 3, 6, 7))]
 
 
-def _expect(e, lanes, offsets, count):
-    """Ask for the cache lines at int64[count] offsets from each of the 16 addresses at `lanes`."""
-    at = [e.load(I64, lanes + 8 * lane) for lane in range(LANES)]
-    with e.loop(0, count) as i:
-        offset = e.load(I64, offsets + i * 8)
-        for address in at:
-            e.prefetch(address + offset)
-
-
 def _gather(e, lanes, offsets, count, words):
     """words int32[count, 4, 16]: from each of the 16 addresses at `lanes`, the unit at each of int64[count] offsets."""
     at = [e.load(I64, lanes + 8 * lane) for lane in range(LANES)]
@@ -139,49 +130,41 @@ def _point(e, lanes, group, i, shape, source, target):
 
 def work_space(units: int) -> int:
     """Bytes that `permute` works in, for so many units of source and target together."""
-    return 4 * 8 * LANES + (units + 1) * 4 * _VECTOR
+    return 2 * 8 * LANES + (units + 1) * 4 * _VECTOR
 
 
 @function
 def permute(
-    e, source, source_group, source_pitch, source_units, source_unit_count, source_lines, source_line_count,
-    target, target_group, target_pitch, target_units, target_unit_count, target_lines, target_line_count,
+    e, source, source_group, source_pitch, source_units, source_unit_count,
+    target, target_group, target_pitch, target_units, target_unit_count,
     groups, blocks, fold, classes, class_count, table, signs, sign_count, by_one, by_two, by_four, before, space,
 ):  # fmt: skip
     """Move the bits of `groups` groups of `blocks` blocks; `fold` neighbouring blocks, of at least as many, go as one.
 
     source, target               address of the first block, bytes of a group, bytes from block to block
-    source_units, source_lines   int64[count]: offsets of the units and the cache lines of a block; of the target too
+    source_units, target_units   int64[count]: offsets of the units of a block
     classes, table               the moves
     signs, by_*, before          words that _running_xor changes, its masks, whether of the source or of the target
     space                        of `work_space` bytes
     """
-    now, after = e.variable(space), e.variable(space + 2 * 8 * LANES)
-    words = (space + (4 * 8 * LANES + _VECTOR - 1)) & -_VECTOR  # vectors across two cache lines are slow
+    words = (space + (2 * 8 * LANES + _VECTOR - 1)) & -_VECTOR  # vectors across two cache lines are slow
     moved = words + source_unit_count * (4 * _VECTOR)
     group, i = e.variable(e.integer(0)), e.variable(e.integer(0))
     places = (groups, blocks, fold), (source, source_group, source_pitch), (target, target_group, target_pitch)
-    _point(e, now.get(), group, i, *places)
     with e.loop(0, groups * ((blocks + fold - 1) / fold), LANES):
-        # The CPU does not foresee where we go, so it is told.
-        _point(e, after.get(), group, i, *places)
-        _expect(e, after.get(), source_lines, source_line_count)
-        _expect(e, after.get() + 8 * LANES, target_lines, target_line_count)
-        _gather(e, now.get(), source_units, source_unit_count, words)
+        _point(e, space, group, i, *places)
+        _gather(e, space, source_units, source_unit_count, words)
         _running_xor(e, words, signs, sign_count * before, by_one, by_two, by_four)
         _move(e, words, moved, classes, class_count, table)
         _running_xor(e, moved, signs, sign_count * (e.integer(1) - before), by_one, by_two, by_four)
-        _scatter(e, moved, now.get() + 8 * LANES, target_units, target_unit_count)
-        swapped = now.get()
-        now.set(after.get())
-        after.set(swapped)
+        _scatter(e, moved, space + 8 * LANES, target_units, target_unit_count)
 
 
 @function
 def permute_to_file(
     e, pwrite, file, offset, slices, missed,
-    source, source_group, source_pitch, source_units, source_unit_count, source_lines, source_line_count,
-    target, target_group, target_pitch, target_units, target_unit_count, target_lines, target_line_count,
+    source, source_group, source_pitch, source_units, source_unit_count,
+    target, target_group, target_pitch, target_units, target_unit_count,
     groups, blocks, fold, classes, class_count, table, signs, sign_count, by_one, by_two, by_four, before, space,
 ):  # fmt: skip
     """The same in `slices` slices: each is made at `target` and written to a file while it is in the cache.
@@ -193,10 +176,9 @@ def permute_to_file(
     with e.loop(0, slices) as number:
         first, last = groups * number / slices, groups * (number + 1) / slices
         permute.body(
-            e, source + first * source_group, source_group, source_pitch, source_units, source_unit_count, source_lines,
-            source_line_count, target, target_group, target_pitch, target_units, target_unit_count, target_lines,
-            target_line_count, last - first, blocks, fold, classes, class_count, table, signs, sign_count,
-            by_one, by_two, by_four, before, space,
+            e, source + first * source_group, source_group, source_pitch, source_units, source_unit_count,
+            target, target_group, target_pitch, target_units, target_unit_count, last - first, blocks, fold,
+            classes, class_count, table, signs, sign_count, by_one, by_two, by_four, before, space,
         )  # fmt: skip
         write(e, (pwrite, file), target, (last - first) * target_group, offset + first * target_group, missing)
     e.store(missing.get(), missed)

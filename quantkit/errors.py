@@ -5,7 +5,6 @@ A message is complete by itself: it names the file, the tensor, the numbers that
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 
@@ -29,6 +28,8 @@ class UnknownNameError(QuantkitError):
     """A name that is not registered; the message lists the nearest ones."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]):
+        import difflib
+
         names = sorted(known)
         of_lower = {known_name.lower(): known_name for known_name in names}
         near = [of_lower[n] for n in difflib.get_close_matches(name.lower(), of_lower, n=3, cutoff=0.4)]

@@ -497,7 +497,7 @@ if hasattr(os, "register_at_fork"):  # a forked child has none of these threads;
 
 
 _PROBES = (64, 8)  # parts of the rows that are timed; the second, where of the first much may be overhead
-_WORTH_WAKING = 4e-4  # seconds of work; handing out slices takes about 2e-4
+_WORTH_WAKING = 4e-4  # seconds of work; handing out slices takes up to 2e-4
 
 
 def over_rows(
@@ -505,10 +505,10 @@ def over_rows(
 ) -> None:
     """Call `task(start, stop)` over slices of range(rows) from several threads and wait for all of them.
 
-    Slices begin at multiples of `multiple`; each thread gets about `pieces` of them, so uneven rows balance. The
-    task should spend its time in kernels, which release the GIL. The first exception is raised again here.
-    The first rows are done here and timed: what is left goes to other threads only if it will take longer than waking
-    them.
+    Slices begin at multiples of `multiple`; there are `pieces` for each thread, and who is done takes the next, so
+    uneven rows balance. The task should spend its time in kernels, which release the GIL. The exception of the first
+    slice that failed is raised again here. The first rows are done here and timed: other threads help with what is left
+    only if it will take longer than waking them.
     """
     threads = threads or default_threads()
     groups = -(-rows // multiple)
@@ -531,6 +531,18 @@ def over_rows(
     groups = -(-(rows - done) // multiple)
     slices = min(groups, threads * pieces)
     bounds = [done + min(rows - done, groups * i // slices * multiple) for i in range(slices + 1)]
-    futures = [_pool(threads).submit(task, lo, hi) for lo, hi in itertools.pairwise(bounds) if hi > lo]
-    for future in futures:
-        future.result()
+    numbers, failed = itertools.count(), dict[int, BaseException]()
+
+    def work() -> None:
+        while not failed and (i := next(numbers)) < slices:
+            try:
+                task(bounds[i], bounds[i + 1])
+            except BaseException as error:
+                failed[i] = error
+
+    others = [_pool(threads).submit(work) for _ in range(threads - 1)]
+    work()  # from now on, while the others wake
+    for other in others:
+        other.cancel() or other.result()
+    if failed:
+        raise failed[min(failed)]  # slices are begun in order: those before it are done

@@ -26,9 +26,8 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -50,8 +49,7 @@ _PIECE_BYTES = 8 << 20  # enough that threads seldom wait for each other or for 
 _own = threading.local()  # .buffer of each thread, for what it makes
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """What becomes of a tensor: its new type (the old one where it is copied) and the reason if it is copied."""
 
     tensor: Tensor
@@ -106,8 +104,7 @@ def _buffer(nbytes: int) -> np.ndarray:
     return _own.buffer[:nbytes]
 
 
-@dataclass(frozen=True)
-class Repacking:
+class Repacking(NamedTuple):
     """A file, what becomes of each of its tensors, and the metadata of the result."""
 
     source: GGUF

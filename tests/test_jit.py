@@ -254,13 +254,29 @@ def test_over_rows_uses_threads_and_raises_what_they_raise() -> None:
         names.add(threading.current_thread().name)
 
     jit.over_rows(task, 64, threads=2)
-    assert len(names - {threading.current_thread().name}) == 2
+    assert len(names) == 2
+    assert threading.current_thread().name in names
 
     def fails(start: int, stop: int) -> None:
         raise ValueError(f"at {start}")
 
     with pytest.raises(ValueError, match="at 0"):
         jit.over_rows(fails, 8, threads=2)
+
+
+def test_over_rows_raises_what_the_first_rows_that_fail_raise() -> None:
+    """Whichever thread is faster: an error names the first bad row of a tensor, every time."""
+    failed: list[int] = []
+
+    def task(start: int, stop: int) -> None:
+        time.sleep(0.1 if start == 8 else 0.01)
+        if start >= 8:
+            failed.append(start)
+            raise ValueError(f"at {start}")
+
+    with pytest.raises(ValueError, match=r"at 8$"):
+        jit.over_rows(task, 64, threads=2)
+    assert failed[-1] == 8  # the other thread failed at 16 before
 
 
 def test_over_rows_keeps_small_work_here() -> None:

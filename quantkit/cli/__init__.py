@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ast
 import atexit
-import difflib
 import functools
 import gc
 import importlib
@@ -128,6 +127,8 @@ def _dispatch(args: list[str]) -> int:
 
 
 def _unknown(name: str) -> int:
+    import difflib
+
     near = difflib.get_close_matches(name, commands(), n=3, cutoff=0.5)
     hint = f"did you mean {', '.join(near)}?" if near else "see `quantkit --help`"
     print(f"quantkit: no command '{name}'; {hint}", file=sys.stderr)

@@ -15,10 +15,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -34,8 +33,7 @@ _SYNC_EVERY = 64 << 20  # bytes written between two syncs; smaller files are syn
 _sync_data = getattr(os, "fdatasync", os.fsync)  # which macOS and Windows lack
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """Where a tensor goes in its file."""
 
     name: str
@@ -44,8 +42,7 @@ class Slot:
     what: str  # "q4_K data of shape (576, 576)", for messages
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """One file: what stands at its start, the tensors in the order they will come, its size."""
 
     path: Path

@@ -25,10 +25,9 @@ once into moves of masked, rotated 32-bit words (most fields keep four neighbour
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -60,8 +59,7 @@ class Placement(Protocol):
         """int64[rows, count]: the bit address of element j of row k."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Slots:
+class Slots(NamedTuple):
     """Element j of row k is slot s = R j + k, in byte s % size, field s // size; with size 0, slots follow each other.
 
     A field is `pitch` bits, by default those of an element, which begins `bit` bits into it.
@@ -80,8 +78,7 @@ class Slots:
         return 8 * (self.at + s % self.size) + pitch * (s // self.size) + self.bit
 
 
-@dataclasses.dataclass(frozen=True)
-class Lines:
+class Lines(NamedTuple):
     """Four neighbouring columns stay neighbours: a line is 4 R bytes, four of each row in turn.
 
     Bit field t of line l holds the columns pattern[l][t] .. + 3 of a span of columns; spans follow each other.
@@ -107,8 +104,7 @@ PLANE_C = ((0, 8, 4, 12, 16, 24, 20, 28),)
 PLANE_D = ((0, 8, 16, 24, 4, 12, 20, 28),)
 
 
-@dataclasses.dataclass(frozen=True)
-class EvenOdd:
+class EvenOdd(NamedTuple):
     """One-bit flags: element j of row k in bit j // 2 of byte k (even j) or R + k (odd j)."""
 
     at: int
@@ -118,8 +114,7 @@ class EvenOdd:
         return 8 * (self.at + rows * (j % 2) + np.arange(rows)[:, None]) + j // 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Field:
+class Field(NamedTuple):
     """Elements of `width` bits at the bit addresses `base` of a base block, laid out in the group by `group`."""
 
     width: int
@@ -127,8 +122,7 @@ class Field:
     group: Placement
 
 
-@dataclasses.dataclass(frozen=True)
-class Signs:
+class Signs(NamedTuple):
     """Seven-bit indices of signs, kept in the group as the running exclusive-or of their bits.
 
     With bits s0 … s6 an index stands for these signs and their parity; the group has t_j = s0 ^ … ^ s_j instead, and

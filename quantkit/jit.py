@@ -501,14 +501,20 @@ _WORTH_WAKING = 4e-4  # seconds of work; handing out slices takes up to 2e-4
 
 
 def over_rows(
-    task: Callable[[int, int], None], rows: int, *, multiple: int = 1, threads: int | None = None, pieces: int = 4
+    task: Callable[[int, int], None],
+    rows: int,
+    *,
+    multiple: int = 1,
+    threads: int | None = None,
+    pieces: int = 4,
+    is_long: bool = False,
 ) -> None:
     """Call `task(start, stop)` over slices of range(rows) from several threads and wait for all of them.
 
     Slices begin at multiples of `multiple`; there are `pieces` for each thread, and who is done takes the next, so
     uneven rows balance. The task should spend its time in kernels, which release the GIL. The exception of the first
-    slice that failed is raised again here. The first rows are done here and timed: other threads help with what is left
-    only if it will take longer than waking them.
+    slice that failed is raised again here. Unless the caller knows that it `is_long`, the first rows are done here and
+    timed: other threads help with what is left only if it will take longer than waking them.
     """
     threads = threads or default_threads()
     groups = -(-rows // multiple)
@@ -516,7 +522,7 @@ def over_rows(
         task(0, rows)
         return
     done = 0
-    for part in _PROBES:
+    for part in () if is_long else _PROBES:
         first = min(rows, done + max(1, groups // part) * multiple)
         begin = time.perf_counter()
         task(done, first)

@@ -29,6 +29,7 @@ _unread: dict[int, str] = {}  # the file of this package with an id's codec, whi
 EFFORTS = ("fast", "normal", "best")  # what a search may cost: a kernel gets the index
 FAST, NORMAL, BEST = range(3)
 
+_MUCH = 1 << 18  # elements, which the fastest encoder takes long enough for that waking threads pays
 _PIECE_BYTES = 1 << 18  # of float32: what is checked and then encoded while it is still in the cache
 
 
@@ -155,7 +156,7 @@ class QuantType:
                     check_finite(x[a:b], a, self.overflow, self.name)
 
         if rows:
-            jit.over_rows(task, rows, multiple=self.interleave, threads=threads)
+            jit.over_rows(task, rows, multiple=self.interleave, threads=threads, is_long=x.size >= _MUCH)
         return out
 
     def dequantize(

@@ -88,7 +88,7 @@ class Rules(NamedTuple):
     extreme: np.float32  # code value of largest magnitude
     near: np.float32  # the profile puts a group's largest element at this many code units
     far: np.float32  # to this many
-    given: np.float32  # these three shape the weights of the objective, see `_weigh`
+    given: np.float32  # these three shape the weights of the objective, see `_weigh`; 2^20: x does not count
     alone: np.float32
     steady: bool
 

@@ -12,7 +12,7 @@
 
 Both products are rounded to float32; the code value is an integer.
 
-Encode: minimise sum w (x - y)^2 (`nonlinear`), w as FORMAT says: q sqrt(4 v + x^2) with an importance q, otherwise
+Encode: minimise sum w (x - y)^2 (`nonlinear`), w as FORMAT says: q sqrt(2 v + x^2) with an importance q, otherwise
 v / 2 + x^2, v being the mean of x^2 over the block: large elements count more, yet the plain error is low too.
 """
 

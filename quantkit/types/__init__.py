@@ -43,18 +43,16 @@ def get(name: str) -> QuantType:
 
 def layout(name: str) -> QuantType:
     """The record called `name`, in any case, even of a type that has no codec here."""
-    try:
-        return base.by_name(name)
-    except KeyError:
-        raise UnknownNameError("type", name, names()) from None
+    if name.lower() not in base.ids:
+        raise UnknownNameError("type", name, names())
+    return base.by_id(base.ids[name.lower()])
 
 
 def from_id(ggml_type: int) -> QuantType:
     """The type of an id in a file. The record of an id without codec raises only when it is asked to decode."""
-    try:
-        return base.by_id(ggml_type)
-    except KeyError:
-        raise FormatError(f"tensor type id {ggml_type} is not known") from None
+    if ggml_type not in base.ids.values():
+        raise FormatError(f"tensor type id {ggml_type} is not known")
+    return base.by_id(ggml_type)
 
 
 def all() -> list[QuantType]:

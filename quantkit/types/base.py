@@ -23,7 +23,7 @@ from quantkit import jit
 from quantkit.errors import DataError, UnknownNameError, UnsupportedError
 
 _by_id: dict[int, QuantType] = {}
-_ids: dict[str, int] = {}  # of names in lower case
+ids: dict[str, int] = {}  # of names in lower case, with and without codec
 _unread: dict[int, str] = {}  # the file of this package with an id's codec, while nobody asked for it
 
 EFFORTS = ("fast", "normal", "best")  # what a search may cost: a kernel gets the index
@@ -278,17 +278,12 @@ def _near_one(weights: np.ndarray) -> np.ndarray:
 
 
 def by_id(ggml_type: int) -> QuantType:
-    """The type (with or without codec) of an id; KeyError when no such id is known."""
+    """The type (with or without codec) of one of `ids`, whose file is read when it is first asked for."""
     file = _unread.get(ggml_type)
     if file:
         importlib.import_module(f"{__package__}.{file}")  # which another thread that comes here waits for
         _unread.pop(ggml_type, None)
     return _by_id[ggml_type]
-
-
-def by_name(name: str) -> QuantType:
-    """The type (with or without codec) of a name in any case; KeyError when no such name is known."""
-    return by_id(_ids[name.lower()])
 
 
 def names() -> list[str]:
@@ -308,6 +303,6 @@ def define_layout(
     made = QuantType()
     made.ggml_type, made.name = ggml_type, name
     made.block_size, made.block_bytes, made.row_meta_bytes = block_size, block_bytes, row_meta_bytes
-    _by_id[ggml_type], _ids[name.lower()] = made, ggml_type
+    _by_id[ggml_type], ids[name.lower()] = made, ggml_type
     if file:
         _unread[ggml_type] = file

@@ -149,10 +149,7 @@ class GridType(QuantType):
     sub_block: ClassVar[int]  # elements with a multiplier of their own
     divisor: ClassVar[int]
     even_signs: ClassVar[bool]  # 7 signs of 8 are stored
-    # Weights of the search: q * sqrt(with_importance * v + x^2) for an importance q; without, without_importance * v
-    # + x^2, v being the mean of x^2 over the block.
-    with_importance: ClassVar[float]
-    without_importance: ClassVar[float]
+    alone: ClassVar[float]  # weights of the search without importance: alone * v + x^2, v the mean of x^2 in the block
 
     @classmethod
     def _pack(cls, scales: np.ndarray, multipliers: np.ndarray, points: np.ndarray, signs: np.ndarray,
@@ -170,7 +167,6 @@ class GridType(QuantType):
         scales, signs = np.empty(blocks, np.uint16), np.empty((blocks, 32), np.uint8)
         multipliers = np.empty((blocks, 256 // cls.sub_block), np.uint8)
         points = np.empty((blocks, groups), np.uint16)
-        weights = np.float32(cls.with_importance), np.float32(cls.without_importance)
         search.search(x, importance, effort, cls.grid.levels, cls.grid.halves, cls.grid.numbers, cls.divisor,
-                      cls.even_signs, weights, scales, multipliers, points, signs)  # fmt: skip
+                      cls.even_signs, np.float32(cls.alone), scales, multipliers, points, signs)  # fmt: skip
         cls._pack(scales, multipliers, points, signs, out.reshape(blocks, cls.block_bytes))

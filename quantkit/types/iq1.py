@@ -36,8 +36,6 @@ from quantkit.types.parabola import ODD, first_scale, nearest_multiplier
 from quantkit.types.superblock import load_block, relative_importance, storable
 
 DELTA = np.float32(0.125)
-_SQUARES = np.float32(12)  # mean squares added to an element's own in its weight,
-_SQUARES_ALONE = np.float32(2)  # where no importance is given: nearer to how the reference weighs then
 SCALE_FACTOR = np.float32(1)  # of the stored d; above 1 the error grows, but the weights shrink less
 
 # A bit for each ternary number, the least significant of each byte first, in base 85.
@@ -323,12 +321,12 @@ def search_space(n, per):
 
 
 @kernel
-def span_weights(xs, mean, w, given):
-    """Multiply weights w by sqrt(12 v + x^2), v the mean square of the span, or sqrt(2 v + x^2) where no importance is
-    given: larger elements count somewhat more."""
-    v = mean * (_SQUARES if given else _SQUARES_ALONE)
-    for i in range(len(xs)):
-        w[i] *= np.sqrt(v + xs[i] * xs[i])
+def weigh(xs, mean, importance, first, w):
+    """Weights of a span, its importance or where there is none sqrt(2 v + x^2), v being the mean of x^2: so larger
+    elements count somewhat more, nearly as in the reference."""
+    if not relative_importance(importance, first, w):
+        for i in range(len(xs)):
+            w[i] = np.sqrt(np.float32(2) * mean + xs[i] * xs[i])
 
 
 @kernel
@@ -338,5 +336,5 @@ def search_row(x, importance, xs, w, per, rule, effort, codes, negatives, multip
     if unit == np.float32(0):
         codes[0], negatives[0], multipliers[0] = _ZERO, False, np.float32(1 if rule == ODD else 0)
         return np.float32(0)
-    span_weights(xs, mean, w, relative_importance(importance, 0, w))
+    weigh(xs, mean, importance, 0, w)
     return search_span(xs, w, unit, per, rule, effort, codes, negatives, multipliers, space) * unit

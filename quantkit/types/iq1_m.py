@@ -9,8 +9,8 @@
 
     y = (d * (2 s + 1)) * (g + delta)       delta = 1/8 or -1/8
 
-Encode: minimise sum w (x - y)^2 with w = q sqrt(12 v + x^2) where an importance q is given, else w = v / 4 + x^2, v
-being the mean of x^2 over the block; how, see `iq1`.
+Encode: minimise sum w (x - y)^2 with w = q where an importance q is given, else w = v / 4 + x^2, v being the mean of
+x^2 over the block; how, see `iq1`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from quantkit.half import float_to_half, half_to_float
 from quantkit.jit import kernel
 from quantkit.types.base import QuantType
-from quantkit.types.iq1 import DELTA, LEVELS, NUMBER, search_space, search_span, span_weights
+from quantkit.types.iq1 import DELTA, LEVELS, NUMBER, search_space, search_span
 from quantkit.types.parabola import ODD
 from quantkit.types.superblock import load_block, relative_importance
 
@@ -89,9 +89,7 @@ def _encode(x, importance, effort, out):
             if unit == np.float32(0):
                 block[:] = np.uint8(0)
                 continue
-            if relative_importance(importance, 256 * b, w):
-                span_weights(xs, mean, w, True)
-            else:
+            if not relative_importance(importance, 256 * b, w):
                 for i in range(256):
                     w[i] = xs[i] * xs[i] + np.float32(0.25) * mean
             d = search_span(xs, w, unit, 2, ODD, effort, codes, negatives, multipliers, space)

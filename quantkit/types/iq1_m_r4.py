@@ -10,8 +10,8 @@
 
 An encoding of its own, not IQ1_M in another order: d belongs to a whole row, and multipliers may be even or 0.
 
-Encode: minimise sum w (x - y)^2 with w = q sqrt(12 v + x^2), v the mean of x^2 over the row and q the importance,
-1 where none is given; how, see `iq1`.
+Encode: minimise sum w (x - y)^2 with w = q where an importance q is given, else w = sqrt(2 v + x^2), v being
+the mean of x^2 over the row; how, see `iq1`.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@
 
     y = (d * (2 s + 1)) * (g + delta)       delta = 1/8 or -1/8
 
-Encode: minimise sum w (x - y)^2 with w = q sqrt(12 v + x^2), v the mean of x^2 over the block; how, see `iq1`. Without
-importance the reference refuses, and so do we.
+Encode: minimise sum w (x - y)^2 with w = q, the importance; how, see `iq1`. Without importance the reference
+refuses, and so do we.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 from quantkit.half import half_to_float
 from quantkit.jit import kernel
 from quantkit.types.base import QuantType
-from quantkit.types.iq1 import DELTA, LEVELS, NUMBER, search_space, search_span, span_weights
+from quantkit.types.iq1 import DELTA, LEVELS, NUMBER, search_space, search_span, weigh
 from quantkit.types.parabola import ODD
-from quantkit.types.superblock import load_block, put_half, relative_importance
+from quantkit.types.superblock import load_block, put_half
 
 BLOCK = 50
 
@@ -74,7 +74,7 @@ def _encode(x, importance, effort, out):
             if unit == np.float32(0):
                 block[:] = np.uint8(0)
                 continue
-            span_weights(xs, mean, w, relative_importance(importance, 256 * b, w))
+            weigh(xs, mean, importance, 256 * b, w)
             d = search_span(xs, w, unit, 4, ODD, effort, codes, negatives, multipliers, space)
             put_half(block, 0, d * unit)
             for s in range(8):

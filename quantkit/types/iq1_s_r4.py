@@ -9,8 +9,8 @@
 
 An encoding of its own, not IQ1_S in another order: d belongs to a whole row.
 
-Encode: minimise sum w (x - y)^2 with w = q sqrt(12 v + x^2), v the mean of x^2 over the row and q the importance,
-1 where none is given; how, see `iq1`. A sub-block of zeros decodes to d / 8, as it must.
+Encode: minimise sum w (x - y)^2 with w = q where an importance q is given, else w = sqrt(2 v + x^2), v being
+the mean of x^2 over the row; how, see `iq1`. A sub-block of zeros decodes to d / 8, as it must.
 """
 
 from __future__ import annotations

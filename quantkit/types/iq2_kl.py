@@ -12,11 +12,11 @@
 
 Both products are rounded to float32; the code values are integers.
 
-Encode: minimise sum w (x - y)^2 with w = q sqrt(8 v + x^2) where an importance q is given, else w = |x| + root v / 16,
-v being the mean of x^2 over the row. Under a given scale s the error of a pair is a sum over its two elements, so it
-is tabulated for the eight levels of each and the best of the 32 pairs read off, exactly, for the 128 pairs of a block
-side by side. A range of scales of either sign gives each sub-block its codings, from which d is chosen (`parabola`);
-then, in rounds: multipliers next to the best and the codes under them, chosen exactly; the least-squares d.
+Encode: minimise sum w (x - y)^2 with w = q where an importance q is given, else w = |x| + root v / 16, v being the mean
+of x^2 over the row. Under a given scale s the error of a pair is a sum over its two elements, so it is tabulated for
+the eight levels of each and the best of the 32 pairs read off, exactly, for the 128 pairs of a block side by side. A
+range of scales of either sign gives each sub-block its codings, from which d is chosen (`parabola`); then, in rounds:
+multipliers next to the best and the codes under them, chosen exactly; the least-squares d.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ SECOND = np.array([2, 5, 0, 3, 5, 7, 1, 2, 4, 5, 6, 0, 4, 5, 7, 2, 3, 4, 5, 6, 1
 PAIRS = np.stack([LEVELS[FIRST], LEVELS[SECOND]], axis=1)
 
 SCALE_FACTOR = np.float32(1)  # of the stored d; above 1 the error grows, but the weights shrink less
-_SQUARES = np.float32(8)  # mean squares added to an element's own in its weight, with importance
 _FLOOR = np.float32(1 / 16)  # root mean squares added to |x| in its weight, without
 
 LANES = 128  # the pairs of a block: pair p of sub-block s is lane 8 p + s
@@ -223,10 +222,7 @@ def _encode(x, importance, effort, out):
         if unit == np.float32(0):
             out[row] = np.uint8(0)
             continue
-        if relative_importance(importance, 0, w):
-            for i in range(n):
-                w[i] *= np.sqrt(_SQUARES * mean + xs[i] * xs[i])
-        else:
+        if not relative_importance(importance, 0, w):
             floor = _FLOOR * np.sqrt(mean)
             for i in range(n):
                 w[i] = abs(xs[i]) + floor

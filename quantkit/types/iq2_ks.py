@@ -10,9 +10,7 @@
     m = ml + 16 mh - 16           -16 to 15
     y = (d * m) * (K2[q] + 5 x)   both products rounded to float32
 
-Encode: minimise sum w (x - y)^2 by the search of `rowscaled`; `given`, `alone` and `steady` below shape w. With an
-importance the elements' own size hardly counts: as in IQ2_K that lowers the KLD of a model, here by a third (SmolLM2,
-six layers in this type, three texts) from given = 4.
+Encode: minimise sum w (x - y)^2 by the search of `rowscaled`; `alone` and `steady` below shape w without importance.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ _RULES = rowscaled.Rules(
     lowest=np.float32(-16), highest=np.float32(15), step=np.float32(1), table=rowscaled.IN_K2, books=2,
     even=False, span=0, half=True,
     extreme=np.float32(31), near=np.float32(14), far=np.float32(70),
-    given=np.float32(2.0**20), alone=np.float32(0.75), steady=False,
+    alone=np.float32(0.75), steady=False,
 )  # fmt: skip
 
 

@@ -61,6 +61,6 @@ class IQ2_S(GridType):
     name, ggml_type, file_type = "iq2_s", 22, 29
     block_bytes = BLOCK
     grid, sub_block, divisor, even_signs = _GRID, 16, 8, False
-    with_importance, without_importance = 2.0, 1.0
+    alone = 1.0
     _pack = staticmethod(_pack)
     decode_rows = staticmethod(_decode)

@@ -64,6 +64,6 @@ class IQ2_XXS(GridType):
     block_bytes = BLOCK
     requires_imatrix = True
     grid, sub_block, divisor, even_signs = _GRID, 32, 8, True
-    with_importance, without_importance = 2.0, 1.0
+    alone = 1.0
     _pack = staticmethod(_pack)
     decode_rows = staticmethod(_decode)

@@ -14,7 +14,7 @@
 
 Both products are rounded to float32; the code value is an integer.
 
-Encode: minimise sum w (x - y)^2 (`nonlinear`), w as FORMAT says: q sqrt(4 v + x^2) with an importance q, otherwise
+Encode: minimise sum w (x - y)^2 (`nonlinear`), w as FORMAT says: q with an importance q, otherwise
 v / 2 + x^2, v being the mean of x^2 over the block. The reference enlarges d by 1 % after its fit; here it is the fit.
 """
 
@@ -43,7 +43,7 @@ BLOCK = 110
 FORMAT = Format(
     book=book_start(K3), first=1, step=2, most=31, extreme=31,
     lo=np.float32(42), hi=np.float32(88), least=np.float32(0.75), greatest=np.float32(1.45), fine=32, tries=1,
-    minimum=np.float32(2.0**-20), given=np.float32(4), alone=np.float32(0.5),
+    minimum=np.float32(2.0**-20), alone=np.float32(0.5),
 )  # fmt: skip
 _VALUES = K3.values
 

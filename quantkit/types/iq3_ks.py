@@ -11,7 +11,7 @@
     m = ml + 16 mh - 16           -16 to 15
     y = (d * m) * (K3[q] + 4 x)   both products rounded to float32
 
-Encode: minimise sum w (x - y)^2 by the search of `rowscaled`; `given`, `alone` and `steady` below shape w.
+Encode: minimise sum w (x - y)^2 by the search of `rowscaled`; `alone` and `steady` below shape w without importance.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RULES = rowscaled.Rules(
     lowest=np.float32(-16), highest=np.float32(15), step=np.float32(1), table=rowscaled.IN_K3, books=2,
     even=False, span=0, half=True,
     extreme=np.float32(63), near=np.float32(33), far=np.float32(100),
-    given=np.float32(4), alone=np.float32(0.5), steady=True,
+    alone=np.float32(0.5), steady=True,
 )  # fmt: skip
 
 

@@ -64,6 +64,6 @@ class IQ3_S(GridType):
     name, ggml_type, file_type = "iq3_s", 21, 26
     block_bytes = BLOCK
     grid, sub_block, divisor, even_signs = _GRID, 32, 1, False
-    with_importance, without_importance = 2.0, 0.5
+    alone = 0.5
     _pack = staticmethod(_pack)
     decode_rows = staticmethod(_decode)

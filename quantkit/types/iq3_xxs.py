@@ -62,6 +62,6 @@ class IQ3_XXS(GridType):
     name, ggml_type, file_type = "iq3_xxs", 18, 23
     block_bytes = BLOCK
     grid, sub_block, divisor, even_signs = _GRID, 32, 4, True
-    with_importance, without_importance = 2.0, 0.5
+    alone = 0.5
     _pack = staticmethod(_pack)
     decode_rows = staticmethod(_decode)

@@ -12,7 +12,7 @@
 
 Both products are rounded to float32; the code value is an integer.
 
-Encode: minimise sum w (x - y)^2 (`nonlinear`), w as FORMAT says: q sqrt(2 v + x^2) with an importance q, otherwise
+Encode: minimise sum w (x - y)^2 (`nonlinear`), w as FORMAT says: q with an importance q, otherwise
 v / 2 + x^2, v being the mean of x^2 over the block: large elements count more, yet the plain error is low too.
 """
 
@@ -41,7 +41,7 @@ BLOCK = 144
 FORMAT = Format(
     book=book_start(K4), first=1, step=1, most=31, extreme=32,
     lo=np.float32(88), hi=np.float32(185), least=np.float32(0.8), greatest=np.float32(1.35), fine=32, tries=2,
-    minimum=np.float32(2.0**-25), given=np.float32(2), alone=np.float32(0.5),
+    minimum=np.float32(2.0**-25), alone=np.float32(0.5),
 )  # fmt: skip
 _VALUES = K4.values
 

@@ -8,7 +8,7 @@
     m = (sc & 254) - 127                    odd, -127 to 127
     y = (d * m) * (K4[q] + 4 (sc & 1))      both products rounded to float32
 
-Encode: minimise sum w (x - y)^2 by the search of `rowscaled`; `given`, `alone` and `steady` below shape w.
+Encode: minimise sum w (x - y)^2 by the search of `rowscaled`; `alone` and `steady` below shape w without importance.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RULES = rowscaled.Rules(
     lowest=np.float32(-127), highest=np.float32(127), step=np.float32(2), table=rowscaled.IN_K4, books=2,
     even=False, span=0, half=False,
     extreme=np.float32(127), near=np.float32(75), far=np.float32(180),
-    given=np.float32(4), alone=np.float32(0.35), steady=False,
+    alone=np.float32(0.35), steady=False,
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@
 Bit 0 of u being 0, v has an even number of ones: four codes share 15 bits.
 
 Encode: minimise sum w (x - y)^2 by the search of `rowscaled`, with the best codes under that constraint;
-`given`, `alone` and `steady` below shape w.
+`alone` and `steady` below shape w without importance.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RULES = rowscaled.Rules(
     lowest=np.float32(-127), highest=np.float32(127), step=np.float32(2), table=rowscaled.IN_K4, books=2,
     even=True, span=0, half=False,
     extreme=np.float32(127), near=np.float32(75), far=np.float32(180),
-    given=np.float32(4), alone=np.float32(0.25), steady=False,
+    alone=np.float32(0.25), steady=False,
 )  # fmt: skip
 
 

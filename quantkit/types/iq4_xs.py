@@ -9,7 +9,7 @@
     m = sl + 16 sh - 32      -32 to 31
     y = (d * m) * K4[q]      both products rounded to float32; the codebook is never shifted
 
-Encode: minimise sum w (x - y)^2 by the search of `rowscaled`; `given`, `alone` and `steady` below shape w.
+Encode: minimise sum w (x - y)^2 by the search of `rowscaled`; `alone` and `steady` below shape w without importance.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RULES = rowscaled.Rules(
     lowest=np.float32(-32), highest=np.float32(31), step=np.float32(1), table=rowscaled.IN_K4, books=1,
     even=False, span=8, half=True,
     extreme=np.float32(127), near=np.float32(75), far=np.float32(180),
-    given=np.float32(4), alone=np.float32(0.9), steady=False,
+    alone=np.float32(0.9), steady=False,
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@
 
 Both products are rounded to float32; the code value is an integer.
 
-Encode: minimise sum w (x - y)^2 (`nonlinear`), w as FORMAT says: q sqrt(4 v + x^2) with an importance q, otherwise
+Encode: minimise sum w (x - y)^2 (`nonlinear`), w as FORMAT says: q with an importance q, otherwise
 v + x^2, v being the mean of x^2 over the block.
 """
 
@@ -43,7 +43,7 @@ BLOCK = 176
 FORMAT = Format(
     book=book_start(K5), first=1, step=1, most=31, extreme=32,
     lo=np.float32(100), hi=np.float32(165), least=np.float32(0.8), greatest=np.float32(1.35), fine=64, tries=2,
-    minimum=np.float32(2.0**-25), given=np.float32(4), alone=np.float32(1),
+    minimum=np.float32(2.0**-25), alone=np.float32(1),
 )  # fmt: skip
 _VALUES = K5.values
 

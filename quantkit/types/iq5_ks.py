@@ -9,7 +9,7 @@
     m = (sc & 254) - 127                    odd, -127 to 127
     y = (d * m) * (K5[q] + 2 (sc & 1))      both products rounded to float32
 
-Encode: minimise sum w (x - y)^2 by the search of `rowscaled`; `given`, `alone` and `steady` below shape w.
+Encode: minimise sum w (x - y)^2 by the search of `rowscaled`; `alone` and `steady` below shape w without importance.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RULES = rowscaled.Rules(
     lowest=np.float32(-127), highest=np.float32(127), step=np.float32(2), table=rowscaled.IN_K5, books=2,
     even=False, span=0, half=False,
     extreme=np.float32(126), near=np.float32(85), far=np.float32(150),
-    given=np.float32(4), alone=np.float32(0.6), steady=False,
+    alone=np.float32(0.6), steady=False,
 )  # fmt: skip
 
 

@@ -52,9 +52,7 @@ class Format(NamedTuple):
     fine: int  # places of the profile to the octave, for effort normal; half for fast, double for best
     tries: int  # super-scales tried exactly, for effort normal; 1 also makes effort fast faster
     minimum: np.float32  # a block of nothing larger is stored as zeros: codes of the least super-scale do no better
-    given: np.float32  # weights: q sqrt(given * v + x^2) with an importance q, v being the mean of x^2 in the block;
-    # with 2^20 as good as q alone
-    alone: np.float32  # alone * v + x^2 without
+    alone: np.float32  # weights without importance: alone * v + x^2, v being the mean of x^2 in the block
 
 
 class Plan(NamedTuple):
@@ -224,12 +222,9 @@ def load(x, importance, first, f, space):
     unit, mean = load_block(x, xs, f.minimum)
     if unit == np.float32(0):
         return unit
-    if relative_importance(importance, first, w):
+    if not relative_importance(importance, first, w):
         for i in range(256):
-            w[i] *= np.sqrt(f.given * mean + xs[i] * xs[i])
-    else:
-        for i in range(256):
-            w[i] *= f.alone * mean + xs[i] * xs[i]
+            w[i] = f.alone * mean + xs[i] * xs[i]
     for s in range(LANES):
         for j in range(LANES):
             lanes[0, j, s] = xs[16 * s + j]

@@ -88,8 +88,7 @@ class Rules(NamedTuple):
     extreme: np.float32  # code value of largest magnitude
     near: np.float32  # the profile puts a group's largest element at this many code units
     far: np.float32  # to this many
-    given: np.float32  # these three shape the weights of the objective, see `_weigh`; 2^20: x does not count
-    alone: np.float32
+    alone: np.float32  # these two shape the weights of the objective without importance, see `_weigh`
     steady: bool
 
 
@@ -183,9 +182,9 @@ def _load(x, first_group, space):
 def _weigh(importance, first_group, groups, rules, space):
     """Fill in the weights of a span, of importance float32[row] or float32[0].
 
-    w = q sqrt(given v + x^2) where there is an importance q, else w = alone v + x^2. v is the mean of x^2
-    over the block of 256, or where `steady` what it would be of Gaussian numbers of the block's mean magnitude, which
-    outliers do not raise as much. q is relative to the span's largest, with a floor under each block's and under all.
+    w = q where there is an importance q, relative to the span's largest, with a floor under each block's and under all.
+    Else w = alone v + x^2, v being the mean of x^2 over the block of 256, or where `steady` what it would be of
+    Gaussian numbers of the block's mean magnitude, which outliers do not raise as much.
     """
     largest = _ZERO
     for i in range(32 * first_group, 32 * (first_group + groups) if len(importance) else 0):
@@ -207,12 +206,10 @@ def _weigh(importance, first_group, groups, rules, space):
         for group in range(8 * block, 8 * block + 8):
             tile, lane = space.data[group // LANES], group % LANES
             for j in range(32):
-                square = tile[j * LANES + lane] * tile[j * LANES + lane]
                 if given:
-                    relative = max(importance[32 * group + j] / largest, least)
-                    weight = relative * np.sqrt(rules.given * variance + square)
+                    weight = max(importance[32 * group + j] / largest, least)
                 else:
-                    weight = rules.alone * variance + square
+                    weight = rules.alone * variance + tile[j * LANES + lane] * tile[j * LANES + lane]
                 tile[(32 + j) * LANES + lane] = max(weight, _FLOOR)
 
 

@@ -46,7 +46,9 @@ def load_block(x, xs, minimum):
 def relative_importance(importance, first, w):
     """Weights of a block relative to its largest, at least LEAST_WEIGHT; 1 without importance or where it is all zero.
 
-    `importance` is float32[n] (the block starts at `first`) or float32[0]. Returns whether there is any.
+    `importance` is float32[n] (the block starts at `first`) or float32[0]. Returns whether there is any. Where there
+    is, elements' own sizes do not count. The reference's weights are q sqrt(v + x^2); with them, or what lies between
+    them and q, models diverge more from what they were (benchmarks/RESULTS.md, "On a model").
     """
     largest = np.float32(0)
     if len(importance):

@@ -34,9 +34,6 @@ POWERS = np.array([pow(MULTIPLIER, k, 1 << 32) for k in range(1, 9)], np.uint32)
 BOOK = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)  # m of 4 bits
 CODES = np.zeros(256, np.uint8)  # the code of m at m + 128
 CODES[BOOK.astype(np.int64) + 128] = np.arange(16)
-# Beside an importance an element's own size hardly counts: as in IQ2_K that lowers the KLD of a model (IQ4_KT in six
-# layers of SmolLM2: by 8 % from 6). The reference has 2.
-EVENNESS = np.float32(2.0**20)
 
 _SIXES = np.uint32(0x3F3F3F3F)  # what each byte contributes
 _BYTES = np.uint32(0x01010101)  # the product with it has the sum of four bytes, which is below 256, on top
@@ -70,8 +67,8 @@ def put_row_scale(out, d):
 def weigh(x, importance, w):
     """Weights of a row, whose unit makes its largest magnitude 1 to 2. Returns whether there is importance.
 
-    v is the mean of x^2 over 256 elements. Without importance w = v / 2 + x^2, as the reference has it; an importance q
-    counts relative to the row's largest, w = q sqrt(EVENNESS v + x^2).
+    An importance counts relative to the row's largest. Without one w = v / 2 + x^2, as the reference has it, v being
+    the mean of x^2 over 256 elements.
     """
     n = len(x)
     largest = np.float32(0)
@@ -85,8 +82,7 @@ def weigh(x, importance, w):
         v = squares / np.float32(256)
         for i in range(first, first + 256):
             if given:
-                q = max(importance[i] / largest, np.float32(LEAST_WEIGHT))
-                w[i] = q * np.sqrt(EVENNESS * v + x[i] * x[i])
+                w[i] = max(importance[i] / largest, np.float32(LEAST_WEIGHT))
             else:
                 w[i] = np.float32(0.5) * v + x[i] * x[i]
     return given

@@ -31,9 +31,7 @@ def books_of(rules: rowscaled.Rules) -> np.ndarray:
 def objective(rules: rowscaled.Rules, x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
     """Weights of one block of 256."""
     variance = np.pi / 2 * np.abs(x).mean() ** 2 if rules.steady else (x * x).mean()
-    return (
-        rules.alone * variance + x * x if importance is None else importance * np.sqrt(rules.given * variance + x * x)
-    )
+    return rules.alone * variance + x * x if importance is None else importance
 
 
 def least_errors(rules: rowscaled.Rules, x: np.ndarray, w: np.ndarray, d: float) -> np.ndarray:

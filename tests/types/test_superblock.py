@@ -13,9 +13,9 @@ NAMES = ("q4_K", "q6_K", "iq4_k")
 
 
 def objective(name: str, x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
-    """Weights of the reference's own objective, float64[rows, n]."""
+    """Weights of the reference's own objective, float64[rows, n]; of iq4_k with importance ours, which is q alone."""
     blocks = x.astype(np.float64).reshape(len(x), -1, 256)
-    if importance is not None and name == "q6_K":
+    if importance is not None and name != "q4_K":
         return np.broadcast_to(importance, x.shape)
     if importance is not None:
         size = np.sqrt(2 * (blocks**2).mean(axis=2, keepdims=True) + blocks**2)

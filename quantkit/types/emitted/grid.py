@@ -465,7 +465,7 @@ def _workspace(sets):
 
 
 @kernel
-def search(x, importance, effort, levels, halves, numbers, divisor, even, weights, scales, multipliers, points, signs):
+def search(x, importance, effort, levels, halves, numbers, divisor, even, alone, scales, multipliers, points, signs):
     """Fill the fields of the blocks of x float32[rows, n], as `GridType._pack` takes them."""
     n = x.shape[1]
     flat = x.reshape(-1)
@@ -482,10 +482,9 @@ def search(x, importance, effort, levels, halves, numbers, divisor, even, weight
         unit, mean = load_block(flat[256 * b : 256 * b + 256], xs, np.float32(2.0**-25))
         if unit == np.float32(0):
             continue
-        given = relative_importance(importance, 256 * b % n, w)
-        for i in range(256):
-            square = xs[i] * xs[i]
-            w[i] *= np.sqrt(weights[0] * mean + square) if given else weights[1] * mean + square
+        if not relative_importance(importance, 256 * b % n, w):
+            for i in range(256):
+                w[i] = alone * mean + xs[i] * xs[i]
         step = _search_block(xs, w, unit, effort, rule, np.float32(divisor), levels, halves, state, lines, lanes)
         if step > np.float32(0):
             scales[b] = float_to_half(step * np.float32(divisor) * unit)

@@ -15,7 +15,7 @@
 Both products are rounded to float32; the code value is an integer.
 
 Encode: minimise sum w (x - y)^2 (`nonlinear`), w as FORMAT says: q with an importance q, otherwise
-v / 2 + x^2, v being the mean of x^2 over the block. The reference enlarges d by 1 % after its fit; here it is the fit.
+v / 2 + x^2, v being the mean of x^2 over the block.
 """
 
 from __future__ import annotations
@@ -26,18 +26,8 @@ from quantkit.half import half_to_float
 from quantkit.jit import kernel
 from quantkit.types.base import QuantType
 from quantkit.types.codebooks import K3
-from quantkit.types.nonlinear import (
-    Format,
-    book_start,
-    load,
-    new_plan,
-    new_space,
-    put_bits,
-    put_flags,
-    put_pairs,
-    search,
-)
-from quantkit.types.superblock import put_half
+from quantkit.types.nonlinear import Format, book_start, load, new_plan, new_space, search
+from quantkit.types.superblock import put_bits, put_flags, put_half, put_pairs
 
 BLOCK = 110
 FORMAT = Format(

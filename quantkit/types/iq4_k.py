@@ -24,18 +24,8 @@ from quantkit.half import half_to_float
 from quantkit.jit import kernel
 from quantkit.types.base import QuantType
 from quantkit.types.codebooks import K4
-from quantkit.types.nonlinear import (
-    Format,
-    book_start,
-    load,
-    new_plan,
-    new_space,
-    put_flags,
-    put_multipliers,
-    put_nibbles,
-    search,
-)
-from quantkit.types.superblock import put_half
+from quantkit.types.nonlinear import Format, book_start, load, new_plan, new_space, search
+from quantkit.types.superblock import put_flags, put_half, put_multipliers, put_nibbles
 
 BLOCK = 144
 FORMAT = Format(

@@ -27,18 +27,8 @@ from quantkit.half import half_to_float
 from quantkit.jit import kernel
 from quantkit.types.base import QuantType
 from quantkit.types.codebooks import K6
-from quantkit.types.nonlinear import (
-    Format,
-    book_start,
-    load,
-    new_plan,
-    new_space,
-    put_flags,
-    put_nibbles,
-    put_pairs,
-    search,
-)
-from quantkit.types.superblock import put_half
+from quantkit.types.nonlinear import Format, book_start, load, new_plan, new_space, search
+from quantkit.types.superblock import put_flags, put_half, put_nibbles, put_pairs
 
 BLOCK = 212
 FORMAT = Format(

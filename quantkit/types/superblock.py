@@ -2,7 +2,7 @@
 
 A block is searched in units of a power of two, `unit`, so that its largest magnitude lies in [1, 2) and nothing over-
 or underflows; d is rounded to the half a file can hold *before* anything is chosen under it, because rounding it last
-turns into an error of the whole block (badly so where the half is subnormal).
+turns into an error of the whole block (badly so where the half is subnormal). At the end: how codes are laid out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from quantkit.half import float_to_half, half_to_float
-from quantkit.jit import kernel
+from quantkit.jit import kernel, part
 
 LEAST_HALF = 2.0**-24
 GREATEST_HALF = 65504.0
@@ -76,3 +76,45 @@ def put_half(out, at, value):
     half = float_to_half(value)
     out[at] = np.uint8(half)
     out[at + 1] = np.uint8(half >> np.uint16(8))
+
+
+@part
+def put_flags(flags, out):
+    """16 bits as two bytes: bit s from flags[s]."""
+    for s in range(16):
+        out[s // 8] |= np.uint8(flags[s] << (s % 8))
+
+
+@part
+def put_multipliers(multipliers, high, low):
+    """Multipliers -32 to 31 of 16 sub-blocks, + 32: their high 2 bits in 4 bytes, their low 4 bits in 8."""
+    for s in range(16):
+        m = multipliers[s] + 32
+        high[s // 4] |= np.uint8((m >> 4) << (2 * (s % 4)))
+        low[s // 2] |= np.uint8((m & 15) << (4 * (s % 2)))
+
+
+@part
+def put_bits(codes, shift, out):
+    """Bit `shift` of 256 codes: byte r of 32 holds elements r, 32 + r, …, the first in the lowest bit."""
+    for group in range(8):
+        for r in range(32):
+            out[r] |= ((codes[32 * group + r] >> np.uint8(shift)) & np.uint8(1)) << np.uint8(group)
+
+
+@part
+def put_pairs(codes, shift, out):
+    """Bits `shift`, + 1 of 256 codes: byte r of a half's 32 holds its elements r, 32 + r, 64 + r, 96 + r."""
+    for group in range(8):
+        for r in range(32):
+            pair = (codes[32 * group + r] >> np.uint8(shift)) & np.uint8(3)
+            out[32 * (group // 4) + r] |= pair << np.uint8(2 * (group % 4))
+
+
+@part
+def put_nibbles(codes, width, out):
+    """The low 4 bits of 256 codes: byte r of `width` holds elements r and width + r of 2 * width."""
+    for group in range(128 // width):
+        for r in range(width):
+            first = 2 * width * group + r
+            out[width * group + r] = (codes[first] & np.uint8(15)) | (codes[first + width] << np.uint8(4))

@@ -49,6 +49,18 @@ def least_error(name: str, block: np.ndarray, w: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_blocks_keep_their_norm(name, weighted):
+    t, f = types.get(name), format_of(name)
+    x = 50 * data.rows("gaussian", 21, 16, 1024)
+    q = data.importance(21, 1024) if weighted else None
+    y = t.dequantize(t.quantize(x, q), 1024)
+    mean = np.repeat((x.reshape(-1, 256).astype(np.float64) ** 2).mean(axis=1), 256).reshape(x.shape)
+    w = f.alone * mean + x**2 if q is None else q
+    assert abs((w * y**2).sum() / (w * x**2).sum() - 1) < 0.005  # least squares: .93 to .966 of iq2_k, .985 of iq3_k
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_search_comes_close_to_trying_everything(name):
     t, f = types.get(name), format_of(name)
     x = 50 * data.rows("student4", 13, 4, 256)  # super-scales are normal halves

@@ -74,18 +74,18 @@ def weigh(x, importance, w):
     largest = np.float32(0)
     for i in range(len(importance)):
         largest = max(largest, importance[i])
-    given = largest > np.float32(0)
+    if largest > np.float32(0):
+        for i in range(n):
+            w[i] = max(importance[i] / largest, np.float32(LEAST_WEIGHT))
+        return True
     for first in range(0, n, 256):
         squares = np.float32(0)
         for i in range(first, first + 256):
             squares += x[i] * x[i]
         v = squares / np.float32(256)
         for i in range(first, first + 256):
-            if given:
-                w[i] = max(importance[i] / largest, np.float32(LEAST_WEIGHT))
-            else:
-                w[i] = np.float32(0.5) * v + x[i] * x[i]
-    return given
+            w[i] = np.float32(0.5) * v + x[i] * x[i]
+    return False
 
 
 def code_values(bits: int, group: int, offset: int) -> np.ndarray:

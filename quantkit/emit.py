@@ -53,11 +53,11 @@ class Emit:
     def store(self, value: Value, address: Value) -> None:
         self.builder.store(value.ir, self._pointer(value.type, address), align=1)
 
-    def prefetch(self, address: Value) -> None:
-        """Ask for the cache line at an address, which need not be readable."""
+    def prefetch(self, address: Value, near: bool = True) -> None:
+        """Ask for the cache line at an address, which need not be readable: into the first cache or the second."""
         byte = I8.as_pointer()
         function = self._declared("llvm.prefetch.p0", ir.VoidType(), [byte, I32, I32, I32])
-        read, keep, data = (ir.Constant(I32, v) for v in (0, 3, 1))
+        read, keep, data = (ir.Constant(I32, v) for v in (0, 3 if near else 2, 1))
         self.builder.call(function, [self._pointer(I8, address), read, keep, data])
 
     def table(self, numbers: Sequence[int], element: ir.Type) -> Value:

@@ -36,7 +36,9 @@ from quantkit.errors import DataError
 from quantkit.types import base as registry
 from quantkit.types.base import QuantType
 
-UNIT = 16  # bytes of a block that are read and written together; `emitted/interleave.py` counts on it
+# What `emitted/interleave.py` goes by.
+UNIT = 16  # bytes of a block that are read and written together
+LANES = 16  # blocks that are moved at a time
 
 # ------------------------------------------------------------------------------------------------------- descriptions
 
@@ -214,6 +216,14 @@ class _Way:
                      *masks, before)  # fmt: skip
 
 
+def _with_stretches(units: np.ndarray, pitch: int = 0) -> np.ndarray:
+    """int64[2, count]: offsets of int64[rows, units of a block] in rows `pitch` bytes apart; in sixteen neighbouring
+    blocks, the offset from which a unit's share of these bytes is asked for ahead (`permute`).
+    """
+    first = pitch * np.arange(len(units))[:, None]
+    return np.stack([np.ravel(first + units), np.ravel(first + LANES * units)])
+
+
 class Permutation:
     """A description compiled for R rows: `forward` from base blocks to the group, `backward` the other way.
 
@@ -224,11 +234,12 @@ class Permutation:
         self.rows, self.block_bytes, self.head, self.fold = rows, block_bytes, head, -(-UNIT // block_bytes)
         nbytes, largest = self.fold * block_bytes, max(fields, key=lambda field: field.width * len(field.base))
         self._base = units(nbytes, phase=int(min(largest.base)) // 8 % 4)  # so that its words move whole
-        self._group = units(rows * nbytes)
+        in_group = units(rows * nbytes)
+        self._group = _with_stretches(in_group[None])
         of_block, row_bits = places(self._base, nbytes), 8 * UNIT * len(self._base)
         row, bit = np.divmod(bit_map(fields, rows, block_bytes), 8 * block_bytes)
         base = np.concatenate([row_bits * row + of_block[8 * block_bytes * i + bit] for i in range(self.fold)])
-        group = places(self._group, rows * nbytes)
+        group = places(in_group, rows * nbytes)
         at = of_block[8 * np.array(signs.words)] if signs else np.empty(0, np.int64)
         if (at % 32).any():
             raise TypeError("the words with indices of signs are not in step with those of the largest field")
@@ -239,9 +250,9 @@ class Permutation:
         self._in_rows: dict[int, np.ndarray] = {}  # by bytes of a row
 
     def _units_in_rows(self, row_bytes: int) -> np.ndarray:
-        """int64[rows * units]: offsets of the units of R base blocks under each other from the first one's start."""
+        """`_with_stretches` of R base blocks under each other, from the first one's start."""
         if row_bytes not in self._in_rows:
-            made = np.ravel(row_bytes * np.arange(self.rows)[:, None] + self._base)
+            made = _with_stretches(np.tile(self._base, (self.rows, 1)), row_bytes)
             self._in_rows.setdefault(row_bytes, made)  # another thread's stays: a function may be using its address
         return self._in_rows[row_bytes]
 
@@ -313,11 +324,12 @@ class Permutation:
 
         in_rows, blocks = self._units_in_rows(row_bytes), (row_bytes - self.head) // self.block_bytes
         sides = (
-            (rows, self.rows * row_bytes, self.block_bytes, in_rows.ctypes.data, len(in_rows)),
-            (groups, self.rows * row_bytes, self.rows * self.block_bytes, self._group.ctypes.data, len(self._group)),
+            (rows, self.rows * row_bytes, self.block_bytes, in_rows.ctypes.data, in_rows.shape[1]),
+            (groups, self.rows * row_bytes, self.rows * self.block_bytes, self._group.ctypes.data,
+             self._group.shape[1]),
         )
         source, target = sides if way.before else sides[::-1]
-        space = np.empty(work_space(len(in_rows) + len(self._group)), np.uint8)
+        space = np.empty(work_space(in_rows.shape[1] + self._group.shape[1]), np.uint8)
         return (*source, *target, count, blocks, self.fold, *way.told), space
 
     def _run_padded(self, way: _Way, rows: np.ndarray, groups: np.ndarray, missing: int) -> None:

@@ -19,6 +19,7 @@ from quantkit.simd_values import I32, I64, Value, vector
 from quantkit.types.emitted.writing import write
 
 LANES = 16
+_UNIT = 16  # bytes, as there
 _WORDS = vector(LANES, I32)
 _VECTOR = 4 * LANES  # bytes
 _FOUR = vector(4, I32)
@@ -37,11 +38,17 @@ def _transposed(e: Emit, rows: list[Value]) -> list[Value]:
     return [zipped(x, y, half) for x, y in pairs for half in ((0, 1, 4, 5), (2, 3, 6, 7))]
 
 
-def _gather(e, lanes, offsets, count, words):
-    """words int32[count, 4, 16]: from each of the 16 addresses at `lanes`, the unit at each of int64[count] offsets."""
+def _gather(e, lanes, offsets, count, words, following):
+    """words int32[count, 4, 16]: from each of the 16 addresses at `lanes`, the unit at each of int64[count] offsets.
+
+    On the way, cache lines are asked for of what begins at `following`, at as many further offsets.
+    """
     at = [e.load(I64, lanes + 8 * lane) for lane in range(LANES)]
     with e.loop(0, count) as unit:
         offset = e.load(I64, offsets + unit * 8)
+        ahead = following + e.load(I64, offsets + (count + unit) * 8)
+        for line in range(0, LANES * _UNIT, 64):
+            e.prefetch(ahead + line, near=False)
         rows = []
         for i in range(4):
             parts = [e.load(_FOUR, at[4 * q + i] + offset) for q in range(4)]
@@ -142,7 +149,9 @@ def permute(
     """Move the bits of `groups` groups of `blocks` blocks; `fold` neighbouring blocks, of at least as many, go as one.
 
     source, target               address of the first block, bytes of a group, bytes from block to block
-    source_units, target_units   int64[count]: offsets of the units of a block
+    source_units, target_units   int64[2, count]: offsets of the units of a block; those of the stretch, as long as a
+                                 unit of every lane, of which each has lines asked for while it is read, in the next
+                                 sixteen blocks. (They go to the second cache: the first is full of these sixteen.)
     classes, table               the moves
     signs, by_*, before          words that _running_xor changes, its masks, whether of the source or of the target
     space                        of `work_space` bytes
@@ -153,7 +162,8 @@ def permute(
     places = (groups, blocks, fold), (source, source_group, source_pitch), (target, target_group, target_pitch)
     with e.loop(0, groups * ((blocks + fold - 1) / fold), LANES):
         _point(e, space, group, i, *places)
-        _gather(e, space, source_units, source_unit_count, words)
+        following = source + group.get() * source_group + i.get() * (fold * source_pitch)
+        _gather(e, space, source_units, source_unit_count, words, following)
         _running_xor(e, words, signs, sign_count * before, by_one, by_two, by_four)
         _move(e, words, moved, classes, class_count, table)
         _running_xor(e, moved, signs, sign_count * (e.integer(1) - before), by_one, by_two, by_four)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -34,6 +35,8 @@ _ORDER = ("demo", "convert", "export", "imatrix", "recipe", "plan", "quantize", 
 
 INTERRUPTED = 130
 NOBODY_READS = 141
+
+_ended: list[int] = []  # the status of `main`, when it has returned
 
 
 def commands() -> list[str]:
@@ -92,18 +95,19 @@ def parser(function: Callable[..., None]) -> Any:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     if argv is None:
-        _collect_rarely()
+        _have_process()
     args = sys.argv[1:] if argv is None else list(argv)
     for stream in (sys.stdout, sys.stderr):
         _speak_utf8(stream)
     try:
         status = _translated(_dispatch)(args)
         sys.stdout.flush()
-        return status
     except SystemExit as done:
-        return done.code if isinstance(done.code, int) else 0
+        status = done.code if isinstance(done.code, int) else 0
     except BrokenPipeError:  # met by the flush
-        return _nobody_reads()
+        status = _nobody_reads()
+    _ended.append(status)
+    return status
 
 
 def _dispatch(args: list[str]) -> int:
@@ -162,14 +166,27 @@ def _translated(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _collect_rarely() -> None:
-    """Have a process of our own look for garbage now and then, and not when it ends.
+def _have_process() -> None:
+    """Spare a process of our own the care for objects that it will not outlive.
 
-    Modules that are loaded are many objects and no garbage; going over them again and again takes a tenth of the start,
-    and once more at the end another twentieth of a second.
+    It looks for garbage now and then: modules that are loaded are many objects and no garbage, and going over them
+    again and again takes a tenth of the start. When it ends it does not take them apart, which takes a twentieth.
     """
     gc.set_threshold(50_000, 20, 100)
-    atexit.register(gc.freeze)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """End the process, whose threads are done by now, when the other handlers are."""
+    if not _ended:  # an exception that was not ours to translate: Python knows its status
+        gc.freeze()
+        return
+    atexit.unregister(_leave)
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(_ended[-1])
 
 
 def _speak_utf8(stream: TextIO) -> None:

@@ -325,8 +325,13 @@ class Permutation:
         in_rows, blocks = self._units_in_rows(row_bytes), (row_bytes - self.head) // self.block_bytes
         sides = (
             (rows, self.rows * row_bytes, self.block_bytes, in_rows.ctypes.data, in_rows.shape[1]),
-            (groups, self.rows * row_bytes, self.rows * self.block_bytes, self._group.ctypes.data,
-             self._group.shape[1]),
+            (
+                groups,
+                self.rows * row_bytes,
+                self.rows * self.block_bytes,
+                self._group.ctypes.data,
+                self._group.shape[1],
+            ),
         )
         source, target = sides if way.before else sides[::-1]
         space = np.empty(work_space(in_rows.shape[1] + self._group.shape[1]), np.uint8)

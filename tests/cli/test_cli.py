@@ -140,6 +140,17 @@ def test_a_closed_pipe_is_quiet() -> None:
     assert process.wait() == cli.NOBODY_READS
 
 
+def test_handlers_run_before_the_process_ends() -> None:
+    code = "import atexit, sys; from quantkit.cli import main; atexit.register(print, 'last'); sys.exit(main())"
+    for given, status in (["--version"], 0), (["nonsense"], 2):
+        done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True)
+        assert (done.returncode, done.stdout.endswith("last\n")) == (status, True)
+    broken = "import sys, quantkit.cli as cli; cli.help_page = lambda: 1 / 0; sys.argv[1:] = ['--help']; cli.main()"
+    done = subprocess.run([sys.executable, "-c", broken], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr
+
+
 def test_errors_of_the_library_are_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "no.gguf").write_bytes(b"nonsense")
     done = run("quantize", str(tmp_path / "no.gguf"), str(tmp_path / "out.gguf"), "Q8_0")

@@ -26,6 +26,7 @@ once into moves of masked, rotated 32-bit words (most fields keep four neighbour
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -39,6 +40,8 @@ from quantkit.types.base import QuantType
 # What `emitted/interleave.py` goes by.
 UNIT = 16  # bytes of a block that are read and written together
 LANES = 16  # blocks that are moved at a time
+
+_MANY = 14  # moves of a word: so many and fewer are best made in one pass
 
 # ------------------------------------------------------------------------------------------------------- descriptions
 
@@ -182,8 +185,8 @@ def _starts(ordered: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
 
 
-def moves(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(table, classes) of `emitted.interleave.move` to copy each bit source[i] to bit target[i].
+def _one_pass(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(table, classes) of `emitted.interleave._move` to copy each bit source[i] to bit target[i].
 
     Bits are counted through words of 32. Neighbours that stay neighbours move together.
     """
@@ -203,14 +206,58 @@ def moves(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return np.concatenate(table).view(np.int32), np.array(classes, np.int64)
 
 
+def _rotations(turns: np.ndarray) -> np.ndarray:
+    """How many different numbers, each modulo 32, are in each row of int64[..., 32]."""
+    return (turns[..., None] % 32 == np.arange(32)).any(axis=-2).sum(axis=-1)
+
+
+def _halfway(origin: np.ndarray) -> np.ndarray:
+    """Where to put bit origin[i], on its way to bit i of a word, so that it takes few moves to there and from there.
+
+    Tried are the orders of 32 bits that permute the binary digits of their numbers: transpositions of matrices of bits,
+    which is what the two layouts of a field of bits differ by.
+    """
+    digits = np.array(list(itertools.permutations(range(5))))
+    orders = ((origin[None, :, None] >> np.arange(5) & 1) << digits[:, None, :]).sum(axis=-1)
+    return orders[np.argmin(_rotations(orders - origin) + _rotations(np.arange(32) - orders))]
+
+
+def moves(source: np.ndarray, target: np.ndarray, words: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, int]:
+    """(table, classes, words between) of `emitted.interleave._move` to copy each bit source[i] to bit target[i].
+
+    Bits are counted through words of 32, of which source and target have `words`. A word that takes very many moves
+    from one other takes fewer by way of a word between the two: these stand behind the target's.
+    """
+    origin = np.full(32 * words[1], -1, np.int64)  # of each bit of the target
+    origin[target] = source
+    of_word = origin.reshape(-1, 32)
+    from_one = (of_word >= 0).all(axis=1) & (of_word // 32 == of_word[:, :1] // 32).all(axis=1)
+    through = np.flatnonzero(from_one & (_rotations(np.arange(32) - of_word) > _MANY))
+    if not len(through):
+        return *_one_pass(source, target), 0
+    bits = [tuple(word) for word in (of_word[through] % 32).tolist()]
+    halfway = {each: _halfway(np.array(each)) for each in set(bits)}
+    between = np.ravel([32 * (words[1] + i) + halfway[each] for i, each in enumerate(bits)])
+    there = _one_pass(of_word[through].ravel(), between)
+    ends = np.ravel(32 * through[:, None] + np.arange(32))
+    rest = ~np.isin(target // 32, through)
+    source = np.concatenate([source[rest], 32 * words[0] + between])
+    from_there = _one_pass(source, np.concatenate([target[rest], ends]))
+    table, classes = (np.concatenate(both) for both in zip(there, from_there))
+    return table, classes, len(through)
+
+
 # ------------------------------------------------------------------------------------------------------------ the type
 
 
 class _Way:
     """How to go from blocks to a group, or back."""
 
-    def __init__(self, source: np.ndarray, target: np.ndarray, signs: np.ndarray, masks: Sequence[int], before: bool):
-        self.table, self.classes = moves(source, target)
+    def __init__(
+        self, source: np.ndarray, target: np.ndarray, words: tuple[int, int], signs: np.ndarray, masks: Sequence[int],
+        before: bool,
+    ):  # fmt: skip
+        self.table, self.classes, self.between = moves(source, target, words)
         self.signs, self.before = signs, before
         self.told = (self.classes.ctypes.data, len(self.classes), self.table.ctypes.data, signs.ctypes.data, len(signs),
                      *masks, before)  # fmt: skip
@@ -245,8 +292,9 @@ class Permutation:
             raise TypeError("the words with indices of signs are not in step with those of the largest field")
         words = (np.arange(rows)[:, None] * row_bits + at).ravel() // 32
         one, two, four = (signs.mask(skip) for skip in (1, 2, 4)) if signs else (0, 0, 0)
-        self._forward = _Way(base, group, words, (one, two, four), True)
-        self._backward = _Way(group, base, words, (one, 0, 0), False)
+        count = rows * len(self._base) * UNIT // 4, len(in_group) * UNIT // 4
+        self._forward = _Way(base, group, count, words, (one, two, four), True)
+        self._backward = _Way(group, base, count[::-1], words, (one, 0, 0), False)
         self._in_rows: dict[int, np.ndarray] = {}  # by bytes of a row
 
     def _units_in_rows(self, row_bytes: int) -> np.ndarray:
@@ -334,7 +382,7 @@ class Permutation:
             ),
         )
         source, target = sides if way.before else sides[::-1]
-        space = np.empty(work_space(in_rows.shape[1] + self._group.shape[1]), np.uint8)
+        space = np.empty(work_space(in_rows.shape[1] + self._group.shape[1], way.between), np.uint8)
         return (*source, *target, count, blocks, self.fold, *way.told), space
 
     def _run_padded(self, way: _Way, rows: np.ndarray, groups: np.ndarray, missing: int) -> None:

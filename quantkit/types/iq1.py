@@ -36,7 +36,6 @@ from quantkit.types.parabola import ODD, first_scale, nearest_multiplier
 from quantkit.types.superblock import load_block, relative_importance, storable
 
 DELTA = np.float32(0.125)
-SCALE_FACTOR = np.float32(1)  # of the stored d; above 1 the error grows, but the weights shrink less
 
 # A bit for each ternary number, the least significant of each byte first, in base 85.
 MAP = (
@@ -296,7 +295,7 @@ def search_span(xs, w, unit, per, rule, effort, codes, negatives, multipliers, s
             d = refitted
             for s in range(len(near)):
                 near[s] = multipliers[1, s]
-    return storable(best * SCALE_FACTOR, unit)
+    return storable(best, unit)
 
 
 @kernel

@@ -36,7 +36,6 @@ FIRST = np.array([0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 5,
 SECOND = np.array([2, 5, 0, 3, 5, 7, 1, 2, 4, 5, 6, 0, 4, 5, 7, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 0, 2, 4, 6, 7, 2, 5])
 PAIRS = np.stack([LEVELS[FIRST], LEVELS[SECOND]], axis=1)
 
-SCALE_FACTOR = np.float32(1)  # of the stored d; above 1 the error grows, but the weights shrink less
 _FLOOR = np.float32(1 / 16)  # root mean squares added to |x| in its weight, without
 
 LANES = 128  # the pairs of a block: pair p of sub-block s is lane 8 p + s
@@ -181,7 +180,7 @@ def _search(xs, w, unit, effort, codes, multipliers, space):
         d = refitted
         for s in range(len(near)):
             near[s] = multipliers[1, s]
-    return storable(best * SCALE_FACTOR, unit)
+    return storable(best, unit)
 
 
 @part

@@ -10,7 +10,7 @@ import pytest
 
 from quantkit import repack, types
 from quantkit.errors import DataError, UnsupportedError
-from quantkit.types.interleave import Field, Interleaved, Lines, Permutation, Slots, packed
+from quantkit.types.interleave import Field, Interleaved, Lines, Permutation, Slots, moves, packed
 from tests.repack.layouts import CRCS, checksums, checksums_on, move_bits, spec_tensor
 
 OLD = {"q4_0_4x4", "q4_0_4x8", "q4_0_8x8"}  # undone, never made
@@ -291,3 +291,34 @@ def test_what_cannot_be_repacked_is_named():
     # Three matrices of two rows are six rows, but no matrix has a whole group.
     with pytest.raises(DataError, match="2 rows are not a multiple of the 4"):
         repack.repack(data.reshape(3, 2, 144), "IQ4_K", 256)
+
+
+def carried_out(table: np.ndarray, classes: np.ndarray, source: np.ndarray, count: int) -> np.ndarray:
+    """What `emitted.interleave._move` makes of uint32[words]: `count` words, and those between."""
+    made, at = np.zeros(2 * count, np.uint32), 0
+    for moved, words in classes:
+        for _ in range(words):
+            entry = table[at : at + 1 + 3 * moved].view(np.uint32)
+            at += len(entry)
+            made[entry[0]] = 0
+            for number, turn, mask in entry[1:].reshape(-1, 3).tolist():
+                word = int(np.concatenate([source, made])[number])
+                made[entry[0]] |= np.uint32((word << turn | word >> (32 - turn)) & 0xFFFFFFFF & mask)
+    assert at == len(table)
+    return made[:count]
+
+
+def test_words_of_many_moves_are_made_by_way_of_others() -> None:
+    rng = np.random.default_rng(5)
+    transposed = np.arange(32).reshape(4, 8).T.ravel()
+    scrambled = rng.permutation(32)
+    origin = np.concatenate([32 * 2 + transposed, 32 * 0 + np.arange(32), 32 * 1 + scrambled])  # of each target bit
+    table, classes, between = moves(origin, np.arange(96), (3, 3))
+    assert between == 2
+    assert max(classes[:, 0]) < 32
+    source = rng.integers(0, 2**32, 3, dtype=np.uint32)
+    bits = np.unpackbits(source.view(np.uint8), bitorder="little")
+    expected = np.packbits(bits[origin], bitorder="little").view(np.uint32)
+    assert np.array_equal(carried_out(table, classes, source, 3), expected)
+    iq3_s = types.get("iq3_s_r4").permutation
+    assert max(iq3_s._forward.classes[:, 0]) == max(iq3_s._backward.classes[:, 0]) == 8

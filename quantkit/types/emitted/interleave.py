@@ -69,7 +69,7 @@ def _scatter(e, words, lanes, offsets, count):
 
 
 def _move(e, source, target, classes, count, table):
-    """Fill the target words that the table names.
+    """Fill the target words that the table names, in its order: later ones may be made of earlier ones.
 
     classes   int64[count, 2]: moves of a target word, number of such words
     table     int32: of each word its number and per move the number of a source word, left rotation, mask
@@ -135,9 +135,9 @@ def _point(e, lanes, group, i, shape, source, target):
         group.set(e.choose(is_next, group.get(), group.get() + 1))
 
 
-def work_space(units: int) -> int:
-    """Bytes that `permute` works in, for so many units of source and target together."""
-    return 2 * 8 * LANES + (units + 1) * 4 * _VECTOR
+def work_space(units: int, between: int) -> int:
+    """Bytes that `permute` works in, for so many units of source and target together and words between the two."""
+    return 2 * 8 * LANES + ((units + 1) * 4 + between) * _VECTOR
 
 
 @function

@@ -36,8 +36,6 @@ _ORDER = ("demo", "convert", "export", "imatrix", "recipe", "plan", "quantize", 
 INTERRUPTED = 130
 NOBODY_READS = 141
 
-_ended: list[int] = []  # the status of `main`, when it has returned
-
 
 def commands() -> list[str]:
     """Names of the commands, in the order of the help page."""
@@ -95,7 +93,7 @@ def parser(function: Callable[..., None]) -> Any:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     if argv is None:
-        _have_process()
+        _collect_rarely()
     args = sys.argv[1:] if argv is None else list(argv)
     for stream in (sys.stdout, sys.stderr):
         _speak_utf8(stream)
@@ -106,7 +104,8 @@ def main(argv: list[str] | None = None) -> int:
         status = done.code if isinstance(done.code, int) else 0
     except BrokenPipeError:  # met by the flush
         status = _nobody_reads()
-    _ended.append(status)
+    if argv is None:
+        atexit.register(_leave, status)
     return status
 
 
@@ -166,27 +165,25 @@ def _translated(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _have_process() -> None:
-    """Spare a process of our own the care for objects that it will not outlive.
+def _collect_rarely() -> None:
+    """Have a process of our own look for garbage now and then.
 
-    It looks for garbage now and then: modules that are loaded are many objects and no garbage, and going over them
-    again and again takes a tenth of the start. When it ends it does not take them apart, which takes a twentieth.
+    Modules that are loaded are many objects and no garbage; going over them again and again takes a tenth of the start.
     """
     gc.set_threshold(50_000, 20, 100)
-    atexit.register(_leave)
 
 
-def _leave() -> None:
-    """End the process, whose threads are done by now, when the other handlers are."""
-    if not _ended:  # an exception that was not ours to translate: Python knows its status
-        gc.freeze()
-        return
+def _leave(status: int) -> None:
+    """End the process, whose threads are done by now, when the other handlers are.
+
+    Python would take all modules apart first, which takes a twentieth of a start.
+    """
     atexit.unregister(_leave)
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(_ended[-1])
+    os._exit(status)
 
 
 def _speak_utf8(stream: TextIO) -> None:

@@ -263,11 +263,11 @@ class _Way:
                      *masks, before)  # fmt: skip
 
 
-def _with_stretches(units: np.ndarray, pitch: int = 0) -> np.ndarray:
-    """int64[2, count]: offsets of int64[rows, units of a block] in rows `pitch` bytes apart; in sixteen neighbouring
-    blocks, the offset from which a unit's share of these bytes is asked for ahead (`permute`).
+def _with_stretches(units: np.ndarray, rows: int = 1, pitch: int = 0) -> np.ndarray:
+    """int64[2, rows * units]: offsets of a block's units in `rows` blocks, `pitch` bytes from one to the next; the
+    offset of the stretch of sixteen neighbouring blocks that `permute` asks for ahead with each.
     """
-    first = pitch * np.arange(len(units))[:, None]
+    first = pitch * np.arange(rows)[:, None]
     return np.stack([np.ravel(first + units), np.ravel(first + LANES * units)])
 
 
@@ -282,7 +282,7 @@ class Permutation:
         nbytes, largest = self.fold * block_bytes, max(fields, key=lambda field: field.width * len(field.base))
         self._base = units(nbytes, phase=int(min(largest.base)) // 8 % 4)  # so that its words move whole
         in_group = units(rows * nbytes)
-        self._group = _with_stretches(in_group[None])
+        self._group = _with_stretches(in_group)
         of_block, row_bits = places(self._base, nbytes), 8 * UNIT * len(self._base)
         row, bit = np.divmod(bit_map(fields, rows, block_bytes), 8 * block_bytes)
         base = np.concatenate([row_bits * row + of_block[8 * block_bytes * i + bit] for i in range(self.fold)])
@@ -300,7 +300,7 @@ class Permutation:
     def _units_in_rows(self, row_bytes: int) -> np.ndarray:
         """`_with_stretches` of R base blocks under each other, from the first one's start."""
         if row_bytes not in self._in_rows:
-            made = _with_stretches(np.tile(self._base, (self.rows, 1)), row_bytes)
+            made = _with_stretches(self._base, self.rows, row_bytes)
             self._in_rows.setdefault(row_bytes, made)  # another thread's stays: a function may be using its address
         return self._in_rows[row_bytes]
 
@@ -371,15 +371,10 @@ class Permutation:
         from quantkit.types.emitted.interleave import work_space
 
         in_rows, blocks = self._units_in_rows(row_bytes), (row_bytes - self.head) // self.block_bytes
+        group_bytes = self.rows * row_bytes
         sides = (
-            (rows, self.rows * row_bytes, self.block_bytes, in_rows.ctypes.data, in_rows.shape[1]),
-            (
-                groups,
-                self.rows * row_bytes,
-                self.rows * self.block_bytes,
-                self._group.ctypes.data,
-                self._group.shape[1],
-            ),
+            (rows, group_bytes, self.block_bytes, in_rows.ctypes.data, in_rows.shape[1]),
+            (groups, group_bytes, self.rows * self.block_bytes, self._group.ctypes.data, self._group.shape[1]),
         )
         source, target = sides if way.before else sides[::-1]
         space = np.empty(work_space(in_rows.shape[1] + self._group.shape[1], way.between), np.uint8)

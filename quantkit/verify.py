@@ -149,7 +149,7 @@ def _changes(record: Record, file: GGUF, source: Source | None, imatrix: Imatrix
         entry = importance_entry(record.name, imatrix)
         if entry is None:
             reasons.append("the importance matrix lacks it")
-        elif provenance.of_importance(imatrix[entry].values) != record.importance:
+        elif provenance.of_importance(imatrix[entry].values) != record.importance.partition(provenance.MOVED)[0]:
             reasons.append("its importance is another")
     return reasons
 

@@ -70,6 +70,13 @@ def quantize(
     effort: Annotated[
         str, typer.Option(metavar="E", help="What the search for codes may cost: fast, normal or best.")
     ] = "normal",
+    directions: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Move codes until errors vanish along the N directions in which inputs are largest: 4, or 0 for none.",
+        ),
+    ] = None,
     override_kv: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=TYPE:VALUE", help="Set a metadata key; TYPE int, float, bool or str. Repeatable."),
@@ -119,7 +126,7 @@ def quantize(
             "--partial-requant takes over what is in OUT, --reuse what is in another file: pass one"
         )
     from quantkit import jobs
-    from quantkit.quantize import Override
+    from quantkit.quantize import DIRECTIONS, Override
     from quantkit.quantize import quantize as run
     from quantkit.types import effort_level
 
@@ -153,6 +160,7 @@ def quantize(
             hide_imatrix=hide_imatrix,
             overrides=overrides,
             effort=effort,
+            directions=DIRECTIONS if directions is None else directions,
             threads=threads or _positive(thread_count),
             split_max_bytes=size,
             split_max_tensors=split_max_tensors,

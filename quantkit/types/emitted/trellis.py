@@ -73,12 +73,12 @@ def _laid_out(points: np.ndarray) -> np.ndarray:
 
 
 @kernel(inline="always")
-def _address(array):
+def address(array):
     return np.int64(array.ctypes.data)
 
 
 @part
-def _find(scores, most):
+def find(scores, most):
     """The first of float32 scores, a multiple of 64, that is at least `most`; there is one."""
     first = 0
     while True:
@@ -95,12 +95,12 @@ def _assign(points, centroids, nearest):
     chunks = len(centroids)
     u, t = np.ones(group, np.int16), np.empty(group, np.int16)
     space = np.empty((3, 16 * chunks), np.float32)
-    at, a, b, scores = _address(centroids), _address(space[0]), _address(space[1]), _address(space[2])
+    at, a, b, scores = address(centroids), address(space[0]), address(space[1]), address(space[2])
     for i in range(count):
         for j in range(group):
             t[j] = points[i, j]
-        measure(4, at, chunks, _address(u), _address(t), a, b)
-        nearest[i] = _find(scores, score(a, b, chunks, np.float32(2), np.float32(1), 1, scores))
+        measure(4, at, chunks, address(u), address(t), a, b)
+        nearest[i] = find(scores, score(a, b, chunks, np.float32(2), np.float32(1), 1, scores))
 
 
 def _clusters(table: np.ndarray, count: int) -> tuple[np.ndarray, ...]:
@@ -179,8 +179,33 @@ class Row(NamedTuple):
     by: np.ndarray  # float32[groups, 2]: what makes sum w v^2 of A and 2 sum w x v of B
 
 
+def scratch_for(kind: Kind, index: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+    """What a `Space` points into: scores and sums, those of centroids, runs, nodes."""
+    count = index[2].shape[1]
+    return (np.empty((3, count + 64), np.float32), np.empty((4, 2, kind.clusters), np.float32),
+            np.empty((count // 16 + 1, 2), np.int64), np.empty(_NODES, np.int64))  # fmt: skip
+
+
 @part
-def _round_weights(group, row):
+def space_of(scratch, index):
+    coarse, points, _, firsts, _ = index
+    scores, near, runs, nodes = scratch
+    return Space(
+        address(scores[0]), address(scores[1]), address(scores[2]), address(runs), address(nodes),
+        address(near), address(coarse), address(points), address(firsts),
+    )  # fmt: skip
+
+
+@part
+def row_of(n, group):
+    return Row(
+        np.empty(n, np.float32), np.empty(n, np.float32),
+        np.zeros((n // group, 4, 8), np.int16), np.empty((n // group, 2), np.float32),
+    )  # fmt: skip
+
+
+@part
+def round_weights(group, row):
     """Integer weights of all groups."""
     for g in range(len(row.by)):
         x, w, ints = row.x[group * g : group * g + group], row.w[group * g : group * g + group], row.ints[g]
@@ -254,26 +279,26 @@ def _look_in_boxes(space, table, ints, rank):
 
 
 @part
-def _look(kind, space, row, g, table, s, rank):
+def look(kind, space, row, g, table, s, rank):
     """Measure the points of group g that are worth it under scale s; how many chunks of 16."""
     group, ints = kind.group, row.ints[g]
     if group == 8:
         near = space.near + 8 * kind.clusters * (g % 4)
         twice, square = s * row.by[g, 1], s * s * row.by[g, 0]
-        return _look_in_clusters(space, near, _address(ints), kind.clusters, twice, square, rank)
+        return _look_in_clusters(space, near, address(ints), kind.clusters, twice, square, rank)
     inverse = np.float32(1) / s
     for j in range(group):
         z = min(max(row.x[group * g + j] * inverse, -_FURTHEST), _FURTHEST)
         ints[3, j] = np.int16(np.floor(z + np.float32(0.5)))
-    return _look_in_boxes(space, table, _address(ints), rank)
+    return _look_in_boxes(space, table, address(ints), rank)
 
 
 @part
-def _ask_centroids(kind, space, row, groups):
+def ask_centroids(kind, space, row, groups):
     """A and B of all centroids under the weights of a sub-block's groups."""
     if kind.group == 8:
         for g in groups:
-            ints, a = _address(row.ints[g]), space.near + 8 * kind.clusters * (g % 4)
+            ints, a = address(row.ints[g]), space.near + 8 * kind.clusters * (g % 4)
             measure(4, space.coarse, kind.clusters // 16, ints, ints + 16, a, a + 4 * kind.clusters)
 
 
@@ -307,7 +332,7 @@ def _profile(kind, space, row, s, own, factors, gains):
     """Fill the gains of sub-block s."""
     each, count = 32 // kind.group, kind.scales
     groups = range(each * s, each * s + each)
-    _ask_centroids(kind, space, row, groups)
+    ask_centroids(kind, space, row, groups)
     gains[:] = np.float32(0)
     for way in range(0, 2 * kind.tables, 1 + kind.folded):
         sign = -own if way % 2 else own
@@ -317,8 +342,8 @@ def _profile(kind, space, row, s, own, factors, gains):
                 for k in range(8):
                     scale = sign * _tried(first + k, count)
                     factors[0, k], factors[1, k] = scale * row.by[g, 1], scale * scale * row.by[g, 0]
-                chunks = _look(kind, space, row, g, way // 2, middle, kind.rank)
-                add_largest(space.a, space.b, chunks, _address(factors), _address(gains[way, first:]))
+                chunks = look(kind, space, row, g, way // 2, middle, kind.rank)
+                add_largest(space.a, space.b, chunks, address(factors), address(gains[way, first:]))
 
 
 @part
@@ -424,14 +449,14 @@ def _match(kind, space, row, s, table, scale, names, found):
     """Find the best points of a sub-block's groups under a scale, looking at more of them; their gain."""
     total, each = np.float32(0), 32 // kind.group
     for g in range(each * s, each * s + each):
-        chunks = _look(kind, space, row, g, table, scale, kind.final_rank)
+        chunks = look(kind, space, row, g, table, scale, kind.final_rank)
         fours = (chunks + 3) // 4 * 4  # chunks are scored and looked through four at a time
         for i in range(chunks * 8, fours * 8):
             store_int(load_int(space.a), space.a + 8 * i)
             store_int(load_int(space.b), space.b + 8 * i)
         most = score(space.a, space.b, fours, scale * row.by[g, 1], scale * scale * row.by[g, 0], 1, space.scores)
         total += most
-        place, run = _find(space.scores, most), space.runs
+        place, run = find(space.scores, most), space.runs
         while load_int(run + 24) * 16 <= place:
             run += 16
         found[g - each * s] = names[table, place + 16 * (load_int(run) - load_int(run + 8))]
@@ -501,7 +526,7 @@ def _search_row(kind, steps, space, row, profiles, names, values, kept):
     _choose_ds(kind, steps, profiles, ds)
     for s in range(len(profiles.own)):
         groups = range(each * s, each * s + each)
-        _ask_centroids(kind, space, row, groups)
+        ask_centroids(kind, space, row, groups)
         for k in range(kind.ds):
             _hope(kind, steps, ds[k], profiles, s, hopes)
             m, table = _settle(kind, steps, space, row, s, ds[k], hopes, names, found)
@@ -519,18 +544,10 @@ def _search_row(kind, steps, space, row, profiles, names, values, kept):
 @kernel
 def _search(x, importance, kind, largest, steps, index, scratch, d, numbers, multipliers, tables):
     """`search`, given space whose addresses stay good as the caller holds it."""
-    coarse, points, names, firsts, values = index
-    scores, near, runs, nodes = scratch
+    names, values = index[2], index[4]
     rows, n = x.shape
-    space = Space(
-        _address(scores[0]), _address(scores[1]), _address(scores[2]), _address(runs), _address(nodes),
-        _address(near), _address(coarse), _address(points), _address(firsts),
-    )  # fmt: skip
+    space, row = space_of(scratch, index), row_of(n, kind.group)
     factors = np.empty((2, 8), np.float32)
-    row = Row(
-        np.empty(n, np.float32), np.empty(n, np.float32),
-        np.zeros((n // kind.group, 4, 8), np.int16), np.empty((n // kind.group, 2), np.float32),
-    )  # fmt: skip
     profiles = Profiles(
         np.empty(n // 32, np.float32), np.empty(n // 32, np.float32),
         np.zeros((n // 32, 2 * kind.tables, kind.scales), np.float32),
@@ -551,7 +568,7 @@ def _search(x, importance, kind, largest, steps, index, scratch, d, numbers, mul
             for j in range(n):
                 row.x[j] = abs(x[i, j] / unit) if kind.folded else x[i, j] / unit
             given = weigh(row.x, importance, row.w)
-            _round_weights(kind.group, row)
+            round_weights(kind.group, row)
             _profile_row(kind, space, row, np.float32(1) / largest[1 if given else 0], factors, profiles)
             fitted, k, c = _search_row(kind, steps, space, row, profiles, names, values, kept)
             if k >= 0:
@@ -567,7 +584,5 @@ def search(
 
     `largest` is float32[2], the type's without and with importance; `index` is what `build` returned.
     """
-    count = index[2].shape[1]
-    scratch = (np.empty((3, count + 64), np.float32), np.empty((4, 2, kind.clusters), np.float32),
-               np.empty((count // 16 + 1, 2), np.int64), np.empty(_NODES, np.int64))  # fmt: skip
+    scratch = scratch_for(kind, index)
     _search(x, importance, kind, largest, steps, index, scratch, d, numbers, multipliers, tables)

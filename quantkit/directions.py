@@ -8,11 +8,15 @@ it, attn_output and ffn_down above all. The inputs of those are nearly independe
     input of a reader     ~  norm's weight * state / its size
 
 So the second moments of the state are the sum of W diag(q) W^T, and their first few eigenvectors, behind the norm's
-weight, are where inputs are large: in SmolLM2 half of all that inputs hold lies along four of them, that text or
-another. Embeddings add little and are left out, and so is all of W diag(sqrt q) but its largest columns, COLUMNS of
-them: what makes a direction large is a few neurons that write much. The sum of squares, which would have the square of
-the width, is kept as F F^T, F float64[width, RANK at most]: with new columns C beside it, the first right singular
-vectors of [F, C] give the next F.
+weight, are where inputs are large. In a model whose axes are its own these are a few columns, which the importance of
+the columns tells as well: then there is nothing to gain, and none are given. Where the axes were turned (QuaRot,
+SpinQuant, SmolLM2 embedded into wider rows), every column is as important as any other, and half of all that inputs
+hold lies along four directions, of this text or another (benchmarks/RESULTS.md, "Directions of inputs").
+
+Embeddings add little and are left out, and so is all of W diag(sqrt q) but its largest columns, COLUMNS of them: what
+makes a direction large is a few neurons that write much. The sum of squares, which would have the square of the width,
+is kept as F F^T, F float64[width, RANK at most]: with new columns C beside it, the first right singular vectors of
+[F, C] give the next F.
 
 Of experts those are read that saw most, `EXPERTS` in a layer; a token's experts share it evenly, for all one knows.
 Entries are rounded to 2^-14: what one CPU sums otherwise than another must not make other files.
@@ -37,6 +41,7 @@ COUNT = 4  # directions of each matrix
 COLUMNS = 32
 RANK = 64
 EXPERTS = 16
+SPREAD = 1 / 16  # of all columns: a largest direction over fewer, by 1 / sum v^4, is no news beside their importance
 _GRID = 2.0**14
 
 _STATE = ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_gate", "attn_q_a", "attn_kv_a_mqa",
@@ -85,7 +90,8 @@ def find(
 ) -> dict[str, np.ndarray]:
     """float32[count, n], orthonormal rows, of those of `wanted` that read the state behind writers that are known.
 
-    Without an importance matrix all columns count alike. A matrix that it should know and does not is left out.
+    None where the largest lies in a few columns (SPREAD). Without an importance matrix all inputs of writers count
+    alike; a writer that an importance matrix lacks is left out.
     DataError names tensor, row and column of a weight that is not finite.
     """
     blocks = list(halves(tensors))
@@ -98,7 +104,8 @@ def find(
         for half in blocks:
             if state.factor is not None and (readers := wanted.intersection(half.readers)):
                 shared = state.directions(half.norm, count)
-                found.update((name, shared) for name in readers)
+                if shared is not None:
+                    found.update((name, shared) for name in readers)
             if half is not blocks[-1]:
                 for name in half.writers:
                     state.add(name, half.after, bar)
@@ -122,11 +129,14 @@ class _State:
         matrices, rows, n = self._shape(name)
         return 2 * min(matrices, EXPERTS) * rows * n
 
-    def directions(self, norm: str, count: int) -> np.ndarray:
-        """float32[count, width]: the first left singular vectors of F behind a norm."""
+    def directions(self, norm: str, count: int) -> np.ndarray | None:
+        """float32[count, width]: the first left singular vectors of F behind a norm, unless they lie in few columns."""
         assert self.factor is not None
         left = _turned(self._gain(norm)[:, None] * self.factor, count)
         left /= np.maximum(np.linalg.norm(left, axis=0), np.finfo(np.float64).tiny)
+        fourth = float((left[:, 0] ** 4).sum())
+        if fourth == 0 or 1 / fourth < SPREAD * len(left):
+            return None
         return (np.rint(left.T * _GRID) / _GRID).astype(np.float32)
 
     def add(self, name: str, after: str | None, bar: Bar) -> None:

@@ -162,7 +162,21 @@ def test_weights_of_nothing_are_no_directions(rng):
     for name in ("attn_output", "ffn_down"):
         tensors[f"blk.0.{name}.weight"].values[:] = 0
     found = directions.find(tensors, {}, None, set(tensors))
-    assert not any(v.any() for name, v in found.items() if name.startswith(("blk.0", "blk.1.attn")))
+    assert set(found) == {"blk.1.ffn_gate.weight", "blk.1.ffn_up.weight"}
+
+
+def test_few_large_columns_are_the_importances_affair(rng):
+    """Axes of a model's own, of which one is large, and the same model turned."""
+    tensors = model(rng, 2)
+    for name in ("attn_output", "ffn_down"):
+        tensors[f"blk.0.{name}.weight"].values[5] *= 100
+    assert directions.find(tensors, {}, None, {"blk.1.attn_q.weight"}) == {}
+    turned = np.linalg.qr(rng.standard_normal((WIDTH, WIDTH)))[0].astype(np.float32)
+    for name in ("attn_output", "ffn_down"):
+        tensors[f"blk.0.{name}.weight"].values[:] = turned @ tensors[f"blk.0.{name}.weight"].values
+    tensors["blk.1.attn_norm.weight"].values[:] = 1
+    found = directions.find(tensors, {}, None, {"blk.1.attn_q.weight"})["blk.1.attn_q.weight"]
+    assert abs(float(found[0] @ turned[:, 5])) > 0.99
 
 
 # ------------------------------------------------------------------------------------------------------------- in files

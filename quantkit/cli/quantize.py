@@ -74,7 +74,8 @@ def quantize(
         int | None,
         typer.Option(
             metavar="N",
-            help="Move codes until errors vanish along the N directions in which inputs are largest: 4, or 0 for none.",
+            help="Where a model's axes were turned: move codes until errors vanish along the N directions in which "
+            "inputs are largest. 4 unless told; 0: do not.",
         ),
     ] = None,
     override_kv: Annotated[

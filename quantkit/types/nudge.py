@@ -1,8 +1,9 @@
 """Moving a few codes of encoded rows so that their errors vanish where inputs are large.
 
-An encoder minimises sum w e^2, e = y - x: as if the columns of inputs were independent. They are not: half of what the
-inputs of a matrix hold lies along a few directions, which the model's own weights tell (quantkit/directions.py). With
-the rows of V, float32[k, n], orthonormal, being such directions, the error of a product is more nearly
+An encoder minimises sum w e^2, e = y - x: as if the columns of inputs were independent. Where the axes of a model were
+turned they are not: half of what the inputs of a matrix hold may lie along a few directions, which the model's own
+weights tell (quantkit/directions.py). With the rows of V, float32[k, n], orthonormal, being such directions, the error
+of a product is more nearly
 
     J = sum w e^2 + t (sum w / k) |V e|^2
 

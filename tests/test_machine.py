@@ -58,6 +58,7 @@ def house(tmp_path: Path) -> Path:
 def begin(house: Path, **more: str) -> subprocess.Popen[str]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("NUMBA_CPU")}
     environment = clean | {"PYTHONPATH": str(house), "QUANTKIT_CACHE_DIR": str(house / "cache")} | more
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # of edits of one size in one second Python's own cache knows nothing
     return subprocess.Popen(
         [sys.executable, "-c", SCRIPT], env=environment, stdout=subprocess.PIPE, text=True, cwd=house
     )

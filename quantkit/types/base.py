@@ -175,15 +175,11 @@ class QuantType:
     @property
     def nudges(self) -> bool:
         """Whether codes can be moved for directions of inputs (`nudge`)."""
-        from quantkit.types.codes import codes_of
-
-        return self.uses_imatrix and not self.exact_codes and codes_of(self) is not None
+        return self.uses_imatrix and not self.exact_codes and _nudging().codes_of(self) is not None
 
     def nudge_rows(self, x: np.ndarray, weights: np.ndarray, directions: np.ndarray, data: np.ndarray) -> None:
         """Lower the errors of encoded rows along `directions`, in place, if codes of this type can be moved."""
-        from quantkit.types.nudge import nudge
-
-        nudge(self, x, weights, directions, data)
+        _nudging().nudge(self, x, weights, directions, data)
 
     def dequantize(
         self,
@@ -224,6 +220,11 @@ class QuantType:
     def _check_rows(self, rows: int) -> None:
         if rows % self.interleave:
             raise DataError(f"{self.name}: {rows} rows are not a multiple of the {self.interleave} it interleaves")
+
+
+def _nudging() -> Any:
+    """The module, by no import that `jit` would see: kernels of all types would depend on its source."""
+    return importlib.import_module(f"{__package__}.nudge")
 
 
 def _as_float32(values: Any) -> np.ndarray:

@@ -49,6 +49,7 @@ def codes_of(kind: QuantType) -> Codes | None:
     return Codes(kind.row_meta_bytes, kind.block_bytes, runs, int(runs[0, 0, 2]).bit_length(), above, below)
 
 
+@functools.cache
 def _block(kind: QuantType) -> np.ndarray:
     """uint8[_PROBES, row bytes]: rows of one block, with scales of no special value."""
     x = np.random.RandomState(1).standard_normal((_PROBES, kind.block_size)).astype(np.float32)
@@ -125,12 +126,21 @@ def step(data, moves, codes):
     """Move codes of uint8[rows, row bytes], in place: to the next value where int8[rows, n] is 1, back where -1."""
     size = len(codes.runs)
     for row in range(len(data)):
-        for j in range(moves.shape[1]):
-            if moves[row, j] != 0:
-                block, runs = data[row, codes.header + j // size * codes.block_bytes :], codes.runs[j % size]
-                code = np.int64(block[runs[0, 0]]) >> runs[0, 1] & runs[0, 2]
-                code |= (np.int64(block[runs[1, 0]]) >> runs[1, 1] & runs[1, 2]) << codes.low
-                moved = np.int64(codes.above[code] if moves[row, j] > 0 else codes.below[code])
-                for i in range(2):
-                    byte, shift, mask = runs[i]
-                    block[byte] = block[byte] & (255 - (mask << shift)) | (moved >> codes.low * i & mask) << shift
+        eights = moves[row].view(np.int64)  # most are all 0
+        for first in range(0, moves.shape[1], 8):
+            if eights[first // 8] == 0:
+                continue
+            for j in range(first, first + 8):
+                if moves[row, j] != 0:
+                    _move(data[row, codes.header + j // size * codes.block_bytes :], j % size, moves[row, j], codes)
+
+
+@kernel
+def _move(block, j, move, codes):
+    runs = codes.runs[j]
+    code = np.int64(block[runs[0, 0]]) >> runs[0, 1] & runs[0, 2]
+    code |= (np.int64(block[runs[1, 0]]) >> runs[1, 1] & runs[1, 2]) << codes.low
+    moved = np.int64(codes.above[code] if move > 0 else codes.below[code])
+    for i in range(2):
+        byte, shift, mask = runs[i]
+        block[byte] = block[byte] & (255 - (mask << shift)) | (moved >> codes.low * i & mask) << shift

@@ -220,6 +220,15 @@ def test_files_hold_what_types_make_of_them(rng, tmp_path):
     assert verify.verify(usual, source=source, imatrix=matrix).rerun is True
 
 
+def test_a_file_without_importance_needs_none_to_be_verified(rng, tmp_path):
+    source = quantkit.open(write(tmp_path / "in.gguf", model(rng, 2)))
+    plan = recipe.plan(source.tensors.values(), "Q4_0", metadata=source.metadata)
+    quantize(source, tmp_path / "out.gguf", plan)
+    out = quantkit.open(tmp_path / "out.gguf")
+    assert any(r.importance.startswith("-+") for r in provenance.records(out.metadata).values())
+    assert verify.verify(out, source=source).rerun is True
+
+
 def test_the_command(rng, tmp_path, capsys):
     path, out = write(tmp_path / "in.gguf", model(rng, 2)), tmp_path / "out.gguf"
     assert main(["quantize", str(path), str(out), "Q4_0", "--directions", "2"]) == 0

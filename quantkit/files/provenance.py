@@ -84,6 +84,11 @@ class Record:
         parts = line.rsplit(" ", 5)
         return cls(*parts) if len(parts) == 6 else None
 
+    @property
+    def weighed(self) -> str:
+        """The importance alone, without the directions that codes were moved for."""
+        return self.importance.partition(MOVED)[0]
+
     def hidden(self) -> Record:
         """The record without a trace of which importance it was."""
         return self if self.importance == NONE else replace(self, importance=HIDDEN)

@@ -21,10 +21,11 @@ from quantkit.cli._planning import (
     print_plan,
     require_clean,
 )
+from quantkit.cli._positional import default_out
+from quantkit.cli._positional import read as read_positional
 from quantkit.cli._shared import (
     Json,
     KeepSplit,
-    Out,
     SplitMaxSize,
     SplitMaxTensors,
     Threads,
@@ -52,13 +53,20 @@ def quantize(
             show_default=False,
         ),
     ],
-    out: Out,
+    out: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="OUT",
+            help="The file to write; without it ggml-model-TYPE.gguf in the folder of IN.",
+            show_default=False,
+        ),
+    ] = None,
     file_type: Annotated[
         str | None,
         typer.Argument(metavar="TYPE", help="File type, as Q4_K_M, its number, or COPY.", show_default=False),
     ] = None,
     thread_count: Annotated[
-        int | None, typer.Argument(metavar="THREADS", help="As --threads.", show_default=False)
+        str | None, typer.Argument(metavar="THREADS", help="As --threads.", show_default=False)
     ] = None,
     plan: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Types as `quantkit plan --json` wrote them; no TYPE then.")
@@ -132,13 +140,15 @@ def quantize(
     from quantkit.types import effort_level
 
     effort_level(effort)  # refused before anything is read
+    positional = read_positional((out, file_type, thread_count))
+    thread_limit = _thread_limit(threads, positional.threads)
     model = open_source(source, not dry_run, pre)
     if model.file is None and not dry_run:
         raise QuantkitError(f"{source}: there are no weights in it; pass the directory that it lies in, or a GGUF file")
     matrix = asked.read_imatrix()
     overrides = [Override.parse(text) for text in override_kv or []]
     size = split_limit(split_max_size, split_max_tensors, keep_split)
-    made = _plan(asked, file_type, plan, model, matrix)
+    made = _plan(asked, positional.file_type, plan, model, matrix)
     made.require_codecs()
     budget = asked.budget(made, model.metadata)
     if strict:
@@ -146,6 +156,9 @@ def quantize(
     if not json:
         print_left_out(getattr(model.file, "left_out", {}))
         print_plan(made, verbose, budget)
+    path = positional.out or default_out(source, made.file_type.name)
+    if positional.out is None and not json:
+        print(f"no OUT is given: the output is {path}")
     if dry_run or model.file is None:
         if json:
             print_json(document(made, budget))
@@ -154,7 +167,7 @@ def quantize(
     try:
         written = run(
             model.file,
-            out,
+            path,
             made,
             imatrix=matrix,
             imatrix_file=str(asked.imatrix or ""),
@@ -162,7 +175,7 @@ def quantize(
             overrides=overrides,
             effort=effort,
             directions=DIRECTIONS if directions is None else directions,
-            threads=threads or _positive(thread_count),
+            threads=thread_limit,
             split_max_bytes=size,
             split_max_tensors=split_max_tensors,
             keep_split=keep_split,
@@ -173,7 +186,7 @@ def quantize(
             say=(lambda line: None) if json else print,
         )
     except BaseException:
-        _tell_unfinished(out)
+        _tell_unfinished(path)
         raise
     _report(made, written, time.perf_counter() - started, json)
 
@@ -204,9 +217,11 @@ def _tell_unfinished(out: Path) -> None:
         )
 
 
-def _positive(threads: int | None) -> int | None:
-    """Zero and less mean all CPUs, as in the reference."""
-    return threads if threads and threads > 0 else None
+def _thread_limit(option: int | None, positional: int | None) -> int | None:
+    """The threads of --threads or THREADS; zero and less of the latter mean all CPUs, as in llama-quantize."""
+    if option is not None and positional is not None and option != positional:
+        raise typer.BadParameter(f"THREADS is {positional} and --threads {option}; drop one of them")
+    return option or (positional if positional and positional > 0 else None)
 
 
 def _report(plan: Plan, written: Written, seconds: float, json: bool) -> None:

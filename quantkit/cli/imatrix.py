@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,9 +79,16 @@ def imatrix(
         list[Path] | None, typer.Option("--in-file", help="Importance matrix to begin with; may be repeated.")
     ] = None,
     output_frequency: Annotated[
-        int, typer.Option("--output-frequency", "-ofreq", help="Save after so many chunks each.", min=1)
+        int,
+        typer.Option(
+            "--output-frequency", "-ofreq", help="Save to OUTPUT.resume and OUTPUT.partial every N chunks.", min=1
+        ),
     ] = 10,
-    restart: Annotated[bool, typer.Option("--restart", help="Begin anew where an interrupted run was saved.")] = False,
+    save_frequency: Annotated[
+        int,
+        typer.Option("--save-frequency", help="Keep a copy as OUTPUT.at_CHUNKS every N chunks; 0: none.", min=0),
+    ] = 0,
+    restart: Annotated[bool, typer.Option("--restart", help="Discard what an interrupted run saved.")] = False,
     batch_size: Batch = 2048,
     numerics: Numerics = "exact",
     threads: Threads = None,
@@ -90,24 +98,24 @@ def imatrix(
     """Collect an importance matrix: what enters each column of each weight, in the mean square, over a text.
 
     Of models with experts every expert has its own. With --chat texts are conversations: of a .jsonl file one a line,
-    with "messages" of "role" and "content"; of other texts paragraphs in turn, user and assistant. --chunks,
-    --from-chunk and the chunks saved after are counted in each text. A run that was interrupted goes on where it was
-    last saved, in OUTPUT.resume, when the same command is given again, and ends with the same bytes. `quantkit imatrix
-    show FILE` tells what a matrix holds and which experts saw too little; `imatrix merge` makes one of several,
-    `imatrix convert` gives it the other form.
+    with "messages" of "role" and "content"; of other texts paragraphs in turn, user and assistant. --chunks and
+    --from-chunk are counted in each text, --output-frequency and --save-frequency over all. OUTPUT appears when the run
+    is complete. An interrupted run leaves OUTPUT.resume, from which the same command resumes and ends with the same
+    bytes, and OUTPUT.partial, the importance matrix of the chunks so far. `quantkit imatrix show FILE` tells what a
+    matrix holds and which experts saw too little; `imatrix merge` makes one of several, `imatrix convert` gives it the
+    other form.
     """
     from quantkit.evaluate import imatrix as collecting
     from quantkit.evaluate.text import chunked
     from quantkit.files import gguf
     from quantkit.files import imatrix as files
-    from quantkit.files.atomic import check_outputs
 
     texts = list(file or [])
     if not texts:
         raise QuantkitError("imatrix needs a text: pass one with -f FILE")
     files.check_policy(missing_experts)
     weights = _numbers("--shares", shares, len(texts))
-    check_outputs([output], [*gguf.open(model).paths, *texts])
+    _check_names(output, [*gguf.open(model).paths, *texts], in_file or [], save_frequency)
     before = [files.read(path) for path in in_file or []]
     if any(matrix.chunk_size == 0 for matrix in before):
         print(_UNCOUNTED, file=sys.stderr)
@@ -121,19 +129,19 @@ def imatrix(
         "batch": batch_size, "chat": chat, "each": [len(cut) for cut in cuts],
     }  # fmt: skip
     run = collecting.fingerprint([*gguf.open(model).paths, *texts, *(in_file or [])], settings)
-    keeper = _Keeper(output, run, cuts, weights, before, missing_experts, output_frequency, restart)
-    keeper.early = output.resolve() not in [path.resolve() for path in in_file or []]
+    keeper = _Keeper(output, run, cuts, weights, before, missing_experts, output_frequency, save_frequency, restart)
     started = time.monotonic()
     parts, scored = [], {}
     for number, cut in enumerate(cuts):
         progress = keeper.text(number, process_output)
         about = f"importance matrix over {len(cut)} chunks of {ctx_size} tokens of {cut.source}, batch {batch_size}"
         print(about, file=sys.stderr)
-        part, ppl = collecting.collect(
-            loaded, cut, process_output=process_output, with_perplexity=not no_ppl, n_batch=batch_size,
-            on_chunk=_shown(Running(len(cut) - progress.done, ctx_size, batch_size), progress.done, json),
-            on_batch=functools.partial(keeper.batch, number), progress=progress,
-        )  # fmt: skip
+        with keeper.interrupted():
+            part, ppl = collecting.collect(
+                loaded, cut, process_output=process_output, with_perplexity=not no_ppl, n_batch=batch_size,
+                on_chunk=_shown(Running(len(cut) - progress.done, ctx_size, batch_size), progress.done, json),
+                on_batch=functools.partial(keeper.batch, number), progress=progress,
+            )  # fmt: skip
         parts.append(part)
         if ppl:
             scored[cut.source] = {"ppl": ppl.value, "ppl_error": ppl.error}
@@ -166,35 +174,43 @@ def _require_fit(path: Path, matrix: Imatrix, model: Path) -> None:
 
 
 class _Keeper:
-    """Saves a run beside its output, takes it up again, and writes the output."""
+    """Saves a run beside its output, resumes it, and writes the output.
+
+    OUTPUT.resume    the run's state, after every `every` chunks and where a text ends
+    OUTPUT.partial   the importance matrix of the chunks so far, written with it; both go when OUTPUT is written
+    OUTPUT.at_N      with `copies`, the matrix of the first N chunks, as llama-imatrix names it; these stay
+    """
 
     def __init__(
         self, output: Path, run: str, cuts: Sequence[Chunks], shares: list[float] | None, before: Sequence[Imatrix],
-        policy: str, every: int, restart: bool,
+        policy: str, every: int, copies: int, restart: bool,
     ):  # fmt: skip
         from quantkit.evaluate.imatrix import Saved
 
         self.output, self.cuts, self.shares, self.before = output, cuts, shares, list(before)
-        self.policy, self.every = policy, every
-        self.path = output.with_name(f"{output.name}.resume")
+        self.policy, self.every, self.copies = policy, every, copies
+        self.path, self.partial = _beside(output, "resume"), _beside(output, "partial")
         self.saved = Saved(run)
-        self.early = True  # whether the output is written on the way: not where it is what the run began with
-        self._last = (0, 0)  # text and chunks when it was saved last
         if self.path.exists() and not restart:
-            self.saved = self._taken_up(run)
+            self.saved = self._resumed(run)
+        self._seen = self.done
 
-    def _taken_up(self, run: str) -> Saved:
+    @property
+    def done(self) -> int:
+        """Chunks of all texts that were measured."""
+        return sum(text.done for text in self.saved.texts)
+
+    def _resumed(self, run: str) -> Saved:
         from quantkit.evaluate.imatrix import Saved
 
         saved = Saved.load(self.path)
         if saved.run != run:
             raise QuantkitError(
                 f"{self.path}: saved by a run of another model, text, version or options; give the same command again "
-                "to go on with it, or begin anew with --restart"
+                "to resume it, or discard it with --restart"
             )
-        done = [text.done for text in saved.texts]
-        print(f"{self.path}: going on behind {' and '.join(map(str, done))} chunks", file=sys.stderr)
-        self._last = len(done) - 1, done[-1]
+        done = " and ".join(str(text.done) for text in saved.texts)
+        print(f"{self.path}: resumed after {done} chunks", file=sys.stderr)
         return saved
 
     def text(self, number: int, process_output: bool) -> Progress:
@@ -206,38 +222,87 @@ class _Keeper:
         return self.saved.texts[number]
 
     def batch(self, number: int, state: Progress) -> None:
-        """Save where enough chunks were done since, or a text ends, and write the matrix so far."""
-        since = state.done - (self._last[1] if self._last[0] == number else 0)
-        end = state.done == len(self.cuts[number])
-        if (end and number + 1 == len(self.cuts)) or (since < self.every and not end):
-            return
-        self.saved.save(self.path)
-        self._last = number, state.done
-        if self.early and self.policy != "error":  # experts may lack tokens that are still to come
-            parts = [t.collector.result(c.source, c.n_ctx) for t, c in zip(self.saved.texts, self.cuts)]
-            self._write(parts)
+        """Save what is due after a batch: a copy, the state, the matrix so far."""
+        before, self._seen = self._seen, self.done
+        if self.copies and self._seen // self.copies > before // self.copies:
+            self._write_so_far(_beside(self.output, f"at_{self._seen}"))
+        ended = state.done == len(self.cuts[number])
+        if ended and number + 1 == len(self.cuts):
+            return  # the output is next
+        if ended or self._seen // self.every > before // self.every:
+            self.saved.save(self.path)
+            self._write_so_far(self.partial)
 
-    def _write(self, parts: list[Imatrix]) -> Imatrix:
+    def _write_so_far(self, path: Path) -> None:
+        """The matrix of what was measured; none where it may not lack experts, whose tokens may still come."""
+        parts = [text.collector.result(cut.source, cut.n_ctx) for text, cut in zip(self.saved.texts, self.cuts)]
+        made = self._made(parts)
+        if self.policy == "error" and any(entry.missing for entry in made.entries.values()):
+            print(f"{path}: not written, experts lack tokens so far (--missing-experts error)", file=sys.stderr)
+            return
+        self._write(path, made)
+
+    def _made(self, parts: Sequence[Imatrix]) -> Imatrix:
         from quantkit.evaluate.imatrix import pooled
-        from quantkit.files import imatrix as files
+        from quantkit.files.imatrix import merge
 
         made = pooled(parts, self.shares[: len(parts)] if self.shares else None)
-        result = files.fill_missing(files.merge([*self.before, made]) if self.before else made, self.policy)
-        files.write(self.output, result)
+        return merge([*self.before, made]) if self.before else made
+
+    def _write(self, path: Path, made: Imatrix) -> Imatrix:
+        from quantkit.files import imatrix as files
+
+        result = files.fill_missing(made, self.policy)
+        files.write(path, result, files.form_of(self.output))
         return result
 
     def finish(self, parts: list[Imatrix]) -> Imatrix:
-        """Write the matrix of all texts; what was saved is done with. Where it may not be written all is saved."""
+        """Write the matrix of all texts and remove what was saved. Where it cannot be written the state is saved."""
         try:
-            result = self._write(parts)
+            result = self._write(self.output, self._made(parts))
         except QuantkitError as error:
             self.saved.save(self.path)
             raise QuantkitError(
-                f"{error}; what was measured is kept in {self.path}: the command goes on from there with another "
-                "--missing-experts, and begins anew with --restart"
+                f"{error}; what was measured is kept in {self.path}: mend this and give the command again, "
+                "--missing-experts may be another; --restart discards it"
             ) from None
         self.path.unlink(missing_ok=True)
+        self.partial.unlink(missing_ok=True)
         return result
+
+    @contextlib.contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Say, where the run is interrupted, what of it is saved and under which names."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self.path.exists():
+                matrix = f", their importance matrix is {self.partial}" if self.partial.exists() else ""
+                print(
+                    f"\n{self.path}: has the chunks that were saved{matrix}; the same command resumes it",
+                    file=sys.stderr,
+                )
+            raise
+
+
+def _beside(output: Path, what: str) -> Path:
+    """A file beside the output: its name, a dot and what this one is."""
+    return output.with_name(f"{output.name}.{what}")
+
+
+def _check_names(output: Path, inputs: Sequence[Path], in_files: Sequence[Path], copies: int) -> None:
+    """QuantkitError, before the run, where a file that it writes is one that it reads.
+
+    The output itself may be an --in-file: it is written when all is done. What is saved on the way is not.
+    """
+    from quantkit.files.atomic import check_outputs
+
+    check_outputs([output], inputs)
+    check_outputs([_beside(output, "resume"), _beside(output, "partial")], [*inputs, *in_files])
+    taken = _beside(output.resolve(), "at_").name
+    for path in in_files if copies else ():
+        if path.resolve().parent == output.resolve().parent and path.resolve().name.startswith(taken):
+            raise QuantkitError(f"{path}: --save-frequency writes files of such names; rename it, or the output")
 
 
 def _report(

@@ -139,10 +139,18 @@ def publish(files: Sequence[AtomicFile], durable: bool = True) -> None:
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """`with writing(path) as stream:` for a file that is written in one go."""
+    """`with writing(path) as stream:` for a file that is written in one go.
+
+    An OSError that names no file is that of the stream, whose disk may be full: it becomes a QuantkitError.
+    """
     file = AtomicFile(path)
     try:
-        yield file.stream
+        try:
+            yield file.stream
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            raise QuantkitError(f"{file.path}: cannot write: {error.strerror or error}") from error
         publish([file])
     finally:
         file.discard()

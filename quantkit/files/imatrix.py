@@ -187,8 +187,13 @@ def _read_entry(cursor: _Cursor) -> Entry:
 # --------------------------------------------------------------------------------------------------------------- write
 
 
-def write(path: str | os.PathLike[str], imatrix: Imatrix) -> None:
-    """Write an importance matrix, atomically: in GGUF form where the name ends in .gguf, else the legacy one.
+def form_of(path: str | os.PathLike[str]) -> str:
+    """The form that a file of this name gets: "gguf" where it ends so, else "legacy"."""
+    return "gguf" if Path(path).suffix == ".gguf" else "legacy"
+
+
+def write(path: str | os.PathLike[str], imatrix: Imatrix, form: str = "") -> None:
+    """Write an importance matrix, atomically, as "gguf" or "legacy"; by default what its name says (`form_of`).
 
     The same matrix gives the same bytes. DataError for values that no reader could use, among them those of experts
     that saw nothing and were not filled in.
@@ -198,7 +203,7 @@ def write(path: str | os.PathLike[str], imatrix: Imatrix) -> None:
     for name, entry in imatrix.entries.items():
         if not (np.isfinite(entry.values) & (entry.values >= 0)).all():
             raise DataError(f"{path}: entry {name!r} holds values that are negative or not finite")
-    if Path(path).suffix == ".gguf":
+    if (form or form_of(path)) == "gguf":
         from quantkit.files import imatrix_gguf
 
         imatrix_gguf.write(path, imatrix)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -259,16 +263,129 @@ def test_killed_and_run_again(run, model, golden, tmp_path) -> None:
     assert not resume.exists()
 
 
-def test_a_run_that_ends_where_it_began(run, model, text, tmp_path, monkeypatch) -> None:
-    """--in-file is the output, too: it stays what it was until the end, or a run taken up again would add to itself."""
-    args = ("imatrix", model, "-f", text, "-c", CTX, "--chunks", 3, "-b", CTX, "-ofreq", 1, "--no-ppl")
+@pytest.fixture
+def prose(tmp_path: Path) -> Path:
+    """A text that needs no other files."""
+    path = tmp_path / "prose.txt"
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "a",
+        "lazy",
+        "dog",
+        "while",
+        "wizards",
+        "box",
+        "in",
+        "rain",
+    ]
+    path.write_text(" ".join(words[(i * i + i // 7) % len(words)] for i in range(1500)))
+    return path
+
+
+def test_the_output_appears_when_the_run_is_complete(run, model, prose, tmp_path, monkeypatch, capsys) -> None:
+    """On the way the matrix has names of its own: one that is replaced, and copies that stay."""
+    out = tmp_path / "x.gguf"
+    args = ["imatrix", model, "-f", prose, "-f", prose, "-c", CTX, "-b", CTX, "--chunks", 3, "--no-ppl"]
+    options = ["-ofreq", 1, "--save-frequency", 2, "-o", out]
+    seen = []
+    real = imatrix.write
+
+    def write(path, made, form=""):
+        assert not out.exists()
+        real(path, made, form)
+        seen.append((path.name, made.chunks))
+        if seen.count(("x.gguf.partial", 4)) == 1 and len(seen) == 6:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(imatrix, "write", write)
+    assert cli.main([str(a) for a in (*args, *options)]) == 130
+    said = capsys.readouterr().err
+    assert "x.gguf.resume: has the chunks that were saved" in said
+    assert "x.gguf.partial" in said
+    names = [("partial", 1), ("at_2", 2), ("partial", 2), ("partial", 3), ("at_4", 4), ("partial", 4)]
+    assert seen == [(f"x.gguf.{name}", chunks) for name, chunks in names]
+    assert not out.exists()
+    for name, chunks in (("at_2", 2), ("at_4", 4), ("partial", 4)):
+        path = tmp_path / f"x.gguf.{name}"
+        assert path.read_bytes()[:4] == b"GGUF"
+        assert imatrix.read(path).chunks == chunks
+    monkeypatch.setattr(imatrix, "write", real)
+    run(*args, *options)
+    assert sorted(p.name for p in tmp_path.glob("x.gguf*")) == ["x.gguf", *(f"x.gguf.at_{n}" for n in (2, 4, 6))]
+    run(*args, "-o", tmp_path / "y.gguf")
+    assert out.read_bytes() == (tmp_path / "y.gguf").read_bytes() == (tmp_path / "x.gguf.at_6").read_bytes()
+    run(*args[:4], "-c", CTX, "-b", CTX, "--chunks", 2, "--no-ppl", "-o", tmp_path / "z.gguf")
+    assert (tmp_path / "z.gguf").read_bytes() == (tmp_path / "x.gguf.at_2").read_bytes()
+
+
+def test_a_run_that_ends_where_it_began(run, model, prose, tmp_path, monkeypatch) -> None:
+    """--in-file is the output, too: it stays what it was until the end, or a resumed run would add to itself."""
+    args = ("imatrix", model, "-f", prose, "-c", CTX, "--chunks", 3, "-b", CTX, "-ofreq", 1, "--no-ppl")
     run(*args, "-o", tmp_path / "a.dat")
     run(*args, "--in-file", tmp_path / "a.dat", "-o", tmp_path / "b.dat")
     written, write = [], imatrix.write
-    monkeypatch.setattr(imatrix, "write", lambda path, made: (written.append(path), write(path, made)))
+
+    def spy(path, made, form=""):
+        written.append(path.name)
+        write(path, made, form)
+
+    monkeypatch.setattr(imatrix, "write", spy)
     run(*args, "--in-file", tmp_path / "a.dat", "-o", tmp_path / "a.dat")
-    assert len(written) == 1
+    assert written == ["a.dat.partial", "a.dat.partial", "a.dat"]
     assert (tmp_path / "a.dat").read_bytes() == (tmp_path / "b.dat").read_bytes()
+    for name in ("a.dat.partial", "a.dat.at_2"):
+        (tmp_path / name).write_bytes((tmp_path / "b.dat").read_bytes())
+        more = ("--in-file", tmp_path / name, "--save-frequency", 2, "-o", tmp_path / "a.dat")
+        assert f"{name}: " in run(*args, *more, status=1)
+
+
+@pytest.mark.parametrize(("name", "limit"), [("x.dat", 20), ("x.gguf", 20), ("x.dat.resume", 10)])
+def test_a_full_disk_is_said_of_a_file(run, model, prose, tmp_path, monkeypatch, name, limit) -> None:
+    """Where the output cannot be written what was measured is kept."""
+    out = tmp_path / name.removesuffix(".resume")
+    args = ("imatrix", model, "-f", prose, "-c", CTX, "--chunks", 4, "-b", CTX, "--no-ppl", "-o", out)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def small(*_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit << 10, before[1]))
+
+    def large(*_: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    def around(real, first, last):
+        def call(*given):
+            first()
+            try:
+                return real(*given)
+            finally:
+                last()
+
+        return call
+
+    if name.endswith(".resume"):
+        monkeypatch.setattr(collecting.Saved, "save", around(collecting.Saved.save, small, large))
+        said = run(*args, "-ofreq", 2, status=1)
+    else:
+        monkeypatch.setattr(imatrix, "write", around(imatrix.write, small, large))
+        said = run(*args, status=1)
+    assert re.search(rf"{re.escape(name)}(\.partial-\d+)?: cannot write.*: File too large", said)
+    if not name.endswith(".resume"):
+        assert f"what was measured is kept in {out}.resume" in said
+        monkeypatch.undo()
+        assert "resumed after 4 chunks" in cli_err(run, *args)
+        assert out.exists()
+
+
+def cli_err(run, *args: object) -> str:
+    """What a command that succeeds says on stderr."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        run(*args)
+    return said.getvalue()
 
 
 def test_what_was_measured_is_kept_where_experts_are_missing(run, model, text, tmp_path) -> None:

@@ -2,9 +2,6 @@
 
     source tensor -> pieces of rows -> decode -> encode -> check -> writer, in order
 
-Before it, matrices that write the residual state are read for the directions along which the inputs of others are large
-(directions.py); encoders move codes until errors along these vanish.
-
 Each piece is decoded and encoded by one thread; several are in flight, and what they give is written in order. So
 memory is bounded by a constant a thread, tensors of all sizes keep all threads busy, and the bytes do not depend on how
 many there are. The output appears under its final name when it is complete; what a run that ended early has done is
@@ -23,8 +20,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from quantkit import __version__, jobs
-from quantkit.directions import COUNT as DIRECTIONS
-from quantkit.directions import find as find_directions
 from quantkit.errors import DataError, QuantkitError
 from quantkit.files import provenance
 from quantkit.files.atomic import refuse_directory, refuse_inputs
@@ -42,7 +37,6 @@ QUANTIZATION_VERSION = 2
 # Scales are f16 and never larger than the largest weight, so below this no encoding can run out of range.
 _SAFE_MAGNITUDE = 30000.0
 _FLOATS = frozenset(("f32", "f16", "bf16"))
-_DIRECTIONS = "quantkit.directions"
 _HIDDEN = "top_secret"  # the reference's word for it
 _LONGEST_TEXT = 127  # bytes that the reference's readers take of the imatrix strings
 
@@ -116,7 +110,6 @@ def quantize(
     hide_imatrix: bool = False,
     overrides: Sequence[Override] = (),
     effort: str = "normal",
-    directions: int = DIRECTIONS,
     threads: int | None = None,
     split_max_bytes: int | None = None,
     split_max_tensors: int | None = None,
@@ -132,7 +125,6 @@ def quantize(
     `imatrix` is the matrix that the plan was made with, `imatrix_file` its name for the output's metadata, which with
     `hide_imatrix` says only that there was one. `effort`
     ("fast", "normal", "best") is what the encoders' search may cost; a file remembers it where it is not normal.
-    `directions` is how many directions of each matrix's inputs codes are moved for, 0 for none; remembered likewise.
     `keep_split` makes the shards of the source.
 
     A run that ended early is gone on with, unless `fresh`. Tensors that would become what they are in `old`, or with
@@ -145,11 +137,8 @@ def quantize(
     out = Path(out)
     refuse_directory(out)
     refuse_inputs([out], source.paths)
-    along = _directions(source, plan, imatrix, directions, threads, progress)
-    metadata = output_metadata(
-        source.metadata, plan, imatrix, imatrix_file, overrides, effort, hide_imatrix, directions
-    )
-    job = jobs.Job(out, source.paths, _wanted(plan, imatrix, along, effort))
+    metadata = output_metadata(source.metadata, plan, imatrix, imatrix_file, overrides, effort, hide_imatrix)
+    job = jobs.Job(out, source.paths, _wanted(plan, imatrix, effort))
     if carries := plan.file_type.number is not None:
         _set_records(metadata, job.wanted.values(), hide_imatrix)
     specs = [TensorSpec(t.name, t.shape, t.type) for t in plan.tensors]
@@ -164,7 +153,7 @@ def quantize(
             for line in job.check(source.tensors, plan.tensors, old, threads=threads, progress=progress):
                 say(line)
             job.start(writer)
-            run = _Run(source, plan, imatrix, along, effort, job)
+            run = _Run(source, plan, imatrix, effort, job)
             pump(run.pieces(), functools.partial(run.write, writer), run.nbytes, threads=threads, progress=progress)
             job.close()
             if carries:
@@ -177,19 +166,6 @@ def quantize(
     job.end()
     size = sum(path.stat().st_size for path in paths)
     return Written(paths, size, len(plan.tensors), len(job.resumed), len(job.reused))
-
-
-def _directions(
-    source: Source, plan: Plan, imatrix: Imatrix | None, count: int, threads: int | None, progress: bool
-) -> dict[str, np.ndarray]:
-    """Directions of the inputs of the tensors that are encoded as types that can heed them."""
-    if count < 0:
-        raise QuantkitError(f"{count} directions: pass 0 for none, or how many each matrix's codes are moved for")
-    if not count:
-        return {}
-    wanted = {t.name for t in plan.tensors if not t.copied and not t.relaid and t.type.nudges}
-    return find_directions(source.tensors, source.metadata, imatrix, wanted, count=count, threads=threads,
-                           progress=progress)  # fmt: skip
 
 
 def _shards(source: Source) -> list[int]:
@@ -210,11 +186,10 @@ class _Run:
         source: Source,
         plan: Plan,
         imatrix: Imatrix | None,
-        along: Mapping[str, np.ndarray],
         effort: str,
         job: jobs.Job,
     ):
-        self._source, self._plan, self._imatrix, self._along = source, plan, imatrix, along
+        self._source, self._plan, self._imatrix = source, plan, imatrix
         self._effort, self._job = effort, job
         self._records: dict[str, provenance.Record] = dict(job.done)
         self._begun: dict[str, _Begun] = {}
@@ -262,8 +237,7 @@ class _Run:
         same_bits = planned.copied or planned.relaid
         verbatim = same_bits and (self._plan.file_type.default is None or planned.source.name not in _FLOATS)
         tensor = self._source.tensors[planned.name]
-        along = self._along.get(planned.name)
-        return _Piece(planned, tensor, start, stop, importance, along, self._effort, verbatim, begun, number)
+        return _Piece(planned, tensor, start, stop, importance, self._effort, verbatim, begun, number)
 
 
 class _Begun:
@@ -288,7 +262,6 @@ class _Piece:
     start: int
     stop: int
     importance: np.ndarray | None
-    along: np.ndarray | None
     effort: str
     verbatim: bool
     begun: _Begun
@@ -313,9 +286,7 @@ class _Piece:
             check_finite(x, self.start, self.planned.type.overflow, self.planned.type.name)
             if self.planned.copied or self.planned.relaid:
                 return self._same_bits(data)
-            encoded = self.planned.type.quantize(
-                x, self.importance, directions=self.along, effort=self.effort, threads=1
-            )
+            encoded = self.planned.type.quantize(x, self.importance, effort=self.effort, threads=1)
         except DataError as error:
             raise DataError(f"{self._place}: {error}") from None
         self._check_encoded(x, encoded)
@@ -352,9 +323,7 @@ class _Piece:
 # -------------------------------------------------------------------------------------------------- what it was made of
 
 
-def _wanted(
-    plan: Plan, imatrix: Imatrix | None, along: Mapping[str, np.ndarray], effort: str
-) -> dict[str, provenance.Record]:
+def _wanted(plan: Plan, imatrix: Imatrix | None, effort: str) -> dict[str, provenance.Record]:
     """What each tensor will be made of, as far as that is known before anything is read."""
     found = {}
     for planned in plan.tensors:
@@ -364,7 +333,7 @@ def _wanted(
             values = None
             if imatrix is not None and planned.importance is not None and planned.type.uses_imatrix:
                 values = imatrix[planned.importance].values
-            importance = provenance.of_importance(values, along.get(planned.name))
+            importance = provenance.of_importance(values)
         found[planned.name] = provenance.unknown(planned.name, planned.type.name, importance, codec)
     return found
 
@@ -380,7 +349,7 @@ def _about(metadata: Metadata, source: Source) -> dict[str, str]:
     """What a job is made with, for telling it from another."""
     keys = {
         "file type": "general.file_type", "recipe": "quantkit.recipe", "version of quantkit": "quantkit.version",
-        "effort": "quantkit.effort", "directions": _DIRECTIONS, "importance matrix": provenance.IMATRIX,
+        "effort": "quantkit.effort", "importance matrix": provenance.IMATRIX,
     }  # fmt: skip
     return {"input": str(source.paths[0])} | {name: str(metadata.get(key, "")) for name, key in keys.items()}
 
@@ -396,7 +365,6 @@ def output_metadata(
     overrides: Sequence[Override] = (),
     effort: str = "normal",
     hide_imatrix: bool = False,
-    directions: int = DIRECTIONS,
 ) -> Metadata:
     """The input's keys in their order, then what was done: version, overrides, importance, recipe, file type."""
     made = Metadata(source)
@@ -419,9 +387,6 @@ def output_metadata(
         made.pop("quantkit.effort", None)  # the input's
         if effort != "normal":
             made.set("quantkit.effort", effort, "str")
-        made.pop(_DIRECTIONS, None)
-        if directions != DIRECTIONS:
-            made.set(_DIRECTIONS, directions, "u32")
         made.pop(FILE_TYPE_BEFORE, None)  # the input's too
         made.set("general.file_type", plan.file_type.number, "u32")
     rename_repacked(made, plan.became())

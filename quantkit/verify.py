@@ -145,11 +145,11 @@ def _changes(record: Record, file: GGUF, source: Source | None, imatrix: Imatrix
             reasons.append("the source lacks it")
         elif hash_of(original) != record.source:
             reasons.append("its source is another")
-    if source is not None and record.weighed not in (provenance.NONE, provenance.HIDDEN) and imatrix is not None:
+    if source is not None and record.importance not in (provenance.NONE, provenance.HIDDEN) and imatrix is not None:
         entry = importance_entry(record.name, imatrix)
         if entry is None:
             reasons.append("the importance matrix lacks it")
-        elif provenance.of_importance(imatrix[entry].values) != record.weighed:
+        elif provenance.of_importance(imatrix[entry].values) != record.importance:
             reasons.append("its importance is another")
     return reasons
 
@@ -161,7 +161,7 @@ def _conclude(found: Verified, records: Mapping[str, Record], source: Source | N
         found.notes.append(
             f"{len(unrecorded)} of {len(found.file.tensors)} tensors carry no record of what they were made of"
         )
-    weighed = [r.weighed for r in records.values() if r.weighed != provenance.NONE]
+    weighed = [r.importance for r in records.values() if r.importance != provenance.NONE]
     blind = _untold(weighed, source, imatrix) if records else []
     found.notes += blind
     if found.changes:

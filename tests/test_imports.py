@@ -30,7 +30,6 @@ FLOORS = {
     "archs": 2,
     "jobs": 3,
     "recipe": 3,
-    "directions": 3,
     "runtime.devices": 2,
     "runtime.offload": 2,
     "runtime.placement": 3,

@@ -140,8 +140,6 @@ def _commands(file: GGUF) -> str:
         words.append(f"--imatrix {'IMATRIX.dat' if path == _HIDDEN else shlex.quote(_base(path))}")
     if "quantkit.effort" in file.metadata:
         words.append(f"--effort {file.metadata['quantkit.effort']}")
-    if "quantkit.directions" in file.metadata:
-        words.append(f"--directions {file.metadata['quantkit.directions']}")
     if len(file.paths) > 1:
         words.append(f"--split-max-tensors {max(file.shards)}")
     lines = [

@@ -78,14 +78,6 @@ def quantize(
     effort: Annotated[
         str, typer.Option(metavar="E", help="What the search for codes may cost: fast, normal or best.")
     ] = "normal",
-    directions: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Where a model's axes were turned: move codes until errors vanish along the N directions in which "
-            "inputs are largest. 4 unless told; 0: do not.",
-        ),
-    ] = None,
     override_kv: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=TYPE:VALUE", help="Set a metadata key; TYPE int, float, bool or str. Repeatable."),
@@ -135,7 +127,7 @@ def quantize(
             "--partial-requant takes over what is in OUT, --reuse what is in another file: pass one"
         )
     from quantkit import jobs
-    from quantkit.quantize import DIRECTIONS, Override
+    from quantkit.quantize import Override
     from quantkit.quantize import quantize as run
     from quantkit.types import effort_level
 
@@ -174,7 +166,6 @@ def quantize(
             hide_imatrix=hide_imatrix,
             overrides=overrides,
             effort=effort,
-            directions=DIRECTIONS if directions is None else directions,
             threads=thread_limit,
             split_max_bytes=size,
             split_max_tensors=split_max_tensors,

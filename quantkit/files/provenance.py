@@ -2,8 +2,7 @@
 
     source      the type and the bytes of the tensor that was read: of a checkpoint those that `convert` would write, so
                 that a detour over a converted file is the same source
-    importance  the float32 values that weighed its columns, "-" for none; "+" and a second hash where its codes were
-                moved for the directions of its inputs
+    importance  the float32 values that weighed its columns, "-" for none
     codec       the version of what encoded it (below); "copy" where the bits were kept
     data        the bytes that were written
 
@@ -46,7 +45,6 @@ SOURCE = "quantkit.source.sha256"
 IMATRIX = "quantkit.imatrix.sha256"
 
 NONE, HIDDEN, COPY = "-", "hidden", "copy"
-MOVED = "+"
 _UNKNOWN = "0" * 32  # a hash that is not known yet
 
 PIECE_ELEMENTS = 1 << 19  # 2 MiB of float32: stays in a core's cache from decoding to encoding
@@ -83,11 +81,6 @@ class Record:
     def parse(cls, line: str) -> Record | None:
         parts = line.rsplit(" ", 5)
         return cls(*parts) if len(parts) == 6 else None
-
-    @property
-    def weighed(self) -> str:
-        """The importance alone, without the directions that codes were moved for."""
-        return self.importance.partition(MOVED)[0]
 
     def hidden(self) -> Record:
         """The record without a trace of which importance it was."""
@@ -141,14 +134,9 @@ def of_pieces(kind: str, pieces: Iterable[bytes]) -> str:
     return hashlib.sha256(kind.encode() + b"\n" + b"".join(pieces)).hexdigest()[:32]
 
 
-def of_importance(values: np.ndarray | None, directions: np.ndarray | None = None) -> str:
-    """Of float32[matrices, n], or of none, and of the directions of inputs float32[k, n] if there are any."""
-    known = NONE if values is None else _of_floats(values)
-    return known if directions is None else f"{known}{MOVED}{_of_floats(directions)}"
-
-
-def _of_floats(values: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(values, "<f4").data).hexdigest()[:32]
+def of_importance(values: np.ndarray | None) -> str:
+    """Of float32[matrices, n], or of none."""
+    return NONE if values is None else hashlib.sha256(np.ascontiguousarray(values, "<f4").data).hexdigest()[:32]
 
 
 def of_imatrix(matrix: Imatrix) -> str:
@@ -171,9 +159,6 @@ def codec(name: str, effort: str) -> str:
     for weights in (None, importance):
         if weights is not None or not kind.requires_imatrix:
             digest.update(kind.quantize(x, weights, effort=effort, threads=1).tobytes())
-    if kind.nudges:
-        along = np.sign(x[:2]) * np.float32(512**-0.5)
-        digest.update(kind.quantize(x, importance, directions=along, effort=effort, threads=1).tobytes())
     return digest.hexdigest()[:16]
 
 

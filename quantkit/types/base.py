@@ -59,7 +59,6 @@ class QuantType:
     overflow: float = np.inf  # finite magnitudes from here on would be stored as Inf: quantize refuses them
     activation: bool = False  # a format of right-hand sides of products, which files never hold
     whole_tensor: bool = False  # a tensor is stored as one row of all its elements
-    exact_codes: bool = False  # codes are the model's own, three values or so, and never moved to others
     reports_largest: bool = False  # encode_rows returns the bits of the largest magnitude: no pass to find it before
 
     encode_rows: Any = None
@@ -125,15 +124,12 @@ class QuantType:
         x: Any,
         importance: Any = None,
         *,
-        directions: np.ndarray | None = None,
         effort: str = "normal",
         threads: int | None = None,
     ) -> np.ndarray:
         """Encode float32[rows, n] as uint8[rows, row_bytes(n)].
 
         `importance` float32[n] weighs the squared error of each column; types without `uses_imatrix` only check it.
-        `directions` float32[k, n], orthonormal rows, are those along which inputs are large: errors along them are made
-        to vanish (`nudge`), by types that can.
         `effort` trades time for error: "fast", "normal" or "best"; types that leave nothing to search ignore it.
         NaN, Inf or a value too large for the type in `x`, or a negative or non-finite importance, is a DataError that
         names its place. The bytes do not depend on `threads`.
@@ -151,8 +147,6 @@ class QuantType:
             raise DataError(f"{self.name}: this type needs an importance matrix; pass importance=")
         weights = _near_one(check_importance(importance, n))
         x, weights = jit.readonly(x), jit.readonly(weights if self.uses_imatrix else weights[:0])
-        directions = jit.readonly(_check_directions(directions, n))
-        moved = len(directions) > 0 and self.nudges
         step = max(1, _PIECE_BYTES // (4 * n * self.interleave)) * self.interleave if n else rows
 
         limit = int(np.float32(self.overflow).view(np.uint32)) if self.reports_largest else 0
@@ -165,21 +159,10 @@ class QuantType:
                     self.encode_rows(x[a:b], weights, level, out[a:b])
                 elif self.encode_rows(x[a:b], weights, level, out[a:b]) >= limit:
                     check_finite(x[a:b], a, self.overflow, self.name)
-                if moved:
-                    self.nudge_rows(x[a:b], weights, directions, out[a:b])
 
         if rows:
             jit.over_rows(task, rows, multiple=self.interleave, threads=threads, is_long=x.size >= _MUCH)
         return out
-
-    @property
-    def nudges(self) -> bool:
-        """Whether codes can be moved for directions of inputs (`nudge`)."""
-        return self.uses_imatrix and not self.exact_codes and _nudging().codes_of(self) is not None
-
-    def nudge_rows(self, x: np.ndarray, weights: np.ndarray, directions: np.ndarray, data: np.ndarray) -> None:
-        """Lower the errors of encoded rows along `directions`, in place, if codes of this type can be moved."""
-        _nudging().nudge(self, x, weights, directions, data)
 
     def dequantize(
         self,
@@ -220,11 +203,6 @@ class QuantType:
     def _check_rows(self, rows: int) -> None:
         if rows % self.interleave:
             raise DataError(f"{self.name}: {rows} rows are not a multiple of the {self.interleave} it interleaves")
-
-
-def _nudging() -> Any:
-    """The module, by no import that `jit` would see: kernels of all types would depend on its source."""
-    return importlib.import_module(f"{__package__}.nudge")
 
 
 def _as_float32(values: Any) -> np.ndarray:
@@ -294,18 +272,6 @@ def check_importance(importance: Any, n: int) -> np.ndarray:
     if len(bad):
         raise DataError(f"importance of column {bad[0]} is {weights[bad[0]]}; it must be finite and not negative")
     return weights
-
-
-def _check_directions(directions: Any, n: int) -> np.ndarray:
-    """Directions as contiguous float32[k, n], k 0 for None; DataError on another shape or values not finite."""
-    if directions is None:
-        return np.empty((0, n), np.float32)
-    rows = _as_float32(directions)
-    if rows.ndim != 2 or rows.shape[1] != n:
-        raise DataError(f"directions have shape {rows.shape}, not [k, {n}] as the rows' columns ask")
-    if not np.isfinite(rows).all():
-        raise DataError("directions must be finite")
-    return rows
 
 
 def _near_one(weights: np.ndarray) -> np.ndarray:

@@ -461,16 +461,6 @@ class Interleaved(QuantType):
         self.base_type.encode_rows(x, importance, effort, data)
         self.permutation.forward(data, out)
 
-    @property
-    def nudges(self) -> bool:
-        return self.base_type.nudges
-
-    def nudge_rows(self, x: np.ndarray, weights: np.ndarray, directions: np.ndarray, data: np.ndarray) -> None:
-        rows = np.empty((len(data), self.base_type.row_bytes(x.shape[1])), np.uint8)
-        self.permutation.backward(data, rows)
-        self.base_type.nudge_rows(x, weights, directions, rows)
-        self.permutation.forward(rows, data)
-
     def decode_rows(self, data: np.ndarray, out: np.ndarray) -> None:
         rows = np.empty((len(data), self.base_type.row_bytes(out.shape[1])), np.uint8)
         self.permutation.backward(data, rows)

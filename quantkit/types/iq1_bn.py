@@ -80,6 +80,6 @@ def _encode(x, importance, effort, out):
 class IQ1_BN(QuantType):
     name, ggml_type, file_type = "iq1_bn", 134, 136
     block_size, block_bytes, row_meta_bytes = 64, 13, 2
-    uses_imatrix = exact_codes = True
+    uses_imatrix = True
     encode_rows = staticmethod(_encode)
     decode_rows = staticmethod(_decode)

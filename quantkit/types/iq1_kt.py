@@ -52,24 +52,10 @@ def _pack(x, d, numbers, multipliers, tables, out):
             block[g // 4] |= np.uint8((number >> 12) << (4 + g % 4))
 
 
-@kernel
-def _unpack(data, x, d, numbers, multipliers, tables):
-    tables[:] = np.uint8(0)
-    for row in range(len(data)):
-        d[row] = row_scale(data[row])
-        for s in range(multipliers.shape[1]):
-            multipliers[row, s] = np.int16(BOOK[data[row, 4 + BLOCK * (s // 8) + s % 8] & np.uint8(15)])
-        for i in range(numbers.shape[1]):
-            block, g = data[row, 4 + BLOCK * (i // 32) :], i % 32
-            high = np.int64(block[40 + g % 16]) >> (4 * (g // 16)) & 15
-            top = np.int64(block[g // 4]) >> (4 + g % 4) & 1
-            numbers[row, i] = np.uint16(np.int64(block[8 + g]) | high << 8 | top << 12)
-
-
 class IQ1_KT(TrellisType):
     name, ggml_type, file_type = "iq1_kt", 158, 156
     block_bytes = BLOCK
     index_bits, clusters = 13, 256
     plans = (Plan(16, 0, 2, 6, 1), Plan(16, 6, 2, 11, 1), Plan(24, 12, 4, 16, 4))
     decode_rows = staticmethod(_decode)
-    _pack, _unpack = staticmethod(_pack), staticmethod(_unpack)
+    _pack = staticmethod(_pack)

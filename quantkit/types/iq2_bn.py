@@ -51,6 +51,6 @@ def _encode(x, importance, effort, out):
 class IQ2_BN(QuantType):
     name, ggml_type, file_type = "iq2_bn", 135, 137
     block_size, block_bytes, row_meta_bytes = 64, 16, 4
-    uses_imatrix = exact_codes = True
+    uses_imatrix = True
     encode_rows = staticmethod(_encode)
     decode_rows = staticmethod(_decode)

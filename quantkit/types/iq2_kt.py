@@ -49,25 +49,12 @@ def _pack(x, d, numbers, multipliers, tables, out):
             out[row, at], out[row, at + 1] = np.uint8(number), np.uint8(number >> np.uint16(8))
 
 
-@kernel
-def _unpack(data, x, d, numbers, multipliers, tables):
-    tables[:] = np.uint8(0)
-    for row in range(len(data)):
-        d[row] = row_scale(data[row])
-        for s in range(multipliers.shape[1]):
-            code = np.int64(data[row, 4 + BLOCK * (s // 8) + s % 4]) >> (4 * (s % 8 // 4)) & 15
-            multipliers[row, s] = np.int16(BOOK[code])
-        for i in range(numbers.shape[1]):
-            at = 4 + BLOCK * (i // 32) + 4 + 2 * (i % 32)
-            numbers[row, i] = np.uint16(np.int64(data[row, at]) | np.int64(data[row, at + 1]) << 8)
-
-
 class IQ2_KT(TrellisType):
     name, ggml_type, file_type = "iq2_kt", 153, 151
     block_bytes = BLOCK
     plans = (Plan(16, 0, 2, 5, 1), Plan(16, 5, 2, 10, 1), Plan(24, 12, 4, 16, 3))
     decode_rows = staticmethod(_decode)
-    _pack, _unpack = staticmethod(_pack), staticmethod(_unpack)
+    _pack = staticmethod(_pack)
     remark = (
         "the reference's products multiply by another 1.05, which is not in the file; `dequantize`, our products and "
         "our encoder take the bare values. Perplexity of SmolLM2, five layers of this type, eval.txt: "

@@ -55,22 +55,6 @@ def _pack(x, d, numbers, multipliers, tables, out):
             out[row, at], out[row, at + 1] = np.uint8(number), np.uint8(number >> np.uint16(8))
 
 
-@kernel
-def _unpack(data, x, d, numbers, multipliers, tables):
-    """x gets the signs: 1 or -1."""
-    tables[:] = np.uint8(0)
-    for row in range(len(data)):
-        d[row] = row_scale(data[row])
-        for s in range(multipliers.shape[1]):
-            block = data[row, 4 + BLOCK * (s // 8) :]
-            multipliers[row, s] = np.int16(np.int64(block[s % 4]) >> (4 * (s % 8 // 4)) & 15)
-            for r in range(32):
-                x[row, 32 * s + r] = np.float32(1 - 2 * (np.int64(block[68 + r]) >> (s % 8) & 1))
-        for i in range(numbers.shape[1]):
-            at = 4 + BLOCK * (i // 32) + 4 + 2 * (i % 32)
-            numbers[row, i] = np.uint16(np.int64(data[row, at]) | np.int64(data[row, at + 1]) << 8)
-
-
 class IQ3_KT(TrellisType):
     name, ggml_type, file_type = "iq3_kt", 154, 152
     block_bytes = BLOCK
@@ -78,7 +62,7 @@ class IQ3_KT(TrellisType):
     steps = np.arange(1, 16, dtype=np.float32)
     plans = (Plan(16, 4, 1, 10, 1), Plan(24, 8, 2, 13, 2), Plan(32, 14, 4, 16, 6))
     decode_rows = staticmethod(_decode)
-    _pack, _unpack = staticmethod(_pack), staticmethod(_unpack)
+    _pack = staticmethod(_pack)
     remark = (
         "the reference's products multiply by another 1.01, which is not in the file; `dequantize`, our products and "
         "our encoder take the bare values. Perplexity of SmolLM2, five layers of this type, eval.txt: "

@@ -61,22 +61,6 @@ def _pack(x, d, numbers, multipliers, tables, out):
                 block[4 * (s % 8) + i] = np.uint8(h >> (8 * i) & 255)
 
 
-@kernel
-def _unpack(data, x, d, numbers, multipliers, tables):
-    for row in range(len(data)):
-        d[row] = row_scale(data[row])
-        for s in range(multipliers.shape[1]):
-            block = data[row, 4 + BLOCK * (s // 8) :]
-            h = np.int64(0)
-            for i in range(4):
-                h |= np.int64(block[4 * (s % 8) + i]) << (8 * i)
-            tables[row, s], multipliers[row, s] = np.uint8(h & 1), np.int16((h >> 1 & 127) - 64)
-            for i in range(8):
-                g = 8 * (s % 8) + i
-                high, top = np.int64(block[96 + g % 32]) >> (4 * (g // 32)) & 15, h >> (8 + 3 * i) & 7
-                numbers[row, 8 * s + i] = np.uint16(np.int64(block[32 + g]) | high << 8 | top << 12)
-
-
 class IQ4_KT(TrellisType):
     name, ggml_type, file_type = "iq4_kt", 155, 153
     block_bytes = BLOCK
@@ -87,4 +71,4 @@ class IQ4_KT(TrellisType):
     steps = np.arange(1, 64, dtype=np.float32)
     plans = (Plan(24, 6, 1, 5, 1, 1), Plan(24, 6, 2, 7, 2), Plan(48, 10, 6, 14, 4))
     decode_rows = staticmethod(_decode)
-    _pack, _unpack = staticmethod(_pack), staticmethod(_unpack)
+    _pack = staticmethod(_pack)

@@ -10,7 +10,7 @@ so x_k = POWERS[k - 1] x_0, and a group is decoded in SIMD lanes. The values are
     y = (d * m) * v          d: float32, the row's header;  m: integer, of each 32 elements
 
 Both products are rounded to float32. `TrellisType` is the family: what its members say of themselves, and how an
-encoder's fields reach their `_pack` and come from their `_unpack`. The search (`emitted/trellis.py`) is imported when
+encoder's fields reach their `_pack`. The search (`emitted/trellis.py`) is imported when
 it first runs, its index of the points is built then and kept in memory.
 
 Encode: minimise sum w (x - y)^2. `weigh` says what w is.
@@ -24,7 +24,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from quantkit.jit import kept, kernel, readonly
-from quantkit.types.base import NORMAL, QuantType
+from quantkit.types.base import QuantType
 from quantkit.types.superblock import LEAST_WEIGHT
 
 MULTIPLIER = 3417055213
@@ -127,7 +127,6 @@ class TrellisType(QuantType):
 
     block_size, row_meta_bytes = 256, 4
     uses_imatrix = True
-    nudges = True
     group: ClassVar[int] = 8
     index_bits: ClassVar[int] = 16
     offsets: ClassVar[tuple[int, ...]] = (OFFSET,)  # of the tables a sub-block may choose from
@@ -139,7 +138,6 @@ class TrellisType(QuantType):
     largest: ClassVar[tuple[float, float]] = (90, 90)  # a sub-block's, in units of its own scale, without and with
     plans: ClassVar[tuple[Plan, Plan, Plan]]  # importance; plans of fast, normal, best
     _pack: ClassVar[Any] = None
-    _unpack: ClassVar[Any] = None  # the fields again; x gets 1 or -1 where signs lie beside
 
     @classmethod
     def encode_rows(cls, x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
@@ -148,20 +146,6 @@ class TrellisType(QuantType):
         fields, largest = cls._fields_of(*x.shape), np.array(cls.largest, np.float32)
         search.search(x, importance, cls._kind(effort), largest, cls.steps, _index(cls), *fields)
         cls._pack(x, *fields, out)
-
-    @classmethod
-    def nudge_rows(cls, x: np.ndarray, weights: np.ndarray, directions: np.ndarray, data: np.ndarray) -> None:
-        """Lower the errors of encoded rows along `directions`, in place; `emitted/trellis_nudge.py` says how."""
-        from quantkit.types.emitted import trellis_nudge
-
-        if not data.size or not len(directions):
-            return
-        weights = weights if weights.any() else np.ones(x.shape[1], np.float32)
-        signs, fields = np.ones(x.shape, np.float32), cls._fields_of(*x.shape)
-        cls._unpack(data, signs, *fields)
-        x, weights, directions = readonly(x), readonly(weights), readonly(directions)
-        trellis_nudge.nudge(x, weights, directions, cls._kind(NORMAL), _index(cls), signs, *fields)
-        cls._pack(readonly(signs), *fields, data)
 
     @classmethod
     def _kind(cls, effort: int) -> Kind:

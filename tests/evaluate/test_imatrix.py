@@ -136,9 +136,7 @@ def test_collect_show_convert_and_quantize_with_experts(run, model, text, tmp_pa
     assert imatrix.read(tmp_path / "y.gguf")["blk.0.ffn_up_exps.weight"].values.shape == (EXPERTS, EMBD)
     files = [tmp_path / f"{name}.gguf" for name in ("from-gguf", "from-dat")]
     for path, matrix in zip(files, (out, legacy)):
-        said = run(
-            "quantize", model, path, "Q8_0", "--custom-q", "up_exps=q4_0", "--imatrix", matrix, "--directions", 0
-        )  # of which counts of experts have a part
+        said = run("quantize", model, path, "Q8_0", "--custom-q", "up_exps=q4_0", "--imatrix", matrix)
         assert ("saw fewer than 32 tokens of some experts" in said) == (matrix is out)  # which counts them
         policy = gguf.open(path).metadata["quantize.imatrix.dataset"].partition(" (missing experts: ")[2]
         assert policy == (f"{found.policy})" if found.policy else "")

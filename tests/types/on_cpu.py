@@ -1,6 +1,6 @@
 """Codecs as another CPU would run them: code is generated for it in a process of its own, digests come back.
 
-python -m tests.types.on_cpu decode|encode|encode-plain|nudge NAME…
+python -m tests.types.on_cpu decode|encode|encode-plain NAME…
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ N = 1024
 def digests(what: str, names: list[str]) -> dict[str, str]:
     """A digest of each type's decoded values of random bytes, or encoded bytes of heavy-tailed rows.
 
-    "encode-plain" is without importance, "nudge" with directions.
+    "encode-plain" is without importance.
     """
     found = {}
     for name in names:
@@ -34,8 +34,7 @@ def digests(what: str, names: list[str]) -> dict[str, str]:
         else:
             x = data.rows("student3", 5, 4 * t.interleave, N)
             importance = None if what == "encode-plain" else data.importance(5, N)
-            along = data.rows("gaussian", 6, 4, N) / np.float32(N**0.5) if what == "nudge" else None
-            result = t.quantize(x, importance, directions=along)
+            result = t.quantize(x, importance)
         found[name] = hashlib.sha256(result).hexdigest()
     return found
 

@@ -33,6 +33,9 @@ from quantkit.types import QuantType
 _SETTING = re.compile(r"\s*([A-Za-z]\w*)\s*:=\s*(.*)")
 _USE = re.compile(r"\$\{(\w*)\}")
 _RULES = re.compile(rf"(?:{layers.SHORTHAND.pattern}|[^,\s])+")
+# What in a comment can only be a rule: REGEX=TYPE.
+_HIDDEN = re.compile(r"[^,\s=]+\s*=\s*(?:(?:i?q|tq|b?f|mxfp)\d\w*|\$\{\w+\})", re.IGNORECASE)
+_JOINED = "where lines are joined to one, remove comments before that (sed 's/ *#.*//'), or pass the file itself"
 
 
 @dataclass(frozen=True)
@@ -125,12 +128,14 @@ def _behind(note: str) -> str:
     return f"  # {note}" if note else ""
 
 
-def parse(text: str, where: str = "", settings: Mapping[str, str] | None = None) -> Recipe:
+def parse(text: str, where: str = "", settings: Mapping[str, str] | None = None, *, printed: bool = False) -> Recipe:
     """Read a recipe from a string or the text of a file, with other values for some of its settings.
 
+    A comment with rules in it is an error where the line may once have been several: joined lines lose the rules behind
+    a `#`. `printed`: the text is that of a Recipe, so comments are what they seem.
     RecipeError names `where`, the line and the rule; UnknownNameError a setting that the recipe does not have.
     """
-    return _Parser(where, dict(settings or {})).recipe(text)
+    return _Parser(where, dict(settings or {}), printed).recipe(text)
 
 
 def _unwrapped(lines: list[str]) -> list[str]:
@@ -147,15 +152,18 @@ def _unwrapped(lines: list[str]) -> list[str]:
 class _Parser:
     """One text being read: the comments since the last statement become the remark of the next."""
 
-    def __init__(self, where: str, given: dict[str, str]):
-        self.where, self.given = where, given
+    def __init__(self, where: str, given: dict[str, str], printed: bool):
+        self.where, self.given, self.printed = where, given, printed
+        self.alone = False  # whether the text is a single line
         self.rules: list[Rule] = []
         self.settings: dict[str, Setting] = {}
         self.about: str | None = None
         self.comments: list[str] = []
 
     def recipe(self, text: str) -> Recipe:
-        for number, line in enumerate(_unwrapped(text.splitlines()), 1):
+        lines = _unwrapped(text.splitlines())
+        self.alone = sum(not line.isspace() for line in lines if line) == 1
+        for number, line in enumerate(lines, 1):
             try:
                 self._line(line.strip())
             except QuantkitError as error:
@@ -172,6 +180,8 @@ class _Parser:
 
     def _line(self, line: str) -> None:
         if line.startswith("#"):
+            if self.alone:
+                self._refuse_hidden_rules(line)
             self.comments.append(line[1:].removeprefix(" "))
             return
         if not line:
@@ -180,11 +190,24 @@ class _Parser:
             self.about = self._remark()
         statement, *notes = re.split(r"\s+#\s*", line, maxsplit=1)
         note = notes[0] if notes else ""
+        self._refuse_hidden_rules(note)
         if setting := _SETTING.fullmatch(statement):
             self._setting(setting[1], setting[2].strip(), note)
             return
         items = [found[0] for found in _RULES.finditer(re.sub(r"\s*=\s*", "=", statement))]
         self.rules += [self._rule(item, note if item is items[-1] else "") for item in items]
+
+    def _refuse_hidden_rules(self, comment: str) -> None:
+        """RecipeError for rules in a comment that may stand there because lines were joined by commas or blanks."""
+        if self.printed:
+            return
+        behind_commas = (part.strip() for part in comment.split(",")[1:])
+        found = _HIDDEN.findall(comment) if self.alone else [part for part in behind_commas if _HIDDEN.fullmatch(part)]
+        if found:
+            raise RecipeError(
+                f"a comment ends with its line, so the # in front of '{', '.join(found)}' drops {len(found)} rule(s); "
+                f"{_JOINED}"
+            )
 
     def _remark(self) -> str:
         text, self.comments = "\n".join(line.rstrip() for line in self.comments).strip("\n"), []
@@ -201,6 +224,8 @@ class _Parser:
         self.settings[name] = Setting(name, value, self._remark(), note)
 
     def _rule(self, item: str, note: str) -> Rule:
+        if item.startswith("#"):
+            raise RecipeError(f"'{item}' begins a comment between rules of one line; {_JOINED}")
         filled = _USE.sub(self._value, item)
         pattern, equals, name = filled.partition("=")
         if not equals or not pattern or not name:

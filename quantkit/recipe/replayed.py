@@ -36,7 +36,7 @@ def replay(
         planned = {entry["name"]: entry for entry in document["tensors"]}
         made = tuple(_tensor(t, planned[t.name]) for t in listed if t.name in planned)
         target, flags = file_type(document["file_type"]), str(document["flags"])
-        recipe, warnings = parse(document["recipe"], where), tuple(map(str, document["warnings"]))
+        recipe, warnings = parse(document["recipe"], where, printed=True), tuple(map(str, document["warnings"]))
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"{where}: not a plan as `quantkit plan --json` writes it: {error!r}") from None
     _refuse_other_tensors(planned, [t.name for t in listed], where)

@@ -41,7 +41,7 @@ def find(name: str | os.PathLike[str], settings: Mapping[str, str] | None = None
     """The recipe in a text file, of a GGUF file or of that name, with other values for some of its settings."""
     path = Path(name)
     if path.suffix == ".gguf" and path.is_file():
-        return parse(carried(path), f"{path}, quantkit.recipe", settings)
+        return parse(carried(path), f"{path}, quantkit.recipe", settings, printed=True)
     if not path.is_file():
         if str(name) not in shipped():
             raise UnknownNameError("recipe, neither a file nor a shipped one:", str(name), shipped())

@@ -73,6 +73,45 @@ def test_what_is_wrong_is_said(text: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "dropped"),
+    [
+        ("ffn_down=q6_K # a step above,ffn_up=q4_0,.*=q8_0", "'ffn_up=q4_0, .*=q8_0' drops 2 rule"),
+        ("ffn_down=q6_K # a step above,ffn_up = iq4_KS,", "drops 1 rule"),
+        ("ffn_down=q6_K # a step above ffn_up=q4_0", "drops 1 rule"),
+        ("# mine,ffn_down=q6_K", "'ffn_down=q6_K' drops 1 rule"),
+        ("down := q6_K # a step,ffn_down=${down}", "drops 1 rule"),
+        ("a=q8_0,# the rest,b=q4_0", "'#' begins a comment between rules"),
+        ("a=q8_0,#b=q4_0", "'#b=q4_0' begins a comment between rules"),
+        (
+            "a=q8_0\nffn_down=q6_K # a step above,ffn_up=q4_0\nb=q4_0",
+            "line 2: a comment ends with its line, so the # in front of 'ffn_up=q4_0' drops",
+        ),
+    ],
+)
+def test_rules_behind_a_comment_of_joined_lines_are_not_dropped(text: str, dropped: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        parse(text, "--custom-q")
+    assert dropped in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "rules"),
+    [
+        ("ffn_down=q6_K # was iq4_k, now more", "ffn_down=q6_K"),
+        ("# ffn_up=q4_0,ffn_gate=q4_0\nffn_down=q6_K", "ffn_down=q6_K"),
+        ("a=q8_0\nffn_down=q6_K  # n=5, see the table", "a=q8_0,ffn_down=q6_K"),
+    ],
+)
+def test_comments_that_only_speak_of_types_are_comments(text: str, rules: str) -> None:
+    assert parse(text).one_line() == rules
+
+
+def test_what_was_printed_is_read_back_whatever_its_comments_say() -> None:
+    made = Recipe((Rule("a", types.get("q8_0"), note="was b=q4_0,c=q4_0"),))
+    assert parse(str(made), printed=True) == made
+
+
+@pytest.mark.parametrize(
     ("pattern", "hits", "misses"),
     [
         (r"blk\.1\.", "blk.1.x", "blk.11.x"),

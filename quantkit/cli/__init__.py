@@ -3,38 +3,38 @@
 The file `sweep_bench.py` holds the function `sweep_bench`; that makes the command `sweep-bench`. Its signature is the
 usage (typer reads the annotations), its docstring the help, and the docstring's first sentence the line in the list.
 A file may also name functions in `SUBCOMMANDS`, reached as `quantkit COMMAND SUBCOMMAND`. Files that begin with `_`
-are no commands. Libraries raise, `main` translates:
+are no commands. `app` is an ordinary typer application that imports a command's file when it needs it.
+
+Libraries raise, the command line translates:
 
     0 done    1 the job failed (`error: …` on stderr)    2 bad usage    130 interrupted    141 nobody reads the output
-
-Listing the commands parses their files and imports none, so `quantkit --help` costs what starting Python costs.
 """
 
 from __future__ import annotations
 
-import ast
-import atexit
-import contextlib
+import difflib
 import functools
-import gc
 import importlib
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
+
+import typer
+from typer.core import TyperGroup
 
 from quantkit import __version__
 from quantkit.errors import QuantkitError
 
-# The order of a cook's day; a command that is not named here comes last.
+# The order in which a user needs them; a command that is not named here comes last.
 _ORDER = ("demo", "convert", "export", "imatrix", "recipe", "plan", "quantize", "repack", "unpack", "perplexity",
           "compare", "bench", "sweep-bench", "generate", "inspect", "diff", "verify", "split", "merge",
           "metadata", "types")  # fmt: skip
 
 INTERRUPTED = 130
-NOBODY_READS = 141
+BROKEN_PIPE = 141
+_SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 def commands() -> list[str]:
@@ -43,106 +43,94 @@ def commands() -> list[str]:
     return [name for name in _ORDER if name in names] + sorted(names.difference(_ORDER))
 
 
-def summary(command: str) -> str:
-    """First sentence of a command's docstring, read without importing it."""
-    function = command.replace("-", "_")
-    source = (Path(__file__).parent / f"{function}.py").read_text(encoding="utf-8")
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef) and node.name == function:
-            text = " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
-            return re.split(r"(?<=\.)\s", text)[0].rstrip(".")
-    return ""
-
-
-def help_page() -> str:
-    width = max(map(len, commands()), default=0)
-    listed = "\n".join(f"  {name:{width}}  {summary(name)}" for name in commands())
-    return (
-        "Usage: quantkit COMMAND [ARGS]...\n\n"
-        "Cook, check and run quantized GGUF models.\n\n"
-        f"Commands:\n{listed}\n\n"
-        "quantkit COMMAND --help tells all about one of them; quantkit --version prints the version.\n"
-    )
+def subcommands(command: str) -> list[str]:
+    return list(getattr(_module(command), "SUBCOMMANDS", {}))
 
 
 def load(command: str, *subcommand: str) -> Callable[..., None]:
     """The function that a command, or a subcommand of it, runs."""
-    function = command.replace("-", "_")
-    module = importlib.import_module(f"{__name__}.{function}")
-    return module.SUBCOMMANDS[subcommand[0]] if subcommand else getattr(module, function)
+    module = _module(command)
+    return module.SUBCOMMANDS[subcommand[0]] if subcommand else getattr(module, command.replace("-", "_"))
 
 
-def subcommands(command: str) -> list[str]:
-    module = importlib.import_module(f"{__name__}.{command.replace('-', '_')}")
-    return list(getattr(module, "SUBCOMMANDS", {}))
+def _near(name: str) -> str:
+    """Commands that a misspelt name may mean; empty for a command or where nothing is near."""
+    return "" if name in commands() else ", ".join(difflib.get_close_matches(name, commands(), n=3, cutoff=0.5))
 
 
-def parser(function: Callable[..., None]) -> Any:
-    """The parser that typer makes of a function: call it with a list of arguments."""
-    import typer
+def _module(command: str) -> Any:
+    return importlib.import_module(f"{__name__}.{command.replace('-', '_')}")
 
-    from quantkit.cli._plain import take_plain_arguments
 
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})(function)
-    command = typer.main.get_command(app)
-    take_plain_arguments(command)
-    return command
+def parser(*path: str) -> Any:
+    """The parser that typer makes of the function of a command, or of a subcommand of it."""
+    one = typer.Typer(add_completion=False, rich_markup_mode=None)
+    one.command(name=" ".join(path), context_settings=_SETTINGS)(_translated(load(*path)))
+    return typer.main.get_command(one)
+
+
+class _Commands(TyperGroup):
+    """A group whose commands are imported when they are asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return commands()
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        path = cmd_name.split(" ")
+        return parser(*path) if path[0] in commands() else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As of any group; `imatrix show` is one name, beside `imatrix MODEL`."""
+        if len(args) > 1 and args[0] in commands() and args[1] in subcommands(args[0]):
+            args = [" ".join(args[:2]), *args[2:]]
+        elif args and not ctx.resilient_parsing and (near := _near(args[0])):
+            ctx.fail(f"No such command '{args[0]}'. Did you mean {near}?")
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(  # tracebacks are Python's own
+    cls=_Commands,
+    no_args_is_help=True,
+    context_settings=_SETTINGS,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"quantkit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _quantkit(
+    version: Annotated[
+        bool, typer.Option("--version", "-V", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Quantize, evaluate and run GGUF models."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    if argv is None:
-        _collect_rarely()
-    args = sys.argv[1:] if argv is None else list(argv)
     for stream in (sys.stdout, sys.stderr):
-        _speak_utf8(stream)
+        _use_utf8(stream)
     try:
-        status = _translated(_dispatch)(args)
+        _translated(app)(argv, prog_name="quantkit")
         sys.stdout.flush()
     except SystemExit as done:
-        status = done.code if isinstance(done.code, int) else 0
+        return done.code if isinstance(done.code, int) else 0
     except BrokenPipeError:  # met by the flush
-        status = _nobody_reads()
-    if argv is None:
-        atexit.register(_leave, status)
-    return status
-
-
-def _dispatch(args: list[str]) -> int:
-    if not args or args[0] in ("-h", "--help"):
-        print(help_page(), end="", file=sys.stdout if args else sys.stderr)
-        return 0 if args else 2
-    if args[0] in ("-V", "--version"):
-        print(f"quantkit {__version__}")
-        return 0
-    if args[0] not in commands():
-        return _unknown(args[0])
-    path = args[:1]
-    if len(args) > 1 and args[1] in subcommands(args[0]):
-        path = args[:2]
-    function = _translated(load(*path))
-    try:
-        result = parser(function).main(args[len(path) :], prog_name=" ".join(["quantkit", *path]))
-    except SystemExit as done:
-        result = done.code
-    return result if isinstance(result, int) else 0
-
-
-def _unknown(name: str) -> int:
-    import difflib
-
-    near = difflib.get_close_matches(name, commands(), n=3, cutoff=0.5)
-    hint = f"did you mean {', '.join(near)}?" if near else "see `quantkit --help`"
-    print(f"quantkit: no command '{name}'; {hint}", file=sys.stderr)
-    return 2
+        return _broken_pipe()
+    return 0
 
 
 def _translated(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` whose exceptions end the process as the table above says.
 
-    Wrapped round the command itself as well as round the dispatch, because versions of typer differ in what they make
-    of an interrupt. A bug still shows its traceback.
+    Wrapped round each command as well as round `app`: typer has an exit status of its own for an interrupt. A bug still
+    shows its traceback.
     """
 
     @functools.wraps(function)
@@ -153,7 +141,7 @@ def _translated(function: Callable[..., Any]) -> Callable[..., Any]:
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(1) from None
         except BrokenPipeError:
-            raise SystemExit(_nobody_reads()) from None
+            raise SystemExit(_broken_pipe()) from None
         except OSError as error:  # a missing file, a full disk: the user's to mend
             place = f"{error.filename}: " if error.filename else ""
             print(f"error: {place}{error.strerror or error}", file=sys.stderr)
@@ -165,36 +153,15 @@ def _translated(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _collect_rarely() -> None:
-    """Have a process of our own look for garbage now and then.
-
-    Modules that are loaded are many objects and no garbage; going over them again and again takes a tenth of the start.
-    """
-    gc.set_threshold(50_000, 20, 100)
-
-
-def _leave(status: int) -> None:
-    """End the process, whose threads are done by now, when the other handlers are.
-
-    Python would take all modules apart first, which takes a twentieth of a start.
-    """
-    atexit.unregister(_leave)
-    atexit._run_exitfuncs()
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(status)
-
-
-def _speak_utf8(stream: TextIO) -> None:
+def _use_utf8(stream: TextIO) -> None:
     """Token strings and tensor names are UTF-8 on every console, Windows' included."""
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(encoding="utf-8", errors="replace")
 
 
-def _nobody_reads() -> int:
+def _broken_pipe() -> int:
     """Point stdout at nothing, so that Python's own flush at exit stays silent too."""
     if hasattr(os, "dup2"):
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, sys.stdout.fileno())
-    return NOBODY_READS
+    return BROKEN_PIPE

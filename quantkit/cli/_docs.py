@@ -24,7 +24,7 @@ def made() -> str:
 
 def cli_page() -> str:
     """The help of every command, as it is printed."""
-    parts = [made(), "# The command line\n\n", "```\n", cli.help_page(), "```\n"]
+    parts = [made(), "# The command line\n\n", "```\n", _help([]), "```\n"]
     for command in cli.commands():
         for path in ([command], *([command, name] for name in cli.subcommands(command))):
             parts.append(f"\n## quantkit {' '.join(path)}\n\n```\n{_help(path)}```\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -64,21 +63,6 @@ def with_options(
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
           "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
-
-
-def load_numpy_alone() -> None:
-    """Load numpy without the threads of its BLAS, which take a tenth of the time that starting a command does.
-
-    For commands that only move and change bytes. What the environment says goes first, and it stays as it is.
-    """
-    name = "OPENBLAS_NUM_THREADS"
-    if name in os.environ:
-        return
-    os.environ[name] = "1"
-    try:
-        import numpy  # noqa: F401
-    finally:
-        del os.environ[name]
 
 
 def parse_size(text: str) -> int:

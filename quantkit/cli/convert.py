@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli._shared import Json, Threads, gib, load_numpy_alone, parse_size, print_json, print_left_out, table
+from quantkit.cli._shared import Json, Threads, gib, parse_size, print_json, print_left_out, table
 from quantkit.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ def convert(
     Matrices get the outtype; norms, biases and vectors are f32. A float32 checkpoint becomes f16 unless you say
     --outtype f32. Memory stays bounded whatever the model's size, and the file appears when it is complete.
     """
-    load_numpy_alone()
     from quantkit.convert import convert as run
 
     if vision != "drop":

@@ -22,7 +22,6 @@ from quantkit.cli._shared import (
     Threads,
     comma_separated,
     gib,
-    load_numpy_alone,
     mib,
     print_json,
     split_limit,
@@ -62,7 +61,6 @@ def repack(
     Interleaved tensors are for the CPU: say with --for how the file will be run, or name with --repack-pattern those
     that will be there. When nothing can change, nothing is written.
     """
-    load_numpy_alone()
     import quantkit
     from quantkit.repack_file import plan_repack
 

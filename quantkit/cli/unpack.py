@@ -11,7 +11,6 @@ from quantkit.cli._shared import (
     SplitMaxSize,
     SplitMaxTensors,
     Threads,
-    load_numpy_alone,
     split_limit,
 )
 from quantkit.cli.repack import Split, carry_out
@@ -34,7 +33,6 @@ def unpack(
     of IQ1_M_R4 become IQ1_M where it can hold their scales and stay otherwise, those of Q8_K_R8 become Q8_0: their
     values do not change, their sizes do. When nothing can change, nothing is written.
     """
-    load_numpy_alone()
     import quantkit
     from quantkit.repack_file import plan_unpack
 

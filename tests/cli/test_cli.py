@@ -46,10 +46,7 @@ def test_the_list_is_the_modules(capsys: pytest.CaptureFixture[str]) -> None:
         function = cli.load(name)
         assert callable(function), name
         assert function.__doc__, f"{name} has no docstring"
-        assert cli.summary(name), name
-        assert cli.summary(name) in " ".join(function.__doc__.split())
         assert f"  {name} " in page
-        assert cli.summary(name) in page
 
 
 @pytest.mark.parametrize("name", cli.commands())
@@ -67,7 +64,6 @@ def test_statuses_of_a_command(added: Path, capsys: pytest.CaptureFixture[str]) 
     command(added, "no_file", "open('/no/such/file')")
     command(added, "stopped", "raise KeyboardInterrupt")
     assert cli.commands() == ["bad-data", "fine", "no-file", "stopped"]
-    assert cli.summary("fine") == "Do it"
     assert cli.main(["fine", "--x", "7"]) == 0
     assert capsys.readouterr().out == "7\n"
     assert cli.main(["bad-data"]) == 1
@@ -96,7 +92,9 @@ def test_subcommands(added: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_unknown_and_missing_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["quantise"]) == 2
-    assert "did you mean quantize" in capsys.readouterr().err
+    assert "Did you mean quantize" in capsys.readouterr().err
+    assert cli.main(["nothing-like-it"]) == 2
+    assert "No such command 'nothing-like-it'" in capsys.readouterr().err
     assert cli.main([]) == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -108,22 +106,23 @@ def test_version() -> None:
 
 
 def test_help_is_fast_and_loads_nothing_heavy() -> None:
-    run("--help")  # compiles to bytecode
     times = []
     for _ in range(3):
         before = os.times()
         assert run("--help").returncode == 0
         after = os.times()  # CPU seconds of the process: the machine may be busy with other tests
         times.append(after.children_user + after.children_system - before.children_user - before.children_system)
-    assert min(times) < 0.5
-    heavy = {"numpy", "numba", "torch", "typer"}
-    code = f"import sys; from quantkit.cli import main; main(['--help']); print(sorted({heavy} & set(sys.modules)))"
+    assert min(times) < 0.6
+    code = """import sys
+from quantkit.cli import main
+main(["--help"])
+print(sorted({"numba", "torch", "matplotlib", "tokenizers"} & set(sys.modules)))"""
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.endswith("[]\n")
 
 
-def test_output_is_utf8_everywhere() -> None:
-    code = "import quantkit.cli as cli; cli.help_page = lambda: '\u0120\u4f60\\n'; cli.main(['--help'])"
+def test_output_is_utf8_everywhere(added: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = "import quantkit.cli as cli; cli.load = lambda name: lambda: print('\u0120\u4f60'); cli.main(['types'])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=True, env=os.environ | {"PYTHONIOENCODING": "ascii"}
     )
@@ -137,18 +136,15 @@ def test_a_closed_pipe_is_quiet() -> None:
     process.stdout.close()
     assert process.stderr.read() == b""
     process.stderr.close()
-    assert process.wait() == cli.NOBODY_READS
+    assert process.wait() == cli.BROKEN_PIPE
 
 
-def test_handlers_run_before_the_process_ends() -> None:
-    code = "import atexit, sys; from quantkit.cli import main; atexit.register(print, 'last'); sys.exit(main())"
-    for given, status in (["--version"], 0), (["nonsense"], 2):
-        done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True)
-        assert (done.returncode, done.stdout.endswith("last\n")) == (status, True)
-    broken = "import sys, quantkit.cli as cli; cli.help_page = lambda: 1 / 0; sys.argv[1:] = ['--help']; cli.main()"
-    done = subprocess.run([sys.executable, "-c", broken], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "ZeroDivisionError" in done.stderr
+def test_completion() -> None:
+    """What a shell asks for as its user presses Tab (click's protocol)."""
+    environment = {"_QUANTKIT_COMPLETE": "complete_bash", "COMP_WORDS": "quantkit qu", "COMP_CWORD": "1"}
+    assert run(**environment).stdout.split() == ["quantize"]
+    environment |= {"COMP_WORDS": "quantkit quantize --custom", "COMP_CWORD": "2"}
+    assert "--custom-q" in run(**environment).stdout.split()
 
 
 def test_errors_of_the_library_are_told_in_one_line(tmp_path: Path) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from quantkit.cli._shared import gib, parse_size, table
@@ -39,15 +35,3 @@ def test_published_form() -> None:
 
 def test_table() -> None:
     assert table(("a", "number"), [("x", 1), ("long", 22)]) == "a     number\n----  ------\nx          1\nlong      22"
-
-
-def test_numpy_without_threads_of_its_own() -> None:
-    """What the environment says is left as it was, for this process and those it starts."""
-    script = (
-        "import os, sys; from quantkit.cli._shared import load_numpy_alone; before = dict(os.environ); "
-        "load_numpy_alone(); assert 'numpy' in sys.modules and dict(os.environ) == before; "
-        "print(len(os.listdir('/proc/self/task')) if os.path.isdir('/proc/self/task') else 1)"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "1\n"

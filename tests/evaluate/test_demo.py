@@ -25,7 +25,7 @@ def test_every_step_is_a_command_that_parses(smollm2_q4_1, tmp_path):
     steps = list(demo.story(smollm2_q4_1, tmp_path, tmp_path / "a.txt", tmp_path / "b.txt", picture=True))
     made = {smollm2_q4_1, tmp_path / "a.txt", tmp_path / "b.txt"}
     for step in steps:
-        parser = cli.parser(cli.load(step.argv[0]))
+        parser = cli.parser(step.argv[0])
         parser.make_context(step.argv[0], [*step.argv[1:], "-t", "2"])
         assert made.issuperset(step.inputs), step.title  # nothing is read before it is made
         made.update(step.outputs)

@@ -91,6 +91,10 @@ Compute = Annotated[
 ]
 
 _CLASSES = ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate", "ffn_down", "ffn_up")
+_CHOOSING = ("custom_q", "tensor_type", "tensor_type_file", "recipe", "settings", "pure", "output_tensor_type",
+             "token_embedding_type", "ffn_gate_inp_type", "leave_output_tensor",
+             *(f"{name}_type" for name in _CLASSES))  # fmt: skip
+_OPTION = {"settings": "set"}  # options whose name is not that of their field
 
 
 @dataclass(frozen=True)
@@ -143,12 +147,20 @@ class Asked:
 
     def refuse_choices(self) -> None:
         """Bad usage for options that choose types, beside a plan that has chosen them."""
-        chosen = ("custom_q", "tensor_type", "tensor_type_file", "recipe", "settings", "pure", "repack",
-                  "output_tensor_type", "token_embedding_type", "ffn_gate_inp_type", "leave_output_tensor",
-                  "repack_pattern", *(f"{name}_type" for name in _CLASSES))  # fmt: skip
-        for name in chosen:
-            if getattr(self, name):
-                raise decided(f"--{name.replace('_', '-')}")
+        if chosen := self._given(*_CHOOSING, "repack", "repack_pattern"):
+            raise decided(chosen)
+
+    def require_no_choice(self) -> None:
+        """Bad usage for options that choose types where no TYPE says what the other tensors become."""
+        if chosen := self._given(*_CHOOSING):
+            raise typer.BadParameter(
+                f"TYPE is missing: what tensors become that {chosen} does not decide, as Q8_0; without TYPE the types "
+                "that are there are shown"
+            )
+
+    def _given(self, *names: str) -> str:
+        """The first of these options that was given, as typed."""
+        return next((f"--{_OPTION.get(name, name).replace('_', '-')}" for name in names if getattr(self, name)), "")
 
     # -------------------------------------------------------------------------------------------------------- the plan
 
@@ -180,7 +192,7 @@ class Asked:
 
         found = Recipe()
         for text in self.custom_q or []:
-            found += parse(text, "--custom-q") if "=" in text else find(text)
+            found += find(text, where="--custom-q")
         for text in self.tensor_type or []:
             found += parse(text, "--tensor-type")
         if self.tensor_type_file:
@@ -188,7 +200,7 @@ class Asked:
         values = read_settings(self.settings)
         if values and not self.recipe:
             raise typer.BadParameter("--set changes a setting of a recipe: pass --recipe")
-        return found + find(self.recipe, values) if self.recipe else found
+        return found + find(self.recipe, values, "--recipe") if self.recipe else found
 
     def options(self) -> Options:
         from quantkit import types
@@ -214,6 +226,17 @@ class Asked:
             imatrix=matrix,
             options=self.options(),
         )
+
+    def plan_only(self, model: Model, file_type: str) -> Plan:
+        """The plan, which nobody executes: where a type needs an importance matrix and none is given, one that lacks
+        nothing is taken to be there, with a warning."""
+        from quantkit.recipe import ImportanceError
+
+        try:
+            return self.plan(model, file_type, self.read_imatrix())
+        except ImportanceError:
+            made = self.plan(model, file_type, complete_imatrix(model))
+            return dataclasses.replace(made, warnings=(*made.warnings, missing_imatrix(made)))
 
     # ------------------------------------------------------------------------------------------------------- the places
 
@@ -331,6 +354,39 @@ def open_source(path: Path, weights: bool = False, pre: str | None = None) -> Mo
 
     file = quantkit.open(path)
     return Model(list(file.tensors.values()), file.metadata, file)
+
+
+def complete_imatrix(model: Model) -> Imatrix:
+    """An importance matrix that has an entry for every matrix of a model; it takes no memory."""
+    import numpy as np
+
+    from quantkit.files.imatrix import Entry, Imatrix
+
+    entries = {}
+    for t in model.tensors:
+        if len(t.shape) > 1:
+            matrices = math.prod(t.shape[:-2])
+            ones = np.broadcast_to(np.float32(1), (matrices, t.shape[-1]))
+            entries[t.name] = Entry(ones, np.full(matrices, 1 << 20), 1)
+    return Imatrix(entries, 1, "", 1 << 20)
+
+
+def missing_imatrix(plan: Plan) -> str:
+    """A warning about the tensors that need an importance matrix, for a plan without one; empty where none does."""
+    from quantkit.recipe.planner import is_very_low
+
+    needing = [
+        t
+        for t in plan.tensors
+        if not (t.copied or t.relaid) and (t.type.requires_imatrix or is_very_low(t.name, t.type, plan.file_type))
+    ]
+    if not needing:
+        return ""
+    kinds = ", ".join(dict.fromkeys(t.type.name for t in needing))
+    return (
+        f"{len(needing)} tensors, as {needing[0].name}, become {kinds}, which needs an importance matrix; pass "
+        "--imatrix FILE to see whether yours serves"
+    )
 
 
 def document(plan: Plan, budget: Budget | None) -> dict[str, Any]:

@@ -31,8 +31,13 @@ def plan(
         ),
     ],
     file_type: Annotated[
-        str, typer.Argument(metavar="TYPE", help="File type, as Q4_K_M; COPY for the types that are there.")
-    ] = "COPY",
+        str | None,
+        typer.Argument(
+            metavar="TYPE",
+            help="File type, as Q4_K_M; without it, and without rules, the types that are there.",
+            show_default=False,
+        ),
+    ] = None,
     asked: Asked = Asked(),  # noqa: B008  its options' own defaults
     explain: Annotated[bool, typer.Option("--explain", help="Show why tensors are where they are.")] = False,
     strict: Strict = False,
@@ -47,8 +52,10 @@ def plan(
     the devices and prints the flags that do the same, with speeds that their bytes allow.
     `quantkit quantize IN OUT --plan FILE` executes what --json prints.
     """
+    if file_type is None:
+        asked.require_no_choice()
     model = open_source(source)
-    made = asked.plan(model, file_type, asked.read_imatrix())
+    made = asked.plan_only(model, file_type or "COPY")
     budget = asked.budget(made, model.metadata)
     if strict:
         require_clean(made, budget)

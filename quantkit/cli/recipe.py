@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.cli._planning import Asked, ImatrixFile, Set, Strict, open_source, read_settings
+from quantkit.cli._planning import (
+    Asked,
+    ImatrixFile,
+    Set,
+    Strict,
+    complete_imatrix,
+    missing_imatrix,
+    open_source,
+    read_settings,
+)
 from quantkit.cli._shared import Json, print_json, table
 
 if TYPE_CHECKING:
-    from quantkit.cli._planning import Model
     from quantkit.files.imatrix import Imatrix
     from quantkit.recipe import Plan, Recipe
 
@@ -54,11 +61,12 @@ def show(
     tensor-types a rule a line for --tensor-type-file; thireus names every tensor, so it needs --model.
     """
     from quantkit.errors import UnknownNameError
+    from quantkit.recipe import find
     from quantkit.recipe.forms import FORMS, printed, thireus
 
     if form not in FORMS:
         raise UnknownNameError("form", form, FORMS)
-    found = _read(source, settings)
+    found = find(source, read_settings(settings))
     if json:
         print_json(_document(found))
     elif form == "thireus":
@@ -88,18 +96,13 @@ def lint(
     --imatrix also tensors that it lacks and experts that saw too few tokens are named; without, one is taken to be
     there that lacks nothing.
     """
-    from quantkit.recipe import RecipeError
+    from quantkit.recipe import RecipeError, find
 
-    found, about = _read(source, settings), open_source(model)
-    made = _plan(found, about, Asked(imatrix=imatrix).read_imatrix() if imatrix else _complete(about))
+    found, about = find(source, read_settings(settings)), open_source(model)
+    made = _plan(found, about, Asked(imatrix=imatrix).read_imatrix() if imatrix else complete_imatrix(about))
     warnings = list(made.warnings)
-    needing = [t for t in made.tensors if t.type.requires_imatrix and not t.copied]
-    if needing and imatrix is None:
-        kinds = ", ".join(dict.fromkeys(t.type.name for t in needing))
-        warnings.append(
-            f"{len(needing)} tensors, as {needing[0].name}, become {kinds}, which needs an importance matrix; pass "
-            "--imatrix FILE to see whether yours serves"
-        )
+    if imatrix is None and (lacks := missing_imatrix(made)):
+        warnings.append(lacks)
     if strict and warnings:
         raise RecipeError("; ".join(warnings))
     if json:
@@ -107,31 +110,6 @@ def lint(
         return
     for warning in warnings:
         print(f"warning: {warning}")
-
-
-def _complete(model: Model) -> Imatrix:
-    """An importance matrix that has an entry for every matrix of a model; it takes no memory."""
-    import numpy as np
-
-    from quantkit.files.imatrix import Entry, Imatrix
-
-    entries = {}
-    for t in model.tensors:
-        if len(t.shape) > 1:
-            matrices = math.prod(t.shape[:-2])
-            ones = np.broadcast_to(np.float32(1), (matrices, t.shape[-1]))
-            entries[t.name] = Entry(ones, np.full(matrices, 1 << 20), 1)
-    return Imatrix(entries, 1, "", 1 << 20)
-
-
-def _read(source: str, settings: list[str] | None) -> Recipe:
-    """A recipe by name, by file or, where it is neither and has an =, by its text."""
-    from quantkit.recipe import find, parse, shipped
-
-    values = read_settings(settings)
-    if "=" in source and source not in shipped() and not Path(source).is_file():
-        return parse(source, "RECIPE", values)
-    return find(source, values)
 
 
 def _plan(found: Recipe, model: Model, imatrix: Imatrix | None = None) -> Plan:

@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quantkit.recipe.errors import RecipeError
+    from quantkit.recipe.errors import ImportanceError, RecipeError
     from quantkit.recipe.grammar import Recipe, Rule, parse
     from quantkit.recipe.models import from_config, is_config, read_config
     from quantkit.recipe.planned import Plan, PlannedTensor, RuleUse
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from quantkit.recipe.replayed import replay
     from quantkit.recipe.shelf import find, shipped
 
-__all__ = ["FileType", "Options", "Plan", "PlannedTensor", "Recipe", "RecipeError", "Rule", "RuleUse", "file_type",
+__all__ = ["FileType", "ImportanceError", "Options", "Plan", "PlannedTensor", "Recipe", "RecipeError", "Rule", "RuleUse", "file_type",
            "file_types", "find", "from_config", "importance_entry", "is_config", "parse", "plan", "read_config",
            "replay", "shipped"]  # fmt: skip
 
 _OF_FILES = {
-    "errors": ("RecipeError",),
+    "errors": ("ImportanceError", "RecipeError"),
     "grammar": ("Recipe", "Rule", "parse"),
     "models": ("from_config", "is_config", "read_config"),
     "planned": ("Plan", "PlannedTensor", "RuleUse"),

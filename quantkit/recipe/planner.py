@@ -30,7 +30,7 @@ import numpy as np
 from quantkit import types
 from quantkit.errors import DataError
 from quantkit.files.imatrix import Imatrix
-from quantkit.recipe.errors import RecipeError
+from quantkit.recipe.errors import ImportanceError, RecipeError
 from quantkit.recipe.fallback import fit_columns, interleaved_rows, row_by_row
 from quantkit.recipe.grammar import Recipe, Rule
 from quantkit.recipe.interleaving import Selection
@@ -281,7 +281,7 @@ class _Planner:
         """Name of the entry for a tensor, checked to fit it."""
         if self.imatrix is None or not chosen.uses_imatrix:
             if chosen.requires_imatrix:
-                raise DataError(f"{t.name}: {chosen.name} needs an importance matrix; pass --imatrix FILE")
+                raise ImportanceError(f"{t.name}: {chosen.name} needs an importance matrix; pass --imatrix FILE")
             return None
         entry = importance_entry(t.name, self.imatrix)
         matrices, columns = math.prod(t.shape[:-2]), t.shape[-1]
@@ -302,14 +302,19 @@ class _Planner:
         return entry
 
     def _refuse_very_low(self, t: Tensor, chosen: QuantType) -> None:
-        name = row_by_row(chosen).name
-        low = name in _VERY_LOW or (name == "q2_K" and self.target.name == "Q2_K_S")
-        if low and t.name not in (EMBEDDING, OUTPUT) and not self.options.ignore_imatrix_rules:
+        if is_very_low(t.name, chosen, self.target) and not self.options.ignore_imatrix_rules:
+            kind = ImportanceError if self.imatrix is None else DataError
             lacks = "no importance matrix is given" if self.imatrix is None else "the importance matrix lacks it"
-            raise DataError(
+            raise kind(
                 f"{t.name}: {chosen.name} is of little use without importance, and {lacks}; pass --imatrix FILE with "
                 "an entry for it, choose another type, or say --ignore-imatrix-rules"
             )
+
+
+def is_very_low(name: str, chosen: QuantType, target: FileType) -> bool:
+    """Whether a tensor of that name should never become this type without importance."""
+    kind = row_by_row(chosen).name
+    return (kind in _VERY_LOW or (kind == "q2_K" and target.name == "Q2_K_S")) and name not in (EMBEDDING, OUTPUT)
 
 
 def _fit(wanted: QuantType, t: Tensor) -> tuple[QuantType, str]:

@@ -37,15 +37,22 @@ def carried(path: Path) -> str:
     return str(Recipe(pinned((t.name, t.type) for t in file.tensors.values()).rules, about))
 
 
-def find(name: str | os.PathLike[str], settings: Mapping[str, str] | None = None) -> Recipe:
-    """The recipe in a text file, of a GGUF file or of that name, with other values for some of its settings."""
-    path = Path(name)
-    if path.suffix == ".gguf" and path.is_file():
+def find(source: str | os.PathLike[str], settings: Mapping[str, str] | None = None, where: str = "RECIPE") -> Recipe:
+    """The recipe in a text file, of a GGUF file, of that name, or the text of rules itself, which errors call `where`.
+
+    `settings` are other values for some of its settings.
+    """
+    text = os.fspath(source)
+    path = Path(text)
+    if not os.path.isfile(text):  # false too for a text that is too long for a name
+        if text in shipped():
+            path = _folder() / f"{text}{SUFFIX}"
+        elif "=" in text:
+            return parse(text, where, settings)
+        else:
+            raise UnknownNameError("recipe, neither a file nor a shipped one:", text, shipped())
+    elif path.suffix == ".gguf":
         return parse(carried(path), f"{path}, quantkit.recipe", settings, printed=True)
-    if not path.is_file():
-        if str(name) not in shipped():
-            raise UnknownNameError("recipe, neither a file nor a shipped one:", str(name), shipped())
-        path = _folder() / f"{name}{SUFFIX}"
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

@@ -209,3 +209,49 @@ def test_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lacking = ("recipe", "lint", "blk.1.ffn_up=iq2_xxs", path, "--imatrix", tmp_path / "i.gguf")
     assert "blk.1.ffn_up_exps.weight" in refused(capsys, *lacking)
     assert "did you mean custom-q" in refused(capsys, "recipe", "show", "dense-iq4_k", "--as", "custm-q")
+
+
+# ------------------------------------------------------------------------------------------------ what is asked for
+
+
+def test_rules_longer_than_a_file_name_are_rules(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rules = ",".join(rf"blk\.{i}\.ffn_(gate|up)\.weight=q4_0" for i in range(200))
+    assert len(rules) > 4096
+    assert printed(capsys, "recipe", "show", rules, "--as", "custom-q") == f"{rules}\n"
+    assert "matches none" in printed(capsys, "recipe", "lint", rules, config)
+    for option in ("--recipe", "--custom-q"):
+        made = json.loads(printed(capsys, "plan", config, "Q8_0", option, rules, "--json"))
+        assert sum(t["type"] == "q4_0" for t in made["tensors"]) == 6
+
+
+def test_a_file_of_rules_is_a_file_for_every_option(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config.parent / "down=mine.recipe"  # has an = as rules do
+    path.write_text("ffn_down=q4_1\n")
+    for option in ("--recipe", "--custom-q"):
+        made = json.loads(printed(capsys, "plan", config, "Q8_0", option, path, "--json"))
+        assert sum(t["type"] == "q4_1" for t in made["tensors"]) == 3
+    assert "neither a file nor a shipped one" in refused(capsys, "plan", config, "Q8_0", "--custom-q", "qwen3mo")
+
+
+def test_a_plan_of_types_that_need_importance(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_size": 256, "intermediate_size": 512}))
+    for name, kind in (("IQ2_XXS", "iq2_xxs"), ("IQ1_M", "iq1_m"), ("Q2_K_S", "q2_K"), ("IQ1_KT", "iq1_kt")):
+        said = printed(capsys, "plan", config, name)
+        assert "which needs an importance matrix; pass --imatrix FILE" in said, name
+        assert f"{name}: " in said
+        made = json.loads(printed(capsys, "plan", config, name, "--json"))
+        assert kind in {t["type"] for t in made["tensors"]}
+        assert any(warning.count("needs an importance matrix") for warning in made["warnings"])
+        assert "--imatrix FILE" in refused(capsys, "quantize", config, tmp_path / "no.gguf", name, "--dry-run")
+        assert "needs an importance matrix" in refused(capsys, "plan", config, name, "--strict")
+    assert "importance" not in printed(capsys, "plan", config, "IQ4_XS")
+    assert "importance" not in printed(capsys, "plan", config, "Q2_K_S", "--ignore-imatrix-rules")
+
+
+def test_a_plan_of_rules_without_a_type_asks_for_the_type(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rules in (("--recipe", "dense-iq4_k"), ("--custom-q", RULES), ("--attn-q-type", "q8_0"), ("--pure",)):
+        said = " ".join(refused(capsys, "plan", config, *rules, status=2).replace("│", " ").split())
+        assert f"TYPE is missing: what tensors become that {rules[0]} does not decide" in said
+        assert "COPY" not in said
+    assert "COPY: " in printed(capsys, "plan", config)
+    assert "COPY changes no tensor" in refused(capsys, "plan", config, "COPY", "--custom-q", RULES)

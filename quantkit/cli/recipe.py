@@ -20,6 +20,7 @@ from quantkit.cli._planning import (
 from quantkit.cli._shared import Json, print_json, table
 
 if TYPE_CHECKING:
+    from quantkit.cli._planning import Model
     from quantkit.files.imatrix import Imatrix
     from quantkit.recipe import Plan, Recipe
 

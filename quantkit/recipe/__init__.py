@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from quantkit.recipe.replayed import replay
     from quantkit.recipe.shelf import find, shipped
 
-__all__ = ["FileType", "ImportanceError", "Options", "Plan", "PlannedTensor", "Recipe", "RecipeError", "Rule", "RuleUse", "file_type",
-           "file_types", "find", "from_config", "importance_entry", "is_config", "parse", "plan", "read_config",
-           "replay", "shipped"]  # fmt: skip
+__all__ = ["FileType", "ImportanceError", "Options", "Plan", "PlannedTensor", "Recipe", "RecipeError", "Rule",
+           "RuleUse", "file_type", "file_types", "find", "from_config", "importance_entry", "is_config", "parse",
+           "plan", "read_config", "replay", "shipped"]  # fmt: skip
 
 _OF_FILES = {
     "errors": ("ImportanceError", "RecipeError"),

@@ -284,7 +284,8 @@ class Job:
 
 
 def journal_of(out: Path) -> Path:
-    return out.with_name(out.name + KEPT + JOURNAL)
+    path = partial(out)
+    return path.with_name(path.name + JOURNAL)
 
 
 def unfinished(out: Path) -> tuple[int, int] | None:

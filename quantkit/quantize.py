@@ -27,6 +27,7 @@ from quantkit.files.gguf import Metadata, TensorSpec, Writer
 from quantkit.files.gguf_writer import layouts
 from quantkit.files.imatrix import Imatrix
 from quantkit.files.mapping import release
+from quantkit.files.owned import followed
 from quantkit.files.pipeline import Job, pump
 from quantkit.recipe import Plan, PlannedTensor
 from quantkit.recipe.interleaving import FILE_TYPE_BEFORE, rename_repacked
@@ -134,7 +135,7 @@ def quantize(
     """
     effort_level(effort)
     plan.require_codecs()
-    out = Path(out)
+    out = followed(Path(out))
     refuse_directory(out)
     refuse_inputs([out], source.paths)
     metadata = output_metadata(source.metadata, plan, imatrix, imatrix_file, overrides, effort, hide_imatrix)

@@ -97,15 +97,17 @@ class Workshop:
         return self._digests[known]
 
     def _records(self) -> dict[str, Any]:
+        from quantkit.files.owned import read_own
+
         try:
-            return dict(json.loads((self.folder / "steps.json").read_text()))
+            return dict(json.loads(read_own(self.folder / "steps.json")))
         except (OSError, ValueError):  # none yet, or cut short: the steps are simply done again
             return {}
 
     def _save(self, records: dict[str, Any]) -> None:
         from quantkit.files.atomic import writing
 
-        with writing(self.folder / "steps.json") as file:
+        with writing(self.folder / "steps.json", own=True) as file:
             file.write(json.dumps(records, indent=1).encode())
 
 
@@ -159,10 +161,13 @@ def demo_texts() -> tuple[str, str]:
 
 
 def _write_texts(folder: Path) -> tuple[Path, Path]:
+    from quantkit.files.atomic import writing
+
     paths = folder / "calibration.txt", folder / "test.txt"
     for path, text in zip(paths, demo_texts()):
         if not path.is_file() or path.read_bytes() != text.encode():
-            path.write_bytes(text.encode())
+            with writing(path) as file:
+                file.write(text.encode())
     return paths
 
 

@@ -25,6 +25,7 @@ import numpy as np
 from quantkit.errors import DataError, FormatError
 from quantkit.evaluate.statistics import perplexity_of
 from quantkit.files.atomic import os_errors, writing
+from quantkit.files.owned import followed, open_own, read_own
 
 
 class ChunkLog:
@@ -36,7 +37,7 @@ class ChunkLog:
     """
 
     def __init__(self, path: str | os.PathLike[str], run: str, positions: int, together: int, about: Mapping[str, Any]):
-        self.path, self._positions = Path(path), positions
+        self.path, self._positions = followed(Path(path)), positions
         self._head = {"run": run, "positions": positions, **about}
         lines = self._read(run) if self.path.exists() else []
         self.together, self._lines = together, lines
@@ -55,7 +56,7 @@ class ChunkLog:
 
     def _read(self, run: str) -> list[dict[str, Any]]:
         with os_errors(self.path, "read"):
-            data = self.path.read_bytes()
+            data = read_own(self.path)
         whole = data[: data.rfind(b"\n") + 1].splitlines()  # a line that a kill cut short is not one
         try:
             head, *lines = [json.loads(line) for line in whole] or [{}]
@@ -75,7 +76,7 @@ class ChunkLog:
         with writing(self.path) as stream:  # without what was cut short
             stream.write(b"".join(_line(line) for line in (self._head, *self._lines)))
         with os_errors(self.path, "write"):
-            self._stream: BinaryIO = open(self.path, "ab")
+            self._stream: BinaryIO = os.fdopen(open_own(self.path, os.O_WRONLY | os.O_APPEND), "ab")
         return self
 
     def add(self, nll: np.ndarray, **more: np.ndarray | str) -> None:

@@ -30,6 +30,7 @@ from quantkit.evaluate.text import DEFAULT_BATCH, Chunks
 from quantkit.files.atomic import writing
 from quantkit.files.imatrix import Entry, Imatrix, merge
 from quantkit.files.kld import rows_per_chunk, scored_rows
+from quantkit.files.owned import read_own
 from quantkit.jit import kernel
 
 OUTPUT_NAMES = ("output.weight", "token_embd.weight")
@@ -196,14 +197,14 @@ class Saved:
             if text.nll is not None:
                 arrays[f"nll.{i}"] = text.nll
         arrays["about"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
-        with writing(path) as file:
+        with writing(path, own=True) as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Saved:
         """Read what `save` wrote; FormatError for anything else."""
         try:
-            with np.load(io.BytesIO(Path(path).read_bytes()), allow_pickle=False) as file:
+            with np.load(io.BytesIO(read_own(Path(path))), allow_pickle=False) as file:
                 about = json.loads(file["about"].tobytes())
                 if about["version"] != _PROGRESS_VERSION:
                     raise FormatError(f"{path}: a saved run of version {about['version']}, not {_PROGRESS_VERSION}")

@@ -22,6 +22,7 @@ from quantkit.evaluate.compare import Candidate
 from quantkit.evaluate.coverage import Coverage
 from quantkit.evaluate.kld import Divergence
 from quantkit.evaluate.statistics import at_share
+from quantkit.files.atomic import writing
 
 _COLOURS = ("#2f6db3", "#d1662b", "#3a9157", "#8a4fa3", "#b8a02c", "#4aa3a8", "#c2477d", "#6b6b6b")
 _LEAST_KLD = 1e-6  # nats; less is the rounding of a base file
@@ -43,6 +44,12 @@ def require_picture(path: Path) -> None:
         raise QuantkitError(f"{path}: a picture's name ends in .png, .svg or .pdf")
 
 
+def _save(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Write a picture in the format of its name's ending; it appears whole or not at all."""
+    with writing(path) as file:
+        figure.savefig(file, format=Path(path).suffix[1:].lower())
+
+
 def plot(path: str | os.PathLike[str], candidates: Sequence[Candidate], title: str) -> None:
     """Write a picture (PNG, SVG or PDF by the name's ending) of the candidates that have a divergence."""
     require_matplotlib()
@@ -53,7 +60,7 @@ def plot(path: str | os.PathLike[str], candidates: Sequence[Candidate], title: s
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
     _draw_sizes(left, points)
     _draw_spread(right, points)
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def plot_sweep(path: str | os.PathLike[str], rows: Sequence[tuple[Speed, Speed]], memory: float, title: str) -> None:
@@ -77,7 +84,7 @@ def plot_sweep(path: str | os.PathLike[str], rows: Sequence[tuple[Speed, Speed]]
         axes.set_title(name, fontsize=10)
         axes.legend(fontsize=8.5, frameon=False, loc="lower left")
         _quiet(axes)
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def plot_importance(path: str | os.PathLike[str], rows: Sequence[Coverage], title: str) -> None:
@@ -96,7 +103,7 @@ def plot_importance(path: str | os.PathLike[str], rows: Sequence[Coverage], titl
     _draw_lines(right, rows, lambda row: row.similarity)
     right.set_ylabel("cosine with the layer before")
     right.set_title("Likeness of neighbouring layers", fontsize=10)
-    figure.savefig(path)
+    _save(figure, path)
 
 
 def _draw_experts(figure: Any, axes: Any, rows: Sequence[Coverage]) -> None:

@@ -7,8 +7,12 @@ writers do without the fsync (stream.py says when).
 A writer holds a lock (flock) on its partial file. The kernel drops the lock when the process dies, so a later writer of
 the same name can tell a dead writer's leavings, which it removes, from those of a live one, which it leaves alone.
 
-A file that is `kept` is written as `NAME.partial-job` and stays when its writer ends early, for the next one to go on
-with; `NAME.partial-job.journal` (journal.py) says what in it is done.
+A file that is `kept` is written as `NAME.partial-job` and stays when its writer ends early, for the next one to resume;
+`NAME.partial-job.journal` (journal.py) says what in it is done.
+
+Names of partial files can be guessed: owned.py says which existing files are opened under them. An output that replaces
+a file gets its permissions and its group; a new one gets what the umask leaves. Where the output's name is a symbolic
+link, all of this happens beside the file that it points to, and the link stays.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import functools
 import glob
 import os
 import shutil
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +32,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from quantkit.errors import QuantkitError
+from quantkit.files.owned import followed, open_new, open_own, require_own
 
 try:
     import fcntl
@@ -53,20 +59,23 @@ def os_errors(path: Path, doing: str) -> Iterator[None]:
 class AtomicFile:
     """A file being written. `stream` takes the bytes; `publish` or `discard` ends it.
 
-    Of one that is `kept` there may be something already: what an earlier writer left of it.
+    Of one that is `kept` there may be something already: what an earlier writer left of it. A file of quantkit's `own`
+    has a name that the user did not choose: it replaces nothing but such a file.
     """
 
-    def __init__(self, path: str | os.PathLike[str], kept: bool = False):
-        self.path = Path(path)
-        refuse_directory(self.path)  # what `replace` would find out only when all is written
-        if self.path.exists() and not self.path.is_file():  # /dev/null, which root's `replace` would do away with
-            raise QuantkitError(f"{self.path}: exists and is no regular file; write to another name")
+    def __init__(self, path: str | os.PathLike[str], kept: bool = False, own: bool = False):
+        named = Path(path)
+        self.path = named if own else followed(named)
+        refuse_irregular(self.path)  # what `replace` would find out only when all is written
         self.temporary = self.path.with_name(self.path.name + (KEPT if kept else f".partial-{os.getpid()}"))
         with os_errors(self.path, "write"):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path == named:  # where a link leads nowhere, a disk may be missing
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            if own:
+                require_own(self.path)
             if not kept:
                 remove_stale(self.path)
-            self.stream: BinaryIO = _create(self.temporary, kept)
+            self.stream: BinaryIO = _create(self.temporary, kept, _mode_of(self.path))
         self._writing = threading.Lock()
 
     def reserve(self, nbytes: int) -> None:
@@ -95,6 +104,14 @@ class AtomicFile:
                 done = os.pwrite(self.stream.fileno(), data[:_AT_ONCE], offset)
                 data, offset = data[done:], offset + done
 
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """Bytes at an offset, fewer where the file ends."""
+        if not hasattr(os, "pread"):  # Windows
+            with open(self.temporary, "rb") as stream:
+                stream.seek(offset)
+                return stream.read(nbytes)
+        return os.pread(self.stream.fileno(), nbytes, offset)
+
     def seal(self, durable: bool = True) -> None:
         """Have the system take what was written and, if `durable`, keep it on the disk."""
         with os_errors(self.temporary, "write"):
@@ -107,6 +124,7 @@ class AtomicFile:
     def replace(self) -> None:
         """Give the sealed file its final name. The lock is held until then."""
         with os_errors(self.path, "rename the finished file to this name"):
+            _take_permissions(self.stream.fileno(), self.path)
             if fcntl is None:  # Windows renames no open file
                 self.stream.close()
             os.replace(self.temporary, self.path)
@@ -138,12 +156,12 @@ def publish(files: Sequence[AtomicFile], durable: bool = True) -> None:
 
 
 @contextmanager
-def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """`with writing(path) as stream:` for a file that is written in one go.
+def writing(path: str | os.PathLike[str], own: bool = False) -> Iterator[BinaryIO]:
+    """`with writing(path) as stream:` for a file that is written in one go; `own` as for AtomicFile.
 
     An OSError that names no file is that of the stream, whose disk may be full: it becomes a QuantkitError.
     """
-    file = AtomicFile(path)
+    file = AtomicFile(path, own=own)
     try:
         try:
             yield file.stream
@@ -157,20 +175,18 @@ def writing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def remove_stale(path: Path) -> None:
-    """Remove the partial files that dead writers of `path` left behind, those that were to be gone on with too."""
-    for name in glob.glob(glob.escape(str(path)) + ".partial-*"):
+    """Remove the partial files that dead writers of `path` left behind, those that were to be resumed too."""
+    for name in glob.glob(glob.escape(str(followed(path))) + ".partial-*"):
         if name.endswith(JOURNAL):  # goes with its file
             continue
-        try:
-            fd = os.open(name, os.O_RDWR)
-        except OSError:  # gone by now, or another user's
-            continue
-        try:
-            if _lock(fd) is True:
-                Path(name + JOURNAL).unlink(missing_ok=True)
-                os.unlink(name)
-        finally:
-            os.close(fd)
+        with suppress(OSError, QuantkitError):  # gone by now, or no file of ours
+            fd = open_own(Path(name), os.O_RDWR)
+            try:
+                if _lock(fd) is True and os.path.samestat(os.fstat(fd), os.lstat(name)):
+                    Path(name + JOURNAL).unlink(missing_ok=True)
+                    os.unlink(name)
+            finally:
+                os.close(fd)
 
 
 def refuse_directory(path: Path) -> None:
@@ -179,10 +195,17 @@ def refuse_directory(path: Path) -> None:
         raise QuantkitError(f"{path}: this is a directory; name the file to write in it")
 
 
+def refuse_irregular(path: Path) -> None:
+    """QuantkitError where the name that a file is to get has a directory, a device or a pipe."""
+    refuse_directory(path)
+    if path.exists() and not path.is_file():  # /dev/null, which root's `replace` would do away with
+        raise QuantkitError(f"{path}: exists and is no regular file; write to another name")
+
+
 def refuse_live(path: Path) -> None:
-    """QuantkitError where another writer is writing the partial file at `path`."""
+    """QuantkitError where another writer is writing the partial file at `path`, or no writer left what is there."""
     try:
-        fd = os.open(path, os.O_RDWR)
+        fd = open_own(path, os.O_RDWR)
     except OSError:  # not there
         return
     try:
@@ -244,16 +267,22 @@ def _lock(fd: int) -> bool | None:
         return None
 
 
-def _create(path: Path, kept: bool = False) -> BinaryIO:
+def _create(path: Path, kept: bool, mode: int) -> BinaryIO:
     """Create `path`, lock it and open it empty, or as it is."""
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+        try:
+            fd = open_new(path, mode)
+        except FileExistsError:
+            try:
+                fd = open_own(path, os.O_RDWR)
+            except FileNotFoundError:
+                continue
         if _lock(fd) is False:
             os.close(fd)
             raise QuantkitError(f"{path}: another writer is writing this file")
         try:
             # Between open and lock another process may have taken it for stale and removed it.
-            if os.path.samestat(os.fstat(fd), os.stat(path)):
+            if os.path.samestat(os.fstat(fd), os.lstat(path)):
                 # Of files that were cut ext4 begins to write all out when they are closed, and close waits for half of
                 # it: only what a dead writer left is cut.
                 if not kept and os.fstat(fd).st_size:
@@ -262,6 +291,32 @@ def _create(path: Path, kept: bool = False) -> BinaryIO:
         except FileNotFoundError:
             pass
         os.close(fd)
+
+
+def _mode_of(path: Path) -> int:
+    """The permissions that a partial file may have at most: no more than the file that it is to replace."""
+    try:
+        return stat.S_IMODE(os.stat(path).st_mode) & 0o777 | stat.S_IRUSR | stat.S_IWUSR
+    except OSError:  # a new file
+        return 0o666
+
+
+def _take_permissions(fd: int, path: Path) -> None:
+    """Give an open file the permissions and the group of the file that it is to replace, if there is one."""
+    if not hasattr(os, "fchmod"):  # Windows
+        return
+    try:
+        old = os.stat(path)
+    except FileNotFoundError:
+        return
+    mode = stat.S_IMODE(old.st_mode) & 0o777
+    new = os.fstat(fd)
+    if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
+        try:
+            os.fchown(fd, old.st_uid if os.geteuid() == 0 else -1, old.st_gid)
+        except OSError:  # not a member of that group: the own group gets no more than others have
+            mode = mode & ~0o070 | (mode & 0o007) << 3 & mode
+    os.fchmod(fd, mode)
 
 
 def sync_directory(directory: Path) -> None:
@@ -283,7 +338,8 @@ def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path]) -> Non
     given = [path for path in inputs if path.exists()]
     for path in outputs:
         if path is not None:
-            refuse_directory(path)
+            path = followed(path)
+            refuse_irregular(path)
             refuse_inputs([path], given)
             above = next(parent for parent in path.absolute().parents if parent.exists())  # the others are made
             if not (above.is_dir() and os.access(above, os.W_OK)):

@@ -46,10 +46,10 @@ class ChunkFile:
         self.places: list[tuple[int, int, str]] = []
         end = len(head)
         with os_errors(self.file.temporary, "write"):
-            if noted is not None and self._read(0, len(head)) == head:
+            if noted is not None and self.file.read_at(0, len(head)) == head:
                 for expected in noted.digests:
-                    size = size_at(self._read, end)
-                    if size <= 0 or digest(self._read(end, size)) != expected:
+                    size = size_at(self.file.read_at, end)
+                    if size <= 0 or digest(self.file.read_at(end, size)) != expected:
                         break
                     self.places.append((end, size, expected))
                     end += size
@@ -59,11 +59,6 @@ class ChunkFile:
             self.file.stream.seek(end if self.places else 0)
             if not self.places:
                 self.file.stream.write(head)
-
-    def _read(self, offset: int, n: int) -> bytes:
-        with open(self.file.temporary, "rb") as stream:
-            stream.seek(offset)
-            return stream.read(n)
 
     def append(self, data: bytes | memoryview) -> str:
         """Write a chunk; gives its digest. A log may note it when this returns."""

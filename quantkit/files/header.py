@@ -97,11 +97,9 @@ def _replace(shard: Shard, header: bytes, progress: bool) -> None:
     """The same file with another header, under its name when it is complete."""
     data = shard.bytes[shard.data_start :]
     require_space(shard.path.parent, len(header) + data.size)
-    target = Path(os.path.realpath(shard.path))  # a link stays one
-    file = AtomicFile(target)
+    file = AtomicFile(shard.path)
     try:
         with os_errors(file.temporary, "write"):
-            os.chmod(file.temporary, os.stat(target).st_mode & 0o7777)
             file.stream.write(header)
             _stream(data, file.stream, progress)
         publish([file])

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from quantkit.files.atomic import os_errors, writing
+from quantkit.files.owned import open_own, read_own
 
 VERSION = 1
 _EVERY = 0.2  # seconds between two syncs
@@ -34,9 +35,12 @@ class Found:
 
 
 def read(path: Path) -> Found | None:
-    """The journal at a path, up to the first line that is not whole; None where there is none, or nothing of it."""
+    """The journal at a path, up to the first line that is not whole; None where there is none, or nothing of it.
+
+    QuantkitError where the file is no earlier run's.
+    """
     try:
-        data = path.read_bytes()
+        data = read_own(path)
     except FileNotFoundError:
         return None
     lines: list[dict[str, Any]] = []
@@ -87,9 +91,9 @@ class Journal:
         self._failed: BaseException | None = None
         with os_errors(path, "write"):
             if not found:
-                with writing(path) as stream:
+                with writing(path, own=True) as stream:
                     stream.write(_lines([{"journal": VERSION, **header}, *entries]))
-            self._file: BinaryIO = open(path, "r+b")  # noqa: SIM115  closed by `close`
+            self._file: BinaryIO = os.fdopen(open_own(path, os.O_RDWR), "r+b")  # closed by `close`
             if found:
                 self._file.truncate(found.size)
             self._file.seek(0, os.SEEK_END)

@@ -23,6 +23,7 @@ import numpy as np
 
 from quantkit.errors import DataError
 from quantkit.files.atomic import KEPT, AtomicFile, allow_open_files, os_errors, publish, require_space
+from quantkit.files.owned import followed
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -233,6 +234,7 @@ class StreamWriter:
 
 def partial(path: Path) -> Path:
     """The partial file of a final name, where it is kept."""
+    path = followed(path)
     return path.with_name(path.name + KEPT)
 
 

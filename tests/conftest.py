@@ -13,25 +13,27 @@ import pytest
 # Kernels compiled by tests are kept between runs, apart from the user's.
 os.environ.setdefault("QUANTKIT_CACHE_DIR", os.path.join(tempfile.gettempdir(), "quantkit-test-cache"))
 
-SHARED = Path(__file__).resolve().parents[1].parent / "shared"
+GOLDEN = Path(__file__).parent / "golden"
+LEFT_OUT = {"full": "the whole conformance sweep: `make full`", "gpu": "needs a CUDA device: `pytest -m gpu`"}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("-m"):
-        skip = {name: pytest.mark.skip(reason=f"run with -m {name}") for name in ("full", "gpu")}
-        for item in items:
-            for name, mark in skip.items():
-                if name in item.keywords:
-                    item.add_marker(mark)
+    """Leave out what runs only when it is asked for by name (`-m full`, `-m "full or not full"`, `-m gpu`)."""
+    asked = config.getoption("-m").replace("not full", "").replace("not gpu", "")
+    left_out = [item for item in items if any(m in item.keywords and m not in asked for m in LEFT_OUT)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_report_header() -> str:
+    return "left out unless asked for: " + "; ".join(f"{mark} ({why})" for mark, why in LEFT_OUT.items())
 
 
 @pytest.fixture(scope="session")
 def golden() -> Path:
-    """shared/golden: files and figures of the reference tools."""
-    path = SHARED / "golden"
-    if not path.is_dir():
-        pytest.skip(f"{path} is not beside this checkout")
-    return path
+    """Files and figures that ik_llama.cpp's tools made; golden/README.md tells how."""
+    return GOLDEN
 
 
 @pytest.fixture(scope="session")

@@ -127,7 +127,8 @@ EVERY = [*((arch.name, {}) for arch in archs.all()), *OTHERS.items()]
 
 @pytest.mark.parametrize(("arch", "change"), EVERY)
 def test_logits_of_transformers_and_the_reference(tmp_path: Path, arch: str, change: dict[str, Any]) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     model = tiny(tmp_path / "hf", arch=arch, **change)
     convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
     with torch.no_grad():
@@ -201,7 +202,8 @@ def test_what_the_reference_does_not_know(tmp_path: Path, arch: str, change: dic
     layers it computes with 64 or 128 elements only: of 16, 32 or 96 its logits have nothing to do with those of
     transformers, without a word, and keys must be as long as values.
     """
-    torch = pytest.importorskip("torch")
+    import torch
+
     model = tiny(tmp_path / "hf", arch=arch, **change)
     convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
     with torch.no_grad():
@@ -211,7 +213,6 @@ def test_what_the_reference_does_not_know(tmp_path: Path, arch: str, change: dic
 
 def test_a_ternary_model_in_two_bits(tmp_path: Path) -> None:
     """A BitNet that is ternary when it runs: IQ2_BN holds its values, with its scale or with one of its own."""
-    pytest.importorskip("torch")
     tiny(tmp_path / "hf", arch="bitnet-b1.58", intermediate_size=128)
     path = tmp_path / "hf" / "config.json"
     settings = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
@@ -247,7 +248,6 @@ def test_mixtral_in_the_reference(tmp_path: Path) -> None:
 
     Shown on a file whose attention adds nothing, computed here both ways.
     """
-    pytest.importorskip("torch")
     libllama = pytest.importorskip("tests.conformance.libllama")
     tiny(tmp_path / "hf", arch="llama", **MIXTRAL | {"num_experts_per_tok": 8})
     convert(tmp_path / "hf", tmp_path / "whole.gguf", "f32")
@@ -283,7 +283,6 @@ def test_mixtral_in_the_reference(tmp_path: Path) -> None:
 
 def test_shared_experts_in_the_compiled_passes(tmp_path: Path) -> None:
     """Prompt and steps of `fast` numerics: all experts used, so that rounding turns no choice."""
-    pytest.importorskip("torch")
     tiny(tmp_path / "hf", arch="glm4moe", num_experts_per_tok=8, n_shared_experts=2)
     convert(tmp_path / "hf", tmp_path / "m.gguf", "q8_0")
     wanted = log_probabilities(quantkit.load(tmp_path / "m.gguf").logits(TOKENS[0][:40]))
@@ -297,8 +296,9 @@ def test_shared_experts_in_the_compiled_passes(tmp_path: Path) -> None:
 
 def test_experts_as_gpt_oss_ships_them(tmp_path: Path) -> None:
     """MXFP4 blocks and scales become the type's own blocks, with the same values; biases and the rest stay."""
-    torch = pytest.importorskip("torch")
-    stored = pytest.importorskip("safetensors.torch")
+    import torch
+    from safetensors import torch as stored
+
     model = tiny(tmp_path / "hf", arch="gpt-oss")
     values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
     rng, tensors = np.random.default_rng(1), stored.load_file(tmp_path / "hf" / "model.safetensors")
@@ -327,7 +327,6 @@ def test_experts_as_gpt_oss_ships_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["all", "joint", "split"])
 def test_latents_absorbed_or_not_give_the_same(tmp_path: Path, layout: str) -> None:
     """-mla 0 to 3 of each layout of a file, prompt and step by step: only what is cached differs."""
-    pytest.importorskip("torch")
     tiny(tmp_path / "hf", arch="deepseek2")
     convert(tmp_path / "hf", tmp_path / "all.gguf", "f32")
     path = in_layout(tmp_path / "all.gguf", layout)
@@ -372,7 +371,6 @@ LEFT_OUT = {"all": (), "joint": ("attn_k_b", "attn_v_b"), "split": ("attn_kv_b",
 @pytest.mark.parametrize("kind", ["Q8_0", "IQ4_K", "Q4_K_M"])
 def test_quantized_experts_run_in_the_reference(tmp_path: Path, kind: str) -> None:
     """Converted, quantized, and run by both: only the reference's own rounding of activations is between them."""
-    pytest.importorskip("torch")
     libllama = pytest.importorskip("tests.conformance.libllama")
     wide = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 8}
     tiny(tmp_path / "hf", arch="qwen3moe", **wide)
@@ -392,7 +390,8 @@ def test_quantized_experts_run_in_the_reference(tmp_path: Path, kind: str) -> No
 
 
 def test_a_value_that_is_not_finite_is_named_by_its_expert(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     model = tiny(tmp_path / "hf", arch="qwen3moe")
     with torch.no_grad():
         model.model.layers[1].mlp.experts.down_proj[3, 5, 7] = torch.nan
@@ -404,7 +403,6 @@ def test_a_value_that_is_not_finite_is_named_by_its_expert(tmp_path: Path) -> No
 
 def test_experts_are_stacked_piece_by_piece(tmp_path: Path) -> None:
     """No job of a conversion makes more than an expert, whatever their number."""
-    pytest.importorskip("torch")
     tiny(tmp_path / "hf", arch="qwen3moe", num_experts=24)
     found: list[tuple[str, int, int]] = []
 

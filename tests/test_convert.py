@@ -59,8 +59,9 @@ def log_probabilities(logits: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("arch", [arch.name for arch in archs.all()])
 def test_every_architectures_example(tmp_path: Path, arch: str) -> None:
     """Converted, run by quantkit, exported again: the logits are those of transformers all the way."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     model = tiny(tmp_path / "hf", arch=arch)
     convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
     export(tmp_path / "m.gguf", tmp_path / "back")
@@ -83,7 +84,8 @@ def test_the_file_computes_what_transformers_does(tmp_path: Path, variant: str) 
     The reference (wheel 0.1.5) ignores rope_freqs.weight: for the llama3 variant its logits are those of the model
     without rope scaling, off by more than 5, so there it is no oracle.
     """
-    torch = pytest.importorskip("torch")
+    import torch
+
     model = tiny(tmp_path / "hf", **VARIANTS[variant])
     convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
     tokens = np.random.default_rng(3).integers(2, 320, 100).tolist()
@@ -119,8 +121,9 @@ def test_checkpoints_come_back_bit_for_bit(tmp_path: Path, variant: str, dtype: 
 
 
 def test_transformers_loads_what_is_exported(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     model = tiny(tmp_path / "a", **VARIANTS["llama3"])
     convert(tmp_path / "a", tmp_path / "m.gguf", "f32")
     export(tmp_path / "m.gguf", tmp_path / "b")
@@ -385,7 +388,8 @@ def fp8_of(arch: str, tmp_path: Path, rng: np.random.Generator, **config: Any) -
 
 
 def test_fp8_becomes_what_torch_makes_of_it(fp8: Path, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     stored = open_checkpoint(fp8).tensors
     convert(fp8, tmp_path / "m.gguf")
     made = open_gguf(tmp_path / "m.gguf")

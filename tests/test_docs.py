@@ -13,5 +13,5 @@ def test_generated_pages_are_fresh(name: str) -> None:
     assert path.exists(), f"{path} is missing: run python -m quantkit.cli._docs"
     text = path.read_text(encoding="utf-8")
     if (first := text.partition("\n")[0] + "\n") != _docs.made():
-        pytest.skip(f"{name} was made by another typer: {first.strip()}")
+        pytest.fail(f"{name} was made by another typer, {first.strip()}: install the one that pyproject.toml pins")
     assert text == _docs.PAGES[name](), f"{path} is stale: run python -m quantkit.cli._docs and commit the result"

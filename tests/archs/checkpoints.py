@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from quantkit import types
 from quantkit.files.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
@@ -27,7 +26,8 @@ HARD = (
 
 def byte_level(vocab_size: int = 320, **changes: Any) -> dict[str, Any]:
     """tokenizer.json of a byte-level BPE, "gpt-2" cutting, with <|begin|> and <|end|> as control tokens 0 and 1."""
-    tokenizers = pytest.importorskip("tokenizers")
+    import tokenizers
+
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
@@ -43,7 +43,8 @@ def byte_level(vocab_size: int = 320, **changes: Any) -> dict[str, Any]:
 
 def cutting() -> dict[str, Any]:
     """tokenizer.json whose merges know no bounds between words, so that every way of cutting HARD gives other ids."""
-    tokenizers = pytest.importorskip("tokenizers")
+    import tokenizers
+
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     trainer = tokenizers.trainers.BpeTrainer(
@@ -60,7 +61,8 @@ def cutting() -> dict[str, Any]:
 
 def sentencepiece(vocab_size: int = 400, prefix: bool = True) -> dict[str, Any]:
     """tokenizer.json as Llama 2 has it: BPE over U+2581 text with byte fallback; <unk> <s> </s>, then the bytes."""
-    tokenizers = pytest.importorskip("tokenizers")
+    import tokenizers
+
     made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     steps = [tokenizers.normalizers.Prepend("▁")] if prefix else []
     made.normalizer = tokenizers.normalizers.Sequence([*steps, tokenizers.normalizers.Replace(" ", "▁")])
@@ -88,8 +90,9 @@ def tiny(directory: Path, dtype: str = "float32", arch: str = "llama", **config:
 
     Norm weights and biases are random too, so that a tensor in the wrong place shows.
     """
-    torch = pytest.importorskip("torch", reason="torch makes the random checkpoints")
-    transformers = pytest.importorskip("transformers", reason="transformers saves the random checkpoints")
+    import torch
+    import transformers
+
     from quantkit import archs
 
     example = archs.get(arch).EXAMPLE | config

@@ -63,8 +63,9 @@ def test_rows_are_gathered_in_any_pieces_and_back() -> None:
 @pytest.mark.parametrize("arch", HYBRIDS)
 def test_checkpoints_come_back(tmp_path: Path, arch: str) -> None:
     """Moved rows and columns to the bit; norms and decays, with 1 added and an exponential taken, but for rounding."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     model = tiny(tmp_path / "hf", arch=arch, linear_num_value_heads=6)
     convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
     export(tmp_path / "m.gguf", tmp_path / "back")
@@ -84,7 +85,6 @@ def test_checkpoints_come_back(tmp_path: Path, arch: str) -> None:
 
 def test_files_have_value_heads_in_their_own_order(tmp_path: Path) -> None:
     """Of two key heads with three value heads each, [0 1 2 | 3 4 5], qwen35 has 0 3 1 4 2 5; qwen3next 0 to 5."""
-    pytest.importorskip("torch")
     dims = {"linear_num_value_heads": 6, "linear_key_head_dim": 4, "linear_value_head_dim": 8}
     for arch, order in (("qwen35", [0, 3, 1, 4, 2, 5]), ("qwen3next", list(range(6)))):
         tiny(tmp_path / arch, arch=arch, **dims)
@@ -106,7 +106,6 @@ def test_files_have_value_heads_in_their_own_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize("arch", HYBRIDS)
 def test_f16_files_in_the_reference(tmp_path: Path, arch: str) -> None:
     """Every expert is used, so that rounding turns no choice."""
-    pytest.importorskip("torch")
     libllama = pytest.importorskip("tests.conformance.libllama")
     change = {} if arch == "qwen35" else {"num_experts_per_tok": 8}
     tiny(tmp_path / "hf", arch=arch, linear_num_value_heads=6, **change)
@@ -118,7 +117,6 @@ def test_f16_files_in_the_reference(tmp_path: Path, arch: str) -> None:
 
 def test_stacked_experts(tmp_path: Path) -> None:
     """gate_up_proj [experts, 2 ff, n] and down_proj [experts, n, ff], as Qwen3.5 is shipped."""
-    pytest.importorskip("torch")
     tiny(tmp_path / "hf", arch="qwen35moe")
 
     def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -151,7 +149,6 @@ def with_further(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("arch", ["qwen35", "qwen35moe"])
 def test_layers_that_predict_further_tokens_are_dropped_or_kept(tmp_path: Path, arch: str) -> None:
-    pytest.importorskip("torch")
     tiny(tmp_path / "hf", arch=arch)
     rewritten(tmp_path / "hf", tmp_path / "mtp", with_further, {"mtp_num_hidden_layers": 1})
     convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
@@ -177,7 +174,6 @@ def test_layers_that_predict_further_tokens_are_dropped_or_kept(tmp_path: Path, 
 
 
 def test_qwen3next_has_no_names_for_them(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     tiny(tmp_path / "hf", arch="qwen3next")
     rewritten(tmp_path / "hf", tmp_path / "mtp", with_further)
     assert "layers that predict further tokens" in prepare(tmp_path / "mtp", "f32").left_out
@@ -193,8 +189,9 @@ def test_other_names_stay(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
 def test_the_language_model_of_a_larger_one(tmp_path: Path, kind: str) -> None:
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     arch = archs.get("qwen35moe" if kind.endswith("Moe") else "qwen35")
     text = {key: value for key, value in arch.EXAMPLE.items() if key != "architectures"}
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,

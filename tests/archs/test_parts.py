@@ -107,7 +107,8 @@ def test_layers_without_names_in_files(tmp_path: Path) -> None:
 
 def inside(name: str) -> tuple[Any, str]:
     """A tiny model with an encoder of images, of transformers, and the architecture of its language model."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     text = {key: value for key, value in archs.get("gemma3" if name == "Gemma3" else "llama").EXAMPLE.items()
             if key not in ("architectures", "tie_word_embeddings")}  # fmt: skip
     small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -128,7 +129,8 @@ def inside(name: str) -> tuple[Any, str]:
 @pytest.mark.parametrize("name", ["Gemma3", "Mistral3"])
 def test_the_language_model_of_a_larger_one(tmp_path: Path, name: str, old_names: bool, capsys: Any) -> None:
     """Its logits are those of the whole for a text; the encoder is left out aloud."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     torch.manual_seed(3)
     model, arch = inside(name)
     with torch.no_grad():

@@ -38,8 +38,9 @@ def log_probabilities(logits: np.ndarray) -> np.ndarray:
 
 
 def of_transformers(directory: Path) -> np.ndarray:
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     with torch.no_grad():
         return log_probabilities(model(torch.tensor(TOKENS[None])).logits.numpy()[0])
@@ -98,7 +99,6 @@ def test_a_factor_of_attention_in_the_reference_and_back(tmp_path: Path) -> None
     ],
 )  # fmt: skip
 def test_what_files_cannot_say_is_refused(tmp_path: Path, arch: str, said: dict[str, Any], match: str) -> None:
-    pytest.importorskip("torch")
     saved(tmp_path / "hf", arch, said)
     with pytest.raises(UnsupportedError, match=match):
         convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 
 from quantkit import types
 from quantkit.archs import hf_tokenizer, pretokenizers, tiktoken, vocab
@@ -25,8 +26,6 @@ from quantkit.files.gguf import Metadata, TensorSpec, Writer
 from quantkit.files.gguf import open as open_gguf
 from quantkit.runtime.tokenizer import Tokenizer
 from tests.archs.checkpoints import HARD, TEXT, byte_level, sentencepiece, write_tokenizer
-
-tokenizers = pytest.importorskip("tokenizers")
 
 # Expressions as the makers' tokenizer.json have them; written out, not taken from the table under test.
 LLAMA3 = (
@@ -196,7 +195,8 @@ def size_of(definition: dict[str, Any]) -> int:
 
 
 def assert_same(ours: Tokenizer, directory: Path, texts: Iterable[str]) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
     texts = list(texts)
     found = [ours.encode(text, bos=False, special=True) for text in texts]
@@ -234,7 +234,8 @@ CLASSES = {
 @pytest.mark.parametrize("name", CLASSES)
 def test_what_transformers_own_classes_save(tmp_path: Path, name: str) -> None:
     """With the tokens that they add before and after a text."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     kind = {"llama": "bpe", "t5": "unigram"}.get(CLASSES[name][0])
     model = (spaced(kind) if kind else trained("qwen2"))["model"]
     vocab = model["vocab"]
@@ -440,7 +441,8 @@ def test_tiktokens_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "pre"), [("GPT2Tokenizer", "gpt-2"), ("Qwen2Tokenizer", "qwen2")])
 def test_vocab_and_merges(tmp_path: Path, kind: str, pre: str) -> None:
     """The ids of transformers' class, which reads the same two files."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     made = byte_level(400)
     vocab_, merges = made["model"]["vocab"], made["model"]["merges"]
     control = [token["content"] for token in made["added_tokens"]]

@@ -114,7 +114,6 @@ def test_smollm_as_its_own_files_have_it() -> None:
 
 @pytest.mark.parametrize(("module", "name"), [("qwen2", "qwen2"), ("qwen3_5", "qwen35")])
 def test_transformers_own_expressions_are_recognised(module: str, name: str) -> None:
-    pytest.importorskip("transformers")
     source = importlib.import_module(f"transformers.models.{module}.tokenization_{module}")
     split = {"type": "Split", "pattern": {"Regex": source.PRETOKENIZE_REGEX}, "behavior": "Isolated", "invert": False}
     tokenizer = {"normalizer": {"type": "NFC"}, "pre_tokenizer": split, "model": {}}

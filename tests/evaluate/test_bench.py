@@ -115,7 +115,6 @@ def test_what_is_read_is_all_bytes_of_the_weights(monkeypatch):
 
 
 def test_a_picture_of_a_sweep(tmp_path):
-    pytest.importorskip("matplotlib")
     rows = [(Speed("pp8", n, 8, (1.0, 2.0)), Speed("tg2", n, 2, (1.0, 1.5), 100)) for n in (0, 8)]
     plots.plot_sweep(tmp_path / "sweep.svg", rows, 1e3, "tiny")
     assert (tmp_path / "sweep.svg").stat().st_size > 5000

@@ -226,7 +226,6 @@ def test_a_browser_shows_the_report_quietly(chromium, compared: compare.Comparis
 
 
 def test_picture(compared, tmp_path):
-    pytest.importorskip("matplotlib")
     plots.plot(tmp_path / "x.png", compared.candidates, "title")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(QuantkitError, match="nothing to draw"):

@@ -424,7 +424,6 @@ def test_a_saved_run_is_that_of_its_files(tmp_path, size) -> None:
 
 
 def test_conversations_go_through_the_chat_template(smollm2_q4_1, tmp_path) -> None:
-    pytest.importorskip("jinja2")
     tokenizer = Tokenizer.from_gguf(gguf.open(smollm2_q4_1).metadata)
     said = [{"role": "user", "content": "Where is Ulm?"}, {"role": "assistant", "content": "On the Danube."}]
     other = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
@@ -477,7 +476,6 @@ def test_coverage(rng) -> None:
 
 @pytest.mark.parametrize("stacked", [True, False])
 def test_the_picture(run, tmp_path, rng, stacked) -> None:
-    pytest.importorskip("matplotlib")
     matrices = 12 if stacked else 1
     entries = {
         f"blk.{i}.{kind}.weight": Entry(

@@ -122,7 +122,8 @@ def test_what_is_written_comes_back(tmp_path, limit):
 
 @pytest.mark.parametrize("limit", [10**9, 1000])
 def test_the_safetensors_library_reads_it(tmp_path, limit):
-    library = pytest.importorskip("safetensors")
+    import safetensors as library
+
     data, names = write(tmp_path, max_shard_bytes=limit)
     found = {}
     for name in names:
@@ -134,8 +135,9 @@ def test_the_safetensors_library_reads_it(tmp_path, limit):
 
 
 def test_torch_reads_it_and_we_read_torch(tmp_path):
-    torch = pytest.importorskip("torch")
-    safetensors_torch = pytest.importorskip("safetensors.torch")
+    import torch
+    from safetensors import torch as safetensors_torch
+
     data, _ = write(tmp_path / "ours")
     loaded = safetensors_torch.load_file(tmp_path / "ours" / "model.safetensors")
     assert np.array_equal(loaded["layers.1.b"].view(torch.uint8).numpy().reshape(-1), data["layers.1.b"])

@@ -27,7 +27,8 @@ def written(path: Path, **tensors: tuple[str, np.ndarray]) -> Checkpoint:
 
 
 def fp8_values(codes: np.ndarray) -> np.ndarray:
-    torch = pytest.importorskip("torch")
+    import torch
+
     return torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy()
 
 
@@ -136,8 +137,9 @@ def test_integers_of_compressed_tensors(
 
 def test_bitnets_packed_and_online(tmp_path: Path, rng: np.random.Generator) -> None:
     """What transformers' layers make of them: its own packing, and its rounding of weights."""
-    torch = pytest.importorskip("torch")
-    bitnet = pytest.importorskip("transformers.integrations.bitnet")
+    import torch
+    from transformers.integrations import bitnet
+
     codes = torch.from_numpy(rng.integers(-1, 2, (24, 20)).astype(np.float32))
     packed_codes = bitnet.pack_weights(codes.clone()).numpy()
     x = rng.standard_normal((24, 20)).astype("<f4")
@@ -173,8 +175,9 @@ def test_integers_with_a_scale_a_row_or_one(tmp_path: Path, rng: np.random.Gener
 
 def test_mxfp4_as_gpt_oss_ships_it(tmp_path: Path, rng: np.random.Generator) -> None:
     """The values that transformers decodes, which it turns round: experts, columns, rows."""
-    torch = pytest.importorskip("torch")
-    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    import torch
+    from transformers.integrations import mxfp4
+
     blocks = rng.integers(0, 256, (3, 5, 4, 16), np.uint8)
     scales = rng.integers(100, 140, (3, 5, 4), np.uint8)
     stored = written(tmp_path / "c", e__down_proj_blocks=("U8", blocks), e__down_proj_scales=("U8", scales))

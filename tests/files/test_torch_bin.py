@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from quantkit.convert import convert
 from quantkit.errors import FormatError, QuantkitError, UnsupportedError
 from quantkit.files.torch_bin import is_bin, open_bin
 from tests.archs.checkpoints import tiny
-
-torch = pytest.importorskip("torch")
 
 
 def shards(directory: Path, model: Any, count: int) -> None:

@@ -88,8 +88,9 @@ def test_what_types_of_caches_cost(smollm2_q4_1: Path, tokens: list[int]) -> Non
 
 def transformers_logits(model: Model, tokens: list[int]) -> np.ndarray:
     """float32[tokens, vocab] of transformers' Llama with the model's decoded weights, rows back in checkpoint order."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     from quantkit import archs
 
     hp, arch = model.hparams, archs.get("llama")

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from quantkit.errors import UnsupportedError
 from quantkit.runtime.reduce import Gloo, Nccl, Reduce
-
-torch: Any = pytest.importorskip("torch", reason="torch.distributed adds up")
 
 
 class Options:

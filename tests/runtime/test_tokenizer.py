@@ -48,7 +48,8 @@ def test_golden_ids(smollm2: Metadata, golden: Path) -> None:
 
 
 def test_same_ids_as_transformers(smollm2: Metadata, smollm2_q4_1: Path, golden: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     theirs = transformers.AutoTokenizer.from_pretrained(str(smollm2_q4_1.parent), gguf_file=smollm2_q4_1.name)
     text = (golden / "eval.txt").read_text(encoding="utf-8")
     assert Tokenizer.from_gguf(smollm2).encode(text) == theirs(text, add_special_tokens=False).input_ids
@@ -267,7 +268,6 @@ def test_control_tokens_can_be_left_out(smollm2: Metadata) -> None:
 
 
 def test_chat_template(smollm2: Metadata) -> None:
-    pytest.importorskip("jinja2")
     tokenizer = Tokenizer.from_gguf(smollm2)
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
     assert prompt.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
@@ -303,7 +303,8 @@ TEMPLATES = {
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("tools", [None, [{"name": "f", "parameters": {"x": "é"}}]], ids=["plain", "with tools"])
 def test_chat_templates_render_as_in_transformers(tmp_path: Path, name: str, tools: Any) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     tokens = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "pad_token": "<|end|>"}
     metadata = metadata_of(tmp_path, byte_level(), 320, chat_template=TEMPLATES[name], **tokens)
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), **tokens)

@@ -16,7 +16,6 @@ from tests.types.test_decode import same_bits
 
 
 def test_the_grid_is_that_of_the_gguf_package():
-    pytest.importorskip("gguf")
     np.testing.assert_array_equal(iq1.LEVELS, naive.grid())
     np.testing.assert_array_equal(iq1.NUMBER[iq1.POINTS], np.arange(2048))
 
@@ -27,7 +26,6 @@ def test_the_pairs_are_those_of_the_specification():
 
 @pytest.mark.parametrize("name", ["iq1_s_r4", "iq1_m_r4"])
 def test_groups_of_rows_against_plain_python(name, rng):
-    pytest.importorskip("gguf")
     t, n = types.get(name), 96
     encoded = data.random_bytes(t, rng, 12, n)
     with np.errstate(all="ignore"):

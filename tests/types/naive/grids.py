@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-import pytest
+import gguf.quants
 from numpy import float32
 
 from tests.types.naive.fields import bit, bits, half
@@ -16,7 +16,7 @@ from tests.types.naive.fields import bit, bits, half
 @functools.cache
 def points(name: str) -> list[list[int]]:
     """Magnitudes of every grid point."""
-    kind: Any = getattr(pytest.importorskip("gguf").quants, name.upper())
+    kind: Any = getattr(gguf.quants, name.upper())
     kind.init_grid()
     return [[int(v) for v in point] for point in kind.grid.reshape(kind.grid_shape)]
 

@@ -16,6 +16,7 @@ from quantkit.cli._shared import mib, table, with_options
 from quantkit.errors import UnknownNameError
 
 if TYPE_CHECKING:
+    from quantkit.runtime.ledger import Ledger
     from quantkit.runtime.placement import Flags
 
 GpuLayers = Annotated[
@@ -209,7 +210,7 @@ class Launch:
         from quantkit.runtime.offload import parse_ops
 
         self._given = given
-        self._profiled: list[Any] = []
+        self._profiled: list[Ledger] = []
         if given["flash_attn"] not in _FLASH:
             raise UnknownNameError("choice for -fa", given["flash_attn"], _FLASH)
         self._cache_type("exact")  # refused here what cannot be, before commands look at files
@@ -225,11 +226,20 @@ class Launch:
         }
 
     def open(
-        self, path: Path, *, numerics: str, threads: int | None, n_ctx: int | None = None, cache_type: Any = None
+        self,
+        path: Path,
+        *,
+        numerics: str,
+        threads: int | None,
+        n_ctx: int | None,
+        cache_type: Any = None,
+        repack: bool | None = None,
+        tokenizer: Any = None,
     ) -> Any:
         """`runtime.model.load`; says on stderr what was repacked, and which rules decide nothing.
 
-        cache_type: a CacheType in place of the options'.
+        n_ctx: tokens of the longest sequence that will run, for which there must be memory; None: the model's context.
+        cache_type, repack: in place of the options'. tokenizer: the file's, where the command made it already.
         """
         from quantkit.runtime.model import load
 
@@ -253,12 +263,13 @@ class Launch:
             fit_margin=int(self._given["fit_margin"] * 2**20),
             reduce_type=self._given["reduce_type"],
             profile=self._given["profile"],
-            **self._options,
+            tokenizer=tokenizer,
+            **(self._options if repack is None else self._options | {"repack": repack}),
         )
         if model.fitted is not None:
             print(f"--fit: the same as {model.fitted}", file=sys.stderr)
-        if self._given["profile"]:
-            self._profiled.append(model)
+        if self._given["profile"] and model.split is not None:
+            self._profiled.append(model.split.ledger)  # not the model, whose memory the next one may need
         for rule in model.placement.idle:
             print(f"warning: {rule.said} decides no tensor", file=sys.stderr)
         if model.repacked is not None:
@@ -267,8 +278,8 @@ class Launch:
 
     def tell_profiles(self) -> None:
         """On stderr, where the time of what ran went."""
-        for model in self._profiled:
-            print(_profile(model), file=sys.stderr)
+        for ledger in self._profiled:
+            print(_profile(ledger), file=sys.stderr)
 
     def _cache_type(self, numerics: str) -> Any:
         """The CacheType; None where no option speaks of it."""
@@ -348,11 +359,10 @@ def _say_repacked(model: Any) -> None:
         )
 
 
-def _profile(model: Any) -> str:
+def _profile(ledger: Ledger) -> str:
     """The table of --profile: seconds by device and kind of work, what moved, what bounds the run."""
     from quantkit.runtime.ledger import KINDS
 
-    ledger = model.split.ledger
     kinds = [kind for kind in KINDS if any(kind in mine for mine in ledger.seconds.values())]
     rows = []
     for device, mine in ledger.seconds.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import math
 import sys
 import time
@@ -69,16 +70,20 @@ def bench(
     cases = _cases(n_prompt, n_gen, n_depth, prompt_and_gen or [], gen_after_prompt or [])
     longest = max(case.n_ctx for case in cases)
     rows: list[dict[str, Any]] = []
+
+    def timed(path: Path, model: Any) -> None:
+        memory = measure.read_speed(model)
+        about = conditions(model) | {"repetitions": repetitions}
+        print(f"{path}: {said(about, memory)}", file=sys.stderr)
+        for speed in measure.bench(model, cases, repetitions, warmup=warmup):
+            row = _described(model, path) | about | record(speed, memory)
+            rows.append(row)
+            _show(row, form, first=len(rows) == 1)
+
     for path in models:
         for count in _numbers("-t", threads, 1) if threads else [None]:
-            model = launch.open(path, numerics=numerics, threads=count, n_ctx=longest)
-            memory = measure.read_speed(model)
-            about = conditions(model) | {"repetitions": repetitions}
-            print(f"{path}: {said(about, memory)}", file=sys.stderr)
-            for speed in measure.bench(model, cases, repetitions, warmup=warmup):
-                row = _described(model, path) | about | record(speed, memory)
-                rows.append(row)
-                _show(row, form, first=len(rows) == 1)
+            timed(path, launch.open(path, numerics=numerics, threads=count, n_ctx=longest))
+            gc.collect()  # parts of a model refer to it; the next one needs its memory
     if form == "json":
         print_json(rows)
 

@@ -61,6 +61,7 @@ def compare(
     ± is one standard error, of means over chunks. All differences are paired by token, so they are far surer than the
     PPLs' own errors. Models that the data cannot tell apart share a place.
     """
+    from quantkit.evaluate.compare import TIMED_TOKENS
     from quantkit.evaluate.compare import compare as measure
     from quantkit.files import gguf
     from quantkit.files.atomic import check_outputs
@@ -72,11 +73,16 @@ def compare(
         from quantkit.evaluate.plots import require_picture
 
         require_picture(plot)
-    opened: list[Any] = []
+    how: dict[str, Any] = {}  # conditions of the models' runs; of the one that was opened last
+    longest = max(ctx_size, TIMED_TOKENS) if speed and numerics == "fast" else ctx_size
 
     def open_model(path: Path) -> Any:
-        opened[:] = [launch.open(path, numerics=numerics, threads=threads)]
-        return opened[0]
+        model = launch.open(path, numerics=numerics, threads=threads, n_ctx=longest)
+        how.update(conditions(model, ctx_size, 0, ""))
+        return model
+
+    def open_fast(path: Path) -> Any:
+        return launch.open(path, numerics="fast", threads=threads, n_ctx=TIMED_TOKENS)
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -86,15 +92,18 @@ def compare(
         models,
         file,
         open_model=open_model,
-        open_fast=(lambda path: launch.open(path, numerics="fast", threads=threads)) if speed else None,
-        noise=_noise(noise_floor, numerics, threads, launch),
+        open_fast=None if not speed else open_model if numerics == "fast" else open_fast,
+        noise=_noise(noise_floor, numerics, threads, ctx_size, launch),
         n_ctx=ctx_size,
         limit=chunks,
         n_batch=batch_size,
         say=say,
     )
-    said = conditions(opened[0], ctx_size, found.chunks, ", ".join(map(str, file)))
-    added = _layers(reference, models, file[0], ctx_size, open_model, say) if layers else {}
+    said = how | {"chunks": found.chunks, "text": ", ".join(map(str, file))}
+    added = {}
+    if layers:  # without -rtr: tensors are compared as the files have them
+        model = launch.open(reference, numerics=numerics, threads=threads, n_ctx=ctx_size, repack=False)
+        added = _layers(model, models, file[0], ctx_size, say)
     record = {"reference": str(reference), **found.record(), "conditions": said}
     if added:
         record["layers"] = {name: [a._asdict() for a in rows] for name, rows in added.items()}
@@ -107,7 +116,9 @@ def compare(
         _print(found, said, added, as_markdown, speed)
 
 
-def _noise(kind: str, numerics: str, threads: int | None, launch: Launch) -> tuple[str, Callable[[Path], Any]] | None:
+def _noise(
+    kind: str, numerics: str, threads: int | None, n_ctx: int, launch: Launch
+) -> tuple[str, Callable[[Path], Any]] | None:
     """How the reference is run for the noise floor."""
     if kind == "off":
         return None
@@ -116,24 +127,27 @@ def _noise(kind: str, numerics: str, threads: int | None, launch: Launch) -> tup
     if kind == numerics:
         raise QuantkitError(f"--noise-floor {kind}: the models run that way already; name another numerics or cache")
     if kind in ("fast", "exact"):
-        return f"numerics {kind}", lambda path: launch.open(path, numerics=kind, threads=threads)
+        return f"numerics {kind}", lambda path: launch.open(path, numerics=kind, threads=threads, n_ctx=n_ctx)
     from quantkit.runtime.cache import CacheType
 
     cache = CacheType(kind, kind)
-    return f"cache {kind}", lambda path: launch.open(path, numerics=numerics, threads=threads, cache_type=cache)
+    return f"cache {kind}", lambda path: launch.open(
+        path, numerics=numerics, threads=threads, n_ctx=n_ctx, cache_type=cache
+    )
 
 
-def _layers(reference: Path, models: list[Path], text: Path, n_ctx: int, open_model: Any, say: Any) -> dict[str, Any]:
+def _layers(reference: Any, models: list[Path], text: Path, n_ctx: int, say: Any) -> dict[str, Any]:
+    """Errors of each file's tensors in an opened reference, by the file's name."""
     from quantkit.evaluate.compare import told_apart
     from quantkit.evaluate.layers import compare_layers
     from quantkit.evaluate.text import chunked
+    from quantkit.files import gguf
 
-    model = open_model(reference)
-    tokens = chunked(model.tokenizer, text, n_ctx, 1).inputs
+    tokens = chunked(reference.tokenizer, text, n_ctx, 1).inputs
     found = {}
-    for path, name in zip(models, told_apart([reference, *models])[1:]):
+    for path, name in zip(models, told_apart([reference.path, *models])[1:]):
         say(f"{name}: error of each tensor over {tokens.size} tokens")
-        found[name] = compare_layers(model, open_model(path), tokens)
+        found[name] = compare_layers(reference, gguf.open(path), tokens)
     return found
 
 

@@ -54,14 +54,28 @@ def generate(
     text = _prompt(prompt, file)
     seed = secrets.randbits(32) if seed is None else seed
     sampling = Sampling(temp, top_k, top_p, min_p, repeat_penalty, repeat_last_n, seed)
-    loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=ctx_size)
-    tokens = _tokens(loaded.tokenizer, text, chat, system)
+    tokenizer, n_ctx_train = _read(model)
+    tokens = _tokens(tokenizer, text, chat, system)
+    n_ctx = ctx_size or n_ctx_train
+    if ctx_size is None and n_predict >= 0:  # there need not be memory for the model's whole context
+        n_ctx = max(1, min(n_ctx, len(tokens) + n_predict))
+    loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=n_ctx, tokenizer=tokenizer)
     result = loaded.generate(tokens, n_predict, sampling, None if json else _show)
     if json:
         print_json(_record(model, loaded, result, sampling))
         return
     print()
     print(_summary(loaded, result, sampling), file=sys.stderr)
+
+
+def _read(model: Path) -> tuple[Any, int]:
+    """The tokenizer of a model and the context that it was trained with; the model is not opened."""
+    from quantkit.files import gguf
+    from quantkit.runtime.model import context_of
+    from quantkit.runtime.tokenizer import Tokenizer
+
+    file = gguf.open(model)
+    return Tokenizer.from_gguf(file.metadata), context_of(file)
 
 
 def _prompt(text: str | None, file: Path | None) -> str:

@@ -121,7 +121,7 @@ def imatrix(
         print(_UNCOUNTED, file=sys.stderr)
     for path, matrix in zip(in_file or [], before):  # now, not when the run is over
         _require_fit(path, matrix, model)
-    loaded = launch.open(model, numerics=numerics, threads=threads)
+    loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=ctx_size)
     cuts = [chunked(loaded.tokenizer, text, ctx_size, chunks, from_chunk, chat) for text in texts]
     said = conditions(loaded, ctx_size, sum(map(len, cuts)), ", ".join(map(str, texts)))
     settings = deciding(said) | {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +26,8 @@ from quantkit.cli._evaluation import (
 from quantkit.cli._runtime import Launch, runs_a_model
 from quantkit.cli._shared import Json, Threads, print_json
 from quantkit.errors import QuantkitError
+
+Found = tuple[dict[str, Any], dict[str, Any]]  # a result, and n_ctx, chunks and text that it depended on; for JSON
 
 _ENOUGH_FOR_A_REPORT = 100
 _SAME_TOKENIZER = 0.98  # of a text's tokens its own tokenizer gives all again, but for some at the ends; of others 0.9
@@ -89,20 +92,21 @@ def perplexity(
         raise typer.BadParameter("--hellaswag, --winogrande, --multiple-choice and --kl-divergence: one at a time")
     written = [jsonl, None if kl_divergence else kl_divergence_base]
     check_outputs(written, [model, *filter(None, (file, binary_file, kl_divergence_base if kl_divergence else None))])
-    loaded = launch.open(model, numerics=numerics, threads=threads)
-    quiet = json
+    job: _Tasks | _Divergence | _Plan
     if asked:
         name, limit = asked[0]
         source = binary_file or file if name == "multiple-choice" else file
-        result, facts = _tasks(loaded, name, required_text(source, name), limit, quiet)
+        job = _Tasks.read(name, required_text(source, name), limit, model)
     elif kl_divergence:
         if kl_divergence_base is None:
             raise QuantkitError("--kl-divergence needs the base to compare with: --kl-divergence-base FILE")
-        result, facts = _diverge(loaded, kl_divergence_base, batch_size, quiet, jsonl, _way(by_layer))
+        job = _Divergence.read(kl_divergence_base, batch_size, jsonl)
     else:
         text = required_text(file, "perplexity")
-        plan = _Plan(text, ctx_size, chunks, batch_size, ppl_stride, jsonl, kl_divergence_base, kl_divergence_bound)
-        result, facts = _measure(loaded, plan, ppl_output_type, quiet, _way(by_layer))
+        job = _Plan(text, ctx_size, chunks, batch_size, ppl_stride, jsonl, kl_divergence_base, kl_divergence_bound,
+                    ppl_output_type)  # fmt: skip
+    loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=job.longest, tokenizer=job.tokenizer)
+    result, facts = job.run(loaded, json, _way(by_layer))
     said = conditions(loaded, facts["n_ctx"], facts["chunks"], facts["text"])
     if json:
         print_json({"model": model, **result, "conditions": said})
@@ -122,6 +126,16 @@ class _Plan:
     jsonl: Path | None
     base: Path | None
     bound: float
+    style: int
+    tokenizer: None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a chunk as it runs."""
+        return self.n_ctx + self.stride // 2
+
+    def run(self, model: Any, quiet: bool, way: Any) -> Found:
+        return _measure(model, self, quiet, way)
 
     def chunks(self, tokenizer: Any) -> Any:
         from quantkit.evaluate.text import chunked, windows
@@ -175,7 +189,7 @@ def _way(by_layer: bool) -> Any:
     return partial(streamed_chunks, on_layer=say)
 
 
-def _measure(model: Any, plan: _Plan, style: int, quiet: bool, way: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def _measure(model: Any, plan: _Plan, quiet: bool, way: Any) -> Found:
     """Perplexity over a text; returns the result and what it depended on, for JSON."""
     from quantkit.evaluate import perplexity as evaluation
     from quantkit.evaluate.kld import base_writer
@@ -203,7 +217,7 @@ def _measure(model: Any, plan: _Plan, style: int, quiet: bool, way: Any) -> tupl
                 log.add(so_far.nll[-1], **({"base": writer.digest} if writer else {}))
             if quiet:
                 running.tick(index)
-            elif style == 0:
+            elif plan.style == 0:
                 running.value(index, so_far.value)
             else:
                 mean, error = so_far.nll.mean(), so_far.mean_error
@@ -231,16 +245,42 @@ def _begin(stack: contextlib.ExitStack, log: Any) -> Any:
     return log.done
 
 
-def _tasks(model: Any, name: str, path: Path, limit: int, quiet: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A benchmark of tasks with choices; returns the result and what it depended on, for JSON."""
+@dataclass(frozen=True)
+class _Tasks:
+    """A benchmark of tasks with choices."""
+
+    name: str
+    path: Path
+    tasks: Sequence[Any]
+    tokenizer: Any
+    longest: int
+
+    @classmethod
+    def read(cls, name: str, path: Path, limit: int, model: Path) -> _Tasks:
+        """The tasks of a file, and how many tokens the longest choice has in a model."""
+        from quantkit.evaluate import tasks as evaluation
+        from quantkit.files import gguf
+        from quantkit.runtime.tokenizer import Tokenizer
+
+        read = {"hellaswag": evaluation.hellaswag, "winogrande": evaluation.winogrande,
+                "multiple-choice": evaluation.multiple_choice}[name]  # fmt: skip
+        tasks = read(path, limit)
+        if not tasks:
+            raise QuantkitError(f"{path}: no tasks in it")
+        tokenizer = Tokenizer.from_gguf(gguf.open(model).metadata)
+        longest = max(len(tokenizer.encode(text, bos=None)) for task in tasks for text in task.texts)
+        return cls(name, path, tasks, tokenizer, longest)
+
+    def run(self, model: Any, quiet: bool, way: Any) -> Found:
+        return _score(model, self, quiet)
+
+
+def _score(model: Any, job: _Tasks, quiet: bool) -> Found:
+    """Returns the result and what it depended on, for JSON."""
     from quantkit.evaluate import tasks as evaluation
 
-    read = {"hellaswag": evaluation.hellaswag, "winogrande": evaluation.winogrande,
-            "multiple-choice": evaluation.multiple_choice}[name]  # fmt: skip
-    tasks = read(path, limit)
-    if not tasks:
-        raise QuantkitError(f"{path}: no tasks in it")
-    print(f"{name}: {len(tasks)} tasks of {path}", file=sys.stderr)
+    name, tasks = job.name, job.tasks
+    print(f"{name}: {len(tasks)} tasks of {job.path}", file=sys.stderr)
     score = None
     for score in evaluation.evaluate(model, tasks):
         if not quiet:
@@ -255,17 +295,39 @@ def _tasks(model: Any, name: str, path: Path, limit: int, quiet: bool) -> tuple[
         print(f"Random chance: {100 * score.chance:.4f} +/- {spread:.4f}")
     result = {"task": name, "accuracy": score.accuracy, "accuracy_error": score.error, "tasks": score.tasks,
               "chance": score.chance}  # fmt: skip
-    return result, {"n_ctx": model.n_ctx_train, "chunks": len(tasks), "text": str(path)}
+    return result, {"n_ctx": model.n_ctx_train, "chunks": len(tasks), "text": str(job.path)}
 
 
-def _diverge(
-    model: Any, path: Path, n_batch: int, quiet: bool, jsonl: Path | None, way: Any
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """KL divergence from a base file; returns the result and what it depended on, for JSON."""
+@dataclass(frozen=True)
+class _Divergence:
+    """KL divergence from a base file."""
+
+    base: Any
+    path: Path
+    n_batch: int
+    jsonl: Path | None
+    tokenizer: None = None
+
+    @classmethod
+    def read(cls, path: Path, n_batch: int, jsonl: Path | None) -> _Divergence:
+        from quantkit.evaluate.kld import base_reader
+
+        return cls(base_reader(path), path, n_batch, jsonl)
+
+    @property
+    def longest(self) -> int:
+        return int(self.base.n_ctx)
+
+    def run(self, model: Any, quiet: bool, way: Any) -> Found:
+        return _diverge(model, self, quiet, way)
+
+
+def _diverge(model: Any, job: _Divergence, quiet: bool, way: Any) -> Found:
+    """Returns the result and what it depended on, for JSON."""
     from quantkit.evaluate import kld
     from quantkit.files.qkld import BoundedReader
 
-    base = kld.base_reader(path)
+    base, path, n_batch, jsonl = job.base, job.path, job.n_batch, job.jsonl
     print(f"KL divergence over {base.n_chunk} chunks of {base.n_ctx} tokens from {path}", file=sys.stderr)
     if (share := kld.known_share(base.tokens, model.tokenizer)) < _SAME_TOKENIZER:
         print(

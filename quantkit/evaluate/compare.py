@@ -1,12 +1,14 @@
 """Several models against one reference over the same tokens: size, perplexity, divergence, throughput; one line each.
 
 The reference's distributions go to a temporary base file (16 bits a logit, the rounding adds less than 1e-8 to a mean
-KLD), so only one model is open at a time. All statistics are paired by token, and their errors are those of means over
-chunks (statistics.py); only a PPL by itself has the reference tools' error, over tokens, to be compared with theirs.
+KLD), so only one model is open at a time: tokenizers are compared before, without opening models. All statistics are
+paired by token, and their errors are those of means over chunks (statistics.py); only a PPL by itself has the reference
+tools' error, over tokens, to be compared with theirs.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import tempfile
@@ -14,24 +16,46 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from quantkit.errors import DataError, printable
+from quantkit import archs
+from quantkit.errors import DataError, FormatError, printable
 from quantkit.evaluate import kld
 from quantkit.evaluate.bench import Case, bench
 from quantkit.evaluate.kld import Divergence, Estimate
-from quantkit.evaluate.perplexity import perplexity
+from quantkit.evaluate.perplexity import Perplexity, perplexity
 from quantkit.evaluate.statistics import LEAST_UNITS, Interval, Rank, Sample, rank
 from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, Chunks, chunked, read_text
 from quantkit.files import gguf
 from quantkit.files.kld import BaseReader, BaseWriter
 
+TIMED_TOKENS = 512  # of the prompt whose speed is measured
 _COMPARED_LETTERS = 1 << 16  # of each text, by which tokenizers are told apart
 
 Opener = Callable[[Path], Any]
 Say = Callable[[str], None]
+Result = TypeVar("Result")
+
+
+class Vocabulary(NamedTuple):
+    """How a model cuts text into tokens, and how many tokens it knows."""
+
+    size: int
+    tokenizer: Any
+
+
+def vocabulary_of(path: Path) -> Vocabulary:
+    """What a file's metadata say of it; the model is not opened."""
+    from quantkit.runtime.tokenizer import Tokenizer
+
+    file = gguf.open(path)
+    name = file.metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise FormatError(f"{path}: metadata has no general.architecture; the file is not a model")
+    hparams = archs.get(name).hparams(file.metadata, file.tensors.keys())
+    return Vocabulary(hparams.n_vocab, Tokenizer.from_gguf(file.metadata))
 
 
 class Throughput(NamedTuple):
@@ -189,54 +213,83 @@ def compare(
     limit: int | None = None,
     n_batch: int = DEFAULT_BATCH,
     say: Say = lambda line: None,
+    read_vocabulary: Callable[[Path], Vocabulary] = vocabulary_of,
 ) -> Comparison:
-    """Measure every model against the reference.
+    """Measure every model against the reference. One model is open at a time.
 
     texts      each a domain of its own, of at most `limit` chunks
-    open_model(path) gives the models whose quality is measured; open_fast(path), if given, those whose throughput is
+    open_model(path) gives the models whose quality is measured; open_fast(path), if given, those whose throughput is;
+               where both are one function each model is opened once for both
     noise      (what it is called, opener): the reference run another way, for the noise floor
     `say` is told what is being done.
     """
     first = Path(reference)
-    model = open_model(first)
+    vocabulary = read_vocabulary(first)
     for other in map(Path, models):  # before the hours of work that they would end
-        _require_one_tokenizer(other, open_model(other), first, model, texts)
-    chunks, domains = _gathered(model.tokenizer, texts, n_ctx, limit)
+        _require_one_tokenizer(other, read_vocabulary(other), first, vocabulary, texts)
+    chunks, domains = _gathered(vocabulary.tokenizer, texts, n_ctx, limit)
     with tempfile.TemporaryDirectory(prefix="quantkit-compare-") as folder:
         path = Path(folder) / "base.kld"
+
+        def measured(model: Any) -> Perplexity:
+            with BaseWriter(path, chunks.tokens, model.vocab_size) as writer:
+                return perplexity(model, chunks, n_batch=n_batch, base=writer)
+
         say(f"{first.name}: perplexity over {len(chunks)} chunks of {n_ctx} tokens")
-        with BaseWriter(path, chunks.tokens, model.vocab_size) as writer:
-            found = perplexity(model, chunks, n_batch=n_batch, base=writer)
+        found, speed = _run(first, measured, open_model, open_fast, say)
         base = BaseReader(path)
         sample = Sample(len(chunks), found.nll.shape[1])
 
         def against(model: Any) -> Divergence:  # the base rounds each token's probability, by up to 0.0002
             return replace(kld.divergence(model, base, n_batch=n_batch), nll_base=found.nll.reshape(-1))
 
-        candidates = [_candidate(first, Estimate(found.value, found.error), None, open_fast, say)]
+        candidates = [Candidate(first, *size_of(first), Estimate(found.value, found.error), None, speed)]
         floor = None
         if noise is not None:
             say(f"{first.name}: noise floor, {noise[0]}")
-            floor = Noise(noise[0], Paired(against(noise[1](first)), sample))
+            floor = Noise(noise[0], Paired(_run(first, against, noise[1], None, say)[0], sample))
         for other in map(Path, models):
             say(f"{other.name}: KL divergence from {first.name}")
-            divergence = against(open_model(other))
-            candidates.append(_candidate(other, divergence.ppl, Paired(divergence, sample), open_fast, say))
+            divergence, speed = _run(other, against, open_model, open_fast, say)
+            candidates.append(Candidate(other, *size_of(other), divergence.ppl, Paired(divergence, sample), speed))
     names = told_apart([c.path for c in candidates])
     candidates = [replace(c, shown=name) for c, name in zip(candidates, names)]
     return Comparison(candidates, n_ctx, len(chunks), found.nll.size, domains, floor)
 
 
+def _run(
+    path: Path, measure: Callable[[Any], Result], opener: Opener, open_fast: Opener | None, say: Say
+) -> tuple[Result, Throughput | None]:
+    """What `measure` finds of a model, and its throughput if asked. No model is open afterwards."""
+
+    def timed(model: Any) -> Throughput:
+        say(f"{path.name}: throughput")
+        return throughput(model)
+
+    if open_fast is opener:
+        return _closing(opener, path, lambda model: (measure(model), timed(model)))
+    found = _closing(opener, path, measure)
+    return found, None if open_fast is None else _closing(open_fast, path, timed)
+
+
+def _closing(opener: Opener, path: Path, use: Callable[[Any], Result]) -> Result:
+    """What `use` makes of an opened model, which is let go of: the next one needs its memory."""
+    try:
+        return use(opener(path))
+    finally:
+        gc.collect()  # models refer to their parts and these to them
+
+
 def _require_one_tokenizer(
-    path: Path, model: Any, first: Path, reference: Any, texts: Sequence[str | os.PathLike[str]]
+    path: Path, own: Vocabulary, first: Path, reference: Vocabulary, texts: Sequence[str | os.PathLike[str]]
 ) -> None:
     """DataError where a model has another vocabulary than the reference, or makes other tokens of a text."""
     needs = "models are compared token by token, so they must share a tokenizer"
-    if model.vocab_size != reference.vocab_size:
-        raise DataError(f"{path}: a vocabulary of {model.vocab_size}, {first} has {reference.vocab_size}; {needs}")
+    if own.size != reference.size:
+        raise DataError(f"{path}: a vocabulary of {own.size}, {first} has {reference.size}; {needs}")
     for text in texts:
         beginning = read_text(text)[:_COMPARED_LETTERS]
-        theirs, ours = (_without_bos(m.tokenizer, m.tokenizer.encode(beginning)) for m in (model, reference))
+        theirs, ours = (_without_bos(v.tokenizer, v.tokenizer.encode(beginning)) for v in (own, reference))
         if theirs != ours:
             at = next((i for i, (a, b) in enumerate(zip(theirs, ours)) if a != b), min(len(theirs), len(ours)))
             raise DataError(
@@ -271,14 +324,6 @@ def told_apart(
     return [name(path) if short.count(name(path)) == 1 else str(path) for path in map(Path, paths)]
 
 
-def _candidate(path: Path, ppl: Estimate, paired: Paired | None, open_fast: Opener | None, say: Say) -> Candidate:
-    speed = None
-    if open_fast is not None:
-        say(f"{path.name}: throughput")
-        speed = throughput(open_fast(path))
-    return Candidate(path, *size_of(path), ppl, paired, speed)
-
-
 def size_of(path: Path) -> tuple[int, float]:
     """Bytes of all files of a model, and bits per weight over all its tensors."""
     file = gguf.open(path)
@@ -286,7 +331,7 @@ def size_of(path: Path) -> tuple[int, float]:
     return file.size, 8 * sum(t.nbytes for t in file.tensors.values()) / max(1, weights)
 
 
-def throughput(model: Any, n_prompt: int = 512, n_generate: int = 64, repeat: int = 3) -> Throughput:
+def throughput(model: Any, n_prompt: int = TIMED_TOKENS, n_generate: int = 64, repeat: int = 3) -> Throughput:
     """A prompt of random tokens and single tokens, each from an empty cache; medians."""
     prompt, generation = bench(model, [Case(min(n_prompt, model.n_ctx_train), 0), Case(0, n_generate)], repeat)
     return Throughput(prompt.tokens_per_second, generation.tokens_per_second)

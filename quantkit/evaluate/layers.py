@@ -18,6 +18,7 @@ import numpy as np
 
 from quantkit.errors import DataError
 from quantkit.evaluate.parts import parts
+from quantkit.files.gguf import GGUF
 
 
 class Added(NamedTuple):
@@ -30,18 +31,19 @@ class Added(NamedTuple):
     share: float
 
 
-def compare_layers(reference: Any, model: Any, tokens: np.ndarray) -> list[Added]:
-    """The error each tensor of `model` adds to `reference`, over fresh sequences int[n_seq, len], in the file's order.
+def compare_layers(reference: Any, file: GGUF, tokens: np.ndarray) -> list[Added]:
+    """The error each tensor of a file adds to a model, over fresh sequences int[n_seq, len], in the model's order.
 
-    Tensors that are the same, byte for byte, are left out.
+    The file's tensors take the places of the reference's, so it is not opened as a model. Tensors that are the same,
+    byte for byte, are left out.
     """
     found: list[tuple[str, int | None, str, float]] = []
     for part in parts(reference, tokens):
         y = part.run({})
         for name in part.weights:
-            ours, theirs = reference.weights[name], model.weights.get(name)
+            ours, theirs = reference.weights[name], file.tensors.get(name)
             if theirs is None or theirs.shape != ours.shape:
-                raise DataError(f"{model.path}: tensor {name}: not there as {ours.shape}, as {reference.path} has it")
+                raise DataError(f"{file.path}: tensor {name}: not there as {ours.shape}, as {reference.path} has it")
             if not _same(ours, theirs):
                 twice = any(name == before for before, *_ in found)  # a tied embedding is the output matrix, too
                 found.append(

@@ -71,6 +71,7 @@ def load(
     experts_by: str = "number",
     profile: bool = False,
     offload: Offload | None = None,
+    tokenizer: Any = None,
 ) -> Model:
     """Open a GGUF file (of a set of shards any member) as a Model. Nothing is read before it is needed.
 
@@ -98,6 +99,7 @@ def load(
     offload     from which batch on a GPU computes with experts that stay on the CPU; by default from 32 tokens of each
                 (runtime/offload.py).
     profile     count time and bytes in `split.ledger`; the model then runs layer by layer, on one device too.
+    tokenizer   what `Tokenizer.from_gguf` made of this file, where a caller needed it before; made when needed.
 
     DataError where devices have too little memory for their weights, the cache of `n_ctx` and working memory.
 
@@ -114,7 +116,7 @@ def load(
     )
     fitted = None
     if fit or any(device.memory for device in there):
-        size = n_ctx or int(file.metadata.get(f"{file.metadata.get('general.architecture')}.context_length") or 1)
+        size = n_ctx or context_of(file)
         if not (n_ctx or fit or any(device.memory for device in asked)):
             size = min(size, SEQUENCE_TOKENS)  # nobody spoke of memory: there must be room to run at all
         cache = budget.Cache(size, kind.k, kind.v, mla)
@@ -127,10 +129,15 @@ def load(
     model = Model(
         file, placement, numerics=numerics, threads=threads, cache_type=kind, how=how, n_ctx=n_ctx, repack=repack,
         fused_experts=fused_experts, expert_reduction=expert_reduction, mla=mla, tripwire=tripwire,
-        reduce_type=reduce_type, experts_by=experts_by, profile=profile, offload=offload,
+        reduce_type=reduce_type, experts_by=experts_by, profile=profile, offload=offload, tokenizer=tokenizer,
     )  # fmt: skip
     model.fitted = fitted.text if fitted else None
     return model
+
+
+def context_of(file: gguf.GGUF) -> int:
+    """The context that a model was trained with; 1 where its file does not say."""
+    return int(file.metadata.get(f"{file.metadata.get('general.architecture')}.context_length") or 1)
 
 
 def _with_memory(devices: Sequence[Device]) -> tuple[Device, ...]:
@@ -194,6 +201,7 @@ class Model(Parts):
         experts_by: str = "number",
         profile: bool = False,
         offload: Offload | None = None,
+        tokenizer: Any = None,
     ):
         how = how or layers.Attending()
         kind = _cache_type(cache_type, numerics, how)
@@ -218,7 +226,7 @@ class Model(Parts):
         )  # fmt: skip
         self._cached = latent.cached(self.hparams, self.blocks, self.mla)
         self.n_ctx = n_ctx or self.hparams.n_ctx_train
-        self._tokenizer: Any = None
+        self._tokenizer = tokenizer
         if tripwire not in TRIPWIRES:
             raise UnknownNameError("tripwire", tripwire, TRIPWIRES)
         self._check_attention(kind, n_ctx)

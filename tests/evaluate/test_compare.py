@@ -19,6 +19,11 @@ from tests.evaluate import browser
 from tests.evaluate.fake import FakeModel
 
 
+def fake_vocabulary(path, **options):
+    model = FakeModel(**options)
+    return compare.Vocabulary(model.vocab_size, model.tokenizer)
+
+
 @pytest.fixture
 def files(tmp_path):
     """Three small GGUF files of 2, 1 and 1 bytes a weight or so."""
@@ -40,7 +45,8 @@ def compared(files, tmp_path):
     said = []
     found = compare.compare(files["ref"], [files["near"], files["far"]], [text, text], n_ctx=32, limit=10,
                             open_model=lambda path: FakeModel(noise=noise[path.name]), say=said.append,
-                            noise=("a trifle", lambda path: FakeModel(noise=0.05)))  # fmt: skip
+                            noise=("a trifle", lambda path: FakeModel(noise=0.05)),
+                            read_vocabulary=fake_vocabulary)  # fmt: skip
     assert len(said) == 4
     return found
 
@@ -63,25 +69,26 @@ def test_another_vocabulary_is_refused_before_any_work(files, tmp_path):
         pytest.fail(f"work began: {line}")
 
     with pytest.raises(QuantkitError, match=r"near\.gguf: a vocabulary of 7, .*ref\.gguf has 9"):
-        compare.compare(files["ref"], [files["near"]], [tmp_path / "text"], n_ctx=32, say=refuse,
-                        open_model=lambda path: FakeModel(vocab=vocab[path.name]))  # fmt: skip
+        compare.compare(files["ref"], [files["near"]], [tmp_path / "text"], n_ctx=32, say=refuse, open_model=refuse,
+                        read_vocabulary=lambda path: fake_vocabulary(path, vocab=vocab[path.name]))  # fmt: skip
 
 
 def test_another_tokenizer_of_as_many_tokens_is_refused(files, tmp_path):
     text = tmp_path / "letters.txt"
     text.write_text("jackdaws love my big sphinx of quartz " * 8)
 
-    def opened(path):
-        model = FakeModel()
-        if path.name == "near.gguf":
-            model.tokenizer.encode = lambda text, bos=None: [1 + ord(letter) % 29 for letter in text]
-        return model
+    def read(path, **options):
+        found = fake_vocabulary(path, **options)
+        if path.name == "near.gguf" and not options:
+            found.tokenizer.encode = lambda text, bos=None: [1 + ord(letter) % 29 for letter in text]
+        return found
 
     with pytest.raises(QuantkitError, match=r"near\.gguf: of .*letters\.txt it makes 304 tokens, .*ref\.gguf 304"):
-        compare.compare(files["ref"], [files["near"]], [text], n_ctx=32, open_model=opened)
-    model = FakeModel(adds_bos=True)  # a flag of the file, which does not make the text another one
-    found = compare.compare(files["ref"], [files["near"]], [text], n_ctx=32,
-                            open_model=lambda path: model if path.name == "near.gguf" else FakeModel())  # fmt: skip
+        compare.compare(files["ref"], [files["near"]], [text], n_ctx=32, open_model=pytest.fail, read_vocabulary=read)
+    found = compare.compare(  # a flag of the file, which does not make the text another one
+        files["ref"], [files["near"]], [text], n_ctx=32, open_model=lambda path: FakeModel(),
+        read_vocabulary=lambda path: read(path, adds_bos=path.name == "near.gguf"),
+    )  # fmt: skip
     assert found.chunks == 9
 
 
@@ -93,12 +100,14 @@ def test_files_and_texts_of_one_name_are_told_apart(files, tmp_path):
     models, texts = ([tmp_path / folder / name for folder in "ab"] for name in ("x.gguf", "t.txt"))
     noise = {models[0]: 0.02, models[1]: 0.3}
     found = compare.compare(files["ref"], models, texts, n_ctx=32, limit=8,
-                            open_model=lambda path: FakeModel(noise=noise.get(path, 0)))  # fmt: skip
+                            open_model=lambda path: FakeModel(noise=noise.get(path, 0)),
+                            read_vocabulary=fake_vocabulary)  # fmt: skip
     assert [row[0] for row in compare.table_rows(found)] == ["ref", *map(str, models)]
     assert set(found.record()["models"][1]["domains"]) == set(map(str, texts))
     assert [r["name"] for r in found.record()["ranks"]] == list(map(str, models))
     assert str(models[0]) in compare.verdicts(found)[0]
-    same = compare.compare(files["ref"], [files["ref"]], texts[:1], n_ctx=32, open_model=lambda path: FakeModel())
+    same = compare.compare(files["ref"], [files["ref"]], texts[:1], n_ctx=32, open_model=lambda path: FakeModel(),
+                           read_vocabulary=fake_vocabulary)  # fmt: skip
     assert abs(same.candidates[1].paired.ppl_difference.value) < 1e-5  # the base's rounding is not in it
 
 

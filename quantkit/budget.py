@@ -20,6 +20,7 @@ from quantkit import jit, types
 from quantkit.errors import DataError, UnknownNameError
 from quantkit.recipe.layers import expand
 from quantkit.recipe.patterns import Advice, advice
+from quantkit.recipe.shadows import Ordered, shadow
 from quantkit.runtime import cache_size, cuts, work_size
 from quantkit.runtime.devices import CPU, Device, canonical
 from quantkit.runtime.offload import Offload
@@ -268,17 +269,19 @@ def _notes(placement: Placement, metadata: Mapping[str, Any], cache: Cache | Non
 def _warnings(placement: Placement, tensors: Mapping[str, Weight], loads: Sequence[Load]) -> list[str]:
     found = []
     free, names = list(tensors), list(tensors)  # free: what no earlier rule took
+    ordered = [
+        Ordered(rule.said, frozenset(name for name in names if rule.matches(name)), canonical(rule.device))
+        for rule in placement.rules
+    ]
     for index, rule in enumerate(placement.rules):
-        matched = [name for name in names if rule.matches(name)]
-        taken = [name for name in free if rule.matches(name)]
-        if not matched:
+        taken = [name for name in free if name in ordered[index].names]
+        if not ordered[index].names:
             found.append(f"{rule.said} matches none of the {len(names)} tensors{_plain(advice(rule.pattern, names))}")
-        elif not taken:
-            earlier = next(r for r in placement.rules[:index] if any(r.matches(name) for name in matched))
-            found.append(f"{rule.said} is shadowed by {earlier.said}, which comes first; put the narrower rule first")
+        elif late := shadow(ordered, index):
+            found += [] if late.harmless else [f"{rule.said} {late.said}"]
         elif text := advice(rule.pattern, names, taken):
             found.append(f"{rule.said}{_plain(text)}")
-        free = [name for name in free if not rule.matches(name)]
+        free = [name for name in free if name not in ordered[index].names]
     if wrong := without_kernels(placement, tensors):
         found.append(wrong)
     for load in loads:

@@ -423,6 +423,8 @@ def print_plan(plan: Plan, verbose: bool = False, budget: Budget | None = None, 
         print(table(("type", "count", "size", "bpw"), _types(plan)), end="\n\n")
     if budget:
         print_budget(budget, explain)
+    for note in plan.notes:
+        print(f"note: {note}")
     for warning in (*plan.warnings, *(budget.warnings if budget else ())):
         print(f"warning: {warning}")
     print(

@@ -107,8 +107,10 @@ def lint(
     if strict and warnings:
         raise RecipeError("; ".join(warnings))
     if json:
-        print_json({"warnings": warnings, "rules": [use.to_json() for use in made.rules]})
+        print_json({"warnings": warnings, "notes": list(made.notes), "rules": [use.to_json() for use in made.rules]})
         return
+    for note in made.notes:
+        print(f"note: {note}")
     for warning in warnings:
         print(f"warning: {warning}")
 

@@ -78,6 +78,20 @@ def summarised(names: Iterable[str]) -> dict[str, int]:
     return {name.replace("#", f"{{{ranges(layers)}}}"): len(layers) for name, layers in found.items()}
 
 
+def listed(names: Iterable[str], most: int = 3) -> str:
+    """A few of these names, those that differ only in their layer as one."""
+    every = sorted(names, key=lambda name: [(int(p), "") if p.isdigit() else (-1, p) for p in name.split(".")])
+    classes = [name.replace("{" + one + "}", one) if (one := _only(name)) else name for name in summarised(every)]
+    more = len(classes) - most
+    return ", ".join(classes if more <= 0 else [*classes[:most], f"{more} more kinds"])
+
+
+def _only(name: str) -> str:
+    """The layer of a summary that names a single one."""
+    found = re.match(r"blk\.\{(\d+)\}", name)
+    return found[1] if found else ""
+
+
 def ranges(layers: Iterable[int]) -> str:
     """The shorthand's way to say it: 3-18,40."""
     runs: list[list[int]] = []

@@ -1,98 +1,160 @@
 """Warnings: what a plan does that its author cannot have meant. Each says what happens and what to write instead.
 
-rules          that match nothing, are shadowed or overruled, name layers that are not there, or take more than they say
-kept tensors   norms and routers matched by a rule that asks for fewer bits; they stay as they are
-rows           that cannot hold the type a rule asks for
-importance     that is missing, or of experts that saw too little text
+rules        that match nothing, come too late, are overruled, name absent layers, or take more than they say
+rows         that cannot hold the type a rule asks for
+importance   that is missing, or of experts that saw too little text
+
+Notes: what looks like a mistake and changes nothing, as rules for norms, which are never quantized.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from quantkit.files.imatrix import Imatrix
 from quantkit.files.imatrix import few as few_seen
 from quantkit.recipe import layers
-from quantkit.recipe.patterns import advice, hits
+from quantkit.recipe.layers import listed
+from quantkit.recipe.patterns import advice, loose_ends
 from quantkit.recipe.planned import PlannedTensor, RuleUse
+from quantkit.recipe.shadows import Ordered, shadow
 
+EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 # Never measured by default, so nobody expects an entry for them.
-_UNMEASURED = frozenset(("token_embd.weight", "output.weight", "per_layer_token_embd.weight"))
-_KEPT_FOR_GOOD = ("_norm.weight", "ffn_gate_inp.weight")
+_UNMEASURED = frozenset((EMBEDDING, OUTPUT, "per_layer_token_embd.weight"))
 FEW_TOKENS = 32  # the mean of so many squares of normal numbers is off by a quarter: sqrt(2 / 32)
 
 
-def warnings_of(uses: Sequence[RuleUse], planned: Sequence[PlannedTensor], imatrix: Imatrix | None) -> list[str]:
-    """All warnings about a plan, rules first."""
-    found = []
-    of_name = {t.name: t for t in planned}
-    names = list(of_name)
-    free = set(of_name)  # what no earlier rule matches
+@dataclass(frozen=True)
+class Findings:
+    """Full sentences: `warnings` about what is probably not meant, `notes` about what does nothing."""
+
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def check(uses: Sequence[RuleUse], planned: Sequence[PlannedTensor], imatrix: Imatrix | None) -> Findings:
+    """All warnings and notes about a plan, rules first."""
+    linter = _Linter(uses, {t.name: t for t in planned})
     for index in range(len(uses)):
-        label = f"rule {index + 1} '{uses[index].rule}'"
-        taken = [name for name in uses[index].matched if name in free]
-        checks = [_idle(uses, index, of_name)]
-        if not checks[0]:
-            loose = advice(uses[index].rule.pattern, names, taken)
-            kept = _kept(uses[index], of_name, taken)
-            if kept and loose.better and not any(_is_kept_for_good(name) for name in hits(loose.better, taken)):
-                kept = ""  # what is proposed heals that too
-            checks = [str(loose).removeprefix(":").strip(), kept]
-            checks += [_absent_layers(uses[index], of_name), _rows(uses[index], of_name)]
-        found += [f"{label} {text}" for text in checks if text]
-        free.difference_update(uses[index].matched)
+        linter.rule(index)
+    found = linter.warnings
     if imatrix is not None:
         found += [text for text in (_missing_importance(planned), _unseen_experts(planned, imatrix)) if text]
-    return found
+    return Findings(tuple(found), tuple(linter.notes))
 
 
-_Tensors = dict[str, PlannedTensor]
+@dataclass
+class _Linter:
+    """The rules of a plan, looked at one after the other.
 
+    free       what no earlier rule matches
+    misplaced  what earlier rules take that they should not, which was said
+    """
 
-def _idle(uses: Sequence[RuleUse], index: int, of_name: _Tensors) -> str:
-    """What is wrong with a rule that decided nothing."""
-    use = uses[index]
-    if use.decided:
-        return ""
-    if not use.matched:
-        return f"matches none of the {len(of_name)} tensors{advice(use.rule.pattern, list(of_name))}"
-    if not use.candidates:
-        name = use.matched[0]
+    uses: Sequence[RuleUse]
+    of_name: Mapping[str, PlannedTensor]
+    warnings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    free: set[str] = field(init=False)
+    misplaced: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.free = set(self.of_name)
+        self.ordered = [
+            Ordered(f"rule {i} '{use.rule}'", frozenset(use.candidates), use.rule.type.name)
+            for i, use in enumerate(self.uses, 1)
+        ]
+
+    def rule(self, index: int) -> None:
+        """Note what is wrong with one rule."""
+        use, label = self.uses[index], self.ordered[index].said
+        taken = [name for name in use.matched if name in self.free]
+        self.free.difference_update(use.matched)
+        if self._means_absent_output(use):
+            found = [self._output_of_tied(index, taken)]
+        elif not use.matched:
+            names = list(self.of_name)
+            found = [f"matches none of the {len(names)} tensors{advice(use.rule.pattern, names)}"]
+        elif not use.candidates:
+            self._note_kept_only(use, label)
+            found = []
+        else:
+            found = [self._too_late(index), self._takes_too_much(index, taken), _absent_layers(use, self.of_name),
+                     _rows(use, self.of_name)]  # fmt: skip
+            self._note_kept(use, label, taken)
+        self.warnings += [f"{label} {text}" for text in found if text]
+
+    def _means_absent_output(self, use: RuleUse) -> bool:
+        """Whether a rule is for the output of a model that has none of its own; it may find attn_output.weight."""
+        if EMBEDDING not in self.of_name or OUTPUT in self.of_name or not use.rule.matches(OUTPUT):
+            return False
+        return not use.matched or loose_ends(use.rule.pattern, [*use.matched, OUTPUT]).right == (OUTPUT,)
+
+    def _output_of_tied(self, index: int, taken: Sequence[str]) -> str:
+        """What is wrong with such a rule: nothing, where the embedding has the bits and no other tensor is taken."""
+        kind, embedding = self.uses[index].rule.type, self.of_name[EMBEDDING]
+        wrong = [name for name in taken if self._matters(name, index)]
+        self.misplaced.update(wrong)
+        if not wrong and embedding.bytes_after >= kind.tensor_bytes(embedding.shape):
+            return ""
+        return (
+            f"{f'takes {listed(wrong)}, and' if wrong else 'does nothing:'} this model's output matrix is its "
+            rf"embedding, which becomes {embedding.type.name}; if you mean that, write ^token_embd\.weight"
+        )
+
+    def _too_late(self, index: int) -> str:
+        """What is wrong with a rule that decides nothing, or not what matters."""
+        use = self.uses[index]
+        if set(use.candidates) <= self.misplaced:
+            return ""  # the rule that takes them was told of
+        if found := shadow(self.ordered, index):
+            if not found.harmless:
+                return found.said
+            self.notes.append(f"{self.ordered[index].said} {found.said}")
+            return ""
+        others = [t for name in use.candidates if (t := self.of_name[name]).wanted is not use.rule.type]
+        if use.decided or not others:
+            return ""
+        return f"is overruled: {others[0].name} is decided by {others[0].reason}; drop one of the two"
+
+    def _takes_too_much(self, index: int, taken: Sequence[str]) -> str:
+        use = self.uses[index]
+        found = advice(use.rule.pattern, list(self.of_name), taken)
+        wrong = [name for name in found.wrong if self._matters(name, index)]
+        if found.wrong and not wrong:
+            return ""  # the same without the mistake
+        self.misplaced.update(wrong)
+        return str(found).removeprefix(":").strip()
+
+    def _matters(self, name: str, index: int) -> bool:
+        """Whether a tensor would have another type if a rule did not match it."""
+        if self.of_name[name].wanted is None:
+            return False  # it is never quantized
+        later = next((use.rule.type for use in self.uses[index + 1 :] if name in use.candidates), None)
+        return later is not self.uses[index].rule.type
+
+    def _note_kept_only(self, use: RuleUse, label: str) -> None:
         if use.rule.type.block_size == 1:
-            return ""  # says that norms are floats, which they are
-        instead = ", or say --ffn-gate-inp-type" if "ffn_gate_inp." in name else ""
-        return f"matches only tensors that are never quantized, as {name} ({of_name[name].reason}); drop it{instead}"
-    taken = set(use.candidates)
-    for earlier in range(index):
-        if taken & set(uses[earlier].decided):
-            return f"is shadowed by rule {earlier + 1} '{uses[earlier].rule}', which comes first; swap them"
-    name = use.candidates[0]
-    return f"is overruled: {name} is decided by {of_name[name].reason}; drop one of the two"
+            return  # says that norms are floats, which they are
+        name = use.matched[0]
+        instead = "; --ffn-gate-inp-type changes that" if "ffn_gate_inp." in name else ""
+        self.notes.append(f"{label} matches only tensors that stay as they are: {self._kept_as(use.matched)}{instead}")
+
+    def _note_kept(self, use: RuleUse, label: str, taken: Sequence[str]) -> None:
+        kept = [name for name in taken if self.of_name[name].wanted is None]
+        if kept and use.rule.type.block_size > 1 and not _takes_whole_layers(use, self.of_name):
+            self.notes.append(f"{label} matches tensors too that stay as they are: {self._kept_as(kept)}")
+
+    def _kept_as(self, names: Sequence[str]) -> str:
+        t = self.of_name[names[0]]
+        return f"{listed(names)} ({t.type.name}, {t.reason})"
 
 
-def _kept(use: RuleUse, of_name: _Tensors, taken: Sequence[str]) -> str:
-    """Norms and routers that a rule for other tensors matches too."""
-    kept = [name for name in taken if _is_kept_for_good(name) and of_name[name].wanted is None]
-    if not kept or use.rule.type.block_size == 1 or _takes_whole_layers(use, of_name):
-        return ""
-    pattern = use.rule.pattern
-    stem = re.escape(re.sub(r"^blk\.\d+\.", "", kept[0]))
-    wanted = [name for name in taken if name not in kept]
-    better = next((p for p in _narrower(pattern) if hits(p, taken) and set(hits(p, taken)) <= set(wanted)), "")
-    instead = f"write {better}" if better else f"write a pattern that does not match {stem}"
-    return f"matches {kept[0]} too, which stays {of_name[kept[0]].type.name} ({of_name[kept[0]].reason}); {instead}"
-
-
-def _is_kept_for_good(name: str) -> bool:
-    return any(part in name for part in _KEPT_FOR_GOOD)
-
-
-def _narrower(pattern: str) -> list[str]:
-    """Patterns that end where the name of a class of weights does."""
-    bare = pattern.removesuffix("$")
-    bare = bare.removesuffix(".*").removesuffix(r"\.weight").removesuffix(".weight").removesuffix(r"\.")
-    return [rf"{bare}\.weight", rf"{bare}_exps\.weight", rf"{bare}(?!.*(?:norm|_inp)\.)"]
+_Tensors = Mapping[str, PlannedTensor]
 
 
 def _takes_whole_layers(use: RuleUse, of_name: _Tensors) -> bool:
@@ -123,14 +185,36 @@ def _rows(use: RuleUse, of_name: _Tensors) -> str:
     wrong = [t for name in use.decided if (t := of_name[name]).wanted and t.shape[-1] % t.wanted.block_size]
     if not wrong:
         return ""
-    t, kind = wrong[0], use.rule.type
-    stem = re.escape(re.sub(r"^blk\.\d+\.", "", t.name))
-    before = r"blk\.\d+\." if _layer(t.name) else "^"
+    kind, widths = use.rule.type, sorted({t.shape[-1] for t in wrong})
+    become = ", ".join(dict.fromkeys(t.row_type.name for t in wrong))
     return (
-        f"asks for {kind.name}, which {len(wrong)} tensor(s) as {t.name} cannot hold: rows of {t.shape[-1]} are no "
-        f"multiple of {kind.block_size}, so they become {t.type.name}; if you mean that, before this rule write "
-        f"{before}{stem}={t.type.name}"
+        f"asks for {kind.name}, which {len(wrong)} tensor(s) cannot hold, {listed(t.name for t in wrong)}: rows of "
+        f"{' and '.join(map(str, widths))} are no multiple of {kind.block_size}, so they become {become}; if you mean "
+        f"that, before this rule write {','.join(_pinned(wrong, of_name))}"
     )
+
+
+def _pinned(wrong: Sequence[PlannedTensor], of_name: _Tensors) -> list[str]:
+    """Rules that ask for the types that these tensors get: all of them, and no other tensor."""
+    found: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for t in wrong:
+        found[_stem(t.name), t.row_type.name].add(_layer_number(t.name))
+    rules = []
+    for (stem, kind), where in found.items():
+        there = {_layer_number(name) for name in of_name if _stem(name) == stem}
+        before = "^" if where == {-1} else r"blk\.\d+\." if where == there else rf"blk\.({layers.regex_of(where)})\."
+        rules.append(f"{before}{re.escape(stem)}={kind}")
+    return rules
+
+
+def _stem(name: str) -> str:
+    """A name without its layer."""
+    return re.sub(r"^blk\.\d+\.", "", name)
+
+
+def _layer_number(name: str) -> int:
+    found = re.match(r"blk\.(\d+)\.", name)
+    return int(found[1]) if found else -1
 
 
 def _missing_importance(planned: Sequence[PlannedTensor]) -> str:

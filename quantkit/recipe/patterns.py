@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from quantkit.recipe.ecmascript import compile_pattern
 from quantkit.recipe.errors import RecipeError
-from quantkit.recipe.layers import expand, regex_of
+from quantkit.recipe.layers import expand, listed, regex_of
 
 _CLASS = re.compile(r"\[([0-9|,\- ]+)\]")
 _RANGE = re.compile(r"(\d{1,3})-(\d{1,3})")
@@ -32,10 +32,15 @@ _CHECKPOINT_NAMES = {
 
 @dataclass(frozen=True)
 class Advice:
-    """What is wrong, as the end of a sentence with its punctuation, and the pattern to write instead, if known."""
+    """What is wrong, as the end of a sentence with its punctuation, and the pattern to write instead, if known.
+
+    `wrong` are the names that the pattern takes beside those that were meant, `right`.
+    """
 
     said: str = ""
     better: str = ""
+    wrong: tuple[str, ...] = ()
+    right: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.said)
@@ -96,8 +101,8 @@ def loose_dot(pattern: str, matched: Sequence[str]) -> Advice:
     fewer = hits(better, matched) if better != pattern else []
     if not fewer or len(fewer) == len(matched):
         return _NOTHING
-    other = next(name for name in matched if name not in fewer)
-    return Advice(f" takes {other} too, as a . is any character; write", better)
+    others = tuple(name for name in matched if name not in fewer)
+    return Advice(f" takes {listed(others)} too, as a . is any character; write", better, others, tuple(fewer))
 
 
 # A dot that is neither escaped, nor in a class, nor repeated; what else begins like one is group 1.
@@ -121,9 +126,8 @@ def loose_ends(pattern: str, matched: Sequence[str]) -> Advice:
         for wanted in (narrow, right):
             for better in (mend.format(pattern) for mend in mends):
                 if wanted and hits(better, matched) == wanted:
-                    return Advice(
-                        f" takes {wrong[0]} as well as {wanted[0]}; if you mean only the latter, write", better
-                    )
+                    said = f" takes {listed(wrong)} as well as {listed(wanted)}; if you mean only the latter, write"
+                    return Advice(said, better, tuple(wrong), tuple(wanted))
     return _NOTHING
 
 

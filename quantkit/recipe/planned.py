@@ -120,7 +120,10 @@ class TypeUse:
 
 @dataclass(frozen=True)
 class Plan:
-    """Every tensor's type with the reason. `warnings` are full sentences about what is probably not meant."""
+    """Every tensor's type with the reason.
+
+    `warnings` are full sentences about what is probably not meant, `notes` about what looks like that and does nothing.
+    """
 
     file_type: FileType
     recipe: Recipe
@@ -128,6 +131,7 @@ class Plan:
     tensors: tuple[PlannedTensor, ...]
     rules: tuple[RuleUse, ...]
     warnings: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> PlannedTensor:
         return next(t for t in self.tensors if t.name == name)
@@ -213,5 +217,6 @@ class Plan:
             "fallbacks": [t.name for t in self.fallbacks],
             "rules": [use.to_json() for use in self.rules],
             "warnings": list(self.warnings),
+            "notes": list(self.notes),
             "tensors": [t.to_json() for t in self.tensors],
         }

@@ -30,11 +30,11 @@ import numpy as np
 from quantkit import types
 from quantkit.errors import DataError
 from quantkit.files.imatrix import Imatrix
+from quantkit.recipe import lint
 from quantkit.recipe.errors import ImportanceError, RecipeError
 from quantkit.recipe.fallback import fit_columns, interleaved_rows, row_by_row
 from quantkit.recipe.grammar import Recipe, Rule
 from quantkit.recipe.interleaving import Selection
-from quantkit.recipe.lint import warnings_of
 from quantkit.recipe.mixes import Mix, Model, tensor_class
 from quantkit.recipe.planned import Plan, PlannedTensor, RuleUse
 from quantkit.recipe.presets import FileType, file_type
@@ -144,8 +144,8 @@ def plan(
     planned = tuple(planner.tensor(t) for t in listed)
     if not options.allow_requantize:
         refuse_requantizing(planned, selection is not None)
-    warnings = warnings_of(planner.uses, planned, imatrix)
-    return Plan(target, recipe, str(options), planned, tuple(planner.uses), tuple(warnings))
+    found = lint.check(planner.uses, planned, imatrix)
+    return Plan(target, recipe, str(options), planned, tuple(planner.uses), found.warnings, found.notes)
 
 
 @dataclass(frozen=True)

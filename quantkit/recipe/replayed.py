@@ -36,7 +36,8 @@ def replay(
         planned = {entry["name"]: entry for entry in document["tensors"]}
         made = tuple(_tensor(t, planned[t.name]) for t in listed if t.name in planned)
         target, flags = file_type(document["file_type"]), str(document["flags"])
-        recipe, warnings = parse(document["recipe"], where, printed=True), tuple(map(str, document["warnings"]))
+        recipe = parse(document["recipe"], where, printed=True)
+        warnings, notes = tuple(map(str, document["warnings"])), tuple(map(str, document.get("notes", ())))
     except (KeyError, TypeError, ValueError) as error:
         raise FormatError(f"{where}: not a plan as `quantkit plan --json` writes it: {error!r}") from None
     _refuse_other_tensors(planned, [t.name for t in listed], where)
@@ -48,7 +49,7 @@ def replay(
     for t in made:
         if t.rule is not None and t.rule < len(uses):
             uses[t.rule].decided.append(t.name)
-    return Plan(target, recipe, flags, made, uses, warnings)
+    return Plan(target, recipe, flags, made, uses, warnings, notes)
 
 
 def _tensor(t: Tensor, entry: Mapping[str, Any]) -> PlannedTensor:

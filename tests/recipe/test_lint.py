@@ -1,4 +1,4 @@
-"""Every mistake that cooks are known to make is warned about, with what to write instead; what they publish is not."""
+"""Every mistake that users are known to make is warned about, with what to write instead; what they publish is not."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def decided(made: Plan) -> set[str]:
 
 def test_output_is_found_in_attn_output_too() -> None:
     said = warned(LLAMA_8B, r"output\.weight=q6_K")
-    assert "takes blk.0.attn_output.weight as well as output.weight" in said
+    assert "takes blk.{0-31}.attn_output.weight as well as output.weight" in said
     assert decided(cured(LLAMA_8B, said)) == {"output.weight"}
 
 
@@ -72,12 +72,24 @@ def test_any_number_of_dots() -> None:
     assert len(decided(cured(SMALL_DEEPSEEK, said))) == 9
 
 
-@pytest.mark.parametrize("pattern", [r"blk\..*\.attn_k.*", "attn_q", r"ffn_(gate|up)", "ffn"])
-def test_norms_and_routers_are_hit(pattern: str) -> None:
-    said = warned(QWEN3_30B, f"{pattern}=q4_0")
-    assert "which stays f32" in said
-    assert ("a norm" in said or "one-dimensional" in said) != ("the router" in said)
-    assert decided(cured(QWEN3_30B, said))
+@pytest.mark.parametrize(
+    ("pattern", "kept"),
+    [
+        (r"blk\..*\.attn_k.*", "blk.{0-47}.attn_k_norm.weight (f32, kept: one-dimensional)"),
+        ("attn_q", "blk.{0-47}.attn_q_norm.weight (f32, kept: one-dimensional)"),
+        (r"ffn_(gate|up)", "blk.{0-47}.ffn_gate_inp.weight (f32, kept: the router)"),
+        ("ffn", "blk.{0-47}.ffn_gate_inp.weight, blk.{0-47}.ffn_norm.weight (f32"),
+        ("attn_norm", "matches only tensors that stay as they are: blk.{0-47}.attn_norm.weight"),
+        ("ffn_gate_inp", "--ffn-gate-inp-type changes that"),
+    ],
+)
+def test_norms_and_routers_that_stay_as_they_are_are_noted(pattern: str, kept: str) -> None:
+    made = planned(QWEN3_30B, f"{pattern}=q4_0")
+    assert made.warnings == ()
+    made.require_clean()  # for --strict
+    assert len(made.notes) == 1
+    assert kept in made.notes[0]
+    assert all(made[t].type.name == "f32" for t in (f"blk.0.{n}.weight" for n in ("attn_k_norm", "ffn_gate_inp")))
 
 
 def test_a_dense_model_has_no_experts() -> None:
@@ -97,13 +109,77 @@ def test_a_dense_model_has_no_experts() -> None:
         ("blk.{30-40}.attn_q.weight=q6_K", "names layers 32-40; the model's are 0-31"),
         ("atn_output=q6_K", "did you mean attn_output"),
         ("blk.*_down=q6_K,blk.1.=q6_K", r"write blk\.1\."),
-        ("blk.(1|2).=q6_K", r"takes blk.10.attn_norm.weight too, as a . is any character; write blk\.(1|2)\."),
-        (r"attn_v=q8_0,blk\.\d+\.attn_v\.weight=q6_K", "shadowed by rule 1"),
-        (r"attn_norm=q8_0", "never quantized"),
+        ("blk.(1|2).=q6_K", r"attn_output.weight, 6 more kinds too, as a . is any character; write blk\.(1|2)\."),
+        (r"attn_v=q8_0,blk\.\d+\.attn_v\.weight=q6_K", "matches the same tensors as rule 1 'attn_v=q8_0'"),
     ],
 )  # fmt: skip
 def test_rules_that_do_nothing_or_too_much(rules: str, why: str) -> None:
     assert why in warned(LLAMA_8B, rules)
+
+
+# ----------------------------------------------------------------------------------------------------- order of rules
+
+
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ("ffn=q8_0,ffn_down=q6_K", "is shadowed by rule 1 'ffn=q8_0', which comes first; put it in front of rule 1"),
+        (
+            "ffn_down=q8_0,ffn_(down)=q6_K",
+            "matches the same tensors as rule 1 'ffn_down=q8_0', which comes first; drop one",
+        ),
+        (
+            r"blk\.[0-4]\.ffn=q8_0,blk\.[5-9]\.ffn=q4_0,blk\.[0-9]\.ffn_down=q6_K",
+            "is shadowed by rule 1 'blk\\.[0-4]\\.ffn=q8_0' and rule 2 'blk\\.[5-9]\\.ffn=q4_0', which come first",
+        ),
+        (r"ffn_down=q8_0,blk\.1\.ffn_up=q4_0,blk\.1\.ffn_(down|up)=q6_K", "drop it, or narrow what comes first"),
+    ],
+)
+def test_rules_that_come_too_late(rules: str, said: str) -> None:
+    assert said in warned(LLAMA_8B, rules)
+
+
+def test_rules_put_where_the_advice_says_are_not_warned_about() -> None:
+    assert not planned(LLAMA_8B, "ffn_down=q6_K,ffn=q8_0").warnings
+    assert not planned(LLAMA_8B, r"blk\.[0-9]\.ffn_down=q6_K,blk\.[0-4]\.ffn=q8_0,blk\.[5-9]\.ffn=q4_0").warnings
+
+
+def test_rules_that_only_repeat_are_noted() -> None:
+    for rules, said in (
+        ("ffn=q8_0,ffn_down=q8_0", "rule 2 'ffn_down=q8_0' adds nothing to rule 1"),
+        ("attn=q8_0,ffn=q4_0,token_embd=q8_0,^output=q8_0,.*=q6_K", "rule 5 '.*=q6_K' decides nothing"),
+    ):
+        made = planned(LLAMA_8B, rules)
+        assert made.warnings == ()
+        assert said in made.notes[-1]
+
+
+TIED = LLAMA_8B | {"tie_word_embeddings": True}
+
+
+def test_the_output_of_tied_models() -> None:
+    """No advice makes it worse: a rule for output.weight finds only attn_output.weight, whatever comes first."""
+    for rules in (r"output\.weight=q6_K", r"output\.weight=q6_K,attn_output=q4_0"):
+        said = warned(TIED, rules, "Q4_0")
+        assert r"rule 1 'output\.weight=q6_K' takes blk.{0-31}.attn_output.weight, and this model's output" in said
+        assert decided(cured(TIED, said)) == {"token_embd.weight"}
+    assert "does nothing: this model's output" in warned(TIED, r"attn_output=q4_0,output\.weight=q8_0", "Q4_0")
+    assert "is its embedding, which becomes q4_0" in warned(TIED, r"token_embd=q4_0,^output\.weight=q6_K")
+    assert not planned(TIED, r"token_embd=q8_0,^output\.weight=q6_K").warnings
+    assert not planned(TIED, r"^(token_embd|output)\.weight=q8_0").warnings
+
+
+def test_experts_that_an_earlier_rule_has_taken() -> None:
+    rules = r"exps=iq2_k,blk\.(3|4)\.ffn_.*=q8_0"
+    said = warned(SMALL_DEEPSEEK, rules)
+    assert "gets no experts: rule 1 'exps=iq2_k' comes first and takes blk.{3-4}.ffn_down_exps.weight" in said
+    assert "so only blk.{3-4}.ffn_down_shexp.weight" in said
+    assert not planned(SMALL_DEEPSEEK, r"blk\.(3|4)\.ffn_.*=q8_0,exps=iq2_k").warnings
+
+
+def test_a_loose_rule_that_changes_nothing_is_no_mistake() -> None:
+    assert "as well as" in warned(LLAMA_8B, r"output\.weight=q8_0,attn=q6_K")
+    assert not planned(LLAMA_8B, r"output\.weight=q8_0,attn=q8_0").warnings
 
 
 def test_types_are_spelled_in_any_case() -> None:
@@ -114,6 +190,18 @@ def test_rows_that_a_type_cannot_hold() -> None:
     said = warned(SMALL_DEEPSEEK, r"attn_k_b\.weight=iq4_k")
     assert "rows of 128 are no multiple of 256, so they become q5_0" in said
     assert {t.type.name for t in cured(SMALL_DEEPSEEK, said).tensors if "attn_k_b" in t.name} == {"q5_0"}
+
+
+def test_rules_for_rows_name_all_tensors_and_no_others() -> None:
+    """Two classes of tensors that fall back, in some layers only: the rules proposed are for just these."""
+    odd = DEEPSEEK_V3 | {"num_hidden_layers": 12, "qk_nope_head_dim": 96, "kv_lora_rank": 480}
+    said = warned(odd, r"blk\.[2-4]\.attn=iq4_k,.*=q8_0")
+    for part in ("blk.{2-4}.attn_k_b.weight", "blk.{2-4}.attn_v_b.weight", "rows of 96 and 480 are no multiple of 256"):
+        assert part in said
+    made = planned(odd, said.rsplit("write ", 1)[1] + r",blk\.[2-4]\.attn=iq4_k,.*=q8_0")
+    assert made.warnings == ()
+    before = {t.name: t.type for t in planned(odd, r"blk\.[2-4]\.attn=iq4_k,.*=q8_0").tensors}
+    assert {t.name: t.type for t in made.tensors} == before
 
 
 def importance(config: dict[str, Any], tokens: int = 1000, without: str = "-") -> Imatrix:
@@ -171,8 +259,33 @@ def placed(config: dict[str, Any], rules: str, flags: str) -> tuple[str, ...]:
 def test_a_placement_rule_that_shadows_the_others() -> None:
     found = placed(SMALL_DEEPSEEK, "", r"-ngl 99 -ot exps=CPU -ot 'blk\.(3|4)\.ffn_.*_exps=CUDA0'")
     assert len(found) == 1
-    assert "is shadowed by -ot exps=CPU, which comes first; put the narrower rule first" in found[0]
+    assert "is shadowed by -ot exps=CPU, which comes first; put it in front of -ot exps=CPU" in found[0]
     assert not placed(SMALL_DEEPSEEK, "", r"-ngl 99 -ot 'blk\.(3|4)\.ffn_.*=CUDA0' -ot exps=CPU")
+
+
+def test_placement_rules_whose_experts_are_taken() -> None:
+    """What matters of blk.N.ffn_.* are the experts; that norms and routers are left does not save the rule."""
+    for config in (SMALL_DEEPSEEK, QWEN3_30B):
+        (said,) = placed(config, "", r"-ngl 99 -ot exps=CPU -ot 'blk\.(3|4)\.ffn_.*=CUDA0'")
+        assert r"-ot blk\.(3|4)\.ffn_.*=CUDA0 gets no experts: -ot exps=CPU comes first" in said
+        assert said.endswith("put it in front of -ot exps=CPU")
+    (said,) = placed(SMALL_DEEPSEEK, "", "-ngl 99 -ot exps=CPU -ot _exps=CUDA0")
+    assert "matches the same tensors as -ot exps=CPU, which comes first; drop one of the two" in said
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        r"-ot exps=CPU",
+        r"-ot 'blk\.(3|4)\.ffn_.*=CUDA0' -ot exps=CPU",
+        r"-ot 'blk\.([3-9]|10)\.ffn_.*=CUDA0' -ot exps=CPU",
+        r"-ot exps=CPU -ot 'blk\.[0-5]\.=CUDA0' -ot 'blk\.([6-9]|1[01])\.=CUDA1'",
+        r"-ot exps=CPU -ot ffn=CUDA0",
+        r"-ot 'blk\.(3|4)\.ffn_(gate|up|down)_exps=CUDA0' -ot 'ffn_.*_exps=CPU' -ot attn=CUDA0",
+    ],
+)
+def test_no_alarm_about_placement_as_people_write_it(flags: str) -> None:
+    assert placed(SMALL_DEEPSEEK, "", f"-ngl 99 {flags}") == ()
 
 
 def test_a_placement_rule_that_matches_nothing() -> None:
@@ -208,6 +321,66 @@ blk\.\d+\.ffn_down_exps\.weight=iq4_k
 blk\.\d+\.ffn_(gate|up)_exps\.weight=iq3_k
 (token_embd|output)\.weight=q8_0
 """),
+    (QWEN3_235B, r"""
+#!/usr/bin/env bash
+custom="
+# Attention
+blk\..*\.attn_q.*=iq6_k
+blk\..*\.attn_k.*=q8_0
+blk\..*\.attn_v.*=q8_0
+blk\..*\.attn_output.*=iq6_k
+
+# Routed Experts
+blk\..*\.ffn_down_exps\.weight=iq6_k
+blk\..*\.ffn_(gate|up)_exps\.weight=iq5_k
+
+# Non-Repeating Layers
+token_embd\.weight=iq6_k
+output\.weight=iq6_k
+"
+"""),
+    (DEEPSEEK_V3, r"""
+token_embd\.weight=q8_0
+output\.weight=q8_0
+output_norm\.weight=q8_0
+blk\.[0-2]\..*=q8_0
+blk\.[3-9]\.attn_.*=q8_0
+blk\.[1-5][0-9]\.attn_.*=q8_0
+blk\.60\.attn_.*=q8_0
+blk\.[3-9]\.ffn_norm\.weight=q8_0
+blk\.[1-5][0-9]\.ffn_norm\.weight=q8_0
+blk\.60\.exp_probs_b\.bias=q8_0
+blk\.[3-9]\.ffn_(gate|up)_shexp\.weight=q8_0
+blk\.[1-5][0-9]\.ffn_down_shexp\.weight=q8_0
+blk\.[3-9]\.ffn_down_exps\.weight=iq5_k_r4
+blk\.[1][0-9]\.ffn_down_exps\.weight=iq5_k_r4
+blk\.[2-5][0-9]\.ffn_down_exps\.weight=iq4_k_r4
+blk\.60\.ffn_down_exps\.weight=iq4_k_r4
+blk\.\d+\.ffn_(gate|up)_exps\.weight=iq3_k_r4
+"""),
+    (DEEPSEEK_V3, r"""
+## Attention [0-60] (GPU)
+# blk.*.attn_k_b.weight is not divisible by 256 so only supports iq4_nl or legacy qN_0
+blk\..*\.attn_kv_b\.weight=q8_0
+blk\..*\.attn_k_b\.weight=q8_0
+blk\..*\.attn_v_b\.weight=q8_0
+blk\..*\.attn_kv_a_mqa\.weight=q8_0
+blk\..*\.attn_q_a\.weight=q8_0
+blk\..*\.attn_q_b\.weight=q8_0
+blk\..*\.attn_output\.weight=q8_0
+## First Three Dense Layers [0-2] (GPU)
+blk\..*\.ffn_down\.weight=q8_0
+blk\..*\.ffn_(gate|up)\.weight=q8_0
+## Shared Expert (1-60) (GPU)
+blk\..*\.ffn_down_shexp\.weight=q8_0
+blk\..*\.ffn_(gate|up)_shexp\.weight=q8_0
+## Routed Experts (1-60) (CPU)
+blk\..*\.ffn_down_exps\.weight=iq6_k
+blk\..*\.ffn_(gate|up)_exps\.weight=iq5_k
+## Token embedding and output tensors (GPU)
+token_embd\.weight=iq6_k
+output\.weight=iq6_k
+"""),
     (QWEN3_30B, r"_exps=iq4_xs,attn_(q|k|v|output)\.weight=q5_K,^output\.weight=q6_K"),
     (QWEN35_27B, r"""
 blk\.\d+\.(attn_norm|post_attention_norm|attn_[qk]_norm|ssm_(alpha|beta|conv1d|norm|out)|attn_[kv])\.weight=BF16
@@ -223,4 +396,7 @@ blk\.\d+\.ffn_(up|gate|down)\.weight=Q6_K
 
 @pytest.mark.parametrize(("config", "rules"), PUBLISHED)
 def test_no_alarm_about_what_is_published(config: dict[str, Any], rules: str) -> None:
-    assert planned(config, rules).warnings == ()
+    made = planned(config, rules)
+    assert made.warnings == ()
+    assert made.rules
+    made.require_clean()  # so --strict can be used

@@ -224,6 +224,7 @@ class Launch:
             "mla": given["mla"],
             "offload": parse_ops(given["offload_policy"] or "", given["offload_threshold"]),
         }
+        _require_gpus(given["devices"])
 
     def open(
         self,
@@ -336,6 +337,17 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _require_gpus(devices: str | None) -> None:
+    """UnsupportedError for a GPU of --devices that is not here."""
+    from quantkit.runtime.devices import parse_devices
+
+    for device in parse_devices(devices) if devices else ():
+        if device.gpu is not None:
+            from quantkit.runtime import cuda_worker
+
+            cuda_worker.gpu(device.gpu)
 
 
 def _reduction(text: str | None) -> tuple[int, float] | None:

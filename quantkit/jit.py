@@ -5,32 +5,38 @@ Nothing here imports numba until the first kernel runs, so a module full of kern
     @kernel                      a function compiled for each new set of argument types, GIL released, no Python inside
     @callback("void(int64)")     the same as a C function with one signature; `.address` is what an op list holds
     (machine.py                  C functions that need no numba at all)
-    kept(make, *given)           the arrays that make(*given) gives, kept on disk as kernels are
-    keep(path, data)             a file of that cache, whole at once
+    kept(make, *given)           the arrays that make(*given) gives, cached on disk as kernels are
     over_rows(task, rows)        task(start, stop) on several threads
     isa()                        "avx512vnni", "avx512", "avx2" or "generic": the code path the SIMD kernels take
 
-Kernels call kernels by their global names. numba keys its own cache by the one source file a function stands in
-and misses edits to kernels it inlines from elsewhere; here the key is a digest of the file *and of every quantkit
-module it imports, directly or not*, so a change recompiles what depends on it and nothing else.
+Kernels call kernels by their global names. numba's own cache has an index for each line of source, which closures
+share and processes write without a lock, and misses edits to kernels that it inlines from other files. Here each
+compiled function is one file (`disk_cache`), named by a digest of all that it depends on: the source file *and every
+quantkit module it imports, directly or not*, what a closure captures, argument types, options, CPU and versions. So a
+change recompiles what depends on it and nothing else, and no process can take one kernel for another.
 """
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib.util
+import inspect
 import itertools
 import os
+import pickle
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+import types
+import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit import disk_cache
 from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:
@@ -40,26 +46,18 @@ if TYPE_CHECKING:
 
 NOTICE_AFTER_SECONDS = 2.0
 _PACKAGE = __name__.partition(".")[0]
+_STARTED = time.time()
 
 # ----------------------------------------------------------------------------------------------------------- the cache
 
 
-def cache_root() -> Path:
-    """Where compiled code lives: `$QUANTKIT_CACHE_DIR`, or `quantkit` in the user's cache folder."""
-    if root := os.environ.get("QUANTKIT_CACHE_DIR"):
-        return Path(root)
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / _PACKAGE
-
-
 def cache_directory() -> Path:
-    """Where numba keeps kernels: a folder per numba version and target CPU.
-
-    numba's own index adds the exact CPU features to each entry's key.
-    """
-    version, python = _numba().__version__, f"py{sys.version_info[0]}{sys.version_info[1]}"
-    return cache_root() / f"numba-{version}-{python}-{target_cpu()[0]}"
+    """Where compiled kernels are: a directory per numba version, Python version and target CPU."""
+    version, python = load_numba().__version__, f"py{sys.version_info[0]}{sys.version_info[1]}"
+    return disk_cache.root() / f"numba-{version}-{python}-{target_cpu()[0]}"
 
 
+@functools.cache
 def _module_source(name: str) -> Path | None:
     """Path of the source of a quantkit module, None when there is no such module (`name` may be a function)."""
     try:
@@ -72,6 +70,7 @@ def _module_source(name: str) -> Path | None:
 _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n]*)|import[ \t]+([^\n]*))", re.M)
 
 
+@functools.cache
 def _imports(path: Path, module: str) -> set[str]:
     """Names of the quantkit modules that a source file imports, anywhere in it.
 
@@ -80,7 +79,7 @@ def _imports(path: Path, module: str) -> set[str]:
     """
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found: set[str] = set()
-    for base, names, modules in _IMPORT.findall(path.read_text()):
+    for base, names, modules in _IMPORT.findall(path.read_text(encoding="utf-8")):
         if modules:
             found.update(re.findall(r"(?:^|,)\s*([.\w]+)", modules))
             continue
@@ -93,111 +92,228 @@ def _imports(path: Path, module: str) -> set[str]:
 
 
 @functools.cache
-def source_digest(module: str) -> str:
-    """Digest of a module's source and of all quantkit sources it can reach by importing."""
-    pending, seen = [module], {}
+def source_digest(module: str) -> str | None:
+    """Digest of a module's source and of all quantkit sources it can reach by importing.
+
+    None for a module without a source file, as a notebook's, and, which is said, where a source is newer than this
+    process: what was imported before the edit would be cached as if it were made of the new source.
+    """
+    pending, seen = [module], dict[str, Path | None]()
     while pending:
         name = pending.pop()
         if name in seen:
             continue
         path = Path(__file__) if name == __name__ else _module_source(name)
-        if path is None and name == module:  # a test's or a notebook's module
-            path = Path(sys.modules[name].__file__ or "")
+        if path is None and name == module:  # a test's or a script's module
+            given = getattr(sys.modules.get(name), "__file__", None)
+            if given is None or not os.path.isfile(given):
+                return None
+            path = Path(given)
         seen[name] = path
-        # A package's own __init__ only re-exports; following it would tie every kernel to the whole house.
+        # A package's own __init__ only re-exports; following it would tie every kernel to the whole package.
         if path is not None and path.name != "__init__.py":
             pending.extend(_imports(path, name))
     digest = hashlib.sha256()
     for name in sorted(seen):
         if (source := seen[name]) is not None:
+            if source.stat().st_mtime > _STARTED:
+                disk_cache.say(
+                    f"{source} is newer than this process; kernels that depend on it are compiled anew, not cached"
+                )
+                return None
             digest.update(name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()
 
 
+# ---------------------------------------------------------------------------------- what a compiled function depends on
+
+
+class _NoSourceError(Exception):
+    """A function whose source is not known, so that no digest can stand for it."""
+
+
+def identity(function: Callable, options: dict[str, Any] | None = None) -> str | None:
+    """Text that tells a function, compiled with options, from all others: its source and what it captures.
+
+    Functions that one factory makes differ in their closures and defaults only. None where a source is not known.
+    """
+    try:
+        return _identity(function, options)
+    except _NoSourceError:
+        return None
+
+
+def _identity(function: Callable, options: dict[str, Any] | None = None, within: tuple[int, ...] = ()) -> str:
+    if id(function) in within:
+        return "itself"
+    digest, code = source_digest(function.__module__), function.__code__
+    if digest is None:
+        raise _NoSourceError
+    given: dict[str, Any] = dict(zip(code.co_freevars, function.__closure__ or ()))
+    for name, cell in given.items():
+        given[name] = cell.cell_contents
+    given |= {"defaults": function.__defaults__, "keyword defaults": function.__kwdefaults__, "options": options}
+    texts = [f"{function.__module__} {function.__qualname__} {code.co_firstlineno} {digest}"]
+    for name, value in given.items():
+        try:
+            texts.append(f"{name}={_text(value, (*within, id(function)))}")
+        except _UnknownValueError as error:
+            raise TypeError(
+                f"{function.__module__}.{function.__qualname__} cannot be cached on disk: it captures {name!r}, and "
+                f"no digest of a {error} is known. Capture numbers, strings, arrays, tuples or functions"
+            ) from None
+    return "\n".join(texts)
+
+
+class _UnknownValueError(Exception):
+    """A value that `_text` cannot describe."""
+
+
+def _text(value: Any, within: tuple[int, ...] = ()) -> str:
+    """Text that is the same in every process for equal values, and differs for others."""
+    import numpy as np
+
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+
+    def each(values: Iterable[Any]) -> str:
+        return f"{kind}({', '.join(_text(v, within) for v in values)})"
+
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.dtype)):
+        return f"{kind} {value!r}"
+    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+        return f"{kind} {value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"
+    if isinstance(value, (tuple, list)):
+        return each(value)
+    if isinstance(value, (set, frozenset)):
+        return each(sorted(value, key=repr))
+    if isinstance(value, dict):
+        return each(value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return each((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+    if isinstance(value, (Kernel, Callback)):
+        return each((value.options, getattr(value, "signature", None), value.function))
+    if isinstance(value, types.FunctionType):
+        return f"{kind} {_identity(value, within=within)}"
+    if isinstance(value, types.ModuleType):
+        return f"{kind} {value.__name__}"
+    if isinstance(value, (type, types.BuiltinFunctionType)):
+        return f"{kind} {value.__module__}.{value.__qualname__}"
+    if isinstance(value, np.ufunc):
+        return f"{kind} {value.__name__}"
+    if "numba" in sys.modules and isinstance(value, load_numba().types.Type):
+        return f"{kind} {value!r}"
+    if hasattr(value, "__wrapped__"):  # numba's intrinsics and other decorated functions
+        return f"{kind} {_text(inspect.unwrap(value), within)}"
+    raise _UnknownValueError(kind)
+
+
+_CONFIGURATION = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "DEBUGINFO_DEFAULT", "ENABLE_AVX",
+                  "USING_SVML", "LLVM_REFPRUNE_PASS", "LLVM_REFPRUNE_FLAGS")  # fmt: skip
+
+
+@functools.cache
+def _environment() -> str:
+    """What all compiled kernels of this process depend on: versions, CPU, numba's settings."""
+    import llvmlite
+    import numpy as np
+
+    numba = load_numba()
+    settings = [f"{name}={getattr(numba.config, name, None)}" for name in _CONFIGURATION]
+    versions = (numba.__version__, llvmlite.__version__, np.__version__, sys.implementation.cache_tag)
+    return "\n".join(map(str, (*versions, _binding().get_process_triple(), *target_cpu(), *settings)))
+
+
+def _with_own_symbols(function: Callable, identity: str) -> Callable:
+    """The function; if it is a closure, a copy with a qualified name of its own.
+
+    numba derives symbols from the qualified name and from how many functions a process compiled before. Closures of
+    one factory from different processes would have the same symbols, and of code linked twice LLVM keeps the first.
+    """
+    if not function.__closure__:
+        return function
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    functools.update_wrapper(copy, function)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__qualname__ += "_" + hashlib.sha256(identity.encode()).hexdigest()[:16]
+    return copy
+
+
 @functools.cache
 def _cache_class() -> type:
-    """numba's disk cache with our folder and our idea of freshness."""
-    from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
+    """What numba asks for compiled functions and gives new ones to: each is one file of the disk cache."""
+    from numba.core.caching import CompileResultCacheImpl, NullCache
     from numba.core.runtime import rtsys
+    from numba.core.serialize import dumps
 
-    class Locator(_CacheLocator):
-        def __init__(self, function: Callable, path: str):
-            self._function = function
+    class Serializer(CompileResultCacheImpl):
+        """numba's, for any function."""
 
-        def get_cache_path(self) -> str:
+        def __init__(self) -> None:
+            pass
+
+    class Cache(NullCache):
+        def __init__(self, function: Callable, identity: str):
+            self._name = re.sub(r"[^\w.]", "", f"{function.__module__}.{function.__qualname__}")[-100:]
+            self._key = f"{_environment()}\n{identity}"
+
+        @property
+        def cache_path(self) -> str:
             return str(cache_directory())
 
-        def get_source_stamp(self) -> str:
-            return source_digest(self._function.__module__)
-
-        def get_disambiguator(self) -> str:
-            return str(self._function.__code__.co_firstlineno)
-
-        @classmethod
-        def from_function(cls, function: Callable, path: str) -> Any:
-            return cls(function, path)
-
-    class Impl(CompileResultCacheImpl):
-        _locator_classes = [Locator]  # noqa: RUF012  numba's name for it
-
-    class Cache(FunctionCache):
-        _impl_class = Impl
+        def _path(self, signature: Any) -> Path:
+            digest = hashlib.sha256(f"{self._key}\n{signature}".encode()).hexdigest()
+            return cache_directory() / f"{self._name}-{digest[:40]}.kernel"
 
         def load_overload(self, sig: Any, target_context: Any) -> Any:
-            """numba's, without having its compiler learn all that it knows first: who compiles does that."""
-            rtsys.initialize(target_context)  # what machine code calls for memory
-            with self._guard_against_spurious_io_errors():
-                return self._load_overload(sig, target_context)
+            refuse_numba_config()  # numba reads it again when it compiles
+            data = disk_cache.read(self._path(sig))
+            if data is None:
+                return None
+            rtsys.initialize(target_context)  # what machine code calls for memory; all else only who compiles needs
+            found = Serializer().rebuild(target_context, pickle.loads(data))
+            # Types are told apart by their names in `_path`, which another library's types may share.
+            return found if found.signature.args == tuple(getattr(sig, "args", sig)) else None
+
+        def save_overload(self, sig: Any, data: Any) -> None:
+            if data.library.has_dynamic_globals:
+                warnings.warn(f"{self._name} is not cached on disk: addresses are part of its code", stacklevel=2)
+                return
+            disk_cache.write(self._path(sig), dumps(Serializer().reduce(data)))
 
     return Cache
 
 
-@functools.cache
-def _cache_is_usable() -> bool:
-    path = cache_directory()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        (path / f".probe-{os.getpid()}").touch()
-        (path / f".probe-{os.getpid()}").unlink()
-    except OSError as error:
-        print(
-            f"quantkit: {path} cannot be written ({error.strerror}); kernels are compiled anew in every process. "
-            "Set QUANTKIT_CACHE_DIR to a writable folder.",
-            file=sys.stderr,
-        )
-        return False
-    return True
+def _cached(function: Callable, options: dict[str, Any]) -> tuple[Callable, Any]:
+    """The function as numba is to compile it, and its cache; no cache where its source is not known."""
+    text = identity(function, options)
+    if text is None:
+        return function, None
+    return _with_own_symbols(function, text), _cache_class()(function, text)
 
 
 def kept(make: Callable[..., tuple[np.ndarray, ...]], *given: np.ndarray | int) -> tuple[np.ndarray, ...]:
     """What `make(*given)` gives, from disk where it was made before by the same sources of the same arguments."""
     import io
-    import zipfile
 
     import numpy as np
 
-    digest = hashlib.sha256(source_digest(make.__module__).encode())
+    source = source_digest(make.__module__)
+    if source is None:
+        return make(*given)
+    digest = hashlib.sha256(f"{source} {make.__qualname__}".encode())
     for x in map(np.ascontiguousarray, given):
         digest.update(f"{x.dtype} {x.shape} ".encode() + x.tobytes())
-    path = cache_root() / "arrays" / f"{digest.hexdigest()}.npz"
-    try:
-        with np.load(path, allow_pickle=False) as file:
+    path = disk_cache.root() / "arrays" / f"{digest.hexdigest()}.npz"
+    if (found := disk_cache.read(path)) is not None:
+        with np.load(io.BytesIO(found), allow_pickle=False) as file:
             return tuple(file[name] for name in file)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile):  # not there, or not whole
-        made = make(*given)
+    made = make(*given)
     data = io.BytesIO()
     np.savez(data, *made)
-    keep(path, data.getbuffer())
+    disk_cache.write(path, data.getbuffer())
     return made
-
-
-def keep(path: Path, data: bytes | memoryview) -> None:
-    """Put a file into the cache, whole at once. A folder that cannot be written only means making it anew next time."""
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}-{threading.get_ident()}")
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(data)
-        os.replace(partial, path)
 
 
 class _CompileNotice:
@@ -274,15 +390,16 @@ class Kernel:
     @functools.cached_property
     def dispatcher(self) -> Any:
         with _materialize:
-            numba = _numba()
+            numba = load_numba()
             _install_notice()
             options = dict(self.options)
             options.pop("nopython")
+            function, cache = _cached(self.function, self.options)
             if not self.alone:
-                return numba.njit(pipeline_class=_part_compiler(), **options)(self.function)
-            made = numba.njit(**options)(self.function)
-            if _cache_is_usable():
-                made._cache = _cache_class()(self.function)
+                return numba.njit(pipeline_class=_part_compiler(), **options)(function)
+            made = numba.njit(**options)(function)
+            if cache is not None:
+                made._cache = cache
             return made
 
     @property
@@ -376,15 +493,17 @@ class Callback:
     @functools.cached_property
     def _compiled(self) -> Any:
         with _materialize:
+            load_numba()
             from numba.core.ccallback import CFunc
             from numba.core.sigutils import normalize_signature
 
             _install_notice()
             options = dict(self.options)
             options.pop("nogil")
-            made: Any = CFunc(self.function, normalize_signature(self.signature), locals={}, options=options)
-            if _cache_is_usable():
-                made._cache = _cache_class()(self.function)
+            function, cache = _cached(self.function, self.options)
+            made: Any = CFunc(function, normalize_signature(self.signature), locals={}, options=options)
+            if cache is not None:
+                made._cache = cache
             made.compile()
             return made
 
@@ -443,8 +562,9 @@ def _binding() -> Any:
     return binding
 
 
-def _numba() -> Any:
+def load_numba() -> Any:
     """numba, which must make code for the CPU that `isa` speaks of. Its configuration file could name another one."""
+    refuse_numba_config()
     import numba
 
     asked, configured = os.environ.get("NUMBA_CPU_NAME") or None, numba.config.CPU_NAME or None
@@ -454,6 +574,18 @@ def _numba() -> Any:
             "from .numba_config.yaml, or set the variable to it"
         )
     return numba
+
+
+def refuse_numba_config() -> None:
+    """QuantkitError where numba would take its settings from a file of the working directory.
+
+    Whoever supplies a directory of models could then choose how kernels are compiled, down to modules that are loaded.
+    """
+    if os.path.isfile(".numba_config.yaml"):
+        raise QuantkitError(
+            f"{os.path.abspath('.numba_config.yaml')} changes numba's settings for what is started in this directory; "
+            "remove it or work in another directory. Environment variables (NUMBA_…) can set the same"
+        )
 
 
 @functools.cache

@@ -6,16 +6,14 @@
 
     add(a.ctypes.data, b.ctypes.data, c.ctypes.data)     # releases the GIL
 
-What LLVM makes of a body is kept as object code, one file a function, beside numba's cache (`jit.cache_root`). The
-name of the file is a digest of all that the code depends on: the versions of llvmlite and LLVM, triple, CPU and
-features it is for, and every quantkit source the body can reach (`jit.source_digest`). So no file is ever stale, and
-none is overwritten by other contents. A file begins with the digest of what follows: one that was cut off or damaged
-is made again. Bodies may call LLVM's intrinsics and the C library, which any process has; nothing of numba's.
+What LLVM makes of a body is cached as object code, one file a function (`disk_cache`). The name of the file is a digest
+of all that the code depends on: the versions of llvmlite and LLVM, triple, CPU and features it is for, and every
+quantkit source the body can reach (`jit.source_digest`). Bodies may call LLVM's intrinsics and the C library, which any
+process has; nothing of numba's.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -25,10 +23,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quantkit import jit
+from quantkit import disk_cache, jit
 
 _OBJECT_VERSION = 1  # of what _compile does with a body; the sources tell all else
-_DIGEST = 32  # bytes before the code in a file
 _lock = threading.RLock()
 _kept: list[Any] = []  # engines, which own the code
 
@@ -57,24 +54,25 @@ class Function:
         self._entry(*args)
 
     @property
-    def path(self) -> Path:
-        """Where its object code is kept."""
+    def path(self) -> Path | None:
+        """Where its object code is cached; None where its source is not known."""
+        identity = jit.identity(self.body)
+        if identity is None:
+            return None
         cpu, features = jit.target_cpu()
-        parts = (_OBJECT_VERSION, *_versions(), cpu, features, jit.source_digest(self.body.__module__),
-                 self.body.__qualname__, self.body.__code__.co_firstlineno)  # fmt: skip
+        parts = (_OBJECT_VERSION, *_versions(), cpu, features, identity)
         key = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
-        return jit.cache_root() / f"object-{cpu}" / f"{self.body.__name__}-{key[:40]}.o"
+        return disk_cache.root() / f"object-{cpu}" / f"{self.body.__name__}-{key[:40]}.o"
 
     def _object(self) -> bytes:
         """The object code: from the disk, or compiled and put there."""
         path = self.path
-        with contextlib.suppress(OSError):
-            kept = path.read_bytes()
-            if kept[:_DIGEST] == hashlib.sha256(kept[_DIGEST:]).digest():
-                return kept[_DIGEST:]
-        code = self._compile()
-        self.compiled = True
-        jit.keep(path, hashlib.sha256(code).digest() + code)
+        code = None if path is None else disk_cache.read(path)
+        if code is None:
+            code = self._compile()
+            self.compiled = True
+            if path is not None:
+                disk_cache.write(path, code)
         return code
 
     def _compile(self) -> bytes:

@@ -24,12 +24,15 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import carray, types
-from numba.extending import intrinsic
 
 from quantkit import jit
 from quantkit.emit import Emit
 from quantkit.simd_values import F16, F32, I8, I16, I32, I64, IntType, Value, Variable, vector
+
+jit.refuse_numba_config()  # before the import that would read the file
+
+from numba import carray, types  # noqa: E402
+from numba.extending import intrinsic  # noqa: E402
 
 __all__ = ["F16", "F32", "I8", "I16", "I32", "I64", "Emit", "IntType", "Value", "Variable", "emitted", "vector"]
 
@@ -65,6 +68,7 @@ def emitted(returns: str) -> Callable[[Callable], Any]:
         typing.__doc__ = function.__doc__
         typing.__module__ = function.__module__
         typing.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+        typing.__wrapped__ = function  # type: ignore[attr-defined]  # what `jit.identity` describes
         return intrinsic(prefer_literal=True)(typing)
 
     return decorate

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-# Kernels compiled by tests are kept between runs, apart from the user's.
-os.environ.setdefault("QUANTKIT_CACHE_DIR", os.path.join(tempfile.gettempdir(), "quantkit-test-cache"))
+# Kernels compiled by tests are cached between runs, apart from the user's, where no other user can put files.
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "quantkit-tests"
+os.environ.setdefault("QUANTKIT_CACHE_DIR", str(_CACHE))
 
 GOLDEN = Path(__file__).parent / "golden"
 LEFT_OUT = {"full": "the whole conformance sweep: `make full`", "gpu": "needs a CUDA device: `pytest -m gpu`"}

@@ -47,7 +47,7 @@ def house(tmp_path: Path) -> Path:
     package = tmp_path / "quantkit"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    for name in ("errors.py", "jit.py", "simd_values.py", "emit.py", "machine.py"):
+    for name in ("errors.py", "disk_cache.py", "jit.py", "simd_values.py", "emit.py", "machine.py"):
         (package / name).write_text(Path(quantkit.__file__).with_name(name).read_text())
     (package / "helper.py").write_text(HELPER.format(2))
     (package / "user.py").write_text(USER)

@@ -21,11 +21,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numba import cuda
-from numba.core import config
 
+from quantkit import jit
 from quantkit.runtime.kernels.cuda.reader import Codec, Reader, Unit
 from quantkit.runtime.kernels.cuda.words import Device, Plain
+
+jit.refuse_numba_config()  # before the import that would read the file
+
+from numba import cuda  # noqa: E402
+from numba.core import config  # noqa: E402
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 WARP = 32

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quantkit import jit
+from quantkit import disk_cache, jit
 from quantkit.errors import QuantkitError
 
 
@@ -55,16 +55,16 @@ class Kernel:
 
     def cubin(self, capability: tuple[int, int]) -> tuple[bytes, str]:
         """Machine code for a compute capability and the name of its entry, from disk where it was made before."""
-        path = _folder(capability) / f"{self.name}.cubin"
+        folder = _folder(capability)
+        path = None if folder is None else folder / f"{self.name}.cubin"
         with self._making:
-            try:
-                first, _, kept = path.read_bytes().partition(b"\n")
-                return kept, first.decode()
-            except FileNotFoundError:
-                pass
+            if path is not None and (cached := disk_cache.read(path)) is not None:
+                first, _, code = cached.partition(b"\n")
+                return code, first.decode()
             text = self.ptx(capability)
             code, entry = link(text, capability)[0], entry_of(text)
-            jit.keep(path, entry.encode() + b"\n" + code)
+            if path is not None:
+                disk_cache.write(path, entry.encode() + b"\n" + code)
             return code, entry
 
 
@@ -86,9 +86,11 @@ def link(ptx: str, capability: tuple[int, int]) -> tuple[bytes, str]:
 
 
 @functools.cache
-def _folder(capability: tuple[int, int]) -> Path:
+def _folder(capability: tuple[int, int]) -> Path | None:
     import importlib.metadata
 
     versions = "-".join(importlib.metadata.version(name) for name in ("numba-cuda", "nvidia-nvvm"))
-    digest = jit.source_digest("quantkit.runtime.kernels.cuda.kernels")[:16]
-    return jit.cache_root() / f"cuda-{versions}" / f"sm_{capability[0]}{capability[1]}-{digest}"
+    digest = jit.source_digest("quantkit.runtime.kernels.cuda.kernels")
+    if digest is None:
+        return None
+    return disk_cache.root() / f"cuda-{versions}" / f"sm_{capability[0]}{capability[1]}-{digest[:16]}"

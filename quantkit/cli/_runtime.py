@@ -213,7 +213,7 @@ class Launch:
         self._profiled: list[Ledger] = []
         if given["flash_attn"] not in _FLASH:
             raise UnknownNameError("choice for -fa", given["flash_attn"], _FLASH)
-        self._cache_type("exact")  # refused here what cannot be, before commands look at files
+        self._check_cache_type()  # refused here what cannot be, before commands look at files
         self._options = {
             "repack": given["run_time_repack"],
             "fused_experts": given["fused_moe"],
@@ -281,6 +281,15 @@ class Launch:
         """On stderr, where the time of what ran went."""
         for ledger in self._profiled:
             print(_profile(ledger), file=sys.stderr)
+
+    def _check_cache_type(self) -> None:
+        """UnsupportedError or UnknownNameError for caches that attention cannot read."""
+        kind = self._cache_type("exact")
+        if kind is not None:
+            from quantkit.runtime.layers import Attending
+            from quantkit.runtime.model import cache_type_of
+
+            cache_type_of(kind, "exact", Attending(_FLASH[self._given["flash_attn"]], 0))
 
     def _cache_type(self, numerics: str) -> Any:
         """The CacheType; None where no option speaks of it."""

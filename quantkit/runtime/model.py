@@ -106,7 +106,7 @@ def load(
     A model on several devices runs layer by layer (`split`), with fast numerics too; `slow_because` says so.
     """
     how = layers.Attending(flash_attention, attention_mib)
-    kind = _cache_type(cache_type, numerics, how)
+    kind = cache_type_of(cache_type, numerics, how)
     file = gguf.open(path)
     rules = (override_tensor,) if isinstance(override_tensor, str) else tuple(override_tensor)
     asked = parse_devices(devices) if isinstance(devices, str) else tuple(devices) or (CPU,)
@@ -149,7 +149,7 @@ def _with_memory(devices: Sequence[Device]) -> tuple[Device, ...]:
     return tuple(map(cuda_worker.with_memory, devices))
 
 
-def _cache_type(chosen: str | CacheType | None, numerics: str, how: layers.Attending) -> CacheType:
+def cache_type_of(chosen: str | CacheType | None, numerics: str, how: layers.Attending) -> CacheType:
     """What caches are made of; UnsupportedError where that is nothing for plain attention."""
     if numerics not in NUMERICS:
         raise UnknownNameError("numerics", numerics, NUMERICS)
@@ -204,7 +204,7 @@ class Model(Parts):
         tokenizer: Any = None,
     ):
         how = how or layers.Attending()
-        kind = _cache_type(cache_type, numerics, how)
+        kind = cache_type_of(cache_type, numerics, how)
         self.path = file.path
         self.metadata = file.metadata
         self.size_bytes = file.size
@@ -284,7 +284,7 @@ class Model(Parts):
         return Cache(self._cached, n_ctx, kind, one_layer=one_layer)
 
     def _kind(self, cache_type: str | CacheType | None) -> CacheType:
-        return _cache_type(cache_type or self.cache_type, self.numerics, self.how)
+        return cache_type_of(cache_type or self.cache_type, self.numerics, self.how)
 
     # --------------------------------------------------------------------------------------------------- what it gives
 

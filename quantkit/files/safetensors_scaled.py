@@ -19,7 +19,6 @@ CheckpointTensor has but for `raw`. No more is decoded than is asked for.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +29,7 @@ import numpy as np
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.files.safetensors import Checkpoint, CheckpointTensor
 from quantkit.files.scaled import FP8Tensor, IntegerTensor, MXFP4Tensor, ScaledTensor, Ternarized, TernaryTensor, unpack
+from quantkit.matching import compile
 
 FP8 = ("F8_E4M3", "F8_E5M2")
 INTEGERS = tuple(f"INT{bits}" for bits in range(1, 9))
@@ -43,6 +43,7 @@ _OF_ACTIVATIONS = (".activation_scale", ".input_scale", ".output_scale", ".k_sca
 _COMPRESSED = "compressed-tensors"
 _BITNET = "bitnet"
 _METHODS = ("fp8", "mxfp4", _COMPRESSED, _BITNET)
+_TARGETS = "config.json: quantization_config.config_groups, targets"
 _FORMATS = (None, "dense", "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision")
 
 
@@ -226,7 +227,11 @@ def _of_module(settings: Mapping[str, Any], module: str) -> Mapping[str, Any]:
 
 def _matches(target: str, module: str) -> bool:
     """Whether a target, a name or "re:" and a regex for its beginning, is a module's."""
-    return bool(re.match(target[3:], module)) if target.startswith("re:") else target == module
+    if not isinstance(target, str):
+        raise FormatError(f"{_TARGETS}: {target!r}; a target is a module's name, a class, or re: and a pattern")
+    if not target.startswith("re:"):
+        return target == module
+    return compile(target[3:], _TARGETS, error=FormatError).match(module) is not None
 
 
 def _shape(codes: CheckpointTensor, stated: CheckpointTensor | None, bits: int) -> tuple[int, int]:

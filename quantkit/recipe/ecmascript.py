@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 
+from quantkit.matching import MAX_LENGTH, Pattern, compile
 from quantkit.recipe.errors import RecipeError
 
 _CLASSES = {"alnum": "a-zA-Z0-9", "alpha": "a-zA-Z", "digit": "0-9", "d": "0-9", "lower": "a-z", "upper": "A-Z",
@@ -28,12 +29,14 @@ _REFUSED_GROUPS = (
 )
 
 
-def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """The Python pattern that finds what the ECMAScript one finds. RecipeError names the pattern and the place."""
-    try:
-        return re.compile(_translate(pattern), re.ASCII)
-    except re.error as error:
-        raise RecipeError(f"pattern '{pattern}': {error.msg} at position {error.pos or 0}") from None
+def compile_pattern(pattern: str, where: str = "") -> Pattern:
+    """What finds in a name what the ECMAScript pattern finds, in bounded time (quantkit/matching.py).
+
+    RecipeError names `where`, the pattern and the place.
+    """
+    if len(pattern) > MAX_LENGTH:
+        raise RecipeError(f"pattern '{pattern[:80]}…' has {len(pattern)} characters; up to {MAX_LENGTH} are allowed")
+    return compile(_translate(pattern), where, error=RecipeError, written=pattern)
 
 
 def _translate(pattern: str) -> str:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 
 from quantkit import types
 from quantkit.errors import QuantkitError, UnknownNameError
+from quantkit.matching import Pattern
 from quantkit.recipe import layers
 from quantkit.recipe.ecmascript import compile_pattern
 from quantkit.recipe.errors import RecipeError
@@ -61,7 +62,7 @@ class Rule:
         _ = self.regex
 
     @functools.cached_property
-    def regex(self) -> re.Pattern[str]:
+    def regex(self) -> Pattern:
         return compile_pattern(self.expanded)
 
     @property

@@ -37,7 +37,7 @@ class Selection:
     """
 
     def __init__(self, patterns: Sequence[str], names: Collection[str], where: str = ""):
-        self.patterns = [compile_pattern(pattern) for pattern in patterns]
+        self.patterns = [compile_pattern(pattern, "--repack-pattern") for pattern in patterns]
         for text, pattern in zip(patterns, self.patterns):
             if not any(pattern.search(name) for name in names):
                 place = f"{where}: " if where else ""

@@ -14,6 +14,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from quantkit.recipe.ecmascript import compile_pattern
 from quantkit.recipe.errors import RecipeError
@@ -64,17 +65,17 @@ def advice(pattern: str, names: Sequence[str], matched: Sequence[str] | None = N
     return loose_dot(pattern, matched) or loose_ends(pattern, matched)
 
 
-def search(pattern: str) -> Callable[[str], re.Match[str] | None]:
+def search(pattern: str) -> Callable[[str], Any]:
     return compile_pattern(expand(pattern)).search
 
 
 def hits(pattern: str, names: Sequence[str]) -> list[str]:
-    """The names that a pattern matches; none for one that is no pattern."""
+    """The names that a pattern matches; none for one that is no pattern, or none that can be searched for."""
     try:
         found = search(pattern)
+        return [name for name in names if found(name)]
     except RecipeError:
         return []
-    return [name for name in names if found(name)]
 
 
 def mistaken_class(pattern: str, names: Sequence[str]) -> Advice:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import functools
 import itertools
 import re
 import shlex
@@ -32,6 +33,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from quantkit.errors import DataError, UnknownNameError, UnsupportedError
+from quantkit.matching import Pattern, compile
 from quantkit.runtime.devices import CPU, Device, canonical, find, parse_devices, proportions
 from quantkit.types import QuantType
 
@@ -58,16 +60,17 @@ class Rule:
     flag: str = ""  # of the command line, where it is not -ot
 
     def __post_init__(self) -> None:
-        try:
-            re.compile(self.pattern)
-        except re.error as error:
-            raise DataError(f"-ot {self}: '{self.pattern}' is not a regular expression: {error}") from None
+        _ = self._regex
+
+    @functools.cached_property
+    def _regex(self) -> Pattern:
+        return compile(self.pattern, f"-ot {self}" if len(str(self)) < 80 else "-ot")
 
     def __str__(self) -> str:
         return f"{self.pattern}={self.device}"
 
     def matches(self, name: str) -> bool:
-        return re.search(self.pattern, name) is not None
+        return self._regex.search(name) is not None
 
     @property
     def said(self) -> str:

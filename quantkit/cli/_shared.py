@@ -64,13 +64,21 @@ def with_options(
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
           "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
 
+_LEAST_WITHOUT_UNIT = 10**6  # 1M, gguf-split's least
+
 
 def parse_size(text: str) -> int:
-    """Bytes of "50G", "800M", "1.5GiB" or "1000000": M and G are decimal as in gguf-split, MiB and GiB binary."""
+    """Bytes of "50G", "800M", "1.5GiB" or "1000000": M and G are decimal as in gguf-split, MiB and GiB binary.
+
+    A small number without a unit is refused: 30 was meant as 30G, and gave hundreds of shards.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?(?:IB)?)B?", text.strip().upper())
     if match is None or match[2] not in _UNITS or float(match[1]) == 0:
         raise QuantkitError(f"'{text}' is not a size; write for example 50G (10^9 bytes each) or 48GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    size = int(float(match[1]) * _UNITS[match[2]])
+    if not match[2] and size < _LEAST_WITHOUT_UNIT:
+        raise QuantkitError(f"'{text}' without a unit is {size} bytes; write {match[1]}G, {match[1]}M or {match[1]}GiB")
+    return size
 
 
 def split_limit(size: str | None, tensors: int | None, keep: bool) -> int | None:

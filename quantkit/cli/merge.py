@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ from typing import Annotated
 import typer
 
 from quantkit.cli._shared import Json, Out, Threads, gib, print_json
+from quantkit.errors import QuantkitError
 
 
 def merge(
@@ -22,9 +24,12 @@ def merge(
     """Join the shards of a set to one GGUF file.
 
     All shards must be there and belong together: what is missing, or of another set, is named, and nothing is written.
+    A file that is there already is not overwritten, as by gguf-split.
     """
     from quantkit.files import gguf, shards
 
+    if os.path.lexists(out):
+        raise QuantkitError(f"{out} is there already, and merge overwrites no file; remove it or give another name")
     started = time.perf_counter()
     file = gguf.open(first)
     path = shards.merge(file, out, threads=threads, progress=not json)

@@ -14,7 +14,7 @@ from quantkit.recipe.errors import RecipeError
 from quantkit.recipe.grammar import Recipe, Rule
 from quantkit.recipe.interleaving import Became, repacked_type
 from quantkit.recipe.layers import summarised
-from quantkit.recipe.presets import FileType
+from quantkit.recipe.presets import FileType, is_file_type
 from quantkit.types import QuantType
 
 
@@ -202,7 +202,8 @@ class Plan:
     def text(self) -> str:
         """The recipe with what else shaped the plan as comments: what the output carries as `quantkit.recipe`."""
         about = f"quantkit quantize {self.file_type.name}{' ' if self.flags else ''}{self.flags}"
-        return str(replace(self.recipe, about="\n".join(filter(None, (about, self.recipe.about)))))
+        story = [line for line in self.recipe.about.split("\n") if not _is_made_by(line)]
+        return str(replace(self.recipe, about="\n".join([about, *story]).strip("\n")))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -220,3 +221,9 @@ class Plan:
             "notes": list(self.notes),
             "tensors": [t.to_json() for t in self.tensors],
         }
+
+
+def _is_made_by(line: str) -> bool:
+    """Whether `Plan.text` wrote a line of a recipe's story, which then comes from a file that was made by it."""
+    words = line.split()
+    return words[:2] == ["quantkit", "quantize"] and len(words) > 2 and is_file_type(words[2])

@@ -7,6 +7,7 @@ recipe decides every tensor needs nothing more; the others have a mix (`mixes.py
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
 
 from quantkit import types
@@ -65,10 +66,18 @@ def file_types() -> list[FileType]:
 
 def file_type(name: str | int) -> FileType:
     """The file type of a name in any case, an alias (Q4_K is Q4_K_M) or a number."""
-    text = str(name).upper()
-    if text.isdigit():
-        text = _BY_NUMBER.get(int(text), text)
-    text = _ALIASES.get(text, text)
-    if text not in _BY_NAME and text != COPY:
+    if not is_file_type(name):
         raise UnknownNameError("file type", str(name), (*_BY_NAME, COPY))
-    return _made(text)
+    return _made(_canonical(name))
+
+
+def is_file_type(name: str | int) -> bool:
+    found = _canonical(name)
+    return found in _BY_NAME or found == COPY
+
+
+def _canonical(name: str | int) -> str:
+    text = str(name).upper()
+    if re.fullmatch("[0-9]{1,9}", text):
+        text = _BY_NUMBER.get(int(text), text)
+    return _ALIASES.get(text, text)

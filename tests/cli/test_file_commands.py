@@ -48,6 +48,22 @@ def test_split_and_merge(tmp_path, capsys):
     (tmp_path / "s-00002-of-00003.gguf").unlink()
     assert "s-00002-of-00003.gguf: shard 2 of 3 is missing" in run(capsys, "merge", first, tmp_path / "x", status=1)
     assert "is not a size" in run(capsys, "split", source, tmp_path / "v", "--split-max-size", "4Q", status=1)
+    before = sorted(tmp_path.iterdir())
+    assert "write 30G" in run(capsys, "split", source, tmp_path / "w", "--split-max-size", "30", status=1)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_merge_overwrites_no_file(tmp_path, capsys):
+    source = make(tmp_path / "m.gguf")
+    run(capsys, "split", source, tmp_path / "s", "--split-max-tensors", 2)
+    first, out, gone = tmp_path / "s-00001-of-00003.gguf", tmp_path / "thesis.txt", tmp_path / "gone"
+    out.write_text("unrelated")
+    (tmp_path / "link").symlink_to(gone)
+    for there in (out, tmp_path / "link", first, tmp_path / "s-00002-of-00003.gguf"):
+        assert "overwrites no file; remove it" in run(capsys, "merge", first, there, status=1)
+    assert out.read_text() == "unrelated"
+    assert not gone.exists()
+    run(capsys, "merge", first, tmp_path / "back.gguf")
 
 
 def test_metadata(tmp_path, capfdbinary):

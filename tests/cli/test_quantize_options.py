@@ -70,7 +70,7 @@ def test_shards_of_the_output(quantize, tmp_path):
     for options, shards in (
         (("--keep-split",), [2, 2]),
         (("--split-max-tensors", 3), [2, 2]),  # as few as can be, of like size
-        (("--split-max-size", f"{2 * size}"), [2, 2]),
+        (("--split-max-size", f"{2 * size / 1000}K"), [2, 2]),
         (("--split-max-size", f"{size / 1000}K"), [1, 1, 1, 1]),
     ):
         made = quantize(*options)

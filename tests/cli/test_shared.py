@@ -14,7 +14,7 @@ from quantkit.errors import QuantkitError
         ("50G", 50 * 10**9),
         ("800M", 8 * 10**8),
         ("1.5GiB", 3 << 29),
-        ("4096", 4096),
+        ("1000000", 10**6),
         ("2 gb", 2 * 10**9),
         ("1TiB", 1 << 40),
     ],
@@ -26,6 +26,12 @@ def test_sizes(text: str, size: int) -> None:
 @pytest.mark.parametrize("text", ["", "G", "50X", "-3G", "0", "1e9", "5IB"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(QuantkitError, match="is not a size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["30", "1", "999999", "0.5"])
+def test_small_numbers_without_a_unit_are_asked_about(text: str) -> None:
+    with pytest.raises(QuantkitError, match=rf"'{text}' without a unit is .* bytes; write {text}G"):
         parse_size(text)
 
 

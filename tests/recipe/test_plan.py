@@ -243,6 +243,22 @@ def test_the_text_is_a_recipe_and_says_how_it_was_made() -> None:
     assert again.about == "quantkit quantize Q4_0 --token-embedding-type q6_0\nmy mix"
 
 
+def test_a_recipe_taken_from_a_file_says_once_how_it_was_made() -> None:
+    listed = tensors("blk.0.ffn_up.weight")
+    text = "# my mix\n# quantkit quantize --recipe mine in.gguf out.gguf Q8_0\nffn=q8_0"
+    for _ in range(3):
+        made = recipe.plan(listed, "Q4_0", recipe.parse(text), options=Options(embedding_type=types.get("q6_0")))
+        text = made.text()
+    about = recipe.parse(text).about.split("\n")
+    assert about == [
+        "quantkit quantize Q4_0 --token-embedding-type q6_0",
+        "my mix",
+        "quantkit quantize --recipe mine in.gguf out.gguf Q8_0",
+    ]
+    other = recipe.plan(listed, "Q5_0", recipe.parse(text))
+    assert recipe.parse(other.text()).about.startswith("quantkit quantize Q5_0\nmy mix\n")
+
+
 def test_sizes() -> None:
     shape = Shape(keys=2, experts=8)
     specs = shape.specs()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import time
 from functools import cache
 from pathlib import Path
@@ -231,6 +232,27 @@ def test_shipped_recipes_are_as_large_as_they_say_and_without_fault(name: str) -
         made = recipe.plan(specs, target, made, metadata=metadata, options=options)
         assert (f"{made.bytes_after / 2**30:.3f}", f"{made.bits_per_weight:.3f}") == (gib, bpw)
         assert made.warnings == ()
+
+
+_FITS = re.compile(r"^Fits: (\S+), (\S+): (.*)$", re.MULTILINE)
+_MEMORY = re.compile(r"(\d+) GB\b")
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_recipes_fit_where_they_say(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The flags of each claim are those of a plan that fits; every memory that the story names is claimed."""
+    about, claimed = find(name).about, set[str]()
+    for model, target, flags in _FITS.findall(about):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(getattr(configs, _MODELS[model])))
+        words = ["plan", str(path), target, "--recipe", name, *shlex.split(flags), "--ignore-imatrix-rules", "--json"]
+        assert main(words) == 0
+        found = json.loads(capsys.readouterr().out)["budget"]
+        assert found["fits"], (flags, found["warnings"])
+        assert found["warnings"] == []
+        claimed |= set(re.findall(r"--(?:vram|ram) (\d+)", flags))
+    assert claimed, f"{name} does not say where it fits"
+    assert set(_MEMORY.findall(about)) <= claimed
 
 
 def test_classes_of_models_have_a_recipe() -> None:

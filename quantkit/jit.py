@@ -600,7 +600,7 @@ def isa() -> str:
 def _cgroup_cpus() -> float:
     """CPUs that a container's quota allows; infinite without one."""
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
         return float("inf") if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError):
         return float("inf")

@@ -89,7 +89,7 @@ def imports(tree: ast.AST, module: str = "") -> Iterator[tuple[str, ast.AST]]:
 
 def own_imports(module: str) -> Iterator[str]:
     """Modules of quantkit that a module imports, anywhere in it, but not for type checkers only."""
-    tree = ast.parse(source(module).read_text())
+    tree = ast.parse(source(module).read_text(encoding="utf-8"))
     for_checkers = {
         id(inner)
         for node in ast.walk(tree)
@@ -145,7 +145,7 @@ def module_level(tree: ast.Module) -> list[ast.stmt]:
 
 @pytest.mark.parametrize("module", modules())
 def test_third_parties(module: str) -> None:
-    tree = ast.parse(source(module).read_text())
+    tree = ast.parse(source(module).read_text(encoding="utf-8"))
     tops = {name.split(".")[0] for name, _ in imports(tree, module)}
     assert not tops & ORACLES, f"quantkit.{module} imports an oracle of the tests"
     if module not in ("jit", "simd", f"{CUDA}.hardware"):
@@ -165,7 +165,11 @@ def test_third_parties(module: str) -> None:
 
 @pytest.mark.parametrize("module", modules())
 def test_no_prange(module: str) -> None:
-    names = {node.id for node in ast.walk(ast.parse(source(module).read_text())) if isinstance(node, ast.Name)}
+    names = {
+        node.id
+        for node in ast.walk(ast.parse(source(module).read_text(encoding="utf-8")))
+        if isinstance(node, ast.Name)
+    }
     assert "prange" not in names, "threads are Python threads that call kernels on slices (jit.over_rows)"
 
 

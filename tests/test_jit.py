@@ -55,12 +55,12 @@ print(json.dumps({
 def house(tmp_path: Path) -> Path:
     package = tmp_path / "quantkit"
     package.mkdir()
-    (package / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("", encoding="utf-8")
     for name in ("errors.py", "disk_cache.py", "jit.py"):
-        (package / name).write_text(Path(jit.__file__).with_name(name).read_text())
-    (package / "helper.py").write_text(HELPER.format(2))
-    (package / "user.py").write_text(USER)
-    (package / "unrelated.py").write_text("a = 1\n")
+        (package / name).write_text(Path(jit.__file__).with_name(name).read_text(encoding="utf-8"), encoding="utf-8")
+    (package / "helper.py").write_text(HELPER.format(2), encoding="utf-8")
+    (package / "user.py").write_text(USER, encoding="utf-8")
+    (package / "unrelated.py").write_text("a = 1\n", encoding="utf-8")
     return tmp_path
 
 
@@ -84,9 +84,9 @@ def test_the_second_process_compiles_nothing(house: Path) -> None:
 
 def test_an_edit_recompiles_what_depends_on_it_and_nothing_else(house: Path) -> None:
     run(house)
-    (house / "quantkit" / "unrelated.py").write_text("a = 2\n")
+    (house / "quantkit" / "unrelated.py").write_text("a = 2\n", encoding="utf-8")
     assert run(house)[0]["hits"] == 1
-    (house / "quantkit" / "helper.py").write_text(HELPER.format(3))
+    (house / "quantkit" / "helper.py").write_text(HELPER.format(3), encoding="utf-8")
     found = run(house)[0]
     assert (found["value"], found["called"]) == (16, 16)
     assert found["misses"] == 1
@@ -94,7 +94,7 @@ def test_an_edit_recompiles_what_depends_on_it_and_nothing_else(house: Path) -> 
 
 
 def test_a_cache_that_cannot_be_written_is_told_and_done_without(house: Path) -> None:
-    (house / "file").write_text("")
+    (house / "file").write_text("", encoding="utf-8")
     found, said = run(house, cache=str(house / "file"))
     assert found["value"] == found["called"] == 11
     assert said.count("cannot be written") == 1

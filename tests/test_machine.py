@@ -46,12 +46,14 @@ print(json.dumps({
 def house(tmp_path: Path) -> Path:
     package = tmp_path / "quantkit"
     package.mkdir()
-    (package / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("", encoding="utf-8")
     for name in ("errors.py", "disk_cache.py", "jit.py", "simd_values.py", "emit.py", "machine.py"):
-        (package / name).write_text(Path(quantkit.__file__).with_name(name).read_text())
-    (package / "helper.py").write_text(HELPER.format(2))
-    (package / "user.py").write_text(USER)
-    (package / "unrelated.py").write_text("a = 1\n")
+        (package / name).write_text(
+            Path(quantkit.__file__).with_name(name).read_text(encoding="utf-8"), encoding="utf-8"
+        )
+    (package / "helper.py").write_text(HELPER.format(2), encoding="utf-8")
+    (package / "user.py").write_text(USER, encoding="utf-8")
+    (package / "unrelated.py").write_text("a = 1\n", encoding="utf-8")
     return tmp_path
 
 
@@ -84,12 +86,12 @@ def test_the_second_process_compiles_nothing(house: Path) -> None:
 
 def test_an_edit_recompiles_what_depends_on_it_and_nothing_else(house: Path) -> None:
     run(house)
-    (house / "quantkit" / "unrelated.py").write_text("a = 2\n")
+    (house / "quantkit" / "unrelated.py").write_text("a = 2\n", encoding="utf-8")
     assert not run(house)["compiled"]
-    (house / "quantkit" / "helper.py").write_text(HELPER.format(3))
+    (house / "quantkit" / "helper.py").write_text(HELPER.format(3), encoding="utf-8")
     found = run(house)
     assert (found["value"], found["compiled"]) == (16, True)
-    (house / "quantkit" / "helper.py").write_text(HELPER.format(2))
+    (house / "quantkit" / "helper.py").write_text(HELPER.format(2), encoding="utf-8")
     found = run(house)
     assert (found["value"], found["compiled"]) == (11, False)  # that of before the edit is still there
 
@@ -120,7 +122,7 @@ def test_processes_that_begin_together(house: Path) -> None:
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(house: Path) -> None:
-    (house / "file").write_text("")
+    (house / "file").write_text("", encoding="utf-8")
     found = run(house, QUANTKIT_CACHE_DIR=str(house / "file"))
     assert (found["value"], found["compiled"]) == (11, True)
 

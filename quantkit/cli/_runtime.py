@@ -342,7 +342,7 @@ def conditions(model: Any) -> dict[str, Any]:
 def cpu_name() -> str:
     """What the CPU calls itself."""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()

@@ -255,7 +255,7 @@ def _run(source: Path, folder: Path, threads: int | None) -> dict[str, Any]:
     for step in steps:
         workshop.run(step, quiet=step is steps[-1])  # whose table comes at the end, narrower
     print(f"\n{len(steps)} steps in {time.monotonic() - started:.0f} s")
-    return dict(json.loads((folder / "results.json").read_text()))
+    return dict(json.loads((folder / "results.json").read_text(encoding="utf-8")))
 
 
 def _can_draw() -> bool:

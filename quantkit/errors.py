@@ -27,10 +27,10 @@ class UnsupportedError(QuantkitError):
 class UnknownNameError(QuantkitError):
     """A name that is not registered; the message lists the nearest ones."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]):
+    def __init__(self, kind: str, name: object, known: Iterable[str]):
         import difflib
 
-        names = sorted(known)
+        name, names = str(name), sorted(known)
         of_lower = {known_name.lower(): known_name for known_name in names}
         near = [of_lower[n] for n in difflib.get_close_matches(name.lower(), of_lower, n=3, cutoff=0.4)]
         hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(names)}"

@@ -17,11 +17,12 @@ between.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import numpy as np
 
-from quantkit import types
+from quantkit import arguments, types
 from quantkit.errors import DataError, UnsupportedError
 from quantkit.repack import conversions
 from quantkit.types import QuantType
@@ -50,7 +51,8 @@ def repack(data: Any, type_name: str, n: int, *, threads: int | None = None) -> 
     if form is None:
         raise UnsupportedError(f"type {base.name} has no row-interleaved form")
     matrices = _matrices(data, base, n, form.interleave)
-    return form.interleave_rows(matrices, threads=threads).reshape(*np.shape(data)[:-1], -1), form.name.upper()
+    made = form.interleave_rows(_rows(matrices), threads=threads)
+    return made.reshape(*matrices.shape[:-1], made.shape[1]), form.name.upper()
 
 
 def row_form(t: QuantType) -> QuantType | None:
@@ -67,8 +69,9 @@ def unpack(data: Any, type_name: str, n: int, *, threads: int | None = None) -> 
     base = row_form(t)
     if base is None:
         raise UnsupportedError(f"type {t.name} is not row-interleaved; there is nothing to unpack")
-    rows = to_rows(t, _matrices(data, t, n, t.interleave), n, threads=threads)
-    return rows.reshape(*np.shape(data)[:-1], -1), base.name.upper()
+    matrices = _matrices(data, t, n, t.interleave)
+    rows = to_rows(t, _rows(matrices), n, threads=arguments.threads(threads))
+    return rows.reshape(*matrices.shape[:-1], rows.shape[1]), base.name.upper()
 
 
 def why_not(t: QuantType, data: np.ndarray, n: int, first_row: int = 0) -> str:
@@ -89,17 +92,22 @@ def to_rows(
     made = conversions.convert(t, data, n, threads=threads)
     if out is None:
         return made
-    out[...] = made
+    arguments.output(out, made.shape, np.uint8, data, t.name)[...] = made
     return out
 
 
+def _rows(matrices: np.ndarray) -> np.ndarray:
+    """The stack as one uint8[all rows, row bytes]."""
+    return matrices.reshape(math.prod(matrices.shape[:-1]), matrices.shape[-1])
+
+
 def _matrices(data: Any, kind: QuantType, n: int, interleave: int) -> np.ndarray:
-    """The stack as one uint8[all rows, row bytes]. A group never straddles two matrices, so each needs whole groups."""
-    data = np.ascontiguousarray(data, np.uint8)
+    """The stack as contiguous uint8. A group never straddles two matrices, so each needs whole groups."""
+    data = arguments.encoded(data, kind.name)
     if data.ndim < 2 or data.shape[-1] != kind.row_bytes(n):
         raise DataError(f"{kind.name}: expected uint8[…, rows, {kind.row_bytes(n)}] for n={n}, got shape {data.shape}")
     if data.shape[-2] % interleave:
         raise DataError(
             f"{kind.name}: {data.shape[-2]} rows are not a multiple of the {interleave} that are interleaved"
         )
-    return data.reshape(-1, data.shape[-1])
+    return data

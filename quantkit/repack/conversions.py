@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from quantkit import jit, types
+from quantkit import arguments, jit, types
 from quantkit.errors import DataError
 from quantkit.half import float_to_half, half_to_float
 from quantkit.jit import kernel
@@ -61,7 +61,7 @@ def convert(t: QuantType, data: Any, n: int, *, threads: int | None = None) -> n
     """Rows of `row_form(t)` with the values of uint8[rows, row bytes], whole groups of `t`. DataError where inexact."""
     form = row_form(t)
     assert form is not None
-    data = jit.readonly(np.ascontiguousarray(data, np.uint8))
+    data = jit.readonly(arguments.encoded(data, t.name))
     if reason := why_not(t, data, n):
         raise DataError(f"{t.name}: {reason}")
     if isinstance(t, Interleaved):

@@ -25,19 +25,21 @@ back. It goes back to the beginning, where it is zero, to the place of the last 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from quantkit import types
+from quantkit import arguments, types
 from quantkit.archs.blocks import HParams, Recurrence
 from quantkit.errors import DataError, UnknownNameError, UnsupportedError
 from quantkit.runtime.kernels.rounding import FLOATS, QUANTIZED, rotation_block
 
 Zeros = Callable[[tuple[int, ...], str], Any]  # of a shape and the name of a type of numbers, an array of a device
 
+_MOST_TOKENS = 1 << 31  # of a cache
 _NAMES = {name.lower(): name for name in FLOATS + QUANTIZED}
 
 
@@ -70,6 +72,8 @@ class CacheType:
     @classmethod
     def parse(cls, text: str) -> CacheType:
         """UnknownNameError on what is no type of cache."""
+        if not isinstance(text, str):
+            raise UnknownNameError("cache type", text, _NAMES.values())
         pair, *marks = text.split() or [""]
         if unknown := set(marks) - {"khad", "vhad"}:
             raise UnknownNameError("mark of a cache type", unknown.pop(), ("khad", "vhad"))
@@ -124,6 +128,34 @@ class LayerState:
         self.inputs[:], self.heads[:], self.position = other.inputs, other.heads, other.position
 
 
+class CacheShape(NamedTuple):
+    """What decides the sizes of a cache's arrays but for `n_ctx` and the type: caches of one shape are interchangeable.
+
+    devices   of a split model what each device holds, see split_cache
+    """
+
+    n_layer: int
+    n_head_kv: int
+    head_dim_k: int
+    head_dim_v: int
+    recurrent: frozenset[int]
+    recurrence: Recurrence | None
+    devices: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, hparams: HParams, devices: tuple[Any, ...] = ()) -> CacheShape:
+        return cls(hparams.n_layer, hparams.n_head_kv, hparams.head_dim_k, hparams.head_dim_v, hparams.recurrent,
+                   hparams.recurrence, devices)  # fmt: skip
+
+    def __str__(self) -> str:
+        states = f", {len(self.recurrent)} of them recurrent" if self.recurrent else ""
+        where = f" on {', '.join(name for name, *_ in self.devices)}" if self.devices else ""
+        return (
+            f"{self.n_layer} layers{states} of {self.n_head_kv} KV heads, keys of {self.head_dim_k} and values of "
+            f"{self.head_dim_v} elements{where}"
+        )
+
+
 @dataclass(frozen=True)
 class State:
     """What a cache held of a sequence: `Cache.save` makes it, `Cache.restore` takes it back.
@@ -148,23 +180,23 @@ class Cache:
     """Room for `n_ctx` tokens of one sequence, of which `length` are filled.
 
     type         CacheType
+    shape        CacheShape: a model takes caches of its own shape only
     rotations    of keys and of values: elements rotated together, 0 for none
+    k, v         tuples of arrays: native code has their addresses, so they are never replaced
     state_bytes  of the states of recurrent layers
     nbytes       of all arrays, but for one state more, which the layer being run works in
     """
 
+    k: tuple[Any, ...]
+    v: tuple[Any, ...]
+
     def __init__(self, hparams: HParams, n_ctx: int, cache_type: str | CacheType, *, one_layer: bool = False):
         """`one_layer` makes all layers share one pair of arrays, and one state: enough for a sequence that is run once,
         as a whole."""
-        self.type = cache_type if isinstance(cache_type, CacheType) else CacheType.parse(cache_type)
-        if n_ctx < 1:
-            raise DataError(f"a cache of {n_ctx} tokens holds nothing; take a context of at least 1")
-        self.rotations = self.type.rotations(hparams.head_dim_k, hparams.head_dim_v)
-        self.n_ctx = n_ctx
-        self.length = 0
-        self.one_layer = one_layer
+        kind = cache_type if isinstance(cache_type, CacheType) else CacheType.parse(cache_type)
+        self._describe(CacheShape.of(hparams), n_ctx, kind, one_layer)
         sides = (self.type.k, hparams.head_dim_k), (self.type.v, hparams.head_dim_v)
-        shapes = [(hparams.n_head_kv, n_ctx, types.layout(name).row_bytes(dim)) for name, dim in sides]
+        shapes = [(hparams.n_head_kv, self.n_ctx, types.layout(name).row_bytes(dim)) for name, dim in sides]
         attends = [i not in hparams.recurrent for i in range(hparams.n_layer)]
         self.k, self.v = (_rows(shape, attends, one_layer) for shape in shapes)
         self.states: dict[int, LayerState] = {}
@@ -178,6 +210,30 @@ class Cache:
             self._spare = LayerState.zero(hparams.recurrence)
         self.state_bytes = sum(x.nbytes for x in {id(x): x for x in self.states.values()}.values())
         self.nbytes = self.state_bytes + sum(x.nbytes for x in {id(x): x for x in (*self.k, *self.v)}.values())
+
+    def _describe(self, shape: CacheShape, n_ctx: int, kind: CacheType, one_layer: bool = False) -> None:
+        """Set all but the arrays. DataError where `n_ctx` is not from 1 to `_MOST_TOKENS`."""
+        self.shape, self.type, self.one_layer = shape, kind, one_layer
+        self._n_ctx, self._length = arguments.integer(n_ctx, "the context of a cache (-c)", 1, _MOST_TOKENS), 0
+        self.rotations = kind.rotations(shape.head_dim_k, shape.head_dim_v)
+
+    @property
+    def n_ctx(self) -> int:
+        return self._n_ctx
+
+    @property
+    def length(self) -> int:
+        """Tokens that are filled. It can be set to any number from 0 to `n_ctx`; see `truncate`."""
+        return self._length
+
+    @length.setter
+    def length(self, value: int) -> None:
+        if type(value) is not int or not 0 <= value <= self._n_ctx:
+            value = arguments.integer(value, f"the length of a cache of {self._n_ctx} tokens", 0, self._n_ctx)
+        self._set_length(value)
+
+    def _set_length(self, value: int) -> None:
+        self._length = value
 
     @property
     def cache_type(self) -> str:
@@ -196,6 +252,7 @@ class Cache:
 
         DataError where recurrent layers would have to go back to a place of which no state is kept.
         """
+        length = arguments.integer(length, "the length to truncate a cache to")
         if not 0 <= length <= self.length:
             raise DataError(f"cannot truncate a cache of {self.length} tokens to {length}")
         if self.states and length not in (0, self.length):
@@ -231,12 +288,11 @@ class Cache:
 
     def restore(self, state: State) -> None:
         """Hold what was saved, and nothing else. DataError where it is of another kind of cache, or does not fit."""
-        mine = [x[:, :0].shape for x in (*self.k, *self.v)], [(i, x.heads.shape) for i, x in self.states.items()]
-        theirs = [x[:, :0].shape for x in (*state.k, *state.v)], [(i, x.heads.shape) for i, x in state.states.items()]
-        if self.one_layer or self.type != state.type or mine != theirs:
+        if self.one_layer or not isinstance(state, State) or self.type != state.type or not self._fits(state):
+            kind = type(state).__name__
+            said = f"of {state.length} tokens saved from a cache of {state.type}" if kind == "State" else f"({kind})"
             raise DataError(
-                f"a state of {state.length} tokens saved from a cache of {state.type} does not fit this one of "
-                f"{self.type}; both must be of one model and one type"
+                f"a state {said} does not fit this one of {self.type}; both must be of one model and one type"
             )
         if state.length > self.n_ctx:
             raise DataError(f"a state of {state.length} tokens does not fit a cache of {self.n_ctx}; make it larger")
@@ -245,6 +301,20 @@ class Cache:
         for i, layer in state.states.items():
             self.states[i].take(layer)
         self.length, self._mark, self._spare_of = state.length, None, None
+
+    def _fits(self, state: State) -> bool:
+        """Whether a state has the arrays that this cache would save at its length."""
+        n, mine, theirs = state.length, (*self.k, *self.v), (*state.k, *state.v)
+        rows = [(x.shape[0], min(n, x.shape[1]), x.shape[2]) for x in mine]
+        if len(state.k) != len(self.k) or n < 0 or (n <= self.n_ctx and rows != [tuple(x.shape) for x in theirs]):
+            return False
+        pairs = [(self.states[i], state.states.get(i)) for i in self.states]
+        return len(state.states) == len(pairs) and all(
+            other is not None
+            and other.position == n
+            and (mine.inputs.shape, mine.heads.shape) == (other.inputs.shape, other.heads.shape)
+            for mine, other in pairs
+        )
 
     # ------------------------------------------------------------------------------------------------ recurrent layers
 
@@ -280,7 +350,15 @@ class Cache:
         return before, after
 
 
-def _rows(shape: tuple[int, ...], attends: list[bool], one_layer: bool) -> list[np.ndarray]:
+def _rows(shape: tuple[int, ...], attends: list[bool], one_layer: bool) -> tuple[np.ndarray, ...]:
     """An array for each layer that attends, or one for all of them; an empty one for those that do not."""
-    none, first = np.zeros((shape[0], 0, shape[2]), np.uint8), np.zeros(shape, np.uint8)
-    return [(first if one_layer else np.zeros(shape, np.uint8)) if here else none for here in attends]
+    try:
+        none = np.zeros((shape[0], 0, shape[2]), np.uint8)
+        first = np.zeros(shape, np.uint8)
+        return tuple((first if one_layer else np.zeros(shape, np.uint8)) if here else none for here in attends)
+    except (MemoryError, ValueError):
+        size = math.prod(shape) * (1 if one_layer else sum(attends))
+        raise DataError(
+            f"a cache of {shape[1]} tokens takes about {2 * size / (1 << 30):.0f} GiB, more than there is; take a "
+            "smaller context (-c) or type (-ctk, -ctv)"
+        ) from None

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from quantkit import arguments
 from quantkit.errors import DataError
 from quantkit.runtime.cache import Cache
 
@@ -140,11 +141,16 @@ def generate(
     `on_text` is called with each piece of text as soon as it is complete. `cache` may hold what came before the
     prompt; without one, a cache of the model's context, or of what is needed if less, is made.
     """
-    tokens = model.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+    if isinstance(prompt, str):
+        tokens = model.tokenizer.encode(prompt)
+    else:
+        ids = arguments.integers(prompt, "tokens of the prompt", model.vocab_size)
+        if ids.ndim != 1:
+            raise DataError(f"the prompt is a text or a list of tokens; got shape {ids.shape}")
+        tokens = ids.tolist()
     if not tokens:
         raise DataError("the prompt has no tokens; pass some text")
-    if n_predict < -1:
-        raise DataError(f"n_predict is {n_predict}; it must be a number of tokens, or -1 for no limit")
+    n_predict = arguments.integer(n_predict, "n_predict (-1 for no limit)", -1)
     if cache is None:
         wanted = len(tokens) + n_predict if n_predict >= 0 else model.n_ctx
         cache = model.new_cache(min(model.n_ctx, wanted))

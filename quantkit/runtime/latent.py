@@ -26,7 +26,7 @@ from quantkit import jit, types
 from quantkit.archs import blocks
 from quantkit.files.gguf import Tensor
 from quantkit.runtime import layers
-from quantkit.runtime.cache import Cache, CacheType
+from quantkit.runtime.cache import Cache, CacheShape, CacheType
 from quantkit.runtime.kernels import rounding
 from quantkit.runtime.layers import Attending, Heads, Span
 
@@ -183,9 +183,11 @@ class _Expanded(Cache):
     """Keys and values float32[heads, positions, dim] of one layer, `before` of the positions before the batch."""
 
     def __init__(self, k: np.ndarray, v: np.ndarray, before: int):
-        self.type, self.rotations = CacheType("f32", "f32"), (0, 0)
-        self.k, self.v = [k.view(np.uint8)], [v.view(np.uint8)]
-        self.n_ctx, self.length, self.nbytes = k.shape[1], before, k.nbytes + v.nbytes
+        self._describe(
+            CacheShape(1, len(k), k.shape[2], v.shape[2], frozenset(), None), k.shape[1], CacheType("f32", "f32")
+        )
+        self.k, self.v = (k.view(np.uint8),), (v.view(np.uint8),)
+        self.length, self.nbytes = before, k.nbytes + v.nbytes
 
 
 def attend_expanded(

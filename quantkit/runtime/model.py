@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from quantkit import archs, budget, jit
+from quantkit import archs, arguments, budget, jit
 from quantkit.archs import blocks
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.files import gguf
 from quantkit.runtime import blas, experts, latent, layers, repacking, shapes
 from quantkit.runtime import fit as fitting
-from quantkit.runtime.cache import Cache, CacheType
+from quantkit.runtime.cache import Cache, CacheShape, CacheType
 from quantkit.runtime.devices import CPU, Device, parse_devices
 from quantkit.runtime.generate import Generated, Sampling, generate
 from quantkit.runtime.kernels.rounding import FLOATS, QUANTIZED
@@ -155,12 +155,20 @@ def cache_type_of(chosen: str | CacheType | None, numerics: str, how: layers.Att
         raise UnknownNameError("numerics", numerics, NUMERICS)
     if chosen is None:
         chosen = "f32" if numerics == "exact" else "f16"
-    kind = CacheType.parse(chosen) if isinstance(chosen, str) else chosen
+    kind = chosen if isinstance(chosen, CacheType) else CacheType.parse(chosen)
     if not how.flash and kind.v in QUANTIZED:
         raise UnsupportedError(
             f"-ctv {kind.v} needs flash attention (-fa 1); without, values can be {', '.join(FLOATS)}"
         )
     return kind
+
+
+def _pairs(parts: Any) -> list[tuple[Any, Cache]]:
+    """What `forward_batch` takes, as a list of pairs."""
+    try:
+        return [(tokens, cache) for tokens, cache in parts]
+    except (TypeError, ValueError):
+        raise DataError("forward_batch takes pairs of a list of tokens, at least one, and a cache") from None
 
 
 class Model(Parts):
@@ -221,10 +229,11 @@ class Model(Parts):
             raise UnsupportedError(f"-mla {mla}: known are {', '.join(map(str, latent.MODES))}")
         self.has_latents = latent.is_latent(self.blocks)
         super().__init__(
-            file.path, file.tensors, numerics=numerics, threads=threads or jit.default_threads(), how=how,
-            mla=mla if self.has_latents else 0, tripwire=tripwire,
+            file.path, file.tensors, numerics=numerics, threads=arguments.threads(threads) or jit.default_threads(),
+            how=how, mla=mla if self.has_latents else 0, tripwire=tripwire,
         )  # fmt: skip
         self._cached = latent.cached(self.hparams, self.blocks, self.mla)
+        n_ctx = None if n_ctx is None else arguments.integer(n_ctx, "the context (-c)", 0)
         self.n_ctx = n_ctx or self.hparams.n_ctx_train
         self._tokenizer = tokenizer
         if tripwire not in TRIPWIRES:
@@ -248,6 +257,7 @@ class Model(Parts):
                 profile=profile, offload=offload,
             )  # fmt: skip
             self.split.require_cache(kind)
+        self._cache_shape = CacheShape.of(self._cached) if self.split is None else self.split.cache_shape
         self.fitted: str | None = None
         self._fast: Any = None
         self.slow_because: str | None = None
@@ -276,7 +286,7 @@ class Model(Parts):
 
     def new_cache(self, n_ctx: int | None = None, cache_type: str | CacheType | None = None) -> Cache:
         """An empty cache for one sequence of up to `n_ctx` tokens."""
-        return self._empty_cache(n_ctx or self.n_ctx, self._kind(cache_type))
+        return self._empty_cache(self.n_ctx if n_ctx is None else n_ctx, self._kind(cache_type))
 
     def _empty_cache(self, n_ctx: int, kind: CacheType, one_layer: bool = False) -> Cache:
         if self.split is not None:
@@ -298,6 +308,7 @@ class Model(Parts):
         ids = self._checked(tokens)
         if ids.ndim != 1 or not len(ids):
             raise DataError(f"forward takes a list of tokens, at least one; got shape {ids.shape}")
+        self._require_own(cache)
         cache.reserve(len(ids))
         if self._fast is not None and self.observer is None:
             before = cache.length
@@ -319,7 +330,8 @@ class Model(Parts):
 
     def logits(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """float32[len, vocab] of a fresh sequence."""
-        return self.forward(tokens, self.new_cache(max(1, len(tokens))))
+        ids = self._checked(tokens)
+        return self.forward(ids, self.new_cache(max(1, ids.size)))
 
     def forward_batch(self, parts: Sequence[tuple[Sequence[int] | np.ndarray, Cache]]) -> np.ndarray:
         """float32[parts, vocab]: of several sequences, each with a cache and a length of its own, the next tokens.
@@ -327,10 +339,12 @@ class Model(Parts):
         The tokens, at least one of each, go through each weight together, and are added to the caches, which are all
         of one type. The logits are those after the last token of each.
         """
-        checked = [(self._checked(tokens), cache) for tokens, cache in parts]
+        checked = [(self._checked(tokens), cache) for tokens, cache in _pairs(parts)]
         if not checked or any(ids.ndim != 1 or not len(ids) for ids, _ in checked):
             raise DataError("forward_batch takes pairs of a list of tokens, at least one, and a cache")
         caches = [cache for _, cache in checked]
+        for cache in caches:
+            self._require_own(cache)
         if len({id(cache) for cache in caches}) < len(caches) or len({cache.type for cache in caches}) > 1:
             raise DataError("forward_batch: each sequence needs a cache of its own, and all of them one type")
         for ids, cache in checked:
@@ -365,13 +379,16 @@ class Model(Parts):
         same in pieces.
         """
         hidden = self.hidden_sequences(tokens, rows, cache_type)
-        return self.project(hidden.reshape(-1, hidden.shape[2])).reshape(*hidden.shape[:2], -1)
+        n_seq, k, n_embd = hidden.shape
+        return self.project(hidden.reshape(n_seq * k, n_embd)).reshape(n_seq, k, self.vocab_size)
 
     def hidden_sequences(self, tokens: np.ndarray, rows: slice, cache_type: str | None = None) -> np.ndarray:
         """float32[n_seq, k, n_embd]: what `project` makes logits of, at the positions `rows` of fresh sequences."""
         ids = self._checked(tokens)
         if ids.ndim != 2 or not ids.size:
             raise DataError(f"expected tokens int[n_seq, len], got shape {ids.shape}")
+        if not isinstance(rows, slice):
+            raise DataError(f"rows are a slice of positions, not a {type(rows).__name__}")
         n_seq, length = ids.shape
         kind = self._kind(cache_type)
         compiled = self._fast is not None and self.observer is None
@@ -416,7 +433,7 @@ class Model(Parts):
     def project(self, hidden: np.ndarray) -> np.ndarray:
         """float32[k, vocab]: logits of float32[k, n_embd] from `hidden_sequences`."""
         with blas.single_threaded():
-            return self._project(np.ascontiguousarray(hidden))
+            return self._project(self._checked_hidden(hidden))
 
     # ----------------------------------------------------------------------------------------------------- how it runs
 
@@ -515,11 +532,32 @@ class Model(Parts):
     # ---------------------------------------------------------------------------------------------------- what it needs
 
     def _checked(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-        ids = np.asarray(tokens, np.int64)
-        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
-            wrong = int(ids.min()) if ids.min() < 0 else int(ids.max())
-            raise DataError(f"{self.path}: token {wrong} is not in the vocabulary of {self.vocab_size}")
-        return ids
+        """Tokens as int64 of any shape. DataError for what is no integer, or not in the vocabulary."""
+        if type(tokens) is list and len(tokens) == 1 and type(tokens[0]) is int and 0 <= tokens[0] < self.vocab_size:
+            return np.array(tokens, np.int64)  # what a step of generation passes, at half the price
+        return arguments.integers(tokens, f"{self.path}: tokens of a vocabulary of {self.vocab_size}", self.vocab_size)
+
+    def _checked_hidden(self, hidden: np.ndarray) -> np.ndarray:
+        """float32[k, n_embd] for `project`; DataError for another shape."""
+        x = arguments.real_numbers(hidden, f"{self.path}: hidden states")
+        if x.ndim != 2 or x.shape[1] != self.hparams.n_embd:
+            raise DataError(f"{self.path}: project takes float32[k, {self.hparams.n_embd}], got shape {x.shape}")
+        return x
+
+    def _require_own(self, cache: Cache) -> None:
+        """DataError unless native code can use this cache for this model: its addresses and sizes are not looked at
+        again."""
+        if not isinstance(cache, Cache):
+            raise DataError(f"{self.path}: a cache from new_cache() is needed, not a {type(cache).__name__}")
+        if cache.shape is not self._cache_shape and cache.shape != self._cache_shape:
+            raise DataError(
+                f"{self.path}: this cache is of another model: {cache.shape}; this model needs {self._cache_shape}; "
+                "make one with new_cache()"
+            )
+        if cache.one_layer:
+            raise DataError(f"{self.path}: layer_cache() is for one layer at a time; make a cache with new_cache()")
+        if not self.how.flash:
+            _cache_type(cache.type, self.numerics, self.how)
 
     def _check_attention(self, kind: CacheType, n_ctx: int | None) -> None:
         """UnsupportedError or DataError where caches of this type, or the bound on attention's memory, do not fit."""

@@ -23,7 +23,7 @@ import numpy as np
 from quantkit.archs import blocks
 from quantkit.errors import UnsupportedError
 from quantkit.runtime import cuts
-from quantkit.runtime.cache import CacheType
+from quantkit.runtime.cache import CacheShape, CacheType
 from quantkit.runtime.cuda_worker import CudaWorker
 from quantkit.runtime.cuts import Cut
 from quantkit.runtime.devices import CPU, Device
@@ -34,7 +34,7 @@ from quantkit.runtime.parts import Parts
 from quantkit.runtime.placement import Placement
 from quantkit.runtime.rank import CudaRank, Rank
 from quantkit.runtime.reduce import Reduce
-from quantkit.runtime.split_cache import Held, SplitCache
+from quantkit.runtime.split_cache import Held, SplitCache, split_shape
 from quantkit.runtime.worker import Worker
 
 
@@ -140,11 +140,20 @@ class Split:
     def new_cache(self, n_ctx: int, kind: CacheType, one_layer: bool = False) -> SplitCache:
         """An empty cache: of each device its layers, or its heads of every layer that is shared."""
         self.require_cache(kind)
+        return SplitCache(self._of_devices(), self._cached, n_ctx, kind, one_layer=one_layer)
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        """That of the caches it makes."""
+        return split_shape(self._cached, self._of_devices())
+
+    def _of_devices(self) -> dict[str, Held]:
+        """What each device has of a cache."""
         workers = (*self._workers.values(), *self.ranks)
         held = {worker.device.name: Held(worker.zeros) for worker in workers}
         for layer, worker, part in self._remembering():
             self._hold(held[worker.device.name], layer, part)
-        return SplitCache(held, self._cached, n_ctx, kind, one_layer=one_layer)
+        return held
 
     def require_cache(self, kind: CacheType) -> None:
         """UnsupportedError where a device has no kernel for its part of such a cache."""

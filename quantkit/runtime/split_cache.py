@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from quantkit import types
+from quantkit import arguments, types
 from quantkit.archs.blocks import HParams, Recurrence
 from quantkit.errors import DataError, UnsupportedError
-from quantkit.runtime.cache import Cache, CacheType, LayerState, State, Zeros
+from quantkit.runtime.cache import Cache, CacheShape, CacheType, LayerState, State, Zeros
 
 
 @dataclass
@@ -27,6 +27,12 @@ class Held:
     zeros: Zeros = np.zeros
     heads: dict[int, int] = field(default_factory=dict)
     recurrent: dict[int, Recurrence] = field(default_factory=dict)
+
+
+def split_shape(hparams: HParams, held: Mapping[str, Held]) -> CacheShape:
+    """The shape of a cache over devices, each with what it holds."""
+    devices = [(name, sorted(mine.heads.items()), sorted(mine.recurrent.items())) for name, mine in held.items()]
+    return CacheShape.of(hparams, tuple(devices))
 
 
 @dataclass(frozen=True)
@@ -61,28 +67,19 @@ class SplitCache(Cache):
         one_layer: bool = False,
     ):
         """See Cache."""
-        self.type = cache_type
-        if n_ctx < 1:
-            raise DataError(f"a cache of {n_ctx} tokens holds nothing; take a context of at least 1")
-        self.rotations = self.type.rotations(hparams.head_dim_k, hparams.head_dim_v)
-        self.n_ctx, self.one_layer = n_ctx, one_layer
-        self.k, self.v, self.states = [], [], {}
+        self._describe(split_shape(hparams, held), n_ctx, cache_type, one_layer)
+        self.k, self.v, self.states = (), (), {}
         self.parts = {device: _Part(self, mine, hparams) for device, mine in held.items()}
-        self.length = 0
         self.state_bytes = sum(part.state_bytes for part in self.parts.values())
         self.nbytes = sum(part.nbytes for part in self.parts.values())
 
-    @property
-    def length(self) -> int:
-        return self._length
-
-    @length.setter
-    def length(self, value: int) -> None:
+    def _set_length(self, value: int) -> None:
         self._length = value
         for part in self.parts.values():
             part.length = value
 
     def truncate(self, length: int) -> None:
+        length = arguments.integer(length, "the length to truncate a cache to", 0, self.length)
         for part in self.parts.values():
             part.truncate(length)
         self.length = length
@@ -100,6 +97,8 @@ class SplitCache(Cache):
         return SplitState({device: part.save() for device, part in self.parts.items()})
 
     def restore(self, state: State | SplitState) -> None:
+        if not isinstance(state, (State, SplitState)):
+            raise DataError(f"restore takes what save() gave, not a {type(state).__name__}")
         theirs = state.parts if isinstance(state, SplitState) else {}
         if theirs.keys() != self.parts.keys():
             raise DataError(
@@ -115,11 +114,11 @@ class _Part(Cache):
     """What one device has of a SplitCache."""
 
     def __init__(self, whole: SplitCache, held: Held, hparams: HParams):
-        self.type, self.rotations, self.n_ctx = whole.type, whole.rotations, whole.n_ctx
-        self.one_layer, self.length, self._zeros = whole.one_layer, 0, held.zeros
+        self._describe(whole.shape, whole.n_ctx, whole.type, whole.one_layer)
+        self._zeros = held.zeros
         sides = (self.type.k, hparams.head_dim_k), (self.type.v, hparams.head_dim_v)
         made: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
-        self.k, self.v = [], []
+        rows = []
         for layer in range(hparams.n_layer):
             count = held.heads.get(layer, 0)
             key = (count, -1 if self.one_layer or not count else layer)
@@ -128,8 +127,8 @@ class _Part(Cache):
                     self._zeros((count, self.n_ctx, types.layout(name).row_bytes(dim)), "uint8") for name, dim in sides
                 )
                 made[key] = k, v
-            self.k.append(made[key][0])
-            self.v.append(made[key][1])
+            rows.append(made[key])
+        self.k, self.v = tuple(k for k, _ in rows), tuple(v for _, v in rows)
         self._make_states(held.recurrent)
         self.state_bytes = sum(x.nbytes for x in {id(x): x for x in self.states.values()}.values())
         self.nbytes = self.state_bytes + sum(k.nbytes + v.nbytes for k, v in made.values())

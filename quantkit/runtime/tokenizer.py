@@ -18,6 +18,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from quantkit import arguments
 from quantkit.archs import hf_tokenizer, tiktoken
 from quantkit.errors import DataError, FormatError, QuantkitError, UnsupportedError
 
@@ -101,6 +102,7 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes a token stands for; those of a control token are its name."""
+        token = arguments.integer(token, "a token")
         if not 0 <= token < len(self._tokens):
             raise DataError(f"token {token} is not in the vocabulary of {len(self._tokens)}")
         text, kind = self._tokens[token], self._types[token]
@@ -194,6 +196,8 @@ def _environment() -> Any:
 
 
 def _valid(text: str | bytes) -> str:
+    if not isinstance(text, (str, bytes)):
+        raise DataError(f"the text is a {type(text).__name__}; pass str, or bytes in UTF-8")
     try:
         if isinstance(text, bytes):
             return text.decode()

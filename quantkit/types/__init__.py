@@ -43,7 +43,7 @@ def get(name: str) -> QuantType:
 
 def layout(name: str) -> QuantType:
     """The record called `name`, in any case, even of a type that has no codec here."""
-    if name.lower() not in base.ids:
+    if not isinstance(name, str) or name.lower() not in base.ids:
         raise UnknownNameError("type", name, names())
     return base.by_id(base.ids[name.lower()])
 

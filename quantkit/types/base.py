@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from quantkit import jit
+from quantkit import arguments, jit
 from quantkit.errors import DataError, UnknownNameError, UnsupportedError
 
 _by_id: dict[int, QuantType] = {}
@@ -93,16 +93,19 @@ class QuantType:
 
     def row_bytes(self, n: int) -> int:
         """Bytes of a row of `n` elements."""
+        n = arguments.integer(n, f"{self.name}: the number of a row's elements")
         if n < 0 or n % self.block_size:
             raise DataError(f"{self.name}: rows of {n} elements are not a multiple of its block of {self.block_size}")
         return self.row_meta_bytes + n // self.block_size * self.block_bytes
 
     def tensor_bytes(self, shape: Sequence[int]) -> int:
         """Bytes of a tensor (shape in numpy's order, rows last but one)."""
-        elements = math.prod(shape)
+        sizes = [arguments.integer(size, f"{self.name}: a dimension of shape {tuple(shape)}", 0) for size in shape]
+        if not sizes:
+            raise DataError(f"{self.name}: a tensor has one dimension at the least, not shape ()")
         if self.whole_tensor:
-            return self.row_bytes(elements)
-        return elements // shape[-1] * self.row_bytes(shape[-1])
+            return self.row_bytes(math.prod(sizes))
+        return math.prod(sizes[:-1]) * self.row_bytes(sizes[-1])
 
     def rows_of(self, stored: np.ndarray, n: int, start: int, stop: int) -> np.ndarray:
         """uint8[stop - start, row_bytes(n)]: some rows of a tensor as files store it; a view where that is possible."""
@@ -113,7 +116,7 @@ class QuantType:
         """Bits per weight; with `n`, of rows that long, header included."""
         if n is None:
             return 8 * self.block_bytes / self.block_size
-        if n < 1:
+        if arguments.integer(n, f"{self.name}: the number of a row's elements") < 1:
             raise DataError(f"{self.name}: rows of {n} elements have no bits per weight")
         return 8 * self.row_bytes(n) / n
 
@@ -136,8 +139,8 @@ class QuantType:
         """
         if self.encode_rows is None:
             raise UnsupportedError(f"{self.name}: quantkit cannot encode this type")
-        level = effort_level(effort)
-        x = _as_float32(x)
+        level, threads = effort_level(effort), arguments.threads(threads)
+        x = arguments.real_numbers(x, self.name)
         if x.ndim != 2:
             raise DataError(f"{self.name}: expected float32[rows, n], got shape {x.shape}")
         rows, n = x.shape
@@ -180,19 +183,15 @@ class QuantType:
         """
         if self.decode_rows is None:
             raise UnsupportedError(f"{self.name}: quantkit cannot decode this type yet")
-        data = _as_bytes(data)
+        data, threads = arguments.encoded(data, self.name), arguments.threads(threads)
         if data.ndim != 2 or data.shape[1] != self.row_bytes(n):
             raise DataError(f"{self.name}: expected uint8[rows, {self.row_bytes(n)}] for n={n}, got {data.shape}")
         rows = data.shape[0]
         self._check_rows(rows)
         if out is None:
             out = np.empty((rows, n), np.float32)
-        elif out.shape != (rows, n) or out.dtype != np.float32 or not (out.flags.c_contiguous and out.flags.writeable):
-            flags = ", read-only" if not out.flags.writeable else "" if out.flags.c_contiguous else ", not contiguous"
-            raise DataError(
-                f"{self.name}: expected out=float32[{rows}, {n}], contiguous and writable, "
-                f"got {out.dtype}{list(out.shape)}{flags}"
-            )
+        else:
+            out = arguments.output(out, (rows, n), np.float32, data, self.name)
         data = jit.readonly(data)
         if rows:
             decode = (products and self.product_rows) or self.decode_rows
@@ -203,31 +202,6 @@ class QuantType:
     def _check_rows(self, rows: int) -> None:
         if rows % self.interleave:
             raise DataError(f"{self.name}: {rows} rows are not a multiple of the {self.interleave} it interleaves")
-
-
-def _as_float32(values: Any) -> np.ndarray:
-    """Contiguous float32 of any real numbers; what float32 cannot hold becomes Inf, which the checks then name."""
-    if hasattr(values, "detach"):  # a tensor of torch, which numpy does not take with a gradient or in bfloat16
-        values = values.detach().cpu().float()
-    array = np.asarray(values)
-    if array.dtype == np.float32:
-        return np.ascontiguousarray(array)
-    if array.dtype.kind in "cSU":
-        raise DataError(f"expected real numbers, got {array.dtype}")
-    with np.errstate(over="ignore"):
-        return np.ascontiguousarray(array, np.float32)
-
-
-def _as_bytes(values: Any) -> np.ndarray:
-    """Contiguous uint8 of integers 0 to 255; DataError for others, which a cast would make something of."""
-    array = np.asarray(values)
-    if array.dtype != np.uint8 and not _are_bytes(array):
-        raise DataError(f"expected bytes, uint8, got {array.dtype}; encoded rows are never numbers")
-    return np.ascontiguousarray(array, np.uint8)
-
-
-def _are_bytes(array: np.ndarray) -> bool:
-    return array.dtype.kind in "ui" and (not array.size or 0 <= array.min() <= array.max() < 256)
 
 
 @jit.kernel
@@ -265,7 +239,7 @@ def check_importance(importance: Any, n: int) -> np.ndarray:
     """Importance as contiguous float32[n]; float32[0] for None. DataError on wrong length, NaN, Inf or negatives."""
     if importance is None:
         return np.empty(0, np.float32)
-    weights = _as_float32(importance)
+    weights = arguments.real_numbers(importance, "importance")
     if weights.shape != (n,):
         raise DataError(f"importance has shape {weights.shape}, the rows have {n} columns")
     bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))

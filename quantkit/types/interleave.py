@@ -32,7 +32,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from quantkit import jit
+from quantkit import arguments, jit
 from quantkit.errors import DataError
 from quantkit.types import base as registry
 from quantkit.types.base import QuantType
@@ -437,7 +437,7 @@ class Interleaved(QuantType):
     def _moved(
         self, data: Any, source: QuantType, target: QuantType, move: Any, threads: int | None, out: np.ndarray | None
     ) -> np.ndarray:
-        data = np.ascontiguousarray(data, np.uint8)
+        data, threads = arguments.encoded(data, source.name), arguments.threads(threads)
         if data.ndim != 2 or (data.shape[1] - source.row_meta_bytes) % source.block_bytes:
             raise DataError(
                 f"{source.name}: shape {data.shape} is not uint8[rows, row bytes] with rows of "
@@ -448,8 +448,8 @@ class Interleaved(QuantType):
         shape = len(data), target.row_bytes(n)
         if out is None:
             out = np.empty(shape, np.uint8)
-        elif out.shape != shape or out.dtype != np.uint8:
-            raise DataError(f"{target.name}: the result is uint8{shape}, not {out.dtype}{out.shape}")
+        else:
+            out = arguments.output(out, shape, np.uint8, data, target.name)
         if threads == 1 or data.nbytes <= 1 << 16:
             move(data, out)
             return out

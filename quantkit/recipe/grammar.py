@@ -146,6 +146,9 @@ def _unwrapped(lines: list[str]) -> list[str]:
         return lines
     quote = lines[first].rstrip()[-1]
     end = next((i for i, line in enumerate(lines[first + 1 :], first + 1) if line.strip() == quote), len(lines))
+    for i, line in enumerate(map(str.strip, lines)):  # NAME=VALUE is the shell's
+        if not first <= i <= end and _HIDDEN.fullmatch(line) and not re.match(r"\w+=", line):
+            raise RecipeError(f"line {i + 1}: '{line}' stands outside the quotes that begin in line {first + 1}")
     about = [line if line.startswith("#") and not line.startswith("#!") else "" for line in lines[:first]]
     return [*about, "", *lines[first + 1 : end]]
 
@@ -162,7 +165,7 @@ class _Parser:
         self.comments: list[str] = []
 
     def recipe(self, text: str) -> Recipe:
-        lines = _unwrapped(text.splitlines())
+        lines = self._lines(text)
         self.alone = sum(not line.isspace() for line in lines if line) == 1
         for number, line in enumerate(lines, 1):
             try:
@@ -178,6 +181,12 @@ class _Parser:
         end = self._remark()
         about = end if self.about is None else self.about
         return Recipe(tuple(self.rules), about, tuple(self.settings.values()), "" if self.about is None else end)
+
+    def _lines(self, text: str) -> list[str]:
+        try:
+            return _unwrapped(text.splitlines())
+        except RecipeError as error:
+            raise RecipeError(f"{self.where}, {error}" if self.where else str(error)) from None
 
     def _line(self, line: str) -> None:
         if line.startswith("#"):

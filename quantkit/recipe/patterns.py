@@ -79,21 +79,25 @@ def hits(pattern: str, names: Sequence[str]) -> list[str]:
 
 
 def mistaken_class(pattern: str, names: Sequence[str]) -> Advice:
-    """A class of digits that was meant for numbers: [0-10], [12|13]."""
-    for found in _CLASS.finditer(pattern):
-        inside = found[1]
-        span = _RANGE.fullmatch(inside)
-        if span and len(inside) > 3:
-            low, high = sorted((int(span[1]), int(span[2])))
-            meant = f"(?:{regex_of(range(low, high + 1))})"
-        elif re.search(r"\d\d", inside) and ("|" in inside or "," in inside):
-            meant = f"(?:{'|'.join(re.findall(r'[0-9]+', inside))})"
-        else:
-            continue
-        better = pattern[: found.start()] + meant + pattern[found.end() :]
-        if hits(better, names):
-            return Advice(f": [{inside}] is one character of a class, not a number; if you mean numbers, write", better)
-    return _NOTHING
+    """Classes of digits that were meant for numbers: [0-10], [12|13]."""
+    wrong = [found[0] for found in _CLASS.finditer(pattern) if _numbers_meant(found[1])]
+    better = _CLASS.sub(lambda found: _numbers_meant(found[1]) or found[0], pattern)
+    if not wrong or not hits(better, names):
+        return _NOTHING
+    each = "is" if len(set(wrong)) == 1 else "are each"
+    said = f"{' and '.join(dict.fromkeys(wrong))} {each} one character of a class, not a number"
+    return Advice(f": {said}; if you mean numbers, write", better)
+
+
+def _numbers_meant(inside: str) -> str:
+    """The pattern for the numbers that a class was meant for; empty for a class of characters."""
+    span = _RANGE.fullmatch(inside)
+    if span and len(inside) > 3:
+        low, high = sorted((int(span[1]), int(span[2])))
+        return f"(?:{regex_of(range(low, high + 1))})"
+    if re.search(r"\d\d", inside) and ("|" in inside or "," in inside):
+        return f"(?:{'|'.join(re.findall(r'[0-9]+', inside))})"
+    return ""
 
 
 def loose_dot(pattern: str, matched: Sequence[str]) -> Advice:

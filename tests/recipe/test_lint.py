@@ -66,6 +66,13 @@ def test_numbers_in_a_character_class(rules: str) -> None:
     assert layers in ({*range(11)}, {3, 12}, {*range(10, 16)})
 
 
+def test_advice_about_classes_mends_all_of_them() -> None:
+    said = warned(LLAMA_8B, r"blk\.([0-10]|[20-25])\.ffn_down=q6_K")
+    assert "[0-10] and [20-25] are each one character of a class" in said
+    layers = {int(name.split(".")[1]) for name in decided(cured(LLAMA_8B, said))}
+    assert layers == {*range(11), *range(20, 26)}
+
+
 def test_any_number_of_dots() -> None:
     said = warned(SMALL_DEEPSEEK, r"[3-5]\.*exps=q4_0")
     assert "matches none" in said

@@ -12,7 +12,6 @@ Two kinds of token are found in a text before it is cut into words: user-defined
 from __future__ import annotations
 
 import codecs
-import datetime
 import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 
 from quantkit import arguments
 from quantkit.archs import hf_tokenizer, tiktoken
-from quantkit.errors import DataError, FormatError, QuantkitError, UnsupportedError
+from quantkit.errors import DataError, FormatError, UnsupportedError
 
 # Control tokens that end a reply in one chat format or another, for files whose keys do not name them.
 _ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "</s>")
@@ -141,58 +140,22 @@ class Tokenizer:
         """The prompt that the model's own template makes of messages with "role" and "content".
 
         The template sees what transformers shows it: `messages`, `tools`, `documents`, the special tokens by name, and
-        `variables`. With `tools`, the variant "tool_use" is taken where there is one. Needs jinja2; the template runs
-        in its sandbox. Encode the result with `bos=False, special=True`.
+        `variables`. With `tools`, the variant "tool_use" is taken where there is one. The template runs in jinja2's
+        sandbox, in a process with limits of time and memory (chat_template.py); a QuantkitError says what it exceeds.
+        Encode the result with `bos=False, special=True`.
         """
         template = self.chat_template
         if variables.get("tools"):
             template = self._metadata.get("tokenizer.chat_template.tool_use", template)
         if template is None:
             raise UnsupportedError("the model has no chat template (tokenizer.chat_template); pass a plain prompt")
-        try:
-            from jinja2 import TemplateError
-        except ImportError:
-            raise UnsupportedError("chat templates need jinja2: pip install jinja2") from None
         ids = {name: hf_tokenizer.special_id(self._metadata, name) for name in hf_tokenizer.SPECIAL}
         values: dict[str, Any] = {f"{name}_token": self._tokens[i] for name, i in ids.items() if i is not None}
         values |= {"tools": None, "documents": None}
         values |= {"messages": messages, "add_generation_prompt": add_generation_prompt} | variables
-        try:
-            return _environment().from_string(template).render(values)
-        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise QuantkitError(f"the model's chat template refuses these messages: {error}") from error
+        from quantkit.runtime.chat_template import render
 
-
-@functools.cache
-def _environment() -> Any:
-    """The sandbox of chat templates, with the filters and functions that they may count on."""
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """{% generation %} marks the assistant's words for training; here it is its content."""
-
-        tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-        def parse(self, parser: Any) -> nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body, lineno=line)
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **settings: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **settings)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    environment.filters["tojson"] = tojson
-    return environment
+        return render(template, values)
 
 
 def _valid(text: str | bytes) -> str:

@@ -557,7 +557,7 @@ class Model(Parts):
         if cache.one_layer:
             raise DataError(f"{self.path}: layer_cache() is for one layer at a time; make a cache with new_cache()")
         if not self.how.flash:
-            _cache_type(cache.type, self.numerics, self.how)
+            cache_type_of(cache.type, self.numerics, self.how)
 
     def _check_attention(self, kind: CacheType, n_ctx: int | None) -> None:
         """UnsupportedError or DataError where caches of this type, or the bound on attention's memory, do not fit."""

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from quantkit import jit, types
 from quantkit.jit import kernel
 from quantkit.runtime.kernels import table
-from quantkit.runtime.kernels.cpu import activations, gemm, sizes, walk
+from quantkit.runtime.kernels.cpu import activations, gemm, sizes, team
 from quantkit.runtime.kernels.cpu.formats.table import FORMATS
 from tests.types.data import tame_bytes
 
@@ -65,7 +65,7 @@ def vector(kind: types.QuantType, data: np.ndarray, n: int, repeat: int) -> floa
 
 
 def batch(kind: types.QuantType, data: np.ndarray, n: int, repeat: int) -> float:
-    ops = walk.OpList(1)
+    ops = team.OpList(1)
     x = np.random.default_rng(1).standard_normal((TOKENS, n)).astype(np.float32)
     out = np.zeros((TOKENS, len(data)), np.float32)
     tokens = ops.keep(np.array([TOKENS])).ctypes.data
@@ -73,7 +73,7 @@ def batch(kind: types.QuantType, data: np.ndarray, n: int, repeat: int) -> float
     ops.add(gemm.quantize_tiles.address, gemm.QUANTIZE, wait=True, x=x.ctypes.data, n=n, tokens=tokens, tiles=tiles)
     scratch, stride = ops.private("scratch", gemm.scratch_bytes(FORMATS[kind.ggml_type], n))
     ops.add(gemm.multiply(kind.ggml_type, 0).address, gemm.MULTIPLY, weights=data.ctypes.data, n=n, rows=len(data),
-            tokens=tokens, x=tiles, out=out.ctypes.data, scratch=scratch, stride=stride)  # fmt: skip
+            tokens=tokens, x=tiles, out=out.ctypes.data, scratch=scratch, private_stride=stride)  # fmt: skip
     return seconds(ops.run, repeat)
 
 

@@ -24,6 +24,10 @@ class UnsupportedError(QuantkitError):
     """Valid input that quantkit knows of but does not handle."""
 
 
+class KernelError(QuantkitError):
+    """Compiled code raised an exception, so that what it computes is incomplete; or threads to run it are missing."""
+
+
 class UnknownNameError(QuantkitError):
     """A name that is not registered; the message lists the nearest ones."""
 

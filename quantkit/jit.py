@@ -32,12 +32,13 @@ import threading
 import time
 import types
 import warnings
+import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit import disk_cache
-from quantkit.errors import QuantkitError
+from quantkit.errors import KernelError, QuantkitError
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
@@ -481,6 +482,66 @@ def _part_compiler() -> type:
     return PartCompiler
 
 
+_FAILED = "quantkit_kernel_failed"  # the symbol that compiled code calls
+_reports = threading.local()
+_callback_names: dict[int, str] = {}
+
+
+def report_failures_to(names: list[str] | None) -> None:
+    """Have the names of callbacks that raise on this thread appended to a list.
+
+    C functions cannot raise. An exception ends a callback in the middle, so whoever calls one looks here afterwards.
+    None: nobody does, and failures are shown as exceptions that nobody can catch.
+    """
+    _reports.names = names
+
+
+def _record_failure(number: int) -> None:
+    """Called by compiled code, on the thread whose callback raised."""
+    names = getattr(_reports, "names", None)
+    if names is None:
+        raise KernelError(f"kernel {_callback_names[number]} raised an exception; its results are incomplete")
+    names.append(_callback_names[number])
+
+
+@functools.cache
+def _failure_function() -> Any:
+    """`_record_failure` as a C function, under the name by which compiled code finds it. It lives as long as this."""
+    import ctypes
+
+    function = ctypes.CFUNCTYPE(None, ctypes.c_int64)(_record_failure)
+    _binding().add_symbol(_FAILED, ctypes.cast(function, ctypes.c_void_p).value)
+    return function
+
+
+def _guarded(body: Kernel, number: int, arguments: int) -> Callable:
+    """A function of so many arguments that calls a kernel, and says so when that raises, whatever it raises."""
+    from numba import types as kinds
+
+    failed = kinds.ExternalFunction(_FAILED, kinds.void(kinds.int64))
+
+    def guarded1(a):
+        try:
+            return body(a)
+        except Exception:
+            failed(number)
+        return 0
+
+    def guarded3(a, b, c):
+        try:
+            body(a, b, c)
+        except Exception:
+            failed(number)
+
+    def guarded6(a, b, c, d, e, f):
+        try:
+            body(a, b, c, d, e, f)
+        except Exception:
+            failed(number)
+
+    return {1: guarded1, 3: guarded3, 6: guarded6}[arguments]
+
+
 class Callback:
     """A function compiled as C code with one signature; `address` is its entry point as an integer."""
 
@@ -489,6 +550,9 @@ class Callback:
         self.function = function
         self.signature = signature
         self.options = _OPTIONS | options
+        name = f"{function.__module__}.{function.__qualname__}"
+        self.number = zlib.crc32(name.encode())
+        _callback_names[self.number] = name
 
     @functools.cached_property
     def _compiled(self) -> Any:
@@ -498,12 +562,17 @@ class Callback:
             from numba.core.sigutils import normalize_signature
 
             _install_notice()
+            _failure_function()
             options = dict(self.options)
             options.pop("nogil")
-            function, cache = _cached(self.function, self.options)
-            made: Any = CFunc(function, normalize_signature(self.signature), locals={}, options=options)
-            if cache is not None:
-                made._cache = cache
+            args, returns = normalize_signature(self.signature)
+            guarded = _guarded(Kernel(self.function, self.options | _NO_WRAPPERS, alone=False), self.number, len(args))
+            text = identity(self.function, self.options)
+            if text is not None:
+                guarded = _with_own_symbols(guarded, text)
+            made: Any = CFunc(guarded, (args, returns), locals={}, options=options)
+            if text is not None:
+                made._cache = _cache_class()(self.function, text)
             made.compile()
             return made
 
@@ -513,7 +582,10 @@ class Callback:
 
 
 def callback(signature: str, **options: Any) -> Callable[[Callable], Callback]:
-    """Decorator: a lazily compiled, cached C function of the given numba signature."""
+    """Decorator: a lazily compiled, cached C function of the given numba signature.
+
+    What it raises goes to `report_failures_to`.
+    """
     return lambda function: Callback(function, signature, options)
 
 

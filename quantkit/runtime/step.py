@@ -1,6 +1,6 @@
 """A model for `fast` numerics: its blocks laid out once as lists of operations that all threads walk together.
 
-`Step` runs one token, `Prompt` a batch (kernels/cpu/walk.py, ops.py, batch.py). Per block, with waits where | stands:
+`Step` runs one token, `Prompt` a batch (kernels/cpu/team.py, ops.py, batch.py). Per block, with waits where | stands:
 
     Step      norm, q, k, v | attention | join, out, add | norm, gate, up, swiglu | down, add |
     Prompt    norm | q, k, v | rope, cache | attention | quantize | out, add | norm | gate, up | swiglu | down, add |
@@ -34,7 +34,7 @@ from quantkit.runtime.kernels import table
 from quantkit.runtime.kernels.cpu import attention, batch, experts, gemm, ops, sizes
 from quantkit.runtime.kernels.cpu.rows import Heads
 from quantkit.runtime.kernels.cpu.sizes import BATCH_TOKENS, activation_bytes
-from quantkit.runtime.kernels.cpu.walk import OpList
+from quantkit.runtime.kernels.cpu.team import OpList
 from quantkit.runtime.layers import Span
 
 _ROWS = 32  # shares of a matrix are multiples of so many rows: whole blocks of what is quantized next
@@ -243,12 +243,12 @@ class Step(_Laid):
         self._look(
             layer, part, attention.attention(heads).address, attention.PARAMETERS, state=self._state.ctypes.data,
             q=q, k=k, v=v, scale=self._ops.constant(part.scale), span=span, partial=partial, scratch=scratch,
-            stride=stride, **_rope_values(part),
+            private_stride=stride, **_rope_values(part),
         )  # fmt: skip
         joined = self._private("joined", part.heads * part.head_dim_v)
         self._ops.add(
             attention.combine(heads.rotate_v).address, attention.COMBINE, partial=partial, heads=part.heads,
-            dim=part.head_dim_v, buffer=joined[0], stride=joined[1],
+            dim=part.head_dim_v, buffer=joined[0], private_stride=joined[1],
         )  # fmt: skip
         self._matvec(self._ops, part.out, joined, self._ops.buffer("added", 4 * self.n_embd), residual=True, wait=True)
 
@@ -275,7 +275,13 @@ class Step(_Laid):
         self._matvec(laid, part.router, normed, logits, wait=True, multiple=max(4, group))
         picked, stride = laid.private("picked", sizes.picked_bytes(part.count, part.used))
         laid.add(
-            experts.pick.address, experts.PICK, False, logits=logits, picked=picked, stride=stride, **self._choice(part)
+            experts.pick.address,
+            experts.PICK,
+            False,
+            logits=logits,
+            picked=picked,
+            private_stride=stride,
+            **self._choice(part),
         )
         gate, gate_at, gate_bytes = self._matrices(part.gate)
         up, up_at, up_bytes = self._matrices(part.up)
@@ -323,7 +329,7 @@ class Step(_Laid):
         buffer, stride = laid.private("normed", activation_bytes(self.n_embd))
         laid.add(
             ops.norm.address, ops.NORM, x=self._x.ctypes.data, weight=self._vector(laid, norm.weight), n=self.n_embd,
-            eps=laid.constant(norm.eps), buffer=buffer, stride=stride,
+            eps=laid.constant(norm.eps), buffer=buffer, private_stride=stride,
         )  # fmt: skip
         return buffer, stride
 
@@ -408,7 +414,7 @@ class Prompt(_Laid):
         out = self._floats("attended", width)
         self._look(
             layer, part, batch.attention(heads, tokens).address, batch.ATTENTION, state=state, q=q,
-            kv_heads=part.kv_heads, span=span, out=out, scratch=scratch, stride=stride,
+            kv_heads=part.kv_heads, span=span, out=out, scratch=scratch, private_stride=stride,
         )  # fmt: skip
         self._multiply(part.out, self._ready(out, width, (part.out,)), self._x.ctypes.data, add=1, wait=True)
 
@@ -513,7 +519,7 @@ class Prompt(_Laid):
         return {
             "plan": plan, "experts": count, "lay_out": unit.lay_out.address, "product": unit.product.address,
             "tokens": unit.tokens, "panel_bytes": unit.panel_bytes, "bytes": nbytes, "n": n, "rows": rows,
-            "x": given[0], "entry_bytes": given[1], "scratch": scratch, "stride": stride,
+            "x": given[0], "entry_bytes": given[1], "scratch": scratch, "private_stride": stride,
             "kernel": self._product(tensor), "vectors": vectors[0], "vector_bytes": vectors[1],
         }  # fmt: skip
 
@@ -546,7 +552,7 @@ class Prompt(_Laid):
         self._ops.add(
             how.kernel(add).address, gemm.MULTIPLY, wait, weights=self._ops.keep(tensor.data).ctypes.data, n=n,
             rows=rows, tokens=self._counted, x=given[how.quantized], out=out, bias=self._vector(self._ops, linear.bias),
-            scratch=scratch, stride=stride,
+            scratch=scratch, private_stride=stride,
         )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from quantkit.runtime import layers
 from quantkit.runtime.cache import Cache, CacheType
 from quantkit.runtime.kernels import rounding
 from quantkit.runtime.kernels.cpu import attention, batch, rows, sizes
-from quantkit.runtime.kernels.cpu.walk import OpList
+from quantkit.runtime.kernels.cpu.team import OpList
 from quantkit.runtime.layers import Attending, Span
 from quantkit.simd import emitted
 from tests.runtime.other_cpus import is_other_cpu, run_tests, test_that_this_is_the_path  # noqa: F401
@@ -174,17 +174,20 @@ class Compiled:
         partial = laid.buffer("partial", 4 * self.threads * part.heads * (part.head_dim_v + 2))
         kernel = attention.attention(self.heads)
         laid.add(
-            kernel.address, attention.PARAMETERS, True, state=state, partial=partial, scratch=scratch, stride=stride,
-            **values,
+            kernel.address, attention.PARAMETERS, True, state=state, partial=partial, scratch=scratch,
+            private_stride=stride, **values,
         )  # fmt: skip
         width = part.heads * part.head_dim_v
-        joined = laid.keep(np.zeros(8 * width, np.float32))
+        nbytes = -(-sizes.activation_bytes(width) // 64) * 64
+        joined = laid.keep(np.zeros((self.threads, nbytes // 4), np.float32))
         laid.add(
             attention.combine(self.heads.rotate_v).address, attention.COMBINE, partial=partial, heads=part.heads,
-            dim=part.head_dim_v, buffer=joined.ctypes.data, stride=0,
+            dim=part.head_dim_v, buffer=joined.ctypes.data, private_stride=nbytes,
         )  # fmt: skip
         laid.run()
-        return joined[:width].reshape(1, width)
+        for each in joined[1:]:  # every thread has all of it
+            np.testing.assert_array_equal(each, joined[0])
+        return joined[:1, :width]
 
     def prompt(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, spans: list[Span]) -> np.ndarray:
         part, laid = self.part, OpList(self.threads)
@@ -194,7 +197,7 @@ class Compiled:
         values["state"] = laid.keep(np.array([len(q), 0, len(spans), *table], np.int64)).ctypes.data
         out = laid.keep(np.zeros((len(q), part.heads * part.head_dim_v), np.float32))
         scratch, stride = laid.private("s", batch.attention_scratch_bytes(self.heads, self.tokens, self.span))
-        values |= {"out": out.ctypes.data, "scratch": scratch, "stride": stride}
+        values |= {"out": out.ctypes.data, "scratch": scratch, "private_stride": stride}
         for operation, names in (
             (batch.rope(self.heads), batch.ROPE),
             (batch.attention(self.heads, self.tokens), batch.ATTENTION),

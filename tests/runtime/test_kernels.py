@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import threading
-import time
 from types import ModuleType
 
 import numpy as np
 import pytest
 
 from quantkit import types
-from quantkit.jit import callback, kernel
+from quantkit.jit import kernel
 from quantkit.repack import repack
 from quantkit.runtime.kernels import table
-from quantkit.runtime.kernels.cpu import activations, decode, floats, gemm, matvec, sizes, walk
+from quantkit.runtime.kernels.cpu import activations, decode, floats, gemm, matvec, sizes, team
 from quantkit.runtime.kernels.cpu.formats.table import FORMATS
-from quantkit.simd import load_int, store_int
 from quantkit.types import QuantType
 from tests.runtime.other_cpus import CPUS, is_other_cpu, run_tests
 from tests.runtime.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
@@ -177,7 +174,7 @@ def multiply(
 ) -> np.ndarray:
     """float32[tokens, rows] of an operation of gemm.py or floats.py, on several threads; `add` is what was there."""
     rows, (count, n) = len(data), x.shape
-    ops = walk.OpList(threads)
+    ops = team.OpList(threads)
     tokens = ops.keep(np.array([count])).ctypes.data
     out = np.full((count + 1, rows), 7, np.float32)
     if add is not None:
@@ -193,7 +190,7 @@ def multiply(
     run = module.multiply(kind.ggml_type, int(add is not None))
     ops.add(
         run.address, module.MULTIPLY, weights=data.ctypes.data, n=n, rows=rows, tokens=tokens, x=given,
-        out=out.ctypes.data, scratch=scratch, stride=stride,
+        out=out.ctypes.data, scratch=scratch, private_stride=stride,
     )  # fmt: skip
     ops.run()
     assert np.all(out[count] == 7), "wrote beyond the last token"
@@ -275,82 +272,3 @@ def test_the_integers_of_both_planes_are_the_same_everywhere() -> None:
         out, buffer = np.zeros(rows, np.float32), buffer_of(x[token])
         call(run.address, interleaved.ctypes.data, 32, 0, rows, buffer.ctypes.data, out.ctypes.data)
         np.testing.assert_array_equal(out, wanted[token])
-
-
-# ---------------------------------------------------------------------------------------------------------------- walk
-
-NOTE = ("place", "log", "next")
-
-
-@callback("void(int64, int64, int64)")
-def note(p, thread, threads):
-    """log[next++] = place, by thread 0."""
-    if thread == 0:
-        at = load_int(load_int(p + 16))
-        store_int(load_int(p), load_int(p + 8) + 8 * at)
-        store_int(at + 1, load_int(p + 16))
-
-
-@callback("void(int64, int64, int64)")
-def gather(p, thread, threads):
-    """Each thread writes the sum of all threads' numbers, plus one, beside them."""
-    total = 0
-    for i in range(threads):
-        total += load_int(load_int(p) + 64 * i)
-    store_int(total + 1, load_int(p + 8) + 64 * thread)
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_operations_run_in_order(threads: int) -> None:
-    ops = walk.OpList(threads)
-    log, at = np.zeros(40, np.int64), np.zeros(1, np.int64)
-    for place in range(40):
-        ops.add(note.address, NOTE, wait=place % 3 == 0, place=place, log=log.ctypes.data, next=at.ctypes.data)
-    ops.run()
-    np.testing.assert_array_equal(log, range(40))
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_threads_see_what_the_others_wrote(threads: int) -> None:
-    """x -> threads * x + 1, back and forth between two buffers, each step needing all of the last."""
-    ops = walk.OpList(threads)
-    a, b = ops.buffer("a", 64 * threads), ops.buffer("b", 64 * threads)
-    for step in range(12):
-        source, target = (a, b) if step % 2 == 0 else (b, a)
-        ops.add(gather.address, ("source", "target"), wait=True, source=source, target=target)
-    ops.run()
-    wanted = 0
-    for _ in range(12):
-        wanted = threads * wanted + 1
-    got = np.ctypeslib.as_array(ctypes.cast(a, ctypes.POINTER(ctypes.c_int64)), (8 * threads,))[::8]
-    np.testing.assert_array_equal(got, wanted)
-
-
-def test_an_idle_crew_uses_no_processor_and_wakes() -> None:
-    ops = walk.OpList(2)
-    log, at = np.zeros(2, np.int64), np.zeros(1, np.int64)
-    ops.add(note.address, NOTE, wait=True, place=5, log=log.ctypes.data, next=at.ctypes.data)
-    ops.run()
-    time.sleep(0.5)
-    before = time.process_time()
-    time.sleep(0.5)
-    assert time.process_time() - before < 0.1
-    ops.run()
-    assert at[0] == 2
-
-
-def test_several_callers_take_turns() -> None:
-    lists = []
-    for _ in range(4):
-        ops, log, at = walk.OpList(2), np.zeros(500, np.int64), np.zeros(1, np.int64)
-        for place in range(100):
-            ops.add(note.address, NOTE, wait=True, place=place, log=log.ctypes.data, next=at.ctypes.data)
-        lists.append((ops, log, at))
-    callers = [threading.Thread(target=lambda ops=ops: [ops.run() for _ in range(5)]) for ops, _, _ in lists]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    for _, log, at in lists:
-        assert at[0] == 500
-        np.testing.assert_array_equal(log, np.tile(np.arange(100), 5))

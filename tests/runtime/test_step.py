@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +11,6 @@ from quantkit import types
 from quantkit.errors import DataError
 from quantkit.files import gguf
 from quantkit.runtime import step
-from quantkit.runtime.kernels.cpu import ops, walk
 from quantkit.runtime.model import Model, load
 from tests.runtime.conftest import FF, KV_HEADS, LAYERS, rewrite
 
@@ -159,28 +156,6 @@ def test_any_number_of_threads(threads: int, odd: Path) -> None:
     fast = load(odd, numerics="fast", cache_type="f32", threads=threads)
     assert spread(by_steps(fast, TOKENS[:30]), wanted[:30]) < 1e-5
     assert spread(fast.logits(TOKENS), wanted) < 1e-5
-
-
-def test_a_list_published_late_is_walked_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that look for work and fall asleep while a list is announced but not yet out must not miss it."""
-    publish = walk._lead
-
-    def late(*args: int) -> None:
-        time.sleep(0.1)
-        publish(*args)
-
-    monkeypatch.setattr(walk, "_lead", late)
-    crew = walk.Crew(3)
-    laid = walk.OpList(3)
-    sums = laid.keep(np.zeros(3, np.float32))
-    norm = {"x": sums.ctypes.data, "weight": sums.ctypes.data, "n": 0, "buffer": laid.buffer("normed", 1 << 10)}
-    laid.add(ops.norm.address, ops.NORM, eps=laid.constant(1e-5), stride=64, **norm)
-    listed = np.array(laid._ops, np.int64)
-    done = threading.Thread(target=lambda: [crew.walk(listed) for _ in range(3)], daemon=True)
-    done.start()
-    done.join(60)
-    assert not done.is_alive()
-    assert crew._memory[crew._job] == 3
 
 
 def test_pieces_of_a_text_in_any_order_of_kinds(odd: Path) -> None:

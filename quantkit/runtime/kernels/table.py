@@ -18,7 +18,7 @@ from quantkit.files.gguf import Tensor
 from quantkit.jit import Callback
 from quantkit.runtime.kernels.cpu import floats, gemm, matvec, sizes
 from quantkit.runtime.kernels.cpu.formats.table import FORMATS
-from quantkit.runtime.kernels.cpu.walk import OpList
+from quantkit.runtime.kernels.cpu.team import OpList
 from quantkit.types import QuantType
 
 
@@ -59,7 +59,7 @@ def linear(tensor: Tensor, threads: int) -> Callable[[np.ndarray, np.ndarray], N
     quantize = ops.add(gemm.quantize_tiles.address, gemm.QUANTIZE, wait=True, n=n, tokens=tokens)
     multiply = ops.add(
         how.kernel(0).address, gemm.MULTIPLY, weights=data.ctypes.data, n=n, rows=rows, tokens=tokens,
-        scratch=scratch, stride=stride,
+        scratch=scratch, private_stride=stride,
     )  # fmt: skip
 
     def run(x: np.ndarray, out: np.ndarray) -> None:

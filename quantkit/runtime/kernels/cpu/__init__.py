@@ -7,5 +7,5 @@ gemm, floats  weights times a batch, in integers or in float32
 decode        rows of weights as float32
 attention     one token's attention; batch: that of a prompt, and what else it needs
 ops           the other operations of one token
-walk          lists of operations, run by all threads together
+team          operation lists, executed by all threads of a team together
 """

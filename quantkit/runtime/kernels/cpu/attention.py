@@ -29,10 +29,10 @@ from quantkit.simd import F32, Emit, Value, emitted, floats, load_float, load_in
 
 TOGETHER = 8  # query heads for which a key or value is read once; four positions of them fill the registers
 PARAMETERS = ("state", "q", "k", "v", "cos", "sin", "rope_dim", "step", "pair", "cache", "kv_heads", "scale", "window",
-              "span", "partial", "scratch", "stride")  # fmt: skip
+              "span", "partial", "scratch", "private_stride")  # fmt: skip
 # state: int64[1], the position. k and v are overwritten. step, pair: pair j of rope is elements j * step and
 # j * step + pair. cache: int64[3], addresses of keys and of values, and the positions there is room for.
-# scale points to a float32. span: a multiple of 16. scratch, stride: of each thread, scratch_bytes(...).
+# scale points to a float32. span: a multiple of 16. scratch, private_stride: of each thread, scratch_bytes(...).
 
 _FLOATS16 = vector(16, F32)
 
@@ -193,7 +193,7 @@ def attention(shape: Heads) -> Callback:
     return run
 
 
-COMBINE = ("partial", "heads", "dim", "buffer", "stride")
+COMBINE = ("partial", "heads", "dim", "buffer", "private_stride")
 
 
 @functools.cache

@@ -111,7 +111,7 @@ def rope(shape: Heads) -> Callback:
 
 # ----------------------------------------------------------------------------------------------------------- attention
 
-ATTENTION = ("state", "q", "caches", "kv_heads", "window", "span", "out", "scratch", "stride")
+ATTENTION = ("state", "q", "caches", "kv_heads", "window", "span", "out", "scratch", "private_stride")
 
 
 def attention_scratch_bytes(shape: Heads, tokens: int, span: int) -> int:

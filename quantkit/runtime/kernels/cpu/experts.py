@@ -74,8 +74,8 @@ _FLOATS16 = vector(16, F32)
 # ----------------------------------------------------------------------------------------------------------- one token
 
 
-PICK = ("logits", "experts", "used", "least", "share", "normalise", "scale", "picked", "stride", "bias", "sigmoid",
-        "groups", "groups_used")  # fmt: skip
+PICK = ("logits", "experts", "used", "least", "share", "normalise", "scale", "picked", "private_stride", "bias",
+        "sigmoid", "groups", "groups_used")  # fmt: skip
 # share and scale point to a float32; bias: float32[experts], 0 for none
 
 
@@ -382,7 +382,7 @@ def _few(kernel, matrix, n, row, many, vectors, vector_bytes, out, stride):
 
 
 PRODUCT = ("plan", "experts", "lay_out", "product", "tokens", "panel_bytes", "bytes", "n", "rows", "x", "entry_bytes",
-           "scratch", "stride", "kernel", "vectors", "vector_bytes")  # fmt: skip
+           "scratch", "private_stride", "kernel", "vectors", "vector_bytes")  # fmt: skip
 # What the three operations below have in common. x: tiles of gemm.py, or addresses of float32 rows; entry_bytes: of x;
 # kernel: product with a vector.
 FUSED = (*PRODUCT, "gate", "up", "hidden", "down_tokens", "down_vectors", "down_vector_bytes")

@@ -83,7 +83,7 @@ def transpose_rows(x, n, rows, y, y_stride):
             transpose_block(x + (i * n + j) * 4, n * 4, y + j * y_stride + i * 4, y_stride)
 
 
-MULTIPLY = ("weights", "n", "rows", "tokens", "x", "out", "bias", "scratch", "stride")
+MULTIPLY = ("weights", "n", "rows", "tokens", "x", "out", "bias", "scratch", "private_stride")
 
 
 @kernel

@@ -276,7 +276,7 @@ def _start(e: Emit, f: Format, given: Value, t: int, steps: range) -> Value:
     return e.splat(total * f.offset, LANES)
 
 
-MULTIPLY = ("weights", "n", "rows", "tokens", "x", "out", "bias", "scratch", "stride")
+MULTIPLY = ("weights", "n", "rows", "tokens", "x", "out", "bias", "scratch", "private_stride")
 
 
 @functools.cache

@@ -1,8 +1,9 @@
-"""The operations of a single token's pass, as C functions `void(parameters, thread, threads)` for walk.py.
+"""The operations of a single token's pass, as C functions `void(parameters, thread, threads)` for team.py.
 
 Each reads its parameters, int64s named below, and does the share of `thread`. What is small (a norm, the activations'
 quantization) every thread does for itself in a buffer of its own: that is cheaper than waiting for another to do it.
-Such buffers are given as base and stride; stride 0 is a buffer that all share.
+Such buffers are given as base and `private_stride`, which is never 0. An operation that only reads one takes `stride`;
+0 is a buffer that all share.
 
 `split` cuts rows between threads; operations that pass rows on without a wait between them must cut alike.
 """
@@ -26,7 +27,7 @@ def split(rows, multiple, thread, threads):
 
 # ------------------------------------------------------------------------------------------------------------- rms norm
 
-NORM = ("x", "weight", "n", "eps", "buffer", "stride")  # eps points to a float32
+NORM = ("x", "weight", "n", "eps", "buffer", "private_stride")  # eps points to a float32
 
 
 @emitted("float32")

@@ -1,0 +1,135 @@
+"""The thread team under random delays at each synchronisation point.
+
+    python benchmarks/stress_team.py [--lists 1000000] [--threads 2,3,4] [--seed 1]
+
+The kernels of runtime/kernels/cpu/team.py are compiled once more, with a random delay where `_sync_point` stands:
+before and after each read and write of what the threads share. Waiting threads give way and fall asleep after a few
+looks, not thousands, so that all of that happens all the time too. Every list is a chain of operations, each of which
+needs what all threads made in the one before; its numbers are known. Exit status 1 where a list makes others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from quantkit.jit import callback, kernel
+from quantkit.runtime.kernels.cpu import team
+from quantkit.simd import atomic_add, call3, load_int, pause, store_int
+
+_RANDOM = team.YIELD + 8  # place in the sync block of what the delays are drawn from
+_KERNELS = ("_wait_while", "_barrier", "_execute", "_lead", "_work")
+
+
+@kernel
+def delay(sync):
+    """Nothing, some pauses, or a time slice given away: what a hash of a shared counter says."""
+    x = atomic_add(1, sync + _RANDOM) * 0x9E3779B97F4A7C1
+    x = (x ^ (x >> 29)) * 0xBF58476D1CE4E5B
+    chance = (x >> 32) & 63
+    if chance < 8:
+        for _ in range((x >> 40) & 255):
+            pause()
+    elif chance == 8:
+        call3(load_int(sync + team.YIELD), 0, 0, 0)
+
+
+def delayed_kernels() -> SimpleNamespace:
+    """The team's kernels with delays. They are not kept on disk: their source is that of the team's own."""
+    from numba import njit
+
+    names: dict[str, Any] = vars(team) | {"SPINS": 8, "IDLE_SPINS": 40, "_sync_point": delay}
+    for name in _KERNELS:
+        function = FunctionType(getattr(team, name).function.__code__, names)
+        names[name] = njit(nogil=True, error_model="numpy")(function)
+    return SimpleNamespace(**{name: names[name] for name in _KERNELS})
+
+
+CHAIN = ("source", "target")
+LINE = 64  # bytes from the number of one thread to that of the next
+
+
+@callback("void(int64, int64, int64)")
+def chain(p, thread, threads):
+    """Each thread writes the sum of all threads' numbers, plus its own number plus one."""
+    source, target = load_int(p), load_int(p + 8)
+    total = 0
+    for i in range(threads):
+        total += load_int(source + LINE * i)
+    store_int((total + thread + 1) & 0xFFFFFF, target + LINE * thread)
+
+
+class Chain:
+    """A list of operations of which each needs all of the one before."""
+
+    def __init__(self, threads: int, operations: int):
+        self.threads, self.operations = threads, operations
+        self.ops = team.OpList(threads)
+        self.buffers = [self.ops.keep(np.zeros(LINE // 8 * threads, np.int64)) for _ in range(operations + 1)]
+        for source, target in zip(self.buffers, self.buffers[1:]):
+            self.ops.add(chain.address, CHAIN, wait=True, source=source.ctypes.data, target=target.ctypes.data)
+        self.array = np.array(self.ops._ops, np.int64)
+        self.array[-1, 2] = 0  # the end of a list is a barrier in any case
+
+    def check(self, first: int) -> None:
+        """Compare all that the operations made of the number `first` of each thread."""
+        step = LINE // 8
+        wanted = np.full(self.threads, first)
+        for number, buffer in enumerate(self.buffers):
+            got = buffer[::step]
+            if not np.array_equal(got, wanted):
+                raise SystemExit(f"operation {number} of {self.operations} made {got}, wanted {wanted}")
+            wanted = (wanted.sum() + np.arange(1, self.threads + 1)) & 0xFFFFFF
+
+
+def stress(threads: int, lists: int, seed: int, say: Callable[[str], None] = lambda text: None) -> None:
+    """Run so many lists of one to five operations, by a team whose kernels are delayed; check each."""
+    kernels = delayed_kernels()
+    before = {name: getattr(team, name) for name in ("_lead", "_work")}
+    random, chains = np.random.default_rng(seed), [Chain(threads, count) for count in range(1, 6)]
+    mine, begin = team.ThreadTeam(threads), time.perf_counter()
+    mine._fields[_RANDOM // 8] = seed << 20
+    team._lead, team._work = kernels._lead, kernels._work  # type: ignore[assignment]
+    try:
+        for start in range(0, lists, 10000):
+            for which, first, nap in random.integers(0, (len(chains), 1000, 500), (min(10000, lists - start), 3)):
+                chosen = chains[which]
+                chosen.buffers[0][:: LINE // 8] = first
+                for buffer in chosen.buffers[1:]:
+                    buffer[:] = -1
+                mine.run(chosen.array)
+                chosen.check(int(first))
+                if nap == 0:
+                    time.sleep(0.0005)  # long enough to fall asleep
+            say(f"{threads} threads: {start + 10000} lists, {time.perf_counter() - begin:.0f} s")
+        mine.close()
+    finally:
+        team._lead, team._work = before["_lead"], before["_work"]
+    if mine.epoch != lists:
+        raise SystemExit(f"{lists} lists were run, the epoch is {mine.epoch}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lists", type=int, default=1_000_000, help="of all numbers of threads together")
+    parser.add_argument("--threads", default="2,3,4", help="numbers of threads, comma-separated")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    counts = [int(count) for count in args.threads.split(",")]
+    for place, threads in enumerate(counts):
+        share = args.lists * (place + 1) // len(counts) - args.lists * place // len(counts)
+        stress(threads, share, args.seed + place, lambda text: print(f"\r{text}", end="", file=sys.stderr, flush=True))
+        print(f"\r{threads} threads: {share} lists, no difference")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,407 @@
+"""The thread team: order, barriers, sleep; failures, interrupts, forks and the end of the interpreter."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from benchmarks import stress_team
+from quantkit.errors import KernelError
+from quantkit.jit import callback
+from quantkit.runtime.kernels.cpu import ops, team
+from quantkit.simd import call3, load_int, store_int
+
+
+@pytest.fixture
+def new_team() -> Iterator[type]:
+    """Makes teams of their own, whose workers end with the test."""
+    made = []
+
+    def make(threads: int) -> team.ThreadTeam:
+        made.append(team.ThreadTeam(threads))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def run_python(text: str, timeout: float = 120) -> subprocess.CompletedProcess:
+    """A script in a process of its own, that may crash or hang."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+NOTE = ("place", "log", "next")
+
+
+@callback("void(int64, int64, int64)")
+def note(p, thread, threads):
+    """log[next++] = place, by thread 0."""
+    if thread == 0:
+        at = load_int(load_int(p + 16))
+        store_int(load_int(p), load_int(p + 8) + 8 * at)
+        store_int(at + 1, load_int(p + 16))
+
+
+@callback("void(int64, int64, int64)")
+def gather(p, thread, threads):
+    """Each thread writes the sum of all threads' numbers, plus one, beside them."""
+    total = 0
+    for i in range(threads):
+        total += load_int(load_int(p) + 64 * i)
+    store_int(total + 1, load_int(p + 8) + 64 * thread)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_operations_run_in_order(threads: int) -> None:
+    ops = team.OpList(threads)
+    log, at = np.zeros(40, np.int64), np.zeros(1, np.int64)
+    for place in range(40):
+        ops.add(note.address, NOTE, wait=place % 3 == 0, place=place, log=log.ctypes.data, next=at.ctypes.data)
+    ops.run()
+    np.testing.assert_array_equal(log, range(40))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_see_what_the_others_wrote(threads: int) -> None:
+    """x -> threads * x + 1, back and forth between two buffers, each step needing all of the last."""
+    ops = team.OpList(threads)
+    a, b = ops.buffer("a", 64 * threads), ops.buffer("b", 64 * threads)
+    for step in range(12):
+        source, target = (a, b) if step % 2 == 0 else (b, a)
+        ops.add(gather.address, ("source", "target"), wait=True, source=source, target=target)
+    ops.run()
+    wanted = 0
+    for _ in range(12):
+        wanted = threads * wanted + 1
+    got = np.ctypeslib.as_array(ctypes.cast(a, ctypes.POINTER(ctypes.c_int64)), (8 * threads,))[::8]
+    np.testing.assert_array_equal(got, wanted)
+
+
+def test_an_idle_team_uses_no_processor_and_wakes() -> None:
+    ops = team.OpList(2)
+    log, at = np.zeros(2, np.int64), np.zeros(1, np.int64)
+    ops.add(note.address, NOTE, wait=True, place=5, log=log.ctypes.data, next=at.ctypes.data)
+    ops.run()
+    time.sleep(0.5)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.1
+    ops.run()
+    assert at[0] == 2
+
+
+def test_several_callers_take_turns() -> None:
+    lists = []
+    for _ in range(4):
+        ops, log, at = team.OpList(2), np.zeros(500, np.int64), np.zeros(1, np.int64)
+        for place in range(100):
+            ops.add(note.address, NOTE, wait=True, place=place, log=log.ctypes.data, next=at.ctypes.data)
+        lists.append((ops, log, at))
+    callers = [threading.Thread(target=lambda ops=ops: [ops.run() for _ in range(5)]) for ops, _, _ in lists]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    for _, log, at in lists:
+        assert at[0] == 500
+        np.testing.assert_array_equal(log, np.tile(np.arange(100), 5))
+
+
+def test_a_list_published_late_is_run_all_the_same(monkeypatch: pytest.MonkeyPatch, new_team) -> None:
+    """Threads that look for work and fall asleep while a list is announced but not yet out must not miss it."""
+    publish = team._lead
+
+    def late(*args: int) -> None:
+        time.sleep(0.1)
+        publish(*args)
+
+    monkeypatch.setattr(team, "_lead", late)
+    mine, chain = new_team(3), stress_team.Chain(3, 2)
+    done = threading.Thread(target=lambda: [mine.run(chain.array) for _ in range(3)], daemon=True)
+    done.start()
+    done.join(60)
+    assert not done.is_alive()
+    assert mine.epoch == 3
+    chain.check(0)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_random_delays_at_every_synchronisation_point(threads: int) -> None:
+    """benchmarks/stress_team.py does a million."""
+    stress_team.stress(threads, 2000, seed=threads)
+
+
+def test_an_empty_list_and_the_one_after_it(new_team) -> None:
+    """Without operations there is no barrier: workers must not see such a list, nor take the next one for it."""
+    mine, chain = new_team(3), stress_team.Chain(3, 3)
+    for first in range(300):
+        mine.run(np.zeros((0, 3), np.int64))
+        chain.buffers[0][:: stress_team.LINE // 8] = first
+        mine.run(chain.array)
+        chain.check(first)
+    assert mine.epoch == 300
+    empty = team.OpList(2)
+    empty.wait()
+    empty.run()
+
+
+# ------------------------------------------------------------------------------------------------ kernels that raise
+
+RAISE = ("who", "place", "bytes")
+
+
+@callback("void(int64, int64, int64)")
+def raises(p, thread, threads):
+    """Raise on one thread, note on the others."""
+    if thread == load_int(p):
+        raise ValueError("no")
+    store_int(1, load_int(p + 8) + 8 * thread)
+
+
+@callback("void(int64, int64, int64)")
+def allocates(p, thread, threads):
+    """Take so much memory."""
+    x = np.empty(load_int(p + 16), np.uint8)
+    x[0] = 1
+    store_int(int(x[0]), load_int(p + 8) + 8 * thread)
+
+
+@callback("void(int64, int64, int64)")
+def steps(p, thread, threads):
+    """A range's step of 0 is an error that numba raises."""
+    for i in range(0, 8, load_int(p)):
+        store_int(1, load_int(p + 8) + 8 * (i % threads))
+
+
+@callback("void(int64, int64, int64)")
+def calls(p, thread, threads):
+    """What is called through an address raises, not this."""
+    call3(load_int(p + 16), p, thread, threads)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("who", ["leader", "worker"])
+def test_an_exception_in_a_kernel_is_an_error(threads: int, who: str, capfd: pytest.CaptureFixture) -> None:
+    number = 0 if who == "leader" else threads - 1
+    laid, noted = team.OpList(threads), np.zeros(threads, np.int64)
+    laid.add(raises.address, RAISE, who=number, place=noted.ctypes.data)
+    for _ in range(2):
+        with pytest.raises(KernelError, match=rf"{threads} threads .* incomplete: tests\.runtime\.test_team\.raises;"):
+            laid.run()
+    assert noted.sum() == threads - 1
+    assert "Exception ignored" not in capfd.readouterr().err
+    chain = stress_team.Chain(threads, 3)
+    chain.ops.run()  # the team is as good as before
+    chain.check(0)
+
+
+@pytest.mark.parametrize("name", ["allocates", "steps", "calls"])
+def test_whatever_raises_is_seen(name: str) -> None:
+    noted = np.zeros(2, np.int64)
+    laid = team.OpList(2)
+    given = {"allocates": {"bytes": 1 << 60}, "steps": {"who": 0}, "calls": {"who": 1, "bytes": raises.address}}[name]
+    laid.add(globals()[name].address, RAISE, place=noted.ctypes.data, **given)
+    with pytest.raises(KernelError, match="raises" if name == "calls" else name):
+        laid.run()
+
+
+def test_what_raises_outside_of_a_list_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody collects it there."""
+    shown = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: shown.append(str(found.exc_value)))
+    parameters = np.zeros(3, np.int64)
+    ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(raises.address)(parameters.ctypes.data, 0, 1)
+    assert shown == ["kernel tests.runtime.test_team.raises raised an exception; its results are incomplete"]
+
+
+def test_threads_do_not_write_one_buffer() -> None:
+    laid = team.OpList(2)
+    with pytest.raises(AssertionError, match="2 threads would write one buffer"):
+        laid.add(ops.norm.address, ops.NORM, buffer=laid.buffer("normed", 64))
+    team.OpList(1).add(ops.norm.address, ops.NORM)
+
+
+# ------------------------------------------------------------------------------- threads that do not come, interrupts
+
+
+def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, new_team) -> None:
+    """An error, which Ctrl-C is not needed for; once there is room for threads, the same team runs."""
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name == "quantkit-2":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    mine, chain = new_team(3), stress_team.Chain(3, 3)
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    for _ in range(2):
+        with pytest.raises(
+            KernelError, match=r"thread 3 of 3 cannot be started \(can't start new thread\); .* fewer threads"
+        ):
+            mine.run(chain.array)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    for _ in range(100):
+        mine.run(chain.array)
+        chain.check(0)
+    assert mine.epoch == 100
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupt_while_threads_are_started(when: str, monkeypatch: pytest.MonkeyPatch, new_team) -> None:
+    """A thread that was started, but not counted, must not do its share twice with the one that is started for it."""
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if when == "after":
+            start(thread)
+        raise KeyboardInterrupt
+
+    mine, chain = new_team(3), stress_team.Chain(3, 3)
+    for _ in range(2):
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            mine.run(chain.array)
+        monkeypatch.setattr(threading.Thread, "start", start)
+    for first in range(300):
+        chain.buffers[0][:: stress_team.LINE // 8] = first
+        mine.run(chain.array)
+        chain.check(first)
+    assert len(mine._workers) == 2
+
+
+def test_an_interrupt_before_a_list_is_published(monkeypatch: pytest.MonkeyPatch, new_team) -> None:
+    mine, chain = new_team(2), stress_team.Chain(2, 3)
+    mine.run(chain.array)
+
+    def interrupted(*args: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(team, "_lead", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            mine.run(chain.array)
+    time.sleep(0.3)
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.1  # nobody waits for what did not come
+    mine.run(chain.array)
+    chain.check(0)
+
+
+def test_interrupts_in_the_middle_of_lists() -> None:
+    """Ctrl-C, again and again, wherever it meets the leader: lists before and after are whole."""
+    done = run_python(
+        """
+        import os, signal, threading, time
+        from benchmarks import stress_team
+        from quantkit.runtime.kernels.cpu import team
+
+        mine, chain = team.ThreadTeam(3), stress_team.Chain(3, 40)
+        mine.run(chain.array)
+        main, stop = threading.get_ident(), threading.Event()
+
+        def interrupt():
+            while not stop.wait(0.003):
+                os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=interrupt, daemon=True).start()
+        caught, first = 0, 0
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            try:
+                while time.monotonic() < end:
+                    first += 1
+                    chain.buffers[0][:: stress_team.LINE // 8] = first
+                    mine.run(chain.array)
+                    chain.check(first)
+            except KeyboardInterrupt:
+                caught += 1
+        while True:
+            try:
+                stop.set()
+                time.sleep(0.1)
+                break
+            except KeyboardInterrupt:
+                pass
+        mine.run(chain.array)
+        chain.check(int(chain.buffers[0][0]))
+        print(caught > 50, first > 100)
+        """
+    )
+    assert (done.returncode, done.stdout) == (0, "True True\n"), done.stderr
+
+
+# ------------------------------------------------------------------------------------------------- forks and the end
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.parametrize("leading", [False, True])
+def test_a_forked_child_has_a_team_of_its_own(leading: bool) -> None:
+    """Also where another thread led a list at the time of the fork."""
+    done = run_python(
+        f"""
+        import os, threading
+        from benchmarks import stress_team
+
+        chain, other = stress_team.Chain(2, 3), stress_team.Chain(2, 200)
+        chain.ops.run()
+
+        def lead():
+            while True:
+                other.ops.run()
+
+        if {leading}:
+            threading.Thread(target=lead, daemon=True).start()
+        for _ in range(5):
+            child = os.fork()
+            if not child:
+                for first in range(20):
+                    chain.buffers[0][:: stress_team.LINE // 8] = first
+                    chain.ops.run()
+                    chain.check(first)
+                os._exit(7)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        chain.buffers[0][:] = 0
+        chain.ops.run()
+        chain.check(0)
+        print("parent")
+        """
+    )
+    assert (done.returncode, done.stdout) == (0, "parent\n"), done.stderr
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_the_interpreter_ends_while_a_list_runs(attempt: int) -> None:
+    """Led by a daemon thread: the list ends, no other begins, the process leaves with its own status."""
+    done = run_python(
+        """
+        import sys, threading, time
+        from benchmarks import stress_team
+
+        chain = stress_team.Chain(3, 3000)
+        chain.ops.run()
+
+        def lead():
+            while True:
+                chain.ops.run()
+
+        threading.Thread(target=lead, daemon=True).start()
+        time.sleep(0.05)
+        sys.exit(5)
+        """
+    )
+    assert done.returncode == 5, done.stderr
+    assert done.stderr == "" or "the interpreter is shutting down" in done.stderr

@@ -98,7 +98,7 @@ def stress(threads: int, lists: int, seed: int, say: Callable[[str], None] = lam
     random, chains = np.random.default_rng(seed), [Chain(threads, count) for count in range(1, 6)]
     mine, begin = team.ThreadTeam(threads), time.perf_counter()
     mine._fields[_RANDOM // 8] = seed << 20
-    team._lead, team._work = kernels._lead, kernels._work  # type: ignore[assignment]
+    team._lead, team._work = kernels._lead, kernels._work
     try:
         for start in range(0, lists, 10000):
             for which, first, nap in random.integers(0, (len(chains), 1000, 500), (min(10000, lists - start), 3)):

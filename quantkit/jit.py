@@ -514,7 +514,7 @@ def _failure_function() -> Any:
     return function
 
 
-def _guarded(body: Kernel, number: int, arguments: int) -> Callable:
+def _guarded(body: Kernel, number: int, arguments: int) -> Any:
     """A function of so many arguments that calls a kernel, and says so when that raises, whatever it raises."""
     from numba import types as kinds
 

@@ -74,6 +74,10 @@ def _laid_out(points: np.ndarray) -> np.ndarray:
 
 @kernel(inline="always")
 def address(array):
+    """Where an array's elements are.
+
+    numba frees an array after its last use, of which this may be one: the array must be the caller's, who holds it.
+    """
     return np.int64(array.ctypes.data)
 
 
@@ -89,12 +93,13 @@ def find(scores, most):
 
 
 @kernel
-def _assign(points, centroids, nearest):
-    """The centroid nearest to each point, the first of several."""
+def _assign(points, centroids, u, t, space, nearest):
+    """The centroid nearest to each point, the first of several.
+
+    u, t int16[group] are weights and room for a point; space float32[3, centroids].
+    """
     count, group = points.shape
     chunks = len(centroids)
-    u, t = np.ones(group, np.int16), np.empty(group, np.int16)
-    space = np.empty((3, 16 * chunks), np.float32)
     at, a, b, scores = address(centroids), address(space[0]), address(space[1]), address(space[2])
     for i in range(count):
         for j in range(group):
@@ -103,20 +108,27 @@ def _assign(points, centroids, nearest):
         nearest[i] = find(scores, score(a, b, chunks, np.float32(2), np.float32(1), 1, scores))
 
 
+def _nearest(table: np.ndarray, centroids: np.ndarray) -> np.ndarray:
+    """int32[points]: the centroid nearest to each point."""
+    group, laid_out, nearest = table.shape[1], _laid_out(centroids), np.empty(len(table), np.int32)
+    space = np.empty((3, 16 * len(laid_out)), np.float32)
+    _assign(table, laid_out, np.ones(group, np.int16), np.empty(group, np.int16), space, nearest)
+    return nearest
+
+
 def _clusters(table: np.ndarray, count: int) -> tuple[np.ndarray, ...]:
     """Integer centroids, the points' order, and the first chunk of 16 of each cluster.
 
     Each cluster is filled up to a multiple of 16 with copies of its first point.
     """
     centroids = np.rint(table[_halves(table, count)[_shuffled(count)]].mean(axis=1)).astype(np.int8)
-    nearest = np.empty(len(table), np.int32)
     for _ in range(_PASSES):
-        _assign(table, _laid_out(centroids), nearest)
+        nearest = _nearest(table, centroids)
         sizes = np.bincount(nearest, minlength=count)
         sums = np.stack([np.bincount(nearest, weights=x, minlength=count) for x in table.T], axis=1)
         filled = sizes > 0
         centroids[filled] = np.rint(sums[filled] / sizes[filled, None]).astype(np.int8)
-    _assign(table, _laid_out(centroids), nearest)
+    nearest = _nearest(table, centroids)
     sizes = np.bincount(nearest, minlength=count)
     chunks = -(-sizes // 16)
     place = np.arange(16 * chunks.sum()) - np.repeat(16 * (np.cumsum(chunks) - chunks), 16 * chunks)
@@ -543,7 +555,7 @@ def _search_row(kind, steps, space, row, profiles, names, values, kept):
 
 @kernel
 def _search(x, importance, kind, largest, steps, index, scratch, d, numbers, multipliers, tables):
-    """`search`, given space whose addresses stay good as the caller holds it."""
+    """`search`, given scratch memory, which the caller holds while addresses of it are used."""
     names, values = index[2], index[4]
     rows, n = x.shape
     space, row = space_of(scratch, index), row_of(n, kind.group)

@@ -150,8 +150,11 @@ class _Linter:
             self.notes.append(f"{label} matches tensors too that stay as they are: {self._kept_as(kept)}")
 
     def _kept_as(self, names: Sequence[str]) -> str:
-        t = self.of_name[names[0]]
-        return f"{listed(names)} ({t.type.name}, {t.reason})"
+        """Tensors that are not quantized, each kind with its type and the reason."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for name in names:
+            found[f"{self.of_name[name].type.name}, {self.of_name[name].reason}"].append(name)
+        return "; ".join(f"{listed(same)} ({why})" for why, same in found.items())
 
 
 _Tensors = Mapping[str, PlannedTensor]

@@ -85,7 +85,10 @@ def test_any_number_of_dots() -> None:
         (r"blk\..*\.attn_k.*", "blk.{0-47}.attn_k_norm.weight (f32, kept: one-dimensional)"),
         ("attn_q", "blk.{0-47}.attn_q_norm.weight (f32, kept: one-dimensional)"),
         (r"ffn_(gate|up)", "blk.{0-47}.ffn_gate_inp.weight (f32, kept: the router)"),
-        ("ffn", "blk.{0-47}.ffn_gate_inp.weight, blk.{0-47}.ffn_norm.weight (f32"),
+        (
+            "ffn",
+            "blk.{0-47}.ffn_norm.weight (f32, kept: one-dimensional); blk.{0-47}.ffn_gate_inp.weight (f32, kept: the",
+        ),
         ("attn_norm", "matches only tensors that stay as they are: blk.{0-47}.attn_norm.weight"),
         ("ffn_gate_inp", "--ffn-gate-inp-type changes that"),
     ],

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from quantkit.cli._card_command import HIDDEN, argument, base, requantize
 from quantkit.cli._evaluation import markdown
 from quantkit.cli._shared import gib
 from quantkit.errors import printable
@@ -16,9 +16,6 @@ from quantkit.recipe.layers import ranges
 
 if TYPE_CHECKING:
     from quantkit.files.gguf import GGUF, Tensor
-
-_RECIPE_BY = re.compile(r"# quantkit quantize (\S+)\s*(.*)")
-_HIDDEN = "top_secret"
 
 
 def card(file: GGUF) -> str:
@@ -63,16 +60,11 @@ def _imatrix(metadata: Any) -> str:
     if "quantize.imatrix.file" not in metadata:
         return ""
     name, text = (str(metadata.get(f"quantize.imatrix.{key}", "")) for key in ("file", "dataset"))
-    if name == _HIDDEN:
+    if name == HIDDEN:
         return "used, not named"
     entries, chunks = (metadata.get(f"quantize.imatrix.{key}_count") for key in ("entries", "chunks"))
     counted = f", {entries} entries" + (f" of {chunks} chunks" if chunks else "") if entries else ""
-    return f"{_base(name)}" + (f", of {_base(text)}" if text else "") + counted
-
-
-def _base(path: str) -> str:
-    """The last part of a path: whose disk it was on is nobody's business."""
-    return re.split(r"[/\\]", path)[-1]
+    return f"{base(name)}" + (f", of {base(text)}" if text else "") + counted
 
 
 @dataclass
@@ -131,26 +123,17 @@ def _recipe(file: GGUF) -> str:
 
 def _commands(file: GGUF) -> str:
     """How to make it again, look at it and run it."""
-    name = shlex.quote(file.paths[0].name)
-    made = _RECIPE_BY.match(str(file.metadata.get("quantkit.recipe", "")))
-    kind, flags = (made[1], made[2]) if made else ("Q8_0", "")
-    words = [kind, flags, f"--recipe {name}"]
-    if "quantize.imatrix.file" in file.metadata:
-        path = str(file.metadata["quantize.imatrix.file"])
-        words.append(f"--imatrix {'IMATRIX.dat' if path == _HIDDEN else shlex.quote(_base(path))}")
-    if "quantkit.effort" in file.metadata:
-        words.append(f"--effort {file.metadata['quantkit.effort']}")
-    if len(file.paths) > 1:
-        words.append(f"--split-max-tensors {max(file.shards)}")
+    name = argument(file.paths[0].name)
     lines = [
-        "# the same types again, of the model in BF16",
-        f"quantkit quantize MODEL-BF16.gguf OUT.gguf {' '.join(filter(None, words))}",
         "# what it holds, what it takes, how good it is",
         f"quantkit inspect {name}",
         f"quantkit plan {name} COPY -c 32768 -ctk q8_0 -ctv q8_0",
         f"quantkit compare MODEL-BF16.gguf {name} -f TEXT",
         f"quantkit generate {name} -p 'Hello'",
     ]
+    if words := requantize(file):
+        command = f"quantkit quantize MODEL-BF16.gguf OUT.gguf {' '.join(words)}"
+        lines[:0] = ["# the same types again, of the model in BF16", command]
     return "```bash\n" + "\n".join(map(printable, lines)) + "\n```"
 
 

@@ -21,6 +21,8 @@ rows and is interleaved in the source, or the other way round, only change their
 from __future__ import annotations
 
 import math
+import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -35,7 +37,7 @@ from quantkit.recipe.errors import ImportanceError, RecipeError
 from quantkit.recipe.fallback import fit_columns, interleaved_rows, row_by_row
 from quantkit.recipe.grammar import Recipe, Rule
 from quantkit.recipe.interleaving import Selection
-from quantkit.recipe.mixes import Mix, Model, tensor_class
+from quantkit.recipe.mixes import CLASSES, Mix, Model, tensor_class
 from quantkit.recipe.planned import Plan, PlannedTensor, RuleUse
 from quantkit.recipe.presets import FileType, file_type
 from quantkit.types import QuantType
@@ -97,10 +99,42 @@ class Options:
     repack_patterns: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """As typed on the command line."""
+        """As typed on the command line, in a shell; `parse` reads it."""
         repacking = ["--repack"] if self.repack and not self.repack_patterns else []
-        repacking += [f"--repack-pattern {','.join(self.repack_patterns)}"] if self.repack_patterns else []
+        if self.repack_patterns:
+            repacking = [f"--repack-pattern {shlex.quote(','.join(self.repack_patterns))}"]
         return " ".join([*self._choosing(), *repacking])
+
+    @classmethod
+    def parse(cls, text: str) -> Options:
+        """The Options whose text this is; RecipeError for any other text.
+
+        Files made before patterns were quoted have them as they are.
+        """
+        try:
+            words = shlex.split(text) if re.search("['\"]", text) else text.split()
+        except ValueError as error:
+            raise RecipeError(f"'{text}' are no flags of a plan: {error}") from None
+        exact = {"output-tensor": "output_type", "token-embedding": "embedding_type", "ffn-gate-inp": "router_type"}
+        classes = {name.replace("_", "-"): name for name in (*(name for _, name in CLASSES), "attn_qkv")}
+        switches = ("pure", "leave-output-tensor", "ignore-imatrix-rules", "repack")
+        found: dict[str, Any] = {"class_types": {}}
+        rest = iter(words)
+        for word in rest:
+            name, of_type = word.removeprefix("--"), word.removeprefix("--").removesuffix("-type")
+            if not word.startswith("--"):
+                raise RecipeError(f"'{word}' is no flag of a plan")
+            if name in switches:
+                found[name.replace("-output-tensor", "_output").replace("-", "_")] = True
+            elif name == "repack-pattern":
+                found["repack_patterns"] = tuple(next(rest, "").split(","))
+            elif of_type in exact:
+                found[exact[of_type]] = types.layout(next(rest, ""))
+            elif of_type in classes:
+                found["class_types"][classes[of_type]] = types.layout(next(rest, ""))
+            else:
+                raise RecipeError(f"'{word}' is no flag of a plan")
+        return cls(**found)
 
     @property
     def choose(self) -> bool:

@@ -130,7 +130,7 @@ def test_diff_weighted_sorted_and_as_json(tmp_path, capsys):
 
 
 def test_card(tmp_path, capsys):
-    recipe = "# quantkit quantize Q4_0 --pure\n```\nffn_up=q8_0\n"
+    recipe = "# quantkit quantize Q4_0 --attn-q-type q8_0\n# ```\nffn_up=q8_0\n"
     path = make(tmp_path / "Foo-Q4.gguf", **{
         "quantkit.recipe": recipe, "quantkit.version": "9", "quantize.imatrix.file": "/home/me/i.dat",
         "quantize.imatrix.dataset": "C:\\texts\\wiki.txt", "quantize.imatrix.entries_count": 4,
@@ -143,7 +143,10 @@ def test_card(tmp_path, capsys):
     assert "| `blk.*.ffn_up.weight` | 0-3 | 4 x 64 | q8_0 | 4 | 0.000 | 8.500 |" in text
     assert "| all | 5 | 1088 | 0.000 |" in text
     assert f"<details>\n<summary>The recipe that made it</summary>\n\n````\n{recipe}````\n\n</details>" in text
-    assert "quantkit quantize MODEL-BF16.gguf OUT.gguf Q4_0 --pure --recipe Foo-Q4.gguf --imatrix i.dat\n" in text
+    assert (
+        "quantkit quantize MODEL-BF16.gguf OUT.gguf Q4_0 --attn-q-type q8_0 --recipe Foo-Q4.gguf --imatrix i.dat\n"
+        in text
+    )
     plain = run(capsys, "inspect", make(tmp_path / "b.gguf"), "--card")
     assert "Its types as a recipe" in plain
     assert r"^blk\.([0-3])\.ffn_up\.weight$=q8_0" in plain

@@ -96,6 +96,20 @@ def compile(
     return Pattern(text, where, ascii, error, written)
 
 
+def repeats(text: str) -> float:
+    """How many parts of an expression repeat without limit, one after the other; infinite for one within another.
+
+    Other engines that backtrack take the length of a text to the power of that, and one, on it.
+    """
+    if len(text) > MAX_LENGTH:
+        return float("inf")
+    try:
+        found = _Scan(text).ways()
+    except RecursionError:
+        return float("inf")
+    return found.spans if found.factor < 1000 else float("inf")
+
+
 def _escape_of_re2(found: re.Match[str]) -> str:
     if found[1]:
         return rf"\x{{{found[1]}}}"

@@ -17,6 +17,7 @@ from typing import Any
 
 from quantkit.archs import pretokenizers
 from quantkit.archs.base import shortest
+from quantkit.archs.tokenizer_checks import check_keys, check_normalizer, check_pre_tokenizer
 from quantkit.errors import FormatError, UnsupportedError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -75,6 +76,7 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
     FormatError names a missing key, UnsupportedError a kind of tokenizer that is not handled.
     """
+    check_keys(metadata)
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in _PARTS:
         raise UnsupportedError(
@@ -85,10 +87,12 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
     for key in needed:
         if key not in metadata:
             raise FormatError(f"metadata key {key} is missing; a {kind} tokenizer needs it")
-        if not isinstance(metadata[key], list):
-            raise FormatError(f"metadata key {key} is {metadata[key]!r}; it should be an array")
     exact = _stated_exactly(metadata)
     parts = _PARTS[kind](metadata, exact)
+    where = EXACT if "normalizer" in exact or "pre_tokenizer" in exact else "the tokenizer in the metadata"
+    check_normalizer(parts["normalizer"], f"{where}, normalizer")
+    if kind != "gpt2":  # of which the table knows them
+        check_pre_tokenizer(parts["pre_tokenizer"], f"{where}, pre_tokenizer")
     flags = exact.get("added_tokens", {})
     tokens, types = metadata["tokenizer.ggml.tokens"], token_types(metadata)
     added = [
@@ -104,10 +108,15 @@ def _stated_exactly(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """What EXACT says; {} where the file has none."""
     try:
         found = json.loads(metadata.get(EXACT, "{}"))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise FormatError(f"metadata key {EXACT} is not JSON ({error})") from None
     if not isinstance(found, dict):
         raise FormatError(f"metadata key {EXACT} is {found!r}; it should be a JSON object")
+    flags, unmerged = found.get("added_tokens", {}), found.get("unmerged", [])
+    if not isinstance(flags, dict) or not all(isinstance(each, dict) for each in flags.values()):
+        raise FormatError(f"metadata key {EXACT}: added_tokens should be an object of objects")
+    if not isinstance(unmerged, list) or not all(isinstance(each, int) for each in unmerged):
+        raise FormatError(f"metadata key {EXACT}: unmerged should be a list of the numbers of tokens")
     return found
 
 
@@ -175,8 +184,7 @@ def _sentencepiece_parts(metadata: Mapping[str, Any], exact: Mapping[str, Any]) 
 def _unigram_parts(metadata: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str, Any]:
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     tokens, types, scores = metadata["tokenizer.ggml.tokens"], token_types(metadata), _stated_scores(metadata)
-    charsmap = metadata.get("tokenizer.ggml.precompiled_charsmap") or []
-    steps = normalizer_steps(bytes(int(x) for x in charsmap), metadata.get("tokenizer.ggml.remove_extra_whitespaces"))
+    steps = normalizer_steps(_charsmap(metadata), metadata.get("tokenizer.ggml.remove_extra_whitespaces"))
     metaspace = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "always" if prefix else "never",
                  "split": False}  # fmt: skip
     added = (CONTROL, USER_DEFINED, UNUSED)  # are no part of a cut; their own texts are found beforehand
@@ -223,13 +231,20 @@ def normalizer_steps(charsmap: bytes, removes_spaces: Any) -> list[dict[str, Any
     return steps
 
 
+def _charsmap(metadata: Mapping[str, Any]) -> bytes:
+    """The compiled table of replacements; b"" where the file has none."""
+    try:
+        return bytes(metadata.get("tokenizer.ggml.precompiled_charsmap") or ())
+    except ValueError as error:
+        raise FormatError(f"metadata key tokenizer.ggml.precompiled_charsmap: {error}") from None
+
+
 def _with_charsmap(normalizer: Any, metadata: Mapping[str, Any]) -> Any:
     """A normalizer whose compiled table, where it is left to its own key, is that of the key."""
     if isinstance(normalizer, dict):
         changed = {key: _with_charsmap(value, metadata) for key, value in normalizer.items()}
         if normalizer.get("type") == "Precompiled" and normalizer.get("precompiled_charsmap") is None:
-            table = bytes(int(x) for x in metadata.get("tokenizer.ggml.precompiled_charsmap", ()))
-            changed["precompiled_charsmap"] = base64.b64encode(table).decode()
+            changed["precompiled_charsmap"] = base64.b64encode(_charsmap(metadata)).decode()
         return changed
     return [_with_charsmap(step, metadata) for step in normalizer] if isinstance(normalizer, list) else normalizer
 

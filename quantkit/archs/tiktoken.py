@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.archs import pretokenizers
+from quantkit.archs.tokenizer_checks import MAX_TOKEN
 from quantkit.errors import FormatError
 
 _CUTTING = {"TikTokenTokenizer": "kimi-k2", "HYTokenizer": "hunyuan"}
@@ -57,9 +58,11 @@ def _ranks(path: Path) -> dict[bytes, int]:
             continue
         try:
             token, rank = line.split()
-            found[base64.b64decode(token, validate=True)] = int(rank)
+            found[text := base64.b64decode(token, validate=True)] = int(rank)
         except ValueError:
             raise FormatError(f"{path}: line {number} is not a token in base64 and its rank: {line[:60]!r}") from None
+        if len(text) > MAX_TOKEN:
+            raise FormatError(f"{path}: line {number} is a token of {len(text)} bytes; up to {MAX_TOKEN} are read")
     if missing := sorted({bytes([byte]) for byte in range(256)} - set(found)):
         raise FormatError(f"{path}: {len(missing)} single bytes are no tokens, {missing[0]!r} the first; all must be")
     return dict(sorted(found.items(), key=lambda item: item[1]))

@@ -52,6 +52,7 @@ from quantkit.archs.hf_tokenizer import (
     space_steps,
     tokenizer_json,
 )
+from quantkit.archs.tokenizer_checks import check_normalizer, check_pre_tokenizer
 from quantkit.errors import FormatError, UnsupportedError
 
 METADATA_FILE = "gguf_metadata.json"  # general.* keys for which a checkpoint has no place of its own
@@ -64,7 +65,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(content, dict):
         raise FormatError(f"{path}: expected a JSON object, found {type(content).__name__}")
@@ -100,7 +101,7 @@ def read(directory: Path, config: Mapping[str, Any], pre: str | None = None) -> 
             )
         entries = entries | _settings(directory, tokenizer, settings, config, entries["tokenizer.ggml.tokens"][0])
         return entries | (_exact(tokenizer, entries) if tokenizer else {})
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
         raise FormatError(
             f"{path}: not the tokenizer of a BPE or unigram model ({error!r} while reading it)"
         ) from error
@@ -239,8 +240,10 @@ def _exact(tokenizer: Mapping[str, Any], entries: Entries) -> Entries:
     made, model = tokenizer_json(metadata), tokenizer["model"]
     found: dict[str, Any] = {}
     if pretokenizers.normalizers(made) != pretokenizers.normalizers(tokenizer):
+        check_normalizer(tokenizer.get("normalizer"), "tokenizer.json, normalizer")
         found["normalizer"] = _without_charsmap(tokenizer.get("normalizer"))
     if kind != "gpt2" and made["pre_tokenizer"] != (tokenizer.get("pre_tokenizer") or None):
+        check_pre_tokenizer(tokenizer.get("pre_tokenizer"), "tokenizer.json, pre_tokenizer")
         found["pre_tokenizer"] = tokenizer.get("pre_tokenizer")
     for name in ("ignore_merges", "byte_fallback"):
         if bool(model.get(name)) != bool(made["model"].get(name)):

@@ -14,12 +14,13 @@ from __future__ import annotations
 import codecs
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from quantkit import arguments
 from quantkit.archs import hf_tokenizer, tiktoken
-from quantkit.errors import DataError, FormatError, UnsupportedError
+from quantkit.errors import DataError, FormatError, UnsupportedError, printable
 
 # Control tokens that end a reply in one chat format or another, for files whose keys do not name them.
 _ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "</s>")
@@ -74,10 +75,8 @@ class Tokenizer:
         """`tokenizers` objects: key True finds control tokens in the text, False does not."""
         import tokenizers
 
-        try:
+        with _library_errors("the tokenizer in the metadata is inconsistent"):
             plain, special = (tokenizers.Tokenizer.from_str(self._model) for _ in range(2))
-        except Exception as error:  # the library raises bare Exception
-            raise FormatError(f"the tokenizer in the metadata is inconsistent: {error}") from error
         plain.encode_special_tokens = True
         return {False: plain, True: special}
 
@@ -90,7 +89,9 @@ class Tokenizer:
         if bos and self.bos_id is None:
             raise DataError("the model has no BOS token (tokenizer.ggml.bos_token_id); encode with bos=False")
         text = _valid(text)
-        ids = self._engines[special].encode(text, add_special_tokens=False).ids if text else []
+        engine = self._engines[special]
+        with _library_errors("the tokenizer in the metadata fails on this text"):
+            ids = engine.encode(text, add_special_tokens=False).ids if text else []
         if self.adds_bos if bos is None else bos:
             ids = [self.bos_id, *ids]
         if bos is None and self.adds_eos:
@@ -156,6 +157,20 @@ class Tokenizer:
         from quantkit.runtime.chat_template import render
 
         return render(template, values)
+
+
+@contextmanager
+def _library_errors(what: str) -> Iterator[None]:
+    """FormatError for what the `tokenizers` library raises: bare Exception, and its panics, which are no Exception.
+
+    Their class, PanicException, cannot be imported.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise FormatError(f"{what}: {printable(str(error)[:500])}") from None
 
 
 def _valid(text: str | bytes) -> str:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from quantkit.archs import Arch, vocab
 from quantkit.archs.further import POLICIES
 from quantkit.archs.tensors import Piece, ReadRows
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
+from quantkit.files import front_matter
 from quantkit.files.gguf import Metadata, TensorSpec, Writer
 from quantkit.files.mapping import is_mapped, release
 from quantkit.files.pipeline import row_ranges, spread
@@ -111,6 +111,7 @@ class Conversion:
     pieces: dict[str, Piece]
     generated: dict[str, np.ndarray]
     left_out: dict[str, list[str]] = field(default_factory=dict)  # tensors of the checkpoint, by what they are
+    warnings: list[str] = field(default_factory=list)  # what of the checkpoint was not understood and left out
     written: list[Path] = field(default_factory=list)  # the files; empty before
 
     @property
@@ -441,7 +442,7 @@ def _general(config: Mapping[str, Any], made: Conversion) -> dict[str, tuple[Any
         "general.name": (name, "str"),
         "general.size_label": (size_label(made.n_params), "str"),
     }
-    entries |= _model_card(directory / "README.md")
+    entries |= _model_card(directory / "README.md", made.warnings)
     for key, value in vocab.read_json(directory / vocab.METADATA_FILE).items():
         entries[key] = (value, "str" if isinstance(value, (str, list)) else "u32")
     entries |= vocab.sampling(directory)
@@ -450,24 +451,21 @@ def _general(config: Mapping[str, Any], made: Conversion) -> dict[str, tuple[Any
     return entries
 
 
-def _model_card(path: Path) -> dict[str, tuple[Any, str]]:
-    """License, languages and tags of the front matter of a README.md: `key: value`, or lines `- value` below `key:`."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    front = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
-    found: dict[str, list[str]] = {}
-    key = ""
-    for line in front[1].splitlines() if front else ():
-        if match := re.match(r"(\w+):\s*(.*)", line):
-            key, value = match[1], match[2].strip("'\" ")
-            found[key] = [value] if value else []
-        elif match := re.match(r"\s*-\s+(.+)", line):
-            found.setdefault(key, []).append(match[1].strip("'\" "))
+def _model_card(path: Path, warnings: list[str]) -> dict[str, tuple[Any, str]]:
+    """License, languages and tags of the front matter of a README.md. What cannot be read is a warning."""
+    try:
+        front = front_matter.read(path) if path.is_file() else {}
+    except FormatError as error:
+        warnings.append(f"{error}; no license, language or tags are taken from it")
+        return {}
     entries: dict[str, tuple[Any, str]] = {}
-    if found.get("license"):
-        entries["general.license"] = (found["license"][0], "str")
-    for key, target in (("tags", "general.tags"), ("language", "general.languages")):
-        if found.get(key):
-            entries[target] = (found[key], "str")
+    for key, target in (("license", "general.license"), ("tags", "general.tags"), ("language", "general.languages")):
+        value = front.get(key)
+        listed = [part for part in (value if isinstance(value, list) else [value]) if part not in (None, "")]
+        if not all(isinstance(part, str) for part in listed) or (key == "license" and len(listed) > 1):
+            warnings.append(f"{path}: {key} of the front matter is {value!r:.60}, which {target} cannot hold; left out")
+        elif listed:
+            entries[target] = (listed[0] if key == "license" else listed, "str")
     return entries
 
 

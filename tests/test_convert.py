@@ -271,6 +271,30 @@ def test_model_card_and_general_keys(tmp_path: Path) -> None:
     assert metadata["general.size_label"] == f"{prepare(tmp_path / 'hf').n_params / 1000:.0f}K"
 
 
+@pytest.mark.parametrize(("card", "keys", "warning"), [
+    ("license: mit # or so\nlanguage: [en, no]\ntags: a\n",
+     {"license": "mit", "languages": ["en", "no"], "tags": ["a"]}, ""),
+    ("license: >-\n  my own\n  license\n", {"license": "my own license"}, ""),
+    ("license: [mit]\nlanguage:\ntags: []\n", {"license": "mit"}, ""),
+    ("license: [mit, apache-2.0]\ntags: [a, {b: c}]\nlanguage: en\n", {"languages": ["en"]},
+     "license of the front matter is ['mit'"),
+    ("license: mit\ntags: [a\n", {}, "no license, language or tags"),
+    ("license: mit\nlicense: gpl\n", {}, "a second key"),
+])  # fmt: skip
+def test_front_matter_in_the_metadata(tmp_path: Path, capsys, card: str, keys: dict[str, Any], warning: str) -> None:
+    """Right or not at all; what is left out is said."""
+    tiny(tmp_path / "hf")
+    (tmp_path / "hf" / "README.md").write_text(f"---\n{card}---\n")
+    made = prepare(tmp_path / "hf")
+    found = {key: made.metadata.get(f"general.{key}") for key in ("license", "languages", "tags")}
+    assert {key: value for key, value in found.items() if value is not None} == keys
+    assert bool(made.warnings) == bool(warning)
+    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "m.gguf"), "--dry-run"]) == 0
+    said = capsys.readouterr().err
+    assert warning in said
+    assert ("warning" in said) == bool(warning)
+
+
 # --------------------------------------------------------------------------------------------------------------- errors
 
 

@@ -6,13 +6,14 @@ import functools
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from quantkit.errors import FormatError, QuantkitError
+from quantkit.errors import FormatError, QuantkitError, printable
 
 Threads = Annotated[
     int | None, typer.Option("--threads", "-t", help="Threads; default: the CPUs this process may use.", min=1)
@@ -88,8 +89,10 @@ def split_limit(size: str | None, tensors: int | None, keep: bool) -> int | None
     return None if size is None else parse_size(size)
 
 
-def print_left_out(left_out: Mapping[str, Sequence[str]]) -> None:
-    """Tensors of a checkpoint that a GGUF does not get, by what they are."""
+def print_left_out(left_out: Mapping[str, Sequence[str]], warnings: Sequence[str] = ()) -> None:
+    """Tensors of a checkpoint that a GGUF does not get, by what they are, and what else was not understood."""
+    for warning in warnings:
+        print(f"warning: {printable(warning)}", file=sys.stderr)
     for what, names in left_out.items():
         print(f"left out: {what}: {len(names)} tensors, {names[0]}{' …' if names[1:] else ''}")
 

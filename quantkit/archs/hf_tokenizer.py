@@ -10,11 +10,11 @@ archs/vocab.py is the other direction and says what the keys mean.
 from __future__ import annotations
 
 import base64
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quantkit import json_input
 from quantkit.archs import pretokenizers
 from quantkit.archs.base import shortest
 from quantkit.archs.tokenizer_checks import check_keys, check_normalizer, check_pre_tokenizer
@@ -107,8 +107,8 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def _stated_exactly(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """What EXACT says; {} where the file has none."""
     try:
-        found = json.loads(metadata.get(EXACT, "{}"))
-    except (ValueError, TypeError, RecursionError) as error:
+        found = json_input.parse(metadata.get(EXACT, "{}"), f"metadata key {EXACT}")
+    except TypeError as error:
         raise FormatError(f"metadata key {EXACT} is not JSON ({error})") from None
     if not isinstance(found, dict):
         raise FormatError(f"metadata key {EXACT} is {found!r}; it should be a JSON object")

@@ -54,22 +54,10 @@ from quantkit.archs.hf_tokenizer import (
 )
 from quantkit.archs.tokenizer_checks import check_normalizer, check_pre_tokenizer
 from quantkit.errors import FormatError, UnsupportedError
+from quantkit.json_input import read_object
 
 METADATA_FILE = "gguf_metadata.json"  # general.* keys for which a checkpoint has no place of its own
 _LOOKS_SPECIAL = re.compile(r"<pad>|<mask>|<2mass>|\[@BOS@\]|<\|.*\|>|<｜.*｜>|<unused\d+>")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; {} where there is no such file."""
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise FormatError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content
 
 
 # ------------------------------------------------------------------------------------------------- Hugging Face -> GGUF
@@ -82,8 +70,8 @@ def read(directory: Path, config: Mapping[str, Any], pre: str | None = None) -> 
     of cutting of a byte-level tokenizer instead of recognising it.
     """
     path = directory / "tokenizer.json"
-    settings = read_json(directory / "tokenizer_config.json")
-    tokenizer = read_json(path)
+    settings = read_object(directory / "tokenizer_config.json")
+    tokenizer = read_object(path)
     if not tokenizer and (ranks := tiktoken.find(directory)):
         path, tokenizer = ranks, tiktoken.tokenizer_json(ranks, settings, pre)
     if not tokenizer and not (directory / "tokenizer.model").exists() and (words := vocab_merges.find(directory)):
@@ -192,7 +180,7 @@ def _sentencepiece_model(path: Path, settings: Mapping[str, Any], vocab_size: in
     model = sentencepiece.read(path)
     tokens = [text for text, _, _ in model.pieces]
     scores, types = [score for _, score, _ in model.pieces], [kind for _, _, kind in model.pieces]
-    added = {int(i): (text, USER_DEFINED) for text, i in read_json(path.parent / "added_tokens.json").items()}
+    added = {int(i): (text, USER_DEFINED) for text, i in read_object(path.parent / "added_tokens.json").items()}
     for i, token in settings.get("added_tokens_decoder", {}).items():
         special = token.get("special") or _LOOKS_SPECIAL.fullmatch(token["content"])
         added[int(i)] = (token["content"], CONTROL if special else USER_DEFINED)
@@ -341,9 +329,9 @@ def _settings(
     tokens: list[str],
 ) -> Entries:
     """Special ids, what is added to a text, chat templates."""
-    generation = read_json(directory / "generation_config.json")
+    generation = read_object(directory / "generation_config.json")
     ids = {token: i for i, token in reversed(list(enumerate(tokens)))}
-    settings = read_json(directory / "special_tokens_map.json") | settings
+    settings = read_object(directory / "special_tokens_map.json") | settings
     entries: Entries = {}
     for name, key in SPECIAL.items():
         token = settings.get(f"{name}_token")
@@ -386,7 +374,7 @@ def _chat_templates(directory: Path, settings: Mapping[str, Any]) -> Entries:
     if found is None and (directory / "chat_template.jinja").exists():
         found = (directory / "chat_template.jinja").read_text(encoding="utf-8")
     if found is None:
-        found = read_json(directory / "chat_template.json").get("chat_template")
+        found = read_object(directory / "chat_template.json").get("chat_template")
     named = {"default": found} if isinstance(found, str) else {item["name"]: item["template"] for item in found or ()}
     for path in sorted(directory.glob("additional_chat_templates/*.jinja")):
         named.setdefault(path.stem, path.read_text(encoding="utf-8"))
@@ -402,7 +390,7 @@ def _chat_templates(directory: Path, settings: Mapping[str, Any]) -> Entries:
 
 def sampling(directory: Path) -> Entries:
     """general.sampling.*: how generation_config.json says to sample, where it does."""
-    generation = read_json(directory / "generation_config.json")
+    generation = read_object(directory / "generation_config.json")
     if not generation.get("do_sample"):
         return {}
     stated = {name: generation[name] for name in SAMPLING if generation.get(name) is not None}

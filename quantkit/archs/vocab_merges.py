@@ -7,13 +7,13 @@ tokenizer_config.json and among the special ones.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from quantkit.archs import pretokenizers
 from quantkit.errors import FormatError
+from quantkit.json_input import read_object
 
 _CUTTING = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
 _COMPOSED = ("Qwen2Tokenizer",)
@@ -33,7 +33,7 @@ def tokenizer_json(path: Path, settings: Mapping[str, Any], pre: str | None = No
     `pre` names the way of cutting instead of the class. UnsupportedError for a class whose way is not known.
     """
     kind = pretokenizers.class_of(path, settings, _CUTTING, pre)
-    vocab = {str(token): int(i) for token, i in _object(path).items()}
+    vocab = {str(token): int(i) for token, i in read_object(path).items()}
     return {
         "model": {"type": "BPE", "vocab": vocab, "merges": _merges(path.with_name("merges.txt"), vocab)},
         "normalizer": {"type": "NFC"} if kind in _COMPOSED else None,
@@ -44,11 +44,11 @@ def tokenizer_json(path: Path, settings: Mapping[str, Any], pre: str | None = No
 
 def _added(path: Path, vocab: Mapping[str, int], settings: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """Tokens that are looked for in the text, by id."""
-    stated = _object(path.with_name("special_tokens_map.json")) | dict(settings)
+    stated = read_object(path.with_name("special_tokens_map.json")) | dict(settings)
     special = [stated.get(name) for name in _SPECIAL] + list(stated.get("additional_special_tokens") or ()) + [_END]
     names = {token["content"] if isinstance(token, dict) else token for token in special if token}
     found = {int(i): {"content": text, "special": text in names}
-             for text, i in _object(path.with_name("added_tokens.json")).items()}  # fmt: skip
+             for text, i in read_object(path.with_name("added_tokens.json")).items()}  # fmt: skip
     found |= {vocab[name]: {"content": name, "special": True} for name in names if name in vocab}
     return found | {int(i): dict(token) for i, token in (settings.get("added_tokens_decoder") or {}).items()}
 
@@ -64,14 +64,3 @@ def _merges(path: Path, vocab: Mapping[str, int]) -> list[list[str]]:
             raise FormatError(f"{path}: line {number} is not a merge of two tokens of vocab.json: {line[:60]!r}")
         found.append(pair)
     return found
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; {} where there is no such file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise FormatError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise FormatError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit.errors import FormatError, QuantkitError, printable
+from quantkit.errors import QuantkitError, printable
 
 Threads = Annotated[
     int | None, typer.Option("--threads", "-t", help="Threads; default: the CPUs this process may use.", min=1)
@@ -109,14 +109,6 @@ def gib(size: float) -> str:
 
 def mib(size: float) -> str:
     return f"{size / 2**20:.2f} MiB"
-
-
-def read_json(path: Path) -> Any:
-    """The JSON document in a file; FormatError where it is none."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise FormatError(f"{path}: not JSON: {error}") from None
 
 
 def json_text(value: Any, indent: int | None = None) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quantkit import json_input
 from quantkit.cli._planning import (
     Asked,
     Model,
@@ -32,7 +33,6 @@ from quantkit.cli._shared import (
     gib,
     print_json,
     print_left_out,
-    read_json,
     split_limit,
 )
 from quantkit.errors import QuantkitError
@@ -193,7 +193,9 @@ def _plan(asked: Asked, file_type: str | None, path: Path | None, model: Model, 
     if file_type is not None:
         raise decided("TYPE")
     asked.refuse_choices()
-    return replay(read_json(path), model.tensors, matrix, allow_requantize=asked.allow_requantize, where=str(path))
+    return replay(
+        json_input.read(path), model.tensors, matrix, allow_requantize=asked.allow_requantize, where=str(path)
+    )
 
 
 def _tell_unfinished(out: Path) -> None:

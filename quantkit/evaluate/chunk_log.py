@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from quantkit import json_input
 from quantkit.errors import DataError, FormatError
 from quantkit.evaluate.statistics import perplexity_of
 from quantkit.files.atomic import os_errors, writing
@@ -59,12 +60,12 @@ class ChunkLog:
             data = read_own(self.path)
         whole = data[: data.rfind(b"\n") + 1].splitlines()  # a line that a kill cut short is not one
         try:
-            head, *lines = [json.loads(line) for line in whole] or [{}]
+            head, *lines = [json_input.parse(line, "a line") for line in whole] or [{}]
             if "run" not in head or any(line["chunk"] != i for i, line in enumerate(lines, 1)):
                 raise ValueError("lines are missing")
             if any(len(line["nll"]) != self._positions for line in lines) and head["run"] == run:
                 raise ValueError("a chunk of another length")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, FormatError) as error:
             raise FormatError(f"{self.path}: not the chunks of a run ({error}); name another file") from None
         if head["run"] != run:
             raise DataError(

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from quantkit import jit
+from quantkit import jit, json_input
 from quantkit.errors import DataError, FormatError
 from quantkit.evaluate.perplexity import Perplexity, evaluate_chunks, negative_log_likelihood
 from quantkit.evaluate.text import DEFAULT_BATCH, Chunks
@@ -204,14 +204,22 @@ class Saved:
     def load(cls, path: str | os.PathLike[str]) -> Saved:
         """Read what `save` wrote; FormatError for anything else."""
         try:
-            with np.load(io.BytesIO(read_own(Path(path))), allow_pickle=False) as file:
-                about = json.loads(file["about"].tobytes())
+            with np.load(_stored(read_own(Path(path))), allow_pickle=False) as file:
+                about = json_input.parse(file["about"].tobytes(), f"{path}: not a saved run of quantkit imatrix")
                 if about["version"] != _PROGRESS_VERSION:
                     raise FormatError(f"{path}: a saved run of version {about['version']}, not {_PROGRESS_VERSION}")
                 texts = [_restored(file, i, text) for i, text in enumerate(about["texts"])]
                 return cls(about["run"], texts)
-        except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
-            raise FormatError(f"{path}: not a saved run of quantkit imatrix ({error}); remove it") from None
+        except (ValueError, KeyError, TypeError, EOFError, MemoryError, zipfile.BadZipFile) as error:
+            raise FormatError(f"{path}: not a saved run of quantkit imatrix ({error!r:.200}); remove it") from None
+
+
+def _stored(data: bytes) -> io.BytesIO:
+    """What `np.savez` wrote, to be read. ValueError where a part is compressed: a small one may inflate without end."""
+    with zipfile.ZipFile(io.BytesIO(data)) as file:
+        if any(part.compress_type != zipfile.ZIP_STORED or part.file_size > len(data) for part in file.infolist()):
+            raise ValueError("a part of it is compressed")
+    return io.BytesIO(data)
 
 
 def _restored(file: Any, index: int, about: dict[str, Any]) -> Progress:

@@ -10,7 +10,6 @@ control tokens; then they are cut like any text.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.errors import DataError
+from quantkit import json_input
+from quantkit.errors import DataError, FormatError
 from quantkit.files.atomic import os_errors
 from quantkit.files.kld import scored_rows
 
@@ -147,7 +147,7 @@ def conversations(path: str | os.PathLike[str]) -> list[list[dict[str, Any]]]:
 
 def _conversation(path: str | os.PathLike[str], number: int, line: str) -> list[dict[str, Any]]:
     try:
-        found = json.loads(line)
+        found = json_input.parse(line, str(path))
         if isinstance(found, dict):
             found = found["messages"] if "messages" in found else found["conversations"]
         messages = [
@@ -158,7 +158,7 @@ def _conversation(path: str | os.PathLike[str], number: int, line: str) -> list[
         ]
         if messages:
             return messages
-    except (ValueError, KeyError, TypeError):
+    except (FormatError, KeyError, TypeError):
         pass
     raise DataError(
         f'{path}: line {number} is no conversation: it must be a list of {{"role": …, "content": …}}, or an object '

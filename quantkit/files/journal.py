@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from quantkit import json_input
+from quantkit.errors import FormatError
 from quantkit.files.atomic import os_errors, writing
 from quantkit.files.owned import open_own, read_own
 
@@ -60,8 +62,8 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        found = json.loads(line)
-    except ValueError:  # UnicodeDecodeError is one
+        found = json_input.parse(line, "journal")
+    except FormatError:
         return None
     return found if isinstance(found, dict) else None
 

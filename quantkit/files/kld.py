@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from quantkit import jit
+from quantkit import arguments, jit
 from quantkit.errors import DataError, FormatError
 from quantkit.files.atomic import require_space
 from quantkit.files.chunk_file import ChunkFile, Noted
@@ -114,7 +114,9 @@ def _encode_rows(logits, out):
 
 def encode_rows(logits: np.ndarray) -> EncodedRows:
     """Encode float32[rows, n_vocab]. NaN or Inf is a DataError."""
-    logits = np.ascontiguousarray(logits, np.float32)
+    logits = arguments.real_numbers(logits, "logits")
+    if logits.ndim != 2 or not logits.shape[1]:
+        raise DataError(f"expected logits[rows, n_vocab], got shape {logits.shape}")
     finite = np.isfinite(logits.sum(axis=1, dtype=np.float64))
     if not finite.all():
         raise DataError(f"logits of row {int(np.argmin(finite))} hold NaN or Inf")
@@ -198,7 +200,8 @@ class BaseWriter:
 
     def __init__(self, path: str | os.PathLike[str], tokens: np.ndarray, n_vocab: int, *, noted: Noted | None = None):
         self.path = Path(path)
-        self.tokens = np.ascontiguousarray(tokens, "<i4")
+        n_vocab = arguments.integer(n_vocab, f"{path}: the size of the vocabulary", 2, 2**31 - 1)
+        self.tokens = arguments.integers(tokens, f"{path}: tokens of a vocabulary of {n_vocab}", n_vocab).astype("<i4")
         if self.tokens.ndim != 2:
             raise DataError(f"{path}: expected tokens[n_chunk, n_ctx], got shape {self.tokens.shape}")
         self.n_vocab, self._noted = n_vocab, noted

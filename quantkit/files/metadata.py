@@ -9,13 +9,13 @@ elements.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from quantkit.errors import DataError
+from quantkit import json_input
+from quantkit.errors import DataError, FormatError
 
 ARRAY = 9
 KINDS = ("u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "str", "array", "u64", "i64", "f64")
@@ -230,8 +230,8 @@ def _parsed(key: str, text: str, kind: str, is_list: bool) -> Any:
     if not text.lstrip().startswith("["):
         return [_scalar(key, part if kind == "str" else part.strip(), kind) for part in text.split(",")] if text else []
     try:
-        values = json.loads(text)
-    except ValueError as error:
+        values = json_input.parse(text, "the value")
+    except FormatError as error:
         raise DataError(f"metadata key {key}: {_brief(text)} is no JSON list: {error}") from None
     return [float(v) if kind in _FLOATS and type(v) is int else v for v in values]
 

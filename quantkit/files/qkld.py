@@ -52,7 +52,7 @@ from typing import Any
 
 import numpy as np
 
-from quantkit import jit
+from quantkit import arguments, jit, json_input
 from quantkit.errors import DataError, FormatError
 from quantkit.files.chunk_file import ChunkFile, Noted, digest
 from quantkit.files.kld import row_words, rows_per_chunk, scored_rows
@@ -70,6 +70,8 @@ _BINS = 160  # half octaves of p below 1
 _ESCAPE = 255  # gap of ids that does not fit a byte
 _REACH = 20.0  # nats, of e: for what a bound is expected to be
 _STREAMS = 7
+_INDEX_BYTES, _INDEX_RATIO = 64 << 20, 32  # what an index may expand to: so much, and so many times its size
+_MOST_VOCAB = 1 << 24
 
 # Classes of a token, a byte: 0 not kept; 1 … 160 below s, by eighths of octaves; 161 … 254 of the grid; 255 as float32.
 TAIL = 160
@@ -183,9 +185,13 @@ class BoundedRows:
 
 def encode_rows(logits: np.ndarray, targets: np.ndarray, step: float, seed: int = 0) -> BoundedRows:
     """Classes of float32[rows, n_vocab] logits with steps of `step`; `seed` is the dice's."""
+    logits = arguments.real_numbers(logits, "logits")
+    if logits.ndim != 2 or not logits.size or np.shape(targets) != logits.shape[:1]:
+        raise DataError(f"expected logits[rows, n_vocab] and targets[rows], got {logits.shape} and {np.shape(targets)}")
     rows, n = logits.shape
+    targets = arguments.integers(targets, f"targets in a vocabulary of {n}", n).astype(np.int32)
     outputs = np.empty((rows, n), np.uint8), np.empty((rows, 4)), np.empty(rows, np.uint32)
-    logits, targets = jit.readonly(np.ascontiguousarray(logits)), jit.readonly(np.asarray(targets, np.int32))
+    logits, targets = jit.readonly(logits), jit.readonly(targets)
     seeds = jit.readonly(np.random.SeedSequence(seed).generate_state(rows, np.uint64))
     grid = jit.readonly(GRID.copy())
 
@@ -257,38 +263,43 @@ def _size_at(read: Callable[[int, int], bytes], offset: int) -> int:
 
 
 def _unpack(data: bytes, rows: int, n: int) -> BoundedRows:
-    """The inverse; ValueError or zlib.error for bytes that `_pack` did not write."""
+    """The inverse; ValueError or zlib.error for bytes that `_pack` did not write.
+
+    No stream is expanded further than what comes before it says that it has.
+    """
     lengths = struct.unpack_from(f"<{_STREAMS}I", data)
     if 4 * _STREAMS + sum(lengths) != len(data):
         raise ValueError(f"streams of {sum(lengths)} bytes in a chunk of {len(data)}")
     ends = 4 * _STREAMS + np.cumsum((0, *lengths))
-    parts = [_expanded(data[a:b], 16 * rows * n + 4096) for a, b in itertools.pairwise(ends)]
-    step = float(np.frombuffer(parts[0], "<f8")[0])
-    gaps = np.frombuffer(parts[1], np.uint8).astype(np.int64)
-    gaps[gaps == _ESCAPE] = np.frombuffer(parts[2], "<u4")
+    streams = [data[a:b] for a, b in itertools.pairwise(ends)]
+    step = float(np.frombuffer(_expanded(streams[0], 8, exactly=True), "<f8")[0])
+    gaps = np.frombuffer(_expanded(streams[1], rows * n), np.uint8).astype(np.int64)
+    escaped = gaps == _ESCAPE
+    gaps[escaped] = np.frombuffer(_expanded(streams[2], 4 * int(escaped.sum()), exactly=True), "<u4")
     at = np.cumsum(gaps + 1) - 1
-    kinds = np.frombuffer(parts[3], np.uint8)
-    if len(kinds) != len(at) or (len(at) and (at[-1] >= rows * n or not kinds.min())):
+    kinds = np.frombuffer(_expanded(streams[3], len(at), exactly=True), np.uint8)
+    if len(at) and (at[-1] >= rows * n or not kinds.min()):
         raise ValueError("ids or classes out of range")
     if not 0 < step < 1:
         raise ValueError(f"a step of {step}")
     classes = np.zeros(rows * n, np.uint8)
     classes[at] = kinds
-    large = np.frombuffer(parts[4], "<f4")
-    if len(large) != np.count_nonzero(kinds == LARGE) or not (large > 0).all():
-        raise ValueError(f"{len(large)} probabilities, or some that are none")
-    numbers = np.frombuffer(parts[5], "<f8").reshape(4, rows).T
-    top = np.frombuffer(parts[6], "<u4").reshape(rows)
+    large = np.frombuffer(_expanded(streams[4], 4 * int((kinds == LARGE).sum()), exactly=True), "<f4")
+    if not (large > 0).all():
+        raise ValueError(f"{len(large)} probabilities, some of which are none")
+    numbers = np.frombuffer(_expanded(streams[5], 32 * rows, exactly=True), "<f8").reshape(4, rows).T
+    top = np.frombuffer(_expanded(streams[6], 4 * rows, exactly=True), "<u4")
     if not np.isfinite(numbers).all() or top.max(initial=0) >= n:
         raise ValueError("sums that are not finite")
     return BoundedRows(classes.reshape(rows, n), large, np.ascontiguousarray(numbers), top, step)
 
 
-def _expanded(data: bytes, most: int) -> bytes:
+def _expanded(data: bytes, most: int, *, exactly: bool = False) -> bytes:
+    """What one zlib stream holds: `most` bytes, or fewer unless `exactly`. ValueError for any more."""
     machine = zlib.decompressobj()
-    found = machine.decompress(data, most)
-    if machine.unconsumed_tail or not machine.eof:
-        raise ValueError("a stream that does not end where it should")
+    found = machine.decompress(data, most + 1)  # of 0 bytes, zlib takes no limit
+    if len(found) > most or not machine.eof or machine.unused_data or (exactly and len(found) < most):
+        raise ValueError(f"a stream that does not end after {most} bytes, as it should")
     return found
 
 
@@ -307,7 +318,8 @@ class BoundedWriter:
     def __init__(self, path: str | os.PathLike[str], tokens: np.ndarray, n_vocab: int, *, target: float = TARGET,
                  note: dict[str, Any] | None = None, noted: Noted | None = None):  # fmt: skip
         self.path = Path(path)
-        self.tokens = np.ascontiguousarray(tokens, "<i4")
+        n_vocab = arguments.integer(n_vocab, f"{path}: the size of the vocabulary", 2, _MOST_VOCAB)
+        self.tokens = arguments.integers(tokens, f"{path}: tokens of a vocabulary of {n_vocab}", n_vocab).astype("<i4")
         if self.tokens.ndim != 2:
             raise DataError(f"{path}: expected tokens[n_chunk, n_ctx], got shape {self.tokens.shape}")
         if not target > 0:
@@ -397,8 +409,9 @@ class BoundedReader:
         if bytes.fromhex(digest(data)) != self._bytes[size - 16 :].tobytes():
             raise FormatError(f"{path}: offset {place}: the index does not have its checksum; the file is corrupt")
         try:
-            self._read_index(json.loads(zlib.decompress(data)))
-        except (ValueError, KeyError, TypeError, zlib.error) as error:
+            expanded = _expanded(data, _INDEX_BYTES + _INDEX_RATIO * len(data))
+            self._read_index(json_input.parse(expanded, f"{path}: offset {place}: the index"))
+        except (ValueError, KeyError, TypeError, OverflowError, MemoryError, zlib.error) as error:
             raise FormatError(f"{path}: offset {place}: the index is not one of a bounded base ({error})") from None
 
     def _read_index(self, index: dict[str, Any]) -> None:
@@ -409,6 +422,8 @@ class BoundedReader:
             raise ValueError(f"{len(index['chunks'])} chunks, {self.n_chunk} announced")
         if tokens.min() < 0 or tokens.max() >= self.n_vocab:
             raise ValueError(f"token {tokens.max()} of a vocabulary of {self.n_vocab}")
+        if self.n_vocab > _MOST_VOCAB or not 0 < self.target < math.inf:
+            raise ValueError(f"a vocabulary of {self.n_vocab} and a bound of {self.target}")
         self.tokens = tokens
         self._index = [(int(a), int(b), str(c)) for a, b, c in index["chunks"]]
 
@@ -434,8 +449,9 @@ class BoundedReader:
             )
         try:
             return _unpack(data, self.rows_per_chunk, self.n_vocab)
-        except (ValueError, IndexError, struct.error, zlib.error) as error:
-            raise FormatError(f"{self.path}: chunk {index}, offset {start}: {error}") from None
+        except (ValueError, IndexError, MemoryError, struct.error, zlib.error) as error:
+            reason = str(error) or type(error).__name__
+            raise FormatError(f"{self.path}: chunk {index}, offset {start}: {reason}") from None
 
 
 def is_bounded(path: str | os.PathLike[str]) -> bool:

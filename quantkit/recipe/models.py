@@ -9,13 +9,12 @@ that is decoded first, f32 for norms and what else is always kept in it.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit import types
+from quantkit import json_input, types
 from quantkit.errors import FormatError
 from quantkit.files.gguf import Metadata, TensorSpec
 
@@ -32,13 +31,11 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json_input.read(file)
     except FileNotFoundError:
         raise FormatError(
             f"{file} is missing; a plan needs a GGUF file, a checkpoint's directory or its config.json"
         ) from None
-    except (ValueError, UnicodeDecodeError) as error:
-        raise FormatError(f"{file}: not JSON: {error}") from None
     if not isinstance(config, dict):
         raise FormatError(f"{file}: a {type(config).__name__} where config.json holds an object")
     from quantkit import archs  # all of them: a twentieth of a second that commands on files do without

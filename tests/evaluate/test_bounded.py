@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import struct
+import tracemalloc
+import zlib
+
 import numpy as np
 import pytest
 
 from quantkit.errors import DataError, FormatError
 from quantkit.evaluate import bounded, kld
 from quantkit.files import qkld
-from quantkit.files.kld import file_bytes
+from quantkit.files.kld import BaseWriter, file_bytes
 from tests.evaluate.fake import FakeModel
 
 
@@ -163,3 +169,107 @@ def test_nothing_appears_when_chunks_are_missing_or_wrong(tmp_path):
     with pytest.raises(DataError, match="must be larger than 0"):
         qkld.BoundedWriter(tmp_path / "x.qkld", np.zeros((2, 8), np.int32), 50, target=0)
     assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------- files that strangers made
+
+
+def rebuilt(path, streams=None, **index):
+    """The file at `path` with streams of its first chunk or entries of its index changed; checksums are made anew."""
+    data = path.read_bytes()
+    (place,) = struct.unpack("<Q", data[8:16])
+    about = json.loads(zlib.decompress(data[place:-16]))
+    start, _, _ = about["chunks"][0]
+    lengths = struct.unpack_from("<7I", data, start)
+    ends = np.cumsum((start + 28, *lengths))
+    parts = [data[a:b] for a, b in itertools.pairwise(ends)]
+    for i, changed in (streams or {}).items():
+        parts[i] = changed(zlib.decompress(parts[i]))
+    chunk = struct.pack("<7I", *map(len, parts)) + b"".join(parts)
+    about["chunks"][0] = 16, len(chunk), qkld.digest(chunk)
+    packed_index = zlib.compress(json.dumps(about | index).encode())
+    head = data[:8] + struct.pack("<Q", 16 + len(chunk))
+    path.write_bytes(head + chunk + packed_index + bytes.fromhex(qkld.digest(packed_index)))
+    return path
+
+
+@pytest.fixture
+def small(rng, tmp_path):
+    packed(tmp_path, language_like(rng, 6, 500), rng.integers(0, 500, 6))
+    return tmp_path / "x.qkld"
+
+
+def test_a_file_put_together_anew_is_read(small):
+    before = qkld.BoundedReader(small).chunk(0)
+    after = qkld.BoundedReader(rebuilt(small)).chunk(0)
+    np.testing.assert_array_equal(after.classes, before.classes)
+
+
+@pytest.mark.parametrize("stream", range(7))
+@pytest.mark.parametrize("change", ["longer", "shorter", "bomb", "rest", "cut"])
+def test_streams_hold_what_is_announced_and_nothing_else(small, stream, change):
+    changes = {
+        "longer": lambda data: zlib.compress(data + bytes(8)),
+        "shorter": lambda data: zlib.compress(data[:-8] if data else b"\1"),
+        "bomb": lambda data: zlib.compress(data + bytes(32 << 20)),
+        "rest": lambda data: zlib.compress(data) + b"more",
+        "cut": lambda data: zlib.compress(data)[:-2],
+    }
+    reader = qkld.BoundedReader(rebuilt(small, {stream: changes[change]}))
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError, match="chunk 0"):
+            reader.chunk(0)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_index_is_not_expanded_without_limit(small):
+    data = small.read_bytes()
+    (place,) = struct.unpack("<Q", data[8:16])
+    index = zlib.compress(b" " * (100 << 20))
+    small.write_bytes(data[:place] + index + bytes.fromhex(qkld.digest(index)))
+    with pytest.raises(FormatError, match="a stream that does not end"):
+        qkld.BoundedReader(small)
+
+
+def test_a_deep_index_is_an_error(small):
+    deep = [0]
+    for _ in range(200):
+        deep = [deep]
+    with pytest.raises(FormatError, match="nested deeper than 64"):
+        qkld.BoundedReader(rebuilt(small, note={"made by": deep}))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        {"n_vocab": 10**12},
+        {"n_vocab": float("inf")},
+        {"n_ctx": float("inf")},
+        {"target": float("inf")},
+        {"target": -1},
+        {"note": 5},
+        {"tokens": "AAA"},
+        {"chunks": [[0, 1]]},
+        {"chunks": 7},
+        {"n_chunk": -1},
+    ],
+    ids=str,
+)
+def test_an_index_that_contradicts_itself_is_an_error(small, index):
+    with pytest.raises(FormatError, match="the index is not one of a bounded base"):
+        qkld.BoundedReader(rebuilt(small, **index))
+
+
+def test_a_target_beyond_the_vocabulary_is_refused(rng, tmp_path):
+    logits = language_like(rng, 6, 500)
+    for targets in (np.full(6, 500), np.full(6, -1), np.zeros(5, int), np.zeros(6)):
+        with pytest.raises(DataError, match="targets"):
+            qkld.encode_rows(logits, targets, 2.0**-11)
+    for tokens, n_vocab in ((np.full((1, 14), 500), 500), (np.full((1, 14), -1), 500), (np.zeros((1, 14), int), 1)):
+        with pytest.raises(DataError, match="vocabulary"):
+            qkld.BoundedWriter(tmp_path / "y.qkld", tokens, n_vocab)
+        with pytest.raises(DataError, match="vocabulary"):
+            BaseWriter(tmp_path / "y.kld", tokens, n_vocab)

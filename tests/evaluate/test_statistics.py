@@ -97,6 +97,22 @@ def test_few_chunks_are_cut_into_blocks():
     np.testing.assert_allclose(Sample(1, 8).means(np.arange(8)), np.arange(8))
 
 
-@pytest.mark.parametrize(("degrees", "quantile"), [(4, 2.7764), (7, 2.3646), (23, 2.0687), (1000, 1.9623)])
-def test_student(degrees, quantile):
-    assert student(degrees) == pytest.approx(quantile, rel=2e-3)
+QUANTILES = {  # of Student's t, two-sided, to ten digits
+    (1, 0.95): 12.70620474, (2, 0.95): 4.302652730, (3, 0.95): 3.182446305, (4, 0.95): 2.776445105,
+    (7, 0.95): 2.364624252, (10, 0.95): 2.228138852, (30, 0.95): 2.042272456, (100, 0.95): 1.983971519,
+    (1000, 0.95): 1.962339081, (2, 0.99): 9.924843201, (3, 0.99): 5.840909310, (2, 0.999): 31.59905458,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("degrees", "level"), QUANTILES)
+def test_student(degrees, level):
+    assert student(degrees, level) == pytest.approx(QUANTILES[degrees, level], rel=1e-9)
+
+
+@pytest.mark.parametrize("level", [0.5, 0.95, 0.995, 0.9999])
+def test_student_of_two_degrees_and_where_its_forms_meet(level):
+    assert student(1, level) == pytest.approx(math.tan(math.pi / 2 * level), rel=1e-9)
+    assert student(2, level) == pytest.approx(level * math.sqrt(2 / (1 - level**2)), rel=1e-9)
+    found = [student(degrees, level) for degrees in (*range(1, 12), 199, 200, 201, 202, 10**6)]
+    assert found == sorted(found, reverse=True)
+    assert found[-4] - found[-3] == pytest.approx(found[-5] - found[-4], rel=0.03)

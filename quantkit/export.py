@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from quantkit import archs, types
-from quantkit.archs import hf_tokenizer, vocab
+from quantkit import types
+from quantkit.archs import hf_tokenizer, validate, vocab
 from quantkit.archs.tensors import Piece, ReadRows
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.files.atomic import writing
@@ -93,12 +93,9 @@ def export(
 
 def prepare(source: GGUF, directory: str | os.PathLike[str], dtype: str = "auto") -> Export:
     """Decide what the checkpoint of an open GGUF holds; `dtype` as in `export`."""
-    name = source.metadata.get("general.architecture")
-    if not isinstance(name, str):
-        raise FormatError(f"{source.path}: metadata has no general.architecture; the file is not a model")
-    arch = archs.get(name)
+    described = validate.described(source.metadata, source.tensors, source.path)
+    arch, hparams = described.arch, described.hparams
     try:
-        hparams = arch.hparams(source.metadata, source.tensors.keys())
         pieces = arch.to_hf(hparams, {tensor.name: tensor.shape for tensor in source.tensors.values()})
         config = arch.config(source.metadata, source.tensors)
         tokenizer = hf_tokenizer.tokenizer_json(source.metadata)

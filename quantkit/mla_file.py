@@ -28,7 +28,8 @@ from pathlib import Path
 
 import numpy as np
 
-from quantkit import archs, types
+from quantkit import types
+from quantkit.archs import validate
 from quantkit.archs.deepseek2 import LatentHParams
 from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
 from quantkit.files import provenance
@@ -139,10 +140,9 @@ def plan(source: GGUF, layout: str, kind: str | None = None) -> Relayout:
 
 
 def _sizes(source: GGUF) -> Sizes:
-    name = str(source.metadata.get("general.architecture"))
-    hp = archs.get(name).hparams(source.metadata, source.tensors.keys())
+    hp = validate.described(source.metadata, source.tensors, source.path).hparams
     if not isinstance(hp, LatentHParams):
-        raise UnsupportedError(f"{source.path}: {name} has no latent attention, whose layout could be changed")
+        raise UnsupportedError(f"{source.path}: {hp.arch} has no latent attention, whose layout could be changed")
     return Sizes(hp.n_head, hp.nope, hp.head_dim_v, hp.kv_lora, hp.rope.dim)
 
 

@@ -4,8 +4,9 @@
     found.damage          what is wrong with the file itself, a sentence each
     found.changes         what a rerun would make otherwise, and why
 
-Opening a file has checked that its parts hold together (files/gguf.py). Here every tensor is decoded: a scale that is
-NaN or Inf spoils all values that it scales. What is hashed is what is decoded, so the file is read once.
+Opening a file has checked that its parts hold together (files/gguf.py). Here the hyperparameters of a model are
+compared with each other and with the tensors (archs/validate.py), and every tensor is decoded: a scale that is NaN or
+Inf spoils all values that it scales. What is hashed is what is decoded, so the file is read once.
 
 A file that was repacked since it was quantized is hashed as it was before, where its rows tell that.
 
@@ -23,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from quantkit import __version__, types
+from quantkit.archs import validate
 from quantkit.errors import DataError
 from quantkit.files import provenance
 from quantkit.files.gguf import GGUF, Tensor
@@ -73,6 +75,7 @@ def verify(
     found = Verified(file)
     records = provenance.records(file.metadata)
     found.recorded = sum(name in records for name in file.tensors)
+    found.damage += validate.problems(file.metadata, file.tensors)
     if absent := [name for name in records if name not in file.tensors]:
         found.damage.append(f"{len(absent)} tensors that were written are missing, as {absent[0]}")
 

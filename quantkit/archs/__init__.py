@@ -19,7 +19,7 @@ from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
 __all__ = ["Arch", "all", "from_hf", "get", "language_model"]
 
 _SHARED = {"base", "blocks", "decoder", "experts", "further", "hybrid", "rope", "shapes", "tensors", "transforms"}
-_SHARED |= {"checked", "wrapper"}
+_SHARED |= {"checked", "required", "validate", "wrapper"}
 _SHARED |= {"hf_tokenizer", "pretokenizers", "sentencepiece", "tiktoken", "vocab", "vocab_merges"}  # tokenizers
 for _module in pkgutil.iter_modules(__path__):
     if _module.name not in _SHARED:

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
-from quantkit.archs import further, wrapper
+from quantkit.archs import checked, further, wrapper
 from quantkit.archs.blocks import Block, Head, HParams, Norm
 from quantkit.archs.shapes import Listed, Sizes, has_shape, listed
 from quantkit.archs.tensors import Piece, Rule, Shape, fill_name, missing, pieces, split_name
@@ -43,13 +43,15 @@ def registered() -> dict[str, Arch]:
 
 
 class Keys:
-    """Reads one architecture's keys from metadata. Errors name the key."""
+    """Reads one architecture's keys from metadata, all of which are checked first. Errors name the key."""
 
     def __init__(self, arch: str, metadata: Mapping[str, Any]):
         self.arch = arch
         self.metadata = metadata
+        checked.check_keys(arch, metadata)
 
     def get(self, key: str, default: Any = None) -> Any:
+        checked.bound_of(key)  # a key that nothing bounds is not read
         return self.metadata.get(f"{self.arch}.{key}", default)
 
     def need(self, key: str) -> Any:
@@ -60,17 +62,33 @@ class Keys:
             )
         return value
 
-    def number(self, key: str, default: Any = None) -> int:
+    def number(self, key: str, default: int | None = None) -> int:
         """A count. An array of equal counts, one a layer, is that count; other arrays are refused."""
         value = self.need(key) if default is None else self.get(key, default)
         if isinstance(value, (list, tuple, np.ndarray)):
-            distinct = sorted({int(v) for v in value})
-            if len(distinct) != 1:
-                raise UnsupportedError(
-                    f"{self.arch}.{key} differs between layers ({distinct}); quantkit expects one value"
-                )
-            value = distinct[0]
+            value = self._alike(key, [int(v) for v in value])
         return int(value)
+
+    def _alike(self, key: str, values: Sequence[int]) -> int:
+        """What an array says of every layer alike."""
+        layers = self.get("block_count")
+        if isinstance(layers, int) and len(values) != layers:
+            raise FormatError(
+                f"metadata key {self.arch}.{key} has {len(values)} entries, {self.arch}.block_count is {layers}; it "
+                "has to be one number or one for each layer"
+            )
+        if len(distinct := sorted(set(values))) != 1:
+            raise UnsupportedError(
+                f"{self.arch}.{key} differs between layers ({checked.brief(distinct)}); quantkit expects one value"
+            )
+        checked.check_key(f"{self.arch}.{key}", distinct[0], checked.bound_of(key))
+        return distinct[0]
+
+    def real(self, key: str, default: float | None = None) -> float:
+        return float(self.need(key) if default is None else self.get(key, default))
+
+    def flag(self, key: str, default: bool) -> bool:
+        return bool(self.get(key, default))
 
 
 class Arch(ABC):
@@ -83,6 +101,7 @@ class Arch(ABC):
     ties_by_default: ClassVar[bool] = False  # what transformers assumes where config.json has no tie_word_embeddings
     defaults: ClassVar[Mapping[str, Any]] = {}  # further ones, which config.json may omit
     defaults_of: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # those of some of the classes in `hf` only
+    turned: ClassVar[float | None] = None  # which part of a head rope turns, unless config.json says; None: always all
     mtp: ClassVar[str] = ""  # "keep" or "drop" layers that predict further tokens; "": files have no names for them
     own_sizes: ClassVar[Mapping[str, Callable[[Sizes], int]]] = {}  # numbers that mean something else here, see shapes
     EXAMPLE: ClassVar[dict[str, Any]]  # a tiny config.json

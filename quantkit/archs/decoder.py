@@ -13,12 +13,11 @@ import numpy as np
 from quantkit.archs import rope
 from quantkit.archs.base import Arch, Config, Entries, Keys, need, refuse, rope_parameters, shortest
 from quantkit.archs.blocks import Attention, Block, HParams, Part
-from quantkit.errors import UnsupportedError
+from quantkit.errors import FormatError, UnsupportedError
 
 
 class Decoder(Arch):
     rope_style: ClassVar[str]  # "norm" or "neox", see blocks.Rope
-    turned: ClassVar[float | None] = None  # which part of a head rope turns, unless config.json says; None: always all
     biased: ClassVar[tuple[str, ...]] = ("attn_q", "attn_k", "attn_v", "attn_output")  # what attention_bias means
 
     # ------------------------------------------------------------------------------------------------ checkpoint side
@@ -110,26 +109,30 @@ class Decoder(Arch):
 
     def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
         """The fields of HParams, for an architecture to add to."""
-        embd, heads = keys.number("embedding_length"), keys.number("attention.head_count")
-        head_dim = keys.number("attention.key_length", embd // heads)
-        tokens = keys.metadata.get("tokenizer.ggml.tokens", ())
+        tokens = keys.metadata.get("tokenizer.ggml.tokens") or ()
+        head_dim = head_length(keys, "attention.key_length")
+        heads = keys.number("attention.head_count")
         return {
             "arch": self.name,
             "n_layer": keys.number("block_count"),
             "n_further": keys.number("nextn_predict_layers", 0),
             "n_ctx_train": keys.number("context_length"),
-            "n_embd": embd,
+            "n_embd": keys.number("embedding_length"),
             "n_ff": keys.number("feed_forward_length"),
             "n_head": heads,
             "n_head_kv": keys.number("attention.head_count_kv", heads),
             "head_dim_k": head_dim,
-            "head_dim_v": keys.number("attention.value_length", embd // heads),
+            "head_dim_v": head_length(keys, "attention.value_length"),
             "n_vocab": keys.number("vocab_size", len(tokens) or None),
-            "norm_eps": float(keys.need("attention.layer_norm_rms_epsilon")),
-            "rope": rope.rope(keys, self.rope_style, keys.number("rope.dimension_count", head_dim), tensors),
-            "window": keys.get("attention.sliding_window"),
+            "norm_eps": keys.real("attention.layer_norm_rms_epsilon"),
+            "rope": rope.rope(keys, self.rope_style, self.rotary(keys, head_dim), tensors),
+            "window": keys.number("attention.sliding_window", 0) or None,
             "tensors": frozenset(tensors),
         }
+
+    def rotary(self, keys: Keys, head_dim: int) -> int:
+        """Elements of a head that rope turns. Only where that may be all of them is the key optional."""
+        return keys.number("rope.dimension_count", head_dim if self.turned in (None, 1.0) else None)
 
     def blocks(self, hparams: HParams) -> list[Block]:
         return [Block(i, (self.attention(hparams, i), self.feed_forward(hparams, i))) for i in range(hparams.n_main)]
@@ -152,6 +155,19 @@ class Decoder(Arch):
 
     def feed_forward(self, hp: HParams, i: int) -> Part:
         return hp.feed_forward(i)
+
+
+def head_length(keys: Keys, key: str) -> int:
+    """Elements of a head's key or value; where no key says it the heads share the embedding's."""
+    if keys.get(key) is not None:
+        return keys.number(key)
+    embd, heads = keys.number("embedding_length"), keys.number("attention.head_count")
+    if embd % heads:
+        raise FormatError(
+            f"{keys.arch}.embedding_length = {embd} is no multiple of {keys.arch}.attention.head_count = {heads}, and "
+            f"there is no {keys.arch}.{key}"
+        )
+    return embd // heads
 
 
 def with_head_norms(part: Attention, hp: HParams, i: int) -> Attention:

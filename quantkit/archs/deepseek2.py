@@ -318,7 +318,7 @@ class DeepSeek2(Decoder):
         }
         if scaling := rope.scaling_parameters(keys):
             if scaling["rope_type"] == "yarn":
-                scale = shortest(10 * keys.need("rope.scaling.yarn_log_multiplier"))
+                scale = shortest(10 * keys.real("rope.scaling.yarn_log_multiplier"))
                 scaling |= {"mscale": scale, "mscale_all_dim": scale}
             found["rope_scaling"] = scaling
         return found
@@ -334,7 +334,7 @@ class DeepSeek2(Decoder):
         turned, factor = found["rope"], 1.0
         if turned.yarn is not None:
             logarithm = math.log(1 / turned.scale)
-            factor = (1 + float(keys.get("rope.scaling.yarn_log_multiplier", 0.0)) * logarithm) ** 2
+            factor = (1 + keys.real("rope.scaling.yarn_log_multiplier", 0.0) * logarithm) ** 2
             turned = replace(turned, yarn=replace(turned.yarn, attn_factor=1 / (1 + 0.1 * logarithm)))
         return found | {
             "n_head_kv": heads,
@@ -344,7 +344,7 @@ class DeepSeek2(Decoder):
             "kv_lora": keys.number("attention.kv_lora_rank"),
             "rope": turned,
             "score_factor": factor,
-            "normalises": bool(keys.get("expert_weights_norm", False)),
+            "normalises": keys.flag("expert_weights_norm", False),
         }
 
     def blocks(self, hparams: HParams) -> list[Block]:

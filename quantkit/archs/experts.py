@@ -169,8 +169,8 @@ def numbers(
         "n_leading_dense": keys.number("leading_dense_block_count", 0),
         "n_expert_groups": groups,
         "n_expert_groups_used": groups_used,
-        "normalises": of_chosen or bool(keys.get("expert_weights_norm", True)),
-        "expert_scale": float(keys.get("expert_weights_scale", 0.0)) or 1.0,
+        "normalises": of_chosen or keys.flag("expert_weights_norm", True),
+        "expert_scale": keys.real("expert_weights_scale", 0.0) or 1.0,
         "gating": _GATING[number],
         "has_choice_bias": biased,
     }

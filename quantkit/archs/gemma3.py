@@ -137,13 +137,13 @@ class Gemma3(Decoder):
 
     def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
         found = super().numbers(keys, tensors)
-        base = float(keys.get("rope.freq_base_swa", _LOCAL_BASE))
+        base = keys.real("rope.freq_base_swa", _LOCAL_BASE)
         width = found["n_embd"] / found["n_head"] if found["n_layer"] == _LAYERS_27B else found["head_dim_k"]
         return found | {
             "window": keys.number("attention.sliding_window"),
             "local_rope": replace(found["rope"], base=base, scale=1.0, yarn=None),
             "pattern": keys.number("attention.sliding_window_pattern", _PATTERN),
-            "score_scale": float(keys.get("attention.scale", width**-0.5)),
+            "score_scale": keys.real("attention.scale", width**-0.5),
         }
 
     def attention(self, hp: HParams, i: int) -> Attention:

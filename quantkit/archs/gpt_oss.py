@@ -249,7 +249,7 @@ class GptOss(Decoder):
             "sliding_window": hp.window,
         }
         if hp.rope.yarn is not None:
-            found["rope_scaling"]["truncate"] = bool(keys.get("rope.scaling.yarn_truncate", False))
+            found["rope_scaling"]["truncate"] = keys.flag("rope.scaling.yarn_truncate", False)
         elif "rope_scaling" not in found:
             found["rope_parameters"] = {"rope_type": "default", "rope_theta": found["rope_theta"]}
         return found
@@ -260,7 +260,7 @@ class GptOss(Decoder):
         found = super().numbers(keys, tensors)
         turned = found["rope"]
         if turned.yarn is not None:
-            rounded = bool(keys.get("rope.scaling.yarn_truncate", False))
+            rounded = keys.flag("rope.scaling.yarn_truncate", False)
             turned = replace(turned, yarn=replace(turned.yarn, truncate=rounded))
         return found | experts.numbers(keys, tensors, ff=found["n_ff"]) | {"rope": turned, "normalises": True}
 

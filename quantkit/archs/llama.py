@@ -89,7 +89,7 @@ class Llama(Decoder):
 
     def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
         found = super().numbers(keys, tensors)
-        if not keys.get("expert_count"):
+        if not keys.number("expert_count", 0):
             return found | {"n_leading_dense": found["n_layer"]}
         return found | experts.numbers(keys, tensors, ff=found["n_ff"])
 

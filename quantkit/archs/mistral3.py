@@ -130,13 +130,13 @@ class Mistral3(Decoder):
 
     def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
         found = super().numbers(keys, tensors)
-        turned, multiplier = found["rope"], float(keys.get("rope.scaling.yarn_log_multiplier", 0.0))
+        turned, multiplier = found["rope"], keys.real("rope.scaling.yarn_log_multiplier", 0.0)
         if turned.yarn is not None and multiplier:
             logarithm = math.log(1 / turned.scale)
             found["rope"] = replace(
                 turned, yarn=replace(turned.yarn, attn_factor=1 / (1 + 0.1 * multiplier * logarithm))
             )
-        if beta := float(keys.get("attention.temperature_scale", 0.0)):
+        if beta := keys.real("attention.temperature_scale", 0.0):
             length = keys.number("rope.scaling.original_context_length")
             found["temperature"] = beta, keys.number("attention.temperature_length", length)
         return found

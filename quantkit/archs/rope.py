@@ -115,7 +115,7 @@ def scaling_parameters(keys: Keys) -> dict[str, Any]:
     kind = keys.get("rope.scaling.type", "none")
     if kind == "none":
         return {}
-    found: dict[str, Any] = {"rope_type": kind, "factor": shortest(keys.need("rope.scaling.factor"))}
+    found: dict[str, Any] = {"rope_type": kind, "factor": shortest(keys.real("rope.scaling.factor"))}
     if kind == "yarn":
         found["original_max_position_embeddings"] = keys.number("rope.scaling.original_context_length")
         for name, key in _YARN.items():
@@ -128,7 +128,7 @@ def scaling_parameters(keys: Keys) -> dict[str, Any]:
 
 def _relative_size(keys: Keys) -> float:
     """What a file has cos and sin multiplied by, over YaRN's usual."""
-    return float(keys.get(_ATTENTION, 1.0)) * float(keys.get(_ATTENTION_TOO, 1.0))
+    return keys.real(_ATTENTION, 1.0) * keys.real(_ATTENTION_TOO, 1.0)
 
 
 def rope(keys: Keys, style: str, dim: int, tensors: Collection[str]) -> Rope:
@@ -137,14 +137,19 @@ def rope(keys: Keys, style: str, dim: int, tensors: Collection[str]) -> Rope:
     if kind not in ("none", "linear", "yarn"):
         raise UnsupportedError(f"{keys.arch}.rope.scaling.type = {kind!r}; known: none, linear, yarn")
     yarn = None
-    scale = 1.0 if kind == "none" else 1.0 / float(keys.need("rope.scaling.factor"))
+    scale = 1.0 if kind == "none" else 1.0 / keys.real("rope.scaling.factor")
+    if kind == "yarn" and scale > 1:
+        raise FormatError(
+            f"metadata key {keys.arch}.rope.scaling.factor = {keys.real('rope.scaling.factor'):g}; yarn lengthens the "
+            "context, its factor has to be 1 or more"
+        )
     if kind == "yarn":
         yarn = Yarn(
             original_context=keys.number("rope.scaling.original_context_length"),
-            ext_factor=float(keys.get("rope.scaling.yarn_ext_factor", 1.0)),
+            ext_factor=keys.real("rope.scaling.yarn_ext_factor", 1.0),
             attn_factor=_relative_size(keys),
-            beta_fast=float(keys.get("rope.scaling.yarn_beta_fast", 32.0)),
-            beta_slow=float(keys.get("rope.scaling.yarn_beta_slow", 1.0)),
+            beta_fast=keys.real("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=keys.real("rope.scaling.yarn_beta_slow", 1.0),
         )
-    base = float(keys.get("rope.freq_base", 10000.0))
+    base = keys.real("rope.freq_base", 10000.0)
     return Rope(style, dim, base, scale, FACTORS if FACTORS in tensors else None, yarn)

@@ -15,6 +15,7 @@ import numpy as np
 
 from quantkit.errors import FormatError
 
+_DIGITS = 10  # a part of a name with so many is no number of a layer or an expert
 Shape = tuple[int, ...]
 ReadRows = Callable[[int, int], np.ndarray]  # (start, stop) -> rows, as numbers or as raw bytes
 
@@ -159,7 +160,7 @@ def _numbered(stem: str, letter: str) -> tuple[str, int | None]:
     """The stem with its first part made of digits replaced, and the number."""
     parts = stem.split(".")
     for i, part in enumerate(parts):
-        if part.isdigit():
+        if part.isascii() and part.isdigit() and len(part) < _DIGITS:
             return ".".join([*parts[:i], letter, *parts[i + 1 :]]), int(part)
     return stem, None
 

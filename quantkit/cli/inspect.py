@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from quantkit.files.gguf import GGUF
 
 SHOWN_ELEMENTS = 8  # of an array
+SHOWN_PROBLEMS = 20
 SHOWN_CHARACTERS = 100  # of a value in the table
 
 
@@ -30,8 +31,9 @@ def inspect(
 ) -> None:
     """Show a GGUF file: metadata, tensors, sizes by type.
 
-    Long arrays are cut to their first elements, in JSON too; `quantkit metadata` prints them in full. Shapes are rows
-    first: (experts, rows, columns). --card prints what a model card says of a file: its size, classes of tensors by
+    Where metadata contradict each other or the tensors, the problems are listed at the end. Long arrays are cut to
+    their first elements, in JSON too; `quantkit metadata` prints them in full. Shapes are rows first: (experts, rows,
+    columns). --card prints what a model card says of a file: its size, classes of tensors by
     type, the recipe, commands.
     """
     from quantkit.files import gguf
@@ -52,12 +54,15 @@ def inspect(
 
 def record(file: GGUF, tensors: bool = True) -> dict[str, Any]:
     """All that the command shows, as one dictionary."""
+    from quantkit.archs import validate
+
     found: dict[str, Any] = {
         "files": file.paths,
         "version": file.version,
         "bytes": file.size,
         "metadata": {key: _value_record(file, key) for key in file.metadata},
         "types": totals(file),
+        "problems": validate.problems(file.metadata, file.tensors),
     }
     if tensors:
         found["tensors"] = [
@@ -108,6 +113,21 @@ def _print_text(file: GGUF, tensors: bool) -> None:
         (t["type"], t["tensors"], t["elements"], f"{t['bytes'] / 2**30:.3f}", f"{t['bpw']:.4f}") for t in totals(file)
     ]
     print(table(header, summed))
+    _print_problems(file)
+
+
+def _print_problems(file: GGUF) -> None:
+    """What keeps the model from being run: where its metadata contradict each other or the tensors."""
+    from quantkit.archs import validate
+
+    found = validate.problems(file.metadata, file.tensors)
+    if found:
+        print()
+    for sentence in found[:SHOWN_PROBLEMS]:
+        print(f"problem: {printable(sentence)}")
+    if found:
+        more = f"{len(found) - SHOWN_PROBLEMS} more problems; " if len(found) > SHOWN_PROBLEMS else ""
+        print(f"{more}{validate.REMEDY}")
 
 
 def _value_text(record: dict[str, Any]) -> tuple[str, str]:

@@ -16,7 +16,7 @@ has them for 1, kv_b where it has it for 0 and for expanding; else the same numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -69,30 +69,6 @@ def cached(hparams: blocks.HParams, parts: Sequence[blocks.Block], mla: int) -> 
     if not widths or not mla:
         return hparams
     return replace(hparams, n_head_kv=1, head_dim_k=widths.pop(), head_dim_v=0)
-
-
-def shapes(part: blocks.LatentAttention, weights: Weights, n_embd: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of the tensors of a part, but for its first norm."""
-    rows, nope, lora = part.heads * part.head_dim_k, part.nope, part.kv_lora
-    matrices: list[tuple[blocks.Linear | None, int, int]] = [
-        (part.q_a, part.q_lora, n_embd),
-        (part.q, rows, part.q_lora or n_embd),
-        (part.kv_a, part.latent, n_embd),
-        (part.kv_b, part.heads * (nope + part.head_dim_v), lora),
-        (part.out, n_embd, part.heads * part.head_dim_v),
-    ]
-    for linear, count, columns in matrices:
-        if linear is not None:
-            yield linear.weight, (count, columns)
-            if linear.bias:
-                yield linear.bias, (count,)
-    for linear, count, columns in ((part.k_b, lora, nope), (part.v_b, part.head_dim_v, lora)):
-        if linear is not None:
-            stacked = linear.weight in weights and len(weights[linear.weight].shape) == 3
-            yield linear.weight, (part.heads, count, columns) if stacked else (part.heads * count, columns)
-    if part.q_a_norm is not None:
-        yield part.q_a_norm.weight, (part.q_lora,)
-    yield part.kv_a_norm.weight, (lora,)
 
 
 # --------------------------------------------------------------------------------------------- between latent and head

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from quantkit import archs, arguments, budget, jit
-from quantkit.archs import blocks
-from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
+from quantkit import arguments, budget, jit
+from quantkit.archs import blocks, validate
+from quantkit.archs.required import required
+from quantkit.errors import DataError, UnknownNameError, UnsupportedError
 from quantkit.files import gguf
-from quantkit.runtime import blas, experts, latent, layers, repacking, shapes
+from quantkit.runtime import blas, experts, latent, layers, repacking
 from quantkit.runtime import fit as fitting
 from quantkit.runtime.cache import Cache, CacheShape, CacheType
 from quantkit.runtime.devices import CPU, Device, parse_devices
@@ -108,6 +109,7 @@ def load(
     how = layers.Attending(flash_attention, attention_mib)
     kind = cache_type_of(cache_type, numerics, how)
     file = gguf.open(path)
+    described = validate.described(file.metadata, file.tensors, file.path)
     rules = (override_tensor,) if isinstance(override_tensor, str) else tuple(override_tensor)
     asked = parse_devices(devices) if isinstance(devices, str) else tuple(devices) or (CPU,)
     there = _with_memory(asked)
@@ -116,7 +118,7 @@ def load(
     )
     fitted = None
     if fit or any(device.memory for device in there):
-        size = n_ctx or context_of(file)
+        size = n_ctx or described.hparams.n_ctx_train
         if not (n_ctx or fit or any(device.memory for device in asked)):
             size = min(size, SEQUENCE_TOKENS)  # nobody spoke of memory: there must be room to run at all
         cache = budget.Cache(size, kind.k, kind.v, mla)
@@ -127,8 +129,8 @@ def load(
         budget.require_room(file.tensors, file.metadata, flags, cache, path)
     placement = place_model(file.tensors, flags, file.metadata, there)
     model = Model(
-        file, placement, numerics=numerics, threads=threads, cache_type=kind, how=how, n_ctx=n_ctx, repack=repack,
-        fused_experts=fused_experts, expert_reduction=expert_reduction, mla=mla, tripwire=tripwire,
+        file, described, placement, numerics=numerics, threads=threads, cache_type=kind, how=how, n_ctx=n_ctx,
+        repack=repack, fused_experts=fused_experts, expert_reduction=expert_reduction, mla=mla, tripwire=tripwire,
         reduce_type=reduce_type, experts_by=experts_by, profile=profile, offload=offload, tokenizer=tokenizer,
     )  # fmt: skip
     model.fitted = fitted.text if fitted else None
@@ -193,6 +195,7 @@ class Model(Parts):
     def __init__(
         self,
         file: gguf.GGUF,
+        described: validate.Described,
         placement: Placement,
         *,
         numerics: str = "exact",
@@ -218,13 +221,7 @@ class Model(Parts):
         self.size_bytes = file.size
         self.placement = placement
         self.cache_type = str(kind)
-        name = file.metadata.get("general.architecture")
-        if not isinstance(name, str):
-            raise FormatError(f"{file.path}: metadata has no general.architecture; the file is not a model")
-        arch = archs.get(name)
-        self.hparams = arch.hparams(file.metadata, file.tensors.keys())
-        self.blocks = arch.blocks(self.hparams)
-        self.head = arch.head(self.hparams)
+        self.hparams, self.blocks, self.head = described.hparams, described.blocks, described.head
         if mla not in latent.MODES:
             raise UnsupportedError(f"-mla {mla}: known are {', '.join(map(str, latent.MODES))}")
         self.has_latents = latent.is_latent(self.blocks)
@@ -566,18 +563,13 @@ class Model(Parts):
         self.how.query_rows(hp.n_head // hp.n_head_kv, n_ctx or 1, self.threads)
 
     def _check_weights(self) -> None:
-        """FormatError when a tensor that the blocks name is not there or not of the shape they need.
-
-        UnsupportedError when it is of a type that cannot be decoded.
-        """
-        for name, shape in shapes.needed(self.hparams, self.blocks, self.head, self.weights):
-            tensor = self.weights.get(name)
-            if tensor is None:
-                raise FormatError(f"{self.path}: tensor {name} is missing; the file is incomplete")
-            if tensor.shape != shape:
-                raise FormatError(f"{self.path}: tensor {name} has shape {tensor.shape}, the metadata say {shape}")
+        """UnsupportedError for a tensor of a type that cannot be decoded."""
+        for name, _ in required(self.hparams, self.blocks, self.head, self.weights):
+            tensor = self.weights[name]
             if not tensor.type.has_codec:
-                raise UnsupportedError(f"{tensor.path}: tensor {name}: quantkit cannot decode {tensor.type.name} yet")
+                raise UnsupportedError(
+                    f"{tensor.path}: tensor {tensor.name}: quantkit cannot decode {tensor.type.name} yet"
+                )
 
     # ----------------------------------------------------------------------------------------------------- the tripwire
 

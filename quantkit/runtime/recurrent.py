@@ -15,7 +15,6 @@ Heads are independent of each other and are what threads share. The running sums
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -191,21 +190,3 @@ def _shrinking(decay: np.ndarray) -> np.ndarray:
     """e^decay, float32; 0 below GONE, where products would be denormal numbers, and slow."""
     found = np.exp(decay)
     return np.where(found < GONE, 0, found).astype(np.float32)
-
-
-def shapes(part: blocks.DeltaNet, n_embd: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of the tensors of a part, but for its first norm."""
-    sizes = part.sizes
-    matrices: list[tuple[blocks.Linear | None, int]] = [
-        (part.qkv, sizes.channels + (sizes.inner if part.gate is None else 0)),
-        (part.gate, sizes.inner),
-        (part.ba, 2 * sizes.value_heads),
-        (part.beta, sizes.value_heads),
-        (part.alpha, sizes.value_heads),
-    ]
-    yield from ((linear.weight, (rows, n_embd)) for linear, rows in matrices if linear is not None)
-    yield part.conv, (sizes.channels, sizes.kernel)
-    yield part.a, (sizes.value_heads,)
-    yield part.dt, (sizes.value_heads,)
-    yield part.out_norm.weight, (sizes.head_dim_v,)
-    yield part.out.weight, (n_embd, sizes.inner)

@@ -29,7 +29,7 @@ LLAMA = archs.get("llama").EXAMPLE
         ({"rope_theta": float("nan")}, "rope_theta = nan"),
         ({"rope_parameters": "yarn"}, "rope_parameters = 'yarn'; it has to be an object or null"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, r"rope_scaling\.factor = '2'"),
-        ({"rope_scaling": {"type": "linear", "factor": 0}}, r"rope_scaling\.factor = 0; it has to be above 0"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, r"rope_scaling\.factor = 0; it has to be a number above 0"),
         ({"rope_scaling": {"type": "linear", "factor": None}}, "rope_scaling of type linear has no 'factor'"),
         ({"rope_scaling": {"type": "llama3", "factor": None}}, "rope_scaling of type llama3 has no 'factor'"),
         ({"moe_intermediate_size": "x"}, "moe_intermediate_size = 'x'"),

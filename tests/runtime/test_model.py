@@ -277,12 +277,13 @@ def test_biases_are_added(tiny: Path, tmp_path: Path) -> None:
     file = gguf.open(tiny)
     bias = np.linspace(-1, 1, 256, dtype=np.float32)
     specs = [gguf.TensorSpec(t.name, t.shape, t.type) for t in file.tensors.values()]
-    specs.append(gguf.TensorSpec("blk.0.attn_output.bias", (256,), types.get("f32")))
+    specs += [gguf.TensorSpec(f"blk.{i}.attn_output.bias", (256,), types.get("f32")) for i in range(2)]
     path = tmp_path / "bias.gguf"
     with gguf.Writer(path, file.metadata, specs) as writer:
         for tensor in file.tensors.values():
             writer.write(tensor.name, tensor.data)
-        writer.write("blk.0.attn_output.bias", bias.view(np.uint8).reshape(1, -1))
+        for i in range(2):
+            writer.write(f"blk.{i}.attn_output.bias", bias.view(np.uint8).reshape(1, -1))
     seen: list[dict[str, np.ndarray]] = []
     for source in (tiny, path):
         model, inputs = load(source), {}

@@ -19,6 +19,7 @@ from quantkit.quantize import quantize
 from quantkit.runtime import recurrent
 from quantkit.runtime.cache import Cache
 from quantkit.runtime.cache_size import of_layers
+from tests.archs.files import written
 from tests.runtime.other_cpus import CPUS, run_tests
 from tests.runtime.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
 
@@ -80,23 +81,6 @@ def test_chunks_and_steps_follow_the_formula(
 
 
 # --------------------------------------------------------------------------------------------------------------- models
-
-
-def written(path: Path, arch: str, **change: Any) -> Path:
-    """A random file of an architecture's EXAMPLE, changed."""
-    rng, of = np.random.default_rng(7), archs.get(arch)
-    config = of.EXAMPLE | change
-    metadata = gguf.Metadata({"general.architecture": arch})
-    for key, (value, kind) in of.metadata(config).items():
-        metadata.set(key, value, kind)
-    tensors = of.tensors(config)
-    with gguf.Writer(path, metadata, [gguf.TensorSpec(t.name, t.shape, types.get("f32")) for t in tensors]) as writer:
-        for t in tensors:
-            x = rng.standard_normal(t.shape, np.float32) * np.float32(t.shape[-1] ** -0.5)
-            if len(t.shape) == 1:
-                x = 1 + x / 2
-            writer.write(t.name, (-x if t.name.endswith("ssm_a") else x).astype(np.float32).reshape(-1).view(np.uint8))
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -125,7 +125,6 @@ def plan(source: GGUF, layout: str, kind: str | None = None) -> Relayout:
     for name, tensor in source.tensors.items():
         if match := _NAME.fullmatch(name):
             of_layer.setdefault(match[1], {})[match[2]] = tensor
-            _check(tensor, sizes, match[2])
     changes: list[Change] = []
     done = set()
     for shard, tensor in _by_shard(source):
@@ -151,15 +150,6 @@ def _refuse(kind: QuantType | None) -> None:
         raise UnsupportedError(
             f"--type {kind.name}: heads are quantized one by one, without importance; choose a type that takes none "
             "and is not interleaved (`quantkit repack` interleaves a file)"
-        )
-
-
-def _check(tensor: Tensor, sizes: Sizes, kind: str) -> None:
-    known = [sizes.shape(kind, stacked) for stacked in (False, True)]
-    if tensor.shape not in known:
-        raise FormatError(
-            f"{tensor.path}: tensor {tensor.name} is {tensor.shape}; the metadata's {sizes.heads} heads make it "
-            f"{known[0]} or {known[1]}"
         )
 
 

@@ -38,7 +38,7 @@ def write_model(path: Path, changed: tuple[str, ...] = (), count: int = COUNT, r
     names = NAMES if count == COUNT else [f"blk.{i}.ffn_up.weight" for i in range(count)]
     shapes = {name: (COLUMNS,) if "norm" in name else (rows, COLUMNS) for name in names}
     specs = [TensorSpec(name, shape, types.get("f32")) for name, shape in shapes.items()]
-    metadata = gguf.Metadata({"general.architecture": "llama"})
+    metadata = gguf.Metadata({"general.architecture": "llama", "general.type": "tensors"})  # of a model, no whole one
     metadata.set("llama.block_count", len(names), "u32")
     with Writer(path, metadata, specs) as writer:
         for i, spec in enumerate(specs):

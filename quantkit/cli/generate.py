@@ -70,12 +70,13 @@ def generate(
 
 def _read(model: Path) -> tuple[Any, int]:
     """The tokenizer of a model and the context that it was trained with; the model is not opened."""
+    from quantkit.archs import validate
     from quantkit.files import gguf
-    from quantkit.runtime.model import context_of
     from quantkit.runtime.tokenizer import Tokenizer
 
     file = gguf.open(model)
-    return Tokenizer.from_gguf(file.metadata), context_of(file)
+    described = validate.described(file.metadata, file.tensors, file.path)
+    return Tokenizer.from_gguf(file.metadata), described.hparams.n_ctx_train
 
 
 def _prompt(text: str | None, file: Path | None) -> str:

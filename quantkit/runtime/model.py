@@ -137,11 +137,6 @@ def load(
     return model
 
 
-def context_of(file: gguf.GGUF) -> int:
-    """The context that a model was trained with; 1 where its file does not say."""
-    return int(file.metadata.get(f"{file.metadata.get('general.architecture')}.context_length") or 1)
-
-
 def _with_memory(devices: Sequence[Device]) -> tuple[Device, ...]:
     """The same, GPUs with the memory that is free where none was said. UnsupportedError for one that is not there."""
     if all(device.gpu is None for device in devices):

@@ -76,10 +76,12 @@ class _Renderer:
 def _start() -> subprocess.Popen[bytes]:
     if not sys.executable:
         raise UnsupportedError("chat templates are rendered by a second Python process, and sys.executable names none")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    # With -m Python would look for modules in the working directory first, where a model's files may lie.
+    paths = [path for path in sys.path if path]
+    code = f"import sys; sys.path[:] = {paths!r}; from quantkit.runtime.chat_worker import main; main()"
     return subprocess.Popen(
-        [sys.executable, "-m", "quantkit.runtime.chat_worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL, env=environment, start_new_session=True,
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The process that renders chat templates: `python -m quantkit.runtime.chat_worker`, run by chat_template.py.
+"""The process that renders chat templates: chat_template.py starts it and it runs `main`.
 
 It reads requests from its standard input, each a length and a pickle of (template, variables) from the process that
 started it, and writes replies, each a length and JSON: {"text": …} or {"error": …}. It ends when its input does.
@@ -114,7 +114,3 @@ def main() -> None:
     while (request := receive(requests)) is not None:
         reply = render(*pickle.loads(request))
         send(replies, json.dumps(reply).encode())
-
-
-if __name__ == "__main__":
-    main()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,3 +144,16 @@ print(chat_template._renderer._process.pid)
     made = subprocess.run([sys.executable, "-c", script], timeout=60, capture_output=True, text=True, check=True)
     with pytest.raises(ProcessLookupError):
         os.kill(int(made.stdout), 0)
+
+
+def test_modules_in_the_working_directory_are_not_run(tmp_path: Path) -> None:
+    """A folder of a model may hold a jinja2.py."""
+    for name in ("jinja2", "json", "pickle"):
+        (tmp_path / f"{name}.py").write_text("open('run', 'w'); raise SystemExit")
+    code = f"""import os, sys
+sys.path[:] = {[path for path in sys.path if path]}
+from quantkit.runtime.chat_template import render
+print(render("{{{{ x }}}}", {{"x": 1}}))"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("1\n", "")
+    assert not (tmp_path / "run").exists()

@@ -25,7 +25,8 @@ import typer
 from typer.core import TyperGroup
 
 from quantkit import __version__
-from quantkit.errors import QuantkitError
+from quantkit.cli._terminal import showing_controls
+from quantkit.errors import QuantkitError, printable
 
 # The order in which a user needs them; a command that is not named here comes last.
 _ORDER = ("demo", "convert", "export", "imatrix", "recipe", "plan", "quantize", "repack", "unpack", "perplexity",
@@ -117,7 +118,8 @@ def main(argv: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         _use_utf8(stream)
     try:
-        _translated(app)(argv, prog_name="quantkit")
+        with showing_controls():
+            _translated(app)(argv, prog_name="quantkit")
         sys.stdout.flush()
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else 0
@@ -138,13 +140,13 @@ def _translated(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args, **kwargs)
         except QuantkitError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {printable(str(error))}", file=sys.stderr)
             raise SystemExit(1) from None
         except BrokenPipeError:
             raise SystemExit(_broken_pipe()) from None
         except OSError as error:  # a missing file, a full disk: the user's to mend
             place = f"{error.filename}: " if error.filename else ""
-            print(f"error: {place}{error.strerror or error}", file=sys.stderr)
+            print(f"error: {printable(f'{place}{error.strerror or error}')}", file=sys.stderr)
             raise SystemExit(1) from None
         except KeyboardInterrupt:
             print("\ninterrupted", file=sys.stderr)

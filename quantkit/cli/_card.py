@@ -88,7 +88,7 @@ def _classes(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
             use.layers.append(int(layer[1]))
         use.count, use.elements, use.nbytes = use.count + 1, use.elements + _elements(t), use.nbytes + t.nbytes
     return [
-        (f"`{_cell(name)}`", ranges(use.layers), shape, kind, use.count, *_size(use.nbytes, use.elements))
+        (_code(name), ranges(use.layers), shape, kind, use.count, *_size(use.nbytes, use.elements))
         for (name, shape, kind), use in found.items()
     ]
 
@@ -138,5 +138,13 @@ def _commands(file: GGUF) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text that neither ends a cell of a table nor steers a terminal."""
-    return printable(text.replace("\n", " ")).replace("|", r"\|")
+    """Text that neither ends a cell of a table, nor begins HTML, a link or code, nor steers a terminal."""
+    return re.sub(r"([|<\[`\\])", r"\\\1", printable(text.replace("\n", " ")))
+
+
+def _code(name: str) -> str:
+    """A name as code in a table, whatever quotes it has in it."""
+    text = printable(name)
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    space = " " if len(fence) > 1 else ""
+    return f"{fence}{space}{text}{space}{fence}".replace("|", r"\|")

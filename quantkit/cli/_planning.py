@@ -22,7 +22,7 @@ from quantkit.cli._runtime import (
     placement_flags,
 )
 from quantkit.cli._shared import RepackPattern, comma_separated, gib, mib, table, with_options
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, printable
 
 if TYPE_CHECKING:
     from quantkit.budget import Budget
@@ -426,7 +426,7 @@ def print_plan(plan: Plan, verbose: bool = False, budget: Budget | None = None, 
     for note in plan.notes:
         print(f"note: {note}")
     for warning in (*plan.warnings, *(budget.warnings if budget else ())):
-        print(f"warning: {warning}")
+        print(f"warning: {printable(warning)}")
     print(
         f"{_names(plan)}: {len(plan.tensors)} tensors, {gib(plan.bytes_before)} -> {gib(plan.bytes_after)}, "
         f"{plan.bits_per_weight:.3f} bits per weight"

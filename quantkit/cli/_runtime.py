@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantkit.cli._shared import mib, table, with_options
-from quantkit.errors import UnknownNameError
+from quantkit.errors import UnknownNameError, printable
 
 if TYPE_CHECKING:
     from quantkit.runtime.ledger import Ledger
@@ -272,7 +272,7 @@ class Launch:
         if self._given["profile"] and model.split is not None:
             self._profiled.append(model.split.ledger)  # not the model, whose memory the next one may need
         for rule in model.placement.idle:
-            print(f"warning: {rule.said} decides no tensor", file=sys.stderr)
+            print(f"warning: {printable(rule.said)} decides no tensor", file=sys.stderr)
         if model.repacked is not None:
             _say_repacked(model)
         return model

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from quantkit.cli._terminal import CONTROLS
 from quantkit.errors import QuantkitError, printable
 
 Threads = Annotated[
@@ -94,7 +95,7 @@ def print_left_out(left_out: Mapping[str, Sequence[str]], warnings: Sequence[str
     for warning in warnings:
         print(f"warning: {printable(warning)}", file=sys.stderr)
     for what, names in left_out.items():
-        print(f"left out: {what}: {len(names)} tensors, {names[0]}{' …' if names[1:] else ''}")
+        print(f"left out: {what}: {len(names)} tensors, {printable(names[0])}{' …' if names[1:] else ''}")
 
 
 def comma_separated(texts: list[str] | None) -> list[str]:
@@ -121,9 +122,12 @@ def json_text(value: Any, indent: int | None = None) -> str:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout; bytes of a file that are no UTF-8 become lone surrogates."""
+    """One JSON document on stdout; bytes of a file that are no UTF-8 become lone surrogates.
+
+    Control characters that JSON allows as they are, DEL and C1 among them, are escaped too.
+    """
     text = json_text(value)
-    print(re.sub("[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text))
+    print(re.sub(f"[\ud800-\udfff{CONTROLS}]", lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def _plain(value: Any) -> Any:
@@ -136,7 +140,7 @@ def _plain(value: Any) -> Any:
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1) -> str:
     """Columns of text: the first `left` flush left, the others flush right."""
-    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    cells = [[printable(str(cell)) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
 
     def line(row: Sequence[str]) -> str:

@@ -193,7 +193,10 @@ def _text(value: Any, one_line: bool = False) -> str:
 
 
 def _print_raw(text: str) -> None:
-    """A line whose bytes are those of the file, be they UTF-8 or not."""
+    """A line whose bytes are those of the file, be they UTF-8 or not. A terminal gets text that does not steer it."""
+    if sys.stdout.isatty():
+        print(text)  # with control characters escaped
+        return
     sys.stdout.flush()
     sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape") + b"\n")
     sys.stdout.buffer.flush()

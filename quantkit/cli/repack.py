@@ -27,6 +27,7 @@ from quantkit.cli._shared import (
     split_limit,
     table,
 )
+from quantkit.errors import printable
 
 if TYPE_CHECKING:
     from quantkit.files.gguf import GGUF
@@ -76,7 +77,7 @@ def _placement(file: GGUF, text: str) -> Placement:
 
     found = plan(file.tensors, parse_flags(text), file.metadata, file.path)
     for rule in found.idle:
-        print(f"warning: {rule.said} decides no tensor", file=sys.stderr)
+        print(f"warning: {printable(rule.said)} decides no tensor", file=sys.stderr)
     return found
 
 

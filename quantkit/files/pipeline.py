@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quantkit import jit
+from quantkit.errors import printable
 from quantkit.files.mapping import release
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class Bar:
 
     def update(self, nbytes: int, name: str = "") -> None:
         if self._bar is not None:
-            self._bar.set_description_str(name, refresh=False)
+            self._bar.set_description_str(printable(name), refresh=False)
             self._bar.update(nbytes)
 
     def __enter__(self) -> Bar:

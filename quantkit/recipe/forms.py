@@ -61,4 +61,5 @@ def thireus(plan: Plan, model: str = "") -> str:
 
 
 def _escaped(name: str) -> str:
-    return name.replace(".", r"\.")
+    """The pattern of a name. What rules cannot hold, in a stranger's file, is matched as any character."""
+    return re.sub(r"[\s=,#]", ".", re.sub(r"([.\\^$*+?()\[\]{}|])", r"\\\1", name))

@@ -1,0 +1,54 @@
+"""Text for a terminal: what files contain must not steer it.
+
+Names of tensors, metadata and files can hold escape sequences that move the cursor, change the title or type for the
+user, and bidirectional controls that show text in another order. `showing_controls` replaces the standard streams by
+ones that write such characters as `\\x1b`. It is the last line for all commands; whoever prints a name in a line or a
+table also escapes line breaks in it (`errors.printable`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+# C0 but for tab and line ends, DEL, C1; separators of lines; embeddings, overrides and isolates of direction. Joiners
+# and marks stay: words of many scripts need them.
+CONTROLS = "\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069"
+_CONTROL = re.compile(f"[{CONTROLS}]")
+
+
+def visible(text: str) -> str:
+    """`text` with characters that steer a terminal escaped; line breaks and tabs stay."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+class _Stream:
+    """A text stream that shows control characters; all else is the stream's own."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(visible(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def showing_controls() -> Iterator[None]:
+    """stdout and stderr show control characters inside."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (_Stream(stream) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before

@@ -26,7 +26,7 @@ import numpy as np
 from quantkit.archs import checked, further, wrapper
 from quantkit.archs.blocks import Block, Head, HParams, Norm
 from quantkit.archs.shapes import Listed, Sizes, has_shape, listed
-from quantkit.archs.tensors import Piece, Rule, Shape, fill_name, missing, pieces, split_name
+from quantkit.archs.tensors import Piece, Rule, Shape, fill_name, missing, numbered_experts, pieces, split_name
 from quantkit.errors import FormatError, UnsupportedError
 
 Entries = dict[str, tuple[Any, str]]
@@ -226,6 +226,7 @@ class Arch(ABC):
             )
         hparams = self.hparams({key: value for key, (value, _) in self.metadata(config).items()})
         rules = self.rules_of(config)
+        _check_experts(rules, stored, hparams)
         found = pieces(rules, {name: shapes[stored[name]] for name in stored}, hparams, to_gguf=True)
         self._check(rules, stored, found, hparams, "checkpoint")
         return [replace(piece, sources=tuple(stored[source] for source in piece.sources)) for piece in found]
@@ -268,6 +269,18 @@ class Arch(ABC):
     def head(self, hparams: HParams) -> Head:
         output = "token_embd" if hparams.tied else "output"
         return Head("token_embd.weight", Norm("output_norm.weight", hparams.norm_eps), hparams.linear(output))
+
+
+def _check_experts(rules: Sequence[Rule], names: Collection[str], hp: HParams) -> None:
+    """FormatError where config.json counts other experts than a checkpoint numbers."""
+    found = numbered_experts(rules, names)
+    needed = any(rule.is_needed(hp, i) for rule in rules if ".E." in rule.hf for i in range(hp.n_layer))
+    if (found or needed) and len(found) != hp.n_expert:
+        numbers = f" (numbers {min(found)} to {max(found)})" if found else ""
+        raise FormatError(
+            f"config.json says {hp.n_expert} experts, the checkpoint has {len(found)}{numbers}; config.json is wrong "
+            "or a shard is missing"
+        )
 
 
 # ------------------------------------------------------------------------------------------------ shared by many archs

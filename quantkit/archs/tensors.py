@@ -208,6 +208,17 @@ def pieces(rules: Sequence[Rule], shapes: Mapping[str, Shape], hparams: Any, *, 
     return [piece for _, piece in sorted(found, key=lambda pair: pair[0])]
 
 
+def numbered_experts(rules: Sequence[Rule], names: Iterable[str]) -> set[int]:
+    """Numbers of the experts that names of a checkpoint have, of any layer."""
+    stems = {name for rule in rules if ".E." in rule.hf for name in rule.names("hf")}
+    found = set()
+    for name in names:
+        known, expert = _numbered(_numbered(name, "N")[0], "E")
+        if expert is not None and known in stems:
+            found.add(expert)
+    return found
+
+
 def _renamed(rule: Rule, name: str, target: str, shape: Shape, hparams: Any, to_gguf: bool) -> Piece:
     transform = rule.transform(hparams) if rule.transform else COPY
     if not to_gguf:

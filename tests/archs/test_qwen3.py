@@ -114,12 +114,20 @@ def test_experts_that_are_missing_too_many_or_unlike() -> None:
     lacking = {name: shape for name, shape in given.items() if name != "model.layers.1.mlp.experts.4.up_proj.weight"}
     with pytest.raises(FormatError, match=r"lacks 1 tensor\(s\): model\.layers\.1\.mlp\.experts\.4\.up_proj\.weight"):
         MOE.to_gguf(MOE.EXAMPLE, lacking)
-    with pytest.raises(UnsupportedError, match=r"2 layers and 6 experts: model\.layers\.0\.mlp\.experts\.6"):
+    with pytest.raises(FormatError, match=r"says 6 experts, the checkpoint has 7 \(numbers 0 to 6\)"):
         MOE.to_gguf(MOE.EXAMPLE, given | {"model.layers.0.mlp.experts.6.up_proj.weight": (32, 64)})
     with pytest.raises(
         FormatError, match=r"experts\.2\.up_proj\.weight is \(31, 64\).* experts must be matrices alike"
     ):
         MOE.to_gguf(MOE.EXAMPLE, given | {"model.layers.0.mlp.experts.2.up_proj.weight": (31, 64)})
+    for count in (5, 7, 1 << 16):
+        with pytest.raises(FormatError, match=rf"config.json says {count} experts, the checkpoint has 6"):
+            MOE.to_gguf(MOE.EXAMPLE | {"num_experts": count}, given)
+    with pytest.raises(FormatError, match="says 65536 experts, the checkpoint has 0;"):
+        MOE.to_gguf(
+            MOE.EXAMPLE | {"num_experts": 1 << 16, "num_hidden_layers": 4096},
+            {name: shape for name, shape in given.items() if ".experts." not in name},
+        )
     hparams = MOE.hparams(values(MOE, MOE.EXAMPLE))
     with pytest.raises(FormatError, match=r"blk\.0\.ffn_up_exps\.weight has shape \(5, 32, 64\).* 6 experts"):
         MOE.to_hf(hparams, gguf_shapes(MOE) | {"blk.0.ffn_up_exps.weight": (5, 32, 64)})

@@ -247,8 +247,8 @@ class Emit:
     # ---------------------------------------------------------------------------------------------------- arithmetic
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
-        """a * b + c of float32, rounded once."""
-        if self.isa != "generic":
+        """a * b + c of float32, rounded once: by the instruction, which x86 has since AVX2 and other CPUs always."""
+        if self.isa != "generic" or not _X86:
             return self.call(f"llvm.fma.{self._suffix(a.type)}", a.type, a, b, c)
         many = isinstance(a.type, ir.VectorType)
         real, bits = (vector(a.lanes, k) if many else k for k in (ir.DoubleType(), I64))
@@ -286,7 +286,7 @@ class Emit:
 
     def nearest(self, a: Value) -> Value:
         """float32 below 2^22 in magnitude to the nearest int32, ties to even."""
-        kind = vector(a.lanes, I32)
+        kind = vector(a.lanes, I32) if isinstance(a.type, ir.VectorType) else I32
         magic = 12582912.0  # 1.5 * 2^23: the addition leaves the integer in the low bits
         return (a + magic).view(kind) - 0x4B400000
 
@@ -294,9 +294,10 @@ class Emit:
         return f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
 
     def exp(self, x: Value) -> Value:
-        """e^x of a float32 vector to about 2 units in the last place; 0 below -87.3, as of 88 above 88, NaN of NaN.
+        """e^x of float32 within 2 units in the last place; 0 below -87.3, as of 88 above 88, NaN of NaN.
 
-        x = k ln 2 + r, |r| <= ln 2 / 2; e^r by its Taylor polynomial of degree 7; 2^k through the exponent bits.
+        x = k ln 2 + r, |r| <= ln 2 / 2; e^r by its Taylor polynomial of degree 7; 2^k through the exponent bits. The
+        only exponential of the CPU's kernels: the C library's differs from system to system.
         """
         kind = x.type
         tiny = self.builder.fcmp_ordered("<", x.ir, self.constant(kind, -87.3).ir)

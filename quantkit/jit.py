@@ -117,7 +117,8 @@ def source_digest(module: str) -> str | None:
     digest = hashlib.sha256()
     for name in sorted(seen):
         if (source := seen[name]) is not None:
-            if source.stat().st_mtime > _STARTED:
+            status = source.stat()  # ctime: a copy may bring an old mtime with it
+            if max(status.st_mtime, status.st_ctime) > _STARTED:
                 disk_cache.say(
                     f"{source} is newer than this process; kernels that depend on it are compiled anew, not cached"
                 )

@@ -25,6 +25,7 @@ from quantkit.jit import Callback, callback, kernel
 from quantkit.runtime.kernels.cpu.activations import quantize
 from quantkit.runtime.kernels.cpu.ops import SIGNATURE
 from quantkit.runtime.kernels.cpu.rows import Heads, keep, rotate, row_floats
+from quantkit.runtime.kernels.reference import exp
 from quantkit.simd import F32, Emit, Value, emitted, floats, load_float, load_int, vector
 
 TOGETHER = 8  # query heads for which a key or value is read once; four positions of them fill the registers
@@ -221,7 +222,7 @@ def combine(block: int) -> Callback:
             out[:] = np.float32(0)
             for t in range(threads):
                 part = partial[(t * heads + head) * width : (t * heads + head + 1) * width]
-                share = np.exp(part[dim] - top)
+                share = exp(part[dim] - top)
                 total += share * part[dim + 1]
                 for i in range(dim):
                     out[i] += share * part[i]

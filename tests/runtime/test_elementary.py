@@ -1,0 +1,164 @@
+"""Exponentials and halves: one of each for vectors and for scalars, the same bits on every CPU.
+
+Halves are converted by `half` in kernels of types, which load no SIMD code, and by `Emit` in vectors, with the CPU's
+instruction where there is one. Both promise the same bits for all numbers; of a NaN only that it stays one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quantkit import half
+from quantkit.jit import kernel
+from quantkit.runtime.kernels import reference
+from quantkit.simd import F32, I16, emitted, vector
+from tests.runtime.other_cpus import CPUS, environment_of
+
+FLOATS16 = vector(16, F32)
+
+
+@kernel
+def exp_one_by_one(x, out):
+    for i in range(len(x)):
+        out[i] = reference.exp(x[i])
+
+
+@emitted("void")
+def _exp(e, x, n, out):
+    with e.loop(0, n, 16) as i:
+        e.store(e.exp(e.load(FLOATS16, x + i * 4)), out + i * 4)
+
+
+@kernel
+def exp_of_vectors(x, n, out):
+    _exp(x, n, out)
+
+
+@kernel
+def halves_of(x, out):
+    for i in range(len(x)):
+        out[i] = half.float_to_half(x[i])
+
+
+@kernel
+def floats_of(x, out):
+    for i in range(len(x)):
+        out[i] = half.half_to_float(x[i])
+
+
+@emitted("void")
+def _halves(e, x, n, out):
+    with e.loop(0, n, 16) as i:
+        e.store(e.float_to_half(e.load(FLOATS16, x + i * 4)), out + i * 2)
+
+
+@kernel
+def halves_of_vectors(x, n, out):
+    _halves(x, n, out)
+
+
+@emitted("void")
+def _floats(e, x, n, out):
+    with e.loop(0, n, 16) as i:
+        e.store(e.half_to_float(e.load(vector(16, I16), x + i * 2)), out + i * 4)
+
+
+@kernel
+def floats_of_vectors(x, n, out):
+    _floats(x, n, out)
+
+
+def arguments() -> np.ndarray:
+    edges = [-np.inf, -1e30, -88, np.nextafter(np.float32(-87.3), np.float32(-88)), -87.3, 88, 89, 1e30, np.inf, np.nan]
+    x = np.concatenate([np.linspace(-90, 90, 200_000), edges, np.zeros(6)]).astype(np.float32)
+    return x[: len(x) // 16 * 16]
+
+
+def exponentials() -> tuple[np.ndarray, np.ndarray]:
+    x = arguments()
+    one, many = np.empty_like(x), np.empty_like(x)
+    exp_one_by_one(x, one)
+    exp_of_vectors(x.ctypes.data, len(x), many.ctypes.data)
+    return one, many
+
+
+def routed() -> np.ndarray:
+    """Weights of 128 experts, of which 8 are used: a sum that vectors of other lengths would add up otherwise."""
+    rng = np.random.default_rng(1)
+    found = []
+    for _ in range(50):
+        logits, chosen, weights = (
+            rng.standard_normal(128).astype(np.float32),
+            np.empty(8, np.int64),
+            np.empty(8, np.float32),
+        )
+        none = np.empty(0, np.float32)
+        reference.route(logits, none, False, 1, 1, 8, 8, np.float32(0), False, np.float32(1), chosen, weights)
+        found.append(weights)
+    return np.array(found)
+
+
+def test_one_exponential_for_scalars_and_vectors() -> None:
+    x, (one, many) = arguments(), exponentials()
+    np.testing.assert_array_equal(one.view(np.uint32), many.view(np.uint32))
+    exact = np.exp(np.minimum(x.astype(np.float64), 88))
+    exact[x < np.float32(-87.3)] = 0
+    real = ~np.isnan(x)
+    assert (np.abs(one - exact) <= 2 * np.spacing(exact.astype(np.float32)))[real & (exact > 0)].all()
+    assert (one[exact == 0] == 0).all()
+    assert np.isnan(one[~real]).all()
+    assert one[x == 0].tolist() == [1.0] * int((x == 0).sum())
+
+
+def test_halves_are_the_same_for_scalars_and_vectors(rng: np.random.Generator) -> None:
+    bits = np.arange(1 << 16).astype(np.uint16)
+    one, many = np.empty((2, len(bits)), np.float32)
+    floats_of(bits, one)
+    floats_of_vectors(bits.ctypes.data, len(bits), many.ctypes.data)
+    wanted = bits.view(np.float16).astype(np.float32)
+    check(one, many, wanted)
+    finite = np.sort(wanted[np.isfinite(wanted)])
+    ties = ((finite[1:].astype(np.float64) + finite[:-1]) / 2).astype(np.float32)
+    near = [np.nextafter(ties, np.float32(sign * np.inf)) for sign in (-1, 1)]
+    edges = np.array([np.nan, -np.nan, np.inf, -np.inf, 65519.996, 65520, 1e30, -1e30, 1e-40, 0, -0.0], np.float32)
+    wild = rng.integers(0, 1 << 32, 100_000, dtype=np.uint64).astype(np.uint32).view(np.float32)
+    x = np.concatenate([edges, wanted, ties, *near, wild])
+    x = x[: len(x) // 16 * 16]
+    one_half, many_halves = np.empty((2, len(x)), np.uint16)
+    halves_of(x, one_half)
+    halves_of_vectors(x.ctypes.data, len(x), many_halves.ctypes.data)
+    with np.errstate(over="ignore", invalid="ignore"):
+        check(one_half.view(np.float16), many_halves.view(np.float16), x.astype(np.float16))
+
+
+def check(one: np.ndarray, many: np.ndarray, wanted: np.ndarray) -> None:
+    """The same bits, but for NaN."""
+    real, whole = ~np.isnan(wanted), f"u{wanted.itemsize}"
+    for got in (one, many):
+        np.testing.assert_array_equal(got[real].view(whole), wanted[real].view(whole))
+        assert np.isnan(got[~real]).all()
+
+
+def digest() -> str:
+    one, many = exponentials()
+    return hashlib.sha256(one.tobytes() + many.tobytes() + routed().tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("isa", CPUS)
+def test_the_same_bits_on_other_cpus(isa: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.runtime.test_elementary"], env=environment_of(isa), text=True,
+        cwd=Path(__file__).parents[2], capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == digest()
+
+
+if __name__ == "__main__":
+    print(digest())

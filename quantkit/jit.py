@@ -392,6 +392,8 @@ class Kernel:
     @functools.cached_property
     def dispatcher(self) -> Any:
         with _materialize:
+            if "dispatcher" in self.__dict__:  # made while we waited
+                return self.__dict__["dispatcher"]
             numba = load_numba()
             _install_notice()
             options = dict(self.options)
@@ -558,6 +560,8 @@ class Callback:
     @functools.cached_property
     def _compiled(self) -> Any:
         with _materialize:
+            if "_compiled" in self.__dict__:  # made while we waited
+                return self.__dict__["_compiled"]
             load_numba()
             from numba.core.ccallback import CFunc
             from numba.core.sigutils import normalize_signature
@@ -718,8 +722,9 @@ def over_rows(
 
     Slices begin at multiples of `multiple`; there are `pieces` for each thread, and who is done takes the next, so
     uneven rows balance. The task should spend its time in kernels, which release the GIL. The exception of the first
-    slice that failed is raised again here. Unless the caller knows that it `is_long`, the first rows are done here and
-    timed: other threads help with what is left only if it will take longer than waking them.
+    slice that failed is raised again here, an interrupt too, when no slice is worked on any more. Unless the caller
+    knows that it `is_long`, the first rows are done here and timed: other threads help with what is left only if it
+    will take longer than waking them.
     """
     threads = threads or default_threads()
     groups = -(-rows // multiple)
@@ -751,9 +756,24 @@ def over_rows(
             except BaseException as error:
                 failed[i] = error
 
-    others = [_pool(threads).submit(work) for _ in range(threads - 1)]
-    work()  # from now on, while the others wake
-    for other in others:
-        other.cancel() or other.result()
+    helping = set[int]()
+
+    def help_out() -> None:
+        helping.add(threading.get_ident())
+        try:
+            work()
+        finally:
+            helping.discard(threading.get_ident())
+
+    try:
+        others = [_pool(threads).submit(help_out) for _ in range(threads - 1)]
+        work()  # from now on, while the others wake
+        for other in others:
+            other.cancel() or other.result()
+    except BaseException as error:  # an interrupt; the others must not write to what the caller takes back
+        failed[slices] = error
+        while helping:
+            time.sleep(1e-4)
+        raise
     if failed:
         raise failed[min(failed)]  # slices are begun in order: those before it are done

@@ -102,6 +102,9 @@ class CacheType:
         return found[0], found[1]
 
 
+INCOMPLETE = -1  # position of a state that is being written: if an interrupt leaves it behind, it is of no sequence
+
+
 @dataclass
 class LayerState:
     """What a recurrent layer remembers after the first `position` tokens of a sequence.
@@ -125,7 +128,9 @@ class LayerState:
 
     def take(self, other: LayerState) -> None:
         """Become a copy of another of the same sizes."""
-        self.inputs[:], self.heads[:], self.position = other.inputs, other.heads, other.position
+        self.position = INCOMPLETE
+        self.inputs[:], self.heads[:] = other.inputs, other.heads
+        self.position = other.position
 
 
 class CacheShape(NamedTuple):
@@ -230,9 +235,6 @@ class Cache:
     def length(self, value: int) -> None:
         if type(value) is not int or not 0 <= value <= self._n_ctx:
             value = arguments.integer(value, f"the length of a cache of {self._n_ctx} tokens", 0, self._n_ctx)
-        self._set_length(value)
-
-    def _set_length(self, value: int) -> None:
         self._length = value
 
     @property
@@ -255,15 +257,16 @@ class Cache:
         length = arguments.integer(length, "the length to truncate a cache to")
         if not 0 <= length <= self.length:
             raise DataError(f"cannot truncate a cache of {self.length} tokens to {length}")
-        if self.states and length not in (0, self.length):
-            if self._mark is None or self._mark[0] != length:
+        if self.states and length:
+            is_marked = self._mark is not None and self._mark[0] == length
+            if not is_marked and length != self.length:
                 kept = f"0 and the mark at {self._mark[0]}" if self._mark else "0"
                 raise DataError(
                     f"cannot truncate a cache of {self.length} tokens to {length}: a recurrent layer has no state of "
                     f"each position, this cache keeps those of {kept}; mark() or save() the place before going on"
                 )
-            for i, state in self._mark[1].items():
-                self.states[i].take(state)
+            for i, state in self._mark[1].items() if is_marked and self._mark else ():
+                self.states[i].take(state)  # also at this length: a pass that failed has moved some states on
         self.length = length
         if self._mark and self._mark[0] > length:
             self._mark = None
@@ -296,11 +299,13 @@ class Cache:
             )
         if state.length > self.n_ctx:
             raise DataError(f"a state of {state.length} tokens does not fit a cache of {self.n_ctx}; make it larger")
+        self.clear()  # until all is there
         for into, rows in zip((*self.k, *self.v), (*state.k, *state.v)):
             into[:, : state.length] = rows
         for i, layer in state.states.items():
             self.states[i].take(layer)
-        self.length, self._mark, self._spare_of = state.length, None, None
+        self._spare_of = None
+        self.length = state.length
 
     def _fits(self, state: State) -> bool:
         """Whether a state has the arrays that this cache would save at its length."""
@@ -326,14 +331,17 @@ class Cache:
         found = self.states[layer]
         if self.length and found.position != self.length and self._spare_of == layer:
             assert self._spare is not None
+            self._spare_of = None
             self.states[layer], self._spare = self._spare, found  # the layer is run once more
-            self._spare_of, found = None, self.states[layer]
+            found = self.states[layer]
         if not self.length:
-            found.inputs[:], found.heads[:], found.position = 0, 0, 0
+            found.position = INCOMPLETE
+            found.inputs[:], found.heads[:] = 0, 0
+            found.position = 0
         if found.position != self.length:
             raise DataError(
                 f"the state of recurrent layer {layer} is that after {found.position} tokens, the cache holds "
-                f"{self.length}; clear() it, or restore() what save() kept"
+                f"{self.length}: a pass ended early; clear() it, truncate() to the mark, or restore() what save() kept"
             )
         return found
 
@@ -342,6 +350,9 @@ class Cache:
         before = self.state(layer)
         after = self._spare
         assert after is not None
+        if after is before:  # an interrupt came between two steps of their exchange
+            after = copy.deepcopy(before)
+        after.position = INCOMPLETE
         if self.one_layer:
             for i in self.states:
                 self.states[i] = after

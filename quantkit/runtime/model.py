@@ -11,9 +11,13 @@ the tokens to runtime/step.py, where the model is one list of operations, unless
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -168,8 +172,56 @@ def _pairs(parts: Any) -> list[tuple[Any, Cache]]:
         raise DataError("forward_batch takes pairs of a list of tokens, at least one, and a cache") from None
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _one_at_a_time(method: Callable[Concatenate[Model, P], R]) -> Callable[Concatenate[Model, P], R]:
+    """Decorator: while a thread runs one of these methods of a model, others wait to run any of them."""
+
+    @functools.wraps(method)
+    def run(self: Model, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+_open: weakref.WeakSet[Model] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """Locks may be held by threads that a forked child does not have."""
+    for model in list(_open):
+        model._lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+@contextlib.contextmanager
+def _all_or_nothing(caches: Sequence[Cache]) -> Iterator[None]:
+    """After an exception or an interrupt the caches hold what they held before."""
+    before = [cache.length for cache in caches]
+    try:
+        yield
+    except BaseException:
+        for cache, length in zip(caches, before):
+            cache.length = length
+        raise
+
+
 class Model(Parts):
-    """An open model. One thread at a time may run it.
+    """An open model.
+
+    Python threads can share a model, and use different models at the same time, with the results of one thread. Calls
+    on one model wait for each other, from forward pass to forward pass: `generate` in two threads takes turns token by
+    token. Give each sequence a cache of its own. `observer` and other attributes that are set are for all threads.
+
+    After an exception or an interrupt, `forward` and `forward_batch` leave caches with the length they had, so the same
+    call can be repeated. States of recurrent layers cannot be taken back: if such a cache was not empty, the next call
+    raises DataError until it is cleared, truncated to its mark or restored.
 
     hparams, blocks, head   what the architecture says about it
     weights                 dict name -> files.gguf.Tensor, of what is repacked one in memory
@@ -224,6 +276,7 @@ class Model(Parts):
             file.path, file.tensors, numerics=numerics, threads=arguments.threads(threads) or jit.default_threads(),
             how=how, mla=mla if self.has_latents else 0, tripwire=tripwire,
         )  # fmt: skip
+        self._lock = threading.RLock()
         self._cached = latent.cached(self.hparams, self.blocks, self.mla)
         n_ctx = None if n_ctx is None else arguments.integer(n_ctx, "the context (-c)", 0)
         self.n_ctx = n_ctx or self.hparams.n_ctx_train
@@ -255,6 +308,7 @@ class Model(Parts):
         self.slow_because: str | None = None
         if numerics == "fast":
             self._fast, self.slow_because = self._compiled()
+        _open.add(self)
 
     def __repr__(self) -> str:
         return f"<model {self.path}: {self.hparams.arch}, {self.numerics}, {self.threads} threads>"
@@ -270,11 +324,12 @@ class Model(Parts):
     @property
     def tokenizer(self) -> Any:
         """The tokenizer that the metadata describe."""
-        if self._tokenizer is None:
-            from quantkit.runtime.tokenizer import Tokenizer
+        with self._lock:
+            if self._tokenizer is None:
+                from quantkit.runtime.tokenizer import Tokenizer
 
-            self._tokenizer = Tokenizer.from_gguf(self.metadata)
-        return self._tokenizer
+                self._tokenizer = Tokenizer.from_gguf(self.metadata)
+            return self._tokenizer
 
     def new_cache(self, n_ctx: int | None = None, cache_type: str | CacheType | None = None) -> Cache:
         """An empty cache for one sequence of up to `n_ctx` tokens."""
@@ -290,6 +345,7 @@ class Model(Parts):
 
     # --------------------------------------------------------------------------------------------------- what it gives
 
+    @_one_at_a_time
     def forward(self, tokens: Sequence[int] | np.ndarray, cache: Cache, logits: str = "all") -> np.ndarray:
         """float32[k, vocab]: logits after each of the tokens ("all") or after the last one ("last"; k = 1).
 
@@ -302,6 +358,10 @@ class Model(Parts):
             raise DataError(f"forward takes a list of tokens, at least one; got shape {ids.shape}")
         self._require_own(cache)
         cache.reserve(len(ids))
+        with _all_or_nothing([cache]):
+            return self._forward(ids, cache, logits)
+
+    def _forward(self, ids: np.ndarray, cache: Cache, logits: str) -> np.ndarray:
         if self._fast is not None and self.observer is None:
             before = cache.length
             found = self._forward_fast(ids, cache, logits)
@@ -325,6 +385,7 @@ class Model(Parts):
         ids = self._checked(tokens)
         return self.forward(ids, self.new_cache(max(1, ids.size)))
 
+    @_one_at_a_time
     def forward_batch(self, parts: Sequence[tuple[Sequence[int] | np.ndarray, Cache]]) -> np.ndarray:
         """float32[parts, vocab]: of several sequences, each with a cache and a length of its own, the next tokens.
 
@@ -342,12 +403,12 @@ class Model(Parts):
         for ids, cache in checked:
             cache.reserve(len(ids))
         ends = np.empty((len(checked), self.hparams.n_embd), np.float32)
-        with blas.single_threaded():
+        with blas.single_threaded(), _all_or_nothing(caches):
             for ids, spans, which in layers.batches(checked, TOGETHER_TOKENS):
                 x = self._forward_spans(ids, spans)
                 for i, span in zip(which, spans):
                     ends[i] = x[span.stop - 1]
-        return self.project(ends)
+            return self._project(ends)
 
     def _forward_spans(self, ids: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] before the output norm; the caches then hold the tokens."""
@@ -374,6 +435,7 @@ class Model(Parts):
         n_seq, k, n_embd = hidden.shape
         return self.project(hidden.reshape(n_seq * k, n_embd)).reshape(n_seq, k, self.vocab_size)
 
+    @_one_at_a_time
     def hidden_sequences(self, tokens: np.ndarray, rows: slice, cache_type: str | None = None) -> np.ndarray:
         """float32[n_seq, k, n_embd]: what `project` makes logits of, at the positions `rows` of fresh sequences."""
         ids = self._checked(tokens)
@@ -422,6 +484,7 @@ class Model(Parts):
         """Continue a prompt in a fresh sequence; see `runtime.generate`. `.text` of the result is the reply."""
         return generate(self, prompt, n_predict, sampling, on_text=on_text)
 
+    @_one_at_a_time
     def project(self, hidden: np.ndarray) -> np.ndarray:
         """float32[k, vocab]: logits of float32[k, n_embd] from `hidden_sequences`."""
         with blas.single_threaded():
@@ -466,6 +529,7 @@ class Model(Parts):
                 x = y
         return self._here(x)
 
+    @_one_at_a_time
     def enter(self, tokens: np.ndarray) -> np.ndarray:
         """What `embed` gives, looked at by the tripwire."""
         self._require_sound(None)
@@ -473,6 +537,7 @@ class Model(Parts):
         self._require_finite(self.head.embedding, x)
         return x
 
+    @_one_at_a_time
     def advance(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """What `run_block` gives, looked at by the tripwire."""
         return self._here(self._advance(block, x, spans))
@@ -489,6 +554,7 @@ class Model(Parts):
         """What left a block, in the host's memory."""
         return x if self.split is None else self.split.host(x)
 
+    @_one_at_a_time
     def embed(self, tokens: np.ndarray) -> np.ndarray:
         """float32[tokens, n_embd] that enters the first block."""
         x = layers.embed(self.weights[self.head.embedding], tokens)
@@ -500,12 +566,14 @@ class Model(Parts):
         """An empty cache for one sequence and one layer at a time."""
         return self._empty_cache(n_ctx, self._kind(None), one_layer=True)
 
+    @_one_at_a_time
     def run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] that leaves a block, on whatever devices."""
         if self.split is None:
             return super().run_block(block, x, spans)
         return self._here(self.split.run_block(block, x, spans))
 
+    @_one_at_a_time
     def forget(self, names: Iterable[str]) -> None:
         """Drop what was made of these tensors."""
         names = list(names)

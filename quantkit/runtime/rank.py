@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quantkit.archs import blocks
+from quantkit.files.gguf import Tensor
 from quantkit.runtime import slices
 from quantkit.runtime.cuda_worker import CudaWorker
 from quantkit.runtime.devices import Device
@@ -37,22 +38,24 @@ class Rank(Worker):
     def __init__(self, rank: int, device: Device, split: Split, owner: Parts, threads: int):
         super().__init__(device, split, owner, threads)
         self.rank = rank
-        self.weights = dict(owner.weights)
-        self._slice(owner, split.cuts)
+        self.weights = self._sliced(owner, owner.weights)
 
     def follow(self, owner: Parts) -> None:
         self._checking, self.expert_reduction = owner._checking, owner.expert_reduction
 
-    def _slice(self, owner: Parts, names: Iterable[str]) -> None:
-        for name in names:
+    def _sliced(self, owner: Parts, names: Iterable[str]) -> dict[str, Tensor]:
+        """The owner's tensors: of those that are cut, what this device has of them."""
+        found = {name: owner.weights[name] for name in names}
+        for name in found.keys() & self._split.cuts.keys():
             cut = self._split.cuts[name]
-            self.weights[name] = slices.ranges(owner.weights[name], cut.axis, cut.ranges(self.rank))  # type: ignore[index]
+            found[name] = slices.ranges(found[name], cut.axis, cut.ranges(self.rank))
+        return found
 
     def renew(self, owner: Parts, names: Iterable[str]) -> None:
         """Take these tensors from the owner again."""
         names = list(names)
-        self.weights = {**self.weights, **{name: owner.weights[name] for name in names}}
-        self._slice(owner, [name for name in names if name in self._split.cuts])
+        self.forget(names)
+        self.weights = {**self.weights, **self._sliced(owner, names)}
         self.forget(names)
 
     def _of(self, name: str) -> Worker:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import datetime
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from quantkit.errors import UnknownNameError, UnsupportedError
+from quantkit.errors import QuantkitError, UnknownNameError, UnsupportedError
 
 KINDS = ("f32", "f16", "bf16")
 _LONGEST = datetime.timedelta(hours=1)  # that one device may wait for another
@@ -44,6 +44,7 @@ class Reduce:
         self.kind, self._torch = kind, torch
         self._type = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[kind]
         self._threads = [ThreadPoolExecutor(1, f"device-{rank}") for rank in range(len(places))]
+        self._broken = False
         self._together = threading.Barrier(len(places), timeout=_LONGEST.total_seconds())
         on_gpus = all(place is not None and place.type == "cuda" for place in places)
         name = "ProcessGroupNCCL" if on_gpus else "ProcessGroupGloo"
@@ -53,21 +54,48 @@ class Reduce:
         self._groups: Nccl | Gloo = (Nccl if on_gpus else Gloo)(places, self)
 
     def each(self, task: Callable[[int], T]) -> list[T]:
-        """What `task(rank)` gives on the thread of each device, all at once; the first exception is raised again."""
+        """What `task(rank)` gives on the thread of each device, all at once; the first exception is raised again.
 
-        def run(rank: int) -> T:
+        All devices do the task or none. An interrupt is raised when they are done: a device that was left in the middle
+        would add its sum to those of the next task.
+        """
+        if self._broken:
+            raise QuantkitError("devices were interrupted twice while they added up, and stopped; load the model again")
+        gate, is_open = threading.Event(), False
+
+        def run(rank: int) -> T | None:
+            gate.wait()
+            if not is_open:
+                return None
             try:
                 return task(rank)
             except BaseException:
                 self._together.abort()  # the others' next sum raises BrokenBarrierError
                 raise
 
-        futures: list[Future[T]] = [thread.submit(run, rank) for rank, thread in enumerate(self._threads)]
-        errors = [error for future in futures if (error := future.exception()) is not None]  # waits for all of them
+        futures: list[Future[T | None]] = []
+        try:
+            for rank, thread in enumerate(self._threads):
+                futures.append(thread.submit(run, rank))
+            is_open = True
+        finally:
+            gate.set()
+        self._wait(futures)
+        errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             self._together.reset()
             raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
-        return [future.result() for future in futures]
+        return [cast(T, future.result()) for future in futures]
+
+    def _wait(self, futures: Sequence[Future]) -> None:
+        """Until all are done, also after an interrupt; a second one ends the waiting, and this object."""
+        try:
+            wait(futures)
+        except BaseException:
+            self._broken = True
+            wait(futures)
+            self._broken = False
+            raise
 
     def meet(self) -> None:
         """Wait until all threads are here. BrokenBarrierError where one will not come."""

@@ -73,11 +73,6 @@ class SplitCache(Cache):
         self.state_bytes = sum(part.state_bytes for part in self.parts.values())
         self.nbytes = sum(part.nbytes for part in self.parts.values())
 
-    def _set_length(self, value: int) -> None:
-        self._length = value
-        for part in self.parts.values():
-            part.length = value
-
     def truncate(self, length: int) -> None:
         length = arguments.integer(length, "the length to truncate a cache to", 0, self.length)
         for part in self.parts.values():
@@ -85,9 +80,9 @@ class SplitCache(Cache):
         self.length = length
 
     def clear(self) -> None:
+        self.length = 0
         for part in self.parts.values():
             part.clear()
-        self.length = 0
 
     def mark(self) -> None:
         for part in self.parts.values():
@@ -105,15 +100,17 @@ class SplitCache(Cache):
                 f"a state of {state.length} tokens was saved from devices {', '.join(theirs) or 'CPU alone'}, this "
                 f"cache is on {', '.join(self.parts)}; both must be of one model under one placement"
             )
+        self.clear()  # until all is there
         for device, part in self.parts.items():
             part.restore(theirs[device])
         self.length = state.length
 
 
 class _Part(Cache):
-    """What one device has of a SplitCache."""
+    """What one device has of a SplitCache, whose length is that of all parts: it changes for all at once."""
 
     def __init__(self, whole: SplitCache, held: Held, hparams: HParams):
+        self._whole = whole
         self._describe(whole.shape, whole.n_ctx, whole.type, whole.one_layer)
         self._zeros = held.zeros
         sides = (self.type.k, hparams.head_dim_k), (self.type.v, hparams.head_dim_v)
@@ -132,6 +129,14 @@ class _Part(Cache):
         self._make_states(held.recurrent)
         self.state_bytes = sum(x.nbytes for x in {id(x): x for x in self.states.values()}.values())
         self.nbytes = self.state_bytes + sum(k.nbytes + v.nbytes for k, v in made.values())
+
+    @property
+    def length(self) -> int:
+        return self._whole.length
+
+    @length.setter
+    def length(self, value: int) -> None:
+        """The whole cache sets its own, once for all parts."""
 
     def _make_states(self, sizes: Mapping[int, Recurrence]) -> None:
         self.states, self._spare, self._spare_of, self._mark = {}, None, None, None

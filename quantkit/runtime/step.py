@@ -68,17 +68,24 @@ class _Laid:
         self._threads = threads
         self._how = how
         self._rope_tables: dict[blocks.Rope, tuple[np.ndarray, np.ndarray]] = {}
-        self._caches: list[Cache] = []
+        self._caches: list[Cache] = []  # that the operations point to; none while they are pointed elsewhere
+        self._is_built = False  # whether all operations are there, for caches of `_type`
         self._type: CacheType | None = None
         self._n_ctx = 0  # what plain attention has room for
         self.vocab, self.n_embd = weights[head.embedding].shape
 
     def _use(self, caches: list[Cache]) -> None:
-        """Point the operations to other caches; lay them out first, or anew for caches of another type."""
+        """Point the operations to other caches; build them first, or once more for caches of another type.
+
+        An interrupt on the way leaves nothing that the next call takes for complete.
+        """
         if len(caches) == len(self._caches) and all(a is b for a, b in zip(caches, self._caches)):
             return
+        self._caches = []
         n_ctx = max(cache.n_ctx for cache in caches)
-        if caches[0].type != self._type or (not self._how.flash and n_ctx > self._n_ctx):
+        wider = not self._how.flash and n_ctx > self._n_ctx
+        if not self._is_built or caches[0].type != self._type or wider:
+            self._is_built = False
             self._type, self._n_ctx = caches[0].type, n_ctx
             self._looking: list[tuple[int, blocks.Attention, tuple[str, ...], np.ndarray]] = []
             self._ops = OpList(self._threads)
@@ -91,6 +98,7 @@ class _Laid:
                     elif isinstance(part, blocks.FeedForward):
                         self._feed_forward(part)
             self._finish(self._ops)
+            self._is_built = True
         self._places = [
             np.array([(c.k[layer].ctypes.data, c.v[layer].ctypes.data, c.n_ctx) for c in caches], np.int64)
             for layer in range(len(caches[0].k))

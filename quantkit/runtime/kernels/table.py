@@ -45,7 +45,10 @@ def batch(kind: QuantType) -> Batch:
 
 
 def linear(tensor: Tensor, threads: int) -> Callable[[np.ndarray, np.ndarray], None] | None:
-    """`run(x, out)`: out float32[tokens, rows] = x W^T for x float32[tokens, n], with activations quantized."""
+    """`run(x, out)`: out float32[tokens, rows] = x W^T for x float32[tokens, n], with activations quantized.
+
+    Several Python threads may call it at once.
+    """
     rows, n = tensor.shape
     if product(tensor.type) is None or n % 32 or rows % tensor.type.interleave:
         return None
@@ -65,11 +68,14 @@ def linear(tensor: Tensor, threads: int) -> Callable[[np.ndarray, np.ndarray], N
     def run(x: np.ndarray, out: np.ndarray) -> None:
         x = np.ascontiguousarray(x, np.float32)
         tiles = np.empty(sizes.tiles_bytes(n, len(x)), np.uint8)
-        count[0] = len(x)
-        quantize[gemm.QUANTIZE.index("x")] = x.ctypes.data
-        quantize[gemm.QUANTIZE.index("tiles")] = multiply[gemm.MULTIPLY.index("x")] = tiles.ctypes.data
-        multiply[gemm.MULTIPLY.index("out")] = out.ctypes.data
-        ops.run()
+
+        def prepare() -> None:  # several Python threads may run the one list
+            count[0] = len(x)
+            quantize[gemm.QUANTIZE.index("x")] = x.ctypes.data
+            quantize[gemm.QUANTIZE.index("tiles")] = multiply[gemm.MULTIPLY.index("x")] = tiles.ctypes.data
+            multiply[gemm.MULTIPLY.index("out")] = out.ctypes.data
+
+        ops.run(prepare)
 
     ops.keep(data)
     return run

@@ -23,6 +23,7 @@ import ctypes
 import os
 import sys
 import threading
+from collections.abc import Callable
 
 import numpy as np
 
@@ -147,8 +148,10 @@ class ThreadTeam:
         """How many lists were published."""
         return int(self._fields[EPOCH // 8])
 
-    def run(self, ops: np.ndarray) -> None:
+    def run(self, ops: np.ndarray, prepare: Callable[[], None] | None = None) -> None:
         """Run ops int64[count, 3], C-contiguous; the parameters they point to must stay alive meanwhile.
+
+        `prepare` is called first, when no other list runs: to set parameters that other callers set too.
 
         An interrupt is raised before the list begins or after its end. KernelError where an operation raised an
         exception: the list went on to its end, with incomplete numbers.
@@ -158,6 +161,8 @@ class ThreadTeam:
         with self._busy:
             if len(self._workers) < self.threads - 1:
                 self._start()
+            if prepare is not None:
+                prepare()
             self._failures.clear()
             jit.report_failures_to(self._failures)
             try:
@@ -293,10 +298,12 @@ class OpList:
             self._ops[-1] = function, parameters, 1
             self._array = None
 
-    def run(self) -> None:
-        if self._array is None:
-            self._array = np.array(self._ops, np.int64).reshape(-1, 3)
-        team(self.threads).run(self._array)
+    def run(self, prepare: Callable[[], None] | None = None) -> None:
+        """Execute the list; see `ThreadTeam.run`."""
+        array = self._array
+        if array is None:
+            array = self._array = np.array(self._ops, np.int64).reshape(-1, 3)
+        team(self.threads).run(array, prepare)
 
     def keep(self, array: np.ndarray) -> np.ndarray:
         self._alive.append(array)

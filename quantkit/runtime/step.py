@@ -1,4 +1,4 @@
-"""A model for `fast` numerics: its blocks laid out once as lists of operations that all threads walk together.
+"""A model for `fast` numerics: plans made once of its blocks, lists of operations that a thread team executes.
 
 `Step` runs one token, `Prompt` a batch (kernels/cpu/team.py, ops.py, batch.py). Per block, with waits where | stands:
 
@@ -49,8 +49,8 @@ class Routing(NamedTuple):
     reduction: Reduction | None = None
 
 
-class _Laid:
-    """What Step and Prompt share: the walk over the blocks, and the operations that look into a cache."""
+class _Plan:
+    """What Step and Prompt share: how a plan is built of blocks, and the operations that look into a cache."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ def _rope_values(part: blocks.Attention) -> dict[str, int]:
     }
 
 
-class Step(_Laid):
+class Step(_Plan):
     """One token: `step(token, cache) -> float32[vocab]`, the logits after it; the cache then holds it."""
 
     def __init__(
@@ -360,7 +360,7 @@ class Step(_Laid):
         )  # fmt: skip
 
 
-class Prompt(_Laid):
+class Prompt(_Plan):
     """A batch: `prompt(tokens, spans) -> float32[tokens, n_embd]` before the output norm; the caches then hold them."""
 
     def __init__(

@@ -240,24 +240,23 @@ def test_helpers_end_before_an_interrupt_is_raised(monkeypatch: pytest.MonkeyPat
     assert pool.submit(lambda: 5).result() == 5
 
 
-@pytest.mark.parametrize("where", ["submit", "wait"])
+@pytest.mark.parametrize("where", ["before submit", "after submit", "wait"])
 def test_devices_interrupted_between_them(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was left waiting for the others would add its number to those of the next sum."""
     adding = reduce.Reduce([None, None])
-    calls = []
+    place, name = (reduce, "wait") if where == "wait" else (adding._threads[1], "submit")
+    original, calls = getattr(place, name), []
 
     def cut_off(*args: Any) -> Any:
-        calls.append(original(*args))
+        calls.append(args)
+        if len(calls) == 1 and where == "before submit":
+            raise KeyboardInterrupt
+        found = original(*args)
         if len(calls) == 1:
             raise KeyboardInterrupt
-        return calls[-1]
+        return found
 
-    if where == "submit":
-        original = adding._threads[1].submit
-        monkeypatch.setattr(adding._threads[1], "submit", cut_off)
-    else:
-        original = reduce.wait
-        monkeypatch.setattr(reduce, "wait", cut_off)
+    monkeypatch.setattr(place, name, cut_off)
 
     def total(first: int) -> list[float]:
         return [float(x[0]) for x in adding.each(lambda rank: adding.add(rank, np.full(1, first + rank, np.float32)))]

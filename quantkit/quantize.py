@@ -405,5 +405,5 @@ def _apply(metadata: Metadata, override: Override) -> None:
 
 
 def _short(text: str) -> str:
-    """As much of a text as readers of imatrix keys take."""
-    return text.encode()[:_LONGEST_TEXT].decode(errors="ignore")
+    """As much of a text as readers of imatrix keys take; what is no UTF-8, in the name of a file, as `?`."""
+    return text.encode(errors="replace")[:_LONGEST_TEXT].decode(errors="ignore")

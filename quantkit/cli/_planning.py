@@ -350,9 +350,9 @@ def open_source(path: Path, weights: bool = False, pre: str | None = None) -> Mo
     if is_config(path):
         tensors, metadata = from_config(read_config(path), str(path))
         return Model(list(tensors), metadata, None)
-    import quantkit
+    from quantkit.files import gguf
 
-    file = quantkit.open(path)
+    file = gguf.open_model(path)
     return Model(list(file.tensors.values()), file.metadata, file)
 
 

@@ -57,11 +57,11 @@ def convert_mla(
     error of that is measured and told, relative to the values' root mean square. A file that has all three tensors
     loses nothing in any layout. When nothing would change, nothing is written.
     """
-    import quantkit
+    from quantkit.files import gguf
     from quantkit.mla_file import plan, write
 
     limit = split_limit(split_max_size, split_max_tensors, keep_split)
-    job = plan(quantkit.open(source), layout, type_)
+    job = plan(gguf.open_model(source), layout, type_)
     paths: list[Path] = []
     started = time.perf_counter()
     if job.changed and not dry_run:

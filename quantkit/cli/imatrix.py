@@ -360,6 +360,10 @@ def show(
     from quantkit.evaluate.coverage import coverage, parted
     from quantkit.files.imatrix import read
 
+    if plot is not None:
+        from quantkit.evaluate.plots import plot_importance, require_picture
+
+        require_picture(plot)
     found = read(file)
     if model is not None:
         import quantkit
@@ -367,8 +371,6 @@ def show(
         found = parted(found, {t.name: t.shape for t in quantkit.open(model).tensors.values()})
     rows = coverage(found, threshold)
     if plot is not None:
-        from quantkit.evaluate.plots import plot_importance
-
         title = f"{file.name}: {len(found)} entries, {found.chunks} chunks of {found.dataset or 'a text not named'}"
         plot_importance(plot, rows, title)
     if json:

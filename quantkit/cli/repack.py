@@ -62,11 +62,11 @@ def repack(
     Interleaved tensors are for the CPU: say with --for how the file will be run, or name with --repack-pattern those
     that will be there. When nothing can change, nothing is written.
     """
-    import quantkit
+    from quantkit.files import gguf
     from quantkit.repack_file import plan_repack
 
     split = Split(split_limit(split_max_size, split_max_tensors, keep_split), split_max_tensors, keep_split)
-    file = quantkit.open(source)
+    file = gguf.open_model(source)
     placement = _placement(file, placed) if placed is not None else None
     carry_out(plan_repack(file, comma_separated(repack_pattern), placement), out, split, dry_run, threads, json)
 

@@ -78,8 +78,13 @@ def coverage(imatrix: Imatrix, threshold: int) -> list[Coverage]:
 def parted(imatrix: Imatrix, shapes: Mapping[str, tuple[int, ...]]) -> Imatrix:
     """The same with entries of legacy files parted into their matrices, by the shapes of a model's tensors.
 
-    DataError where an entry has other values than its tensor has columns and matrices.
+    DataError where an entry has other values than its tensor has columns and matrices, or no entry has a tensor.
     """
+    if shapes.keys().isdisjoint(imatrix.entries):
+        raise DataError(
+            f"none of the {len(imatrix)} entries, as {next(iter(imatrix.entries), 'none')}, is that of one of the "
+            f"model's {len(shapes)} tensors; it was measured on another model"
+        )
     entries = {}
     for name, entry in imatrix.entries.items():
         shape = shapes.get(name)

@@ -191,6 +191,14 @@ def open(path: str | os.PathLike[str]) -> GGUF:
     return joined
 
 
+def open_model(path: str | os.PathLike[str]) -> GGUF:
+    """`open` for a file that is to be a model; FormatError for an importance matrix in GGUF form."""
+    file = open(path)
+    if file.metadata.get("general.type") == "imatrix":
+        raise FormatError(f"{path}: an importance matrix (general.type), not a model; it goes with --imatrix")
+    return file
+
+
 def open_parts(paths: Sequence[str | os.PathLike[str]]) -> GGUF:
     """Some files of a set as if they were all, whichever others are missing."""
     return GGUF(Path(paths[0]), [Shard(Path(path)) for path in paths])

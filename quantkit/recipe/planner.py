@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -173,6 +173,8 @@ def plan(
     target = target if isinstance(target, FileType) else file_type(target)
     listed = list(tensors)
     names = [t.name for t in listed]
+    if imatrix is not None and imatrix.entries and target.default is not None:  # filters may have left none
+        _require_of_model(imatrix, listed)
     selection = Selection(options.repack_patterns, names) if options.repack or options.repack_patterns else None
     planner = _Planner(target, recipe, options, Model.of(metadata or {}, names), imatrix, selection)
     planned = tuple(planner.tensor(t) for t in listed)
@@ -333,6 +335,11 @@ class _Planner:
             )
         if entry is not None and not np.isfinite(self.imatrix[entry].values).all():
             raise DataError(f"{t.name}: the importance matrix holds values that are not finite under {entry}")
+        if entry is not None and not self.imatrix[entry].values.any():
+            raise DataError(
+                f"{t.name}: the importance matrix holds only zeros under {entry}, which tell nothing of its columns; "
+                f"measure again, or leave it out with --exclude-weights {entry}"
+            )
         return entry
 
     def _refuse_very_low(self, t: Tensor, chosen: QuantType) -> None:
@@ -369,6 +376,16 @@ def _fit(wanted: QuantType, t: Tensor) -> tuple[QuantType, str]:
             why.append(f"{rows} rows are no multiple of {found.name}'s {interleaved_rows(found)}")
             found = row_by_row(found)
     return found, "; ".join(why)
+
+
+def _require_of_model(imatrix: Imatrix, tensors: Sequence[Tensor]) -> None:
+    """DataError for an importance matrix that has an entry for none of the matrices."""
+    matrices = [t.name for t in tensors if len(t.shape) > 1]
+    if matrices and not any(importance_entry(name, imatrix) for name in matrices):
+        raise DataError(
+            f"none of the importance matrix's {len(imatrix)} entries, as {next(iter(imatrix.entries))}, is for "
+            f"one of the {len(matrices)} matrices, as {matrices[0]}; it was measured on another model"
+        )
 
 
 def importance_entry(name: str, imatrix: Imatrix) -> str | None:

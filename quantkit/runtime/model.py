@@ -112,7 +112,7 @@ def load(
     """
     how = layers.Attending(flash_attention, attention_mib)
     kind = cache_type_of(cache_type, numerics, how)
-    file = gguf.open(path)
+    file = gguf.open_model(path)
     described = validate.described(file.metadata, file.tensors, file.path)
     rules = (override_tensor,) if isinstance(override_tensor, str) else tuple(override_tensor)
     asked = parse_devices(devices) if isinstance(devices, str) else tuple(devices) or (CPU,)

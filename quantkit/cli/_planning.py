@@ -352,7 +352,7 @@ def open_source(path: Path, weights: bool = False, pre: str | None = None) -> Mo
         return Model(list(tensors), metadata, None)
     from quantkit.files import gguf
 
-    file = gguf.open_model(path)
+    file = gguf.require_model(gguf.open(path))
     return Model(list(file.tensors.values()), file.metadata, file)
 
 

@@ -194,7 +194,7 @@ _OPTIONS["tripwire"] = (
     Annotated[
         str,
         typer.Option(
-            help="NaN and Inf are looked for after each layer, or each operation with full; off: no check of scales.",
+            help="Look for bad scales first, and for NaN and Inf after each layer, or operation (full); off: neither.",
             metavar="layer|full|off",
         ),
     ],

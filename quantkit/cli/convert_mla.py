@@ -61,7 +61,7 @@ def convert_mla(
     from quantkit.mla_file import plan, write
 
     limit = split_limit(split_max_size, split_max_tensors, keep_split)
-    job = plan(gguf.open_model(source), layout, type_)
+    job = plan(gguf.require_model(gguf.open(source)), layout, type_)
     paths: list[Path] = []
     started = time.perf_counter()
     if job.changed and not dry_run:

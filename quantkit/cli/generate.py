@@ -74,7 +74,7 @@ def _read(model: Path) -> tuple[Any, int]:
     from quantkit.files import gguf
     from quantkit.runtime.tokenizer import Tokenizer
 
-    file = gguf.open_model(model)
+    file = gguf.require_model(gguf.open(model))
     described = validate.described(file.metadata, file.tensors, file.path)
     return Tokenizer.from_gguf(file.metadata), described.hparams.n_ctx_train
 

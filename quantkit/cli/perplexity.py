@@ -267,7 +267,7 @@ class _Tasks:
         tasks = read(path, limit)
         if not tasks:
             raise QuantkitError(f"{path}: no tasks in it")
-        tokenizer = Tokenizer.from_gguf(gguf.open_model(model).metadata)
+        tokenizer = Tokenizer.from_gguf(gguf.require_model(gguf.open(model)).metadata)
         longest = max(len(tokenizer.encode(text, bos=None)) for task in tasks for text in task.texts)
         return cls(name, path, tasks, tokenizer, longest)
 

@@ -66,7 +66,7 @@ def repack(
     from quantkit.repack_file import plan_repack
 
     split = Split(split_limit(split_max_size, split_max_tensors, keep_split), split_max_tensors, keep_split)
-    file = gguf.open_model(source)
+    file = gguf.require_model(gguf.open(source))
     placement = _placement(file, placed) if placed is not None else None
     carry_out(plan_repack(file, comma_separated(repack_pattern), placement), out, split, dry_run, threads, json)
 

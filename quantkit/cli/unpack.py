@@ -37,4 +37,4 @@ def unpack(
     from quantkit.repack_file import plan_unpack
 
     split = Split(split_limit(split_max_size, split_max_tensors, keep_split), split_max_tensors, keep_split)
-    carry_out(plan_unpack(gguf.open_model(source)), out, split, dry_run, threads, json)
+    carry_out(plan_unpack(gguf.require_model(gguf.open(source))), out, split, dry_run, threads, json)

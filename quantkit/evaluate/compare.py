@@ -50,7 +50,7 @@ def vocabulary_of(path: Path) -> Vocabulary:
     """What a file's metadata say of it; the model is not opened."""
     from quantkit.runtime.tokenizer import Tokenizer
 
-    file = gguf.open_model(path)
+    file = gguf.require_model(gguf.open(path))
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str):
         raise FormatError(f"{path}: metadata has no general.architecture; the file is not a model")

@@ -79,8 +79,8 @@ def _expanded(n: int, level: float) -> float:
 
 
 def perplexity_of(nll: float) -> float:
-    """exp of a mean negative log-likelihood; inf where a float cannot hold it, as of broken models."""
-    return math.exp(nll) if nll < 700 else math.inf
+    """exp of a mean negative log-likelihood; inf where a float cannot hold it, as of broken models; NaN of NaN."""
+    return math.inf if nll >= 700 else math.exp(nll)
 
 
 def at_share(ordered: np.ndarray, share: float) -> float:

@@ -191,11 +191,10 @@ def open(path: str | os.PathLike[str]) -> GGUF:
     return joined
 
 
-def open_model(path: str | os.PathLike[str]) -> GGUF:
-    """`open` for a file that is to be a model; FormatError for an importance matrix in GGUF form."""
-    file = open(path)
+def require_model(file: GGUF) -> GGUF:
+    """The file; FormatError for an importance matrix in GGUF form."""
     if file.metadata.get("general.type") == "imatrix":
-        raise FormatError(f"{path}: an importance matrix (general.type), not a model; it goes with --imatrix")
+        raise FormatError(f"{file.path}: an importance matrix (general.type), not a model; it goes with --imatrix")
     return file
 
 

@@ -64,7 +64,9 @@ class Sampler:
         if s.penalty != 1 and s.penalty_last:
             logits = penalized(logits, history[-s.penalty_last :], s.penalty)
         if s.temperature == 0:
-            return int(np.argmax(logits))
+            best = int(np.argmax(logits))  # a NaN, where there is one
+            _require_number(logits[best])
+            return best
         tokens = candidates(logits, s.top_k, s.top_p, s.min_p)
         weights = _softmax(logits[tokens] / s.temperature)
         drawn = self._random.random() * weights.sum()
@@ -87,12 +89,19 @@ def candidates(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> np
     else:
         tokens = np.arange(len(logits))
     tokens = tokens[np.argsort(-logits[tokens], kind="stable")][: top_k or None]
+    _require_number(logits[tokens[0]] if len(tokens) else np.nan)
     p = _softmax(logits[tokens])
     if top_p < 1:
         p = p[: int(np.searchsorted(np.cumsum(p), top_p)) + 1]
     if min_p > 0:
         p = p[p >= min_p * p[0]]
     return tokens[: len(p)]
+
+
+def _require_number(largest: float) -> None:
+    """DataError where the largest logit is none; a model that is not checked (`--tripwire off`) may give such."""
+    if not np.isfinite(largest):
+        raise DataError(f"no token can be chosen: the largest logit is {largest}; --tripwire layer names the cause")
 
 
 def _softmax(logits: np.ndarray) -> np.ndarray:

@@ -93,7 +93,7 @@ def load(
                 first one's. It changes what the model computes, in both numerics.
     mla         0 to 3: what latent attention caches and how it attends, see `runtime.latent`; nothing for other models.
     tripwire    looking for NaN and Inf: "layer" after each layer, "full" after each operation; both also look at the
-                scale fields of what a layer needs before it first runs. "off": after each layer, and no scales.
+                scale fields of what a layer needs before it first runs. "off": nowhere; NaN end up in what is computed.
     devices     what there is beside the CPU: "cuda:0,cuda:1=20GiB", GPUs, of which all free memory is used where none
                 is said; "cpu:0=2GiB,cpu:1=2GiB", virtual devices of the CPU (runtime/devices.py); or Devices.
     split_mode, tensor_split, main_gpu, max_gpus, kv_on_cpu   `-sm`, `-ts`, `-mg`, `--max-gpu` and `-nkvo`.
@@ -112,7 +112,7 @@ def load(
     """
     how = layers.Attending(flash_attention, attention_mib)
     kind = cache_type_of(cache_type, numerics, how)
-    file = gguf.open_model(path)
+    file = gguf.require_model(gguf.open(path))
     described = validate.described(file.metadata, file.tensors, file.path)
     rules = (override_tensor,) if isinstance(override_tensor, str) else tuple(override_tensor)
     asked = parse_devices(devices) if isinstance(devices, str) else tuple(devices) or (CPU,)
@@ -416,7 +416,7 @@ class Model(Parts):
         if self._fast is not None and self.observer is None:
             self._require_all_sound()
             x = self._fast.prompt(ids, spans)
-            if layers.is_finite(x):
+            if self.is_finite(x):
                 return x
             for span, length in zip(spans, before):  # layer by layer, to name the tensor that is to blame
                 span.cache.length = length
@@ -509,10 +509,10 @@ class Model(Parts):
         self._require_all_sound()
         if logits == "last" or len(ids) == 1:
             last = self._fast.last(ids, cache)
-            return last if layers.is_finite(last) else None
+            return last if self.is_finite(last) else None
         rows = []
         for x in self._fast.hidden(ids, cache):
-            if not layers.is_finite(x):
+            if not self.is_finite(x):
                 return None
             rows.append(self.project(x))
         return np.concatenate(rows)

@@ -187,7 +187,8 @@ class Parts:
         return recurrent.delta_net(self, part, layer, x, spans)
 
     def is_finite(self, y: np.ndarray) -> bool:
-        return layers.is_finite(y)
+        """Whether y may go on: it holds neither NaN nor Inf, or nobody asked (`--tripwire off`)."""
+        return self.tripwire == "off" or layers.is_finite(y)
 
     # ------------------------------------------------------------------------------------------------------------------
 

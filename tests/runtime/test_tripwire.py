@@ -11,6 +11,7 @@ from quantkit import types
 from quantkit.errors import DataError
 from quantkit.files import gguf
 from quantkit.runtime import tripwire
+from quantkit.runtime.generate import Sampler, Sampling
 from quantkit.runtime.model import load
 
 ROWS, COLUMNS, ROW = 32, 512, 21
@@ -114,8 +115,14 @@ def test_a_model_stops_before_the_block_runs(
     ):
         with pytest.raises(DataError, match=message):
             run(load(path, numerics=numerics))
-    if np.isfinite(value):
-        assert np.isfinite(load(path, numerics=numerics, tripwire="off").logits([1, 2, 3])).all()
+    unchecked = load(path, numerics=numerics, tripwire="off")
+    found = unchecked.logits([1, 2, 3])  # whatever comes of it
+    assert np.isfinite(found).all() == np.isfinite(value)
+    unchecked.hidden_sequences(np.ones((2, 4), int), slice(None))
+    if not np.isfinite(value):
+        for sampling in (Sampling(temperature=0), Sampling(temperature=0.8)):
+            with pytest.raises(DataError, match="the largest logit is nan; --tripwire layer names the cause"):
+                Sampler(sampling)(found[-1], [1, 2, 3])
 
 
 def test_full_checks_after_every_operation(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

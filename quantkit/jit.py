@@ -689,9 +689,28 @@ def default_threads() -> int:
     if text := os.environ.get("QUANTKIT_THREADS"):
         if not text.isdecimal() or int(text) < 1:
             raise QuantkitError(f"QUANTKIT_THREADS is '{text}'; it must be a number of threads, at least 1")
-        return int(text)
+        return check_threads(int(text), "QUANTKIT_THREADS is ")
+    return available_cpus()
+
+
+def available_cpus() -> int:
+    """The CPUs that this process may use, by its affinity and its control group."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(cpus, _cgroup_cpus())))
+
+
+def check_threads(count: int, what: str = "threads ") -> int:
+    """The number; QuantkitError for one that no machine like this has a use for. `what` says where it is from.
+
+    Threads of a team wait for each other in turns. More than there are CPUs are slower, many times more stand still.
+    """
+    cpus = available_cpus()
+    most = max(64, 8 * cpus)
+    if not 1 <= count <= most:
+        raise QuantkitError(
+            f"{what}{count}: this process may use {cpus} CPU(s); take 1 to {most} threads, {cpus} are fastest"
+        )
+    return count
 
 
 @functools.cache

@@ -16,8 +16,24 @@ import typer
 from quantkit.cli._terminal import CONTROLS
 from quantkit.errors import QuantkitError, printable
 
+
+def checked_threads(count: int | None) -> int | None:
+    """A number of threads as typed; QuantkitError for one far beyond the CPUs, a warning for one beyond them."""
+    if count is None:
+        return None
+    from quantkit import jit
+
+    jit.check_threads(count, "-t ")
+    if count > (cpus := jit.available_cpus()):
+        print(f"warning: -t {count}: this process may use {cpus} CPU(s); threads beyond wait for them", file=sys.stderr)
+    return count
+
+
 Threads = Annotated[
-    int | None, typer.Option("--threads", "-t", help="Threads; default: the CPUs this process may use.", min=1)
+    int | None,
+    typer.Option(
+        "--threads", "-t", help="Threads; default: the CPUs this process may use.", min=1, callback=checked_threads
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 SplitMaxSize = Annotated[

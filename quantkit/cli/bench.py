@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantkit.cli._runtime import Launch, conditions, runs_a_model
-from quantkit.cli._shared import Json, gib, print_json
+from quantkit.cli._shared import Json, checked_threads, gib, print_json
 from quantkit.errors import QuantkitError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def bench(
         raise UnknownNameError("form of output", form, _FORMATS)
     cases = _cases(n_prompt, n_gen, n_depth, prompt_and_gen or [], gen_after_prompt or [])
     longest = max(case.n_ctx for case in cases)
+    counts = [checked_threads(count) for count in (_numbers("-t", threads, 1) if threads else [None])]
     rows: list[dict[str, Any]] = []
 
     def timed(path: Path, model: Any) -> None:
@@ -81,7 +82,7 @@ def bench(
             _show(row, form, first=len(rows) == 1)
 
     for path in models:
-        for count in _numbers("-t", threads, 1) if threads else [None]:
+        for count in counts:
             timed(path, launch.open(path, numerics=numerics, threads=count, n_ctx=longest))
             gc.collect()  # parts of a model refer to it; the next one needs its memory
     if form == "json":

@@ -30,6 +30,7 @@ from quantkit.cli._shared import (
     SplitMaxSize,
     SplitMaxTensors,
     Threads,
+    checked_threads,
     gib,
     print_json,
     print_left_out,
@@ -214,7 +215,7 @@ def _thread_limit(option: int | None, positional: int | None) -> int | None:
     """The threads of --threads or THREADS; zero and less of the latter mean all CPUs, as in llama-quantize."""
     if option is not None and positional is not None and option != positional:
         raise typer.BadParameter(f"THREADS is {positional} and --threads {option}; drop one of them")
-    return option or (positional if positional and positional > 0 else None)
+    return option or checked_threads(positional if positional and positional > 0 else None)
 
 
 def _report(plan: Plan, written: Written, seconds: float, json: bool) -> None:

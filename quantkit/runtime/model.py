@@ -272,8 +272,9 @@ class Model(Parts):
         if mla not in latent.MODES:
             raise UnsupportedError(f"-mla {mla}: known are {', '.join(map(str, latent.MODES))}")
         self.has_latents = latent.is_latent(self.blocks)
+        count = jit.check_threads(arguments.threads(threads) or jit.default_threads())
         super().__init__(
-            file.path, file.tensors, numerics=numerics, threads=arguments.threads(threads) or jit.default_threads(),
+            file.path, file.tensors, numerics=numerics, threads=count,
             how=how, mla=mla if self.has_latents else 0, tripwire=tripwire,
         )  # fmt: skip
         self._lock = threading.RLock()

@@ -9,14 +9,12 @@ computed on the CPU or depends on a number of the host: see `records`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.archs import blocks
+from quantkit.runtime.cuda_context import GpuContext
 from quantkit.runtime.kernels.cuda import routing
 from quantkit.runtime.layers import Span
-
-if TYPE_CHECKING:
-    from quantkit.runtime.cuda_worker import CudaWorker
 
 
 def records(part: blocks.Part, exact: bool) -> bool:
@@ -37,7 +35,7 @@ def records(part: blocks.Part, exact: bool) -> bool:
 class Recorded:
     """One token through blocks whose tensors and cache a worker has. The cache must outlive this."""
 
-    def __init__(self, worker: CudaWorker, layers: Sequence[blocks.Block], x: Any, cache: Any):
+    def __init__(self, worker: GpuContext, layers: Sequence[blocks.Block], x: Any, cache: Any):
         gpu = worker.gpu
         self._x, self._position = x.clone(), gpu.torch.full((1,), cache.length, dtype=gpu.torch.int32, device=gpu.place)
         spans = [Span(0, 1, cache)]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.archs import blocks
 from quantkit.runtime import latent
-
-if TYPE_CHECKING:
-    from quantkit.runtime.cuda_worker import CudaWorker
+from quantkit.runtime.cuda_context import GpuContext
 
 
 class Between(latent.Between):
     """The matrices between latents and heads, head by head, on a GPU: a head is to them what an expert is to others."""
 
-    def __init__(self, part: blocks.LatentAttention, worker: CudaWorker):
+    def __init__(self, part: blocks.LatentAttention, worker: GpuContext):
         super().__init__(part, worker.weights, worker.threads)
         self._worker = worker
 

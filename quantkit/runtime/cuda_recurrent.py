@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.archs import blocks
+from quantkit.runtime.cuda_context import GpuContext
 from quantkit.runtime.layers import Span
 
-if TYPE_CHECKING:
-    from quantkit.runtime.cuda_worker import CudaWorker
 
-
-def delta_net(run: CudaWorker, part: blocks.DeltaNet, layer: int, x: Any, spans: list[Span]) -> Any:
+def delta_net(run: GpuContext, part: blocks.DeltaNet, layer: int, x: Any, spans: list[Span]) -> Any:
     """What a part adds to x float32[tokens, n_embd]; the states of the spans' caches, on the GPU, go on."""
     sizes, torch = part.sizes, run.gpu.torch
     y = run.norm(part.norm, x)
@@ -31,7 +29,7 @@ def delta_net(run: CudaWorker, part: blocks.DeltaNet, layer: int, x: Any, spans:
     return run.linear(part.out, run.activate("swiglu", gates, normed))
 
 
-def _projected(run: CudaWorker, part: blocks.DeltaNet, y: Any) -> tuple[Any, Any]:
+def _projected(run: GpuContext, part: blocks.DeltaNet, y: Any) -> tuple[Any, Any]:
     """What enters the convolution, float32[tokens, channels], and the gates float32[tokens, inner]."""
     sizes, torch = part.sizes, run.gpu.torch
     found: Any = run.linear(part.qkv, y)
@@ -43,7 +41,7 @@ def _projected(run: CudaWorker, part: blocks.DeltaNet, y: Any) -> tuple[Any, Any
     return torch.cat(mixed, dim=1), gates
 
 
-def _rates(run: CudaWorker, part: blocks.DeltaNet, y: Any) -> tuple[Any, Any]:
+def _rates(run: GpuContext, part: blocks.DeltaNet, y: Any) -> tuple[Any, Any]:
     """g and beta, float32[tokens, value_heads]."""
     if part.ba is not None:
         both: Any = run.linear(part.ba, y).reshape(len(y), part.sizes.key_heads, 2, -1)
@@ -67,7 +65,7 @@ def _convolved(part: blocks.DeltaNet, x: Any, before: Any, after: Any, taps: Any
     return torch.cat([heads.reshape(tokens, -1), mixed[:, 2 * sizes.keys :]], dim=1)
 
 
-def _attended(run: CudaWorker, part: blocks.DeltaNet, x: Any, g: Any, beta: Any, state: Any) -> Any:
+def _attended(run: GpuContext, part: blocks.DeltaNet, x: Any, g: Any, beta: Any, state: Any) -> Any:
     """float32[tokens, inner] of x float32[tokens, channels]; the state goes on."""
     from quantkit.runtime.kernels.cuda import delta
 

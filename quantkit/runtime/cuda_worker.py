@@ -39,7 +39,7 @@ from quantkit.runtime.kernels.cuda import device as cuda_device
 from quantkit.runtime.kernels.cuda.table import product
 from quantkit.runtime.layers import Span
 from quantkit.runtime.parts import Parts
-from quantkit.runtime.worker import Worker
+from quantkit.runtime.worker import Context, Worker
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from quantkit.runtime.kernels.cuda.device import Gpu, Matrices
     from quantkit.runtime.kernels.cuda.staging import Staging
     from quantkit.runtime.placement import Placement
-    from quantkit.runtime.split import Split
 
 KEYS_OF_SHARE = 128  # of attention: a share of the keys is at least so long
 BLOCKS = 512  # of attention: so many are enough for a GPU
@@ -75,11 +74,11 @@ class CudaWorker(Worker):
     gpu   the kernels' host side
     """
 
-    def __init__(self, device: Device, split: Split, owner: Parts, threads: int):
+    def __init__(self, device: Device, split: Context, owner: Parts, threads: int):
         super().__init__(device, split, owner, threads)
         assert device.gpu is not None
         self.gpu = gpu(device.gpu)
-        self.place = self.gpu.place
+        self.place, self.hardware = self.gpu.place, self.gpu.name
         self.exact = self.numerics == "exact"
         self._held: dict[str, Matrices] = {}
         self._staging: Staging | None = None

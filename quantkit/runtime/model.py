@@ -296,11 +296,12 @@ class Model(Parts):
             self._unchecked.setdefault(layer_of(name), []).append(tensor)
         self.split: Split | None = None
         if profile or not placement.is_plain:
-            from quantkit.runtime.split import Split  # with all that GPUs take
+            from quantkit.runtime import workers
+            from quantkit.runtime.split import Split
 
             self.split = Split(
                 self, self.blocks, self.head, self._cached, placement, reduce=reduce_type, experts_by=experts_by,
-                profile=profile, offload=offload,
+                profile=profile, offload=offload, new_worker=workers.new_worker, new_rank=workers.new_rank,
             )  # fmt: skip
             self.split.require_cache(kind)
         self._cache_shape = CacheShape.of(self._cached) if self.split is None else self.split.cache_shape

@@ -1,11 +1,7 @@
 """A device of -sm graph: its parts of the tensors that are cut, and whole ones of the rest.
 
-    Rank       on the CPU
-    CudaRank   on a GPU, with the kernels of `cuda_worker.CudaWorker`
-
-Both hand `mine` of each part of a block to the operations of their kind of worker, and have what that makes added up
-(runtime/reduce.py), each on a thread of its own. A GPU's steps are launched one by one, for a single token too: sums
-stand between them, so that layers are no CUDA graph here.
+A `Rank` hands `mine` of each part of a block to the operations of its worker, and has what that makes added up
+(runtime/reduce.py), on a thread of its own. On a GPU it is a `cuda_rank.CudaRank`.
 """
 
 from __future__ import annotations
@@ -13,20 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quantkit.archs import blocks
 from quantkit.files.gguf import Tensor
 from quantkit.runtime import slices
-from quantkit.runtime.cuda_worker import CudaWorker
 from quantkit.runtime.devices import Device
 from quantkit.runtime.layers import Span
 from quantkit.runtime.parts import Parts
 from quantkit.runtime.reduce import Reduce
-from quantkit.runtime.worker import Worker
-
-if TYPE_CHECKING:
-    from quantkit.runtime.split import Split
+from quantkit.runtime.worker import Context, Worker
 
 
 class Rank(Worker):
@@ -35,7 +27,7 @@ class Rank(Worker):
     rank   its number among them
     """
 
-    def __init__(self, rank: int, device: Device, split: Split, owner: Parts, threads: int):
+    def __init__(self, rank: int, device: Device, split: Context, owner: Parts, threads: int):
         super().__init__(device, split, owner, threads)
         self.rank = rank
         self.weights = self._sliced(owner, owner.weights)
@@ -131,7 +123,3 @@ class Rank(Worker):
             x = x + self._post_norm(getattr(part, "post_norm", None), total)
         ledger.spent(name, "other", max(0.0, time.perf_counter() - start - (ledger.total(name) - counted)))
         return x
-
-
-class CudaRank(Rank, CudaWorker):
-    """The same on a GPU."""

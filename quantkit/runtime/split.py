@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,6 @@ from quantkit.archs import blocks
 from quantkit.errors import UnsupportedError
 from quantkit.runtime import cuts
 from quantkit.runtime.cache import CacheShape, CacheType
-from quantkit.runtime.cuda_worker import CudaWorker
 from quantkit.runtime.cuts import Cut
 from quantkit.runtime.devices import CPU, Device
 from quantkit.runtime.layers import Span
@@ -32,10 +31,13 @@ from quantkit.runtime.ledger import Ledger
 from quantkit.runtime.offload import Offload
 from quantkit.runtime.parts import Parts
 from quantkit.runtime.placement import Placement
-from quantkit.runtime.rank import CudaRank, Rank
+from quantkit.runtime.rank import Rank
 from quantkit.runtime.reduce import Reduce
 from quantkit.runtime.split_cache import Held, SplitCache, split_shape
-from quantkit.runtime.worker import Worker
+from quantkit.runtime.worker import Context, Worker
+
+NewWorker = Callable[[Device, Context, Parts, int], Worker]
+NewRank = Callable[[int, Device, Context, Parts, int], Rank]
 
 
 class Split:
@@ -46,6 +48,8 @@ class Split:
     reduce     of -sm graph: the type sums over devices travel in; None otherwise
     offload    from which batch on GPUs compute with experts that stay on the CPU
     profile    whether GPUs are waited for, so that each kind of work has the time it took
+
+    Whoever makes it says which workers there are: `new_worker` and `new_rank`, as `workers.py` has them.
     """
 
     def __init__(
@@ -60,6 +64,8 @@ class Split:
         experts_by: str = "number",
         profile: bool = False,
         offload: Offload | None = None,
+        new_worker: NewWorker,
+        new_rank: NewRank,
     ):
         self.profile, self.offload = profile, offload or Offload()
         self.placement, self.ledger = placement, Ledger()
@@ -67,7 +73,7 @@ class Split:
         used = {device.name: device for device in (CPU, *placement.devices.values(), *placement.of_layer.values())}
         _require_known(parts)
         self.cuts: dict[str, Cut] = {}
-        self._workers = {name: self._new_worker(device) for name, device in used.items()}
+        self._workers = {name: new_worker(device, self, owner, owner.threads) for name, device in used.items()}
         self.ranks: list[Rank] = []
         self._adding: Reduce | None = None
         if placement.graph:
@@ -77,7 +83,7 @@ class Split:
                 parts, head, owner.weights, placement.sliced, placement.shares, by, cached.n_layer
             )
             threads = max(1, owner.threads // len(placement.graph))
-            self.ranks = [self._new_rank(i, device, threads) for i, device in enumerate(placement.graph)]
+            self.ranks = [new_rank(i, device, self, owner, threads) for i, device in enumerate(placement.graph)]
             self._adding = Reduce([rank.place for rank in self.ranks], reduce)
             self._adding.each(self._enter)
         self._held: tuple[np.ndarray | None, Worker] = (None, self._workers[CPU.name])
@@ -94,15 +100,6 @@ class Split:
             return worker if worker.records(block) else None
 
         return [(worker, list(run)) for worker, run in itertools.groupby(self._parts, who)]
-
-    def _new_worker(self, device: Device) -> Worker:
-        if device.gpu is None:
-            return Worker(device, self, self._owner, self._owner.threads)
-        return CudaWorker(device, self, self._owner, self._owner.threads)
-
-    def _new_rank(self, number: int, device: Device, threads: int) -> Rank:
-        kind = Rank if device.gpu is None else CudaRank
-        return kind(number, device, self, self._owner, threads)
 
     def _enter(self, number: int) -> None:
         """On the thread of a rank: it runs other devices too, where experts are elsewhere."""
@@ -123,7 +120,7 @@ class Split:
                 counts[each] = counts.get(each, 0) + 1
         found: dict[str, Any] = {"split_mode": placement.mode, "devices": counts}
         workers = (*self._workers.values(), *self.ranks)
-        if gpus := {each.device.name: each.gpu.name for each in workers if isinstance(each, CudaWorker)}:
+        if gpus := {each.device.name: each.hardware for each in workers if each.hardware}:
             found |= {"gpus": gpus, "offload_threshold": self.offload.threshold}
             found |= {"not_offloaded": sorted(self.offload.forbidden)} if self.offload.forbidden else {}
         if placement.graph:

@@ -10,19 +10,36 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from quantkit.archs import blocks
 from quantkit.runtime import experts, latent, layers
 from quantkit.runtime.cache import Cache, CacheType
+from quantkit.runtime.cuts import Cut
 from quantkit.runtime.devices import Device
 from quantkit.runtime.layers import Span
+from quantkit.runtime.ledger import Ledger
+from quantkit.runtime.offload import Offload
 from quantkit.runtime.parts import Parts
+from quantkit.runtime.placement import Placement
 
-if TYPE_CHECKING:
-    from quantkit.runtime.split import Split
+
+class Context(Protocol):
+    """What a worker asks of the split model that it belongs to (`split.Split`)."""
+
+    placement: Placement
+    ledger: Ledger
+    cuts: dict[str, Cut]
+    offload: Offload
+    profile: bool
+
+    def worker(self, device: Device) -> Worker: ...
+
+    def attends(self, layer: int, worker: Worker) -> Worker: ...
+
+    def names(self, block: blocks.Block) -> Iterator[str]: ...
 
 
 class Worker(Parts):
@@ -34,8 +51,9 @@ class Worker(Parts):
     """
 
     place: Any = None
+    hardware: str | None = None  # name of the GPU
 
-    def __init__(self, device: Device, split: Split, owner: Parts, threads: int):
+    def __init__(self, device: Device, split: Context, owner: Parts, threads: int):
         super().__init__(
             owner.path,
             owner.weights,

@@ -11,11 +11,11 @@ import pytest
 from quantkit import budget
 from quantkit.errors import DataError
 from quantkit.files import gguf
+from quantkit.runtime.cuda_rank import CudaRank
 from quantkit.runtime.devices import parse_devices
 from quantkit.runtime.model import Model, load
 from quantkit.runtime.offload import Offload
 from quantkit.runtime.placement import Flags
-from quantkit.runtime.rank import CudaRank
 from tests.archs import checkpoints
 from tests.runtime.cuda.conftest import SIMULATED
 from tests.runtime.cuda.simulated import by_torch

@@ -33,7 +33,7 @@ from quantkit import types
 from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.files.atomic import allow_open_files
 from quantkit.files.gguf_writer import ALIGNMENT, MAX_DIMS, TensorSpec, Writer
-from quantkit.files.mapping import map_file
+from quantkit.files.mapping import map_file, require_whole
 from quantkit.files.metadata import ARRAY, DTYPES, KINDS, Metadata
 from quantkit.types import QuantType
 
@@ -94,6 +94,7 @@ class Tensor:
     @property
     def stored(self) -> np.ndarray:
         """uint8[nbytes]: a read-only view of the mapping, for those who only copy."""
+        require_whole(self._file, self.path)
         return self._file[self.offset : self.offset + self.nbytes]
 
     def _rows(self, start: int, stop: int) -> np.ndarray:

@@ -25,7 +25,7 @@ from quantkit.errors import QuantkitError
 from quantkit.files.atomic import AtomicFile, os_errors, publish, require_space
 from quantkit.files.gguf import MAX_HEADER, MAX_KEY_BYTES, Shard
 from quantkit.files.gguf_writer import pair_bytes
-from quantkit.files.mapping import release
+from quantkit.files.mapping import release, require_whole
 from quantkit.files.metadata import Metadata
 from quantkit.files.pipeline import Bar
 
@@ -95,6 +95,7 @@ def _patch(path: Path, offset: int, data: bytes) -> None:
 
 def _replace(shard: Shard, header: bytes, progress: bool) -> None:
     """The same file with another header, under its name when it is complete."""
+    require_whole(shard.bytes, shard.path)
     data = shard.bytes[shard.data_start :]
     require_space(shard.path.parent, len(header) + data.size)
     file = AtomicFile(shard.path)

@@ -35,7 +35,7 @@ from quantkit import arguments, jit
 from quantkit.errors import DataError, FormatError
 from quantkit.files.atomic import require_space
 from quantkit.files.chunk_file import ChunkFile, Noted
-from quantkit.files.mapping import map_file
+from quantkit.files.mapping import map_file, require_whole
 from quantkit.jit import kernel
 
 MAGIC = b"_logits_"
@@ -166,6 +166,7 @@ class BaseReader:
         """The rows of one chunk; FormatError when a row's two numbers cannot be those of log-probabilities."""
         rows, words = self.rows_per_chunk, row_words(self.n_vocab)
         start = _HEADER_BYTES + 4 * self.tokens.size + 2 * words * rows * index
+        require_whole(self._bytes, self.path)
         data = np.frombuffer(self._bytes, "<u2", rows * words, start).reshape(rows, words)
         found = EncodedRows(data, self.n_vocab)
         with np.errstate(invalid="ignore"):

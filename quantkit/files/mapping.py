@@ -1,4 +1,10 @@
-"""A file as read-only memory."""
+"""A file as read-only memory.
+
+Memory of a mapped file is the file's own. If another program makes the file shorter, touching what is gone ends the
+process with SIGBUS, which Python cannot catch. `require_whole` looks at the size again, with one system call; readers
+call it when a tensor's bytes are asked for, a chunk is read or a batch begins. So a file that became shorter before
+such a moment is a FormatError. One that becomes shorter while its bytes are being used still ends the process.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +37,16 @@ def map_file(path: Path) -> np.ndarray:
         raise FormatError(f"{path}: cannot be read: {error}") from error
 
 
+def require_whole(view: np.ndarray, path: Path) -> None:
+    """FormatError where the mapped file behind `view` is shorter now than when it was opened."""
+    mapped = _mapping(_whole(view))
+    if mapped is not None and (size := mapped.size()) < len(mapped):
+        raise FormatError(
+            f"{path}: the file has {size} bytes, it had {len(mapped)} when it was opened: another program changed it; "
+            "restore it and run the command again"
+        )
+
+
 # A page that is touched brings up to 2 MiB around it along, so also some that were let go of before.
 _AROUND = 4 << 20
 
@@ -56,8 +72,19 @@ def is_mapped(view: np.ndarray) -> bool:
 
 def _behind(view: np.ndarray) -> tuple[mmap.mmap | None, int]:
     """The mapping that an array is a view of, and the byte of it where the view begins."""
-    whole = view
-    while isinstance(whole.base, np.ndarray):
-        whole = whole.base
+    whole = _whole(view)
+    mapped = _mapping(whole)
+    return (mapped, view.ctypes.data - whole.ctypes.data) if mapped is not None else (None, 0)
+
+
+def _whole(view: np.ndarray) -> np.ndarray:
+    """The array that a view is a part of."""
+    while isinstance(view.base, np.ndarray):
+        view = view.base
+    return view
+
+
+def _mapping(whole: np.ndarray) -> mmap.mmap | None:
+    """The mapping whose bytes an array is; None where it has memory of its own."""
     mapped = whole.base.obj if isinstance(whole.base, memoryview) else None
-    return (mapped, view.ctypes.data - whole.ctypes.data) if isinstance(mapped, mmap.mmap) else (None, 0)
+    return mapped if isinstance(mapped, mmap.mmap) else None

@@ -56,7 +56,7 @@ from quantkit import arguments, jit, json_input
 from quantkit.errors import DataError, FormatError
 from quantkit.files.chunk_file import ChunkFile, Noted, digest
 from quantkit.files.kld import row_words, rows_per_chunk, scored_rows
-from quantkit.files.mapping import map_file
+from quantkit.files.mapping import map_file, require_whole
 from quantkit.jit import kernel
 
 MAGIC = b"QKLDv2\0\0"
@@ -441,6 +441,7 @@ class BoundedReader:
     def chunk(self, index: int) -> BoundedRows:
         """The rows of one chunk."""
         start, size, expected = self._index[index]
+        require_whole(self._bytes, self.path)
         data = self._bytes[start : start + size].tobytes()
         if digest(data) != expected:
             raise FormatError(

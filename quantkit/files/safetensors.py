@@ -25,7 +25,7 @@ import numpy as np
 from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.files.atomic import allow_open_files
 from quantkit.files.jsonscan import Scanner
-from quantkit.files.mapping import map_file, release
+from quantkit.files.mapping import map_file, release, require_whole
 from quantkit.files.safetensors_writer import INDEX_NAME, ITEM_BYTES, CheckpointSpec, CheckpointWriter
 
 __all__ = ["Checkpoint", "CheckpointSpec", "CheckpointTensor", "CheckpointWriter", "open_checkpoint"]
@@ -119,6 +119,7 @@ class CheckpointTensor:
 
     def raw(self) -> np.ndarray:
         """uint8[nbytes]: a read-only view of the mapping. It may be unaligned for the dtype."""
+        require_whole(self._file, self.path)
         return self._file[self.offset : self.offset + self.nbytes]
 
     def rows(self, start: int, stop: int) -> np.ndarray:

@@ -291,6 +291,7 @@ class Model(Parts):
         self.repacked: Repacked | None = None
         if repack:
             self.weights, self.repacked = repacking.repack(self.weights, placement, self.threads)
+        self._of_each_file = {tensor.path: tensor for tensor in self.weights.values()}.values()
         self._unchecked: dict[int | None, list[gguf.Tensor]] = {}  # whose scales were not looked at yet, by layer
         for name, tensor in self.weights.items() if tripwire != "off" else ():
             self._unchecked.setdefault(layer_of(name), []).append(tensor)
@@ -597,6 +598,8 @@ class Model(Parts):
         """Tokens as int64 of any shape. DataError for what is no integer, or not in the vocabulary."""
         if type(tokens) is list and len(tokens) == 1 and type(tokens[0]) is int and 0 <= tokens[0] < self.vocab_size:
             return np.array(tokens, np.int64)  # what a step of generation passes, at half the price
+        for tensor in self._of_each_file:  # plans hold addresses in these files
+            _ = tensor.stored
         return arguments.integers(tokens, f"{self.path}: tokens of a vocabulary of {self.vocab_size}", self.vocab_size)
 
     def _checked_hidden(self, hidden: np.ndarray) -> np.ndarray:

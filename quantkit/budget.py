@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from quantkit import jit, types
+from quantkit.archs import validate
 from quantkit.errors import DataError, UnknownNameError
 from quantkit.recipe.layers import expand
 from quantkit.recipe.patterns import Advice, advice
@@ -149,6 +150,7 @@ def budget(
 ) -> Budget:
     """The load of every device under the placement flags. `vram` has one entry a GPU; without any, and without flags,
     all is on the CPU. `threads` are those that a run on the CPU would have, None for as many as there are here."""
+    validate.check_sizes(metadata)
     if not vram and flags == Flags():
         flags = Flags(0)
     if vram and not flags.devices:

@@ -141,7 +141,7 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
     ("linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim",
      "ssm.conv_kernel ssm.state_size ssm.group_count ssm.time_step_rank ssm.inner_size", _WIDTH),
     ("", "rope.dimension_sections", Numbers(Count(0, 1 << 16))),
-    ("rms_norm_eps", "attention.layer_norm_rms_epsilon", Real(0, 1, open_below=True)),
+    ("rms_norm_eps", "attention.layer_norm_rms_epsilon", Real(0, 0.1, open_below=True)),
     ("rope_theta", "rope.freq_base rope.freq_base_swa", Real(1, 1e30, open_below=True)),
     ("partial_rotary_factor", "", _PART),
     ("routed_scaling_factor", "expert_weights_scale", _STRENGTH),
@@ -206,10 +206,12 @@ def _check_settings(values: Mapping[str, Any], bounds: Mapping[str, Bound], pref
 # ------------------------------------------------------------------------------------------------------------ GGUF keys
 
 
-def check_keys(arch: str, metadata: Mapping[str, Any]) -> None:
-    """FormatError naming the first key of an architecture whose value cannot be one."""
+def check_keys(arch: str, metadata: Mapping[str, Any], *, zeros: bool = False) -> None:
+    """FormatError naming the first key of an architecture whose value cannot be one; `zeros` lets a 0 say "none"."""
     for name, bound in _OF_KEY.items():
-        check_key(f"{arch}.{name}", metadata.get(f"{arch}.{name}"), bound)
+        value = metadata.get(f"{arch}.{name}")
+        if not (zeros and type(value) in (int, float) and value == 0):
+            check_key(f"{arch}.{name}", value, bound)
 
 
 def check_tokenizer(metadata: Mapping[str, Any]) -> None:

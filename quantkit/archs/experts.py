@@ -152,14 +152,16 @@ def numbers(
             f"{keys.arch}: {used} of {count} experts in {groups_used} of {groups} groups; groups must be of one size, "
             "and those used must have experts enough"
         )
-    number = keys.number("expert_gating_func", 0) or 1
+    chosen_by_bias = any(".exp_probs_b." in name for name in tensors)
+    told = biased is not None or not chosen_by_bias  # else softmax and sigmoid are both in use
+    number = keys.number("expert_gating_func", 0 if told else None) or 1
     of_chosen = number == _OF_CHOSEN
     number = 1 if of_chosen else number
     if number not in _GATING:
         raise UnsupportedError(f"{keys.arch}.expert_gating_func = {number}; known: 1 (softmax), 2 (sigmoid)")
     ff = keys.number("expert_feed_forward_length", ff)
     if tensors or biased is None:
-        biased = any(".exp_probs_b." in name for name in tensors) if tensors else _GATING[number] == "sigmoid"
+        biased = chosen_by_bias if tensors else _GATING[number] == "sigmoid"
     return {
         "n_expert": count,
         "n_expert_used": used,

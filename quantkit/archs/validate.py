@@ -41,7 +41,9 @@ class Described:
     head: Head
 
 
-def described(metadata: Mapping[str, Any], tensors: Mapping[str, Shaped], path: str | os.PathLike[str]) -> Described:
+def described(
+    metadata: Mapping[str, Any], tensors: Mapping[str, Shaped], path: str | os.PathLike[str] = "the model"
+) -> Described:
     """What the architecture says of a model. FormatError or UnsupportedError where file and model contradict."""
     try:
         found = _read(metadata, tensors)
@@ -59,12 +61,30 @@ def described(metadata: Mapping[str, Any], tensors: Mapping[str, Shaped], path: 
 def problems(metadata: Mapping[str, Any], tensors: Mapping[str, Shaped]) -> list[str]:
     """What `described` would refuse; nothing for a file that is no model of a known architecture."""
     name = metadata.get("general.architecture")
-    if not is_model(metadata) or name not in {arch.name for arch in archs.all()}:
+    if not is_model(metadata) or name not in _names():
         return []
     try:
         return list(_contradictions(_read(metadata, tensors), metadata, tensors))
     except QuantkitError as error:
         return [str(error)]
+
+
+def check_sizes(metadata: Mapping[str, Any], path: str | os.PathLike[str] | None = None) -> None:
+    """FormatError where a key cannot be a number of a model: what plans, budgets and mixes of types go by.
+
+    Architectures that are not known here are planned too; some of them say 0 for what they lack, as for heads.
+    """
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str):
+        return
+    try:
+        checked.check_keys(name, metadata, zeros=name not in _names())
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}; {REMEDY}" if path else str(error)) from None
+
+
+def _names() -> set[str]:
+    return {arch.name for arch in archs.all()}
 
 
 def is_model(metadata: Mapping[str, Any]) -> bool:

@@ -350,9 +350,11 @@ def open_source(path: Path, weights: bool = False, pre: str | None = None) -> Mo
     if is_config(path):
         tensors, metadata = from_config(read_config(path), str(path))
         return Model(list(tensors), metadata, None)
+    from quantkit.archs import validate
     from quantkit.files import gguf
 
     file = gguf.require_model(gguf.open(path))
+    validate.check_sizes(file.metadata, path)
     return Model(list(file.tensors.values()), file.metadata, file)
 
 

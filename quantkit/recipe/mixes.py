@@ -136,6 +136,9 @@ class Model:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any], names: Iterable[str]) -> Model:
+        from quantkit.archs import validate
+
+        validate.check_sizes(metadata)
         arch = str(metadata.get("general.architecture", ""))
 
         def value(key: str) -> int:

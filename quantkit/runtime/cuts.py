@@ -22,8 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from quantkit import archs
-from quantkit.archs import blocks
+from quantkit.archs import blocks, validate
 from quantkit.errors import UnsupportedError
 from quantkit.types import QuantType
 
@@ -252,11 +251,8 @@ def of_metadata(
     experts_by: str = "number",
 ) -> dict[str, Cut]:
     """`of_model` of a model that may not be here: its blocks follow from the metadata and the names of its tensors."""
-    name = str(metadata.get("general.architecture"))
-    arch = archs.get(name)
-    hparams = arch.hparams(metadata, tensors.keys())
-    parts, head = arch.blocks(hparams), arch.head(hparams)
-    return of_model(parts, head, tensors, sliced, shares, experts_by, hparams.n_layer)
+    found = validate.described(metadata, tensors)
+    return of_model(found.blocks, found.head, tensors, sliced, shares, experts_by, found.hparams.n_layer)
 
 
 def bytes_of(tensor: Info, cut: Cut | None, count: int) -> list[int]:

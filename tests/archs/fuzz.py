@@ -197,6 +197,20 @@ def commands(model: Path, text: Path) -> dict[str, list[str]]:
     }
 
 
+def further(model: Path, text: Path, directory: Path) -> dict[str, list[str]]:
+    """Commands that also read what a model says of itself; each mutant is given to one of them."""
+    file, out = str(model), str(directory / "out")
+    return {
+        "imatrix": ["imatrix", file, "-f", str(text), "-c", "32", "--chunks", "1", "-o", f"{out}.dat", "-t", "1"],
+        "inspect": ["inspect", file],
+        "verify": ["verify", file, "-t", "1"],
+        "card": ["inspect", file, "--card"],
+        "export": ["export", file, out, "--dry-run"],
+        "plan": ["plan", file, "Q4_0", "--vram", "1", "-c", "64"],
+        "shared": ["plan", file, "Q4_0", "--vram", "1,1", "-sm", "graph", "-c", "64"],
+    }
+
+
 def numbers(command: str, printed: str) -> str:
     """What of the output is the model's."""
     if command == "generate":
@@ -287,20 +301,25 @@ def fuzz(count: int, seed: int, on_failure: Callable[[str], None] = lambda said:
                 own[arch, command] = numbers(command, ran.printed)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         outcomes: Counter[str] = Counter()
-        failures, others, slowest = [], [], 0.0
+        failures, others, slowest = [], [], (0.0, "")
         for number in range(count):
             arch = ARCHS[number % len(ARCHS)]
             mutant = mutate(models[arch], np.random.default_rng([seed, number]))
             mutant.write(path)
-            for command, arguments in commands(path, text).items():
+            more = list(further(path, text, directory).items())
+            for command, arguments in (*commands(path, text).items(), more[number // len(ARCHS) % len(more)]):
                 ran = run(arguments, directory, used + MEMORY)
-                outcomes[ran.outcome] += 1
-                slowest = max(slowest, ran.seconds)
+                outcomes[f"{command}: {ran.outcome}"] += 1
                 about = f"{number} {arch} {command}: {'; '.join(mutant.done)}"
+                slowest = max(slowest, (ran.seconds, about))
                 if ran.outcome not in ("done", "refused"):
                     failures.append(f"{about}: {ran.outcome}: {ran.said[-600:]}")
                     on_failure(failures[-1])
-                elif ran.outcome == "done" and numbers(command, ran.printed) != own[arch, command]:
+                elif (
+                    ran.outcome == "done"
+                    and (arch, command) in own
+                    and numbers(command, ran.printed) != own[arch, command]
+                ):
                     others.append(about)
         return {"mutants": count, "outcomes": dict(outcomes), "slowest": slowest, "failures": failures,
                 "other_numbers": others}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Mutants of small models through commands that run them: refused or finished, never crashed; see tests/archs/fuzz.py."""
+"""Mutants of small models through the commands: refused or finished, never crashed (tests/archs/fuzz.py)."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint full bench-gpu clean
+.PHONY: demo readme test lint full bench-gpu clean
 
 $(VENV)/.run: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -20,6 +20,10 @@ $(VENV)/.dev: $(VENV)/.run
 
 demo: $(VENV)/.run
 	$(BIN)/quantkit demo
+
+# What the demo has just measured becomes the table and the picture of README.md. Nothing else should run meanwhile.
+readme: demo
+	$(BIN)/python -m quantkit.cli._docs demo/results.json
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal

@@ -1,11 +1,19 @@
-"""docs/cli.md and docs/types.md: `python -m quantkit.cli._docs` writes them, a test fails when they are stale."""
+"""The generated pages: `python -m quantkit.cli._docs` writes them, a test fails when they are stale.
+
+docs/cli.md and docs/types.md are made of the program. The table of README.md is what `quantkit demo` printed when its
+figures were kept in docs/demo.json, which `python -m quantkit.cli._docs demo/results.json` (`make readme`) does.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
 import io
+import json
 import os
+import re
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +21,10 @@ from quantkit import cli
 from quantkit.cli._shared import table
 
 DOCS = Path(__file__).parents[2] / "docs"
+README, FIGURES, PICTURE = DOCS.parent / "README.md", DOCS / "demo.json", DOCS / "demo.png"
+_BLOCK = re.compile(r"(<!-- what `make demo` prints, kept by `make readme` -->\n```\n).*?(\n```\n)", re.DOTALL)
+_KEPT = ("file", "size_bytes", "bits_per_weight", "ppl", "ppl_error", "kld", "kld_error", "same_top",
+         "prompt_tokens_per_second", "generation_tokens_per_second")  # fmt: skip
 WIDTH = 100
 _MADE = "<!-- made by `python -m quantkit.cli._docs` with typer {}; do not edit -->\n"
 
@@ -49,6 +61,26 @@ def types_page() -> str:
     )
 
 
+def readme() -> str:
+    """README.md with what the demo prints of the figures in docs/demo.json."""
+    from quantkit.cli.demo import summary
+
+    said = summary(json.loads(FIGURES.read_text(encoding="utf-8")))
+    text, count = _BLOCK.subn(lambda found: f"{found[1]}{said}{found[2]}", README.read_text(encoding="utf-8"))
+    assert count == 1, f"{README} has {count} blocks for the demo's table, not one"
+    return text
+
+
+def keep_figures(results: Path) -> None:
+    """Take the results of a demo, and the picture beside them, for those of README.md."""
+    found = json.loads(results.read_text(encoding="utf-8"))
+    models = [{key: model[key] for key in _KEPT if key in model} for model in found["models"]]
+    kept = {"models": models, "conditions": found["conditions"] | {"text": Path(found["conditions"]["text"]).name}}
+    FIGURES.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    if (picture := results.with_name("comparison.png")).exists():
+        shutil.copyfile(picture, PICTURE)
+
+
 PAGES = {"cli.md": cli_page, "types.md": types_page}
 
 
@@ -73,12 +105,16 @@ def _columns(width: int) -> Iterator[None]:
             os.environ["COLUMNS"] = before
 
 
-def main() -> None:
+def main(results: list[str]) -> None:
     DOCS.mkdir(exist_ok=True)
+    for path in results:
+        keep_figures(Path(path))
     for name, page in PAGES.items():
         (DOCS / name).write_text(page(), encoding="utf-8")
         print(f"wrote {DOCS / name}")
+    README.write_text(readme(), encoding="utf-8")
+    print(f"wrote {README}")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

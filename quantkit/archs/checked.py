@@ -82,10 +82,10 @@ class Text:
 
 @dataclass(frozen=True)
 class Words:
-    """A list of strings."""
+    """A list of strings. Arrays of a GGUF are of one kind, so the first tells; vocabularies are long."""
 
     def holds(self, value: Any) -> bool:
-        return isinstance(value, list) and set(map(type, value)) <= {str}
+        return isinstance(value, list) and (not value or isinstance(value[0], str))
 
     def __str__(self) -> str:
         return "a list of strings"
@@ -93,14 +93,18 @@ class Words:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A list of numbers, each of one kind; vocabularies are long, so the extremes are looked at."""
+    """A list of numbers, of one kind as arrays of a GGUF are: the extremes are looked at."""
 
     each: Count | Real
 
     def holds(self, value: Any) -> bool:
-        if not isinstance(value, list) or not set(map(type, value)) <= {int, float}:
+        if not isinstance(value, list):
             return False
-        return not value or (all(map(math.isfinite, value)) and all(map(self.each.holds, (min(value), max(value)))))
+        if not value:
+            return True
+        if type(value[0]) not in (int, float) or not all(map(math.isfinite, value)):
+            return False
+        return all(map(self.each.holds, (min(value), max(value))))
 
     def __str__(self) -> str:
         return f"a list, each of it {self.each}"

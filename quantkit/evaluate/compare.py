@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from quantkit import archs
-from quantkit.errors import DataError, FormatError, printable
+from quantkit.archs import validate
+from quantkit.errors import DataError, printable
 from quantkit.evaluate import kld
 from quantkit.evaluate.bench import Case, bench
 from quantkit.evaluate.kld import Divergence, Estimate
@@ -51,11 +51,8 @@ def vocabulary_of(path: Path) -> Vocabulary:
     from quantkit.runtime.tokenizer import Tokenizer
 
     file = gguf.require_model(gguf.open(path))
-    name = file.metadata.get("general.architecture")
-    if not isinstance(name, str):
-        raise FormatError(f"{path}: metadata has no general.architecture; the file is not a model")
-    hparams = archs.get(name).hparams(file.metadata, file.tensors.keys())
-    return Vocabulary(hparams.n_vocab, Tokenizer.from_gguf(file.metadata))
+    described = validate.described(file.metadata, file.tensors, file.path)
+    return Vocabulary(described.hparams.n_vocab, Tokenizer.from_gguf(file.metadata))
 
 
 class Throughput(NamedTuple):

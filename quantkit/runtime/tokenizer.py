@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from quantkit import arguments
-from quantkit.archs import hf_tokenizer, tiktoken
+from quantkit.archs import checked, hf_tokenizer, tiktoken
 from quantkit.errors import DataError, FormatError, UnsupportedError, printable
 
 # Control tokens that end a reply in one chat format or another, for files whose keys do not name them.
@@ -54,6 +54,7 @@ class Tokenizer:
         FormatError when keys are missing or contradict each other; UnsupportedError and UnknownNameError name a
         tokenizer.ggml.model or tokenizer.ggml.pre that is not handled.
         """
+        checked.check_tokenizer(metadata)
         return cls(metadata)
 
     @property

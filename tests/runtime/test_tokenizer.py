@@ -352,7 +352,7 @@ def test_what_is_missing_or_unknown_is_named(smollm2: Metadata) -> None:
         Tokenizer.from_gguf(changed("tokenizer.ggml.merges", ["xyzzy plugh"]))
     with pytest.raises(FormatError, match="merges tokens that are not in"):
         Tokenizer.from_gguf(changed("tokenizer.ggml.merges", ["xyzzy"]))
-    with pytest.raises(FormatError, match="is 'x'; it should be an array"):
+    with pytest.raises(FormatError, match="merges = 'x'; it has to be a list of strings"):
         Tokenizer.from_gguf(changed("tokenizer.ggml.merges", "x"))
     with pytest.raises(FormatError, match="token_type has 1 entries for 49152"):
         Tokenizer.from_gguf(changed("tokenizer.ggml.token_type", [1]))

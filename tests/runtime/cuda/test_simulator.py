@@ -29,7 +29,7 @@ def simulate(name: str, *options: str) -> str:
 @pytest.mark.skipif(SIMULATED, reason="this is such a process")
 @pytest.mark.parametrize("name", FILES)
 def test_in_the_simulator(name: str) -> None:
-    last = simulate(name, "-m", "not full")
+    last = simulate(name, "-m", "gpu and not full")
     assert re.search(r"\d+ passed", last)
     assert "skipped" not in last
 
@@ -39,5 +39,5 @@ def test_in_the_simulator(name: str) -> None:
 @pytest.mark.parametrize("fill", ["zeros", "bytes", "encoded"])
 @pytest.mark.parametrize("rows", [1, 3, 5])
 def test_all_shapes_in_the_simulator(rows: int, fill: str) -> None:
-    last = simulate("test_sim_weights.py", "-m", "full", "-k", f"{rows}-{fill}")
+    last = simulate("test_sim_weights.py", "-m", "gpu and full", "-k", f"{rows}-{fill}")
     assert re.search(r"\d+ passed", last)

@@ -21,7 +21,6 @@ from quantkit.archs.blocks import HParams
 from quantkit.archs.hybrid import Hybrid, channels, of_recurrent, runs_of_heads, sizes_of
 from quantkit.archs.tensors import COPY, Piece, Rule, Shape, Transform
 from quantkit.archs.transforms import Gather, ShuffleColumns
-from quantkit.errors import FormatError
 
 _SECTIONS = [11, 11, 10]  # transformers' default
 
@@ -146,16 +145,6 @@ class Qwen35(Hybrid):
     def metadata(self, config: Config) -> Entries:
         sections = [*rope_parameters(config).get("mrope_section", _SECTIONS), 0, 0, 0, 0][:4]
         return super().metadata(config) | {f"{self.name}.rope.dimension_sections": (sections, "i32")}
-
-    def rotary(self, keys: Keys, head_dim: int) -> int:
-        """As a Decoder's; the sections of rope, of times and places, are its pairs."""
-        dim, sections = super().rotary(keys, head_dim), keys.get("rope.dimension_sections")
-        if sections and 2 * sum(sections) != dim:
-            raise FormatError(
-                f"{self.name}.rope.dimension_count = {dim}, but {self.name}.rope.dimension_sections = {sections} are "
-                f"{sum(sections)} pairs, of {2 * sum(sections)} elements"
-            )
-        return dim
 
     def to_gguf(self, config: Config, shapes: Mapping[str, Shape]) -> list[Piece]:
         """As `Arch.to_gguf`; layers that predict further tokens are numbered."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quantkit.errors import DataError
+from quantkit.errors import DataError, FormatError
 from quantkit.types import QuantType
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1", "q6_0", "q8_KV")
@@ -56,6 +56,8 @@ def of_layers(
 def _state(number: Any) -> int:
     """Floats of a recurrent layer's state."""
     inner, state, rank = number("ssm.inner_size"), number("ssm.state_size"), number("ssm.time_step_rank")
+    if not rank:
+        raise FormatError("metadata key ssm.time_step_rank is missing, which says how many heads a recurrent layer has")
     columns = inner + 2 * number("ssm.group_count") * state
     return (number("ssm.conv_kernel") - 1) * columns + state * (inner // rank) * rank
 

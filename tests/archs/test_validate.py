@@ -49,7 +49,6 @@ def test_files_of_every_architecture_agree_with_themselves(arch: str, tmp_path: 
         ("llama", "llama.rope.dimension_count", (0, "u32"), "= 0; it has to be a whole number from 1"),
         ("qwen3moe", "qwen3moe.rope.dimension_count", (512, "u32"), "dimension_count = 512, .* key has 32"),
         ("mtp", "glm4moe.rope.dimension_count", (9, "u32"), "has to be even"),
-        ("qwen35", "qwen35.rope.dimension_count", (16, "u32"), r"dimension_sections = \[2, 1, 1, 0\] are 4 pairs"),
         ("qwen35", "qwen35.rope.dimension_count", None, r"qwen35\.rope\.dimension_count is missing"),
         # heads
         ("llama", "llama.attention.head_count", (8, "u32"), "dimension_count = 16, .* key has 8"),
@@ -211,3 +210,31 @@ def test_commands_refuse_them(
     said = capsys.readouterr().err
     assert f"{path}: blk.0: rope.dimension_count = 1024" in said
     assert "quantkit metadata set" in said
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "match"),
+    [
+        ("qwen35.ssm.time_step_rank", None, "ssm.time_step_rank is missing"),
+        ("qwen35.attention.head_count", ("x", "str"), "head_count = 'x'"),
+        ("qwen35.block_count", (4294967294, "u32"), "block_count = 4294967294"),
+    ],
+)
+def test_plans_refuse_them(
+    key: str, value: Any, match: str, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = changed(models["qwen35"], tmp_path / "m.gguf", {key: value})
+    assert main(["plan", str(path), "Q4_0", "--vram", "1", "-c", "64"]) == 1
+    assert match in capsys.readouterr().err
+
+
+def test_inspect_and_verify_list_them(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = changed(models["llama"], tmp_path / "m.gguf", {"llama.feed_forward_length": (97, "u32")})
+    assert main(["inspect", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "problem: tensor blk.0.ffn_gate.weight has shape (96, 64), the metadata say (97, 64)" in said
+    assert "quantkit metadata set" in said
+    assert main(["verify", str(path)]) == 1
+    assert "damaged: tensor blk.0.ffn_gate.weight has shape (96, 64)" in capsys.readouterr().out

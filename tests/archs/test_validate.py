@@ -238,3 +238,12 @@ def test_inspect_and_verify_list_them(
     assert "quantkit metadata set" in said
     assert main(["verify", str(path)]) == 1
     assert "damaged: tensor blk.0.ffn_gate.weight has shape (96, 64)" in capsys.readouterr().out
+
+
+def test_heads_that_do_not_share_evenly(tmp_path: Path) -> None:
+    """All tensors fit: five heads over two read what nobody wrote."""
+    made = written(tmp_path / "m.gguf", "llama", num_attention_heads=5, head_dim=16)
+    file = gguf.open(made)
+    assert validate.problems(file.metadata, file.tensors)[0] == (
+        "blk.0: attention.head_count = 5 is no multiple of attention.head_count_kv = 2; each of those serves as many"
+    )

@@ -239,9 +239,9 @@ def test_an_incomplete_file_is_refused_by_name(tiny: Path, tmp_path: Path) -> No
 
 def test_bad_calls_say_what_is_wrong(tiny: Path) -> None:
     model = load(tiny)
-    with pytest.raises(DataError, match="token 320 is not in the vocabulary of 320"):
+    with pytest.raises(DataError, match="tokens of a vocabulary of 320: 320 is not from 0 to 319"):
         model.logits([1, 320])
-    with pytest.raises(DataError, match="token -1"):
+    with pytest.raises(DataError, match="-1 is not from 0 to 319"):
         model.logits([-1])
     with pytest.raises(DataError, match="at least one"):
         model.forward([], model.new_cache(4))

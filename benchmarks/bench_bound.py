@@ -27,9 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.bench_kernels import prepared
 from benchmarks.synthetic import SHAPES, write
-from quantkit import jit, types
+from quantkit import types
+from quantkit.codegen import jit
 from quantkit.evaluate.bench import Case, bench, read_speed
-from quantkit.runtime.kernels import table
+from quantkit.runtime.kernels import dispatch
 from quantkit.runtime.model import load
 from tests.types.data import tame_bytes
 
@@ -39,7 +40,7 @@ _SECONDS = 0.3
 
 def kernel_speed(kind: types.QuantType, n: int, threads: int) -> float:
     """GB/s of all threads, each with rows of its own that it multiplies again and again."""
-    product = table.product(kind)
+    product = dispatch.product(kind)
     assert product is not None
     rows = max(kind.interleave, RESIDENT // kind.row_bytes(n) // kind.interleave * kind.interleave)
     buffer, rng = prepared(n), np.random.default_rng(0)

@@ -25,8 +25,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from quantkit import jit
-from quantkit.evaluate.imatrix import collect
+from quantkit.codegen import jit
+from quantkit.evaluate.collect_imatrix import collect
 from quantkit.evaluate.perplexity import negative_log_likelihood, perplexity
 from quantkit.evaluate.text import Chunks, chunked
 from quantkit.runtime.model import load

@@ -28,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import quantkit
 from quantkit import recipe
-from quantkit.evaluate import imatrix as collecting
+from quantkit.evaluate import collect_imatrix as collecting
 from quantkit.evaluate.perplexity import negative_log_likelihood
 from quantkit.evaluate.text import Chunks, chunked
-from quantkit.files import imatrix as matrices
-from quantkit.files.kld import scored_rows
-from quantkit.quantize import quantize
+from quantkit.formats import imatrix as matrices
+from quantkit.formats.kld.base_file import scored_rows
+from quantkit.pipelines.quantize import quantize
 from tests.conformance.embedded import embed
 from tests.conformance.ggml import QUANTIZE_TOOL
 from tests.conformance.libllama import Llama

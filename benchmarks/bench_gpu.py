@@ -50,11 +50,11 @@ from benchmarks.synthetic import write
 from quantkit import types
 from quantkit.errors import UnsupportedError
 from quantkit.evaluate.bench import bytes_per_token
-from quantkit.runtime import cuda_worker
+from quantkit.placement.offload import Offload
+from quantkit.runtime.cuda import gpu_worker
 from quantkit.runtime.kernels.cuda.device import Gpu, Matrices
-from quantkit.runtime.kernels.cuda.table import FLOAT_IDS, product
+from quantkit.runtime.kernels.cuda.dispatch import FLOAT_IDS, product
 from quantkit.runtime.model import Model, load
-from quantkit.runtime.offload import Offload
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ def beside(gpu: Gpu, sizes: Sizes, folder: Path) -> Iterator[tuple[str, dict[str
     }
     other = 0 if gpu.index else 1
     with contextlib.suppress(UnsupportedError):
-        cuda_worker.gpu(other)
+        gpu_worker.gpu(other)
         ways["graph"] = {"devices": f"{device},cuda:{other}", "split_mode": "graph"}
     path, wanted = write(sizes.experts, sizes.kind_of_experts, folder / "experts.gguf"), None
     for way, how in ways.items():
@@ -367,7 +367,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parsed(arguments)
     sizes = TINY if options.tiny else Sizes()
     try:
-        gpu = cuda_worker.gpu(options.device)
+        gpu = gpu_worker.gpu(options.device)
     except UnsupportedError as found:
         print(f"bench-gpu: {found}", file=sys.stderr)
         return 1

@@ -45,8 +45,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from quantkit import jobs
-from quantkit.files.safetensors import CheckpointSpec, CheckpointWriter
+from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter
+from quantkit.pipelines import resume
 
 RULES = r"ffn_down_exps=iq4_k,ffn_(gate|up)_exps=iq3_k,(attn|shexp|token_embd|^output\.)=q8_0"
 OTHER_RULES = RULES.replace("ffn_down_exps=iq4_k", "ffn_down_exps=iq5_k")
@@ -68,7 +68,7 @@ CONFIG: dict[str, Any] = {
 SMALL = {"hidden_size": 2048, "intermediate_size": 4096, "moe_intermediate_size": 1024, "num_attention_heads": 16,
          "num_key_value_heads": 16, "q_lora_rank": 768, "vocab_size": 2048}  # fmt: skip
 RUN = "import sys; from quantkit.cli import main; sys.exit(main())"
-RUN_WITHOUT_HASHES = f"from quantkit.files import provenance; provenance.of_piece = lambda data: bytes(32); {RUN}"
+RUN_WITHOUT_HASHES = f"from quantkit.formats import provenance; provenance.of_piece = lambda data: bytes(32); {RUN}"
 
 
 # ------------------------------------------------------------------------------------------------------- the checkpoint
@@ -230,7 +230,7 @@ def killed(arguments: Sequence[str], out: Path, whole: str, moments: Sequence[fl
         time.sleep(moment)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        left = jobs.unfinished(out)
+        left = resume.unfinished(out)
         over = out.exists()  # it was quicker than the kill
         out.unlink(missing_ok=True)
         finished = json.loads(subprocess.run(arguments, check=True, capture_output=True).stdout)

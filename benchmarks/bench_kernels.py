@@ -21,11 +21,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from quantkit import jit, types
-from quantkit.jit import kernel
-from quantkit.runtime.kernels import table
-from quantkit.runtime.kernels.cpu import activations, gemm, sizes, team
-from quantkit.runtime.kernels.cpu.formats.table import FORMATS
+from quantkit import types
+from quantkit.codegen import jit
+from quantkit.codegen.jit import kernel
+from quantkit.placement import kernel_sizes
+from quantkit.runtime.kernels import dispatch
+from quantkit.runtime.kernels.cpu import activations, gemm, thread_team
+from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
 from tests.types.data import tame_bytes
 
 TOKENS = 192
@@ -48,14 +50,14 @@ def seconds(run: Callable[[], None], repeat: int) -> float:
 
 def prepared(n: int) -> np.ndarray:
     """A vector as the products read it."""
-    buffer = np.zeros(sizes.activation_bytes(n), np.uint8)
+    buffer = np.zeros(kernel_sizes.activation_bytes(n), np.uint8)
     buffer[: 4 * n].view(np.float32)[:] = np.random.default_rng(1).standard_normal(n)
     _quantize(buffer.ctypes.data, n)
     return buffer
 
 
 def vector(kind: types.QuantType, data: np.ndarray, n: int, repeat: int) -> float:
-    product = table.product(kind)
+    product = dispatch.product(kind)
     assert product is not None
     buffer = prepared(n)
     out = np.zeros(len(data), np.float32)
@@ -65,11 +67,11 @@ def vector(kind: types.QuantType, data: np.ndarray, n: int, repeat: int) -> floa
 
 
 def batch(kind: types.QuantType, data: np.ndarray, n: int, repeat: int) -> float:
-    ops = team.OpList(1)
+    ops = thread_team.OpList(1)
     x = np.random.default_rng(1).standard_normal((TOKENS, n)).astype(np.float32)
     out = np.zeros((TOKENS, len(data)), np.float32)
     tokens = ops.keep(np.array([TOKENS])).ctypes.data
-    tiles = ops.buffer("tiles", sizes.tiles_bytes(n, TOKENS))
+    tiles = ops.buffer("tiles", kernel_sizes.tiles_bytes(n, TOKENS))
     ops.add(gemm.quantize_tiles.address, gemm.QUANTIZE, wait=True, x=x.ctypes.data, n=n, tokens=tokens, tiles=tiles)
     scratch, stride = ops.private("scratch", gemm.scratch_bytes(FORMATS[kind.ggml_type], n))
     ops.add(gemm.multiply(kind.ggml_type, 0).address, gemm.MULTIPLY, weights=data.ctypes.data, n=n, rows=len(data),

@@ -29,9 +29,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.synthetic import SHAPES, write
-from quantkit import jit, types
+from quantkit import types
+from quantkit.codegen import jit
 from quantkit.evaluate.bench import bytes_per_token
-from quantkit.runtime.cache import CacheType
+from quantkit.runtime.kv.cache import CacheType
 from quantkit.runtime.model import load
 
 BATCH = 512  # tokens of a prompt at a time

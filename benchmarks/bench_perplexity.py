@@ -28,14 +28,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import quantkit
 from benchmarks.bench_types import Reference
 from quantkit import types
-from quantkit.evaluate import imatrix as collecting
-from quantkit.evaluate.kld import divergence
+from quantkit.evaluate import collect_imatrix as collecting
+from quantkit.evaluate.divergence import divergence
 from quantkit.evaluate.perplexity import perplexity
 from quantkit.evaluate.text import chunked
-from quantkit.files import gguf
-from quantkit.files import imatrix as matrices
-from quantkit.files.gguf_writer import TensorSpec, Writer
-from quantkit.files.kld import BaseReader, BaseWriter
+from quantkit.formats import gguf
+from quantkit.formats import imatrix as matrices
+from quantkit.formats.gguf.writer import TensorSpec, Writer
+from quantkit.formats.kld.base_file import BaseReader, BaseWriter
 from tests.types import data
 
 

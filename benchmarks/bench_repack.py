@@ -42,9 +42,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import quantkit
 from quantkit import types
-from quantkit.files.gguf import Metadata, TensorSpec, Writer
-from quantkit.files.pipeline import spread
-from quantkit.repack_file import Repacking, plan_repack
+from quantkit.formats.gguf import Metadata, TensorSpec, Writer
+from quantkit.formats.pipeline import spread
+from quantkit.pipelines.repack_file import Repacking, plan_repack
 
 ROWS, COLUMNS = 14336, 4096
 COMMAND = (

@@ -36,7 +36,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from quantkit import jit, types
+from quantkit import types
+from quantkit.codegen import jit
 from quantkit.types.base import EFFORTS
 from tests.types import data
 

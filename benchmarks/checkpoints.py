@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from quantkit import archs, types
-from quantkit.files.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
+from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
 
 _BLOCK = 128
 _POOL = 1 << 24

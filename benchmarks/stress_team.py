@@ -2,7 +2,8 @@
 
     python benchmarks/stress_team.py [--lists 1000000] [--threads 2,3,4] [--seed 1]
 
-The kernels of runtime/kernels/cpu/team.py are compiled once more, with a random delay where `_sync_point` stands:
+The kernels of runtime/kernels/cpu/thread_team.py are compiled once more, with a random delay where `_sync_point`
+stands:
 before and after each read and write of what the threads share. Waiting threads give way and fall asleep after a few
 looks, not thousands, so that all of that happens all the time too. Every list is a chain of operations, each of which
 needs what all threads made in the one before; its numbers are known. Exit status 1 where a list makes others.
@@ -22,11 +23,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from quantkit.jit import callback, kernel
-from quantkit.runtime.kernels.cpu import team
-from quantkit.simd import atomic_add, call3, load_int, pause, store_int
+from quantkit.codegen.jit import callback, kernel
+from quantkit.codegen.simd import atomic_add, call3, load_int, pause, store_int
+from quantkit.runtime.kernels.cpu import thread_team
 
-_RANDOM = team.YIELD + 8  # place in the sync block of what the delays are drawn from
+_RANDOM = thread_team.YIELD + 8  # place in the sync block of what the delays are drawn from
 _KERNELS = ("_wait_while", "_barrier", "_execute", "_lead", "_work")
 
 
@@ -40,16 +41,16 @@ def delay(sync):
         for _ in range((x >> 40) & 255):
             pause()
     elif chance == 8:
-        call3(load_int(sync + team.YIELD), 0, 0, 0)
+        call3(load_int(sync + thread_team.YIELD), 0, 0, 0)
 
 
 def delayed_kernels() -> SimpleNamespace:
     """The team's kernels with delays. They are not kept on disk: their source is that of the team's own."""
     from numba import njit
 
-    names: dict[str, Any] = vars(team) | {"SPINS": 8, "IDLE_SPINS": 40, "_sync_point": delay}
+    names: dict[str, Any] = vars(thread_team) | {"SPINS": 8, "IDLE_SPINS": 40, "_sync_point": delay}
     for name in _KERNELS:
-        function = FunctionType(getattr(team, name).function.__code__, names)
+        function = FunctionType(getattr(thread_team, name).function.__code__, names)
         names[name] = njit(nogil=True, error_model="numpy")(function)
     return SimpleNamespace(**{name: names[name] for name in _KERNELS})
 
@@ -73,7 +74,7 @@ class Chain:
 
     def __init__(self, threads: int, operations: int):
         self.threads, self.operations = threads, operations
-        self.ops = team.OpList(threads)
+        self.ops = thread_team.OpList(threads)
         self.buffers = [self.ops.keep(np.zeros(LINE // 8 * threads, np.int64)) for _ in range(operations + 1)]
         for source, target in zip(self.buffers, self.buffers[1:]):
             self.ops.add(chain.address, CHAIN, wait=True, source=source.ctypes.data, target=target.ctypes.data)
@@ -94,11 +95,11 @@ class Chain:
 def stress(threads: int, lists: int, seed: int, say: Callable[[str], None] = lambda text: None) -> None:
     """Run so many lists of one to five operations, by a team whose kernels are delayed; check each."""
     kernels = delayed_kernels()
-    before = {name: getattr(team, name) for name in ("_lead", "_work")}
+    before = {name: getattr(thread_team, name) for name in ("_lead", "_work")}
     random, chains = np.random.default_rng(seed), [Chain(threads, count) for count in range(1, 6)]
-    mine, begin = team.ThreadTeam(threads), time.perf_counter()
+    mine, begin = thread_team.ThreadTeam(threads), time.perf_counter()
     mine._fields[_RANDOM // 8] = seed << 20
-    team._lead, team._work = kernels._lead, kernels._work
+    thread_team._lead, thread_team._work = kernels._lead, kernels._work
     try:
         for start in range(0, lists, 10000):
             for which, first, nap in random.integers(0, (len(chains), 1000, 500), (min(10000, lists - start), 3)):
@@ -113,7 +114,7 @@ def stress(threads: int, lists: int, seed: int, say: Callable[[str], None] = lam
             say(f"{threads} threads: {start + 10000} lists, {time.perf_counter() - begin:.0f} s")
         mine.close()
     finally:
-        team._lead, team._work = before["_lead"], before["_work"]
+        thread_team._lead, thread_team._work = before["_lead"], before["_work"]
     if mine.epoch != lists:
         raise SystemExit(f"{lists} lists were run, the epoch is {mine.epoch}")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from quantkit import types
-from quantkit.files.gguf import Metadata, TensorSpec, Writer
+from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 from quantkit.types import QuantType
 
 ROWS = 64  # that are drawn

@@ -1,4 +1,4 @@
-"""quantkit: cook, check and run quantized GGUF models.
+"""quantkit: quantize, evaluate and run GGUF models.
 
     quantkit.types.get("iq4_k")        a tensor type: quantize, dequantize, sizes
     quantkit.repack                    row interleaving and its inverse
@@ -18,10 +18,10 @@ __all__ = ["load", "open", "repack", "types"]
 
 if TYPE_CHECKING:
     from quantkit import repack, types
-    from quantkit.files.gguf import open
+    from quantkit.formats.gguf import open
     from quantkit.runtime.model import load
 
-_FUNCTIONS = {"open": "quantkit.files.gguf", "load": "quantkit.runtime.model"}
+_FUNCTIONS = {"open": "quantkit.formats.gguf", "load": "quantkit.runtime.model"}
 
 
 def __getattr__(name: str) -> Any:

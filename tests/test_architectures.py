@@ -15,10 +15,10 @@ import pytest
 
 import quantkit
 from quantkit import archs, recipe
-from quantkit.convert import convert, prepare
 from quantkit.errors import DataError, UnsupportedError
-from quantkit.files import gguf
-from quantkit.quantize import quantize
+from quantkit.formats import gguf
+from quantkit.pipelines.convert import convert, prepare
+from quantkit.pipelines.quantize import quantize
 from tests.archs.checkpoints import tiny
 
 TOKENS = np.random.default_rng(3).integers(2, 320, (2, 256))

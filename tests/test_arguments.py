@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantkit import arguments, repack, types
+from quantkit import repack, types
 from quantkit.errors import DataError, FormatError, QuantkitError, UnknownNameError
+from quantkit.inputs import arguments
 
 X = np.random.default_rng(0).standard_normal((8, 64)).astype(np.float32)
 KIND = types.get("q4_0")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from quantkit import recipe
-from quantkit.budget import GIB, Budget, Cache, budget, experts_to_keep
 from quantkit.errors import DataError, UnknownNameError
+from quantkit.placement.budget import GIB, Budget, Cache, budget, experts_to_keep
+from quantkit.placement.rules import Flags, parse_flags
 from quantkit.recipe.models import from_config
-from quantkit.runtime.placement import Flags, parse_flags
 from tests.recipe.configs import DEEPSEEK_V3, LLAMA_8B, QWEN3_30B
 
 SPECS, METADATA = from_config(QWEN3_30B)

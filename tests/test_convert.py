@@ -18,12 +18,12 @@ import pytest
 import quantkit
 from quantkit import archs, types
 from quantkit.cli import main
-from quantkit.convert import convert, prepare
 from quantkit.errors import DataError, FormatError, QuantkitError, UnknownNameError, UnsupportedError
-from quantkit.export import export
-from quantkit.files.gguf import GGUF
-from quantkit.files.gguf import open as open_gguf
-from quantkit.files.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
+from quantkit.formats.gguf import GGUF
+from quantkit.formats.gguf import open as open_gguf
+from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
+from quantkit.pipelines.convert import convert, prepare
+from quantkit.pipelines.export import export
 from tests.archs.checkpoints import as_fp8, as_int4, tiny
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -245,7 +245,7 @@ def test_shards_and_threads_do_not_change_the_data(checkpoint: Path, tmp_path: P
 
 def test_small_pieces_make_the_same_file(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     convert(checkpoint, tmp_path / "a.gguf", "f16")
-    monkeypatch.setattr("quantkit.files.pipeline.PIECE_ELEMENTS", 200)
+    monkeypatch.setattr("quantkit.formats.pipeline.PIECE_ELEMENTS", 200)
     convert(checkpoint, tmp_path / "b.gguf", "f16")
     assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
 
@@ -432,7 +432,10 @@ def test_fp8_becomes_what_torch_makes_of_it(fp8: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("outtype", ["bf16", "f16"])
 def test_matrices_are_made_without_numba(fp8: Path, tmp_path: Path, outtype: str) -> None:
     """Its import takes as long as converting a gigabyte."""
-    code = "import sys; from quantkit.convert import convert; convert(*sys.argv[1:]); print('numba' in sys.modules)"
+    code = (
+        "import sys; from quantkit.pipelines.convert import convert; convert(*sys.argv[1:]); "
+        "print('numba' in sys.modules)"
+    )
     for source in (fp8, fp8.parent / "bf16"):
         command = [sys.executable, "-c", code, str(source), str(tmp_path / "m.gguf"), outtype]
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quantkit import disk_cache, jit
+from quantkit.codegen import disk_cache, jit
 
 POSIX = pytest.mark.skipif(os.name == "nt", reason="mode bits and owners are POSIX's")
 
@@ -20,7 +20,7 @@ FACTORY = '''
 """Kernels that one factory makes. Größe: this file is not ASCII."""
 import functools
 
-from quantkit.jit import callback, kernel
+from quantkit.codegen.jit import callback, kernel
 
 @functools.cache
 def simple(k):
@@ -363,7 +363,11 @@ def test_files_nobody_used_for_long_are_removed(cache: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(
     "statement",
-    ["import quantkit.simd", "from quantkit import jit; jit.load_numba()", "import quantkit.runtime.kernels.table"],
+    [
+        "import quantkit.codegen.simd",
+        "from quantkit import jit; jit.load_numba()",
+        "import quantkit.runtime.kernels.dispatch",
+    ],
 )
 def test_a_configuration_of_numba_in_the_working_directory_is_refused(tmp_path: Path, statement: str) -> None:
     (tmp_path / ".numba_config.yaml").write_text("opt: 0\nboundscheck: 1\n")

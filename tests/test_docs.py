@@ -10,7 +10,7 @@ import pytest
 
 from quantkit import recipe
 from quantkit.cli import _docs, demo
-from quantkit.files import gguf
+from quantkit.formats import gguf
 
 
 @pytest.mark.parametrize("name", list(_docs.PAGES))

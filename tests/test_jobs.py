@@ -18,16 +18,17 @@ import numpy as np
 import pytest
 
 import quantkit
-from quantkit import jobs, recipe, types
-from quantkit import quantize as loop
+from quantkit import recipe, types
 from quantkit.cli import main
 from quantkit.errors import QuantkitError
-from quantkit.files import gguf, imatrix, journal, provenance
-from quantkit.files.gguf import TensorSpec, Writer
-from quantkit.quantize import Written, quantize
-from quantkit.repack_file import plan_repack
-from quantkit.repack_file import write as write_repacked
-from quantkit.verify import verify
+from quantkit.formats import gguf, imatrix, journal, provenance
+from quantkit.formats.gguf import TensorSpec, Writer
+from quantkit.pipelines import quantize as loop
+from quantkit.pipelines import resume
+from quantkit.pipelines.quantize import Written, quantize
+from quantkit.pipelines.repack_file import plan_repack
+from quantkit.pipelines.repack_file import write as write_repacked
+from quantkit.pipelines.verify import verify
 
 COUNT, ROWS, COLUMNS = 8, 64, 256
 NAMES = [f"blk.{i}.ffn_up.weight" for i in range(COUNT - 2)] + ["output_norm.weight", "output.weight"]
@@ -113,7 +114,7 @@ def interrupt(encodings: Encodings, pieces: int, *arguments: Any, **options: Any
     with pytest.raises(KeyboardInterrupt):
         make(*arguments, **options)
     encodings.stop = None
-    left = jobs.unfinished(arguments[1])
+    left = resume.unfinished(arguments[1])
     return left[0] if left else 0
 
 
@@ -214,7 +215,7 @@ def test_killed_while_files_get_their_names(model: Path, tmp_path: Path, encodin
     expected = [path.read_bytes() for path in sorted(tmp_path.glob("whole*"))]
     interrupt(encodings, COUNT - 1, model, out, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quantkit.files.atomic.AtomicFile.replace", _replace_and_die(2))
+        patch.setattr("quantkit.formats.atomic.AtomicFile.replace", _replace_and_die(2))
         with pytest.raises(SystemExit):
             make(model, out, **options)
     assert len(list(tmp_path.glob("out*.gguf"))) == 2
@@ -313,13 +314,13 @@ def kill_at_random_moments(tmp_path: Path, kills: int) -> list[int]:
     for number in range(kills):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         least = moments.randrange(-1, 4) if number else 1  # tensors done; -1: perhaps before it has begun to write
-        while process.poll() is None and (jobs.unfinished(out) or (-1, 0))[0] < least:
+        while process.poll() is None and (resume.unfinished(out) or (-1, 0))[0] < least:
             time.sleep(0.005)
         time.sleep(moments.uniform(0, 0.5) if number else 0)
         process.send_signal(signal.SIGKILL)
         if process.wait() != -signal.SIGKILL:
             assert out.read_bytes() == whole
-        found = jobs.unfinished(out)
+        found = resume.unfinished(out)
         done = found[0] if found else 0
         if out.exists():
             assert out.read_bytes() == whole
@@ -381,16 +382,16 @@ def test_another_old_file(model: Path, tmp_path: Path, encodings: Encodings) -> 
     old, out = tmp_path / "old.gguf", tmp_path / "out.gguf"
     make(model, old)
     with_rule = r"blk\.1\.=q8_0"
-    assert encodings.of(lambda: make(model, out, with_rule, old=jobs.open_old(old))) == {NAMES[1]}
+    assert encodings.of(lambda: make(model, out, with_rule, old=resume.open_old(old))) == {NAMES[1]}
     data = bytearray(old.read_bytes())
     data[quantkit.open(old).tensors[NAMES[3]].offset] ^= 1
     old.write_bytes(data)
-    assert encodings.of(lambda: make(model, out, with_rule, old=jobs.open_old(old))) == {NAMES[1], NAMES[3]}
+    assert encodings.of(lambda: make(model, out, with_rule, old=resume.open_old(old))) == {NAMES[1], NAMES[3]}
     said: list[str] = []
-    assert len(encodings.of(lambda: make(model, out, old=jobs.open_old(model), say=said.append))) == COUNT
+    assert len(encodings.of(lambda: make(model, out, old=resume.open_old(model), say=said.append))) == COUNT
     assert said == [f"reused: 0 of {COUNT} tensors are in {model}, which does not say what its tensors were made of"]
     done = interrupt(encodings, 6, model, old)
-    partial = jobs.open_old(tmp_path / "old.gguf.partial-job")
+    partial = resume.open_old(tmp_path / "old.gguf.partial-job")
     assert len(encodings.of(lambda: make(model, out, old=partial))) == COUNT - done
 
 
@@ -476,7 +477,7 @@ def test_codecs_have_the_same_versions_on_other_cpus(cpu: str) -> None:
         "iq1_m",
     ]
     code = (
-        "import sys; from quantkit.files import provenance\n"
+        "import sys; from quantkit.formats import provenance\n"
         "for name in sys.argv[1:]: print(name, provenance.codec(name, 'normal'))"
     )
     done = subprocess.run([sys.executable, "-c", code, *names], env=os.environ | {"NUMBA_CPU_NAME": cpu},

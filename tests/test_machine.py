@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 
 import quantkit
-from quantkit.machine import function
-from quantkit.simd_values import I64
+from quantkit.codegen.ir_values import I64
+from quantkit.codegen.native import function
 
 HELPER = "def scaled(x):\n    return x * {}\n"
 USER = """
 from quantkit.helper import scaled
-from quantkit.machine import function
-from quantkit.simd_values import I64
+from quantkit.codegen.native import function
+from quantkit.codegen.ir_values import I64
 
 
 @function

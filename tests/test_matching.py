@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from quantkit import matching, recipe
+from quantkit import recipe
 from quantkit.errors import DataError, QuantkitError
-from quantkit.files.safetensors_scaled import _matches
-from quantkit.matching import compile
+from quantkit.formats.safetensors.quantized_checkpoint import _matches
+from quantkit.inputs import safe_regex
+from quantkit.inputs.safe_regex import compile
+from quantkit.placement.rules import Rule
 from quantkit.recipe import shelf
 from quantkit.recipe.ecmascript import compile_pattern
 from quantkit.recipe.interleaving import Selection
-from quantkit.runtime.placement import Rule
 
 NAMES = [
     f"blk.{layer}.{part}.weight"
@@ -68,7 +69,7 @@ def test_what_is_no_pattern(pattern: str) -> None:
 def test_matches_are_those_of_re(pattern: str) -> None:
     """With the engine that the bound chooses, and with the linear one where it can."""
     expected = re.compile(pattern, re.ASCII)
-    found, linear = compile(pattern), matching.Pattern(pattern, "", True, DataError, "")
+    found, linear = compile(pattern), safe_regex.Pattern(pattern, "", True, DataError, "")
     linear._longest = -1
     for name in NAMES:
         for method in ("search", "match"):
@@ -101,7 +102,7 @@ def test_escapes_of_the_linear_engine() -> None:
 
 
 def test_re2_is_imported_only_where_it_is_needed() -> None:
-    source = Path(matching.__file__).read_text(encoding="utf-8")
+    source = Path(safe_regex.__file__).read_text(encoding="utf-8")
     assert not re.search(r"^import re2|^from re2", source, re.M)
 
 

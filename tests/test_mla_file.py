@@ -12,10 +12,11 @@ import pytest
 import quantkit
 from quantkit import types
 from quantkit.cli import main
-from quantkit.convert import convert
 from quantkit.errors import FormatError, UnsupportedError
-from quantkit.files import gguf, shards
-from quantkit.mla_file import AGAIN, COPIED, LAYOUTS, ROWS, TRANSPOSED, plan, write
+from quantkit.formats import gguf
+from quantkit.formats.gguf import shards
+from quantkit.pipelines.convert import convert
+from quantkit.pipelines.convert_mla import AGAIN, COPIED, LAYOUTS, ROWS, TRANSPOSED, plan, write
 from tests.archs.checkpoints import tiny
 
 TOKENS = np.random.default_rng(4).integers(2, 320, 150).tolist()
@@ -75,7 +76,7 @@ def test_floats_lose_nothing(both: Path, tmp_path: Path, first: str, second: str
     assert contents(again) == contents(gguf.open(both))
     assert dict(again.metadata) == dict(gguf.open(both).metadata)
     with pytest.MonkeyPatch.context() as patch:  # other pieces make the same file
-        patch.setattr("quantkit.files.pipeline.PIECE_ELEMENTS", 200)
+        patch.setattr("quantkit.formats.pipeline.PIECE_ELEMENTS", 200)
         laid_out(tmp_path / "1.gguf", second, tmp_path / "4.gguf")
     assert (tmp_path / "2.gguf").read_bytes() == (tmp_path / "4.gguf").read_bytes()
 

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 import quantkit
-from quantkit import quantize as loop
 from quantkit import recipe, types
 from quantkit.cli import main
 from quantkit.errors import DataError, QuantkitError, UnknownNameError, UnsupportedError
-from quantkit.files import imatrix
-from quantkit.files.gguf import Metadata, TensorSpec, Writer
-from quantkit.jobs import unfinished
-from quantkit.quantize import Override, quantize
+from quantkit.formats import imatrix
+from quantkit.formats.gguf import Metadata, TensorSpec, Writer
+from quantkit.pipelines import quantize as loop
+from quantkit.pipelines.quantize import Override, quantize
+from quantkit.pipelines.resume import unfinished
 
 ROWS, COLUMNS, EXPERTS = 48, 256, 3
 
@@ -79,7 +79,7 @@ def test_every_tensor_is_what_its_type_makes_of_it(
     matrix = importance(rng)
     file, plan = made_of(model, "Q8_0", "attn_q=q8_0_r8,exps=iq4_nl", matrix)
     out = tmp_path / "out.gguf"
-    monkeypatch.setattr("quantkit.files.provenance.PIECE_ELEMENTS", 11 * COLUMNS)  # 16 rows, the fewest
+    monkeypatch.setattr("quantkit.formats.provenance.PIECE_ELEMENTS", 11 * COLUMNS)  # 16 rows, the fewest
     written = quantize(file, out, plan, imatrix=matrix, threads=2)
     back = quantkit.open(out)
     assert written.paths == [out]
@@ -104,7 +104,7 @@ def test_every_tensor_is_what_its_type_makes_of_it(
 def test_the_same_bytes_for_any_thread_count(
     model: Path, tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.files.provenance.PIECE_ELEMENTS", 5 * COLUMNS)
+    monkeypatch.setattr("quantkit.formats.provenance.PIECE_ELEMENTS", 5 * COLUMNS)
     contents = set()
     for threads in (1, 2, 5):
         file, plan = made_of(model, target, pure=True)

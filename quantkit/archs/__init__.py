@@ -12,17 +12,14 @@ import importlib
 import pkgutil
 from typing import Any
 
-from quantkit.archs import base, checked, wrapper
-from quantkit.archs.base import Arch, Config
+from quantkit.archs.common import base, checked, wrapper
+from quantkit.archs.common.base import Arch, Config
 from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
 
 __all__ = ["Arch", "all", "from_hf", "get", "language_model"]
 
-_SHARED = {"base", "blocks", "decoder", "experts", "further", "hybrid", "rope", "shapes", "tensors", "transforms"}
-_SHARED |= {"checked", "required", "validate", "wrapper"}
-_SHARED |= {"hf_tokenizer", "pretokenizers", "sentencepiece", "tiktoken", "vocab", "vocab_merges"}  # tokenizers
 for _module in pkgutil.iter_modules(__path__):
-    if _module.name not in _SHARED:
+    if not _module.ispkg:
         importlib.import_module(f"{__name__}.{_module.name}")
 
 

@@ -5,7 +5,7 @@ projection, and what gates let through before the projection down. Gates are squ
 A matrix is -s, 0 or s throughout, with one s of its own. Files hold these values; IQ1_BN and IQ2_BN hold them in 1.6
 and 2 bits, s with each row. Files of other converters that hold -1, 0 and 1 with s in a tensor of its own, NAME.scale,
 run as well. Checkpoints have the values packed, or floats that become ternary where config.json says so
-(files/safetensors_scaled.py). Activations are not rounded to 8 bits, as the model's own layers do.
+(formats/safetensors/quantized_checkpoint.py). Activations are not rounded to 8 bits, as the model's own layers do.
 """
 
 from __future__ import annotations
@@ -14,10 +14,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, SWIGLU_RULES, Config, Entries, refuse, rope_parameters
-from quantkit.archs.blocks import Attention, FeedForward, HParams
-from quantkit.archs.decoder import Decoder
-from quantkit.archs.tensors import Rule
+from quantkit.archs.common.base import (
+    EMBEDDING_RULES,
+    OUTPUT_RULES,
+    SWIGLU_RULES,
+    Config,
+    refuse,
+    rope_parameters,
+)
+from quantkit.archs.common.blocks import Attention, FeedForward, HParams
+from quantkit.archs.common.decoder import Decoder
+from quantkit.archs.common.tensors import Rule
+from quantkit.formats.gguf.metadata import Entries
 
 _FIRST_NAMES = {".inner_attn_ln.": ".attn_sub_norm.", ".ffn_layernorm.": ".ffn_sub_norm."}
 

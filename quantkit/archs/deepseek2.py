@@ -23,23 +23,15 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.archs import experts, further, rope
-from quantkit.archs.base import (
-    EMBEDDING_RULES,
-    OUTPUT_RULES,
-    Config,
-    Entries,
-    Keys,
-    need,
-    refuse,
-    rope_parameters,
-    shortest,
-)
-from quantkit.archs.blocks import Block, HParams, LatentAttention, Norm, Part
-from quantkit.archs.decoder import Decoder, all_or_none
-from quantkit.archs.shapes import Listed
-from quantkit.archs.tensors import Piece, ReadRows, Rule, Shape, Transform
+from quantkit.archs.common import experts, rope
+from quantkit.archs.common import mtp as further
+from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, refuse, rope_parameters
+from quantkit.archs.common.blocks import Block, HParams, LatentAttention, Norm, Part
+from quantkit.archs.common.decoder import Decoder, all_or_none
+from quantkit.archs.common.shapes import Listed
+from quantkit.archs.common.tensors import Piece, ReadRows, Rule, Shape, Transform
 from quantkit.errors import FormatError, UnsupportedError
+from quantkit.formats.gguf.metadata import Entries, shortest
 
 _LATENT_EPS = 1e-6
 _LEFT_OUT = {

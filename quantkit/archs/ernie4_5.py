@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-from quantkit.archs import experts
-from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, SWIGLU_RULES, Config, Entries, Keys, need, refuse
-from quantkit.archs.blocks import HParams, Part
-from quantkit.archs.decoder import Decoder
-from quantkit.archs.tensors import Rule
-from quantkit.archs.transforms import OneRow
+from quantkit.archs.common import experts
+from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, SWIGLU_RULES, Config, Keys, need, refuse
+from quantkit.archs.common.blocks import HParams, Part
+from quantkit.archs.common.decoder import Decoder
+from quantkit.archs.common.tensors import Rule
+from quantkit.archs.common.transforms import OneRow
+from quantkit.formats.gguf.metadata import Entries
 
 _ATTENTION = (
     Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),

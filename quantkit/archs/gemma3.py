@@ -13,12 +13,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Entries, Keys, need, refuse, shortest
-from quantkit.archs.blocks import Attention, FeedForward, Head, HParams, Rope
-from quantkit.archs.decoder import Decoder, with_head_norms
-from quantkit.archs.tensors import Rule
-from quantkit.archs.transforms import add
+from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, refuse
+from quantkit.archs.common.blocks import Attention, FeedForward, Head, HParams, Rope
+from quantkit.archs.common.decoder import Decoder, with_head_norms
+from quantkit.archs.common.tensors import Rule
+from quantkit.archs.common.transforms import add
 from quantkit.errors import UnsupportedError
+from quantkit.formats.gguf.metadata import Entries, shortest
 
 _PATTERN, _LOCAL_BASE, _GLOBAL_BASE, _HEAD_DIM = 6, 10000.0, 1000000.0, 256
 _LAYERS_27B = 62

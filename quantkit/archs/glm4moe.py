@@ -10,11 +10,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantkit.archs import experts, further
-from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Entries, Keys
-from quantkit.archs.blocks import Attention, HParams, Part
-from quantkit.archs.decoder import Decoder, with_head_norms
-from quantkit.archs.tensors import Rule
+from quantkit.archs.common import experts
+from quantkit.archs.common import mtp as further
+from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys
+from quantkit.archs.common.blocks import Attention, HParams, Part
+from quantkit.archs.common.decoder import Decoder, with_head_norms
+from quantkit.archs.common.tensors import Rule
+from quantkit.formats.gguf.metadata import Entries
 
 
 class Glm4Moe(Decoder):

@@ -15,21 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.archs import experts
-from quantkit.archs.base import (
-    EMBEDDING_RULES,
-    OUTPUT_RULES,
-    Config,
-    Entries,
-    Keys,
-    need,
-    refuse,
-    rope_parameters,
-)
-from quantkit.archs.blocks import Attention, Experts, HParams
-from quantkit.archs.decoder import Decoder
-from quantkit.archs.tensors import Piece, ReadRows, Rule, Shape, Transform
+from quantkit.archs.common import experts
+from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, refuse, rope_parameters
+from quantkit.archs.common.blocks import Attention, Experts, HParams
+from quantkit.archs.common.decoder import Decoder
+from quantkit.archs.common.tensors import Piece, ReadRows, Rule, Shape, Transform
 from quantkit.errors import FormatError, UnsupportedError
+from quantkit.formats.gguf.metadata import Entries
 
 _HEAD_DIM = 64
 _ALPHA, _LIMIT = 1.702, 7.0

@@ -10,12 +10,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantkit.archs import experts
-from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Entries, Keys, need, rope_parameters
-from quantkit.archs.blocks import Attention, HParams, Part
-from quantkit.archs.decoder import Decoder, with_head_norms
-from quantkit.archs.tensors import Rule
+from quantkit.archs.common import experts
+from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, rope_parameters
+from quantkit.archs.common.blocks import Attention, HParams, Part
+from quantkit.archs.common.decoder import Decoder, with_head_norms
+from quantkit.archs.common.tensors import Rule
 from quantkit.errors import UnsupportedError
+from quantkit.formats.gguf.metadata import Entries
 
 
 class HunyuanMoE(Decoder):

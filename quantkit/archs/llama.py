@@ -1,8 +1,8 @@
 """Llama 1 to 3.x, SmolLM2, Mistral 7B, Mixtral: RMS norm, grouped-query attention with rope in "norm" order, SwiGLU.
 
 Rows of q and k (weights and biases) are stored in the order of "norm" rope: within each head, GGUF row 2j + s is
-checkpoint row s * D/2 + j. Llama 3.1's rope scaling is the tensor rope_freqs.weight (archs/rope.py). With experts
-(Mixtral), each is as wide as a dense feed-forward would be.
+checkpoint row s * D/2 + j. Llama 3.1's rope scaling is the tensor rope_freqs.weight (archs/common/rope.py). With
+experts (Mixtral), each is as wide as a dense feed-forward would be.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-from quantkit.archs import experts
-from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Entries, Keys, need, refuse
-from quantkit.archs.blocks import HParams, Part
-from quantkit.archs.decoder import Decoder, all_or_none
-from quantkit.archs.tensors import Rule, Transform, interleave_halves
+from quantkit.archs.common import experts
+from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, refuse
+from quantkit.archs.common.blocks import HParams, Part
+from quantkit.archs.common.decoder import Decoder, all_or_none
+from quantkit.archs.common.tensors import Rule, Transform, interleave_halves
+from quantkit.formats.gguf.metadata import Entries
 
 _CODE_VOCAB = 49152  # SmolLM's and Granite's: their tokenizers never add BOS, whatever their config says
 

@@ -8,11 +8,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantkit.archs import experts
-from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Entries, Keys, need
-from quantkit.archs.blocks import Attention, HParams, Part
-from quantkit.archs.decoder import Decoder, with_head_norms
-from quantkit.archs.tensors import Rule
+from quantkit.archs.common import experts
+from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need
+from quantkit.archs.common.blocks import Attention, HParams, Part
+from quantkit.archs.common.decoder import Decoder, with_head_norms
+from quantkit.archs.common.tensors import Rule
+from quantkit.formats.gguf.metadata import Entries
 
 
 class MiniMaxM2(Decoder):

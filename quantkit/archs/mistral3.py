@@ -13,22 +13,21 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quantkit.archs.base import (
+from quantkit.archs.common.base import (
     EMBEDDING_RULES,
     OUTPUT_RULES,
     SWIGLU_RULES,
     Config,
-    Entries,
     Keys,
     refuse,
     rope_parameters,
-    shortest,
 )
-from quantkit.archs.blocks import Attention, HParams
-from quantkit.archs.decoder import Decoder
+from quantkit.archs.common.blocks import Attention, HParams
+from quantkit.archs.common.decoder import Decoder
+from quantkit.archs.common.tensors import Rule
 from quantkit.archs.llama import rope_order
-from quantkit.archs.tensors import Rule
 from quantkit.errors import UnsupportedError
+from quantkit.formats.gguf.metadata import Entries, shortest
 
 _MSCALE = ("mscale", "mscale_all_dim")
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, SWIGLU_RULES, Config, Entries, refuse
-from quantkit.archs.decoder import Decoder
-from quantkit.archs.tensors import Rule
+from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, SWIGLU_RULES, Config, refuse
+from quantkit.archs.common.decoder import Decoder
+from quantkit.archs.common.tensors import Rule
 from quantkit.errors import UnsupportedError
+from quantkit.formats.gguf.metadata import Entries
 
 _BIASED = ("attn_q", "attn_k", "attn_v")
 

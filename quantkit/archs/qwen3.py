@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, SWIGLU_RULES, Config, Entries, refuse
-from quantkit.archs.blocks import Attention, HParams
-from quantkit.archs.decoder import Decoder, with_head_norms
-from quantkit.archs.tensors import Rule
+from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, SWIGLU_RULES, Config, refuse
+from quantkit.archs.common.blocks import Attention, HParams
+from quantkit.archs.common.decoder import Decoder, with_head_norms
+from quantkit.archs.common.tensors import Rule
+from quantkit.formats.gguf.metadata import Entries
 
 _HEAD_DIM = 128  # transformers' default
 

@@ -1,4 +1,4 @@
-"""qwen35: Qwen3.5, its text model. Recurrent layers, every fourth attends (archs/hybrid.py); SwiGLU.
+"""qwen35: Qwen3.5, its text model. Recurrent layers, every fourth attends (archs/common/hybrid.py); SwiGLU.
 
 Value heads are tiled in files: head t * Hk + g is a checkpoint's head g * r + t, the t-th of the r value heads of key
 head g, where there are Hk < Hv: in the values of attn_qkv and the convolution, the gates, beta, alpha, a, dt, and the
@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from quantkit.archs import hybrid
-from quantkit.archs.base import EMBEDDING_RULES, SWIGLU_RULES, Config, Entries, Keys, rope_parameters
-from quantkit.archs.blocks import HParams
-from quantkit.archs.hybrid import Hybrid, channels, of_recurrent, runs_of_heads, sizes_of
-from quantkit.archs.tensors import COPY, Piece, Rule, Shape, Transform
-from quantkit.archs.transforms import Gather, ShuffleColumns
+from quantkit.archs.common import hybrid
+from quantkit.archs.common.base import EMBEDDING_RULES, SWIGLU_RULES, Config, Keys, rope_parameters
+from quantkit.archs.common.blocks import HParams
+from quantkit.archs.common.hybrid import Hybrid, channels, of_recurrent, runs_of_heads, sizes_of
+from quantkit.archs.common.tensors import COPY, Piece, Rule, Shape, Transform
+from quantkit.archs.common.transforms import Gather, ShuffleColumns
+from quantkit.formats.gguf.metadata import Entries
 
 _SECTIONS = [11, 11, 10]  # transformers' default
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from quantkit.archs import hybrid
-from quantkit.archs.base import EMBEDDING_RULES, Config, Entries
-from quantkit.archs.hybrid import HybridMoE
+from quantkit.archs.common import hybrid
+from quantkit.archs.common.base import EMBEDDING_RULES, Config
+from quantkit.archs.common.hybrid import HybridMoE
+from quantkit.archs.common.tensors import Rule
 from quantkit.archs.qwen35 import FURTHER_RULES, RECURRENT_RULES, Qwen35
-from quantkit.archs.tensors import Rule
 from quantkit.errors import UnsupportedError
+from quantkit.formats.gguf.metadata import Entries
 
 _WITHOUT = {key: value for key, value in Qwen35.EXAMPLE.items() if key != "intermediate_size"}
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from quantkit.archs import experts
-from quantkit.archs.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Entries, Keys, need, refuse
-from quantkit.archs.blocks import HParams, Part
+from quantkit.archs.common import experts
+from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, refuse
+from quantkit.archs.common.blocks import HParams, Part
+from quantkit.archs.common.tensors import Rule
 from quantkit.archs.qwen3 import ATTENTION_RULES, Qwen3
-from quantkit.archs.tensors import Rule
+from quantkit.formats.gguf.metadata import Entries
 
 
 class Qwen3MoE(Qwen3):

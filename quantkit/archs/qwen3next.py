@@ -1,4 +1,5 @@
-"""qwen3next: Qwen3-Next. Recurrent layers, every fourth attends (archs/hybrid.py); routed experts and a shared one.
+"""qwen3next: Qwen3-Next. Recurrent layers, every fourth attends (archs/common/hybrid.py); routed experts and a shared
+one.
 
 Value heads keep the order of checkpoints: those of a key head stand together. A checkpoint's in_proj_qkvz has of each
 key head query, key, the values and the gates of its value heads; a file has queries, keys and values as attn_qkv and
@@ -11,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from quantkit.archs import hybrid
-from quantkit.archs.base import EMBEDDING_RULES
-from quantkit.archs.blocks import DeltaNet, HParams
-from quantkit.archs.hybrid import HybridMoE, Runs, of_recurrent, sizes_of
-from quantkit.archs.tensors import COPY, Piece, Rule, Shape
-from quantkit.archs.transforms import Gather
+from quantkit.archs.common import hybrid
+from quantkit.archs.common.base import EMBEDDING_RULES
+from quantkit.archs.common.blocks import DeltaNet, HParams
+from quantkit.archs.common.hybrid import HybridMoE, Runs, of_recurrent, sizes_of
+from quantkit.archs.common.tensors import COPY, Piece, Rule, Shape
+from quantkit.archs.common.transforms import Gather
 
 _FUSED = "in_proj_qkvz"
 

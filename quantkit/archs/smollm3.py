@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantkit.archs.base import Config, Entries, need, refuse
-from quantkit.archs.blocks import Attention, HParams
+from quantkit.archs.common.base import Config, need, refuse
+from quantkit.archs.common.blocks import Attention, HParams
 from quantkit.archs.llama import Llama
 from quantkit.errors import UnsupportedError
+from quantkit.formats.gguf.metadata import Entries
 
 _WITHOUT = 4  # of so many layers the last one is without rope, as all runtimes take it
 

@@ -15,7 +15,7 @@ from quantkit.errors import printable
 from quantkit.recipe.layers import ranges
 
 if TYPE_CHECKING:
-    from quantkit.files.gguf import GGUF, Tensor
+    from quantkit.formats.gguf import GGUF, Tensor
 
 
 def card(file: GGUF) -> str:

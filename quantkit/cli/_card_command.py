@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from quantkit import types
 from quantkit.errors import QuantkitError
-from quantkit.files.gguf import GGUF, TensorSpec
+from quantkit.formats.gguf import GGUF, TensorSpec
 
 if TYPE_CHECKING:
     from quantkit.recipe import Options, Plan, Recipe

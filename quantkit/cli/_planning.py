@@ -14,21 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from quantkit.cli._runtime import (
-    PLACEMENT,
-    Fit,
-    OffloadPolicy,
-    OffloadThreshold,
-    placement_flags,
-)
+from quantkit.cli._runtime import PLACEMENT, Fit, OffloadPolicy, OffloadThreshold, placement_flags
 from quantkit.cli._shared import RepackPattern, comma_separated, gib, mib, table, with_options
 from quantkit.errors import QuantkitError, printable
 
 if TYPE_CHECKING:
-    from quantkit.budget import Budget
-    from quantkit.convert import Conversion
-    from quantkit.files.gguf import GGUF
-    from quantkit.files.imatrix import Imatrix
+    from quantkit.formats.gguf import GGUF
+    from quantkit.formats.imatrix import Imatrix
+    from quantkit.pipelines.convert import Conversion
+    from quantkit.placement.budget import Budget
     from quantkit.recipe import Options, Plan, Recipe
 
 Type = Annotated[str | None, typer.Option(metavar="T", show_default=False)]
@@ -174,7 +168,7 @@ class Asked:
                     "--include-weights and --exclude-weights filter an importance matrix: pass --imatrix"
                 )
             return None
-        from quantkit.files import imatrix
+        from quantkit.formats import imatrix
 
         matrix = imatrix.read(self.imatrix)
         if include:
@@ -242,10 +236,10 @@ class Asked:
 
     def budget(self, plan: Plan, metadata: Mapping[str, Any]) -> Budget | None:
         """Where the plan's tensors go and what a cache takes; None where nothing was asked about that."""
-        from quantkit.budget import GIB, Cache, budget, experts_to_keep
-        from quantkit.runtime.devices import CPU, Device
-        from quantkit.runtime.offload import parse_ops
-        from quantkit.runtime.placement import Flags
+        from quantkit.placement.budget import GIB, Cache, budget, experts_to_keep
+        from quantkit.placement.devices import CPU, Device
+        from quantkit.placement.offload import parse_ops
+        from quantkit.placement.rules import Flags
 
         offload = parse_ops(self.offload_policy or "", self.offload_threshold)
         flags = placement_flags(self.placement)
@@ -263,7 +257,7 @@ class Asked:
         margin, tensors = int(self.fit_margin * 2**20), {t.name: t for t in plan.tensors}
         notes = []
         if self.fit:
-            from quantkit.runtime.fit import fit
+            from quantkit.placement.fit import fit
 
             gpus = flags.devices[1:] or tuple(Device(f"CUDA{i}", size) for i, size in enumerate(vram))
             there = (Device(CPU.name, ram), *gpus)
@@ -281,7 +275,7 @@ class Asked:
         """What the placement's bytes allow; None where neither rates nor a context were given."""
         if not (self.bandwidth or self.compute or self.fit):
             return None
-        from quantkit.runtime.speed import parse_rates, predict
+        from quantkit.placement.speed import parse_rates, predict
 
         caches = {load.device: load.cache for load in found.loads if load.cache}
         bandwidth = parse_rates(self.bandwidth or "", "--bandwidth", 1e9)
@@ -343,15 +337,15 @@ def open_source(path: Path, weights: bool = False, pre: str | None = None) -> Mo
     from quantkit.recipe import from_config, is_config, read_config
 
     if weights and path.is_dir():
-        from quantkit.convert import STORED, prepare
+        from quantkit.pipelines.convert import STORED, prepare
 
         checkpoint = prepare(path, STORED, pre)
         return Model(list(checkpoint.tensors.values()), checkpoint.metadata, checkpoint)
     if is_config(path):
         tensors, metadata = from_config(read_config(path), str(path))
         return Model(list(tensors), metadata, None)
-    from quantkit.archs import validate
-    from quantkit.files import gguf
+    from quantkit.archs.common import validate
+    from quantkit.formats import gguf
 
     file = gguf.require_model(gguf.open(path))
     validate.check_sizes(file.metadata, path)
@@ -362,7 +356,7 @@ def complete_imatrix(model: Model) -> Imatrix:
     """An importance matrix that has an entry for every matrix of a model; it takes no memory."""
     import numpy as np
 
-    from quantkit.files.imatrix import Entry, Imatrix
+    from quantkit.formats.imatrix import Entry, Imatrix
 
     entries = {}
     for t in model.tensors:

@@ -16,8 +16,8 @@ from quantkit.cli._shared import mib, table, with_options
 from quantkit.errors import UnknownNameError, printable
 
 if TYPE_CHECKING:
-    from quantkit.runtime.ledger import Ledger
-    from quantkit.runtime.placement import Flags
+    from quantkit.placement.rules import Flags
+    from quantkit.runtime.parallel.ledger import Ledger
 
 GpuLayers = Annotated[
     int | None,
@@ -207,7 +207,7 @@ class Launch:
     """What the options of `runs_a_model` say: how a command runs its models."""
 
     def __init__(self, given: dict[str, Any]):
-        from quantkit.runtime.offload import parse_ops
+        from quantkit.placement.offload import parse_ops
 
         self._given = given
         self._profiled: list[Ledger] = []
@@ -286,7 +286,7 @@ class Launch:
         """UnsupportedError or UnknownNameError for caches that attention cannot read."""
         kind = self._cache_type("exact")
         if kind is not None:
-            from quantkit.runtime.layers import Attending
+            from quantkit.runtime.blocks.layers import Attending
             from quantkit.runtime.model import cache_type_of
 
             cache_type_of(kind, "exact", Attending(_FLASH[self._given["flash_attn"]], 0))
@@ -297,7 +297,7 @@ class Launch:
         khad, vhad = self._given["k_cache_hadamard"], self._given["v_cache_hadamard"]
         if not (both or k or v or khad or vhad):
             return None
-        from quantkit.runtime.cache import CacheType
+        from quantkit.runtime.kv.cache import CacheType
 
         both = both or ("f32" if numerics == "exact" else "f16")
         return CacheType(k or both, v or both, khad, vhad)
@@ -316,7 +316,8 @@ def runs_a_model(command: Callable[..., None]) -> Callable[..., None]:
 
 def conditions(model: Any) -> dict[str, Any]:
     """What a figure of a model depends on besides its file, as far as options of running it decide that."""
-    from quantkit import __version__, jit
+    from quantkit import __version__
+    from quantkit.codegen import jit
 
     found = {
         "numerics": model.numerics,
@@ -350,13 +351,13 @@ def cpu_name() -> str:
 
 def _require_gpus(devices: str | None) -> None:
     """UnsupportedError for a GPU of --devices that is not here."""
-    from quantkit.runtime.devices import parse_devices
+    from quantkit.placement.devices import parse_devices
 
     for device in parse_devices(devices) if devices else ():
         if device.gpu is not None:
-            from quantkit.runtime import cuda_worker
+            from quantkit.runtime.cuda import gpu_worker
 
-            cuda_worker.gpu(device.gpu)
+            gpu_worker.gpu(device.gpu)
 
 
 def _reduction(text: str | None) -> tuple[int, float] | None:
@@ -382,7 +383,7 @@ def _say_repacked(model: Any) -> None:
 
 def _profile(ledger: Ledger) -> str:
     """The table of --profile: seconds by device and kind of work, what moved, what bounds the run."""
-    from quantkit.runtime.ledger import KINDS
+    from quantkit.runtime.parallel.ledger import KINDS
 
     kinds = [kind for kind in KINDS if any(kind in mine for mine in ledger.seconds.values())]
     rows = []
@@ -400,8 +401,8 @@ def _profile(ledger: Ledger) -> str:
 
 def placement_flags(given: Mapping[str, Any]) -> Flags:
     """What the options of PLACEMENT say together."""
-    from quantkit.runtime.devices import parse_devices
-    from quantkit.runtime.placement import ALL_LAYERS, Flags, parse_split
+    from quantkit.placement.devices import parse_devices
+    from quantkit.placement.rules import ALL_LAYERS, Flags, parse_split
 
     return Flags(
         given["gpu_layers"],

@@ -21,7 +21,7 @@ def checked_threads(count: int | None) -> int | None:
     """A number of threads as typed; QuantkitError for one far beyond the CPUs, a warning for one beyond them."""
     if count is None:
         return None
-    from quantkit import jit
+    from quantkit.codegen import jit
 
     jit.check_threads(count, "-t ")
     if count > (cpus := jit.available_cpus()):

@@ -9,15 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli._evaluation import (
-    Batch,
-    ChunkLimit,
-    Context,
-    Numerics,
-    conditions,
-    conditions_line,
-    markdown,
-)
+from quantkit.cli._evaluation import Batch, ChunkLimit, Context, Numerics, conditions, conditions_line, markdown
 from quantkit.cli._runtime import Launch, runs_a_model
 from quantkit.cli._shared import Json, Threads, json_text, print_json, table
 from quantkit.errors import QuantkitError
@@ -63,8 +55,8 @@ def compare(
     """
     from quantkit.evaluate.compare import TIMED_TOKENS
     from quantkit.evaluate.compare import compare as measure
-    from quantkit.files import gguf
-    from quantkit.files.atomic import check_outputs
+    from quantkit.formats import gguf
+    from quantkit.formats.atomic import check_outputs
 
     if not file:
         raise QuantkitError("compare needs a text: pass one with -f FILE, or several")
@@ -128,7 +120,7 @@ def _noise(
         raise QuantkitError(f"--noise-floor {kind}: the models run that way already; name another numerics or cache")
     if kind in ("fast", "exact"):
         return f"numerics {kind}", lambda path: launch.open(path, numerics=kind, threads=threads, n_ctx=n_ctx)
-    from quantkit.runtime.cache import CacheType
+    from quantkit.runtime.kv.cache import CacheType
 
     cache = CacheType(kind, kind)
     return f"cache {kind}", lambda path: launch.open(
@@ -139,9 +131,9 @@ def _noise(
 def _layers(reference: Any, models: list[Path], text: Path, n_ctx: int, say: Any) -> dict[str, Any]:
     """Errors of each file's tensors in an opened reference, by the file's name."""
     from quantkit.evaluate.compare import told_apart
-    from quantkit.evaluate.layers import compare_layers
+    from quantkit.evaluate.layer_errors import compare_layers
     from quantkit.evaluate.text import chunked
-    from quantkit.files import gguf
+    from quantkit.formats import gguf
 
     tokens = chunked(reference.tokenizer, text, n_ctx, 1).inputs
     found = {}
@@ -180,8 +172,8 @@ def _write(
     output: Path | None, html: Path | None, found: Any, said: dict[str, Any], added: dict[str, Any], record: Any
 ) -> None:
     """The JSON and the page, where they are asked for."""
-    from quantkit.evaluate.html import page
-    from quantkit.files.atomic import writing
+    from quantkit.evaluate.html_report import page
+    from quantkit.formats.atomic import writing
 
     if output is not None:
         with writing(output) as stream:

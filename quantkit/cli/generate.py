@@ -70,9 +70,9 @@ def generate(
 
 def _read(model: Path) -> tuple[Any, int]:
     """The tokenizer of a model and the context that it was trained with; the model is not opened."""
-    from quantkit.archs import validate
-    from quantkit.files import gguf
-    from quantkit.runtime.tokenizer import Tokenizer
+    from quantkit.archs.common import validate
+    from quantkit.formats import gguf
+    from quantkit.tokenizers.tokenizer import Tokenizer
 
     file = gguf.require_model(gguf.open(model))
     described = validate.described(file.metadata, file.tensors, file.path)

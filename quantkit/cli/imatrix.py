@@ -27,10 +27,10 @@ from quantkit.cli._shared import Json, Threads, print_json, table
 from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:
+    from quantkit.evaluate.collect_imatrix import Progress, Saved
     from quantkit.evaluate.coverage import Coverage
-    from quantkit.evaluate.imatrix import Progress, Saved
     from quantkit.evaluate.text import Chunks
-    from quantkit.files.imatrix import Imatrix
+    from quantkit.formats.imatrix import Imatrix
 
 FEW_TOKENS = 32  # the mean of so many squares of normal numbers is off by a quarter; as quantkit's lint has it
 
@@ -105,10 +105,10 @@ def imatrix(
     matrix holds and which experts saw too little; `imatrix merge` makes one of several, `imatrix convert` gives it the
     other form.
     """
-    from quantkit.evaluate import imatrix as collecting
+    from quantkit.evaluate import collect_imatrix as collecting
     from quantkit.evaluate.text import chunked
-    from quantkit.files import gguf
-    from quantkit.files import imatrix as files
+    from quantkit.formats import gguf
+    from quantkit.formats import imatrix as files
 
     texts = list(file or [])
     if not texts:
@@ -165,7 +165,7 @@ def _shown(running: Running, first: int, json: bool) -> Callable[[int, Any, Any]
 def _require_fit(path: Path, matrix: Imatrix, model: Path) -> None:
     """QuantkitError where an importance matrix was measured on another model."""
     from quantkit.evaluate.coverage import parted
-    from quantkit.files import gguf
+    from quantkit.formats import gguf
 
     try:
         parted(matrix, {tensor.name: tensor.shape for tensor in gguf.open(model).tensors.values()})
@@ -185,7 +185,7 @@ class _Keeper:
         self, output: Path, run: str, cuts: Sequence[Chunks], shares: list[float] | None, before: Sequence[Imatrix],
         policy: str, every: int, copies: int, restart: bool,
     ):  # fmt: skip
-        from quantkit.evaluate.imatrix import Saved
+        from quantkit.evaluate.collect_imatrix import Saved
 
         self.output, self.cuts, self.shares, self.before = output, cuts, shares, list(before)
         self.policy, self.every, self.copies = policy, every, copies
@@ -201,7 +201,7 @@ class _Keeper:
         return sum(text.done for text in self.saved.texts)
 
     def _resumed(self, run: str) -> Saved:
-        from quantkit.evaluate.imatrix import Saved
+        from quantkit.evaluate.collect_imatrix import Saved
 
         saved = Saved.load(self.path)
         if saved.run != run:
@@ -215,7 +215,7 @@ class _Keeper:
 
     def text(self, number: int, process_output: bool) -> Progress:
         """What is known of a text, which is added to what is saved."""
-        from quantkit.evaluate.imatrix import Collector, Progress
+        from quantkit.evaluate.collect_imatrix import Collector, Progress
 
         if number == len(self.saved.texts):
             self.saved.texts.append(Progress(Collector(process_output)))
@@ -243,14 +243,14 @@ class _Keeper:
         self._write(path, made)
 
     def _made(self, parts: Sequence[Imatrix]) -> Imatrix:
-        from quantkit.evaluate.imatrix import pooled
-        from quantkit.files.imatrix import merge
+        from quantkit.evaluate.collect_imatrix import pooled
+        from quantkit.formats.imatrix import merge
 
         made = pooled(parts, self.shares[: len(parts)] if self.shares else None)
         return merge([*self.before, made]) if self.before else made
 
     def _write(self, path: Path, made: Imatrix) -> Imatrix:
-        from quantkit.files import imatrix as files
+        from quantkit.formats import imatrix as files
 
         result = files.fill_missing(made, self.policy)
         files.write(path, result, files.form_of(self.output))
@@ -295,7 +295,7 @@ def _check_names(output: Path, inputs: Sequence[Path], in_files: Sequence[Path],
 
     The output itself may be an --in-file: it is written when all is done. What is saved on the way is not.
     """
-    from quantkit.files.atomic import check_outputs
+    from quantkit.formats.atomic import check_outputs
 
     check_outputs([output], inputs)
     check_outputs([_beside(output, "resume"), _beside(output, "partial")], [*inputs, *in_files])
@@ -358,7 +358,7 @@ def show(
     in parts of all; similar the cosine with the layer before.
     """
     from quantkit.evaluate.coverage import coverage, parted
-    from quantkit.files.imatrix import read
+    from quantkit.formats.imatrix import read
 
     if plot is not None:
         from quantkit.evaluate.plots import plot_importance, require_picture
@@ -417,7 +417,7 @@ def merge(
 
     Where a legacy file is among them, which counts no tokens, entries are weighed by their calls.
     """
-    from quantkit.files import imatrix as formats
+    from quantkit.formats import imatrix as formats
 
     read = [formats.read(path) for path in files]
     if formats.uncounted(read):
@@ -439,7 +439,7 @@ def convert(
     They count no tokens either: each call is taken for 512.
     """
     from quantkit.evaluate.coverage import parted
-    from quantkit.files import imatrix as formats
+    from quantkit.formats import imatrix as formats
 
     found = formats.read(file)
     if model is not None:

@@ -14,7 +14,7 @@ from quantkit.cli._shared import Json, gib, print_json, table
 from quantkit.errors import printable
 
 if TYPE_CHECKING:
-    from quantkit.files.gguf import GGUF
+    from quantkit.formats.gguf import GGUF
 
 SHOWN_ELEMENTS = 8  # of an array
 SHOWN_PROBLEMS = 20
@@ -36,7 +36,7 @@ def inspect(
     columns). --card prints what a model card says of a file: its size, classes of tensors by
     type, the recipe, commands.
     """
-    from quantkit.files import gguf
+    from quantkit.formats import gguf
 
     file = gguf.open(path)
     if as_card:
@@ -54,7 +54,7 @@ def inspect(
 
 def record(file: GGUF, tensors: bool = True) -> dict[str, Any]:
     """All that the command shows, as one dictionary."""
-    from quantkit.archs import validate
+    from quantkit.archs.common import validate
 
     found: dict[str, Any] = {
         "files": file.paths,
@@ -118,7 +118,7 @@ def _print_text(file: GGUF, tensors: bool) -> None:
 
 def _print_problems(file: GGUF) -> None:
     """What keeps the model from being run: where its metadata contradict each other or the tensors."""
-    from quantkit.archs import validate
+    from quantkit.archs.common import validate
 
     found = validate.problems(file.metadata, file.tensors)
     if found:

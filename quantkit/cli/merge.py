@@ -26,7 +26,8 @@ def merge(
     All shards must be there and belong together: what is missing, or of another set, is named, and nothing is written.
     A file that is there already is not overwritten, as by gguf-split.
     """
-    from quantkit.files import gguf, shards
+    from quantkit.formats import gguf
+    from quantkit.formats.gguf import shards
 
     if os.path.lexists(out):
         raise QuantkitError(f"{out} is there already, and merge overwrites no file; remove it or give another name")

@@ -12,7 +12,7 @@ from quantkit.cli._shared import DryRun, Json, print_json, table
 from quantkit.errors import DataError, QuantkitError
 
 if TYPE_CHECKING:
-    from quantkit.files.metadata import Metadata
+    from quantkit.formats.gguf.metadata import Metadata
 
 File = Annotated[
     Path, typer.Argument(metavar="FILE", help="A GGUF file; of a set of shards any one.", show_default=False)
@@ -31,7 +31,7 @@ def metadata(path: File, json: Json = False) -> None:
     `metadata FILE` prints every key in full, as `metadata set` takes them. `metadata get`, `set` and `remove` are
     commands of their own.
     """
-    from quantkit.files import gguf
+    from quantkit.formats import gguf
 
     found = gguf.open(path).metadata
     if json:
@@ -43,7 +43,7 @@ def metadata(path: File, json: Json = False) -> None:
 
 def get(path: File, keys: Keys, json: Json = False) -> None:
     """Print the values of keys, a key a line; strings as they are, lists as JSON."""
-    from quantkit.files import gguf
+    from quantkit.formats import gguf
 
     found = gguf.open(path).metadata
     absent = [key for key in keys if key not in found]
@@ -77,8 +77,8 @@ def set_(
     which the tensors' names, shapes and places follow are protected, and so are the types of keys that exist, because
     readers refuse any other.
     """
-    from quantkit.files import gguf
-    from quantkit.files.metadata import Metadata, assignment
+    from quantkit.formats import gguf
+    from quantkit.formats.gguf.metadata import Metadata, assignment
 
     file = gguf.open(path)
     changed = Metadata()
@@ -97,8 +97,8 @@ def set_(
 
 def remove(path: File, keys: Keys, force: Force = False, dry_run: DryRun = False, json: Json = False) -> None:
     """Remove keys of a GGUF file."""
-    from quantkit.files import gguf
-    from quantkit.files.metadata import Metadata
+    from quantkit.formats import gguf
+    from quantkit.formats.gguf.metadata import Metadata
 
     file = gguf.open(path)
     absent = [key for key in keys if key not in file.metadata]
@@ -114,7 +114,7 @@ def _apply(
     path: Path, old: Metadata, changed: Metadata, removed: list[str], force: bool, dry_run: bool, json: bool
 ) -> None:
     """Check the changes, make them, say what was done."""
-    from quantkit.files.header import rewrite
+    from quantkit.formats.gguf.header import rewrite
 
     if not force:
         _check(path, old, changed, removed)
@@ -131,7 +131,7 @@ def _apply(
 
 def _check(path: Path, old: Metadata, changed: Metadata, removed: list[str]) -> None:
     """Refuse what would leave a file that readers cannot use."""
-    from quantkit.files.metadata import holds_tensors
+    from quantkit.formats.gguf.metadata import holds_tensors
 
     for key in (*changed, *removed):
         if holds_tensors(key):

@@ -82,7 +82,7 @@ def perplexity(
     is scored. A base whose name ends in .qkld is a twentieth of the size or less, and what is computed from it says how
     far from an exact base's it may be. With --jsonl a base that is being written is gone on with, too.
     """
-    from quantkit.files.atomic import check_outputs
+    from quantkit.formats.atomic import check_outputs
 
     asked = [(name, limit) for name, wanted, limit in (
         ("hellaswag", hellaswag, hellaswag_tasks), ("winogrande", winogrande, winogrande_tasks),
@@ -164,8 +164,8 @@ def _log(path: Path, model: Any, text: Path, n_ctx: int, chunks: int, positions:
          more: dict[str, Any]) -> Any:  # fmt: skip
     """The ChunkLog of a run over a text, or over a base's."""
     from quantkit.evaluate.chunk_log import ChunkLog
-    from quantkit.evaluate.imatrix import fingerprint
-    from quantkit.files import gguf
+    from quantkit.evaluate.collect_imatrix import fingerprint
+    from quantkit.formats import gguf
 
     said = conditions(model, n_ctx, chunks, str(text))
     settings = deciding(said) | {"n_batch": n_batch, **more}
@@ -192,8 +192,8 @@ def _way(by_layer: bool) -> Any:
 def _measure(model: Any, plan: _Plan, quiet: bool, way: Any) -> Found:
     """Perplexity over a text; returns the result and what it depended on, for JSON."""
     from quantkit.evaluate import perplexity as evaluation
-    from quantkit.evaluate.kld import base_writer
-    from quantkit.files.chunk_file import Noted
+    from quantkit.evaluate.divergence import base_writer
+    from quantkit.formats.kld.chunk_file import Noted
 
     chunks = plan.chunks(model.tokenizer)
     n_ctx, said = chunks.n_ctx, f"perplexity over {len(chunks)} chunks of {chunks.n_ctx} tokens"
@@ -259,8 +259,8 @@ class _Tasks:
     def read(cls, name: str, path: Path, limit: int, model: Path) -> _Tasks:
         """The tasks of a file, and how many tokens the longest choice has in a model."""
         from quantkit.evaluate import tasks as evaluation
-        from quantkit.files import gguf
-        from quantkit.runtime.tokenizer import Tokenizer
+        from quantkit.formats import gguf
+        from quantkit.tokenizers.tokenizer import Tokenizer
 
         read = {"hellaswag": evaluation.hellaswag, "winogrande": evaluation.winogrande,
                 "multiple-choice": evaluation.multiple_choice}[name]  # fmt: skip
@@ -310,7 +310,7 @@ class _Divergence:
 
     @classmethod
     def read(cls, path: Path, n_batch: int, jsonl: Path | None) -> _Divergence:
-        from quantkit.evaluate.kld import base_reader
+        from quantkit.evaluate.divergence import base_reader
 
         return cls(base_reader(path), path, n_batch, jsonl)
 
@@ -324,12 +324,12 @@ class _Divergence:
 
 def _diverge(model: Any, job: _Divergence, quiet: bool, way: Any) -> Found:
     """Returns the result and what it depended on, for JSON."""
-    from quantkit.evaluate import kld
-    from quantkit.files.qkld import BoundedReader
+    from quantkit.evaluate import divergence
+    from quantkit.formats.kld.bounded_file import BoundedReader
 
     base, path, n_batch, jsonl = job.base, job.path, job.n_batch, job.jsonl
     print(f"KL divergence over {base.n_chunk} chunks of {base.n_ctx} tokens from {path}", file=sys.stderr)
-    if (share := kld.known_share(base.tokens, model.tokenizer)) < _SAME_TOKENIZER:
+    if (share := divergence.known_share(base.tokens, model.tokenizer)) < _SAME_TOKENIZER:
         print(
             f"warning: {path}: written out and tokenized again by {model.path}, {100 * share:.1f} % of the base's "
             "tokens come back: it was made with another tokenizer, or not of a text",
@@ -338,25 +338,25 @@ def _diverge(model: Any, job: _Divergence, quiet: bool, way: Any) -> Found:
     running, k, log = Running(base.n_chunk, base.n_ctx, n_batch), base.rows_per_chunk, None
     if jsonl is not None:
         log = _log(jsonl, model, path, base.n_ctx, base.n_chunk, k, n_batch, {})
-    names = [name for name in kld.RowFigures._fields if name != "doubts" or isinstance(base, BoundedReader)]
+    names = [name for name in divergence.RowFigures._fields if name != "doubts" or isinstance(base, BoundedReader)]
 
-    def show(index: int, so_far: kld.Divergence) -> None:
+    def show(index: int, so_far: divergence.Divergence) -> None:
         if log is not None:
             log.add(**{name: getattr(so_far, name)[-k:] for name in names})
         if not quiet:
             if index == 1 + before:
-                print(f"\n{kld.CHUNK_HEADER}")
-            print(kld.chunk_line(index, so_far), flush=True)
+                print(f"\n{divergence.CHUNK_HEADER}")
+            print(divergence.chunk_line(index, so_far), flush=True)
         running.tick(index)
 
     with contextlib.ExitStack() as stack:
         done = _begin(stack, log)
         before = 0 if done is None else len(done)
         noted = {name: log.noted(name) for name in names} if log is not None and before else None
-        found = kld.divergence(model, base, n_batch=n_batch, on_chunk=show, run=way, done=noted)
+        found = divergence.divergence(model, base, n_batch=n_batch, on_chunk=show, run=way, done=noted)
     if not quiet:
         if len(found) >= _ENOUGH_FOR_A_REPORT:
-            print(f"\n{kld.report(found)}")
+            print(f"\n{divergence.report(found)}")
         else:
             print(
                 f"\nPPL of the base {found.ppl_base.value:.4f} ± {found.ppl_base.error:.4f}; {len(found)} positions, "
@@ -367,5 +367,5 @@ def _diverge(model: Any, job: _Divergence, quiet: bool, way: Any) -> Found:
             print(
                 f"\nKLD {found.mean_kld.value:.6f}, of an exact base {low:.6f} to {high:.6f}: within {found.bound:.6f}"
             )
-    result = {**kld.summary(found), "seconds": running.seconds}
+    result = {**divergence.summary(found), "seconds": running.seconds}
     return result, {"n_ctx": base.n_ctx, "chunks": base.n_chunk, "text": f"of {path}"}

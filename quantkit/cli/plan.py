@@ -7,16 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli._planning import (
-    Asked,
-    Strict,
-    Verbose,
-    asks,
-    document,
-    open_source,
-    print_plan,
-    require_clean,
-)
+from quantkit.cli._planning import Asked, Strict, Verbose, asks, document, open_source, print_plan, require_clean
 from quantkit.cli._shared import Json, print_json
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit import json_input
 from quantkit.cli._planning import (
     Asked,
     Model,
@@ -37,10 +36,11 @@ from quantkit.cli._shared import (
     split_limit,
 )
 from quantkit.errors import QuantkitError
+from quantkit.inputs import json_input
 
 if TYPE_CHECKING:
-    from quantkit.files.imatrix import Imatrix
-    from quantkit.quantize import Written
+    from quantkit.formats.imatrix import Imatrix
+    from quantkit.pipelines.quantize import Written
     from quantkit.recipe import Plan
 
 
@@ -127,9 +127,9 @@ def quantize(
         raise typer.BadParameter(
             "--partial-requant takes over what is in OUT, --reuse what is in another file: pass one"
         )
-    from quantkit import jobs
-    from quantkit.quantize import Override
-    from quantkit.quantize import quantize as run
+    from quantkit.pipelines import resume
+    from quantkit.pipelines.quantize import Override
+    from quantkit.pipelines.quantize import quantize as run
     from quantkit.types import effort_level
 
     effort_level(effort)  # refused before anything is read
@@ -173,7 +173,7 @@ def quantize(
             keep_split=keep_split,
             progress=True,
             fresh=fresh,
-            old=jobs.open_old(reuse) if reuse else None,
+            old=resume.open_old(reuse) if reuse else None,
             partial_requant=partial_requant,
             say=(lambda line: None) if json else print,
         )
@@ -201,7 +201,7 @@ def _plan(asked: Asked, file_type: str | None, path: Path | None, model: Model, 
 
 def _tell_unfinished(out: Path) -> None:
     """Say what an error or an interrupt has left, and how to go on."""
-    from quantkit.jobs import unfinished
+    from quantkit.pipelines.resume import unfinished
 
     if left := unfinished(out):
         print(

@@ -22,7 +22,7 @@ from quantkit.errors import printable
 
 if TYPE_CHECKING:
     from quantkit.cli._planning import Model
-    from quantkit.files.imatrix import Imatrix
+    from quantkit.formats.imatrix import Imatrix
     from quantkit.recipe import Plan, Recipe
 
 Source = Annotated[

@@ -30,9 +30,9 @@ from quantkit.cli._shared import (
 from quantkit.errors import printable
 
 if TYPE_CHECKING:
-    from quantkit.files.gguf import GGUF
-    from quantkit.repack_file import Repacking
-    from quantkit.runtime.placement import Placement
+    from quantkit.formats.gguf import GGUF
+    from quantkit.pipelines.repack_file import Repacking
+    from quantkit.placement.rules import Placement
 
 
 def repack(
@@ -62,8 +62,8 @@ def repack(
     Interleaved tensors are for the CPU: say with --for how the file will be run, or name with --repack-pattern those
     that will be there. When nothing can change, nothing is written.
     """
-    from quantkit.files import gguf
-    from quantkit.repack_file import plan_repack
+    from quantkit.formats import gguf
+    from quantkit.pipelines.repack_file import plan_repack
 
     split = Split(split_limit(split_max_size, split_max_tensors, keep_split), split_max_tensors, keep_split)
     file = gguf.require_model(gguf.open(source))
@@ -73,7 +73,7 @@ def repack(
 
 def _placement(file: GGUF, text: str) -> Placement:
     """Where a run with these flags puts tensors; UnsupportedError if a GPU would get what it has no kernel for."""
-    from quantkit.runtime.placement import parse_flags, plan
+    from quantkit.placement.rules import parse_flags, plan
 
     found = plan(file.tensors, parse_flags(text), file.metadata, file.path)
     for rule in found.idle:
@@ -91,7 +91,7 @@ class Split(NamedTuple):
 
 def carry_out(job: Repacking, out: Path, split: Split, dry_run: bool, threads: int | None, json: bool) -> None:
     """Show what a repacking does, do it unless there is nothing to do, and say so."""
-    from quantkit.repack_file import write
+    from quantkit.pipelines.repack_file import write
 
     paths: list[Path] = []
     started = time.perf_counter()

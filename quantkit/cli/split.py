@@ -21,7 +21,7 @@ from quantkit.cli._shared import (
 )
 
 if TYPE_CHECKING:
-    from quantkit.files.gguf import GGUF
+    from quantkit.formats.gguf import GGUF
 
 DEFAULT_TENSORS = 128  # gguf-split's
 
@@ -44,8 +44,9 @@ def split(
     limit after 128 tensors. Sizes count tensors, not headers, and M and G are decimal. A tensor above the limit gets
     a shard of its own. A set of shards is cut anew. `quantkit merge` gives the file back.
     """
-    from quantkit.files import gguf, shards
-    from quantkit.files.gguf_writer import shard_names
+    from quantkit.formats import gguf
+    from quantkit.formats.gguf import shards
+    from quantkit.formats.gguf.writer import shard_names
 
     file = gguf.open(source)
     if split_max_size is None and split_max_tensors is None:

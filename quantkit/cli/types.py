@@ -18,7 +18,7 @@ LEFT = 6  # columns of words
 
 def _cpu_kernel(t: QuantType) -> str:
     """How products run: "integer" or "float" for a kernel that reads packed weights, "decode" for panels and BLAS."""
-    from quantkit.runtime.kernels import table
+    from quantkit.runtime.kernels import dispatch as table
 
     if t.decode_rows is None:
         return ""
@@ -31,7 +31,7 @@ def records(layouts: bool = False) -> list[dict[str, Any]]:
     """One dictionary a type, in order of id; with `layouts`, also the types that are only recognised."""
     from quantkit import types
     from quantkit.repack import interleaved_form
-    from quantkit.runtime.kernels.cuda import table as cuda_table
+    from quantkit.runtime.kernels.cuda import dispatch as cuda_table
     from quantkit.types import base
 
     listed = base.layouts() if layouts else types.all()

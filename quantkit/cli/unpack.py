@@ -33,8 +33,8 @@ def unpack(
     of IQ1_M_R4 become IQ1_M where it can hold their scales and stay otherwise, those of Q8_K_R8 become Q8_0: their
     values do not change, their sizes do. When nothing can change, nothing is written.
     """
-    from quantkit.files import gguf
-    from quantkit.repack_file import plan_unpack
+    from quantkit.formats import gguf
+    from quantkit.pipelines.repack_file import plan_unpack
 
     split = Split(split_limit(split_max_size, split_max_tensors, keep_split), split_max_tensors, keep_split)
     carry_out(plan_unpack(gguf.require_model(gguf.open(source))), out, split, dry_run, threads, json)

@@ -10,7 +10,7 @@ import typer
 from quantkit.cli._shared import Json, Threads, print_json
 
 if TYPE_CHECKING:
-    from quantkit.verify import Verified
+    from quantkit.pipelines.verify import Verified
 
 _SHOWN = 10
 
@@ -35,9 +35,9 @@ def verify(
     encoded, is named: `quantkit quantize --partial-requant` would make that anew. Exit status 1 is for damage only.
     """
     from quantkit.cli._planning import open_source
-    from quantkit.files import imatrix as imatrices
-    from quantkit.files.gguf import open as open_gguf
-    from quantkit.verify import verify as run
+    from quantkit.formats import imatrix as imatrices
+    from quantkit.formats.gguf import open as open_gguf
+    from quantkit.pipelines.verify import verify as run
 
     opened = open_source(source, weights=True).file if source else None
     matrix = imatrices.read(imatrix) if imatrix else None

@@ -1,1 +1,4 @@
-"""Measuring models: importance matrices, perplexity, KL divergence, comparison. All of it goes through `runtime`."""
+"""Measuring models: importance matrices, perplexity, KL divergence, comparison, throughput.
+
+Takes models (`runtime`) and texts and gives results with their errors, tables, plots and pages. Imported by `cli` only.
+"""

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from quantkit import jit
-from quantkit.archs import blocks
+from quantkit.archs.common import blocks
+from quantkit.codegen import jit
 from quantkit.errors import DataError
 
 _PIECE = 1 << 22  # bytes that a thread reads at a time

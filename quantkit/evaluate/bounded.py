@@ -1,8 +1,8 @@
 """KL divergence from a bounded base: a value, and how far from it the exact one can be.
 
-What is stored, and why the unknown is a sum of independent terms X with mean zero, stands at the top of files/qkld.py.
-Bernstein's inequality bounds such a sum over all rows, with V the sum of variances, b what no |X| exceeds, and
-L = log(3 / MISSED):
+What is stored, and why the unknown is a sum of independent terms X with mean zero, stands at the top of
+formats/kld/bounded_file.py. Bernstein's inequality bounds such a sum over all rows, with V the sum of variances, b
+what no |X| exceeds, and L = log(3 / MISSED):
 
     |sum X|  <=  sqrt(2 V L) + b L / 3
 
@@ -24,10 +24,10 @@ import math
 
 import numpy as np
 
-from quantkit import jit
+from quantkit.codegen import jit
+from quantkit.codegen.jit import kernel
 from quantkit.evaluate.perplexity import first_largest, log_total
-from quantkit.files.qkld import GRID, LARGE, LOG_ODDS, TAIL, BoundedRows
-from quantkit.jit import kernel
+from quantkit.formats.kld.bounded_file import GRID, LARGE, LOG_ODDS, TAIL, BoundedRows
 
 DOUBTS = 4  # numbers of a row that a bound is made of, see `bound`
 _EIGHTH = math.log(2) / 8

@@ -7,7 +7,7 @@ nll is each scored token's, in nats, to the last bit, and so are the other figur
 has the numbers of one that never stopped. For that it goes on where a batch began, because how many chunks are
 multiplied together decides how sums round. A run that writes a base notes its chunks' digests ("base").
 
-This is no journal of files/journal.py: the lines are results themselves, to be read by others. Nothing is synced, as
+This is no journal of formats/journal.py: the lines are results themselves, to be read by others. Nothing is synced, as
 nothing else relies on a line: one that a loss of power took is computed again, and the chunk of a base that it says is
 written counts only if it has the digest.
 """
@@ -22,11 +22,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from quantkit import json_input
 from quantkit.errors import DataError, FormatError
 from quantkit.evaluate.statistics import perplexity_of
-from quantkit.files.atomic import os_errors, writing
-from quantkit.files.owned import followed, open_own, read_own
+from quantkit.formats.atomic import os_errors, writing
+from quantkit.formats.owned import followed, open_own, read_own
+from quantkit.inputs import json_input
 
 
 class ChunkLog:

@@ -20,16 +20,16 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from quantkit.archs import validate
+from quantkit.archs.common import validate
 from quantkit.errors import DataError, printable
-from quantkit.evaluate import kld
+from quantkit.evaluate import divergence as kld
 from quantkit.evaluate.bench import Case, bench
-from quantkit.evaluate.kld import Divergence, Estimate
+from quantkit.evaluate.divergence import Divergence, Estimate
 from quantkit.evaluate.perplexity import Perplexity, perplexity
 from quantkit.evaluate.statistics import LEAST_UNITS, Interval, Rank, Sample, rank
 from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, Chunks, chunked, read_text
-from quantkit.files import gguf
-from quantkit.files.kld import BaseReader, BaseWriter
+from quantkit.formats import gguf
+from quantkit.formats.kld.base_file import BaseReader, BaseWriter
 
 TIMED_TOKENS = 512  # of the prompt whose speed is measured
 _COMPARED_LETTERS = 1 << 16  # of each text, by which tokenizers are told apart
@@ -48,7 +48,7 @@ class Vocabulary(NamedTuple):
 
 def vocabulary_of(path: Path) -> Vocabulary:
     """What a file's metadata say of it; the model is not opened."""
-    from quantkit.runtime.tokenizer import Tokenizer
+    from quantkit.tokenizers.tokenizer import Tokenizer
 
     file = gguf.require_model(gguf.open(path))
     described = validate.described(file.metadata, file.tensors, file.path)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from quantkit.errors import DataError
-from quantkit.files.imatrix import Entry, Imatrix, few
+from quantkit.formats.imatrix import Entry, Imatrix, few
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from quantkit import jit
+from quantkit.codegen import jit
+from quantkit.codegen.jit import kernel
 from quantkit.errors import DataError
 from quantkit.evaluate.statistics import perplexity_of
 from quantkit.evaluate.text import DEFAULT_BATCH, Chunks
-from quantkit.files.kld import BaseWriter, scored_rows
-from quantkit.files.qkld import BoundedWriter
-from quantkit.jit import kernel
+from quantkit.formats.kld.base_file import BaseWriter, scored_rows
+from quantkit.formats.kld.bounded_file import BoundedWriter
 from quantkit.runtime.kernels.reference import exp
 
 # Kernels work on blocks this long: exponentials go to a scratch array in a loop that vectorises, then are summed.

@@ -20,9 +20,9 @@ from quantkit.errors import QuantkitError, printable
 from quantkit.evaluate.bench import Speed
 from quantkit.evaluate.compare import Candidate
 from quantkit.evaluate.coverage import Coverage
-from quantkit.evaluate.kld import Divergence
+from quantkit.evaluate.divergence import Divergence
 from quantkit.evaluate.statistics import at_share
-from quantkit.files.atomic import writing
+from quantkit.formats.atomic import writing
 
 _COLOURS = ("#2f6db3", "#d1662b", "#3a9157", "#8a4fa3", "#b8a02c", "#4aa3a8", "#c2477d", "#6b6b6b")
 _LEAST_KLD = 1e-6  # nats; less is the rounding of a base file

@@ -16,12 +16,12 @@ import numpy as np
 from quantkit.errors import UnsupportedError
 from quantkit.evaluate.perplexity import check_context
 from quantkit.evaluate.text import DEFAULT_BATCH
-from quantkit.files.kld import scored_rows
-from quantkit.files.mapping import release
+from quantkit.formats.kld.base_file import scored_rows
+from quantkit.formats.mapping import release
 from quantkit.runtime import blas
-from quantkit.runtime.layers import Span
+from quantkit.runtime.blocks.layers import Span
 from quantkit.runtime.model import SEQUENCE_TOKENS
-from quantkit.runtime.tripwire import layer_of
+from quantkit.runtime.scale_check import layer_of
 
 IN_MEMORY = 1 << 28  # bytes of hidden states; more go to a file
 

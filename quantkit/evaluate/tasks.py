@@ -21,7 +21,7 @@ import numpy as np
 from quantkit.errors import DataError, FormatError
 from quantkit.evaluate.perplexity import check_context, negative_log_likelihood
 from quantkit.evaluate.text import read_text
-from quantkit.files.atomic import os_errors
+from quantkit.formats.atomic import os_errors
 
 _TRAILING = 3  # winogrande: with more tokens than that behind what is shared, the choice itself is not scored
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from quantkit import json_input
 from quantkit.errors import DataError, FormatError
-from quantkit.files.atomic import os_errors
-from quantkit.files.kld import scored_rows
+from quantkit.formats.atomic import os_errors
+from quantkit.formats.kld.base_file import scored_rows
+from quantkit.inputs import json_input
 
 DEFAULT_CONTEXT = 512
 DEFAULT_BATCH = 2048

@@ -1,7 +1,7 @@
 r"""ECMAScript regular expressions, as C++ `std::regex` reads them, translated to Python's `re`.
 
 Recipes are shared between tools, so a pattern must mean here what it means there. The two languages agree on nearly
-all that cooks write; this module rewrites what is spelled differently and refuses what only Python would accept:
+all that users write; this module rewrites what is spelled differently and refuses what only Python would accept:
 
     same          literals . ^ $ | ( ) (?: ) (?= ) (?! ) * + ? {n,m} and their lazy forms, [a-z] [^x], \d \w \s \b \1
     rewritten     [[:digit:]] and the other classes of C++; an unescaped [ inside a class; ASCII meaning of \d \w \s
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 
-from quantkit.matching import MAX_LENGTH, Pattern, compile
+from quantkit.inputs.safe_regex import MAX_LENGTH, Pattern, compile
 from quantkit.recipe.errors import RecipeError
 
 _CLASSES = {"alnum": "a-zA-Z0-9", "alpha": "a-zA-Z", "digit": "0-9", "d": "0-9", "lower": "a-z", "upper": "A-Z",
@@ -30,7 +30,7 @@ _REFUSED_GROUPS = (
 
 
 def compile_pattern(pattern: str, where: str = "") -> Pattern:
-    """What finds in a name what the ECMAScript pattern finds, in bounded time (quantkit/matching.py).
+    """What finds in a name what the ECMAScript pattern finds, in bounded time (quantkit/inputs/safe_regex.py).
 
     RecipeError names `where`, the pattern and the place.
     """

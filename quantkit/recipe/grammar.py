@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 
 from quantkit import types
 from quantkit.errors import QuantkitError, UnknownNameError
-from quantkit.matching import Pattern
+from quantkit.inputs.safe_regex import Pattern
 from quantkit.recipe import layers
 from quantkit.recipe.ecmascript import compile_pattern
 from quantkit.recipe.errors import RecipeError

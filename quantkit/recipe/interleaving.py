@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from quantkit.errors import UnknownNameError
-from quantkit.files.metadata import Metadata
+from quantkit.formats.gguf.metadata import Metadata
 from quantkit.recipe.ecmascript import compile_pattern
 from quantkit.recipe.errors import RecipeError
 from quantkit.recipe.presets import FileType, file_type
 from quantkit.repack import interleaved_form, row_form
 from quantkit.repack.eligible import EMBEDDINGS, interleaved
 from quantkit.types import QuantType
-from quantkit.types.interleave import Interleaved
+from quantkit.types.families.interleave import Interleaved
 
 FILE_TYPE = "general.file_type"
 FILE_TYPE_BEFORE = "quantkit.repack.file_type"  # u32: general.file_type of the file that was repacked

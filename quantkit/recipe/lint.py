@@ -14,8 +14,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from quantkit.files.imatrix import Imatrix
-from quantkit.files.imatrix import few as few_seen
+from quantkit.formats.imatrix import Imatrix
+from quantkit.formats.imatrix import few as few_seen
 from quantkit.recipe import layers
 from quantkit.recipe.layers import listed
 from quantkit.recipe.patterns import advice, loose_ends

@@ -136,7 +136,7 @@ class Model:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any], names: Iterable[str]) -> Model:
-        from quantkit.archs import validate
+        from quantkit.archs.common import validate
 
         validate.check_sizes(metadata)
         arch = str(metadata.get("general.architecture", ""))

@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit import json_input, types
+from quantkit import types
 from quantkit.errors import FormatError
-from quantkit.files.gguf import Metadata, TensorSpec
+from quantkit.formats.gguf import Metadata, TensorSpec
+from quantkit.inputs import json_input
 
 _DTYPES = {"float16": "f16", "float32": "f32"}
 

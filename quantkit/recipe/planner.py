@@ -31,7 +31,7 @@ import numpy as np
 
 from quantkit import types
 from quantkit.errors import DataError
-from quantkit.files.imatrix import Imatrix
+from quantkit.formats.imatrix import Imatrix
 from quantkit.recipe import lint
 from quantkit.recipe.errors import ImportanceError, RecipeError
 from quantkit.recipe.fallback import fit_columns, interleaved_rows, row_by_row

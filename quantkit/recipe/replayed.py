@@ -11,7 +11,7 @@ from typing import Any
 
 from quantkit import types
 from quantkit.errors import DataError, FormatError
-from quantkit.files.imatrix import Imatrix
+from quantkit.formats.imatrix import Imatrix
 from quantkit.recipe.fallback import interleaved_rows
 from quantkit.recipe.grammar import parse
 from quantkit.recipe.planned import Plan, PlannedTensor, RuleUse

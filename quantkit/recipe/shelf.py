@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from quantkit.errors import UnknownNameError
-from quantkit.files import gguf
+from quantkit.formats import gguf
 from quantkit.recipe.errors import RecipeError
 from quantkit.recipe.forms import pinned
 from quantkit.recipe.grammar import Recipe, parse

@@ -22,11 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from quantkit import arguments, types
+from quantkit import types
 from quantkit.errors import DataError, UnsupportedError
+from quantkit.inputs import arguments
 from quantkit.repack import conversions
 from quantkit.types import QuantType
-from quantkit.types.interleave import Interleaved
+from quantkit.types.families.interleave import Interleaved
 
 __all__ = ["interleaved_form", "repack", "row_form", "to_rows", "unpack", "why_not"]
 

@@ -19,12 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from quantkit import arguments, jit, types
+from quantkit import types
+from quantkit.codegen import jit
+from quantkit.codegen.half import float_to_half, half_to_float
+from quantkit.codegen.jit import kernel
 from quantkit.errors import DataError
-from quantkit.half import float_to_half, half_to_float
-from quantkit.jit import kernel
+from quantkit.inputs import arguments
 from quantkit.types import QuantType
-from quantkit.types.interleave import Interleaved
+from quantkit.types.families.interleave import Interleaved
 
 _ROW_FORMS = {"iq1_s_r4": "iq1_s", "iq1_m_r4": "iq1_m", "q8_k_r8": "q8_0", "q8_k_r16": "q8_0"}
 

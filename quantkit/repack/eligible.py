@@ -14,7 +14,7 @@ from __future__ import annotations
 from quantkit.errors import DataError
 from quantkit.repack import interleaved_form
 from quantkit.types import QuantType
-from quantkit.types.interleave import Interleaved
+from quantkit.types.families.interleave import Interleaved
 
 EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
 _NO_OPERANDS = ("position_embd.weight", "token_types.weight", "attn_rel_b.weight", "ssm_conv1d")

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from quantkit import arguments
 from quantkit.errors import DataError
-from quantkit.runtime.cache import Cache
+from quantkit.inputs import arguments
+from quantkit.runtime.kv.cache import Cache
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@
     m.forward_sequences(chunks, rows)    many fresh sequences at once, logits of the positions `rows` only
 
 This is the path layer by layer, in Python around multi-threaded kernels and BLAS. For `fast` numerics `forward` hands
-the tokens to runtime/step.py, where the model is one list of operations, unless `slow_because` says why it cannot.
+the tokens to runtime/compiled/plans.py, where the model is one list of operations, unless `slow_because` says why it
+cannot.
 """
 
 from __future__ import annotations
@@ -21,23 +22,26 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from quantkit import arguments, budget, jit
-from quantkit.archs import blocks, validate
-from quantkit.archs.required import required
+from quantkit.archs.common import blocks, validate
+from quantkit.archs.common.required_tensors import required
+from quantkit.codegen import jit
 from quantkit.errors import DataError, UnknownNameError, UnsupportedError
-from quantkit.files import gguf
-from quantkit.runtime import blas, experts, latent, layers, repacking
-from quantkit.runtime import fit as fitting
-from quantkit.runtime.cache import Cache, CacheShape, CacheType
-from quantkit.runtime.devices import CPU, Device, parse_devices
+from quantkit.formats import gguf
+from quantkit.inputs import arguments
+from quantkit.placement import budget
+from quantkit.placement import fit as fitting
+from quantkit.placement.devices import CPU, Device, parse_devices
+from quantkit.placement.offload import Offload
+from quantkit.placement.rules import Flags, Placement, place_model
+from quantkit.runtime import blas, repacking
+from quantkit.runtime.blocks import experts, latent, layers
+from quantkit.runtime.blocks.device_blocks import Parts
+from quantkit.runtime.blocks.layers import Span
 from quantkit.runtime.generate import Generated, Sampling, generate
-from quantkit.runtime.kernels.rounding import FLOATS, QUANTIZED
-from quantkit.runtime.layers import Span
-from quantkit.runtime.offload import Offload
-from quantkit.runtime.parts import Parts
-from quantkit.runtime.placement import Flags, Placement, place_model
+from quantkit.runtime.kernels.kv_rounding import FLOATS, QUANTIZED
+from quantkit.runtime.kv.cache import Cache, CacheShape, CacheType
 from quantkit.runtime.repacking import Repacked
-from quantkit.runtime.tripwire import layer_of, require_sound
+from quantkit.runtime.scale_check import layer_of, require_sound
 
 GIB = 1 << 30
 BATCH_TOKENS = 1024  # of a prompt run at a time; more only costs memory
@@ -95,14 +99,14 @@ def load(
     tripwire    looking for NaN and Inf: "layer" after each layer, "full" after each operation; both also look at the
                 scale fields of what a layer needs before it first runs. "off": nowhere; NaN end up in what is computed.
     devices     what there is beside the CPU: "cuda:0,cuda:1=20GiB", GPUs, of which all free memory is used where none
-                is said; "cpu:0=2GiB,cpu:1=2GiB", virtual devices of the CPU (runtime/devices.py); or Devices.
+                is said; "cpu:0=2GiB,cpu:1=2GiB", virtual devices of the CPU (placement/devices.py); or Devices.
     split_mode, tensor_split, main_gpu, max_gpus, kv_on_cpu   `-sm`, `-ts`, `-mg`, `--max-gpu` and `-nkvo`.
-    fit, fit_margin   fill the devices, each with its memory, but for so many bytes (runtime/fit.py); `fitted` of the
+    fit, fit_margin   fill the devices, each with its memory, but for so many bytes (placement/fit.py); `fitted` of the
                 model says the flags that do the same.
     reduce_type, experts_by   of -sm graph: f32, f16 or bf16 for what is added up over devices; experts shared by
                 "number" or "columns".
     offload     from which batch on a GPU computes with experts that stay on the CPU; by default from 32 tokens of each
-                (runtime/offload.py).
+                (placement/offload.py).
     profile     count time and bytes in `split.ledger`; the model then runs layer by layer, on one device too.
     tokenizer   what `Tokenizer.from_gguf` made of this file, where a caller needed it before; made when needed.
 
@@ -145,9 +149,9 @@ def _with_memory(devices: Sequence[Device]) -> tuple[Device, ...]:
     """The same, GPUs with the memory that is free where none was said. UnsupportedError for one that is not there."""
     if all(device.gpu is None for device in devices):
         return tuple(devices)
-    from quantkit.runtime import cuda_worker
+    from quantkit.runtime.cuda import gpu_worker
 
-    return tuple(map(cuda_worker.with_memory, devices))
+    return tuple(map(gpu_worker.with_memory, devices))
 
 
 def cache_type_of(chosen: str | CacheType | None, numerics: str, how: layers.Attending) -> CacheType:
@@ -297,8 +301,8 @@ class Model(Parts):
             self._unchecked.setdefault(layer_of(name), []).append(tensor)
         self.split: Split | None = None
         if profile or not placement.is_plain:
-            from quantkit.runtime import workers
-            from quantkit.runtime.split import Split
+            from quantkit.runtime.parallel import workers
+            from quantkit.runtime.parallel.split import Split
 
             self.split = Split(
                 self, self.blocks, self.head, self._cached, placement, reduce=reduce_type, experts_by=experts_by,
@@ -329,7 +333,7 @@ class Model(Parts):
         """The tokenizer that the metadata describe."""
         with self._lock:
             if self._tokenizer is None:
-                from quantkit.runtime.tokenizer import Tokenizer
+                from quantkit.tokenizers.tokenizer import Tokenizer
 
                 self._tokenizer = Tokenizer.from_gguf(self.metadata)
             return self._tokenizer
@@ -497,15 +501,15 @@ class Model(Parts):
 
     def _compiled(self) -> tuple[Any, str | None]:
         """The model as a runtime.step.Fast, or None and why not."""
-        from quantkit.runtime import obstacles, step
+        from quantkit.runtime.compiled import plans, unsupported
 
         if self.split is not None:
             return None, "a model on several devices, or one that is profiled, runs layer by layer"
-        reason = obstacles.obstacle(self.weights, self.blocks, self.head)
+        reason = unsupported.obstacle(self.weights, self.blocks, self.head)
         if reason is not None:
             return None, reason
-        routing = step.Routing(self.fused_experts, self.expert_reduction)
-        return step.Fast(self.weights, self.blocks, self.head, self.threads, self.how, routing), None
+        routing = plans.Routing(self.fused_experts, self.expert_reduction)
+        return plans.Fast(self.weights, self.blocks, self.head, self.threads, self.how, routing), None
 
     def _forward_fast(self, ids: np.ndarray, cache: Cache, logits: str) -> np.ndarray | None:
         """What `forward` gives; None when something on the way is not finite."""

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quantkit import jit
-from quantkit.files.gguf import Tensor
+from quantkit.codegen import jit
+from quantkit.formats.gguf import Tensor
+from quantkit.placement.rules import Placement
 from quantkit.repack.eligible import interleaved
-from quantkit.runtime.placement import Placement
 from quantkit.types import QuantType
-from quantkit.types.interleave import Interleaved
+from quantkit.types.families.interleave import Interleaved
 
 
 class _InMemory(Tensor):
@@ -40,12 +40,12 @@ class Repacked:
     @property
     def slower(self) -> Counter[tuple[str, str]]:
         """How many tensors of which type became one without a kernel for `fast` numerics, though theirs has one."""
-        from quantkit.runtime.kernels import table  # loads numba
+        from quantkit.runtime.kernels import dispatch  # loads numba
 
         return Counter(
             (before.name, after.name)
             for before, after in self.types.values()
-            if table.product(before) is not None and table.product(after) is None
+            if dispatch.product(before) is not None and dispatch.product(after) is None
         )
 
 

@@ -31,8 +31,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.half import bfloat_to_float, float_to_half, half_to_float
-from quantkit.jit import kernel
+from quantkit.codegen.half import bfloat_to_float, float_to_half, half_to_float
+from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
 
 _ZERO, _ONE, _TOP = np.float32(0), np.float32(1), np.float32(127)

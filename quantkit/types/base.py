@@ -19,8 +19,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from quantkit import arguments, jit
+from quantkit.codegen import jit
 from quantkit.errors import DataError, UnknownNameError, UnsupportedError
+from quantkit.inputs import arguments
 
 _by_id: dict[int, QuantType] = {}
 ids: dict[str, int] = {}  # of names in lower case, with and without codec

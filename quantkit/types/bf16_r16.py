@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 
 from quantkit.errors import DataError
+from quantkit.types.families.interleave import Field, Interleaved, Permutation, Slots, packed
 from quantkit.types.floats import BF16
-from quantkit.types.interleave import Field, Interleaved, Permutation, Slots, packed
 
 
 class BF16_R16(Interleaved):

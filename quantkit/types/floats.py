@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.half import bfloat_to_float, half_to_float
-from quantkit.jit import kernel
+from quantkit.codegen.half import bfloat_to_float, half_to_float
+from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
 
 # Bits of float32, as int32: numba widens what is not cast back to 32 bits, which halves the speed.

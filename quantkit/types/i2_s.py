@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.jit import kernel
+from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
 
 _TAIL = 32

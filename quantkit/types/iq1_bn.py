@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.half import float_to_half, half_to_float
-from quantkit.jit import kernel
-from quantkit.types import ternary
+from quantkit.codegen.half import float_to_half, half_to_float
+from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
+from quantkit.types.families import ternary
 
 _HALF_MAX = np.float32(65504)
 

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.half import float_to_half, half_to_float
-from quantkit.jit import kernel
+from quantkit.codegen.half import float_to_half, half_to_float
+from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
-from quantkit.types.iq1 import DELTA, LEVELS, NUMBER, search_space, search_span
-from quantkit.types.parabola import ODD
-from quantkit.types.superblock import load_block, relative_importance
+from quantkit.types.families.iq1 import DELTA, LEVELS, NUMBER, search_space, search_span
+from quantkit.types.families.parabola import ODD
+from quantkit.types.families.superblock import load_block, relative_importance
 
 BLOCK = 56
 

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.half import half_to_float
-from quantkit.jit import kernel
+from quantkit.codegen.half import half_to_float
+from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
-from quantkit.types.iq1 import NUMBER, search_row, search_space
+from quantkit.types.families.iq1 import NUMBER, search_row, search_space
+from quantkit.types.families.parabola import SMALL
+from quantkit.types.families.superblock import put_half
 from quantkit.types.iq1_m import decode_group, high_nibble
-from quantkit.types.parabola import SMALL
-from quantkit.types.superblock import put_half
 
 BLOCK = 28  # of four rows
 

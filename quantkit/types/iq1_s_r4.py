@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.half import half_to_float
-from quantkit.jit import kernel
+from quantkit.codegen.half import half_to_float
+from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
-from quantkit.types.iq1 import search_row, search_space
+from quantkit.types.families.iq1 import search_row, search_space
+from quantkit.types.families.parabola import ODD
+from quantkit.types.families.superblock import put_half
 from quantkit.types.iq1_s import decode_sub_block, encode_sub_block
-from quantkit.types.parabola import ODD
-from quantkit.types.superblock import put_half
 
 BLOCK = 24  # of four rows
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.jit import kernel
-from quantkit.types import ternary
+from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
+from quantkit.types.families import ternary
 
 
 @kernel

@@ -6,7 +6,7 @@ offset  size      field
 
 from __future__ import annotations
 
-from quantkit.types.interleave import CRUMB, Field, Interleaved, Lines, planes
+from quantkit.types.families.interleave import CRUMB, Field, Interleaved, Lines, planes
 from quantkit.types.iq2_bn import IQ2_BN
 
 

@@ -9,7 +9,7 @@ offset  size       field
 
 from __future__ import annotations
 
-from quantkit.types.interleave import CRUMB, EvenOdd, Field, Interleaved, Lines, Slots, packed, planes
+from quantkit.types.families.interleave import CRUMB, EvenOdd, Field, Interleaved, Lines, Slots, packed, planes
 from quantkit.types.iq2_k import IQ2_K
 
 

@@ -23,11 +23,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.half import half_to_float
-from quantkit.jit import kernel, part
+from quantkit.codegen.half import half_to_float
+from quantkit.codegen.jit import kernel, part
 from quantkit.types.base import QuantType
-from quantkit.types.parabola import SIGNED, first_scale, nearest_multiplier
-from quantkit.types.superblock import load_block, put_half, relative_importance, storable
+from quantkit.types.families.parabola import SIGNED, first_scale, nearest_multiplier
+from quantkit.types.families.superblock import load_block, put_half, relative_importance, storable
 
 BLOCK = 86
 LEVELS = np.array([-63, -40, -23, -10, 1, 13, 28, 47], np.float32)

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.half import half_to_float
-from quantkit.jit import kernel
-from quantkit.types import rowscaled
+from quantkit.codegen.half import half_to_float
+from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
-from quantkit.types.codebooks import K2
-from quantkit.types.superblock import put_half
+from quantkit.types.families import rowscaled
+from quantkit.types.families.codebooks import K2
+from quantkit.types.families.superblock import put_half
 
 BLOCK = 70
 

@@ -7,15 +7,16 @@
     y = (d * m) * v        m = BOOK[code], v the generator's values from index + 4096 on
 
 The reference's matrix products multiply by another 1.05, which files do not hold (and its row decoder does not apply).
-Generator, family and objective are in `trellis.py`, the search in `emitted/trellis.py`.
+Generator, family and objective are in `trellis.py`, the search in `types/native/trellis_search.py`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from quantkit.jit import kernel
-from quantkit.types.trellis import BOOK, CODES, OFFSET, Plan, TrellisType, code_value, put_row_scale, row_scale
+from quantkit.codegen.jit import kernel
+from quantkit.types.families.trellis import Plan, TrellisType
+from quantkit.types.families.trellis_code import BOOK, CODES, OFFSET, code_value, put_row_scale, row_scale
 
 BLOCK = 68
 

@@ -10,7 +10,7 @@ offset  size       field
 
 from __future__ import annotations
 
-from quantkit.types.interleave import Field, Interleaved, Slots, packed
+from quantkit.types.families.interleave import Field, Interleaved, Slots, packed
 from quantkit.types.iq2_s import IQ2_S
 
 

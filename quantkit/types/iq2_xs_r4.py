@@ -8,7 +8,7 @@ offset  size        field
 
 from __future__ import annotations
 
-from quantkit.types.interleave import Field, Interleaved, Signs, Slots, packed
+from quantkit.types.families.interleave import Field, Interleaved, Signs, Slots, packed
 from quantkit.types.iq2_xs import IQ2_XS
 
 

@@ -8,16 +8,17 @@
 
     y = ((d * (l + 0.5) / 4) * magnitude) * sign
 
-Grid, family and objective are in `grids.py`, the search in `emitted/grid.py`.
+Grid, family and objective are in `grids.py`, the search in `types/native/grid_search.py`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from quantkit.half import half_to_float
-from quantkit.jit import kernel
-from quantkit.types.grids import EVEN_SIGNS, GridType, grid, write_group
+from quantkit.codegen.half import half_to_float
+from quantkit.codegen.jit import kernel
+from quantkit.types.families.grid_points import EVEN_SIGNS, grid, write_group
+from quantkit.types.families.grids import GridType
 
 BLOCK = 66
 

@@ -9,7 +9,7 @@ offset  size       field
 
 from __future__ import annotations
 
-from quantkit.types.interleave import Field, Interleaved, Signs, Slots, packed
+from quantkit.types.families.interleave import Field, Interleaved, Signs, Slots, packed
 from quantkit.types.iq2_xxs import IQ2_XXS
 
 _WORDS = [6 + 8 * b for b in range(8)]  # bits 7 i ... are the signs of part i, bit 28 + i one of the scale

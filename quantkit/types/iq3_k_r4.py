@@ -11,7 +11,17 @@ offset  size       field
 
 from __future__ import annotations
 
-from quantkit.types.interleave import CRUMB, PLANE_A, EvenOdd, Field, Interleaved, Lines, Slots, packed, planes
+from quantkit.types.families.interleave import (
+    CRUMB,
+    PLANE_A,
+    EvenOdd,
+    Field,
+    Interleaved,
+    Lines,
+    Slots,
+    packed,
+    planes,
+)
 from quantkit.types.iq3_k import IQ3_K
 
 

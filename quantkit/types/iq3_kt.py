@@ -8,15 +8,17 @@
     y = (d * m) * |v|, negated where the sign says so        v the generator's values from index + 4096 on
 
 The reference's matrix products multiply by another 1.01, which files do not hold (and its row decoder does not apply).
-Generator, family and objective are in `trellis.py`, the search in `emitted/trellis.py`; signs are those of x.
+Generator, family and objective are in `trellis.py`, the search in `types/native/trellis_search.py`; signs are those of
+x.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from quantkit.jit import kernel
-from quantkit.types.trellis import OFFSET, Plan, TrellisType, code_value, put_row_scale, row_scale
+from quantkit.codegen.jit import kernel
+from quantkit.types.families.trellis import Plan, TrellisType
+from quantkit.types.families.trellis_code import OFFSET, code_value, put_row_scale, row_scale
 
 BLOCK = 100
 

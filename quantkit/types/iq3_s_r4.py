@@ -10,7 +10,7 @@ offset  size       field
 
 from __future__ import annotations
 
-from quantkit.types.interleave import PLANE_A, Field, Interleaved, Lines, Slots, packed
+from quantkit.types.families.interleave import PLANE_A, Field, Interleaved, Lines, Slots, packed
 from quantkit.types.iq3_s import IQ3_S
 
 _ENTRIES = [8 * (2 + 8 * b + entry) for b in range(8) for entry in (0, 4, 1, 5, 2, 6, 3, 7)]

@@ -8,7 +8,7 @@ offset  size       field
 
 from __future__ import annotations
 
-from quantkit.types.interleave import Field, Interleaved, Signs, Slots, packed
+from quantkit.types.families.interleave import Field, Interleaved, Signs, Slots, packed
 from quantkit.types.iq2_xxs_r4 import signs_and_scales
 from quantkit.types.iq3_xxs import IQ3_XXS
 

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.half import half_to_float
-from quantkit.jit import kernel
+from quantkit.codegen.half import half_to_float
+from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
-from quantkit.types.codebooks import K4
-from quantkit.types.nonlinear import Format, book_start, load, new_plan, new_space, search
-from quantkit.types.superblock import put_flags, put_half, put_multipliers, put_nibbles
+from quantkit.types.families.codebooks import K4
+from quantkit.types.families.nonlinear import Format, book_start, load, new_plan, new_space, search
+from quantkit.types.families.superblock import put_flags, put_half, put_multipliers, put_nibbles
 
 BLOCK = 144
 FORMAT = Format(

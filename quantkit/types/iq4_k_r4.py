@@ -10,7 +10,7 @@ offset  size      field
 
 from __future__ import annotations
 
-from quantkit.types.interleave import NIB, EvenOdd, Field, Interleaved, Lines, Slots, packed, planes
+from quantkit.types.families.interleave import NIB, EvenOdd, Field, Interleaved, Lines, Slots, packed, planes
 from quantkit.types.iq4_k import IQ4_K
 
 

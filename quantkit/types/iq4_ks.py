@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.jit import kernel
-from quantkit.types import rowscaled
+from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
-from quantkit.types.codebooks import K4
+from quantkit.types.families import rowscaled
+from quantkit.types.families.codebooks import K4
 
 BLOCK = 136
 

@@ -7,7 +7,7 @@ offset  size       field
 
 from __future__ import annotations
 
-from quantkit.types.interleave import NIB, Field, Interleaved, Lines, Slots, packed, planes
+from quantkit.types.families.interleave import NIB, Field, Interleaved, Lines, Slots, packed, planes
 from quantkit.types.iq4_ks import IQ4_KS
 
 

@@ -8,15 +8,16 @@
 
     y = (d * m) * v        v the generator's values from index + 4096 + 32768 table on
 
-Generator, family and objective are in `trellis.py`, the search in `emitted/trellis.py`.
+Generator, family and objective are in `trellis.py`, the search in `types/native/trellis_search.py`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from quantkit.jit import kernel
-from quantkit.types.trellis import OFFSET, Plan, TrellisType, code_value, put_row_scale, row_scale
+from quantkit.codegen.jit import kernel
+from quantkit.types.families.trellis import Plan, TrellisType
+from quantkit.types.families.trellis_code import OFFSET, code_value, put_row_scale, row_scale
 
 BLOCK = 128
 

@@ -14,11 +14,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.jit import kernel
-from quantkit.types import search
+from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
-from quantkit.types.codebooks import BINS, K4, bin_of
-from quantkit.types.search import CURVE, ERROR, INVERSE, LANES, SLOPE, half_at, halves_of, inverse_of, nibbles, put_half
+from quantkit.types.families import search
+from quantkit.types.families.codebooks import BINS, K4, bin_of
+from quantkit.types.families.search import (
+    CURVE,
+    ERROR,
+    INVERSE,
+    LANES,
+    SLOPE,
+    half_at,
+    halves_of,
+    inverse_of,
+    nibbles,
+    put_half,
+)
 
 CODEBOOK = K4.values[:16]
 _NEAREST = K4.nearest[:BINS].astype(np.uint8)

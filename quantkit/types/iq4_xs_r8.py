@@ -9,7 +9,7 @@ offset  size        field
 
 from __future__ import annotations
 
-from quantkit.types.interleave import Field, Interleaved, Lines, Slots, packed, planes
+from quantkit.types.families.interleave import Field, Interleaved, Lines, Slots, packed, planes
 from quantkit.types.iq4_xs import IQ4_XS
 
 

@@ -11,7 +11,7 @@ offset  size       field
 
 from __future__ import annotations
 
-from quantkit.types.interleave import NIB, PLANE_D, EvenOdd, Field, Interleaved, Lines, Slots, packed, planes
+from quantkit.types.families.interleave import NIB, PLANE_D, EvenOdd, Field, Interleaved, Lines, Slots, packed, planes
 from quantkit.types.iq5_k import IQ5_K
 
 

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.jit import kernel
-from quantkit.types import rowscaled
+from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
-from quantkit.types.codebooks import K5
+from quantkit.types.families import rowscaled
+from quantkit.types.families.codebooks import K5
 
 BLOCK = 168
 

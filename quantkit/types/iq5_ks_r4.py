@@ -8,7 +8,7 @@ offset  size       field
 
 from __future__ import annotations
 
-from quantkit.types.interleave import NIB, PLANE_D, Field, Interleaved, Lines, Slots, packed, planes
+from quantkit.types.families.interleave import NIB, PLANE_D, Field, Interleaved, Lines, Slots, packed, planes
 from quantkit.types.iq5_ks import IQ5_KS
 
 

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.jit import kernel
-from quantkit.types import search
+from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
-from quantkit.types.search import BEST, ERROR, EXTREME, INVERSE, LANES, SCALE, UNIT, inverse_of, nibbles
+from quantkit.types.families import search
+from quantkit.types.families.search import BEST, ERROR, EXTREME, INVERSE, LANES, SCALE, UNIT, inverse_of, nibbles
 
 E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 _LARGEST = np.float32(6)  # of the entries as they are meant, not doubled: 0 0.5 1 1.5 2 3 4 6

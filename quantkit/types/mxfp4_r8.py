@@ -9,7 +9,7 @@ The reference's row decoder of this type is defective (spec/repack.md 11.3): val
 
 from __future__ import annotations
 
-from quantkit.types.interleave import QUAD, Field, Interleaved, Lines, Slots, packed
+from quantkit.types.families.interleave import QUAD, Field, Interleaved, Lines, Slots, packed
 from quantkit.types.mxfp4 import MXFP4
 
 

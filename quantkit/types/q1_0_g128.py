@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.half import float_to_half, half_to_float
-from quantkit.jit import kernel
+from quantkit.codegen.half import float_to_half, half_to_float
+from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
 
 _LANES = 16  # sums of elements j, j + 16, ...: wide enough for any CPU

@@ -9,7 +9,7 @@ offset  size       field
 
 from __future__ import annotations
 
-from quantkit.types.interleave import CRUMB, Field, Interleaved, Lines, Slots, packed, planes
+from quantkit.types.families.interleave import CRUMB, Field, Interleaved, Lines, Slots, packed, planes
 from quantkit.types.q2_k import Q2_K
 
 

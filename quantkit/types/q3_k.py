@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.half import half_to_float
-from quantkit.jit import kernel, part
+from quantkit.codegen.half import half_to_float
+from quantkit.codegen.jit import kernel, part
 from quantkit.types.base import QuantType
-from quantkit.types.kquant import weights
-from quantkit.types.kquant_signed import BLOCKS, block_of, search, signed, workspace
-from quantkit.types.superblock import put_half
+from quantkit.types.families.kquant import weights
+from quantkit.types.families.kquant_signed import BLOCKS, block_of, search, signed, workspace
+from quantkit.types.families.superblock import put_half
 
 BLOCK = 110
 

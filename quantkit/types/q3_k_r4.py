@@ -10,7 +10,7 @@ offset  size       field
 
 from __future__ import annotations
 
-from quantkit.types.interleave import CRUMB, PLANE_A, Field, Interleaved, Lines, Slots, packed, planes
+from quantkit.types.families.interleave import CRUMB, PLANE_A, Field, Interleaved, Lines, Slots, packed, planes
 from quantkit.types.q3_k import Q3_K
 
 

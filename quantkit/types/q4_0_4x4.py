@@ -14,7 +14,7 @@ import functools
 
 import numpy as np
 
-from quantkit.types.interleave import Field, Interleaved, Permutation, Slots, packed
+from quantkit.types.families.interleave import Field, Interleaved, Permutation, Slots, packed
 from quantkit.types.q4_0 import Q4_0
 
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.jit import kernel
-from quantkit.types import affine, refit, search
-from quantkit.types.affine import code_of
+from quantkit.codegen.jit import kernel
 from quantkit.types.base import BEST, QuantType
-from quantkit.types.search import LANES, half_at, halves_of, inverse_of, nibbles, put_half
+from quantkit.types.families import affine, refit, search
+from quantkit.types.families.affine import code_of
+from quantkit.types.families.search import LANES, half_at, halves_of, inverse_of, nibbles, put_half
 
 _TOP = np.float32(15)
 # The candidates, and how many of them each effort tries.

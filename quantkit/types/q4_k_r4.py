@@ -10,7 +10,7 @@ offset  size       field
 
 from __future__ import annotations
 
-from quantkit.types.interleave import NIB, Field, Interleaved, Lines, Slots, packed, planes
+from quantkit.types.families.interleave import NIB, Field, Interleaved, Lines, Slots, packed, planes
 from quantkit.types.q4_k import Q4_K
 
 # Where a block of Q4_K or Q5_K keeps the low 4 and high 2 bits of its eight scales; the minima are one nibble, or four

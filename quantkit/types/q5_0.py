@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.half import half_to_float
-from quantkit.jit import kernel
-from quantkit.types import refit, search
+from quantkit.codegen.half import half_to_float
+from quantkit.codegen.jit import kernel
 from quantkit.types.base import BEST, QuantType
-from quantkit.types.search import LANES, code_of, halves_of, inverse_of, nibbles, put_half
+from quantkit.types.families import refit, search
+from quantkit.types.families.search import LANES, code_of, halves_of, inverse_of, nibbles, put_half
 
 _LO, _HI = np.float32(-16), np.float32(15)
 # Either sign of d: the extreme element around code -16, or around code 15; see `search.spread`.

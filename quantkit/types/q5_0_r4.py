@@ -8,7 +8,7 @@ offset  size      field
 
 from __future__ import annotations
 
-from quantkit.types.interleave import NIB, PLANE_B, Field, Interleaved, Lines, Slots, packed, planes
+from quantkit.types.families.interleave import NIB, PLANE_B, Field, Interleaved, Lines, Slots, packed, planes
 from quantkit.types.q5_0 import Q5_0
 
 

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.half import half_to_float
-from quantkit.jit import kernel, part
+from quantkit.codegen.half import half_to_float
+from quantkit.codegen.jit import kernel, part
 from quantkit.types.base import QuantType
-from quantkit.types.kquant import LANES, weights
-from quantkit.types.kquant_affine import affine, block_of, search, workspace
+from quantkit.types.families.kquant import LANES, weights
+from quantkit.types.families.kquant_affine import affine, block_of, search, workspace
+from quantkit.types.families.superblock import put_half
 from quantkit.types.q4_k import put_scales_and_minima, scale_and_min
-from quantkit.types.superblock import put_half
 
 BLOCK = 176
 

@@ -8,7 +8,7 @@ offset  size       field
 
 from __future__ import annotations
 
-from quantkit.types.interleave import NIB, PLANE_C, Field, Interleaved, Lines, planes
+from quantkit.types.families.interleave import NIB, PLANE_C, Field, Interleaved, Lines, planes
 from quantkit.types.q4_k_r4 import SCALES
 from quantkit.types.q5_k import Q5_K
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.jit import kernel
-from quantkit.types import search
+from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
-from quantkit.types.search import LANES, code_of, half_at, halves_of, inverse_of, nibbles, put_half
+from quantkit.types.families import search
+from quantkit.types.families.search import LANES, code_of, half_at, halves_of, inverse_of, nibbles, put_half
 
 _LO, _HI = np.float32(-32), np.float32(31)
 # Either sign of d: the extreme element around code -32, or around code 31; see `search.spread`.

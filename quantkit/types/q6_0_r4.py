@@ -8,7 +8,7 @@ offset  size      field
 
 from __future__ import annotations
 
-from quantkit.types.interleave import CRUMB, NIB, Field, Interleaved, Lines, Slots, packed, planes
+from quantkit.types.families.interleave import CRUMB, NIB, Field, Interleaved, Lines, Slots, packed, planes
 from quantkit.types.q6_0 import Q6_0
 
 # Column j has bits 4 (j % 16 // 8) + 2 (j // 16), + 1 of byte 2 + j % 8.

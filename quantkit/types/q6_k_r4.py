@@ -9,7 +9,7 @@ offset  size       field
 
 from __future__ import annotations
 
-from quantkit.types.interleave import NIB, Field, Interleaved, Lines, Slots, packed, planes
+from quantkit.types.families.interleave import NIB, Field, Interleaved, Lines, Slots, packed, planes
 from quantkit.types.q6_k import Q6_K
 
 

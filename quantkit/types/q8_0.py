@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.jit import kernel
-from quantkit.types import refit, search
+from quantkit.codegen.jit import kernel
 from quantkit.types.base import BEST, QuantType
-from quantkit.types.search import LANES, code_of, half_at, halves_of, inverse_of, put_half
+from quantkit.types.families import refit, search
+from quantkit.types.families.search import LANES, code_of, half_at, halves_of, inverse_of, put_half
 
 _LO, _HI = np.float32(-127), np.float32(127)
 # The candidates, and how many of them each effort tries.

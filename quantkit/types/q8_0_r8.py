@@ -7,7 +7,7 @@ offset  size      field
 
 from __future__ import annotations
 
-from quantkit.types.interleave import QUAD, Field, Interleaved, Lines, Slots, packed
+from quantkit.types.families.interleave import QUAD, Field, Interleaved, Lines, Slots, packed
 from quantkit.types.q8_0 import Q8_0
 
 

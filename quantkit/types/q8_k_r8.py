@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from quantkit.types.activation import Q8_K
-from quantkit.types.interleave import Interleaved
+from quantkit.types.families.interleave import Interleaved
 
 
 class _Weave:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.jit import kernel
+from quantkit.codegen.jit import kernel
 from quantkit.types.base import BEST, QuantType
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)

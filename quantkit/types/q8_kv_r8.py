@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.types.interleave import Interleaved
+from quantkit.types.families.interleave import Interleaved
 from quantkit.types.q8_kv import Q8_KV
 
 

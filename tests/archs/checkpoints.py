@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from quantkit import types
-from quantkit.files.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
+from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
 
 TEXT = [
     "The quick brown fox jumps over the lazy dog, and the dog does not mind; it's 1234 times lazier than that.",

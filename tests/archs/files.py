@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from quantkit import archs, types
-from quantkit.archs.tiktoken import byte_alphabet
-from quantkit.files import gguf
+from quantkit.formats import gguf
+from quantkit.tokenizers.tiktoken import byte_alphabet
 
 MERGES = [f"{first} {second}" for first in "abcdefgh" for second in "stuvwxyz"][:62]
 

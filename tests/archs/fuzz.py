@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from quantkit import types
-from quantkit.files import gguf
+from quantkit.formats import gguf
 from tests.archs.files import written
 
 ARCHS = ("llama", "qwen3moe", "deepseek2", "qwen35")

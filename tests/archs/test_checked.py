@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from quantkit import archs, recipe
-from quantkit.convert import convert
 from quantkit.errors import FormatError
+from quantkit.pipelines.convert import convert
 from tests.archs.checkpoints import tiny
 
 LLAMA = archs.get("llama").EXAMPLE

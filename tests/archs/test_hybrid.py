@@ -11,13 +11,13 @@ import pytest
 
 import quantkit
 from quantkit import archs
+from quantkit.archs.common.transforms import Chain, Elementwise, Gather, ShuffleColumns
 from quantkit.archs.qwen35 import apart, numbered
-from quantkit.archs.transforms import Chain, Elementwise, Gather, ShuffleColumns
-from quantkit.convert import convert, prepare
 from quantkit.errors import FormatError, UnsupportedError
-from quantkit.export import export
-from quantkit.files import gguf
-from quantkit.files.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
+from quantkit.formats import gguf
+from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
+from quantkit.pipelines.convert import convert, prepare
+from quantkit.pipelines.export import export
 from tests.archs.checkpoints import byte_level, tiny, write_tokenizer
 from tests.test_architectures import TOKENS, log_probabilities
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from quantkit import archs
+from quantkit.archs.common.shapes import Sizes, listed
 from quantkit.archs.deepseek2 import in_layout
-from quantkit.archs.shapes import Sizes, listed
-from quantkit.convert import prepare
 from quantkit.errors import FormatError, UnsupportedError
+from quantkit.pipelines.convert import prepare
 from quantkit.recipe import from_config, read_config
 from tests.archs.checkpoints import tiny
 from tests.recipe.configs import DEEPSEEK_V3, QWEN35_27B

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from quantkit import archs
-from quantkit.archs import rope
-from quantkit.archs.base import rope_parameters
-from quantkit.archs.blocks import Attention, FeedForward
+from quantkit.archs.common import rope
+from quantkit.archs.common.base import rope_parameters
+from quantkit.archs.common.blocks import Attention, FeedForward
 from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
 
 LLAMA = archs.get("llama")

@@ -11,13 +11,13 @@ import pytest
 
 import quantkit
 from quantkit import archs
-from quantkit.archs.further import RULES
+from quantkit.archs.common.mtp import RULES
 from quantkit.cli import main
-from quantkit.convert import convert, prepare
 from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
-from quantkit.export import export
-from quantkit.files.gguf import open as open_gguf
-from quantkit.files.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
+from quantkit.formats.gguf import open as open_gguf
+from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
+from quantkit.pipelines.convert import convert, prepare
+from quantkit.pipelines.export import export
 from tests.archs.checkpoints import byte_level, tiny, write_tokenizer
 
 # ----------------------------------------------------------------------------------- layers that predict further tokens

@@ -8,8 +8,8 @@ import pytest
 
 from quantkit import archs
 from quantkit.archs import Arch
-from quantkit.archs.blocks import Attention, Experts, FeedForward
-from quantkit.archs.tensors import Stack, Unstack
+from quantkit.archs.common.blocks import Attention, Experts, FeedForward
+from quantkit.archs.common.tensors import Stack, Unstack
 from quantkit.errors import FormatError, UnsupportedError
 
 DENSE, MOE = archs.get("qwen3"), archs.get("qwen3moe")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import quantkit
-from quantkit.convert import convert
 from quantkit.errors import UnsupportedError
-from quantkit.export import export
+from quantkit.pipelines.convert import convert
+from quantkit.pipelines.export import export
 from tests.archs.checkpoints import tiny
 
 TOKENS = np.random.default_rng(4).integers(2, 320, 256)

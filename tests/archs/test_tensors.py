@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from quantkit import archs
-from quantkit.archs.tensors import ShuffleRows, Stack, Unstack, interleave_halves, join_name, pieces, split_name
+from quantkit.archs.common.tensors import (
+    ShuffleRows,
+    Stack,
+    Unstack,
+    interleave_halves,
+    join_name,
+    pieces,
+    split_name,
+)
 from quantkit.errors import FormatError
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from quantkit.archs import pretokenizers, vocab
-from quantkit.archs.tokenizer_checks import check_charsmap, check_normalizer, check_pre_tokenizer
 from quantkit.errors import FormatError, QuantkitError, UnsupportedError
-from quantkit.runtime.tokenizer import Tokenizer
+from quantkit.tokenizers import pretokenizers, vocab
+from quantkit.tokenizers.checks import check_charsmap, check_normalizer, check_pre_tokenizer
+from quantkit.tokenizers.tokenizer import Tokenizer
 from tests.archs.checkpoints import sentencepiece, write_tokenizer
 from tests.archs.test_tokenizers import charsmap
 
@@ -171,7 +171,7 @@ def test_panics_are_errors_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     script = f"""
 from quantkit.archs import hf_tokenizer
 from quantkit.errors import FormatError
-from quantkit.runtime.tokenizer import Tokenizer
+from quantkit.tokenizers.tokenizer import Tokenizer
 hf_tokenizer.check_normalizer = lambda *_: None
 for units in ([5000 << 10] * 256, []):
     charsmap = list({table.__name__}(units))

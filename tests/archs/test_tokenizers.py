@@ -20,11 +20,11 @@ import pytest
 import tokenizers
 
 from quantkit import types
-from quantkit.archs import hf_tokenizer, pretokenizers, tiktoken, vocab
 from quantkit.errors import DataError, FormatError, UnsupportedError
-from quantkit.files.gguf import Metadata, TensorSpec, Writer
-from quantkit.files.gguf import open as open_gguf
-from quantkit.runtime.tokenizer import Tokenizer
+from quantkit.formats.gguf import Metadata, TensorSpec, Writer
+from quantkit.formats.gguf import open as open_gguf
+from quantkit.tokenizers import hf_tokenizer, pretokenizers, tiktoken, vocab
+from quantkit.tokenizers.tokenizer import Tokenizer
 from tests.archs.checkpoints import HARD, TEXT, byte_level, sentencepiece, write_tokenizer
 
 # Expressions as the makers' tokenizer.json have them; written out, not taken from the table under test.

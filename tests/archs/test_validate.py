@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from quantkit import archs
-from quantkit.archs import validate
+from quantkit.archs.common import validate
 from quantkit.cli import main
 from quantkit.errors import FormatError, UnsupportedError
-from quantkit.files import gguf
+from quantkit.formats import gguf
 from tests.archs.files import changed, reshaped, written
 
 NAN, INF = float("nan"), float("inf")

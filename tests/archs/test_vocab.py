@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import tokenizers
 
-from quantkit.archs import hf_tokenizer, pretokenizers, vocab
-from quantkit.archs.hf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
+from quantkit.tokenizers import hf_tokenizer, pretokenizers, vocab
+from quantkit.tokenizers.hf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 from tests.archs.checkpoints import HARD, TEXT, byte_level, sentencepiece, write_tokenizer
 
 

@@ -14,7 +14,8 @@ import pytest
 from quantkit import types
 from quantkit.cli import main
 from quantkit.errors import QuantkitError
-from quantkit.files import gguf, header, imatrix
+from quantkit.formats import gguf, imatrix
+from quantkit.formats.gguf import header
 from quantkit.recipe import Options
 
 EMBD, FF = 256, 512

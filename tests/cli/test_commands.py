@@ -10,7 +10,7 @@ import pytest
 
 from quantkit import types
 from quantkit.cli import main
-from quantkit.files.gguf import TensorSpec, Writer
+from quantkit.formats.gguf import TensorSpec, Writer
 
 
 def write(path: Path, x: np.ndarray, kind: str, name: str = "a.weight", **metadata: object) -> Path:

@@ -92,14 +92,14 @@ def test_a_gpu_without_a_driver(
     tmp_path: Path,
 ) -> None:
     from quantkit.errors import UnsupportedError
-    from quantkit.runtime import cuda_worker
+    from quantkit.runtime.cuda import gpu_worker
     from quantkit.runtime.kernels.cuda import driver
 
     def missing() -> None:
         raise UnsupportedError(f"no CUDA GPU: the NVIDIA driver is not installed; {driver.REMEDY}")
 
     monkeypatch.setattr(driver, "library", missing)
-    cuda_worker.gpu.cache_clear()
+    gpu_worker.gpu.cache_clear()
     text = tmp_path / "text"
     text.write_text("once upon a time " * 200)
     others = {"generate": ["-p", "a"], "imatrix": ["-f", text, "-o", tmp_path / "out"], "perplexity": ["-f", text],

@@ -9,8 +9,8 @@ import pytest
 
 from quantkit import types
 from quantkit.cli import main
-from quantkit.files import gguf, imatrix
-from quantkit.files.gguf import Metadata, TensorSpec, Writer
+from quantkit.formats import gguf, imatrix
+from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 
 
 def make(path, kind="q8_0", **keys):

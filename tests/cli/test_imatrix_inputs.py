@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from quantkit import types
-from quantkit.files import gguf, imatrix
-from quantkit.files.imatrix import Entry, Imatrix
+from quantkit.formats import gguf, imatrix
+from quantkit.formats.imatrix import Entry, Imatrix
 from tests.cli.running import printed, refused
 
 NAMES = ("blk.0.ffn_up.weight", "blk.0.ffn_down.weight")

@@ -7,7 +7,7 @@ import json
 import numpy as np
 
 from quantkit.cli import main
-from quantkit.files.gguf import Metadata, TensorSpec, Writer
+from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 
 
 def make(path):

@@ -11,8 +11,8 @@ import pytest
 
 import quantkit
 from quantkit import types
-from quantkit.files import imatrix
-from quantkit.files.gguf import TensorSpec, Writer
+from quantkit.formats import imatrix
+from quantkit.formats.gguf import TensorSpec, Writer
 from tests.cli.running import printed, refused
 from tests.recipe.configs import LLAMA_8B, QWEN3_30B
 

@@ -10,8 +10,8 @@ import typer
 
 from quantkit.cli import main
 from quantkit.cli._positional import default_out, read
-from quantkit.files import gguf
-from quantkit.files.gguf import Metadata, TensorSpec, Writer
+from quantkit.formats import gguf
+from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 from tests.cli.running import refused
 
 

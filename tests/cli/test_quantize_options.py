@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from quantkit.cli import main
-from quantkit.files import gguf, imatrix
-from quantkit.files.gguf import Metadata, TensorSpec, Writer
+from quantkit.formats import gguf, imatrix
+from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 
 
 @pytest.fixture

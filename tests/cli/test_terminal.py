@@ -17,7 +17,7 @@ from quantkit.cli import main
 from quantkit.cli._card import card
 from quantkit.cli._shared import print_json, table
 from quantkit.cli._terminal import showing_controls, visible
-from quantkit.files import gguf
+from quantkit.formats import gguf
 
 ESCAPE = "\x1b]0;title\x07\x1b[2K\x9b31m\x7f\u202egnp\u2066"
 STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit import jit
+from quantkit.codegen import jit
 from quantkit.errors import QuantkitError
 from quantkit.runtime.model import load
 from tests.cli.running import refused

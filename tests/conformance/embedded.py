@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from quantkit import types
-from quantkit.files import gguf
-from quantkit.files.gguf_writer import TensorSpec, Writer
+from quantkit.formats import gguf
+from quantkit.formats.gguf.writer import TensorSpec, Writer
 
 WIDE, Q_HEADS, KV_HEADS = 768, 12, 4
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from quantkit import types
-from quantkit.files import gguf
+from quantkit.formats import gguf
 
 
 def rewrite(source: Path, target: Path, name: str, decide: Callable[[gguf.Tensor], bool]) -> Path:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from quantkit.errors import DataError, FormatError
-from quantkit.evaluate import bounded, kld
-from quantkit.files import qkld
-from quantkit.files.kld import BaseWriter, file_bytes
+from quantkit.evaluate import bounded, divergence
+from quantkit.formats.kld import bounded_file
+from quantkit.formats.kld.base_file import BaseWriter, file_bytes
 from tests.evaluate.fake import FakeModel
 
 
@@ -39,9 +39,9 @@ def packed(tmp_path, logits, targets, **options):
     n_ctx = 2 * len(logits) + 2
     tokens = np.zeros((1, n_ctx), np.int32)
     tokens[0, n_ctx // 2 + 1 :] = targets
-    with qkld.BoundedWriter(tmp_path / "x.qkld", tokens, logits.shape[1], **options) as writer:
+    with bounded_file.BoundedWriter(tmp_path / "x.qkld", tokens, logits.shape[1], **options) as writer:
         writer.write(logits)
-    return qkld.BoundedReader(tmp_path / "x.qkld")
+    return bounded_file.BoundedReader(tmp_path / "x.qkld")
 
 
 @pytest.mark.parametrize(("n", "rows", "spread"), [(7, 40, 3), (5003, 12, 0.0), (5003, 12, 6.0), (30001, 6, None)])
@@ -54,8 +54,8 @@ def test_the_exact_divergence_is_within_the_bound(rng, tmp_path, n, rows, spread
     others = [base + rng.standard_normal(base.shape) * noise for noise in (0, 0.03, 0.2, 1.0)]
     for candidate in [*others, uneven, rng.standard_normal(base.shape) * 9, -base]:
         logits = candidate.astype(np.float32)
-        found, truth = kld.compare_rows(logits, stored, targets), exact(base, logits)
-        whole = kld.Divergence(*found)
+        found, truth = divergence.compare_rows(logits, stored, targets), exact(base, logits)
+        whole = divergence.Divergence(*found)
         assert abs(found.kld.mean() - truth.mean()) <= whole.bound
         low, high = whole.limits
         assert low <= truth.mean() <= high
@@ -71,7 +71,9 @@ def test_the_dice_are_fair_and_the_doubts_are_of_their_size(rng):
     targets, truth = np.zeros(4, int), exact(base, candidate)
     apart, variances = [], []
     for seed in range(300):
-        values, doubts, _ = bounded.compare_rows(candidate, qkld.encode_rows(base, targets, 2.0**-11, seed), targets)
+        values, doubts, _ = bounded.compare_rows(
+            candidate, bounded_file.encode_rows(base, targets, 2.0**-11, seed), targets
+        )
         apart.append(values[:, 2] - truth)
         variances.append(doubts[:, 0] + doubts[:, 1])
     stray = np.std(apart, axis=0)
@@ -83,16 +85,16 @@ def test_the_dice_are_fair_and_the_doubts_are_of_their_size(rng):
 
 def test_what_is_stored_says_where_each_probability_lies(rng):
     base = language_like(rng, 3, 4001)
-    rows = qkld.encode_rows(base, np.zeros(3, int), 2.0**-12)
+    rows = bounded_file.encode_rows(base, np.zeros(3, int), 2.0**-12)
     log_p = base - np.log(np.exp(base.astype(float)).sum(1, keepdims=True))
-    value, low, high, apart = bounded._table(rows.step)[:, np.minimum(rows.classes, qkld.LARGE - 1)]
-    kept = (rows.classes > 0) & (rows.classes < qkld.LARGE)
-    assert set(np.unique(rows.classes)) >= {0, 1, 161, qkld.LARGE}
+    value, low, high, apart = bounded._table(rows.step)[:, np.minimum(rows.classes, bounded_file.LARGE - 1)]
+    kept = (rows.classes > 0) & (rows.classes < bounded_file.LARGE)
+    assert set(np.unique(rows.classes)) >= {0, 1, 161, bounded_file.LARGE}
     assert (low[kept] - 1e-6 <= log_p[kept]).all()
     assert (log_p[kept] <= high[kept] + 1e-6).all()
     assert (np.abs(value - np.exp(log_p))[kept] <= apart[kept]).all()
     assert np.exp(log_p)[rows.classes == 0].max() < rows.step
-    np.testing.assert_allclose(rows.large, np.exp(log_p)[rows.classes == qkld.LARGE], rtol=1e-6)
+    np.testing.assert_allclose(rows.large, np.exp(log_p)[rows.classes == bounded_file.LARGE], rtol=1e-6)
     assert len(set(rows.kept)) > 1  # each token its own k
 
 
@@ -102,9 +104,9 @@ def test_a_finer_bound_can_be_asked_for(rng, tmp_path):
     for target in (1e-1, 1e-2, 1e-3):
         reader = packed(tmp_path, base, np.zeros(8, int), target=target)
         candidate = (base + rng.standard_normal(base.shape)).astype("f4")
-        found = kld.compare_rows(candidate, reader.chunk(0), np.zeros(8, int))
+        found = divergence.compare_rows(candidate, reader.chunk(0), np.zeros(8, int))
         sizes.append(reader.path.stat().st_size)
-        bounds.append(kld.Divergence(*found).bound)
+        bounds.append(divergence.Divergence(*found).bound)
         assert bounds[-1] < 3 * target
     assert sizes == sorted(sizes)
     assert bounds == sorted(bounds, reverse=True)
@@ -119,8 +121,8 @@ def test_of_a_large_vocabulary_it_is_a_twentieth(rng, tmp_path, like):
     assert reader.ratio == file_bytes(reader.n_ctx, n, 1) / reader.path.stat().st_size
     for noise in (0.02, 0.2, 0.8):
         candidate = (base + rng.standard_normal(base.shape) * noise).astype("f4")
-        found, truth = kld.compare_rows(candidate, reader.chunk(0), np.zeros(rows, int)), exact(base, candidate)
-        whole = kld.Divergence(*found)
+        found, truth = divergence.compare_rows(candidate, reader.chunk(0), np.zeros(rows, int)), exact(base, candidate)
+        whole = divergence.Divergence(*found)
         assert abs(whole.mean_kld.value - truth.mean()) <= whole.bound
         assert abs(whole.mean_kld.value - truth.mean()) < 0.02 * truth.mean() + 1e-4  # far better than that
 
@@ -130,13 +132,15 @@ def test_a_model_is_read_against_it(rng, tmp_path):
     tokens = rng.integers(0, 31, (3, 64)).astype(np.int32)
     logits = reference.hidden_sequences(tokens, slice(32, 63))
     for name in ("x.kld", "x.qkld"):
-        with kld.base_writer(tmp_path / name, tokens, 31) as writer:
+        with divergence.base_writer(tmp_path / name, tokens, 31) as writer:
             for chunk in logits:
                 writer.write(chunk)
-    plain, small = (kld.divergence(candidate, kld.base_reader(tmp_path / name)) for name in ("x.kld", "x.qkld"))
+    plain, small = (
+        divergence.divergence(candidate, divergence.base_reader(tmp_path / name)) for name in ("x.kld", "x.qkld")
+    )
     assert plain.bound == 0
     assert abs(small.mean_kld.value - plain.mean_kld.value) < small.bound + 1e-4
-    assert "Bound of KLD" in kld.report(small)
+    assert "Bound of KLD" in divergence.report(small)
     np.testing.assert_array_equal(small.same_top, plain.same_top)
     assert len(small.first(31).doubts) == 31
 
@@ -145,21 +149,21 @@ def test_damage_is_named_with_its_place(rng, tmp_path):
     base = language_like(rng, 5, 301)
     path = packed(tmp_path, base, np.zeros(5, int), note={"model": "m.gguf"}).path
     data = path.read_bytes()
-    assert qkld.BoundedReader(path).note == {"model": "m.gguf"}
+    assert bounded_file.BoundedReader(path).note == {"model": "m.gguf"}
     path.write_bytes(data[:30] + bytes([data[30] ^ 1]) + data[31:])
     with pytest.raises(FormatError, match=r"x\.qkld: chunk 0, offset 16: .* do not have their checksum"):
-        qkld.BoundedReader(path).chunk(0)
+        bounded_file.BoundedReader(path).chunk(0)
     path.write_bytes(data[:-40] + data[-39:] + b"!")
     with pytest.raises(FormatError, match="the index does not have its checksum"):
-        qkld.BoundedReader(path)
+        bounded_file.BoundedReader(path)
     for short in (data[:12], data[: len(data) // 2], b"QKLDv1\0\0" + data[8:]):
         path.write_bytes(short)
         with pytest.raises(FormatError, match=r"truncated|begins with"):
-            qkld.BoundedReader(path)
+            bounded_file.BoundedReader(path)
 
 
 def test_nothing_appears_when_chunks_are_missing_or_wrong(tmp_path):
-    writer = qkld.BoundedWriter(tmp_path / "x.qkld", np.zeros((2, 8), np.int32), 50)
+    writer = bounded_file.BoundedWriter(tmp_path / "x.qkld", np.zeros((2, 8), np.int32), 50)
     with pytest.raises(DataError, match="0 chunks written, 2 announced"), writer:
         pass
     with pytest.raises(DataError, match="expected logits"), writer:
@@ -167,7 +171,7 @@ def test_nothing_appears_when_chunks_are_missing_or_wrong(tmp_path):
     with pytest.raises(DataError, match="NaN or Inf"), writer:
         writer.write(np.full((3, 50), np.nan, np.float32))
     with pytest.raises(DataError, match="must be larger than 0"):
-        qkld.BoundedWriter(tmp_path / "x.qkld", np.zeros((2, 8), np.int32), 50, target=0)
+        bounded_file.BoundedWriter(tmp_path / "x.qkld", np.zeros((2, 8), np.int32), 50, target=0)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -186,10 +190,10 @@ def rebuilt(path, streams=None, **index):
     for i, changed in (streams or {}).items():
         parts[i] = changed(zlib.decompress(parts[i]))
     chunk = struct.pack("<7I", *map(len, parts)) + b"".join(parts)
-    about["chunks"][0] = 16, len(chunk), qkld.digest(chunk)
+    about["chunks"][0] = 16, len(chunk), bounded_file.digest(chunk)
     packed_index = zlib.compress(json.dumps(about | index).encode())
     head = data[:8] + struct.pack("<Q", 16 + len(chunk))
-    path.write_bytes(head + chunk + packed_index + bytes.fromhex(qkld.digest(packed_index)))
+    path.write_bytes(head + chunk + packed_index + bytes.fromhex(bounded_file.digest(packed_index)))
     return path
 
 
@@ -200,8 +204,8 @@ def small(rng, tmp_path):
 
 
 def test_a_file_put_together_anew_is_read(small):
-    before = qkld.BoundedReader(small).chunk(0)
-    after = qkld.BoundedReader(rebuilt(small)).chunk(0)
+    before = bounded_file.BoundedReader(small).chunk(0)
+    after = bounded_file.BoundedReader(rebuilt(small)).chunk(0)
     np.testing.assert_array_equal(after.classes, before.classes)
 
 
@@ -215,7 +219,7 @@ def test_streams_hold_what_is_announced_and_nothing_else(small, stream, change):
         "rest": lambda data: zlib.compress(data) + b"more",
         "cut": lambda data: zlib.compress(data)[:-2],
     }
-    reader = qkld.BoundedReader(rebuilt(small, {stream: changes[change]}))
+    reader = bounded_file.BoundedReader(rebuilt(small, {stream: changes[change]}))
     tracemalloc.start()
     try:
         with pytest.raises(FormatError, match="chunk 0"):
@@ -229,9 +233,9 @@ def test_an_index_is_not_expanded_without_limit(small):
     data = small.read_bytes()
     (place,) = struct.unpack("<Q", data[8:16])
     index = zlib.compress(b" " * (100 << 20))
-    small.write_bytes(data[:place] + index + bytes.fromhex(qkld.digest(index)))
+    small.write_bytes(data[:place] + index + bytes.fromhex(bounded_file.digest(index)))
     with pytest.raises(FormatError, match="a stream that does not end"):
-        qkld.BoundedReader(small)
+        bounded_file.BoundedReader(small)
 
 
 def test_a_deep_index_is_an_error(small):
@@ -239,7 +243,7 @@ def test_a_deep_index_is_an_error(small):
     for _ in range(200):
         deep = [deep]
     with pytest.raises(FormatError, match="nested deeper than 64"):
-        qkld.BoundedReader(rebuilt(small, note={"made by": deep}))
+        bounded_file.BoundedReader(rebuilt(small, note={"made by": deep}))
 
 
 @pytest.mark.parametrize(
@@ -260,16 +264,16 @@ def test_a_deep_index_is_an_error(small):
 )
 def test_an_index_that_contradicts_itself_is_an_error(small, index):
     with pytest.raises(FormatError, match="the index is not one of a bounded base"):
-        qkld.BoundedReader(rebuilt(small, **index))
+        bounded_file.BoundedReader(rebuilt(small, **index))
 
 
 def test_a_target_beyond_the_vocabulary_is_refused(rng, tmp_path):
     logits = language_like(rng, 6, 500)
     for targets in (np.full(6, 500), np.full(6, -1), np.zeros(5, int), np.zeros(6)):
         with pytest.raises(DataError, match="targets"):
-            qkld.encode_rows(logits, targets, 2.0**-11)
+            bounded_file.encode_rows(logits, targets, 2.0**-11)
     for tokens, n_vocab in ((np.full((1, 14), 500), 500), (np.full((1, 14), -1), 500), (np.zeros((1, 14), int), 1)):
         with pytest.raises(DataError, match="vocabulary"):
-            qkld.BoundedWriter(tmp_path / "y.qkld", tokens, n_vocab)
+            bounded_file.BoundedWriter(tmp_path / "y.qkld", tokens, n_vocab)
         with pytest.raises(DataError, match="vocabulary"):
             BaseWriter(tmp_path / "y.kld", tokens, n_vocab)

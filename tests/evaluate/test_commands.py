@@ -13,8 +13,8 @@ import pytest
 import quantkit
 from quantkit import cli
 from quantkit.cli._shared import print_json
-from quantkit.files import imatrix
-from quantkit.files.kld import BaseReader, BaseWriter
+from quantkit.formats import imatrix
+from quantkit.formats.kld.base_file import BaseReader, BaseWriter
 
 
 @pytest.fixture

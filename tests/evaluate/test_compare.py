@@ -11,10 +11,10 @@ import pytest
 
 from quantkit import types
 from quantkit.errors import QuantkitError
-from quantkit.evaluate import compare, html, plots
+from quantkit.evaluate import compare, html_report, plots
 from quantkit.evaluate.bench import Case, Speed
-from quantkit.evaluate.layers import Added
-from quantkit.files.gguf import Metadata, TensorSpec, Writer
+from quantkit.evaluate.layer_errors import Added
+from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 from tests.evaluate import browser
 from tests.evaluate.fake import FakeModel
 
@@ -183,7 +183,7 @@ class Page(HTMLParser):
 
 def test_report_is_one_file_that_loads_nothing(compared):
     added = {"near": [Added("blk.0.attn_q.weight", 0, "q8_0", 0.01, 0.2), Added("blk.1.<b>", 1, "q8_0", 0.02, 0.8)]}
-    text = html.page(compared, {"n_ctx": 32, "cpu": "<x>"}, added)
+    text = html_report.page(compared, {"n_ctx": 32, "cpu": "<x>"}, added)
     page = Page()
     page.feed(text)
     assert not page.open
@@ -221,7 +221,7 @@ def test_the_browser_s_ears(chromium, tmp_path):
 def test_a_browser_shows_the_report_quietly(chromium, compared: compare.Comparison, tmp_path, width):
     added = {"near": [Added(f"blk.{i}.attn_q.weight", i, "q8_0", 0.01 + i, 0.2) for i in range(4)]}
     path = tmp_path / "report.html"
-    path.write_text(html.page(compared, {"n_ctx": 32, "cpu": "a long name of a processor " * 8}, added))
+    path.write_text(html_report.page(compared, {"n_ctx": 32, "cpu": "a long name of a processor " * 8}, added))
     seen = chromium.open(path, width)
     assert seen.requests == [path.resolve().as_uri(), "data:,"][: len(seen.requests)]
     assert seen.messages == []

@@ -14,12 +14,12 @@ import subprocess
 import numpy as np
 import pytest
 
-from quantkit.evaluate import imatrix, kld
+from quantkit.evaluate import collect_imatrix, divergence
 from quantkit.evaluate.perplexity import perplexity
 from quantkit.evaluate.text import chunked
-from quantkit.files import gguf
-from quantkit.files import imatrix as files
-from quantkit.files.kld import BaseReader
+from quantkit.formats import gguf
+from quantkit.formats import imatrix as files
+from quantkit.formats.kld.base_file import BaseReader
 from quantkit.runtime.model import load
 
 
@@ -28,7 +28,7 @@ def collected(golden, f16_model):
     """Importance matrix, perplexity, and its running values."""
     model = load(f16_model)
     running: list[float] = []
-    found, ppl = imatrix.collect(
+    found, ppl = collect_imatrix.collect(
         model, chunked(model.tokenizer, golden / "eval.txt"), on_chunk=lambda i, p, c: running.append(p.value)
     )
     return found, ppl, running
@@ -68,7 +68,7 @@ def test_the_reference_quantizes_alike_with_our_matrix_and_golden_s(golden, f16_
 
 
 def test_the_same_model_read_against_golden_s_base(golden, f16_model):
-    found = kld.divergence(load(f16_model), BaseReader(golden / "smollm2-135m-f16.c64.kld"))
+    found = divergence.divergence(load(f16_model), BaseReader(golden / "smollm2-135m-f16.c64.kld"))
     assert abs(found.ppl_base.value - 30.5198) < 6e-4  # a code's rounding, 31 times
     assert abs(found.ppl.value / 30.5198 - 1) < 1e-3
     assert abs(found.mean_kld.value) < 1e-4
@@ -76,7 +76,7 @@ def test_the_same_model_read_against_golden_s_base(golden, f16_model):
 
 
 def test_q8_0_diverges_less_than_in_the_reference(golden, q8_0_model):
-    found = kld.divergence(load(q8_0_model), BaseReader(golden / "smollm2-135m-f16.c64.kld"))
+    found = divergence.divergence(load(q8_0_model), BaseReader(golden / "smollm2-135m-f16.c64.kld"))
     assert 0 < found.mean_kld.value < 0.00375  # what the reference's own kernels make of the same weights
     assert abs(found.ppl.value / 30.7851 - 1) < 0.02
     assert found.top_agreement.value >= 0.96774

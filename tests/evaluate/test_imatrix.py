@@ -17,16 +17,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quantkit import cli, quantize, recipe
+from quantkit import cli, recipe
 from quantkit.errors import DataError, FormatError
-from quantkit.evaluate import imatrix as collecting
+from quantkit.evaluate import collect_imatrix as collecting
 from quantkit.evaluate import text as text_of
 from quantkit.evaluate.coverage import coverage, parted
-from quantkit.files import gguf, imatrix
-from quantkit.files.imatrix import Entry, Imatrix
-from quantkit.runtime import experts
+from quantkit.formats import gguf, imatrix
+from quantkit.formats.imatrix import Entry, Imatrix
+from quantkit.pipelines import quantize
+from quantkit.runtime.blocks import experts
 from quantkit.runtime.model import load
-from quantkit.runtime.tokenizer import Tokenizer
+from quantkit.tokenizers.tokenizer import Tokenizer
 from tests.evaluate.fake import FakeModel
 from tests.runtime.conftest import random_model
 from tests.runtime.test_experts import moe  # noqa: F401

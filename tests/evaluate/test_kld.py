@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from quantkit.evaluate import kld
+from quantkit.evaluate import divergence
 from quantkit.evaluate.statistics import at_share
-from quantkit.files.kld import encode_rows
+from quantkit.formats.kld.base_file import encode_rows
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:
@@ -27,7 +27,7 @@ def rows(rng):
 
 def test_rows_follow_the_definition(rows):
     model, base, targets = rows
-    found = kld.compare_rows(model, base, targets)
+    found = divergence.compare_rows(model, base, targets)
     log_q, log_b = log_softmax(model), base.log_probs().astype(np.float64)
     at = np.arange(len(targets))
     np.testing.assert_allclose(found.nll, -log_q[at, targets], rtol=1e-5)
@@ -42,13 +42,13 @@ def test_tokens_below_the_floor_do_not_count():
     base[0, 3] = -17
     model = base.copy()
     model[0, 3] = -60
-    found = kld.compare_rows(model, encode_rows(base), [0])
+    found = divergence.compare_rows(model, encode_rows(base), [0])
     assert abs(found.kld[0]) < 1e-5
 
 
 def test_a_model_against_itself_is_zero(rng):
     logits = (rng.standard_normal((20, 999)) * 4).astype(np.float32)
-    found = kld.compare_rows(logits, encode_rows(logits), np.zeros(20, int))
+    found = divergence.compare_rows(logits, encode_rows(logits), np.zeros(20, int))
     assert np.abs(found.kld).max() < 2e-4
     assert abs(found.kld.mean()) < 1e-4
     assert found.same_top.all()
@@ -57,16 +57,16 @@ def test_a_model_against_itself_is_zero(rng):
 def test_first_of_equals_is_the_top():
     model = np.array([[0, 5, 5, 1]], np.float32)
     base = encode_rows(np.array([[0, 7, 7, 1]], np.float32))
-    assert kld.compare_rows(model, base, [0]).same_top[0]
+    assert divergence.compare_rows(model, base, [0]).same_top[0]
     later = encode_rows(np.array([[0, 6, 7, 1]], np.float32))
-    assert not kld.compare_rows(model, later, [0]).same_top[0]
+    assert not divergence.compare_rows(model, later, [0]).same_top[0]
 
 
 @pytest.fixture
 def result(rng):
     nll_base = rng.gamma(2, 1, 500)
     nll = nll_base + rng.standard_normal(500) * 0.05 + 0.01
-    return kld.Divergence(nll, nll_base, rng.gamma(1, 0.01, 500), rng.random(500) < 0.9)
+    return divergence.Divergence(nll, nll_base, rng.gamma(1, 0.01, 500), rng.random(500) < 0.9)
 
 
 def test_statistics(result):
@@ -93,9 +93,9 @@ def test_statistics(result):
 
 
 def test_few_positions_have_no_error(result):
-    assert kld.mean_error(result.nll[:10]) == 0
-    assert kld.mean_error(result.nll[:11]) > 0
-    assert kld.mean_covariance(result.nll[:9], result.nll_base[:9]) == 0
+    assert divergence.mean_error(result.nll[:10]) == 0
+    assert divergence.mean_error(result.nll[:11]) > 0
+    assert divergence.mean_covariance(result.nll[:9], result.nll_base[:9]) == 0
 
 
 def test_percentile_interpolates():
@@ -107,11 +107,11 @@ def test_percentile_interpolates():
 
 
 def test_printed_form(result):
-    line = kld.chunk_line(7, result)
+    line = divergence.chunk_line(7, result)
     assert line.startswith("   7    ")
     assert line.count("±") == 5
     assert f"{result.ppl.value:9.4f} ± {result.ppl.error:9.4f}" in line
-    text = kld.report(result)
+    text = divergence.report(result)
     labels = ["Mean PPL(Q)", "Mean PPL(base)", "Cor(ln(PPL(Q)), ln(PPL(base)))", "Mean ln(PPL(Q)/PPL(base))",
               "Mean PPL(Q)/PPL(base)", "Mean PPL(Q)-PPL(base)", "Mean    KLD:", "Maximum KLD:", "99.9%   KLD:",
               "99.0%   KLD:", "95.0%   KLD:", "90.0%   KLD:", "Median  KLD:", "10.0%   KLD:", " 5.0%   KLD:",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quantkit.evaluate.layers import compare_layers
-from quantkit.files import gguf
+from quantkit.evaluate.layer_errors import compare_layers
+from quantkit.formats import gguf
 from quantkit.runtime.model import load
 from tests.evaluate.conftest import rewrite
 

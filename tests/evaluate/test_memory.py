@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from quantkit.evaluate import compare
-from quantkit.files import gguf, header
+from quantkit.formats import gguf
+from quantkit.formats.gguf import header
 from quantkit.runtime import model as runtime
 from tests.evaluate import test_imatrix
 from tests.runtime.conftest import rewrite

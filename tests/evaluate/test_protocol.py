@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from quantkit.errors import DataError, QuantkitError
-from quantkit.evaluate import imatrix, kld, perplexity, text
-from quantkit.files.kld import BaseReader, BaseWriter
+from quantkit.evaluate import collect_imatrix, divergence, perplexity, text
+from quantkit.formats.kld.base_file import BaseReader, BaseWriter
 from tests.evaluate.fake import FakeModel, FakeTokenizer
 
 N_CTX = 16
@@ -92,12 +92,12 @@ def test_base_and_divergence(letters, tmp_path):
     base = BaseReader(path)
     assert np.array_equal(base.tokens, chunks.tokens)  # not the BOS
     seen = []
-    found = kld.divergence(model, base, on_chunk=lambda i, d: seen.append((i, len(d))))
+    found = divergence.divergence(model, base, on_chunk=lambda i, d: seen.append((i, len(d))))
     assert seen == [(i + 1, 7 * (i + 1)) for i in range(8)]
     assert found.ppl_base.value == pytest.approx(base_ppl.value, rel=1e-4)
     assert found.ppl.value == pytest.approx(perplexity.perplexity(model, chunks).value, rel=1e-6)
     assert 0 < found.mean_kld.value < 0.1
-    same = kld.divergence(base_model, base)
+    same = divergence.divergence(base_model, base)
     assert abs(same.mean_kld.value) < 1e-4
     assert same.top_agreement.value == 1
 
@@ -108,7 +108,7 @@ def test_a_base_of_another_vocabulary_is_an_error(letters, tmp_path):
     with BaseWriter(tmp_path / "base.kld", chunks.tokens, model.vocab_size) as writer:
         perplexity.perplexity(model, chunks, base=writer)
     with pytest.raises(DataError, match="vocabulary of 31, the model has 40"):
-        kld.divergence(FakeModel(vocab=40), BaseReader(tmp_path / "base.kld"))
+        divergence.divergence(FakeModel(vocab=40), BaseReader(tmp_path / "base.kld"))
 
 
 @pytest.mark.parametrize("n_batch", [16, 2048])
@@ -116,7 +116,7 @@ def test_a_base_of_another_vocabulary_is_an_error(letters, tmp_path):
 def test_importance_is_the_mean_square_of_what_enters(letters, n_batch, process_output):
     model = FakeModel(adds_bos=True)
     chunks = text.chunked(model.tokenizer, letters, N_CTX)
-    found, _ = imatrix.collect(model, chunks, process_output=process_output, n_batch=n_batch)
+    found, _ = collect_imatrix.collect(model, chunks, process_output=process_output, n_batch=n_batch)
     x = model.table[chunks.inputs] + 0.01 * np.arange(N_CTX)[None, :, None]
     mean_square = (x.reshape(-1, 31).astype(np.float64) ** 2).mean(axis=0)
     expected = {"blk.0.ffn_up.weight": mean_square[:8], "blk.0.ffn_down.weight": mean_square}
@@ -135,10 +135,12 @@ def test_importance_with_and_without_perplexity(letters):
     model = FakeModel()
     chunks = text.chunked(model.tokenizer, letters, N_CTX)
     values = []
-    with_it, ppl = imatrix.collect(model, chunks, on_chunk=lambda i, p, c: values.append(p.value))
+    with_it, ppl = collect_imatrix.collect(model, chunks, on_chunk=lambda i, p, c: values.append(p.value))
     assert ppl is not None
     assert values[-1] == ppl.value == pytest.approx(perplexity.perplexity(model, chunks).value)
-    without, no_ppl = imatrix.collect(model, chunks, with_perplexity=False, on_chunk=lambda i, p, c: values.append(p))
+    without, no_ppl = collect_imatrix.collect(
+        model, chunks, with_perplexity=False, on_chunk=lambda i, p, c: values.append(p)
+    )
     assert values[-1] is no_ppl is None
     for name, entry in with_it.entries.items():
         np.testing.assert_array_equal(entry.values, without[name].values)
@@ -149,5 +151,5 @@ def test_nan_entering_a_weight_names_it(letters):
     chunks = text.chunked(model.tokenizer, letters, N_CTX)
     model.table[chunks.tokens[0, 5], 3] = np.nan
     with pytest.raises(DataError, match=r"blk.0.ffn_up.weight: NaN or Inf entered it within 8 chunks"):
-        imatrix.collect(model, chunks)
+        collect_imatrix.collect(model, chunks)
     assert model.observer is None

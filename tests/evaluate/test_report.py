@@ -8,8 +8,8 @@ import struct
 import numpy as np
 import pytest
 
-from quantkit.evaluate import kld
-from quantkit.files.kld import BaseReader, BaseWriter
+from quantkit.evaluate import divergence
+from quantkit.formats.kld.base_file import BaseReader, BaseWriter
 from tests.evaluate.fake import FakeModel
 
 N_CTX, VOCAB, CHUNKS = 64, 31, 5
@@ -107,5 +107,5 @@ def test_every_line_is_a_plain_implementation_s(rng, tmp_path, noise):
     with BaseWriter(path, tokens, VOCAB) as writer:
         for chunk in tokens:
             writer.write(reference.hidden_sequences(chunk[None], slice(N_CTX // 2, N_CTX - 1))[0])
-    found = kld.divergence(candidate, BaseReader(path))
-    assert kld.report(found).split("\n") == plain_report(plain_rows(path.read_bytes(), candidate))
+    found = divergence.divergence(candidate, BaseReader(path))
+    assert divergence.report(found).split("\n") == plain_report(plain_rows(path.read_bytes(), candidate))

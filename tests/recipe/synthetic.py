@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from quantkit import types
-from quantkit.files.gguf import Metadata, TensorSpec, Writer
+from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 
 COLUMNS, HEADS, FFN, VOCABULARY = 256, 8, 256, 64
 

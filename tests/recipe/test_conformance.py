@@ -12,7 +12,7 @@ import pytest
 import quantkit
 from quantkit import recipe, types
 from quantkit.errors import DataError
-from quantkit.files import imatrix
+from quantkit.formats import imatrix
 from quantkit.recipe.presets import file_types
 from tests.conformance.ggml import QUANTIZE_TOOL
 from tests.recipe.synthetic import Shape

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quantkit.archs.common.shapes import Listed
 from quantkit.archs.deepseek2 import in_layout
-from quantkit.archs.shapes import Listed
-from quantkit.files import imatrix
-from quantkit.files.gguf import TensorSpec, Writer
+from quantkit.formats import imatrix
+from quantkit.formats.gguf import TensorSpec, Writer
 from quantkit.recipe import parse
 from quantkit.recipe.models import from_config
 from tests.archs.test_listed import GLM, QWEN35, QWEN35_MOE

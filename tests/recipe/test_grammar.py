@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from quantkit import types
 from quantkit.errors import QuantkitError, UnknownNameError
-from quantkit.files.gguf import TensorSpec, Writer
+from quantkit.formats.gguf import TensorSpec, Writer
 from quantkit.recipe import Recipe, RecipeError, Rule, find, layers, parse, plan, shipped
 from quantkit.recipe.ecmascript import compile_pattern
 from quantkit.recipe.forms import pinned, printed, thireus
 
-COOKS = r"""
+WRITTEN = r"""
 # IQ2_K_R4 mix
 # for one GPU
 
@@ -27,8 +27,8 @@ blk\.\d+\.ffn_(gate|up)_exps\.weight=IQ2_K_R4
 """
 
 
-def test_a_file_as_cooks_write_it() -> None:
-    made = parse(COOKS)
+def test_a_file_as_users_write_it() -> None:
+    made = parse(WRITTEN)
     assert [str(rule) for rule in made.rules] == [
         r"blk\.\d+\.ffn_down_exps\.weight=iq3_k_r4",
         r"blk\.\d+\.ffn_(gate|up)_exps\.weight=iq2_k_r4",
@@ -272,7 +272,7 @@ THIREUS = r"""## Quant mix recipe created using a tool suite
 """
 
 
-@pytest.mark.parametrize("text", [NAMED, COOKS, THIREUS, *(str(find(name)) for name in shipped())])
+@pytest.mark.parametrize("text", [NAMED, WRITTEN, THIREUS, *(str(find(name)) for name in shipped())])
 def test_every_form_is_read_back(text: str) -> None:
     made = parse(text)
     assert parse(str(made)) == made

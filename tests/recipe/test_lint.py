@@ -9,11 +9,11 @@ import pytest
 
 from quantkit import recipe
 from quantkit.archs import language_model
-from quantkit.budget import budget
-from quantkit.files.imatrix import Entry, Imatrix
+from quantkit.formats.imatrix import Entry, Imatrix
+from quantkit.placement.budget import budget
+from quantkit.placement.rules import parse_flags
 from quantkit.recipe import Options, Plan
 from quantkit.recipe.models import from_config
-from quantkit.runtime.placement import parse_flags
 from tests.recipe.configs import DEEPSEEK_V3, LLAMA_8B, QWEN3_30B, QWEN3_235B, QWEN35_27B
 
 SMALL_DEEPSEEK = DEEPSEEK_V3 | {"num_hidden_layers": 12}

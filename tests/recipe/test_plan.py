@@ -9,7 +9,7 @@ import pytest
 
 from quantkit import recipe, types
 from quantkit.errors import DataError, UnknownNameError, UnsupportedError
-from quantkit.files.imatrix import Entry, Imatrix
+from quantkit.formats.imatrix import Entry, Imatrix
 from quantkit.recipe import Options, RecipeError
 from quantkit.types import QuantType
 from tests.recipe.synthetic import Shape

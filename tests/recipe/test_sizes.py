@@ -19,11 +19,11 @@ import pytest
 from quantkit import archs, recipe, types
 from quantkit.archs import language_model
 from quantkit.archs.deepseek2 import in_layout
-from quantkit.budget import Cache, budget
 from quantkit.cli import main
+from quantkit.placement.budget import Cache, budget
+from quantkit.placement.rules import parse_flags
 from quantkit.recipe import Options, Plan, find, shipped
 from quantkit.recipe.models import from_config
-from quantkit.runtime.placement import parse_flags
 from tests.recipe import configs
 from tests.recipe.configs import DEEPSEEK_V3, QWEN35_27B
 

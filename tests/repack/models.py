@@ -10,9 +10,9 @@ import pytest
 
 import quantkit
 from quantkit import recipe
-from quantkit.files import imatrix
-from quantkit.files.gguf import GGUF, Metadata, TensorSpec, Writer
-from quantkit.quantize import quantize
+from quantkit.formats import imatrix
+from quantkit.formats.gguf import GGUF, Metadata, TensorSpec, Writer
+from quantkit.pipelines.quantize import quantize
 
 # Base types of everything the reference repacks, with the file type made of each; its build knows no MXFP4_R8, leaves
 # BF16 alone and breaks Q8_KV (spec/repack.md 11).

@@ -11,9 +11,9 @@ import pytest
 import quantkit
 from quantkit import recipe, types
 from quantkit.cli import main
-from quantkit.files import imatrix
-from quantkit.quantize import quantize
-from quantkit.repack_file import plan_repack, plan_unpack, write
+from quantkit.formats import imatrix
+from quantkit.pipelines.quantize import quantize
+from quantkit.pipelines.repack_file import plan_repack, plan_unpack, write
 from tests.conformance.embedded import embed
 from tests.repack.models import assert_same_tensors, importance, sliced
 
@@ -90,7 +90,7 @@ def test_what_vanishes_over_a_sub_block_does_no_harm(name: str, vanishing: str, 
 # ------------------------------------------------------------------------------------------- files beside the reference
 
 
-def references(source: Path, out: Path, *arguments: str) -> quantkit.files.gguf.GGUF:
+def references(source: Path, out: Path, *arguments: str) -> quantkit.formats.gguf.GGUF:
     """What llama-quantize makes of a file."""
     from tests.conformance.ggml import QUANTIZE_TOOL
 

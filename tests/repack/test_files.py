@@ -18,10 +18,10 @@ import quantkit
 from quantkit import cli, types
 from quantkit.cli import main
 from quantkit.errors import QuantkitError
-from quantkit.files.gguf import GGUF, Metadata, TensorSpec, Writer
+from quantkit.formats.gguf import GGUF, Metadata, TensorSpec, Writer
+from quantkit.pipelines.repack_file import plan_repack, plan_unpack, write
 from quantkit.recipe import file_types
 from quantkit.repack import interleaved_form
-from quantkit.repack_file import plan_repack, plan_unpack, write
 from tests.recipe.synthetic import Shape
 
 BIG = "blk.0.ffn_down_exps.weight"
@@ -162,7 +162,7 @@ def test_commands(source: GGUF, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def split_keys(path: Path) -> dict[str, tuple[int, str]]:
     """Of one shard: key -> value and kind."""
-    from quantkit.files.gguf import Shard
+    from quantkit.formats.gguf import Shard
 
     metadata = Shard(path).metadata
     return {key: (metadata[key], metadata.kind(key)) for key in metadata if key.startswith("split.")}

@@ -10,7 +10,7 @@ import pytest
 
 from quantkit import repack, types
 from quantkit.errors import DataError, UnsupportedError
-from quantkit.types.interleave import Field, Interleaved, Lines, Permutation, Slots, moves, packed
+from quantkit.types.families.interleave import Field, Interleaved, Lines, Permutation, Slots, moves, packed
 from tests.repack.layouts import CRCS, checksums, checksums_on, move_bits, spec_tensor
 
 OLD = {"q4_0_4x4", "q4_0_4x8", "q4_0_8x8"}  # undone, never made

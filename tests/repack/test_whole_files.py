@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import quantkit
-from quantkit.repack_file import plan_repack, plan_unpack, write
+from quantkit.pipelines.repack_file import plan_repack, plan_unpack, write
 from tests.conformance.embedded import embed
 from tests.repack.models import NARROW, WIDE, assert_same_tensors, quantized, reference_repack, sliced
 
@@ -62,7 +62,7 @@ def test_a_model(target: str, whole: tuple[Path, Path], tmp_path: Path) -> None:
 def test_a_mix_with_patterns(slices: tuple[Path, Path], tmp_path: Path) -> None:
     """The mix of Q4_K_M in 576 columns, where most falls back, with the reference's own idea of patterns."""
     from quantkit import recipe
-    from quantkit.quantize import quantize
+    from quantkit.pipelines.quantize import quantize
 
     f = quantkit.open(slices[0])
     plan = recipe.plan(f.tensors.values(), "Q4_K_M", metadata=f.metadata, options=recipe.Options(allow_requantize=True))

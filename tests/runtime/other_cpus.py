@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit import jit
+from quantkit.codegen import jit
 
 _AVX2 = "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe"
 CPUS = {  # code path -> LLVM's name of a CPU and its features

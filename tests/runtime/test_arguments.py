@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from quantkit.errors import DataError, QuantkitError
-from quantkit.files import gguf
-from quantkit.runtime.cache import Cache
+from quantkit.formats import gguf
+from quantkit.runtime.kv.cache import Cache
 from quantkit.runtime.model import Model, load
 from tests.runtime.conftest import EMBD, VOCAB, random_model
 
@@ -143,7 +143,7 @@ def test_a_cache_larger_than_memory_is_an_error(model: Model, monkeypatch: pytes
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("quantkit.runtime.cache.np.zeros", refuse)
+        patch.setattr("quantkit.runtime.kv.cache.np.zeros", refuse)
         with pytest.raises(DataError, match="2147483648 tokens takes about"):
             model.new_cache(2**31)
 

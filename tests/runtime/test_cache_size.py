@@ -9,8 +9,8 @@ import pytest
 import quantkit
 from quantkit import archs, types
 from quantkit.errors import DataError
-from quantkit.runtime.cache import Cache
-from quantkit.runtime.cache_size import TYPES, of_layers
+from quantkit.placement.kv_size import TYPES, of_layers
+from quantkit.runtime.kv.cache import Cache
 
 LLAMA = {"general.architecture": "llama", "llama.block_count": 2, "llama.embedding_length": 128,
          "llama.attention.head_count": 4, "llama.attention.head_count_kv": 2}  # fmt: skip

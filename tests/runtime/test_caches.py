@@ -11,19 +11,20 @@ import numpy as np
 import pytest
 
 from quantkit import types
-from quantkit.archs.blocks import Attention, HParams, Linear, Norm, Rope
+from quantkit.archs.common.blocks import Attention, HParams, Linear, Norm, Rope
+from quantkit.codegen.jit import kernel
+from quantkit.codegen.simd import emitted
 from quantkit.errors import DataError, UnknownNameError, UnsupportedError
-from quantkit.jit import kernel
-from quantkit.runtime import layers
-from quantkit.runtime.cache import Cache, CacheType
-from quantkit.runtime.kernels import rounding
-from quantkit.runtime.kernels.cpu import attention, batch, rows, sizes
-from quantkit.runtime.kernels.cpu.team import OpList
-from quantkit.runtime.layers import Attending, Span
-from quantkit.simd import emitted
+from quantkit.placement import kernel_sizes
+from quantkit.runtime.blocks import layers
+from quantkit.runtime.blocks.layers import Attending, Span
+from quantkit.runtime.kernels import kv_rounding
+from quantkit.runtime.kernels.cpu import attention, kv_rows, prefill_ops
+from quantkit.runtime.kernels.cpu.thread_team import OpList
+from quantkit.runtime.kv.cache import Cache, CacheType
 from tests.runtime.other_cpus import is_other_cpu, run_tests, test_that_this_is_the_path  # noqa: F401
 
-ALL = rounding.FLOATS + rounding.QUANTIZED
+ALL = kv_rounding.FLOATS + kv_rounding.QUANTIZED
 # Kernels of attention take seconds to compile: elsewhere only a few types are tested, here one of each kind of reading.
 TYPES = ("f16", "q5_1") if is_other_cpu() else ("bf16", "q8_KV", "q6_0", "q4_1", "iq4_nl")
 OTHERS = () if is_other_cpu() else tuple(name for name in ALL if name not in TYPES)
@@ -46,7 +47,7 @@ def keeper(ggml_type: int, dim: int, size: int) -> Callable:
     @kernel
     def run(x, out, count):
         for row in range(count):
-            rows.keep(ggml_type, x + row * dim * 4, dim, out + row * size)
+            kv_rows.keep(ggml_type, x + row * dim * 4, dim, out + row * size)
 
     return run
 
@@ -55,7 +56,7 @@ def keeper(ggml_type: int, dim: int, size: int) -> Callable:
 def reader(ggml_type: int, dim: int, size: int) -> Callable:
     @emitted("void")
     def read(e, row, out):
-        for c, v in rows.row_floats(e, ggml_type, row, 0, dim):
+        for c, v in kv_rows.row_floats(e, ggml_type, row, 0, dim):
             e.store(v, out + 4 * c)
 
     @kernel
@@ -70,7 +71,7 @@ def reader(ggml_type: int, dim: int, size: int) -> Callable:
 @pytest.mark.parametrize("name", ALL)
 def test_rows_are_kept_and_read_as_the_plain_ones_are(name: str, dim: int, rng: np.random.Generator) -> None:
     x, t = hard_rows(rng, 40, dim), types.get(name)
-    wanted = rounding.encode(name, x)
+    wanted = kv_rounding.encode(name, x)
     got = np.zeros_like(wanted)
     keeper(t.ggml_type, dim, t.row_bytes(dim))(x.ctypes.data, got.ctypes.data, len(x))
     np.testing.assert_array_equal(got, wanted)
@@ -79,21 +80,21 @@ def test_rows_are_kept_and_read_as_the_plain_ones_are(name: str, dim: int, rng: 
     np.testing.assert_array_equal(values, t.dequantize(wanted, dim))
 
 
-@pytest.mark.parametrize("name", rounding.QUANTIZED)
+@pytest.mark.parametrize("name", kv_rounding.QUANTIZED)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_shows(name: str, bad: float, rng: np.random.Generator) -> None:
     x, t = rng.standard_normal((3, 64)).astype(np.float32), types.get(name)
     x[1, 40] = bad
     kept = np.zeros((3, t.row_bytes(64)), np.uint8)
     keeper(t.ggml_type, 64, t.row_bytes(64))(x.ctypes.data, kept.ctypes.data, 3)
-    for data in (kept, rounding.encode(name, x)):
+    for data in (kept, kv_rounding.encode(name, x)):
         with np.errstate(invalid="ignore"):
             values = t.dequantize(data, 64)
         assert np.isfinite(values[[0, 2]]).all()
         assert not np.isfinite(values[1, 32:]).any()
 
 
-@pytest.mark.parametrize("name", rounding.QUANTIZED)
+@pytest.mark.parametrize("name", kv_rounding.QUANTIZED)
 def test_rounding_is_the_references(name: str, rng: np.random.Generator) -> None:
     """The same codes but for ties; the reference fits some scales a little better, by 1.3% of the error at most."""
     from tests.conformance import ggml
@@ -104,7 +105,7 @@ def test_rounding_is_the_references(name: str, rng: np.random.Generator) -> None
     quantize.restype, quantize.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     for i in range(len(x)):
         quantize(x[i].ctypes.data, data[i].ctypes.data, 128)
-    mine, theirs = (((t.dequantize(d, 128) - x) ** 2).sum() for d in (rounding.encode(name, x), data))
+    mine, theirs = (((t.dequantize(d, 128) - x) ** 2).sum() for d in (kv_rounding.encode(name, x), data))
     assert mine == pytest.approx(theirs, rel=0.02)
 
 
@@ -113,21 +114,21 @@ def rotator(dim: int, block: int) -> Callable:
     @kernel
     def run(x, count):
         for row in range(count):
-            rows.rotate(x + row * dim * 4, dim, block)
+            kv_rows.rotate(x + row * dim * 4, dim, block)
 
     return run
 
 
 @pytest.mark.parametrize("dim", [16, 32, 64, 128, 192, 256, 576])
 def test_rotation(dim: int, rng: np.random.Generator) -> None:
-    block = rounding.rotation_block(dim)
+    block = kv_rounding.rotation_block(dim)
     assert block == {192: 64, 576: 64}.get(dim, dim)
     x = rng.standard_normal((5, dim)).astype(np.float32)
     y = x.copy()
     rotator(dim, block)(y.ctypes.data, 5)
-    np.testing.assert_allclose(y, rounding.rotate(x, block), atol=2e-6)
-    np.testing.assert_allclose(rounding.rotate(y, block), x, atol=2e-6)
-    assert rounding.rotation_block(80) is None
+    np.testing.assert_allclose(y, kv_rounding.rotate(x, block), atol=2e-6)
+    np.testing.assert_allclose(kv_rounding.rotate(y, block), x, atol=2e-6)
+    assert kv_rounding.rotation_block(80) is None
 
 
 # ------------------------------------------------------------------------------------------------------- attention
@@ -148,7 +149,7 @@ class Compiled:
     def __init__(self, part: Attention, kind: CacheType, threads: int, span: int, tokens: int):
         k, v = (types.get(name).ggml_type for name in (kind.k, kind.v))
         rotations = kind.rotations(part.head_dim_k, part.head_dim_v)
-        self.heads = rows.Heads(part.heads // part.kv_heads, part.head_dim_k, part.head_dim_v, k, v, *rotations)
+        self.heads = kv_rows.Heads(part.heads // part.kv_heads, part.head_dim_k, part.head_dim_v, k, v, *rotations)
         self.part, self.threads, self.span, self.tokens = part, threads, span, tokens
 
     def _values(self, laid: OpList, q: np.ndarray, k: np.ndarray, v: np.ndarray, caches: list[Cache]) -> dict[str, Any]:
@@ -169,7 +170,7 @@ class Compiled:
         values = self._values(laid, q, k, v, [cache])
         values["cache"] = values.pop("places")
         state = laid.keep(np.array([cache.length], np.int64)).ctypes.data
-        nbytes = sizes.step_scratch_bytes(part.heads, part.head_dim_k, self.heads.group, self.span)
+        nbytes = kernel_sizes.step_scratch_bytes(part.heads, part.head_dim_k, self.heads.group, self.span)
         scratch, stride = laid.private("scratch", nbytes)
         partial = laid.buffer("partial", 4 * self.threads * part.heads * (part.head_dim_v + 2))
         kernel = attention.attention(self.heads)
@@ -178,7 +179,7 @@ class Compiled:
             private_stride=stride, **values,
         )  # fmt: skip
         width = part.heads * part.head_dim_v
-        nbytes = -(-sizes.activation_bytes(width) // 64) * 64
+        nbytes = -(-kernel_sizes.activation_bytes(width) // 64) * 64
         joined = laid.keep(np.zeros((self.threads, nbytes // 4), np.float32))
         laid.add(
             attention.combine(self.heads.rotate_v).address, attention.COMBINE, partial=partial, heads=part.heads,
@@ -196,11 +197,11 @@ class Compiled:
         table = [x for span in spans for x in (span.start, span.stop - span.start, span.cache.length)]
         values["state"] = laid.keep(np.array([len(q), 0, len(spans), *table], np.int64)).ctypes.data
         out = laid.keep(np.zeros((len(q), part.heads * part.head_dim_v), np.float32))
-        scratch, stride = laid.private("s", batch.attention_scratch_bytes(self.heads, self.tokens, self.span))
+        scratch, stride = laid.private("s", prefill_ops.attention_scratch_bytes(self.heads, self.tokens, self.span))
         values |= {"out": out.ctypes.data, "scratch": scratch, "private_stride": stride}
         for operation, names in (
-            (batch.rope(self.heads), batch.ROPE),
-            (batch.attention(self.heads, self.tokens), batch.ATTENTION),
+            (prefill_ops.rope(self.heads), prefill_ops.ROPE),
+            (prefill_ops.attention(self.heads, self.tokens), prefill_ops.ATTENTION),
         ):
             laid.add(operation.address, names, True, **{name: values[name] for name in names})
         laid.run()

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from quantkit.errors import DataError, FormatError, QuantkitError
-from quantkit.runtime import chat_template
-from quantkit.runtime.chat_template import render
+from quantkit.tokenizers import chat_template
+from quantkit.tokenizers.chat_template import render
 
 # Every construct that was found to take time or memory without end, by what stops it.
 HOSTILE = {
@@ -123,7 +123,7 @@ def test_threads_share_the_process() -> None:
 def test_a_forked_process_has_a_renderer_of_its_own() -> None:
     script = """
 import os, sys
-from quantkit.runtime.chat_template import render
+from quantkit.tokenizers.chat_template import render
 assert render("{{ 1 }}", {}) == "1"
 child = os.fork()
 made = [render("{{ i }}", {"i": i}) for i in range(50)]
@@ -152,7 +152,7 @@ def test_modules_in_the_working_directory_are_not_run(tmp_path: Path) -> None:
         (tmp_path / f"{name}.py").write_text("open('run', 'w'); raise SystemExit")
     code = f"""import os, sys
 sys.path[:] = {[path for path in sys.path if path]}
-from quantkit.runtime.chat_template import render
+from quantkit.tokenizers.chat_template import render
 print(render("{{{{ x }}}}", {{"x": 1}}))"""
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("1\n", "")

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quantkit import half
-from quantkit.jit import kernel
+from quantkit.codegen import half
+from quantkit.codegen.jit import kernel
+from quantkit.codegen.simd import F32, I16, emitted, vector
 from quantkit.runtime.kernels import reference
-from quantkit.simd import F32, I16, emitted, vector
 from tests.runtime.other_cpus import CPUS, environment_of
 
 FLOATS16 = vector(16, F32)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quantkit import types
-from quantkit.files import gguf
+from quantkit.formats import gguf
 from quantkit.runtime.model import load
 from tests.runtime.conftest import rewrite
 from tests.types.data import can_encode

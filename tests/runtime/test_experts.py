@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from quantkit import cli, types
+from quantkit.codegen.jit import readonly
 from quantkit.errors import DataError
 from quantkit.evaluate.bench import bytes_per_token
-from quantkit.files import gguf
-from quantkit.jit import readonly
+from quantkit.formats import gguf
 from quantkit.runtime.kernels import reference
 from quantkit.runtime.model import load
 from tests.runtime.conftest import random_model, rewrite

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from quantkit import archs, recipe
-from quantkit.budget import GIB, Budget, Cache, budget
 from quantkit.errors import DataError
-from quantkit.files.gguf import TensorSpec
+from quantkit.formats.gguf import TensorSpec
+from quantkit.placement import fit as fitting
+from quantkit.placement.budget import GIB, Budget, Cache, budget
+from quantkit.placement.devices import CPU, Device
+from quantkit.placement.fit import Fitted, fit
+from quantkit.placement.rules import Flags, parse_flags, place_model
+from quantkit.placement.speed import ASSUMED, parse_rates, predict
 from quantkit.recipe.models import from_config
-from quantkit.runtime import fit as fitting
-from quantkit.runtime.devices import CPU, Device
-from quantkit.runtime.fit import Fitted, fit
-from quantkit.runtime.placement import Flags, parse_flags, place_model
-from quantkit.runtime.speed import ASSUMED, parse_rates, predict
 from tests.recipe.configs import DEEPSEEK_V3, LLAMA_8B, QWEN3_30B, QWEN3_235B, QWEN35_27B
 
 MODELS = {"deepseek": (DEEPSEEK_V3, "iq4_k"), "qwen3": (QWEN3_235B, "iq4_k"), "llama": (LLAMA_8B, "q8_0"),

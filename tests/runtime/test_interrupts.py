@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantkit import jit
+from quantkit.codegen import jit
 from quantkit.errors import DataError, QuantkitError
-from quantkit.runtime import reduce, step
-from quantkit.runtime.cache import Cache
-from quantkit.runtime.kernels import table
+from quantkit.runtime.compiled import plans
+from quantkit.runtime.kernels import dispatch
+from quantkit.runtime.kv.cache import Cache
 from quantkit.runtime.model import Model, load
+from quantkit.runtime.parallel import all_reduce
 from tests.runtime.conftest import EMBD, FF, VOCAB, rewrite
 from tests.runtime.test_recurrent import written
 from tests.runtime.test_team import run_python
@@ -196,16 +197,16 @@ def test_another_cache_and_longer_tables_halfway(tiny: Path, monkeypatch: pytest
     short = model.new_cache(24)
     wanted = [model.forward([token], short) for token in TOKENS[:20]]
     short.clear()
-    tables = step._Plan._tables
+    tables = plans._Plan._tables
 
     def cut_off(*args: Any) -> None:
         tables(*args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(step._Plan, "_tables", cut_off)
+    monkeypatch.setattr(plans._Plan, "_tables", cut_off)
     with pytest.raises(KeyboardInterrupt):
         model.forward(TOKENS[:1], model.new_cache(4000))
-    monkeypatch.setattr(step._Plan, "_tables", tables)
+    monkeypatch.setattr(plans._Plan, "_tables", tables)
     junk = [np.full((24, 64), np.nan, np.float32) for _ in range(50)]  # where the tables were
     for token, logits in zip(TOKENS[:20], wanted):
         np.testing.assert_array_equal(model.forward([token], short), logits)
@@ -243,8 +244,8 @@ def test_helpers_end_before_an_interrupt_is_raised(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("where", ["before submit", "after submit", "wait"])
 def test_devices_interrupted_between_them(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was left waiting for the others would add its number to those of the next sum."""
-    adding = reduce.Reduce([None, None])
-    place, name = (reduce, "wait") if where == "wait" else (adding._threads[1], "submit")
+    adding = all_reduce.Reduce([None, None])
+    place, name = (all_reduce, "wait") if where == "wait" else (adding._threads[1], "submit")
     original, calls = getattr(place, name), []
 
     def cut_off(*args: Any) -> Any:
@@ -268,12 +269,12 @@ def test_devices_interrupted_between_them(where: str, monkeypatch: pytest.Monkey
 
 
 def test_devices_interrupted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    adding = reduce.Reduce([None, None])
+    adding = all_reduce.Reduce([None, None])
 
     def cut_off(*args: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(reduce, "wait", cut_off)
+    monkeypatch.setattr(all_reduce, "wait", cut_off)
     with pytest.raises(KeyboardInterrupt):
         adding.each(lambda rank: rank)
     with pytest.raises(QuantkitError, match="load the model again"):
@@ -359,7 +360,7 @@ def test_two_threads_generate_by_turns(tiny: Path) -> None:
 
 def test_several_threads_multiply_by_one_matrix(quantized: Path, switching: None) -> None:
     """`table.linear` keeps one list of operations, whose parameters are set by whoever runs it."""
-    run = table.linear(load(quantized).weights["blk.0.ffn_up.weight"], 2)
+    run = dispatch.linear(load(quantized).weights["blk.0.ffn_up.weight"], 2)
     assert run is not None
     rng = np.random.default_rng(1)
     inputs = [rng.standard_normal((count, EMBD), np.float32) for count in (1, 40, 7)]

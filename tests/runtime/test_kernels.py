@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from quantkit import types
-from quantkit.jit import kernel
+from quantkit.codegen.jit import kernel
+from quantkit.placement import kernel_sizes
 from quantkit.repack import repack
-from quantkit.runtime.kernels import table
-from quantkit.runtime.kernels.cpu import activations, decode, floats, gemm, matvec, sizes, team
-from quantkit.runtime.kernels.cpu.formats.table import FORMATS
+from quantkit.runtime.kernels import dispatch
+from quantkit.runtime.kernels.cpu import activations, dequantize, float_gemm, gemm, matvec, thread_team
+from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
 from quantkit.types import QuantType
 from tests.runtime.other_cpus import CPUS, is_other_cpu, run_tests
 from tests.runtime.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
@@ -42,7 +43,7 @@ def test_other_cpus(isa: str) -> None:
 
 
 def test_float_types() -> None:
-    assert {t.ggml_type for t in FLOAT} == set(decode.FLOAT_TYPES)
+    assert {t.ggml_type for t in FLOAT} == set(dequantize.FLOAT_TYPES)
 
 
 def random_rows(kind: QuantType, rows: int, n: int = N, seed: int = 3) -> np.ndarray:
@@ -72,7 +73,7 @@ def rounded(x: np.ndarray, size: int, largest: int) -> np.ndarray:
 
 def buffer_of(x: np.ndarray) -> np.ndarray:
     """An activation buffer of float32[n]."""
-    buffer = np.zeros(sizes.activation_bytes(len(x)), np.uint8)
+    buffer = np.zeros(kernel_sizes.activation_bytes(len(x)), np.uint8)
     buffer[: 4 * len(x)].view(np.float32)[:] = x
     quantize_buffer(buffer.ctypes.data, len(x))
     return buffer
@@ -140,7 +141,7 @@ def test_product_with_a_vector(kind: QuantType, rng: np.random.Generator) -> Non
     weights = types.get(kind.name).dequantize(data, N, products=True).astype(np.float64)
     form = np.float64 if kind in FLOAT else wide if kind.interleave > 1 else fine
     given, buffer = form(x), buffer_of(x)
-    run = table.product(kind)
+    run = dispatch.product(kind)
     assert run is not None
     for first, last in ((0, 24), (8, 24), (16, 24)) if kind.interleave > 1 else ((0, 24), (3, 10), (5, 5), (23, 24)):
         out = np.full(rows, 7, np.float32)
@@ -157,7 +158,7 @@ def test_descriptions_decode_to_the_bit(kind: QuantType) -> None:
     """A product with the identity matrix gives the weights back, and they are the type's own."""
     n = 256
     data = random_rows(kind, 40, n)
-    got = multiply(floats, kind, data, np.eye(n, dtype=np.float32))
+    got = multiply(float_gemm, kind, data, np.eye(n, dtype=np.float32))
     np.testing.assert_array_equal(got.T, types.get(kind.name).dequantize(data, n, products=True))
 
 
@@ -174,19 +175,19 @@ def multiply(
 ) -> np.ndarray:
     """float32[tokens, rows] of an operation of gemm.py or floats.py, on several threads; `add` is what was there."""
     rows, (count, n) = len(data), x.shape
-    ops = team.OpList(threads)
+    ops = thread_team.OpList(threads)
     tokens = ops.keep(np.array([count])).ctypes.data
     out = np.full((count + 1, rows), 7, np.float32)
     if add is not None:
         out[:count] = add
     given = x.ctypes.data
     if module is gemm:
-        tiles = ops.buffer("tiles", sizes.tiles_bytes(n, count))
+        tiles = ops.buffer("tiles", kernel_sizes.tiles_bytes(n, count))
         ops.add(gemm.quantize_tiles.address, gemm.QUANTIZE, wait=True, x=given, n=n, tokens=tokens, tiles=tiles)
         scratch, stride = ops.private("scratch", gemm.scratch_bytes(FORMATS[kind.ggml_type], n))
         given = tiles
     else:
-        scratch, stride = ops.private("scratch", sizes.float_scratch_bytes(n))
+        scratch, stride = ops.private("scratch", kernel_sizes.float_scratch_bytes(n))
     run = module.multiply(kind.ggml_type, int(add is not None))
     ops.add(
         run.address, module.MULTIPLY, weights=data.ctypes.data, n=n, rows=rows, tokens=tokens, x=given,
@@ -208,7 +209,7 @@ def test_integer_product_with_a_batch(kind: QuantType, rng: np.random.Generator)
     np.testing.assert_array_equal(multiply(gemm, kind, data, x[:1]), got[:1])
 
 
-@pytest.mark.parametrize("module", [gemm, floats])
+@pytest.mark.parametrize("module", [gemm, float_gemm])
 def test_a_product_is_added(module: ModuleType, rng: np.random.Generator) -> None:
     kind = types.get("q4_0")
     data, x = random_rows(kind, 41), rng.standard_normal((13, N)).astype(np.float32)
@@ -223,7 +224,7 @@ def test_float_product_with_a_batch(name: str, rng: np.random.Generator) -> None
     kind = types.get(name)
     data, x = random_rows(kind, 40), rng.standard_normal((13, N)).astype(np.float32)
     weights = kind.dequantize(data, N, products=True).astype(np.float64)
-    got = multiply(floats, kind, data, x)
+    got = multiply(float_gemm, kind, data, x)
     assert_products(got, weights, x.astype(np.float64), EXACT)
 
 
@@ -266,7 +267,7 @@ def test_the_integers_of_both_planes_are_the_same_everywhere() -> None:
     wanted = (x.astype(np.int64) @ codes.astype(np.int64).T).astype(np.float32)
     np.testing.assert_array_equal(multiply(gemm, q8_0, data, x), wanted)
     interleaved, name = repack(data, "Q8_0", 32)
-    run = table.product(types.get(name))
+    run = dispatch.product(types.get(name))
     assert run is not None
     for token in range(7):
         out, buffer = np.zeros(rows, np.float32), buffer_of(x[token])

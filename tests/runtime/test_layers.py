@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 
-from quantkit.archs.blocks import Attention, HParams, Linear, Norm, Rope, Yarn
-from quantkit.jit import kernel
-from quantkit.runtime import layers
-from quantkit.runtime.cache import Cache
+from quantkit.archs.common.blocks import Attention, HParams, Linear, Norm, Rope, Yarn
+from quantkit.codegen.jit import kernel
+from quantkit.runtime.blocks import layers
+from quantkit.runtime.blocks.layers import Span
 from quantkit.runtime.kernels import reference
-from quantkit.runtime.layers import Span
+from quantkit.runtime.kv.cache import Cache
 
 
 @kernel

@@ -8,8 +8,8 @@ from pydoc_data.topics import topics
 import numpy as np
 import pytest
 
-from quantkit.files import gguf
-from quantkit.runtime.cache import CacheType
+from quantkit.formats import gguf
+from quantkit.runtime.kv.cache import CacheType
 from quantkit.runtime.model import Model, load
 
 TOKENS = 512

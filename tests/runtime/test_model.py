@@ -10,7 +10,7 @@ import pytest
 import quantkit
 from quantkit import types
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
-from quantkit.files import gguf
+from quantkit.formats import gguf
 from quantkit.runtime import model as model_module
 from quantkit.runtime.model import Model, load
 from quantkit.types import base

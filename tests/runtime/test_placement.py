@@ -6,10 +6,9 @@ import pytest
 
 from quantkit import types
 from quantkit.errors import DataError, UnknownNameError, UnsupportedError
-from quantkit.files.gguf import TensorSpec
-from quantkit.repack.eligible import interleaved
-from quantkit.runtime.devices import CPU, Device, parse_devices
-from quantkit.runtime.placement import (
+from quantkit.formats.gguf import TensorSpec
+from quantkit.placement.devices import CPU, Device, parse_devices
+from quantkit.placement.rules import (
     ALL_LAYERS,
     Flags,
     Placement,
@@ -20,6 +19,7 @@ from quantkit.runtime.placement import (
     place,
     plan,
 )
+from quantkit.repack.eligible import interleaved
 
 NAMES = [
     "token_embd.weight",

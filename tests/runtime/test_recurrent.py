@@ -11,14 +11,14 @@ import pytest
 
 import quantkit
 from quantkit import archs, recipe, types
-from quantkit.archs.blocks import DeltaNet, Linear, Norm, Recurrence
+from quantkit.archs.common.blocks import DeltaNet, Linear, Norm, Recurrence
 from quantkit.errors import DataError
 from quantkit.evaluate import bench
-from quantkit.files import gguf
-from quantkit.quantize import quantize
-from quantkit.runtime import recurrent
-from quantkit.runtime.cache import Cache
-from quantkit.runtime.cache_size import of_layers
+from quantkit.formats import gguf
+from quantkit.pipelines.quantize import quantize
+from quantkit.placement.kv_size import of_layers
+from quantkit.runtime.blocks import recurrent
+from quantkit.runtime.kv.cache import Cache
 from tests.archs.files import written
 from tests.runtime.other_cpus import CPUS, run_tests
 from tests.runtime.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too

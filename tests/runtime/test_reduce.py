@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quantkit.errors import UnsupportedError
-from quantkit.runtime.reduce import Gloo, Nccl, Reduce
+from quantkit.runtime.parallel.all_reduce import Gloo, Nccl, Reduce
 
 
 class Options:

@@ -10,8 +10,8 @@ import pytest
 
 import quantkit
 from quantkit.cli import main
-from quantkit.repack_file import plan_repack, write
-from quantkit.runtime.kernels import table
+from quantkit.pipelines.repack_file import plan_repack, write
+from quantkit.runtime.kernels import dispatch
 from quantkit.runtime.model import load
 from tests.runtime.conftest import LAYERS, rewrite
 
@@ -80,8 +80,8 @@ def test_commands_say_what_was_repacked(tiny: Path, tmp_path: Path, capsys: pyte
 def test_a_form_without_a_fast_kernel_is_told(
     tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    product = table.product
-    monkeypatch.setattr(table, "product", lambda kind: None if kind.interleave > 1 else product(kind))
+    product = dispatch.product
+    monkeypatch.setattr(dispatch, "product", lambda kind: None if kind.interleave > 1 else product(kind))
     path = str(rewrite(tiny, tmp_path / "model.gguf", "q8_0"))
     arguments = ["bench", path, "-p", "2", "-n", "1", "-r", "1", "-rtr"]
     assert main(arguments) == 0

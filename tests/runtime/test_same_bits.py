@@ -16,10 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quantkit import jit, types
-from quantkit.files import gguf
-from quantkit.runtime.kernels.cpu.decode import FLOAT_TYPES
-from quantkit.runtime.kernels.cpu.formats.table import FORMATS
+from quantkit import types
+from quantkit.codegen import jit
+from quantkit.formats import gguf
+from quantkit.runtime.kernels.cpu.dequantize import FLOAT_TYPES
+from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
 from quantkit.runtime.model import load
 from tests.runtime.conftest import rewrite
 from tests.runtime.other_cpus import CPUS, environment_of

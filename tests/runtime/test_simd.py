@@ -8,9 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from quantkit.jit import kernel
-from quantkit.runtime.kernels.cpu.floats import transpose_block
-from quantkit.simd import (
+from quantkit.codegen.jit import kernel
+from quantkit.codegen.simd import (
     F32,
     I8,
     I16,
@@ -26,6 +25,7 @@ from quantkit.simd import (
     store_int,
     vector,
 )
+from quantkit.runtime.kernels.cpu.float_gemm import transpose_block
 from tests.runtime.other_cpus import CPUS, run_tests
 from tests.runtime.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
 

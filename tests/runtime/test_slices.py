@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from quantkit import types
-from quantkit.archs import blocks
+from quantkit.archs.common import blocks
 from quantkit.errors import DataError, UnknownNameError, UnsupportedError
-from quantkit.files import gguf
-from quantkit.runtime import cuts, slices
-from quantkit.runtime.offload import Offload, parse_ops
+from quantkit.formats import gguf
+from quantkit.placement import sharding
+from quantkit.placement.offload import Offload, parse_ops
+from quantkit.runtime.parallel import tensor_shards
 
 ENCODED = [t.name for t in types.all() if t.encode_rows is not None]
 
@@ -32,20 +33,20 @@ def test_parts_hold_their_values(kind: str, tmp_path: Path) -> None:
     whole = stored(tmp_path, kind)
     values = whole.dequantize()
     for axis, first, stop in ((0, 1, 2), (1, 16, 32), (2, 256, 768), (2, 0, 256), (1, 0, 32)):
-        part = slices.part(whole, axis, first, stop)
+        part = tensor_shards.part(whole, axis, first, stop)
         np.testing.assert_array_equal(part.dequantize(), np.take(values, range(first, stop), axis=axis))
         assert part.nbytes == part.stored.size == part.type.tensor_bytes(part.shape)
-    inner = slices.part(slices.part(whole, 0, 1, 2), 2, 256, 512)
+    inner = tensor_shards.part(tensor_shards.part(whole, 0, 1, 2), 2, 256, 512)
     np.testing.assert_array_equal(inner.dequantize(), values[1:, :, 256:512])
 
 
 def test_cuts_within_blocks_and_groups_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"tensor a: q4_K can be cut at multiples of 256 columns, not at 32 and 768"):
-        slices.part(stored(tmp_path, "q4_K"), 2, 32, 768)
+        tensor_shards.part(stored(tmp_path, "q4_K"), 2, 32, 768)
     with pytest.raises(DataError, match=r"q4_k_r4 interleaves 4 rows and can be cut between groups, not at 2 and 8"):
-        slices.part(stored(tmp_path, "q4_k_r4"), 1, 2, 8)
+        tensor_shards.part(stored(tmp_path, "q4_k_r4"), 1, 2, 8)
     with pytest.raises(DataError, match="has 2 elements on axis 0, not 1 to 3"):
-        slices.part(stored(tmp_path, "f32"), 0, 1, 3)
+        tensor_shards.part(stored(tmp_path, "f32"), 0, 1, 3)
 
 
 # ------------------------------------------------------------------------------------------------------------ the cuts
@@ -63,21 +64,21 @@ def attention(heads: int, kv_heads: int, dim: int) -> blocks.Attention:
     )
 
 
-def attention_cuts(heads: int, kv_heads: int, dim: int, kind: str, shares: list[float]) -> dict[str, cuts.Cut]:
+def attention_cuts(heads: int, kv_heads: int, dim: int, kind: str, shares: list[float]) -> dict[str, sharding.Cut]:
     n = heads * dim
     tensors = {t.name: t for t in (spec("q", kind, n, n), spec("k", kind, kv_heads * dim, n),
                                    spec("v", kind, kv_heads * dim, n), spec("o", kind, n, n))}  # fmt: skip
     head = blocks.Head("e", blocks.Norm("n", 1e-5), blocks.Linear("out"))
-    return cuts.of_model(
+    return sharding.of_model(
         [blocks.Block(0, (attention(heads, kv_heads, dim),))], head, tensors, tensors, {0: tuple(shares)}
     )
 
 
 def test_attention_is_cut_between_groups_of_heads_at_whole_blocks() -> None:
     found = attention_cuts(64, 4, 128, "q4_K", [0.5, 0.5])
-    assert found["q"] == cuts.Cut(0, (0, 4096, 8192))
-    assert found["o"] == cuts.Cut(1, (0, 4096, 8192))
-    assert found["k"] == found["v"] == cuts.Cut(0, (0, 256, 512))
+    assert found["q"] == sharding.Cut(0, (0, 4096, 8192))
+    assert found["o"] == sharding.Cut(1, (0, 4096, 8192))
+    assert found["k"] == found["v"] == sharding.Cut(0, (0, 256, 512))
     assert found["k"].shape((512, 8192), 1) == (256, 8192)
     # Heads of 64, each of its own: only every fourth begins at a block of 256.
     assert attention_cuts(12, 12, 64, "q4_K", [0.5, 0.5])["o"].bounds == (0, 512, 768)
@@ -93,7 +94,7 @@ def test_where_alignment_leaves_no_cut_the_tensor_and_the_numbers_are_named() ->
     assert attention_cuts(4, 1, 64, "q4_K", [0.5, 0.5])["o"].bounds == (0, 0, 256)  # one head: nothing to cut
 
 
-def recurrent_cuts(kind: str, tiled: bool, shares: list[float]) -> dict[str, cuts.Cut]:
+def recurrent_cuts(kind: str, tiled: bool, shares: list[float]) -> dict[str, sharding.Cut]:
     """Of a recurrent layer of Qwen3.5-27B."""
     norm, linear, sizes = blocks.Norm("n", 1e-6), blocks.Linear, blocks.Recurrence(4, 16, 48, 128, 128)
     rates = None, linear("beta"), linear("alpha"), "conv", "a", "dt"
@@ -103,7 +104,7 @@ def recurrent_cuts(kind: str, tiled: bool, shares: list[float]) -> dict[str, cut
             spec("out", kind, 5120, 6144))  # fmt: skip
     tensors = {t.name: t for t in made}
     head = blocks.Head("e", norm, linear("output"))
-    return cuts.of_model([blocks.Block(0, (part,))], head, tensors, tensors, {0: tuple(shares)})
+    return sharding.of_model([blocks.Block(0, (part,))], head, tensors, tensors, {0: tuple(shares)})
 
 
 def test_recurrent_layers_are_cut_by_key_heads_in_each_segment() -> None:
@@ -123,12 +124,12 @@ def test_recurrent_layers_are_cut_by_key_heads_in_each_segment() -> None:
 def test_ranges_stand_one_after_another(kind: str, tmp_path: Path) -> None:
     whole = stored(tmp_path, kind, (16, 1024))
     values = whole.dequantize()
-    columns = slices.ranges(whole, 1, [(0, 256), (512, 1024)])
+    columns = tensor_shards.ranges(whole, 1, [(0, 256), (512, 1024)])
     np.testing.assert_array_equal(columns.dequantize(), np.concatenate([values[:, :256], values[:, 512:]], axis=1))
-    rows = slices.ranges(whole, 0, [(0, 4), (4, 4), (8, 16)])
+    rows = tensor_shards.ranges(whole, 0, [(0, 4), (4, 4), (8, 16)])
     np.testing.assert_array_equal(rows.dequantize(), np.concatenate([values[:4], values[8:]]))
     assert columns.nbytes == columns.stored.size
-    assert slices.ranges(whole, 1, [(0, 0), (512, 512)]).nbytes == 0
+    assert tensor_shards.ranges(whole, 1, [(0, 0), (512, 512)]).nbytes == 0
 
 
 # ------------------------------------------------------------------------------------------------------------- offload

@@ -12,8 +12,8 @@ import pytest
 
 from quantkit import archs, types
 from quantkit.errors import DataError, QuantkitError, UnknownNameError, UnsupportedError
-from quantkit.files import gguf
-from quantkit.runtime import placement
+from quantkit.formats import gguf
+from quantkit.placement import rules as placement
 from quantkit.runtime.model import Model, load
 from tests.archs import checkpoints
 from tests.runtime.conftest import rewrite
@@ -25,7 +25,7 @@ FOUR = "cpu:0,cpu:1,cpu:2,cpu:3"
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A random model of each architecture, with four layers, converted to GGUF in float32."""
-    from quantkit.convert import convert
+    from quantkit.pipelines.convert import convert
 
     found = {}
     for arch, changes in {
@@ -272,7 +272,7 @@ def test_without_torch_graph_split_says_what_is_missing(
 
 def test_parts_of_a_model_with_other_tensors(models: dict[str, Path], tmp_path: Path) -> None:
     """What `compare_layers` does: a block with tensors of another file, on devices."""
-    from quantkit.evaluate.parts import parts
+    from quantkit.evaluate.blockwise import parts
 
     other = gguf.open(rewrite(models["llama"], tmp_path / "q.gguf", "f16")).tensors
     for how in ({}, {"split_mode": "graph"}):
@@ -309,7 +309,7 @@ def test_a_profile_says_where_time_goes(models: dict[str, Path]) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("arch", [arch.name for arch in archs.all()])
 def test_every_architecture_on_devices(arch: str, tmp_path: Path) -> None:
-    from quantkit.convert import convert
+    from quantkit.pipelines.convert import convert
 
     checkpoints.tiny(tmp_path / "hf", "float32", arch)
     path = tmp_path / "model.gguf"

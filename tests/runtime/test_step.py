@@ -9,8 +9,8 @@ import pytest
 
 from quantkit import types
 from quantkit.errors import DataError
-from quantkit.files import gguf
-from quantkit.runtime import step
+from quantkit.formats import gguf
+from quantkit.runtime.compiled import plans
 from quantkit.runtime.model import Model, load
 from tests.runtime.conftest import FF, KV_HEADS, LAYERS, rewrite
 
@@ -179,7 +179,7 @@ def test_last_logits_are_the_last_of_all(tiny: Path) -> None:
 
 
 def test_prompts_longer_than_a_batch(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "BATCH_TOKENS", 32)
+    monkeypatch.setattr(plans, "BATCH_TOKENS", 32)
     wanted = load(tiny, cache_type="f32").logits(TOKENS)
     fast = load(tiny, numerics="fast", cache_type="f32")
     assert spread(fast.logits(TOKENS), wanted) < 1e-5
@@ -187,7 +187,7 @@ def test_prompts_longer_than_a_batch(tiny: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_type_without_kernel_runs_layer_by_layer_and_says_so(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantkit.runtime.kernels.table.product", lambda kind: None)
+    monkeypatch.setattr("quantkit.runtime.kernels.dispatch.product", lambda kind: None)
     fast = load(tiny, numerics="fast")
     assert fast.slow_because is not None
     assert "no kernel for f32" in fast.slow_because

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from benchmarks import stress_team
+from quantkit.codegen.jit import callback
+from quantkit.codegen.simd import call3, load_int, store_int
 from quantkit.errors import KernelError
-from quantkit.jit import callback
-from quantkit.runtime.kernels.cpu import ops, team
-from quantkit.simd import call3, load_int, store_int
+from quantkit.runtime.kernels.cpu import decode_ops, thread_team
 
 
 @pytest.fixture
@@ -26,8 +26,8 @@ def new_team() -> Iterator[type]:
     """Makes teams of their own, whose workers end with the test."""
     made = []
 
-    def make(threads: int) -> team.ThreadTeam:
-        made.append(team.ThreadTeam(threads))
+    def make(threads: int) -> thread_team.ThreadTeam:
+        made.append(thread_team.ThreadTeam(threads))
         return made[-1]
 
     yield make
@@ -65,7 +65,7 @@ def gather(p, thread, threads):
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_operations_run_in_order(threads: int) -> None:
-    ops = team.OpList(threads)
+    ops = thread_team.OpList(threads)
     log, at = np.zeros(40, np.int64), np.zeros(1, np.int64)
     for place in range(40):
         ops.add(note.address, NOTE, wait=place % 3 == 0, place=place, log=log.ctypes.data, next=at.ctypes.data)
@@ -76,7 +76,7 @@ def test_operations_run_in_order(threads: int) -> None:
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads_see_what_the_others_wrote(threads: int) -> None:
     """x -> threads * x + 1, back and forth between two buffers, each step needing all of the last."""
-    ops = team.OpList(threads)
+    ops = thread_team.OpList(threads)
     a, b = ops.buffer("a", 64 * threads), ops.buffer("b", 64 * threads)
     for step in range(12):
         source, target = (a, b) if step % 2 == 0 else (b, a)
@@ -90,7 +90,7 @@ def test_threads_see_what_the_others_wrote(threads: int) -> None:
 
 
 def test_an_idle_team_uses_no_processor_and_wakes() -> None:
-    ops = team.OpList(2)
+    ops = thread_team.OpList(2)
     log, at = np.zeros(2, np.int64), np.zeros(1, np.int64)
     ops.add(note.address, NOTE, wait=True, place=5, log=log.ctypes.data, next=at.ctypes.data)
     ops.run()
@@ -105,7 +105,7 @@ def test_an_idle_team_uses_no_processor_and_wakes() -> None:
 def test_several_callers_take_turns() -> None:
     lists = []
     for _ in range(4):
-        ops, log, at = team.OpList(2), np.zeros(500, np.int64), np.zeros(1, np.int64)
+        ops, log, at = thread_team.OpList(2), np.zeros(500, np.int64), np.zeros(1, np.int64)
         for place in range(100):
             ops.add(note.address, NOTE, wait=True, place=place, log=log.ctypes.data, next=at.ctypes.data)
         lists.append((ops, log, at))
@@ -121,13 +121,13 @@ def test_several_callers_take_turns() -> None:
 
 def test_a_list_published_late_is_run_all_the_same(monkeypatch: pytest.MonkeyPatch, new_team) -> None:
     """Threads that look for work and fall asleep while a list is announced but not yet out must not miss it."""
-    publish = team._lead
+    publish = thread_team._lead
 
     def late(*args: int) -> None:
         time.sleep(0.1)
         publish(*args)
 
-    monkeypatch.setattr(team, "_lead", late)
+    monkeypatch.setattr(thread_team, "_lead", late)
     mine, chain = new_team(3), stress_team.Chain(3, 2)
     done = threading.Thread(target=lambda: [mine.run(chain.array) for _ in range(3)], daemon=True)
     done.start()
@@ -152,7 +152,7 @@ def test_an_empty_list_and_the_one_after_it(new_team) -> None:
         mine.run(chain.array)
         chain.check(first)
     assert mine.epoch == 300
-    empty = team.OpList(2)
+    empty = thread_team.OpList(2)
     empty.wait()
     empty.run()
 
@@ -195,7 +195,7 @@ def calls(p, thread, threads):
 @pytest.mark.parametrize("who", ["leader", "worker"])
 def test_an_exception_in_a_kernel_is_an_error(threads: int, who: str, capfd: pytest.CaptureFixture) -> None:
     number = 0 if who == "leader" else threads - 1
-    laid, noted = team.OpList(threads), np.zeros(threads, np.int64)
+    laid, noted = thread_team.OpList(threads), np.zeros(threads, np.int64)
     laid.add(raises.address, RAISE, who=number, place=noted.ctypes.data)
     for _ in range(2):
         with pytest.raises(KernelError, match=rf"{threads} threads .* incomplete: tests\.runtime\.test_team\.raises;"):
@@ -210,7 +210,7 @@ def test_an_exception_in_a_kernel_is_an_error(threads: int, who: str, capfd: pyt
 @pytest.mark.parametrize("name", ["allocates", "steps", "calls"])
 def test_whatever_raises_is_seen(name: str) -> None:
     noted = np.zeros(2, np.int64)
-    laid = team.OpList(2)
+    laid = thread_team.OpList(2)
     given = {"allocates": {"bytes": 1 << 60}, "steps": {"who": 0}, "calls": {"who": 1, "bytes": raises.address}}[name]
     laid.add(globals()[name].address, RAISE, place=noted.ctypes.data, **given)
     with pytest.raises(KernelError, match="raises" if name == "calls" else name):
@@ -227,10 +227,10 @@ def test_what_raises_outside_of_a_list_is_shown(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_threads_do_not_write_one_buffer() -> None:
-    laid = team.OpList(2)
+    laid = thread_team.OpList(2)
     with pytest.raises(AssertionError, match="2 threads would write one buffer"):
-        laid.add(ops.norm.address, ops.NORM, buffer=laid.buffer("normed", 64))
-    team.OpList(1).add(ops.norm.address, ops.NORM)
+        laid.add(decode_ops.norm.address, decode_ops.NORM, buffer=laid.buffer("normed", 64))
+    thread_team.OpList(1).add(decode_ops.norm.address, decode_ops.NORM)
 
 
 # ------------------------------------------------------------------------------- threads that do not come, interrupts
@@ -290,7 +290,7 @@ def test_an_interrupt_before_a_list_is_published(monkeypatch: pytest.MonkeyPatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(team, "_lead", interrupted)
+        patch.setattr(thread_team, "_lead", interrupted)
         with pytest.raises(KeyboardInterrupt):
             mine.run(chain.array)
     time.sleep(0.3)

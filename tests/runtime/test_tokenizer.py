@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import tokenizers
 
-from quantkit.archs import pretokenizers, vocab
 from quantkit.errors import DataError, FormatError, QuantkitError, UnknownNameError, UnsupportedError
-from quantkit.files.gguf import Metadata, TensorSpec, Writer
-from quantkit.files.gguf import open as open_gguf
-from quantkit.runtime.tokenizer import Tokenizer
+from quantkit.formats.gguf import Metadata, TensorSpec, Writer
+from quantkit.formats.gguf import open as open_gguf
+from quantkit.tokenizers import pretokenizers, vocab
+from quantkit.tokenizers.tokenizer import Tokenizer
 from tests.archs.checkpoints import HARD, TEXT, byte_level, cutting, sentencepiece, write_tokenizer
 from tests.archs.test_tokenizers import BYTE_LEVEL, spaced, strings, trained
 

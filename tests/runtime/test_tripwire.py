@@ -9,8 +9,8 @@ import pytest
 
 from quantkit import types
 from quantkit.errors import DataError
-from quantkit.files import gguf
-from quantkit.runtime import tripwire
+from quantkit.formats import gguf
+from quantkit.runtime import scale_check
 from quantkit.runtime.generate import Sampler, Sampling
 from quantkit.runtime.model import load
 
@@ -60,8 +60,8 @@ def test_sound_files_pass(name: str, weights: np.ndarray, tmp_path: Path) -> Non
     x[3] = 0
     x[5] *= 40  # outliers of models
     tensor = written(tmp_path / "x.gguf", name, kind.quantize(x, importance, effort="fast"))
-    tripwire.require_sound(tensor)  # raises nothing
-    assert tripwire._counted(tensor, None).any()  # and has looked
+    scale_check.require_sound(tensor)  # raises nothing
+    assert scale_check._counted(tensor, None).any()  # and has looked
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 60000.0])
@@ -80,7 +80,7 @@ def test_a_poisoned_scale_is_named(name: str, value: float, weights: np.ndarray,
     tensor = written(tmp_path / "x.gguf", name, kind.interleave_rows(data) if kind.interleave > 1 else data)
     shown = "6" if np.isfinite(value) else str(value)
     with pytest.raises(DataError, match=rf"x\.gguf: a\.weight: row {ROW}, .*a scale of {name} is {shown}"):
-        tripwire.require_sound(tensor)
+        scale_check.require_sound(tensor)
 
 
 @pytest.mark.parametrize("numerics", ["exact", "fast"])

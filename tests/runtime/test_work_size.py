@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quantkit import jit
-from quantkit.files import gguf
-from quantkit.runtime import work_size
+from quantkit.codegen import jit
+from quantkit.formats import gguf
+from quantkit.placement import workspace
 from quantkit.runtime.model import load
 from tests.runtime.conftest import random_model, rewrite
 from tests.runtime.test_experts import moe  # noqa: F401
@@ -62,7 +62,7 @@ def test_within_a_tenth(which: str, kind: str, request: pytest.FixtureRequest, t
     path = rewrite(request.getfixturevalue(which), tmp_path / "m.gguf", kind)
     file = gguf.open(path)
     for n_ctx, threads in ((64, 1), (100, 2)):
-        predicted = work_size.work_bytes(file.tensors, file.metadata, n_ctx, threads)
+        predicted = workspace.work_bytes(file.tensors, file.metadata, n_ctx, threads)
         measured = actual(path, n_ctx, threads)
         print(which, kind, threads, predicted, measured)
         assert abs(predicted / measured - 1) < 0.1
@@ -71,4 +71,4 @@ def test_within_a_tenth(which: str, kind: str, request: pytest.FixtureRequest, t
 def test_other_models_are_not_guessed(moe: Path) -> None:  # noqa: F811
     file = gguf.open(moe)
     tensors = {name: t for name, t in file.tensors.items() if name != "blk.1.attn_k.weight"}
-    assert work_size.work_bytes(tensors, file.metadata, 64, 2) is None
+    assert workspace.work_bytes(tensors, file.metadata, 64, 2) is None

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from quantkit.files import gguf
+from quantkit.formats import gguf
 from quantkit.types import QuantType, get
-from quantkit.types.interleave import Interleaved
+from quantkit.types.families.interleave import Interleaved
 
 DISTRIBUTIONS = ("gaussian", "student4", "student3", "real", "rotated", "outliers")
 

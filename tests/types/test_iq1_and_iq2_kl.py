@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from quantkit import types
-from quantkit.types import iq1, iq2_kl
+from quantkit.types import iq2_kl
+from quantkit.types.families import iq1
 from tests.types import data
 from tests.types.naive import pairs_and_ternary as naive
 from tests.types.test_decode import same_bits

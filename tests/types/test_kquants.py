@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from quantkit import types
-from quantkit.types import kquant, q2_k, q3_k
+from quantkit.types import q2_k, q3_k
+from quantkit.types.families import kquant
 from tests.types import data, on_cpu
 
 NAMES = ("q2_K", "q3_K", "q4_K", "q5_K", "q6_K")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quantkit import types
-from quantkit.types import codebooks, nonlinear
+from quantkit.types.families import codebooks, nonlinear
 from tests.types import data, on_cpu
 
 NAMES = ("iq2_k", "iq3_k", "iq4_k", "iq5_k", "iq6_k")

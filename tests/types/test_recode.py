@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from quantkit import types
-from quantkit.types.emitted import recode
 from quantkit.types.floats import FLOATS, is_finite
+from quantkit.types.native import recode
 
 WORDS = {"f32": np.uint32, "f16": np.uint16, "bf16": np.uint16}
 ALL = np.arange(1 << 16, dtype=np.uint16)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quantkit import types
-from quantkit.types import codebooks, rowscaled
+from quantkit.types.families import codebooks, rowscaled
 from tests.types import data, on_cpu
 
 NAMES = ("iq2_ks", "iq3_ks", "iq4_ks", "iq5_ks", "iq4_kss", "iq4_xs")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quantkit import types
-from quantkit.types import superblock
+from quantkit.types.families import superblock
 from tests.types import data, on_cpu
 
 NAMES = ("q4_K", "q6_K", "iq4_k")

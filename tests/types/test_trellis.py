@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quantkit import types
-from quantkit.types import trellis
+from quantkit.types.families import trellis
 from tests.types import data, on_cpu
 from tests.types.naive.trellis import values
 
@@ -43,7 +43,7 @@ def test_tables_are_what_the_generator_gives(bits, group, offset):
 @by_name
 def test_every_index_can_be_found(name):
     """The index of the search holds every point of every table, under its own number."""
-    from quantkit.types.emitted import trellis as search
+    from quantkit.types.native import trellis_search as search
 
     t = type(types.get(name))
     tables = np.stack([trellis.code_values(t.index_bits, t.group, offset) for offset in t.offsets])

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.jit import kernel
-from quantkit.simd import Emit, Value, emitted
+from quantkit.codegen.jit import kernel
+from quantkit.codegen.simd import Emit, Value, emitted
 
 # Sums may be reordered, and max may assume that no NaN decides it; NaN still spreads through the sums.
 _SUMS = {"reassoc", "contract"}

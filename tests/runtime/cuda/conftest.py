@@ -43,7 +43,7 @@ def run() -> Run:
 def gpus(monkeypatch: pytest.MonkeyPatch) -> int:
     """How many GPUs there are: simulated ones, or one that is there."""
     from quantkit.errors import UnsupportedError
-    from quantkit.runtime import cuda_worker
+    from quantkit.runtime.cuda import gpu_worker
 
     if SIMULATED:
         from tests.runtime.cuda.simulated import play
@@ -51,6 +51,6 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> int:
         play(monkeypatch)
         return 2
     try:
-        return int(cuda_worker.gpu(0).torch.cuda.device_count())
+        return int(gpu_worker.gpu(0).torch.cuda.device_count())
     except UnsupportedError as error:
         pytest.skip(f"runs in the simulator, by test_simulator.py, or on a GPU: {error}")

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantkit.archs import blocks
+from quantkit.archs.common import blocks
 from quantkit.errors import UnsupportedError
-from quantkit.runtime import cuda_worker
-from quantkit.runtime.cuda_worker import CudaWorker
+from quantkit.runtime.cuda import gpu_worker
+from quantkit.runtime.cuda.gpu_worker import CudaWorker
 from quantkit.runtime.kernels.cuda import activations, attention, device, elementwise, floats, weights
 from quantkit.runtime.kernels.cuda.device import Gpu, Matrices
 
@@ -170,7 +170,7 @@ _SMALL = _small()
 def play(monkeypatch: pytest.MonkeyPatch) -> Any:
     """GPUs 0 and 1 are simulated from now on; gives the function that opens them."""
     opened = functools.cache(SimulatedGpu)
-    monkeypatch.setattr(cuda_worker, "gpu", opened)
+    monkeypatch.setattr(gpu_worker, "gpu", opened)
     for (module, name), value in _SMALL.items():
         monkeypatch.setattr(module, name, value)
     return opened

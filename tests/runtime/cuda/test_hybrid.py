@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from quantkit.errors import DataError, QuantkitError, UnsupportedError
-from quantkit.runtime import cuda_worker
-from quantkit.runtime.devices import parse_devices
+from quantkit.placement.devices import parse_devices
+from quantkit.runtime.cuda import gpu_worker
 from quantkit.runtime.kernels.cuda import driver
 from quantkit.runtime.model import load
 from tests.runtime.conftest import rewrite
@@ -21,7 +21,7 @@ def test_without_a_driver(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise UnsupportedError(f"no CUDA GPU: the NVIDIA driver is not installed; {driver.REMEDY}")
 
     monkeypatch.setattr(driver, "library", missing)
-    cuda_worker.gpu.cache_clear()
+    gpu_worker.gpu.cache_clear()
     for devices in ("cuda:0", "cuda:0=24GiB"):
         with pytest.raises(UnsupportedError, match=r"^no CUDA GPU: .*pip install 'quantkit\[cuda\]'") as raised:
             load(tiny, devices=devices)
@@ -57,7 +57,7 @@ def test_caches_that_a_gpu_cannot_have_stay_on_the_cpu(tiny: Path, monkeypatch: 
 def test_types_that_have_no_kernels(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch)
     path = rewrite(tiny, tmp_path / "model.gguf", "f16", ffn_up="q8_0")
-    monkeypatch.setattr(cuda_worker, "product", lambda kind: "" if kind.name == "q8_0" else "float")
+    monkeypatch.setattr(gpu_worker, "product", lambda kind: "" if kind.name == "q8_0" else "float")
     with pytest.raises(UnsupportedError, match=r"blk.0.ffn_up.weight is q8_0, for which CUDA0 has no kernels") as e:
         load(path, devices="cuda:0")
     assert r"-ot '^blk\.0\.ffn_up\.weight$=CPU'" in str(e.value)
@@ -67,8 +67,8 @@ def test_types_that_have_no_kernels(tiny: Path, tmp_path: Path, monkeypatch: pyt
 def test_memory_that_is_free_is_what_a_gpu_has(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch)
     monkeypatch.setattr(SimulatedGpu, "memory", 1 << 20)
-    (_, found) = map(cuda_worker.with_memory, parse_devices("cuda:0"))
+    (_, found) = map(gpu_worker.with_memory, parse_devices("cuda:0"))
     assert found.memory == 1 << 20
-    assert cuda_worker.with_memory(parse_devices("cuda:0=2GiB")[1]).memory == 2 << 30
+    assert gpu_worker.with_memory(parse_devices("cuda:0=2GiB")[1]).memory == 2 << 30
     with pytest.raises(DataError, match="CUDA0"):
         load(tiny, devices="cuda:0")

@@ -10,8 +10,8 @@ import pytest
 
 from quantkit import types
 from quantkit.runtime.kernels.cuda import kernels
+from quantkit.runtime.kernels.cuda.dispatch import product
 from quantkit.runtime.kernels.cuda.kernel import Kernel, entry_of, link
-from quantkit.runtime.kernels.cuda.table import product
 from tests.runtime.cuda.conftest import SIMULATED
 
 TARGETS = ((8, 0), (9, 0), (12, 0))
@@ -95,7 +95,7 @@ def test_every_type_of_files_has_kernels() -> None:
 
 def test_the_table_loads_no_numba() -> None:
     code = (
-        "import sys; from quantkit.runtime.kernels.cuda.table import product; from quantkit import types; "
+        "import sys; from quantkit.runtime.kernels.cuda.dispatch import product; from quantkit import types; "
         "product(types.get('iq4_k')); assert not {'numba', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

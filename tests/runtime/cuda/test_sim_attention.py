@@ -1,4 +1,5 @@
-"""Attention over a cache against the formula in float64, and rows of caches against `kernels/rounding.py`."""
+"""Attention over a cache against the formula in float64, and rows of caches against
+`runtime/kernels/kv_rounding.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import pytest
 
 from quantkit import types
 from quantkit.errors import UnsupportedError
-from quantkit.runtime.kernels import rounding
+from quantkit.runtime.kernels import kv_rounding
 from quantkit.runtime.kernels.cuda import attention
 from tests.runtime.cuda.conftest import Run
 
@@ -20,7 +21,7 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 
 def cache_of(kind: str, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Bytes of float32[heads, n_ctx, dim] in a type, and the values that they hold."""
-    packed = rounding.encode(kind, rows.reshape(-1, rows.shape[-1]))
+    packed = kv_rounding.encode(kind, rows.reshape(-1, rows.shape[-1]))
     return packed, types.get(kind).dequantize(packed, rows.shape[-1], threads=1).reshape(rows.shape)
 
 
@@ -103,7 +104,7 @@ def test_rows_of_caches(run: Run, kind: str) -> None:
     run(attention.remember(kind), blocks, attention.THREADS, x.reshape(-1), heads, dim, row_bytes, n_ctx, positions,
         tokens, cache.reshape(-1))  # fmt: skip
     right = np.full_like(cache, 7)
-    rows = rounding.encode(kind, x.reshape(-1, dim)).reshape(tokens, heads, row_bytes)
+    rows = kv_rounding.encode(kind, x.reshape(-1, dim)).reshape(tokens, heads, row_bytes)
     right[:, positions] = rows.transpose(1, 0, 2)
     np.testing.assert_array_equal(cache, right)
 

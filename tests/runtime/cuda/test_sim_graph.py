@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantkit import budget
 from quantkit.errors import DataError
-from quantkit.files import gguf
-from quantkit.runtime.cuda_rank import CudaRank
-from quantkit.runtime.devices import parse_devices
+from quantkit.formats import gguf
+from quantkit.placement import budget
+from quantkit.placement.devices import parse_devices
+from quantkit.placement.offload import Offload
+from quantkit.placement.rules import Flags
+from quantkit.runtime.cuda.gpu_rank import CudaRank
 from quantkit.runtime.model import Model, load
-from quantkit.runtime.offload import Offload
-from quantkit.runtime.placement import Flags
 from tests.archs import checkpoints
 from tests.runtime.cuda.conftest import SIMULATED
 from tests.runtime.cuda.simulated import by_torch
@@ -28,7 +28,7 @@ SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A random model of each architecture, in float32, with something of each layer for two devices."""
-    from quantkit.convert import convert
+    from quantkit.pipelines.convert import convert
 
     found = {}
     for arch in ("llama", "qwen3moe", "deepseek2", "qwen35moe"):

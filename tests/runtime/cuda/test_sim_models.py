@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantkit.archs import blocks
-from quantkit.files import gguf
+from quantkit.archs.common import blocks
+from quantkit.formats import gguf
+from quantkit.placement.offload import Offload
 from quantkit.runtime.model import Model, load
-from quantkit.runtime.offload import Offload
 from tests.archs import checkpoints
 from tests.runtime.conftest import rewrite
 from tests.runtime.cuda.conftest import SIMULATED
@@ -31,7 +31,7 @@ Make = Callable[..., Path]
 @pytest.fixture(scope="session")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """A random model of an architecture, in float32 or with matrices of a type."""
-    from quantkit.convert import convert
+    from quantkit.pipelines.convert import convert
 
     made: dict[str, Path] = {}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quantkit.archs import blocks
-from quantkit.runtime import layers
+from quantkit.archs.common import blocks
+from quantkit.runtime.blocks import layers
 from quantkit.runtime.kernels import reference
 from quantkit.runtime.kernels.cuda import delta, elementwise, routing
 from tests.runtime.cuda.conftest import Run

@@ -9,7 +9,7 @@ import pytest
 
 from quantkit import types
 from quantkit.runtime.kernels.cuda import activations, floats, kernels, weights
-from quantkit.runtime.kernels.cuda.table import FLOAT_IDS
+from quantkit.runtime.kernels.cuda.dispatch import FLOAT_IDS
 from tests.runtime.cuda.conftest import Run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")]

@@ -26,8 +26,8 @@ Where there is a NaN or an Inf the scale is NaN, so that it shows in every resul
 
 from __future__ import annotations
 
-from quantkit.jit import kernel
-from quantkit.simd import F32, I8, I32, Emit, Value, emitted, vector
+from quantkit.codegen.jit import kernel
+from quantkit.codegen.simd import F32, I8, I32, Emit, Value, emitted, vector
 
 FINE, FINE_SUMS, FINE_FLOORS, FINE_SCALES, WIDE, WIDE_SUMS, WIDE_SCALES = 4, 5, 6, 7, 8, 10, 11  # offsets, times n
 _LARGEST = 127 << 8  # magnitude of a, wide

@@ -21,12 +21,12 @@ import functools
 
 import numpy as np
 
-from quantkit.jit import Callback, callback, kernel
+from quantkit.codegen.jit import Callback, callback, kernel
+from quantkit.codegen.simd import F32, Emit, Value, emitted, floats, load_float, load_int, vector
 from quantkit.runtime.kernels.cpu.activations import quantize
-from quantkit.runtime.kernels.cpu.ops import SIGNATURE
-from quantkit.runtime.kernels.cpu.rows import Heads, keep, rotate, row_floats
+from quantkit.runtime.kernels.cpu.decode_ops import SIGNATURE
+from quantkit.runtime.kernels.cpu.kv_rows import Heads, keep, rotate, row_floats
 from quantkit.runtime.kernels.reference import exp
-from quantkit.simd import F32, Emit, Value, emitted, floats, load_float, load_int, vector
 
 TOGETHER = 8  # query heads for which a key or value is read once; four positions of them fill the registers
 PARAMETERS = ("state", "q", "k", "v", "cos", "sin", "rope_dim", "step", "pair", "cache", "kv_heads", "scale", "window",

@@ -26,14 +26,14 @@ from __future__ import annotations
 
 import functools
 
-from quantkit.jit import Callback, callback, kernel
+from quantkit.codegen.jit import Callback, callback, kernel
+from quantkit.codegen.simd import F32, I8, I16, I32, Emit, Value, emitted, load_int, vector
+from quantkit.placement.kernel_sizes import LANES, PANELS, RECORD, TILE_TOKENS, panels_bytes
 from quantkit.runtime.kernels.cpu.activations import wide_block, wide_sums
-from quantkit.runtime.kernels.cpu.floats import add_bias, copy_tile
+from quantkit.runtime.kernels.cpu.decode_ops import SIGNATURE, split
+from quantkit.runtime.kernels.cpu.float_gemm import add_bias, copy_tile
 from quantkit.runtime.kernels.cpu.formats.base import Format, LaneUnit
-from quantkit.runtime.kernels.cpu.formats.table import FORMATS
-from quantkit.runtime.kernels.cpu.ops import SIGNATURE, split
-from quantkit.runtime.kernels.cpu.sizes import LANES, PANELS, RECORD, TILE_TOKENS, panels_bytes
-from quantkit.simd import F32, I8, I16, I32, Emit, Value, emitted, load_int, vector
+from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
 
 _CODES = 512  # bytes of a record's codes
 _LOW, _SCALES, _SUMS, _FLOORS = 32, 64, 68, 76  # where its parts begin, times T

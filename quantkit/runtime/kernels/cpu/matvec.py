@@ -25,7 +25,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from quantkit.jit import Callback, callback
+from quantkit.codegen.jit import Callback, callback
+from quantkit.codegen.simd import F32, I8, I32, Emit, Value, Variable, emitted, vector
 from quantkit.runtime.kernels.cpu.activations import (
     FINE,
     FINE_SCALES,
@@ -35,10 +36,9 @@ from quantkit.runtime.kernels.cpu.activations import (
     WIDE_SUMS,
     fine_floors,
 )
-from quantkit.runtime.kernels.cpu.decode import FLOAT_TYPES, load_floats
+from quantkit.runtime.kernels.cpu.dequantize import FLOAT_TYPES, load_floats
 from quantkit.runtime.kernels.cpu.formats.base import Format, Picked
-from quantkit.runtime.kernels.cpu.formats.table import FORMATS
-from quantkit.simd import F32, I8, I32, Emit, Value, Variable, emitted, vector
+from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
 
 SIGNATURE = "void(int64, int64, int64, int64, int64, int64)"
 ROWS = 4  # in flight: one load of the activations serves them all, and four sums hide the latency of one

@@ -8,9 +8,9 @@
     staging        what is streamed through a GPU
     table          which types have which kernels
 
-Codecs state a block's fields as `types/interleave.py` does, and take interleaved types' from there: one description
-serves a base type and its interleaved form. The CPU's readers (`kernels/cpu/formats`) could not be shared: they yield
-vectors of 8 lanes of a whole block, where a thread of a GPU wants one unit of it in registers. The plain decoders of
-`quantkit/types` could be recompiled for the device, but give float32 one by one, from bytes: what they decode, the
-tests compare with.
+Codecs state a block's fields as `types/families/interleave.py` does, and take interleaved types' from there: one
+description serves a base type and its interleaved form. The CPU's readers (`kernels/cpu/formats`) could not be shared:
+they yield vectors of 8 lanes of a whole block, where a thread of a GPU wants one unit of it in registers. The plain
+decoders of `quantkit/types` could be recompiled for the device, but give float32 one by one, from bytes: what they
+decode, the tests compare with.
 """

@@ -1,7 +1,7 @@
 """Softmax attention over a cache of keys and values, for decoding and prompts: grouped heads, latents, windows, sinks.
 
-A cache of a layer is uint8[kv heads, n_ctx, row bytes] (`runtime/cache.py`), of a float type or of one whose blocks are
-32 columns. The query rows of a key/value head are its `group` heads for each token, row r being token r // group. A
+A cache of a layer is uint8[kv heads, n_ctx, row bytes] (`runtime/kv/cache.py`), of a float type or of one whose blocks
+are 32 columns. The query rows of a key/value head are its `group` heads for each token, row r being token r // group. A
 block takes ROWS of them and a share of the keys, KEYS at a time, which it decodes into shared memory; `combine` adds
 the shares up by the streaming softmax's rule:
 
@@ -22,7 +22,7 @@ import numpy as np
 from quantkit import types
 from quantkit.errors import UnsupportedError
 from quantkit.runtime.kernels.cuda import hardware
-from quantkit.runtime.kernels.cuda.codecs.table import CODECS
+from quantkit.runtime.kernels.cuda.codecs.registry import CODECS
 from quantkit.runtime.kernels.cuda.hardware import (
     bfloat_of,
     bits_of,
@@ -242,7 +242,8 @@ def combine(sinks: bool) -> Kernel:
 def remember(kind: str) -> Kernel:
     """(x, heads, dim, row_bytes, n_ctx, positions, tokens, cache): float32[tokens, heads, dim] to rows of a cache.
 
-    A warp takes 32 columns. q8_0 as `kernels/rounding.py` has it, but for scales next to the end of a half's range.
+    A warp takes 32 columns. q8_0 as `runtime/kernels/kv_rounding.py` has it, but for scales next to the end of a
+    half's range.
     """
     if kind not in ("f32", "f16", "bf16", "q8_0"):
         raise UnsupportedError(f"no CUDA kernel writes a cache of {kind}; use f32, f16, bf16 or q8_0")

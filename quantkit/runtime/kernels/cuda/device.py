@@ -24,7 +24,7 @@ import numpy as np
 
 from quantkit.errors import DataError, UnsupportedError
 from quantkit.runtime.kernels.cuda import driver
-from quantkit.runtime.kernels.cuda.table import FLOAT_IDS, product
+from quantkit.runtime.kernels.cuda.dispatch import FLOAT_IDS, product
 
 if TYPE_CHECKING:
     import torch

@@ -1,7 +1,8 @@
 """Where a block keeps its numbers, as sums that a GPU works out in a few instructions. No numba here.
 
-`types/interleave.py` describes an interleaved type by its fields: for each the bit addresses of its elements in a block
-of the base type and in one of a group of rows. All these addresses, and those of the other types, are *linear in the
+`types/families/interleave.py` describes an interleaved type by its fields: for each the bit addresses of its elements
+in a block of the base type and in one of a group of rows. All these addresses, and those of the other types, are
+*linear in the
 bits* of the column j and of the row k,
 
     address(k, j) = first + sum over bits b of j: columns[b] * bit b of j + the same of k
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quantkit.types.interleave import Field, Interleaved, Placement
+from quantkit.types.families.interleave import Field, Interleaved, Placement
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def _sums(weights: Sequence[int], count: int) -> np.ndarray:
 
 
 def woven(width: int, count: int, rows: int, group: Placement) -> Place:
-    """Of elements that a group of rows keeps as a placement of `types/interleave.py` says."""
+    """Of elements that a group of rows keeps as a placement of `types/families/interleave.py` says."""
     return place(width, group.addresses(rows, width, count))
 
 

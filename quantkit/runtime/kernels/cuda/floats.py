@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from quantkit.runtime.kernels.cuda.dispatch import FLOAT_IDS
 from quantkit.runtime.kernels.cuda.hardware import (
     bfloat_of,
     bits_of,
@@ -22,7 +23,6 @@ from quantkit.runtime.kernels.cuda.hardware import (
     warp_sum,
 )
 from quantkit.runtime.kernels.cuda.kernel import Kernel
-from quantkit.runtime.kernels.cuda.table import FLOAT_IDS
 
 THREADS = 128
 ROWS_OF_BLOCK = THREADS // 32

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from quantkit import jit
+from quantkit.codegen import jit
 from quantkit.runtime.kernels.cuda.reader import Codec, Reader, Unit
 from quantkit.runtime.kernels.cuda.words import Device, Plain
 
@@ -128,7 +128,7 @@ else:
     from numba.cuda import cgutils, types
     from numba.cuda.extending import intrinsic
 
-    from quantkit.simd_values import F32, I32, Value
+    from quantkit.codegen.ir_values import F32, I32, Value
 
     def unit(codec: Codec) -> Callable[..., tuple]:
         pair = types.UniTuple(types.float32, 2)
@@ -141,7 +141,7 @@ else:
             def generate(context, builder, signature, args):
                 array = cgutils.create_struct_proxy(signature.args[0])(context, builder, args[0])
                 e = Device(builder, array.data)
-                start, row_bytes, row, number = (Value(e, a) for a in args[1:])  # type: ignore[arg-type]
+                start, row_bytes, row, number = (Value(e, a) for a in args[1:])
                 found = read_unit(e, codec, start, row_bytes, row, number, _split)
                 floors = _two(found.floors) or (e.constant(F32, 0.0),) * 2
                 parts = zip(signature.return_type, (found.codes, _two(found.scales), floors))

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quantkit import disk_cache, jit
+from quantkit.codegen import disk_cache, jit
 from quantkit.errors import QuantkitError
 
 

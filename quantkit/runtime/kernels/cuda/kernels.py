@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quantkit.runtime.kernels.cuda import activations, attention, delta, elementwise, floats, routing, weights
-from quantkit.runtime.kernels.cuda.codecs.table import CODECS
+from quantkit.runtime.kernels.cuda.codecs.registry import CODECS
+from quantkit.runtime.kernels.cuda.dispatch import FLOAT_IDS
 from quantkit.runtime.kernels.cuda.kernel import Kernel
-from quantkit.runtime.kernels.cuda.table import FLOAT_IDS
 
 
 def of_type(ggml_type: int) -> Iterator[Kernel]:

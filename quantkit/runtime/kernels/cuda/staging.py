@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quantkit import jit
+from quantkit.codegen import jit
 
 if TYPE_CHECKING:
     import torch

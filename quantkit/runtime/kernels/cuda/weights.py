@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from quantkit.runtime.kernels.cuda import hardware
-from quantkit.runtime.kernels.cuda.codecs.table import CODECS
+from quantkit.runtime.kernels.cuda.codecs.registry import CODECS
 from quantkit.runtime.kernels.cuda.hardware import bfloat_of, cuda, dot4, half_of, load_words, plus, times, warp_sum
 from quantkit.runtime.kernels.cuda.kernel import Kernel
 from quantkit.runtime.kernels.cuda.reader import Codec

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from quantkit.simd_values import F32, I8, I16, I32, I64, Value, wrapped
+from quantkit.codegen.ir_values import F32, I8, I16, I32, I64, Value, wrapped
 
 _GLOBAL = 1  # address space
 
@@ -35,7 +35,7 @@ class Device:
         self.builder, self.data = builder, data
 
     def constant(self, kind: ir.Type, number: float) -> Value:
-        return Value(self, ir.Constant(kind, number))  # type: ignore[arg-type]  # Emit's part that values use
+        return Value(self, ir.Constant(kind, number))
 
     def word(self, number: int) -> Value:
         return self.constant(I32, wrapped(number, 32))
@@ -51,13 +51,13 @@ class Device:
 
     def load(self, bits: int, offset: Value, align: int) -> Value:
         pointer = self.builder.gep(self.data, [offset.ir])
-        loaded = Value(self, self._load(ir.IntType(bits), pointer, align))  # type: ignore[arg-type]
+        loaded = Value(self, self._load(ir.IntType(bits), pointer, align))
         return loaded if bits == 32 else loaded.unsigned(I32)
 
     def load_words(self, count: int, offset: Value) -> list[Value]:
         pointer = self.builder.gep(self.data, [offset.ir])
         loaded = self._load(ir.VectorType(I32, count), pointer, 4 * count)
-        return [Value(self, self.builder.extract_element(loaded, ir.Constant(I32, i))) for i in range(count)]  # type: ignore[arg-type]
+        return [Value(self, self.builder.extract_element(loaded, ir.Constant(I32, i))) for i in range(count)]
 
     def table(self, name: str, words: Sequence[int], index: Value) -> Value:
         module = self.builder.module
@@ -69,11 +69,11 @@ class Device:
             found.initializer = ir.Constant(kind, [ir.Constant(I32, wrapped(w, 32)) for w in words])
         pointer = self.builder.gep(found, [ir.Constant(I32, 0), index.ir])
         loaded = self.builder.load(pointer, align=4)
-        return Value(self, loaded)  # type: ignore[arg-type]
+        return Value(self, loaded)
 
     def _assembly(self, text: str, kinds: str, result: ir.Type, *args: Value) -> Value:
         kind = ir.FunctionType(result, [a.type for a in args])
-        return Value(self, self.builder.asm(kind, text, kinds, [a.ir for a in args], False))  # type: ignore[arg-type]
+        return Value(self, self.builder.asm(kind, text, kinds, [a.ir for a in args], False))
 
     def permute(self, a: Value, b: Value, selector: Value) -> Value:
         return self._assembly("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", I32, a, b, selector)
@@ -86,7 +86,7 @@ class Device:
 
     def choose(self, word: Value, a: Value, b: Value) -> Value:
         where = self.builder.icmp_unsigned("!=", word.ir, ir.Constant(I32, 0))
-        return Value(self, self.builder.select(where, a.ir, b.ir))  # type: ignore[arg-type]
+        return Value(self, self.builder.select(where, a.ir, b.ir))
 
     def real(self, word: Value) -> Value:
         """float32 of a signed word."""

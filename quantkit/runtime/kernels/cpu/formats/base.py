@@ -12,7 +12,7 @@ lane i of a step holding four columns of row i % rows. With 4 rows, lanes 0..3 s
 lanes 4..7 in its last.
 
 Readers are called with (e, block) or, for types whose rows have a header, with (e, block, head): addresses.
-`formats/table.py` has them all, by type.
+`runtime/kernels/cpu/formats/registry.py` has them all, by type.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.simd import F32, I8, I16, I32, Emit, Value, vector
+from quantkit.codegen.simd import F32, I8, I16, I32, Emit, Value, vector
 
 BYTES4, BYTES8, BYTES16, BYTES32 = (vector(lanes, I8) for lanes in (4, 8, 16, 32))
 FLOATS4, FLOATS8, FLOATS16 = (vector(lanes, F32) for lanes in (4, 8, 16))

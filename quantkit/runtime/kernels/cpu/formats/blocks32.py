@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quantkit.codegen.simd import I32
 from quantkit.runtime.kernels.cpu.formats.base import (
     BYTES8,
     BYTES16,
@@ -11,8 +12,7 @@ from quantkit.runtime.kernels.cpu.formats.base import (
     load_half,
     low_then_high,
 )
-from quantkit.simd import I32
-from quantkit.types.codebooks import K4
+from quantkit.types.families.codebooks import K4
 
 CODES = [int(v) + 128 for v in K4.values[:16]]  # IQ4_NL has the same values
 

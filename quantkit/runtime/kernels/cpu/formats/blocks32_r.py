@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from quantkit.codegen.simd import I32, Emit, Value
 from quantkit.runtime.kernels.cpu.formats.base import (
     BYTES8,
     BYTES16,
@@ -21,7 +22,6 @@ from quantkit.runtime.kernels.cpu.formats.base import (
 from quantkit.runtime.kernels.cpu.formats.blocks32 import CODES
 from quantkit.runtime.kernels.cpu.formats.few_levels import E2M1_CODES, E2M1_OFFSET, powers
 from quantkit.runtime.kernels.cpu.formats.nonlinear import moved
-from quantkit.simd import I32, Emit, Value
 
 NIB_COLUMNS = (0, 8, 4, 12)  # of lanes 0..3, in the order of `nibbles`; of lanes 4..7, 16 further
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quantkit.codegen.simd import F32, I8, I16, I32, I64, Emit, Value, vector
 from quantkit.runtime.kernels.cpu.formats.base import (
     BYTES8,
     BYTES16,
@@ -14,7 +15,6 @@ from quantkit.runtime.kernels.cpu.formats.base import (
     load_half,
     low_then_high,
 )
-from quantkit.simd import F32, I8, I16, I32, I64, Emit, Value, vector
 from quantkit.types.mxfp4 import E2M1
 
 _SHORTS16 = vector(16, I16)

@@ -6,17 +6,9 @@ block as it is needed, numbers of points and signs, is made for the whole block 
 
 from __future__ import annotations
 
-from quantkit.runtime.kernels.cpu.formats.base import (
-    BYTES16,
-    BYTES32,
-    INTS8,
-    Unit,
-    format_of,
-    load_half,
-    pick,
-)
+from quantkit.codegen.simd import I8, I16, I32, Emit, Value, vector
+from quantkit.runtime.kernels.cpu.formats.base import BYTES16, BYTES32, INTS8, Unit, format_of, load_half, pick
 from quantkit.runtime.kernels.cpu.formats.points import codes_of, grid_table, stored
-from quantkit.simd import I8, I16, I32, Emit, Value, vector
 
 OFFSET, OFFSET_3S = 64, 16  # largest magnitudes are 43, and 62 of iq3_xxs; 15 of iq3_s
 IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS = (grid_table(name, OFFSET) for name in ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs"))

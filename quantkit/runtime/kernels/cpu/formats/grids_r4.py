@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from quantkit.codegen.simd import I8, I16, I32, Emit, IntType, Value, vector
 from quantkit.runtime.kernels.cpu.formats.base import (
     BYTES4,
     BYTES16,
@@ -34,7 +35,6 @@ from quantkit.runtime.kernels.cpu.formats.grids import (
     odd_multiples,
 )
 from quantkit.runtime.kernels.cpu.formats.points import Table, codes_of, stored
-from quantkit.simd import I8, I16, I32, Emit, IntType, Value, vector
 
 Steps = list[tuple[Value, int, int]]  # of a LaneUnit
 

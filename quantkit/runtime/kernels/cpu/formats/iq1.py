@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from quantkit.codegen.simd import I16, I32, I64, Emit, Value, vector
 from quantkit.runtime.kernels.cpu.formats.base import (
     BYTES8,
     BYTES16,
@@ -22,8 +23,7 @@ from quantkit.runtime.kernels.cpu.formats.base import (
 from quantkit.runtime.kernels.cpu.formats.grids import odd_multiples
 from quantkit.runtime.kernels.cpu.formats.grids_r4 import row_nibbles, row_scales, wide_steps
 from quantkit.runtime.kernels.cpu.formats.points import codes_of, stored, table
-from quantkit.simd import I16, I32, I64, Emit, Value, vector
-from quantkit.types.iq1 import LEVELS
+from quantkit.types.families.iq1 import LEVELS
 
 _TABLE = table((8 * LEVELS + 8).astype(np.uint8))
 _SHORTS16 = vector(16, I16)

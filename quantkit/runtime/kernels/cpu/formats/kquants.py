@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quantkit.codegen.simd import I32, Emit, Value
 from quantkit.runtime.kernels.cpu.formats.base import (
     BYTES4,
     BYTES8,
@@ -17,7 +18,6 @@ from quantkit.runtime.kernels.cpu.formats.base import (
     pick,
 )
 from quantkit.runtime.kernels.cpu.formats.nonlinear import WORDS16, centred, moved
-from quantkit.simd import I32, Emit, Value
 
 
 def _pair(e: Emit, scales: list[Value], unit: int) -> Picked:

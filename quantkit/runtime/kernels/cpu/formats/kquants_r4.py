@@ -6,15 +6,10 @@ its lanes.
 
 from __future__ import annotations
 
-from quantkit.runtime.kernels.cpu.formats.base import (
-    BYTES8,
-    BYTES32,
-    LaneUnit,
-    format_of,
-)
+from quantkit.codegen.simd import I32, Emit, Value
+from quantkit.runtime.kernels.cpu.formats.base import BYTES8, BYTES32, LaneUnit, format_of
 from quantkit.runtime.kernels.cpu.formats.blocks32_r import bits, nibbles, steps4, twice
 from quantkit.runtime.kernels.cpu.formats.nonlinear import centred, moved
-from quantkit.simd import I32, Emit, Value
 
 _COLUMNS = (0, 4, 8, 12)  # of the crumbs of a line, and of the bits of PLANE_A
 

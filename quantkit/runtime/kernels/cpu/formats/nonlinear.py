@@ -10,6 +10,7 @@ Flags are put into indices by exclusive-or: of three terms joined by or LLVM mak
 
 from __future__ import annotations
 
+from quantkit.codegen.simd import F32, I8, I16, I32, Emit, Value, vector
 from quantkit.runtime.kernels.cpu.formats.base import (
     BYTES16,
     BYTES32,
@@ -21,8 +22,7 @@ from quantkit.runtime.kernels.cpu.formats.base import (
     low_then_high,
     pick,
 )
-from quantkit.simd import F32, I8, I16, I32, Emit, Value, vector
-from quantkit.types.codebooks import K2, K3, K4, K5, K6, Book
+from quantkit.types.families.codebooks import K2, K3, K4, K5, K6, Book
 
 WORDS16 = vector(16, I16)
 

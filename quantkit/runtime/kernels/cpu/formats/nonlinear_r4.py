@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from quantkit.codegen.simd import I32, Emit, Value
 from quantkit.runtime.kernels.cpu.formats.base import (
     BYTES4,
     BYTES8,
@@ -29,7 +30,6 @@ from quantkit.runtime.kernels.cpu.formats.nonlinear import (
     centred,
     moved,
 )
-from quantkit.simd import I32, Emit, Value
 
 CRUMBS = (0, 4, 8, 12)  # first columns of the crumbs of a byte
 NIBBLES = (0, 8, 4, 12)  # of the low and high nibbles of 32 bytes, then of the next 32

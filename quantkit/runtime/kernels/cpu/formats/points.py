@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quantkit.codegen.simd import I16, I32, I64, Emit, IntType, Value, vector
 from quantkit.runtime.kernels.cpu.formats.base import BYTES32
-from quantkit.simd import I16, I32, I64, Emit, IntType, Value, vector
-from quantkit.types.grids import grid
+from quantkit.types.families.grid_points import grid
 
 
 class Table(NamedTuple):

@@ -5,6 +5,7 @@ Blocks of 256, groups of 32: a unit has one multiplier, and one flag where there
 
 from __future__ import annotations
 
+from quantkit.codegen.simd import F32, I8, I32, Emit, Value, vector
 from quantkit.runtime.kernels.cpu.formats.base import (
     BYTES16,
     BYTES32,
@@ -27,7 +28,6 @@ from quantkit.runtime.kernels.cpu.formats.nonlinear import (
     nibbles,
     six_bits,
 )
-from quantkit.simd import F32, I8, I32, Emit, Value, vector
 from quantkit.types.iq2_kl import PAIRS
 
 

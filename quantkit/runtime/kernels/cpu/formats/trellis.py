@@ -6,6 +6,7 @@ is the code. The product is made in halves of 16 bits, of 32 columns at a time.
 
 from __future__ import annotations
 
+from quantkit.codegen.simd import F32, I8, I16, I32, I64, Emit, Value, vector
 from quantkit.runtime.kernels.cpu.formats.base import (
     BYTES4,
     BYTES8,
@@ -17,8 +18,7 @@ from quantkit.runtime.kernels.cpu.formats.base import (
     low_then_high,
     pick,
 )
-from quantkit.simd import F32, I8, I16, I32, I64, Emit, Value, vector
-from quantkit.types.trellis import BOOK, OFFSET, POWERS
+from quantkit.types.families.trellis_code import BOOK, OFFSET, POWERS
 
 _BYTES64, _SHORTS32 = vector(64, I8), vector(32, I16)
 _BOOK = [int(m) for m in BOOK]

@@ -9,8 +9,8 @@ import numpy as np
 from quantkit.runtime.kernels.cuda.codecs.base import by_bytes, codecs, own
 from quantkit.runtime.kernels.cuda.fields import Place, both, place
 from quantkit.runtime.kernels.cuda.reader import LOW, ONES, Reader, Unit
-from quantkit.types.codebooks import K4
-from quantkit.types.interleave import packed, planes
+from quantkit.types.families.codebooks import K4
+from quantkit.types.families.interleave import packed, planes
 from quantkit.types.iq4_nl_r4 import IQ4_NL_R4
 from quantkit.types.mxfp4 import E2M1
 from quantkit.types.mxfp4_r8 import MXFP4_R8

@@ -9,9 +9,9 @@ import numpy as np
 from quantkit.runtime.kernels.cuda.codecs.base import codecs, own
 from quantkit.runtime.kernels.cuda.fields import woven
 from quantkit.runtime.kernels.cuda.reader import Reader, Unit
-from quantkit.types.grids import grid
-from quantkit.types.interleave import Slots, packed
-from quantkit.types.iq1 import LEVELS
+from quantkit.types.families.grid_points import grid
+from quantkit.types.families.interleave import Slots, packed
+from quantkit.types.families.iq1 import LEVELS
 
 
 def _table(points: np.ndarray) -> list[int]:

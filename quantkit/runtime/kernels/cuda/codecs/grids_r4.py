@@ -13,7 +13,7 @@ from quantkit.runtime.kernels.cuda.codecs.base import codecs
 from quantkit.runtime.kernels.cuda.codecs.grids import bytes_of, odd, points_under, signed
 from quantkit.runtime.kernels.cuda.fields import Place, place, woven
 from quantkit.runtime.kernels.cuda.reader import Reader, Unit
-from quantkit.types.interleave import PLANE_A, Lines, Slots
+from quantkit.types.families.interleave import PLANE_A, Lines, Slots
 
 _D = woven(16, 1, 4, Slots(0, at=0))
 

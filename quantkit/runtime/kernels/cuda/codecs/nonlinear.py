@@ -7,8 +7,8 @@ from typing import Any
 from quantkit.runtime.kernels.cuda.codecs.base import by_bytes, centred, codecs, own
 from quantkit.runtime.kernels.cuda.fields import both
 from quantkit.runtime.kernels.cuda.reader import ONES, SIGNS, Reader, Unit
-from quantkit.types.codebooks import K2, K3, K4, K5, K6, Book
-from quantkit.types.interleave import packed, planes
+from quantkit.types.families.codebooks import K2, K3, K4, K5, K6, Book
+from quantkit.types.families.interleave import packed, planes
 from quantkit.types.iq2_k_r4 import IQ2_K_R4
 from quantkit.types.iq3_k_r4 import IQ3_K_R4
 from quantkit.types.iq4_k_r4 import IQ4_K_R4

@@ -10,8 +10,8 @@ from quantkit.runtime.kernels.cuda.codecs.base import by_bytes, centred, codecs,
 from quantkit.runtime.kernels.cuda.codecs.nonlinear import book_of, looked_up
 from quantkit.runtime.kernels.cuda.fields import Place, both, woven
 from quantkit.runtime.kernels.cuda.reader import Reader, Unit
-from quantkit.types.codebooks import K2, K3, K4, K5
-from quantkit.types.interleave import QUAD, Lines, Slots, packed, planes
+from quantkit.types.families.codebooks import K2, K3, K4, K5
+from quantkit.types.families.interleave import QUAD, Lines, Slots, packed, planes
 from quantkit.types.iq2_bn_r4 import IQ2_BN_R4
 from quantkit.types.iq2_kl import PAIRS
 from quantkit.types.iq4_ks_r4 import IQ4_KS_R4

@@ -6,8 +6,8 @@ from typing import Any
 
 from quantkit.runtime.kernels.cuda.codecs.base import by_bytes, codecs, own
 from quantkit.runtime.kernels.cuda.reader import ONES, Reader, Unit
-from quantkit.types.interleave import packed, planes
-from quantkit.types.trellis import BOOK, OFFSET, POWERS
+from quantkit.types.families.interleave import packed, planes
+from quantkit.types.families.trellis_code import BOOK, OFFSET, POWERS
 
 _SIXES, _MIDDLE = 0x3F3F3F3F, 126
 

@@ -1,0 +1,243 @@
+"""Numbers of a model, from config.json or from GGUF keys: each of its kind and within bounds, before anything is made.
+
+Both spellings share one table of bounds, `_TABLE`. Whether the numbers agree with each other and with the tensors is
+checked by archs/common/validate.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from quantkit.errors import FormatError
+
+
+class Bound(Protocol):
+    """What a value has to be; its text completes "it has to be …"."""
+
+    def holds(self, value: Any) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Count:
+    """A whole number. `per_layer`: also a list of such, one a layer, where 0 says that a layer has none."""
+
+    least: int
+    most: int
+    per_layer: bool = False
+
+    def holds(self, value: Any) -> bool:
+        if self.per_layer and isinstance(value, (list, tuple)) and value:
+            return all(type(v) is int and 0 <= v <= self.most for v in value)
+        return type(value) is int and self.least <= value <= self.most
+
+    def __str__(self) -> str:
+        return f"a whole number from {self.least} to {self.most}"
+
+
+@dataclass(frozen=True)
+class Real:
+    """A finite number. `open_below`: `least` itself is too small."""
+
+    least: float
+    most: float
+    open_below: bool = False
+
+    def holds(self, value: Any) -> bool:
+        if type(value) not in (int, float) or not math.isfinite(value):
+            return False
+        return self.least <= value <= self.most and not (self.open_below and value == self.least)
+
+    def __str__(self) -> str:
+        if self.open_below:
+            return f"a number above {self.least:g}, at most {self.most:g}"
+        return f"a number from {self.least:g} to {self.most:g}"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """True or false; some writers store 1 and 0."""
+
+    def holds(self, value: Any) -> bool:
+        return type(value) in (bool, int) and value in (0, 1)
+
+    def __str__(self) -> str:
+        return "true or false"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A string."""
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, str)
+
+    def __str__(self) -> str:
+        return "a string"
+
+
+@dataclass(frozen=True)
+class Words:
+    """A list of strings. Arrays of a GGUF are of one kind, so the first tells; vocabularies are long."""
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, list) and (not value or isinstance(value[0], str))
+
+    def __str__(self) -> str:
+        return "a list of strings"
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A list of numbers, of one kind as arrays of a GGUF are: the extremes are looked at."""
+
+    each: Count | Real
+
+    def holds(self, value: Any) -> bool:
+        if not isinstance(value, list):
+            return False
+        if not value:
+            return True
+        if type(value[0]) not in (int, float) or not all(map(math.isfinite, value)):
+            return False
+        return all(map(self.each.holds, (min(value), max(value))))
+
+    def __str__(self) -> str:
+        return f"a list, each of it {self.each}"
+
+
+_LAYERS = Count(1, 1 << 12)
+_WIDTH = Count(1, 1 << 24)
+_SIZE = Count(0, 1 << 24, per_layer=True)
+_EXPERTS = Count(0, 1 << 16)
+_TOKENS = Count(1, 1 << 26)
+_POSITIONS = Count(1, 1 << 31)
+_PART = Real(0, 1)
+_FACTOR = Real(0, 1e6, open_below=True)
+_STRENGTH = Real(0, 1e3)
+
+# What config.json says, what a GGUF says after the architecture's name, what both have to be.
+_TABLE: tuple[tuple[str, str, Bound], ...] = (
+    ("num_hidden_layers", "block_count", _LAYERS),
+    ("hidden_size", "embedding_length", _WIDTH),
+    ("num_attention_heads num_key_value_heads head_dim", "", Count(1, 1 << 16)),
+    ("", "attention.head_count attention.head_count_kv attention.key_length attention.value_length "
+     "rope.dimension_count", Count(1, 1 << 16, per_layer=True)),
+    ("vocab_size", "vocab_size", _TOKENS),
+    ("max_position_embeddings", "context_length rope.scaling.original_context_length attention.temperature_length",
+     _POSITIONS),
+    ("num_experts n_routed_experts num_local_experts moe_num_experts", "expert_count", _EXPERTS),
+    ("num_experts_per_tok n_shared_experts n_group topk_group first_k_dense_replace num_nextn_predict_layers",
+     "expert_used_count expert_shared_count expert_group_count expert_group_used_count leading_dense_block_count "
+     "nextn_predict_layers expert_gating_func",
+     Count(0, 1 << 16, per_layer=True)),
+    ("intermediate_size moe_intermediate_size shared_expert_intermediate_size",
+     "feed_forward_length expert_feed_forward_length expert_shared_feed_forward_length", _SIZE),
+    ("q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rotary_dim",
+     "attention.q_lora_rank attention.kv_lora_rank attention.key_length_mla attention.value_length_mla", _SIZE),
+    ("full_attention_interval sliding_window_pattern", "full_attention_interval attention.sliding_window_pattern",
+     Count(1, 1 << 16)),
+    ("sliding_window", "attention.sliding_window", Count(0, 1 << 31)),
+    ("linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim",
+     "ssm.conv_kernel ssm.state_size ssm.group_count ssm.time_step_rank ssm.inner_size", _WIDTH),
+    ("", "rope.dimension_sections", Numbers(Count(0, 1 << 16))),
+    ("rms_norm_eps", "attention.layer_norm_rms_epsilon", Real(0, 0.1, open_below=True)),
+    ("rope_theta", "rope.freq_base rope.freq_base_swa", Real(1, 1e30, open_below=True)),
+    ("partial_rotary_factor", "", _PART),
+    ("routed_scaling_factor", "expert_weights_scale", _STRENGTH),
+    ("", "attention.scale", _FACTOR),
+    ("", "attention.temperature_scale", _STRENGTH),
+    ("", "expert_weights_norm rope.scaling.yarn_truncate", Flag()),
+    ("", "rope.scaling.type", Text()),
+    ("", "rope.scaling.yarn_log_multiplier rope.scaling.yarn_ext_factor", _STRENGTH),
+    ("", "rope.scaling.factor rope.scaling.attn_factor rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast "
+     "rope.scaling.yarn_beta_slow", _FACTOR),
+)  # fmt: skip
+_OF_CONFIG = {name: bound for names, _, bound in _TABLE for name in names.split()}
+_OF_KEY = {key: bound for _, keys, bound in _TABLE for key in keys.split()}
+_OF_ROPE: dict[str, Bound] = {
+    **{name: _OF_CONFIG[name] for name in ("rms_norm_eps", "rope_theta", "partial_rotary_factor")},
+    **dict.fromkeys(("factor", "attention_factor", "beta_fast", "beta_slow"), _FACTOR),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim", "alpha"), Real(0, 1e9)),
+    "original_max_position_embeddings": Real(1, 1 << 31),
+}
+_ID, _WORDS, _FLAG = Count(-1, (1 << 32) - 1), Words(), Flag()
+_OF_TOKENIZER: dict[str, Bound] = {
+    **dict.fromkeys(("model", "pre"), Text()),
+    **dict.fromkeys(("tokens", "merges"), _WORDS),
+    "scores": Numbers(Real(-1e38, 1e38)),
+    "token_type": Numbers(Count(0, 1 << 16)),
+    **{f"{name}_token_id": _ID for name in ("bos", "eos", "unknown", "seperator", "padding", "eot", "eom", "mask")},
+    **{f"add_{name}": _FLAG for name in ("bos_token", "eos_token", "sep_token", "space_prefix")},
+    "remove_extra_whitespaces": _FLAG,
+}
+_OBJECTS = ("rope_scaling", "rope_parameters", "quantization_config")
+
+
+# ---------------------------------------------------------------------------------------------------------- config.json
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """FormatError naming the first key whose value cannot be one; null is as good as absent."""
+    classes = config.get("architectures")
+    if classes is not None and not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
+        raise FormatError(f"config.json: architectures = {classes!r}; it has to be a list of names of classes")
+    _check_settings(config, _OF_CONFIG, "")
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        raise FormatError(
+            f"config.json: num_attention_heads = {heads} is no multiple of num_key_value_heads = {kv_heads}; each of "
+            "those serves as many"
+        )
+    for key in _OBJECTS:
+        if not isinstance(config.get(key) or {}, dict):
+            raise FormatError(f"config.json: {key} = {config[key]!r}; it has to be an object or null")
+    for part in _OBJECTS[:2]:
+        _check_settings(config.get(part) or {}, _OF_ROPE, f"{part}.")
+
+
+def _check_settings(values: Mapping[str, Any], bounds: Mapping[str, Bound], prefix: str) -> None:
+    for name, bound in bounds.items():
+        value = values.get(name)
+        if value is not None and not bound.holds(value):
+            raise FormatError(f"config.json: {prefix}{name} = {brief(value)}; it has to be {bound}")
+
+
+# ------------------------------------------------------------------------------------------------------------ GGUF keys
+
+
+def check_keys(arch: str, metadata: Mapping[str, Any], *, zeros: bool = False) -> None:
+    """FormatError naming the first key of an architecture whose value cannot be one; `zeros` lets a 0 say "none"."""
+    for name, bound in _OF_KEY.items():
+        value = metadata.get(f"{arch}.{name}")
+        if not (zeros and type(value) in (int, float) and value == 0):
+            check_key(f"{arch}.{name}", value, bound)
+
+
+def check_tokenizer(metadata: Mapping[str, Any]) -> None:
+    """The same for the tokenizer's keys."""
+    for name, bound in _OF_TOKENIZER.items():
+        check_key(f"tokenizer.ggml.{name}", metadata.get(f"tokenizer.ggml.{name}"), bound)
+
+
+def bound_of(key: str) -> Bound:
+    """What a key, without the architecture's name, has to be. Each key that is read has a line in the table."""
+    return _OF_KEY[key]
+
+
+def check_key(key: str, value: Any, bound: Bound) -> None:
+    """FormatError unless the value of a key is within bounds, or absent."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = value.tolist()
+    if value is not None and not bound.holds(value):
+        raise FormatError(f"metadata key {key} = {brief(value)}; it has to be {bound}")
+
+
+def brief(value: Any) -> str:
+    """A value as messages show it: a long list or string by its beginning."""
+    text = repr(value[:8])[:-1] + ", …]" if isinstance(value, list) and len(value) > 8 else repr(value)
+    return text if len(text) <= 80 else text[:79] + "…"

@@ -1,0 +1,186 @@
+"""What llama, qwen3 and their kin share: RMS norms before attention and feed-forward, grouped-query attention with rope
+over whole heads, SwiGLU. An architecture derives from Decoder and says what it does otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from quantkit.archs.common import rope
+from quantkit.archs.common.base import Arch, Config, Keys, need, refuse, rope_parameters
+from quantkit.archs.common.blocks import Attention, Block, HParams, Part
+from quantkit.errors import FormatError, UnsupportedError
+from quantkit.formats.gguf.metadata import Entries, shortest
+
+
+class Decoder(Arch):
+    rope_style: ClassVar[str]  # "norm" or "neox", see blocks.Rope
+    biased: ClassVar[tuple[str, ...]] = ("attn_q", "attn_k", "attn_v", "attn_output")  # what attention_bias means
+
+    # ------------------------------------------------------------------------------------------------ checkpoint side
+
+    def head_dim(self, config: Config) -> int:
+        return config.get("head_dim") or need(config, "hidden_size") // need(config, "num_attention_heads")
+
+    def rope_dim(self, config: Config) -> int:
+        """Elements of a head that rope turns."""
+        part = config.get("partial_rotary_factor") or rope_parameters(config).get("partial_rotary_factor")
+        return int(self.head_dim(config) * (part or self.turned or 1))
+
+    def head_lengths(self, config: Config) -> Entries:
+        """The keys of heads that are not n_embd / n_head wide."""
+        width = (self.head_dim(config), "u32")
+        return {f"{self.name}.attention.key_length": width, f"{self.name}.attention.value_length": width}
+
+    def metadata(self, config: Config) -> Entries:
+        refuse(config, "hidden_act", ("silu", "swish"))
+        parameters = rope_parameters(config)
+        if self.turned is None:
+            refuse(parameters, "partial_rotary_factor", (1, 1.0))
+        heads = need(config, "num_attention_heads")
+        values: Entries = {
+            "block_count": (need(config, "num_hidden_layers") + self.n_further(config), "u32"),
+            "context_length": (need(config, "max_position_embeddings"), "u32"),
+            "embedding_length": (need(config, "hidden_size"), "u32"),
+            "feed_forward_length": (need(config, "intermediate_size"), "u32"),
+            "attention.head_count": (heads, "u32"),
+            "attention.head_count_kv": (config.get("num_key_value_heads") or heads, "u32"),
+            "rope.freq_base": (float(parameters["rope_theta"]), "f32"),
+            "attention.layer_norm_rms_epsilon": (float(need(config, "rms_norm_eps")), "f32"),
+            "vocab_size": (need(config, "vocab_size"), "u32"),
+        }
+        if self.n_further(config):
+            values["nextn_predict_layers"] = (self.n_further(config), "u32")
+        if self.turned is not None:
+            values["rope.dimension_count"] = (self.rope_dim(config), "u32")
+        entries = {f"{self.name}.{key}": entry for key, entry in values.items()}
+        return entries | rope.scaling_entries(self.name, parameters)
+
+    def generated(self, config: Config) -> dict[str, np.ndarray]:
+        parameters = rope_parameters(config)
+        if parameters["rope_type"] != "llama3":
+            return {}
+        return {rope.FACTORS: rope.llama3_factors(parameters, self.rope_dim(config))}
+
+    def rebuilt(self, name: str) -> bool:
+        return name == rope.FACTORS
+
+    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+        hp, keys = self.hparams(metadata, tensors.keys()), Keys(self.name, metadata)
+        if hp.head_dim_k != hp.head_dim_v or (hp.rope_dim != hp.head_dim_k and self.turned is None):
+            raise UnsupportedError(
+                f"{self.name} with key length {hp.head_dim_k}, value length {hp.head_dim_v}, {hp.rope_dim} rotary "
+                f"dims: {self.hf[0]} of transformers has one head_dim for all three"
+            )
+        found: dict[str, Any] = {
+            "architectures": [self.hf[0]],
+            "model_type": self.model_type,
+            "vocab_size": hp.n_vocab,
+            "hidden_size": hp.n_embd,
+            "intermediate_size": hp.n_ff,
+            "num_hidden_layers": hp.n_main,
+            "num_attention_heads": hp.n_head,
+            "num_key_value_heads": hp.n_head_kv,
+            "max_position_embeddings": hp.n_ctx_train,
+            "rope_theta": shortest(hp.rope_base),
+            "rms_norm_eps": shortest(hp.norm_eps),
+            "hidden_act": "silu",
+            "tie_word_embeddings": hp.tied,
+            "attention_bias": all_or_none(hp, self.biased, self.hf[0]),
+        }
+        if self.mtp:
+            found["num_nextn_predict_layers"] = hp.n_further
+        if self.turned is not None:
+            found["partial_rotary_factor"] = hp.rope_dim / hp.head_dim_k
+        if hp.rope_freq_factors:
+            factors = tensors[hp.rope_freq_factors].dequantize()
+            found["rope_scaling"] = rope.llama3_parameters(factors, found["rope_theta"])
+        elif scaling := rope.scaling_parameters(keys):
+            found["rope_scaling"] = scaling
+        return found
+
+    # --------------------------------------------------------------------------------------------------- runtime side
+
+    def hparams(self, metadata: Mapping[str, Any], tensors: Collection[str] = ()) -> HParams:
+        return HParams(**self.numbers(Keys(self.name, metadata), tensors))
+
+    def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
+        """The fields of HParams, for an architecture to add to."""
+        tokens = keys.metadata.get("tokenizer.ggml.tokens") or ()
+        head_dim = head_length(keys, "attention.key_length")
+        heads = keys.number("attention.head_count")
+        return {
+            "arch": self.name,
+            "n_layer": keys.number("block_count"),
+            "n_further": keys.number("nextn_predict_layers", 0),
+            "n_ctx_train": keys.number("context_length"),
+            "n_embd": keys.number("embedding_length"),
+            "n_ff": keys.number("feed_forward_length"),
+            "n_head": heads,
+            "n_head_kv": keys.number("attention.head_count_kv", heads),
+            "head_dim_k": head_dim,
+            "head_dim_v": head_length(keys, "attention.value_length"),
+            "n_vocab": keys.number("vocab_size", len(tokens) or None),
+            "norm_eps": keys.real("attention.layer_norm_rms_epsilon"),
+            "rope": rope.rope(keys, self.rope_style, self.rotary(keys, head_dim), tensors),
+            "window": keys.number("attention.sliding_window", 0) or None,
+            "tensors": frozenset(tensors),
+        }
+
+    def rotary(self, keys: Keys, head_dim: int) -> int:
+        """Elements of a head that rope turns. Only where that may be all of them is the key optional."""
+        return keys.number("rope.dimension_count", head_dim if self.turned in (None, 1.0) else None)
+
+    def blocks(self, hparams: HParams) -> list[Block]:
+        return [Block(i, (self.attention(hparams, i), self.feed_forward(hparams, i))) for i in range(hparams.n_main)]
+
+    def attention(self, hp: HParams, i: int) -> Attention:
+        return Attention(
+            norm=hp.norm(f"blk.{i}.attn_norm"),
+            q=hp.linear(f"blk.{i}.attn_q"),
+            k=hp.linear(f"blk.{i}.attn_k"),
+            v=hp.linear(f"blk.{i}.attn_v"),
+            out=hp.linear(f"blk.{i}.attn_output"),
+            heads=hp.n_head,
+            kv_heads=hp.n_head_kv,
+            head_dim_k=hp.head_dim_k,
+            head_dim_v=hp.head_dim_v,
+            scale=hp.head_dim_k**-0.5,
+            rope=hp.rope,
+            window=hp.window,
+        )
+
+    def feed_forward(self, hp: HParams, i: int) -> Part:
+        return hp.feed_forward(i)
+
+
+def head_length(keys: Keys, key: str) -> int:
+    """Elements of a head's key or value; where no key says it the heads share the embedding's."""
+    if keys.get(key) is not None:
+        return keys.number(key)
+    embd, heads = keys.number("embedding_length"), keys.number("attention.head_count")
+    if embd % heads:
+        raise FormatError(
+            f"{keys.arch}.embedding_length = {embd} is no multiple of {keys.arch}.attention.head_count = {heads}, and "
+            f"there is no {keys.arch}.{key}"
+        )
+    return embd // heads
+
+
+def with_head_norms(part: Attention, hp: HParams, i: int) -> Attention:
+    """The same, its queries and keys RMS-normed."""
+    return replace(part, q_norm=hp.norm(f"blk.{i}.attn_q_norm"), k_norm=hp.norm(f"blk.{i}.attn_k_norm"))
+
+
+def all_or_none(hp: HParams, stems: tuple[str, ...], hf: str) -> bool:
+    """Whether these tensors have biases in every layer; some of them only is more than config.json can say."""
+    names = [f"blk.{i}.{stem}.bias" for i in range(hp.n_layer) for stem in stems]
+    present = [name for name in names if name in hp.tensors]
+    if present and len(present) < len(names):
+        absent = next(name for name in names if name not in hp.tensors)
+        raise UnsupportedError(f"{present[0]} is there and {absent} is not; transformers' {hf} has both or neither")
+    return bool(present)

@@ -1,0 +1,221 @@
+"""What architectures with routed experts share: tensor names, keys, the numbers, and the part that is computed.
+
+    config.json                       GGUF, after the architecture's name
+    n_routed_experts, num_experts …   expert_count
+    num_experts_per_tok               expert_used_count
+    moe_intermediate_size             expert_feed_forward_length
+    n_shared_experts                  expert_shared_count
+    shared_expert_intermediate_size   expert_shared_feed_forward_length
+    first_k_dense_replace             leading_dense_block_count
+    routed_scaling_factor             expert_weights_scale
+    norm_topk_prob                    expert_weights_norm
+    scoring_func                      expert_gating_func: 1 softmax, 2 sigmoid; 3 softmax of those chosen
+    n_group, topk_group               expert_group_count, expert_group_used_count
+
+ik_llama.cpp knows no keys of groups and chooses among all experts; its converter writes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from quantkit.archs.common.base import Config, Keys, need
+from quantkit.archs.common.blocks import Experts, FeedForward, HParams
+from quantkit.archs.common.tensors import Rule, Transform
+from quantkit.archs.common.transforms import Gather
+from quantkit.errors import FormatError, UnsupportedError
+from quantkit.formats.gguf.metadata import Entries, shortest
+
+_OURS = ("gate", "up", "down")
+_GATING = {1: "softmax", 2: "sigmoid"}
+_OF_CHOSEN = 3  # softmax of the logits of those chosen: that of all, divided by its sum over them
+GATING_NUMBERS = {name: number for number, name in _GATING.items()}
+
+
+def _is_dense(hp: HParams, layer: int) -> bool:
+    return layer < hp.n_leading_dense
+
+
+def _has_experts(hp: HParams, layer: int) -> bool:
+    return layer >= hp.n_leading_dense
+
+
+def _has_shared(hp: HParams, layer: int) -> bool:
+    return layer >= hp.n_leading_dense and hp.n_ff_shared > 0
+
+
+def _has_choice_bias(hp: HParams, layer: int) -> bool:
+    return layer >= hp.n_leading_dense and hp.has_choice_bias
+
+
+GATED = ("gate_proj", "up_proj", "down_proj")  # usual names of the three matrices
+MIXTRAL = ("w1", "w3", "w2")
+
+
+def dense_rules(*, bias: bool = False) -> tuple[Rule, ...]:
+    """Of the layers before the first one with experts."""
+    return tuple(
+        Rule(f"blk.N.ffn_{ours}", f"model.layers.N.mlp.{theirs}", bias=bias, layers=_is_dense)
+        for ours, theirs in zip(_OURS, GATED)
+    )
+
+
+def routed_rules(block: str = "mlp", names: tuple[str, ...] = GATED, router: str = "gate") -> tuple[Rule, ...]:
+    """Of routed experts, under what stands for `mlp` in a checkpoint."""
+    there = f"model.layers.N.{block}"
+    matrices = (
+        Rule(f"blk.N.ffn_{ours}_exps", f"{there}.experts.E.{theirs}", layers=_has_experts)
+        for ours, theirs in zip(_OURS, names)
+    )
+    return (Rule("blk.N.ffn_gate_inp", f"{there}.{router}", f32=True, layers=_has_experts), *matrices)
+
+
+def stacked_rules(block: str = "mlp") -> tuple[Rule, ...]:
+    """Of routed experts whose matrices a checkpoint has stacked: gate and up [experts, 2 ff, n_embd], one after the
+    other, and down [experts, n_embd, ff]."""
+    there = f"model.layers.N.{block}.experts"
+
+    def part(first: int) -> Callable[[HParams], Transform]:
+        def made(hp: HParams) -> Transform:
+            ff = hp.n_ff_expert
+            runs = ((0, (2 * expert + first) * ff, ff) for expert in range(hp.n_expert))
+            return Gather(runs, (hp.n_expert, ff))
+
+        return made
+
+    pairs = (
+        Rule(f"blk.N.ffn_{ours}_exps.weight", f"{there}.gate_up_proj", part(first), layers=_has_experts, whole=True,
+             one_way=True)
+        for first, ours in enumerate(_OURS[:2])
+    )  # fmt: skip
+    return (*pairs, Rule("blk.N.ffn_down_exps.weight", f"{there}.down_proj", layers=_has_experts, whole=True))
+
+
+def choice_rule(name: str = "mlp.gate.e_score_correction_bias", transform: Any = None) -> Rule:
+    """Of the bias that only chooses."""
+    there = f"model.layers.N.{name}"
+    return Rule("blk.N.exp_probs_b.bias", there, transform, layers=_has_choice_bias, whole=True, f32=True)
+
+
+def shared_rules(block: str = "mlp.shared_experts") -> tuple[Rule, ...]:
+    return tuple(
+        Rule(f"blk.N.ffn_{ours}_shexp", f"model.layers.N.{block}.{theirs}", layers=_has_shared)
+        for ours, theirs in zip(_OURS, GATED)
+    )
+
+
+RULES = (*dense_rules(), choice_rule(), *routed_rules(), *shared_rules())
+
+
+def entries(name: str, config: Config) -> Entries:
+    """The keys of routed experts, under whichever of their names config.json has them."""
+    count = next(
+        (config[key] for key in ("n_routed_experts", "num_experts", "num_local_experts") if config.get(key)), 0
+    )
+    found: Entries = {
+        "expert_count": (count or need(config, "num_experts"), "u32"),
+        "expert_used_count": (need(config, "num_experts_per_tok"), "u32"),
+        "expert_feed_forward_length": (need(config, "moe_intermediate_size"), "u32"),
+    }
+    for theirs, ours, kind in (
+        ("n_shared_experts", "expert_shared_count", "u32"),
+        ("shared_expert_intermediate_size", "expert_shared_feed_forward_length", "u32"),
+        ("first_k_dense_replace", "leading_dense_block_count", "u32"),
+        ("routed_scaling_factor", "expert_weights_scale", "f32"),
+        ("norm_topk_prob", "expert_weights_norm", "bool"),
+    ):
+        if config.get(theirs) is not None:
+            value = config[theirs]
+            found[ours] = (float(value) if kind == "f32" else value, kind)
+    groups = config.get("n_group") or 1
+    if groups > 1:
+        found["expert_group_count"] = (groups, "u32")
+        found["expert_group_used_count"] = (need(config, "topk_group"), "u32")
+    return {f"{name}.{key}": entry for key, entry in found.items()}
+
+
+def numbers(
+    keys: Keys, tensors: Collection[str], *, ff: int | None = None, biased: bool | None = None
+) -> dict[str, Any]:
+    """The fields of HParams that tell of experts. FormatError where they cannot be.
+
+    `ff` is the width of an expert where no key says it. Without `tensors`, `biased` says whether a bias chooses; None:
+    where sigmoid does.
+    """
+    count, used = keys.number("expert_count"), keys.number("expert_used_count")
+    if not 1 <= used <= count:
+        raise FormatError(f"{keys.arch}.expert_used_count is {used} of expert_count {count}; it must be 1 to {count}")
+    groups = keys.number("expert_group_count", 0) or 1
+    groups_used = keys.number("expert_group_used_count", 0) or groups
+    if count % groups or not 1 <= groups_used <= groups or used > groups_used * (count // groups):
+        raise FormatError(
+            f"{keys.arch}: {used} of {count} experts in {groups_used} of {groups} groups; groups must be of one size, "
+            "and those used must have experts enough"
+        )
+    chosen_by_bias = any(".exp_probs_b." in name for name in tensors)
+    told = biased is not None or not chosen_by_bias  # else softmax and sigmoid are both in use
+    number = keys.number("expert_gating_func", 0 if told else None) or 1
+    of_chosen = number == _OF_CHOSEN
+    number = 1 if of_chosen else number
+    if number not in _GATING:
+        raise UnsupportedError(f"{keys.arch}.expert_gating_func = {number}; known: 1 (softmax), 2 (sigmoid)")
+    ff = keys.number("expert_feed_forward_length", ff)
+    if tensors or biased is None:
+        biased = chosen_by_bias if tensors else _GATING[number] == "sigmoid"
+    return {
+        "n_expert": count,
+        "n_expert_used": used,
+        "n_ff_expert": ff,
+        "n_ff_shared": keys.number("expert_shared_feed_forward_length", 0)
+        or ff * keys.number("expert_shared_count", 0),
+        "n_leading_dense": keys.number("leading_dense_block_count", 0),
+        "n_expert_groups": groups,
+        "n_expert_groups_used": groups_used,
+        "normalises": of_chosen or keys.flag("expert_weights_norm", True),
+        "expert_scale": keys.real("expert_weights_scale", 0.0) or 1.0,
+        "gating": _GATING[number],
+        "has_choice_bias": biased,
+    }
+
+
+def config(hp: HParams) -> dict[str, Any]:
+    """config.json of those fields, as the models of DeepSeek and GLM name them."""
+    return {
+        "moe_intermediate_size": hp.n_ff_expert,
+        "n_routed_experts": hp.n_expert,
+        "num_experts_per_tok": hp.n_expert_used,
+        "n_shared_experts": hp.n_ff_shared // hp.n_ff_expert,
+        "first_k_dense_replace": hp.n_leading_dense,
+        "routed_scaling_factor": shortest(hp.expert_scale),
+        "norm_topk_prob": hp.normalises,
+        "n_group": hp.n_expert_groups,
+        "topk_group": hp.n_expert_groups_used,
+    }
+
+
+def feed_forward(hp: HParams, i: int, norm: str = "ffn_norm") -> FeedForward | Experts:
+    """The feed-forward of a layer: dense before the first one with experts."""
+    return hp.feed_forward(i, norm) if _is_dense(hp, i) else routed(hp, i, norm)
+
+
+def routed(hp: HParams, i: int, norm: str = "ffn_norm") -> Experts:
+    """The feed-forward of a layer with experts."""
+    blk = f"blk.{i}"
+    return Experts(
+        norm=hp.norm(f"{blk}.{norm}"),
+        router=hp.linear(f"{blk}.ffn_gate_inp"),
+        gate=hp.linear(f"{blk}.ffn_gate_exps"),
+        up=hp.linear(f"{blk}.ffn_up_exps"),
+        down=hp.linear(f"{blk}.ffn_down_exps"),
+        count=hp.n_expert,
+        used=hp.n_expert_used,
+        ff=hp.n_ff_expert,
+        normalise=hp.normalises,
+        scale=hp.expert_scale,
+        gating=hp.gating,
+        choice_bias=f"{blk}.exp_probs_b.bias" if hp.has_choice_bias else None,
+        groups=hp.n_expert_groups,
+        groups_used=hp.n_expert_groups_used,
+        shared=hp.feed_forward(i, norm, "_shexp", hp.n_ff_shared) if hp.n_ff_shared else None,
+    )

@@ -1,0 +1,52 @@
+"""Layers that predict further tokens (multi-token prediction): they stand after the main ones and are not run.
+
+GGUF has them as layers block_count - nextn_predict_layers …, with tensors of their own under `nextn`. Whether a file
+gets them is the architecture's `mtp`, or what `convert --mtp` says: the key MTP of a config, "keep" or "drop".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from quantkit.archs.common.blocks import HParams
+from quantkit.archs.common.tensors import Rule, split_name
+
+MTP = "mtp"
+POLICIES = ("auto", "keep", "drop")
+
+_PARTS = ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head.head", "shared_head.norm")
+_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+_APART = ("model.mtp.", "model.mtp_")  # of checkpoints that do not number such layers with the main ones
+
+
+def _is_further(hp: HParams, layer: int) -> bool:
+    return layer >= hp.n_main
+
+
+def _rule(name: str) -> Rule:
+    ours = name.replace(".", "_")
+    return Rule(f"blk.N.nextn.{ours}", f"model.layers.N.{name}", layers=_is_further, f32=ours.endswith("norm"))
+
+
+RULES = tuple(_rule(name) for name in _PARTS)
+
+
+def count(config: Mapping[str, Any]) -> int:
+    """The layers that config.json speaks of."""
+    return next((config[key] for key in _COUNTS if config.get(key)), 0)
+
+
+def tensors(config: Mapping[str, Any], names: Collection[str]) -> dict[str, list[str]]:
+    """A checkpoint's tensors of such layers, by what they are: those that config.json counts or with an eh_proj."""
+    n_layer = config.get("num_hidden_layers") or 0
+    layers = {name: split_name(name)[1] or 0 for name in names}
+    marked = {layers[name] for name in names if ".eh_proj." in name} | set(range(n_layer, n_layer + count(config)))
+    found: dict[str, list[str]] = {}
+    for name in names:
+        layer = layers[name]
+        if name.startswith(_APART):
+            found.setdefault("layers that predict further tokens", []).append(name)
+        elif n_layer <= layer and layer in marked:
+            found.setdefault(f"layer {layer}, which predicts the next token but {layer - n_layer + 1}", []).append(name)
+    return found

@@ -1,0 +1,136 @@
+"""The tensors that a model's blocks name, and the shapes they must have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+from quantkit.archs.common import blocks
+
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
+
+
+class Shaped(Protocol):
+    """What is asked of a tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def required(
+    hp: blocks.HParams, parts: Sequence[blocks.Block], head: blocks.Head, tensors: Mapping[str, Shaped]
+) -> Shapes:
+    """(name, shape) of every tensor that the blocks and what stands around them name."""
+    yield head.embedding, (hp.n_vocab, hp.n_embd)
+    yield head.norm.weight, (hp.n_embd,)
+    yield from _linear(head.output, hp.n_vocab, hp.n_embd)
+    for part in (part for block in parts for part in block.parts):
+        yield part.norm.weight, (hp.n_embd,)
+        if isinstance(part, blocks.Attention):
+            yield from _attention(part, hp.n_embd)
+        elif isinstance(part, blocks.LatentAttention):
+            yield from _latent(part, hp.n_embd, tensors)
+        elif isinstance(part, blocks.DeltaNet):
+            yield from _delta_net(part, hp.n_embd)
+        elif isinstance(part, blocks.Experts):
+            yield from _experts(part, hp)
+        else:
+            yield from _gated(part, hp)
+
+
+def _attention(part: blocks.Attention, n_embd: int) -> Shapes:
+    for norm, heads in ((part.q_norm, part.heads), (part.k_norm, part.kv_heads)):
+        if norm is not None:
+            yield norm.weight, ((heads if part.norms_together else 1) * part.head_dim_k,)
+    if part.sinks:
+        yield part.sinks, (part.heads,)
+    if part.post_norm is not None:
+        yield part.post_norm.weight, (n_embd,)
+    if part.sub_norm is not None:
+        yield part.sub_norm.weight, (part.heads * part.head_dim_v,)
+    yield from _factors(part.rope)
+    yield from _linear(part.q, part.heads * part.head_dim_k * (2 if part.gated else 1), n_embd)
+    yield from _linear(part.k, part.kv_heads * part.head_dim_k, n_embd)
+    yield from _linear(part.v, part.kv_heads * part.head_dim_v, n_embd)
+    yield from _linear(part.out, n_embd, part.heads * part.head_dim_v)
+
+
+def _latent(part: blocks.LatentAttention, n_embd: int, tensors: Mapping[str, Shaped]) -> Shapes:
+    rows, nope, lora = part.heads * part.head_dim_k, part.nope, part.kv_lora
+    for linear, count, columns in (
+        (part.q_a, part.q_lora, n_embd),
+        (part.q, rows, part.q_lora or n_embd),
+        (part.kv_a, part.latent, n_embd),
+        (part.kv_b, part.heads * (nope + part.head_dim_v), lora),
+        (part.out, n_embd, part.heads * part.head_dim_v),
+    ):
+        if linear is not None:
+            yield from _linear(linear, count, columns)
+    for linear, count, columns in ((part.k_b, lora, nope), (part.v_b, part.head_dim_v, lora)):
+        if linear is not None:
+            stacked = linear.weight in tensors and len(tensors[linear.weight].shape) == 3
+            yield linear.weight, (part.heads, count, columns) if stacked else (part.heads * count, columns)
+    if part.q_a_norm is not None:
+        yield part.q_a_norm.weight, (part.q_lora,)
+    yield part.kv_a_norm.weight, (lora,)
+    yield from _factors(part.rope)
+
+
+def _delta_net(part: blocks.DeltaNet, n_embd: int) -> Shapes:
+    sizes = part.sizes
+    for linear, rows in (
+        (part.qkv, sizes.channels + (sizes.inner if part.gate is None else 0)),
+        (part.gate, sizes.inner),
+        (part.ba, 2 * sizes.value_heads),
+        (part.beta, sizes.value_heads),
+        (part.alpha, sizes.value_heads),
+    ):
+        if linear is not None:
+            yield from _linear(linear, rows, n_embd)
+    yield part.conv, (sizes.channels, sizes.kernel)
+    yield part.a, (sizes.value_heads,)
+    yield part.dt, (sizes.value_heads,)
+    yield part.out_norm.weight, (sizes.head_dim_v,)
+    yield from _linear(part.out, n_embd, sizes.inner)
+
+
+def _experts(part: blocks.Experts, hp: blocks.HParams) -> Shapes:
+    yield from _linear(part.router, part.count, hp.n_embd)
+    if part.choice_bias:
+        yield part.choice_bias, (part.count,)
+    for linear, rows, columns in (
+        (part.gate, part.ff, hp.n_embd),
+        (part.up, part.ff, hp.n_embd),
+        (part.down, hp.n_embd, part.ff),
+    ):
+        if linear.bias:
+            yield linear.bias, (part.count, rows)
+        yield linear.weight, (part.count, rows, columns)
+    if part.shared_gate is not None:
+        yield part.shared_gate, (hp.n_embd,)
+    if part.shared is not None:
+        yield from _gated(part.shared, hp)
+
+
+def _gated(part: blocks.FeedForward, hp: blocks.HParams) -> Shapes:
+    ff = part.ff or hp.n_ff
+    if part.post_norm is not None:
+        yield part.post_norm.weight, (hp.n_embd,)
+    if part.sub_norm is not None:
+        yield part.sub_norm.weight, (ff,)
+    yield from _linear(part.gate, ff, hp.n_embd)
+    yield from _linear(part.up, ff, hp.n_embd)
+    yield from _linear(part.down, hp.n_embd, ff)
+
+
+def _factors(rope: blocks.Rope) -> Shapes:
+    if rope.factors:
+        yield rope.factors, (rope.dim // 2,)
+
+
+def _linear(linear: blocks.Linear, rows: int, columns: int) -> Shapes:
+    yield linear.weight, (rows, columns)
+    if linear.bias:
+        yield linear.bias, (rows,)
+    if linear.scale:
+        yield linear.scale, (1,)

@@ -1,0 +1,156 @@
+"""Rope scaling between config.json, GGUF keys, and what the runtime computes. Shared by all architectures.
+
+    config.json rope_type   GGUF
+    default                 nothing
+    linear                  A.rope.scaling.type "linear", .factor
+    yarn                    A.rope.scaling.type "yarn", .factor, .original_context_length, betas if given, and
+                            .attn_factor where cos and sin are not multiplied by the usual 1 + 0.1 ln(factor):
+                            what they are multiplied by, over that
+    llama3                  a tensor rope_freqs.weight, float32[dim/2]: divisors of the frequencies
+
+llama3, with theta the base and f_j = theta^(-2j/dim), wavelength w = 2 pi / f_j, old the original context:
+w < old/high -> 1;  w > old/low -> factor;  else 1 / ((1 - s)/factor + s) with s = (old/w - low) / (high - low).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from quantkit.archs.common.base import Keys
+from quantkit.archs.common.blocks import Rope, Yarn
+from quantkit.errors import FormatError, UnsupportedError
+from quantkit.formats.gguf.metadata import Entries, shortest
+
+FACTORS = "rope_freqs.weight"
+
+# config.json name -> GGUF name, for yarn's optional numbers
+_YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+_ATTENTION = "rope.scaling.attn_factor"  # the reference reads this one; newer runtimes .yarn_attn_factor as well
+_ATTENTION_TOO = "rope.scaling.yarn_attn_factor"
+
+
+def llama3_factors(parameters: Mapping[str, Any], dim: int) -> np.ndarray:
+    """Divisors of the rope frequencies, float32[dim/2], of Llama 3.1's scaling."""
+    parameters = {key: value for key, value in parameters.items() if value is not None}
+    try:
+        theta, factor = float(parameters["rope_theta"]), float(parameters["factor"])
+        low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
+        old = float(parameters.get("original_max_position_embeddings", 8192))
+    except KeyError as error:
+        raise FormatError(f"config.json: rope_scaling of type llama3 has no {error}") from None
+    wavelength = 2 * math.pi * theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
+    smooth = (old / wavelength - low) / (high - low)
+    blended = 1 / ((1 - smooth) / factor + smooth)
+    factors = np.where(wavelength < old / high, 1.0, np.where(wavelength > old / low, factor, blended))
+    return factors.astype(np.float32)
+
+
+def llama3_parameters(factors: np.ndarray, theta: float) -> dict[str, Any]:
+    """The config.json values whose `llama3_factors` are these, found among those in use; they must fit to 1e-6."""
+    dim, factor = 2 * len(factors), shortest(factors.max())
+    for low, high, log_old in itertools.product((1.0, 2.0), (4.0, 8.0), range(5, 25)):
+        found = {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": 1 << log_old,
+        }
+        if np.allclose(llama3_factors(found | {"rope_theta": theta}, dim), factors, rtol=1e-6, atol=0):
+            return found
+    raise UnsupportedError(
+        f"{FACTORS}: no llama3 rope_scaling (factor {factor}) gives these {len(factors)} factors, so config.json "
+        "cannot say them"
+    )
+
+
+def scaling_entries(arch: str, parameters: Mapping[str, Any]) -> Entries:
+    """GGUF keys of config.json's rope scaling. llama3 has none: it is a tensor."""
+    kind, prefix = parameters["rope_type"], f"{arch}.rope.scaling"
+    if kind in ("default", "llama3"):
+        return {}
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedError(f"config.json: rope scaling of type {kind!r}; known: default, linear, llama3, yarn")
+    if parameters.get("factor") is None:
+        raise FormatError(f"config.json: rope_scaling of type {kind} has no 'factor'")
+    entries: Entries = {f"{prefix}.type": (kind, "str"), f"{prefix}.factor": (float(parameters["factor"]), "f32")}
+    if kind == "yarn":
+        if "original_max_position_embeddings" not in parameters:
+            raise FormatError("config.json: rope_scaling of type yarn has no 'original_max_position_embeddings'")
+        original = int(parameters["original_max_position_embeddings"])
+        entries[f"{prefix}.original_context_length"] = (original, "u32")
+        for name, key in _YARN.items():
+            if parameters.get(name) is not None:
+                entries[f"{prefix}.{key}"] = (float(parameters[name]), "f32")
+        if (size := _size(parameters)) != (usual := _usual_size(float(parameters["factor"]))):
+            entries[f"{arch}.{_ATTENTION}"] = (size / usual, "f32")
+        if parameters.get("truncate") not in (None, True):
+            raise UnsupportedError(f"config.json: yarn with truncate = {parameters['truncate']} is not supported here")
+    return entries
+
+
+def _usual_size(factor: float) -> float:
+    """What YaRN multiplies cos and sin by where nothing else is said, as runtimes compute it."""
+    return 1 + 0.1 * math.log(factor)
+
+
+def _size(parameters: Mapping[str, Any]) -> float:
+    """What YaRN multiplies cos and sin by: as config.json says, or a ratio where it has both mscale and mscale_all_dim.
+
+    It is 1 where nothing is stretched.
+    """
+    if parameters.get("attention_factor") is not None:
+        return float(parameters["attention_factor"])
+    logarithm = 0.1 * math.log(max(float(parameters["factor"]), 1.0))
+    above, below = (parameters.get(name) for name in ("mscale", "mscale_all_dim"))
+    return (1 + above * logarithm) / (1 + below * logarithm) if above and below else 1 + logarithm
+
+
+def scaling_parameters(keys: Keys) -> dict[str, Any]:
+    """config.json's rope_scaling of GGUF keys; empty where there is none."""
+    kind = keys.get("rope.scaling.type", "none")
+    if kind == "none":
+        return {}
+    found: dict[str, Any] = {"rope_type": kind, "factor": shortest(keys.real("rope.scaling.factor"))}
+    if kind == "yarn":
+        found["original_max_position_embeddings"] = keys.number("rope.scaling.original_context_length")
+        for name, key in _YARN.items():
+            if keys.get(f"rope.scaling.{key}") is not None:
+                found[name] = shortest(keys.get(f"rope.scaling.{key}"))
+        if (size := _relative_size(keys)) != 1:
+            found["attention_factor"] = shortest(size * _usual_size(found["factor"]))
+    return found
+
+
+def _relative_size(keys: Keys) -> float:
+    """What a file has cos and sin multiplied by, over YaRN's usual."""
+    return keys.real(_ATTENTION, 1.0) * keys.real(_ATTENTION_TOO, 1.0)
+
+
+def rope(keys: Keys, style: str, dim: int, tensors: Collection[str]) -> Rope:
+    """What the runtime computes, from GGUF keys and the presence of the factors."""
+    kind = keys.get("rope.scaling.type", "none")
+    if kind not in ("none", "linear", "yarn"):
+        raise UnsupportedError(f"{keys.arch}.rope.scaling.type = {kind!r}; known: none, linear, yarn")
+    yarn = None
+    scale = 1.0 if kind == "none" else 1.0 / keys.real("rope.scaling.factor")
+    if kind == "yarn" and scale > 1:
+        raise FormatError(
+            f"metadata key {keys.arch}.rope.scaling.factor = {keys.real('rope.scaling.factor'):g}; yarn lengthens the "
+            "context, its factor has to be 1 or more"
+        )
+    if kind == "yarn":
+        yarn = Yarn(
+            original_context=keys.number("rope.scaling.original_context_length"),
+            ext_factor=keys.real("rope.scaling.yarn_ext_factor", 1.0),
+            attn_factor=_relative_size(keys),
+            beta_fast=keys.real("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=keys.real("rope.scaling.yarn_beta_slow", 1.0),
+        )
+    base = keys.real("rope.freq_base", 10000.0)
+    return Rope(style, dim, base, scale, FACTORS if FACTORS in tensors else None, yarn)

@@ -1,0 +1,184 @@
+"""Shapes of tensors by their GGUF names: what a name is the same for every architecture, so one table does for all.
+
+    sizes = Sizes("qwen3moe", metadata)                      the numbers, from GGUF keys
+    listed(["token_embd.weight", "blk.0.attn_q.weight"], sizes)    [Listed(name, shape, f32)]
+
+Shapes are numpy's, rows first. A dimension of the table is the name of a number of `Sizes`, or a product "2*embd".
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.archs.common.tensors import split_name
+from quantkit.errors import FormatError, UnsupportedError
+
+_TABLE = """
+token_embd          vocab embd
+output_norm         embd
+output              vocab embd
+
+attn_norm           embd
+attn_q              q embd
+attn_k              k embd
+attn_v              v embd
+attn_output         embd o
+attn_q_norm         q_norm
+attn_k_norm         k_norm
+attn_sinks          heads
+attn_sub_norm       o
+post_attention_norm embd
+
+attn_q_a            q_lora embd
+attn_q_a_norm       q_lora
+attn_q_b            q q_lora
+attn_kv_a_mqa       latent embd
+attn_kv_a_norm      kv_lora
+attn_kv_b           kv_b kv_lora
+attn_k_b            k_b nope
+attn_v_b            o kv_lora
+
+attn_qkv            conv embd
+attn_gate           inner embd
+ssm_conv1d          conv kernel
+ssm_a               rank
+ssm_dt              rank
+ssm_norm            head_v
+ssm_alpha           rank embd
+ssm_beta            rank embd
+ssm_ba              2*rank embd
+ssm_out             embd inner
+
+post_ffw_norm       embd
+ffn_norm            embd
+ffn_gate            ff embd
+ffn_up              ff embd
+ffn_down            embd ff
+ffn_sub_norm        ff
+ffn_gate_inp        experts embd
+exp_probs_b         experts
+ffn_gate_exps       experts eff embd
+ffn_up_exps         experts eff embd
+ffn_down_exps       experts embd eff
+ffn_gate_shexp      sff embd
+ffn_up_shexp        sff embd
+ffn_down_shexp      embd sff
+ffn_gate_inp_shexp  embd
+
+nextn.eh_proj           embd 2*embd
+nextn.enorm             embd
+nextn.hnorm             embd
+nextn.embed_tokens      vocab embd
+nextn.shared_head_head  vocab embd
+nextn.shared_head_norm  embd
+"""
+_SHAPES = {line.split()[0]: line.split()[1:] for line in _TABLE.splitlines() if line}
+# Matrices that converters keep in float32 all the same.
+_FLOAT32 = ("_norm.weight", "ffn_gate_inp.weight", "ssm_conv1d.weight")
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A tensor that a model of some config.json has. `f32`: it is stored in float32, whatever the others are."""
+
+    name: str
+    shape: tuple[int, ...]
+    f32: bool
+
+
+class Sizes:
+    """The numbers that shapes are made of, by name: `sizes["embd"]`. FormatError names a key that is missing."""
+
+    def __init__(self, arch: str, metadata: Mapping[str, Any], own: Mapping[str, Callable[[Sizes], int]] | None = None):
+        """`own` are numbers of an architecture that means something else by a name."""
+        self.arch = arch
+        self.metadata = metadata
+        self._own = own or {}
+
+    def key(self, key: str) -> int | None:
+        """A count among the keys; None where it is not there or 0."""
+        value = self.metadata.get(f"{self.arch}.{key}")
+        if isinstance(value, (list, tuple)):
+            if len(set(value)) != 1:
+                raise UnsupportedError(
+                    f"{self.arch}.{key} differs between layers; the shapes of such models are not known"
+                )
+            value = value[0]
+        return int(value) if value else None
+
+    def need(self, key: str) -> int:
+        value = self.key(key)
+        if value is None:
+            raise FormatError(f"metadata key {self.arch}.{key} is missing, and the shapes of tensors follow from it")
+        return value
+
+    @functools.cached_property
+    def n_layer(self) -> int:
+        return self.need("block_count")
+
+    def __getitem__(self, name: str) -> int:
+        """The number called `name`, or a product of such and integers, as "2*embd"."""
+        return math.prod(int(part) if part.isdigit() else self._number(part) for part in name.split("*"))
+
+    def _number(self, name: str) -> int:
+        made = self._own.get(name) or _NUMBERS.get(name)
+        return made(self) if made else self.need(_KEYS[name])
+
+
+_KEYS = {
+    "vocab": "vocab_size", "embd": "embedding_length", "ff": "feed_forward_length", "heads": "attention.head_count",
+    "experts": "expert_count", "eff": "expert_feed_forward_length", "q_lora": "attention.q_lora_rank",
+    "kv_lora": "attention.kv_lora_rank", "rope": "rope.dimension_count", "kernel": "ssm.conv_kernel",
+    "state": "ssm.state_size", "groups": "ssm.group_count", "rank": "ssm.time_step_rank", "inner": "ssm.inner_size",
+}  # fmt: skip
+_NUMBERS: dict[str, Callable[[Sizes], int]] = {
+    "kv_heads": lambda s: s.key("attention.head_count_kv") or s["heads"],
+    "key": lambda s: s.key("attention.key_length") or s["embd"] // s["heads"],
+    "value": lambda s: s.key("attention.value_length") or s["embd"] // s["heads"],
+    "q_norm": lambda s: s["key"],
+    "k_norm": lambda s: s["key"],
+    "q": lambda s: s["heads"] * s["key"],
+    "k": lambda s: s["kv_heads"] * s["key"],
+    "v": lambda s: s["kv_heads"] * s["value"],
+    "o": lambda s: s["heads"] * s["value"],
+    "nope": lambda s: s["key"] - s["rope"],
+    "latent": lambda s: s["kv_lora"] + s["rope"],
+    "kv_b": lambda s: s["heads"] * (s["nope"] + s["value"]),
+    "k_b": lambda s: s["heads"] * s["kv_lora"],
+    "head_v": lambda s: s["inner"] // s["rank"],
+    "conv": lambda s: s["inner"] + 2 * s["groups"] * s["state"],
+    "sff": lambda s: s.key("expert_shared_feed_forward_length") or s["eff"] * s.need("expert_shared_count"),
+}
+
+
+def listed(names: Iterable[str], sizes: Sizes) -> list[Listed]:
+    """The tensors of these names; a bias has the rows of its weight. UnsupportedError for a name of unknown shape."""
+    return [_listed(name, sizes) for name in names]
+
+
+def has_shape(name: str) -> bool:
+    """Whether the table has a tensor's name."""
+    return _dims(name)[0] is not None
+
+
+def _dims(name: str) -> tuple[list[str] | None, str]:
+    """The dimensions of a tensor, as the table has them, and the last part of its name."""
+    stem, _, suffix = split_name(name) if "." in name else (name, None, "")
+    return _SHAPES.get(stem.removeprefix("blk.N.")) or _SHAPES.get(name.rpartition(".")[2]), suffix
+
+
+def _listed(name: str, sizes: Sizes) -> Listed:
+    dims, suffix = _dims(name)
+    if dims is None:
+        raise UnsupportedError(
+            f"{name}: the shape of such a tensor is not known (add it to quantkit/archs/common/shapes.py)"
+        )
+    shape = tuple(sizes[dim] for dim in dims)
+    if suffix == "bias":
+        shape = shape[:-1] if len(shape) > 1 else shape
+    f32 = len(shape) < 2 or suffix != "weight" or any(part in name for part in _FLOAT32)
+    return Listed(name, shape, f32)

@@ -1,0 +1,140 @@
+"""Transforms that several architectures need; archs/common/tensors.py has the plain ones."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from quantkit.archs.common.tensors import ReadRows, Shape, Transform
+from quantkit.errors import FormatError
+
+
+class Elementwise(Transform):
+    """Each element by itself: `there`, and back again `back`, both float32 to float32."""
+
+    keeps_bits = False
+
+    def __init__(self, there: Callable[[np.ndarray], np.ndarray], back: Callable[[np.ndarray], np.ndarray]):
+        self.there, self.back = there, back
+
+    def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
+        return self.there(np.asarray(sources[0](start, stop), np.float32))
+
+    def inverse(self) -> Transform:
+        return Elementwise(self.back, self.there)
+
+
+def add(number: float) -> Elementwise:
+    """A vector plus a number."""
+    return Elementwise(lambda x: x + np.float32(number), lambda x: x - np.float32(number))
+
+
+class OneRow(Transform):
+    """A matrix of one row as a vector, and back."""
+
+    keeps_bits = False
+
+    def __init__(self, columns: int, to_vector: bool = True):
+        self.columns, self.to_vector = columns, to_vector
+
+    def shape(self, *sources: Shape) -> Shape:
+        return sources[0][-1:] if self.to_vector else (1, *sources[0])
+
+    def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
+        if self.to_vector:
+            return sources[0](0, 1).reshape(-1, 1)[start:stop]
+        return sources[0](0, self.columns).reshape(1, -1)[start:stop]
+
+    def inverse(self) -> Transform:
+        return OneRow(self.columns, not self.to_vector)
+
+
+class Flat(Transform):
+    """The same rows, without the middle axis of length 1; and back."""
+
+    def __init__(self, middle: bool = True):
+        self.middle = middle
+
+    def shape(self, *sources: Shape) -> Shape:
+        first, *between, last = sources[0]
+        if between != [1] * self.middle:
+            expected = "(channels, 1, kernel)" if self.middle else "(channels, kernel)"
+            raise FormatError(f"a convolution of shape {sources[0]}; {expected} was expected")
+        return (first, last) if self.middle else (first, 1, last)
+
+    def inverse(self) -> Transform:
+        return Flat(not self.middle)
+
+
+class Gather(Transform):
+    """Rows one after another from runs (source, first row, rows). `lead` is the shape of what is made but for its last
+    axis; by default all rows. The inverse is that of runs which make up one source."""
+
+    def __init__(self, runs: Iterable[tuple[int, int, int]], lead: Shape | None = None):
+        self.runs = list(runs)
+        self.starts = [0, *itertools.accumulate(count for _, _, count in self.runs)]
+        self.lead = lead or (self.starts[-1],)
+
+    def shape(self, *sources: Shape) -> Shape:
+        for number, source in enumerate(sources):
+            rows = math.prod(source[:-1]) if len(source) > 1 else source[0]
+            least = max((first + count for which, first, count in self.runs if which == number), default=0)
+            if rows < least:
+                raise FormatError(f"a tensor of {rows} rows (shape {source}) where config.json makes it {least}")
+        return self.lead if len(sources[0]) == 1 else (*self.lead, sources[0][-1])
+
+    def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
+        parts = []
+        while start < stop:
+            run = bisect.bisect_right(self.starts, start) - 1
+            source, first, count = self.runs[run]
+            skipped = start - self.starts[run]
+            taken = min(count - skipped, stop - start)
+            parts.append(sources[source](first + skipped, first + skipped + taken))
+            start += taken
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def inverse(self) -> Transform:
+        placed = sorted((first, at, count) for (_, first, count), at in zip(self.runs, self.starts))
+        assert [first for first, _, _ in placed] == [0, *itertools.accumulate(count for _, _, count in placed)][:-1]
+        return Gather((0, at, count) for _, at, count in placed)
+
+
+class ShuffleColumns(Transform):
+    """Column j of the result is column order[j] of the source."""
+
+    keeps_bits = False
+
+    def __init__(self, order: Iterable[int]):
+        self.order = np.array(list(order), np.intp)
+
+    def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
+        return np.ascontiguousarray(sources[0](start, stop)[:, self.order])
+
+    def inverse(self) -> Transform:
+        return ShuffleColumns(np.argsort(self.order))
+
+
+class Chain(Transform):
+    """One after another; the first may have several sources."""
+
+    def __init__(self, *steps: Transform):
+        self.steps = steps
+        self.keeps_bits = all(step.keeps_bits for step in steps)
+
+    def shape(self, *sources: Shape) -> Shape:
+        first, *others = self.steps
+        return functools.reduce(lambda shape, step: step.shape(shape), others, first.shape(*sources))
+
+    def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
+        for step in self.steps[:-1]:
+            sources = [functools.partial(step.rows, sources)]
+        return self.steps[-1].rows(sources, start, stop)
+
+    def inverse(self) -> Transform:
+        return Chain(*(step.inverse() for step in reversed(self.steps)))

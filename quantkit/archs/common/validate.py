@@ -1,0 +1,215 @@
+"""Does a GGUF agree with itself: hyperparameters with each other, with the tensors and with the tokenizer.
+
+    found = validate.described(file.metadata, file.tensors, file.path)    found.hparams, found.blocks, found.head
+    validate.problems(file.metadata, file.tensors)                        what contradicts what, a sentence each
+
+Kernels take sizes from hyperparameters and addresses from tensors, so nothing runs and nothing is allocated before
+`described` has returned. Values are not looked at, and what only the numbers of a forward pass would tell is not found:
+a base of rope or a factor of experts that another model has.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit import archs
+from quantkit.archs.common import blocks, checked
+from quantkit.archs.common.base import Arch
+from quantkit.archs.common.blocks import Block, Head, HParams
+from quantkit.archs.common.required_tensors import Shaped, required
+from quantkit.archs.common.tensors import split_name
+from quantkit.errors import FormatError, QuantkitError, UnsupportedError
+
+REMEDY = "correct a wrong key with `quantkit metadata set FILE KEY=TYPE:VALUE`; if the file is damaged, get it again"
+_OPTIONAL = ("bias", "scale")
+_IGNORED = re.compile(r"blk\.\d+\.(attn_rot_embd|rope_freqs)\.weight")  # of old files; what they say is computed
+_FURTHER = "nextn.eh_proj"
+
+
+@dataclass(frozen=True)
+class Described:
+    """A model whose numbers and tensors agree."""
+
+    arch: Arch
+    hparams: HParams
+    blocks: list[Block]
+    head: Head
+
+
+def described(
+    metadata: Mapping[str, Any], tensors: Mapping[str, Shaped], path: str | os.PathLike[str] = "the model"
+) -> Described:
+    """What the architecture says of a model. FormatError or UnsupportedError where file and model contradict."""
+    try:
+        found = _read(metadata, tensors)
+        wrong = list(_contradictions(found, metadata, tensors))
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}; {REMEDY}") from None
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{path}: {error}") from None
+    if wrong:
+        more = f" (and {len(wrong) - 1} more: `quantkit inspect` lists them)" if len(wrong) > 1 else ""
+        raise FormatError(f"{path}: {wrong[0]}{more}; {REMEDY}")
+    return found
+
+
+def problems(metadata: Mapping[str, Any], tensors: Mapping[str, Shaped]) -> list[str]:
+    """What `described` would refuse; nothing for a file that is no model of a known architecture."""
+    name = metadata.get("general.architecture")
+    if not is_model(metadata) or name not in _names():
+        return []
+    try:
+        return list(_contradictions(_read(metadata, tensors), metadata, tensors))
+    except QuantkitError as error:
+        return [str(error)]
+
+
+def check_sizes(metadata: Mapping[str, Any], path: str | os.PathLike[str] | None = None) -> None:
+    """FormatError where a key cannot be a number of a model: what plans, budgets and mixes of types go by.
+
+    Architectures that are not known here are planned too; some of them say 0 for what they lack, as for heads.
+    """
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str):
+        return
+    try:
+        checked.check_keys(name, metadata, zeros=name not in _names())
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}; {REMEDY}" if path else str(error)) from None
+
+
+def _names() -> set[str]:
+    return {arch.name for arch in archs.all()}
+
+
+def is_model(metadata: Mapping[str, Any]) -> bool:
+    """Whether a file claims to be a whole model: it says how many layers there are, and is no adapter."""
+    name = metadata.get("general.architecture")
+    return f"{name}.block_count" in metadata and metadata.get("general.type", "model") == "model"
+
+
+# ---------------------------------------------------------------------------------------------------------------- parts
+
+
+def _read(metadata: Mapping[str, Any], tensors: Mapping[str, Shaped]) -> Described:
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise FormatError("metadata has no general.architecture; the file is not a model")
+    arch = archs.get(name)
+    checked.check_keys(name, metadata)
+    checked.check_tokenizer(metadata)
+    _check_layers(name, metadata, tensors)
+    hp = arch.hparams(metadata, tensors.keys())
+    return Described(arch, hp, arch.blocks(hp), arch.head(hp))
+
+
+def _check_layers(name: str, metadata: Mapping[str, Any], tensors: Mapping[str, Shaped]) -> None:
+    """FormatError where tensors are of layers that the metadata do not count, or lack one that they do."""
+    key, value = f"{name}.block_count", metadata.get(f"{name}.block_count")
+    if not isinstance(value, int):
+        raise FormatError(f"metadata key {key} is missing; the file is not a complete {name} model")
+    further = metadata.get(f"{name}.nextn_predict_layers") or 0
+    if not isinstance(further, int) or further >= value:
+        raise FormatError(f"metadata key {name}.nextn_predict_layers = {further}, {key} = {value}: no layer is run")
+    there = {layer for stem, layer, _ in map(split_name, tensors) if layer is not None and stem.startswith("blk.")}
+    if there and max(there) >= value:
+        raise FormatError(f"metadata key {key} = {value}, but there are tensors of blk.{max(there)}")
+    main = value - further
+    absent = next((i for i in range(main) if i not in there), None)
+    if absent is not None:
+        raise FormatError(f"metadata key {key} = {value}, but there are no tensors of blk.{absent}")
+    marked = {split_name(tensor)[1] for tensor in tensors if f".{_FURTHER}." in tensor}
+    if there and max(there) >= main and main not in marked:
+        raise FormatError(
+            f"metadata key {name}.nextn_predict_layers = {further} makes blk.{main} a layer of multi-token prediction, "
+            f"but there is no tensor blk.{main}.{_FURTHER}.weight"
+        )
+
+
+def _contradictions(found: Described, metadata: Mapping[str, Any], tensors: Mapping[str, Shaped]) -> Iterator[str]:
+    for block in found.blocks:
+        for part in block.parts:
+            yield from (f"blk.{block.layer}: {sentence}" for sentence in _of_part(found, part))
+    wanted = dict(required(found.hparams, found.blocks, found.head, tensors))
+    for name, shape in wanted.items():
+        if name not in tensors:
+            yield f"tensor {name} is missing; the metadata make it {shape}"
+        elif tensors[name].shape != shape:
+            yield f"tensor {name} has shape {tensors[name].shape}, the metadata say {shape}"
+    yield from _unknown(found, wanted, tensors)
+    yield from _uneven(found, tensors)
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if tokens is not None and len(tokens) > found.hparams.n_vocab:
+        yield (
+            f"metadata key tokenizer.ggml.tokens has {len(tokens)} tokens, the model's vocabulary has "
+            f"{found.hparams.n_vocab} (rows of token_embd.weight)"
+        )
+
+
+def _of_part(found: Described, part: blocks.Part) -> Iterator[str]:
+    """What of a part cannot be computed, whatever its tensors."""
+    if isinstance(part, blocks.Attention):
+        if part.heads % part.kv_heads:
+            yield (
+                f"attention.head_count = {part.heads} is no multiple of attention.head_count_kv = {part.kv_heads}; "
+                "each of those serves as many"
+            )
+        if part.window is not None and part.window < 1:
+            yield f"attention.sliding_window = {part.window}; a token sees itself, so it has to be 1 or more"
+        yield from _of_rope(part.rope, part.head_dim_k, found.arch.turned is None)
+    elif isinstance(part, blocks.LatentAttention):
+        if part.kv_lora < 1:
+            yield f"attention.kv_lora_rank = {part.kv_lora}; it has to be 1 or more"
+        if part.nope < 1:
+            yield (
+                f"attention.key_length = {part.head_dim_k} leaves no elements without rope beside "
+                f"rope.dimension_count = {part.rope.dim}"
+            )
+        yield from _of_rope(part.rope, part.head_dim_k, False)
+    if isinstance(part, (blocks.Attention, blocks.LatentAttention)) and not 0 < part.scale < math.inf:
+        yield f"scores are multiplied by {part.scale}; the metadata's scale or length of a head is wrong"
+
+
+def _of_rope(rope: blocks.Rope, head_dim: int, whole: bool) -> Iterator[str]:
+    if rope.dim % 2:
+        yield f"rope.dimension_count = {rope.dim}; rope turns pairs, so it has to be even"
+    if rope.dim > head_dim:
+        yield f"rope.dimension_count = {rope.dim}, but a head's key has {head_dim} elements (attention.key_length)"
+    elif whole and 0 < rope.dim < head_dim:
+        yield f"rope.dimension_count = {rope.dim}, but this architecture turns all {head_dim} elements of a head"
+    if rope.yarn is not None and rope.yarn.beta_fast < rope.yarn.beta_slow:
+        yield (
+            f"rope.scaling.yarn_beta_fast = {rope.yarn.beta_fast:g} is below "
+            f"rope.scaling.yarn_beta_slow = {rope.yarn.beta_slow:g}"
+        )
+
+
+def _unknown(found: Described, wanted: Mapping[str, Any], tensors: Mapping[str, Shaped]) -> Iterator[str]:
+    """Tensors that nothing would be computed with, so that the result would be another model's."""
+    hp = found.hparams
+    for name in tensors:
+        _, layer, _ = split_name(name)
+        of_mtp = layer is not None and hp.n_main <= layer < hp.n_layer
+        if name not in wanted and not of_mtp and not _IGNORED.fullmatch(name):
+            yield f"tensor {name} is not one that quantkit computes {hp.arch} with; the model is a variant of it"
+
+
+def _uneven(found: Described, tensors: Mapping[str, Shaped]) -> Iterator[str]:
+    """Biases and scales that some layers have and others, with the same matrix, lack."""
+    layers: dict[tuple[str, str], set[int]] = {}
+    for name in tensors:
+        stem, layer, suffix = split_name(name)
+        if layer is not None and layer < found.hparams.n_main:
+            layers.setdefault((stem, suffix), set()).add(layer)
+    for (stem, suffix), those in layers.items():
+        if suffix in _OPTIONAL:
+            for layer in sorted(layers.get((stem, "weight"), set()) - those):
+                yield (
+                    f"tensor {stem.replace('N', str(layer), 1)}.{suffix} is missing, which {len(those)} other layer(s) "
+                    f"have, as blk.{min(those)}"
+                )

@@ -1,0 +1,71 @@
+"""A model taken apart: embedding, blocks and output one after another, each also with other tensors for its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quantkit.formats.gguf import Tensor
+from quantkit.runtime import blas
+from quantkit.runtime.blocks.layers import Span
+from quantkit.runtime.kv.cache import Cache
+from quantkit.runtime.scale_check import layer_of
+
+if TYPE_CHECKING:
+    from quantkit.archs.common.blocks import Block
+    from quantkit.runtime.model import Model
+
+Run = Callable[[np.ndarray], np.ndarray]
+
+
+class Part:
+    """A part of a model and what enters it. `layer` is None for what stands around the blocks; `weights` are names."""
+
+    def __init__(self, layer: int | None, weights: list[str], model: Model, run: Run, x: np.ndarray):
+        self.layer, self.weights = layer, weights
+        self._model, self._run, self._x = model, run, x
+        self._own: np.ndarray | None = None
+
+    def run(self, others: dict[str, Tensor]) -> np.ndarray:
+        """float32[tokens, n] that leaves the part with these tensors for the model's own of the same names."""
+        if not others and self._own is not None:
+            return self._own
+        own = self._model.weights
+        try:
+            self._model.weights = {**own, **others}
+            self._model.forget(others)
+            with blas.single_threaded():
+                found = self._run(self._x)
+        finally:
+            self._model.weights = own
+            self._model.forget(others)
+        if not others:
+            self._own = found
+        return found
+
+
+def parts(model: Model, tokens: np.ndarray) -> Iterator[Part]:
+    """The parts over fresh sequences int[n_seq, len]. What leaves one with the model's own weights enters the next."""
+    ids = np.asarray(tokens, np.int64)
+    head, x = model.head, np.empty((0, 0), np.float32)
+    names: dict[int | None, list[str]] = {}
+    for name in model.weights:
+        names.setdefault(layer_of(name), []).append(name)
+    steps: list[tuple[int | None, list[str], Run]] = [(None, [head.embedding], lambda _: model.embed(ids.reshape(-1)))]
+    steps += [(block.layer, names[block.layer], _through(model, block, ids)) for block in model.blocks]
+    steps += [(None, [head.norm.weight, head.output.weight], model.project)]
+    for layer, weights, run in steps:
+        part = Part(layer, weights, model, run, x)
+        yield part
+        x = part.run({})
+
+
+def _through(model: Model, block: Block, ids: np.ndarray) -> Run:
+    def run(x: np.ndarray) -> np.ndarray:
+        n_seq, length = ids.shape
+        caches: list[Cache] = [model.layer_cache(length) for _ in range(n_seq)]
+        return model.run_block(block, x, [Span(i * length, (i + 1) * length, c) for i, c in enumerate(caches)])
+
+    return run

@@ -1,0 +1,14 @@
+"""GGUF files: `open` one to read metadata and lazy tensors, `Writer` streams one.
+
+Takes and gives numpy arrays and `quantkit.types`; knows nothing of models. Imports `errors`, `types` and the other
+modules of `formats`.
+"""
+
+from __future__ import annotations
+
+from quantkit.formats.gguf.metadata import Metadata
+from quantkit.formats.gguf.reader import GGUF, Shard, Tensor, open, open_parts, require_model
+from quantkit.formats.gguf.writer import TensorSpec, Writer
+
+__all__ = ["GGUF", "Metadata", "Shard", "Tensor", "TensorSpec", "Writer", "open", "open_parts",
+           "require_model"]  # fmt: skip

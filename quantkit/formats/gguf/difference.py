@@ -1,0 +1,245 @@
+"""How two GGUF files differ: keys, and tensor by tensor types, shapes, bytes and decoded values.
+
+Errors of values x of A and y of B, over all values of a tensor, in float64:
+
+    rms       sqrt(sum (x - y)² / sum x²): the relative error, as a root of mean squares
+    weighted  sqrt(sum w (x - y)² / sum w x²): the same with the importance w of each column, which is what quantizers
+              with an importance matrix make small
+    largest   max |x - y|, at `place` (row of the tensor seen as a matrix, column)
+    cosine    sum x y / sqrt(sum x² sum y²)
+
+They are taken over the places where both values are finite; `nonfinite` counts the others. 0/0 is no error.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from quantkit.formats.gguf.reader import GGUF, Metadata, Tensor
+from quantkit.formats.mapping import release
+from quantkit.formats.pipeline import spread
+
+_PIECE_BYTES = 4 << 20
+_PIECE_ELEMENTS = 1 << 19
+_MISSING = object()
+
+Weights = Callable[[str, int, int], "np.ndarray | None"]
+"""Importance of a tensor: of name, matrices, columns; float[matrices, columns], or None where there is none."""
+
+
+@dataclass
+class Difference:
+    """One tensor of two files; `a` and `b` are None where a file has no such tensor, figures where not measured.
+
+    status: "same", "bytes", "type", "shape", "only in a", "only in b"; the first that holds of shape, type, bytes.
+    """
+
+    name: str
+    a: Tensor | None
+    b: Tensor | None
+    status: str
+    rms: float | None = None
+    weighted: float | None = None
+    largest: float | None = None
+    place: tuple[int, int] | None = None
+    cosine: float | None = None
+    nonfinite: int = 0
+
+    @property
+    def badness(self) -> tuple[float, ...]:
+        """What is worse sorts later: equal tensors, those measured, those that cannot be compared."""
+        if self.status == "same":
+            return (0.0,)
+        if self.rms is None:
+            return (2.0,)
+        return 1.0, float(self.nonfinite > 0), self.rms if self.weighted is None else self.weighted, self.rms
+
+
+@dataclass(frozen=True)
+class KeyDifference:
+    """A key: "added" in B, "removed" (only in A) or "changed"; values and kinds are None on the side without it."""
+
+    key: str
+    status: str
+    a: Any
+    b: Any
+    kinds: tuple[str | None, str | None]
+
+
+def of_metadata(a: Metadata, b: Metadata) -> list[KeyDifference]:
+    """Keys whose value or kind differs, those of A first."""
+    found = []
+    for key in dict.fromkeys([*a, *b]):
+        x, y = (m.get(key, _MISSING) for m in (a, b))
+        kinds = tuple(m.kind(key) if key in m else None for m in (a, b))
+        if kinds[0] == kinds[1] and type(x) is type(y) and _equal(x, y):
+            continue
+        status = "added" if x is _MISSING else "removed" if y is _MISSING else "changed"
+        x, y = (None if value is _MISSING else value for value in (x, y))
+        found.append(KeyDifference(key, status, x, y, (kinds[0], kinds[1])))
+    return found
+
+
+def _equal(x: Any, y: Any) -> bool:
+    """Equal, NaN to NaN too."""
+    return x == y or repr(x) == repr(y)
+
+
+def of_tensors(
+    a: GGUF,
+    b: GGUF,
+    *,
+    values: bool = True,
+    weights: Weights | None = None,
+    threads: int | None = None,
+    progress: bool = False,
+) -> list[Difference]:
+    """All tensors of two files, the worst first, equal ones last in A's order.
+
+    Without `values` no tensor is decoded, but bytes of tensors of one type are still compared. Memory is bounded by a
+    few pieces a thread.
+    """
+    found = [_kept(a, b, name) for name in dict.fromkeys([*a.tensors, *b.tensors])]
+    alike = [d for d in found if d.status == "same"]
+    differing: set[str] = set()
+    compared = (task for d in alike for task in _byte_tasks(d, differing))
+    spread(compared, sum(d.a.nbytes for d in alike if d.a), threads=threads, progress=progress)
+    for d in alike:
+        if d.name in differing:
+            d.status = "bytes"
+    if values:
+        _measure([d for d in found if d.status in ("bytes", "type")], weights, threads, progress)
+    return sorted(found, key=lambda d: d.badness, reverse=True)
+
+
+def _kept(a: GGUF, b: GGUF, name: str) -> Difference:
+    """What is known of a tensor without its data; "same" where shape and type are."""
+    x, y = a.tensors.get(name), b.tensors.get(name)
+    if x is None or y is None:
+        return Difference(name, x, y, "only in b" if x is None else "only in a")
+    return Difference(name, x, y, "shape" if x.shape != y.shape else "type" if x.type is not y.type else "same")
+
+
+def _byte_tasks(d: Difference, differing: set[str]) -> Iterator[Callable[[], int]]:
+    assert d.a is not None
+    assert d.b is not None
+    for start in range(0, d.a.nbytes, _PIECE_BYTES):
+        yield functools.partial(_compare_bytes, d.a, d.b, start, differing)
+
+
+def _compare_bytes(x: Tensor, y: Tensor, start: int, differing: set[str]) -> int:
+    p, q = (t.stored[start : start + _PIECE_BYTES] for t in (x, y))
+    if x.name not in differing and not np.array_equal(p, q):
+        differing.add(x.name)
+    release(p)
+    release(q)
+    return p.nbytes
+
+
+# --------------------------------------------------------------------------------------------------------------- values
+
+
+@dataclass
+class _Sums:
+    """What a piece adds to the figures of its tensor."""
+
+    error: float = 0.0
+    x: float = 0.0
+    y: float = 0.0
+    product: float = 0.0
+    weighted_error: float = 0.0
+    weighted_x: float = 0.0
+    largest: float = -1.0
+    place: tuple[int, int] = (0, 0)
+    nonfinite: int = 0
+
+
+@dataclass
+class _Measured:
+    """The sums of a tensor's pieces by their place, so that their order does not depend on threads."""
+
+    weights: np.ndarray | None
+    pieces: dict[int, _Sums] = field(default_factory=dict)
+
+
+def _measure(found: Iterable[Difference], weights: Weights | None, threads: int | None, progress: bool) -> None:
+    """Fill in the figures of tensors that differ, where both types can be decoded."""
+    chosen: list[tuple[Difference, _Measured]] = []
+    for d in found:
+        if d.a is None or d.b is None or not (d.a.type.has_codec and d.b.type.has_codec):
+            continue
+        own = weights(d.name, math.prod(d.a.shape[:-2]), d.a.shape[-1]) if weights else None
+        chosen.append((d, _Measured(own)))
+    tasks = (task for d, sums in chosen for task in _value_tasks(d, sums))
+    spread(tasks, sum(d.a.nbytes for d, _ in chosen if d.a), threads=threads, progress=progress)
+    for d, measured in chosen:
+        _conclude(d, measured)
+
+
+def _value_tasks(d: Difference, measured: _Measured) -> Iterator[Callable[[], int]]:
+    """Pieces of whole groups of rows, none of two matrices."""
+    assert d.a is not None
+    assert d.b is not None
+    rows = d.a.shape[-2] if len(d.a.shape) > 1 else 1
+    group = math.lcm(d.a.type.interleave, d.b.type.interleave)
+    step = max(1, _PIECE_ELEMENTS // d.a.shape[-1] // group) * group
+    for matrix in range(d.a.n_rows // rows):
+        for start in range(matrix * rows, (matrix + 1) * rows, step):
+            stop = min(start + step, (matrix + 1) * rows)
+            yield functools.partial(_compare_values, d.a, d.b, start, stop, matrix, measured)
+
+
+def _compare_values(x: Tensor, y: Tensor, start: int, stop: int, matrix: int, measured: _Measured) -> int:
+    n = x.shape[-1]
+    stored = x.rows(start, stop), y.rows(start, stop)
+    p, q = (t.type.dequantize(rows, n, threads=1).astype(np.float64) for t, rows in zip((x, y), stored))
+    measured.pieces[start] = _sums(p, q, start, None if measured.weights is None else measured.weights[matrix])
+    for rows in stored:
+        release(rows)
+    return stored[0].nbytes
+
+
+def _sums(p: np.ndarray, q: np.ndarray, start: int, weights: np.ndarray | None) -> _Sums:
+    """Of float64[rows, n] each, rows from `start` on."""
+    made = _Sums()
+    bad = ~(np.isfinite(p) & np.isfinite(q))
+    made.nonfinite = int(bad.sum())
+    if made.nonfinite:
+        p, q = np.where(bad, 0.0, p), np.where(bad, 0.0, q)
+    error = p - q
+    at = int(np.argmax(np.abs(error)))
+    made.largest = float(abs(error.flat[at]))
+    made.place = start + at // p.shape[1], at % p.shape[1]
+    made.product = float(np.vdot(p, q))
+    made.y = float(np.vdot(q, q))
+    by_column = np.einsum("ij,ij->j", error, error), np.einsum("ij,ij->j", p, p)
+    made.error, made.x = (float(s.sum()) for s in by_column)
+    if weights is not None:
+        made.weighted_error, made.weighted_x = (float(s @ weights.astype(np.float64)) for s in by_column)
+    return made
+
+
+def _conclude(d: Difference, measured: _Measured) -> None:
+    pieces = [measured.pieces[start] for start in sorted(measured.pieces)]
+    total = {name: math.fsum(getattr(p, name) for p in pieces)
+             for name in ("error", "x", "y", "product", "weighted_error", "weighted_x")}  # fmt: skip
+    worst = max(pieces, key=lambda p: p.largest)
+    d.rms = _relative(total["error"], total["x"])
+    if measured.weights is not None:
+        d.weighted = _relative(total["weighted_error"], total["weighted_x"])
+    d.largest, d.place = worst.largest, worst.place
+    d.nonfinite = sum(p.nonfinite for p in pieces)
+    norms = math.sqrt(total["x"]) * math.sqrt(total["y"])
+    d.cosine = total["product"] / norms if norms else float(total["x"] == total["y"])
+
+
+def _relative(error: float, of: float) -> float:
+    if error == 0:
+        return 0.0
+    return math.sqrt(error / of) if of else math.inf

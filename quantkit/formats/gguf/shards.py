@@ -1,0 +1,107 @@
+"""Cutting a GGUF file into shards, and joining shards to one file: bytes of tensors are copied, whatever their types.
+
+    split(open("model.gguf"), "out.gguf", split_counts(file, max_bytes=50 * 10**9))   # out-00001-of-0000N.gguf, …
+    merge(open("model-00001-of-00003.gguf"), "model.gguf")
+
+Shards hold tensors in the file's order. The first holds all metadata, each the keys split.no, split.count and
+split.tensors.count (spec/tools.md 1.5). What is written has the alignment 32 that all readers take. Splitting and
+merging a file that quantkit wrote gives its bytes again.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from quantkit.errors import DataError, FormatError
+from quantkit.formats.atomic import refuse_inputs
+from quantkit.formats.gguf.reader import GGUF, Tensor, TensorSpec, Writer
+from quantkit.formats.gguf.writer import ALIGNMENT
+from quantkit.formats.mapping import release
+from quantkit.formats.pipeline import spread
+
+_PIECE_BYTES = 4 << 20
+
+
+def split_counts(
+    file: GGUF, max_bytes: int | None = None, max_tensors: int | None = None, bare_first: bool = False
+) -> list[int]:
+    """The number of tensors of each shard, cut as gguf-split does: a shard is filled until the next tensor would pass
+    the limit. Sizes are of tensors padded to 32 bytes, without headers; a tensor above the limit gets its own shard.
+
+    `bare_first` begins with a shard of metadata alone.
+    """
+    for name, limit in (("bytes", max_bytes), ("tensors", max_tensors)):
+        if limit is not None and limit < 1:
+            raise DataError(f"{file.path}: a shard's limit must be at least one, not {limit} {name}")
+    counts, filled = [0], 0
+    for tensor in file.tensors.values():
+        size = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        over = counts[-1] == max_tensors or (max_bytes is not None and filled + size > max_bytes)
+        if counts[-1] and over:
+            counts.append(0)
+            filled = 0
+        counts[-1] += 1
+        filled += size
+    return [0, *counts] if bare_first else counts
+
+
+def split(
+    file: GGUF,
+    out: str | os.PathLike[str],
+    counts: Sequence[int],
+    *,
+    threads: int | None = None,
+    progress: bool = False,
+) -> list[Path]:
+    """Write shards of so many tensors each; they appear when all are complete. Returns their paths."""
+    return _copy(file, Path(out), counts, True, threads, progress)
+
+
+def merge(file: GGUF, out: str | os.PathLike[str], *, threads: int | None = None, progress: bool = False) -> Path:
+    """Write one file of all shards of `file`, which `gguf.open` has checked to be all and to belong together.
+
+    FormatError where norms of one shard are not as wide as the first shard's metadata say: it is another model's.
+    """
+    _check_one_model(file)
+    return _copy(file, Path(out), [len(file.tensors)], False, threads, progress)[0]
+
+
+def _copy(
+    file: GGUF, out: Path, counts: Sequence[int], numbered: bool, threads: int | None, progress: bool
+) -> list[Path]:
+    tensors = list(file.tensors.values())
+    specs = [TensorSpec(t.name, t.shape, t.type) for t in tensors]
+    with Writer(out, file.metadata, specs, shards=counts, numbered=numbered) as writer:
+        refuse_inputs(writer.paths, file.paths)
+        tasks = (task for tensor in tensors for task in _tasks(tensor, writer))
+        spread(tasks, sum(t.nbytes for t in tensors), threads=threads, progress=progress)
+        return list(writer.paths)
+
+
+def _tasks(tensor: Tensor, writer: Writer) -> Iterator[Callable[[], int]]:
+    """What copies a tensor, in pieces."""
+    for start in range(0, tensor.nbytes, _PIECE_BYTES):
+        yield functools.partial(_move, tensor, start, writer)
+
+
+def _move(tensor: Tensor, start: int, writer: Writer) -> int:
+    data = tensor.stored[start : start + _PIECE_BYTES]
+    writer.put(tensor.name, start, data)
+    release(data)
+    return data.nbytes
+
+
+def _check_one_model(file: GGUF) -> None:
+    """The norm before attention spans the hidden state in every layer of every architecture that has one."""
+    width = file.metadata.get(f"{file.metadata.get('general.architecture')}.embedding_length")
+    norms = [t for t in file.tensors.values() if re.fullmatch(r"blk\.\d+\.attn_norm\.weight", t.name)]
+    for tensor in norms:
+        if isinstance(width, int) and tensor.shape != (width,):
+            raise FormatError(
+                f"{tensor.path}: {tensor.name} has shape {tensor.shape}, {file.paths[0].name} is of a model with "
+                f"embedding_length {width}; these shards are not of one file"
+            )

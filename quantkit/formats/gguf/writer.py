@@ -1,0 +1,287 @@
+"""Writing GGUF: all shapes and types are known first, so the header is written once and data follow in row chunks.
+
+Files and whole sets of shards appear under their final names only when complete (stream.py, atomic.py).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantkit import types
+from quantkit.errors import DataError
+from quantkit.formats.gguf.metadata import ARRAY, DTYPES, IDS, Metadata
+from quantkit.formats.stream import Layout, Slot, StreamWriter
+from quantkit.types import QuantType
+
+VERSION = 3
+ALIGNMENT = 32  # the only one that every reader takes, so general.alignment is never written
+MAX_DIMS = 4
+MAX_NAME_BYTES = 63  # readers cut longer names without a word
+MAX_SHARDS = 65535  # split.count is u16
+
+_SHARD_SUFFIX = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, shape (numpy order, rows last but one) and type of a tensor to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: QuantType
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
+        if isinstance(self.type, str):
+            object.__setattr__(self, "type", types.layout(self.type))
+        size = len(self.name.encode("utf-8", "surrogatepass"))
+        if not 1 <= size <= MAX_NAME_BYTES:
+            raise DataError(f"tensor {self.name!r}: a name has 1 to {MAX_NAME_BYTES} bytes, this one {size}")
+        if not 1 <= len(self.shape) <= MAX_DIMS or min(self.shape) < 1:
+            raise DataError(f"tensor {self.name}: shape {self.shape} has not 1 to {MAX_DIMS} dimensions of at least 1")
+        if self.type.whole_tensor and self.n_rows > 1:
+            raise DataError(f"tensor {self.name}: {self.type.name} is only read; convert it, to iq2_bn without loss")
+        group = self.type.interleave
+        if group > 1 and (len(self.shape) == 1 or self.shape[-2] % group):
+            raise DataError(
+                f"tensor {self.name}: {self.type.name} needs rows by the {group}, the shape is {self.shape}"
+            )
+        if self.shape[-1] % self.type.block_size:
+            raise DataError(
+                f"tensor {self.name}: rows of {self.shape[-1]} elements are not a multiple of the "
+                f"{self.type.block_size} in a block of {self.type.name}"
+            )
+
+    @property
+    def n_rows(self) -> int:
+        rows = 1
+        for n in self.shape[:-1]:
+            rows *= n
+        return rows
+
+    @property
+    def row_bytes(self) -> int:
+        return self.type.row_bytes(self.shape[-1])
+
+    @property
+    def nbytes(self) -> int:
+        return self.n_rows * self.row_bytes
+
+
+def partition(sizes: Sequence[int], max_bytes: int | None = None, max_tensors: int | None = None) -> list[int]:
+    """Cut a list of tensor sizes into runs: the number of tensors of each shard.
+
+    As few shards as the limits allow and, with that many, the largest as small as can be. A tensor above `max_bytes`
+    gets a shard of its own.
+    """
+    if not sizes:
+        return [0]
+    for limit in (max_bytes, max_tensors):
+        if limit is not None and limit < 1:
+            raise DataError(f"a shard's limit must be at least 1, not {limit}")
+
+    # A tensor above the limit counts as one that fills a shard, so that nothing joins it and the limit holds elsewhere.
+    sizes = [min(size, max_bytes or size) for size in sizes]
+
+    def cut(cap: int) -> list[int]:
+        counts, filled = [0], 0
+        for size in sizes:
+            full = counts[-1] == max_tensors or filled + size > cap
+            if full and counts[-1]:
+                counts.append(0)
+                filled = 0
+            counts[-1] += 1
+            filled += size
+        return counts
+
+    # Filling greedily up to a cap takes the fewest runs, and fewer the higher the cap, so the cap can be bisected.
+    low, high = max(sizes), min(sum(sizes), max_bytes or sum(sizes))
+    fewest = len(cut(high))
+    while low < high:
+        middle = (low + high) // 2
+        if len(cut(middle)) <= fewest:
+            high = middle
+        else:
+            low = middle + 1
+    return cut(high)
+
+
+class Writer(StreamWriter):
+    """Writes one GGUF file, or a set of shards when a limit asks for more than one.
+
+        with Writer(path, metadata, specs, split_max_bytes=50 * 10**9) as w:
+            w.write(name, data)     # uint8 rows; tensors in the order of specs, each in as many pieces as you like
+
+    metadata         Metadata or a dict; general.alignment and split.* are left out, the writer sets its own
+    split_max_bytes  limit on the tensor bytes of a shard (padded to 32; the header is not counted)
+    shards           instead of limits the number of tensors of each shard, as `GGUF.shards` of another file
+    numbered         name and mark a single file as shard 1 of 1, too
+    durable          whether the files are synced before they appear, see stream.py
+    kept             whether the partial files stay when the block is left early, to be gone on with, see stream.py
+    paths            final names: `path`, or PREFIX-00001-of-0000N.gguf for each of N > 1 shards (N >= 1 if numbered)
+
+    Leaving the block completes the files; an exception in it, or tensors that are missing, remove what was written.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        metadata: Mapping[str, Any],
+        specs: Iterable[TensorSpec],
+        split_max_bytes: int | None = None,
+        split_max_tensors: int | None = None,
+        shards: Sequence[int] | None = None,
+        durable: bool = True,
+        numbered: bool = False,
+        kept: bool = False,
+    ):
+        path = Path(path)
+        self.specs, self._numbered = list(specs), numbered
+        found = layouts(path, metadata, self.specs, split_max_bytes, split_max_tensors, shards, numbered)
+        super().__init__(path, found, durable, kept)
+
+    def rewrite(self, metadata: Mapping[str, Any]) -> None:
+        """Put other metadata, of the same size, in the place of those that were given."""
+        counts = [len(layout.slots) for layout in self._layouts]
+        self.rewrite_headers(_headers(metadata, self.specs, counts, self._numbered))
+
+
+def layouts(
+    path: Path,
+    metadata: Mapping[str, Any],
+    specs: Sequence[TensorSpec],
+    max_bytes: int | None = None,
+    max_tensors: int | None = None,
+    shards: Sequence[int] | None = None,
+    numbered: bool = False,
+) -> list[Layout]:
+    """Every file that a Writer of the same arguments writes: its final name, its header, where its tensors go."""
+    counts = _counts(path, specs, max_bytes, max_tensors, shards)
+    paths = [path] if len(counts) == 1 and not numbered else shard_names(path, len(counts))
+    headers = _headers(metadata, specs, counts, numbered)
+    stops = np.cumsum(counts).tolist()
+    parts = [specs[stop - count : stop] for stop, count in zip(stops, counts)]
+    return [_layout(*part) for part in zip(paths, headers, parts)]
+
+
+def _counts(
+    path: Path,
+    specs: Sequence[TensorSpec],
+    max_bytes: int | None,
+    max_tensors: int | None,
+    shards: Sequence[int] | None,
+) -> list[int]:
+    """The number of tensors of each file."""
+    if shards is None:
+        return partition([_padded(spec.nbytes) for spec in specs], max_bytes, max_tensors)
+    if max_bytes is not None or max_tensors is not None:
+        raise DataError(f"{path}: shards are given by their tensors or by a limit, not by both")
+    if sum(shards) != len(specs) or min(shards, default=-1) < 0:
+        raise DataError(f"{path}: shards of {sum(shards)} tensors in all for a file of {len(specs)}")
+    return list(shards)
+
+
+# --------------------------------------------------------------------------------------------------------------- layout
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _layout(path: Path, header: bytes, specs: Sequence[TensorSpec]) -> Layout:
+    """The data follow the header, every tensor padded, the last one too."""
+    slots, offset = [], len(header)
+    for spec in specs:
+        slots.append(Slot(spec.name, spec.nbytes, offset, f"{spec.type.name} data of shape {spec.shape}"))
+        offset += _padded(spec.nbytes)
+    return Layout(path, header, slots, offset)
+
+
+def shard_names(path: Path, count: int) -> list[Path]:
+    """PREFIX-00001-of-0000N.gguf and the others, of a path with or without such an ending."""
+    if count > MAX_SHARDS:
+        raise DataError(f"{path}: {count} shards, a set has at most {MAX_SHARDS}; raise the limit of a shard's size")
+    if not path.name:
+        raise DataError(f"{path}: this is a directory; name the file to write in it")
+    prefix = _SHARD_SUFFIX.sub("", path.name)
+    return [path.with_name(f"{prefix}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
+
+
+def _bare(metadata: Mapping[str, Any]) -> Metadata:
+    """A copy without the keys that speak of the file's layout: the writer has its own."""
+    common = Metadata(metadata) if not isinstance(metadata, Metadata) else metadata.copy()
+    for key in [k for k in common if k == "general.alignment" or k.startswith("split.")]:
+        del common[key]
+    return common
+
+
+def _headers(
+    metadata: Mapping[str, Any], specs: Sequence[TensorSpec], counts: Sequence[int], numbered: bool
+) -> list[bytes]:
+    """The header of every shard: all metadata in the first, the split keys in each; of one file that has none alone."""
+    if len(counts) == 1 and not numbered:
+        return [_header(_bare(metadata), specs)]
+    headers, first = [], 0
+    for number, count in enumerate(counts):
+        own = _bare(metadata) if number == 0 else Metadata()
+        own.set("split.no", number, "u16")
+        own.set("split.count", len(counts), "u16")
+        own.set("split.tensors.count", len(specs), "i32")
+        headers.append(_header(own, specs[first : first + count]))
+        first += count
+    return headers
+
+
+def _header(metadata: Metadata, specs: Sequence[TensorSpec]) -> bytes:
+    parts = [b"GGUF", struct.pack("<IQQ", VERSION, len(specs), len(metadata))]
+    parts += [pair_bytes(metadata, key) for key in metadata]
+    offset = 0
+    for spec in specs:
+        dims = spec.shape[::-1]
+        parts.append(_string(spec.name, spec.name))
+        parts.append(struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, spec.type.ggml_type, offset))
+        offset += _padded(spec.nbytes)
+    header = b"".join(parts)
+    return header.ljust(_padded(len(header)), b"\0")
+
+
+def pair_bytes(metadata: Metadata, key: str) -> bytes:
+    """A key and its value as they stand in a file."""
+    return _string(key, key) + _value(key, metadata[key], metadata.kind(key))
+
+
+def _value(key: str, value: Any, kind: str) -> bytes:
+    """A value with its kind before it."""
+    values = value if isinstance(value, list) else [value]
+    if kind == "str":
+        data = _strings(values, key)
+    else:
+        data = np.array(values, DTYPES[kind]).tobytes()
+    if isinstance(value, list):
+        return struct.pack("<IIQ", ARRAY, IDS[kind], len(values)) + data
+    return struct.pack("<I", IDS[kind]) + data
+
+
+def _string(text: str, key: str) -> bytes:
+    return _strings([text], key)
+
+
+def _strings(texts: Sequence[str], key: str) -> bytes:
+    """Each with its length before it. Vocabularies have hundreds of thousands."""
+    try:  # bytes that were no UTF-8 when read come out as they were
+        encoded = [text.encode("utf-8", "surrogateescape") for text in texts]
+    except UnicodeEncodeError as error:
+        raise DataError(f"{key}: {error.object[:40]!r} cannot be written as UTF-8: {error.reason}") from None
+    lengths = np.array([len(each) for each in encoded], "<u8").tobytes()
+    pieces: list[bytes] = [b""] * (2 * len(encoded))
+    pieces[0::2] = [lengths[at : at + 8] for at in range(0, len(lengths), 8)]
+    pieces[1::2] = encoded
+    return b"".join(pieces)

@@ -1,0 +1,163 @@
+"""Importance matrices as GGUF files, llama.cpp's form, both ways.
+
+Keys:      general.type = "imatrix"; imatrix.datasets str[]; imatrix.chunk_count u32; imatrix.chunk_size u32, tokens
+Tensors:   two of f32 a weight, NAME.in_sum2 of dims [columns, matrices], sums of squares of what entered each column,
+           and NAME.counts of dims [1, matrices], vectors that entered. One matrix has sums of dims [columns].
+
+Readers divide sums by counts and take ones where a count is 0. So a matrix that saw nothing is written as zeros when
+its values are ones, and otherwise (`fill_missing`, layer-mean) as its values with a count of one, so that all readers
+use them. Two more keys say what was done: quantkit.imatrix.missing_experts, the policy, and quantkit.imatrix.filled,
+a str[] of "NAME:3,17", the matrices whose count is not to be believed.
+
+Older files call the sums NAME.sums. Files that were made of legacy ones hold all matrices of a weight as one row with
+one count; nobody counted their vectors, so each call is written as a chunk of 512, and quantkit.imatrix.counted = false
+says that this is no count.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from quantkit import types
+from quantkit.errors import DataError, FormatError
+from quantkit.formats import gguf
+from quantkit.formats.gguf import GGUF, Metadata, Tensor, TensorSpec, Writer
+from quantkit.formats.imatrix.matrix import POLICIES, Entry, Imatrix
+
+DEFAULT_CHUNK = 512  # tokens; what a matrix of unknown counts, of a legacy file, is taken to have seen at once
+_SUMS = (".in_sum2", ".sums")
+_COUNTS = ".counts"
+
+
+def read(path: str | os.PathLike[str]) -> Imatrix:
+    """Read an importance matrix; FormatError for other GGUF files and for numbers that cannot be."""
+    file = gguf.open(path)
+    kind = file.metadata.get("general.type")
+    if kind != "imatrix":
+        raise FormatError(f"{path}: not an importance matrix: general.type is {kind!r}, of one it is 'imatrix'")
+    chunks, chunk_size = (_count(file, f"imatrix.chunk_{what}") for what in ("count", "size"))
+    filled = _filled(file)
+    entries = {}
+    for name, sums in _sums(file):
+        entries[name] = _entry(file, name, sums, chunks, chunk_size, filled.get(name, []))
+    if not entries:
+        raise FormatError(f"{path}: no tensor NAME.in_sum2, so there is no entry")
+    chunk_size = chunk_size or DEFAULT_CHUNK
+    if file.metadata.get("quantkit.imatrix.counted") is False:
+        entries = {n: Entry(e.values, np.full(len(e.counts), e.calls, np.int64), e.calls) for n, e in entries.items()}
+        chunk_size = 0
+    datasets = file.metadata.get("imatrix.datasets", [])
+    dataset = "+".join(map(str, datasets)) if isinstance(datasets, list) else str(datasets)
+    policy = file.metadata.get("quantkit.imatrix.missing_experts", "")
+    return Imatrix(entries, chunks, dataset, chunk_size, policy if policy in POLICIES else "")
+
+
+def _count(file: GGUF, key: str) -> int:
+    value = file.metadata.get(key, 0)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 31:
+        raise FormatError(f"{file.path}: {key} is {value!r}; it must be a number below 2^31")
+    return value
+
+
+def _sums(file: GGUF) -> Iterator[tuple[str, Tensor]]:
+    """Names of weights with their sums; what other tensors there are, is of others."""
+    for tensor in file.tensors.values():
+        for ending in _SUMS:
+            if tensor.name.endswith(ending) and len(tensor.name) > len(ending):
+                yield tensor.name[: -len(ending)], tensor
+
+
+def _entry(file: GGUF, name: str, sums: Tensor, chunks: int, chunk_size: int, filled: list[int]) -> Entry:
+    counts = file.tensors.get(name + _COUNTS)
+    if counts is None:
+        raise FormatError(f"{file.path}: {sums.name} is there, {name}{_COUNTS} is missing; the file is incomplete")
+    seen = _values(file, counts).reshape(-1)
+    total = _values(file, sums).astype(np.float64)
+    if total.size % seen.size:
+        raise FormatError(
+            f"{file.path}: {sums.name} has {total.size} values, {counts.name} {seen.size} counts; of one weight they "
+            "are columns x matrices, and matrices"
+        )
+    total = total.reshape(seen.size, -1) if seen.size > 1 else total.reshape(-1, total.shape[-1])
+    numbers = np.rint(seen).astype(np.int64)
+    scale = np.where(seen > 0, seen, 1)[:, None]
+    values = np.where(seen[:, None] > 0, total / scale, 1.0).astype(np.float32)
+    if any(not 0 <= i < numbers.size for i in filled):
+        raise FormatError(f"{file.path}: quantkit.imatrix.filled names matrices {filled} of {name}, of {numbers.size}")
+    numbers[filled] = 0
+    counted = file.metadata.get("quantkit.imatrix.counted") is not False
+    calls = (
+        chunks if len(values) > 1 and chunks and counted else round(int(numbers.max()) / (chunk_size or DEFAULT_CHUNK))
+    )
+    return Entry(values, numbers, max(1, calls))
+
+
+def _values(file: GGUF, tensor: Tensor) -> np.ndarray:
+    if tensor.type.name != "f32":
+        raise FormatError(f"{file.path}: {tensor.name} is {tensor.type.name}; sums and counts are f32")
+    values = tensor.stored.view("<f4").reshape(tensor.shape)
+    bad = np.argwhere(~(np.isfinite(values) & (values >= 0)))
+    if len(bad):
+        place = tuple(bad[0])
+        raise FormatError(
+            f"{file.path}: {tensor.name} at {tuple(map(int, place))} is {values[place]}; {len(bad)} value(s) are "
+            "negative or not finite"
+        )
+    return values
+
+
+def _filled(file: GGUF) -> dict[str, list[int]]:
+    listed = file.metadata.get("quantkit.imatrix.filled", [])
+    try:
+        parts = [text.rpartition(":") for text in listed]
+        return {name: [int(number) for number in numbers.split(",")] for name, _, numbers in parts}
+    except (AttributeError, TypeError, ValueError):
+        raise FormatError(f"{file.path}: quantkit.imatrix.filled is {listed!r:.60}; it lists NAME:3,17") from None
+
+
+def write(path: str | os.PathLike[str], imatrix: Imatrix) -> None:
+    """Write an importance matrix; it appears when it is complete, and the same matrix gives the same bytes."""
+    path = Path(path)
+    metadata = Metadata()
+    metadata.set("general.type", "imatrix", "str")
+    metadata.set("imatrix.datasets", imatrix.dataset.split("+") if imatrix.dataset else [], "str")
+    metadata.set("imatrix.chunk_count", imatrix.chunks, "u32")
+    metadata.set("imatrix.chunk_size", imatrix.chunk_size or DEFAULT_CHUNK, "u32")
+    if not imatrix.chunk_size:
+        metadata.set("quantkit.imatrix.counted", False, "bool")
+    if imatrix.policy:
+        metadata.set("quantkit.imatrix.missing_experts", imatrix.policy, "str")
+    filled = [f"{n}:{','.join(map(str, shown))}" for n, e in imatrix.entries.items() if (shown := _not_ones(e))]
+    if filled:
+        metadata.set("quantkit.imatrix.filled", filled, "str")
+    specs, f32 = [], types.layout("f32")
+    for name, entry in imatrix.entries.items():
+        matrices, columns = entry.values.shape
+        many = len(entry.counts) > 1
+        if many and len(entry.counts) != matrices:
+            raise DataError(f"{path}: entry {name!r} has {matrices} matrices and {len(entry.counts)} counts")
+        specs.append(TensorSpec(name + _SUMS[0], (matrices, columns) if matrices > 1 else (columns,), f32))
+        specs.append(TensorSpec(name + _COUNTS, (matrices, 1) if many else (1,), f32))
+    with Writer(path, metadata, specs) as writer:
+        for name, entry in imatrix.entries.items():
+            sums, counts = _stored(imatrix, entry)
+            writer.write(name + _SUMS[0], sums.astype("<f4").view(np.uint8))
+            writer.write(name + _COUNTS, counts.astype("<f4").view(np.uint8))
+
+
+def _not_ones(entry: Entry) -> list[int]:
+    """Matrices that saw nothing and whose values are not what readers take them for."""
+    return [i for i in entry.missing if not (entry.values[i] == 1).all()]
+
+
+def _stored(imatrix: Imatrix, entry: Entry) -> tuple[np.ndarray, np.ndarray]:
+    """Sums and counts as they are stored, in float64."""
+    counts = entry.counts.astype(np.float64) * (1 if imatrix.chunk_size else DEFAULT_CHUNK)
+    if not imatrix.chunk_size and not counts.any():  # a legacy entry of no calls: its values are as they are
+        counts[:] = DEFAULT_CHUNK
+    counts[_not_ones(entry)] = 1
+    return entry.values.astype(np.float64) * counts[:, None], counts

@@ -1,0 +1,194 @@
+"""Importance matrices: the legacy `.dat` file that ik_llama.cpp and every quantizer of its kind reads, both ways, and
+llama.cpp's GGUF form (imatrix_gguf.py).
+
+Of the legacy file, little-endian, no alignment:
+
+    i32        n_entries (>= 1)
+    n_entries times:
+      i32      length of the name
+      bytes    name, no terminator: a weight, "blk.0.ffn_up.weight"
+      i32      ncall: graph evaluations that touched the weight (one a chunk where a chunk is one batch)
+      i32      nval (>= 1): columns x matrices, matrix (expert, head) after matrix
+      f32      x nval: mean square of what entered each column, times ncall
+    optional:
+      i32      last_call: the largest ncall of the run, taken as its number of chunks
+      i32      length of the dataset's name
+      bytes    dataset's name
+
+The file does not say how many matrices an entry has nor how many vectors each of them saw. What was done about experts
+that saw none stands behind the dataset's name, as " (missing experts: layer-mean)": readers copy that name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from quantkit.errors import DataError
+
+POLICIES = ("weight-one", "layer-mean", "error")
+SAID = re.compile(r"(.*) \(missing experts: (weight-one|layer-mean)\)", re.DOTALL)
+
+
+@dataclass
+class Entry:
+    """What entered one weight.
+
+    values: float32[matrices, n], mean square of each column over the vectors seen; of a matrix that saw none what
+            `fill_missing` put there.
+    counts: int64[matrices], vectors seen by each matrix; what a legacy file gives is its `calls` for want of better.
+    calls:  graph evaluations behind the values, their weight when matrices of unknown counts are merged.
+    """
+
+    values: np.ndarray
+    counts: np.ndarray
+    calls: int
+
+    @property
+    def missing(self) -> list[int]:
+        """Matrices that saw nothing."""
+        return np.flatnonzero(self.counts == 0).tolist()
+
+    def columns(self, n: int) -> np.ndarray:
+        """The values as float32[matrices, n]; DataError unless they are a multiple of `n` columns."""
+        if n <= 0 or self.values.size % n:
+            raise DataError(f"{self.values.size} importance values do not fit rows of {n} columns")
+        return self.values.reshape(-1, n)
+
+
+@dataclass
+class Imatrix:
+    """Entries by weight name, in the order in which the weights were first met.
+
+    chunks      of text that were seen            chunk_size  tokens of each; 0 where counts are not known
+    dataset     names of the texts, joined by +   policy      what `fill_missing` did, "" where it had nothing to do
+    """
+
+    entries: dict[str, Entry]
+    chunks: int = 0
+    dataset: str = ""
+    chunk_size: int = 0
+    policy: str = ""
+
+    @property
+    def described(self) -> str:
+        """The dataset with what was done about experts that saw none of it."""
+        return f"{self.dataset} (missing experts: {self.policy})" if self.policy else self.dataset
+
+    def __getitem__(self, name: str) -> Entry:
+        return self.entries[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+def merge(imatrices: Iterable[Imatrix], weights: Sequence[float] | None = None) -> Imatrix:
+    """The mean of several importance matrices, each times its weight of `weights`.
+
+    Each entry counts as often as vectors entered it, matrix by matrix, so that an expert's values come from those who
+    saw it; where some counts are not known (legacy files), as often as it was evaluated. Entries that only some have
+    are kept. Values without calls (a file may say 0) count as one call. Chunks add up; the dataset is all of theirs,
+    joined by "+".
+    """
+    matrices = list(imatrices)
+    shares = [1.0] * len(matrices) if weights is None else list(weights)
+    if not matrices or len(shares) != len(matrices):
+        raise DataError(f"cannot merge {len(matrices)} importance matrices with {len(shares)} weights")
+    if any(not (np.isfinite(share) and share > 0) for share in shares):
+        raise DataError(f"weights of a merge must be finite and positive, got {shares}")
+    found: dict[str, list[tuple[float, Entry]]] = {}
+    for share, matrix in zip(shares, matrices):
+        for name, entry in matrix.entries.items():
+            found.setdefault(name, []).append((share, entry))
+    sizes = {m.chunk_size for m in matrices}
+    counted = 0 not in sizes
+    entries = {name: _mean(name, parts, counted) for name, parts in found.items()}
+    datasets = list(dict.fromkeys(m.dataset for m in matrices if m.dataset))
+    policy = min((m.policy for m in matrices if m.policy), key=POLICIES.index, default="")  # whatever their order
+    if counted and not any(entry.missing for entry in entries.values()):
+        policy = ""  # what one lacked another saw
+    chunks = sum(m.chunks for m in matrices)
+    return Imatrix(entries, chunks, "+".join(datasets), max(sizes) if counted else 0, policy)
+
+
+def uncounted(imatrices: Iterable[Imatrix]) -> bool:
+    """Whether counts of some are lost in a merge, because others have none."""
+    return len({m.chunk_size > 0 for m in imatrices}) > 1
+
+
+def _mean(name: str, parts: list[tuple[float, Entry]], counted: bool) -> Entry:
+    """Weighted mean of one weight's entries, in the shape of the one that tells most about its matrices."""
+    sizes = {entry.values.size for _, entry in parts}
+    if len(sizes) > 1:
+        raise DataError(f"entry {name!r} has {sorted(sizes)} values: these matrices are of different models")
+    shape = max((entry.values.shape for _, entry in parts), key=lambda s: s[0])
+    total = np.zeros(shape[0])
+    values = np.zeros(shape)
+    for share, entry in parts:
+        seen = _spread(entry.counts, shape[0])
+        weight = share * (seen if counted else max(1, entry.calls) * (seen > 0))
+        total += weight
+        values += weight[:, None] * entry.values.reshape(shape).astype(np.float64)
+    filled = np.mean([entry.values.reshape(shape) for _, entry in parts], axis=0)  # where nobody saw anything
+    known = total[:, None] > 0
+    values = np.where(known, values / np.where(known, total[:, None], 1), filled)
+    calls = sum(max(1, entry.calls) for _, entry in parts)
+    counts = sum(_spread(e.counts, shape[0]) for _, e in parts) if counted else np.where(total > 0, calls, 0)
+    return Entry(np.asarray(values, np.float32), np.asarray(counts, np.int64), calls)
+
+
+def _spread(counts: np.ndarray, matrices: int) -> np.ndarray:
+    """Counts of each matrix, of an entry that has one for all."""
+    return np.broadcast_to(counts, (matrices,))
+
+
+def check_policy(policy: str) -> None:
+    """DataError for what is no policy."""
+    if policy not in POLICIES:
+        raise DataError(f"unknown policy for missing experts '{policy}'; known are {', '.join(POLICIES)}")
+
+
+def fill_missing(imatrix: Imatrix, policy: str) -> Imatrix:
+    """An importance matrix in which experts that saw nothing have values, and which says how they got them.
+
+    weight-one   ones: every column counts the same, as without an importance matrix; what llama.cpp does
+    layer-mean   the mean of the layer's other experts, by the vectors that each saw
+    error        a DataError that names them
+
+    Entries of which no matrix saw anything are left out, as quantizers then do without.
+    """
+    check_policy(policy)
+    entries, used = {}, ""
+    for name, entry in imatrix.entries.items():
+        missing = entry.missing
+        if missing and policy == "error":
+            some = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
+            raise DataError(
+                f"{name}: no token of {imatrix.dataset or 'the text'} entered {len(missing)} of {len(entry.counts)} "
+                f"matrices: {some}; measure on more or more varied text, or choose --missing-experts layer-mean"
+            )
+        if len(missing) == len(entry.counts):
+            continue
+        if missing:
+            values = entry.values.copy()
+            mean = np.average(entry.values.astype(np.float64), axis=0, weights=entry.counts)
+            values[missing] = 1.0 if policy == "weight-one" else mean
+            entry, used = replace(entry, values=values), policy
+        entries[name] = entry
+    return replace(imatrix, entries=entries, policy=used)
+
+
+def few(entry: Entry, matrices: int, threshold: int) -> list[int]:
+    """Matrices (experts) that saw fewer vectors than `threshold`: by their counts where they were counted one by one,
+    else those of which a matrix says nothing, all ones or zeros as its maker fills in."""
+    if len(entry.counts) == matrices > 1 and not (entry.counts == entry.calls).all():
+        return np.flatnonzero(entry.counts < threshold).tolist()
+    values = entry.values.reshape(matrices, -1)
+    filled = (values == values[:, :1]).all(axis=1) & np.isin(values[:, 0], (0.0, 1.0))
+    return [] if filled.all() else np.flatnonzero(filled).tolist()

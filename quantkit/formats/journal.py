@@ -1,0 +1,144 @@
+"""A journal beside a file that is being written: what in it is done and on the disk, whatever kills the process.
+
+    {"journal": 1, "job": "…", …}          the job, by a digest of all that decides its bytes
+    {"name": "blk.0.attn_q.weight", …}     an entry for each part that is done
+
+Lines of JSON. An entry is written after the data it stands for were synced, then synced itself; a thread does both, a
+few times a second, so the work does not wait. What a crash left of a last line is cut off when the job goes on. (The
+lines of evaluate/chunk_log.py are results, not promises about another file: they need no sync, and no thread.)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from quantkit.errors import FormatError
+from quantkit.formats.atomic import os_errors, writing
+from quantkit.formats.owned import open_own, read_own
+from quantkit.inputs import json_input
+
+VERSION = 1
+_EVERY = 0.2  # seconds between two syncs
+
+
+@dataclass(frozen=True)
+class Found:
+    """A journal that was there: its first line, its entries by name, the bytes that hold them."""
+
+    header: Mapping[str, Any]
+    entries: Mapping[str, Mapping[str, Any]]
+    size: int
+
+
+def read(path: Path) -> Found | None:
+    """The journal at a path, up to the first line that is not whole; None where there is none, or nothing of it.
+
+    QuantkitError where the file is no earlier run's.
+    """
+    try:
+        data = read_own(path)
+    except FileNotFoundError:
+        return None
+    lines: list[dict[str, Any]] = []
+    size = 0
+    for line in data.splitlines(keepends=True):
+        entry = _parsed(line)
+        if entry is None or ("journal" if not lines else "name") not in entry:
+            break
+        lines.append(entry)
+        size += len(line)
+    if not lines or lines[0]["journal"] != VERSION:
+        return None
+    return Found(lines[0], {str(entry["name"]): entry for entry in lines[1:]}, size)
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        found = json_input.parse(line, "journal")
+    except FormatError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _lines(entries: Sequence[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(entry) + "\n" for entry in entries).encode()
+
+
+class Journal:
+    """Writes a journal. `sync` makes durable all data written so far; `close` before the data's files are closed."""
+
+    def __init__(
+        self,
+        path: Path,
+        header: Mapping[str, Any],
+        sync: Callable[[], None],
+        found: Found | None = None,
+        entries: Sequence[Mapping[str, Any]] = (),
+    ):
+        """Go on with a journal that was `found`, or begin one with the `entries` of what is done and durable."""
+        self.path = path
+        self.count = len(found.entries if found else entries)  # of entries in the file
+        self._sync = sync
+        self._waiting: list[Mapping[str, Any]] = []
+        self._change = threading.Condition()
+        self._closing = False
+        self._failed: BaseException | None = None
+        with os_errors(path, "write"):
+            if not found:
+                with writing(path, own=True) as stream:
+                    stream.write(_lines([{"journal": VERSION, **header}, *entries]))
+            self._file: BinaryIO = os.fdopen(open_own(path, os.O_RDWR), "r+b")  # closed by `close`
+            if found:
+                self._file.truncate(found.size)
+            self._file.seek(0, os.SEEK_END)
+        self._thread = threading.Thread(target=self._work, name="quantkit-journal", daemon=True)
+        self._thread.start()
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Note what is done. Raises what the thread met with."""
+        with self._change:
+            if self._failed is not None:
+                raise self._failed
+            self._waiting.append(entry)
+            self._change.notify()
+
+    def close(self) -> None:
+        """Write what is noted and end."""
+        with self._change:
+            self._closing = True
+            self._change.notify()
+        self._thread.join()
+        self._file.close()
+        if self._failed is not None:
+            raise self._failed
+
+    def _append(self, entries: list[Mapping[str, Any]]) -> None:
+        self._file.write(_lines(entries))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _work(self) -> None:
+        try:
+            while True:
+                with self._change:
+                    self._change.wait_for(lambda: self._waiting or self._closing)
+                    if not self._waiting:
+                        return
+                    entries, self._waiting = self._waiting, []
+                with os_errors(self.path, "write"):
+                    self._sync()
+                    self._append(entries)
+                with self._change:
+                    self.count += len(entries)
+                    self._change.wait_for(lambda: self._closing, _EVERY)
+        except BaseException as error:  # told by whoever notes the next entry
+            with self._change:
+                self._failed = error

@@ -1,0 +1,241 @@
+"""Base files of KL divergence: a model's log-probabilities over a text, 16 bits each, in the reference's format.
+
+Little-endian:
+
+    0        8 bytes  "_logits_"
+    8        i32      n_ctx, tokens of a chunk
+    12       i32      n_vocab
+    16       i32      n_chunk
+    20       i32      x n_chunk * n_ctx: the text's own tokens (a BOS put in front of a chunk is not recorded)
+    then n_chunk times K = n_ctx - 1 - n_ctx // 2 rows; row r belongs to the logits at position n_ctx // 2 + r:
+      f32    scale
+      f32    min_log_prob
+      u16    x n_vocab codes, one more unused where n_vocab is odd
+
+    log p_i = scale * code_i + min_log_prob
+
+A row of logits l is encoded with top = max l, low = max(min l, top - 24) and Z = log sum exp(l - top) as
+
+    scale = (top - low) / 65535    min_log_prob = low - top - Z    code_i = round((l_i - low) / scale), 0 below low
+
+where round takes ties to even. Everything further than 24 nats below the top is lifted to there.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantkit.codegen import jit
+from quantkit.codegen.jit import kernel
+from quantkit.errors import DataError, FormatError
+from quantkit.formats.atomic import require_space
+from quantkit.formats.kld.chunk_file import ChunkFile, Noted
+from quantkit.formats.mapping import map_file, require_whole
+from quantkit.inputs import arguments
+
+MAGIC = b"_logits_"
+RANGE_NATS = 24.0  # below the top logit
+_HEADER_BYTES = 20
+_ROW_HEADER_WORDS = 4
+
+
+def scored_rows(n_ctx: int) -> slice:
+    """Positions of a chunk whose logits are scored: the second half, each predicting the token after it."""
+    return slice(n_ctx // 2, n_ctx - 1)
+
+
+def row_words(n_vocab: int) -> int:
+    """16-bit words of a row."""
+    return 2 * ((n_vocab + 1) // 2) + _ROW_HEADER_WORDS
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """Rows of a base file: log p = scale[:, None] * codes + min_log_prob[:, None]. Views; nothing is copied.
+
+    words: uint16[rows, row_words(n_vocab)], as in the file.
+    """
+
+    words: np.ndarray
+    n_vocab: int
+
+    @property
+    def scale(self) -> np.ndarray:
+        """float32[rows]."""
+        return self.words[:, :_ROW_HEADER_WORDS].view("<f4")[:, 0]
+
+    @property
+    def min_log_prob(self) -> np.ndarray:
+        """float32[rows]."""
+        return self.words[:, :_ROW_HEADER_WORDS].view("<f4")[:, 1]
+
+    @property
+    def codes(self) -> np.ndarray:
+        """uint16[rows, n_vocab]."""
+        return self.words[:, _ROW_HEADER_WORDS : _ROW_HEADER_WORDS + self.n_vocab]
+
+    def log_probs(self) -> np.ndarray:
+        """float32[rows, n_vocab]."""
+        return self.scale[:, None] * self.codes.astype(np.float32) + self.min_log_prob[:, None]
+
+
+@kernel
+def _encode_rows(logits, out):
+    """float32[rows, n_vocab] -> uint16[rows, row_words]; the formula stands at the top of this file."""
+    rows, n = logits.shape
+    for r in range(rows):
+        row = logits[r]
+        top, low = row[0], row[0]
+        for i in range(n):
+            top = max(top, row[i])
+            low = min(low, row[i])
+        low = max(low, np.float32(top - np.float32(24.0)))
+        total = 0.0
+        for i in range(n):
+            total += np.float64(np.exp(np.float32(row[i] - top)))
+        header = out[r, :4].view(np.float32)
+        scale = np.float32((top - low) / np.float32(65535.0))
+        header[0] = scale
+        header[1] = np.float32(low - top) - np.float32(np.log(total))
+        codes = out[r, 4 : 4 + n]
+        for i in range(n):
+            code = np.int32(0)
+            if row[i] > low and scale > 0:
+                code = np.int32(np.rint((row[i] - low) / scale))
+            codes[i] = np.uint16(min(code, np.int32(65535)))  # the quotient at the top may round to 65536
+        for i in range(4 + n, out.shape[1]):
+            out[r, i] = 0
+
+
+def encode_rows(logits: np.ndarray) -> EncodedRows:
+    """Encode float32[rows, n_vocab]. NaN or Inf is a DataError."""
+    logits = arguments.real_numbers(logits, "logits")
+    if logits.ndim != 2 or not logits.shape[1]:
+        raise DataError(f"expected logits[rows, n_vocab], got shape {logits.shape}")
+    finite = np.isfinite(logits.sum(axis=1, dtype=np.float64))
+    if not finite.all():
+        raise DataError(f"logits of row {int(np.argmin(finite))} hold NaN or Inf")
+    out = np.empty((len(logits), row_words(logits.shape[1])), np.uint16)
+    logits = jit.readonly(logits)
+    jit.over_rows(lambda a, b: _encode_rows(logits[a:b], out[a:b]), len(logits))
+    return EncodedRows(out, logits.shape[1])
+
+
+class BaseReader:
+    """A base file, mapped: `.n_ctx .n_vocab .n_chunk`, `.tokens` int32[n_chunk, n_ctx], `.chunk(i)` EncodedRows."""
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self._bytes = map_file(self.path)
+        size = self._bytes.size
+        if size < _HEADER_BYTES:
+            raise FormatError(f"{path}: {size} bytes, the header of a KL-divergence base takes {_HEADER_BYTES}")
+        if (magic := self._bytes[:8].tobytes()) != MAGIC:
+            raise FormatError(f"{path}: begins with {magic!r}, a KL-divergence base with {MAGIC!r}")
+        self.n_ctx, self.n_vocab, self.n_chunk = struct.unpack("<iii", self._bytes[8:_HEADER_BYTES].tobytes())
+        if self.n_ctx < 4 or self.n_vocab < 2 or self.n_chunk < 1:
+            raise FormatError(
+                f"{path}: offset 8: n_ctx {self.n_ctx}, n_vocab {self.n_vocab}, n_chunk {self.n_chunk}; "
+                "expected at least 4, 2 and 1"
+            )
+        expected = file_bytes(self.n_ctx, self.n_vocab, self.n_chunk)
+        if size != expected:
+            raise FormatError(
+                f"{path}: {size} bytes, but {self.n_chunk} chunks of {self.n_ctx} tokens and a vocabulary of "
+                f"{self.n_vocab} take {expected}; the file is {'truncated' if size < expected else 'corrupt'}"
+            )
+        tokens = np.frombuffer(self._bytes, "<i4", self.n_chunk * self.n_ctx, _HEADER_BYTES)
+        bad = np.flatnonzero((tokens < 0) | (tokens >= self.n_vocab))
+        if len(bad):
+            raise FormatError(
+                f"{path}: offset {_HEADER_BYTES + 4 * bad[0]}: token {bad[0]} is {tokens[bad[0]]}, "
+                f"the vocabulary has {self.n_vocab}"
+            )
+        self.tokens = tokens.reshape(self.n_chunk, self.n_ctx)
+
+    @property
+    def rows_per_chunk(self) -> int:
+        return rows_per_chunk(self.n_ctx)
+
+    def chunk(self, index: int) -> EncodedRows:
+        """The rows of one chunk; FormatError when a row's two numbers cannot be those of log-probabilities."""
+        rows, words = self.rows_per_chunk, row_words(self.n_vocab)
+        start = _HEADER_BYTES + 4 * self.tokens.size + 2 * words * rows * index
+        require_whole(self._bytes, self.path)
+        data = np.frombuffer(self._bytes, "<u2", rows * words, start).reshape(rows, words)
+        found = EncodedRows(data, self.n_vocab)
+        with np.errstate(invalid="ignore"):
+            top = 65535 * found.scale + found.min_log_prob  # log-probability that the largest code would have
+            sound = (found.scale >= 0) & (found.min_log_prob <= 0) & (top < 0.01) & (found.min_log_prob > -1e4)
+        if not sound.all():
+            row = int(np.argmin(sound))
+            raise FormatError(
+                f"{self.path}: chunk {index}, row {row}, offset {start + 2 * words * row}: scale {found.scale[row]}, "
+                f"min_log_prob {found.min_log_prob[row]} are not those of log-probabilities; the file is corrupt"
+            )
+        return found
+
+
+def rows_per_chunk(n_ctx: int) -> int:
+    rows = scored_rows(n_ctx)
+    return rows.stop - rows.start
+
+
+def file_bytes(n_ctx: int, n_vocab: int, n_chunk: int) -> int:
+    """Size of a base file."""
+    return _HEADER_BYTES + 4 * n_chunk * n_ctx + 2 * n_chunk * rows_per_chunk(n_ctx) * row_words(n_vocab)
+
+
+class BaseWriter:
+    """Writes a base file chunk by chunk; it appears under its name when the `with` block ends and every chunk is in.
+
+    tokens: int[n_chunk, n_ctx], the text's own tokens.
+    noted: what a log says of an earlier run's chunks, `.done` of which are there and are not written again; None where
+    there is no log. With one, what is written stays when the block is left early.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], tokens: np.ndarray, n_vocab: int, *, noted: Noted | None = None):
+        self.path = Path(path)
+        n_vocab = arguments.integer(n_vocab, f"{path}: the size of the vocabulary", 2, 2**31 - 1)
+        self.tokens = arguments.integers(tokens, f"{path}: tokens of a vocabulary of {n_vocab}", n_vocab).astype("<i4")
+        if self.tokens.ndim != 2:
+            raise DataError(f"{path}: expected tokens[n_chunk, n_ctx], got shape {self.tokens.shape}")
+        self.n_vocab, self._noted = n_vocab, noted
+
+    def __enter__(self) -> BaseWriter:
+        n_chunk, n_ctx = self.tokens.shape
+        require_space(self.path.parent, file_bytes(n_ctx, self.n_vocab, n_chunk))
+        head = MAGIC + struct.pack("<iii", n_ctx, self.n_vocab, n_chunk) + self.tokens.tobytes()
+        size = 2 * rows_per_chunk(n_ctx) * row_words(self.n_vocab)
+        self._file = ChunkFile(self.path, head, self._noted, lambda read, offset: size)
+        self.done = len(self._file.places)
+        return self
+
+    @property
+    def digest(self) -> str:
+        """Of the chunk that was written last, for a log."""
+        return self._file.places[-1][2]
+
+    def write(self, logits: np.ndarray) -> None:
+        """Append one chunk's float32[rows_per_chunk, n_vocab] logits."""
+        written = len(self._file.places)
+        expected = (rows_per_chunk(self.tokens.shape[1]), self.n_vocab)
+        if logits.shape != expected:
+            raise DataError(f"{self.path}: chunk {written}: expected logits {expected}, got {logits.shape}")
+        words = encode_rows(logits).words.astype("<u2", copy=False)
+        self._file.append(words.reshape(-1).view(np.uint8).data)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            if kind is None:
+                if (written := len(self._file.places)) != len(self.tokens):
+                    raise DataError(f"{self.path}: {written} chunks written, {len(self.tokens)} announced")
+                self._file.finish()
+        finally:
+            self._file.leave()

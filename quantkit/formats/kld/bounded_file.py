@@ -1,0 +1,465 @@
+"""Bounded base files of KL divergence (`.qkld`): a model's distributions over a text, in a twentieth of the size.
+
+A base of the reference takes 16 bits a token of the vocabulary. With p the base's probabilities, q a candidate's and
+e = log p - log q, a divergence is KLD = sum p e. Here p is rounded at random to few values: each token's by itself, to
+one of the two next values that can be stored, with such chances that it is p on average. With r what p became,
+
+    KLD  =  sum r log p  +  sum r (-log q)  -  sum (r - p) e
+
+The first sum is a number of the row, stored exactly. The second needs r and the candidate. The third is what is not
+known: a sum of independent terms that are zero on average, whatever the candidate is, each as small as its e. So a
+candidate near the base is measured almost exactly, and over many tokens the error falls with their root. That a sum of
+bounded independent terms stays within a few of its deviations is a theorem (Bernstein's), not an estimate: the bound
+that is printed is missed with a probability below 1e-9 (of the rounding's dice, which no candidate knows). Without dice
+no file of this size could promise as much: tokens of about the same p may change places and give the same file.
+
+With a step s, the same for all rows of a chunk, and v = p / s, a token becomes
+
+    not kept      v < 2^-20      mass and sum p log p of these are stored
+    0 or s        v < 1          s with probability v: ids of few of the unlikely tokens, v to an eighth octave
+    2^(j/8) s     v < 12         one of the two neighbours
+    n s           v < 76         one of the two neighbours
+    p             v >= 76        as float32
+
+About as many bits buy as much anywhere in this table, which is why one s for all rows and sizes of p is right; the
+number k of kept tokens follows from it, row by row: a few where the model is sure, thousands where it is not. s is the
+largest for which 256 tokens (or all, if there are fewer) would have the bound aimed at, with e of one nat, but not so
+small that the chunk is larger than its share of 1/20 of the reference's format. How the bound is worked out stands in
+evaluate/bounded.py.
+
+Little-endian:
+
+    0     8 bytes  "QKLDv2\\0\\0"
+    8     u64      offset of the index
+    16    chunks, each as written by `_pack`: u32 lengths of seven zlib streams, then these
+    index zlib of JSON: n_ctx, n_vocab, n_chunk, target, note (what made it), tokens (base64 of int32), and for each
+          chunk its offset, bytes and BLAKE2b-128; then the BLAKE2b-128 of the compressed index, 16 bytes, ends the file
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import math
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantkit.codegen import jit
+from quantkit.codegen.jit import kernel
+from quantkit.errors import DataError, FormatError
+from quantkit.formats.kld.base_file import row_words, rows_per_chunk, scored_rows
+from quantkit.formats.kld.chunk_file import ChunkFile, Noted, digest
+from quantkit.formats.mapping import map_file, require_whole
+from quantkit.inputs import arguments, json_input
+
+MAGIC = b"QKLDv2\0\0"
+SMALLER = 20  # times than the reference's format, at least
+FROM_VOCABULARY = 8192  # tokens, from which it holds: in small ones a row's own numbers weigh more
+TARGET = 1e-3  # nats
+_TOKENS = 256  # over which a bound is to be the target
+MISSED = 1e-9  # probability that a bound is
+LOG_ODDS = math.log(3 / MISSED)  # of three things that can go wrong
+_BINS = 160  # half octaves of p below 1
+_ESCAPE = 255  # gap of ids that does not fit a byte
+_REACH = 20.0  # nats, of e: for what a bound is expected to be
+_STREAMS = 7
+_INDEX_BYTES, _INDEX_RATIO = 64 << 20, 32  # what an index may expand to: so much, and so many times its size
+_MOST_VOCAB = 1 << 24
+
+# Classes of a token, a byte: 0 not kept; 1 … 160 below s, by eighths of octaves; 161 … 254 of the grid; 255 as float32.
+TAIL = 160
+LARGE = 255
+GRID = np.array([*(2.0 ** (np.arange(29) / 8)), *np.arange(12.0, 77.0)])  # in steps
+
+
+# ------------------------------------------------------------------------------------------------------------ encoding
+
+
+@kernel
+def _probabilities(row, out):
+    """softmax of float32[n] into float64[n]; returns log sum exp."""
+    top = row[0]
+    for i in range(row.shape[0]):
+        top = max(top, row[i])
+    total = 0.0
+    for i in range(row.shape[0]):
+        out[i] = np.exp(np.float64(row[i]) - np.float64(top))
+        total += out[i]
+    for i in range(row.shape[0]):
+        out[i] /= total
+    return np.float64(top) + np.log(total)
+
+
+@kernel
+def _survey_rows(logits, counts, masses):
+    """Tokens and their probability by half octaves below 1, of each row; int64 and float64[rows, _BINS]."""
+    p = np.empty(logits.shape[1], np.float64)
+    for r in range(logits.shape[0]):
+        _probabilities(logits[r], p)
+        for i in range(p.shape[0]):
+            if p[i] > 0:
+                at = min(counts.shape[1] - 1, int(-2.0 * np.log2(p[i])))
+                counts[r, at] += 1
+                masses[r, at] += p[i]
+
+
+@kernel
+def _dice(seed, i):
+    """A number in [0, 1) for the token i of a row: splitmix64."""
+    z = seed + np.uint64(i + 1) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.float64((z ^ (z >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53
+
+
+@kernel
+def _class_of(v, u, grid):
+    """Of a token of v steps, given a number u of the dice."""
+    if v < 1.0:
+        return 1 + min(159, int(-8.0 * np.log2(v))) if u < v else 0
+    if v >= grid[-1]:
+        return 255
+    j = min(grid.shape[0] - 2, int(8.0 * np.log2(v)) if v < 12.0 else 17 + int(v))
+    while grid[j] > v:
+        j -= 1
+    while grid[j + 1] <= v:
+        j += 1
+    return 161 + j + int(u < (v - grid[j]) / (grid[j + 1] - grid[j]))
+
+
+@kernel
+def _round_rows(logits, targets, step, seeds, grid, classes, numbers, top):
+    """Fill, for each row, the class of each token and the numbers, the first without the tokens of class 255."""
+    p = np.empty(logits.shape[1], np.float64)
+    for r in range(logits.shape[0]):
+        log_sum = _probabilities(logits[r], p)
+        known, dust, dust_entropy, best = 0.0, 0.0, 0.0, 0
+        for i in range(logits.shape[1]):
+            if logits[r, i] > logits[r, best]:
+                best = i
+            log_p, v, c = np.float64(logits[r, i]) - log_sum, p[i] / step, 0
+            if v < 2.0**-20:
+                dust += p[i]
+                dust_entropy += p[i] * log_p
+            else:
+                c = _class_of(v, _dice(seeds[r], i), grid)
+                if c > 0 and c < 255:
+                    known += step * (grid[c - 161] if c > 160 else 1.0) * log_p
+            classes[r, i] = c
+        numbers[r, 0] = known
+        numbers[r, 1] = dust_entropy
+        numbers[r, 2] = dust
+        numbers[r, 3] = log_sum - np.float64(logits[r, targets[r]])
+        top[r] = best
+
+
+@dataclass(frozen=True)
+class BoundedRows:
+    """The rows of a chunk.
+
+    classes  uint8[rows, n_vocab]: 0 not kept, 1 … 160 tail, 161 … 254 grid, 255 as float32
+    large    float32[n]: the probabilities of the latter, row by row in the order of ids
+    numbers  float64[rows, 4]: sum r log p; sum p log p and mass of what is never kept; nll of the target
+    top      uint32[rows]: the token with the largest logit, the first of equals
+    step     s
+    """
+
+    classes: np.ndarray
+    large: np.ndarray
+    numbers: np.ndarray
+    top: np.ndarray
+    step: float
+
+    @property
+    def kept(self) -> np.ndarray:
+        """int[rows]: tokens whose ids are stored."""
+        return np.count_nonzero(self.classes, axis=1)
+
+
+def encode_rows(logits: np.ndarray, targets: np.ndarray, step: float, seed: int = 0) -> BoundedRows:
+    """Classes of float32[rows, n_vocab] logits with steps of `step`; `seed` is the dice's."""
+    logits = arguments.real_numbers(logits, "logits")
+    if logits.ndim != 2 or not logits.size or np.shape(targets) != logits.shape[:1]:
+        raise DataError(f"expected logits[rows, n_vocab] and targets[rows], got {logits.shape} and {np.shape(targets)}")
+    rows, n = logits.shape
+    targets = arguments.integers(targets, f"targets in a vocabulary of {n}", n).astype(np.int32)
+    outputs = np.empty((rows, n), np.uint8), np.empty((rows, 4)), np.empty(rows, np.uint32)
+    logits, targets = jit.readonly(logits), jit.readonly(targets)
+    seeds = jit.readonly(np.random.SeedSequence(seed).generate_state(rows, np.uint64))
+    grid = jit.readonly(GRID.copy())
+
+    def task(a: int, b: int) -> None:
+        _round_rows(logits[a:b], targets[a:b], step, seeds[a:b], grid, *(array[a:b] for array in outputs))
+
+    jit.over_rows(task, rows)
+    classes, numbers, top = outputs
+    row, ids = np.nonzero(classes == LARGE)
+    log_p = logits[row, ids] - (numbers[:, 3] + logits[np.arange(rows), targets])[row]
+    large = np.exp(log_p).astype(np.float32)
+    numbers[:, 0] += np.bincount(row, large * log_p, rows)
+    return BoundedRows(classes, large, numbers, top, step)
+
+
+def steps(logits: np.ndarray, target: float, over: int, most: float = math.inf) -> float:
+    """The largest step, a power of sqrt 2, with which the bound over `over` such rows is expected to be the target.
+
+    See the top of this file. It is made coarser where the chunk would take more than about `most` bytes: an id costs
+    what a place in a list of such density does, a class five bits.
+    """
+    rows, n = logits.shape
+    counts, masses = np.zeros((rows, _BINS), np.int64), np.zeros((rows, _BINS))
+    logits = jit.readonly(np.ascontiguousarray(logits))
+    jit.over_rows(lambda a, b: _survey_rows(logits[a:b], counts[a:b], masses[a:b]), rows)
+    above, mass = np.cumsum(counts.sum(0)), np.cumsum(masses.sum(0))
+    tail = np.maximum(0, mass[-1] - mass)
+    step = 2.0 ** (-(np.arange(_BINS) + 1) / 2)  # the lower edge of a bin
+    variance = (step * tail + above * step**2 / 6) * over / rows
+    reach = step * _REACH
+    deviation = np.sqrt(variance) + reach * math.sqrt(2 * LOG_ODDS)  # as known from the sample, at most
+    expected = (deviation * math.sqrt(2 * LOG_ODDS) + reach * LOG_ODDS / 3) / over
+    fine = np.flatnonzero(expected <= target)
+    kept = above + tail / step
+    size = kept * (np.log2(np.maximum(2, rows * n / np.maximum(1, kept))) + 1.44 + 5) / 8
+    allowed = max(1, int(np.count_nonzero(size <= most))) - 1
+    chosen = min(int(fine[0]) if len(fine) else _BINS - 1, allowed)
+    return float(step[chosen])
+
+
+# ------------------------------------------------------------------------------------------------------------- packing
+
+
+def _compressed(data: np.ndarray) -> bytes:
+    """zlib; symbols only, no repetitions, where the data are bytes of classes and gaps, which have none."""
+    strategy = zlib.Z_HUFFMAN_ONLY if data.dtype == np.uint8 else zlib.Z_DEFAULT_STRATEGY
+    machine = zlib.compressobj(9, strategy=strategy)
+    return machine.compress(np.ascontiguousarray(data).tobytes()) + machine.flush()
+
+
+def _pack(rows: BoundedRows) -> bytes:
+    """A chunk as bytes."""
+    n = rows.classes.shape[1]
+    row, ids = np.nonzero(rows.classes)
+    gaps = np.diff(row * n + ids, prepend=-1) - 1  # over the ends of rows: row and id follow from the sum
+    small = np.minimum(gaps, _ESCAPE).astype(np.uint8)
+    streams = [
+        np.array([rows.step], "<f8"), small, gaps[gaps >= _ESCAPE].astype("<u4"), rows.classes[row, ids],
+        rows.large.astype("<f4"), rows.numbers.T.astype("<f8"), rows.top.astype("<u4"),
+    ]  # fmt: skip
+    packed = [_compressed(stream) for stream in streams]
+    return struct.pack(f"<{_STREAMS}I", *map(len, packed)) + b"".join(packed)
+
+
+def _size_at(read: Callable[[int, int], bytes], offset: int) -> int:
+    """Bytes of the chunk at an offset; 0 where there is none."""
+    lengths = read(offset, 4 * _STREAMS)
+    return 4 * _STREAMS + sum(struct.unpack(f"<{_STREAMS}I", lengths)) if len(lengths) == 4 * _STREAMS else 0
+
+
+def _unpack(data: bytes, rows: int, n: int) -> BoundedRows:
+    """The inverse; ValueError or zlib.error for bytes that `_pack` did not write.
+
+    No stream is expanded further than what comes before it says that it has.
+    """
+    lengths = struct.unpack_from(f"<{_STREAMS}I", data)
+    if 4 * _STREAMS + sum(lengths) != len(data):
+        raise ValueError(f"streams of {sum(lengths)} bytes in a chunk of {len(data)}")
+    ends = 4 * _STREAMS + np.cumsum((0, *lengths))
+    streams = [data[a:b] for a, b in itertools.pairwise(ends)]
+    step = float(np.frombuffer(_expanded(streams[0], 8, exactly=True), "<f8")[0])
+    gaps = np.frombuffer(_expanded(streams[1], rows * n), np.uint8).astype(np.int64)
+    escaped = gaps == _ESCAPE
+    gaps[escaped] = np.frombuffer(_expanded(streams[2], 4 * int(escaped.sum()), exactly=True), "<u4")
+    at = np.cumsum(gaps + 1) - 1
+    kinds = np.frombuffer(_expanded(streams[3], len(at), exactly=True), np.uint8)
+    if len(at) and (at[-1] >= rows * n or not kinds.min()):
+        raise ValueError("ids or classes out of range")
+    if not 0 < step < 1:
+        raise ValueError(f"a step of {step}")
+    classes = np.zeros(rows * n, np.uint8)
+    classes[at] = kinds
+    large = np.frombuffer(_expanded(streams[4], 4 * int((kinds == LARGE).sum()), exactly=True), "<f4")
+    if not (large > 0).all():
+        raise ValueError(f"{len(large)} probabilities, some of which are none")
+    numbers = np.frombuffer(_expanded(streams[5], 32 * rows, exactly=True), "<f8").reshape(4, rows).T
+    top = np.frombuffer(_expanded(streams[6], 4 * rows, exactly=True), "<u4")
+    if not np.isfinite(numbers).all() or top.max(initial=0) >= n:
+        raise ValueError("sums that are not finite")
+    return BoundedRows(classes.reshape(rows, n), large, np.ascontiguousarray(numbers), top, step)
+
+
+def _expanded(data: bytes, most: int, *, exactly: bool = False) -> bytes:
+    """What one zlib stream holds: `most` bytes, or fewer unless `exactly`. ValueError for any more."""
+    machine = zlib.decompressobj()
+    found = machine.decompress(data, most + 1)  # of 0 bytes, zlib takes no limit
+    if len(found) > most or not machine.eof or machine.unused_data or (exactly and len(found) < most):
+        raise ValueError(f"a stream that does not end after {most} bytes, as it should")
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+class BoundedWriter:
+    """Writes a `.qkld` chunk by chunk; the use of `files.kld.BaseWriter`.
+
+    tokens   int[n_chunk, n_ctx], the text's own
+    target   nats: the bound to aim at, see the top of this file
+    note     what the file was made of, kept in it and shown with results
+    noted    as of BaseWriter
+    """
+
+    def __init__(self, path: str | os.PathLike[str], tokens: np.ndarray, n_vocab: int, *, target: float = TARGET,
+                 note: dict[str, Any] | None = None, noted: Noted | None = None):  # fmt: skip
+        self.path = Path(path)
+        n_vocab = arguments.integer(n_vocab, f"{path}: the size of the vocabulary", 2, _MOST_VOCAB)
+        self.tokens = arguments.integers(tokens, f"{path}: tokens of a vocabulary of {n_vocab}", n_vocab).astype("<i4")
+        if self.tokens.ndim != 2:
+            raise DataError(f"{path}: expected tokens[n_chunk, n_ctx], got shape {self.tokens.shape}")
+        if not target > 0:
+            raise DataError(f"{path}: a bound of {target} nats; it must be larger than 0")
+        self.n_vocab, self.target, self.note, self._noted = n_vocab, target, note or {}, noted
+
+    def __enter__(self) -> BoundedWriter:
+        self._file = ChunkFile(self.path, MAGIC + bytes(8), self._noted, _size_at)
+        self.done = len(self._file.places)
+        return self
+
+    @property
+    def digest(self) -> str:
+        """Of the chunk that was written last, for a log."""
+        return self._file.places[-1][2]
+
+    def write(self, logits: np.ndarray) -> None:
+        """Append one chunk's float32[rows_per_chunk, n_vocab] logits."""
+        n_ctx, index = self.tokens.shape[1], len(self._file.places)
+        expected = (rows_per_chunk(n_ctx), self.n_vocab)
+        if logits.shape != expected or index >= len(self.tokens):
+            raise DataError(f"{self.path}: chunk {index}: expected logits {expected}, got {logits.shape}")
+        if not np.isfinite(logits.sum(axis=1, dtype=np.float64)).all():
+            raise DataError(f"{self.path}: chunk {index}: logits hold NaN or Inf")
+        self._file.append(self._fitting(np.asarray(logits, np.float32), index))
+
+    def _fitting(self, logits: np.ndarray, index: int) -> bytes:
+        """A chunk with the finest step that the target asks for and the size allows.
+
+        The size is no limit for small vocabularies, where the numbers of a row alone take more. The dice are the
+        text's: the same file comes of the same model and text, and of candidates they know nothing.
+        """
+        tokens = self.tokens[index]
+        targets = tokens[scored_rows(len(tokens)).start + 1 :]
+        seed = int(digest(tokens.tobytes() + struct.pack("<I", index)), 16)
+        limited = self.n_vocab >= FROM_VOCABULARY
+        most = 2 * len(logits) * (row_words(self.n_vocab) // SMALLER - 32) if limited else math.inf
+        over = max(len(logits), min(_TOKENS, len(logits) * len(self.tokens)))
+        step = steps(logits, self.target, over, most)
+        while True:
+            data = _pack(encode_rows(logits, targets, step, seed))
+            if len(data) <= most or step > 0.1:
+                return data
+            # Halving what is kept takes about one octave; the square root aims just below the limit.
+            step = min(0.5, step * max(2**0.125, (len(data) / most) ** 0.5))
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            if kind is None:
+                if (written := len(self._file.places)) != len(self.tokens):
+                    raise DataError(f"{self.path}: {written} chunks written, {len(self.tokens)} announced")
+                self._finish()
+                self._file.finish()
+        finally:
+            self._file.leave()
+
+    def _finish(self) -> None:
+        n_chunk, n_ctx = self.tokens.shape
+        index = {
+            "n_ctx": n_ctx, "n_vocab": self.n_vocab, "n_chunk": n_chunk, "target": self.target, "note": self.note,
+            "tokens": base64.b64encode(self.tokens.tobytes()).decode(), "chunks": self._file.places,
+        }  # fmt: skip
+        data = zlib.compress(json.dumps(index).encode(), 9)
+        stream = self._file.file.stream
+        place = stream.tell()
+        stream.write(data + bytes.fromhex(digest(data)))
+        stream.seek(len(MAGIC))
+        stream.write(struct.pack("<Q", place))
+
+
+class BoundedReader:
+    """A `.qkld`, mapped: `.n_ctx .n_vocab .n_chunk .target .note`, `.tokens` int32[n_chunk, n_ctx], `.chunk(i)`.
+
+    Every part is checked against its checksum when it is read: FormatError.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self._bytes = map_file(self.path)
+        size = self._bytes.size
+        if (magic := self._bytes[:8].tobytes()) != MAGIC:
+            raise FormatError(f"{path}: begins with {magic!r}, a bounded base with {MAGIC!r}")
+        (place,) = struct.unpack("<Q", self._bytes[8:16].tobytes().ljust(8, b"\0"))
+        if not 16 <= place <= size - 16:
+            raise FormatError(f"{path}: {size} bytes, its index would begin at {place}; the file is truncated")
+        data = self._bytes[place : size - 16].tobytes()
+        if bytes.fromhex(digest(data)) != self._bytes[size - 16 :].tobytes():
+            raise FormatError(f"{path}: offset {place}: the index does not have its checksum; the file is corrupt")
+        try:
+            expanded = _expanded(data, _INDEX_BYTES + _INDEX_RATIO * len(data))
+            self._read_index(json_input.parse(expanded, f"{path}: offset {place}: the index"))
+        except (ValueError, KeyError, TypeError, OverflowError, MemoryError, zlib.error) as error:
+            raise FormatError(f"{path}: offset {place}: the index is not one of a bounded base ({error})") from None
+
+    def _read_index(self, index: dict[str, Any]) -> None:
+        self.n_ctx, self.n_vocab, self.n_chunk = (int(index[k]) for k in ("n_ctx", "n_vocab", "n_chunk"))
+        self.target, self.note = float(index["target"]), dict(index["note"])
+        tokens = np.frombuffer(base64.b64decode(index["tokens"]), "<i4").reshape(self.n_chunk, self.n_ctx)
+        if self.n_ctx < 4 or len(index["chunks"]) != self.n_chunk or not self.n_chunk:
+            raise ValueError(f"{len(index['chunks'])} chunks, {self.n_chunk} announced")
+        if tokens.min() < 0 or tokens.max() >= self.n_vocab:
+            raise ValueError(f"token {tokens.max()} of a vocabulary of {self.n_vocab}")
+        if self.n_vocab > _MOST_VOCAB or not 0 < self.target < math.inf:
+            raise ValueError(f"a vocabulary of {self.n_vocab} and a bound of {self.target}")
+        self.tokens = tokens
+        self._index = [(int(a), int(b), str(c)) for a, b, c in index["chunks"]]
+
+    @property
+    def rows_per_chunk(self) -> int:
+        return rows_per_chunk(self.n_ctx)
+
+    @property
+    def ratio(self) -> float:
+        """How many times larger the reference's format would be."""
+        from quantkit.formats.kld.base_file import file_bytes
+
+        return file_bytes(self.n_ctx, self.n_vocab, self.n_chunk) / self._bytes.size
+
+    def chunk(self, index: int) -> BoundedRows:
+        """The rows of one chunk."""
+        start, size, expected = self._index[index]
+        require_whole(self._bytes, self.path)
+        data = self._bytes[start : start + size].tobytes()
+        if digest(data) != expected:
+            raise FormatError(
+                f"{self.path}: chunk {index}, offset {start}: {size} bytes that do not have their checksum {expected}; "
+                "the file is corrupt: make the base again"
+            )
+        try:
+            return _unpack(data, self.rows_per_chunk, self.n_vocab)
+        except (ValueError, IndexError, MemoryError, struct.error, zlib.error) as error:
+            reason = str(error) or type(error).__name__
+            raise FormatError(f"{self.path}: chunk {index}, offset {start}: {reason}") from None
+
+
+def is_bounded(path: str | os.PathLike[str]) -> bool:
+    """Whether a file begins as a bounded base does."""
+    try:
+        with open(path, "rb") as stream:
+            return stream.read(8) == MAGIC
+    except OSError:
+        return False

@@ -1,0 +1,188 @@
+"""What a tensor of an output was made of, as hashes: what tells whether it has to be made again.
+
+    source      the type and the bytes of the tensor that was read: of a checkpoint those that `convert` would write, so
+                that a detour over a converted file is the same source
+    importance  the float32 values that weighed its columns, "-" for none
+    codec       the version of what encoded it (below); "copy" where the bits were kept
+    data        the bytes that were written
+
+An output has them in its metadata, a `Record` a line:
+
+    quantkit.tensors            ["blk.0.attn_q.weight TYPE SOURCE IMPORTANCE CODEC DATA", …]
+    quantkit.source.sha256      of the names and sources of all tensors
+    quantkit.imatrix.sha256     of the whole importance matrix; not with --hide-imatrix, and IMPORTANCE is "hidden" then
+
+They stay when the file is copied, split or repacked, so TYPE may be the one before that.
+
+Hashes of tensors are the first 128 bits of SHA-256 over those of their pieces (`row_pieces`), so that threads hash the
+pieces that they have in hand anyway, and nothing is read for it alone. It costs a thread about a nanosecond a byte: a
+tenth of the CPU time of F16 to Q4_K_M, a sixth of that to Q8_0, and less the longer a type is searched for.
+
+**The version of a codec** is a hash of what it encodes a fixed probe to (`codec`). A number in each type's file would
+be forgotten, and a hash of the sources changes with every comment and with each file they import, so that all would
+be made again after any update. What the probe becomes changes when the bytes of files change, and only then; it covers
+what a hash of sources does not, the compiler. It can miss a change that touches none of its 1024 blocks of 32, so it
+has rows of many kinds, with importance and without: normal, heavy-tailed, sparse, ternary, tiny and huge weights,
+outliers, rows off centre.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from quantkit import types
+from quantkit.formats.imatrix import Imatrix
+from quantkit.types import QuantType
+
+TENSORS = "quantkit.tensors"
+SOURCE = "quantkit.source.sha256"
+IMATRIX = "quantkit.imatrix.sha256"
+
+NONE, HIDDEN, COPY = "-", "hidden", "copy"
+_UNKNOWN = "0" * 32  # a hash that is not known yet
+
+PIECE_ELEMENTS = 1 << 19  # 2 MiB of float32: stays in a core's cache from decoding to encoding
+_GROUP = 16  # rows; every interleaving divides it
+
+
+class Rows(Protocol):
+    """A tensor of a file, or of a checkpoint as it would be in one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def type(self) -> QuantType: ...
+
+    def rows(self, start: int, stop: int) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Record:
+    """A tensor's type and what it was made of. Hashes are 32 hexadecimal digits, of a codec 16."""
+
+    name: str
+    type: str
+    source: str
+    importance: str
+    codec: str
+    data: str
+
+    def __str__(self) -> str:
+        return " ".join((self.name, self.type, self.source, self.importance, self.codec, self.data))
+
+    @classmethod
+    def parse(cls, line: str) -> Record | None:
+        parts = line.rsplit(" ", 5)
+        return cls(*parts) if len(parts) == 6 else None
+
+    def hidden(self) -> Record:
+        """The record without a trace of which importance it was."""
+        return self if self.importance == NONE else replace(self, importance=HIDDEN)
+
+    def made_like(self, other: Record) -> bool:
+        """Whether the same codec made both of the same importance; of which sources is another question."""
+        mine, others = ((record.type, record.importance, record.codec) for record in (self, other))
+        return mine == others and self.importance != HIDDEN
+
+
+def records(metadata: Mapping[str, Any]) -> dict[str, Record]:
+    """The records that a file carries, by tensor."""
+    lines = metadata.get(TENSORS)
+    found = [Record.parse(line) for line in lines if isinstance(line, str)] if isinstance(lines, list) else []
+    return {record.name: record for record in found if record}
+
+
+def unknown(name: str, kind: str, importance: str, codec_: str) -> Record:
+    """A record of what is still to be read and written, as long as it will be."""
+    return Record(name, kind, _UNKNOWN, importance, codec_, _UNKNOWN)
+
+
+def of_sources(made: Iterable[Record]) -> str:
+    """SHA-256 of the names and the sources of all tensors, in their order."""
+    return hashlib.sha256(
+        "".join(f"{r.name} {r.source}\n" for r in made).encode("utf-8", "surrogateescape")
+    ).hexdigest()
+
+
+# ----------------------------------------------------------------------------------------------------------- of tensors
+
+
+def row_pieces(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ranges of rows that a tensor is encoded and hashed by: whole groups, all of one matrix of it."""
+    rows = shape[-2] if len(shape) > 1 else 1
+    step = max(1, PIECE_ELEMENTS // shape[-1] // _GROUP) * _GROUP
+    matrices = 1
+    for n in shape[:-2]:
+        matrices *= n
+    for first in range(0, matrices * rows, rows):
+        yield from ((first + start, first + min(rows, start + step)) for start in range(0, rows, step))
+
+
+def of_piece(data: np.ndarray) -> bytes:
+    return hashlib.sha256(np.ascontiguousarray(data).data).digest()
+
+
+def of_pieces(kind: str, pieces: Iterable[bytes]) -> str:
+    """The hash of a tensor of a type from those of its pieces."""
+    return hashlib.sha256(kind.encode() + b"\n" + b"".join(pieces)).hexdigest()[:32]
+
+
+def of_importance(values: np.ndarray | None) -> str:
+    """Of float32[matrices, n], or of none."""
+    return NONE if values is None else hashlib.sha256(np.ascontiguousarray(values, "<f4").data).hexdigest()[:32]
+
+
+def of_imatrix(matrix: Imatrix) -> str:
+    """SHA-256 of the names and the values of all entries, whatever the form of their file."""
+    digest = hashlib.sha256()
+    for name, entry in sorted(matrix.entries.items()):
+        digest.update(f"{name} {entry.values.size}\n".encode("utf-8", "surrogateescape"))
+        digest.update(np.ascontiguousarray(entry.values, "<f4").data)
+    return digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------------ of codecs
+
+
+@functools.cache
+def codec(name: str, effort: str) -> str:
+    """The version of a type's encoder: what it makes of the probe, as 16 hexadecimal digits."""
+    kind, digest = types.get(name), hashlib.sha256()
+    x, importance = _probe()
+    for weights in (None, importance):
+        if weights is not None or not kind.requires_imatrix:
+            digest.update(kind.quantize(x, weights, effort=effort, threads=1).tobytes())
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def _probe() -> tuple[np.ndarray, np.ndarray]:
+    """float32[64, 512] and the importance of its columns, by integer arithmetic, so the same everywhere."""
+    bits = _mixed(64 * 512)
+    drawn = bits[:, None] >> np.array([0, 16, 32, 48], np.uint64) & np.uint64(0xFFFF)
+    x = (drawn.astype(np.float32).sum(1) - 131070) / 2**15  # nearly normal, and exact
+    x = x.astype(np.float32).reshape(-1, 8, 512)  # eight rows of a kind each
+    x[:, 2] *= x[:, 2] * x[:, 2]  # heavy tails
+    x[:, 3] *= bits.reshape(x.shape)[:, 3] % np.uint64(8) == 0  # most of it zero
+    x[:, 4] = np.sign(x[:, 4]) * (np.abs(x[:, 4]) > 0.5)
+    x[:, 5] *= np.float32(2**-12)
+    x[:, 6] *= np.float32(2**9)
+    x[:, 6, 77::256] *= np.float32(16)
+    x[:, 7] += np.float32(3)
+    weights = (_mixed(512) >> np.uint64(48)).astype(np.float32) / np.float32(2**16)
+    return x.reshape(-1, 512), weights * weights * (weights > 0.06)  # some columns were never seen
+
+
+def _mixed(count: int) -> np.ndarray:
+    """uint64[count] of random bits: SplitMix64 (Steele, Lea, Flood 2014) of 0, 1, 2, …"""
+    z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return z ^ z >> np.uint64(31)

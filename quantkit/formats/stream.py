@@ -1,0 +1,280 @@
+"""Streaming into files whose layout is known in full before the first byte: what GGUF and safetensors writers share.
+
+Each file gets its final size and its header when it is begun; tensors are then put at their offsets, in the order of
+the layout, in as many pieces as the caller likes, or by several threads at once, each piece at its place (`put`).
+Memory stays at one piece. The disk works meanwhile: what was written is synced from time to time by a thread, so that
+the sync at the end, which makes the file durable, finds little to do.
+
+Not durable are files that can be made again at once from what they were made of: nothing is synced, as `cp` does not,
+and the system writes them in its own time. A process that dies leaves no file under a final name either way; after a
+loss of power within the next half minute or so, such a file may be there and not hold all it should.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from quantkit.errors import DataError
+from quantkit.formats.atomic import KEPT, AtomicFile, allow_open_files, os_errors, publish, require_space
+from quantkit.formats.owned import followed
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
+
+Self = TypeVar("Self", bound="StreamWriter")
+
+_SYNC_EVERY = 64 << 20  # bytes written between two syncs; smaller files are synced once, at the end
+_sync_data = getattr(os, "fdatasync", os.fsync)  # which macOS and Windows lack
+
+
+class Slot(NamedTuple):
+    """Where a tensor goes in its file."""
+
+    name: str
+    nbytes: int
+    offset: int
+    what: str  # "q4_K data of shape (576, 576)", for messages
+
+
+class Layout(NamedTuple):
+    """One file: what stands at its start, the tensors in the order they will come, its size."""
+
+    path: Path
+    header: bytes
+    slots: Sequence[Slot]
+    size: int
+
+
+class StreamWriter:
+    """Writes the files of `layouts`; they appear together when all are complete, the first one last.
+
+    Used as a context manager: leaving the block completes the files; an exception in it, or a tensor that is not
+    complete, removes what was written.
+
+    With `kept`, what is written stays in its partial files instead, for another writer of the same layouts to go on
+    with: it tells by `skip` which tensors are there already.
+    """
+
+    def __init__(self, path: Path, layouts: Sequence[Layout], durable: bool = True, kept: bool = False):
+        self.path = path
+        self.durable = durable
+        self.kept = kept
+        self.paths = [layout.path for layout in layouts]
+        self._layouts = layouts
+        self._slots = [(slot, i) for i, layout in enumerate(layouts) for slot in layout.slots]
+        self._files: list[AtomicFile] = []
+        self._written = [0] * len(self._slots)  # bytes of each tensor
+        self._index = 0  # of the first that is not complete
+        self._number = {slot.name: i for i, (slot, _) in enumerate(self._slots)}
+        self._lock = threading.Lock()
+        self._syncer = _Syncer()
+        names = [slot.name for slot, _ in self._slots]
+        if len(set(names)) < len(names):
+            twice = next(name for i, name in enumerate(names) if name in names[:i])
+            raise DataError(f"{path}: tensor {twice} is to be written twice")
+        there = sum(_blocks(partial(layout.path)) for layout in layouts) if kept else 0
+        require_space(path.parent, sum(layout.size for layout in layouts) - there)
+        allow_open_files(len(layouts))
+        try:
+            self._begin(0)
+        except BaseException:
+            self.abort()
+            raise
+
+    def skip(self, names: Collection[str]) -> None:
+        """Count tensors as written."""
+        for name in names:
+            index = self._number[name]
+            self._written[index] = self._slots[index][0].nbytes
+
+    def sync(self) -> None:
+        """Make durable what was written so far. Other threads may write meanwhile."""
+        with self._lock:
+            files = list(self._files)
+        for file in files:
+            _sync_data(file.stream.fileno())
+
+    def rewrite_headers(self, headers: Sequence[bytes]) -> None:
+        """Put others in the place of the headers, of the same sizes."""
+        self._begin(len(self._layouts) - 1)
+        for layout, file, header in zip(self._layouts, self._files, headers, strict=True):
+            if len(header) != len(layout.header):
+                raise DataError(f"{layout.path}: a header of {len(header)} bytes, {len(layout.header)} are left for it")
+            with os_errors(file.temporary, "write the header"):
+                file.stream.flush()
+                file.write_at(0, memoryview(header))
+
+    def write(self, name: str, data: Any) -> None:
+        """Append bytes, uint8 of any shape, to tensor `name`: the one begun, or the next in order.
+
+        DataError when it is another's turn or when it gets more bytes than it has.
+        """
+        data = self._bytes(name, data)
+        if data.nbytes == 0:
+            return
+        self._skip_complete()
+        if self._index == len(self._slots):
+            raise DataError(f"{self.path}: tensor {name}: all {len(self._slots)} tensors are written already")
+        slot, _ = self._slots[self._index]
+        if name != slot.name:
+            raise DataError(
+                f"{self.path}: it is the turn of tensor {slot.name} ({self._written[self._index]} of {slot.nbytes} "
+                f"bytes written), not of {name}"
+            )
+        self.put(name, self._written[self._index], data)
+
+    def put(self, name: str, start: int, data: Any) -> None:
+        """Write bytes to tensor `name` from its byte `start` on. Several threads may, each its own part.
+
+        Each byte is to be written once: a tensor is complete when it got as many as it has. DataError for more.
+        """
+        data = self._bytes(name, data)
+        if data.nbytes == 0 and name in self._number:
+            return
+        file, offset = self._claim(name, start, data.nbytes)
+        with os_errors(file.temporary, f"write tensor {name}"):
+            file.write_at(offset, np.ascontiguousarray(data).data.cast("B"))
+            if self.durable:
+                with self._lock:
+                    self._syncer.wrote(file, data.nbytes)
+
+    def straight(self, name: str, start: int, nbytes: int, send: Callable[[int, int], bool]) -> bool:
+        """Have `send(descriptor, offset)` write bytes of tensor `name` itself.
+
+        False where it did not write them all, or files are durable: then `put` has to. DataError as of `put`.
+        """
+        if self.durable:
+            return False
+        file, offset = self._claim(name, start, nbytes)
+        if send(file.stream.fileno(), offset):
+            return True
+        with self._lock:
+            self._written[self._number[name]] -= nbytes
+        return False
+
+    def _claim(self, name: str, start: int, nbytes: int) -> tuple[AtomicFile, int]:
+        """Count bytes of a tensor as written; the file they go to and where."""
+        if name not in self._number:
+            raise DataError(f"{self.path}: there is no tensor {name} to write")
+        index = self._number[name]
+        slot, number = self._slots[index]
+        with self._lock:
+            total = max(self._written[index], start) + nbytes
+            if total > slot.nbytes:
+                raise DataError(f"{self.path}: tensor {name}: {total} bytes, its {slot.what} are {slot.nbytes}")
+            self._written[index] += nbytes
+            return self._begin(number), slot.offset + start
+
+    def _bytes(self, name: str, data: Any) -> np.ndarray:
+        if isinstance(data, (bytes, bytearray, memoryview)):
+            data = np.frombuffer(data, np.uint8)
+        if not isinstance(data, np.ndarray) or data.dtype != np.uint8:
+            got = getattr(data, "dtype", type(data).__name__)
+            raise DataError(f"{self.path}: tensor {name}: expected uint8 data, got {got}")
+        return data
+
+    def close(self) -> None:
+        """Check that every tensor is complete and give the files their final names."""
+        try:
+            self._skip_complete()
+            if self._index < len(self._slots):
+                slot, _ = self._slots[self._index]
+                complete = sum(written == each.nbytes for written, (each, _) in zip(self._written, self._slots))
+                raise DataError(
+                    f"{self.path}: {complete} of {len(self._slots)} tensors were written; tensor {slot.name} has "
+                    f"{self._written[self._index]} of {slot.nbytes} bytes"
+                )
+            file = self._begin(len(self._layouts) - 1)
+            with os_errors(file.temporary, "write"):
+                self._syncer.finish()
+            publish(self._files, self.durable)
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Remove what was written, or leave it in its partial files. Does nothing to files that are complete."""
+        self._syncer.abandon()
+        for file in self._files:
+            file.discard(self.kept)
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    def _skip_complete(self) -> None:
+        """Pass over tensors that are complete, as those of no bytes are from the start."""
+        while self._index < len(self._slots) and self._written[self._index] == self._slots[self._index][0].nbytes:
+            self._index += 1
+
+    def _begin(self, number: int) -> AtomicFile:
+        """File `number`, begun together with all before it."""
+        while len(self._files) <= number:
+            layout = self._layouts[len(self._files)]
+            file = AtomicFile(layout.path, self.kept)
+            self._files.append(file)
+            with os_errors(file.temporary, "write the header"):
+                file.reserve(layout.size)  # padding is there without being written
+                file.stream.write(layout.header)
+        return self._files[number]
+
+
+def partial(path: Path) -> Path:
+    """The partial file of a final name, where it is kept."""
+    path = followed(path)
+    return path.with_name(path.name + KEPT)
+
+
+def _blocks(path: Path) -> int:
+    """Bytes of the disk that a file has, 0 of one that is not there."""
+    try:
+        return path.stat().st_blocks * 512
+    except (FileNotFoundError, AttributeError):  # Windows does not tell
+        return 0
+
+
+class _Syncer:
+    """Has a thread make durable what was written to a file, whenever that is much and the thread is idle."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._running: Future[None] | None = None
+        self._behind = 0  # bytes written since the last sync was begun
+
+    def wrote(self, file: AtomicFile, nbytes: int) -> None:
+        """Note what was written to `file`. Raises the OSError of a sync that failed: the system tells it only once."""
+        self._behind += nbytes
+        if self._behind < _SYNC_EVERY or not (self._running is None or self._running.done()):
+            return
+        from concurrent.futures import ThreadPoolExecutor
+
+        self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="quantkit-sync")
+        if self._running is not None:
+            self._running.result()
+        self._running = self._pool.submit(_sync_data, file.stream.fileno())
+        self._behind = 0
+
+    def finish(self) -> None:
+        """Wait for the sync that is running."""
+        if self._running is not None:
+            self._running.result()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Wait without asking how it went: the files are unwanted, but may not be closed under a running sync."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None

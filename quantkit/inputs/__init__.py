@@ -1,0 +1,6 @@
+"""Checks of what comes from outside, before anything is made of it.
+
+`arguments` checks what callers pass to public functions, `json_input` reads JSON of files within limits, `safe_regex`
+searches with the patterns of users and files in bounded time. Each takes raw values and gives checked ones, or raises
+an error of `errors`, which is all that this package imports.
+"""

@@ -1,0 +1,75 @@
+"""JSON documents from files that strangers wrote, with limits on size and depth.
+
+Python's parser raises RecursionError for deep nesting, and code that walks over a document recurses as well. `parse`
+gives a document of up to `MAX_DEPTH` levels, or a FormatError that names where the text is from.
+`formats/safetensors/json_scanner.py` is for large headers, of which little is wanted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import FormatError
+
+MAX_DEPTH = 64
+MAX_BYTES = 256 << 20  # the largest tokenizer.json of known models has 34 MiB
+
+
+def parse(text: str | bytes, where: str) -> Any:
+    """The document in a text. `where` begins the message of the FormatError where it is none."""
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise FormatError(f"{where}: JSON nested deeper than {MAX_DEPTH}") from None
+    except ValueError as error:  # UnicodeDecodeError, JSONDecodeError, integers of thousands of digits
+        raise FormatError(f"{where}: not JSON: {error}") from None
+    if _is_deep(found):
+        raise FormatError(f"{where}: JSON nested deeper than {MAX_DEPTH}")
+    return found
+
+
+def read(path: str | os.PathLike[str]) -> Any:
+    """The document in a regular file; FormatError where it is none. OSError as of `open`."""
+    with open(path, "rb", opener=_opened) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise FormatError(f"{path}: not a regular file")
+        data = file.read(MAX_BYTES + 1) if status.st_size <= MAX_BYTES else b""
+        if max(status.st_size, len(data)) > MAX_BYTES:
+            raise FormatError(f"{path}: {status.st_size} bytes, quantkit reads JSON of up to {MAX_BYTES}")
+    return parse(data, str(path))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} where there is no such file."""
+    if not path.exists():
+        return {}
+    found = read(path)
+    if not isinstance(found, dict):
+        raise FormatError(f"{path}: expected a JSON object, found {type(found).__name__}")
+    return found
+
+
+def _opened(path: str, flags: int) -> int:
+    """Open without waiting for the other end of a pipe."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _is_deep(document: Any) -> bool:
+    """Whether lists and objects are nested deeper than MAX_DEPTH. Level by level, without recursion."""
+    level = [document]
+    for _ in range(MAX_DEPTH):
+        level = [
+            child
+            for node in level
+            if isinstance(node, (list, dict))
+            for child in (node.values() if isinstance(node, dict) else node)
+            if isinstance(child, (list, dict))
+        ]
+        if not level:
+            return False
+    return True

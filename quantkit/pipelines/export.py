@@ -1,0 +1,169 @@
+"""A GGUF becomes a Hugging Face directory: config.json, generation_config.json, tokenizer files, model.safetensors.
+
+    export("smollm2-q4_1.gguf", "SmolLM2-135M")
+
+Weights in f32, f16 and bf16 keep their dtype and their bits; quantized ones are decoded exactly and stored as `dtype`,
+by default F32, which holds every decoded value. `convert` gives the same tensors back, and the same keys, but for those
+that a checkpoint has no place for. general.* keys lie in gguf_metadata.json, where `convert` finds them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantkit import types
+from quantkit.archs.common import validate
+from quantkit.archs.common.tensors import Piece, ReadRows
+from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
+from quantkit.formats.atomic import writing
+from quantkit.formats.gguf import GGUF, Tensor
+from quantkit.formats.gguf import open as open_gguf
+from quantkit.formats.pipeline import Job, pump, row_ranges
+from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter
+from quantkit.tokenizers import hf_tokenizer, vocab
+
+DTYPES = ("auto", "bf16", "f16", "f32")
+_TORCH = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_MADE_ANEW = ("architecture", "type", "file_type", "quantization_version", "alignment", "size_label")
+
+
+@dataclass(frozen=True)
+class Export:
+    """What an export writes: text files by name, and `specs` in order, each made by the piece beside it."""
+
+    source: GGUF
+    directory: Path
+    files: dict[str, str]
+    specs: list[CheckpointSpec]
+    pieces: list[Piece]
+    paths: list[Path] = field(default_factory=list)  # of the files written; empty before
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data."""
+        return sum(spec.nbytes for spec in self.specs)
+
+    def jobs(self) -> Iterator[Job]:
+        """The checkpoint's bytes in order, in pieces of bounded size."""
+        for spec, piece in zip(self.specs, self.pieces):
+            sources = [self.source.tensors[name] for name in piece.sources]
+            step = math.lcm(piece.transform.step, *(tensor.type.interleave for tensor in sources))
+            for start, stop in row_ranges(spec.shape, step):
+                yield spec.name, functools.partial(_decode, spec, piece, sources, start, stop)
+
+
+def export(
+    source: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    dtype: str = "auto",
+    *,
+    max_shard_bytes: int = 5 * 10**9,
+    dry_run: bool = False,
+    threads: int | None = None,
+    progress: bool = False,
+) -> Export:
+    """Write the GGUF `source` as a Hugging Face checkpoint in `directory`, which is made if need be.
+
+    `dtype` is what quantized tensors become: "bf16", "f16" or "f32"; "auto" is "f32". The weights appear last, when
+    they are complete. With `dry_run` everything is checked and nothing written.
+    """
+    if dtype not in DTYPES:
+        raise UnknownNameError("dtype", dtype, DTYPES)
+    plan = prepare(open_gguf(source), directory, dtype)
+    if dry_run:
+        return plan
+    plan.directory.mkdir(parents=True, exist_ok=True)
+    with CheckpointWriter(plan.directory, plan.specs, {"format": "pt"}, max_shard_bytes) as writer:
+        for name, text in plan.files.items():
+            with writing(plan.directory / name) as stream:
+                stream.write(text.encode())
+            plan.paths.append(plan.directory / name)
+        pump(plan.jobs(), writer.write, plan.nbytes, threads=threads, progress=progress)
+        plan.paths.extend(writer.paths)
+    return plan
+
+
+def prepare(source: GGUF, directory: str | os.PathLike[str], dtype: str = "auto") -> Export:
+    """Decide what the checkpoint of an open GGUF holds; `dtype` as in `export`."""
+    described = validate.described(source.metadata, source.tensors, source.path)
+    arch, hparams = described.arch, described.hparams
+    try:
+        pieces = arch.to_hf(hparams, {tensor.name: tensor.shape for tensor in source.tensors.values()})
+        config = arch.config(source.metadata, source.tensors)
+        tokenizer = hf_tokenizer.tokenizer_json(source.metadata)
+    except (FormatError, DataError, UnsupportedError) as error:
+        raise type(error)(f"{source.path}: {error}") from None
+    target = "F32" if dtype == "auto" else dtype.upper()
+    specs = [
+        CheckpointSpec(piece.name, piece.shape, _dtype(source.tensors[piece.sources[0]], target)) for piece in pieces
+    ]
+    main = next((spec.dtype for spec in specs if len(spec.shape) >= 2), target)
+    ids = {f"{name}_token_id": hf_tokenizer.special_id(source.metadata, name) for name in ("bos", "eos", "pad")}
+    rows = source.tensors["token_embd.weight"].shape[0]  # may be more than there are tokens
+    config |= {key: number for key, number in ids.items() if number is not None}
+    config |= {"vocab_size": rows, "dtype": _TORCH[main]}
+    contents = {
+        "config.json": config,
+        "generation_config.json": hf_tokenizer.generation_config(source.metadata),
+        "tokenizer.json": tokenizer,
+        "tokenizer_config.json": hf_tokenizer.tokenizer_config(source.metadata, hparams.n_ctx_train),
+        vocab.METADATA_FILE: _general(source),
+    }
+    files = {name: json.dumps(content, ensure_ascii=False, indent=2) + "\n" for name, content in contents.items()}
+    return Export(source, Path(directory), files, specs, pieces)
+
+
+def _dtype(tensor: Tensor, quantized: str) -> str:
+    """The dtype that holds a tensor: its own if it is a float type, else `quantized`."""
+    own = tensor.type.name.upper()
+    return own if own in _TORCH else quantized
+
+
+def _general(source: GGUF) -> dict[str, Any]:
+    """The general.* keys that nothing else in a checkpoint says."""
+    prefix = "general."
+    return {
+        key: value
+        for key, value in source.metadata.items()
+        if key.startswith(prefix) and not key.startswith("general.sampling.") and key[len(prefix) :] not in _MADE_ANEW
+    }
+
+
+def _reader(tensor: Tensor, raw: bool) -> ReadRows:
+    """Rows of a tensor: uint8 as they lie in the file, or float32. Those of a vector are its elements.
+
+    Rows that are interleaved are decoded by whole groups.
+    """
+    group = tensor.type.interleave
+
+    def rows(start: int, stop: int) -> np.ndarray:
+        if raw:
+            return tensor.rows(start, stop)
+        first = start // group * group
+        data = tensor.rows(first, min(tensor.n_rows, -(-stop // group) * group))
+        return tensor.type.dequantize(data, tensor.shape[-1], threads=1)[start - first : stop - first]
+
+    if len(tensor.shape) > 1:
+        return rows
+    return lambda start, stop: rows(0, 1).reshape(tensor.shape[0], -1)[start:stop]
+
+
+def _decode(spec: CheckpointSpec, piece: Piece, sources: list[Tensor], start: int, stop: int) -> np.ndarray:
+    """Rows `start` to `stop` of a checkpoint tensor, as bytes. Bits that need no change are never decoded."""
+    same = piece.transform.keeps_bits and all(tensor.type.name.upper() == spec.dtype for tensor in sources)
+    data = piece.transform.rows([_reader(tensor, same) for tensor in sources], start, stop)
+    if same:
+        return data
+    try:
+        return types.get(spec.dtype).quantize(data.reshape(-1, spec.shape[-1]), threads=1)
+    except DataError as error:
+        raise DataError(f"{sources[0].path}: tensor {sources[0].name}, rows from {start}: {error}") from None

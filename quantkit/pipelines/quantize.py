@@ -1,0 +1,410 @@
+"""Quantizing a file: rows are read, encoded and written in small pieces, as a plan says.
+
+    source tensor -> pieces of rows -> decode -> encode -> check -> writer, in order
+
+Each piece is decoded and encoded by one thread; several are in flight, and what they give is written in order. So
+memory is bounded by a constant a thread, tensors of all sizes keep all threads busy, and the bytes do not depend on how
+many there are. The output appears under its final name when it is complete; what a run that ended early has done is
+gone on with (jobs.py), and the output carries what it was made of (provenance.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from quantkit import __version__
+from quantkit.errors import DataError, QuantkitError
+from quantkit.formats import provenance
+from quantkit.formats.atomic import refuse_directory, refuse_inputs
+from quantkit.formats.gguf import Metadata, TensorSpec, Writer
+from quantkit.formats.gguf.writer import layouts
+from quantkit.formats.imatrix import Imatrix
+from quantkit.formats.mapping import release
+from quantkit.formats.owned import followed
+from quantkit.formats.pipeline import Job, pump
+from quantkit.pipelines import resume
+from quantkit.recipe import Plan, PlannedTensor
+from quantkit.recipe.interleaving import FILE_TYPE_BEFORE, rename_repacked
+from quantkit.types import check_finite, effort_level
+from quantkit.types.families.interleave import Interleaved
+
+QUANTIZATION_VERSION = 2
+# Scales are f16 and never larger than the largest weight, so below this no encoding can run out of range.
+_SAFE_MAGNITUDE = 30000.0
+_FLOATS = frozenset(("f32", "f16", "bf16"))
+_HIDDEN = "top_secret"  # the reference's word for it
+_LONGEST_TEXT = 127  # bytes that the reference's readers take of the imatrix strings
+
+
+@dataclass(frozen=True)
+class Override:
+    """A metadata key set by the user: kind is "int", "float", "bool" or "str"."""
+
+    key: str
+    kind: str
+    value: Any
+
+    @classmethod
+    def parse(cls, text: str) -> Override:
+        """Read KEY=TYPE:VALUE."""
+        key, equals, rest = text.partition("=")
+        kind, colon, value = rest.partition(":")
+        readers: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": {"true": True, "false": False}.get}
+        try:
+            parsed = readers[kind](value) if key and equals and colon else None
+        except (KeyError, ValueError):
+            parsed = None
+        if parsed is None:
+            raise QuantkitError(
+                f"override '{text}' is not KEY=TYPE:VALUE with TYPE int, float, bool (true, false) or str"
+            )
+        return cls(key, kind, parsed)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a run wrote: the files and their bytes, header and padding included.
+
+    Of its tensors so many were `resumed`, done by a run that ended early, and `reused`, copied from an older file.
+    """
+
+    paths: list[Path]
+    size: int
+    tensors: int
+    resumed: int
+    reused: int
+
+
+class SourceTensor(provenance.Rows, Protocol):
+    """A tensor, rows of which are bytes of the type that the plan has for its source."""
+
+    @property
+    def path(self) -> Path: ...
+
+
+class Source(Protocol):
+    """What is quantized: an open GGUF, or a checkpoint as a `convert.Conversion`, which gives the bytes of one."""
+
+    @property
+    def metadata(self) -> Metadata: ...
+
+    @property
+    def paths(self) -> Sequence[Path]: ...
+
+    @property
+    def tensors(self) -> Mapping[str, SourceTensor]: ...
+
+
+def quantize(
+    source: Source,
+    out: str | os.PathLike[str],
+    plan: Plan,
+    *,
+    imatrix: Imatrix | None = None,
+    imatrix_file: str = "",
+    hide_imatrix: bool = False,
+    overrides: Sequence[Override] = (),
+    effort: str = "normal",
+    threads: int | None = None,
+    split_max_bytes: int | None = None,
+    split_max_tensors: int | None = None,
+    keep_split: bool = False,
+    progress: bool = False,
+    fresh: bool = False,
+    old: resume.Old | None = None,
+    partial_requant: bool = False,
+    say: Callable[[str], None] = lambda text: None,
+) -> Written:
+    """Write `source` to `out` with every tensor in the type that `plan` gives it.
+
+    `imatrix` is the matrix that the plan was made with, `imatrix_file` its name for the output's metadata, which with
+    `hide_imatrix` says only that there was one. `effort`
+    ("fast", "normal", "best") is what the encoders' search may cost; a file remembers it where it is not normal.
+    `keep_split` makes the shards of the source.
+
+    A run that ended early is gone on with, unless `fresh`. Tensors that would become what they are in `old`, or with
+    `partial_requant` in the output that is there, are copied from it. `say` is told how many.
+    Raises DataError naming file, tensor, row and column for values that are not finite. Then, as after an interrupt,
+    nothing new stands under the final name, and the tensors that were done wait beside it (`jobs.unfinished`).
+    """
+    effort_level(effort)
+    plan.require_codecs()
+    out = followed(Path(out))
+    refuse_directory(out)
+    refuse_inputs([out], source.paths)
+    metadata = output_metadata(source.metadata, plan, imatrix, imatrix_file, overrides, effort, hide_imatrix)
+    job = resume.Job(out, source.paths, _wanted(plan, imatrix, effort))
+    if carries := plan.file_type.number is not None:
+        _set_records(metadata, job.wanted.values(), hide_imatrix)
+    specs = [TensorSpec(t.name, t.shape, t.type) for t in plan.tensors]
+    limits = (split_max_bytes, split_max_tensors, _shards(source) if keep_split else None)
+    job.layouts = layouts(out, metadata, specs, *limits)
+    refuse_inputs([layout.path for layout in job.layouts], source.paths)
+    job.find(_about(metadata, source), fresh)
+    if partial_requant and (there := [layout.path for layout in job.layouts if layout.path.exists()]):
+        old = resume.open_parts(there)
+    with Writer(out, metadata, specs, *limits, kept=True) as writer:
+        try:
+            for line in job.check(source.tensors, plan.tensors, old, threads=threads, progress=progress):
+                say(line)
+            job.start(writer)
+            run = _Run(source, plan, imatrix, effort, job)
+            pump(run.pieces(), functools.partial(run.write, writer), run.nbytes, threads=threads, progress=progress)
+            job.close()
+            if carries:
+                _set_records(metadata, run.records(), hide_imatrix)
+                writer.rewrite(metadata)
+        except BaseException:
+            writer.kept = job.give_up()
+            raise
+        paths = writer.paths
+    job.end()
+    size = sum(path.stat().st_size for path in paths)
+    return Written(paths, size, len(plan.tensors), len(job.resumed), len(job.reused))
+
+
+def _shards(source: Source) -> list[int]:
+    shards = getattr(source, "shards", None)
+    if shards is None:
+        raise QuantkitError(f"{source.paths[0]}: a checkpoint has no shards of a GGUF to keep; use --split-max-size")
+    return shards
+
+
+# ----------------------------------------------------------------------------------------------------------- the pieces
+
+
+class _Run:
+    """What is to be made, in pieces, and the records of what was."""
+
+    def __init__(
+        self,
+        source: Source,
+        plan: Plan,
+        imatrix: Imatrix | None,
+        effort: str,
+        job: resume.Job,
+    ):
+        self._source, self._plan, self._imatrix = source, plan, imatrix
+        self._effort, self._job = effort, job
+        self._records: dict[str, provenance.Record] = dict(job.done)
+        self._begun: dict[str, _Begun] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are still to be written."""
+        return sum(t.bytes_after for t in self._plan.tensors if t.name not in self._job.done)
+
+    def records(self) -> list[provenance.Record]:
+        return [self._records[t.name] for t in self._plan.tensors]
+
+    def write(self, writer: Writer, name: str, data: np.ndarray) -> None:
+        """Write the next piece of a tensor; after its last one, note what it was made of."""
+        writer.write(name, data)
+        begun = self._begun[name]
+        begun.left -= 1
+        if not begun.left:
+            del self._begun[name]
+            taken = self._job.taken.get(name)
+            self._records[name] = taken[1] if taken else begun.record(self._job.wanted[name])
+            self._job.finish(self._records[name])
+
+    def pieces(self) -> Iterator[Job]:
+        """All pieces that are not done, in the order of the output."""
+        for planned in self._plan.tensors:
+            name = planned.name
+            if name in self._job.done:
+                continue
+            ranges = list(provenance.row_pieces(planned.shape))
+            begun = self._begun[name] = _Begun(planned, len(ranges))
+            if name in self._job.taken:
+                where = self._job.taken[name][0]
+                yield from ((name, functools.partial(where.rows, start, stop)) for start, stop in ranges)
+                continue
+            for number, (start, stop) in enumerate(ranges):
+                yield name, self._piece(planned, begun, number, start, stop).encode
+
+    def _piece(self, planned: PlannedTensor, begun: _Begun, number: int, start: int, stop: int) -> _Piece:
+        importance = None
+        if self._imatrix is not None and planned.importance is not None:
+            matrix = start // planned.shape[-2] if len(planned.shape) > 1 else 0
+            importance = self._imatrix[planned.importance].columns(planned.shape[-1])[matrix]
+        # Floats that are kept, norms above all, are looked at: a NaN in them spoils the model as surely as any other.
+        same_bits = planned.copied or planned.relaid
+        verbatim = same_bits and (self._plan.file_type.default is None or planned.source.name not in _FLOATS)
+        tensor = self._source.tensors[planned.name]
+        return _Piece(planned, tensor, start, stop, importance, self._effort, verbatim, begun, number)
+
+
+class _Begun:
+    """A tensor that is being made: how many pieces are left to be written, the hashes of all, before and after."""
+
+    def __init__(self, planned: PlannedTensor, pieces: int):
+        self.planned = planned
+        self.left = pieces
+        self.source, self.data = [b""] * pieces, [b""] * pieces
+
+    def record(self, wanted: provenance.Record) -> provenance.Record:
+        source = provenance.of_pieces(self.planned.source.name, self.source)
+        return replace(wanted, source=source, data=provenance.of_pieces(self.planned.type.name, self.data))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows `start` to `stop` of a tensor, all of one matrix of it; of `verbatim` ones the values are not looked at."""
+
+    planned: PlannedTensor
+    tensor: SourceTensor
+    start: int
+    stop: int
+    importance: np.ndarray | None
+    effort: str
+    verbatim: bool
+    begun: _Begun
+    number: int
+
+    def encode(self) -> np.ndarray:
+        """The rows in the planned type: uint8[rows, row_bytes]."""
+        data = self.tensor.rows(self.start, self.stop)
+        read = provenance.of_piece(data)  # while it is in the cache, or brings it there
+        made = self._made(data)
+        self.begun.source[self.number] = read
+        self.begun.data[self.number] = read if made is data else provenance.of_piece(made)
+        if made is not data:  # which is still to be written
+            release(data)
+        return made
+
+    def _made(self, data: np.ndarray) -> np.ndarray:
+        if self.verbatim:
+            return self._same_bits(data)
+        x = self.planned.source.dequantize(data, self.planned.shape[-1], threads=1)
+        try:
+            check_finite(x, self.start, self.planned.type.overflow, self.planned.type.name)
+            if self.planned.copied or self.planned.relaid:
+                return self._same_bits(data)
+            encoded = self.planned.type.quantize(x, self.importance, effort=self.effort, threads=1)
+        except DataError as error:
+            raise DataError(f"{self._place}: {error}") from None
+        self._check_encoded(x, encoded)
+        return encoded
+
+    def _same_bits(self, data: np.ndarray) -> np.ndarray:
+        """The source's bytes, in the order of the planned type."""
+        if self.planned.copied:
+            return data
+        if isinstance(self.planned.type, Interleaved) and self.planned.type.base == self.planned.source.name:
+            return self.planned.type.interleave_rows(data, threads=1)
+        assert isinstance(self.planned.source, Interleaved)
+        return self.planned.source.deinterleave_rows(data, threads=1)
+
+    @property
+    def _place(self) -> str:
+        return f"{self.tensor.path}: {self.planned.name}"
+
+    def _check_encoded(self, x: np.ndarray, encoded: np.ndarray) -> None:
+        """Refuse finite weights that are too large for the half-precision scales of a type."""
+        largest = max(x.max(), -x.min())
+        if largest < _SAFE_MAGNITUDE:
+            return
+        back = self.planned.type.dequantize(encoded, self.planned.shape[-1], threads=1)
+        bad = np.argwhere(~(np.abs(back - x) <= largest / 2))  # not finite, or cut off
+        if len(bad):
+            row, column = (int(v) for v in bad[0])
+            raise DataError(
+                f"{self._place}: row {self.start + row}, column {column} is {x[row, column]} and would become "
+                f"{back[row, column]}: too large for {self.planned.type.name}; keep this tensor in f32 or bf16"
+            )
+
+
+# -------------------------------------------------------------------------------------------------- what it was made of
+
+
+def _wanted(plan: Plan, imatrix: Imatrix | None, effort: str) -> dict[str, provenance.Record]:
+    """What each tensor will be made of, as far as that is known before anything is read."""
+    found = {}
+    for planned in plan.tensors:
+        importance, codec = provenance.NONE, provenance.COPY
+        if not planned.copied and not planned.relaid:
+            codec = provenance.codec(planned.type.name, effort)
+            values = None
+            if imatrix is not None and planned.importance is not None and planned.type.uses_imatrix:
+                values = imatrix[planned.importance].values
+            importance = provenance.of_importance(values)
+        found[planned.name] = provenance.unknown(planned.name, planned.type.name, importance, codec)
+    return found
+
+
+def _set_records(metadata: Metadata, records: Iterable[provenance.Record], hidden: bool) -> None:
+    """The keys of provenance; they take as many bytes whether the hashes are known yet or not."""
+    listed = list(records)
+    metadata.set(provenance.SOURCE, provenance.of_sources(listed), "str")
+    metadata.set(provenance.TENSORS, [str(record.hidden() if hidden else record) for record in listed], "str")
+
+
+def _about(metadata: Metadata, source: Source) -> dict[str, str]:
+    """What a job is made with, for telling it from another."""
+    keys = {
+        "file type": "general.file_type", "recipe": "quantkit.recipe", "version of quantkit": "quantkit.version",
+        "effort": "quantkit.effort", "importance matrix": provenance.IMATRIX,
+    }  # fmt: skip
+    return {"input": str(source.paths[0])} | {name: str(metadata.get(key, "")) for name, key in keys.items()}
+
+
+# ------------------------------------------------------------------------------------------------ metadata and the rest
+
+
+def output_metadata(
+    source: Mapping[str, Any],
+    plan: Plan,
+    imatrix: Imatrix | None = None,
+    imatrix_file: str = "",
+    overrides: Sequence[Override] = (),
+    effort: str = "normal",
+    hide_imatrix: bool = False,
+) -> Metadata:
+    """The input's keys in their order, then what was done: version, overrides, importance, recipe, file type."""
+    made = Metadata(source)
+    made.set("general.quantization_version", QUANTIZATION_VERSION, "u32")
+    for override in overrides:
+        _apply(made, override)
+    if imatrix is not None:
+        entries, chunks = (0, 0) if hide_imatrix else (len(imatrix), imatrix.chunks)
+        for key, text in (("file", imatrix_file), ("dataset", imatrix.described)):
+            made.set(f"quantize.imatrix.{key}", _HIDDEN if hide_imatrix else _short(text), "str")
+        made.set("quantize.imatrix.entries_count", entries, "i32")
+        if imatrix.chunks > 0:
+            made.set("quantize.imatrix.chunks_count", chunks, "i32")
+    if plan.file_type.number is not None:  # a copy keeps the recipe it was made by, and of what
+        made.pop(provenance.IMATRIX, None)  # the input's
+        if imatrix is not None and not hide_imatrix:
+            made.set(provenance.IMATRIX, provenance.of_imatrix(imatrix), "str")
+        made.set("quantkit.recipe", plan.text(), "str")
+        made.set("quantkit.version", __version__, "str")
+        made.pop("quantkit.effort", None)  # the input's
+        if effort != "normal":
+            made.set("quantkit.effort", effort, "str")
+        made.pop(FILE_TYPE_BEFORE, None)  # the input's too
+        made.set("general.file_type", plan.file_type.number, "u32")
+    rename_repacked(made, plan.became())
+    return made
+
+
+def _apply(metadata: Metadata, override: Override) -> None:
+    """Set a key. One that exists keeps its kind, because readers refuse a key of another kind."""
+    new = {"int": "i32", "float": "f32", "bool": "bool", "str": "str"}[override.kind]
+    kind = metadata.kind(override.key) if override.key in metadata else new
+    if isinstance(metadata.get(override.key), list) or (override.kind == "int") != (kind[0] in "ui"):
+        found = "a list" if isinstance(metadata.get(override.key), list) else kind
+        raise QuantkitError(f"override {override.key}: the file's value is {found}, the override {override.kind}")
+    metadata.set(override.key, override.value, kind)
+
+
+def _short(text: str) -> str:
+    """As much of a text as readers of imatrix keys take; what is no UTF-8, in the name of a file, as `?`."""
+    return text.encode(errors="replace")[:_LONGEST_TEXT].decode(errors="ignore")

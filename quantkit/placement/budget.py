@@ -1,0 +1,318 @@
+"""What goes where and whether it fits: weights and cache of each device, before there is a file. Pure.
+
+    found = budget({t.name: t for t in plan.tensors}, metadata, flags, Cache(32768), vram=[24 * GIB], ram=128 * GIB)
+    found.loads, found.warnings, found.fits
+
+Buffers of intermediate results are those of quantkit's own run on the CPU (placement/workspace.py), counted where all
+of the model is there and a context is known. On GPUs they depend on the program that runs the model: they are
+estimated, and of each one's memory `margin` bytes more are left, 1 GiB by default as the reference's --fit-margin has
+it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from quantkit import types
+from quantkit.archs.common import validate
+from quantkit.codegen import jit
+from quantkit.errors import DataError, UnknownNameError
+from quantkit.placement import kv_size, sharding, workspace
+from quantkit.placement.devices import CPU, Device, canonical
+from quantkit.placement.offload import Offload
+from quantkit.placement.rules import Flags, Placement, located, without_kernels
+from quantkit.recipe.layers import expand
+from quantkit.recipe.patterns import Advice, advice
+from quantkit.recipe.shadows import Ordered, shadow
+from quantkit.types import QuantType
+
+GIB = 1 << 30
+_KINDS = (("experts", "_exps."), ("attention", ".attn_"), ("recurrent", ".ssm_"), ("shared experts", "_shexp."),
+          ("feed-forward", ".ffn_"), ("embedding", "token_embd"), ("output", "output"))  # fmt: skip
+
+
+class Weight(Protocol):
+    """What is asked of a tensor; a PlannedTensor has `bytes_after` besides."""
+
+    @property
+    def type(self) -> QuantType: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The context that memory is kept for: tokens, types of keys and values, and how latent attention caches."""
+
+    n_ctx: int
+    keys: str = "f16"
+    values: str = "f16"
+    mla: int = 3
+
+    def __post_init__(self) -> None:
+        if self.n_ctx < 1:
+            raise DataError(f"-c {self.n_ctx}: a context is 1 token or more")
+        for flag, name in (("-ctk", self.keys), ("-ctv", self.values)):
+            if name not in kv_size.TYPES:
+                raise UnknownNameError(f"cache type, {flag}", name, kv_size.TYPES)
+
+    def of_layers(self, metadata: Mapping[str, Any]) -> list[int]:
+        keys, values = types.layout(self.keys), types.layout(self.values)
+        return kv_size.of_layers(metadata, self.n_ctx, keys, values, self.mla)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one device holds, in bytes, of what it has (`limit`, None where nobody said) less the `margin`; `buffers` of
+    intermediate results are 0 where they are not known, `classes` are the weights by what they are for."""
+
+    device: str
+    tensors: int
+    weights: int
+    cache: int
+    limit: int | None
+    margin: int
+    buffers: int = 0
+    classes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.buffers
+
+    @property
+    def left(self) -> int | None:
+        return None if self.limit is None else self.limit - self.margin - self.total
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("device", "tensors", "weights", "cache", "buffers", "limit", "margin", "classes")
+        return {name: getattr(self, name) for name in names} | {"total": self.total, "left": self.left}
+
+
+class Predicted(Protocol):
+    """What is asked of a prediction (placement/speed.py)."""
+
+    @property
+    def lines(self) -> list[str]: ...
+    def to_json(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The devices' loads; `warnings` say what of the placement cannot be meant, and what does not fit, `notes` what
+    follows from it, `speed` how fast it could be, where that was asked."""
+
+    loads: tuple[Load, ...]
+    placement: Placement
+    cache: Cache | None
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    speed: Predicted | None = None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every device holds its load; None where no limit was given."""
+        left = [load.left for load in self.loads if load.left is not None]
+        return all(free >= 0 for free in left) if left else None
+
+    def to_json(self) -> dict[str, Any]:
+        rules = zip(self.placement.rules, self.placement.decided)
+        cache = self.cache and {name: getattr(self.cache, name) for name in ("n_ctx", "keys", "values", "mla")}
+        return {
+            "devices": [load.to_json() for load in self.loads],
+            "cache": cache,
+            "rules": [{"rule": rule.said, "decided": count} for rule, count in rules],
+            "fits": self.fits,
+            "warnings": list(self.warnings),
+            "notes": list(self.notes),
+            "speed": self.speed and self.speed.to_json(),
+            "placement": {name: device.name for name, device in self.placement.devices.items()},
+            "reasons": dict(self.placement.reasons),
+            "split": {
+                "mode": self.placement.mode,
+                "devices": [device.name for device in self.placement.graph],
+                "shared": sorted(self.placement.sliced),
+            },
+        }
+
+
+def budget(
+    tensors: Mapping[str, Weight],
+    metadata: Mapping[str, Any],
+    flags: Flags,
+    cache: Cache | None = None,
+    vram: Sequence[int] = (),
+    ram: int | None = None,
+    margin: int = GIB,
+    threads: int | None = None,
+    offload: Offload | None = None,
+) -> Budget:
+    """The load of every device under the placement flags. `vram` has one entry a GPU; without any, and without flags,
+    all is on the CPU. `threads` are those that a run on the CPU would have, None for as many as there are here."""
+    validate.check_sizes(metadata)
+    if not vram and flags == Flags():
+        flags = Flags(0)
+    if vram and not flags.devices:
+        gpus = (Device(f"CUDA{i}", size) for i, size in enumerate(vram))
+        named = {canonical(rule.device) for rule in flags.rules} - {CPU.name, *(f"CUDA{i}" for i in range(len(vram)))}
+        flags = replace(flags, devices=(Device(CPU.name, ram), *gpus, *map(Device, sorted(named))))
+    placement = located(tensors, flags, metadata, len(vram) or 1)
+    held, caches = _held(tensors, placement, metadata, cache)
+    only_cpu, threads = {device for device, _ in held} <= {CPU.name}, threads or jit.default_threads()
+    buffers = (workspace.work_bytes(tensors, metadata, cache.n_ctx, threads) if cache and only_cpu else 0) or 0
+    limits = {device.name: device.memory for device in flags.devices} | ({CPU.name: ram} if ram else {})
+    used = int(metadata.get(f"{metadata.get('general.architecture')}.expert_used_count") or 0)
+    loads = []
+    for device in sorted({CPU.name, *(d for d, _ in held), *caches, *limits}, key=_order):
+        mine = {name: nbytes for (where, name), nbytes in held.items() if where == device}
+        work = buffers if device == CPU.name else 0
+        if not only_cpu:
+            work = workspace.device_bytes({name: tensors[name].shape for name in mine}, used)
+        loads.append(
+            Load(device, len(mine), sum(mine.values()), caches.get(device, 0), limits.get(device),
+                 0 if device == CPU.name else margin, work, _classes(mine))
+        )  # fmt: skip
+    warnings, notes = _warnings(placement, tensors, loads), _notes(placement, metadata, cache, offload or Offload())
+    if buffers:
+        notes.append(f"buffers of a run by quantkit in batches of {workspace.BATCH_TOKENS} tokens, {threads} threads")
+    return Budget(tuple(loads), placement, cache, tuple(warnings), tuple(notes))
+
+
+def _order(device: str) -> tuple[bool, int, str]:
+    return device != CPU.name, len(device), device
+
+
+def _held(
+    tensors: Mapping[str, Weight], placement: Placement, metadata: Mapping[str, Any], cache: Cache | None
+) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
+    """Bytes by (device, tensor), and of the cache by device."""
+    graph = [device.name for device in placement.graph]
+    found = sharding.of_metadata(tensors, metadata, placement.sliced, placement.shares) if graph else {}
+    held: dict[tuple[str, str], int] = {}
+    for name, tensor in tensors.items():
+        if name in placement.sliced:
+            held |= {(d, name): size for d, size in zip(graph, sharding.bytes_of(tensor, found.get(name), len(graph)))}
+        else:
+            held[placement[name].name, name] = tensor.type.tensor_bytes(tensor.shape)
+    caches: dict[str, int] = {}
+    for layer, size in enumerate(cache.of_layers(metadata) if cache else ()):
+        parts = {placement.of_cache(layer).name: 1.0}
+        if layer in placement.shares and not placement.kv_on_cpu:
+            parts = dict(zip(graph, sharding.cache_shares(layer, found, len(graph), cache.mla if cache else 3)))
+        for device, share in parts.items():
+            caches[device] = caches.get(device, 0) + math.ceil(share * size)
+    return held, caches
+
+
+def _classes(held: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by what tensors are for."""
+    found: dict[str, int] = {}
+    for name, nbytes in held.items():
+        what = next((what for what, part in _KINDS if part in name), "other")
+        found[what] = found.get(what, 0) + nbytes
+    return found
+
+
+def require_room(
+    tensors: Mapping[str, Weight], metadata: Mapping[str, Any], flags: Flags, cache: Cache, path: object
+) -> None:
+    """DataError for devices that have too little memory for what the flags put there: by how much, what to change."""
+    ram = next((device.memory for device in flags.devices if device == CPU), None)
+    loads = budget(tensors, metadata, flags, cache, ram=ram, margin=0).loads
+    if said := [_too_much(load) for load in loads if (load.left or 0) < 0]:
+        raise DataError(f"{path}: with a context of {cache.n_ctx} tokens, {'; '.join(said)}")
+
+
+def experts_to_keep(
+    tensors: Mapping[str, Weight],
+    metadata: Mapping[str, Any],
+    flags: Flags,
+    cache: Cache | None,
+    vram: Sequence[int],
+    ram: int | None,
+    margin: int = GIB,
+) -> int | None:
+    """The smallest --n-cpu-moe with which all fits; None where none does, or the model has no experts."""
+    layers = len({name.split(".")[1] for name in tensors if "_exps." in name})
+
+    def found(count: int) -> Budget:
+        return budget(tensors, metadata, replace(flags, n_cpu_moe=count), cache, vram, ram, margin)
+
+    def fits_gpus(count: int) -> bool:
+        return all((load.left or 0) >= 0 for load in found(count).loads if load.device != CPU.name)
+
+    count = bisect.bisect_left(range(layers + 1), True, key=fits_gpus)
+    return count if 0 < count <= layers and found(count).fits else None
+
+
+def _notes(placement: Placement, metadata: Mapping[str, Any], cache: Cache | None, offload: Offload) -> list[str]:
+    """What the cache is, and from which batch on a GPU takes part in the CPU's experts."""
+    found = []
+    arch = metadata.get("general.architecture")
+    count, used, latent = (
+        metadata.get(f"{arch}.{key}") for key in ("expert_count", "expert_used_count", "attention.kv_lora_rank")
+    )
+    if cache:
+        kinds = f"latent {cache.keys}" if latent and cache.mla else f"keys {cache.keys}, values {cache.values}"
+        found.append(f"cache for {cache.n_ctx} tokens, {kinds}")
+    devices = placement.devices.values()
+    experts = {placement[name] for name in placement.devices if "_exps." in name}
+    if count and used and CPU in experts and any(device != CPU for device in devices):
+        least = offload.least_of_experts(count, used)
+        found.append(
+            "the CPU's experts are left to the CPU in all batches (-op)"
+            if least is None
+            else f"prompts in batches (-b, -ub) of fewer than {least} tokens leave the CPU's experts to the CPU"
+        )
+    return found
+
+
+def _warnings(placement: Placement, tensors: Mapping[str, Weight], loads: Sequence[Load]) -> list[str]:
+    found = []
+    free, names = list(tensors), list(tensors)  # free: what no earlier rule took
+    ordered = [
+        Ordered(rule.said, frozenset(name for name in names if rule.matches(name)), canonical(rule.device))
+        for rule in placement.rules
+    ]
+    for index, rule in enumerate(placement.rules):
+        taken = [name for name in free if name in ordered[index].names]
+        if not ordered[index].names:
+            found.append(f"{rule.said} matches none of the {len(names)} tensors{_plain(advice(rule.pattern, names))}")
+        elif late := shadow(ordered, index):
+            found += [] if late.harmless else [f"{rule.said} {late.said}"]
+        elif text := advice(rule.pattern, names, taken):
+            found.append(f"{rule.said}{_plain(text)}")
+        free = [name for name in free if name not in ordered[index].names]
+    if wrong := without_kernels(placement, tensors):
+        found.append(wrong)
+    for load in loads:
+        if load.left is not None and load.left < 0:
+            found.append(_too_much(load))
+    return found
+
+
+def _too_much(load: Load) -> str:
+    reserve = f" less {load.margin / GIB:.1f} for buffers" if load.margin else ""
+    parts = ((load.weights, "weights"), (load.cache, "cache"), (load.buffers, "working memory"))
+    of = ", ".join(f"{size / GIB:.3f} {what}" for size, what in parts if size)
+    return (
+        f"{load.device} holds {load.total / GIB:.3f} GiB ({of}) and has {(load.limit or 0) / GIB:.3f}{reserve}: "
+        f"{-(load.left or 0) / GIB:.3f} GiB too much; {_remedy(load)}"
+    )
+
+
+def _plain(found: Advice) -> Advice:
+    """Without the shorthand of recipes, which -ot does not know."""
+    return replace(found, better=expand(found.better))
+
+
+def _remedy(load: Load) -> str:
+    if load.device == CPU.name:
+        return "take smaller types for the experts, or put more layers on a GPU"
+    return (
+        "keep more layers or their experts on the CPU (-ngl, --n-cpu-moe, -ot, or --fit), or shorten or quantize the "
+        "cache (-c, -ctk, -ctv)"
+    )

@@ -1,0 +1,307 @@
+"""--fit: a placement that fills the devices there are, as flags that say the same when they are given back. Pure.
+
+    found = fit(tensors, metadata, parse_devices("cpu=256GiB,cuda:0=24GiB"), caches)
+    found.text       -ngl 62 -ot '^blk\\.(12|13|…)\\.ffn_(down|gate|up)_exps\\.weight$=CPU'
+    found.flags      the same, as Flags
+
+What matters most for a byte of a GPU comes first: attention, its cache, norms, routers, shared experts and the output
+are read for every token, routed experts are read by used / count of the tokens. So all layers are kept on GPUs if these
+parts of them fit, else the last ones that do; what is left is filled with experts (of models without: feed-forwards),
+layer by layer and at last tensor by tensor. The rest stays on the CPU.
+
+    layer   the ranges of layers are those, of all there are, with which the GPUs hold the most; of these the most even
+    graph   each device has its share of every layer; experts are kept from the last layer down, a layer's together
+
+The reference moves experts of whole layers and takes the ranges as they are. Room for working memory is counted
+(work_size.device_bytes), and `margin` more is left of each GPU. Tensors of types that GPUs have no kernel for stay.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quantkit.errors import DataError
+from quantkit.placement import sharding, workspace
+from quantkit.placement.devices import CPU, Device, proportions
+from quantkit.placement.rules import Flags, Info, Placement, gpu_kernels, place_model
+
+GIB = 1 << 30
+_LAYER = re.compile(r"blk\.(\d+)\.(.*)")
+_DENSE = re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.weight$")
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A placement that fits, and the flags that give it."""
+
+    flags: Flags
+    placement: Placement
+
+    @property
+    def text(self) -> str:
+        """The flags as they are typed."""
+        flags = self.flags
+        found = [f"-ngl {flags.gpu_layers}"]
+        if flags.split_mode != "layer":
+            found.append(f"-sm {flags.split_mode}")
+        if flags.tensor_split:
+            found.append(f"-ts {','.join(f'{share:g}' for share in flags.tensor_split)}")
+        return " ".join([*found, *(f"-ot {shlex.quote(rule)}" for rule in flags.override_tensor)])
+
+
+class _Model:
+    """What a fit goes by: bytes of each layer, of what every token reads (`base`, its cache with it) and of `bulk`."""
+
+    def __init__(self, tensors: Mapping[str, Info], metadata: Mapping[str, Any], caches: Sequence[int], on_gpus: bool):
+        self.tensors, self.metadata, self.caches = tensors, metadata, caches
+        arch = metadata.get("general.architecture")
+        self.used = int(metadata.get(f"{arch}.expert_used_count") or 0)
+        self.size = {name: t.type.tensor_bytes(t.shape) for name, t in tensors.items()}
+        has_experts = any("_exps." in name for name in tensors)
+        self.layers = int(metadata.get(f"{arch}.block_count") or 0) or 1 + max(
+            (int(found[1]) for found in map(_LAYER.match, tensors) if found), default=-1
+        )
+        self.bulk: dict[int, list[str]] = defaultdict(list)
+        self.base: dict[int, list[str]] = defaultdict(list)
+        self.stays: list[str] = []  # of a type that no GPU has a kernel for
+        for name, tensor in tensors.items():
+            layer = self.layer(name)
+            if layer is not None and on_gpus and not gpu_kernels(tensor.type, tensor.shape[-1]):
+                self.stays.append(name)
+            elif layer is not None:
+                is_bulk = "_exps." in name if has_experts else _DENSE.match(name) is not None
+                (self.bulk if is_bulk else self.base)[layer].append(name)
+
+    def layer(self, name: str) -> int | None:
+        found = _LAYER.match(name)
+        return int(found[1]) if found else self.layers if name.startswith("output") else None
+
+    def cache(self, layer: int) -> int:
+        return self.caches[layer] if layer < len(self.caches) else 0
+
+    def work(self, names: Iterable[str]) -> int:
+        return workspace.device_bytes({name: self.tensors[name].shape for name in names}, self.used)
+
+
+def fit(
+    tensors: Mapping[str, Info],
+    metadata: Mapping[str, Any],
+    devices: Sequence[Device],
+    caches: Sequence[int] = (),
+    *,
+    margin: int = GIB,
+    flags: Flags | None = None,
+    mla: int = 3,
+) -> Fitted:
+    """The placement that fills `devices`, each with its memory, with a model's tensors and `caches`, bytes by layer.
+
+    `flags` may say the split mode and -nkvo. DataError where nothing fits: what, by how much, and what to change.
+    """
+    flags = flags or Flags()
+    if flags.override_tensor or flags.n_cpu_moe or flags.gpu_layers is not None or any(flags.tensor_split):
+        raise DataError("--fit decides -ngl, -ot, --n-cpu-moe and -ts itself; leave them out, or leave --fit out")
+    gpus = [device for device in devices if device != CPU]
+    unknown = [device.name for device in gpus if device.memory is None]
+    if not gpus or unknown:
+        raise DataError(
+            f"--fit fills devices to their memory, and {', '.join(unknown) or 'none'} has one that is known: say "
+            "--vram GIB,… or --devices cuda:0=24GiB"
+        )
+    on_gpus = any(not device.runs_here for device in gpus)
+    model = _Model(tensors, metadata, () if flags.kv_on_cpu else caches, on_gpus)
+    if flags.split_mode == "none":
+        gpus = gpus[flags.main_gpu or 0 :][:1]
+    found = (_graph if flags.split_mode == "graph" else _ranges)(model, gpus, margin, flags, mla)
+    fitted = Fitted(found, place_model(tensors, found, metadata, devices))
+    _require_ram(fitted, model, devices, caches, flags.kv_on_cpu)
+    return fitted
+
+
+# ---------------------------------------------------------------------------------------------------------------- layer
+
+
+def _ranges(model: _Model, gpus: Sequence[Device], margin: int, flags: Flags, mla: int) -> Flags:
+    last = model.layers
+    body = max((model.work([*model.base[i], *model.bulk[i]]) for i in range(last)), default=0)
+    room = [(gpu.memory or 0) - margin - body for gpu in gpus]
+    base = [sum(map(model.size.__getitem__, model.base[i])) + model.cache(i) for i in range(last)]
+    out = sum(map(model.size.__getitem__, model.base[last]))
+    base.append(out + max(0, model.work(name for name in model.tensors if model.layer(name) is not None) - body))
+    bulk = [sum(map(model.size.__getitem__, model.bulk[i])) for i in range(last + 1)]
+    first, counts = _partition(base, bulk, room)
+    if first > 0:  # the output goes with all layers or stays
+        first, counts = _partition(base[:last], bulk[:last], room)
+        if first == last:
+            _refuse(base[:last], room, gpus, margin)
+    on_cpu = list(model.stays)
+    start = first
+    for count, free in zip(counts, room):
+        kept = _fill(model, range(start, start + count), free - sum(base[start : start + count]))
+        on_cpu += [name for i in range(start, start + count) for name in model.bulk[i] if name not in kept]
+        start += count
+    split = tuple(float(count) for count in counts) if len(gpus) > 1 else ()
+    layers = last + 1 if first == 0 and sum(counts) > last else last - first
+    return replace(flags, gpu_layers=layers, override_tensor=_rules(on_cpu, model), tensor_split=split)
+
+
+def _partition(base: Sequence[int], bulk: Sequence[int], room: Sequence[int]) -> tuple[int, list[int]]:
+    """(first, how many of the items from it on each device takes), each a range of neighbours, so that `first` is the
+    least, then what devices hold of `bulk` beside `base` the most, then their loads the most even. `first` is
+    len(base) where nothing fits.
+    """
+    n = len(base)
+    before = [[0] * (n + 1) for _ in range(2)]
+    for sums, sizes in zip(before, (base, bulk)):
+        for i, size in enumerate(sizes):
+            sums[i + 1] = sums[i] + size
+    nothing = (-math.inf, 0.0)
+    # best[d][i]: the best that devices d … make of items i …, and where the first of them stops
+    best: list[list[tuple[tuple[float, float], int]]] = [[(nothing, n)] * n + [((0.0, 0.0), n)]]
+    for free in reversed(room):
+        row = []
+        for i in range(n + 1):
+            found = (nothing, i)
+            for stop in range(i, n + 1):
+                need = before[0][stop] - before[0][i]
+                if need > free and stop > i:
+                    break
+                held = min(before[1][stop] - before[1][i], free - need) if stop > i else 0
+                after = best[-1][stop][0]
+                full = (need + held) / free if stop > i and free > 0 else 0.0
+                found = max(found, ((after[0] + held, after[1] - full * full), stop))
+            row.append(found)
+        best.append(row)
+    best.reverse()
+    first = next((i for i in range(n) if best[0][i][0] > nothing), n)
+    counts, at = [], first
+    for d in range(len(room)):
+        stop = best[d][at][1] if first < n else at
+        counts.append(stop - at)
+        at = stop
+    return first, counts
+
+
+def _fill(model: _Model, layers: Iterable[int], free: int) -> set[str]:
+    """The bulk tensors of these layers that fit: whole layers from the first one on, then single ones, the largest."""
+    kept: set[str] = set()
+    left: list[str] = []
+    for layer in layers:
+        names = model.bulk[layer]
+        size = sum(model.size[name] for name in names)
+        if size <= free:
+            kept.update(names)
+            free -= size
+        else:
+            left += names
+    for name in sorted(left, key=lambda name: -model.size[name]):
+        if model.size[name] <= free:
+            kept.add(name)
+            free -= model.size[name]
+    return kept
+
+
+# ---------------------------------------------------------------------------------------------------------------- graph
+
+
+def _graph(model: _Model, gpus: Sequence[Device], margin: int, flags: Flags, mla: int) -> Flags:
+    """Every device has its share of all layers that fit; of their experts, those of the last layers."""
+    last, shares = model.layers, proportions(gpus)
+    split = tuple(float(f"{share / max(shares):.6g}") for share in shares)
+    shares = proportions(gpus, split)
+    everything = [name for names in (*model.base.values(), *model.bulk.values()) for name in names]
+    sliced = dict.fromkeys(range(last + 1), shares)
+    found = sharding.of_metadata(model.tensors, model.metadata, everything, sliced)
+    parts = {name: sharding.bytes_of(model.tensors[name], found.get(name), len(gpus)) for name in everything}
+    work = model.work(everything)
+    free = [(gpu.memory or 0) - margin - work for gpu in gpus]
+
+    def needs(names: Iterable[str], cache_of: int | None = None) -> list[int]:
+        total = [sum(parts[name][d] for name in names) for d in range(len(gpus))]
+        if cache_of is not None:
+            each = sharding.cache_shares(cache_of, found, len(gpus), mla)
+            total = [size + math.ceil(share * model.cache(cache_of)) for size, share in zip(total, each)]
+        return total
+
+    def taken(order: Iterable[int]) -> tuple[list[int], list[int]]:
+        """The layers, in this order, whose base fits, and what is then free."""
+        found, left = [], free
+        for layer in order:
+            need = needs(model.base[layer], layer if layer < last else None)
+            if any(size > room for size, room in zip(need, left)):
+                break
+            left = [room - size for room, size in zip(left, need)]
+            found.append(layer)
+        return found, left
+
+    kept, rest = taken(range(last, -1, -1))
+    if len(kept) <= last:  # the output goes with all layers or stays
+        kept, rest = taken(range(last - 1, -1, -1))
+    if not kept:
+        _refuse([sum(map(model.size.__getitem__, model.base[i])) for i in range(last)], free, gpus, margin)
+    free = rest
+    on_cpu = list(model.stays)
+    for layer in kept:
+        need = needs(model.bulk[layer])
+        if all(size <= room for size, room in zip(need, free)):
+            free = [room - size for room, size in zip(free, need)]
+        else:
+            on_cpu += model.bulk[layer]
+    return replace(flags, gpu_layers=len(kept), override_tensor=_rules(on_cpu, model), tensor_split=split)
+
+
+# ----------------------------------------------------------------------------------------------------- rules and errors
+
+
+def _rules(names: Iterable[str], model: _Model) -> tuple[str, ...]:
+    """-ot that puts exactly these tensors on the CPU: kinds of tensors that share their layers are one rule."""
+    layers: dict[str, list[int]] = defaultdict(list)
+    alone = []
+    for name in names:
+        if found := _LAYER.match(name):
+            layers[found[2]].append(int(found[1]))
+        else:
+            alone.append(name)
+    kinds: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for kind, numbers in layers.items():
+        kinds[tuple(sorted(numbers))].append(kind)
+    return tuple(f"^{re.escape(name)}$={CPU.name}" for name in alone) + tuple(
+        rf"^blk\.({'|'.join(map(str, numbers))})\.({'|'.join(re.escape(kind) for kind in sorted(mine))})$={CPU.name}"
+        for numbers, mine in sorted(kinds.items())
+    )
+
+
+def _refuse(base: Sequence[int], room: Sequence[int], gpus: Sequence[Device], margin: int) -> None:
+    least, most = min(base), max(room)
+    names = ", ".join(f"{gpu.name} {(gpu.memory or 0) / GIB:.3f} GiB" for gpu in gpus)
+    raise DataError(
+        f"--fit: not even the smallest layer's attention and cache, {least / GIB:.3f} GiB, fit a device: of {names} "
+        f"{max(0, most) / GIB:.3f} GiB is left after working memory and a margin of {margin / GIB:.3f}: "
+        f"{(least - most) / GIB:.3f} GiB are missing; take a smaller --fit-margin, a shorter or quantized cache "
+        "(-c, -ctk, -ctv), or -ngl 0"
+    )
+
+
+def _require_ram(
+    found: Fitted, model: _Model, devices: Sequence[Device], caches: Sequence[int], kv_on_cpu: bool
+) -> None:
+    """DataError where the CPU cannot hold what is left to it."""
+    ram = next((device.memory for device in devices if device == CPU), None)
+    if ram is None:
+        return
+    names = [name for name in model.tensors if found.placement.on_cpu(name)]
+    weights = sum(model.size[name] for name in names)
+    cache = sum(size for layer, size in enumerate(caches) if kv_on_cpu or found.placement.of_cache(layer) == CPU)
+    work = model.work(names)
+    if weights + cache + work > ram:
+        raise DataError(
+            f"--fit: with the GPUs full, the CPU would hold {weights / GIB:.3f} GiB of weights, {cache / GIB:.3f} of "
+            f"cache and {work / GIB:.3f} of working memory, and has {ram / GIB:.3f}: "
+            f"{(weights + cache + work - ram) / GIB:.3f} GiB too much; take smaller types for the experts, or a "
+            "shorter context (-c)"
+        )

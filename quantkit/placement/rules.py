@@ -1,0 +1,501 @@
+"""Which device holds which tensor: pure functions of the tensors, the flags and the devices there are.
+
+    place({"blk.0.ffn_down.weight", …}, parse_rules("ffn_.*=CPU"), devices())
+    plan(file.tensors, parse_flags("-ngl 99 -ot exps=CPU"), file.metadata)     for GPUs that need not be here
+
+    -ngl N             the last N layers go to the GPU, with N above their number the output too; embeddings stay.
+                       Default: all, where there is a GPU
+    -sm layer          several GPUs each have a range of layers, in proportion to -ts, to their memory, or even
+    -sm graph          they have a part of every layer, in the same proportions; --max-gpu N: so many have one of each
+                       layer, in turns. What is cut how is told by placement/sharding.py
+    -sm none           all of it on one, which -mg names
+    -nkvo              keys and values stay on the CPU, and so does attention; else they are where their layer is
+    -ot REGEX=DEVICE   the regex is searched for anywhere in the name; the first rule that matches decides, whatever
+                       -ngl says
+    --n-cpu-moe N      the experts of the last N layers that have some stay on the CPU (of layers that several GPUs
+                       share the last of each one's, in proportion); rules of -ot come before it. --cpu-moe: of all
+
+Every tensor's device is explicit in the result, and so is the number of tensors that each rule decided, because a rule
+that decides nothing is a mistake. With -ngl 0 other tools drop -ot; here it holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import functools
+import itertools
+import re
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from quantkit.errors import DataError, UnknownNameError, UnsupportedError
+from quantkit.inputs.safe_regex import Pattern, compile
+from quantkit.placement.devices import CPU, Device, canonical, find, parse_devices, proportions
+from quantkit.types import QuantType
+
+MODES = ("none", "layer", "graph")
+ALL_LAYERS = 999  # what --cpu-moe stands for
+
+# CUDA kernels exist for these of the interleaved types (spec/repack.md 10); of the first two for rows of 256 columns.
+_ON_GPU = ("iq1_s_r4", "iq1_m_r4", "iq2_k_r4", "iq3_k_r4", "iq4_k_r4", "iq5_k_r4", "iq4_ks_r4", "iq5_ks_r4")
+_ROWS_OF_256 = ("iq1_s_r4", "iq1_m_r4")
+
+_LAYER = re.compile(r"blk\.(\d+)\.")
+_EXPERTS = r"\.ffn_(up|down|gate|gate_up)_exps\.(weight|scale)"
+
+
+# ---------------------------------------------------------------------------------------------------------------- flags
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Tensors whose name `pattern` finds go to the device called `device`."""
+
+    pattern: str
+    device: str
+    flag: str = ""  # of the command line, where it is not -ot
+
+    def __post_init__(self) -> None:
+        _ = self._regex
+
+    @functools.cached_property
+    def _regex(self) -> Pattern:
+        return compile(self.pattern, f"-ot {self}" if len(str(self)) < 80 else "-ot")
+
+    def __str__(self) -> str:
+        return f"{self.pattern}={self.device}"
+
+    def matches(self, name: str) -> bool:
+        return self._regex.search(name) is not None
+
+    @property
+    def said(self) -> str:
+        """What the user wrote."""
+        return self.flag or f"-ot {self}"
+
+
+def parse_rules(text: str) -> list[Rule]:
+    """Rules of `RE=DEVICE,RE=DEVICE`. A comma within a regex's braces or brackets does not end a rule."""
+    rules = []
+    for part in re.split(r",(?![^{\[]*[}\]])", text):
+        if not part.strip():
+            continue
+        pattern, equals, device = part.strip().rpartition("=")
+        if not equals or not pattern or not device:
+            raise DataError(f"-ot '{part}': a rule is REGEX=DEVICE, for example 'ffn_.*_exps=CPU'")
+        rules.append(Rule(pattern, device))
+    return rules
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What a command line says about placement."""
+
+    gpu_layers: int | None = None  # -ngl; None: as many as there are, where there is a GPU
+    override_tensor: tuple[str, ...] = ()  # -ot, once or several times
+    n_cpu_moe: int = 0  # --n-cpu-moe; ALL_LAYERS for --cpu-moe
+    tensor_split: tuple[float, ...] = ()  # -ts: the share of each GPU; empty: by memory where it is known, else even
+    split_mode: str = "layer"  # -sm
+    main_gpu: int | None = None  # -mg
+    max_gpus: int | None = None  # --max-gpu
+    kv_on_cpu: bool = False  # -nkvo
+    devices: tuple[Device, ...] = ()  # --devices; empty: those of the machine
+
+    def __post_init__(self) -> None:
+        if self.split_mode not in MODES:
+            raise UnknownNameError("split mode, -sm", self.split_mode, MODES)
+        if self.split_mode == "none" and self.tensor_split:
+            raise DataError("-ts shares a model among GPUs, and -sm none takes one; leave one of them out")
+        if self.split_mode != "none" and self.main_gpu is not None:
+            raise DataError(f"-mg {self.main_gpu} names the GPU of -sm none, and the mode is {self.split_mode}")
+        if self.split_mode != "graph" and self.max_gpus is not None:
+            raise DataError(f"--max-gpu {self.max_gpus} counts GPUs of a layer for -sm graph, not {self.split_mode}")
+        if (self.main_gpu or 0) < 0 or (self.max_gpus is not None and self.max_gpus < 1):
+            raise DataError("-mg is 0 or more, --max-gpu 1 or more")
+        if self.tensor_split and (min(self.tensor_split) < 0 or not sum(self.tensor_split)):
+            raise DataError(f"-ts {self.tensor_split}: shares are 0 or more, and not all 0")
+        for flag, number in (("-ngl", self.gpu_layers or 0), ("--n-cpu-moe", self.n_cpu_moe)):
+            if number < 0:
+                raise DataError(f"{flag} {number}: a number of layers is 0 or more")
+
+    @property
+    def rules(self) -> list[Rule]:
+        return [rule for text in self.override_tensor for rule in parse_rules(text)]
+
+
+def parse_split(text: str) -> tuple[float, ...]:
+    """The shares of `-ts 3,1` (or 3/1), one a GPU."""
+    try:
+        return tuple(float(part) for part in re.split("[,/]", text) if part.strip())
+    except ValueError:
+        raise DataError(f"-ts '{text}': shares are numbers, as 3,1") from None
+
+
+def parse_flags(text: str) -> Flags:
+    """Flags of a piece of command line, as `-ngl 99 -ot exps=CPU`. DataError for anything else in it."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-ngl", "--gpu-layers", "--n-gpu-layers", type=int, dest="gpu_layers")
+    parser.add_argument("-ot", "--override-tensor", action="append", default=[], dest="rules")
+    parser.add_argument("-ncmoe", "--n-cpu-moe", type=int, default=0, dest="n_cpu_moe")
+    parser.add_argument("-cmoe", "--cpu-moe", action="store_const", const=ALL_LAYERS, dest="n_cpu_moe")
+    parser.add_argument("-ts", "--tensor-split", default="", dest="split")
+    parser.add_argument("-sm", "--split-mode", default="layer", dest="mode")
+    parser.add_argument("-mg", "--main-gpu", type=int, dest="main")
+    parser.add_argument("--max-gpu", type=int, dest="most")
+    parser.add_argument("-nkvo", "--no-kv-offload", action="store_true", dest="nkvo")
+    parser.add_argument("--devices", default="")
+    try:
+        found = parser.parse_args(shlex.split(text))
+    except ValueError as error:
+        raise DataError(f"placement '{text}': {error}") from None
+    named = parse_devices(found.devices) if found.devices else ()
+    split = parse_split(found.split)
+    return Flags(
+        found.gpu_layers,
+        tuple(found.rules),
+        found.n_cpu_moe,
+        split,
+        found.mode,
+        found.main,
+        found.most,
+        found.nkvo,
+        named,
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ValueError(
+            f"{message}; it takes -ngl N, -ot REGEX=DEVICE, --cpu-moe, --n-cpu-moe N, -ts N,N, -sm none|layer|graph, "
+            "-mg N, --max-gpu N, -nkvo and --devices"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------ placement
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The device of every tensor with the reason, and how many tensors each rule decided.
+
+    of_layer   the GPUs of layers, whatever rules say of their tensors: layer `n_layers` is the output
+    mode       none, layer or graph
+    graph      with -sm graph the GPUs that share layers, else none
+    sliced     names of the tensors that they share; `devices` has the first one for them
+    shares     of each layer, what each of `graph` has of it, all together 1
+    kv_on_cpu  keys and values stay on the CPU
+    """
+
+    devices: dict[str, Device]
+    rules: tuple[Rule, ...] = ()
+    decided: tuple[int, ...] = ()
+    of_layer: Mapping[int, Device] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
+    mode: str = "layer"
+    graph: tuple[Device, ...] = ()
+    sliced: frozenset[str] = frozenset()
+    shares: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    kv_on_cpu: bool = False
+
+    def __getitem__(self, name: str) -> Device:
+        return self.devices[name]
+
+    @property
+    def idle(self) -> list[Rule]:
+        """Rules that decided nothing: no name matches, or earlier rules took all that do."""
+        return [rule for rule, count in zip(self.rules, self.decided) if count == 0]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all of it is on the CPU."""
+        return all(device == CPU for device in (*self.devices.values(), *self.of_layer.values()))
+
+    def on_cpu(self, name: str) -> bool:
+        return self.devices[name] == CPU
+
+    def home(self, layer: int) -> Device:
+        """Where what a layer computes is, but for tensors that rules put elsewhere."""
+        return self.of_layer.get(layer, CPU)
+
+    def of_cache(self, layer: int) -> Device:
+        """Where a layer's keys and values are; with `graph` the first of the devices that share them."""
+        return CPU if self.kv_on_cpu else self.home(layer)
+
+
+def place(
+    tensors: Iterable[str],
+    rules: Sequence[Rule] = (),
+    available: Collection[Device] = (CPU,),
+    gpu_layers: int | None = None,
+    *,
+    n_layers: int | None = None,
+    n_cpu_moe: int = 0,
+    mtp_layers: int = 0,
+    tensor_split: Sequence[float] = (),
+    split_mode: str = "layer",
+    main_gpu: int | None = None,
+    max_gpus: int | None = None,
+    kv_on_cpu: bool = False,
+) -> Placement:
+    """The device of every tensor, of those `available`, of which one is the CPU.
+
+    n_layers      the model's; by default as many as the names tell
+    mtp_layers    so many of them, the last, predict further tokens, and `n_cpu_moe` does not count them
+    tensor_split  the share of the layers, or of each layer, that each GPU gets; by default that of its memory, or even
+    split_mode, main_gpu, max_gpus, kv_on_cpu   as Flags has them
+
+    UnsupportedError when a rule names a device that is not there, or -ngl asks for a GPU and there is none.
+    """
+    names = list(tensors)
+    gpus = [device for device in available if device != CPU]
+    _require_gpus(gpus, available, gpu_layers, split_mode, main_gpu, tensor_split)
+    targets = [find(rule.device, available, rule.said) for rule in rules]
+    if n_layers is None:
+        n_layers = 1 + max((layer for layer in map(_layer, names) if layer is not None), default=-1)
+    wanted = (ALL_LAYERS if gpus else 0) if gpu_layers is None else gpu_layers
+    graph = tuple(gpus) if split_mode == "graph" and wanted else ()
+    if split_mode == "none":
+        gpus = gpus[main_gpu or 0 :][:1]
+    of_layer = _layer_devices(n_layers, wanted, gpus[:1] if graph else gpus, tensor_split)
+    if n_cpu_moe:
+        rules = [*rules, _experts_rule(names, n_cpu_moe, of_layer, n_layers - mtp_layers)]
+        targets.append(CPU)
+    decided = [0] * len(rules)
+    found, reasons, sliced = {}, {}, set()
+    for name in names:
+        layer = _layer(name)
+        if layer is None and name.startswith("output"):
+            layer = n_layers
+        home = of_layer.get(layer) if layer is not None else None
+        for i, rule in enumerate(rules):
+            if rule.matches(name):
+                found[name], reasons[name] = targets[i], rule.said
+                decided[i] += 1
+                break
+        else:
+            found[name] = home or CPU
+            reasons[name] = _reason(layer, home, n_layers, wanted, graph, split_mode)
+            if graph and home is not None:
+                sliced.add(name)
+    shares = _shares(graph, sorted(of_layer), tensor_split, max_gpus) if graph else {}
+    return Placement(
+        found, tuple(rules), tuple(decided), of_layer, reasons, split_mode, graph, frozenset(sliced), shares, kv_on_cpu
+    )
+
+
+def _require_gpus(
+    gpus: Sequence[Device],
+    available: Collection[Device],
+    gpu_layers: int | None,
+    mode: str,
+    main: int | None,
+    split: Sequence[float],
+) -> None:
+    """UnsupportedError where the flags ask for GPUs that are not there."""
+    valid = f"valid devices: {', '.join(device.name for device in available)}"
+    if gpu_layers and not gpus:
+        raise UnsupportedError(f"-ngl {gpu_layers}: there is no GPU device to put layers on; {valid}; take -ngl 0")
+    if mode == "graph" and len(gpus) < 2 and gpu_layers != 0:
+        raise UnsupportedError(f"-sm graph shares every layer among at least 2 GPUs, there are {len(gpus)}; {valid}")
+    if main is not None and main >= len(gpus):
+        raise UnsupportedError(f"-mg {main}: there are {len(gpus)} GPUs, counted from 0; {valid}")
+    if len(split) > len(gpus) > 0:
+        raise UnsupportedError(f"-ts has {len(split)} shares, there are {len(gpus)} GPUs; {valid}")
+
+
+def _reason(
+    layer: int | None, home: Device | None, layers: int, wanted: int, graph: Sequence[Device], mode: str
+) -> str:
+    if layer is None:
+        return "of no layer: embeddings stay on the CPU"
+    what = "the output" if layer == layers else f"layer {layer}"
+    asked = "all layers" if wanted >= ALL_LAYERS else f"-ngl {wanted}"
+    if home is None:
+        return f"{what} is not among those of {asked}" if wanted else "no layer goes to a GPU"
+    if graph:
+        return f"{what}, {asked}, is shared by {', '.join(device.name for device in graph)} (-sm graph)"
+    return f"{what}, {asked}, is {home.name}'s (-sm {mode})"
+
+
+def _shares(
+    gpus: Sequence[Device], layers: Iterable[int], split: Sequence[float], most: int | None
+) -> dict[int, tuple[float, ...]]:
+    """What each GPU has of each layer. With `most`, so many of them have one of a layer, in turns."""
+    whole = proportions(gpus, split)
+    most = min(most or len(gpus), len(gpus))
+    found = {}
+    for i, layer in enumerate(layers):
+        chosen = {(i * most + j) % len(gpus) for j in range(most)}
+        total = sum(whole[j] for j in chosen)
+        mine = [whole[j] / total if j in chosen and total else 0.0 for j in range(len(gpus))]
+        found[layer] = tuple(mine) if total else whole
+    return found
+
+
+def _layer(name: str) -> int | None:
+    match = _LAYER.match(name)
+    return int(match[1]) if match else None
+
+
+def _layer_devices(n_layers: int, gpu_layers: int, gpus: Sequence[Device], split: Sequence[float]) -> dict[int, Device]:
+    """The GPU of each layer that goes to one; layer `n_layers` is the output."""
+    count = min(gpu_layers, n_layers + 1) if gpus else 0
+    first = max(0, n_layers - gpu_layers)
+    ends = list(itertools.accumulate(_exact(gpus, split))) if gpus else []
+    return {first + i: gpus[bisect.bisect_right(ends, i * ends[-1] / count)] for i in range(count)}
+
+
+def _exact(gpus: Sequence[Device], split: Sequence[float]) -> list[float]:
+    """`proportions` that are not divided: numbers of layers, as -ts, stay whole numbers."""
+    if any(split):
+        return [float(share) for share in [*split, *[0.0] * len(gpus)][: len(gpus)]]
+    return list(proportions(gpus)) if all(gpu.memory for gpu in gpus) else [1.0] * len(gpus)
+
+
+def _experts_rule(names: Iterable[str], count: int, of_layer: Mapping[int, Device], n_layers: int) -> Rule:
+    """What --n-cpu-moe says, of the first `n_layers` layers."""
+    with_experts = {int(match[1]) for match in (re.match(rf"blk\.(\d+){_EXPERTS}", name) for name in names) if match}
+    shares: dict[Device, list[int]] = defaultdict(list)
+    for layer in sorted(of_layer.keys() & range(n_layers)):
+        shares[of_layer[layer]].append(layer)
+    parts = list(shares.values()) if len(shares) > 1 else [list(range(n_layers))]
+    total, before, chosen = sum(map(len, parts)) or 1, 0, []
+    for part in parts:
+        after = before + len(part)
+        mine = count * after // total - count * before // total
+        chosen += [layer for layer in reversed(part) if layer in with_experts][:mine]
+        before = after
+    flag = "--cpu-moe" if count == ALL_LAYERS else f"--n-cpu-moe {count}"
+    return Rule(rf"^blk\.({'|'.join(map(str, sorted(chosen)))}){_EXPERTS}", CPU.name, flag)
+
+
+# ------------------------------------------------------------------------------------------------ for GPUs elsewhere
+
+
+class Info(Protocol):
+    """What is asked of a tensor: a file's has it, and so has a TensorSpec."""
+
+    @property
+    def type(self) -> QuantType: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def plan(tensors: Mapping[str, Info], flags: Flags, metadata: Mapping[str, Any], path: object) -> Placement:
+    """`located`, with every tensor where it can be computed with; `path` is what messages call the model.
+
+    UnsupportedError for a tensor of an interleaved type that would go to a GPU without a kernel for it, and as `place`.
+    """
+    found = located(tensors, flags, metadata)
+    if wrong := without_kernels(found, tensors):
+        raise UnsupportedError(f"{path}: {wrong}, or undo the interleaving: quantkit unpack {path} OUT")
+    return found
+
+
+def located(tensors: Mapping[str, Info], flags: Flags, metadata: Mapping[str, Any], n_gpus: int = 1) -> Placement:
+    """The placement by `flags` of a model's tensors on a machine that has the devices they name.
+
+    Without --devices, those are the GPUs that rules and -ts speak of, and at least `n_gpus`.
+    """
+    available = flags.devices or _declared(flags.rules, max(n_gpus, len(flags.tensor_split)))
+    return place_model(tensors, flags, metadata, available)
+
+
+def place_model(
+    tensors: Iterable[str], flags: Flags, metadata: Mapping[str, Any], available: Collection[Device]
+) -> Placement:
+    """`place` with what the flags say, for the layers that the metadata count."""
+    arch = metadata.get("general.architecture")
+    n_layers, mtp_layers = (metadata.get(f"{arch}.{key}") for key in ("block_count", "nextn_predict_layers"))
+    return place(
+        tensors,
+        flags.rules,
+        available,
+        flags.gpu_layers,
+        n_layers=n_layers if isinstance(n_layers, int) else None,
+        n_cpu_moe=flags.n_cpu_moe,
+        mtp_layers=mtp_layers if isinstance(mtp_layers, int) else 0,
+        tensor_split=flags.tensor_split,
+        split_mode=flags.split_mode,
+        main_gpu=flags.main_gpu,
+        max_gpus=flags.max_gpus,
+        kv_on_cpu=flags.kv_on_cpu,
+    )
+
+
+def _declared(rules: Iterable[Rule], n_gpus: int) -> list[Device]:
+    """The CPU, CUDA0 … up to the last one that a rule names, `n_gpus` of them at least, and virtual ones it names."""
+    count, virtual = n_gpus, set()
+    for rule in rules:
+        try:
+            name = canonical(rule.device)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{rule.said}: {error}") from None
+        if name.startswith("CUDA"):
+            count = max(count, int(name.removeprefix("CUDA")) + 1)
+        elif name != CPU.name:
+            virtual.add(name)
+    return [CPU, *(Device(f"CUDA{i}") for i in range(count)), *map(Device, sorted(virtual))]
+
+
+def gpu_kernels(kind: QuantType, columns: int = 256) -> bool:
+    """Whether a GPU could compute with a tensor of this type and so many columns."""
+    if kind.interleave == 1:
+        return True
+    return kind.name in _ON_GPU and not (kind.name in _ROWS_OF_256 and columns % 256)
+
+
+def without_kernels(placement: Placement, tensors: Mapping[str, Info]) -> str:
+    """Which interleaved tensors are on GPUs that have no kernel for them, and what to do; "" where none are."""
+    wrong = [
+        name
+        for name, tensor in tensors.items()
+        if not placement.on_cpu(name) and not gpu_kernels(tensor.type, tensor.shape[-1])
+    ]
+    if not wrong:
+        return ""
+    classes: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for name in wrong:
+        classes[_form(name), tensors[name].type.name, placement[name].name].append(_layer(name) or 0)
+    lines = (
+        f"\n  {form.replace('#', f'({_ranges(layers)})')}  {kind}  {device}"
+        for (form, kind, device), layers in classes.items()
+    )
+    return (
+        f"{len(wrong)} row-interleaved tensors would go to a GPU, which has no kernel for their types:"
+        f"{''.join(lines)}\nKeep them on the CPU by a first rule -ot '{_keeping(wrong, tensors)}'"
+    )
+
+
+def _form(name: str) -> str:
+    """A name without its layer: blk.#.ffn_down.weight."""
+    return _LAYER.sub("blk.#.", name)
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """`0-2,5` of 0, 1, 2, 5."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _keeping(names: Iterable[str], of: Iterable[str]) -> str:
+    """A rule that puts exactly these tensors of a model on the CPU."""
+    layers: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        layers[_form(name)].append(str(_layer(name)))
+    there = Counter(map(_form, of))
+    patterns = [
+        re.escape(form).replace(r"\#", r"\d+" if len(mine) == there[form] else f"({'|'.join(mine)})")
+        for form, mine in layers.items()
+    ]
+    return f"^({'|'.join(patterns)})$={CPU.name}"

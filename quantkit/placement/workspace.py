@@ -1,0 +1,175 @@
+"""How much memory the runtime works in, beside weights and cache, told from names and shapes: pure, for plans.
+
+It is what runtime/compiled/plans.py lays out for `fast` numerics: one list of operations for prompts, BATCH tokens at
+a time, and one for single tokens. Operations that name the same buffer of the same size share it, whatever their
+layer, so the sum goes over distinct buffers. With B = 512 tokens, E, q, k, v and F the widths of the hidden state, of
+queries, keys, values and of the feed-forward, T threads:
+
+    prompts   4 B (2 E + 2 q + k + v + 2 F)     x, its norm, q, k, v, what attention gives, gate and up
+              RECORD/32 B n for n of E, q, F    the same as tiles of integers, where weights are quantized
+              T panels(n)                       unpacked rows of 32 weights, for each thread and width
+              T pieces                          keys and values of 128 positions, queries, scores
+              experts: most = B used + 5 count entries of tiles of E and F, three vectors an expert, lists
+    tokens    T activations(E), logits, q, k, v, gate, up: little
+    rope      8 bytes a position and pair, for both
+
+Sizes are those of placement/kernel_sizes.py, on this CPU. A test holds the prediction against buffers of loaded models.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from quantkit.placement import kernel_sizes
+from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes
+from quantkit.types import QuantType
+
+_PANEL_RECORD = 640  # bytes of 16 rows of 32 columns, unpacked: 576 to 768, by the type's scales
+_DECODED = 64 << 20
+_FLOATS = frozenset(("f32", "f16", "bf16"))
+
+
+class Weight(Protocol):
+    """What is asked of a tensor."""
+
+    @property
+    def type(self) -> QuantType: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class _Buffers(dict[tuple[str, int], int]):
+    """Bytes by name and size, as an OpList keeps them."""
+
+    def add(self, name: str, nbytes: int) -> None:
+        self[name, nbytes] = nbytes
+
+    def private(self, name: str, nbytes: int, threads: int) -> None:
+        self[name, nbytes] = threads * -(-nbytes // 64) * 64
+
+
+def work_bytes(tensors: Mapping[str, Weight], metadata: Mapping[str, Any], n_ctx: int, threads: int) -> int | None:
+    """Bytes of working memory of a model on the CPU, for caches of `n_ctx` tokens; None for layers of another make
+    than attention with q, k, v and gated feed-forwards or experts, which run layer by layer and allocate as they go."""
+    arch = metadata.get("general.architecture")
+    layers = {int(found[1]) for name in tensors if (found := re.match(r"blk\.(\d+)\.", name))}
+    heads = int(metadata.get(f"{arch}.attention.head_count") or 0)
+    used = int(metadata.get(f"{arch}.expert_used_count") or 0)
+    if not heads or not layers or "token_embd.weight" not in tensors:
+        return None
+    vocab, embd = tensors["token_embd.weight"].shape
+    prompt, step = _Buffers(), _Buffers()
+    prompt.add("x", 4 * BATCH_TOKENS * embd)
+    step.add("x and logits", 4 * (embd + vocab))
+    head_dim = 0
+    for layer in sorted(layers):
+        own = {name[len(f"blk.{layer}.") :]: t for name, t in tensors.items() if name.startswith(f"blk.{layer}.")}
+        if not {"attn_q.weight", "attn_k.weight", "attn_v.weight", "attn_output.weight"} <= own.keys():
+            return None
+        head_dim = own["attn_q.weight"].shape[0] // heads
+        _attention(prompt, step, own, heads, threads)
+        if "ffn_gate_exps.weight" in own and used and "ffn_gate_shexp.weight" not in own:
+            _experts(prompt, step, own, used, threads)
+        elif {"ffn_gate.weight", "ffn_up.weight", "ffn_down.weight"} <= own.keys():
+            _feed_forward(prompt, step, own, threads)
+        else:
+            return None
+    rope = int(metadata.get(f"{arch}.rope.dimension_count") or head_dim)
+    return sum(prompt.values()) + sum(step.values()) + 2 * 8 * n_ctx * (rope // 2)
+
+
+def device_bytes(shapes: Mapping[str, tuple[int, ...]], used: int, tokens: int = BATCH_TOKENS) -> int:
+    """Bytes that a device works in which runs prompts of `tokens` with tensors of these names and shapes: an estimate,
+    from above, for devices other than the one `work_bytes` speaks of.
+
+    Of the layer that needs the most: what enters and leaves each of its matrices, float32 for all tokens, of experts
+    for `used` of them a token; twice the hidden state; the largest single matrix decoded to 16 bits, up to 64 MiB of it
+    at a time; the logits.
+    """
+    layers: dict[str, int] = {}
+    largest = state = logits = 0
+    for name, shape in shapes.items():
+        if len(shape) < 2 or not shape[-1]:
+            continue
+        rows, columns = shape[-2:]
+        largest = max(largest, min(_DECODED, 2 * rows * columns) * (name != "token_embd.weight"))
+        if name == "output.weight":
+            logits = 4 * tokens * rows
+        elif name.startswith("blk."):
+            times = max(1, used) if "_exps." in name else 1
+            key = name.split(".")[1] + (" attention" if ".attn_" in name else "")
+            layers[key] = layers.get(key, 0) + 4 * tokens * times * (rows + columns)
+        state = max(state, 8 * tokens * columns * (".attn_norm" in name or ".attn_q" in name))
+    return max(layers.values(), default=0) + state + largest + logits
+
+
+def _read(buffers: _Buffers, tensors: list[Weight], n: int, threads: int) -> None:
+    """What products of a batch with matrices of `n` columns need: tiles of the batch, panels of the matrices."""
+    for t in tensors:
+        if t.type.name in _FLOATS:
+            buffers.private("panels", kernel_sizes.float_scratch_bytes(n), threads)
+        else:
+            buffers.add("tiles", kernel_sizes.tiles_bytes(n, BATCH_TOKENS))
+            buffers.private("panels", kernel_sizes.panels_bytes(n, _PANEL_RECORD), threads)
+
+
+def _attention(prompt: _Buffers, step: _Buffers, own: Mapping[str, Weight], heads: int, threads: int) -> None:
+    q, k, v, out = (own[f"attn_{name}.weight"] for name in ("q", "k", "v", "output"))
+    embd = q.shape[1]
+    dim_k = q.shape[0] // heads
+    kv_heads = max(1, k.shape[0] // dim_k)
+    dim_v, group = v.shape[0] // kv_heads, heads // kv_heads
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        prompt.add(name, 4 * BATCH_TOKENS * t.shape[0])
+        step.add(name, 4 * t.shape[0])
+    prompt.add("normed", 4 * BATCH_TOKENS * embd)
+    prompt.add("attended", 4 * BATCH_TOKENS * heads * dim_v)
+    _read(prompt, [q, k, v], embd, threads)
+    _read(prompt, [out], heads * dim_v, threads)
+    pieces = kernel_sizes.piece_bytes(group, dim_k, dim_v, max(1, kernel_sizes.QUERIES // group), kernel_sizes.KEYS)
+    prompt.private("pieces", pieces, threads)
+    step.private("normed", activation_bytes(embd), threads)
+    step.private("scratch", kernel_sizes.step_scratch_bytes(heads, dim_k, group, kernel_sizes.CHUNK), threads)
+    step.add("partial", 4 * threads * heads * (dim_v + 2))
+    step.private("joined", activation_bytes(heads * dim_v), threads)
+    step.add("added", 4 * embd)
+
+
+def _feed_forward(prompt: _Buffers, step: _Buffers, own: Mapping[str, Weight], threads: int) -> None:
+    gate, up, down = (own[f"ffn_{name}.weight"] for name in ("gate", "up", "down"))
+    ff, embd = gate.shape
+    for name in ("gate", "up"):
+        prompt.add(name, 4 * BATCH_TOKENS * ff)
+        step.add(name, 4 * ff)
+    step.add("hidden", activation_bytes(ff))
+    _read(prompt, [gate, up], embd, threads)
+    _read(prompt, [down], ff, threads)
+
+
+def _experts(prompt: _Buffers, step: _Buffers, own: Mapping[str, Weight], used: int, threads: int) -> None:
+    router = own["ffn_gate_inp.weight"]
+    gate, up, down = (own[f"ffn_{name}_exps.weight"] for name in ("gate", "up", "down"))
+    count, ff, embd = gate.shape
+    most = kernel_sizes.most_entries(BATCH_TOKENS, count, used, kernel_sizes.TILE_TOKENS)
+    _read(prompt, [router], embd, threads)
+    prompt.add("router", 4 * BATCH_TOKENS * count)
+    prompt.add("plan", kernel_sizes.plan_bytes(BATCH_TOKENS, count, used, kernel_sizes.TILE_TOKENS))
+    prompt.add("chosen", 8 * BATCH_TOKENS * used)
+    prompt.add("shares", 4 * BATCH_TOKENS * used)
+    if not {gate.type.name, up.type.name} <= _FLOATS:
+        prompt.add("gathered", most * kernel_sizes.RECORD * (embd // 32))
+    prompt.add("activated", most * (4 * ff if down.type.name in _FLOATS else kernel_sizes.RECORD * (ff // 32)))
+    for name, n in (("vectors", embd), ("activated vectors", ff)):
+        prompt.add(name, count * kernel_sizes.FEW * (-(-activation_bytes(n) // 64) * 64))
+    if gate.type is not up.type:
+        for i in range(2):
+            prompt.add(f"product {i}", 4 * most * ff)
+    for t in (gate, up, down):
+        panel = 8 * kernel_sizes.EXPERT_ROWS * 32 if t.type.name in _FLOATS else 2 * _PANEL_RECORD
+        prompt.private("panels", kernel_sizes.unit_bytes(t.shape[2], kernel_sizes.TILE_TOKENS, panel), threads)
+    step.add("router", 4 * count)
+    step.private("picked", kernel_sizes.picked_bytes(count, used), threads)
+    step.add("experts", used * (-(-activation_bytes(ff) // 64) * 64))
+    step.add("products", 8 * used * ff)

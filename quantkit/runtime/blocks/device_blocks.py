@@ -1,0 +1,259 @@
+"""What a device computes of a model: the parts of its blocks over tensors that it has, layer by layer.
+
+`Parts` is what a Model does itself, and what each device of a split model does with tensors of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from quantkit.archs.common import blocks
+from quantkit.errors import DataError
+from quantkit.formats.gguf import Tensor
+from quantkit.runtime.blocks import experts, latent, layers, recurrent
+from quantkit.runtime.blocks.layers import Span
+from quantkit.runtime.kv.cache import Cache
+from quantkit.runtime.scale_check import culprit
+
+Observer = Callable[..., None]  # of (name, x), or (name, x, number, count) for one of several matrices
+
+
+class Parts:
+    """The parts of blocks, computed over tensors by name.
+
+    weights, numerics, threads, how, mla, expert_reduction, tripwire   as a Model has them
+    path       what errors call the file
+    observer   called with (name, float32[tokens, n]) for what enters each weight matrix, and of experts with
+               (name, float32[tokens, n], expert, experts); None by default
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        weights: Mapping[str, Tensor],
+        *,
+        numerics: str,
+        threads: int,
+        how: layers.Attending,
+        mla: int,
+        expert_reduction: experts.Reduction | None = None,
+        tripwire: str = "layer",
+    ):
+        self.path, self.weights = path, weights
+        self.numerics, self.threads, self.how, self.mla = numerics, threads, how, mla
+        self.expert_reduction, self.tripwire = expert_reduction, tripwire
+        self.observer: Observer | None = None
+        self._vectors: dict[str, np.ndarray] = {}
+        self._linears: dict[str, layers.Linear] = {}
+        self._tables: dict[blocks.Rope, tuple[np.ndarray, np.ndarray]] = {}
+        self._checking = False
+
+    def run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        """float32[tokens, n_embd] that leaves a block."""
+        for part in block.parts:
+            x = x + self.run_part(part, block.layer, x, spans)
+        return x
+
+    def run_part(self, part: blocks.Part, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        """float32[tokens, n_embd] that a part of a block adds to x."""
+        if isinstance(part, blocks.Attention):
+            return self._attention(part, layer, x, spans)
+        if isinstance(part, blocks.LatentAttention):
+            return self.latent_attention(part, layer, x, spans)
+        if isinstance(part, blocks.DeltaNet):
+            return self.delta_net(part, layer, x, spans)
+        if isinstance(part, blocks.Experts):
+            return self._experts(part, x)
+        return self._gated(part, self.norm(part.norm, x))
+
+    def _attention(self, part: blocks.Attention, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        y = self.norm(part.norm, x)
+        made, k, v = (self.linear(linear, y) for linear in (part.q, part.k, part.v))
+        q = self.without_gates(made, part.heads) if part.gated else made
+        if not part.norms_after_rope:
+            q, k = self._head_norm(part.q_norm, q), self._head_norm(part.k_norm, k)
+        for heads in (q, k):
+            self.turn(heads, part.rope, part.head_dim_k, spans)
+        if part.norms_after_rope:
+            q, k = self._head_norm(part.q_norm, q), self._head_norm(part.k_norm, k)
+        if part.temperature is not None:
+            self.temper(q, part.temperature, spans)
+        y = self.remember_and_attend(part, layer, q, k, v, spans)
+        if part.gated:
+            self.gate(y, made, part.head_dim_v)
+        self.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
+        return self._post_norm(part.post_norm, self.linear(part.out, self._post_norm(part.sub_norm, y)))
+
+    def remember_and_attend(
+        self, part: blocks.Attention, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, spans: list[Span]
+    ) -> np.ndarray:
+        """float32[tokens, heads * head_dim_v] of queries, keys and values after rope; the caches get the latter two."""
+        for span in spans:
+            self.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
+        return self.attend(layers.Heads.of(part, self.vector(part.sinks) if part.sinks else None), layer, q, spans)
+
+    def attend(
+        self, heads: layers.Heads, layer: int, q: np.ndarray, spans: list[Span], how: layers.Attending | None = None
+    ) -> np.ndarray:
+        """float32[tokens, heads * head_dim_v] of queries over what the caches hold."""
+        return layers.attend(heads, layer, q, spans, self.threads, how or self.how)
+
+    def attend_latents(
+        self, part: blocks.LatentAttention, layer: int, q: np.ndarray, latents: np.ndarray, spans: list[Span]
+    ) -> np.ndarray:
+        """The same of latent attention; see `latent.attend`."""
+        return latent.attend(self, part, layer, q, latents, spans)
+
+    def between(self, part: blocks.LatentAttention) -> latent.Between:
+        """The matrices between latents and heads."""
+        return latent.Between(part, self.weights, self.threads)
+
+    def _post_norm(self, norm: blocks.Norm | None, y: np.ndarray) -> np.ndarray:
+        return y if norm is None else self.norm(norm, y)
+
+    def turn(self, x: np.ndarray, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
+        """Rope, in place, of heads of `dim` elements."""
+        positions = np.concatenate([np.arange(s.stop - s.start) + s.cache.length for s in spans])
+        tables = self._rope(rope, int(positions.max()) + 1)
+        layers.turn(x, rope.style, dim, tables, positions, self.threads)
+
+    def _gated(self, part: blocks.FeedForward, y: np.ndarray) -> np.ndarray:
+        """What a feed-forward makes of what its norm made."""
+        gate, up = self.linear(part.gate, y), self.linear(part.up, y)
+        y = self._post_norm(part.sub_norm, self.activate(part.activation, gate, up))
+        return self._post_norm(part.post_norm, self.linear(part.down, y))
+
+    def _experts(self, part: blocks.Experts, x: np.ndarray) -> np.ndarray:
+        y = self.norm(part.norm, x)
+        chosen, weights = self.route(part, self.linear(part.router, y))
+        found = self.run_experts(part, y, chosen, weights)
+        self.check(part.down.weight, found)
+        return found if part.shared is None else found + self._shared(part.shared, part.shared_gate, y)
+
+    def _shared(self, part: blocks.FeedForward, gate: str | None, y: np.ndarray) -> np.ndarray:
+        """What the experts that all tokens pass make of what the norm made."""
+        found = self._gated(part, y)
+        if gate is not None:
+            self.observe(gate, y)
+            found *= self.sigmoid(y @ self.vector(gate))[:, None]
+            self.check(gate, found)
+        return found
+
+    def run_experts(self, part: blocks.Experts, y: np.ndarray, chosen: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """float32[tokens, n_embd]: what the experts chosen for each token make of y, weighted and added up."""
+        observe = None if self._checking else self.observer
+        return experts.run(part, self.weights, y, chosen, weights, self.threads, observe)
+
+    # ---------------------------------------------- what a kind of device that has arrays of its own does with kernels
+
+    def rms_norm(self, x: np.ndarray, norm: blocks.Norm) -> np.ndarray:
+        return layers.rms_norm(x, self.vector(norm.weight), norm.eps, self.threads)
+
+    def activate(self, name: str, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+        """act(gate) * up; overwrites `gate`."""
+        return layers.activate(name, gate, up, self.threads)
+
+    def sigmoid(self, x: np.ndarray) -> np.ndarray:
+        return layers.sigmoid(x)
+
+    def without_gates(self, projected: np.ndarray, heads: int) -> np.ndarray:
+        """See `layers.without_gates`, and so of the next two."""
+        return layers.without_gates(projected, heads)
+
+    def gate(self, x: np.ndarray, projected: np.ndarray, dim: int) -> None:
+        layers.gate(x, projected, dim, self.threads)
+
+    def temper(self, q: np.ndarray, temperature: tuple[float, int], spans: list[Span]) -> None:
+        layers.temper(q, *temperature, spans)
+
+    def remember(self, k: np.ndarray, v: np.ndarray | None, cache: Cache, layer: int) -> None:
+        """Keep keys and values of a layer."""
+        layers.remember(k, v, cache, layer)
+
+    def route(self, part: blocks.Experts, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Experts and weights of each token; see `experts.route`."""
+        bias = self.vector(part.choice_bias) if part.choice_bias else None
+        return experts.route(part, logits, self.expert_reduction, bias)
+
+    def latent_attention(
+        self, part: blocks.LatentAttention, layer: int, x: np.ndarray, spans: list[Span]
+    ) -> np.ndarray:
+        return latent.attention(self, part, layer, x, spans)
+
+    def delta_net(self, part: blocks.DeltaNet, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        return recurrent.delta_net(self, part, layer, x, spans)
+
+    def is_finite(self, y: np.ndarray) -> bool:
+        """Whether y may go on: it holds neither NaN nor Inf, or nobody asked (`--tripwire off`)."""
+        return self.tripwire == "off" or layers.is_finite(y)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _head_norm(self, norm: blocks.Norm | None, x: np.ndarray) -> np.ndarray:
+        """x float32[tokens, heads * dim] normed head by head; as it is without a norm."""
+        if norm is None:
+            return x
+        dim = self.weights[norm.weight].shape[0]
+        return self.norm(norm, x.reshape(-1, dim)).reshape(x.shape)
+
+    def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
+        y = self.rms_norm(x, norm)
+        self.check(norm.weight, y)
+        return y
+
+    def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray:
+        self.observe(linear.weight, x)
+        y = self._weight(linear)(x)
+        self.check(linear.weight, y)
+        return y
+
+    def observe(self, name: str, x: np.ndarray, *which: int) -> None:
+        """Tell the observer what enters a weight, or the matrix of it that `which` says: number, count."""
+        if self.observer is not None and not self._checking:
+            self.observer(name, x, *which)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drop what was made of these tensors."""
+        for name in names:
+            self._vectors.pop(name, None)
+            self._linears.pop(name, None)
+
+    def _weight(self, linear: blocks.Linear) -> layers.Linear:
+        found = self._linears.get(linear.weight)
+        if found is None:
+            bias = self.vector(linear.bias) if linear.bias else None
+            scale = float(self.vector(linear.scale)[0]) if linear.scale else 1.0
+            found = layers.Linear(self.weights[linear.weight], self.numerics, self.threads, bias, scale)
+            self._linears[linear.weight] = found
+        return found
+
+    def vector(self, name: str) -> np.ndarray:
+        """float32[n] of a tensor that is no matrix to be multiplied by, decoded once."""
+        found = self._vectors.get(name)
+        if found is None:
+            found = self._vectors[name] = layers.vector(self.weights[name])
+        return found
+
+    def _rope(self, rope: blocks.Rope, n_ctx: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tables for at least `n_ctx` positions."""
+        held = self._tables.get(rope)
+        if held is None or len(held[0]) < n_ctx:
+            factors = layers.vector(self.weights[rope.factors]) if rope.factors else None
+            held = self._tables[rope] = layers.rope_tables(rope, 1 << (n_ctx - 1).bit_length(), factors)
+        return held
+
+    def check(self, what: str, y: np.ndarray) -> None:
+        """`_require_finite` while `_blame` looks for the culprit; elsewhere once a layer is often enough."""
+        if self._checking or self.tripwire == "full":
+            self._require_finite(what, y)
+
+    def _require_finite(self, what: str, y: np.ndarray) -> None:
+        """DataError that names `what` made y float32[tokens, n] when it holds NaN or Inf."""
+        if self.is_finite(y):
+            return
+        token, column = (int(i) for i in np.argwhere(~np.isfinite(y))[0])
+        note = culprit(self.weights.get(what))
+        raise DataError(f"{self.path}: {what} made {y[token, column]} for token {token}, element {column}{note}")

@@ -1,0 +1,269 @@
+"""Latent attention (MLA), layer by layer: what stands between the latent of a token and the heads that share it.
+
+A cache holds the latents, kv_lora + rope elements a token and no values, or with `mla` 0 the keys and values of all
+heads. `mla` says how, as -mla of ik_llama.cpp does:
+
+    0   full heads: kv_b makes keys and values of each token, once
+    1   absorbed: k_b brings queries to the latents' side and v_b what was attended back, so that all heads attend over
+        one row a token, whose first kv_lora elements are the value too
+    2   prompts of EXPAND tokens and more make keys and values of all latents, some heads at a time, and attend to
+        those; fewer tokens are absorbed, with plain attention
+    3   as 2, but with flash attention throughout
+
+All compute the same but for rounding. The matrices between latent and heads are those of the file: k_b and v_b where it
+has them for 1, kv_b where it has it for 0 and for expanding; else the same numbers are read from the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from quantkit import types
+from quantkit.archs.common import blocks
+from quantkit.codegen import jit
+from quantkit.formats.gguf import Tensor
+from quantkit.runtime.blocks import layers
+from quantkit.runtime.blocks.layers import Attending, Heads, Span
+from quantkit.runtime.kernels import kv_rounding
+from quantkit.runtime.kv.cache import Cache, CacheShape, CacheType
+
+EXPAND = 128
+MODES = (0, 1, 2, 3)
+
+Weights = Mapping[str, Tensor]
+
+
+class Run(Protocol):
+    """What this needs of a runtime.model.Model that runs."""
+
+    threads: int
+    how: Attending
+    mla: int
+
+    @property
+    def weights(self) -> Weights: ...
+    def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray: ...
+    def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray: ...
+    def turn(self, x: np.ndarray, rope: blocks.Rope, dim: int, spans: list[Span]) -> None: ...
+    def observe(self, name: str, x: np.ndarray, *which: int) -> None: ...
+    def check(self, what: str, y: np.ndarray) -> None: ...
+    def between(self, part: blocks.LatentAttention) -> Between: ...
+    def attend(
+        self, heads: Heads, layer: int, q: np.ndarray, spans: list[Span], how: Attending | None = None
+    ) -> np.ndarray: ...
+    def attend_latents(
+        self, part: blocks.LatentAttention, layer: int, q: np.ndarray, latents: np.ndarray, spans: list[Span]
+    ) -> np.ndarray: ...
+
+
+def is_latent(parts: Sequence[blocks.Block]) -> bool:
+    return any(isinstance(part, blocks.LatentAttention) for block in parts for part in block.parts)
+
+
+def cached(hparams: blocks.HParams, parts: Sequence[blocks.Block], mla: int) -> blocks.HParams:
+    """The numbers of a model with those of what its caches hold."""
+    widths = {part.latent for block in parts for part in block.parts if isinstance(part, blocks.LatentAttention)}
+    if not widths or not mla:
+        return hparams
+    return replace(hparams, n_head_kv=1, head_dim_k=widths.pop(), head_dim_v=0)
+
+
+# --------------------------------------------------------------------------------------------- between latent and head
+
+
+class Between:
+    """The matrices of a part, head by head, decoded."""
+
+    def __init__(self, part: blocks.LatentAttention, weights: Weights, threads: int):
+        self.part, self.threads = part, threads
+        self.kv_b, self.k_b, self.v_b = (
+            weights[linear.weight] if linear is not None else None for linear in (part.kv_b, part.k_b, part.v_b)
+        )
+
+    def of(self, head: int, absorbed: bool) -> tuple[np.ndarray, np.ndarray]:
+        """k_h float32[nope, kv_lora] and v_h float32[head_dim_v, kv_lora]."""
+        part = self.part
+        if self.kv_b is not None and not (absorbed and self.k_b is not None and self.v_b is not None):
+            both = _rows(self.kv_b, head, part.nope + part.head_dim_v)
+            return both[: part.nope], both[part.nope :]
+        assert self.k_b is not None
+        assert self.v_b is not None
+        return _rows(self.k_b, head, part.kv_lora).T, _rows(self.v_b, head, part.head_dim_v)
+
+    def queries(self, q: np.ndarray) -> np.ndarray:
+        """float32[tokens, heads * latent] of q float32[tokens, heads, head_dim_k], after rope."""
+        part = self.part
+        out = np.empty((len(q), part.heads, part.latent), np.float32)
+        out[:, :, part.kv_lora :] = q[:, :, part.nope :]
+
+        def one(head: int) -> None:
+            np.matmul(q[:, head, : part.nope], self.of(head, True)[0], out=out[:, head, : part.kv_lora])
+
+        self._each(one)
+        return out.reshape(len(q), -1)
+
+    def values(self, attended: np.ndarray) -> np.ndarray:
+        """float32[tokens, heads * head_dim_v] of what heads attended to, float32[tokens, heads * kv_lora]."""
+        part = self.part
+        latents = attended.reshape(-1, part.heads, part.kv_lora)
+        out = np.empty((len(latents), part.heads, part.head_dim_v), np.float32)
+
+        def one(head: int) -> None:
+            np.matmul(latents[:, head], self.of(head, True)[1].T, out=out[:, head])
+
+        self._each(one)
+        return out.reshape(len(latents), -1)
+
+    def expanded(self, latents: np.ndarray, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Keys float32[heads, positions, head_dim_k] and values of heads first … stop of float32[positions, latent]."""
+        part = self.part
+        k = np.empty((stop - first, len(latents), part.head_dim_k), np.float32)
+        v = np.empty((stop - first, len(latents), part.head_dim_v), np.float32)
+        c = latents[:, : part.kv_lora]
+        k[:, :, part.nope :] = latents[None, :, part.kv_lora :]
+
+        def one(number: int) -> None:
+            key, value = self.of(first + number, False)
+            np.matmul(c, key.T, out=k[number, :, : part.nope])
+            np.matmul(c, value.T, out=v[number])
+
+        self._each(one, stop - first)
+        return k, v
+
+    def _each(self, one: Callable[[int], None], count: int | None = None) -> None:
+        def task(begin: int, end: int) -> None:
+            with layers.silent():
+                for head in range(begin, end):
+                    one(head)
+
+        jit.over_rows(task, self.part.heads if count is None else count, threads=self.threads)
+
+
+def _rows(tensor: Tensor, head: int, count: int) -> np.ndarray:
+    """float32[count, columns]: the rows of a head, of two dimensions or three."""
+    columns = tensor.shape[-1]
+    whole = tensor.type.interleave
+    first, stop = head * count, (head + 1) * count
+    begin, end = first // whole * whole, -(-stop // whole) * whole  # of interleaved rows, whole groups
+    found = tensor.type.dequantize(tensor.rows(begin, end), columns, threads=1)
+    return found[first - begin : stop - begin]
+
+
+# ----------------------------------------------------------------------------------------------------------- attending
+
+
+class _Expanded(Cache):
+    """Keys and values float32[heads, positions, dim] of one layer, `before` of the positions before the batch."""
+
+    def __init__(self, k: np.ndarray, v: np.ndarray, before: int):
+        self._describe(
+            CacheShape(1, len(k), k.shape[2], v.shape[2], frozenset(), None), k.shape[1], CacheType("f32", "f32")
+        )
+        self.k, self.v = (k.view(np.uint8),), (v.view(np.uint8),)
+        self.length, self.nbytes = before, k.nbytes + v.nbytes
+
+
+def attend_expanded(
+    run: Run, part: blocks.LatentAttention, between: Between, layer: int, q: np.ndarray, span: Span
+) -> np.ndarray:
+    """float32[tokens, heads * head_dim_v] of q float32[tokens, heads, head_dim_k] of one span; its latents are cached.
+
+    Keys and values of so many heads at a time as fit `run.how.work_mib`.
+    """
+    length = span.cache.length + span.stop - span.start
+    rows = span.cache.k[layer][0, :length]
+    kind, block = span.cache.type.k, span.cache.rotations[0]
+    latents = types.get(kind).dequantize(rows, part.latent, threads=run.threads)
+    if block:
+        latents = kv_rounding.rotate(latents, block)  # its own inverse
+    together = part.heads
+    if run.how.work_mib:
+        each = 4 * length * (part.head_dim_k + part.head_dim_v)
+        together = max(1, min(together, (run.how.work_mib << 20) // each))
+    parts = []
+    for first in range(0, part.heads, together):
+        stop = min(part.heads, first + together)
+        keys = _Expanded(*between.expanded(latents, first, stop), span.cache.length)
+        mine = np.ascontiguousarray(q[:, first:stop]).reshape(len(q), -1)
+        heads = Heads(stop - first, stop - first, part.head_dim_k, part.head_dim_v, part.scale)
+        parts.append(run.attend(heads, 0, mine, [Span(0, len(q), keys)]))
+    return np.concatenate(parts, axis=1)
+
+
+def absorbed(part: blocks.LatentAttention) -> Heads:
+    """What attention over latents is: all heads share one row a token."""
+    return Heads(part.heads, 1, part.latent, part.kv_lora, part.scale, values_in_keys=True)
+
+
+def full(part: blocks.LatentAttention) -> Heads:
+    """What attention over keys and values of every head is."""
+    return Heads(part.heads, part.heads, part.head_dim_k, part.head_dim_v, part.scale)
+
+
+# ------------------------------------------------------------------------------------------------------------ the part
+
+
+def attention(run: Run, part: blocks.LatentAttention, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+    y = run.norm(part.norm, x)
+    q = y
+    if part.q_a is not None and part.q_a_norm is not None:
+        q = run.norm(part.q_a_norm, run.linear(part.q_a, y))
+    q = run.linear(part.q, q).reshape(len(x), part.heads, part.head_dim_k)
+    turned = np.ascontiguousarray(q[:, :, part.nope :]).reshape(len(x), -1)
+    run.turn(turned, part.rope, part.rope.dim, spans)
+    q[:, :, part.nope :] = turned.reshape(len(x), part.heads, -1)
+    kv = run.linear(part.kv_a, y)
+    c = run.norm(part.kv_a_norm, np.ascontiguousarray(kv[:, : part.kv_lora]))
+    r = np.ascontiguousarray(kv[:, part.kv_lora :])
+    run.turn(r, part.rope, part.rope.dim, spans)
+    y = run.attend_latents(part, layer, q, np.concatenate([c, r], axis=1), spans)
+    run.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
+    return run.linear(part.out, y)
+
+
+def attend(
+    run: Run, part: blocks.LatentAttention, layer: int, q: np.ndarray, latents: np.ndarray, spans: list[Span]
+) -> np.ndarray:
+    """float32[tokens, heads * head_dim_v] of queries and latents after rope, as `mla` says."""
+    between = run.between(part)
+    if not run.mla:
+        observe(run, part.kv_b, latents[:, : part.kv_lora])
+        k, v = (x.transpose(1, 0, 2).reshape(len(q), -1) for x in between.expanded(latents, 0, part.heads))
+        for span in spans:
+            layers.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
+        return run.attend(full(part), layer, q.reshape(len(q), -1), spans)
+    for span in spans:
+        layers.remember(latents[span.start : span.stop], None, span.cache, layer)
+    out = np.empty((len(q), part.heads * part.head_dim_v), np.float32)
+    few = []
+    for span in spans:
+        if run.mla > 1 and run.how.flash and span.stop - span.start >= EXPAND:
+            rows = slice(span.start, span.stop)
+            observe(run, part.kv_b, latents[rows, : part.kv_lora])
+            out[rows] = attend_expanded(run, part, between, layer, q[rows], span)
+        else:
+            few.append(span)
+    how = replace(run.how, flash=False) if run.mla == 2 else run.how
+    for span in few:
+        rows = slice(span.start, span.stop)
+        mine = np.ascontiguousarray(q[rows])
+        observe(run, part.k_b, mine[:, :, : part.nope])
+        found = run.attend(absorbed(part), layer, between.queries(mine), [Span(0, len(mine), span.cache)], how)
+        observe(run, part.v_b, found.reshape(len(mine), part.heads, -1))
+        out[rows] = between.values(found)
+    return out
+
+
+def observe(run: Run, linear: blocks.Linear | None, x: np.ndarray) -> None:
+    """Tell what enters a matrix between latent and heads: float32[tokens, n], or [tokens, heads, n] of each head."""
+    if linear is None:
+        return
+    if x.ndim == 3 and len(run.weights[linear.weight].shape) == 3:
+        for head in range(x.shape[1]):
+            run.observe(linear.weight, np.ascontiguousarray(x[:, head]), head, x.shape[1])
+    else:
+        run.observe(linear.weight, np.ascontiguousarray(x).reshape(-1, x.shape[-1]))

@@ -1,0 +1,192 @@
+"""Recurrent layers (archs.blocks.DeltaNet): linear attention by a gated delta rule, layer by layer.
+
+A token at a time the rule is as kernels/reference.py has it: two passes over the state of a head. A prompt would read
+and write the states once a token, so it goes by chunks of CHUNK tokens, in matrix products (Yang et al. 2024,
+"Parallelizing linear transformers with the delta rule", with the decays of "Gated delta networks"). With G the running
+sum of g within a chunk, S the state before it, and w_ij = e^(G_i - G_j):
+
+    A_ij = beta_i w_ij k_i . k_j for j < i        R_i = beta_i (v_i - e^G_i S^T k_i)
+    (I + A) D = R                                 D_i is what the rule adds to the state for token i
+    o_i = e^G_i S^T q_i + sum over j <= i of w_ij (q_i . k_j) D_j
+    S = e^G_n S + sum over j of w_nj k_j D_j^T
+
+Heads are independent of each other and are what threads share. The running sums are float64, for the differences.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from quantkit.archs.common import blocks
+from quantkit.codegen import jit
+from quantkit.runtime.blocks import layers
+from quantkit.runtime.blocks.layers import Span
+from quantkit.runtime.kernels import reference
+from quantkit.runtime.kv.cache import LayerState
+
+CHUNK = 64
+GONE = 1e-34
+HEADS = 8  # of a thread, at a time
+BUSY = 1024  # elements of what is made; below it is not worth waking threads
+FEW = 2  # up to so many tokens go one by one
+
+
+class Run(Protocol):
+    """What this needs of a runtime.model.Model that runs."""
+
+    threads: int
+
+    def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray: ...
+    def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray: ...
+    def vector(self, name: str) -> np.ndarray: ...
+    def check(self, what: str, y: np.ndarray) -> None: ...
+
+
+def delta_net(run: Run, part: blocks.DeltaNet, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+    """What a part adds to x float32[tokens, n_embd]; the states of the spans' caches go on."""
+    sizes = part.sizes
+    y = run.norm(part.norm, x)
+    entering, gates = _projected(run, part, y)
+    g, beta = _rates(run, part, y)
+    taps = np.ascontiguousarray(run.vector(part.conv).reshape(sizes.channels, sizes.kernel).T)
+    out = np.empty((len(x), sizes.inner), np.float32)
+    for span in spans:
+        rows = slice(span.start, span.stop)
+        before, after = span.cache.advance(layer, span.stop - span.start)
+        mixed = _convolved(sizes, entering[rows], before, after, taps, run.threads)
+        attend(part, mixed, g[rows], beta[rows], before.heads, after.heads, out[rows], run.threads)
+    run.check(f"delta rule of blk.{layer}", out)
+    normed = run.norm(part.out_norm, out.reshape(-1, sizes.head_dim_v)).reshape(out.shape)
+    return run.linear(part.out, layers.activate("swiglu", gates, normed, run.threads))
+
+
+def _projected(run: Run, part: blocks.DeltaNet, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What enters the convolution, float32[tokens, channels], and the gates float32[tokens, inner]."""
+    sizes, found = part.sizes, run.linear(part.qkv, y)
+    if part.gate is not None:
+        return found, run.linear(part.gate, y)
+    heads = found.reshape(len(y), sizes.key_heads, -1)
+    each = sizes.inner // sizes.key_heads
+    ends = np.cumsum([sizes.head_dim_k, sizes.head_dim_k, each])
+    *mixed, gates = (np.ascontiguousarray(p).reshape(len(y), -1) for p in np.split(heads, ends, axis=2))
+    return np.concatenate(mixed, axis=1), gates
+
+
+def _rates(run: Run, part: blocks.DeltaNet, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """g and beta, float32[tokens, value_heads]."""
+    if part.ba is not None:
+        both = run.linear(part.ba, y).reshape(len(y), part.sizes.key_heads, 2, -1)
+        b, a = (both[:, :, i].reshape(len(y), -1) for i in range(2))
+    else:
+        assert part.beta is not None
+        assert part.alpha is not None
+        b, a = run.linear(part.beta, y), run.linear(part.alpha, y)
+    with layers.silent():
+        g = run.vector(part.a) * np.logaddexp(np.float32(0), a + run.vector(part.dt))
+    return g, layers.sigmoid(b)
+
+
+def _convolved(
+    sizes: blocks.Recurrence, x: np.ndarray, before: LayerState, after: LayerState, taps: np.ndarray, threads: int
+) -> np.ndarray:
+    """Queries, keys and values float32[tokens, channels] of what enters the convolution, queries and keys normed."""
+    tokens, past = len(x), sizes.kernel - 1
+    out = np.empty_like(x)
+    given = np.concatenate([before.inputs, x]) if tokens < past else x[tokens - past :]
+    after.inputs[:] = given[len(given) - past :]
+
+    def task(start: int, stop: int) -> None:
+        held = before.inputs[start:] if start < past else before.inputs[:0]
+        held = np.concatenate([held, x[max(0, start - past) : start]])
+        reference.short_conv(held, x[start:stop], taps, out[start:stop])
+        reference.unit_heads(out[start:stop], 0, sizes.key_heads, sizes.head_dim_k, sizes.head_dim_k**-0.5)
+        reference.unit_heads(out[start:stop], sizes.keys, sizes.key_heads, sizes.head_dim_k, 1.0)
+
+    jit.over_rows(task, tokens, threads=threads if x.size > layers.SERIAL_ELEMENTS else 1, pieces=1)
+    return out
+
+
+def attend(
+    part: blocks.DeltaNet,
+    x: np.ndarray,
+    g: np.ndarray,
+    beta: np.ndarray,
+    before: np.ndarray,
+    after: np.ndarray,
+    out: np.ndarray,
+    threads: int,
+    chunk: int | None = None,
+) -> None:
+    """The delta rule of one sequence: out float32[tokens, inner] of x float32[tokens, channels], queries, keys, values.
+
+    before, after   float32[value_heads, head_dim_k, head_dim_v]: the states, read and written
+    chunk           tokens a chunk; 1: one by one. By default what is faster.
+    """
+    sizes = part.sizes
+    chunk = chunk or (1 if len(x) <= FEW else CHUNK)
+    heads = np.arange(sizes.value_heads)
+    key_of = heads % sizes.key_heads if part.tiled else heads * sizes.key_heads // sizes.value_heads
+    decay = (_shrinking(g) if chunk == 1 else np.cumsum(g, axis=0, dtype=np.float64)).T.copy()
+    betas = beta.T.copy()
+
+    def step_by_step(start: int, stop: int) -> None:
+        for head in range(start, stop):
+            key, value = key_of[head] * sizes.head_dim_k, head * sizes.head_dim_v
+            at = key, sizes.keys + key, 2 * sizes.keys + value
+            reference.delta_rule(x, *at, decay[head], betas[head], before[head], after[head], out, value)
+
+    def by_chunks(start: int, stop: int) -> None:
+        for first in range(start, stop, HEADS):
+            some = slice(first, min(stop, first + HEADS))
+            after[some] = before[some]
+            with layers.silent():
+                _chunks(sizes, x, key_of[some], some, decay[some], betas[some], after[some], out, chunk)
+
+    busy = len(x) * sizes.inner > BUSY
+    jit.over_rows(step_by_step if chunk == 1 else by_chunks, sizes.value_heads, threads=threads if busy else 1)
+
+
+def _chunks(
+    sizes: blocks.Recurrence,
+    x: np.ndarray,
+    key_of: np.ndarray,
+    heads: slice,
+    sums: np.ndarray,
+    beta: np.ndarray,
+    state: np.ndarray,
+    out: np.ndarray,
+    chunk: int,
+) -> None:
+    """Some heads, by chunks; `sums` float64[heads, tokens] are the running sums of g, the state is changed in place.
+
+    All products are of several heads at once: threads then rarely wait for each other between them.
+    """
+    tokens, count = len(x), len(key_of)
+    q, k = (x[:, i * sizes.keys : (i + 1) * sizes.keys].reshape(tokens, sizes.key_heads, -1) for i in range(2))
+    v = x[:, 2 * sizes.keys :].reshape(tokens, sizes.value_heads, -1)
+    made = out.reshape(tokens, sizes.value_heads, -1)
+    past = np.zeros((count, 1))
+    for start in range(0, tokens, chunk):
+        here = slice(start, start + chunk)
+        queries, keys = (y[here][:, key_of].transpose(1, 0, 2).copy() for y in (q, k))
+        values = v[here, heads].transpose(1, 0, 2)
+        decay = sums[:, here] - past
+        past = sums[:, here][:, -1:]
+        across = keys.transpose(0, 2, 1)
+        among, seen = keys @ across, queries @ across
+        reference.chunk_weights(among, seen, decay, beta[:, here].copy())
+        whole = _shrinking(decay)[:, :, None]
+        added = (values - whole * (keys @ state)) * beta[:, here, None]
+        reference.solve_unit_lower(among, added)
+        made[here, heads] = (whole * (queries @ state) + seen @ added).transpose(1, 0, 2)
+        keys *= _shrinking(decay[:, -1:] - decay)[:, :, None]
+        state *= whole[:, -1:]
+        state += across @ added
+
+
+def _shrinking(decay: np.ndarray) -> np.ndarray:
+    """e^decay, float32; 0 below GONE, where products would be denormal numbers, and slow."""
+    found = np.exp(decay)
+    return np.where(found < GONE, 0, found).astype(np.float32)

@@ -1,0 +1,142 @@
+"""Products of float32 batches: one inner loop for weights, for scores and for values of attention.
+
+`float_tile` multiplies ROWS rows of A, read one number at a time, by a panel of B, read in whole vectors:
+
+    c[i, lane] (+)= sum over j of a[i, j] * b[j, lane]        i in 0 .. ROWS - 1, lane in 0 .. LANES - 1
+
+The sums stay in registers. Weights become panels of LANES rows, transposed: b[j, lane] is column j of row `lane`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from quantkit.codegen.jit import Callback, callback, kernel
+from quantkit.codegen.simd import F32, Emit, Value, emitted, floats, load_int, vector
+from quantkit.placement.kernel_sizes import FLOAT_ROWS as ROWS
+from quantkit.placement.kernel_sizes import float_lanes as lanes
+from quantkit.runtime.kernels.cpu.decode_ops import SIGNATURE, split
+from quantkit.runtime.kernels.cpu.dequantize import FLOAT_TYPES, decode_rows
+from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
+
+_FLOATS16 = vector(16, F32)
+
+
+@emitted("int64")
+def tile_lanes(e):
+    return e.integer(lanes())
+
+
+def tile_of_rows(
+    e: Emit, rows: list[Value], b: Value, b_stride: Value | int, n: Value, c: Value, c_stride: Value | int, add: int
+) -> None:
+    """The formula above for rows of A at these addresses, over their n columns; strides in bytes."""
+    wide = lanes() // 2
+    kind = vector(wide, F32)
+    places = [(i, v) for i in range(len(rows)) for v in range(2)]
+    targets = {(i, v): c + c_stride * i + 4 * wide * v for i, v in places}
+    totals = {p: e.variable(e.load(kind, targets[p]) if add else e.zero(kind)) for p in places}
+    with e.loop(0, n) as j:
+        vectors = [e.load(kind, b + j * b_stride + 4 * wide * v) for v in range(2)]
+        for i, row in enumerate(rows):
+            number = e.splat(e.load(F32, row + j * 4), wide)
+            for v in range(2):
+                totals[i, v].set(e.fma(number, vectors[v], totals[i, v].get()))
+    for p in places:
+        e.store(totals[p].get(), targets[p])
+
+
+@emitted("void")
+def float_tile(
+    e: Emit, a: Value, a_stride: Value, b: Value, b_stride: Value, n: Value, c: Value, c_stride: Value, add: int
+) -> None:
+    """The formula above over n columns of A; strides in bytes."""
+    tile_of_rows(e, [a + a_stride * i for i in range(ROWS)], b, b_stride, n, c, c_stride, add)
+
+
+def transpose16(e: Emit, v: list[Value]) -> list[Value]:
+    """16 vectors of 16: in four rounds, swap blocks of 8, 4, 2 and 1 across the diagonal."""
+    for w in (8, 4, 2, 1):
+        keep = [j if not j & w else j - w + 16 for j in range(16)]
+        other = [j + w if not j & w else j + 16 for j in range(16)]
+        for i in (i for i in range(16) if not i & w):
+            a, b = v[i], v[i + w]
+            v[i], v[i + w] = e.shuffle(a, b, keep), e.shuffle(a, b, other)
+    return v
+
+
+def transposed(e: Emit, x: Value, x_stride: Value, y: Value, y_stride: Value | int) -> None:
+    """y[j, i] = x[i, j] for 16 x 16 float32; strides in bytes."""
+    rows = [e.load(_FLOATS16, x + x_stride * i) for i in range(16)]
+    for j, column in enumerate(transpose16(e, rows)):
+        e.store(column, y + y_stride * j)
+
+
+transpose_block = emitted("void")(transposed)
+
+
+@kernel
+def transpose_rows(x, n, rows, y, y_stride):
+    """Panel y[j, i] = x[i, j] of x float32[rows, n], rows a multiple of 16; n of 16."""
+    for i in range(0, rows, 16):
+        for j in range(0, n, 16):
+            transpose_block(x + (i * n + j) * 4, n * 4, y + j * y_stride + i * 4, y_stride)
+
+
+MULTIPLY = ("weights", "n", "rows", "tokens", "x", "out", "bias", "scratch", "private_stride")
+
+
+@kernel
+def copy_tile(source, source_width, out, width, tokens, rows, add):
+    """The part of a tile float32[tokens, source_width] that is wanted, put (or added) into rows of `width`."""
+    for t in range(tokens):
+        x, y = floats(source + t * source_width * 4, rows), floats(out + t * width * 4, rows)
+        for i in range(rows):
+            y[i] = x[i] + y[i] if add else x[i]
+
+
+@kernel
+def add_bias(bias, out, first, last, rows, tokens):
+    """out[t, first .. last - 1] += bias, out float32[tokens, rows]."""
+    b, y = floats(bias, rows), floats(out, rows * tokens)
+    for t in range(tokens):
+        for row in range(first, last):
+            y[t * rows + row] += b[row]
+
+
+@functools.cache
+def multiply(ggml_type: int, add: int) -> Callback:
+    """The operation out[token, row] (+)= W x (+ bias) in float32; `tokens` points to an int64."""
+    if ggml_type in FLOAT_TYPES:
+        block, nbytes, head = 1, 4 if FLOAT_TYPES[ggml_type] == "f32" else 2, 0
+    else:
+        f = FORMATS[ggml_type]
+        block, nbytes, head = f.columns, f.nbytes // f.rows, f.head // f.rows
+
+    @callback(SIGNATURE)
+    def run(p, thread, threads):
+        weights, n, rows = load_int(p), load_int(p + 8), load_int(p + 16)
+        count, x, step = load_int(load_int(p + 24)), load_int(p + 32), tile_lanes()
+        decoded = load_int(p + 56) + thread * load_int(p + 64)
+        panel = decoded + step * n * 4
+        spare = panel + step * n * 4
+        results = spare + ROWS * n * 4
+        for first in range(split(rows, step, thread, threads), split(rows, step, thread + 1, threads), step):
+            here = min(step, rows - first)
+            decode_rows(ggml_type, weights + first * (n // block * nbytes + head), n, here, decoded)
+            transpose_rows(decoded, n, step, panel, step * 4)
+            for token in range(0, count, ROWS):
+                many = min(ROWS, count - token)
+                given, out = x + token * n * 4, load_int(p + 40) + (token * rows + first) * 4
+                if many == ROWS and here == step:
+                    float_tile(given, n * 4, panel, step * 4, n, out, rows * 4, add)
+                else:
+                    if many < ROWS:
+                        copy_tile(given, n, spare, n, many, n, 0)
+                        given = spare
+                    float_tile(given, n * 4, panel, step * 4, n, results, step * 4, 0)
+                    copy_tile(results, step, out, rows, many, here, add)
+            if load_int(p + 48) != 0:
+                add_bias(load_int(p + 48), load_int(p + 40), first, first + here, rows, count)
+
+    return run

@@ -1,0 +1,377 @@
+"""The cache: what the layers remember of the tokens seen so far.
+
+For each layer that attends two arrays of encoded rows, keys after rope:
+
+    k[layer]   uint8[n_head_kv, n_ctx, row bytes of head_dim_k]
+    v[layer]   uint8[n_head_kv, n_ctx, row bytes of head_dim_v]
+
+Of latent attention (runtime/blocks/latent.py) k has one row a token, its latent, and v none.
+
+A row is one head's key or value in the K or V type, rounded as runtime/kernels/kv_rounding.py says. Positions of a
+head stand one after another, so that attention reads memory in order. With khad or vhad the rows were rotated before
+(`rotation`).
+
+A recurrent layer (runtime/blocks/recurrent.py) has a state of one size instead, which holds all positions at once:
+
+    states[layer]   LayerState: what entered the convolution last, and the state of each value head
+
+Rows of positions can be forgotten one by one, so that a cache is truncated by changing `length`; a state cannot go
+back. It goes back to the beginning, where it is zero, to the place of the last `mark()`, or to what `save()` kept:
+
+    kept = cache.save()      a copy of the whole sequence, keys and values too
+    cache.restore(kept)      into this cache or another of the same model and type
+    cache.mark()             the states alone; truncate() then comes back here, as often as one likes
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from quantkit import types
+from quantkit.archs.common.blocks import HParams, Recurrence
+from quantkit.errors import DataError, UnknownNameError, UnsupportedError
+from quantkit.inputs import arguments
+from quantkit.runtime.kernels.kv_rounding import FLOATS, QUANTIZED, rotation_block
+
+Zeros = Callable[[tuple[int, ...], str], Any]  # of a shape and the name of a type of numbers, an array of a device
+
+_MOST_TOKENS = 1 << 31  # of a cache
+_NAMES = {name.lower(): name for name in FLOATS + QUANTIZED}
+
+
+@dataclass(frozen=True)
+class CacheType:
+    """The types of keys and values, and whether each are rotated. Its text is read back by `parse`:
+
+    "f16"                   both
+    "q8_0/q4_0"             keys, values
+    "q4_0/q4_0 khad vhad"   rotated
+    """
+
+    k: str
+    v: str
+    khad: bool = False
+    vhad: bool = False
+
+    def __post_init__(self) -> None:
+        for side, name in (("k", self.k), ("v", self.v)):
+            if name.lower() not in _NAMES:
+                error = UnknownNameError("cache type", name, _NAMES.values())
+                error.args = (f"{error}; caches can be {', '.join(_NAMES.values())}",) if error.near else error.args
+                raise error
+            object.__setattr__(self, side, _NAMES[name.lower()])
+
+    def __str__(self) -> str:
+        pair = self.k if self.k == self.v else f"{self.k}/{self.v}"
+        return pair + " khad" * self.khad + " vhad" * self.vhad
+
+    @classmethod
+    def parse(cls, text: str) -> CacheType:
+        """UnknownNameError on what is no type of cache."""
+        if not isinstance(text, str):
+            raise UnknownNameError("cache type", text, _NAMES.values())
+        pair, *marks = text.split() or [""]
+        if unknown := set(marks) - {"khad", "vhad"}:
+            raise UnknownNameError("mark of a cache type", unknown.pop(), ("khad", "vhad"))
+        k, _, v = pair.partition("/")
+        return cls(k, v or k, "khad" in marks, "vhad" in marks)
+
+    def rotations(self, dim_k: int, dim_v: int) -> tuple[int, int]:
+        """How many elements of a key and of a value are rotated together; 0: not rotated.
+
+        UnsupportedError where these dimensions allow none, or do not fit the types.
+        """
+        found = []
+        for side, name, dim, rotated in (("k", self.k, dim_k, self.khad), ("v", self.v, dim_v, self.vhad)):
+            if name in QUANTIZED and dim % 32:
+                raise UnsupportedError(
+                    f"-ct{side} {name}: its blocks of 32 do not fit heads of {dim} elements; "
+                    f"caches of this model can be {', '.join(FLOATS)}"
+                )
+            block = rotation_block(dim) if rotated and dim else 0
+            if block is None:
+                raise UnsupportedError(
+                    f"-{side}had: heads of {dim} elements cannot be rotated: no power of two, nor a multiple of 64; "
+                    f"leave -{side}had out"
+                )
+            found.append(block)
+        return found[0], found[1]
+
+
+INCOMPLETE = -1  # position of a state that is being written: if an interrupt leaves it behind, it is of no sequence
+
+
+@dataclass
+class LayerState:
+    """What a recurrent layer remembers after the first `position` tokens of a sequence.
+
+    inputs   float32[kernel - 1, channels]: what entered the convolution for the last tokens, zero before the first
+    heads    float32[value_heads, head_dim_k, head_dim_v]
+    """
+
+    inputs: np.ndarray
+    heads: np.ndarray
+    position: int = 0
+
+    @classmethod
+    def zero(cls, sizes: Recurrence, zeros: Zeros = np.zeros) -> LayerState:
+        shape = (sizes.value_heads, sizes.head_dim_k, sizes.head_dim_v)
+        return cls(zeros((sizes.kernel - 1, sizes.channels), "float32"), zeros(shape, "float32"))
+
+    @property
+    def nbytes(self) -> int:
+        return self.inputs.nbytes + self.heads.nbytes
+
+    def take(self, other: LayerState) -> None:
+        """Become a copy of another of the same sizes."""
+        self.position = INCOMPLETE
+        self.inputs[:], self.heads[:] = other.inputs, other.heads
+        self.position = other.position
+
+
+class CacheShape(NamedTuple):
+    """What decides the sizes of a cache's arrays but for `n_ctx` and the type: caches of one shape are interchangeable.
+
+    devices   of a split model what each device holds, see split_cache
+    """
+
+    n_layer: int
+    n_head_kv: int
+    head_dim_k: int
+    head_dim_v: int
+    recurrent: frozenset[int]
+    recurrence: Recurrence | None
+    devices: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, hparams: HParams, devices: tuple[Any, ...] = ()) -> CacheShape:
+        return cls(hparams.n_layer, hparams.n_head_kv, hparams.head_dim_k, hparams.head_dim_v, hparams.recurrent,
+                   hparams.recurrence, devices)  # fmt: skip
+
+    def __str__(self) -> str:
+        states = f", {len(self.recurrent)} of them recurrent" if self.recurrent else ""
+        where = f" on {', '.join(name for name, *_ in self.devices)}" if self.devices else ""
+        return (
+            f"{self.n_layer} layers{states} of {self.n_head_kv} KV heads, keys of {self.head_dim_k} and values of "
+            f"{self.head_dim_v} elements{where}"
+        )
+
+
+@dataclass(frozen=True)
+class State:
+    """What a cache held of a sequence: `Cache.save` makes it, `Cache.restore` takes it back.
+
+    k, v     of each layer that attends uint8[n_head_kv, length, row bytes]
+    states   of each recurrent layer
+    """
+
+    type: CacheType
+    length: int
+    k: list[np.ndarray]
+    v: list[np.ndarray]
+    states: dict[int, LayerState]
+
+    @property
+    def nbytes(self) -> int:
+        rows = sum(x.nbytes for x in (*self.k, *self.v))
+        return rows + sum(state.nbytes for state in self.states.values())
+
+
+class Cache:
+    """Room for `n_ctx` tokens of one sequence, of which `length` are filled.
+
+    type         CacheType
+    shape        CacheShape: a model takes caches of its own shape only
+    rotations    of keys and of values: elements rotated together, 0 for none
+    k, v         tuples of arrays: native code has their addresses, so they are never replaced
+    state_bytes  of the states of recurrent layers
+    nbytes       of all arrays, but for one state more, which the layer being run works in
+    """
+
+    k: tuple[Any, ...]
+    v: tuple[Any, ...]
+
+    def __init__(self, hparams: HParams, n_ctx: int, cache_type: str | CacheType, *, one_layer: bool = False):
+        """`one_layer` makes all layers share one pair of arrays, and one state: enough for a sequence that is run once,
+        as a whole."""
+        kind = cache_type if isinstance(cache_type, CacheType) else CacheType.parse(cache_type)
+        self._describe(CacheShape.of(hparams), n_ctx, kind, one_layer)
+        sides = (self.type.k, hparams.head_dim_k), (self.type.v, hparams.head_dim_v)
+        shapes = [(hparams.n_head_kv, self.n_ctx, types.layout(name).row_bytes(dim)) for name, dim in sides]
+        attends = [i not in hparams.recurrent for i in range(hparams.n_layer)]
+        self.k, self.v = (_rows(shape, attends, one_layer) for shape in shapes)
+        self.states: dict[int, LayerState] = {}
+        self._spare: LayerState | None = None
+        self._spare_of: int | None = None
+        self._mark: tuple[int, dict[int, LayerState]] | None = None
+        if hparams.recurrence is not None and hparams.recurrent:
+            first = LayerState.zero(hparams.recurrence)
+            for i in sorted(hparams.recurrent):
+                self.states[i] = first if one_layer else LayerState.zero(hparams.recurrence)
+            self._spare = LayerState.zero(hparams.recurrence)
+        self.state_bytes = sum(x.nbytes for x in {id(x): x for x in self.states.values()}.values())
+        self.nbytes = self.state_bytes + sum(x.nbytes for x in {id(x): x for x in (*self.k, *self.v)}.values())
+
+    def _describe(self, shape: CacheShape, n_ctx: int, kind: CacheType, one_layer: bool = False) -> None:
+        """Set all but the arrays. DataError where `n_ctx` is not from 1 to `_MOST_TOKENS`."""
+        self.shape, self.type, self.one_layer = shape, kind, one_layer
+        self._n_ctx, self._length = arguments.integer(n_ctx, "the context of a cache (-c)", 1, _MOST_TOKENS), 0
+        self.rotations = kind.rotations(shape.head_dim_k, shape.head_dim_v)
+
+    @property
+    def n_ctx(self) -> int:
+        return self._n_ctx
+
+    @property
+    def length(self) -> int:
+        """Tokens that are filled. It can be set to any number from 0 to `n_ctx`; see `truncate`."""
+        return self._length
+
+    @length.setter
+    def length(self, value: int) -> None:
+        if type(value) is not int or not 0 <= value <= self._n_ctx:
+            value = arguments.integer(value, f"the length of a cache of {self._n_ctx} tokens", 0, self._n_ctx)
+        self._length = value
+
+    @property
+    def cache_type(self) -> str:
+        return str(self.type)
+
+    def reserve(self, tokens: int) -> None:
+        """DataError unless there is room for so many more tokens."""
+        if self.length + tokens > self.n_ctx:
+            raise DataError(
+                f"the cache holds {self.length} of {self.n_ctx} tokens, {tokens} more do not fit; "
+                "make it larger (-c) or the text shorter"
+            )
+
+    def truncate(self, length: int) -> None:
+        """Forget all tokens after the first `length`.
+
+        DataError where recurrent layers would have to go back to a place of which no state is kept.
+        """
+        length = arguments.integer(length, "the length to truncate a cache to")
+        if not 0 <= length <= self.length:
+            raise DataError(f"cannot truncate a cache of {self.length} tokens to {length}")
+        if self.states and length:
+            is_marked = self._mark is not None and self._mark[0] == length
+            if not is_marked and length != self.length:
+                kept = f"0 and the mark at {self._mark[0]}" if self._mark else "0"
+                raise DataError(
+                    f"cannot truncate a cache of {self.length} tokens to {length}: a recurrent layer has no state of "
+                    f"each position, this cache keeps those of {kept}; mark() or save() the place before going on"
+                )
+            for i, state in self._mark[1].items() if is_marked and self._mark else ():
+                self.states[i].take(state)  # also at this length: a pass that failed has moved some states on
+        self.length = length
+        if self._mark and self._mark[0] > length:
+            self._mark = None
+
+    def clear(self) -> None:
+        self.length, self._mark = 0, None
+
+    def mark(self) -> None:
+        """Keep the states of recurrent layers as they are now, in place of those of an earlier mark."""
+        if self.states:
+            self._mark = self.length, {i: copy.deepcopy(self.state(i)) for i in self.states}
+
+    def save(self) -> State:
+        """A copy of all that the cache holds of its sequence."""
+        if self.one_layer:
+            raise DataError("a cache that its layers share cannot be saved: it holds the last layer alone")
+        k, v = ([self._copy(x[:, : self.length]) for x in side] for side in (self.k, self.v))
+        return State(self.type, self.length, k, v, {i: copy.deepcopy(self.state(i)) for i in self.states})
+
+    def _copy(self, x: np.ndarray) -> np.ndarray:
+        return x.copy()
+
+    def restore(self, state: State) -> None:
+        """Hold what was saved, and nothing else. DataError where it is of another kind of cache, or does not fit."""
+        if self.one_layer or not isinstance(state, State) or self.type != state.type or not self._fits(state):
+            kind = type(state).__name__
+            said = f"of {state.length} tokens saved from a cache of {state.type}" if kind == "State" else f"({kind})"
+            raise DataError(
+                f"a state {said} does not fit this one of {self.type}; both must be of one model and one type"
+            )
+        if state.length > self.n_ctx:
+            raise DataError(f"a state of {state.length} tokens does not fit a cache of {self.n_ctx}; make it larger")
+        self.clear()  # until all is there
+        for into, rows in zip((*self.k, *self.v), (*state.k, *state.v)):
+            into[:, : state.length] = rows
+        for i, layer in state.states.items():
+            self.states[i].take(layer)
+        self._spare_of = None
+        self.length = state.length
+
+    def _fits(self, state: State) -> bool:
+        """Whether a state has the arrays that this cache would save at its length."""
+        n, mine, theirs = state.length, (*self.k, *self.v), (*state.k, *state.v)
+        rows = [(x.shape[0], min(n, x.shape[1]), x.shape[2]) for x in mine]
+        if len(state.k) != len(self.k) or n < 0 or (n <= self.n_ctx and rows != [tuple(x.shape) for x in theirs]):
+            return False
+        pairs = [(self.states[i], state.states.get(i)) for i in self.states]
+        return len(state.states) == len(pairs) and all(
+            other is not None
+            and other.position == n
+            and (mine.inputs.shape, mine.heads.shape) == (other.inputs.shape, other.heads.shape)
+            for mine, other in pairs
+        )
+
+    # ------------------------------------------------------------------------------------------------ recurrent layers
+
+    def state(self, layer: int) -> LayerState:
+        """The state of a recurrent layer after `length` tokens, to be read. At the beginning it is zero.
+
+        DataError where the layer has gone on, or another run was cut off, and the state is that of another place.
+        """
+        found = self.states[layer]
+        if self.length and found.position != self.length and self._spare_of == layer:
+            assert self._spare is not None
+            self._spare_of = None
+            self.states[layer], self._spare = self._spare, found  # the layer is run once more
+            found = self.states[layer]
+        if not self.length:
+            found.position = INCOMPLETE
+            found.inputs[:], found.heads[:] = 0, 0
+            found.position = 0
+        if found.position != self.length:
+            raise DataError(
+                f"the state of recurrent layer {layer} is that after {found.position} tokens, the cache holds "
+                f"{self.length}: a pass ended early; clear() it, truncate() to the mark, or restore() what save() kept"
+            )
+        return found
+
+    def advance(self, layer: int, tokens: int) -> tuple[LayerState, LayerState]:
+        """The state of a layer, and where the one `tokens` later is to be written; what it was stays until the next."""
+        before = self.state(layer)
+        after = self._spare
+        assert after is not None
+        if after is before:  # an interrupt came between two steps of their exchange
+            after = copy.deepcopy(before)
+        after.position = INCOMPLETE
+        if self.one_layer:
+            for i in self.states:
+                self.states[i] = after
+        self.states[layer], self._spare, self._spare_of = after, before, layer
+        after.position = before.position + tokens
+        return before, after
+
+
+def _rows(shape: tuple[int, ...], attends: list[bool], one_layer: bool) -> tuple[np.ndarray, ...]:
+    """An array for each layer that attends, or one for all of them; an empty one for those that do not."""
+    try:
+        none = np.zeros((shape[0], 0, shape[2]), np.uint8)
+        first = np.zeros(shape, np.uint8)
+        return tuple((first if one_layer else np.zeros(shape, np.uint8)) if here else none for here in attends)
+    except (MemoryError, ValueError):
+        size = math.prod(shape) * (1 if one_layer else sum(attends))
+        raise DataError(
+            f"a cache of {shape[1]} tokens takes about {2 * size / (1 << 30):.0f} GiB, more than there is; take a "
+            "smaller context (-c) or type (-ctk, -ctv)"
+        ) from None

@@ -1,0 +1,157 @@
+"""Caches of models that are split: each device has keys and values of its layers, or of its heads of every layer.
+
+So with the states of recurrent layers. All devices forget, mark, save and restore together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from quantkit import types
+from quantkit.archs.common.blocks import HParams, Recurrence
+from quantkit.errors import DataError, UnsupportedError
+from quantkit.inputs import arguments
+from quantkit.runtime.kv.cache import Cache, CacheShape, CacheType, LayerState, State, Zeros
+
+
+@dataclass
+class Held:
+    """What a device has of a cache: of each attending layer so many key/value heads, of recurrent ones these sizes.
+
+    zeros   makes its arrays
+    """
+
+    zeros: Zeros = np.zeros
+    heads: dict[int, int] = field(default_factory=dict)
+    recurrent: dict[int, Recurrence] = field(default_factory=dict)
+
+
+def split_shape(hparams: HParams, held: Mapping[str, Held]) -> CacheShape:
+    """The shape of a cache over devices, each with what it holds."""
+    devices = [(name, sorted(mine.heads.items()), sorted(mine.recurrent.items())) for name, mine in held.items()]
+    return CacheShape.of(hparams, tuple(devices))
+
+
+@dataclass(frozen=True)
+class SplitState:
+    """What a SplitCache held of a sequence, by name of device."""
+
+    parts: Mapping[str, State]
+
+    @property
+    def length(self) -> int:
+        return max((part.length for part in self.parts.values()), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+
+class SplitCache(Cache):
+    """Room for `n_ctx` tokens of one sequence over several devices.
+
+    parts    by name of device, what it has: a Cache of its layers and heads, with empty arrays for other layers
+    k, v     are empty, and so are states: nothing here is in one place
+    """
+
+    def __init__(
+        self,
+        held: Mapping[str, Held],
+        hparams: HParams,
+        n_ctx: int,
+        cache_type: CacheType,
+        *,
+        one_layer: bool = False,
+    ):
+        """See Cache."""
+        self._describe(split_shape(hparams, held), n_ctx, cache_type, one_layer)
+        self.k, self.v, self.states = (), (), {}
+        self.parts = {device: _Part(self, mine, hparams) for device, mine in held.items()}
+        self.state_bytes = sum(part.state_bytes for part in self.parts.values())
+        self.nbytes = sum(part.nbytes for part in self.parts.values())
+
+    def truncate(self, length: int) -> None:
+        length = arguments.integer(length, "the length to truncate a cache to", 0, self.length)
+        for part in self.parts.values():
+            part.truncate(length)
+        self.length = length
+
+    def clear(self) -> None:
+        self.length = 0
+        for part in self.parts.values():
+            part.clear()
+
+    def mark(self) -> None:
+        for part in self.parts.values():
+            part.mark()
+
+    def save(self) -> SplitState:  # type: ignore[override]
+        return SplitState({device: part.save() for device, part in self.parts.items()})
+
+    def restore(self, state: State | SplitState) -> None:
+        if not isinstance(state, (State, SplitState)):
+            raise DataError(f"restore takes what save() gave, not a {type(state).__name__}")
+        theirs = state.parts if isinstance(state, SplitState) else {}
+        if theirs.keys() != self.parts.keys():
+            raise DataError(
+                f"a state of {state.length} tokens was saved from devices {', '.join(theirs) or 'CPU alone'}, this "
+                f"cache is on {', '.join(self.parts)}; both must be of one model under one placement"
+            )
+        self.clear()  # until all is there
+        for device, part in self.parts.items():
+            part.restore(theirs[device])
+        self.length = state.length
+
+
+class _Part(Cache):
+    """What one device has of a SplitCache, whose length is that of all parts: it changes for all at once."""
+
+    def __init__(self, whole: SplitCache, held: Held, hparams: HParams):
+        self._whole = whole
+        self._describe(whole.shape, whole.n_ctx, whole.type, whole.one_layer)
+        self._zeros = held.zeros
+        sides = (self.type.k, hparams.head_dim_k), (self.type.v, hparams.head_dim_v)
+        made: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        rows = []
+        for layer in range(hparams.n_layer):
+            count = held.heads.get(layer, 0)
+            key = (count, -1 if self.one_layer or not count else layer)
+            if key not in made:
+                k, v = (
+                    self._zeros((count, self.n_ctx, types.layout(name).row_bytes(dim)), "uint8") for name, dim in sides
+                )
+                made[key] = k, v
+            rows.append(made[key])
+        self.k, self.v = tuple(k for k, _ in rows), tuple(v for _, v in rows)
+        self._make_states(held.recurrent)
+        self.state_bytes = sum(x.nbytes for x in {id(x): x for x in self.states.values()}.values())
+        self.nbytes = self.state_bytes + sum(k.nbytes + v.nbytes for k, v in made.values())
+
+    @property
+    def length(self) -> int:
+        return self._whole.length
+
+    @length.setter
+    def length(self, value: int) -> None:
+        """The whole cache sets its own, once for all parts."""
+
+    def _make_states(self, sizes: Mapping[int, Recurrence]) -> None:
+        self.states, self._spare, self._spare_of, self._mark = {}, None, None, None
+        if not sizes:
+            return
+        one, *others = {*sizes.values()}
+        if others:
+            raise UnsupportedError(
+                "--max-gpu gives a device other heads of each recurrent layer, which have one size of state here; "
+                "leave it out, or take -sm layer"
+            )
+        first = LayerState.zero(one, self._zeros)
+        self.states = {layer: first if self.one_layer else LayerState.zero(one, self._zeros) for layer in sorted(sizes)}
+        self._spare = LayerState.zero(one, self._zeros)
+
+    def _copy(self, x: Any) -> Any:
+        return x.copy() if isinstance(x, np.ndarray) else x.clone()

@@ -1,0 +1,125 @@
+"""A device of -sm graph: its parts of the tensors that are cut, and whole ones of the rest.
+
+A `Rank` hands `mine` of each part of a block to the operations of its worker, and has what that makes added up
+(runtime/parallel/all_reduce.py), on a thread of its own. On a GPU it is a `cuda_rank.CudaRank`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from quantkit.archs.common import blocks
+from quantkit.formats.gguf import Tensor
+from quantkit.placement.devices import Device
+from quantkit.runtime.blocks.device_blocks import Parts
+from quantkit.runtime.blocks.layers import Span
+from quantkit.runtime.parallel import tensor_shards
+from quantkit.runtime.parallel.all_reduce import Reduce
+from quantkit.runtime.parallel.worker import Context, Worker
+
+
+class Rank(Worker):
+    """What one of the devices computes that share layers.
+
+    rank   its number among them
+    """
+
+    def __init__(self, rank: int, device: Device, split: Context, owner: Parts, threads: int):
+        super().__init__(device, split, owner, threads)
+        self.rank = rank
+        self.weights = self._sliced(owner, owner.weights)
+
+    def follow(self, owner: Parts) -> None:
+        self._checking, self.expert_reduction = owner._checking, owner.expert_reduction
+
+    def _sliced(self, owner: Parts, names: Iterable[str]) -> dict[str, Tensor]:
+        """The owner's tensors: of those that are cut, what this device has of them."""
+        found = {name: owner.weights[name] for name in names}
+        for name in found.keys() & self._split.cuts.keys():
+            cut = self._split.cuts[name]
+            found[name] = tensor_shards.ranges(found[name], cut.axis, cut.ranges(self.rank))
+        return found
+
+    def renew(self, owner: Parts, names: Iterable[str]) -> None:
+        """Take these tensors from the owner again."""
+        names = list(names)
+        self.forget(names)
+        self.weights = {**self.weights, **self._sliced(owner, names)}
+        self.forget(names)
+
+    def _of(self, name: str) -> Worker:
+        return self if name in self._split.placement.sliced else super()._of(name)
+
+    def _counted(self) -> float:
+        return self._split.ledger.total(self.device.name)  # the others run at the same time
+
+    def _experts(self, part: blocks.Experts, x: Any) -> Any:
+        if self.rank == 0 or part.down.weight in self._split.placement.sliced:
+            return super()._experts(part, x)
+        if part.shared is None:  # elsewhere, once for all
+            return self.zeros(tuple(x.shape), "float32")
+        return self._shared(part.shared, part.shared_gate, self.norm(part.norm, x))
+
+    def run_experts(self, part: blocks.Experts, y: Any, chosen: Any, weights: Any) -> Any:
+        cut = self._split.cuts.get(part.down.weight)
+        if cut is None:
+            return super().run_experts(part, y, chosen, weights)
+        ((first, stop),) = cut.ranges(self.rank)
+        if first == stop:
+            return self.zeros(tuple(y.shape), "float32")
+        if cut.axis == 0:  # by number: those of others are left out
+            chosen = chosen - first
+            chosen[(chosen < 0) | (chosen >= stop - first)] = -1
+        return super().run_experts(part, y, chosen, weights)
+
+    def mine(self, part: blocks.Part) -> blocks.Part | None:
+        """A part as this device computes it, without what comes after adding up; None where it has nothing of it."""
+        of = self._split.cuts
+
+        def width(linear: blocks.Linear) -> int:
+            return of[linear.weight].width(self.rank)
+
+        def last(linear: blocks.Linear) -> blocks.Linear:  # biases of what is added up count once
+            return linear if self.rank == 0 else replace(linear, bias=None)
+
+        if isinstance(part, blocks.Attention):
+            kv_heads = width(part.k) // part.head_dim_k
+            heads = kv_heads * (part.heads // part.kv_heads)
+            found = replace(part, heads=heads, kv_heads=kv_heads, out=last(part.out), post_norm=None)
+            return found if heads else None
+        if isinstance(part, blocks.LatentAttention):
+            heads = width(part.q) // part.head_dim_k
+            return replace(part, heads=heads, out=last(part.out)) if heads else None
+        if isinstance(part, blocks.DeltaNet):
+            each = part.sizes.value_heads // part.sizes.key_heads
+            heads = width(part.out) // (each * part.sizes.head_dim_v)
+            sizes = replace(part.sizes, key_heads=heads, value_heads=each * heads)
+            return replace(part, sizes=sizes, out=last(part.out)) if heads else None
+        if isinstance(part, blocks.FeedForward):
+            return replace(part, down=last(part.down), post_norm=None) if width(part.gate) else None
+        assert isinstance(part, blocks.Experts)
+        shared = None if part.shared is None else self.mine(part.shared)
+        assert shared is None or isinstance(shared, blocks.FeedForward)
+        cut = of.get(part.down.weight)
+        down = last(part.down) if cut is not None and cut.axis == 2 else part.down
+        return replace(part, shared=shared, down=down)
+
+    def run_shared(self, block: blocks.Block, x: Any, spans: list[Span], adding: Reduce) -> Any:
+        """What leaves a block of which this device computes its part, on its thread; `x` is the same on all."""
+        ledger, name = self._split.ledger, self.device.name
+        start, counted = time.perf_counter(), ledger.total(name)
+        for part in block.parts:
+            mine = self.mine(part)
+            partial = (
+                self.zeros(tuple(x.shape), "float32") if mine is None else self.run_part(mine, block.layer, x, spans)
+            )
+            begin = time.perf_counter()
+            total = adding.add(self.rank, partial)
+            self.settle()
+            ledger.spent(name, "waiting", time.perf_counter() - begin)
+            x = x + self._post_norm(getattr(part, "post_norm", None), total)
+        ledger.spent(name, "other", max(0.0, time.perf_counter() - start - (ledger.total(name) - counted)))
+        return x

@@ -1,0 +1,362 @@
+"""A model over several devices: who computes what, and what moves between them. Layer by layer.
+
+    -sm layer   each device runs a range of layers; the hidden state moves from one to the next
+    -sm graph   all devices run each layer, on the parts of its tensors that placement/sharding.py gives them; what
+    they make
+                is added up after every part of a block (runtime/parallel/all_reduce.py), so that all have the hidden
+                state
+    -ot         a product, norm or expert whose tensor is elsewhere is computed there; what enters and leaves it moves
+
+A `Worker` (runtime/parallel/worker.py) is what a device computes. `Split.ledger` counts time and bytes moved.
+
+In -sm graph, tensors that rules put elsewhere can be the three matrices of a layer's experts, together on one device;
+layers below -ngl run on the CPU, whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from quantkit.archs.common import blocks
+from quantkit.errors import UnsupportedError
+from quantkit.placement import sharding
+from quantkit.placement.devices import CPU, Device
+from quantkit.placement.offload import Offload
+from quantkit.placement.rules import Placement
+from quantkit.placement.sharding import Cut
+from quantkit.runtime.blocks.device_blocks import Parts
+from quantkit.runtime.blocks.layers import Span
+from quantkit.runtime.kv.cache import CacheShape, CacheType
+from quantkit.runtime.kv.sharded_cache import Held, SplitCache, split_shape
+from quantkit.runtime.parallel.all_reduce import Reduce
+from quantkit.runtime.parallel.ledger import Ledger
+from quantkit.runtime.parallel.rank import Rank
+from quantkit.runtime.parallel.worker import Context, Worker
+
+NewWorker = Callable[[Device, Context, Parts, int], Worker]
+NewRank = Callable[[int, Device, Context, Parts, int], Rank]
+
+
+class Split:
+    """A model's blocks over the devices of a placement.
+
+    owner      the model: weights by name, how to compute
+    ledger     time and bytes moved
+    reduce     of -sm graph: the type sums over devices travel in; None otherwise
+    offload    from which batch on GPUs compute with experts that stay on the CPU
+    profile    whether GPUs are waited for, so that each kind of work has the time it took
+
+    Whoever makes it says which workers there are: `new_worker` and `new_rank`, as `workers.py` has them.
+    """
+
+    def __init__(
+        self,
+        owner: Parts,
+        parts: Sequence[blocks.Block],
+        head: blocks.Head,
+        cached: blocks.HParams,
+        placement: Placement,
+        *,
+        reduce: str = "f32",
+        experts_by: str = "number",
+        profile: bool = False,
+        offload: Offload | None = None,
+        new_worker: NewWorker,
+        new_rank: NewRank,
+    ):
+        self.profile, self.offload = profile, offload or Offload()
+        self.placement, self.ledger = placement, Ledger()
+        self._owner, self._parts, self._head, self._cached = owner, parts, head, cached
+        used = {device.name: device for device in (CPU, *placement.devices.values(), *placement.of_layer.values())}
+        _require_known(parts)
+        self.cuts: dict[str, Cut] = {}
+        self._workers = {name: new_worker(device, self, owner, owner.threads) for name, device in used.items()}
+        self.ranks: list[Rank] = []
+        self._adding: Reduce | None = None
+        if placement.graph:
+            self._require_cuttable()
+            by = experts_by
+            self.cuts = sharding.of_model(
+                parts, head, owner.weights, placement.sliced, placement.shares, by, cached.n_layer
+            )
+            threads = max(1, owner.threads // len(placement.graph))
+            self.ranks = [new_rank(i, device, self, owner, threads) for i, device in enumerate(placement.graph)]
+            self._adding = Reduce([rank.place for rank in self.ranks], reduce)
+            self._adding.each(self._enter)
+        self._held: tuple[np.ndarray | None, Worker] = (None, self._workers[CPU.name])
+        self._copies: list[np.ndarray] = []  # what left the last block that is shared, on each rank
+        self.runs = self._new_runs()
+
+    def _new_runs(self) -> list[tuple[Worker | None, list[blocks.Block]]]:
+        """All blocks in order: neighbours that a worker can replay, with it, and others, with None."""
+
+        def who(block: blocks.Block) -> Worker | None:
+            if block.layer in self.placement.shares:
+                return None
+            worker = self.worker(self.placement.home(block.layer))
+            return worker if worker.records(block) else None
+
+        return [(worker, list(run)) for worker, run in itertools.groupby(self._parts, who)]
+
+    def _enter(self, number: int) -> None:
+        """On the thread of a rank: it runs other devices too, where experts are elsewhere."""
+        for worker in (*self._workers.values(), self.ranks[number]):
+            worker.enter()
+
+    @property
+    def reduce(self) -> str | None:
+        return self._adding.kind if self._adding else None
+
+    def describe(self) -> dict[str, Any]:
+        """What a figure of a run depends on."""
+        placement = self.placement
+        counts: dict[str, int] = {}
+        for name, device in placement.devices.items():
+            names = [d.name for d in placement.graph] if name in placement.sliced else [device.name]
+            for each in names:
+                counts[each] = counts.get(each, 0) + 1
+        found: dict[str, Any] = {"split_mode": placement.mode, "devices": counts}
+        workers = (*self._workers.values(), *self.ranks)
+        if gpus := {each.device.name: each.hardware for each in workers if each.hardware}:
+            found |= {"gpus": gpus, "offload_threshold": self.offload.threshold}
+            found |= {"not_offloaded": sorted(self.offload.forbidden)} if self.offload.forbidden else {}
+        if placement.graph:
+            found |= {"reduce": self.reduce, "shares": [round(s, 4) for s in next(iter(placement.shares.values()))]}
+        return found
+
+    def worker(self, device: Device) -> Worker:
+        return self._workers[device.name]
+
+    def attends(self, layer: int, worker: Worker) -> Worker:
+        """Who has the keys and values of a layer that a worker runs."""
+        return worker if self.ranks else self.worker(self.placement.of_cache(layer))
+
+    def new_cache(self, n_ctx: int, kind: CacheType, one_layer: bool = False) -> SplitCache:
+        """An empty cache: of each device its layers, or its heads of every layer that is shared."""
+        self.require_cache(kind)
+        return SplitCache(self._of_devices(), self._cached, n_ctx, kind, one_layer=one_layer)
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        """That of the caches it makes."""
+        return split_shape(self._cached, self._of_devices())
+
+    def _of_devices(self) -> dict[str, Held]:
+        """What each device has of a cache."""
+        workers = (*self._workers.values(), *self.ranks)
+        held = {worker.device.name: Held(worker.zeros) for worker in workers}
+        for layer, worker, part in self._remembering():
+            self._hold(held[worker.device.name], layer, part)
+        return held
+
+    def require_cache(self, kind: CacheType) -> None:
+        """UnsupportedError where a device has no kernel for its part of such a cache."""
+        for _, worker, part in self._remembering():
+            if isinstance(part, blocks.Attention):
+                worker.require_cache(kind, part.kv_heads, part.head_dim_k, part.head_dim_v)
+            elif isinstance(part, blocks.LatentAttention) and self._owner.mla:
+                worker.require_cache(kind, 1, part.latent, 0)
+            elif isinstance(part, blocks.LatentAttention):
+                worker.require_cache(kind, part.heads, part.head_dim_k, part.head_dim_v)
+
+    def _remembering(self) -> Iterator[tuple[int, Worker, blocks.Part]]:
+        """(layer, worker, part) of all parts that remember tokens; of shared layers what each rank has of them."""
+        for block in self._parts:
+            for part in block.parts:
+                if isinstance(part, (blocks.FeedForward, blocks.Experts)):
+                    continue
+                if block.layer not in self.placement.shares:
+                    yield block.layer, self.worker(self._cache_device(block)), part
+                    continue
+                for rank in self.ranks:
+                    mine = rank.mine(part)
+                    if mine is not None:
+                        yield block.layer, rank, mine
+
+    def _hold(self, held: Held, layer: int, part: blocks.Part) -> None:
+        if isinstance(part, blocks.Attention):
+            held.heads[layer] = part.kv_heads
+        elif isinstance(part, blocks.LatentAttention):
+            held.heads[layer] = 1 if self._owner.mla else part.heads
+        elif isinstance(part, blocks.DeltaNet):
+            held.recurrent[layer] = part.sizes
+
+    def _cache_device(self, block: blocks.Block) -> Device:
+        """Where what a layer remembers is; states of recurrent layers are with their layer, -nkvo or not."""
+        recurrent = any(isinstance(part, blocks.DeltaNet) for part in block.parts)
+        return self.placement.home(block.layer) if recurrent else self.placement.of_cache(block.layer)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drop what was made of these tensors: the owner has others."""
+        names = list(names)
+        for worker in self._workers.values():
+            worker.forget(names)
+        for rank in self.ranks:
+            rank.renew(self._owner, names)
+
+    # ---------------------------------------------------------------------------------------------------------- a pass
+
+    def embedded(self, x: np.ndarray) -> np.ndarray:
+        """What the embedding made; where, says its placement."""
+        worker = self.worker(self.placement[self._head.embedding])
+        self._held = x, worker if worker.device.runs_here else self._workers[CPU.name]  # rows are gathered here
+        self.ledger.ran(len(x))
+        return x
+
+    def run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        """float32[tokens, n_embd] that leaves a block; the spans' caches are those of `new_cache`."""
+        for worker in self._workers.values():
+            worker.follow(self._owner)
+        if block.layer in self.placement.shares:
+            return self._run_shared(block, x, spans)
+        worker = self.worker(self.placement.home(block.layer))
+        begin, counted = time.perf_counter(), self.ledger.total()
+        x = worker.take(x, self._source(x))
+        out = worker.run_block(block, x, _of_device(spans, self._cache_device(block)))
+        other = time.perf_counter() - begin - (self.ledger.total() - counted)
+        self.ledger.spent(worker.device.name, "other", max(0.0, other))
+        self._held = out, worker
+        return out
+
+    def replayed(
+        self, worker: Worker | None, run: Sequence[blocks.Block], x: np.ndarray, spans: list[Span]
+    ) -> np.ndarray | None:
+        """What leaves one of `runs` for one token, all finite; None where the blocks have to go one by one."""
+        if worker is None or len(x) != 1 or self.profile:
+            return None
+        worker.follow(self._owner)
+        (span,) = _of_device(spans, worker.device)
+        if not worker.replays(run, span.cache):
+            return None
+        out = worker.replayed(run, worker.take(x, self._source(x)), span.cache)
+        if not worker.is_finite(out):
+            return None
+        self._held = out, worker
+        return out
+
+    @staticmethod
+    def names(block: blocks.Block) -> Iterator[str]:
+        """Tensors that a block names."""
+        return _names(block)
+
+    def host(self, x: np.ndarray) -> np.ndarray:
+        """What left a block, in the host's memory: as it is where it is there already."""
+        return x if isinstance(x, np.ndarray) else self._workers[CPU.name].take(x, self._held[1])
+
+    def is_finite(self, x: np.ndarray) -> bool:
+        """Of what left a block, where it is."""
+        return self._held[1].is_finite(x)
+
+    def project(self, x: np.ndarray) -> np.ndarray:
+        """float32[k, vocab], on the host, of what the last block made."""
+        host, head, last = self._workers[CPU.name], self._head, self._cached.n_layer
+        source = self._source(x)
+        cut = self.cuts.get(head.output.weight)
+        if cut is not None:
+            assert self._adding is not None
+
+            def task(rank: int) -> np.ndarray:
+                mine = self.ranks[rank]
+                if not cut.width(rank):
+                    return np.zeros((len(x), 0), np.float32)
+                return host.take(mine.linear(head.output, mine.norm(head.norm, mine.take(x, source))), mine)
+
+            return np.concatenate(self._adding.each(task), axis=1)
+        worker = self.ranks[0] if last in self.placement.shares else self.worker(self.placement.home(last))
+        x = worker.take(x, source)
+        return host.take(worker.linear(head.output, worker.norm(head.norm, x)), worker)
+
+    def _source(self, x: np.ndarray) -> Worker:
+        """Where an array is: what left the last block is there, all others are the host's."""
+        held, worker = self._held
+        base = getattr(x, "base", None)
+        base = x if base is None else base
+        return worker if held is not None and (x is held or base is held) else self._workers[CPU.name]
+
+    def _run_shared(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        """A block on all ranks at once; what is given back is the first one's."""
+        if self._owner.observer is not None and not self._owner._checking:
+            raise UnsupportedError(
+                f"{self._owner.path}: what enters whole matrices is observed (imatrix), and -sm graph cuts them; take "
+                "-sm layer"
+            )
+        adding = self._adding
+        assert adding is not None
+        for rank in self.ranks:
+            rank.follow(self._owner)
+        given = self._copies
+        if not given or x is not given[0]:
+            source = self._source(x)
+            given = [rank.take(x, source) for rank in self.ranks]
+
+        def task(number: int) -> np.ndarray:
+            rank = self.ranks[number]
+            return rank.run_shared(block, given[number], _of_device(spans, rank.device), adding)
+
+        self._copies = adding.each(task)
+        self._held = self._copies[0], self.ranks[0]
+        return self._copies[0]
+
+    def _require_cuttable(self) -> None:
+        """UnsupportedError for rules that -sm graph cannot follow."""
+        placement = self.placement
+        if placement.kv_on_cpu:
+            raise UnsupportedError(
+                "-nkvo: with -sm graph each device has the keys and values of its heads; drop one of them"
+            )
+        experts_of = {
+            linear.weight: part
+            for block in self._parts
+            for part in block.parts
+            if isinstance(part, blocks.Experts)
+            for linear in (part.gate, part.up, part.down)
+        }
+        for block in self._parts:
+            for name in _names(block) if block.layer in placement.shares else ():
+                if name not in placement.devices or name in placement.sliced:
+                    continue
+                part = experts_of.get(name)
+                three = (part.gate.weight, part.up.weight, part.down.weight) if part else ()
+                if not part or len({placement[n].name for n in three}) > 1 or any(n in placement.sliced for n in three):
+                    raise UnsupportedError(
+                        f"{placement.reasons.get(name, '-ot')}: {name} would go to {placement[name].name}; with "
+                        "-sm graph only the three matrices of a layer's experts can go elsewhere, together; take -sm "
+                        "layer for others"
+                    )
+
+
+def _of_device(spans: Iterable[Span], device: Device) -> list[Span]:
+    """Spans whose caches are what a device has of them."""
+    found = []
+    for span in spans:
+        assert isinstance(span.cache, SplitCache)
+        found.append(Span(span.start, span.stop, span.cache.parts[device.name]))
+    return found
+
+
+def _names(block: blocks.Block) -> Iterator[str]:
+    """Tensors that the parts of a block name."""
+    pending: list[Any] = list(block.parts)
+    while pending:
+        part = pending.pop()
+        for value in vars(part).values():
+            if isinstance(value, (blocks.Linear, blocks.Norm)):
+                yield value.weight
+            elif isinstance(value, blocks.FeedForward):
+                pending.append(value)
+
+
+def _require_known(parts: Sequence[blocks.Block]) -> None:
+    known = (blocks.Attention, blocks.LatentAttention, blocks.DeltaNet, blocks.FeedForward, blocks.Experts)
+    for block in parts:
+        for part in block.parts:
+            if not isinstance(part, known):
+                raise UnsupportedError(
+                    f"blk.{block.layer}: {type(part).__name__} layers run on one device in this version; leave out "
+                    "--devices, -sm and rules for other devices"
+                )

@@ -1,0 +1,286 @@
+"""What one device of a split model computes: parts of blocks, over the tensors that are there.
+
+What is on another device is handed to that one's worker, with what enters and what leaves as counted transfers. A
+device of another kind is a subclass (`cuda_worker.CudaWorker`), which keeps its arrays where it wants, says in
+`receive` and `give` how they come and go, and has kernels for the operations of `parts.Parts`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from quantkit.archs.common import blocks
+from quantkit.placement.devices import Device
+from quantkit.placement.offload import Offload
+from quantkit.placement.rules import Placement
+from quantkit.placement.sharding import Cut
+from quantkit.runtime.blocks import experts, latent, layers
+from quantkit.runtime.blocks.device_blocks import Parts
+from quantkit.runtime.blocks.layers import Span
+from quantkit.runtime.kv.cache import Cache, CacheType
+from quantkit.runtime.parallel.ledger import Ledger
+
+
+class Context(Protocol):
+    """What a worker asks of the split model that it belongs to (`split.Split`)."""
+
+    placement: Placement
+    ledger: Ledger
+    cuts: dict[str, Cut]
+    offload: Offload
+    profile: bool
+
+    def worker(self, device: Device) -> Worker: ...
+
+    def attends(self, layer: int, worker: Worker) -> Worker: ...
+
+    def names(self, block: blocks.Block) -> Iterator[str]: ...
+
+
+class Worker(Parts):
+    """What one device computes: parts of blocks, over the tensors that are there.
+
+    place   the torch.device of its arrays; None where they are numpy's
+
+    Operations whose tensor is on another device are handed to that one's worker.
+    """
+
+    place: Any = None
+    hardware: str | None = None  # name of the GPU
+
+    def __init__(self, device: Device, split: Context, owner: Parts, threads: int):
+        super().__init__(
+            owner.path,
+            owner.weights,
+            numerics=owner.numerics,
+            threads=threads,
+            how=owner.how,
+            mla=owner.mla,
+            expert_reduction=owner.expert_reduction,
+            tripwire=owner.tripwire,
+        )
+        self.device, self._split = device, split
+        self._timing = False
+
+    def follow(self, owner: Parts) -> None:
+        """Take over what may change while a model is open."""
+        self.observer, self._checking = owner.observer, owner._checking
+        self.expert_reduction, self.weights = owner.expert_reduction, owner.weights
+
+    # ------------------------------------------------------------------------------------------------------- transfers
+
+    def take(self, x: np.ndarray, source: Worker) -> np.ndarray:
+        """x of another device, here."""
+        if source is self:
+            return x
+        begin = time.perf_counter()
+        here = self.receive(x, source)
+        ledger = self._split.ledger
+        ledger.moved(source.device.name, self.device.name, here.nbytes)
+        ledger.spent(self.device.name, "transfer", time.perf_counter() - begin)
+        return here
+
+    def receive(self, x: np.ndarray, source: Worker) -> np.ndarray:
+        """A copy of x of another device on this one."""
+        return source.give(x)
+
+    def give(self, x: np.ndarray) -> np.ndarray:
+        """A copy of x of this device in the host's memory."""
+        return np.array(x)
+
+    def _there(self, other: Worker, task: Callable[..., np.ndarray], *given: np.ndarray) -> np.ndarray:
+        """What `task` of arrays gives that are moved to another device for it, brought back."""
+        return self.take(task(*(other.take(x, self) for x in given)), other)
+
+    @contextlib.contextmanager
+    def _timed(self, kind: str) -> Iterator[None]:
+        """Count what is done inside as this kind of work; what is within that again is not counted twice."""
+        if self._timing:
+            yield
+            return
+        self._timing, begin = True, time.perf_counter()
+        try:
+            yield
+        finally:
+            self._timing = False
+            self.settle()
+            self._split.ledger.spent(self.device.name, kind, time.perf_counter() - begin)
+
+    def enter(self) -> None:
+        """Said once on a thread, other than the main one, before it runs this device."""
+
+    def settle(self) -> None:
+        """Wait for what was begun, where time is to be told of a device that goes on by itself."""
+
+    def zeros(self, shape: tuple[int, ...], kind: str) -> Any:
+        """An array of this device."""
+        return np.zeros(shape, kind)
+
+    def records(self, block: blocks.Block) -> bool:
+        """Whether all of a block is computed here, for one token, by launches that can be replayed."""
+        return False
+
+    def replays(self, layers: Sequence[blocks.Block], cache: Cache) -> bool:
+        """Whether blocks that `records` allows can go together for the next token: not so for the first in a cache."""
+        return False
+
+    def replayed(self, layers: Sequence[blocks.Block], x: np.ndarray, cache: Cache) -> np.ndarray:
+        """What leaves such blocks for one token, by replaying what was recorded."""
+        raise NotImplementedError
+
+    def require_cache(self, kind: CacheType, heads: int, dim_k: int, dim_v: int) -> None:
+        """UnsupportedError where this device cannot attend over such a cache; with dim_v 0 values are in the keys."""
+
+    def _of(self, name: str) -> Worker:
+        """The worker of the device that has a tensor."""
+        return self._split.worker(self._split.placement[name])
+
+    # ------------------------------------------------------------------------------------------------------ operations
+
+    def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray:
+        other = self._of(linear.weight)
+        if other is not self:
+            return self._there(other, lambda x: other.linear(linear, x), x)
+        with self._timed("products"):
+            self._split.ledger.read(self.device.name, self.weights[linear.weight].nbytes)
+            return super().linear(linear, x)
+
+    def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
+        other = self._of(norm.weight)
+        if other is not self:
+            return self._there(other, lambda x: other.norm(norm, x), x)
+        with self._timed("norms"):
+            return super().norm(norm, x)
+
+    def attend(
+        self,
+        heads: layers.Heads,
+        layer: int,
+        q: np.ndarray,
+        spans: list[Span],
+        how: layers.Attending | None = None,
+    ) -> np.ndarray:
+        with self._timed("attention"):
+            return super().attend(heads, layer, q, spans, how)
+
+    def remember_and_attend(
+        self, part: blocks.Attention, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, spans: list[Span]
+    ) -> np.ndarray:
+        other = self._split.attends(layer, self)
+        if other is self:
+            return super().remember_and_attend(part, layer, q, k, v, spans)
+        return self._there(other, lambda q, k, v: other.remember_and_attend(part, layer, q, k, v, spans), q, k, v)
+
+    def attend_latents(
+        self, part: blocks.LatentAttention, layer: int, q: np.ndarray, latents: np.ndarray, spans: list[Span]
+    ) -> np.ndarray:
+        other = self._split.attends(layer, self)
+        if other is self:
+            return super().attend_latents(part, layer, q, latents, spans)
+        return self._there(other, lambda q, c: other.attend_latents(part, layer, q, c, spans), q, latents)
+
+    def between(self, part: blocks.LatentAttention) -> latent.Between:
+        return _Between(part, self)
+
+    def own_between(self, part: blocks.LatentAttention) -> latent.Between:
+        """The same, computed on this device."""
+        return latent.Between(part, self.weights, self.threads)
+
+    def run_part(self, part: blocks.Part, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        if not isinstance(part, blocks.DeltaNet):
+            return super().run_part(part, layer, x, spans)
+        begin, counted = time.perf_counter(), self._counted()
+        out = super().run_part(part, layer, x, spans)
+        rest = time.perf_counter() - begin - (self._counted() - counted)
+        self._split.ledger.spent(self.device.name, "recurrent", max(0.0, rest))
+        return out
+
+    def _counted(self) -> float:
+        """Seconds that are counted already, of all that this worker's parts are made by."""
+        return self._split.ledger.total()
+
+    def run_experts(self, part: blocks.Experts, y: np.ndarray, chosen: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        other, *others = (self._of(linear.weight) for linear in (part.gate, part.up, part.down))
+        if any(worker is not other for worker in others):
+            return self._experts_apart(part, y, chosen, weights)
+        if other is not self:
+            return self._there(other, lambda y, w: other.run_experts(part, y, chosen, w), y, weights)
+        with self._timed("experts"):
+            self._count_experts(part, chosen)
+            return super().run_experts(part, y, chosen, weights)
+
+    def _experts_apart(
+        self, part: blocks.Experts, y: np.ndarray, chosen: np.ndarray, weights: np.ndarray
+    ) -> np.ndarray:
+        """The three matrices of an expert are not on one device: each product is where its matrix is."""
+
+        def matrix(linear: blocks.Linear, number: int) -> experts.Product:
+            other = self._of(linear.weight)
+            product = other.expert_product(linear, number)
+
+            def run(x: np.ndarray) -> np.ndarray:
+                with other._timed("experts"):
+                    return product(x)
+
+            return run if other is self else lambda x: self._there(other, run, x)
+
+        observe = None if self._checking else self.observer
+        self._count_experts(part, chosen)
+        return experts.run(part, self.weights, y, chosen, weights, self.threads, observe, matrix)
+
+    def expert_product(self, linear: blocks.Linear, number: int) -> experts.Product:
+        """The product with one expert's matrix, on this device."""
+        return experts.linear_of(self.weights, self.threads, linear, number)
+
+    def _count_experts(self, part: blocks.Experts, chosen: np.ndarray) -> None:
+        used = len(np.unique(chosen[chosen >= 0]))
+        for linear in (part.gate, part.up, part.down):
+            tensor = self.weights[linear.weight]
+            name = self._of(linear.weight).device.name
+            self._split.ledger.read(name, used * tensor.nbytes // max(1, tensor.shape[0]))
+
+
+class _Between(latent.Between):
+    """The matrices between latents and heads, each used on the device that has it."""
+
+    def __init__(self, part: blocks.LatentAttention, worker: Worker):
+        super().__init__(part, worker.weights, worker.threads)
+        self._worker = worker
+
+    def _at(self, absorbed: bool, own: blocks.Linear | None) -> Worker:
+        """Who has the matrix that `of` reads; where it reads k_b and v_b, who has k_b, and v_b is brought there."""
+        part, weights = self.part, self._worker.weights
+        pair = part.k_b is not None and part.v_b is not None
+        if part.kv_b is not None and not (absorbed and pair):
+            return self._worker._of(part.kv_b.weight)
+        assert own is not None
+        assert part.v_b is not None
+        found = self._worker._of(own.weight)
+        holder = self._worker._of(part.v_b.weight)
+        if not absorbed and holder is not found:
+            self._worker._split.ledger.moved(holder.device.name, found.device.name, weights[part.v_b.weight].nbytes)
+        return found
+
+    def _run(self, other: Worker, task: Callable[[latent.Between, np.ndarray], Any], x: np.ndarray) -> Any:
+        """`task` with plain matrices on another device."""
+        x = other.take(x, self._worker)
+        with other._timed("latents"):
+            return task(other.own_between(self.part), x)
+
+    def queries(self, q: np.ndarray) -> np.ndarray:
+        other = self._at(True, self.part.k_b)
+        return self._worker.take(self._run(other, lambda between, q: between.queries(q), q), other)
+
+    def values(self, attended: np.ndarray) -> np.ndarray:
+        other = self._at(True, self.part.v_b)
+        return self._worker.take(self._run(other, lambda between, x: between.values(x), attended), other)
+
+    def expanded(self, latents: np.ndarray, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        other = self._at(False, self.part.k_b)
+        k, v = self._run(other, lambda between, c: between.expanded(c, first, stop), latents)
+        return self._worker.take(k, other), self._worker.take(v, other)

@@ -1,0 +1,349 @@
+"""GGUF's `tokenizer.*` keys -> Hugging Face's tokenizer files; the runtime's tokenizer is built from the same.
+
+    tokenizer_json(metadata)           keys -> tokenizer.json
+    tokenizer_config(metadata)         keys -> tokenizer_config.json
+    generation_config(metadata)        keys -> generation_config.json
+
+tokenizers/vocab.py is the other direction and says what the keys mean.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quantkit.errors import FormatError, UnsupportedError
+from quantkit.formats.gguf.metadata import shortest
+from quantkit.inputs import json_input
+from quantkit.tokenizers import pretokenizers
+from quantkit.tokenizers.checks import check_keys, check_normalizer, check_pre_tokenizer
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+SPACE = "\u2581"
+
+# key in tokenizer_config.json and config.json -> GGUF key, spelled as GGUF spells it
+SPECIAL = {
+    "bos": "tokenizer.ggml.bos_token_id",
+    "eos": "tokenizer.ggml.eos_token_id",
+    "unk": "tokenizer.ggml.unknown_token_id",
+    "sep": "tokenizer.ggml.seperator_token_id",
+    "pad": "tokenizer.ggml.padding_token_id",
+    "cls": "tokenizer.ggml.cls_token_id",
+    "mask": "tokenizer.ggml.mask_token_id",
+}
+# further tokens that end a reply, where generation_config.json lists them
+ENDS = {
+    "<|eot_id|>": "tokenizer.ggml.eot_token_id",
+    "<|im_end|>": "tokenizer.ggml.eot_token_id",
+    "<|end|>": "tokenizer.ggml.eot_token_id",
+    "<end_of_turn>": "tokenizer.ggml.eot_token_id",
+    "<|eom_id|>": "tokenizer.ggml.eom_token_id",
+}
+# generation_config.json -> general.sampling.*
+SAMPLING = {
+    "temperature": ("temp", "f32"),
+    "top_k": ("top_k", "i32"),
+    "top_p": ("top_p", "f32"),
+    "min_p": ("min_p", "f32"),
+    "repetition_penalty": ("penalty_repeat", "f32"),
+}
+# A JSON object; of a tokenizer.json where GGUF's own keys would make something else: "normalizer", "pre_tokenizer",
+# "ignore_merges", "byte_fallback"; "added_tokens", id -> flags that are not false, and the text where GGUF's differs;
+# "unmerged", ids of tokens that no merge makes although two tokens spell them.
+EXACT = "quantkit.tokenizer"
+SCORES = "quantkit.tokenizer.scores"  # f64, where f32 does not hold the scores of a unigram model
+FIXED_SCORES = {UNUSED: -10000.0, USER_DEFINED: -1000.0, CONTROL: 0.0, UNKNOWN: 0.0, BYTE: 0.0}
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+def as_list(value: Any) -> list[int]:
+    return [] if value is None else [value] if isinstance(value, int) else list(value)
+
+
+def token_types(metadata: Mapping[str, Any]) -> list[int]:
+    """Type of every token; NORMAL where the file does not say."""
+    count = len(metadata["tokenizer.ggml.tokens"])
+    types = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", [NORMAL] * count)]
+    if len(types) != count:
+        raise FormatError(f"tokenizer.ggml.token_type has {len(types)} entries for {count} tokens")
+    return types
+
+
+def tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """A tokenizer.json that tokenizes as the GGUF keys say, with the ids of the file.
+
+    FormatError names a missing key, UnsupportedError a kind of tokenizer that is not handled.
+    """
+    check_keys(metadata)
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind not in _PARTS:
+        raise UnsupportedError(
+            f"tokenizer.ggml.model = {kind!r}; quantkit handles 'gpt2' (byte-level BPE), "
+            "'llama' (SentencePiece BPE) and 't5' (unigram)"
+        )
+    needed = ["tokenizer.ggml.tokens", "tokenizer.ggml.merges" if kind == "gpt2" else "tokenizer.ggml.scores"]
+    for key in needed:
+        if key not in metadata:
+            raise FormatError(f"metadata key {key} is missing; a {kind} tokenizer needs it")
+    exact = _stated_exactly(metadata)
+    parts = _PARTS[kind](metadata, exact)
+    where = EXACT if "normalizer" in exact or "pre_tokenizer" in exact else "the tokenizer in the metadata"
+    check_normalizer(parts["normalizer"], f"{where}, normalizer")
+    if kind != "gpt2":  # of which the table knows them
+        check_pre_tokenizer(parts["pre_tokenizer"], f"{where}, pre_tokenizer")
+    flags = exact.get("added_tokens", {})
+    tokens, types = metadata["tokenizer.ggml.tokens"], token_types(metadata)
+    added = [
+        {"id": i, "content": str(token), "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+         "special": types[i] != USER_DEFINED} | flags.get(str(i), {})
+        for i, token in enumerate(tokens)
+        if token and (types[i] in (CONTROL, USER_DEFINED) or (types[i] == UNKNOWN and kind != "gpt2"))
+    ]  # fmt: skip
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added} | parts
+
+
+def _stated_exactly(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What EXACT says; {} where the file has none."""
+    try:
+        found = json_input.parse(metadata.get(EXACT, "{}"), f"metadata key {EXACT}")
+    except TypeError as error:
+        raise FormatError(f"metadata key {EXACT} is not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise FormatError(f"metadata key {EXACT} is {found!r}; it should be a JSON object")
+    flags, unmerged = found.get("added_tokens", {}), found.get("unmerged", [])
+    if not isinstance(flags, dict) or not all(isinstance(each, dict) for each in flags.values()):
+        raise FormatError(f"metadata key {EXACT}: added_tokens should be an object of objects")
+    if not isinstance(unmerged, list) or not all(isinstance(each, int) for each in unmerged):
+        raise FormatError(f"metadata key {EXACT}: unmerged should be a list of the numbers of tokens")
+    return found
+
+
+def _vocab(metadata: Mapping[str, Any]) -> dict[str, int]:
+    """Token -> id, the lowest where a text stands twice; without the padding that fills unused slots."""
+    vocab: dict[str, int] = {}
+    for i, (token, kind) in enumerate(zip(metadata["tokenizer.ggml.tokens"], token_types(metadata))):
+        if kind != UNUSED or token != f"[PAD{i}]":
+            vocab.setdefault(str(token), i)
+    return vocab
+
+
+def _bpe(vocab: dict[str, int], merges: list[list[str]], **settings: Any) -> dict[str, Any]:
+    fixed = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}  # fmt: skip
+    return fixed | settings | {"vocab": vocab, "merges": merges}
+
+
+def _byte_level_parts(metadata: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str, Any]:
+    entry = pretokenizers.get(metadata.get("tokenizer.ggml.pre", "default"))
+    vocab = _vocab(metadata)
+    merges = [list(str(merge).partition(" ")[::2]) for merge in metadata["tokenizer.ggml.merges"]]
+    for left, right in merges:
+        if left not in vocab or right not in vocab or left + right not in vocab:
+            raise FormatError(
+                f"tokenizer.ggml.merges: '{left} {right}' merges tokens that are not in tokenizer.ggml.tokens"
+            )
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
+    return {
+        "normalizer": exact.get("normalizer", {"type": "NFC"} if entry.nfc else None),
+        "pre_tokenizer": pretokenizers.to_json(entry),
+        "post_processor": _post_processor(metadata, byte_level),
+        "decoder": byte_level,
+        "model": _bpe(vocab, merges, ignore_merges=exact.get("ignore_merges", entry.ignore_merges)),
+    }
+
+
+def _sentencepiece_parts(metadata: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str, Any]:
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    tokens, types = metadata["tokenizer.ggml.tokens"], token_types(metadata)
+    scores = _stated_scores(metadata)
+    vocab = _vocab(metadata)
+    mergeable = {str(token): i for i, token in enumerate(tokens) if types[i] == NORMAL}
+    unmerged = set(exact.get("unmerged", ()))
+    ranked = sorted(mergeable, key=lambda token: (-float(scores[mergeable[token]]), mergeable[token]))
+    merges = [
+        [token[:cut], token[cut:]]
+        for token in ranked
+        for cut in range(1, len(token))
+        if token[:cut] in mergeable and token[cut:] in mergeable and mergeable[token] not in unmerged
+    ]
+    unknown = next((str(token) for token, kind in zip(tokens, types) if kind == UNKNOWN), None)
+    usual = {"type": "Sequence", "normalizers": space_steps(prefix)}
+    model = _bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=exact.get("byte_fallback", True),
+                 ignore_merges=exact.get("ignore_merges", False))  # fmt: skip
+    return {
+        "normalizer": _with_charsmap(exact.get("normalizer", usual), metadata),
+        "pre_tokenizer": exact.get("pre_tokenizer"),
+        "post_processor": _post_processor(metadata, None),
+        "decoder": _sentencepiece_decoder(prefix),
+        "model": model,
+    }
+
+
+def _unigram_parts(metadata: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str, Any]:
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    tokens, types, scores = metadata["tokenizer.ggml.tokens"], token_types(metadata), _stated_scores(metadata)
+    steps = normalizer_steps(_charsmap(metadata), metadata.get("tokenizer.ggml.remove_extra_whitespaces"))
+    metaspace = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "always" if prefix else "never",
+                 "split": False}  # fmt: skip
+    added = (CONTROL, USER_DEFINED, UNUSED)  # are no part of a cut; their own texts are found beforehand
+    plain = [[str(token), float(score) if kind not in added else FIXED_SCORES[UNUSED]]
+             for token, score, kind in zip(tokens, scores, types)]  # fmt: skip
+    unknown = next((i for i, kind in enumerate(types) if kind == UNKNOWN), None)
+    bytes_known = sum(kind == BYTE for kind in types) == 256
+    usual = {"type": "Sequence", "normalizers": steps} if steps else None
+    return {
+        "normalizer": _with_charsmap(exact.get("normalizer", usual), metadata),
+        "pre_tokenizer": exact.get("pre_tokenizer", metaspace),
+        "post_processor": _post_processor(metadata, None),
+        "decoder": _sentencepiece_decoder(prefix),
+        "model": {"type": "Unigram", "unk_id": unknown, "vocab": plain,
+                  "byte_fallback": exact.get("byte_fallback", bytes_known)},
+    }  # fmt: skip
+
+
+_PARTS = {"gpt2": _byte_level_parts, "llama": _sentencepiece_parts, "t5": _unigram_parts}
+
+
+def _stated_scores(metadata: Mapping[str, Any]) -> Sequence[float]:
+    scores: Sequence[float] = metadata.get(SCORES, metadata["tokenizer.ggml.scores"])
+    if len(scores) != (count := len(metadata["tokenizer.ggml.tokens"])):
+        raise FormatError(f"tokenizer.ggml.scores has {len(scores)} entries for {count} tokens")
+    return scores
+
+
+def space_steps(prefix: bool) -> list[dict[str, Any]]:
+    """Normalizer: a space in front, where there is one, and U+2581 for every space."""
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    return [{"type": "Prepend", "prepend": SPACE}, replace] if prefix else [replace]
+
+
+def normalizer_steps(charsmap: bytes, removes_spaces: Any) -> list[dict[str, Any]]:
+    """Normalizer: a compiled table of replacements, then no spaces at the ends and never two together."""
+    steps: list[dict[str, Any]] = []
+    if charsmap:
+        steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap).decode()})
+    if removes_spaces:
+        ends = r"\A +| +\z"  # the step Strip would take line ends too, which SentencePiece leaves
+        steps.append({"type": "Replace", "pattern": {"Regex": ends}, "content": ""})
+        steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    return steps
+
+
+def _charsmap(metadata: Mapping[str, Any]) -> bytes:
+    """The compiled table of replacements; b"" where the file has none."""
+    try:
+        return bytes(metadata.get("tokenizer.ggml.precompiled_charsmap") or ())
+    except ValueError as error:
+        raise FormatError(f"metadata key tokenizer.ggml.precompiled_charsmap: {error}") from None
+
+
+def _with_charsmap(normalizer: Any, metadata: Mapping[str, Any]) -> Any:
+    """A normalizer whose compiled table, where it is left to its own key, is that of the key."""
+    if isinstance(normalizer, dict):
+        changed = {key: _with_charsmap(value, metadata) for key, value in normalizer.items()}
+        if normalizer.get("type") == "Precompiled" and normalizer.get("precompiled_charsmap") is None:
+            changed["precompiled_charsmap"] = base64.b64encode(_charsmap(metadata)).decode()
+        return changed
+    return [_with_charsmap(step, metadata) for step in normalizer] if isinstance(normalizer, list) else normalizer
+
+
+def _sentencepiece_decoder(prefix: bool) -> dict[str, Any]:
+    back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {"type": "Sequence", "decoders": decoders}
+
+
+def adds(metadata: Mapping[str, Any], name: str) -> bool:
+    """Whether "bos" or "eos" is added to a text; the default of the tokenizer's kind where the file does not say."""
+    stated = metadata.get(f"tokenizer.ggml.add_{name}_token")
+    if stated is not None:
+        return bool(stated)
+    if name == "eos":
+        return False
+    if metadata.get("tokenizer.ggml.model") == "llama":
+        return True
+    return pretokenizers.get(metadata.get("tokenizer.ggml.pre", "default")).adds_bos
+
+
+def special_id(metadata: Mapping[str, Any], name: str) -> int | None:
+    """Id of "bos", "eos", "unk", ... as the file says it; SentencePiece's own 1, 2, 0 where it does not.
+
+    FormatError for one that is no token.
+    """
+    found = metadata.get(SPECIAL[name])
+    if found is None and metadata.get("tokenizer.ggml.model") == "llama":
+        found = {"bos": 1, "eos": 2, "unk": 0}.get(name)
+    if found is None:
+        return None
+    count = len(metadata["tokenizer.ggml.tokens"])
+    if not 0 <= int(found) < count:
+        raise FormatError(f"{SPECIAL[name]} is {found}, but there are {count} tokens")
+    return int(found)
+
+
+def _post_processor(metadata: Mapping[str, Any], otherwise: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What puts BOS before and EOS after a text; `otherwise` where neither is added."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    ids = {name: special_id(metadata, name) for name in ("bos", "eos") if adds(metadata, name)}
+    used = {name: i for name, i in ids.items() if i is not None}
+    if not used:
+        return otherwise
+    item = {name: {"SpecialToken": {"id": str(tokens[i]), "type_id": 0}} for name, i in used.items()}
+
+    def around(*texts: str) -> list[dict[str, Any]]:
+        made = []
+        for place, text in enumerate(texts):
+            inner = [item.get("bos"), {"Sequence": {"id": text, "type_id": place}}, item.get("eos")]
+            made += [step for step in inner if step is not None]
+        return made
+
+    special = {str(tokens[i]): {"id": str(tokens[i]), "ids": [i], "tokens": [str(tokens[i])]} for i in used.values()}
+    return {"type": "TemplateProcessing", "single": around("A"), "pair": around("A", "B"), "special_tokens": special}
+
+
+def tokenizer_config(metadata: Mapping[str, Any], context_length: int) -> dict[str, Any]:
+    """tokenizer_config.json: the class that reads tokenizer.json as it is, special tokens, chat templates."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    found: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context_length,
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": adds(metadata, "bos"),
+        "add_eos_token": adds(metadata, "eos"),
+    }
+    for name in SPECIAL:
+        number = special_id(metadata, name)
+        if number is not None:
+            found[f"{name}_token"] = str(tokens[number])
+    if "tokenizer.ggml.add_space_prefix" in metadata:
+        found["add_prefix_space"] = bool(metadata["tokenizer.ggml.add_space_prefix"])
+    template = metadata.get("tokenizer.chat_template")
+    others = {
+        str(name): metadata.get(f"tokenizer.chat_template.{name}")
+        for name in metadata.get("tokenizer.chat_templates", ())
+    }
+    named = {name: text for name, text in ({"default": template} | others).items() if text is not None}
+    if others:
+        found["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+    elif template is not None:
+        found["chat_template"] = template
+    return found
+
+
+def generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """generation_config.json: the tokens that begin, end and pad a text, and how to sample."""
+    found: dict[str, Any] = {}
+    for name in ("bos", "eos", "pad"):
+        if (number := special_id(metadata, name)) is not None:
+            found[f"{name}_token_id"] = number
+    ends = [metadata[key] for key in dict.fromkeys(ENDS.values()) if key in metadata]
+    if ends:
+        found["eos_token_id"] = list(dict.fromkeys([*as_list(found.get("eos_token_id")), *map(int, ends)]))
+    for name, (key, kind) in SAMPLING.items():
+        if (value := metadata.get(f"general.sampling.{key}")) is not None:
+            found |= {"do_sample": True, name: shortest(value) if kind == "f32" else int(value)}
+    return found

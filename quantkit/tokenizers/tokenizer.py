@@ -1,0 +1,211 @@
+"""Text <-> token ids, from GGUF metadata alone; the work is done by the `tokenizers` library.
+
+    t = Tokenizer.from_gguf(metadata)
+    t.encode("Hello")                      ids, BOS first where the model wants one
+    t.decode(ids)                          text
+    decoder = t.decode_stream()            decoder.push(id) -> the text that became complete; decoder.finish()
+
+Two kinds of token are found in a text before it is cut into words: user-defined ones always, control tokens
+(<|im_start|> and the like) only with `special=True`. The reference's perplexity tool does not look for them either.
+"""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from quantkit.archs.common import checked
+from quantkit.errors import DataError, FormatError, UnsupportedError, printable
+from quantkit.inputs import arguments
+from quantkit.tokenizers import hf_tokenizer, tiktoken
+
+# Control tokens that end a reply in one chat format or another, for files whose keys do not name them.
+_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "</s>")
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's printable alphabet, back to bytes."""
+    return {character: byte for byte, character in enumerate(tiktoken.byte_alphabet())}
+
+
+class Tokenizer:
+    """A model's tokenizer. Ids and flags are those of the file; see `from_gguf`."""
+
+    def __init__(self, metadata: Mapping[str, Any]):
+        self._metadata = metadata
+        self._model = json.dumps(hf_tokenizer.tokenizer_json(metadata))
+        self._tokens: Sequence[str] = metadata["tokenizer.ggml.tokens"]
+        self._types = hf_tokenizer.token_types(metadata)
+        self._byte_level = metadata["tokenizer.ggml.model"] == "gpt2"
+        self._strips_space = not self._byte_level and metadata.get("tokenizer.ggml.add_space_prefix", True)
+        self.bos_id = hf_tokenizer.special_id(metadata, "bos")
+        self.eos_id = hf_tokenizer.special_id(metadata, "eos")
+        self.adds_bos = hf_tokenizer.adds(metadata, "bos") and self.bos_id is not None
+        self.adds_eos = hf_tokenizer.adds(metadata, "eos") and self.eos_id is not None
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+        """The tokenizer of a GGUF file's metadata.
+
+        FormatError when keys are missing or contradict each other; UnsupportedError and UnknownNameError name a
+        tokenizer.ggml.model or tokenizer.ggml.pre that is not handled.
+        """
+        checked.check_tokenizer(metadata)
+        return cls(metadata)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._tokens)
+
+    @functools.cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end a reply: EOS, EOT and EOM as the file names them, and control tokens known to mean that."""
+        keys = ("eos", "eot", "eom")
+        named = {self._metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys} | {self.eos_id}
+        known = {i for i, kind in enumerate(self._types) if kind == hf_tokenizer.CONTROL and self._tokens[i] in _ENDS}
+        return frozenset(int(i) for i in named | known if i is not None)
+
+    # --------------------------------------------------------------------------------------------------------- encode
+
+    @functools.cached_property
+    def _engines(self) -> dict[bool, Any]:
+        """`tokenizers` objects: key True finds control tokens in the text, False does not."""
+        import tokenizers
+
+        with _library_errors("the tokenizer in the metadata is inconsistent"):
+            plain, special = (tokenizers.Tokenizer.from_str(self._model) for _ in range(2))
+        plain.encode_special_tokens = True
+        return {False: plain, True: special}
+
+    def encode(self, text: str | bytes, bos: bool | None = None, special: bool = False) -> list[int]:
+        """Token ids of a text; bytes are UTF-8. DataError where it is not valid UTF-8, half a surrogate pair included.
+
+        `bos` says whether BOS comes first; None leaves it to the model (`adds_bos`), which also decides on EOS at the
+        end. `special` finds control tokens written out in the text.
+        """
+        if bos and self.bos_id is None:
+            raise DataError("the model has no BOS token (tokenizer.ggml.bos_token_id); encode with bos=False")
+        text = _valid(text)
+        engine = self._engines[special]
+        with _library_errors("the tokenizer in the metadata fails on this text"):
+            ids = engine.encode(text, add_special_tokens=False).ids if text else []
+        if self.adds_bos if bos is None else bos:
+            ids = [self.bos_id, *ids]
+        if bos is None and self.adds_eos:
+            ids = [*ids, self.eos_id]
+        return ids
+
+    # --------------------------------------------------------------------------------------------------------- decode
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes a token stands for; those of a control token are its name."""
+        token = arguments.integer(token, "a token")
+        if not 0 <= token < len(self._tokens):
+            raise DataError(f"token {token} is not in the vocabulary of {len(self._tokens)}")
+        text, kind = self._tokens[token], self._types[token]
+        if kind == hf_tokenizer.BYTE and hf_tokenizer.BYTE_TOKEN.fullmatch(text):
+            return bytes([int(text[3:5], 16)])
+        if kind not in (hf_tokenizer.NORMAL, hf_tokenizer.BYTE):
+            return text.encode()
+        if not self._byte_level:
+            return text.replace(hf_tokenizer.SPACE, " ").encode()
+        table = _byte_of_character()
+        if all(character in table for character in text):
+            return bytes(table[character] for character in text)
+        return text.encode()  # a word added to the vocabulary as it is
+
+    def is_control(self, token: int) -> bool:
+        return self._types[token] in (hf_tokenizer.CONTROL, hf_tokenizer.UNKNOWN, hf_tokenizer.UNUSED)
+
+    def decode(self, ids: Iterable[int], special: bool = True) -> str:
+        """The text of token ids; bytes that are not UTF-8 become U+FFFD. `special=False` leaves control tokens out."""
+        decoder = self.decode_stream(special)
+        return "".join([*map(decoder.push, ids), decoder.finish()])
+
+    def decode_stream(self, special: bool = True) -> Decoder:
+        """Decode one token at a time; a character is given out when its last byte has come."""
+        return Decoder(self, special)
+
+    # ----------------------------------------------------------------------------------------------------------- chat
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._metadata.get("tokenizer.chat_template")
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The prompt that the model's own template makes of messages with "role" and "content".
+
+        The template sees what transformers shows it: `messages`, `tools`, `documents`, the special tokens by name, and
+        `variables`. With `tools`, the variant "tool_use" is taken where there is one. The template runs in jinja2's
+        sandbox, in a process with limits of time and memory (chat_template.py); a QuantkitError says what it exceeds.
+        Encode the result with `bos=False, special=True`.
+        """
+        template = self.chat_template
+        if variables.get("tools"):
+            template = self._metadata.get("tokenizer.chat_template.tool_use", template)
+        if template is None:
+            raise UnsupportedError("the model has no chat template (tokenizer.chat_template); pass a plain prompt")
+        ids = {name: hf_tokenizer.special_id(self._metadata, name) for name in hf_tokenizer.SPECIAL}
+        values: dict[str, Any] = {f"{name}_token": self._tokens[i] for name, i in ids.items() if i is not None}
+        values |= {"tools": None, "documents": None}
+        values |= {"messages": messages, "add_generation_prompt": add_generation_prompt} | variables
+        from quantkit.tokenizers.chat_template import render
+
+        return render(template, values)
+
+
+@contextmanager
+def _library_errors(what: str) -> Iterator[None]:
+    """FormatError for what the `tokenizers` library raises: bare Exception, and its panics, which are no Exception.
+
+    Their class, PanicException, cannot be imported.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise FormatError(f"{what}: {printable(str(error)[:500])}") from None
+
+
+def _valid(text: str | bytes) -> str:
+    if not isinstance(text, (str, bytes)):
+        raise DataError(f"the text is a {type(text).__name__}; pass str, or bytes in UTF-8")
+    try:
+        if isinstance(text, bytes):
+            return text.decode()
+        text.encode()
+    except UnicodeError as error:
+        raise DataError(f"the text is not valid UTF-8 ({error}); re-encode it, or leave those bytes out") from None
+    return text
+
+
+class Decoder:
+    """Text of a stream of tokens. The space that encoding puts before a text is taken away again."""
+
+    def __init__(self, tokenizer: Tokenizer, special: bool = True):
+        self._tokenizer = tokenizer
+        self._special = special
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._at_start = tokenizer._strips_space
+
+    def push(self, token: int) -> str:
+        """The text that this token completes, often "" inside a character of several tokens."""
+        data = self._tokenizer.token_bytes(token)
+        if self._tokenizer.is_control(token):
+            return self._utf8.decode(data) if self._special else ""
+        if self._at_start:
+            self._at_start = False
+            data = data.removeprefix(b" ")
+        return self._utf8.decode(data)
+
+    def finish(self) -> str:
+        """What is left of an unfinished character."""
+        return self._utf8.decode(b"", final=True)

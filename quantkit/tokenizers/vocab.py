@@ -1,0 +1,401 @@
+"""Tokenizers: Hugging Face's files <-> GGUF's `tokenizer.*` keys. Data only; no library is needed.
+
+Three families. "gpt2" is byte-level BPE: tokens in the printable alphabet of GPT-2, merges, a named way of cutting
+(tokenizers/pretokenizers.py). "llama" is SentencePiece's BPE: tokens with U+2581 for the space, single bytes as <0xHH>,
+and a score for each token instead of merges: of all neighbours, the pair whose joint token scores highest merges first.
+"t5" is SentencePiece's unigram model: of all ways of cutting a text into tokens, that of the highest sum of scores.
+
+    read(directory, vocab_size, ...)   files -> keys
+    sampling(directory)                generation_config.json -> keys
+
+tokenizers/hf_tokenizer.py is the way back, which also builds the runtime's tokenizer.
+
+A checkpoint without tokenizer.json is read from tokenizer.model (tokenizers/sentencepiece.py), from a file of
+tiktoken's (tokenizers/tiktoken.py) or from vocab.json and merges.txt (tokenizers/merges_txt.py).
+
+What GGUF's keys cannot say is kept under EXACT, so that quantkit's own runtime tokenizes as the checkpoint does; other
+readers do not see it, and for the texts concerned (rare ones, such as uncomposed accents) they give other ids.
+
+Between scores and merges: merge k of a tokenizer.json makes a token; the n-th new token made scores -n. Those are the
+scores of Llama's own tokenizer.model. Back, each token gives a merge for every way of cutting it into two tokens.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import FormatError, UnsupportedError
+from quantkit.formats.gguf.metadata import Entries
+from quantkit.inputs.json_input import read_object
+from quantkit.tokenizers import merges_txt, pretokenizers, sentencepiece, tiktoken
+from quantkit.tokenizers.checks import check_normalizer, check_pre_tokenizer
+from quantkit.tokenizers.hf_tokenizer import (
+    BYTE,
+    BYTE_TOKEN,
+    CONTROL,
+    ENDS,
+    EXACT,
+    FIXED_SCORES,
+    NORMAL,
+    SAMPLING,
+    SCORES,
+    SPACE,
+    SPECIAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    as_list,
+    normalizer_steps,
+    space_steps,
+    tokenizer_json,
+)
+
+METADATA_FILE = "gguf_metadata.json"  # general.* keys for which a checkpoint has no place of its own
+_LOOKS_SPECIAL = re.compile(r"<pad>|<mask>|<2mass>|\[@BOS@\]|<\|.*\|>|<｜.*｜>|<unused\d+>")
+
+
+# ------------------------------------------------------------------------------------------------- Hugging Face -> GGUF
+
+
+def read(directory: Path, config: Mapping[str, Any], pre: str | None = None) -> Entries:
+    """The `tokenizer.*` keys of a checkpoint's tokenizer files.
+
+    `config` is config.json: its vocab_size is the number of tokens; slots without one are padded. `pre` names the way
+    of cutting of a byte-level tokenizer instead of recognising it.
+    """
+    path = directory / "tokenizer.json"
+    settings = read_object(directory / "tokenizer_config.json")
+    tokenizer = read_object(path)
+    if not tokenizer and (ranks := tiktoken.find(directory)):
+        path, tokenizer = ranks, tiktoken.tokenizer_json(ranks, settings, pre)
+    if not tokenizer and not (directory / "tokenizer.model").exists() and (words := merges_txt.find(directory)):
+        path, tokenizer = words, merges_txt.tokenizer_json(words, settings, pre)
+    try:
+        if tokenizer:
+            entries = _model(tokenizer, config["vocab_size"], pre)
+        elif (directory / "tokenizer.model").exists():
+            path = directory / "tokenizer.model"
+            entries = _sentencepiece_model(path, settings, config["vocab_size"])
+        else:
+            raise FormatError(
+                f"{path} is missing; a GGUF needs the tokenizer (or tokenizer.model, or tiktoken's file, "
+                "or vocab.json and merges.txt)"
+            )
+        entries = entries | _settings(directory, tokenizer, settings, config, entries["tokenizer.ggml.tokens"][0])
+        return entries | (_exact(tokenizer, entries) if tokenizer else {})
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
+        raise FormatError(
+            f"{path}: not the tokenizer of a BPE or unigram model ({error!r} while reading it)"
+        ) from error
+
+
+def _model(tokenizer: Mapping[str, Any], vocab_size: int, pre: str | None) -> Entries:
+    model = tokenizer["model"]
+    kind = model.get("type", "BPE")
+    if kind == "Unigram":
+        return _unigram(tokenizer, vocab_size)
+    if kind != "BPE" or "merges" not in model:
+        raise UnsupportedError(f"tokenizer.json: model of type {kind}; quantkit converts BPE and Unigram")
+    byte_level = _is_byte_level(tokenizer)
+    if not byte_level and not model.get("byte_fallback"):
+        raise UnsupportedError("tokenizer.json: BPE that is neither byte-level nor has byte_fallback")
+    merges = [merge if isinstance(merge, list) else merge.split(" ") for merge in model["merges"]]
+    tokens, types = _tokens(tokenizer, vocab_size, byte_level)
+    entries: Entries = {
+        "tokenizer.ggml.model": ("gpt2" if byte_level else "llama", "str"),
+        "tokenizer.ggml.pre": ((pre or pretokenizers.recognise(tokenizer)) if byte_level else "default", "str"),
+        "tokenizer.ggml.tokens": (tokens, "str"),
+        "tokenizer.ggml.token_type": (types, "i32"),
+    }
+    if byte_level:
+        joined = [" ".join(part.replace(" ", "Ġ") for part in merge) for merge in merges]
+        entries["tokenizer.ggml.merges"] = (joined, "str")
+    else:
+        entries["tokenizer.ggml.scores"] = (_scores(tokens, types, merges), "f32")
+        entries["tokenizer.ggml.add_space_prefix"] = (_adds_space(tokenizer), "bool")
+    return entries
+
+
+def _is_byte_level(tokenizer: Mapping[str, Any]) -> bool:
+    return '"ByteLevel"' in json.dumps(tokenizer.get("pre_tokenizer"))
+
+
+def _unigram(tokenizer: Mapping[str, Any], vocab_size: int) -> Entries:
+    """Keys of a tokenizer.json whose model is unigram; scores are natural logarithms of probabilities."""
+    tokens, types = _tokens(tokenizer, vocab_size, False)
+    stated = [float(score) for _, score in tokenizer["model"]["vocab"]]
+    scores = stated + [FIXED_SCORES.get(kind, 0.0) for kind in types[len(stated) :]]
+    steps = pretokenizers.normalizers(tokenizer)
+    metaspace = [step for step in _pre_steps(tokenizer) if step["type"] == "Metaspace"]
+    if not metaspace:
+        raise UnsupportedError("tokenizer.json: a unigram model without the pre_tokenizer Metaspace")
+    stays = metaspace[0].get("prepend_scheme", "always" if metaspace[0].get("add_prefix_space", True) else "never")
+    removes = any(step["type"] == "Replace" and step["pattern"].get("Regex") == " {2,}" for step in steps)
+    entries = _unigram_keys(tokens, types, scores, stays != "never", removes, _charsmap(steps))
+    if any(score != value for score, value in zip(stated, struct.unpack(f"<{len(stated)}f", _packed(stated)))):
+        entries[SCORES] = (scores, "f64")
+    return entries
+
+
+def _packed(values: Sequence[float]) -> bytes:
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+def _pre_steps(tokenizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    found = tokenizer.get("pre_tokenizer") or {"type": "Sequence", "pretokenizers": []}
+    return list(found.get("pretokenizers", [found]))
+
+
+def _charsmap(steps: Sequence[Mapping[str, Any]]) -> bytes:
+    """The compiled table of replacements of a normalizer's steps; b"" where there is none."""
+    return next((base64.b64decode(step["precompiled_charsmap"] or "") for step in steps
+                 if step["type"] == "Precompiled"), b"")  # fmt: skip
+
+
+def _unigram_keys(
+    tokens: list[str], types: list[int], scores: list[float], prefix: bool, removes: bool, charsmap: bytes
+) -> Entries:
+    entries: Entries = {
+        "tokenizer.ggml.model": ("t5", "str"),
+        "tokenizer.ggml.pre": ("default", "str"),
+        "tokenizer.ggml.tokens": (tokens, "str"),
+        "tokenizer.ggml.token_type": (types, "i32"),
+        "tokenizer.ggml.scores": (scores, "f32"),
+        "tokenizer.ggml.add_space_prefix": (prefix, "bool"),
+        "tokenizer.ggml.remove_extra_whitespaces": (removes, "bool"),
+    }
+    if charsmap:
+        entries["tokenizer.ggml.precompiled_charsmap"] = (list(charsmap), "u8")
+    return entries
+
+
+def _sentencepiece_model(path: Path, settings: Mapping[str, Any], vocab_size: int) -> Entries:
+    """Keys of a tokenizer.model, and of the tokens that added_tokens.json and tokenizer_config.json add to it."""
+    model = sentencepiece.read(path)
+    tokens = [text for text, _, _ in model.pieces]
+    scores, types = [score for _, score, _ in model.pieces], [kind for _, _, kind in model.pieces]
+    added = {int(i): (text, USER_DEFINED) for text, i in read_object(path.parent / "added_tokens.json").items()}
+    for i, token in settings.get("added_tokens_decoder", {}).items():
+        special = token.get("special") or _LOOKS_SPECIAL.fullmatch(token["content"])
+        added[int(i)] = (token["content"], CONTROL if special else USER_DEFINED)
+    last = max([len(tokens) - 1, *added])
+    if last >= vocab_size:
+        raise FormatError(
+            f"{path} and the added tokens have token id {last}, config.json a vocab_size of {vocab_size}; "
+            "the two do not belong together, or the embedding was not resized after tokens were added"
+        )
+    blank = range(len(tokens), vocab_size)
+    tokens += [f"[PAD{i}]" for i in blank]
+    types, scores = types + [UNUSED] * len(blank), scores + [FIXED_SCORES[UNUSED]] * len(blank)
+    for i, (text, kind) in added.items():
+        if types[i] in (UNKNOWN, BYTE):
+            continue
+        if i >= len(model.pieces):
+            scores[i] = FIXED_SCORES[USER_DEFINED]
+        tokens[i], types[i] = text, kind
+    tokens = [text.replace(SPACE, " ") if kind == USER_DEFINED else text for text, kind in zip(tokens, types)]
+    stated = settings.get("add_prefix_space")
+    model.adds_space = stated if isinstance(stated, bool) else model.adds_space
+    entries = _unigram_keys(tokens, types, scores, model.adds_space, model.removes_spaces, model.charsmap)
+    entries |= {SPECIAL[name]: (i, "u32") for name, i in model.ids.items() if 0 <= i < len(tokens)}
+    return entries if model.kind == "unigram" else _as_bpe(entries, model)
+
+
+def _as_bpe(entries: Entries, model: sentencepiece.Model) -> Entries:
+    """The keys of a BPE model; what is done to its text beforehand has keys for the unigram model only."""
+    done = {f"tokenizer.ggml.{name}" for name in ("remove_extra_whitespaces", "precompiled_charsmap")}
+    kept = {key: entry for key, entry in entries.items() if key not in done}
+    kept["tokenizer.ggml.model"] = ("llama", "str")
+    steps = normalizer_steps(model.charsmap, model.removes_spaces)
+    if steps:
+        after = space_steps(model.adds_space)
+        kept[EXACT] = (json.dumps({"normalizer": {"type": "Sequence", "normalizers": [*steps, *after]}}), "str")
+    return kept
+
+
+def _exact(tokenizer: Mapping[str, Any], entries: Entries) -> Entries:
+    """EXACT, where the keys alone would make another tokenizer than this tokenizer.json; else nothing."""
+    metadata = {key: value for key, (value, _) in entries.items()}
+    kind = metadata["tokenizer.ggml.model"]
+    if kind == "gpt2" and not pretokenizers.known(metadata["tokenizer.ggml.pre"]):
+        return {}  # named by the user for other readers
+    made, model = tokenizer_json(metadata), tokenizer["model"]
+    found: dict[str, Any] = {}
+    if pretokenizers.normalizers(made) != pretokenizers.normalizers(tokenizer):
+        check_normalizer(tokenizer.get("normalizer"), "tokenizer.json, normalizer")
+        found["normalizer"] = _without_charsmap(tokenizer.get("normalizer"))
+    if kind != "gpt2" and made["pre_tokenizer"] != (tokenizer.get("pre_tokenizer") or None):
+        check_pre_tokenizer(tokenizer.get("pre_tokenizer"), "tokenizer.json, pre_tokenizer")
+        found["pre_tokenizer"] = tokenizer.get("pre_tokenizer")
+    for name in ("ignore_merges", "byte_fallback"):
+        if bool(model.get(name)) != bool(made["model"].get(name)):
+            found[name] = bool(model.get(name))
+    texts = metadata["tokenizer.ggml.tokens"]
+    names = ["single_word", "lstrip", "rstrip"] + ["normalized"] * bool(pretokenizers.normalizers(tokenizer))
+    flags = {str(token["id"]): _flags(token, names, texts[token["id"]])
+             for token in tokenizer.get("added_tokens") or ()}  # fmt: skip
+    if any(flags.values()):
+        found["added_tokens"] = {i: changed for i, changed in flags.items() if changed}
+    if kind == "llama" and (unmerged := _unmerged(made, model)):
+        found["unmerged"] = unmerged
+    return {EXACT: (json.dumps(found, ensure_ascii=False), "str")} if found else {}
+
+
+def _flags(token: Mapping[str, Any], names: Sequence[str], text: str) -> dict[str, Any]:
+    """How an added token is looked for, where that is not as it stands and anywhere; `text` is the one of its key."""
+    found: dict[str, Any] = {name: True for name in names if token.get(name)}
+    return found | ({"content": token["content"]} if token["content"] != text else {})
+
+
+def _unmerged(made: Mapping[str, Any], model: Mapping[str, Any]) -> list[int]:
+    """Tokens that the keys' merges make and those of the tokenizer.json do not."""
+    merged = {"".join(merge) if isinstance(merge, list) else merge.replace(" ", "") for merge in model["merges"]}
+    return sorted({made["model"]["vocab"]["".join(merge)] for merge in made["model"]["merges"]}
+                  - {model["vocab"][token] for token in merged})  # fmt: skip
+
+
+def _without_charsmap(normalizer: Any) -> Any:
+    """A normalizer whose compiled table is left to its own key."""
+    if isinstance(normalizer, dict):
+        changed = {key: _without_charsmap(value) for key, value in normalizer.items()}
+        return changed | ({"precompiled_charsmap": None} if normalizer.get("type") == "Precompiled" else {})
+    return [_without_charsmap(step) for step in normalizer] if isinstance(normalizer, list) else normalizer
+
+
+def _tokens(tokenizer: Mapping[str, Any], vocab_size: int, byte_level: bool) -> tuple[list[str], list[int]]:
+    """Text and type of every id below vocab_size."""
+    model = tokenizer["model"]
+    vocab = model["vocab"]
+    if isinstance(vocab, list):  # unigram: pairs of token and score
+        text = {i: token for i, (token, _) in enumerate(vocab)}
+        unknown = model.get("unk_id")
+    else:
+        text = {i: token for token, i in vocab.items()}
+        unknown = vocab.get(model.get("unk_token"))
+    kind = dict.fromkeys(text, NORMAL)
+    if not byte_level and model.get("byte_fallback"):
+        kind |= {i: BYTE for i, token in text.items() if BYTE_TOKEN.fullmatch(token)}
+    for added in tokenizer.get("added_tokens") or ():
+        i, content = added["id"], added["content"]
+        special = added.get("special") or _LOOKS_SPECIAL.fullmatch(content)
+        text[i] = content if special else content.replace(SPACE, " ")
+        kind[i] = CONTROL if special else USER_DEFINED
+    if not byte_level and unknown is not None:
+        kind[unknown] = UNKNOWN
+    if text and max(text) >= vocab_size:
+        raise FormatError(
+            f"tokenizer.json has token id {max(text)} ({text[max(text)]!r}), config.json a vocab_size of {vocab_size}; "
+            "the two do not belong together, or the embedding was not resized after tokens were added"
+        )
+    ids = range(vocab_size)
+    return [text.get(i, f"[PAD{i}]") for i in ids], [kind.get(i, UNUSED) for i in ids]
+
+
+def _scores(tokens: Sequence[str], types: Sequence[int], merges: Sequence[Sequence[str]]) -> list[float]:
+    """Scores under which SentencePiece merges in the order of `merges`; see the head of this file."""
+    order = {token: place for place, token in enumerate(dict.fromkeys("".join(merge) for merge in merges))}
+    scores = []
+    for token, kind in zip(tokens, types):
+        scores.append(FIXED_SCORES[kind] if kind in FIXED_SCORES else -float(order.setdefault(token, len(order))))
+    return scores
+
+
+def _adds_space(tokenizer: Mapping[str, Any]) -> bool:
+    """Whether a SentencePiece-like tokenizer.json puts a space before the text. Both its old and its new form."""
+    steps, pre = pretokenizers.normalizers(tokenizer), tokenizer.get("pre_tokenizer") or {}
+    kinds = [step["type"] for step in steps]
+    if pre.get("type") == "Split" and pre.get("pattern") == {"String": " "} and "Replace" in kinds:
+        pre = {}  # Gemma's: of spaces, which the normalizer has replaced
+    if not pre and kinds in (["Prepend", "Replace"], ["Replace"]):
+        return "Prepend" in kinds
+    if not steps and pre.get("type") == "Metaspace":
+        return pre.get("prepend_scheme", "always" if pre.get("add_prefix_space", True) else "never") != "never"
+    raise UnsupportedError(
+        f"tokenizer.json: normalizer {kinds} with pre_tokenizer {pre or None} has no counterpart in GGUF"
+    )
+
+
+def _settings(
+    directory: Path,
+    tokenizer: Mapping[str, Any],
+    settings: dict[str, Any],
+    config: Mapping[str, Any],
+    tokens: list[str],
+) -> Entries:
+    """Special ids, what is added to a text, chat templates."""
+    generation = read_object(directory / "generation_config.json")
+    ids = {token: i for i, token in reversed(list(enumerate(tokens)))}
+    settings = read_object(directory / "special_tokens_map.json") | settings
+    entries: Entries = {}
+    for name, key in SPECIAL.items():
+        token = settings.get(f"{name}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        number = ids.get(token) if token is not None else config.get(f"{name}_token_id")
+        if number is None:
+            number = generation.get(f"{name}_token_id")
+        number = number[0] if isinstance(number, list) else number
+        if isinstance(number, int) and 0 <= number < len(tokens):
+            entries[key] = (number, "u32")
+    for number in as_list(generation.get("eos_token_id")) + as_list(config.get("eos_token_id")):
+        if number < len(tokens) and tokens[number] in ENDS and (number, "u32") != entries.get(SPECIAL["eos"]):
+            entries.setdefault(ENDS[tokens[number]], (number, "u32"))
+    before, after = _template(tokenizer.get("post_processor") or {})
+    stated = {"bos": settings.get("add_bos_token"), "eos": settings.get("add_eos_token")}
+    add_bos, add_eos = (bool(side) if stated[name] is None else bool(stated[name])
+                        for name, side in (("bos", before), ("eos", after)))  # fmt: skip
+    if tokenizer or stated["bos"] is not None:  # readers know what SentencePiece's models are used to
+        entries["tokenizer.ggml.add_bos_token"] = (add_bos, "bool")
+    if add_eos or (tokenizer.get("model", {}).get("type") == "Unigram"):  # of others no reader adds EOS untold
+        entries["tokenizer.ggml.add_eos_token"] = (add_eos, "bool")
+    if isinstance(settings.get("add_prefix_space"), bool) and _is_byte_level(tokenizer):
+        entries["tokenizer.ggml.add_space_prefix"] = (settings["add_prefix_space"], "bool")
+    return entries | _chat_templates(directory, settings)
+
+
+def _template(processor: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Special tokens that a tokenizer.json's post_processor puts before and after a text."""
+    for step in processor.get("processors", [processor]):
+        if step.get("type") == "TemplateProcessing":
+            names = [item.get("SpecialToken", {}).get("id") for item in step["single"]]
+            place = names.index(None)  # the text itself
+            return names[:place], names[place + 1 :]
+    return [], []
+
+
+def _chat_templates(directory: Path, settings: Mapping[str, Any]) -> Entries:
+    """`tokenizer.chat_template` and its named variants, wherever the checkpoint keeps them."""
+    found = settings.get("chat_template")
+    if found is None and (directory / "chat_template.jinja").exists():
+        found = (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    if found is None:
+        found = read_object(directory / "chat_template.json").get("chat_template")
+    named = {"default": found} if isinstance(found, str) else {item["name"]: item["template"] for item in found or ()}
+    for path in sorted(directory.glob("additional_chat_templates/*.jinja")):
+        named.setdefault(path.stem, path.read_text(encoding="utf-8"))
+    entries: Entries = {}
+    others = {re.sub(r"\W", "_", name): text for name, text in named.items() if name != "default"}
+    if "default" in named:
+        entries["tokenizer.chat_template"] = (named["default"], "str")
+    entries |= {f"tokenizer.chat_template.{name}": (text, "str") for name, text in others.items()}
+    if others:
+        entries["tokenizer.chat_templates"] = (list(others), "str")
+    return entries
+
+
+def sampling(directory: Path) -> Entries:
+    """general.sampling.*: how generation_config.json says to sample, where it does."""
+    generation = read_object(directory / "generation_config.json")
+    if not generation.get("do_sample"):
+        return {}
+    stated = {name: generation[name] for name in SAMPLING if generation.get(name) is not None}
+    kinds = {"f32": float, "i32": int}
+    return {
+        f"general.sampling.{SAMPLING[name][0]}": (kinds[SAMPLING[name][1]](value), SAMPLING[name][1])
+        for name, value in stated.items()
+    }

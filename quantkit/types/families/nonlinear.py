@@ -1,0 +1,563 @@
+"""The search shared by the types of blocks of 256, sub-blocks of 16 and a codebook: iq2_k, iq3_k, iq4_k, iq5_k, iq6_k.
+
+    y = d * m * c          d: a half for the block; m: an integer for the sub-block, of either sign; c: a value of one
+                           of two books, the sub-block's flag says which, the other being this one raised by a shift
+
+Given d, the best multiplier, flag and codes of each sub-block are its own affair, so the block's error is a function
+of d alone, and this is what is searched. The 16 sub-blocks are SIMD lanes throughout: arrays are [element, lane].
+
+1.  Profile. For each lane the error removed by the nearest codes, for both signs and books, at scales s on a grid of
+    `q` places to the octave, over the range in which its largest element may come to lie.
+2.  Promise. The places of d * m, m = 1 .. most, for all d of the same grid, are runs of places of the profile: so for
+    every d around the usual one the sum over the lanes of the best multiplier's gain is nearly free.
+3.  Exact. For the most promising super-scales, *rounded to a half first*: the multipliers next to those of the profile,
+    both signs and books, by the exact error of nearest codes; least-squares d under these; again, while it helps.
+4.  Where multipliers are finer than places (iq6_k): the d of which the sub-blocks' least-squares scales are most nearly
+    multiples, and step 3 once more.
+5.  Norm. Least squares leave the block sqrt(1 - e^2) of its norm, e^2 being the relative error: at 2 bits each matrix
+    gives 3 % less than it should, and a layer of several loses more. d times 1 + e^2 / 2 makes up for it and costs
+    e^2 / 4 of the squared error: 1.6 % at 2 bits, nothing one sees at 4. Perplexity decided: with it it is lower
+    (benchmarks/RESULTS.md, "On a model"). The reference's factors, 1.03 for IQ2_K and 1.01 for IQ3_K, are about these.
+
+A negative scale times a book is a positive scale times the negated book: so there are four books, 2 * sign + flag.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from quantkit.codegen.jit import inner, kernel, part
+from quantkit.types.base import BEST, FAST
+from quantkit.types.families.codebooks import BINS, K2, K3, K4, K5, K6, Book
+from quantkit.types.families.superblock import LEAST_HALF, load_block, relative_importance, storable
+
+LANES = 16
+PLACES = 160  # of a profile, at most
+COUNT = 128  # super-scales of a promise, at most; a multiple of 32, two of them SIMD's fare
+
+RAISED = 768  # what `_raised` adds to values in half units
+FINE_MULTIPLIERS = 64  # where the largest multiplier is at least this, one step of it is less than a place
+
+
+class Format(NamedTuple):
+    """What the search knows about a type."""
+
+    book: int  # where its codebook begins in the tables
+    first: int  # the smallest magnitude of a multiplier,
+    step: int  # the distance to the next
+    most: int  # and the largest that exists in both signs
+    extreme: int  # the largest of all, which has the sign -1 as it is stored
+    lo: np.float32  # the largest element of a sub-block becomes this
+    hi: np.float32  # to this many units of the codebook
+    least: np.float32  # super-scales looked at, from and to these multiples of the one under which the sub-block of
+    greatest: np.float32  # the largest scale gets the multiplier `most`
+    fine: int  # places of the profile to the octave, for effort normal; half for fast, double for best
+    tries: int  # super-scales tried exactly, for effort normal; 1 also makes effort fast faster
+    minimum: np.float32  # a block of nothing larger is stored as zeros: codes of the least super-scale do no better
+    alone: np.float32  # weights without importance: alone * v + x^2, v being the mean of x^2 in the block
+
+
+class Plan(NamedTuple):
+    """How far a search goes: its numbers for one effort."""
+
+    q: int  # places to the octave
+    places: int  # of a profile
+    below: int  # the first super-scale looked at, from the usual one,
+    scales: int  # and how many, one in each place
+    tries: int  # of them, that are tried exactly
+    width: int  # steps of the multiplier to either side that are tried,
+    rounds: int  # with refits between
+    fits: int  # super-scales next to the best that are judged by how well its sub-blocks' scales are multiples of them
+    steps: np.ndarray  # int64[2, 128] the multipliers' places, without repetition; a multiplier there
+    reach: int  # how many, a multiple of 4
+    extreme: int  # the place of the extreme multiplier
+
+
+class Space(NamedTuple):
+    """Scratch of an encoder."""
+
+    flat: np.ndarray  # float32[2, 256] elements, weights
+    x: np.ndarray  # float32[3, 16, 16] elements, weights, their product, by [element, lane]
+    lanes: np.ndarray  # float32[5, 16] largest elements, scales, 2 / scales, least errors or best gains, first scales
+    sums: np.ndarray  # float32[8, 16] of each book: what is summed by lane
+    starts: np.ndarray  # int64[2, 16] of each lane: the first place of its profile, its best place
+    profile: (
+        np.ndarray
+    )  # float32[3, 16, COUNT + PLACES + COUNT] gains of positive scales, negative ones, either; beyond: 0
+    totals: np.ndarray  # float32[4, COUNT] of each super-scale: gain with negative, with positive extremes; scratch
+    at: np.ndarray  # uint64[4] scratch
+    chosen: np.ndarray  # int32[3, 2, 16] multipliers, books: what is tried, what was best under d, under any d
+
+
+# ---------------------------------------------------------------------------------------------------------- the tables
+
+BOOKS = (K2, K3, K4, K5, K6)
+
+
+def _four(table: np.ndarray, sign: int) -> np.ndarray:
+    """[BINS, 4] of int8[2 * BINS]: what it has for a bin of either book, and for either book negated."""
+    plain = table.reshape(2, BINS)
+    return np.concatenate([plain, sign * plain[:, ::-1]]).T.astype(np.int8)
+
+
+def _words(book: Book) -> np.ndarray:
+    """uint32[BINS]: the four values of a bin, + 128, as the bytes of a word: one gather serves all books."""
+    return ((_four(book.rounded, -1).astype(np.int64) + 128) << np.array([0, 8, 16, 24])).sum(axis=1).astype(np.uint32)
+
+
+_VALUES = np.concatenate([_words(book) for book in BOOKS])
+_CODES = np.concatenate([_four(book.nearest, 1) for book in BOOKS]).astype(np.uint8)
+
+
+def book_start(book: Book) -> int:
+    return next(BINS * i for i, b in enumerate(BOOKS) if b is book)
+
+
+def _logarithms(size: int) -> np.ndarray:
+    """int64[size]: 4096 log2(1 + (i + 0.5) / size), bit by bit: the same on every machine."""
+    out = np.zeros(size, np.int64)
+    x = 1 + (np.arange(size) + 0.5) / size
+    for bit in range(11, -1, -1):
+        x = x * x
+        out += np.where(x >= 2, 1 << bit, 0)
+        x = np.where(x >= 2, x / 2, x)
+    return out
+
+
+def _powers(size: int) -> np.ndarray:
+    """float32[size]: 2^(i / size), size a power of two."""
+    root, count = 2.0, size
+    while count > 1:
+        root, count = float(np.sqrt(root)), count // 2
+    return np.multiply.accumulate(np.r_[1.0, np.full(size - 1, root)]).astype(np.float32)
+
+
+_LOG = _logarithms(1024)
+_POWER = _powers(128)
+
+
+@part
+def place_of(value, q):
+    """The place nearest to a positive float32, on a grid of q to the octave where 1 is place 0."""
+    bits = np.int64(np.float32(value).view(np.uint32))
+    log = ((bits >> 23) - 127) * 4096 + _LOG[(bits >> 13) & 1023]
+    return (log * q + 2048) >> 12
+
+
+@part
+def scale_at(place, q):
+    """The scale of a place: 2^(place / q)."""
+    exponent = place // q
+    power = np.uint32((exponent + 127) << 23).view(np.float32)
+    return power * _POWER[(place - exponent * q) * (128 // q)]
+
+
+@part
+def new_plan(f, effort):
+    q = f.fine // 2 if effort == FAST else (2 * f.fine if effort == BEST else f.fine)
+    steps, reach = np.empty((2, 128), np.int64), 0
+    for m in range(f.first, f.most + 1, f.step):
+        place = place_of(np.float32(m), q)
+        if reach == 0 or steps[0, reach - 1] != place:
+            steps[0, reach], steps[1, reach] = place, m
+            reach += 1
+    while reach % 4:
+        steps[0, reach], steps[1, reach] = steps[0, reach - 1], steps[1, reach - 1]
+        reach += 1
+    count = (place_of(f.greatest / f.least, q) + 31) // 32 * 32
+    places, below = min(place_of(f.hi / f.lo, q) + 1, PLACES), place_of(f.least, q) - place_of(np.float32(f.most), q)
+    tries, width, rounds, fits = f.tries, 1, 2, 128
+    if effort == FAST:
+        tries, width, fits = 1, min(f.tries, 2) - 1, 0
+    elif effort == BEST:
+        tries, width, rounds, fits = 6, 2, 4, 256
+    if f.most < FINE_MULTIPLIERS:
+        fits = 0
+    elif effort != FAST:
+        width += 2
+    extreme = place_of(np.float32(f.extreme), q)
+    return Plan(q, places, below, min(count, COUNT), tries, width, rounds, fits, steps, reach, extreme)
+
+
+@part
+def new_space():
+    return Space(
+        np.empty((2, 256), np.float32),
+        np.empty((3, LANES, LANES), np.float32),
+        np.empty((5, LANES), np.float32),
+        np.empty((8, LANES), np.float32),
+        np.empty((2, LANES), np.int64),
+        np.zeros((3, LANES, COUNT + PLACES + COUNT), np.float32),
+        np.empty((4, COUNT), np.float32),
+        np.empty(4, np.uint64),
+        np.empty((3, 2, LANES), np.int32),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- the search
+
+
+@kernel(inline="always")
+def _bin(t):
+    """The entry in the tables for a value given in half units, above the type's first."""
+    clipped = min(max(t + np.float32(255.5), np.float32(0)), np.float32(BINS - 1))
+    return np.float32(clipped + np.float32(8388608)).view(np.uint32) & np.uint32(BINS - 1)
+
+
+@kernel(inline="always")
+def _raised(shifted):
+    """RAISED + 2 c of the byte c + 128 that stands at bits 15 to 22: it is made the mantissa of a float from 512 on."""
+    return np.uint32((shifted & np.uint32(0x7F8000)) | np.uint32(0x44000000)).view(np.float32)
+
+
+@kernel(inline="always")
+def _value(t, book, f):
+    """The value nearest to t, given in half units, in one of the four books."""
+    word = _VALUES[_bin(t) + np.uint32(f.book)] >> (np.uint32(8) * np.uint32(book))
+    return np.float32(0.5) * (_raised(np.uint32(word << np.uint32(15))) - np.float32(RAISED))
+
+
+@inner
+def load(x, importance, first, f, space):
+    """A block in units of a power of two, by lanes, with its weights. Returns the unit, 0 for a block of zeros."""
+    xs, w, lanes = space.flat[0], space.flat[1], space.x
+    unit, mean = load_block(x, xs, f.minimum)
+    if unit == np.float32(0):
+        return unit
+    if not relative_importance(importance, first, w):
+        for i in range(256):
+            w[i] = f.alone * mean + xs[i] * xs[i]
+    for s in range(LANES):
+        for j in range(LANES):
+            lanes[0, j, s] = xs[16 * s + j]
+            lanes[1, j, s] = w[16 * s + j]
+            lanes[2, j, s] = w[16 * s + j] * xs[16 * s + j]
+    return unit
+
+
+@part
+def _errors(x, scales, twice, book, sums):
+    """sums[b]: the error of the nearest codes of book b at the lanes' scales."""
+    table = _VALUES[book : book + BINS]
+    sums[:4] = np.float32(0)
+    for j in range(LANES):
+        for s in range(LANES):
+            t = x[0, j, s] * twice[s]
+            word = table[_bin(t)]
+            t += np.float32(RAISED)
+            a, b = t - _raised(np.uint32(word << np.uint32(15))), t - _raised(np.uint32(word << np.uint32(7)))
+            c, d = t - _raised(np.uint32(word >> np.uint32(1))), t - _raised(np.uint32(word >> np.uint32(9)))
+            sums[0, s] += x[1, j, s] * (a * a)
+            sums[1, s] += x[1, j, s] * (b * b)
+            sums[2, s] += x[1, j, s] * (c * c)
+            sums[3, s] += x[1, j, s] * (d * d)
+    for b in range(4):
+        for s in range(LANES):
+            sums[b, s] *= np.float32(0.25) * (scales[s] * scales[s])
+
+
+@part
+def _error_of_zeros(x, errors):
+    errors[:] = np.float32(0)
+    for j in range(LANES):
+        for s in range(LANES):
+            errors[s] += x[2, j, s] * x[0, j, s]
+
+
+@part
+def _start_profile(f, plan, space):
+    """The first place of each lane's profile, and the scale there."""
+    tops, first = space.lanes[0], space.lanes[4]
+    tops[:] = np.float32(2.0**-40)
+    for j in range(LANES):
+        for s in range(LANES):
+            tops[s] = max(tops[s], abs(space.x[0, j, s]))
+    for s in range(LANES):
+        place = place_of(tops[s] / f.hi, plan.q)
+        space.starts[0, s] = place
+        first[s] = scale_at(place, plan.q)
+
+
+@part
+def _profile(f, plan, space):
+    """Fill the profile of every lane; returns the place of the largest of the lanes' best scales."""
+    sums, profile = space.sums, space.profile
+    scales, twice, energy, first = space.lanes[1], space.lanes[2], space.lanes[3], space.lanes[4]
+    _start_profile(f, plan, space)
+    _error_of_zeros(space.x, energy)
+    for k in range(plan.places):
+        ratio = scale_at(k, plan.q)
+        for s in range(LANES):
+            scales[s] = first[s] * ratio
+            twice[s] = np.float32(2) / scales[s]
+        _errors(space.x, scales, twice, f.book, sums)
+        for s in range(LANES):
+            sums[0, s] = energy[s] - min(sums[0, s], sums[1, s])
+            sums[1, s] = energy[s] - min(sums[2, s], sums[3, s])
+            sums[2, s] = max(sums[0, s], sums[1, s])
+        for s in range(LANES):
+            profile[0, s, COUNT + k], profile[1, s, COUNT + k] = sums[0, s], sums[1, s]
+            profile[2, s, COUNT + k] = sums[2, s]
+    largest = np.int64(-(1 << 30))
+    for s in range(LANES):
+        best, place = np.float32(0), 0
+        for k in range(plan.places):
+            if profile[2, s, COUNT + k] > best:
+                best, place = profile[2, s, COUNT + k], k
+        if best > np.float32(0):
+            largest = max(largest, space.starts[0, s] + place)
+    return largest
+
+
+@part
+def _raise(best, row, a, b, c, d, count):
+    """best = max(best, row from each of four places on), all `count` of them. Places are unsigned: a signed index might
+    count from the end, which keeps a loop from becoming SIMD."""
+    for g in range(np.uint64(0), np.uint64(count), np.uint64(1)):
+        best[g] = max(best[g], max(max(row[a + g], row[b + g]), max(row[c + g], row[d + g])))
+
+
+@part
+def _promise(f, plan, d0, space):
+    """The gain that the profile promises for each super-scale from place d0 on: totals[0] where the extreme multiplier
+    makes negative scales, as under positive super-scales, totals[1] where it makes positive ones."""
+    profile, totals, count, at = space.profile, space.totals, plan.scales, space.at
+    totals[:2] = np.float32(0)
+    best, both = totals[2], totals[3]
+    for s in range(LANES):
+        best[:] = np.float32(0)
+        either = profile[2, s]
+        first = COUNT + d0 - space.starts[0, s]
+        for i in range(0, plan.reach, 4):
+            if first + plan.steps[0, i] >= COUNT + plan.places:
+                break
+            if first + plan.steps[0, i + 3] > COUNT - count:
+                for k in range(4):
+                    at[k] = np.uint64(min(max(first + plan.steps[0, i + k], 0), COUNT + plan.places))
+                _raise(best, either, at[0], at[1], at[2], at[3], count)
+        if f.extreme == f.most:
+            for g in range(count):
+                totals[0, g] += best[g]
+            continue
+        place = np.uint64(min(max(first + plan.extreme, 0), COUNT + plan.places))
+        for side in range(2):
+            for g in range(count):
+                both[g] = best[g]
+            _raise(both, profile[1 - side, s], place, place, place, place, count)
+            for g in range(count):
+                totals[side, g] += both[g]
+
+
+@part
+def _near(f, plan, place, side, space):
+    """chosen[0, 0]: the magnitudes of multipliers that the profile likes best under the super-scale at `place`."""
+    profile, near = space.profile, space.chosen[0, 0]
+    for s in range(LANES):
+        best, choice = np.float32(0), f.first
+        first = place - space.starts[0, s]
+        for i in range(plan.reach):
+            at = first + plan.steps[0, i]
+            if 0 <= at < plan.places and profile[2, s, COUNT + at] > best:
+                best, choice = profile[2, s, COUNT + at], plan.steps[1, i]
+        if f.extreme > f.most:
+            at = first + plan.extreme
+            if 0 <= at < plan.places and profile[1 - side, s, COUNT + at] > best:
+                choice = f.extreme
+        near[s] = choice
+
+
+@part
+def _choose(f, plan, d, side, space):
+    """Multipliers (magnitudes) next to chosen[0, 0], and books, of least error: to chosen[1]. Returns the error."""
+    scales, twice, best, sums = space.lanes[1], space.lanes[2], space.lanes[3], space.sums
+    near, tried, magnitudes, books = space.chosen[0, 0], space.chosen[0, 1], space.chosen[1, 0], space.chosen[1, 1]
+    if f.step == 1:  # there is a multiplier 0
+        _error_of_zeros(space.x, best)
+    else:
+        best[:] = np.float32(np.inf)
+    magnitudes[:], books[:] = np.int32(0), np.int32(0)
+    for k in range(-plan.width, plan.width + 1):
+        for s in range(LANES):
+            m = min(max(near[s] + np.int32(k * f.step), np.int32(f.first)), np.int32(f.extreme))
+            tried[s] = m
+            scales[s] = d * np.float32(m)
+            twice[s] = np.float32(2) / scales[s]
+        _errors(space.x, scales, twice, f.book, sums)
+        for b in range(4):
+            barred = np.int32(f.extreme) if f.extreme > f.most and b // 2 == side else np.int32(0)
+            for s in range(LANES):
+                better = (sums[b, s] < best[s]) & (tried[s] != barred)
+                magnitudes[s] = tried[s] if better else magnitudes[s]
+                books[s] = np.int32(b) if better else books[s]
+                best[s] = sums[b, s] if better else best[s]
+    total = np.float32(0)
+    for s in range(LANES):
+        total += best[s]
+    return total
+
+
+@part
+def _sums(f, d, which, space):
+    """Of each lane sum w x c, to sums[0], and sum w c^2, to sums[1]: codes under d and the choice in chosen[which]."""
+    x, twice, sums = space.x, space.lanes[2], space.sums
+    magnitudes, books = space.chosen[which, 0], space.chosen[which, 1]
+    for s in range(LANES):
+        twice[s] = np.float32(2) / (d * np.float32(magnitudes[s])) if magnitudes[s] else np.float32(0)
+    sums[:2] = np.float32(0)
+    for j in range(LANES):
+        for s in range(LANES):
+            c = _value(x[0, j, s] * twice[s], books[s], f)
+            sums[0, s] += x[2, j, s] * c
+            sums[1, s] += x[1, j, s] * (c * c)
+
+
+@part
+def _refit(f, d, space):
+    """The super-scale of least error for the codes that d, multipliers and books of chosen[1] give."""
+    _sums(f, d, 1, space)
+    p = q = np.float32(0)
+    for s in range(LANES):
+        m = np.float32(space.chosen[1, 0, s])
+        p += m * space.sums[0, s]
+        q += m * m * space.sums[1, s]
+    return p / q if q > np.float32(0) else np.float32(0)
+
+
+@part
+def _settle(f, plan, d, unit, side, least, space):
+    """Choose, refit, again while the error falls; keeps in chosen[2] what is better than `least`.
+
+    Returns the least error and its super-scale, 0 where nothing was better.
+    """
+    chosen = space.chosen
+    found = np.float32(0)
+    last = np.float32(np.inf)
+    for _ in range(plan.rounds):
+        error = _choose(f, plan, d, side, space)
+        if error < least:
+            least, found = error, d
+            for s in range(LANES):
+                chosen[2, 0, s], chosen[2, 1, s] = chosen[1, 0, s], chosen[1, 1, s]
+        if error >= last:
+            break
+        last = error
+        refitted = _refit(f, d, space)
+        if refitted <= np.float32(0) or storable(refitted, unit) == d:
+            break
+        d = storable(refitted, unit)
+        for s in range(LANES):
+            chosen[0, 0, s] = max(chosen[1, 0, s], np.int32(f.first))
+    return least, found
+
+
+@part
+def _realign(f, plan, d, unit, space):
+    """The super-scale near d of which the least-squares scales of the sub-blocks are nearest to being multiples.
+
+    Their multipliers go to chosen[0, 0]. For fine multipliers, where the profile's places are too wide to tell.
+    """
+    ideal, weight, near, rests = space.sums[0], space.sums[1], space.chosen[0, 0], space.sums[2]
+    _sums(f, d, 2, space)
+    for s in range(LANES):
+        fits = space.chosen[2, 0, s] != 0 and ideal[s] > np.float32(0)
+        ideal[s] = ideal[s] / weight[s] if fits else np.float32(0)
+    least, choice = np.float32(np.inf), d
+    previous = np.float32(0)
+    for g in range(plan.fits):
+        factor = np.float32(0.9) + np.float32(0.25) * (np.float32(g) + np.float32(0.5)) / np.float32(plan.fits)
+        tried = storable(d * factor, unit)
+        if tried == previous:
+            continue
+        previous, inverse = tried, np.float32(1) / tried
+        for s in range(LANES):
+            m = (ideal[s] * inverse + np.float32(12582912)) - np.float32(12582912)
+            rest = ideal[s] - tried * min(max(m, np.float32(f.first)), np.float32(f.extreme))
+            rests[s] = weight[s] * (rest * rest)
+        total = np.float32(0)
+        for s in range(LANES):
+            total += rests[s]
+        if total < least:
+            least, choice = total, tried
+    for s in range(LANES):
+        m = np.int32(ideal[s] / choice + np.float32(0.5))
+        near[s] = min(max(m, np.int32(f.first)), np.int32(f.extreme))
+    return choice
+
+
+@part
+def _bar_unstorable(plan, d0, unit, totals):
+    """Where halves are further apart than places, leave only the places that are halves."""
+    ulp = np.float32(LEAST_HALF) / unit
+    if scale_at(d0, plan.q) < np.float32(2 * plan.q) * ulp:
+        for g in range(plan.scales):
+            d = scale_at(d0 + g, plan.q)
+            if place_of(storable(d, unit), plan.q) != d0 + g:
+                totals[0, g] = totals[1, g] = np.float32(-1)
+
+
+@part
+def _take_best(count, totals):
+    """Place and sign of the super-scale of the largest promise, which is taken from the list, with its neighbours."""
+    best, choice, side = np.float32(-1), -1, 0
+    for turn in range(2):
+        for g in range(count):
+            if totals[turn, g] > best:
+                best, choice, side = totals[turn, g], g, turn
+    totals[:2, max(choice - 1, 0) : choice + 2] = np.float32(-1)
+    return choice, side
+
+
+@inner
+def search(f, plan, unit, space, multipliers, flags, codes):
+    """The block that `load` took: returns its super-scale; signed multipliers and flags int32[16], codes uint8[256]."""
+    space.chosen[2] = np.int32(0)
+    d0 = _profile(f, plan, space) + plan.below
+    _promise(f, plan, d0, space)
+    least, d, sign = np.float32(np.inf), np.float32(0), 0
+    _bar_unstorable(plan, d0, unit, space.totals)
+    for i in range(plan.tries):
+        choice, side = _take_best(plan.scales, space.totals)
+        if choice < 0 and i > 0:
+            break
+        start = storable(scale_at(d0 + choice, plan.q), unit)
+        if choice < 0:  # not one half among them: the next above
+            ulp = np.float32(LEAST_HALF) / unit
+            start = storable(np.ceil(scale_at(d0, plan.q) / ulp) * ulp, unit)
+        _near(f, plan, place_of(start, plan.q), side, space)
+        least, found = _settle(f, plan, start, unit, side, least, space)
+        if found > np.float32(0):
+            d, sign = found, side
+    if plan.fits and d > np.float32(0):
+        start = _realign(f, plan, d, unit, space)
+        if start != d:
+            least, found = _settle(f, plan, start, unit, sign, least, space)
+            d = found if found > np.float32(0) else d
+    _finish(f, d, sign, space, multipliers, flags, codes)
+    if d > np.float32(0):
+        d = storable(d * _enlargement(least, space), unit)
+    return (d if sign == 0 else -d) * unit
+
+
+@part
+def _enlargement(error, space):
+    """The factor 1 + e^2 / 2 that gives a block its norm back, e^2 being the relative error."""
+    norm = np.float32(0)
+    for j in range(LANES):
+        for s in range(LANES):
+            norm += space.x[0, j, s] * space.x[2, j, s]
+    return np.float32(1) + error / (norm + norm)
+
+
+@part
+def _finish(f, d, sign, space, multipliers, flags, codes):
+    """Signed multipliers, flags and codes of the best choice."""
+    x = space.flat[0]
+    for s in range(LANES):
+        m, b = space.chosen[2, 0, s], space.chosen[2, 1, s]
+        multipliers[s] = m if (b < 2) == (sign == 0) else -m
+        flags[s] = b & 1
+        twice = np.float32(2) / (d * np.float32(m)) if m else np.float32(0)
+        for j in range(16 * s, 16 * s + 16):
+            codes[j] = _CODES[_bin(x[j] * twice) + np.uint32(f.book), b]

@@ -1,0 +1,584 @@
+"""Search for the scales of groups of 32 that share a super-scale d, of a row or of a block of 256 (a *span*).
+
+    y = (d * m) * c        m an integer multiplier of the group, c the value of a code in one of two books
+
+Minimise sum w (x - y)^2 over d, multipliers of either sign, books and codes. Under a scale s = d * m the best codes are
+the nearest ones, and what they remove from the error is
+
+    gain = s (2 P - s R) = R s (2 q - s)        P = sum w x c,  R = sum w c^2,  q = P / R
+
+1. *Profile.* For a grid of scales of every group, both signs and both books: q and R of the nearest codes.
+2. *First d.* For the codes of one profile entry the best multiplier under any d is the allowed one nearest to q / d. So
+   the profile promises a gain for every d without looking at the elements again: the best of a grid of d is taken.
+   Each d is one that the file can hold: it is rounded *before* anything is chosen under it.
+3. *Exact rounds.* Under d, the most promising multiplier of either sign and book is measured with its own nearest
+   codes, then the neighbours of the best; then d becomes sum m P / sum m^2 R, the optimum for these codes, and again.
+
+Groups are the lanes of SIMD code, LANES of them a tile: sums are formed element by element, so the bytes do not depend
+on the width of the CPU's vectors. A span is searched in units of a power of two that brings its largest magnitude to
+[1, 2). Arrays are float32 and flat, so that one loop runs through them:
+
+    data[tile]         element j of a lane at [j * LANES + lane], its weight at [(32 + j) * LANES + lane]
+    state              candidate c (of 4) of a lane, value v at [v + c * LANES + lane], v as named below
+    q[tile], r[tile]   profile: place k, candidate c at [k * WIDTH + c * LANES + lane]; c % 2 its sign, c // 2 its book
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from quantkit.codegen.jit import kernel, part
+from quantkit.types.families.codebooks import BINS, K2, K3, K4, K5, nearest_table
+from quantkit.types.families.superblock import LEAST_WEIGHT, power_below, storable
+
+LANES = 16
+WIDTH = 4 * LANES  # candidates measured at once
+
+# Values of `state`.
+INVERSE = 0  # twice the inverse of the scale: the tables of codes have bins of half a unit
+OFFSET = 1 * WIDTH  # where the book begins in the tables of codes
+P = 2 * WIDTH
+R = 3 * WIDTH
+SCALE = 4 * WIDTH
+MULTIPLIER = 5 * WIDTH
+GAIN = 6 * WIDTH
+D = 7 * WIDTH  # of the lane's span
+OVER_D = 8 * WIDTH  # its inverse
+LOSS, LOSS_P, LOSS_R, ODD = 9 * WIDTH, 10 * WIDTH, 11 * WIDTH, 12 * WIDTH  # see _measure_even
+STATE_SIZE = 13 * WIDTH
+
+# The tables of all books in one: only reads from a constant array become SIMD gathers beside stores to another.
+_ROUNDED = np.concatenate([book.rounded for book in (K2, K3, K4, K5)])
+_NEAREST = np.concatenate([book.nearest for book in (K2, K3, K4, K5)])
+IN_K2, IN_K3, IN_K4, IN_K5 = (2 * BINS * i for i in range(4))  # where each begins
+
+_ZERO, _ONE = np.float32(0), np.float32(1)
+_TWO, _MIDDLE, _LAST = np.float32(2), np.float32(BINS // 2), np.float32(BINS - 1)
+_INFINITE = np.float32(np.inf)
+_ROUND = np.float32(3 << 22)  # adding and subtracting it rounds |t| < 2^22 to an integer, ties to even
+_FAR = np.float32(1 << 20)  # multipliers are held to it before they are rounded
+_FLOAT_MAX, _LEAST_FLOAT = np.float32(3.4e38), np.float32(2.0**-149)
+_LEAST_UNIT, _MOST_UNIT = np.float32(2.0**-100), np.float32(2.0**120)  # they and their inverses are normal numbers
+_GAUSSIAN = np.float32(np.pi / 2)  # variance / (mean magnitude)^2
+_FLOOR = np.float32(2.0**-60)  # of weights, in units: keeps R above zero
+_LEAST_SUM = np.float32(2.0**-80)  # against division by zero in lanes without a group
+
+# By effort.
+_PLACES = (4, 6, 16)  # entries of a profile for each sign of two books,
+_MERGED = 2  # the best of so many scales each
+_TRIES = (8, 24, 32)  # super-scales looked at before each exact search
+_STARTS = (1, 1, 6)  # exact searches: from the best of so many ranges of super-scales
+_LEAST, _MOST = np.float32(0.8), np.float32(1.3)  # from and to these multiples of the usual one
+_ROUNDS = (1, 2, 6)  # exact choices in each
+
+
+class Rules(NamedTuple):
+    """What a type allows, and where its search looks."""
+
+    lowest: np.float32  # multiplier
+    highest: np.float32
+    step: np.float32  # 1, or 2 for odd multipliers only
+    table: int  # IN_K2 …: where its books begin in the tables
+    books: int
+    even: bool  # the codes of each word of four have an even number of ones together
+    span: int  # groups that share a d, 0 for all of the row
+    half: bool  # d is stored as a half
+    extreme: np.float32  # code value of largest magnitude
+    near: np.float32  # the profile puts a group's largest element at this many code units
+    far: np.float32  # to this many
+    alone: np.float32  # these two shape the weights of the objective without importance, see `_weigh`
+    steady: bool
+
+
+class Space(NamedTuple):
+    """What a search works on, allocated once a call."""
+
+    data: np.ndarray  # [tiles, 64 * LANES]
+    tops: np.ndarray  # [lanes] largest magnitude of a group
+    q: np.ndarray  # [tiles, places * WIDTH]
+    r: np.ndarray
+    state: np.ndarray  # [STATE_SIZE]
+    multiplier: np.ndarray  # [2, lanes]: under the d under trial; under the best
+    book: np.ndarray  # [2, lanes], likewise: its place in the tables of codes
+    p: np.ndarray  # [lanes] sums under the d under trial
+    s: np.ndarray
+    gain: np.ndarray
+    owner: np.ndarray  # int64[lanes] the span of each
+    unit: np.ndarray  # [spans]
+    usual: np.ndarray  # the d that the largest scale a group wants would make
+    tried: np.ndarray  # d under trial,
+    promise: np.ndarray  # what it promises
+    first: np.ndarray  # d of most promise
+    promised: np.ndarray  # and that promise
+    most: np.ndarray  # largest gain
+    d: np.ndarray  # and the d that has it; 0 where zeros are best
+
+
+@part
+def _places(rules, effort):
+    """Entries of the profile for each of 4 candidates; with one book there are twice as many for each sign."""
+    return _PLACES[effort] if rules.books == 2 else (2 * _PLACES[effort] + 2) // 3
+
+
+@kernel
+def space_for(n, rules, effort):
+    """The arrays for searching rows of n elements."""
+    places = _places(rules, effort)
+    tiles = (n // 32 + LANES - 1) // LANES
+    lanes = tiles * LANES
+    spans = n // 32 // rules.span if rules.span else 1
+    owner = np.empty(lanes, np.int64)
+    for lane in range(lanes):
+        owner[lane] = min(lane // rules.span if rules.span else 0, spans - 1)
+    return Space(
+        np.zeros((tiles, 64 * LANES), np.float32),
+        np.zeros(lanes, np.float32),
+        np.zeros((tiles, places * WIDTH), np.float32),
+        np.zeros((tiles, places * WIDTH), np.float32),
+        np.zeros(STATE_SIZE, np.float32),
+        np.zeros((2, lanes), np.float32),
+        np.zeros((2, lanes), np.float32),
+        np.zeros(lanes, np.float32),
+        np.zeros(lanes, np.float32),
+        np.zeros(lanes, np.float32),
+        owner,
+        np.zeros(spans, np.float32),
+        np.zeros(spans, np.float32),
+        np.zeros(spans, np.float32),
+        np.zeros(spans, np.float32),
+        np.zeros(spans, np.float32),
+        np.zeros(spans, np.float32),
+        np.zeros(spans, np.float32),
+        np.zeros(spans, np.float32),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ loading
+
+
+@part
+def _load(x, first_group, space):
+    """Put a span, float32[n], into `data` and `tops` from group `first_group` on. Returns its unit."""
+    largest = _ZERO
+    for i in range(len(x)):
+        largest = max(largest, abs(x[i]))
+    unit = min(max(power_below(largest), _LEAST_UNIT), _MOST_UNIT)
+    inverse = _ONE / unit
+    for g in range(len(x) // 32):
+        group = first_group + g
+        tile, lane = space.data[group // LANES], group % LANES
+        top = _ZERO
+        for j in range(32):
+            value = x[32 * g + j] * inverse
+            tile[j * LANES + lane] = value
+            top = max(top, abs(value))
+        space.tops[group] = top
+    return unit
+
+
+@part
+def _weigh(importance, first_group, groups, rules, space):
+    """Fill in the weights of a span, of importance float32[row] or float32[0].
+
+    w = q where there is an importance q, relative to the span's largest, with a floor under each block's and under all.
+    Else w = alone v + x^2, v being the mean of x^2 over the block of 256, or where `steady` what it would be of
+    Gaussian numbers of the block's mean magnitude, which outliers do not raise as much.
+    """
+    largest = _ZERO
+    for i in range(32 * first_group, 32 * (first_group + groups) if len(importance) else 0):
+        largest = max(largest, importance[i])
+    given = largest > _ZERO
+    for block in range(first_group // 8, (first_group + groups) // 8):
+        in_block, sizes, squares = _ZERO, _ZERO, _ZERO
+        for i in range(256):
+            group = 8 * block + i // 32
+            value = space.data[group // LANES, i % 32 * LANES + group % LANES]
+            sizes += abs(value)
+            squares += value * value
+            if given:
+                in_block = max(in_block, importance[256 * block + i] / largest)
+        size, variance = sizes / np.float32(256), squares / np.float32(256)
+        if rules.steady:
+            variance = _GAUSSIAN * size * size
+        least = np.float32(LEAST_WEIGHT) * max(in_block, np.float32(LEAST_WEIGHT))
+        for group in range(8 * block, 8 * block + 8):
+            tile, lane = space.data[group // LANES], group % LANES
+            for j in range(32):
+                if given:
+                    weight = max(importance[32 * group + j] / largest, least)
+                else:
+                    weight = rules.alone * variance + tile[j * LANES + lane] * tile[j * LANES + lane]
+                tile[(32 + j) * LANES + lane] = max(weight, _FLOOR)
+
+
+@kernel
+def stored(d, unit, rules):
+    """The super-scale nearest to d, in units, that a file can hold and that leaves all values finite."""
+    if rules.half:
+        return storable(d, unit)
+    most = _FLOAT_MAX / (rules.extreme * max(rules.highest, -rules.lowest))
+    value = min(max(abs(d) * unit, _LEAST_FLOAT), most) / unit
+    return value if d >= _ZERO else -value
+
+
+# ---------------------------------------------------------------------------------------------------------- measuring
+
+
+@part
+def _measure_nearest(data, state):
+    """P and R of the nearest codes under the 4 candidates of every lane of a tile."""
+    for i in range(2 * WIDTH):
+        state[P + i] = _ZERO
+    for j in range(32):
+        for c in range(4):
+            for lane in range(LANES):
+                x = data[j * LANES + lane]
+                i = c * LANES + lane
+                t = min(max(x * state[INVERSE + i] + _MIDDLE, _ZERO), _LAST) + state[OFFSET + i]
+                value = _ROUNDED[np.int32(t)]
+                weighted = data[(32 + j) * LANES + lane] * value
+                state[P + i] += weighted * x
+                state[R + i] += weighted * value
+
+
+def _pairs() -> np.ndarray:
+    """int32[2 * BINS] for K4: bits 0 to 7 the nearest value + 128, bits 8 to 15 the nearest value + 128 of codes whose
+    number of ones has the other parity, bits 16 to 19 that other code, bit 20 whether the nearest code's is odd."""
+    ones = np.array([bin(code).count("1") % 2 for code in range(16)])
+    packed = []
+    for values in (K4.values[:16], K4.values[16:]):
+        of_parity = np.array([np.flatnonzero(ones == odd)[nearest_table(values[ones == odd])] for odd in (0, 1)])
+        odd = ones[nearest_table(values)]
+        near, other = of_parity[odd, np.arange(BINS)], of_parity[1 - odd, np.arange(BINS)]
+        packed.append(values[near] + 128 + (values[other] + 128) * 256 + other * 65536 + odd * (1 << 20))
+    return np.concatenate(packed).astype(np.int32)
+
+
+_PAIRS = _pairs()
+_PAIR_OFFSET, _CENTRE = np.float32(IN_K4), np.float32(128)
+
+
+@part
+def _measure_even(data, state):
+    """P and R of the best codes of which each word of four has an even number of ones.
+
+    These are the nearest codes, and where a word's ones are odd in number, that one replaced whose loss is least by
+    its nearest code of the other parity: to replace three costs more.
+    """
+    for i in range(2 * WIDTH):
+        state[P + i] = _ZERO
+    for k in range(8):
+        for i in range(WIDTH):
+            state[ODD + i], state[LOSS + i] = _ZERO, _INFINITE
+        for e in range(4):
+            j = 2 * k + e // 2 + 16 * (e % 2)
+            for c in range(4):
+                for lane in range(LANES):
+                    x, w = data[j * LANES + lane], data[(32 + j) * LANES + lane]
+                    i = c * LANES + lane
+                    t = min(max(x * state[INVERSE + i] + _MIDDLE, _ZERO), _LAST) + state[OFFSET + i] - _PAIR_OFFSET
+                    pair = _PAIRS[np.int32(t)]
+                    value = np.float32(pair & np.int32(255)) - _CENTRE
+                    other = np.float32((pair >> np.int32(8)) & np.int32(255)) - _CENTRE
+                    odd = np.float32(pair >> np.int32(20))
+                    state[P + i] += w * x * value
+                    state[R + i] += w * value * value
+                    loss_p = w * x * (other - value)
+                    loss_r = w * (other - value) * (other + value)
+                    loss = state[SCALE + i] * (state[SCALE + i] * loss_r - loss_p - loss_p)
+                    least, least_p, least_r = state[LOSS + i], state[LOSS_P + i], state[LOSS_R + i]
+                    state[LOSS + i] = loss if loss < least else least
+                    state[LOSS_P + i] = loss_p if loss < least else least_p
+                    state[LOSS_R + i] = loss_r if loss < least else least_r
+                    state[ODD + i] = abs(state[ODD + i] - odd)
+        for i in range(WIDTH):
+            state[P + i] += state[ODD + i] * state[LOSS_P + i]
+            state[R + i] += state[ODD + i] * state[LOSS_R + i]
+
+
+@part
+def _measure(data, rules, state):
+    """P and R of the best codes a type allows under the 4 candidates of every lane of a tile."""
+    if rules.even:
+        _measure_even(data, state)
+    else:
+        _measure_nearest(data, state)
+
+
+@part
+def _profile(space, rules, places):
+    """Fill the profile: scales that put a group's largest element at `near` to `far` code units.
+
+    Each place keeps the better, by the gain R q^2 at its own optimum, of _MERGED scales.
+    """
+    state, count = space.state, places * _MERGED
+    for tile in range(len(space.data)):
+        tops = space.tops[tile * LANES : tile * LANES + LANES]
+        for k in range(count):
+            for c in range(4):
+                at = np.float32(k) + (_ZERO if rules.books == 2 else np.float32(0.5) * np.float32(c // 2))
+                units = rules.near + (rules.far - rules.near) * at / np.float32(count - 1)
+                sign = np.float32(1 - c % 2 * 2)
+                for lane in range(LANES):
+                    scale = sign * max(tops[lane], _FLOOR) / units
+                    state[SCALE + c * LANES + lane] = scale
+                    state[INVERSE + c * LANES + lane] = _TWO / scale
+                    state[OFFSET + c * LANES + lane] = np.float32(rules.table + BINS * (c // 2) * (rules.books - 1))
+            _measure(space.data[tile], rules, state)
+            first = k // _MERGED * WIDTH
+            q, r = space.q[tile, first : first + WIDTH], space.r[tile, first : first + WIDTH]
+            anew = k % _MERGED == 0
+            for i in range(WIDTH):
+                best, known = state[P + i] / max(state[R + i], _LEAST_SUM), q[i]
+                better = anew or state[P + i] * best > r[i] * known * known
+                q[i] = best if better else known
+                r[i] = state[R + i] if better else r[i]
+
+
+# ----------------------------------------------------------------------------------------------------------- choosing
+
+
+@part
+def _set_scales(tile, space):
+    """D and OVER_D of a tile's lanes from TRIED of their spans."""
+    state = space.state
+    for lane in range(LANES):
+        state[D + lane] = space.tried[space.owner[tile * LANES + lane]]
+    for i in range(3 * LANES):
+        state[D + LANES + i] = state[D + i % LANES]
+    for i in range(WIDTH):
+        state[OVER_D + i] = _ONE / state[D + i]
+
+
+@kernel(inline="always")
+def _nearest_multiplier(q, over_d, rules):
+    """The allowed multiplier nearest to q / d."""
+    t = min(max((q * over_d + _ONE - rules.step) * (_ONE / rules.step), -_FAR), _FAR)
+    return min(max(((t + _ROUND) - _ROUND) * rules.step + rules.step - _ONE, rules.lowest), rules.highest)
+
+
+@part
+def _promised(groups, rules, places, space):
+    """PROMISE of every span under TRIED: the gain of its lanes' best profile entries."""
+    state = space.state
+    for span in range(len(space.promise)):
+        space.promise[span] = _ZERO
+    for tile in range(len(space.data)):
+        q, r = space.q[tile], space.r[tile]
+        _set_scales(tile, space)
+        for i in range(WIDTH):
+            state[GAIN + i] = -_INFINITE
+        for k in range(places):
+            for i in range(WIDTH):
+                best = q[k * WIDTH + i]
+                s = state[D + i] * _nearest_multiplier(best, state[OVER_D + i], rules)
+                gain = r[k * WIDTH + i] * s * (best + best - s)
+                state[GAIN + i] = max(gain, state[GAIN + i])
+        for lane in range(min(LANES, groups - tile * LANES)):
+            left = max(state[GAIN + lane], state[GAIN + LANES + lane])
+            right = max(state[GAIN + 2 * LANES + lane], state[GAIN + 3 * LANES + lane])
+            space.promise[space.owner[tile * LANES + lane]] += max(left, right)
+
+
+@part
+def _most_promising(q, r, rules, places, state):
+    """MULTIPLIER of most promise under D of every lane of a tile, for each sign and book."""
+    for i in range(WIDTH):
+        state[GAIN + i] = -_INFINITE
+    for k in range(places):
+        for i in range(WIDTH):
+            best = q[k * WIDTH + i]
+            m = _nearest_multiplier(best, state[OVER_D + i], rules)
+            s = state[D + i] * m
+            gain = r[k * WIDTH + i] * s * (best + best - s)
+            most, found = state[GAIN + i], state[MULTIPLIER + i]
+            state[GAIN + i] = max(gain, most)
+            state[MULTIPLIER + i] = m if gain > most else found
+
+
+@part
+def _try(rules, data, state):
+    """Measure the candidates that MULTIPLIER and OFFSET name."""
+    for i in range(WIDTH):
+        m = min(max(state[MULTIPLIER + i], rules.lowest), rules.highest)
+        state[MULTIPLIER + i] = m
+        scale = state[D + i] * m
+        state[SCALE + i] = scale
+        state[INVERSE + i] = _TWO / scale if m != _ZERO else _ZERO
+    _measure(data, rules, state)
+
+
+@part
+def _keep_best(tile, space):
+    """Of the measured candidates of a tile keep what is better than what was found before."""
+    state = space.state
+    for c in range(4):
+        for lane in range(LANES):
+            i, at = c * LANES + lane, tile * LANES + lane
+            s = state[SCALE + i]
+            gain = s * (state[P + i] + state[P + i] - s * state[R + i])
+            if gain > space.gain[at]:
+                space.gain[at], space.p[at], space.s[at] = gain, state[P + i], state[R + i]
+                space.multiplier[0, at], space.book[0, at] = state[MULTIPLIER + i], state[OFFSET + i]
+
+
+@part
+def _choose(rules, places, space):
+    """Multiplier and book of every lane under TRIED, by exact gains."""
+    state = space.state
+    for lane in range(len(space.gain)):
+        space.gain[lane] = -_INFINITE
+    for tile in range(len(space.data)):
+        _set_scales(tile, space)
+        _most_promising(space.q[tile], space.r[tile], rules, places, state)
+        for i in range(WIDTH):
+            state[OFFSET + i] = np.float32(rules.table + BINS * (i // (2 * LANES)) * (rules.books - 1))
+        _try(rules, space.data[tile], state)
+        _keep_best(tile, space)
+        for c in range(4):
+            offset = rules.step * np.float32(c // 2 + 1) * np.float32(1 - c % 2 * 2)
+            for lane in range(LANES):
+                state[MULTIPLIER + c * LANES + lane] = space.multiplier[0, tile * LANES + lane] + offset
+                state[OFFSET + c * LANES + lane] = space.book[0, tile * LANES + lane]
+        _try(rules, space.data[tile], state)
+        _keep_best(tile, space)
+
+
+# ---------------------------------------------------------------------------------------------------------- searching
+
+
+@part
+def _usual_scales(groups, rules, places, space):
+    """USUAL of every span: the d whose largest multiplier is the largest scale that a group of it would have alone."""
+    for span in range(len(space.usual)):
+        space.usual[span] = _FLOOR
+    for group in range(groups):
+        q, r = space.q[group // LANES], space.r[group // LANES]
+        most, wanted = _ZERO, _ZERO
+        for k in range(4 * places):
+            i = k * LANES + group % LANES
+            gain = r[i] * q[i] * q[i]
+            if gain > most:
+                most, wanted = gain, abs(q[i])
+        span = space.owner[group]
+        space.usual[span] = max(space.usual[span], wanted / max(rules.highest, -rules.lowest))
+
+
+@part
+def _first_scales(low, high, tries, groups, rules, places, space):
+    """TRIED of every span: of multiples low to high of the usual d the one that promises most.
+
+    Signs take turns where the multipliers of the two differ.
+    """
+    symmetric = rules.lowest == -rules.highest
+    for span in range(len(space.d)):
+        space.promised[span] = -_INFINITE
+    for t in range(tries):
+        factor = low + (high - low) * np.float32(t) / np.float32(tries - 1)
+        if t % 2 and not symmetric:
+            factor = -factor
+        for span in range(len(space.d)):
+            space.tried[span] = stored(factor * space.usual[span], space.unit[span], rules)
+        _promised(groups, rules, places, space)
+        for span in range(len(space.d)):
+            if space.promise[span] > space.promised[span]:
+                space.promised[span], space.first[span] = space.promise[span], space.tried[span]
+    for span in range(len(space.d)):
+        space.tried[span] = space.first[span]
+
+
+@part
+def _keep_and_refit(groups, rules, space):
+    """Keep what `_choose` found where it is a span's best, and make TRIED the least-squares d. Returns if any moved."""
+    moved = False
+    span_groups = rules.span if rules.span else groups
+    for span in range(len(space.d)):
+        total, above, below = _ZERO, _ZERO, _ZERO
+        for lane in range(span * span_groups, (span + 1) * span_groups):
+            m = space.multiplier[0, lane]
+            total += space.gain[lane]
+            above += m * space.p[lane]
+            below += m * m * space.s[lane]
+        d = space.tried[span]
+        if total > space.most[span]:
+            space.most[span], space.d[span] = total, d
+            for lane in range(span * span_groups, (span + 1) * span_groups):
+                space.multiplier[1, lane], space.book[1, lane] = space.multiplier[0, lane], space.book[0, lane]
+        ratio = above / (below * d) if below > _ZERO else _ONE
+        if np.float32(0.5) < ratio < np.float32(2):
+            space.tried[span] = stored(d * ratio, space.unit[span], rules)
+        moved |= space.tried[span] != d
+    return moved
+
+
+@kernel
+def search(x, importance, rules, effort, space):
+    """Find d of every span of a row (in its unit; 0 where zeros are best), multipliers and books of its groups.
+
+    They are in row 1 of `multiplier` and `book`.
+    """
+    groups = len(x) // 32
+    span_groups = rules.span if rules.span else groups
+    places, tries, starts = _places(rules, effort), _TRIES[effort], _STARTS[effort]
+    for span in range(len(space.d)):
+        first = span * span_groups
+        space.unit[span] = _load(x[32 * first : 32 * (first + span_groups)], first, space)
+        _weigh(importance, first, span_groups, rules, space)
+        space.most[span], space.d[span] = _ZERO, _ZERO
+    for group in range(groups):
+        space.multiplier[1, group], space.book[1, group] = rules.step - _ONE, np.float32(rules.table)
+    _profile(space, rules, places)
+    _usual_scales(groups, rules, places, space)
+    width = (_MOST - _LEAST) / np.float32(starts)
+    for start in range(starts):
+        low = _LEAST + width * np.float32(start)
+        _first_scales(low, low + width, tries, groups, rules, places, space)
+        for _ in range(_ROUNDS[effort]):
+            _choose(rules, places, space)
+            if not _keep_and_refit(groups, rules, space):
+                break
+
+
+@kernel
+def codes_of(group, space, codes):
+    """codes uint8[32] of a group under what `search` chose."""
+    scale = space.d[space.owner[group]] * space.multiplier[1, group]
+    book = np.int32(space.book[1, group])
+    twice = _TWO / scale if scale != _ZERO else _ZERO
+    tile, lane = space.data[group // LANES], group % LANES
+    for j in range(32):
+        t = min(max(tile[j * LANES + lane] * twice + _MIDDLE, _ZERO), _LAST)
+        codes[j] = np.uint8(_NEAREST[np.int32(t) + book])
+
+
+@kernel
+def even_codes_of(group, space, codes):
+    """The same of K4 codes: each word of four, 2k, 2k + 16, 2k + 1, 2k + 17, has an even number of ones."""
+    scale = space.d[space.owner[group]] * space.multiplier[1, group]
+    book = np.int32(space.book[1, group]) - np.int32(IN_K4)
+    codes_of(group, space, codes)
+    twice = _TWO / scale if scale != _ZERO else _ZERO
+    tile, lane = space.data[group // LANES], group % LANES
+    for k in range(8):
+        odd, least, at, code = False, _INFINITE, 0, np.uint8(0)
+        for e in range(4):
+            j = 2 * k + e // 2 + 16 * (e % 2)
+            x, w = tile[j * LANES + lane], tile[(32 + j) * LANES + lane]
+            pair = _PAIRS[np.int32(min(max(x * twice + _MIDDLE, _ZERO), _LAST)) + book]
+            value = np.float32(pair & np.int32(255)) - _CENTRE
+            other = np.float32((pair >> np.int32(8)) & np.int32(255)) - _CENTRE
+            odd ^= (pair >> np.int32(20)) == np.int32(1)
+            loss = scale * (scale * (w * (other - value) * (other + value)) - _TWO * (w * x * (other - value)))
+            if loss < least:
+                least, at, code = loss, j, np.uint8((pair >> np.int32(16)) & np.int32(15))
+        if odd:
+            codes[at] = code
+
+
+@kernel
+def odd_scale(group, space):
+    """The byte that holds an odd multiplier of -127 to 127 and, in bit 0, the book."""
+    shifted = np.int32(space.book[1, group]) // np.int32(BINS) % np.int32(2)
+    return np.uint8(np.int32(space.multiplier[1, group]) + np.int32(127) + shifted)

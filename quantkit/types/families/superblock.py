@@ -1,0 +1,121 @@
+"""Parts shared by the encoders of types with blocks of 256 and a half-precision super-scale d.
+
+A block is searched in units of a power of two, `unit`, so that its largest magnitude lies in [1, 2) and nothing over-
+or underflows; d is rounded to the half a file can hold *before* anything is chosen under it, because rounding it last
+turns into an error of the whole block (badly so where the half is subnormal; `nonlinear` alone moves d afterwards, by a
+few percent at most and to a half again). At the end: how codes are laid out.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quantkit.codegen.half import float_to_half, half_to_float
+from quantkit.codegen.jit import kernel, part
+
+LEAST_HALF = 2.0**-24
+GREATEST_HALF = 65504.0
+LEAST_WEIGHT = 2.0**-20  # of the block's largest: a column that the calibration never saw is still encoded sanely
+
+
+@kernel
+def power_below(x):
+    """The largest power of two that is not above x (0 for 0 and subnormals)."""
+    return np.uint32(np.float32(x).view(np.uint32) & np.uint32(0x7F800000)).view(np.float32)
+
+
+@kernel
+def load_block(x, xs, minimum):
+    """Copy a block in units of a power of two: x = xs * unit, largest |xs| in [1, 2). Returns unit, mean of xs^2.
+
+    unit is 0, and xs undefined, when no element reaches `minimum`: then zeros are the best code there is.
+    """
+    largest = np.float32(0)
+    for i in range(len(xs)):
+        largest = max(largest, abs(x[i]))
+    if largest < minimum:
+        return np.float32(0), np.float32(0)
+    unit = power_below(largest)
+    squares = np.float32(0)
+    for i in range(len(xs)):
+        xs[i] = x[i] / unit
+        squares += xs[i] * xs[i]
+    return unit, squares / np.float32(len(xs))
+
+
+@kernel
+def relative_importance(importance, first, w):
+    """Weights of a block relative to its largest, at least LEAST_WEIGHT; 1 without importance or where it is all zero.
+
+    `importance` is float32[n] (the block starts at `first`) or float32[0]. Returns whether there is any. Where there
+    is, elements' own sizes do not count. The reference's weights are q sqrt(v + x^2); with them, or what lies between
+    them and q, models diverge more from what they were (benchmarks/RESULTS.md, "On a model").
+    """
+    largest = np.float32(0)
+    if len(importance):
+        for i in range(len(w)):
+            largest = max(largest, importance[first + i])
+    if largest == np.float32(0):
+        w[:] = np.float32(1)
+        return False
+    for i in range(len(w)):
+        w[i] = max(importance[first + i] / largest, np.float32(LEAST_WEIGHT))
+    return True
+
+
+@kernel
+def storable(d, unit):
+    """The half nearest to |d| * unit that is neither 0 nor Inf, with the sign of d, in units of `unit`."""
+    magnitude = min(max(abs(d) * unit, np.float32(LEAST_HALF)), np.float32(GREATEST_HALF))
+    value = half_to_float(float_to_half(magnitude)) / unit
+    return value if d >= np.float32(0) else -value
+
+
+@kernel
+def put_half(out, at, value):
+    """Write a float32 that a half can hold as two bytes."""
+    half = float_to_half(value)
+    out[at] = np.uint8(half)
+    out[at + 1] = np.uint8(half >> np.uint16(8))
+
+
+@part
+def put_flags(flags, out):
+    """16 bits as two bytes: bit s from flags[s]."""
+    for s in range(16):
+        out[s // 8] |= np.uint8(flags[s] << (s % 8))
+
+
+@part
+def put_multipliers(multipliers, high, low):
+    """Multipliers -32 to 31 of 16 sub-blocks, + 32: their high 2 bits in 4 bytes, their low 4 bits in 8."""
+    for s in range(16):
+        m = multipliers[s] + 32
+        high[s // 4] |= np.uint8((m >> 4) << (2 * (s % 4)))
+        low[s // 2] |= np.uint8((m & 15) << (4 * (s % 2)))
+
+
+@part
+def put_bits(codes, shift, out):
+    """Bit `shift` of 256 codes: byte r of 32 holds elements r, 32 + r, …, the first in the lowest bit."""
+    for group in range(8):
+        for r in range(32):
+            out[r] |= ((codes[32 * group + r] >> np.uint8(shift)) & np.uint8(1)) << np.uint8(group)
+
+
+@part
+def put_pairs(codes, shift, out):
+    """Bits `shift`, + 1 of 256 codes: byte r of a half's 32 holds its elements r, 32 + r, 64 + r, 96 + r."""
+    for group in range(8):
+        for r in range(32):
+            pair = (codes[32 * group + r] >> np.uint8(shift)) & np.uint8(3)
+            out[32 * (group // 4) + r] |= pair << np.uint8(2 * (group % 4))
+
+
+@part
+def put_nibbles(codes, width, out):
+    """The low 4 bits of 256 codes: byte r of `width` holds elements r and width + r of 2 * width."""
+    for group in range(128 // width):
+        for r in range(width):
+            first = 2 * width * group + r
+            out[width * group + r] = (codes[first] & np.uint8(15)) | (codes[first + width] << np.uint8(4))

@@ -1,0 +1,97 @@
+"""The scale of a ternary row: y = d * t with t in -1, 0, 1, shared by IQ1_BN and IQ2_BN.
+
+    minimise  sum over the row of  w * (x - d * t)^2      w = importance of the column (1 without)
+
+Under a given d the nearest code of x is 0 where |x| < d / 2, else the sign of x: so a row's codes are one threshold on
+|x|. The elements above a threshold, with A = sum w |x| and Q = sum w over them, have their best scale at d = A / Q and
+take A^2 / Q off the error. Thresholds on a coarse grid in units of the row's mean find the right hill (rows with
+outlier columns have two); then d -> A / Q of what is above d / 2 climbs it, each step for the better.
+
+Rows that are ternary already, {-a, 0, a}, as the models these types are made for have them, keep their a exactly.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quantkit.codegen.jit import kernel
+from quantkit.types.base import BEST
+
+_MAGNITUDE, _EXPONENT = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
+_ZERO, _ONE, _HALF = np.float32(0), np.float32(1), np.float32(0.5)
+
+# Sums are of integers, which compilers may add in any order: weights and w |x| in units of 2^-20 of the row's largest,
+# over spans of 1024 elements in 32 bits. That is also the least weight: a column never seen still counts.
+_UNITS = np.float32(2.0**20)
+_SPAN = 1024
+_LEAST_UNIT = np.float32(2.0**-100)  # of |x|: the inverse of what is below may be none
+
+# Thresholds in units of the row's weighted mean of |x|, upwards. A normal distribution has its best at 0.77.
+_GRID = np.array([0.5, 1, 2, 4], np.float32)
+_FINE_GRID = np.geomspace(0.35, 12, 24).astype(np.float32)
+_FALLEN = np.float32(0.6)  # of the best gain: the grid is left where it has fallen below
+_STEPS = 1, 2, 8  # towards the top of the hill, by effort
+
+
+@kernel
+def row_weights(importance, w):
+    """Fill float32[n] with weights in units of 2^-20 of the largest, all 2^20 without importance or where it is 0."""
+    largest = _ZERO
+    for j in range(importance.size):
+        largest = max(largest, importance[j])
+    for j in range(w.size):
+        w[j] = max(np.floor(importance[j] / largest * _UNITS), _ONE) if largest > _ZERO else _UNITS
+
+
+@kernel
+def find_scale(x, w, effort):
+    """The scale d of a row; 0 where it is all zero."""
+    bits = x.view(np.int32)
+    largest = np.int32(0)
+    above_zero = np.uint32(0xFFFFFFFF)
+    for j in range(bits.size):
+        magnitude = np.int32(bits[j] & _MAGNITUDE)
+        largest = np.int32(max(largest, magnitude))
+        above_zero = np.uint32(min(above_zero, np.uint32(np.uint32(magnitude) - np.uint32(1))))  # of 0: the largest
+    most = np.int32(largest).view(np.float32)
+    if most == _ZERO or np.uint32(largest) == np.uint32(above_zero + np.uint32(1)):  # zeros, or ternary
+        return most
+    inverse = _HALF / max(np.int32(largest & _EXPONENT).view(np.float32), _LEAST_UNIT)  # |x| * inverse < 1
+    mean = _sum_above(x, w, inverse, -_ONE)[0]
+    best = scale = _ZERO
+    grid = _FINE_GRID if effort == BEST else _GRID
+    for k in range(grid.size):
+        fitted, gain = _sum_above(x, w, inverse, grid[k] * mean)
+        if gain > best:
+            best, scale = gain, fitted
+        if gain < _FALLEN * best and effort != BEST:
+            break
+    for _ in range(_STEPS[effort]):
+        scale = _sum_above(x, w, inverse, _HALF * scale)[0]
+    return scale / inverse
+
+
+@kernel
+def _sum_above(x, w, inverse, threshold):
+    """A / Q and A^2 / Q of the elements with |x| * inverse above the threshold."""
+    total = weights = np.float32(0)
+    for first in range(0, x.size, _SPAN):
+        part, part_weights = x[first : first + _SPAN], w[first : first + _SPAN]
+        span_total = span_weights = np.int32(0)
+        for j in range(part.size):
+            a = abs(part[j]) * inverse
+            above = np.int32(-np.int32(a > threshold))  # all bits or none
+            span_total = np.int32(span_total + np.int32(np.int32(a * part_weights[j] + _HALF) & above))
+            span_weights = np.int32(span_weights + np.int32(np.int32(part_weights[j]) & above))
+        total += np.float32(span_total)
+        weights += np.float32(span_weights)
+    fitted = total / weights if weights > _ZERO else _ZERO
+    return fitted, fitted * total
+
+
+@kernel
+def nearest_codes(x, scale, codes):
+    """Fill uint8[n] with t + 1: 0, 1 or 2."""
+    half = _HALF * scale
+    for j in range(x.size):
+        codes[j] = np.uint8(np.int32(1) + np.int32(x[j] >= half) - np.int32(x[j] <= -half))

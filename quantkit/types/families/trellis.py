@@ -1,0 +1,82 @@
+"""`TrellisType`, the family of IQ1_KT, IQ2_KT, IQ3_KT and IQ4_KT: what its members say of themselves, and how the
+fields that the search finds reach their `_pack`.
+
+`trellis_code` has the code. The search (`types/native/trellis_search.py`) is imported when it first runs; its index of
+the points is built then, cached on disk and kept in memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from quantkit.codegen.jit import kept, readonly
+from quantkit.types.base import QuantType
+from quantkit.types.families.trellis_code import BOOK, OFFSET, Kind, code_values
+
+
+class Plan(NamedTuple):
+    """How thoroughly an effort searches; `types/native/trellis_search.py` explains the words."""
+
+    scales: int  # of each sub-block's profile, a multiple of 8
+    rank: int  # of clusters or boxes looked into there; 0: the profile is assumed
+    finalists: int  # multipliers matched again,
+    final_rank: int  # in so many
+    ds: int
+    tables: int = 2  # at most
+
+
+class TrellisType(QuantType):
+    """A trellis type: rows of a float32 d, blocks of 256, a multiplier for each 32 elements."""
+
+    block_size, row_meta_bytes = 256, 4
+    uses_imatrix = True
+    group: ClassVar[int] = 8
+    index_bits: ClassVar[int] = 16
+    offsets: ClassVar[tuple[int, ...]] = (OFFSET,)  # of the tables a sub-block may choose from
+    folded: ClassVar[bool] = False  # magnitudes of values, signs beside
+    both: ClassVar[bool] = False  # each of `steps` exists with either sign
+    zero: ClassVar[bool] = False  # there is a multiplier 0
+    steps: ClassVar[np.ndarray] = BOOK[np.argsort(np.abs(BOOK))]  # multipliers by magnitude
+    clusters: ClassVar[int] = 1024  # parts of the index where groups have 8 elements
+    largest: ClassVar[tuple[float, float]] = (90, 90)  # a sub-block's, in units of its own scale, without and with
+    plans: ClassVar[tuple[Plan, Plan, Plan]]  # importance; plans of fast, normal, best
+    _pack: ClassVar[Any] = None
+
+    @classmethod
+    def encode_rows(cls, x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
+        from quantkit.types.native import trellis_search as search
+
+        fields, largest = cls._fields_of(*x.shape), np.array(cls.largest, np.float32)
+        search.search(x, importance, cls._kind(effort), largest, cls.steps, _index(cls), *fields)
+        cls._pack(x, *fields, out)
+
+    @classmethod
+    def _kind(cls, effort: int) -> Kind:
+        *plan, tables_tried = cls.plans[effort]
+        flags = (int(cls.folded), int(cls.both), int(cls.zero))
+        return Kind(*(cls.group, *flags, min(len(cls.offsets), tables_tried), cls.clusters, *plan))
+
+    @classmethod
+    def _fields_of(cls, rows: int, n: int) -> tuple[np.ndarray, ...]:
+        """Room for d, numbers, multipliers and tables."""
+        d, numbers = np.empty(rows, np.float32), np.empty((rows, n // cls.group), np.uint16)
+        return d, numbers, np.empty((rows, n // 32), np.int16), np.empty((rows, n // 32), np.uint8)
+
+
+_building = threading.Lock()
+_indices: dict[str, tuple[np.ndarray, ...]] = {}
+
+
+def _index(cls: type[TrellisType]) -> tuple[np.ndarray, ...]:
+    """The index of a type's points; made by the first thread that needs it, or found on disk."""
+    with _building:
+        if cls.name not in _indices:
+            from quantkit.types.native import trellis_search as search
+
+            values = np.stack([code_values(cls.index_bits, cls.group, offset) for offset in cls.offsets])
+            built = kept(search.build, np.abs(values) if cls.folded else values, cls.clusters)
+            _indices[cls.name] = tuple(readonly(a) for a in built)
+    return _indices[cls.name]

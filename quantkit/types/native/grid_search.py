@@ -1,0 +1,492 @@
+"""The search of the grid types (`types/families/grids.py`): super-scale, multipliers, grid points and signs of every
+block.
+
+    minimise  sum over the block of  w (x - y)^2        y = s * magnitude * sign,  s = d * m / divisor
+
+With the signs of x the error is sum w x^2 - s (2 P - s R), P = sum w |x| g, R = sum w g^2 over the magnitudes g; a
+sign that parity forces to be wrong lowers P by 2 w |x| g. So codes are known by two sums, which tell their error under
+every scale, and a sub-block's best error is the envelope of such *lines*.
+
+`nearest` finds for 16 groups at once, one per SIMD lane, the grid point of least error under each lane's scale, all
+points compared: costs of coordinates add up to those of halves (81), two of which are a point. Where a sign must
+flip, a half has a second cost, with its cheapest flip, and the flip is in one half or the other; so point and flip are
+chosen together. Costs of second halves carry the half's code in the low byte of their mantissa, so that a minimum over
+them also tells which it was; beside the cost of first halves that rounding is below 2^-15.
+
+A block then goes like this:
+1. Lines of every sub-block for a few scales between what its mean square and its largest element suggest.
+2. The super-scale, of a grid rounded to what a half holds, whose best multipliers on these lines leave least error.
+3. Nearest points under that choice, which are new lines; back to 2 with a finer grid around the last super-scale.
+Errors of 2 are those of known codes, so every round can only improve (but for what the key bytes round off).
+
+iq3_xxs shares a parity between two groups of four: both are searched with and without a flip. Effort "fast" leaves
+parity out of step 1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from quantkit.codegen.half import float_to_half
+from quantkit.codegen.jit import kernel, part
+from quantkit.codegen.simd import F32, I32, I64, Emit, Value, emitted, vector
+from quantkit.types.base import FAST
+from quantkit.types.families.grid_points import VALUES
+from quantkit.types.families.superblock import load_block, relative_importance, storable
+
+_LANES = 16
+_F, _I = vector(_LANES, F32), vector(_LANES, I32)
+_ROW = 64  # bytes of 16 lanes
+_TABLE = 3 * _ROW  # bytes of P, R and F of one value of a coordinate
+_CHUNK = 4  # second halves in a row of Grid.halves
+_SPACE = 4 * VALUES * VALUES * _LANES  # float32 of scratch: costs of two halves, without and with a flip
+_HUGE = np.float32(1e30)
+_FREE, _EACH, _PAIRS = range(3)  # rules for signs: as they come; even in each group; even in each two groups
+
+# ------------------------------------------------------------------------------------------------------- in SIMD lanes
+
+
+def _splat(e, address):
+    return e.splat(e.load(F32, address), _LANES)
+
+
+def _less(e, a, b):
+    return Value(e, e.builder.fcmp_ordered("<", a.ir, b.ir))
+
+
+@emitted("void")
+def tabulate(e, elements, levels, tables):
+    """P, R and F of each value of four coordinates, from w |x|, w and what a flip costs of two elements each.
+
+    F is the least of (cost of a flip) * magnitude.
+    """
+    with e.loop(0, 4) as c, e.loop(0, VALUES) as v:
+        total = []
+        for j in range(2):
+            level = _splat(e, levels + v * 8 + 4 * j)
+            wx, w, flip = (e.load(_F, elements + c * (6 * _ROW) + (3 * j + i) * _ROW) for i in range(3))
+            total.append((wx * level, w * (level * level), flip * level))
+        at = tables + (c * VALUES + v) * _TABLE
+        e.store(total[0][0] + total[1][0], at)
+        e.store(total[0][1] + total[1][1], at + _ROW)
+        e.store(e.min(total[0][2], total[1][2]), at + 2 * _ROW)
+
+
+def _cost(e, flips, at, scale, odd):
+    """Cost s (s R - 2 P) of a value of a coordinate; with `flips` also what its cheapest flip adds."""
+    twice = scale + scale
+    cost = scale * (scale * e.load(_F, at + _ROW)) - twice * e.load(_F, at)
+    return [cost, (twice + twice) * odd * e.load(_F, at + 2 * _ROW)] if flips else [cost]
+
+
+def _half_costs(e, flips, tables, half, scale, odd, out):
+    """Costs of all rows of a half, and those with a flip; those of second halves carry their codes."""
+    tables = tables + 2 * half * VALUES * _TABLE
+    beside = [_cost(e, flips, tables + (VALUES + b) * _TABLE, scale, odd) for b in range(VALUES)]
+    stride = len(beside[0]) * _ROW
+    with e.loop(0, VALUES) as a:
+        own = _cost(e, flips, tables + a * _TABLE, scale, odd)
+        code = e.splat((a << 4).narrow(I32), _LANES)
+        at = out + a * (VALUES * stride)
+        for b, other in enumerate(beside):
+            costs = [own[0] + other[0]]
+            if flips:
+                costs.append(costs[0] + e.min(own[1], other[1]))
+            for i, cost in enumerate(costs):
+                keyed = ((cost.view(_I) & ~0xFF) | (code | b)).view(_F) if half else cost
+                e.store(keyed, at + (b * stride + i * _ROW))
+
+
+class _Best:
+    """The least cost so far in each lane, and the codes of its point."""
+
+    def __init__(self, e):
+        self.e, self.cost = e, e.variable(e.constant(_F, float(_HUGE)))
+        self.key, self.first = e.variable(e.zero(_F)), e.variable(e.zero(_I))
+
+    def offer(self, cost, key, first):
+        better = _less(self.e, cost, self.cost.get())
+        for kept, new in ((self.cost, cost), (self.key, key), (self.first, first)):
+            kept.set(self.e.choose(better, new, kept.get()))
+
+    def code(self):
+        return (self.first.get() << 8) | (self.key.get().view(_I) & 0xFF)
+
+
+def _scan(e, rule, first, second, halves, chunks):
+    """The codes, 256 * first + second, of the points of least cost: with a flip or without; for _PAIRS of both."""
+    stride = _ROW if rule == _FREE else 2 * _ROW
+    best, flipped = _Best(e), _Best(e) if rule == _PAIRS else None
+    with e.loop(0, chunks) as i:
+        at = halves + i * (4 * (2 + _CHUNK))
+        rows = [e.load(I32, at + 8 + 4 * k).signed(I64) * stride + second for k in range(_CHUNK)]
+        here = e.load(I32, at).signed(I64) * stride + first
+        code = e.splat(e.load(I32, at + 4), _LANES)
+
+        def least(offset, rows=rows):
+            m = [e.load(_F, row + offset) for row in rows]
+            while len(m) > 1:
+                m = [e.min(a, b) for a, b in zip(m[::2], m[1::2])]
+            return m[0]
+
+        plain = least(0)
+        if rule != _EACH:
+            best.offer(e.load(_F, here) + plain, plain, code)
+        if rule != _FREE:
+            in_first, other = e.load(_F, here + _ROW) + plain, least(_ROW)
+            in_second = e.load(_F, here) + other
+            where = _less(e, in_second, in_first)
+            (flipped or best).offer(e.min(in_first, in_second), e.choose(where, other, plain), code)
+    return best.code(), flipped.code() if flipped else None
+
+
+def _values(e, code, tables):
+    """P, R and F of each coordinate of points."""
+    found = []
+    for c in range(4):
+        digit = (code >> (12 - 4 * c)) & 15
+        each = [e.load(_F, tables + c * VALUES * _TABLE + i * _ROW) for i in range(3)]
+        for v in range(1, VALUES):
+            same = Value(e, e.builder.icmp_signed("==", digit.ir, e.constant(_I, v).ir))
+            at = tables + (c * VALUES + v) * _TABLE
+            each = [e.choose(same, e.load(_F, at + i * _ROW), value) for i, value in enumerate(each)]
+        found.append(each)
+    return found
+
+
+def _sums(e, code, tables, wrong=None):
+    """P and R of points, P lowered by the cheapest flip where `wrong` is 1."""
+    each = _values(e, code, tables)
+    p, r = ((each[0][i] + each[1][i]) + (each[2][i] + each[3][i]) for i in range(2))
+    if wrong:
+        p = p - (wrong + wrong) * e.min(e.min(each[0][2], each[1][2]), e.min(each[2][2], each[3][2]))
+    return p, r
+
+
+def _one_of_pair(e, odd, without, flipped):
+    """Where of two neighbouring lanes that are odd this one has the flip, costing less there."""
+    loss = flipped - without
+    other = e.shuffle(loss, None, [lane ^ 1 for lane in range(_LANES)])
+    even = e.constant(_I, [1 - lane % 2 for lane in range(_LANES)])
+    less, same = _less(e, loss, other).ir, e.builder.fcmp_ordered("==", loss.ir, other.ir)
+    first = e.builder.and_(same, e.builder.icmp_signed("==", even.ir, e.constant(_I, 1).ir))
+    is_odd = _less(e, e.zero(_F), odd).ir
+    return Value(e, e.builder.and_(is_odd, e.builder.or_(less, first)))
+
+
+@emitted("void")
+def nearest(
+    e: Emit, rule: int, tables: Value, scales: Value, odd: Value, halves: Value, chunks: Value, space: Value, out: Value
+) -> None:
+    """Codes int32[16], then P, R and whether a sign is wrong, float32[16], of the nearest points under scales
+    float32[16] to `out`. What makes a sign wrong, where `odd` is 1, is up to `rule`."""
+    scale = e.load(_F, scales)
+    second = space + VALUES * VALUES * 2 * _ROW
+    wrong = {_FREE: e.zero(_F), _EACH: e.load(_F, odd), _PAIRS: e.constant(_F, 1.0)}[rule]
+    _half_costs(e, rule != _FREE, tables, 0, scale, wrong, space)
+    _half_costs(e, rule != _FREE, tables, 1, scale, wrong, second)
+    code, flipped = _scan(e, rule, space, second, halves, chunks)
+    p, r = _sums(e, code, tables, wrong if rule == _EACH else None)
+    if rule == _PAIRS:
+        p_flipped, r_flipped = _sums(e, flipped, tables, wrong)
+        costs = [scale * (scale * b - (a + a)) for a, b in ((p, r), (p_flipped, r_flipped))]
+        here = _one_of_pair(e, e.load(_F, odd), *costs)
+        code, p, r = (e.choose(here, a, b) for a, b in ((flipped, code), (p_flipped, p), (r_flipped, r)))
+        wrong = e.choose(here, wrong, e.zero(_F))
+    for i, values in enumerate((code, p, r, wrong)):
+        e.store(values, out + i * _ROW)
+
+
+# ---------------------------------------------------------------------------------------------------------- the search
+
+# By effort, for groups of 8 and of 4, whose many levels make error jump more from scale to scale:
+_COARSE = ((3, 4, 8), (4, 5, 8))  # scales of step 1,
+_FINE = ((0, 0, 4), (0, 4, 8))  # then so many around the best of them,
+_APART = (0.0, 0.06, 0.03)  # so far apart,
+_ROUNDS = (1, 2, 4)  # rounds of steps 2 and 3
+_MOST_LINES = 24
+_LOW, _HIGH = np.float32(0.7), np.float32(1.1)  # step 1 ends at these multiples of the smaller and larger guess
+_SPREAD = np.float32(0.5)  # a guess: the root mean square of a sub-block is this much of the largest magnitude
+_DS = 32  # super-scales looked at in step 2,
+_FIRST, _LAST = np.float32(0.8), np.float32(1.3)  # first of these multiples of (largest scale) / 31,
+_NEAR = np.float32(0.06)  # then this much around the last one
+_TINY = np.float32(0.004)  # the least scale of step 1, of the block's largest: what vanishes beside the block
+_ROUND = np.float32(3 << 22)  # adding and subtracting it rounds |t| < 2^22 to an integer
+
+
+@part
+def _arrange(xs, w, rule, elements, odd):
+    """Lay a block out in lanes: w |x|, w and flip costs, by set of 16 groups and coordinate; which lanes are odd."""
+    length = 256 // (len(elements) * _LANES)
+    for g in range(256 // length):
+        lane = g % _LANES
+        rows = elements[g // _LANES]
+        negative = 0
+        for j in range(length):
+            i = g * length + j
+            magnitude = abs(xs[i])
+            negative += xs[i] < np.float32(0)
+            c, at = (j // 2, 3 * (j % 2)) if length == 8 else (j, 0)
+            rows[c, at, lane] = w[i] * magnitude
+            rows[c, at + 1, lane] = w[i]
+            rows[c, at + 2, lane] = w[i] * magnitude
+            if length == 4:
+                rows[c, 3, lane] = rows[c, 4, lane] = np.float32(0)
+                rows[c, 5, lane] = _HUGE
+        odd[g] = np.float32(negative % 2)
+    if rule == _PAIRS:
+        for g in range(0, 64, 2):
+            odd[g] = odd[g + 1] = np.float32(odd[g] != odd[g + 1])
+
+
+@part
+def _guess(xs, w, top, low, high):
+    """Ends of the inverse scales of step 1 for every sub-block."""
+    count = len(low)
+    length = 256 // count
+    largest = np.float32(0)
+    for i in range(256):
+        largest = max(largest, abs(xs[i]))
+    for s in range(count):
+        most = squares = weights = np.float32(0)
+        for i in range(s * length, s * length + length):
+            most = max(most, abs(xs[i]))
+            squares += w[i] * (xs[i] * xs[i])
+            weights += w[i]
+        by_most = max(most, largest * _TINY) / top
+        by_mean = max(np.sqrt(squares / weights), largest * _TINY) / (top * _SPREAD)
+        low[s] = np.float32(1) / (_HIGH * max(by_most, by_mean))
+        high[s] = np.float32(1) / (_LOW * min(by_most, by_mean))
+
+
+@part
+def _evaluate(wanted, rule, state, halves, p, r):
+    """Nearest points of all groups under a scale for each sub-block: they stay in `found`, P and R of sub-blocks go to
+    p and r."""
+    elements, tables, odd, scales, space, found = state
+    groups = len(odd)
+    each = groups // len(wanted)
+    for g in range(groups):
+        scales[g] = wanted[g // each]
+    halves_at, chunks, space_at = np.int64(halves.ctypes.data), len(halves), np.int64(space.ctypes.data)
+    for s in range(len(elements)):
+        table_at, scale_at = np.int64(tables[s].ctypes.data), np.int64(scales[s * _LANES :].ctypes.data)
+        odd_at, out = np.int64(odd[s * _LANES :].ctypes.data), np.int64(found[s].ctypes.data)
+        if rule == _FREE:
+            nearest(_FREE, table_at, scale_at, odd_at, halves_at, chunks, space_at, out)
+        elif rule == _EACH:
+            nearest(_EACH, table_at, scale_at, odd_at, halves_at, chunks, space_at, out)
+        else:
+            nearest(_PAIRS, table_at, scale_at, odd_at, halves_at, chunks, space_at, out)
+    for s in range(len(wanted)):
+        sum_p = sum_r = np.float32(0)
+        for g in range(s * each, s * each + each):
+            sum_p += found[g // _LANES, 1, g % _LANES]
+            sum_r += found[g // _LANES, 2, g % _LANES]
+        p[s], r[s] = sum_p, sum_r
+
+
+@kernel(inline="always")
+def _multiplier(scale, inverse_step):
+    """The odd number of 1 to 31 that is nearest to scale / step."""
+    m = min(max((scale * inverse_step - np.float32(1)) * np.float32(0.5), np.float32(0)), np.float32(15))
+    return np.float32(2) * ((m + _ROUND) - _ROUND) + np.float32(1)
+
+
+@part
+def _gains(p, r, lines, steps, lanes):
+    """lanes[0]: by how much the best lines lower the error under each step = d / divisor."""
+    inverse, best, total = lanes[1], lanes[2], lanes[0]
+    for i in range(_DS):
+        inverse[i] = np.float32(1) / steps[i]
+        total[i] = np.float32(0)
+    for s in range(p.shape[1]):
+        for i in range(_DS):
+            best[i] = -_HUGE
+        for k in range(lines):
+            p_k, r_k = p[k, s], r[k, s]
+            scale = p_k / r_k
+            for i in range(_DS):
+                y = steps[i] * _multiplier(scale, inverse[i])
+                gain = y * ((p_k + p_k) - y * r_k)
+                best[i] = max(best[i], gain)
+        for i in range(_DS):
+            total[i] += best[i]
+
+
+@part
+def _settle(p, r, lines, step, wanted):
+    """The scales of the sub-blocks under a step."""
+    for s in range(p.shape[1]):
+        best = -_HUGE
+        for k in range(lines):
+            y = step * _multiplier(p[k, s] / r[k, s], np.float32(1) / step)
+            gain = y * ((p[k, s] + p[k, s]) - y * r[k, s])
+            if gain > best:
+                best, wanted[s] = gain, y
+
+
+@part
+def _find_step(p, r, lines, first, last, unit, divisor, lanes):
+    """The best of _DS steps from first to last, as halves hold d = step * divisor."""
+    steps = lanes[3]
+    for i in range(_DS):
+        step = first + (last - first) * (np.float32(i) / np.float32(_DS - 1))
+        steps[i] = storable(step * divisor, unit) / divisor
+    _gains(p, r, lines, steps, lanes)
+    best = 0
+    for i in range(_DS):
+        if lanes[0, i] > lanes[0, best]:
+            best = i
+    return steps[best]
+
+
+@part
+def _best_scales(p, r, lines, scales):
+    """The best scale of each sub-block by its lines, and the largest of them."""
+    largest = np.float32(0)
+    for s in range(len(scales)):
+        best = np.float32(0)
+        for k in range(lines):
+            if p[k, s] > np.float32(0) and p[k, s] * p[k, s] > best * r[k, s]:
+                best, scales[s] = p[k, s] * p[k, s] / r[k, s], p[k, s] / r[k, s]
+        if best > np.float32(0):
+            largest = max(largest, scales[s])
+        else:
+            scales[s] = np.float32(0)
+    return largest
+
+
+@part
+def _search_block(xs, w, unit, effort, rule, divisor, levels, halves, state, lines, lanes):
+    """The step d / divisor of a block; scales of sub-blocks are left in lines[2, 0]. 0 where zeros are best."""
+    p, r, wanted, low, high = lines[0], lines[1], lines[2, 0], lines[2, 1], lines[2, 2]
+    elements, tables, odd = state[0], state[1], state[2]
+    _arrange(xs, w, rule, elements, odd)
+    for s in range(len(elements)):
+        tabulate(np.int64(elements[s].ctypes.data), np.int64(levels.ctypes.data), np.int64(tables[s].ctypes.data))
+    _guess(xs, w, levels[VALUES - 1, 0], low, high)
+    family = 0 if len(elements) == 2 else 1
+    count = _COARSE[family][effort]
+    for k in range(count):
+        for s in range(len(wanted)):
+            wanted[s] = np.float32(1) / (low[s] + (high[s] - low[s]) * (np.float32(k) / np.float32(count - 1)))
+        _evaluate(wanted, _FREE if effort == FAST else rule, state, halves, p[k], r[k])
+    _best_scales(p, r, count, low)
+    for k in range(_FINE[family][effort]):
+        apart = np.float32((k // 2 + 1) * (2 * (k % 2) - 1) * _APART[effort])
+        for s in range(len(wanted)):
+            wanted[s] = low[s] * (np.float32(1) + apart)
+        _evaluate(wanted, rule, state, halves, p[count + k], r[count + k])
+    count += _FINE[family][effort]
+    largest = _best_scales(p, r, count, low)
+    first, last = largest / np.float32(31) * _FIRST, largest / np.float32(31) * _LAST
+    step = np.float32(0)
+    for k in range(count, count + _ROUNDS[effort]):
+        step = _find_step(p, r, k, first, last, unit, divisor, lanes)
+        _settle(p, r, k, step, wanted)
+        _evaluate(wanted, rule, state, halves, p[k], r[k])
+        first, last = step * (np.float32(1) - _NEAR), step * (np.float32(1) + _NEAR)
+    gain = np.float32(0)
+    k = count + _ROUNDS[effort] - 1
+    for s in range(len(wanted)):
+        gain += wanted[s] * ((p[k, s] + p[k, s]) - wanted[s] * r[k, s])
+    return step if gain > np.float32(0) else np.float32(0)
+
+
+# ----------------------------------------------------------------------------------------------------------- its fields
+
+
+@part
+def _cheapest_flip(w, xs, levels, code, first, length):
+    """The element, of `length` from `first` on, whose sign is cheapest to get wrong at the point `code`."""
+    least, choice = np.float32(np.inf), 0
+    for j in range(length):
+        c = j // 2 if length == 8 else j
+        magnitude = levels[(code >> (12 - 4 * c)) & 15, j % 2 if length == 8 else 0]
+        cost = w[first + j] * abs(xs[first + j]) * magnitude
+        if cost < least:
+            least, choice = cost, j
+    return first + choice
+
+
+@part
+def _keep(xs, w, step, levels, numbers, state, wanted, multipliers, points, signs):
+    """The fields of a block from what _search_block left."""
+    found = state[5]
+    codes = found.view(np.int32)
+    length = 256 // len(points)
+    for s in range(len(wanted)):
+        multipliers[s] = np.uint8(np.int64(_multiplier(wanted[s], np.float32(1) / step)) // 2)
+    for i in range(32):
+        bits = 0
+        for j in range(8):
+            bits |= (xs[8 * i + j] < np.float32(0)) << j
+        signs[i] = np.uint8(bits)
+    for g in range(len(points)):
+        code = np.int64(codes[g // _LANES, 0, g % _LANES])
+        number = np.int64(0)
+        for c in range(4):
+            number = number * VALUES + ((code >> (12 - 4 * c)) & 15)
+        points[g] = numbers[number]
+        if found[g // _LANES, 3, g % _LANES] > np.float32(0):
+            at = _cheapest_flip(w, xs, levels, code, g * length, length)
+            signs[at // 8] ^= np.uint8(1 << (at % 8))
+
+
+@part
+def _workspace(sets):
+    """What a search works in: arrays that begin at cache lines."""
+    sizes = (
+        sets * 4 * 6 * _LANES,
+        sets * 4 * VALUES * 3 * _LANES,
+        sets * _LANES,
+        sets * _LANES,
+        _SPACE,
+        sets * 4 * _LANES,
+    )
+    total = 16
+    for size in sizes:
+        total += size
+    memory = np.empty(total, np.float32)
+    a = (-np.int64(memory.ctypes.data) % 64) // 4
+    b = a + sizes[0]
+    c = b + sizes[1]
+    d = c + sizes[2]
+    e = d + sizes[3]
+    f = e + sizes[4]
+    return (
+        memory[a:b].reshape((sets, 4, 6, _LANES)),
+        memory[b:c].reshape((sets, 4 * VALUES * 3 * _LANES)),
+        memory[c:d],
+        memory[d:e],
+        memory[e:f],
+        memory[f : f + sizes[5]].reshape((sets, 4, _LANES)),
+    )
+
+
+@kernel
+def search(x, importance, effort, levels, halves, numbers, divisor, even, alone, scales, multipliers, points, signs):
+    """Fill the fields of the blocks of x float32[rows, n], as `GridType._pack` takes them."""
+    n = x.shape[1]
+    flat = x.reshape(-1)
+    sets, subs = points.shape[1] // _LANES, multipliers.shape[1]
+    rule = _FREE
+    if even:
+        rule = _EACH if points.shape[1] == 32 else _PAIRS
+    state = _workspace(sets)
+    xs, w = np.empty(256, np.float32), np.empty(256, np.float32)
+    lines, lanes = np.empty((3, _MOST_LINES, subs), np.float32), np.empty((4, _DS), np.float32)
+    for b in range(len(scales)):
+        scales[b] = np.uint16(0)
+        multipliers[b], points[b], signs[b] = np.uint8(0), np.uint16(0), np.uint8(0)
+        unit, mean = load_block(flat[256 * b : 256 * b + 256], xs, np.float32(2.0**-25))
+        if unit == np.float32(0):
+            continue
+        if not relative_importance(importance, 256 * b % n, w):
+            for i in range(256):
+                w[i] = alone * mean + xs[i] * xs[i]
+        step = _search_block(xs, w, unit, effort, rule, np.float32(divisor), levels, halves, state, lines, lanes)
+        if step > np.float32(0):
+            scales[b] = float_to_half(step * np.float32(divisor) * unit)
+            _keep(xs, w, step, levels, numbers, state, lines[2, 0], multipliers[b], points[b], signs[b])

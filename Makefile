@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo readme test lint full bench-gpu clean
+.PHONY: demo readme test lint full docs bench-gpu clean
 
 $(VENV)/.run: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +31,10 @@ test: $(VENV)/.dev
 lint: $(VENV)/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
+docs: $(VENV)/.dev  # into site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo open site/index.html
+
 full: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "full or not full"
 
@@ -38,4 +42,4 @@ bench-gpu: $(VENV)/.dev
 	$(BIN)/python benchmarks/bench_gpu.py
 
 clean:
-	rm -rf $(VENV) demo
+	rm -rf $(VENV) demo site

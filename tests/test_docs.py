@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import doctest
 import fnmatch
-import importlib.util
 import io
 import json
 import os
@@ -74,7 +73,6 @@ def test_sizes_of_the_readme_are_those_of_its_model(smollm2_q4_1: Path) -> None:
         assert 0 <= float(gib) * 2**30 - plan.bytes_after < 8 << 20, name  # metadata, most of it the tokenizer
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra docs (make test installs it)")
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}

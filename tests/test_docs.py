@@ -21,7 +21,7 @@ import pytest
 import quantkit
 from quantkit import cli, recipe
 from quantkit.cli import _docs, demo
-from quantkit.files import gguf
+from quantkit.formats import gguf
 from tests.documentation import OTHER_PROGRAMS, ROOT, Block, Command, blocks, make_world, pages
 
 JSON_PAGE = ROOT / "docs" / "reference" / "json.md"

@@ -17,7 +17,7 @@ SUFFIX = ".recipe"
 
 
 def _folder() -> Path:
-    """`library` is a link to the repository's `recipes`; a checkout without links still has the original."""
+    """`library` of an installed package; a checkout has the same files in its `recipes`."""
     library = _HERE / "library"
     return library if library.is_dir() else _HERE.parents[1] / "recipes"
 

@@ -25,7 +25,7 @@ import typer
 from typer.core import TyperGroup
 
 from quantkit import __version__
-from quantkit.cli._terminal import showing_controls
+from quantkit.cli._terminal import message, showing_controls
 from quantkit.errors import QuantkitError, printable
 
 # The order in which a user needs them; a command that is not named here comes last.
@@ -140,7 +140,7 @@ def _translated(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return function(*args, **kwargs)
         except QuantkitError as error:
-            print(f"error: {printable(str(error))}", file=sys.stderr)
+            print(f"error: {message(str(error))}", file=sys.stderr)
             raise SystemExit(1) from None
         except BrokenPipeError:
             raise SystemExit(_broken_pipe()) from None

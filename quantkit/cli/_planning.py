@@ -16,7 +16,8 @@ import typer
 
 from quantkit.cli._runtime import PLACEMENT, Fit, OffloadPolicy, OffloadThreshold, placement_flags
 from quantkit.cli._shared import RepackPattern, comma_separated, gib, mib, table, with_options
-from quantkit.errors import QuantkitError, printable
+from quantkit.cli._terminal import message
+from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:
     from quantkit.formats.gguf import GGUF
@@ -422,7 +423,7 @@ def print_plan(plan: Plan, verbose: bool = False, budget: Budget | None = None, 
     for note in plan.notes:
         print(f"note: {note}")
     for warning in (*plan.warnings, *(budget.warnings if budget else ())):
-        print(f"warning: {printable(warning)}")
+        print(f"warning: {message(warning)}")
     print(
         f"{_names(plan)}: {len(plan.tensors)} tensors, {gib(plan.bytes_before)} -> {gib(plan.bytes_after)}, "
         f"{plan.bits_per_weight:.3f} bits per weight"

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli._terminal import CONTROLS
+from quantkit.cli._terminal import CONTROLS, message
 from quantkit.errors import QuantkitError, printable
 
 
@@ -109,7 +109,7 @@ def split_limit(size: str | None, tensors: int | None, keep: bool) -> int | None
 def print_left_out(left_out: Mapping[str, Sequence[str]], warnings: Sequence[str] = ()) -> None:
     """Tensors of a checkpoint that a GGUF does not get, by what they are, and what else was not understood."""
     for warning in warnings:
-        print(f"warning: {printable(warning)}", file=sys.stderr)
+        print(f"warning: {message(warning)}", file=sys.stderr)
     for what, names in left_out.items():
         print(f"left out: {what}: {len(names)} tensors, {printable(names[0])}{' …' if names[1:] else ''}")
 

@@ -2,8 +2,8 @@
 
 Names of tensors, metadata and files can hold escape sequences that move the cursor, change the title or type for the
 user, and bidirectional controls that show text in another order. `showing_controls` replaces the standard streams by
-ones that write such characters as `\\x1b`. It is the last line for all commands; whoever prints a name in a line or a
-table also escapes line breaks in it (`errors.printable`).
+ones that write such characters as `\\x1b`. This protects all commands. Code that prints a name in a line or a table
+also escapes the line breaks in it (`errors.printable`); `message` does so for warnings and errors.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from quantkit.errors import printable
+
 # C0 but for tab and line ends, DEL, C1; separators of lines; embeddings, overrides and isolates of direction. Joiners
 # and marks stay: words of many scripts need them.
 CONTROLS = "\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069"
@@ -23,6 +25,15 @@ _CONTROL = re.compile(f"[{CONTROLS}]")
 def visible(text: str) -> str:
     """`text` with characters that steer a terminal escaped; line breaks and tabs stay."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def message(text: str) -> str:
+    """The lines of a warning or an error, each with its control characters escaped.
+
+    A continuation line of our own messages begins with two blanks. Any other line break comes from a file's name or
+    contents and is escaped too, so that it cannot begin a line that looks like a message.
+    """
+    return "\n".join(map(printable, re.split(r"\n(?=  )", text)))
 
 
 class _Stream:

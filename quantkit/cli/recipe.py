@@ -18,7 +18,7 @@ from quantkit.cli._planning import (
     read_settings,
 )
 from quantkit.cli._shared import Json, print_json, table
-from quantkit.errors import printable
+from quantkit.cli._terminal import message
 
 if TYPE_CHECKING:
     from quantkit.cli._planning import Model
@@ -113,7 +113,7 @@ def lint(
     for note in made.notes:
         print(f"note: {note}")
     for warning in warnings:
-        print(f"warning: {printable(warning)}")
+        print(f"warning: {message(warning)}")
 
 
 def _plan(found: Recipe, model: Model, imatrix: Imatrix | None = None) -> Plan:

@@ -40,7 +40,8 @@ from quantkit.types import QuantType
 MODES = ("none", "layer", "graph")
 ALL_LAYERS = 999  # what --cpu-moe stands for
 
-# CUDA kernels exist for these of the interleaved types (spec/repack.md 10); of the first two for rows of 256 columns.
+# Interleaved types that ik_llama.cpp has CUDA kernels for (spec/repack.md 10); for the first two, rows of 256 columns.
+# quantkit's own kernels (`quantkit types`) take all of them.
 _ON_GPU = ("iq1_s_r4", "iq1_m_r4", "iq2_k_r4", "iq3_k_r4", "iq4_k_r4", "iq5_k_r4", "iq4_ks_r4", "iq5_ks_r4")
 _ROWS_OF_256 = ("iq1_s_r4", "iq1_m_r4")
 
@@ -389,7 +390,8 @@ class Info(Protocol):
 def plan(tensors: Mapping[str, Info], flags: Flags, metadata: Mapping[str, Any], path: object) -> Placement:
     """`located`, with every tensor where it can be computed with; `path` is what messages call the model.
 
-    UnsupportedError for a tensor of an interleaved type that would go to a GPU without a kernel for it, and as `place`.
+    UnsupportedError for a tensor of an interleaved type that would go to a GPU and that ik_llama.cpp has no CUDA kernel
+    for, and as `place`.
     """
     found = located(tensors, flags, metadata)
     if wrong := without_kernels(found, tensors):
@@ -444,14 +446,14 @@ def _declared(rules: Iterable[Rule], n_gpus: int) -> list[Device]:
 
 
 def gpu_kernels(kind: QuantType, columns: int = 256) -> bool:
-    """Whether a GPU could compute with a tensor of this type and so many columns."""
+    """Whether ik_llama.cpp's CUDA kernels take a tensor of this type and this number of columns."""
     if kind.interleave == 1:
         return True
     return kind.name in _ON_GPU and not (kind.name in _ROWS_OF_256 and columns % 256)
 
 
 def without_kernels(placement: Placement, tensors: Mapping[str, Info]) -> str:
-    """Which interleaved tensors are on GPUs that have no kernel for them, and what to do; "" where none are."""
+    """Which interleaved tensors ik_llama.cpp cannot use on their GPUs, and what to do; "" where there are none."""
     wrong = [
         name
         for name, tensor in tensors.items()
@@ -467,8 +469,9 @@ def without_kernels(placement: Placement, tensors: Mapping[str, Info]) -> str:
         for (form, kind, device), layers in classes.items()
     )
     return (
-        f"{len(wrong)} row-interleaved tensors would go to a GPU, which has no kernel for their types:"
-        f"{''.join(lines)}\nKeep them on the CPU by a first rule -ot '{_keeping(wrong, tensors)}'"
+        f"{len(wrong)} row-interleaved tensors would go to a GPU, and ik_llama.cpp has no CUDA kernel for their types "
+        f"(quantkit has one, see `quantkit types`):{''.join(lines)}\n"
+        f"  For ik_llama.cpp, keep them on the CPU by a first rule -ot '{_keeping(wrong, tensors)}'"
     )
 
 

@@ -255,3 +255,15 @@ def test_a_plan_of_rules_without_a_type_asks_for_the_type(config: Path, capsys: 
         assert "COPY" not in said
     assert "COPY: " in printed(capsys, "plan", config)
     assert "COPY changes no tensor" in refused(capsys, "plan", config, "COPY", "--custom-q", RULES)
+
+
+def test_a_warning_of_several_lines_is_printed_line_by_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_8B))
+    lines = printed(capsys, "plan", path, "Q4_K_R4", "-ngl", "99").splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("warning: "))
+    assert "ik_llama.cpp has no CUDA kernel for their types (quantkit has one" in lines[first]
+    assert lines[first + 1].startswith("  blk.")
+    assert "q4_k_r4  CUDA0" in lines[first + 1]
+    assert any(line.startswith("  For ik_llama.cpp, keep them on the CPU") for line in lines[first:])
+    assert not any("\\n" in line for line in lines)

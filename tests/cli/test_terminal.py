@@ -16,7 +16,7 @@ from quantkit import types
 from quantkit.cli import main
 from quantkit.cli._card import card
 from quantkit.cli._shared import print_json, table
-from quantkit.cli._terminal import showing_controls, visible
+from quantkit.cli._terminal import message, showing_controls, visible
 from quantkit.formats import gguf
 
 ESCAPE = "\x1b]0;title\x07\x1b[2K\x9b31m\x7f\u202egnp\u2066"
@@ -94,6 +94,10 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert r"x\nerror: all is well\x1b[A.gguf" in said
+
+
+def test_only_indented_line_breaks_of_a_message_stay() -> None:
+    assert message("2 tensors:\n  a\x1b\n  b\nwarning: fake") == "2 tensors:\n  a\\x1b\n  b\\nwarning: fake"
 
 
 def test_what_people_write_is_printed_as_it_is() -> None:

@@ -20,6 +20,7 @@ from quantkit.placement.rules import (
     plan,
 )
 from quantkit.repack.eligible import interleaved
+from quantkit.runtime.kernels.cuda.dispatch import product
 
 NAMES = [
     "token_embd.weight",
@@ -237,7 +238,8 @@ def test_counts_of_qwen3() -> None:
 # ---------------------------------------------------------------------------------------------- interleaved on a GPU
 
 
-def test_gpus_have_kernels_for_eight_interleaved_types() -> None:
+def test_ik_llama_has_cuda_kernels_for_eight_interleaved_types_and_quantkit_for_all() -> None:
+    assert all(product(t) for t in types.all() if t.interleave > 1)
     found = {t.name for t in types.all() if t.interleave > 1 and gpu_kernels(t)}
     assert found == {"iq1_s_r4", "iq1_m_r4", "iq2_k_r4", "iq3_k_r4", "iq4_k_r4", "iq5_k_r4", "iq4_ks_r4", "iq5_ks_r4"}
     assert gpu_kernels(types.get("q4_K"))
@@ -249,7 +251,7 @@ def test_interleaved_tensors_are_refused_on_a_gpu_without_a_kernel() -> None:
     with pytest.raises(UnsupportedError) as refused:
         plan(tensors, parse_flags(r"-ngl 99 -ot 'blk\.(5|6|9)\.ffn=CPU'"), {}, "model.gguf")
     message = str(refused.value)
-    assert "model.gguf: 55 row-interleaved tensors would go to a GPU" in message
+    assert "model.gguf: 55 row-interleaved tensors would go to a GPU, and ik_llama.cpp has no CUDA kernel" in message
     assert "blk.(3-4,7-8,10-60).ffn_down_exps.weight  q3_k_r4  CUDA0" in message
     assert "iq2_k_r4" not in message
     assert "quantkit unpack model.gguf OUT" in message

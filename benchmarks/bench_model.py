@@ -149,7 +149,7 @@ def measure(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     tokens = np.random.default_rng(0).integers(0, ours.model.vocab_size, n_ctx)
     rounds = by_turns(ours, reference, tokens, args)
     reference.close()
-    found: dict[str, Any] = {"model": path.stem, "cache": str(cache), "slow_because": ours.model.slow_because}
+    found: dict[str, Any] = {"model": path.stem, "cache": str(cache), "fallback_reason": ours.model.fallback_reason}
     for name, pairs in rounds.items():
         count = args.n_prompt if name == "pp" else args.n_gen
         mine, theirs = zip(*pairs)
@@ -169,7 +169,7 @@ def line(row: dict[str, Any]) -> str:
         if name in row:
             cells.append(f"{row[name]:9.1f} {row[f'{name}_reference']:9.1f} {row[f'{name}_ratio']:6.2f}")
     cells.append(f"{row['tg_gb_per_second']:6.1f} {row['tg_reference_gb_per_second']:6.1f}")
-    return " ".join(cells) + (f"  layer by layer: {row['slow_because']}" if row["slow_because"] else "")
+    return " ".join(cells) + (f"  layer by layer: {row['fallback_reason']}" if row["fallback_reason"] else "")
 
 
 def main() -> None:

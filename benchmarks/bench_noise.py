@@ -34,7 +34,7 @@ CACHES = ("f32", "f16")  # of the exact run
 def noise(path: Path, tokens: np.ndarray, steps: int) -> dict[str, dict[str, float]]:
     """Divergences from the exact run with each cache: of prompts and of single tokens, ours and the reference's."""
     fast = load(path, numerics="fast", threads=2)
-    assert fast.slow_because is None, fast.slow_because
+    assert fast.fallback_reason is None, fast.fallback_reason
     with Llama(path, n_ctx=max(512, len(tokens)), cache_types=("f16", "f16")) as llama:
         got = {
             "prompts": (fast.logits(tokens), llama.logits(tokens)),

@@ -287,7 +287,7 @@ def test_shared_experts_in_the_compiled_passes(tmp_path: Path) -> None:
     convert(tmp_path / "hf", tmp_path / "m.gguf", "q8_0")
     wanted = log_probabilities(quantkit.load(tmp_path / "m.gguf").logits(TOKENS[0][:40]))
     model = quantkit.load(tmp_path / "m.gguf", numerics="fast")
-    assert model.slow_because is None
+    assert model.fallback_reason is None
     cache = model.new_cache(40)
     steps = np.concatenate([model.forward([token], cache) for token in TOKENS[0][:40]])
     for found, most in ((model.logits(TOKENS[0][:40]), 0.01), (steps, 0.05)):  # activations of 16 bits, and of 8

@@ -337,7 +337,7 @@ def conditions(model: Any) -> dict[str, Any]:
         found["expert reduction"] = f"{least},{share:g}"
     if model.split is not None:
         found |= model.split.describe()
-    return found | ({"layer_by_layer": model.slow_because} if model.slow_because else {})
+    return found | ({"layer_by_layer": model.fallback_reason} if model.fallback_reason else {})
 
 
 def cpu_name() -> str:

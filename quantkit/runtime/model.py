@@ -2,11 +2,11 @@
 
     m = load("model.gguf")
     cache = m.new_cache(4096)
-    m.forward([1, 2, 3], cache)          float32[3, vocab], and the cache remembers the three tokens
+    m.forward([1, 2, 3], cache)          float32[3, vocab]; the three tokens are appended to the cache
     m.forward_sequences(chunks, rows)    many fresh sequences at once, logits of the positions `rows` only
 
-This is the path layer by layer, in Python around multi-threaded kernels and BLAS. For `fast` numerics `forward` hands
-the tokens to runtime/compiled/plans.py, where the model is one list of operations, unless `slow_because` says why it
+Here the model runs layer by layer: Python around multi-threaded kernels and BLAS. With `fast` numerics `forward` hands
+the tokens to runtime/compiled/plans.py, where the model is one operation list; `fallback_reason` says why where it
 cannot.
 """
 
@@ -82,37 +82,39 @@ def load(
     offload: Offload | None = None,
     tokenizer: Any = None,
 ) -> Model:
-    """Open a GGUF file (of a set of shards any member) as a Model. Nothing is read before it is needed.
+    """Open a GGUF file, or any shard of a set, as a Model. Tensors are read when they are needed.
 
-    numerics    "exact": weights decoded exactly, float32 activations. "fast": activations quantized where faster.
-    threads     default: the CPUs this process may use.
-    cache_type  "q8_0" for keys and values, "q8_0/q4_0" for each, "q4_0 khad vhad" rotated; see `runtime.cache`.
+    numerics    "exact": weights are decoded exactly, activations are float32. "fast": activations are quantized where
+                that is faster.
+    threads     default: the CPUs that this process may use.
+    cache_type  "q8_0" for keys and values, "q8_0/q4_0" for each, "q4_0 khad vhad" rotated; see `runtime/kv/cache.py`.
                 Default f32 for exact numerics, f16 for fast.
     flash_attention, attention_mib   see `layers.Attending`: `-fa` and `-amb`.
     n_ctx       size of the caches that `new_cache` makes by default; the model's own where not given.
-    override_tensor, gpu_layers, n_cpu_moe   placement, as `-ot` (once or several times), `-ngl` and `--n-cpu-moe` say.
-    repack      interleave now, in memory, the rows of all tensors on the CPU that have such a form (`-rtr`).
+    override_tensor, gpu_layers, n_cpu_moe   placement: `-ot` (a string or several), `-ngl` and `--n-cpu-moe`.
+    repack      at load, interleave the rows of every tensor on the CPU whose type has an interleaved form (`-rtr`).
     fused_experts   gate, up and activation of an expert in one operation (`-fmoe`); the numbers are the same.
-    expert_reduction   (K, t), `-ser K,t`: the first K experts always, others only with a probability above t times the
-                first one's. It changes what the model computes, in both numerics.
-    mla         0 to 3: what latent attention caches and how it attends, see `runtime.latent`; nothing for other models.
-    tripwire    looking for NaN and Inf: "layer" after each layer, "full" after each operation; both also look at the
-                scale fields of what a layer needs before it first runs. "off": nowhere; NaN end up in what is computed.
-    devices     what there is beside the CPU: "cuda:0,cuda:1=20GiB", GPUs, of which all free memory is used where none
-                is said; "cpu:0=2GiB,cpu:1=2GiB", virtual devices of the CPU (placement/devices.py); or Devices.
+    expert_reduction   (K, t), `-ser K,t`: always use the first K selected experts, others only with a probability above
+                t times the first one's. It changes what the model computes, in both numerics.
+    mla         0 to 3: what latent attention caches and how it attends (runtime/blocks/latent.py). Other models ignore
+                it.
+    tripwire    non-finite checks: "layer" after each layer, "full" after each operation; both also check the scales of
+                a layer's weights before it first runs. "off" checks nothing, so NaN reach the results.
+    devices     devices beside the CPU: "cuda:0,cuda:1=20GiB" are GPUs, with all free memory unless a size is given;
+                "cpu:0=2GiB,cpu:1=2GiB" are simulated devices (placement/devices.py). Or a list of Device.
     split_mode, tensor_split, main_gpu, max_gpus, kv_on_cpu   `-sm`, `-ts`, `-mg`, `--max-gpu` and `-nkvo`.
-    fit, fit_margin   fill the devices, each with its memory, but for so many bytes (placement/fit.py); `fitted` of the
-                model says the flags that do the same.
-    reduce_type, experts_by   of -sm graph: f32, f16 or bf16 for what is added up over devices; experts shared by
-                "number" or "columns".
-    offload     from which batch on a GPU computes with experts that stay on the CPU; by default from 32 tokens of each
+    fit, fit_margin   fill each device up to its memory less `fit_margin` bytes (placement/fit.py); the model's `fitted`
+                are the flags that give the same placement.
+    reduce_type, experts_by   for -sm graph: the all-reduce data type (f32, f16 or bf16), and whether devices share
+                experts by "number" or by "columns".
+    offload     minimum batch size for computing on a GPU with experts that stay on the CPU; default 32 tokens an expert
                 (placement/offload.py).
-    profile     count time and bytes in `split.ledger`; the model then runs layer by layer, on one device too.
-    tokenizer   what `Tokenizer.from_gguf` made of this file, where a caller needed it before; made when needed.
+    profile     count time and bytes in `split.ledger`. The model then runs layer by layer, on one device too.
+    tokenizer   a Tokenizer that the caller has already made of this file; default: made when it is needed.
 
-    DataError where devices have too little memory for their weights, the cache of `n_ctx` and working memory.
+    Raises DataError where a device has too little memory for its weights, the cache of `n_ctx` and working memory.
 
-    A model on several devices runs layer by layer (`split`), with fast numerics too; `slow_because` says so.
+    A model on several devices runs layer by layer (`split`), with fast numerics too; `fallback_reason` says so.
     """
     how = layers.Attending(flash_attention, attention_mib)
     kind = cache_type_of(cache_type, numerics, how)
@@ -227,18 +229,18 @@ class Model(Parts):
     call can be repeated. States of recurrent layers cannot be taken back: if such a cache was not empty, the next call
     raises DataError until it is cleared, truncated to its mark or restored.
 
-    hparams, blocks, head   what the architecture says about it
-    weights                 dict name -> files.gguf.Tensor, of what is repacked one in memory
+    hparams, blocks, head   the architecture's hyperparameters, blocks and output head
+    weights                 dict name -> formats.gguf.Tensor; repacked tensors are in memory
     numerics, threads, placement   as given to `load`
-    cache_type              text of a CacheType, of the caches that `new_cache` makes by default
-    how                     layers.Attending
+    cache_type              text of the CacheType that `new_cache` uses by default
+    how                     layers.Attending: how attention is computed
     repacked                what -rtr did; None without it
     fused_experts, expert_reduction   as given to `load`
-    has_latents, mla        whether attention is latent; as given, 0 where it is not
+    has_latents, mla        whether attention is latent; `mla` as given, 0 for other models
     tripwire                as given to `load`
-    split                   the runtime.split.Split that runs it; None where one device does, unprofiled
-    fitted                  the flags of what `fit` decided; None where it did not
-    slow_because            why a model of `fast` numerics runs layer by layer; None where it does not
+    split                   the parallel.split.Split that runs it; None on one device without profiling
+    fitted                  the flags that `fit` chose; None without it
+    fallback_reason         why a model with `fast` numerics runs layer by layer; None where it does not
     observer                called with (name, float32[tokens, n]) for what enters each weight matrix, and of experts
                             with (name, float32[tokens, n], expert, experts); None by default
     """
@@ -312,9 +314,9 @@ class Model(Parts):
         self._cache_shape = CacheShape.of(self._cached) if self.split is None else self.split.cache_shape
         self.fitted: str | None = None
         self._fast: Any = None
-        self.slow_because: str | None = None
+        self.fallback_reason: str | None = None
         if numerics == "fast":
-            self._fast, self.slow_because = self._compiled()
+            self._fast, self.fallback_reason = self._compiled()
         _open.add(self)
 
     def __repr__(self) -> str:
@@ -500,12 +502,12 @@ class Model(Parts):
     # ----------------------------------------------------------------------------------------------------- how it runs
 
     def _compiled(self) -> tuple[Any, str | None]:
-        """The model as a runtime.step.Fast, or None and why not."""
+        """The model as a compiled.plans.Fast, or None and the reason."""
         from quantkit.runtime.compiled import plans, unsupported
 
         if self.split is not None:
             return None, "a model on several devices, or one that is profiled, runs layer by layer"
-        reason = unsupported.obstacle(self.weights, self.blocks, self.head)
+        reason = unsupported.unsupported_feature(self.weights, self.blocks, self.head)
         if reason is not None:
             return None, reason
         routing = plans.Routing(self.fused_experts, self.expert_reduction)

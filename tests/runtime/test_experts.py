@@ -120,7 +120,7 @@ def check(path: Path, limit: float, **options: object) -> None:
     """The fast model against the exact one: prompts of several odd lengths, and token by token."""
     wanted = load(path, cache_type="f32", expert_reduction=options.get("expert_reduction")).logits(TOKENS)  # type: ignore[arg-type]
     fast = load(path, numerics="fast", cache_type="f32", **options)  # type: ignore[arg-type]
-    assert fast.slow_because is None
+    assert fast.fallback_reason is None
     for count in (2, 7, 59):
         assert spread(fast.logits(TOKENS[:count]), wanted[:count]) < limit
     assert spread(by_steps(fast, TOKENS), wanted) < limit
@@ -206,7 +206,7 @@ def test_no_experts_to_reduce(tiny: Path) -> None:
 def test_repacked_at_load(kind: str, form: str, dense: Path, tmp_path: Path) -> None:
     path = rewrite(dense, tmp_path / "m.gguf", "f32", _exps=kind)
     plain, repacked = (load(path, numerics="fast", repack=again) for again in (False, True))
-    assert repacked.slow_because is None
+    assert repacked.fallback_reason is None
     assert repacked.weights["blk.0.ffn_down_exps.weight"].type is types.get(form)
     assert spread(repacked.logits(TOKENS), plain.logits(TOKENS)) < 0.02
     assert spread(by_steps(repacked, TOKENS[:9]), by_steps(plain, TOKENS[:9])) < 0.02

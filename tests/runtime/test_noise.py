@@ -21,7 +21,7 @@ def divergence(wanted: np.ndarray, got: np.ndarray) -> float:
 
 def both(path: Path) -> tuple[Model, Model]:
     fast = load(path, numerics="fast", threads=2)
-    assert fast.slow_because is None
+    assert fast.fallback_reason is None
     return load(path, threads=2), fast
 
 

@@ -232,7 +232,7 @@ def test_quantized_files_run_in_both_numerics(kind: str, tmp_path: Path) -> None
     model, fast = quantkit.load(tmp_path / "q.gguf"), quantkit.load(tmp_path / "q.gguf", numerics="fast")
     assert model.weights["blk.0.ssm_out.weight"].type.name.lower() == kind.lower()
     assert model.weights["blk.0.ssm_conv1d.weight"].type.name == "f32"
-    assert fast.slow_because == "recurrent layers run layer by layer"
+    assert fast.fallback_reason == "recurrent layers run layer by layer"
     exact, rounded = model.logits(TOKENS[:40]), fast.logits(TOKENS[:40])
     assert np.abs(exact - rounded).max() < 0.5
     cache = fast.new_cache(40)

@@ -55,7 +55,7 @@ def test_what_would_lose_bits_or_has_no_form_stays(tiny: Path, tmp_path: Path) -
 def test_fast_numerics_run_repacked_tensors(tiny: Path, tmp_path: Path) -> None:
     path = rewrite(tiny, tmp_path / "model.gguf", "q8_0")
     model, wanted = load(path, numerics="fast", repack=True), load(path).logits(TOKENS)
-    assert model.slow_because is None
+    assert model.fallback_reason is None
     assert model.repacked is not None
     assert not model.repacked.slower
     got = model.logits(TOKENS)

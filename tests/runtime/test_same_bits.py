@@ -35,7 +35,7 @@ def digests(paths: list[str]) -> list[str]:
     found = []
     for path in paths:
         model = load(path, numerics="fast", threads=2)
-        assert model.slow_because is None
+        assert model.fallback_reason is None
         cache = model.new_cache(64)
         prompt = model.forward(TOKENS, cache)
         tokens = np.concatenate([model.forward([token], cache) for token in TOKENS[:8]])

@@ -217,7 +217,7 @@ def test_quantized_rows_are_cut_at_blocks(kind: str, tiny: Path, tmp_path: Path)
 
 def test_fast_numerics_run_layer_by_layer_and_say_so(models: dict[str, Path], tiny: Path) -> None:
     model = load(tiny, numerics="fast", devices="cpu:0,cpu:1")
-    assert "layer by layer" in (model.slow_because or "")
+    assert "layer by layer" in (model.fallback_reason or "")
     one = load(tiny, numerics="fast").logits(TOKENS)
     assert np.abs(model.logits(TOKENS) - one).max() < 0.05 * np.std(one)
 

@@ -67,7 +67,7 @@ def test_float_weights_agree_with_the_exact_model(name: str, cache_type: str, re
     path = request.getfixturevalue(name)
     wanted = load(path, cache_type=cache_type).logits(TOKENS)
     fast = load(path, numerics="fast", cache_type=cache_type)
-    assert fast.slow_because is None
+    assert fast.fallback_reason is None
     bound = 1e-5 if cache_type == "f32" else 1e-3  # a rounding that falls the other way in the cache of halves
     assert spread(by_steps(fast, TOKENS), wanted) < bound
     assert spread(fast.logits(TOKENS), wanted) < bound
@@ -77,7 +77,7 @@ def test_float_weights_agree_with_the_exact_model(name: str, cache_type: str, re
 def test_quantized_caches_agree_with_the_exact_model(cache_type: str, tiny: Path) -> None:
     wanted = load(tiny, cache_type=cache_type).logits(TOKENS)
     fast = load(tiny, numerics="fast", cache_type=cache_type)
-    assert fast.slow_because is None
+    assert fast.fallback_reason is None
     assert spread(by_steps(fast, TOKENS), wanted) < 5e-3  # now and then a code falls the other way
     assert spread(fast.logits(TOKENS), wanted) < 5e-3
     assert spread(wanted, load(tiny).logits(TOKENS)) < 0.1
@@ -123,7 +123,7 @@ def test_quantized_weights_are_near_the_exact_model(kind: str, tiny: Path, tmp_p
     path = rewrite(tiny, tmp_path / "q.gguf", kind)
     wanted = load(path, cache_type="f16").logits(TOKENS)
     fast = load(path, numerics="fast")
-    assert fast.slow_because is None
+    assert fast.fallback_reason is None
     assert spread(by_steps(fast, TOKENS), wanted) < (HALVES if kind == "f16" else ROUNDED)
     assert spread(fast.logits(TOKENS), wanted) < HALVES
 
@@ -189,8 +189,8 @@ def test_prompts_longer_than_a_batch(tiny: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_type_without_kernel_runs_layer_by_layer_and_says_so(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quantkit.runtime.kernels.dispatch.product", lambda kind: None)
     fast = load(tiny, numerics="fast")
-    assert fast.slow_because is not None
-    assert "no kernel for f32" in fast.slow_because
+    assert fast.fallback_reason is not None
+    assert "no kernel for f32" in fast.fallback_reason
     assert spread(fast.logits(TOKENS[:5]), load(tiny, cache_type="f16").logits(TOKENS[:5])) < 1e-3
 
 

@@ -43,7 +43,7 @@ def actual(path: Path, n_ctx: int, threads: int) -> int:
     cache = model.new_cache(n_ctx)
     model.forward(np.arange(5), cache)
     model.forward([7], cache)
-    assert model._fast is not None, model.slow_because
+    assert model._fast is not None, model.fallback_reason
     return model._fast.work_bytes
 
 

@@ -1,4 +1,4 @@
-"""What keeps a model from being laid out as operations (runtime/compiled/plans.py): it then runs layer by layer."""
+"""Which features of a model have no operations (runtime/compiled/plans.py): it then runs layer by layer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from quantkit.runtime.kernels.cpu import expert_ops
 Weights = Mapping[str, Tensor]
 
 
-def obstacle(weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head) -> str | None:
-    """Why these blocks cannot be laid out here; None when they can."""
+def unsupported_feature(weights: Weights, parts: Sequence[blocks.Block], head: blocks.Head) -> str | None:
+    """The first feature of these blocks that has no operation; None where an operation list can be built."""
     linears = [head.output]
     if head.embedding_scale != 1:
         return "no operation scales embeddings"

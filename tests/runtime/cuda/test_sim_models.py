@@ -127,7 +127,7 @@ def test_packed_weights_on_a_gpu(gpus: int, make: Make) -> None:
     }
     wanted = load(path).logits(TOKENS[:1])
     assert np.abs(model.logits(TOKENS[:1]) - wanted).max() < 0.05 * np.std(wanted)
-    assert "layer by layer" in (model.slow_because or "")
+    assert "layer by layer" in (model.fallback_reason or "")
 
 
 def replayed(model: Model, turns: int) -> np.ndarray:

@@ -92,7 +92,7 @@ SIMPLE = ALONE.replace("make", "simple")
 
 
 def environment(tmp_path: Path, **more: str) -> dict[str, str]:
-    root = str(Path(jit.__file__).parents[1])
+    root = str(Path(jit.__file__).parents[2])
     path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), root]), "QUANTKIT_CACHE_DIR": str(tmp_path / "cache")}
     return os.environ | path | {"PYTHONDONTWRITEBYTECODE": "1"} | more
 
@@ -365,7 +365,7 @@ def test_files_nobody_used_for_long_are_removed(cache: Path, monkeypatch: pytest
     "statement",
     [
         "import quantkit.codegen.simd",
-        "from quantkit import jit; jit.load_numba()",
+        "from quantkit.codegen import jit; jit.load_numba()",
         "import quantkit.runtime.kernels.dispatch",
     ],
 )

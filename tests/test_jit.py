@@ -1,6 +1,6 @@
-"""The door to numba: a cache that neither goes stale nor is thrown away, CPU features, threads.
+"""Kernels: a disk cache that neither goes stale nor is thrown away, CPU features, threads.
 
-The cache is tested on a small house of its own: a copy of jit.py in a package that is also called quantkit, with one
+The cache is tested on a small package of its own: a copy of jit.py in a package that is also called quantkit, with one
 kernel that calls another from a second file.
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import quantkit
 from quantkit.codegen import jit
 
 HELPER = "from quantkit.codegen.jit import kernel\n\n\n@kernel\ndef twice(x):\n    return {} * x\n"
@@ -38,7 +39,8 @@ def g(x):
 """
 SCRIPT = """
 import ctypes, json, sys
-from quantkit import jit, user
+from quantkit import user
+from quantkit.codegen import jit
 jit.NOTICE_AFTER_SECONDS = 0.0
 value = user.f(5)
 stats = user.f.dispatcher.stats
@@ -51,51 +53,58 @@ print(json.dumps({
 """
 
 
-@pytest.fixture
-def house(tmp_path: Path) -> Path:
-    package = tmp_path / "quantkit"
-    package.mkdir()
+def small_package(folder: Path, *names: str) -> Path:
+    """A package in a folder that is also called quantkit, with copies of some modules."""
+    package = folder / "quantkit"
+    for name in names:
+        path = package / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text((Path(quantkit.__file__).parent / name).read_text(encoding="utf-8"), encoding="utf-8")
     (package / "__init__.py").write_text("", encoding="utf-8")
-    for name in ("errors.py", "disk_cache.py", "jit.py"):
-        (package / name).write_text(Path(jit.__file__).with_name(name).read_text(encoding="utf-8"), encoding="utf-8")
+    return package
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    package = small_package(tmp_path, "errors.py", "codegen/__init__.py", "codegen/disk_cache.py", "codegen/jit.py")
     (package / "helper.py").write_text(HELPER.format(2), encoding="utf-8")
     (package / "user.py").write_text(USER, encoding="utf-8")
     (package / "unrelated.py").write_text("a = 1\n", encoding="utf-8")
     return tmp_path
 
 
-def run(house: Path, cache: str | None = None) -> tuple[dict, str]:
-    environment = os.environ | {"PYTHONPATH": str(house), "QUANTKIT_CACHE_DIR": cache or str(house / "cache")}
+def run(small: Path, cache: str | None = None) -> tuple[dict, str]:
+    environment = os.environ | {"PYTHONPATH": str(small), "QUANTKIT_CACHE_DIR": cache or str(small / "cache")}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True, cwd=house
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True, cwd=small
     )
     return json.loads(done.stdout), done.stderr
 
 
-def test_the_second_process_compiles_nothing(house: Path) -> None:
+def test_the_second_process_compiles_nothing(small: Path) -> None:
     """Nor does numba's compiler learn what it would have to know, which takes longer than loading kernels."""
-    first, said = run(house)
+    first, said = run(small)
     assert first == {"value": 11, "called": 11, "hits": 0, "misses": 1, "callback_hits": 0, "learned": True}
     assert said.count("quantkit: compiling kernels for this CPU") == 1
-    second, said = run(house)
+    second, said = run(small)
     assert second == {"value": 11, "called": 11, "hits": 1, "misses": 0, "callback_hits": 1, "learned": False}
     assert said == ""
 
 
-def test_an_edit_recompiles_what_depends_on_it_and_nothing_else(house: Path) -> None:
-    run(house)
-    (house / "quantkit" / "unrelated.py").write_text("a = 2\n", encoding="utf-8")
-    assert run(house)[0]["hits"] == 1
-    (house / "quantkit" / "helper.py").write_text(HELPER.format(3), encoding="utf-8")
-    found = run(house)[0]
+def test_an_edit_recompiles_what_depends_on_it_and_nothing_else(small: Path) -> None:
+    run(small)
+    (small / "quantkit" / "unrelated.py").write_text("a = 2\n", encoding="utf-8")
+    assert run(small)[0]["hits"] == 1
+    (small / "quantkit" / "helper.py").write_text(HELPER.format(3), encoding="utf-8")
+    found = run(small)[0]
     assert (found["value"], found["called"]) == (16, 16)
     assert found["misses"] == 1
-    assert run(house)[0]["hits"] == 1
+    assert run(small)[0]["hits"] == 1
 
 
-def test_a_cache_that_cannot_be_written_is_told_and_done_without(house: Path) -> None:
-    (house / "file").write_text("", encoding="utf-8")
-    found, said = run(house, cache=str(house / "file"))
+def test_a_cache_that_cannot_be_written_is_told_and_done_without(small: Path) -> None:
+    (small / "file").write_text("", encoding="utf-8")
+    found, said = run(small, cache=str(small / "file"))
     assert found["value"] == found["called"] == 11
     assert said.count("cannot be written") == 1
     assert "QUANTKIT_CACHE_DIR" in said
@@ -113,7 +122,9 @@ def test_a_cache_that_cannot_be_written_is_told_and_done_without(house: Path) ->
     ],
 )
 def test_numba_is_told_which_cpu_to_work_for(environment: dict[str, str], isa: str) -> None:
-    code = "from quantkit import jit; print(jit.isa(), jit.cache_directory().name.endswith(jit.target_cpu()[0]))"
+    code = (
+        "from quantkit.codegen import jit; print(jit.isa(), jit.cache_directory().name.endswith(jit.target_cpu()[0]))"
+    )
     clean = {key: value for key, value in os.environ.items() if not key.startswith("NUMBA_CPU")}
     done = subprocess.run(
         [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True, check=True
@@ -125,7 +136,7 @@ def test_numba_configured_for_another_cpu_is_refused() -> None:
     """As a .numba_config.yaml does it: kernels would be compiled for another CPU than `isa` chooses code for."""
     code = """
 import numba
-from quantkit import jit
+from quantkit.codegen import jit
 numba.config.CPU_NAME = "haswell"
 try: jit.cache_directory()
 except jit.QuantkitError as error: print(error)
@@ -136,7 +147,7 @@ except jit.QuantkitError as error: print(error)
 
 
 def test_threads_by_environment() -> None:
-    code = "from quantkit import jit; print(jit.default_threads())"
+    code = "from quantkit.codegen import jit; print(jit.default_threads())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"QUANTKIT_THREADS": "3"},
@@ -150,7 +161,9 @@ def test_threads_by_environment() -> None:
 
 @pytest.mark.parametrize("text", ["many", "0", "-2", "1.5"])
 def test_threads_by_environment_must_be_a_number(text: str) -> None:
-    code = "from quantkit import jit\ntry: jit.default_threads()\nexcept jit.QuantkitError as error: print(error)"
+    code = (
+        "from quantkit.codegen import jit\ntry: jit.default_threads()\nexcept jit.QuantkitError as error: print(error)"
+    )
     environment = os.environ | {"QUANTKIT_THREADS": text}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == f"QUANTKIT_THREADS is '{text}'; it must be a number of threads, at least 1\n"
@@ -158,7 +171,7 @@ def test_threads_by_environment_must_be_a_number(text: str) -> None:
 
 FORK = """
 import os
-from quantkit import jit
+from quantkit.codegen import jit
 
 jit.over_rows(lambda a, b: None, 8, threads=2)
 child = os.fork()

@@ -169,7 +169,7 @@ def test_what_is_stated_exactly_has_the_right_kinds(exact: Any) -> None:
 def test_panics_are_errors_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """A PanicException is no Exception. One of the library's own, in a process of its own: it prints to stderr."""
     script = f"""
-from quantkit.archs import hf_tokenizer
+from quantkit.tokenizers import hf_tokenizer
 from quantkit.errors import FormatError
 from quantkit.tokenizers.tokenizer import Tokenizer
 hf_tokenizer.check_normalizer = lambda *_: None

@@ -137,7 +137,7 @@ if child:
 
 def test_nothing_is_left_when_python_ends() -> None:
     script = """
-from quantkit.runtime import chat_template
+from quantkit.tokenizers import chat_template
 chat_template.render("x", {})
 print(chat_template._renderer._process.pid)
 """

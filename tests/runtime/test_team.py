@@ -307,7 +307,7 @@ def test_interrupts_in_the_middle_of_lists() -> None:
         """
         import os, signal, threading, time
         from benchmarks import stress_team
-        from quantkit.runtime.kernels.cpu import team
+        from quantkit.runtime.kernels.cpu import thread_team as team
 
         mine, chain = team.ThreadTeam(3), stress_team.Chain(3, 40)
         mine.run(chain.array)

@@ -1,6 +1,6 @@
 """C functions without numba: their object code is kept, never stale, and made again when it is damaged.
 
-Tested, as tests/test_jit.py does, on a small house of its own: copies of the modules concerned in a package that is
+Tested, as tests/test_jit.py does, on a small package of its own: copies of the modules concerned in a package that is
 also called quantkit, with one function that uses a second file.
 """
 
@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import quantkit
 from quantkit.codegen.ir_values import I64
 from quantkit.codegen.native import function
+from tests.test_jit import small_package
 
 HELPER = "def scaled(x):\n    return x * {}\n"
 USER = """
@@ -43,26 +43,21 @@ print(json.dumps({
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Path:
-    package = tmp_path / "quantkit"
-    package.mkdir()
-    (package / "__init__.py").write_text("", encoding="utf-8")
-    for name in ("errors.py", "disk_cache.py", "jit.py", "simd_values.py", "emit.py", "machine.py"):
-        (package / name).write_text(
-            Path(quantkit.__file__).with_name(name).read_text(encoding="utf-8"), encoding="utf-8"
-        )
+def small(tmp_path: Path) -> Path:
+    names = ("__init__", "disk_cache", "jit", "ir_values", "ir_builder", "native")
+    package = small_package(tmp_path, "errors.py", *(f"codegen/{name}.py" for name in names))
     (package / "helper.py").write_text(HELPER.format(2), encoding="utf-8")
     (package / "user.py").write_text(USER, encoding="utf-8")
     (package / "unrelated.py").write_text("a = 1\n", encoding="utf-8")
     return tmp_path
 
 
-def begin(house: Path, **more: str) -> subprocess.Popen[str]:
+def begin(small: Path, **more: str) -> subprocess.Popen[str]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("NUMBA_CPU")}
-    environment = clean | {"PYTHONPATH": str(house), "QUANTKIT_CACHE_DIR": str(house / "cache")} | more
+    environment = clean | {"PYTHONPATH": str(small), "QUANTKIT_CACHE_DIR": str(small / "cache")} | more
     environment["PYTHONDONTWRITEBYTECODE"] = "1"  # of edits of one size in one second Python's own cache knows nothing
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT], env=environment, stdout=subprocess.PIPE, text=True, cwd=house
+        [sys.executable, "-c", SCRIPT], env=environment, stdout=subprocess.PIPE, text=True, cwd=small
     )
 
 
@@ -73,57 +68,57 @@ def end(process: subprocess.Popen[str]) -> dict:
     return json.loads(said)
 
 
-def run(house: Path, **more: str) -> dict:
-    return end(begin(house, **more))
+def run(small: Path, **more: str) -> dict:
+    return end(begin(small, **more))
 
 
-def test_the_second_process_compiles_nothing(house: Path) -> None:
-    first, second = run(house), run(house)
+def test_the_second_process_compiles_nothing(small: Path) -> None:
+    first, second = run(small), run(small)
     assert first == second | {"compiled": True}
     assert second | {"path": ""} == {"value": 11, "compiled": False, "numba": False, "path": ""}
-    assert [str(path) for path in (house / "cache").rglob("*.o*")] == [first["path"]]
+    assert [str(path) for path in (small / "cache").rglob("*.o*")] == [first["path"]]
 
 
-def test_an_edit_recompiles_what_depends_on_it_and_nothing_else(house: Path) -> None:
-    run(house)
-    (house / "quantkit" / "unrelated.py").write_text("a = 2\n", encoding="utf-8")
-    assert not run(house)["compiled"]
-    (house / "quantkit" / "helper.py").write_text(HELPER.format(3), encoding="utf-8")
-    found = run(house)
+def test_an_edit_recompiles_what_depends_on_it_and_nothing_else(small: Path) -> None:
+    run(small)
+    (small / "quantkit" / "unrelated.py").write_text("a = 2\n", encoding="utf-8")
+    assert not run(small)["compiled"]
+    (small / "quantkit" / "helper.py").write_text(HELPER.format(3), encoding="utf-8")
+    found = run(small)
     assert (found["value"], found["compiled"]) == (16, True)
-    (house / "quantkit" / "helper.py").write_text(HELPER.format(2), encoding="utf-8")
-    found = run(house)
+    (small / "quantkit" / "helper.py").write_text(HELPER.format(2), encoding="utf-8")
+    found = run(small)
     assert (found["value"], found["compiled"]) == (11, False)  # that of before the edit is still there
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "changed", "other"])
-def test_damaged_object_code_is_made_again(house: Path, damage: str) -> None:
-    path = Path(run(house)["path"])
+def test_damaged_object_code_is_made_again(small: Path, damage: str) -> None:
+    path = Path(run(small)["path"])
     whole = path.read_bytes()
     changed = bytearray(whole)
     changed[len(whole) // 2] ^= 1
     path.write_bytes({"cut": whole[:-100], "empty": b"", "changed": bytes(changed), "other": b"x" * 4096}[damage])
-    assert (run(house)["value"], path.read_bytes()) == (11, whole)
-    assert not run(house)["compiled"]
+    assert (run(small)["value"], path.read_bytes()) == (11, whole)
+    assert not run(small)["compiled"]
 
 
-def test_every_cpu_has_its_own(house: Path) -> None:
+def test_every_cpu_has_its_own(small: Path) -> None:
     cpus = [{}, {"NUMBA_CPU_NAME": "haswell"}, {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"}]
-    found = [run(house, **cpu) for cpu in cpus]
+    found = [run(small, **cpu) for cpu in cpus]
     assert all(each["compiled"] and each["value"] == 11 for each in found)
     assert len({each["path"] for each in found}) == 3
 
 
-def test_processes_that_begin_together(house: Path) -> None:
-    found = [end(process) for process in [begin(house) for _ in range(4)]]
+def test_processes_that_begin_together(small: Path) -> None:
+    found = [end(process) for process in [begin(small) for _ in range(4)]]
     assert {each["value"] for each in found} == {11}
-    assert [str(path) for path in (house / "cache").rglob("*.o*")] == [found[0]["path"]]
-    assert not run(house)["compiled"]
+    assert [str(path) for path in (small / "cache").rglob("*.o*")] == [found[0]["path"]]
+    assert not run(small)["compiled"]
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(house: Path) -> None:
-    (house / "file").write_text("", encoding="utf-8")
-    found = run(house, QUANTKIT_CACHE_DIR=str(house / "file"))
+def test_a_cache_that_cannot_be_written_is_done_without(small: Path) -> None:
+    (small / "file").write_text("", encoding="utf-8")
+    found = run(small, QUANTKIT_CACHE_DIR=str(small / "file"))
     assert (found["value"], found["compiled"]) == (11, True)
 
 

@@ -498,7 +498,7 @@ def test_latent_attention_straight_from_fp8(tmp_path: Path, rng: np.random.Gener
 
 def test_what_quantize_needs_of_a_checkpoint(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
     assert main(["quantize", str(checkpoint / "config.json"), str(tmp_path / "m.gguf"), "Q8_0"]) == 1
-    assert "there are no weights in it" in capsys.readouterr().err
+    assert "contains no weights" in capsys.readouterr().err
     assert main(["quantize", str(checkpoint), str(tmp_path / "m.gguf"), "Q8_0", "--keep-split"]) == 1
     assert "--split-max-size" in capsys.readouterr().err
     assert main(["quantize", str(checkpoint), str(checkpoint / "model.safetensors"), "Q8_0"]) == 1

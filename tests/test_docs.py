@@ -53,7 +53,7 @@ def test_figures_are_kept_of_a_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     figures["conditions"]["text"] = "/home/me/test.txt"
     (tmp_path / "results.json").write_text(json.dumps(figures))
     (tmp_path / "comparison.png").write_bytes(b"picture")
-    _docs.keep_figures(tmp_path / "results.json")
+    _docs.store_figures(tmp_path / "results.json")
     assert "/home/me" not in (tmp_path / "FIGURES").read_text()
     assert (tmp_path / "PICTURE").read_bytes() == b"picture"
     assert _docs.readme() == f"# q\n{table.replace('old', demo.summary(figures))}more\n```\nx\n```\n"
@@ -149,7 +149,7 @@ def test_the_tutorial_is_the_demo() -> None:
     shown = [["recipe", "show", "small-dense"]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quantkit.cli.demo.recipe_for", lambda model: "small-dense")
-        steps = [step.argv for step in demo.story(Path("smollm2.gguf"), folder, *texts, picture=False)]
+        steps = [step.argv for step in demo.demo_steps(Path("smollm2.gguf"), folder, *texts, picture=False)]
     found = [command.words[1:] for block in blocks(ROOT / "docs" / "tutorial.md") for command in block.commands()
              if command.is_ours]  # fmt: skip
     assert sorted(steps + shown) == sorted(args for args in found if args[0] != "generate")

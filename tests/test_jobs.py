@@ -570,7 +570,7 @@ def test_an_interrupt_says_how_to_go_on(model: Path, tmp_path: Path, encodings: 
     encodings.stop = 6
     assert main(args) == 130
     said = capsys.readouterr().err
-    assert f"of {COUNT} tensors are done and kept in {tmp_path / 'out.gguf'}.partial-job" in said
+    assert f"of {COUNT} tensors are done and saved in {tmp_path / 'out.gguf'}.partial-job" in said
     encodings.stop = None
     assert main(args) == 0
     assert "resumed: " in capsys.readouterr().out

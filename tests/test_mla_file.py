@@ -158,7 +158,7 @@ def test_as_typed(both: Path, tmp_path: Path, capsys: Any) -> None:
     assert "left out" in run(tmp_path / "q.gguf", out, "--layout", "k_b+v_b", "--dry-run")
     assert not out.exists()
     said = run(tmp_path / "q.gguf", out, "--layout", "k_b+v_b")
-    assert "largest error of what was quantized again: 0.00" in said
+    assert "largest error of quantizing again: 0.00" in said
     record = json.loads(run(tmp_path / "q.gguf", out, "--layout", "both", "--type", "bf16", "--json"))
     assert (len(record["made"]), record["left_out"]) == (6, [])
     assert 0 < record["made"][0]["relative_error"] <= record["largest_relative_error"] < 0.004

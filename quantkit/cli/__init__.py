@@ -1,13 +1,13 @@
-"""The command line: `quantkit COMMAND`, one file a command.
+"""The command line: `quantkit COMMAND`, one file per command.
 
-The file `sweep_bench.py` holds the function `sweep_bench`; that makes the command `sweep-bench`. Its signature is the
-usage (typer reads the annotations), its docstring the help, and the docstring's first sentence the line in the list.
-A file may also name functions in `SUBCOMMANDS`, reached as `quantkit COMMAND SUBCOMMAND`. Files that begin with `_`
-are no commands. `app` is an ordinary typer application that imports a command's file when it needs it.
+The file `sweep_bench.py` holds the function `sweep_bench`, which becomes the command `sweep-bench`. typer reads its
+signature for the usage and its docstring for the help; the docstring's first sentence is the line in the list of
+commands. A file may also name functions in `SUBCOMMANDS`: `quantkit COMMAND SUBCOMMAND`. Files that begin with `_` are
+not commands. `app` is an ordinary typer application that imports a command's file on first use.
 
-Libraries raise, the command line translates:
+The libraries raise exceptions, and the command line turns them into exit statuses:
 
-    0 done    1 the job failed (`error: …` on stderr)    2 bad usage    130 interrupted    141 nobody reads the output
+    0 success    1 failure (`error: …` on stderr)    2 bad usage    130 interrupted    141 the output pipe is closed
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quantkit import __version__
 from quantkit.cli._terminal import message, showing_controls
 from quantkit.errors import QuantkitError, printable
 
-# The order in which a user needs them; a command that is not named here comes last.
+# The order of the help page, by when a user needs them. A command that is not listed comes last.
 _ORDER = ("demo", "convert", "export", "imatrix", "recipe", "plan", "quantize", "repack", "unpack", "perplexity",
           "compare", "bench", "sweep-bench", "generate", "inspect", "diff", "verify", "split", "merge",
           "metadata", "types")  # fmt: skip
@@ -54,8 +54,8 @@ def load(command: str, *subcommand: str) -> Callable[..., None]:
     return module.SUBCOMMANDS[subcommand[0]] if subcommand else getattr(module, command.replace("-", "_"))
 
 
-def _near(name: str) -> str:
-    """Commands that a misspelt name may mean; empty for a command or where nothing is near."""
+def _similar(name: str) -> str:
+    """Commands with a similar name, for a misspelled one; empty for a valid name or when none is similar."""
     return "" if name in commands() else ", ".join(difflib.get_close_matches(name, commands(), n=3, cutoff=0.5))
 
 
@@ -64,14 +64,14 @@ def _module(command: str) -> Any:
 
 
 def parser(*path: str) -> Any:
-    """The parser that typer makes of the function of a command, or of a subcommand of it."""
+    """The parser that typer builds for a command or a subcommand."""
     one = typer.Typer(add_completion=False, rich_markup_mode=None)
     one.command(name=" ".join(path), context_settings=_SETTINGS)(_translated(load(*path)))
     return typer.main.get_command(one)
 
 
 class _Commands(TyperGroup):
-    """A group whose commands are imported when they are asked for."""
+    """A group that imports a command on first use."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return commands()
@@ -81,15 +81,15 @@ class _Commands(TyperGroup):
         return parser(*path) if path[0] in commands() else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As of any group; `imatrix show` is one name, beside `imatrix MODEL`."""
+        """As in any group, except that `imatrix show` is one name, because `imatrix MODEL` is a command too."""
         if len(args) > 1 and args[0] in commands() and args[1] in subcommands(args[0]):
             args = [" ".join(args[:2]), *args[2:]]
-        elif args and not ctx.resilient_parsing and (near := _near(args[0])):
-            ctx.fail(f"No such command '{args[0]}'. Did you mean {near}?")
+        elif args and not ctx.resilient_parsing and (similar := _similar(args[0])):
+            ctx.fail(f"No such command '{args[0]}'. Did you mean {similar}?")
         return super().resolve_command(ctx, args)
 
 
-app = typer.Typer(  # tracebacks are Python's own
+app = typer.Typer(  # Python prints tracebacks, not rich
     cls=_Commands,
     no_args_is_help=True,
     context_settings=_SETTINGS,
@@ -98,8 +98,8 @@ app = typer.Typer(  # tracebacks are Python's own
 )
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(value: bool) -> None:
+    if value:
         print(f"quantkit {__version__}")
         raise typer.Exit
 
@@ -123,16 +123,16 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else 0
-    except BrokenPipeError:  # met by the flush
+    except BrokenPipeError:  # raised by the flush
         return _broken_pipe()
     return 0
 
 
 def _translated(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` whose exceptions end the process as the table above says.
+    """Wrap `function` so that its exceptions end the process with the exit statuses in the table above.
 
-    Wrapped round each command as well as round `app`: typer has an exit status of its own for an interrupt. A bug still
-    shows its traceback.
+    Both each command and `app` are wrapped, because typer uses another exit status for an interrupt. A bug still shows
+    its traceback.
     """
 
     @functools.wraps(function)
@@ -144,7 +144,7 @@ def _translated(function: Callable[..., Any]) -> Callable[..., Any]:
             raise SystemExit(1) from None
         except BrokenPipeError:
             raise SystemExit(_broken_pipe()) from None
-        except OSError as error:  # a missing file, a full disk: the user's to mend
+        except OSError as error:  # for example a missing file or a full disk
             place = f"{error.filename}: " if error.filename else ""
             print(f"error: {printable(f'{place}{error.strerror or error}')}", file=sys.stderr)
             raise SystemExit(1) from None
@@ -156,13 +156,13 @@ def _translated(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _use_utf8(stream: TextIO) -> None:
-    """Token strings and tensor names are UTF-8 on every console, Windows' included."""
+    """Print token strings and tensor names as UTF-8 on every console, including Windows."""
     if hasattr(stream, "reconfigure"):
         stream.reconfigure(encoding="utf-8", errors="replace")
 
 
 def _broken_pipe() -> int:
-    """Point stdout at nothing, so that Python's own flush at exit stays silent too."""
+    """Redirect stdout to the null device, so that Python's flush at exit does not raise again."""
     if hasattr(os, "dup2"):
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""What a file can say of itself in a model card, as Markdown: sizes, classes of tensors, recipe, commands."""
+"""The Markdown of `inspect --card` for a model card: sizes, classes of tensors, recipe, commands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def card(file: GGUF) -> str:
-    """Markdown that stands by itself: a heading as `## NAME 249.099 GiB (5.997 BPW)` and what is below it."""
+    """A complete Markdown section with a heading such as `## NAME 249.099 GiB (5.997 BPW)`."""
     tensors = list(file.tensors.values())
     size, elements = sum(t.nbytes for t in tensors), sum(_elements(t) for t in tensors)
     parts = [
@@ -38,12 +38,12 @@ def _elements(tensor: Tensor) -> int:
 
 
 def _title(file: GGUF) -> str:
-    """The file's name without what is every file's."""
+    """The file's name without `.gguf` and without the shard number."""
     return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", file.path.name)
 
 
 def _facts(file: GGUF, elements: int) -> str:
-    """What it was made of and with, one line each."""
+    """Model, architecture, size, importance matrix and quantkit version, one line each."""
     m = file.metadata
     facts = {
         "model": m.get("general.name"),
@@ -69,7 +69,7 @@ def _imatrix(metadata: Any) -> str:
 
 @dataclass
 class _Class:
-    """Tensors alike but for their layer."""
+    """Tensors that differ only in their layer."""
 
     layers: list[int] = field(default_factory=list)
     count: int = 0
@@ -78,7 +78,7 @@ class _Class:
 
 
 def _classes(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
-    """A row for tensors that differ in their layer only, in the file's order."""
+    """One row per class of tensors that differ only in their layer, in file order."""
     found: dict[tuple[str, str, str], _Class] = {}
     for t in tensors:
         layer = re.match(r"blk\.(\d+)\.(.*)", t.name)
@@ -94,7 +94,7 @@ def _classes(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
 
 
 def _types(tensors: list[Tensor]) -> list[tuple[Any, ...]]:
-    """A row a type, the one of most bytes first, and one of all."""
+    """One row per type, largest total size first, and a row of totals."""
     found: dict[str, _Class] = {}
     for t in tensors:
         for name in (t.type.name, ""):
@@ -112,20 +112,20 @@ def _size(nbytes: int, elements: int) -> tuple[str, str]:
 
 
 def _recipe(file: GGUF) -> str:
-    """What decided the types, folded: the recipe that the file carries, or rules that give the types that it has."""
+    """The recipe in a collapsed block: the one stored in the file, else rules that give the types it has."""
     from quantkit.recipe.shelf import carried
 
     text = carried(file.path).rstrip("\n")
-    said = "The recipe that made it" if "quantkit.recipe" in file.metadata else "Its types as a recipe"
+    summary = "Recipe of this file" if "quantkit.recipe" in file.metadata else "Its types as a recipe"
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
-    return f"<details>\n<summary>{said}</summary>\n\n{fence}\n{text}\n{fence}\n\n</details>"
+    return f"<details>\n<summary>{summary}</summary>\n\n{fence}\n{text}\n{fence}\n\n</details>"
 
 
 def _commands(file: GGUF) -> str:
-    """How to make it again, look at it and run it."""
+    """Commands that reproduce, inspect and run the file."""
     name = argument(file.paths[0].name)
     lines = [
-        "# what it holds, what it takes, how good it is",
+        "# contents, memory, quality",
         f"quantkit inspect {name}",
         f"quantkit plan {name} COPY -c 32768 -ctk q8_0 -ctv q8_0",
         f"quantkit compare MODEL-BF16.gguf {name} -f TEXT",
@@ -133,17 +133,17 @@ def _commands(file: GGUF) -> str:
     ]
     if words := requantize(file):
         command = f"quantkit quantize MODEL-BF16.gguf OUT.gguf {' '.join(words)}"
-        lines[:0] = ["# the same types again, of the model in BF16", command]
+        lines[:0] = ["# reproduce these types from the BF16 model", command]
     return "```bash\n" + "\n".join(map(printable, lines)) + "\n```"
 
 
 def _cell(text: str) -> str:
-    """Text that neither ends a cell of a table, nor begins HTML, a link or code, nor steers a terminal."""
+    """Escape text for a table cell: no HTML, link, code, cell end or terminal control sequence."""
     return re.sub(r"([|<\[`\\])", r"\\\1", printable(text.replace("\n", " ")))
 
 
 def _code(name: str) -> str:
-    """A name as code in a table, whatever quotes it has in it."""
+    """A name in code font for a table cell; the name may contain backquotes."""
     text = printable(name)
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
     space = " " if len(fence) > 1 else ""

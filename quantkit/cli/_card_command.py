@@ -1,8 +1,8 @@
-"""The `quantkit quantize` command that a model card prints: one that gives the types of the file when it is pasted.
+"""The `quantkit quantize` command in a model card, which reproduces the types of the file.
 
-A file says what command made it, in the first line of its recipe. That text may be anybody's, and the file may have
-changed since, so it is read as a plan's flags, the plan is made, and the command is printed only where it gives the
-types that the file has. Otherwise a rule for each class of tensors does.
+The first line of a file's recipe holds the command that wrote the file. That text is untrusted, and the file may have
+changed since. So it is parsed as the flags of a plan, the plan is computed, and the command is printed only if the plan
+gives the types of the file. Otherwise the command has one rule for each class of tensors.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ HIDDEN = "top_secret"  # quantize --hide-imatrix
 _MADE_BY = re.compile(r"# quantkit quantize (\S+)[ \t]*([^\n]*)")
 
 
-class _Way(NamedTuple):
-    """Type, flags and recipe of a command, and the option that passes the recipe."""
+class _Command(NamedTuple):
+    """The file type, flags and recipe of a `quantize` command, and the option that passes the recipe."""
 
     kind: str
     options: Options
@@ -33,7 +33,7 @@ class _Way(NamedTuple):
     option: str
 
     def plan(self, file: GGUF, importance: bool) -> Plan:
-        """What it makes of the model in BF16."""
+        """The plan of this command for the model in BF16."""
         from quantkit.cli._planning import Model, complete_imatrix
         from quantkit.recipe import plan
 
@@ -41,23 +41,23 @@ class _Way(NamedTuple):
         imatrix = complete_imatrix(Model(source, file.metadata, None)) if importance else None
         return plan(source, self.kind, self.recipe, metadata=file.metadata, imatrix=imatrix, options=self.options)
 
-    def gives(self, file: GGUF, importance: bool) -> bool:
-        """Whether those are the types of the file. Tensors that no command changes are the model's own."""
+    def reproduces(self, file: GGUF, importance: bool) -> bool:
+        """Whether the plan gives the types of the file. Tensors that no command quantizes are not compared."""
         try:
             planned = self.plan(file, importance).tensors
-        except QuantkitError:  # it contradicts itself, or this model
+        except QuantkitError:  # flags that contradict each other or this model
             return False
         return all(t.type is file.tensors[t.name].type for t in planned if not t.reason.startswith("kept: "))
 
 
 def requantize(file: GGUF) -> list[str]:
-    """Words behind `quantkit quantize IN OUT`; none where no command gives the file's types."""
+    """The arguments after `quantkit quantize IN OUT`; empty if no command reproduces the file's types."""
     m = file.metadata
-    had = "quantize.imatrix.file" in m
-    for way in _ways(file):
-        for importance in dict.fromkeys((had, True)):  # without one where that will do
-            if way.gives(file, importance):
-                words = [way.kind, str(way.options), way.option]
+    has_imatrix = "quantize.imatrix.file" in m
+    for command in _candidates(file):
+        for importance in dict.fromkeys((has_imatrix, True)):  # without an importance matrix if possible
+            if command.reproduces(file, importance):
+                words = [command.kind, str(command.options), command.option]
                 if importance:
                     words.append(f"--imatrix {_imatrix(str(m.get('quantize.imatrix.file', HIDDEN)))}")
                 if m.get("quantkit.effort") in ("fast", "best"):
@@ -69,12 +69,12 @@ def requantize(file: GGUF) -> list[str]:
 
 
 def argument(name: str) -> str:
-    """A file's name as a word for a shell that no command takes for an option."""
+    """A file's name quoted for a shell, with `./` if it would read as an option."""
     return shlex.quote(f"./{name}" if name.startswith("-") else name)
 
 
 def base(path: str) -> str:
-    """The last part of a path: whose disk it was on is nobody's business."""
+    """The last part of a path. A model card does not publish the directories of its author."""
     return re.split(r"[/\\]", path)[-1]
 
 
@@ -82,8 +82,8 @@ def _imatrix(path: str) -> str:
     return "IMATRIX.dat" if path == HIDDEN else argument(base(path))
 
 
-def _ways(file: GGUF) -> Iterator[_Way]:
-    """The command that the file says, the same with rows interleaved, then one rule for each class of tensors."""
+def _candidates(file: GGUF) -> Iterator[_Command]:
+    """The command stored in the file, the same with --repack, then one rule for each class of tensors."""
     from quantkit.recipe import Options, find
     from quantkit.recipe.forms import pinned
 
@@ -92,17 +92,17 @@ def _ways(file: GGUF) -> Iterator[_Way]:
     if made:
         try:
             options, recipe = Options.parse(made[2]), find(file.paths[0])
-        except QuantkitError:  # not a text that quantkit wrote
+        except QuantkitError:  # quantkit did not write this text
             pass
         else:
-            yield _Way(shlex.quote(made[1]), options, recipe, f"--recipe {name}")
-            yield _Way(shlex.quote(made[1]), replace(options, repack=True), recipe, f"--recipe {name}")
+            yield _Command(shlex.quote(made[1]), options, recipe, f"--recipe {name}")
+            yield _Command(shlex.quote(made[1]), replace(options, repack=True), recipe, f"--recipe {name}")
     rules = pinned((t.name, t.type) for t in file.tensors.values())
     carried = f"--recipe {name}" if "quantkit.recipe" not in file.metadata else ""
-    yield _Way("Q8_0", Options(), rules, carried or f"--custom-q {shlex.quote(rules.one_line())}")
+    yield _Command("Q8_0", Options(), rules, carried or f"--custom-q {shlex.quote(rules.one_line())}")
 
 
 def _bf16(file: GGUF) -> list[TensorSpec]:
-    """The tensors of a model of which the file may have been made."""
+    """The tensors of the BF16 model that the file may come from."""
     bf16, f32 = types.layout("bf16"), types.layout("f32")
     return [TensorSpec(t.name, t.shape, bf16 if len(t.shape) > 1 else f32) for t in file.tensors.values()]

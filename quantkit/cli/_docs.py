@@ -1,7 +1,7 @@
-"""The generated pages: `python -m quantkit.cli._docs` writes them, a test fails when they are stale.
+"""Generate the pages docs/cli.md and docs/types.md and the table in README.md: `python -m quantkit.cli._docs`.
 
-docs/cli.md and docs/types.md are made of the program. The table of README.md is what `quantkit demo` printed when its
-figures were kept in docs/demo.json, which `python -m quantkit.cli._docs demo/results.json` (`make readme`) does.
+A test fails when a page is stale. The table in README.md shows the figures in docs/demo.json.
+`python -m quantkit.cli._docs demo/results.json` (`make readme`) replaces them by the results of a demo.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from quantkit.cli._shared import table
 DOCS = Path(__file__).parents[2] / "docs"
 README, FIGURES, PICTURE = DOCS.parent / "README.md", DOCS / "demo.json", DOCS / "demo.png"
 _BLOCK = re.compile(r"(<!-- what `make demo` prints, kept by `make readme` -->\n```\n).*?(\n```\n)", re.DOTALL)
-_KEPT = ("file", "size_bytes", "bits_per_weight", "ppl", "ppl_error", "kld", "kld_error", "same_top",
+_FIGURES = ("file", "size_bytes", "bits_per_weight", "ppl", "ppl_error", "kld", "kld_error", "same_top",
          "prompt_tokens_per_second", "generation_tokens_per_second")  # fmt: skip
 WIDTH = 100
 _MADE = "<!-- made by `python -m quantkit.cli._docs` with typer {}; do not edit -->\n"
 
 
 def made() -> str:
-    """The first line of a page. Versions of typer lay out help differently, so it names the one that did."""
+    """The first line of a page. It names the version of typer, because each formats help differently."""
     return _MADE.format(importlib.metadata.version("typer"))
 
 
 def cli_page() -> str:
-    """The help of every command, as it is printed."""
+    """docs/cli.md: the help of every command, as printed."""
     parts = [made(), "# The command line\n\n", "```\n", _help([]), "```\n"]
     for command in cli.commands():
         for path in ([command], *([command, name] for name in cli.subcommands(command))):
@@ -44,7 +44,7 @@ def cli_page() -> str:
 
 
 def types_page() -> str:
-    """The registry: types with a codec, then those that are only recognised."""
+    """docs/types.md: types with a codec, then those that are only recognised."""
     from quantkit import types
     from quantkit.cli.types import HEADER, LEFT, records, row
 
@@ -54,29 +54,29 @@ def types_page() -> str:
     listed = table(HEADER, [row(r) for r in known], left=LEFT)
     remarks = "".join(f"- **{t.name}**: {t.remark}\n" for t in types.all() if t.remark)
     return (
-        f"{made()}# Tensor types\n\nAs `quantkit types` prints them; a type's byte map opens its file in "
-        f"`quantkit/types`.\n\n```\n{listed}\n```\n\n"
+        f"{made()}# Tensor types\n\nAs `quantkit types` prints them. The file of a type in "
+        f"`quantkit/types` begins with its byte map.\n\n```\n{listed}\n```\n\n"
         f"Where two reconstructions exist:\n\n{remarks}\n"
-        f"Read, sized and copied, but neither decoded nor encoded yet: {others}.\n"
+        f"quantkit reads, sizes and copies these types, but neither decodes nor encodes them: {others}.\n"
     )
 
 
 def readme() -> str:
-    """README.md with what the demo prints of the figures in docs/demo.json."""
+    """README.md with the table of the figures in docs/demo.json."""
     from quantkit.cli.demo import summary
 
-    said = summary(json.loads(FIGURES.read_text(encoding="utf-8")))
-    text, count = _BLOCK.subn(lambda found: f"{found[1]}{said}{found[2]}", README.read_text(encoding="utf-8"))
+    printed = summary(json.loads(FIGURES.read_text(encoding="utf-8")))
+    text, count = _BLOCK.subn(lambda found: f"{found[1]}{printed}{found[2]}", README.read_text(encoding="utf-8"))
     assert count == 1, f"{README} has {count} blocks for the demo's table, not one"
     return text
 
 
-def keep_figures(results: Path) -> None:
-    """Take the results of a demo, and the picture beside them, for those of README.md."""
+def store_figures(results: Path) -> None:
+    """Copy the results of a demo, and the picture beside them, to docs for README.md."""
     found = json.loads(results.read_text(encoding="utf-8"))
-    models = [{key: model[key] for key in _KEPT if key in model} for model in found["models"]]
-    kept = {"models": models, "conditions": found["conditions"] | {"text": Path(found["conditions"]["text"]).name}}
-    FIGURES.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    models = [{key: model[key] for key in _FIGURES if key in model} for model in found["models"]]
+    stored = {"models": models, "conditions": found["conditions"] | {"text": Path(found["conditions"]["text"]).name}}
+    FIGURES.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     if (picture := results.with_name("comparison.png")).exists():
         shutil.copyfile(picture, PICTURE)
 
@@ -85,11 +85,11 @@ PAGES = {"cli.md": cli_page, "types.md": types_page}
 
 
 def _help(path: list[str]) -> str:
-    """What `quantkit PATH --help` prints on a terminal of a fixed width."""
-    said = io.StringIO()
-    with _columns(WIDTH), contextlib.redirect_stdout(said):
+    """The output of `quantkit PATH --help` on a terminal of a fixed width."""
+    printed = io.StringIO()
+    with _columns(WIDTH), contextlib.redirect_stdout(printed):
         cli.main([*path, "--help"])
-    return said.getvalue()
+    return printed.getvalue()
 
 
 @contextlib.contextmanager
@@ -108,7 +108,7 @@ def _columns(width: int) -> Iterator[None]:
 def main(results: list[str]) -> None:
     DOCS.mkdir(exist_ok=True)
     for path in results:
-        keep_figures(Path(path))
+        store_figures(Path(path))
     for name, page in PAGES.items():
         (DOCS / name).write_text(page(), encoding="utf-8")
         print(f"wrote {DOCS / name}")

@@ -1,4 +1,4 @@
-"""What the evaluating commands share: options of the model and the text, running values with an ETA, conditions."""
+"""Shared parts of the evaluation commands: options for model and text, running values with an ETA, conditions."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ import typer
 from quantkit.cli import _runtime
 from quantkit.errors import QuantkitError
 
-TextFile = Annotated[Path | None, typer.Option("--file", "-f", help="Text, UTF-8.", show_default=False)]
-Context = Annotated[int, typer.Option("--ctx-size", "-c", help="Tokens of a chunk.", min=4)]
-ChunkLimit = Annotated[int | None, typer.Option("--chunks", help="Evaluate at most so many chunks.", min=1)]
-Batch = Annotated[int, typer.Option("--batch-size", "-b", help="Tokens evaluated together: whole chunks.", min=1)]
+TextFile = Annotated[Path | None, typer.Option("--file", "-f", help="Text file, UTF-8.", show_default=False)]
+Context = Annotated[int, typer.Option("--ctx-size", "-c", help="Tokens per chunk.", min=4)]
+ChunkLimit = Annotated[int | None, typer.Option("--chunks", metavar="N", help="Evaluate at most N chunks.", min=1)]
+Batch = Annotated[int, typer.Option("--batch-size", "-b", help="Tokens per batch, in whole chunks.", min=1)]
 Numerics = Annotated[
-    str, typer.Option("--numerics", help="exact: decoded weights, float32 activations; fast: as generating does.")
+    str,
+    typer.Option(
+        "--numerics",
+        metavar="exact|fast",
+        help="exact: decoded weights, float32 activations; fast: packed weights, as in generate.",
+    ),
 ]
 
 
 def conditions(model: Any, n_ctx: int, chunks: int, text: str) -> dict[str, Any]:
-    """All that a figure depends on besides the file, for people and for JSON."""
+    """Everything besides the file that a figure depends on, to print and for JSON."""
     return {
         "text": text,
         "n_ctx": n_ctx,
@@ -37,12 +42,12 @@ def conditions(model: Any, n_ctx: int, chunks: int, text: str) -> dict[str, Any]
     }
 
 
-_NOT_THE_RESULT = ("text", "threads", "cpu", "isa", "python")
+_WITHOUT_EFFECT = ("text", "threads", "cpu", "isa", "python")
 
 
-def deciding(values: dict[str, Any]) -> dict[str, Any]:
-    """Of the conditions those that a figure's bits depend on. (Of the text it is what it says, not its name.)"""
-    return {key: value for key, value in values.items() if key not in _NOT_THE_RESULT}
+def result_conditions(values: dict[str, Any]) -> dict[str, Any]:
+    """The conditions that can change the bits of a result. (The text's contents can, its name cannot.)"""
+    return {key: value for key, value in values.items() if key not in _WITHOUT_EFFECT}
 
 
 def conditions_line(values: dict[str, Any]) -> str:
@@ -57,25 +62,25 @@ def required_text(path: Path | None, what: str) -> Path:
 
 
 class Running:
-    """Prints running values as they come, and on stderr how long the rest will take."""
+    """Prints running values, and on stderr the estimated time left."""
 
     def __init__(self, chunks: int, n_ctx: int, n_batch: int, every_seconds: float = 60.0):
         self._chunks = chunks
-        self._together = max(1, n_batch // n_ctx)  # chunks come in batches: a pace holds where one ends
+        self._chunks_per_batch = max(1, n_batch // n_ctx)  # the rate is only known at the end of a batch
         self._every = every_seconds
         self._started = time.monotonic()
-        self._said = -every_seconds
+        self._last_report = -every_seconds
 
     def value(self, index: int, value: float) -> None:
-        """`[3]11.1929,` of the chunk with this number, counted from one."""
+        """Print `[3]11.1929,` for a chunk; `index` counts from 1."""
         print(f"[{index}]{value:.4f},", end="", flush=True)
         self.tick(index)
 
     def tick(self, index: int) -> None:
-        """The chunk with this number, counted from one, is done."""
-        if index % self._together or index == self._chunks or self.seconds - self._said < self._every:
+        """Count a chunk as done and print the time left when it is due; `index` counts from 1."""
+        if index % self._chunks_per_batch or index == self._chunks or self.seconds - self._last_report < self._every:
             return
-        self._said = self.seconds
+        self._last_report = self.seconds
         left = duration(self.seconds / index * (self._chunks - index))
         print(f"\n{self.seconds / index:.2f} seconds per chunk, ETA {left}", file=sys.stderr, flush=True)
 
@@ -93,7 +98,7 @@ def duration(seconds: float) -> str:
 
 
 def markdown(header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
-    """A table for a model card."""
+    """A Markdown table."""
     lines = [list(map(str, header))]
     lines += [["---"] + ["---:"] * (len(lines[0]) - 1)]
     lines += [list(map(str, row)) for row in rows]

@@ -1,4 +1,4 @@
-"""What `plan`, `quantize` and `recipe` share: options that decide types and places, the plan they make, its tables."""
+"""Shared parts of `plan`, `quantize` and `recipe`: options for types and placement, the plan, its tables."""
 
 from __future__ import annotations
 
@@ -26,75 +26,80 @@ if TYPE_CHECKING:
     from quantkit.placement.budget import Budget
     from quantkit.recipe import Options, Plan, Recipe
 
-Type = Annotated[str | None, typer.Option(metavar="T", show_default=False)]
+Type = Annotated[str | None, typer.Option(metavar="TYPE", show_default=False)]
 ImatrixFile = Annotated[Path | None, typer.Option(help="Importance matrix.", metavar="FILE")]
 CustomQ = Annotated[
     list[str] | None,
-    typer.Option(metavar="RULES", help="Rules 're=type,…', or a file of them. Repeatable; the first match decides."),
+    typer.Option(metavar="RULES", help="Rules 'REGEX=TYPE,…' or a file of them. Repeatable; the first match decides."),
 ]
 TensorType = Annotated[
-    list[str] | None, typer.Option(metavar="RE=TYPE", help="One such rule, after those of --custom-q. Repeatable.")
+    list[str] | None,
+    typer.Option(metavar="REGEX=TYPE", help="One rule, applied after those of --custom-q. Repeatable."),
 ]
-TensorTypeFile = Annotated[Path | None, typer.Option(metavar="FILE", help="A file of such rules, after them.")]
+TensorTypeFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="A file of rules, applied after --tensor-type.")
+]
 RecipeName = Annotated[
     str | None,
-    typer.Option(metavar="NAME|FILE", help="A recipe, or the GGUF made by it; after the rules of --custom-q."),
+    typer.Option(
+        metavar="NAME|FILE", help="A recipe, or a GGUF file that contains one; applied after all other rules."
+    ),
 ]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Another value for a setting of the --recipe. Repeatable."),
+    typer.Option("--set", metavar="NAME=VALUE", help="Change a setting of the --recipe. Repeatable."),
 ]
-Pure = Annotated[bool, typer.Option("--pure", help="TYPE for every tensor, no mix.")]
-LeaveOutput = Annotated[bool, typer.Option("--leave-output-tensor", help="Keep output.weight as it is.")]
+Pure = Annotated[bool, typer.Option("--pure", help="Use TYPE for every tensor, without a mix.")]
+LeaveOutput = Annotated[bool, typer.Option("--leave-output-tensor", help="Do not quantize output.weight.")]
 AllowRequantize = Annotated[
-    bool, typer.Option("--allow-requantize", help="Also quantize tensors that are quantized already.")
+    bool, typer.Option("--allow-requantize", help="Allow quantized tensors to be quantized again.")
 ]
 IgnoreRules = Annotated[
-    bool, typer.Option("--ignore-imatrix-rules", help="Allow very low-bit types without importance.")
+    bool, typer.Option("--ignore-imatrix-rules", help="Allow very low-bit types without an importance matrix.")
 ]
 IncludeWeights = Annotated[
-    list[str] | None, typer.Option(metavar="S", help="Use only imatrix entries whose name holds S. Repeatable.")
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="Use only imatrix entries whose name contains TEXT. Repeatable."),
 ]
 ExcludeWeights = Annotated[
-    list[str] | None, typer.Option(metavar="S", help="Use no imatrix entry whose name holds S. Repeatable.")
+    list[str] | None, typer.Option(metavar="TEXT", help="Ignore imatrix entries whose name contains TEXT. Repeatable.")
 ]
 Repack = Annotated[
-    bool, typer.Option("--repack", help="Interleave every tensor that can be, in the type that was decided.")
+    bool, typer.Option("--repack", help="Also interleave the rows of every tensor whose type has an interleaved form.")
 ]
-Strict = Annotated[bool, typer.Option("--strict", help="Take warnings about the plan for errors.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show every tensor and why it has its type.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Treat warnings about the plan as errors.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show every tensor with the reason for its type.")]
 Context = Annotated[
-    int | None, typer.Option("--ctx-size", "-c", help="Count the cache of so many tokens.", min=1, show_default=False)
+    int | None,
+    typer.Option("--ctx-size", "-c", metavar="N", help="Include a KV cache for N tokens.", min=1, show_default=False),
 ]
-CacheTypeK = Annotated[str, typer.Option("--cache-type-k", "-ctk", metavar="T", help="Type of cached keys.")]
-CacheTypeV = Annotated[str, typer.Option("--cache-type-v", "-ctv", metavar="T", help="Type of cached values.")]
+CacheTypeK = Annotated[str, typer.Option("--cache-type-k", "-ctk", metavar="TYPE", help="Type of the K cache.")]
+CacheTypeV = Annotated[str, typer.Option("--cache-type-v", "-ctv", metavar="TYPE", help="Type of the V cache.")]
 Mla = Annotated[
-    int, typer.Option("-mla", help="How latent attention caches: 0 full heads, 1 to 3 the latent.", min=0, max=3)
+    int, typer.Option("-mla", help="KV cache of MLA: 0 stores full heads, 1 to 3 the latent.", min=0, max=3)
 ]
-Vram = Annotated[str | None, typer.Option(metavar="GIB,…", help="Memory of each GPU, for telling whether it fits.")]
-Ram = Annotated[float | None, typer.Option(metavar="GIB", help="Memory of the CPU.", show_default=False)]
-FitMargin = Annotated[
-    float, typer.Option(metavar="MIB", help="Of each GPU's memory, left for buffers of intermediate results.")
-]
+Vram = Annotated[str | None, typer.Option(metavar="GIB,…", help="Memory of each GPU, to check whether the model fits.")]
+Ram = Annotated[float | None, typer.Option(metavar="GIB", help="Main memory of the CPU.", show_default=False)]
+FitMargin = Annotated[float, typer.Option(metavar="MIB", help="Memory of each GPU to reserve for compute buffers.")]
 Bandwidth = Annotated[
     str | None,
-    typer.Option(metavar="cpu=N,cuda:0=N", help="GB/s that devices read, for predicted speeds.", show_default=False),
+    typer.Option(metavar="cpu=N,cuda:0=N", help="Memory bandwidth in GB/s, to predict speeds.", show_default=False),
 ]
 Compute = Annotated[
     str | None,
-    typer.Option(metavar="cpu=N,cuda:0=N", help="TFLOP/s of devices, for those of prompts.", show_default=False),
+    typer.Option(metavar="cpu=N,cuda:0=N", help="Compute in TFLOP/s, to predict prompt speeds.", show_default=False),
 ]
 
 _CLASSES = ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate", "ffn_down", "ffn_up")
-_CHOOSING = ("custom_q", "tensor_type", "tensor_type_file", "recipe", "settings", "pure", "output_tensor_type",
+_TYPE_OPTIONS = ("custom_q", "tensor_type", "tensor_type_file", "recipe", "settings", "pure", "output_tensor_type",
              "token_embedding_type", "ffn_gate_inp_type", "leave_output_tensor",
              *(f"{name}_type" for name in _CLASSES))  # fmt: skip
-_OPTION = {"settings": "set"}  # options whose name is not that of their field
+_OPTION_NAMES = {"settings": "set"}  # options whose name is not that of their field
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What options say about a plan, beside its file type; `asks` gives them to a command.
+class PlanOptions:
+    """The options of a plan besides its file type. `takes_plan_options` adds them to a command.
 
     placement   the values of PLACEMENT
     """
@@ -140,22 +145,24 @@ class Asked:
     ram: Ram = None
     fit_margin: FitMargin = 1024
 
-    def refuse_choices(self) -> None:
-        """Bad usage for options that choose types, beside a plan that has chosen them."""
-        if chosen := self._given(*_CHOOSING, "repack", "repack_pattern"):
-            raise decided(chosen)
+    def refuse_type_options(self) -> None:
+        """Bad usage for options that choose types together with --plan, which has chosen them."""
+        if chosen := self._given(*_TYPE_OPTIONS, "repack", "repack_pattern"):
+            raise conflicts_with_plan(chosen)
 
-    def require_no_choice(self) -> None:
-        """Bad usage for options that choose types where no TYPE says what the other tensors become."""
-        if chosen := self._given(*_CHOOSING):
+    def require_no_type_options(self) -> None:
+        """Bad usage for options that choose types without TYPE, which the other tensors need."""
+        if chosen := self._given(*_TYPE_OPTIONS):
             raise typer.BadParameter(
-                f"TYPE is missing: what tensors become that {chosen} does not decide, as Q8_0; without TYPE the types "
-                "that are there are shown"
+                f"TYPE is missing: the type of tensors that {chosen} does not decide, for example Q8_0; to see the "
+                f"current types, leave {chosen} out"
             )
 
     def _given(self, *names: str) -> str:
-        """The first of these options that was given, as typed."""
-        return next((f"--{_OPTION.get(name, name).replace('_', '-')}" for name in names if getattr(self, name)), "")
+        """The first of these options that the user gave, as typed."""
+        return next(
+            (f"--{_OPTION_NAMES.get(name, name).replace('_', '-')}" for name in names if getattr(self, name)), ""
+        )
 
     # -------------------------------------------------------------------------------------------------------- the plan
 
@@ -176,13 +183,13 @@ class Asked:
             matrix.entries = {k: v for k, v in matrix.entries.items() if any(s in k for s in include)}
         if exclude:
             matrix.entries = {k: v for k, v in matrix.entries.items() if not any(s in k for s in exclude)}
-        policy = f"; experts that saw no token: {matrix.policy}" if matrix.policy else ""
-        about = f"{len(matrix)} entries, {matrix.chunks} chunks of {matrix.dataset or 'a text not named'}{policy}"
+        policy = f"; experts without tokens: {matrix.policy}" if matrix.policy else ""
+        about = f"{len(matrix)} entries, {matrix.chunks} chunks of {matrix.dataset or 'an unnamed text'}{policy}"
         print(f"importance matrix {self.imatrix}: {about}", file=sys.stderr)
         return matrix
 
     def rules(self) -> Recipe:
-        """The rules of all --custom-q in order, of --tensor-type, of its file, then those of --recipe."""
+        """The rules of --custom-q, --tensor-type, --tensor-type-file and --recipe, in this order."""
         from quantkit.recipe import Recipe, find, parse
 
         found = Recipe()
@@ -223,8 +230,10 @@ class Asked:
         )
 
     def plan_only(self, model: Model, file_type: str) -> Plan:
-        """The plan, which nobody executes: where a type needs an importance matrix and none is given, one that lacks
-        nothing is taken to be there, with a warning."""
+        """A plan to show, not to execute.
+
+        If a type needs an importance matrix and none is given, a complete one is assumed, with a warning.
+        """
         from quantkit.recipe import ImportanceError
 
         try:
@@ -233,10 +242,10 @@ class Asked:
             made = self.plan(model, file_type, complete_imatrix(model))
             return dataclasses.replace(made, warnings=(*made.warnings, missing_imatrix(made)))
 
-    # ------------------------------------------------------------------------------------------------------- the places
+    # ------------------------------------------------------------------------------------------------------- placement
 
     def budget(self, plan: Plan, metadata: Mapping[str, Any]) -> Budget | None:
-        """Where the plan's tensors go and what a cache takes; None where nothing was asked about that."""
+        """The devices of the plan's tensors and the size of the cache; None without an option about either."""
         from quantkit.placement.budget import GIB, Cache, budget, experts_to_keep
         from quantkit.placement.devices import CPU, Device
         from quantkit.placement.offload import parse_ops
@@ -244,15 +253,13 @@ class Asked:
 
         offload = parse_ops(self.offload_policy or "", self.offload_threshold)
         flags = placement_flags(self.placement)
-        asked = (flags != Flags(), self.ctx_size, self.vram, self.ram, self.fit, self.bandwidth, self.compute)
-        if not any(asked):
+        given = (flags != Flags(), self.ctx_size, self.vram, self.ram, self.fit, self.bandwidth, self.compute)
+        if not any(given):
             return None
         cache = Cache(self.ctx_size, self.cache_type_k, self.cache_type_v, self.mla) if self.ctx_size else None
         vram = [int(size * GIB) for size in _numbers("--vram", self.vram)]
         if vram and flags.devices:
-            raise typer.BadParameter(
-                "--vram gives CUDA0, CUDA1, … their memory, and so does --devices; drop one of them"
-            )
+            raise typer.BadParameter("--vram and --devices both set the memory of CUDA0, CUDA1, …; drop one of them")
         ram = next((device.memory for device in flags.devices if device == CPU), None)
         ram = ram if self.ram is None else int(self.ram * GIB)
         margin, tensors = int(self.fit_margin * 2**20), {t.name: t for t in plan.tensors}
@@ -265,15 +272,15 @@ class Asked:
             caches = cache.of_layers(metadata) if cache else ()
             fitted = fit(tensors, metadata, there, caches, margin=margin, flags=flags, mla=self.mla)
             flags, vram = dataclasses.replace(fitted.flags, devices=there), []
-            notes.append(f"--fit: the same as {fitted.text}")
+            notes.append(f"--fit: equivalent to {fitted.text}")
         about = (tensors, metadata, flags, cache, vram, ram, margin)
         found = budget(*about, offload=offload)
         if found.fits is False and vram and (count := experts_to_keep(*about)):
-            found = dataclasses.replace(found, warnings=(*found.warnings, f"all fits with --n-cpu-moe {count}"))
+            found = dataclasses.replace(found, warnings=(*found.warnings, f"the model fits with --n-cpu-moe {count}"))
         return dataclasses.replace(found, notes=(*notes, *found.notes), speed=self._speed(found, tensors, metadata))
 
     def _speed(self, found: Budget, tensors: Mapping[str, Any], metadata: Mapping[str, Any]) -> Any:
-        """What the placement's bytes allow; None where neither rates nor a context were given."""
+        """The predicted speed of the placement; None without --bandwidth, --compute and --fit."""
         if not (self.bandwidth or self.compute or self.fit):
             return None
         from quantkit.placement.speed import parse_rates, predict
@@ -284,27 +291,27 @@ class Asked:
         return predict(tensors, metadata, found.placement, caches, bandwidth, compute)
 
 
-def asks(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorator: give a command the options of Asked, but for some, in place of its parameter `asked`."""
-    kinds, options = get_type_hints(Asked, include_extras=True), dict[str, tuple[Any, Any]]()
-    for f in dataclasses.fields(Asked):
+def takes_plan_options(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator: replace a command's parameter `options` by the options of PlanOptions, except those named."""
+    kinds, options = get_type_hints(PlanOptions, include_extras=True), dict[str, tuple[Any, Any]]()
+    for f in dataclasses.fields(PlanOptions):
         if f.name == "placement":
             options |= PLACEMENT
         elif f.name not in without:
             options[f.name] = kinds[f.name], f.default
 
-    def make(given: dict[str, Any]) -> Asked:
-        return Asked(placement={name: given.pop(name) for name in PLACEMENT}, **given)
+    def make(given: dict[str, Any]) -> PlanOptions:
+        return PlanOptions(placement={name: given.pop(name) for name in PLACEMENT}, **given)
 
-    return lambda command: with_options(command, "asked", options, make)
+    return lambda command: with_options(command, "options", options, make)
 
 
-def decided(option: str) -> typer.BadParameter:
-    return typer.BadParameter(f"--plan has decided every type, so {option} would do nothing; drop one of them")
+def conflicts_with_plan(option: str) -> typer.BadParameter:
+    return typer.BadParameter(f"--plan decides every type, so {option} has no effect; drop one of them")
 
 
 def read_settings(texts: Sequence[str] | None) -> dict[str, str]:
-    """The NAME=VALUE of --set."""
+    """The values of --set NAME=VALUE."""
     found = {}
     for text in texts or ():
         name, equals, value = (part.strip() for part in text.partition("="))
@@ -318,12 +325,14 @@ def _numbers(flag: str, text: str | None) -> list[float]:
     try:
         return [float(part) for part in (text or "").split(",") if part.strip()]
     except ValueError:
-        raise typer.BadParameter(f"{flag} '{text}': numbers of GiB parted by commas, one a GPU, as 24,24") from None
+        raise typer.BadParameter(
+            f"{flag} '{text}': write the GiB of each GPU, comma-separated, for example 24,24"
+        ) from None
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is planned: the tensors of a GGUF file or a checkpoint, or of a config.json alone (`file` is None then)."""
+    """The input of a plan: the tensors of a GGUF file or a checkpoint, or of a config.json (then `file` is None)."""
 
     tensors: list[Any]
     metadata: Mapping[str, Any]
@@ -331,9 +340,10 @@ class Model:
 
 
 def open_source(path: Path, weights: bool = False, pre: str | None = None) -> Model:
-    """A GGUF file, a checkpoint's directory or its config.json; of the latter two no weight is looked at.
+    """Open a GGUF file, a checkpoint directory or its config.json; of the latter two, no weight file is opened.
 
-    With `weights` those of a directory are found, to be read as `convert` would write them; `pre` as of `convert`.
+    With `weights`, the weight files of a directory are opened too, to read tensors as `convert` would write them. `pre`
+    is the option of `convert`.
     """
     from quantkit.recipe import from_config, is_config, read_config
 
@@ -354,7 +364,7 @@ def open_source(path: Path, weights: bool = False, pre: str | None = None) -> Mo
 
 
 def complete_imatrix(model: Model) -> Imatrix:
-    """An importance matrix that has an entry for every matrix of a model; it takes no memory."""
+    """A placeholder importance matrix with an entry for every matrix of a model; it takes no memory."""
     import numpy as np
 
     from quantkit.formats.imatrix import Entry, Imatrix
@@ -369,7 +379,7 @@ def complete_imatrix(model: Model) -> Imatrix:
 
 
 def missing_imatrix(plan: Plan) -> str:
-    """A warning about the tensors that need an importance matrix, for a plan without one; empty where none does."""
+    """The warning for tensors of a plan that need an importance matrix; empty if there are none."""
     from quantkit.recipe.planner import is_very_low
 
     needing = [
@@ -381,8 +391,8 @@ def missing_imatrix(plan: Plan) -> str:
         return ""
     kinds = ", ".join(dict.fromkeys(t.type.name for t in needing))
     return (
-        f"{len(needing)} tensors, as {needing[0].name}, become {kinds}, which needs an importance matrix; pass "
-        "--imatrix FILE to see whether yours serves"
+        f"{len(needing)} tensors, for example {needing[0].name}, become {kinds}, which needs an importance matrix; "
+        "pass --imatrix FILE to check yours"
     )
 
 
@@ -392,7 +402,7 @@ def document(plan: Plan, budget: Budget | None) -> dict[str, Any]:
 
 
 def require_clean(plan: Plan, budget: Budget | None) -> None:
-    """A QuantkitError that tells all warnings, if there are any."""
+    """Raise a QuantkitError with all warnings, if there are any."""
     plan.require_clean()
     if budget and budget.warnings:
         raise QuantkitError("; ".join(budget.warnings))
@@ -402,7 +412,7 @@ def require_clean(plan: Plan, budget: Budget | None) -> None:
 
 
 def print_plan(plan: Plan, verbose: bool = False, budget: Budget | None = None, explain: bool = False) -> None:
-    """Classes of tensors by type, what each rule did, the types, the devices, warnings, sizes."""
+    """Print tensors by class, the effect of each rule, types, devices, warnings and sizes."""
     if verbose:
         each = [(t.name, "x".join(map(str, t.shape)), t.source.name, t.type.name, t.reason, mib(t.bytes_after))
                 for t in plan.tensors]  # fmt: skip
@@ -410,10 +420,10 @@ def print_plan(plan: Plan, verbose: bool = False, budget: Budget | None = None, 
     print(table(("tensors", "from", "to", "why", "count", "size"), _classes(plan), left=4), end="\n\n")
     if plan.rules:
         rows = [
-            (i, str(use.rule), _some(use.decided), len(use.matched), len(use.decided))
+            (i, str(use.rule), _examples(use.decided), len(use.matched), len(use.decided))
             for i, use in enumerate(plan.rules, 1)
         ]
-        print(table(("rule", "regex=type", "takes", "matches", "decides"), rows, left=3), end="\n\n")
+        print(table(("rule", "regex=type", "tensors", "matches", "decides"), rows, left=3), end="\n\n")
     if plan.fallbacks:
         print(table(("does not fit", "type", "columns", "becomes", "count"), _fallbacks(plan), left=2), end="\n\n")
     if len(plan.types()) > 1:
@@ -431,7 +441,7 @@ def print_plan(plan: Plan, verbose: bool = False, budget: Budget | None = None, 
 
 
 def print_budget(budget: Budget, explain: bool = False) -> None:
-    """What each device holds, what the cache is for, whether all fits, how fast it could be."""
+    """Print the contents of each device, the cache, whether the model fits, and the predicted speed."""
     rows = []
     for load in budget.loads:
         limits = ("", "") if load.limit is None else (gib(load.limit), gib(load.left or 0))
@@ -453,13 +463,13 @@ def print_budget(budget: Budget, explain: bool = False) -> None:
         print("\n".join(budget.speed.lines))
     margin = max((load.margin for load in budget.loads), default=0)
     if budget.fits is not None:
-        reserve = f", with {mib(margin)} of each GPU left for buffers" if margin else ""
+        reserve = f", with {mib(margin)} of each GPU reserved for buffers" if margin else ""
         print(f"{'fits' if budget.fits else 'does not fit'}{reserve}")
     print()
 
 
 def _reasons(budget: Budget) -> list[tuple[Any, ...]]:
-    """Tensors of one kind, device and reason but for its layer, as one line each."""
+    """One row per class of tensors with the same device and reason, layers as ranges."""
     from quantkit.recipe.layers import summarised
 
     placement = budget.placement
@@ -472,8 +482,8 @@ def _reasons(budget: Budget) -> list[tuple[Any, ...]]:
             for kind, count in summarised(names).items()]  # fmt: skip
 
 
-def _some(names: Sequence[str]) -> str:
-    """A few of the tensors that a rule decided, layers as ranges."""
+def _examples(names: Sequence[str]) -> str:
+    """Up to three classes of the tensors that a rule decided, layers as ranges."""
     from quantkit.recipe.layers import summarised
 
     classes = list(summarised(names))
@@ -495,13 +505,13 @@ def _types(plan: Plan) -> list[tuple[Any, ...]]:
 
 
 def _names(plan: Plan) -> str:
-    """The file type asked for, and the one that the output names where that is another."""
+    """The requested file type, and general.file_type of the output if it is another."""
     name, written = plan.file_type.name, plan.written_type.name
     return name if name == written else f"{name}, written as {written}"
 
 
 def _classes(plan: Plan) -> list[tuple[Any, ...]]:
-    """Tensors that differ only in their layer, source, type and reason, as one line each; * stands for all layers."""
+    """One row per class of tensors with the same source, type and reason; * stands for all layers."""
     from quantkit.recipe.layers import ranges
 
     grouped: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)

@@ -1,12 +1,12 @@
-"""The words behind IN of `quantize`: [OUT] TYPE [THREADS], as llama-quantize takes them.
+"""The positional arguments of `quantize` after IN: [OUT] TYPE [THREADS], as in llama-quantize.
 
-    IN TYPE              OUT is ggml-model-TYPE.gguf in the folder of IN
+    IN TYPE              OUT is ggml-model-TYPE.gguf in the directory of IN
     IN TYPE THREADS
     IN OUT TYPE
     IN OUT TYPE THREADS
     IN [OUT] --plan FILE
 
-A word that reads like a type is never taken for the name of a file: a file of that name is written ./Q4_K_M.
+An argument that looks like a type is never taken as a file name: write ./Q4_K_M for a file of that name.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import typer
 
 from quantkit.errors import UnknownNameError
 
-# Types, also misspelled ones and those that are no file type (q8_K), and their numbers.
+# Names of types, including misspelled ones and those that are not a file type (q8_K), and their numbers.
 _LIKE_A_TYPE = re.compile(r"\d+|(?:I?Q|TQ|B?F|MXFP)\d\w*|COPY", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Positional:
-    """What the words mean. `file_type` is None where no TYPE was given, `out` where the default name is meant."""
+    """The parsed arguments. `file_type` is None without TYPE; `out` is None for the default name."""
 
     out: Path | None
     file_type: str | None
@@ -35,24 +35,24 @@ class Positional:
 
 
 def read(words: Sequence[str | None]) -> Positional:
-    """Decide which of the words is OUT, TYPE and THREADS; bad usage where that cannot be told."""
+    """Decide which of the arguments is OUT, TYPE and THREADS; bad usage if that is ambiguous."""
     given = [word for word in words if word is not None]
     if not given or not _is_like_a_type(given[0]):
         out, file_type, threads = (*given, None, None, None)[:3]
         return Positional(None if out is None else Path(out), file_type, _threads(threads))
-    name, *behind = given
-    as_file = f"a file of that name is written .{os.sep}{name}"
+    name, *rest = given
+    as_file = f"for a file of that name write .{os.sep}{name}"
     _require_file_type(name, as_file)
-    if len(behind) > 1 or (behind and _number(behind[0]) is None):
+    if len(rest) > 1 or (rest and _number(rest[0]) is None):
         raise typer.BadParameter(
-            f"'{name}' is a type, and '{' '.join(behind)}' behind it is no number of THREADS: write IN OUT TYPE "
+            f"'{name}' is a type, and '{' '.join(rest)}' after it is not a number of THREADS: write IN OUT TYPE "
             f"[THREADS], or IN TYPE [THREADS]; {as_file}"
         )
-    return Positional(None, name, _threads(behind[0] if behind else None))
+    return Positional(None, name, _threads(rest[0] if rest else None))
 
 
 def default_out(source: Path, file_type: str) -> Path:
-    """Where llama-quantize writes when OUT is left out; beside the shards of a checkpoint's directory."""
+    """The default OUT, as in llama-quantize; inside IN if IN is a checkpoint directory."""
     folder = source if source.is_dir() else source.parent
     return folder / f"ggml-model-{file_type}.gguf"
 

@@ -1,4 +1,4 @@
-"""What the commands that run a model share: options, opening it, what they say of that."""
+"""Shared parts of the commands that run a model: options, loading, conditions, --profile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 GpuLayers = Annotated[
     int | None,
-    typer.Option("--gpu-layers", "-ngl", help="Layers on the GPU, the last ones.", min=0, show_default=False),
+    typer.Option(
+        "--gpu-layers", "-ngl", metavar="N", help="Put the last N layers on the GPU.", min=0, show_default=False
+    ),
 ]
 OverrideTensor = Annotated[
     list[str] | None,
@@ -29,46 +31,60 @@ OverrideTensor = Annotated[
         "--override-tensor",
         "-ot",
         metavar="REGEX=DEVICE,…",
-        help="Where tensors go; the first rule decides. Repeatable.",
+        help="Device of tensors by name; the first match decides. Repeatable.",
     ),
 ]
-CpuMoe = Annotated[bool, typer.Option("--cpu-moe", "-cmoe", help="All experts on the CPU.")]
+CpuMoe = Annotated[bool, typer.Option("--cpu-moe", "-cmoe", help="Keep all experts on the CPU.")]
 NCpuMoe = Annotated[
-    int, typer.Option("--n-cpu-moe", "-ncmoe", help="Experts of so many layers, the last ones, on the CPU.", min=0)
+    int,
+    typer.Option("--n-cpu-moe", "-ncmoe", metavar="N", help="Keep the experts of the last N layers on the CPU.", min=0),
 ]
 TensorSplit = Annotated[
     str | None,
-    typer.Option("--tensor-split", "-ts", metavar="N,N,…", help="The share of each GPU; default: by memory, or even."),
+    typer.Option(
+        "--tensor-split",
+        "-ts",
+        metavar="N,N,…",
+        help="Proportion of each GPU; default: by memory if known, else equal.",
+    ),
 ]
 SplitMode = Annotated[
     str,
     typer.Option(
-        "--split-mode", "-sm", metavar="none|layer|graph", help="GPUs: one; each its layers; a part of each layer."
+        "--split-mode",
+        "-sm",
+        metavar="none|layer|graph",
+        help="none: one GPU; layer: layers split over GPUs (pipeline); graph: tensor parallel.",
     ),
 ]
-MainGpu = Annotated[int | None, typer.Option("--main-gpu", "-mg", help="The GPU of -sm none.", show_default=False)]
-MaxGpu = Annotated[int | None, typer.Option(help="So many GPUs share a layer, with -sm graph.", show_default=False)]
-NoKvOffload = Annotated[bool, typer.Option("--no-kv-offload", "-nkvo", help="Keys and values stay on the CPU.")]
+MainGpu = Annotated[
+    int | None, typer.Option("--main-gpu", "-mg", metavar="N", help="The GPU to use with -sm none.", show_default=False)
+]
+MaxGpu = Annotated[
+    int | None, typer.Option(metavar="N", help="With -sm graph: number of GPUs per layer.", show_default=False)
+]
+NoKvOffload = Annotated[bool, typer.Option("--no-kv-offload", "-nkvo", help="Keep the KV cache on the CPU.")]
 Devices = Annotated[
     str | None,
     typer.Option(
         metavar="NAME=SIZE,…",
-        help="Devices and their memory: cuda:0=24GiB; cpu:0=2GiB,cpu:1 are virtual ones, which the CPU plays.",
+        help="Devices and their memory, for example cuda:0=24GiB; cpu:0=2GiB,cpu:1 are simulated on the CPU.",
         show_default=False,
     ),
 ]
-Fit = Annotated[bool, typer.Option("--fit", help="Fill the devices to their memory; says the -ot that do the same.")]
+Fit = Annotated[bool, typer.Option("--fit", help="Fill the devices to their memory and print the equivalent flags.")]
 OffloadThreshold = Annotated[
-    int, typer.Option(metavar="TOKENS", help="From so many tokens a matrix on, GPUs take part in the CPU's products.")
+    int,
+    typer.Option(metavar="TOKENS", help="Minimum batch size per matrix to offload products of CPU tensors to GPUs."),
 ]
 OffloadPolicy = Annotated[
     str | None,
     typer.Option(
-        "--offload-policy", "-op", metavar="OP,0,…", help="Operations by name that they take part in (1) or not (0)."
+        "--offload-policy", "-op", metavar="OP,0,…", help="Operations, by name, to offload to GPUs (1) or not (0)."
     ),
 ]
 
-PLACEMENT: dict[str, tuple[Any, Any]] = {  # options that say where tensors go, with their defaults
+PLACEMENT: dict[str, tuple[Any, Any]] = {  # options for the devices of tensors, with their defaults
     "gpu_layers": (GpuLayers, None),
     "override_tensor": (OverrideTensor, None),
     "cpu_moe": (CpuMoe, False),
@@ -81,29 +97,34 @@ PLACEMENT: dict[str, tuple[Any, Any]] = {  # options that say where tensors go, 
     "devices": (Devices, None),
 }
 
-_OPTIONS: dict[str, tuple[Any, Any]] = {  # of every command that runs a model, with their defaults
+_OPTIONS: dict[str, tuple[Any, Any]] = {  # options of every command that runs a model, with their defaults
     **PLACEMENT,
     "fit": (Fit, False),
     "fit_margin": (
-        Annotated[float, typer.Option(metavar="MIB", help="With --fit: what is left of each device's memory.")],
+        Annotated[float, typer.Option(metavar="MIB", help="With --fit: memory of each device to leave free.")],
         1024,
     ),
     "reduce_type": (
-        Annotated[str, typer.Option(metavar="f32|f16|bf16", help="What sums over devices travel as, -sm graph.")],
+        Annotated[str, typer.Option(metavar="f32|f16|bf16", help="With -sm graph: all-reduce data type.")],
         "f32",
     ),
     "offload_threshold": (OffloadThreshold, 32),
     "offload_policy": (OffloadPolicy, None),
     "profile": (
         Annotated[
-            bool, typer.Option("--profile", help="Say where each device's time goes; the model runs layer by layer.")
+            bool,
+            typer.Option(
+                "--profile", help="Print the time of each device by kind of work; the model runs layer by layer."
+            ),
         ],
         False,
     ),
     "run_time_repack": (
         Annotated[
             bool,
-            typer.Option("--run-time-repack", "-rtr", help="Interleave rows in memory, as `repack` does in a file."),
+            typer.Option(
+                "--run-time-repack", "-rtr", help="Interleave rows in memory, as `quantkit repack` does in a file."
+            ),
         ],
         False,
     ),
@@ -111,7 +132,9 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {  # of every command that runs a model, 
         Annotated[
             bool,
             typer.Option(
-                "--fused-moe/--no-fused-moe", "-fmoe/-no-fmoe", help="Gate, up and activation of experts at once."
+                "--fused-moe/--no-fused-moe",
+                "-fmoe/-no-fmoe",
+                help="Compute gate, up and activation of experts in one operation.",
             ),
         ],
         True,
@@ -122,8 +145,8 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {  # of every command that runs a model, 
             typer.Option(
                 "--smart-expert-reduction",
                 "-ser",
-                metavar="K,t",
-                help="Of the experts of a token the first K, others only above t times the first one's probability.",
+                metavar="K,T",
+                help="Use the first K experts of a token, and others only above T times the first one's probability.",
             ),
         ],
         None,
@@ -134,32 +157,41 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {  # of every command that runs a model, 
             typer.Option(
                 "--cache-type",
                 metavar="TYPE",
-                help="Of K and V: f32 f16 bf16 q8_0 q8_KV q6_0 q5_0 q5_1 q4_0 q4_1 iq4_nl; default: f16 if fast, "
-                "f32 if exact.",
+                help="Type of the KV cache: f32 f16 bf16 q8_0 q8_KV q6_0 q5_0 q5_1 q4_0 q4_1 iq4_nl; default: f16 with "
+                "numerics fast, f32 with exact.",
             ),
         ],
         None,
     ),
     "cache_type_k": (
-        Annotated[str | None, typer.Option("--cache-type-k", "-ctk", metavar="TYPE", help="Of keys alone.")],
+        Annotated[str | None, typer.Option("--cache-type-k", "-ctk", metavar="TYPE", help="Type of the K cache.")],
         None,
     ),
     "cache_type_v": (
-        Annotated[str | None, typer.Option("--cache-type-v", "-ctv", metavar="TYPE", help="Of values alone.")],
+        Annotated[str | None, typer.Option("--cache-type-v", "-ctv", metavar="TYPE", help="Type of the V cache.")],
         None,
     ),
     "k_cache_hadamard": (
         Annotated[
-            bool, typer.Option("--k-cache-hadamard", "-khad", help="Rotate keys before they are rounded for the cache.")
+            bool,
+            typer.Option(
+                "--k-cache-hadamard", "-khad", help="Apply a Hadamard transform to keys before they are quantized."
+            ),
         ],
         False,
     ),
-    "v_cache_hadamard": (Annotated[bool, typer.Option("--v-cache-hadamard", "-vhad", help="Rotate values.")], False),
+    "v_cache_hadamard": (
+        Annotated[bool, typer.Option("--v-cache-hadamard", "-vhad", help="The same for values.")],
+        False,
+    ),
     "flash_attn": (
         Annotated[
             str,
             typer.Option(
-                "--flash-attn", "-fa", metavar="on|off|auto|1|0", help="Streaming softmax; off: all scores at once."
+                "--flash-attn",
+                "-fa",
+                metavar="on|off|auto|1|0",
+                help="Flash attention (online softmax); off: compute all scores first.",
             ),
         ],
         "on",
@@ -171,7 +203,7 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {  # of every command that runs a model, 
                 "--attention-max-batch",
                 "-amb",
                 metavar="MIB",
-                help="Memory of the scores with -fa off, of keys and values that -mla 2 and 3 expand; 0: any.",
+                help="Memory for scores with -fa off, and for keys and values that -mla 2 and 3 expand; 0: no limit.",
                 min=0,
             ),
         ],
@@ -182,7 +214,7 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {  # of every command that runs a model, 
             int,
             typer.Option(
                 "-mla",
-                help="Latent attention: 0 caches full heads; 1 latents, absorbed; 2, 3 also expand long prompts.",
+                help="MLA: 0 caches full heads; 1 caches latents (absorbed); 2 and 3 also expand long prompts.",
                 min=0,
                 max=3,
             ),
@@ -194,7 +226,7 @@ _OPTIONS["tripwire"] = (
     Annotated[
         str,
         typer.Option(
-            help="Look for bad scales first, and for NaN and Inf after each layer, or operation (full); off: neither.",
+            help="Check for bad scales at load, and for NaN and Inf after each layer or operation (full).",
             metavar="layer|full|off",
         ),
     ],
@@ -204,7 +236,7 @@ _FLASH = {"on": True, "auto": True, "1": True, "off": False, "0": False}
 
 
 class Launch:
-    """What the options of `runs_a_model` say: how a command runs its models."""
+    """The parsed options of `runs_a_model`: how a command runs its models."""
 
     def __init__(self, given: dict[str, Any]):
         from quantkit.placement.offload import parse_ops
@@ -213,7 +245,7 @@ class Launch:
         self._profiled: list[Ledger] = []
         if given["flash_attn"] not in _FLASH:
             raise UnknownNameError("choice for -fa", given["flash_attn"], _FLASH)
-        self._check_cache_type()  # refused here what cannot be, before commands look at files
+        self._check_cache_type()  # an impossible cache type fails before any file is read
         self._options = {
             "repack": given["run_time_repack"],
             "fused_experts": given["fused_moe"],
@@ -237,10 +269,10 @@ class Launch:
         repack: bool | None = None,
         tokenizer: Any = None,
     ) -> Any:
-        """`runtime.model.load`; says on stderr what was repacked, and which rules decide nothing.
+        """Load a model (`runtime.model.load`); print to stderr what was repacked and which rules decide nothing.
 
-        n_ctx: tokens of the longest sequence that will run, for which there must be memory; None: the model's context.
-        cache_type, repack: in place of the options'. tokenizer: the file's, where the command made it already.
+        n_ctx: tokens of the longest sequence, which must fit in memory; None: the model's context length.
+        cache_type, repack: override the options. tokenizer: the file's, if the command has built it already.
         """
         from quantkit.runtime.model import load
 
@@ -268,22 +300,22 @@ class Launch:
             **(self._options if repack is None else self._options | {"repack": repack}),
         )
         if model.fitted is not None:
-            print(f"--fit: the same as {model.fitted}", file=sys.stderr)
+            print(f"--fit: equivalent to {model.fitted}", file=sys.stderr)
         if self._given["profile"] and model.split is not None:
-            self._profiled.append(model.split.ledger)  # not the model, whose memory the next one may need
+            self._profiled.append(model.split.ledger)  # not the model: the next one may need its memory
         for rule in model.placement.idle:
             print(f"warning: {printable(rule.said)} decides no tensor", file=sys.stderr)
         if model.repacked is not None:
-            _say_repacked(model)
+            _print_repacked(model)
         return model
 
-    def tell_profiles(self) -> None:
-        """On stderr, where the time of what ran went."""
+    def print_profiles(self) -> None:
+        """Print the tables of --profile to stderr."""
         for ledger in self._profiled:
             print(_profile(ledger), file=sys.stderr)
 
     def _check_cache_type(self) -> None:
-        """UnsupportedError or UnknownNameError for caches that attention cannot read."""
+        """Raise UnsupportedError or UnknownNameError for a cache type that attention cannot read."""
         kind = self._cache_type("exact")
         if kind is not None:
             from quantkit.runtime.blocks.layers import Attending
@@ -292,7 +324,7 @@ class Launch:
             cache_type_of(kind, "exact", Attending(_FLASH[self._given["flash_attn"]], 0))
 
     def _cache_type(self, numerics: str) -> Any:
-        """The CacheType; None where no option speaks of it."""
+        """The CacheType; None if no option sets it."""
         both, k, v = (self._given[name] for name in ("cache_type", "cache_type_k", "cache_type_v"))
         khad, vhad = self._given["k_cache_hadamard"], self._given["v_cache_hadamard"]
         if not (both or k or v or khad or vhad):
@@ -304,18 +336,18 @@ class Launch:
 
 
 def runs_a_model(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorator: give a command the options of running models in place of its parameter `launch`, a Launch of them."""
+    """Decorator: replace a command's parameter `launch` by the options for running a model; it gets a Launch."""
 
     @functools.wraps(command)
     def run(launch: Launch, **own: Any) -> None:
         command(**own, launch=launch)
-        launch.tell_profiles()
+        launch.print_profiles()
 
     return with_options(run, "launch", _OPTIONS, Launch)
 
 
 def conditions(model: Any) -> dict[str, Any]:
-    """What a figure of a model depends on besides its file, as far as options of running it decide that."""
+    """The conditions of a run that its results depend on, besides the file: options, CPU, versions."""
     from quantkit import __version__
     from quantkit.codegen import jit
 
@@ -341,7 +373,7 @@ def conditions(model: Any) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """What the CPU calls itself."""
+    """The CPU's model name."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
@@ -350,7 +382,7 @@ def cpu_name() -> str:
 
 
 def _require_gpus(devices: str | None) -> None:
-    """UnsupportedError for a GPU of --devices that is not here."""
+    """Raise UnsupportedError for a GPU of --devices that this machine does not have."""
     from quantkit.placement.devices import parse_devices
 
     for device in parse_devices(devices) if devices else ():
@@ -361,17 +393,17 @@ def _require_gpus(devices: str | None) -> None:
 
 
 def _reduction(text: str | None) -> tuple[int, float] | None:
-    """What -ser says."""
+    """Parse -ser K,T."""
     if text is None:
         return None
     try:
         least, share = text.split(",")
         return int(least), float(share)
     except ValueError:
-        raise typer.BadParameter(f"-ser {text}: write K,t, as 6,0.4") from None
+        raise typer.BadParameter(f"-ser {text}: write K,T, for example 6,0.4") from None
 
 
-def _say_repacked(model: Any) -> None:
+def _print_repacked(model: Any) -> None:
     done = model.repacked
     print(f"repacked {len(done)} tensors, {mib(done.nbytes)}, in {done.seconds:.2f} s", file=sys.stderr)
     for (before, after), count in done.slower.items() if model.numerics == "fast" else ():
@@ -382,7 +414,7 @@ def _say_repacked(model: Any) -> None:
 
 
 def _profile(ledger: Ledger) -> str:
-    """The table of --profile: seconds by device and kind of work, what moved, what bounds the run."""
+    """The table of --profile: seconds by device and kind of work, transfers, and the bottleneck."""
     from quantkit.runtime.parallel.ledger import KINDS
 
     kinds = [kind for kind in KINDS if any(kind in mine for mine in ledger.seconds.values())]
@@ -395,12 +427,12 @@ def _profile(ledger: Ledger) -> str:
     lines = [table(("seconds", *kinds, "total", "weights read", "GB/s"), rows)]
     for (source, target), nbytes in ledger.bytes.items():
         lines.append(f"{source} -> {target}: {mib(nbytes)} in {ledger.transfers[source, target]} transfers")
-    lines.append(f"{ledger.passes} passes, {ledger.tokens} tokens; layer by layer, which --profile counts")
+    lines.append(f"{ledger.passes} passes, {ledger.tokens} tokens; --profile runs the model layer by layer")
     return "\n".join([*lines, ledger.bound()])
 
 
 def placement_flags(given: Mapping[str, Any]) -> Flags:
-    """What the options of PLACEMENT say together."""
+    """The Flags of the options in PLACEMENT."""
     from quantkit.placement.devices import parse_devices
     from quantkit.placement.rules import ALL_LAYERS, Flags, parse_split
 

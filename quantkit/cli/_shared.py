@@ -1,4 +1,4 @@
-"""What the commands share: options spelled once, sizes, tables, JSON."""
+"""Shared parts of the commands: common options, sizes, tables, JSON."""
 
 from __future__ import annotations
 
@@ -18,35 +18,41 @@ from quantkit.errors import QuantkitError, printable
 
 
 def checked_threads(count: int | None) -> int | None:
-    """A number of threads as typed; QuantkitError for one far beyond the CPUs, a warning for one beyond them."""
+    """Check the value of -t: a warning if it exceeds the CPUs, QuantkitError if it exceeds them by far."""
     if count is None:
         return None
     from quantkit.codegen import jit
 
     jit.check_threads(count, "-t ")
     if count > (cpus := jit.available_cpus()):
-        print(f"warning: -t {count}: this process may use {cpus} CPU(s); threads beyond wait for them", file=sys.stderr)
+        print(f"warning: -t {count}: this process may use {cpus} CPU(s); the extra threads wait", file=sys.stderr)
     return count
 
 
 Threads = Annotated[
     int | None,
     typer.Option(
-        "--threads", "-t", help="Threads; default: the CPUs this process may use.", min=1, callback=checked_threads
+        "--threads",
+        "-t",
+        help="Number of threads; default: the CPUs this process may use.",
+        min=1,
+        callback=checked_threads,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 SplitMaxSize = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Write shards of at most SIZE, as 50G or 48GiB.")
+    str | None, typer.Option(metavar="SIZE", help="Write shards of at most SIZE, for example 50G or 48GiB.")
 ]
 SplitMaxTensors = Annotated[int | None, typer.Option(metavar="N", min=1, help="Write shards of at most N tensors.")]
-KeepSplit = Annotated[bool, typer.Option("--keep-split", help="Write the shards that the input has.")]
-Source = Annotated[Path, typer.Argument(metavar="IN", help="A GGUF file, or any shard of a set.", show_default=False)]
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.", show_default=False)]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would change and write nothing.")]
+KeepSplit = Annotated[bool, typer.Option("--keep-split", help="Split the output into the same shards as the input.")]
+Source = Annotated[
+    Path, typer.Argument(metavar="IN", help="A GGUF file, or any shard of a split one.", show_default=False)
+]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="The output file.", show_default=False)]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the changes and write nothing.")]
 RepackPattern = Annotated[
     list[str] | None,
-    typer.Option(metavar="RE,…", help="Only tensors in whose name one of these regexes is found. Repeatable."),
+    typer.Option(metavar="REGEX,…", help="Interleave only tensors whose name matches one of these. Repeatable."),
 ]
 
 
@@ -56,11 +62,11 @@ def with_options(
     options: Mapping[str, tuple[Any, Any]],
     make: Callable[[dict[str, Any]], Any],
 ) -> Callable[..., None]:
-    """The command with these options, (annotation, default) by name, in place of a parameter.
+    """Replace one parameter of a command by options, given as name: (annotation, default).
 
-    The parameter is what `make` makes of their values.
+    `make` builds the parameter's value from the values of the options.
     """
-    signature = inspect.signature(command, eval_str=True)  # here, where the command's own names are known
+    signature = inspect.signature(command, eval_str=True)  # evaluated here, in the command's own namespace
     parameters: list[inspect.Parameter] = []
     for own in signature.parameters.values():
         if own.name != parameter:
@@ -82,32 +88,32 @@ def with_options(
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
           "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
 
-_LEAST_WITHOUT_UNIT = 10**6  # 1M, gguf-split's least
+_MIN_WITHOUT_UNIT = 10**6  # 1M, the minimum of gguf-split
 
 
 def parse_size(text: str) -> int:
     """Bytes of "50G", "800M", "1.5GiB" or "1000000": M and G are decimal as in gguf-split, MiB and GiB binary.
 
-    A small number without a unit is refused: 30 was meant as 30G, and gave hundreds of shards.
+    A small number without a unit is an error: a user who types 30 means 30G, and 30 bytes give hundreds of shards.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?(?:IB)?)B?", text.strip().upper())
     if match is None or match[2] not in _UNITS or float(match[1]) == 0:
-        raise QuantkitError(f"'{text}' is not a size; write for example 50G (10^9 bytes each) or 48GiB")
+        raise QuantkitError(f"'{text}' is not a size; write, for example, 50G (10^9 bytes each) or 48GiB")
     size = int(float(match[1]) * _UNITS[match[2]])
-    if not match[2] and size < _LEAST_WITHOUT_UNIT:
+    if not match[2] and size < _MIN_WITHOUT_UNIT:
         raise QuantkitError(f"'{text}' without a unit is {size} bytes; write {match[1]}G, {match[1]}M or {match[1]}GiB")
     return size
 
 
 def split_limit(size: str | None, tensors: int | None, keep: bool) -> int | None:
-    """The bytes of --split-max-size; bad usage when --keep-split says something else."""
+    """The bytes of --split-max-size; bad usage if --keep-split contradicts it."""
     if keep and (size is not None or tensors is not None):
         raise typer.BadParameter("--keep-split and --split-max-size or --split-max-tensors contradict each other")
     return None if size is None else parse_size(size)
 
 
 def print_left_out(left_out: Mapping[str, Sequence[str]], warnings: Sequence[str] = ()) -> None:
-    """Tensors of a checkpoint that a GGUF does not get, by what they are, and what else was not understood."""
+    """Print the tensors of a checkpoint that are not converted, by kind, and the warnings of the conversion."""
     for warning in warnings:
         print(f"warning: {message(warning)}", file=sys.stderr)
     for what, names in left_out.items():
@@ -115,12 +121,12 @@ def print_left_out(left_out: Mapping[str, Sequence[str]], warnings: Sequence[str
 
 
 def comma_separated(texts: list[str] | None) -> list[str]:
-    """The parts of an option that may be repeated and may hold several at once."""
+    """The items of an option that is repeatable and comma-separated."""
     return [part for text in texts or [] for part in text.split(",") if part]
 
 
 def gib(size: float) -> str:
-    """Bytes as people publish them: "226.003 GiB"."""
+    """Bytes as in model cards: "226.003 GiB"."""
     return f"{size / 2**30:.3f} GiB"
 
 
@@ -129,7 +135,7 @@ def mib(size: float) -> str:
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """JSON; paths become strings, NaN and infinities, which it has not, null."""
+    """JSON text. Paths become strings; NaN and infinities, which JSON lacks, become null."""
     try:
         return json.dumps(value, ensure_ascii=False, default=_plain, allow_nan=False, indent=indent)
     except ValueError:
@@ -138,9 +144,9 @@ def json_text(value: Any, indent: int | None = None) -> str:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout; bytes of a file that are no UTF-8 become lone surrogates.
+    """Print one JSON document on stdout. Bytes of a file that are not UTF-8 become lone surrogates.
 
-    Control characters that JSON allows as they are, DEL and C1 among them, are escaped too.
+    Control characters that JSON does not require to escape, such as DEL and C1, are escaped too.
     """
     text = json_text(value)
     print(re.sub(f"[\ud800-\udfff{CONTROLS}]", lambda found: f"\\u{ord(found[0]):04x}", text))
@@ -155,7 +161,7 @@ def _plain(value: Any) -> Any:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1) -> str:
-    """Columns of text: the first `left` flush left, the others flush right."""
+    """A text table: the first `left` columns are left-aligned, the others right-aligned."""
     cells = [[printable(str(cell)) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
 

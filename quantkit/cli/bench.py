@@ -1,4 +1,4 @@
-"""`quantkit bench`: tokens per second of prompts and of generation."""
+"""`quantkit bench`: tokens per second of prompt processing and generation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from quantkit.evaluate.bench import Case
 
 FastNumerics = Annotated[
-    str, typer.Option("--numerics", help="exact: float32 activations; fast: quantized where that is faster.")
+    str,
+    typer.Option(
+        "--numerics", metavar="exact|fast", help="exact: float32 activations; fast: quantized where that is faster."
+    ),
 ]
 _FORMATS = ("md", "csv", "json", "jsonl")
 _COLUMNS = ("model", "size", "params", "backend", "threads", "test", "t/s", "GB/s", "of memory")
@@ -28,45 +31,50 @@ _COLUMNS = ("model", "size", "params", "backend", "threads", "test", "t/s", "GB/
 
 @runs_a_model
 def bench(
-    models: Annotated[list[Path], typer.Argument(help="GGUF files, or any shard of one.")],
-    n_prompt: Annotated[str, typer.Option("--n-prompt", "-p", metavar="N,…", help="Tokens of a prompt; 0: none.")] = (
-        "512"
-    ),
-    n_gen: Annotated[str, typer.Option("--n-gen", "-n", metavar="N,…", help="Tokens to generate; 0: none.")] = "128",
+    models: Annotated[list[Path], typer.Argument(help="GGUF files, or any shard of a split one.")],
+    n_prompt: Annotated[
+        str, typer.Option("--n-prompt", "-p", metavar="N,…", help="Prompt tokens; 0: no prompt test.")
+    ] = ("512"),
+    n_gen: Annotated[
+        str, typer.Option("--n-gen", "-n", metavar="N,…", help="Tokens to generate; 0: no generation test.")
+    ] = "128",
     n_depth: Annotated[
-        str, typer.Option("--n-depth", "-d", metavar="N,…", help="Tokens in the cache before, which are not timed.")
+        str, typer.Option("--n-depth", "-d", metavar="N,…", help="Tokens in the cache before the test; not timed.")
     ] = "0",
     prompt_and_gen: Annotated[
         list[str] | None,
-        typer.Option("-pg", metavar="P,G", help="A prompt and its answer, timed together. Repeatable."),
+        typer.Option("-pg", metavar="P,G", help="Prompt of P tokens and generation of G, timed together. Repeatable."),
     ] = None,
     gen_after_prompt: Annotated[
-        list[str] | None, typer.Option("-gp", metavar="G,P", help="An answer, after a prompt not timed. Repeatable.")
+        list[str] | None,
+        typer.Option("-gp", metavar="G,P", help="Generation of G tokens after an untimed prompt of P. Repeatable."),
     ] = None,
-    repetitions: Annotated[int, typer.Option("--repetitions", "-r", help="Times; the median counts.", min=1)] = 5,
+    repetitions: Annotated[
+        int, typer.Option("--repetitions", "-r", metavar="N", help="Repetitions; the median is reported.", min=1)
+    ] = 5,
     threads: Annotated[
-        str | None, typer.Option("--threads", "-t", metavar="N,…", help="Threads; default: the CPUs of this process.")
+        str | None,
+        typer.Option(
+            "--threads", "-t", metavar="N,…", help="Number of threads; default: the CPUs this process may use."
+        ),
     ] = None,
-    warmup: Annotated[
-        bool, typer.Option("--warmup/--no-warmup", help="Once more before, which does not count.")
-    ] = True,
+    warmup: Annotated[bool, typer.Option("--warmup/--no-warmup", help="Run each test once before, untimed.")] = True,
     numerics: FastNumerics = "fast",
     launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
-    output: Annotated[
-        str, typer.Option("--output", "-o", metavar="md|csv|json|jsonl", help="Form of the rows.")
-    ] = "md",
+    output: Annotated[str, typer.Option("--output", "-o", metavar="md|csv|json|jsonl", help="Output format.")] = "md",
     json: Json = False,
 ) -> None:
-    """Time prompts and the generation of tokens.
+    """Time prompt processing and token generation.
 
-    t/s is the median over the repetitions ± their standard deviation. GB/s is what generating reads, weights and cache,
-    and the last column its share of what the same threads reach when they only sum the model's bytes.
+    t/s is the median of the repetitions ± their standard deviation. GB/s is the rate at which generation reads weights
+    and cache. The last column is its share of the bandwidth that the same threads reach when they only sum the model's
+    bytes.
     """
     from quantkit.evaluate import bench as measure
 
     form = "json" if json else output
     if form not in _FORMATS:
-        raise UnknownNameError("form of output", form, _FORMATS)
+        raise UnknownNameError("output format", form, _FORMATS)
     cases = _cases(n_prompt, n_gen, n_depth, prompt_and_gen or [], gen_after_prompt or [])
     longest = max(case.n_ctx for case in cases)
     counts = [checked_threads(count) for count in (_numbers("-t", threads, 1) if threads else [None])]
@@ -75,16 +83,16 @@ def bench(
     def timed(path: Path, model: Any) -> None:
         memory = measure.read_speed(model)
         about = conditions(model) | {"repetitions": repetitions}
-        print(f"{path}: {said(about, memory)}", file=sys.stderr)
+        print(f"{path}: {conditions_line(about, memory)}", file=sys.stderr)
         for speed in measure.bench(model, cases, repetitions, warmup=warmup):
-            row = _described(model, path) | about | record(speed, memory)
+            row = _model_record(model, path) | about | record(speed, memory)
             rows.append(row)
             _show(row, form, first=len(rows) == 1)
 
     for path in models:
         for count in counts:
             timed(path, launch.open(path, numerics=numerics, threads=count, n_ctx=longest))
-            gc.collect()  # parts of a model refer to it; the next one needs its memory
+            gc.collect()  # a model has reference cycles; the next one needs its memory
     if form == "json":
         print_json(rows)
 
@@ -99,34 +107,36 @@ def _cases(prompts: str, answers: str, depths: str, both: list[str], after: list
     cases += [Case(*_pair("-pg", text)) for text in both]
     cases += [Case(0, *_pair("-gp", text)) for text in after]
     if not cases:
-        raise QuantkitError("bench with -p 0 and -n 0 measures nothing; give one of them a number of tokens")
+        raise QuantkitError("-p 0 and -n 0 leave nothing to measure; give one of them a number of tokens")
     return cases
 
 
 def _numbers(option: str, text: str, least: int) -> list[int]:
-    """The integers of a comma list."""
+    """The integers of a comma-separated list."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) >= least for part in parts):
-        raise typer.BadParameter(f"{option} {text}: write whole numbers from {least} on, as 512,1024")
+        raise typer.BadParameter(
+            f"{option} {text}: write integers of at least {least}, comma-separated, for example 512,1024"
+        )
     return [int(part) for part in parts]
 
 
 def _pair(option: str, text: str) -> tuple[int, int]:
     numbers = _numbers(option, text, 1)
     if len(numbers) != 2:
-        raise typer.BadParameter(f"{option} {text}: write two numbers of tokens, as 512,128")
+        raise typer.BadParameter(f"{option} {text}: write two numbers of tokens, for example 512,128")
     return numbers[0], numbers[1]
 
 
-def _described(model: Any, path: Path) -> dict[str, Any]:
-    """What a model is, by the keys of llama-bench."""
+def _model_record(model: Any, path: Path) -> dict[str, Any]:
+    """The model as a record with llama-bench's keys."""
     count = sum(math.prod(tensor.shape) for tensor in model.weights.values())
     return {"model_filename": str(path), "model_type": model.hparams.arch, "model_size": model.size_bytes,
             "model_n_params": count, "backend": "CPU"}  # fmt: skip
 
 
 def record(speed: Any, memory: float) -> dict[str, Any]:
-    """A speed, by the keys of llama-bench and ours; `memory` in bytes/s."""
+    """A measured speed as a record with llama-bench's keys and our own; `memory` in bytes/s."""
     rates = [speed.tokens / seconds for seconds in speed.samples]
     gb = speed.gb_per_second
     return {
@@ -145,13 +155,13 @@ def record(speed: Any, memory: float) -> dict[str, Any]:
     }
 
 
-def said(about: dict[str, Any], memory: float) -> str:
-    """Conditions in a line."""
+def conditions_line(about: dict[str, Any], memory: float) -> str:
+    """The conditions as one line."""
     return ", ".join(f"{key} {value}" for key, value in about.items()) + f"; memory {memory / 1e9:.1f} GB/s"
 
 
 def _show(row: dict[str, Any], form: str, first: bool) -> None:
-    """Print a row, as soon as it is known; JSON comes as one document at the end."""
+    """Print a row as soon as it is measured. JSON is printed as one document at the end."""
     if form == "jsonl":
         print_json(row)
     elif form == "csv":
@@ -171,5 +181,5 @@ def _show(row: dict[str, Any], form: str, first: bool) -> None:
 
 
 def shares(row: dict[str, Any]) -> list[str]:
-    """GB/s and its share of the speed of memory, where the row has them."""
+    """The cells GB/s and share of memory bandwidth; empty if the row has none."""
     return [f"{row['gb_per_second']:.1f}", f"{row['share_of_memory']:.0%}"] if row["gb_per_second"] else ["", ""]

@@ -1,4 +1,4 @@
-"""`quantkit compare`: a reference and models over the same texts, as a table, JSON, a picture and a page."""
+"""`quantkit compare`: compare models with a reference on the same texts; print a table, JSON, plot or HTML report."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from quantkit.errors import QuantkitError
 
 @runs_a_model
 def compare(
-    reference: Annotated[Path, typer.Argument(help="The model that the others are measured against.")],
+    reference: Annotated[Path, typer.Argument(help="The model to compare with.")],
     models: Annotated[list[Path], typer.Argument(help="GGUF files with the same vocabulary.")],
     file: Annotated[
         list[Path] | None,
-        typer.Option("--file", "-f", help="Text, UTF-8. Repeatable: each is a domain of its own.", show_default=False),
+        typer.Option("--file", "-f", help="Text file, UTF-8. Repeatable: each text is a domain.", show_default=False),
     ] = None,
     ctx_size: Context = 512,
     chunks: ChunkLimit = None,
@@ -29,29 +29,37 @@ def compare(
     noise_floor: Annotated[
         str,
         typer.Option(
-            help="The reference against itself: with numerics fast or exact, or a cache type as q8_0; auto: the other "
-            "numerics; off: not."
+            help="Also compare the reference with itself under other numerics (fast, exact) or a cache type such as "
+            "q8_0; auto: the other numerics; off: do not."
         ),
     ] = "auto",
     layers: Annotated[
-        bool, typer.Option("--layers", help="Also rank tensors by the error that each adds, over the first chunk.")
+        bool, typer.Option("--layers", help="Also rank tensors by the error that each adds, on the first chunk.")
     ] = False,
     speed: Annotated[
-        bool, typer.Option("--speed", help="Also time a prompt of 512 and generation, numerics fast.")
+        bool, typer.Option("--speed", help="Also time a prompt of 512 tokens and generation, with numerics fast.")
     ] = False,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw KLD against size to this PNG, SVG or PDF.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write a report with plots here, one file.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also write the results here, JSON.")] = None,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table for a model card.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Plot KLD over size to a PNG, SVG or PDF file.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a self-contained HTML report with plots.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Also write the results as JSON.")
+    ] = None,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the table as Markdown for a model card.")
+    ] = False,
     numerics: Numerics = "exact",
     threads: Threads = None,
     launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
     json: Json = False,
 ) -> None:
-    """Compare models with a reference: size, PPL, KL divergence, same top token, on the same tokens.
+    """Compare models with a reference on the same tokens: size, PPL, KL divergence, same top token.
 
-    ± is one standard error, of means over chunks. All differences are paired by token, so they are far surer than the
-    PPLs' own errors. Models that the data cannot tell apart share a place.
+    ± is one standard error of the mean over chunks. Differences are paired by token, so their errors are much smaller
+    than those of the PPLs. Models whose difference is not significant share a rank.
     """
     from quantkit.evaluate.compare import TIMED_TOKENS
     from quantkit.evaluate.compare import compare as measure
@@ -65,7 +73,7 @@ def compare(
         from quantkit.evaluate.plots import require_picture
 
         require_picture(plot)
-    how: dict[str, Any] = {}  # conditions of the models' runs; of the one that was opened last
+    how: dict[str, Any] = {}  # conditions of the model that was loaded last
     longest = max(ctx_size, TIMED_TOKENS) if speed and numerics == "fast" else ctx_size
 
     def open_model(path: Path) -> Any:
@@ -76,7 +84,7 @@ def compare(
     def open_fast(path: Path) -> Any:
         return launch.open(path, numerics="fast", threads=threads, n_ctx=TIMED_TOKENS)
 
-    def say(line: str) -> None:
+    def on_message(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
     found = measure(
@@ -89,13 +97,13 @@ def compare(
         n_ctx=ctx_size,
         limit=chunks,
         n_batch=batch_size,
-        say=say,
+        say=on_message,
     )
     said = how | {"chunks": found.chunks, "text": ", ".join(map(str, file))}
     added = {}
-    if layers:  # without -rtr: tensors are compared as the files have them
+    if layers:  # without -rtr: compare tensors in the files' types
         model = launch.open(reference, numerics=numerics, threads=threads, n_ctx=ctx_size, repack=False)
-        added = _layers(model, models, file[0], ctx_size, say)
+        added = _layers(model, models, file[0], ctx_size, on_message)
     record = {"reference": str(reference), **found.record(), "conditions": said}
     if added:
         record["layers"] = {name: [a._asdict() for a in rows] for name, rows in added.items()}
@@ -111,13 +119,15 @@ def compare(
 def _noise(
     kind: str, numerics: str, threads: int | None, n_ctx: int, launch: Launch
 ) -> tuple[str, Callable[[Path], Any]] | None:
-    """How the reference is run for the noise floor."""
+    """Label and loader of the reference's second run, for the noise floor."""
     if kind == "off":
         return None
     if kind == "auto":
         kind = "fast" if numerics == "exact" else "exact"
     if kind == numerics:
-        raise QuantkitError(f"--noise-floor {kind}: the models run that way already; name another numerics or cache")
+        raise QuantkitError(
+            f"--noise-floor {kind}: the models already run with these numerics; name others or a cache type"
+        )
     if kind in ("fast", "exact"):
         return f"numerics {kind}", lambda path: launch.open(path, numerics=kind, threads=threads, n_ctx=n_ctx)
     from quantkit.runtime.kv.cache import CacheType
@@ -128,8 +138,8 @@ def _noise(
     )
 
 
-def _layers(reference: Any, models: list[Path], text: Path, n_ctx: int, say: Any) -> dict[str, Any]:
-    """Errors of each file's tensors in an opened reference, by the file's name."""
+def _layers(reference: Any, models: list[Path], text: Path, n_ctx: int, on_message: Any) -> dict[str, Any]:
+    """By file, the error that each of its tensors adds in the loaded reference."""
     from quantkit.evaluate.compare import told_apart
     from quantkit.evaluate.layer_errors import compare_layers
     from quantkit.evaluate.text import chunked
@@ -138,7 +148,7 @@ def _layers(reference: Any, models: list[Path], text: Path, n_ctx: int, say: Any
     tokens = chunked(reference.tokenizer, text, n_ctx, 1).inputs
     found = {}
     for path, name in zip(models, told_apart([reference.path, *models])[1:]):
-        say(f"{name}: error of each tensor over {tokens.size} tokens")
+        on_message(f"{name}: error of each tensor over {tokens.size} tokens")
         found[name] = compare_layers(reference, gguf.open(path), tokens)
     return found
 
@@ -154,10 +164,7 @@ def _print(found: Any, said: dict[str, Any], added: dict[str, Any], as_markdown:
     for name, tensors in added.items():
         worst = sorted(tensors, key=lambda a: -a.error)[:20]
         rows = [[a.name, a.type, f"{a.error:.3g}", f"{100 * a.share:.1f}"] for a in worst]
-        print(
-            f"\n{name}: the error that each tensor adds by itself\n"
-            + form(["tensor", "type", "error", "share %"], rows)
-        )
+        print(f"\n{name}: error that each tensor adds\n" + form(["tensor", "type", "error", "share %"], rows))
     lines = verdicts(found)
     if lines:
         print("\n" + "\n".join(f"- {line}" for line in lines))
@@ -171,7 +178,7 @@ def _print(found: Any, said: dict[str, Any], added: dict[str, Any], as_markdown:
 def _write(
     output: Path | None, html: Path | None, found: Any, said: dict[str, Any], added: dict[str, Any], record: Any
 ) -> None:
-    """The JSON and the page, where they are asked for."""
+    """Write the files of --output and --html."""
     from quantkit.evaluate.html_report import page
     from quantkit.formats.atomic import writing
 
@@ -189,4 +196,4 @@ def _draw(path: Path, found: Any, said: dict[str, Any]) -> None:
 
     name = found.candidates[0].name
     plot(path, found.candidates, f"Divergence from {name}: {found.positions} tokens of {Path(said['text']).name}")
-    print(f"picture: {path}", file=sys.stderr)
+    print(f"plot: {path}", file=sys.stderr)

@@ -20,44 +20,46 @@ def convert(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="HF_DIR", help="Directory with config.json, tokenizer.json and safetensors.", show_default=False
+            metavar="HF_DIR", help="Directory with config.json, tokenizer files and weights.", show_default=False
         ),
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The file to write.", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The output file.", show_default=False)],
     outtype: Annotated[
-        str, typer.Option(metavar="TYPE", help="auto, bf16, f16, f32 or q8_0; auto is bf16 or f16, as the checkpoint.")
+        str, typer.Option(metavar="TYPE", help="auto, bf16, f16, f32 or q8_0; auto: bf16 or f16, by the checkpoint.")
     ] = "auto",
     split_max_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Write shards of at most SIZE, as 50G or 48GiB.")
+        str | None, typer.Option(metavar="SIZE", help="Write shards of at most SIZE, for example 50G or 48GiB.")
     ] = None,
     pre: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="tokenizer.ggml.pre, where the tokenizer is not recognised."),
+        typer.Option(metavar="NAME", help="Value of tokenizer.ggml.pre, if the tokenizer is not recognised."),
     ] = None,
     mtp: Annotated[
         str,
         typer.Option(
             metavar="POLICY",
-            help="keep or drop layers that predict further tokens; auto: as files of the architecture usually have it.",
+            help="MTP (multi-token prediction) layers: keep or drop; auto: as is usual for the architecture.",
         ),
     ] = "auto",
     vision: Annotated[
         str,
-        typer.Option(metavar="POLICY", help="drop encoders of images and sound: no other policy is known."),
+        typer.Option(metavar="POLICY", help="Image and audio encoders: only drop is supported."),
     ] = "drop",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, write nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, show the plan and write nothing.")
+    ] = False,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
     """Convert a Hugging Face checkpoint to GGUF.
 
     Matrices get the outtype; norms, biases and vectors are f32. A float32 checkpoint becomes f16 unless you say
-    --outtype f32. Memory stays bounded whatever the model's size, and the file appears when it is complete.
+    --outtype f32. Memory use does not grow with the model's size. The output file appears only when it is complete.
     """
     from quantkit.pipelines.convert import convert as run
 
     if vision != "drop":
-        raise UnsupportedError(f"--vision {vision}: encoders of images and sound are not converted; only drop is known")
+        raise UnsupportedError(f"--vision {vision}: image and audio encoders are not converted; only drop is supported")
     size = None if split_max_size is None else parse_size(split_max_size)
     started = time.monotonic()
     choices: dict[str, Any] = {"pre": pre, "mtp": mtp, "split_max_bytes": size, "dry_run": dry_run}
@@ -75,12 +77,12 @@ def convert(
     )
     print_left_out(done.left_out, done.warnings)
     if done.n_further:
-        print(f"kept: {done.n_further} layer(s) that predict further tokens, which are not run")
+        print(f"kept: {done.n_further} MTP (multi-token prediction) layer(s), which quantkit does not run")
     if done.fallbacks:
         listed = ", ".join(done.fallbacks[:3]) + (", …" if done.fallbacks[3:] else "")
         print(
-            f"warning: rows of {len(done.fallbacks)} tensor(s) are no multiple of {done.outtype.block_size}, so they "
-            f"are f16 instead of {done.outtype.name}: {listed}"
+            f"warning: rows of {len(done.fallbacks)} tensor(s) are not a multiple of {done.outtype.block_size}, so "
+            f"they are f16 instead of {done.outtype.name}: {listed}"
         )
     for path in done.written:
         print(f"wrote {path} in {record['seconds']:.1f} s")

@@ -1,4 +1,4 @@
-"""`quantkit convert-mla`: another layout of the tensors of latent attention."""
+"""`quantkit convert-mla`: change the layout of MLA (latent attention) tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def convert_mla(
         ),
     ],
     type_: Annotated[
-        str | None, typer.Option("--type", metavar="TYPE", help="Of what has to be quantized again; default: q8_0.")
+        str | None,
+        typer.Option("--type", metavar="TYPE", help="Type of tensors that must be quantized again; default: q8_0."),
     ] = None,
     split_max_size: SplitMaxSize = None,
     split_max_tensors: SplitMaxTensors = None,
@@ -52,10 +53,10 @@ def convert_mla(
 ) -> None:
     """Change the layout of a DeepSeek or Kimi file's attn_kv_b, attn_k_b and attn_v_b.
 
-    What a layout keeps is copied bit for bit, and attn_v_b is rows of attn_kv_b as they are. attn_k_b is other rows of
-    it transposed: without loss of f32, f16 and bf16; values of other types are quantized again, to --type, and the
-    error of that is measured and told, relative to the values' root mean square. A file that has all three tensors
-    loses nothing in any layout. When nothing would change, nothing is written.
+    Tensors that both layouts have are copied bit for bit. attn_v_b consists of rows of attn_kv_b, unchanged. attn_k_b
+    consists of the other rows, transposed: f32, f16 and bf16 lose nothing; other types are quantized again to --type,
+    and the error is measured and printed, relative to the root mean square of the values. A file with all three tensors
+    loses nothing in any layout. If nothing would change, no file is written.
     """
     from quantkit.formats import gguf
     from quantkit.pipelines.convert_mla import plan, write
@@ -79,12 +80,12 @@ def convert_mla(
         print_json(_record(job, paths, seconds))
         return
     if not job.changed:
-        print(f"nothing to do: {source} has the layout {layout}; nothing is written")
+        print(f"nothing to do: {source} already has the layout {layout}; no file is written")
         return
     print(_summary(job))
     if job.errors:
         worst = max(job.errors, key=lambda name: job.errors[name])
-        print(f"largest error of what was quantized again: {job.errors[worst]:.3g} of its root mean square, {worst}")
+        print(f"largest error of quantizing again: {job.errors[worst]:.3g} of the root mean square, {worst}")
     for path in paths:
         print(f"wrote {path}")
     if paths:
@@ -92,7 +93,7 @@ def convert_mla(
 
 
 def _summary(job: Relayout) -> str:
-    """What becomes of which tensors."""
+    """The changes as a table, one row per class of tensors."""
     classes: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
     for change in job.made:
         kind = change.spec.name.split(".")[-2]

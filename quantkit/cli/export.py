@@ -1,4 +1,4 @@
-"""`quantkit export`: a GGUF file to a Hugging Face directory."""
+"""`quantkit export`: export a GGUF file to a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ from quantkit.cli._shared import Json, Threads, gib, parse_size, print_json, tab
 
 def export(
     source: Annotated[
-        Path, typer.Argument(metavar="IN.gguf", help="The file, or any shard of a set.", show_default=False)
+        Path, typer.Argument(metavar="IN.gguf", help="A GGUF file, or any shard of a split one.", show_default=False)
     ],
-    directory: Annotated[Path, typer.Argument(metavar="HF_DIR", help="The directory to write.", show_default=False)],
+    directory: Annotated[Path, typer.Argument(metavar="HF_DIR", help="The output directory.", show_default=False)],
     dtype: Annotated[
-        str, typer.Option(metavar="TYPE", help="What quantized tensors become: auto (f32, lossless), bf16, f16 or f32.")
+        str, typer.Option(metavar="TYPE", help="Type of quantized tensors: auto (f32, lossless), bf16, f16 or f32.")
     ] = "auto",
-    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest safetensors file, as 5G.")] = "5G",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, write nothing.")] = False,
+    max_shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Maximum size of a safetensors file, for example 5G.")
+    ] = "5G",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, show the plan and write nothing.")
+    ] = False,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
     """Export a GGUF file to a Hugging Face directory.
 
-    Float tensors keep their dtype and bits, quantized ones are decoded exactly. The directory loads in transformers
-    (AutoModelForCausalLM, AutoTokenizer), and convert makes the same GGUF of it again.
+    Float tensors keep their dtype and bits; quantized ones are decoded exactly. The directory loads in transformers
+    (AutoModelForCausalLM, AutoTokenizer), and `quantkit convert` turns it into the same GGUF.
     """
     from quantkit.pipelines.export import export as run
 

@@ -16,30 +16,36 @@ from quantkit.errors import QuantkitError
 
 @runs_a_model
 def generate(
-    model: Annotated[Path, typer.Argument(help="GGUF file, or any shard of one.")],
+    model: Annotated[Path, typer.Argument(help="A GGUF file, or any shard of a split one.")],
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to continue.", show_default=False)] = None,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="Prompt from a file.", show_default=False)] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="Read the prompt from a file.", show_default=False)
+    ] = None,
     n_predict: Annotated[
-        int, typer.Option("--n-predict", "-n", help="Tokens at most; -1: until the reply or the context ends.", min=-1)
+        int,
+        typer.Option(
+            "--n-predict", "-n", help="Maximum number of tokens; -1: until the reply or the context ends.", min=-1
+        ),
     ] = 128,
     chat: Annotated[
-        bool, typer.Option("--chat/--no-chat", help="Put the prompt into the model's chat template.")
+        bool, typer.Option("--chat/--no-chat", help="Format the prompt with the model's chat template.")
     ] = False,
-    system: Annotated[str | None, typer.Option(help="With --chat: the system message.", show_default=False)] = None,
-    temp: Annotated[float, typer.Option("--temp", help="Temperature; 0: the likeliest token.", min=0)] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Draw from so many tokens; 0: all.", min=0)] = 40,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of so much probability.")] = 0.95,
-    min_p: Annotated[float, typer.Option(help="Draw from tokens at least so probable beside the likeliest.")] = 0.05,
-    repeat_penalty: Annotated[float, typer.Option(help="Divide the logits of recent tokens; 1: off.")] = 1.0,
-    repeat_last_n: Annotated[int, typer.Option(help="How many tokens are recent.", min=0)] = 64,
-    seed: Annotated[
-        int | None, typer.Option("--seed", "-s", help="Same seed, same text; default: a new one.", min=0)
-    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message, with --chat.", show_default=False)] = None,
+    temp: Annotated[float, typer.Option("--temp", help="Temperature; 0: always the most likely token.", min=0)] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Sample from the K most likely tokens; 0: all.", min=0)] = 40,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the most likely tokens up to this total probability.")
+    ] = 0.95,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this fraction of the highest probability.")] = 0.05,
+    repeat_penalty: Annotated[float, typer.Option(help="Penalty on recent tokens; 1: off.")] = 1.0,
+    repeat_last_n: Annotated[int, typer.Option(help="Number of recent tokens for --repeat-penalty.", min=0)] = 64,
+    seed: Annotated[int | None, typer.Option("--seed", "-s", help="Random seed; default: a new one.", min=0)] = None,
     ctx_size: Annotated[
-        int | None, typer.Option("--ctx-size", "-c", help="Tokens of the cache; default: the model's context.", min=1)
+        int | None, typer.Option("--ctx-size", "-c", help="Context size in tokens; default: the model's.", min=1)
     ] = None,
     numerics: Annotated[
-        str, typer.Option(help="exact: float32 activations; fast: quantized where that is faster.")
+        str,
+        typer.Option(metavar="exact|fast", help="exact: float32 activations; fast: quantized where that is faster."),
     ] = "fast",
     threads: Threads = None,
     launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
@@ -47,7 +53,7 @@ def generate(
 ) -> None:
     """Continue a prompt, or answer it with --chat.
 
-    The reply goes to stdout as it comes; the conditions and the speed of prompt and generation to stderr.
+    The reply is streamed to stdout. Conditions and the speeds of prompt and generation go to stderr.
     """
     from quantkit.runtime.generate import Sampling
 
@@ -57,7 +63,7 @@ def generate(
     tokenizer, n_ctx_train = _read(model)
     tokens = _tokens(tokenizer, text, chat, system)
     n_ctx = ctx_size or n_ctx_train
-    if ctx_size is None and n_predict >= 0:  # there need not be memory for the model's whole context
+    if ctx_size is None and n_predict >= 0:  # do not allocate the model's whole context
         n_ctx = max(1, min(n_ctx, len(tokens) + n_predict))
     loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=n_ctx, tokenizer=tokenizer)
     result = loaded.generate(tokens, n_predict, sampling, None if json else _show)
@@ -69,7 +75,7 @@ def generate(
 
 
 def _read(model: Path) -> tuple[Any, int]:
-    """The tokenizer of a model and the context that it was trained with; the model is not opened."""
+    """The tokenizer and the trained context length of a model, without loading it."""
     from quantkit.archs.common import validate
     from quantkit.formats import gguf
     from quantkit.tokenizers.tokenizer import Tokenizer
@@ -81,7 +87,7 @@ def _read(model: Path) -> tuple[Any, int]:
 
 def _prompt(text: str | None, file: Path | None) -> str:
     if (text is None) == (file is None):
-        raise QuantkitError("generate needs one prompt: -p TEXT or -f FILE")
+        raise QuantkitError("generate needs exactly one prompt: -p TEXT or -f FILE")
     if file is None:
         return str(text)
     try:
@@ -93,7 +99,7 @@ def _prompt(text: str | None, file: Path | None) -> str:
 def _tokens(tokenizer: Any, text: str, chat: bool, system: str | None) -> list[int]:
     if not chat:
         if system is not None:
-            raise QuantkitError("--system goes with --chat; a plain prompt has no messages")
+            raise QuantkitError("--system needs --chat; a prompt without a chat template has no messages")
         return tokenizer.encode(text)
     messages = [{"role": "system", "content": system}] if system is not None else []
     rendered = tokenizer.apply_chat_template([*messages, {"role": "user", "content": text}])
@@ -105,12 +111,12 @@ def _show(piece: str) -> None:
 
 
 def _summary(model: Any, result: Any, sampling: Any) -> str:
-    plainly = "" if model.how.flash else ", plain attention"
+    attention = "" if model.how.flash else ", flash attention off"
     ended = {"end": "the reply ended", "length": "-n reached", "context": "the context is full (-c)"}[result.stopped]
     return (
         f"prompt {len(result.prompt_tokens)} tokens, {result.prompt_rate:.1f} tok/s; "
         f"generation {len(result.tokens)} tokens, {result.predict_rate:.1f} tok/s; {ended}\n"
-        f"numerics {model.numerics}, cache {model.cache_type}{plainly}, threads {model.threads}, seed {sampling.seed}"
+        f"numerics {model.numerics}, cache {model.cache_type}{attention}, threads {model.threads}, seed {sampling.seed}"
     )
 
 

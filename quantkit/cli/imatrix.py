@@ -1,4 +1,4 @@
-"""`quantkit imatrix`: collect an importance matrix, show one, merge several, change its form."""
+"""`quantkit imatrix`: collect, show, merge and convert importance matrices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quantkit.cli._evaluation import (
     Running,
     conditions,
     conditions_line,
-    deciding,
+    result_conditions,
 )
 from quantkit.cli._runtime import Launch, runs_a_model
 from quantkit.cli._shared import Json, Threads, print_json, table
@@ -32,78 +32,84 @@ if TYPE_CHECKING:
     from quantkit.evaluate.text import Chunks
     from quantkit.formats.imatrix import Imatrix
 
-FEW_TOKENS = 32  # the mean of so many squares of normal numbers is off by a quarter; as quantkit's lint has it
+FEW_TOKENS = 32  # the mean of 32 squares of normal numbers has a relative error of 1/4; as in recipe.lint
 
-_UNCOUNTED = ("note: a legacy importance matrix does not say what each expert saw, so neither does one that it is "
-              "part of; entries are weighed by their calls")  # fmt: skip
+_UNCOUNTED = ("note: a legacy importance matrix has no token counts per expert, so a merged one has none either; "
+              "entries are weighted by their calls")  # fmt: skip
 
 Output = Annotated[
-    Path, typer.Option("--output", "-o", help="The importance matrix: llama.cpp's GGUF form for .gguf, else legacy.")
+    Path, typer.Option("--output", "-o", help="Output file: llama.cpp's GGUF format for .gguf, else the legacy format.")
 ]
 Missing = Annotated[
     str,
     typer.Option(
         metavar="POLICY",
-        help="Experts that saw no token: weight-one, layer-mean (of the layer's others), or error.",
+        help="For experts without tokens: weight-one, layer-mean (mean of the layer's other experts) or error.",
     ),
 ]
 TheModel = Annotated[
-    Path | None, typer.Option("--model", "-m", metavar="GGUF", help="The model; parts legacy entries into experts.")
+    Path | None, typer.Option("--model", "-m", metavar="GGUF", help="The model, to split legacy entries by expert.")
 ]
 
 
 @runs_a_model
 def imatrix(
-    model: Annotated[Path, typer.Argument(help="GGUF file, or any shard of one.")],
+    model: Annotated[Path, typer.Argument(help="A GGUF file, or any shard of a split one.")],
     file: Annotated[
-        list[Path] | None, typer.Option("--file", "-f", help="Text, UTF-8. Repeatable.", show_default=False)
+        list[Path] | None, typer.Option("--file", "-f", help="Text file, UTF-8. Repeatable.", show_default=False)
     ] = None,
     shares: Annotated[
         str | None,
-        typer.Option("--shares", metavar="N,N,…", help="How much each text weighs; default: by its length."),
+        typer.Option("--shares", metavar="N,N,…", help="Weight of each text; default: its length."),
     ] = None,
     chat: Annotated[
         bool,
-        typer.Option(
-            "--chat", help="Write texts through the model's chat template: .jsonl of messages, or paragraphs."
-        ),
+        typer.Option("--chat", help="Format texts with the model's chat template: .jsonl of messages, or paragraphs."),
     ] = False,
     output: Output = Path("imatrix.dat"),
     ctx_size: Context = 512,
     chunks: ChunkLimit = None,
-    from_chunk: Annotated[int, typer.Option("--from-chunk", "--chunk", help="Skip so many chunks.", min=0)] = 0,
-    process_output: Annotated[bool, typer.Option("--process-output", help="Also the output matrix.")] = False,
+    from_chunk: Annotated[
+        int, typer.Option("--from-chunk", "--chunk", metavar="N", help="Skip the first N chunks of each text.", min=0)
+    ] = 0,
+    process_output: Annotated[bool, typer.Option("--process-output", help="Also collect for output.weight.")] = False,
     missing_experts: Missing = "weight-one",
-    no_ppl: Annotated[bool, typer.Option("--no-ppl", help="Do not compute the perplexity on the way.")] = False,
+    no_ppl: Annotated[bool, typer.Option("--no-ppl", help="Do not compute the perplexity.")] = False,
     in_file: Annotated[
-        list[Path] | None, typer.Option("--in-file", help="Importance matrix to begin with; may be repeated.")
+        list[Path] | None, typer.Option("--in-file", help="Add to this importance matrix. Repeatable.")
     ] = None,
     output_frequency: Annotated[
         int,
         typer.Option(
-            "--output-frequency", "-ofreq", help="Save to OUTPUT.resume and OUTPUT.partial every N chunks.", min=1
+            "--output-frequency",
+            "-ofreq",
+            metavar="N",
+            help="Save to OUTPUT.resume and OUTPUT.partial every N chunks.",
+            min=1,
         ),
     ] = 10,
     save_frequency: Annotated[
         int,
-        typer.Option("--save-frequency", help="Keep a copy as OUTPUT.at_CHUNKS every N chunks; 0: none.", min=0),
+        typer.Option(
+            "--save-frequency", metavar="N", help="Save a copy as OUTPUT.at_CHUNKS every N chunks; 0: none.", min=0
+        ),
     ] = 0,
-    restart: Annotated[bool, typer.Option("--restart", help="Discard what an interrupted run saved.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Discard the state of an interrupted run.")] = False,
     batch_size: Batch = 2048,
     numerics: Numerics = "exact",
     threads: Threads = None,
     launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
     json: Json = False,
 ) -> None:
-    """Collect an importance matrix: what enters each column of each weight, in the mean square, over a text.
+    """Collect an importance matrix: the mean squared activation of each column of each weight over a text.
 
-    Of models with experts every expert has its own. With --chat texts are conversations: of a .jsonl file one a line,
-    with "messages" of "role" and "content"; of other texts paragraphs in turn, user and assistant. --chunks and
-    --from-chunk are counted in each text, --output-frequency and --save-frequency over all. OUTPUT appears when the run
-    is complete. An interrupted run leaves OUTPUT.resume, from which the same command resumes and ends with the same
-    bytes, and OUTPUT.partial, the importance matrix of the chunks so far. `quantkit imatrix show FILE` tells what a
-    matrix holds and which experts saw too little; `imatrix merge` makes one of several, `imatrix convert` gives it the
-    other form.
+    In models with experts, each expert has its own values. With --chat, texts are conversations: a .jsonl file has one
+    per line, with "messages" of "role" and "content"; in other texts, paragraphs alternate between user and assistant.
+    --chunks and --from-chunk count per text, --output-frequency and --save-frequency over all texts. OUTPUT appears
+    when the run is complete. An interrupted run leaves OUTPUT.resume, from which the same command resumes and gives the
+    same bytes, and OUTPUT.partial, the importance matrix of the chunks so far. `quantkit imatrix show FILE` shows the
+    contents of a matrix and the experts with too few tokens; `imatrix merge` merges several; `imatrix convert` changes
+    the format.
     """
     from quantkit.evaluate import collect_imatrix as collecting
     from quantkit.evaluate.text import chunked
@@ -112,47 +118,49 @@ def imatrix(
 
     texts = list(file or [])
     if not texts:
-        raise QuantkitError("imatrix needs a text: pass one with -f FILE")
+        raise QuantkitError("imatrix needs a text: pass it with -f FILE")
     files.check_policy(missing_experts)
     weights = _numbers("--shares", shares, len(texts))
     _check_names(output, [*gguf.open(model).paths, *texts], in_file or [], save_frequency)
     before = [files.read(path) for path in in_file or []]
     if any(matrix.chunk_size == 0 for matrix in before):
         print(_UNCOUNTED, file=sys.stderr)
-    for path, matrix in zip(in_file or [], before):  # now, not when the run is over
+    for path, matrix in zip(in_file or [], before):  # before the run, not after it
         _require_fit(path, matrix, model)
     loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=ctx_size)
-    cuts = [chunked(loaded.tokenizer, text, ctx_size, chunks, from_chunk, chat) for text in texts]
-    said = conditions(loaded, ctx_size, sum(map(len, cuts)), ", ".join(map(str, texts)))
-    settings = deciding(said) | {
+    chunk_sets = [chunked(loaded.tokenizer, text, ctx_size, chunks, from_chunk, chat) for text in texts]
+    how = conditions(loaded, ctx_size, sum(map(len, chunk_sets)), ", ".join(map(str, texts)))
+    settings = result_conditions(how) | {
         "texts": texts, "shares": weights, "chunk": from_chunk, "output": process_output, "ppl": not no_ppl,
-        "batch": batch_size, "chat": chat, "each": [len(cut) for cut in cuts],
+        "batch": batch_size, "chat": chat, "each": [len(chunk_set) for chunk_set in chunk_sets],
     }  # fmt: skip
     run = collecting.fingerprint([*gguf.open(model).paths, *texts, *(in_file or [])], settings)
-    keeper = _Keeper(output, run, cuts, weights, before, missing_experts, output_frequency, save_frequency, restart)
+    checkpointer = _Checkpointer(
+        output, run, chunk_sets, weights, before, missing_experts, output_frequency, save_frequency, restart
+    )
     started = time.monotonic()
     parts, scored = [], {}
-    for number, cut in enumerate(cuts):
-        progress = keeper.text(number, process_output)
-        about = f"importance matrix over {len(cut)} chunks of {ctx_size} tokens of {cut.source}, batch {batch_size}"
-        print(about, file=sys.stderr)
-        with keeper.interrupted():
+    for number, chunk_set in enumerate(chunk_sets):
+        progress = checkpointer.text(number, process_output)
+        size = f"{len(chunk_set)} chunks of {ctx_size} tokens"
+        print(f"importance matrix over {size} of {chunk_set.source}, batch {batch_size}", file=sys.stderr)
+        with checkpointer.interrupted():
             part, ppl = collecting.collect(
-                loaded, cut, process_output=process_output, with_perplexity=not no_ppl, n_batch=batch_size,
-                on_chunk=_shown(Running(len(cut) - progress.done, ctx_size, batch_size), progress.done, json),
-                on_batch=functools.partial(keeper.batch, number), progress=progress,
+                loaded, chunk_set, process_output=process_output, with_perplexity=not no_ppl, n_batch=batch_size,
+                on_chunk=_shown(Running(len(chunk_set) - progress.done, ctx_size, batch_size), progress.done, json),
+                on_batch=functools.partial(checkpointer.batch, number), progress=progress,
             )  # fmt: skip
         parts.append(part)
         if ppl:
-            scored[cut.source] = {"ppl": ppl.value, "ppl_error": ppl.error}
+            scored[chunk_set.source] = {"ppl": ppl.value, "ppl_error": ppl.error}
             if not json:
                 print(f"\nFinal estimate: PPL = {ppl}")
-    result = keeper.finish(parts)
-    _report(output, result, scored, time.monotonic() - started, said, json)
+    result = checkpointer.finish(parts)
+    _report(output, result, scored, time.monotonic() - started, how, json)
 
 
 def _shown(running: Running, first: int, json: bool) -> Callable[[int, Any, Any], None]:
-    """What tells a chunk's perplexity and how long the rest takes, of a run that began behind `first` chunks."""
+    """A callback that prints a chunk's perplexity and the time left; the run starts after `first` chunks."""
 
     def show(index: int, so_far: Any, collector: Any) -> None:
         if so_far is not None and not json:
@@ -163,7 +171,7 @@ def _shown(running: Running, first: int, json: bool) -> Callable[[int, Any, Any]
 
 
 def _require_fit(path: Path, matrix: Imatrix, model: Path) -> None:
-    """QuantkitError where an importance matrix was measured on another model."""
+    """Raise QuantkitError if an importance matrix was measured on another model."""
     from quantkit.evaluate.coverage import parted
     from quantkit.formats import gguf
 
@@ -173,21 +181,21 @@ def _require_fit(path: Path, matrix: Imatrix, model: Path) -> None:
         raise QuantkitError(f"{path}: {error}") from None
 
 
-class _Keeper:
-    """Saves a run beside its output, resumes it, and writes the output.
+class _Checkpointer:
+    """Saves the state of a run beside its output, resumes it, and writes the output.
 
-    OUTPUT.resume    the run's state, after every `every` chunks and where a text ends
-    OUTPUT.partial   the importance matrix of the chunks so far, written with it; both go when OUTPUT is written
-    OUTPUT.at_N      with `copies`, the matrix of the first N chunks, as llama-imatrix names it; these stay
+    OUTPUT.resume    the run's state, saved every `every` chunks and at the end of a text
+    OUTPUT.partial   the importance matrix of the chunks so far; both are removed when OUTPUT is written
+    OUTPUT.at_N      with `copies`, the matrix of the first N chunks, named as in llama-imatrix; not removed
     """
 
     def __init__(
-        self, output: Path, run: str, cuts: Sequence[Chunks], shares: list[float] | None, before: Sequence[Imatrix],
-        policy: str, every: int, copies: int, restart: bool,
+        self, output: Path, run: str, chunk_sets: Sequence[Chunks], shares: list[float] | None,
+        before: Sequence[Imatrix], policy: str, every: int, copies: int, restart: bool,
     ):  # fmt: skip
         from quantkit.evaluate.collect_imatrix import Saved
 
-        self.output, self.cuts, self.shares, self.before = output, cuts, shares, list(before)
+        self.output, self.chunk_sets, self.shares, self.before = output, chunk_sets, shares, list(before)
         self.policy, self.every, self.copies = policy, every, copies
         self.path, self.partial = _beside(output, "resume"), _beside(output, "partial")
         self.saved = Saved(run)
@@ -197,7 +205,7 @@ class _Keeper:
 
     @property
     def done(self) -> int:
-        """Chunks of all texts that were measured."""
+        """Number of chunks done, over all texts."""
         return sum(text.done for text in self.saved.texts)
 
     def _resumed(self, run: str) -> Saved:
@@ -206,15 +214,15 @@ class _Keeper:
         saved = Saved.load(self.path)
         if saved.run != run:
             raise QuantkitError(
-                f"{self.path}: saved by a run of another model, text, version or options; give the same command again "
-                "to resume it, or discard it with --restart"
+                f"{self.path}: saved by a run with another model, text, version or options; run that command again "
+                "to resume it, or add --restart to discard it"
             )
         done = " and ".join(str(text.done) for text in saved.texts)
         print(f"{self.path}: resumed after {done} chunks", file=sys.stderr)
         return saved
 
     def text(self, number: int, process_output: bool) -> Progress:
-        """What is known of a text, which is added to what is saved."""
+        """The progress of a text, added to the saved state if new."""
         from quantkit.evaluate.collect_imatrix import Collector, Progress
 
         if number == len(self.saved.texts):
@@ -222,20 +230,23 @@ class _Keeper:
         return self.saved.texts[number]
 
     def batch(self, number: int, state: Progress) -> None:
-        """Save what is due after a batch: a copy, the state, the matrix so far."""
+        """After a batch, save what is due: a copy, the state, the matrix so far."""
         before, self._seen = self._seen, self.done
         if self.copies and self._seen // self.copies > before // self.copies:
             self._write_so_far(_beside(self.output, f"at_{self._seen}"))
-        ended = state.done == len(self.cuts[number])
-        if ended and number + 1 == len(self.cuts):
+        ended = state.done == len(self.chunk_sets[number])
+        if ended and number + 1 == len(self.chunk_sets):
             return  # the output is next
         if ended or self._seen // self.every > before // self.every:
             self.saved.save(self.path)
             self._write_so_far(self.partial)
 
     def _write_so_far(self, path: Path) -> None:
-        """The matrix of what was measured; none where it may not lack experts, whose tokens may still come."""
-        parts = [text.collector.result(cut.source, cut.n_ctx) for text, cut in zip(self.saved.texts, self.cuts)]
+        """Write the matrix so far; not if the policy is `error` and experts still lack tokens."""
+        parts = [
+            text.collector.result(chunk_set.source, chunk_set.n_ctx)
+            for text, chunk_set in zip(self.saved.texts, self.chunk_sets)
+        ]
         made = self._made(parts)
         if self.policy == "error" and any(entry.missing for entry in made.entries.values()):
             print(f"{path}: not written, experts lack tokens so far (--missing-experts error)", file=sys.stderr)
@@ -257,14 +268,14 @@ class _Keeper:
         return result
 
     def finish(self, parts: list[Imatrix]) -> Imatrix:
-        """Write the matrix of all texts and remove what was saved. Where it cannot be written the state is saved."""
+        """Write the matrix of all texts and remove the saved state. If that fails, save the state instead."""
         try:
             result = self._write(self.output, self._made(parts))
         except QuantkitError as error:
             self.saved.save(self.path)
             raise QuantkitError(
-                f"{error}; what was measured is kept in {self.path}: mend this and give the command again, "
-                "--missing-experts may be another; --restart discards it"
+                f"{error}; the measurements are saved in {self.path}: fix the cause and run the command again "
+                "(--missing-experts may differ), or discard them with --restart"
             ) from None
         self.path.unlink(missing_ok=True)
         self.partial.unlink(missing_ok=True)
@@ -272,28 +283,28 @@ class _Keeper:
 
     @contextlib.contextmanager
     def interrupted(self) -> Iterator[None]:
-        """Say, where the run is interrupted, what of it is saved and under which names."""
+        """On an interrupt, print what is saved and where."""
         try:
             yield
         except KeyboardInterrupt:
             if self.path.exists():
                 matrix = f", their importance matrix is {self.partial}" if self.partial.exists() else ""
                 print(
-                    f"\n{self.path}: has the chunks that were saved{matrix}; the same command resumes it",
+                    f"\n{self.path}: contains the saved chunks{matrix}; run the same command to resume",
                     file=sys.stderr,
                 )
             raise
 
 
 def _beside(output: Path, what: str) -> Path:
-    """A file beside the output: its name, a dot and what this one is."""
+    """The path OUTPUT.what."""
     return output.with_name(f"{output.name}.{what}")
 
 
 def _check_names(output: Path, inputs: Sequence[Path], in_files: Sequence[Path], copies: int) -> None:
-    """QuantkitError, before the run, where a file that it writes is one that it reads.
+    """Raise QuantkitError, before the run, if the run would write to one of its input files.
 
-    The output itself may be an --in-file: it is written when all is done. What is saved on the way is not.
+    The output itself may be an --in-file, since it is written last. The files saved during the run may not.
     """
     from quantkit.formats.atomic import check_outputs
 
@@ -302,11 +313,11 @@ def _check_names(output: Path, inputs: Sequence[Path], in_files: Sequence[Path],
     taken = _beside(output.resolve(), "at_").name
     for path in in_files if copies else ():
         if path.resolve().parent == output.resolve().parent and path.resolve().name.startswith(taken):
-            raise QuantkitError(f"{path}: --save-frequency writes files of such names; rename it, or the output")
+            raise QuantkitError(f"{path}: --save-frequency writes files with such names; rename it or the output")
 
 
 def _report(
-    output: Path, result: Imatrix, scored: dict[str, Any], seconds: float, said: dict[str, Any], json: bool
+    output: Path, result: Imatrix, scored: dict[str, Any], seconds: float, how: dict[str, Any], json: bool
 ) -> None:
     from quantkit.evaluate.coverage import coverage
 
@@ -315,18 +326,18 @@ def _report(
     if json:
         one = next(iter(scored.values())) if len(scored) == 1 else {}
         print_json({"output": output, "entries": len(result), "policy": result.policy, **one, "texts": scored,
-                    "few_experts": {row.name: row.few for row in rows if row.few}, "conditions": said})  # fmt: skip
+                    "few_experts": {row.name: row.few for row in rows if row.few}, "conditions": how})  # fmt: skip
         return
     print(f"{output}: {len(result)} entries, {seconds:.1f} s")
     for line in few:
         print(line)
     if result.policy:
-        print(f"experts that saw no token: {result.policy}")
-    print(conditions_line(said), file=sys.stderr)
+        print(f"experts without tokens: {result.policy}")
+    print(conditions_line(how), file=sys.stderr)
 
 
 def _few_experts(rows: Sequence[Coverage], threshold: int) -> list[str]:
-    """Experts that saw too little, a line a layer; weights of one layer that lack the same ones in one."""
+    """One line per layer for experts with too few tokens; weights with the same experts share a line."""
     groups: dict[tuple[int | None, tuple[int, ...], int], list[str]] = {}
     for row in rows:
         if row.few:
@@ -341,21 +352,21 @@ def _few_experts(rows: Sequence[Coverage], threshold: int) -> list[str]:
 
 
 def show(
-    file: Annotated[Path, typer.Argument(help="Importance matrix of either form.")],
+    file: Annotated[Path, typer.Argument(help="Importance matrix, GGUF or legacy.")],
     model: TheModel = None,
     threshold: Annotated[
-        int, typer.Option(metavar="N", help="Name experts that saw fewer tokens.", min=1)
+        int, typer.Option(metavar="N", help="List experts with fewer than N tokens.", min=1)
     ] = FEW_TOKENS,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a picture, PNG, SVG or PDF.", show_default=False)
+        Path | None, typer.Option(metavar="FILE", help="Write a plot as PNG, SVG or PDF.", show_default=False)
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show what an importance matrix holds: by weight and expert how much text it saw, and how its columns differ.
+    """Show the contents of an importance matrix: token counts by weight and expert, and the spread over columns.
 
-    tokens are the fewest, the median and the most that an expert saw; covered the share of experts that saw enough;
-    experts how many, used evenly, would spread the tokens as they are (2 to the entropy); columns the same of columns,
-    in parts of all; similar the cosine with the layer before.
+    tokens: minimum / median / maximum over experts; covered: share of experts with enough tokens; experts: effective
+    number of experts (2 to the power of the entropy of the token counts); columns: effective number of columns, as a
+    share of all; similar: cosine similarity with the previous layer.
     """
     from quantkit.evaluate.coverage import coverage, parted
     from quantkit.formats.imatrix import read
@@ -371,7 +382,7 @@ def show(
         found = parted(found, {t.name: t.shape for t in quantkit.open(model).tensors.values()})
     rows = coverage(found, threshold)
     if plot is not None:
-        title = f"{file.name}: {len(found)} entries, {found.chunks} chunks of {found.dataset or 'a text not named'}"
+        title = f"{file.name}: {len(found)} entries, {found.chunks} chunks of {found.dataset or 'an unnamed text'}"
         plot_importance(plot, rows, title)
     if json:
         about = {"chunks": found.chunks, "chunk_size": found.chunk_size, "dataset": found.dataset,
@@ -400,22 +411,20 @@ def _print_rows(rows: Sequence[Coverage]) -> None:
 
 
 def _summary(found: Imatrix) -> str:
-    size = f" of {found.chunk_size} tokens" if found.chunk_size else ", which counts no tokens"
-    policy = f", experts that saw no token: {found.policy}" if found.policy else ""
-    return f"{len(found)} entries, {found.chunks} chunks{size}, dataset {found.dataset or 'not named'}{policy}"
+    size = f" of {found.chunk_size} tokens" if found.chunk_size else " without token counts"
+    policy = f", experts without tokens: {found.policy}" if found.policy else ""
+    return f"{len(found)} entries, {found.chunks} chunks{size}, dataset {found.dataset or 'unnamed'}{policy}"
 
 
 def merge(
-    files: Annotated[list[Path], typer.Argument(help="Importance matrices of the same model, of either form.")],
+    files: Annotated[list[Path], typer.Argument(help="Importance matrices of the same model, GGUF or legacy.")],
     output: Output = Path("imatrix.dat"),
-    weights: Annotated[
-        str | None, typer.Option(metavar="N,N,…", help="How much each counts, beside what it saw.")
-    ] = None,
+    weights: Annotated[str | None, typer.Option(metavar="N,N,…", help="Extra weight of each file; default: 1.")] = None,
     missing_experts: Missing = "weight-one",
 ) -> None:
-    """Merge importance matrices of one model: the mean, each expert weighed by what it saw.
+    """Merge importance matrices of one model: the mean, each expert weighted by its tokens.
 
-    Where a legacy file is among them, which counts no tokens, entries are weighed by their calls.
+    Legacy files have no token counts. If one is among the files, entries are weighted by their calls.
     """
     from quantkit.formats import imatrix as formats
 
@@ -425,18 +434,18 @@ def merge(
     merged = formats.merge(read, _numbers("--weights", weights, len(files)))
     merged = formats.fill_missing(merged, missing_experts)
     formats.write(output, merged)
-    print(f"{output}: {len(merged)} entries, {merged.chunks} chunks, of {len(files)} files")
+    print(f"{output}: {len(merged)} entries, {merged.chunks} chunks from {len(files)} files")
 
 
 def convert(
-    file: Annotated[Path, typer.Argument(metavar="IN", help="Importance matrix of either form.")],
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="GGUF form for .gguf, else legacy.")],
+    file: Annotated[Path, typer.Argument(metavar="IN", help="Importance matrix, GGUF or legacy.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="Output file: GGUF for .gguf, else legacy.")],
     model: TheModel = None,
 ) -> None:
-    """Give an importance matrix the other form, or the same anew.
+    """Convert an importance matrix between the GGUF and the legacy format.
 
-    Legacy files do not say how many experts an entry has: --model tells it, so that the GGUF form has them one by one.
-    They count no tokens either: each call is taken for 512.
+    Legacy files do not store the number of experts of an entry; --model gives it, so that the GGUF file has values per
+    expert. They store no token counts either; each call counts as 512 tokens.
     """
     from quantkit.evaluate.coverage import parted
     from quantkit.formats import imatrix as formats
@@ -451,7 +460,7 @@ def convert(
 
 
 def _numbers(flag: str, text: str | None, count: int) -> list[float] | None:
-    """The numbers of an option that has one for each file; bad usage for other than positive ones."""
+    """The numbers of an option with one positive number per file; bad usage for others."""
     if text is None:
         return None
     try:
@@ -459,7 +468,7 @@ def _numbers(flag: str, text: str | None, count: int) -> list[float] | None:
     except ValueError:
         found = []
     if len(found) != count or any(not 0 < value < float("inf") for value in found):
-        raise typer.BadParameter(f"{flag} '{text}': {count} positive numbers parted by commas, one for each file")
+        raise typer.BadParameter(f"{flag} '{text}': write {count} positive numbers, comma-separated, one for each file")
     return found
 
 

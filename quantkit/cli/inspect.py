@@ -1,4 +1,4 @@
-"""`quantkit inspect`: what a GGUF file holds."""
+"""`quantkit inspect`: show the contents of a GGUF file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHOWN_CHARACTERS = 100  # of a value in the table
 
 def inspect(
     path: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A GGUF file; of a set of shards any one.", show_default=False)
+        Path, typer.Argument(metavar="FILE", help="A GGUF file, or any shard of a split one.", show_default=False)
     ],
     json: Json = False,
     tensors: Annotated[bool, typer.Option("--tensors/--no-tensors", help="List every tensor.")] = True,
@@ -31,10 +31,9 @@ def inspect(
 ) -> None:
     """Show a GGUF file: metadata, tensors, sizes by type.
 
-    Where metadata contradict each other or the tensors, the problems are listed at the end. Long arrays are cut to
-    their first elements, in JSON too; `quantkit metadata` prints them in full. Shapes are rows first: (experts, rows,
-    columns). --card prints what a model card says of a file: its size, classes of tensors by
-    type, the recipe, commands.
+    Contradictions between metadata keys, or between metadata and tensors, are listed at the end. Long arrays are
+    truncated, in JSON too; `quantkit metadata` prints them in full. Shapes are in numpy's order: (experts, rows,
+    columns). --card prints Markdown for a model card: size, classes of tensors by type, recipe and commands.
     """
     from quantkit.formats import gguf
 
@@ -53,7 +52,7 @@ def inspect(
 
 
 def record(file: GGUF, tensors: bool = True) -> dict[str, Any]:
-    """All that the command shows, as one dictionary."""
+    """The contents of a file as one dictionary, for --json."""
     from quantkit.archs.common import validate
 
     found: dict[str, Any] = {
@@ -72,7 +71,7 @@ def record(file: GGUF, tensors: bool = True) -> dict[str, Any]:
 
 
 def totals(file: GGUF) -> list[dict[str, Any]]:
-    """One dictionary a type, the largest first, and one of all: tensors, elements, bytes, bits per weight."""
+    """One dictionary per type, largest first, then totals: tensors, elements, bytes, bits per weight."""
     by_type: dict[str, list[int]] = {}
     for tensor in file.tensors.values():
         sums = by_type.setdefault(tensor.type.name, [0, 0, 0])
@@ -117,7 +116,7 @@ def _print_text(file: GGUF, tensors: bool) -> None:
 
 
 def _print_problems(file: GGUF) -> None:
-    """What keeps the model from being run: where its metadata contradict each other or the tensors."""
+    """Print the problems that keep the model from running: contradictions in metadata and tensors."""
     from quantkit.archs.common import validate
 
     found = validate.problems(file.metadata, file.tensors)

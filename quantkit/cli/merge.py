@@ -1,4 +1,4 @@
-"""`quantkit merge`: shards as one GGUF file."""
+"""`quantkit merge`: join shards into one GGUF file."""
 
 from __future__ import annotations
 
@@ -14,23 +14,21 @@ from quantkit.errors import QuantkitError
 
 
 def merge(
-    first: Annotated[
-        Path, typer.Argument(metavar="SHARD", help="The first shard of a set, or any other.", show_default=False)
-    ],
+    first: Annotated[Path, typer.Argument(metavar="SHARD", help="Any shard of a split file.", show_default=False)],
     out: Out,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Join the shards of a set to one GGUF file.
+    """Join the shards of a split file into one GGUF file.
 
-    All shards must be there and belong together: what is missing, or of another set, is named, and nothing is written.
-    A file that is there already is not overwritten, as by gguf-split.
+    All shards must exist and belong to the same file; otherwise an error names the shard and nothing is written. An
+    existing file is not overwritten, as in gguf-split.
     """
     from quantkit.formats import gguf
     from quantkit.formats.gguf import shards
 
     if os.path.lexists(out):
-        raise QuantkitError(f"{out} is there already, and merge overwrites no file; remove it or give another name")
+        raise QuantkitError(f"{out} already exists, and merge does not overwrite files; remove it or give another name")
     started = time.perf_counter()
     file = gguf.open(first)
     path = shards.merge(file, out, threads=threads, progress=not json)

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from quantkit.formats.gguf.metadata import Metadata
 
 File = Annotated[
-    Path, typer.Argument(metavar="FILE", help="A GGUF file; of a set of shards any one.", show_default=False)
+    Path, typer.Argument(metavar="FILE", help="A GGUF file, or any shard of a split one.", show_default=False)
 ]
 Keys = Annotated[list[str], typer.Argument(metavar="KEY…", help="Names of keys.", show_default=False)]
 Force = Annotated[
-    bool, typer.Option("--force", help="Also keys from which tensors follow, and other types of keys that exist.")
+    bool, typer.Option("--force", help="Also change keys that describe tensors, and the types of existing keys.")
 ]
 
 _SHOWN = 200  # characters of a value in the list of changes
@@ -28,8 +28,8 @@ _SHOWN = 200  # characters of a value in the list of changes
 def metadata(path: File, json: Json = False) -> None:
     """List, get, set and remove the metadata of a GGUF file.
 
-    `metadata FILE` prints every key in full, as `metadata set` takes them. `metadata get`, `set` and `remove` are
-    commands of their own.
+    `metadata FILE` prints every key in full, in the form that `metadata set` reads. `metadata get`, `set` and `remove`
+    are subcommands.
     """
     from quantkit.formats import gguf
 
@@ -42,7 +42,7 @@ def metadata(path: File, json: Json = False) -> None:
 
 
 def get(path: File, keys: Keys, json: Json = False) -> None:
-    """Print the values of keys, a key a line; strings as they are, lists as JSON."""
+    """Print the values of keys, one per line; strings verbatim, lists as JSON."""
     from quantkit.formats import gguf
 
     found = gguf.open(path).metadata
@@ -59,11 +59,13 @@ def get(path: File, keys: Keys, json: Json = False) -> None:
 def set_(
     path: File,
     values: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=TYPE:VALUE…", help="What to set.", show_default=False)
+        list[str] | None, typer.Argument(metavar="KEY=TYPE:VALUE…", help="Keys and values.", show_default=False)
     ] = None,
     from_file: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=PATH", help="Set a key to a file's text, as a chat template. Repeatable."),
+        typer.Option(
+            metavar="KEY=PATH", help="Set a key to the text of a file, for example a chat template. Repeatable."
+        ),
     ] = None,
     force: Force = False,
     dry_run: DryRun = False,
@@ -71,11 +73,11 @@ def set_(
 ) -> None:
     """Set keys of a GGUF file: KEY=TYPE:VALUE, or KEY=VALUE for a key that exists.
 
-    TYPE is u8 … u64, i8 … i64, f32, f64, bool or str; int and float are of the size that the key has. With [] it is
-    an array, and VALUE a JSON list or parted by commas: i32[]:[1,2,3]. Where the tensors can stay in their place only
-    the bytes that differ are written; else the file is written anew and replaced when that is complete. Keys from
-    which the tensors' names, shapes and places follow are protected, and so are the types of keys that exist, because
-    readers refuse any other.
+    TYPE is u8 … u64, i8 … i64, f32, f64, bool or str; int and float take the size that the key has. TYPE[] is an array,
+    and VALUE is then a JSON list or comma-separated: i32[]:[1,2,3]. If the tensors can stay at their offsets, only the
+    bytes that differ are written; else the file is rewritten and replaced when the new one is complete. Keys that
+    describe the names, shapes and offsets of tensors need --force, and so do new types of existing keys, because
+    readers reject other types.
     """
     from quantkit.formats import gguf
     from quantkit.formats.gguf.metadata import Metadata, assignment
@@ -113,7 +115,7 @@ SUBCOMMANDS = {"get": get, "set": set_, "remove": remove}
 def _apply(
     path: Path, old: Metadata, changed: Metadata, removed: list[str], force: bool, dry_run: bool, json: bool
 ) -> None:
-    """Check the changes, make them, say what was done."""
+    """Check the changes, apply them and print them."""
     from quantkit.formats.gguf.header import rewrite
 
     if not force:
@@ -125,24 +127,24 @@ def _apply(
         print_json({"path": path, "in_place": in_place, "changes": records})
         return
     print(table(("key", "before", "after"), rows, left=3))
-    how = {None: "nothing is written", True: "changed in place", False: "written anew"}[in_place]
+    how = {None: "nothing is written", True: "changed in place", False: "rewritten"}[in_place]
     print(f"\n{path}: {how}")
 
 
 def _check(path: Path, old: Metadata, changed: Metadata, removed: list[str]) -> None:
-    """Refuse what would leave a file that readers cannot use."""
+    """Raise an error for changes after which readers could not use the file."""
     from quantkit.formats.gguf.metadata import holds_tensors
 
     for key in (*changed, *removed):
         if holds_tensors(key):
             raise QuantkitError(
-                f"{path}: {key} says how the tensors are named, shaped or placed; another value does not change them "
-                "and may make the file unreadable. --force does it all the same"
+                f"{path}: {key} describes the names, shapes or offsets of tensors; another value does not change the "
+                "tensors and may make the file unreadable. Use --force to set it anyway"
             )
         if key in changed and key in old and _kind(old, key) != _kind(changed, key):
             raise DataError(
-                f"{path}: {key} is {_kind(old, key)}, not {_kind(changed, key)}, and readers refuse a key of another "
-                f"type; write {key}={_kind(old, key)}:…, or --force"
+                f"{path}: {key} is {_kind(old, key)}, not {_kind(changed, key)}, and readers reject a key of another "
+                f"type; write {key}={_kind(old, key)}:…, or use --force"
             )
 
 
@@ -151,7 +153,7 @@ def _absent(path: Path, keys: list[str], found: Metadata) -> QuantkitError:
 
     near = difflib.get_close_matches(keys[0], list(found), n=3, cutoff=0.6)
     hint = f"; did you mean {', '.join(near)}?" if near else f"; `quantkit metadata {path}` lists its {len(found)}"
-    return QuantkitError(f"{path}: there is no key {', '.join(keys)}{hint}")
+    return QuantkitError(f"{path}: no key {', '.join(keys)}{hint}")
 
 
 def _kind(found: Metadata, key: str) -> str:
@@ -170,7 +172,7 @@ def _side(found: Metadata, key: str) -> str:
 
 
 def _short(found: Metadata, key: str) -> Any:
-    """A value, with f32 in as few digits as tell it: 1e-05, not the 9.999999747378752e-06 that it is."""
+    """A value with the shortest decimal form of f32 numbers: 1e-05, not 9.999999747378752e-06."""
     value = found[key]
     if found.kind(key) != "f32":
         return value
@@ -180,7 +182,7 @@ def _short(found: Metadata, key: str) -> Any:
 
 
 def _text(value: Any, one_line: bool = False) -> str:
-    """A value as `set` takes it: strings as they are, but for control characters where it is to be one line."""
+    """A value in the form that `set` reads; with `one_line`, control characters of strings are escaped."""
     import json
 
     if isinstance(value, bool):
@@ -193,9 +195,9 @@ def _text(value: Any, one_line: bool = False) -> str:
 
 
 def _print_raw(text: str) -> None:
-    """A line whose bytes are those of the file, be they UTF-8 or not. A terminal gets text that does not steer it."""
+    """Print a line with the bytes of the file, UTF-8 or not. On a terminal, control characters are escaped."""
     if sys.stdout.isatty():
-        print(text)  # with control characters escaped
+        print(text)
         return
     sys.stdout.flush()
     sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape") + b"\n")

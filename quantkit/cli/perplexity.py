@@ -1,4 +1,4 @@
-"""`quantkit perplexity`: perplexity, base files of KL divergence, and KL divergence from them."""
+"""`quantkit perplexity`: perplexity, KL divergence base files, KL divergence, multiple-choice tasks."""
 
 from __future__ import annotations
 
@@ -20,56 +20,77 @@ from quantkit.cli._evaluation import (
     TextFile,
     conditions,
     conditions_line,
-    deciding,
     required_text,
+    result_conditions,
 )
 from quantkit.cli._runtime import Launch, runs_a_model
 from quantkit.cli._shared import Json, Threads, print_json
 from quantkit.errors import QuantkitError
 
-Found = tuple[dict[str, Any], dict[str, Any]]  # a result, and n_ctx, chunks and text that it depended on; for JSON
+Found = tuple[dict[str, Any], dict[str, Any]]  # a result and its n_ctx, chunks and text, for JSON
 
-_ENOUGH_FOR_A_REPORT = 100
-_SAME_TOKENIZER = 0.98  # of a text's tokens its own tokenizer gives all again, but for some at the ends; of others 0.9
+_MIN_POSITIONS = 100
+_SAME_TOKENIZER = 0.98  # share of tokens that the same tokenizer gives again; other tokenizers give 0.9
 
 
 @runs_a_model
 def perplexity(
-    model: Annotated[Path, typer.Argument(help="GGUF file, or any shard of one.")],
+    model: Annotated[Path, typer.Argument(help="A GGUF file, or any shard of a split one.")],
     file: TextFile = None,
     ctx_size: Context = 512,
     chunks: ChunkLimit = None,
     batch_size: Batch = 2048,
     ppl_stride: Annotated[
-        int, typer.Option(help="Windows of -c + STRIDE / 2 tokens, STRIDE apart, their last STRIDE scored.", min=0)
+        int,
+        typer.Option(
+            metavar="STRIDE",
+            help="Windows of -c + STRIDE / 2 tokens, STRIDE apart; the last STRIDE tokens are scored.",
+            min=0,
+        ),
     ] = 0,
     jsonl: Annotated[
         Path | None,
-        typer.Option(help="One JSON line a chunk; the same command goes on from it after a kill.", metavar="FILE"),
+        typer.Option(help="Write a JSON line per chunk; the same command resumes from it.", metavar="FILE"),
     ] = None,
-    hellaswag: Annotated[bool, typer.Option("--hellaswag", help="-f holds tasks: 6 lines each.")] = False,
-    hellaswag_tasks: Annotated[int, typer.Option(help="So many of them, drawn as the reference does.", min=1)] = 400,
-    winogrande: Annotated[bool, typer.Option("--winogrande", help="-f holds tasks: CSV.")] = False,
-    winogrande_tasks: Annotated[int, typer.Option(help="The first so many; 0: all.", min=0)] = 0,
-    multiple_choice: Annotated[bool, typer.Option("--multiple-choice", help="-bf holds tasks.")] = False,
-    multiple_choice_tasks: Annotated[int, typer.Option(help="The first so many; 0: all.", min=0)] = 0,
-    binary_file: Annotated[Path | None, typer.Option("--binary-file", "-bf", help="Of --multiple-choice.")] = None,
-    ppl_output_type: Annotated[int, typer.Option(help="0: [chunk]PPL, … 1: one line a chunk.", min=0, max=1)] = 0,
+    hellaswag: Annotated[bool, typer.Option("--hellaswag", help="Score HellaSwag tasks in -f: 6 lines each.")] = False,
+    hellaswag_tasks: Annotated[
+        int, typer.Option(metavar="N", help="Number of tasks, sampled as in llama-perplexity.", min=1)
+    ] = 400,
+    winogrande: Annotated[bool, typer.Option("--winogrande", help="Score Winogrande tasks in -f: CSV.")] = False,
+    winogrande_tasks: Annotated[int, typer.Option(metavar="N", help="Use the first N tasks; 0: all.", min=0)] = 0,
+    multiple_choice: Annotated[
+        bool, typer.Option("--multiple-choice", help="Score multiple-choice tasks in -bf.")
+    ] = False,
+    multiple_choice_tasks: Annotated[int, typer.Option(metavar="N", help="Use the first N tasks; 0: all.", min=0)] = 0,
+    binary_file: Annotated[
+        Path | None, typer.Option("--binary-file", "-bf", metavar="FILE", help="Task file of --multiple-choice.")
+    ] = None,
+    ppl_output_type: Annotated[
+        int, typer.Option(help="0: [chunk]PPL,… in one line; 1: one line per chunk.", min=0, max=1)
+    ] = 0,
     kl_divergence_base: Annotated[
         Path | None,
         typer.Option(
-            "--kl-divergence-base", "--save-all-logits", help="Base file: written, or read with --kl-divergence."
+            "--kl-divergence-base",
+            "--save-all-logits",
+            metavar="FILE",
+            help="Base file to write, or to read with --kl-divergence.",
         ),
     ] = None,
     kl_divergence: Annotated[
-        bool, typer.Option("--kl-divergence", help="Compare with the base file, over its own text.")
+        bool, typer.Option("--kl-divergence", help="Compute the KL divergence from the base file, on the text in it.")
     ] = False,
     kl_divergence_bound: Annotated[
-        float, typer.Option(help="Of a base that ends in .qkld: error of a mean KLD to aim at, nats.", min=1e-7)
+        float,
+        typer.Option(
+            metavar="NATS", help="For a base file named .qkld: target error of the mean KLD, in nats.", min=1e-7
+        ),
     ] = 1e-3,
     by_layer: Annotated[
         bool,
-        typer.Option("--by-layer", help="All chunks through a layer before the next: for models larger than memory."),
+        typer.Option(
+            "--by-layer", help="Run all chunks through one layer before the next, for models larger than memory."
+        ),
     ] = False,
     numerics: Numerics = "exact",
     threads: Threads = None,
@@ -78,23 +99,23 @@ def perplexity(
 ) -> None:
     """Measure how well a model predicts a text, or how far it is from another model.
 
-    Protocol, printed form and base files are those of llama-perplexity: chunks of -c tokens, the second half of each
-    is scored. A base whose name ends in .qkld is a twentieth of the size or less, and what is computed from it says how
-    far from an exact base's it may be. With --jsonl a base that is being written is gone on with, too.
+    Protocol, output and base files are those of llama-perplexity: the second half of each chunk of -c tokens is scored.
+    A base file named .qkld has 1/20 of the size or less, and results from it include a bound on the error against an
+    exact base. With --jsonl, an interrupted base file is resumed too.
     """
     from quantkit.formats.atomic import check_outputs
 
-    asked = [(name, limit) for name, wanted, limit in (
+    chosen = [(name, limit) for name, wanted, limit in (
         ("hellaswag", hellaswag, hellaswag_tasks), ("winogrande", winogrande, winogrande_tasks),
         ("multiple-choice", multiple_choice, multiple_choice_tasks),
     ) if wanted]  # fmt: skip
-    if len(asked) + kl_divergence > 1:
-        raise typer.BadParameter("--hellaswag, --winogrande, --multiple-choice and --kl-divergence: one at a time")
+    if len(chosen) + kl_divergence > 1:
+        raise typer.BadParameter("--hellaswag, --winogrande, --multiple-choice and --kl-divergence: pass only one")
     written = [jsonl, None if kl_divergence else kl_divergence_base]
     check_outputs(written, [model, *filter(None, (file, binary_file, kl_divergence_base if kl_divergence else None))])
-    job: _Tasks | _Divergence | _Plan
-    if asked:
-        name, limit = asked[0]
+    job: _Tasks | _Divergence | _TextRun
+    if chosen:
+        name, limit = chosen[0]
         source = binary_file or file if name == "multiple-choice" else file
         job = _Tasks.read(name, required_text(source, name), limit, model)
     elif kl_divergence:
@@ -103,20 +124,20 @@ def perplexity(
         job = _Divergence.read(kl_divergence_base, batch_size, jsonl)
     else:
         text = required_text(file, "perplexity")
-        job = _Plan(text, ctx_size, chunks, batch_size, ppl_stride, jsonl, kl_divergence_base, kl_divergence_bound,
+        job = _TextRun(text, ctx_size, chunks, batch_size, ppl_stride, jsonl, kl_divergence_base, kl_divergence_bound,
                     ppl_output_type)  # fmt: skip
     loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=job.longest, tokenizer=job.tokenizer)
-    result, facts = job.run(loaded, json, _way(by_layer))
-    said = conditions(loaded, facts["n_ctx"], facts["chunks"], facts["text"])
+    result, facts = job.run(loaded, json, _chunk_runner(by_layer))
+    how = conditions(loaded, facts["n_ctx"], facts["chunks"], facts["text"])
     if json:
-        print_json({"model": model, **result, "conditions": said})
+        print_json({"model": model, **result, "conditions": how})
     else:
-        print(conditions_line(said), file=sys.stderr)
+        print(conditions_line(how), file=sys.stderr)
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What perplexity is measured over, and what is kept of it."""
+class _TextRun:
+    """A perplexity run over a text: chunks, log and base file."""
 
     text: Path
     n_ctx: int
@@ -131,11 +152,11 @@ class _Plan:
 
     @property
     def longest(self) -> int:
-        """Tokens of a chunk as it runs."""
+        """Tokens per evaluated chunk."""
         return self.n_ctx + self.stride // 2
 
-    def run(self, model: Any, quiet: bool, way: Any) -> Found:
-        return _measure(model, self, quiet, way)
+    def run(self, model: Any, quiet: bool, run_chunks: Any) -> Found:
+        return _measure(model, self, quiet, run_chunks)
 
     def chunks(self, tokenizer: Any) -> Any:
         from quantkit.evaluate.text import chunked, windows
@@ -144,7 +165,7 @@ class _Plan:
             return chunked(tokenizer, self.text, self.n_ctx, self.limit)
         if self.base is not None:
             raise QuantkitError(
-                "--ppl-stride: bases of KL divergence hold second halves of chunks; leave one of both out"
+                "--ppl-stride and --kl-divergence-base exclude each other: base files contain second halves of chunks"
             )
         return windows(tokenizer, self.text, self.n_ctx, self.stride, self.limit)
 
@@ -162,19 +183,19 @@ class _Plan:
 
 def _log(path: Path, model: Any, text: Path, n_ctx: int, chunks: int, positions: int, n_batch: int,
          more: dict[str, Any]) -> Any:  # fmt: skip
-    """The ChunkLog of a run over a text, or over a base's."""
+    """The ChunkLog of a run over a text or a base file."""
     from quantkit.evaluate.chunk_log import ChunkLog
     from quantkit.evaluate.collect_imatrix import fingerprint
     from quantkit.formats import gguf
 
-    said = conditions(model, n_ctx, chunks, str(text))
-    settings = deciding(said) | {"n_batch": n_batch, **more}
+    how = conditions(model, n_ctx, chunks, str(text))
+    settings = result_conditions(how) | {"n_batch": n_batch, **more}
     run = fingerprint([*gguf.open(model.path).paths, text], settings)
-    return ChunkLog(path, run, positions, max(1, n_batch // n_ctx), said)
+    return ChunkLog(path, run, positions, max(1, n_batch // n_ctx), how)
 
 
-def _way(by_layer: bool) -> Any:
-    """How chunks are run."""
+def _chunk_runner(by_layer: bool) -> Any:
+    """The function that evaluates chunks."""
     if not by_layer:
         from quantkit.evaluate.perplexity import evaluate_chunks
 
@@ -183,21 +204,21 @@ def _way(by_layer: bool) -> Any:
 
     from quantkit.evaluate.streamed import streamed_chunks
 
-    def say(done: int, layers: int) -> None:
+    def on_layer(done: int, layers: int) -> None:
         print(f"layer {done} of {layers}", file=sys.stderr, flush=True)
 
-    return partial(streamed_chunks, on_layer=say)
+    return partial(streamed_chunks, on_layer=on_layer)
 
 
-def _measure(model: Any, plan: _Plan, quiet: bool, way: Any) -> Found:
-    """Perplexity over a text; returns the result and what it depended on, for JSON."""
+def _measure(model: Any, plan: _TextRun, quiet: bool, run_chunks: Any) -> Found:
+    """Perplexity over a text; returns the result and its conditions, for JSON."""
     from quantkit.evaluate import perplexity as evaluation
     from quantkit.evaluate.divergence import base_writer
     from quantkit.formats.kld.chunk_file import Noted
 
     chunks = plan.chunks(model.tokenizer)
-    n_ctx, said = chunks.n_ctx, f"perplexity over {len(chunks)} chunks of {chunks.n_ctx} tokens"
-    print(f"{said}, batch {plan.n_batch}", file=sys.stderr)
+    n_ctx, title = chunks.n_ctx, f"perplexity over {len(chunks)} chunks of {chunks.n_ctx} tokens"
+    print(f"{title}, batch {plan.n_batch}", file=sys.stderr)
     running = Running(len(chunks), n_ctx, plan.n_batch)
     with contextlib.ExitStack() as stack:
         log = plan.log(model, chunks)
@@ -209,7 +230,7 @@ def _measure(model: Any, plan: _Plan, quiet: bool, way: Any) -> Found:
             writer = stack.enter_context(made)
             if log is not None:
                 log.keep(writer.done)
-        done = _begin(stack, log)
+        done = _resume_log(stack, log)
 
         def show(so_far: evaluation.Perplexity) -> None:
             index = len(so_far.nll)
@@ -225,7 +246,7 @@ def _measure(model: Any, plan: _Plan, quiet: bool, way: Any) -> Found:
                 running.tick(index)
 
         found = evaluation.perplexity(
-            model, chunks, n_batch=plan.n_batch, base=writer, on_chunk=show, done=done, run=way
+            model, chunks, n_batch=plan.n_batch, base=writer, on_chunk=show, done=done, run=run_chunks
         )
     if not quiet:
         estimate = f"Final estimate: PPL over {len(chunks)} chunks for n_ctx={n_ctx} = {found}"
@@ -235,19 +256,19 @@ def _measure(model: Any, plan: _Plan, quiet: bool, way: Any) -> Found:
     return result, {"n_ctx": n_ctx, "chunks": len(chunks), "text": str(plan.text)}
 
 
-def _begin(stack: contextlib.ExitStack, log: Any) -> Any:
-    """What the log, if there is one, has of an earlier run; it takes lines from now on."""
+def _resume_log(stack: contextlib.ExitStack, log: Any) -> Any:
+    """Open the log, if there is one, and return the chunks of an earlier run."""
     if log is None:
         return None
     stack.enter_context(log)
     if len(log.done):
-        print(f"{len(log.done)} of them are in {log.path}", file=sys.stderr)
+        print(f"{len(log.done)} chunks are already in {log.path}", file=sys.stderr)
     return log.done
 
 
 @dataclass(frozen=True)
 class _Tasks:
-    """A benchmark of tasks with choices."""
+    """A multiple-choice benchmark."""
 
     name: str
     path: Path
@@ -257,7 +278,7 @@ class _Tasks:
 
     @classmethod
     def read(cls, name: str, path: Path, limit: int, model: Path) -> _Tasks:
-        """The tasks of a file, and how many tokens the longest choice has in a model."""
+        """Read the tasks of a file, and count the tokens of the longest choice."""
         from quantkit.evaluate import tasks as evaluation
         from quantkit.formats import gguf
         from quantkit.tokenizers.tokenizer import Tokenizer
@@ -266,17 +287,17 @@ class _Tasks:
                 "multiple-choice": evaluation.multiple_choice}[name]  # fmt: skip
         tasks = read(path, limit)
         if not tasks:
-            raise QuantkitError(f"{path}: no tasks in it")
+            raise QuantkitError(f"{path} contains no tasks")
         tokenizer = Tokenizer.from_gguf(gguf.require_model(gguf.open(model)).metadata)
         longest = max(len(tokenizer.encode(text, bos=None)) for task in tasks for text in task.texts)
         return cls(name, path, tasks, tokenizer, longest)
 
-    def run(self, model: Any, quiet: bool, way: Any) -> Found:
+    def run(self, model: Any, quiet: bool, run_chunks: Any) -> Found:
         return _score(model, self, quiet)
 
 
 def _score(model: Any, job: _Tasks, quiet: bool) -> Found:
-    """Returns the result and what it depended on, for JSON."""
+    """Returns the result and its conditions, for JSON."""
     from quantkit.evaluate import tasks as evaluation
 
     name, tasks = job.name, job.tasks
@@ -287,7 +308,7 @@ def _score(model: Any, job: _Tasks, quiet: bool) -> Found:
             print(f"{score.tasks}\t{100 * score.accuracy:.8f}", flush=True)
     assert score is not None
     value, error = 100 * score.accuracy, 100 * score.error
-    if not quiet and name == "winogrande" and score.tasks >= _ENOUGH_FOR_A_REPORT:
+    if not quiet and name == "winogrande" and score.tasks >= _MIN_POSITIONS:
         print(f"\nFinal Winogrande score({score.tasks} tasks): {value:.4f} +/- {error:.4f}")
     if not quiet and name == "multiple-choice":
         spread = 100 * (score.chance * (1 - score.chance) / max(1, score.tasks - 1)) ** 0.5
@@ -318,12 +339,12 @@ class _Divergence:
     def longest(self) -> int:
         return int(self.base.n_ctx)
 
-    def run(self, model: Any, quiet: bool, way: Any) -> Found:
-        return _diverge(model, self, quiet, way)
+    def run(self, model: Any, quiet: bool, run_chunks: Any) -> Found:
+        return _diverge(model, self, quiet, run_chunks)
 
 
-def _diverge(model: Any, job: _Divergence, quiet: bool, way: Any) -> Found:
-    """Returns the result and what it depended on, for JSON."""
+def _diverge(model: Any, job: _Divergence, quiet: bool, run_chunks: Any) -> Found:
+    """Returns the result and its conditions, for JSON."""
     from quantkit.evaluate import divergence
     from quantkit.formats.kld.bounded_file import BoundedReader
 
@@ -331,8 +352,8 @@ def _diverge(model: Any, job: _Divergence, quiet: bool, way: Any) -> Found:
     print(f"KL divergence over {base.n_chunk} chunks of {base.n_ctx} tokens from {path}", file=sys.stderr)
     if (share := divergence.known_share(base.tokens, model.tokenizer)) < _SAME_TOKENIZER:
         print(
-            f"warning: {path}: written out and tokenized again by {model.path}, {100 * share:.1f} % of the base's "
-            "tokens come back: it was made with another tokenizer, or not of a text",
+            f"warning: {path}: decoding its tokens and encoding them again with the tokenizer of {model.path} gives "
+            f"{100 * share:.1f} % of the same tokens: the base file has another tokenizer or is not from a text",
             file=sys.stderr,
         )
     running, k, log = Running(base.n_chunk, base.n_ctx, n_batch), base.rows_per_chunk, None
@@ -350,22 +371,21 @@ def _diverge(model: Any, job: _Divergence, quiet: bool, way: Any) -> Found:
         running.tick(index)
 
     with contextlib.ExitStack() as stack:
-        done = _begin(stack, log)
+        done = _resume_log(stack, log)
         before = 0 if done is None else len(done)
         noted = {name: log.noted(name) for name in names} if log is not None and before else None
-        found = divergence.divergence(model, base, n_batch=n_batch, on_chunk=show, run=way, done=noted)
+        found = divergence.divergence(model, base, n_batch=n_batch, on_chunk=show, run=run_chunks, done=noted)
     if not quiet:
-        if len(found) >= _ENOUGH_FOR_A_REPORT:
+        if len(found) >= _MIN_POSITIONS:
             print(f"\n{divergence.report(found)}")
         else:
             print(
                 f"\nPPL of the base {found.ppl_base.value:.4f} ± {found.ppl_base.error:.4f}; {len(found)} positions, "
-                f"the full report takes at least {_ENOUGH_FOR_A_REPORT}"
+                f"the full report needs at least {_MIN_POSITIONS}"
             )
         if found.doubts is not None:
             low, high = found.limits
-            print(
-                f"\nKLD {found.mean_kld.value:.6f}, of an exact base {low:.6f} to {high:.6f}: within {found.bound:.6f}"
-            )
+            span = f"from an exact base {low:.6f} to {high:.6f}"
+            print(f"\nKLD {found.mean_kld.value:.6f}; {span}: within {found.bound:.6f}")
     result = {**divergence.summary(found), "seconds": running.seconds}
     return result, {"n_ctx": base.n_ctx, "chunks": base.n_chunk, "text": f"of {path}"}

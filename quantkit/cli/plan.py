@@ -1,4 +1,4 @@
-"""`quantkit plan`: what a recipe makes of a model, and whether that fits, before there are weights."""
+"""`quantkit plan`: the types, sizes and devices of a model's tensors, computed without weights."""
 
 from __future__ import annotations
 
@@ -7,17 +7,26 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli._planning import Asked, Strict, Verbose, asks, document, open_source, print_plan, require_clean
+from quantkit.cli._planning import (
+    PlanOptions,
+    Strict,
+    Verbose,
+    document,
+    open_source,
+    print_plan,
+    require_clean,
+    takes_plan_options,
+)
 from quantkit.cli._shared import Json, print_json
 
 
-@asks()
+@takes_plan_options()
 def plan(
     source: Annotated[
         Path,
         typer.Argument(
             metavar="MODEL",
-            help="A GGUF file, or any shard of a set, a checkpoint's directory, or its config.json alone.",
+            help="A GGUF file or any shard of a split one, a checkpoint directory, or only its config.json.",
             show_default=False,
         ),
     ],
@@ -25,29 +34,29 @@ def plan(
         str | None,
         typer.Argument(
             metavar="TYPE",
-            help="File type, as Q4_K_M; without it, and without rules, the types that are there.",
+            help="File type, for example Q4_K_M; without it and without rules, the current types.",
             show_default=False,
         ),
     ] = None,
-    asked: Asked = Asked(),  # noqa: B008  its options' own defaults
-    explain: Annotated[bool, typer.Option("--explain", help="Show why tensors are where they are.")] = False,
+    options: PlanOptions = PlanOptions(),  # noqa: B008  immutable
+    explain: Annotated[bool, typer.Option("--explain", help="Show the reason for each tensor's device.")] = False,
     strict: Strict = False,
     verbose: Verbose = False,
     json: Json = False,
 ) -> None:
-    """Show what a file type, rules and flags make of a model, who goes where, and whether it fits.
+    """Show the types, sizes and devices that a file type, rules and flags give, and whether the model fits.
 
-    No weight is read, and none need be there: a config.json is enough. The plan names the type of every class of
-    tensors with the reason, what each rule matched, sizes, and what is probably a mistake. With -ngl, -ot, -ts and
-    their kin it tells the bytes on each device, with -c the cache, with --vram and --ram whether it fits. --fit fills
-    the devices and prints the flags that do the same, with speeds that their bytes allow.
-    `quantkit quantize IN OUT --plan FILE` executes what --json prints.
+    No weights are read; a config.json is enough. The plan shows the type of every class of tensors with the reason, the
+    tensors that each rule matches, sizes, and warnings about probable mistakes. With -ngl, -ot, -ts and the related
+    flags it shows the bytes on each device, with -c the KV cache, and with --vram and --ram whether the model fits.
+    --fit fills the devices and prints the equivalent flags and predicted speeds.
+    `quantkit quantize IN OUT --plan FILE` executes the plan that --json prints.
     """
     if file_type is None:
-        asked.require_no_choice()
+        options.require_no_type_options()
     model = open_source(source)
-    made = asked.plan_only(model, file_type or "COPY")
-    budget = asked.budget(made, model.metadata)
+    made = options.plan_only(model, file_type or "COPY")
+    budget = options.budget(made, model.metadata)
     if strict:
         require_clean(made, budget)
     if json:

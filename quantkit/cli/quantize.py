@@ -1,4 +1,4 @@
-"""`quantkit quantize`: plan, show the plan, write."""
+"""`quantkit quantize`: plan, show the plan, write the file."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantkit.cli._planning import (
-    Asked,
     Model,
+    PlanOptions,
     Strict,
     Verbose,
-    asks,
-    decided,
+    conflicts_with_plan,
     document,
     open_source,
     print_plan,
     require_clean,
+    takes_plan_options,
 )
 from quantkit.cli._positional import default_out
 from quantkit.cli._positional import read as read_positional
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from quantkit.recipe import Plan
 
 
-@asks("fit", "bandwidth", "compute", "offload_threshold", "offload_policy")
+@takes_plan_options("fit", "bandwidth", "compute", "offload_threshold", "offload_policy")
 def quantize(
     source: Annotated[
         Path,
         typer.Argument(
             metavar="IN",
-            help="A GGUF file, any shard of a set, or a checkpoint's directory; for --dry-run also its config.json.",
+            help="A GGUF file, any shard of a split one, or a checkpoint directory; with --dry-run also config.json.",
             show_default=False,
         ),
     ],
@@ -58,48 +58,52 @@ def quantize(
         str | None,
         typer.Argument(
             metavar="OUT",
-            help="The file to write; without it ggml-model-TYPE.gguf in the folder of IN.",
+            help="The output file; default: ggml-model-TYPE.gguf in the directory of IN.",
             show_default=False,
         ),
     ] = None,
     file_type: Annotated[
         str | None,
-        typer.Argument(metavar="TYPE", help="File type, as Q4_K_M, its number, or COPY.", show_default=False),
+        typer.Argument(metavar="TYPE", help="File type, for example Q4_K_M, its number, or COPY.", show_default=False),
     ] = None,
     thread_count: Annotated[
-        str | None, typer.Argument(metavar="THREADS", help="As --threads.", show_default=False)
+        str | None, typer.Argument(metavar="THREADS", help="Same as --threads.", show_default=False)
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Types as `quantkit plan --json` wrote them; no TYPE then.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Use the plan that `quantkit plan --json` wrote, instead of TYPE."),
     ] = None,
-    asked: Asked = Asked(),  # noqa: B008  its options' own defaults
+    options: PlanOptions = PlanOptions(),  # noqa: B008  immutable
     hide_imatrix: Annotated[
-        bool, typer.Option("--hide-imatrix", help="Do not say in the output which importance matrix it was.")
+        bool, typer.Option("--hide-imatrix", help="Do not store the name of the importance matrix in the output.")
     ] = False,
-    effort: Annotated[
-        str, typer.Option(metavar="E", help="What the search for codes may cost: fast, normal or best.")
-    ] = "normal",
+    effort: Annotated[str, typer.Option(metavar="EFFORT", help="Encoder effort: fast, normal or best.")] = "normal",
     override_kv: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=TYPE:VALUE", help="Set a metadata key; TYPE int, float, bool or str. Repeatable."),
+        typer.Option(metavar="KEY=TYPE:VALUE", help="Set a metadata key; TYPE is int, float, bool or str. Repeatable."),
     ] = None,
     pre: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="tokenizer.ggml.pre, where a checkpoint's tokenizer is not recognised."),
+        typer.Option(
+            metavar="NAME", help="Value of tokenizer.ggml.pre, if a checkpoint's tokenizer is not recognised."
+        ),
     ] = None,
     split_max_size: SplitMaxSize = None,
     split_max_tensors: SplitMaxTensors = None,
     keep_split: KeepSplit = False,
     strict: Strict = False,
     partial_requant: Annotated[
-        bool, typer.Option("--partial-requant", help="Make only tensors anew that would differ from those in OUT.")
+        bool,
+        typer.Option(
+            "--partial-requant", help="Quantize only tensors that would differ from those in OUT; copy the rest."
+        ),
     ] = False,
     reuse: Annotated[
         Path | None,
-        typer.Option(metavar="OLD", help="The same with another file, as OLD.gguf or OLD.gguf.partial-job."),
+        typer.Option(metavar="OLD", help="Like --partial-requant, but copy from OLD: a .gguf or .gguf.partial-job."),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Drop what a run that ended early has done, instead of going on with it.")
+        bool, typer.Option("--fresh", help="Discard the results of an interrupted run instead of resuming it.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")] = False,
     verbose: Verbose = False,
@@ -108,42 +112,42 @@ def quantize(
 ) -> None:
     """Quantize a GGUF file or a checkpoint by file type, rules and flags.
 
-    A checkpoint's directory is read as `quantkit convert` would write it, FP8 and MXFP4 as bf16, rows by rows, with no
-    file in between: the tensors are those that the detour gives.
+    A checkpoint directory is read as `quantkit convert` would write it (FP8 and MXFP4 become bf16), a few rows at a
+    time and without an intermediate file. The result is the same as with `quantkit convert` first.
 
-    What decides a tensor's type, strongest first: --token-embedding-type and --output-tensor-type; the first matching
-    rule of --custom-q, --tensor-type and --recipe; --attn-q-type and its kin; the mix of TYPE; its default. Rows that
-    do not fit a type fall back to a narrower one. Rules that do nothing, or more than they say, are warned about; the
-    output carries its recipe. --plan takes all types from a file instead. --repack and --repack-pattern do in one pass
-    what `quantkit repack` would do to the output; the pattern alone is enough. Types that are interleaved, as
-    IQ4_K_R4, can also be asked for like any other. Flags of placement, cache and memory change nothing that is
-    written: the plan shows where the tensors will go with them.
+    These decide a tensor's type, highest priority first: --token-embedding-type and --output-tensor-type; the first
+    matching rule of --custom-q, --tensor-type and --recipe; --attn-q-type and the related flags; the mix of TYPE; its
+    default. Rows that do not fit a type fall back to a type with smaller blocks. quantkit warns about rules that match
+    nothing or more than they seem to. The output contains its recipe. --plan takes all types from a file instead.
+    --repack and --repack-pattern do in one pass what `quantkit repack` does to a file; --repack-pattern implies
+    --repack. Interleaved types such as IQ4_K_R4 are also valid types. Flags for placement, cache and memory do not
+    change the output: the plan shows where the tensors will go.
 
-    A run that was killed or interrupted goes on where it was when the same command is given again. --partial-requant
-    redoes only tensors whose type, source, importance or codec is another than what OUT says of them, and copies the
-    rest; `quantkit verify` tells what that would be. Where there is no OUT all are made.
+    To resume an interrupted run, give the same command again. --partial-requant quantizes only tensors whose type,
+    source, importance or codec differs from what OUT records, and copies the rest; `quantkit verify` lists them. If OUT
+    does not exist, it quantizes all tensors.
     """
     if partial_requant and reuse:
         raise typer.BadParameter(
-            "--partial-requant takes over what is in OUT, --reuse what is in another file: pass one"
+            "--partial-requant copies tensors from OUT and --reuse from another file: pass one of them"
         )
     from quantkit.pipelines import resume
     from quantkit.pipelines.quantize import Override
     from quantkit.pipelines.quantize import quantize as run
     from quantkit.types import effort_level
 
-    effort_level(effort)  # refused before anything is read
+    effort_level(effort)  # an unknown level fails before any file is read
     positional = read_positional((out, file_type, thread_count))
     thread_limit = _thread_limit(threads, positional.threads)
     model = open_source(source, not dry_run, pre)
     if model.file is None and not dry_run:
-        raise QuantkitError(f"{source}: there are no weights in it; pass the directory that it lies in, or a GGUF file")
-    matrix = asked.read_imatrix()
+        raise QuantkitError(f"{source} contains no weights; pass its directory or a GGUF file")
+    matrix = options.read_imatrix()
     overrides = [Override.parse(text) for text in override_kv or []]
     size = split_limit(split_max_size, split_max_tensors, keep_split)
-    made = _plan(asked, positional.file_type, plan, model, matrix)
+    made = _plan(options, positional.file_type, plan, model, matrix)
     made.require_codecs()
-    budget = asked.budget(made, model.metadata)
+    budget = options.budget(made, model.metadata)
     if strict:
         require_clean(made, budget)
     if not json:
@@ -151,7 +155,7 @@ def quantize(
         print_plan(made, verbose, budget)
     path = positional.out or default_out(source, made.file_type.name)
     if positional.out is None and not json:
-        print(f"no OUT is given: the output is {path}")
+        print(f"OUT is not given: the output is {path}")
     if dry_run or model.file is None:
         if json:
             print_json(document(made, budget))
@@ -163,7 +167,7 @@ def quantize(
             path,
             made,
             imatrix=matrix,
-            imatrix_file=str(asked.imatrix or ""),
+            imatrix_file=str(options.imatrix or ""),
             hide_imatrix=hide_imatrix,
             overrides=overrides,
             effort=effort,
@@ -178,41 +182,41 @@ def quantize(
             say=(lambda line: None) if json else print,
         )
     except BaseException:
-        _tell_unfinished(path)
+        _print_unfinished(path)
         raise
     _report(made, written, time.perf_counter() - started, json)
 
 
-def _plan(asked: Asked, file_type: str | None, path: Path | None, model: Model, matrix: Imatrix | None) -> Plan:
-    """The plan of a file type, or the one in a file, for this model."""
+def _plan(options: PlanOptions, file_type: str | None, path: Path | None, model: Model, matrix: Imatrix | None) -> Plan:
+    """The plan for this model: from a file type, or replayed from the file of --plan."""
     from quantkit.recipe import replay
 
     if path is None:
         if file_type is None:
-            raise typer.BadParameter("TYPE is missing: a file type as Q4_K_M, its number, or COPY")
-        return asked.plan(model, file_type, matrix)
+            raise typer.BadParameter("TYPE is missing: give a file type such as Q4_K_M, its number, or COPY")
+        return options.plan(model, file_type, matrix)
     if file_type is not None:
-        raise decided("TYPE")
-    asked.refuse_choices()
+        raise conflicts_with_plan("TYPE")
+    options.refuse_type_options()
     return replay(
-        json_input.read(path), model.tensors, matrix, allow_requantize=asked.allow_requantize, where=str(path)
+        json_input.read(path), model.tensors, matrix, allow_requantize=options.allow_requantize, where=str(path)
     )
 
 
-def _tell_unfinished(out: Path) -> None:
-    """Say what an error or an interrupt has left, and how to go on."""
+def _print_unfinished(out: Path) -> None:
+    """After an error or an interrupt, print what is saved and how to resume."""
     from quantkit.pipelines.resume import unfinished
 
     if left := unfinished(out):
         print(
-            f"\n{left[0]} of {left[1]} tensors are done and kept in {out}.partial-job; the same command goes on from "
-            "there, with --fresh it starts anew",
+            f"\n{left[0]} of {left[1]} tensors are done and saved in {out}.partial-job; run the same command to "
+            "resume, or add --fresh to start over",
             file=sys.stderr,
         )
 
 
 def _thread_limit(option: int | None, positional: int | None) -> int | None:
-    """The threads of --threads or THREADS; zero and less of the latter mean all CPUs, as in llama-quantize."""
+    """The number of threads from --threads or THREADS; THREADS <= 0 means all CPUs, as in llama-quantize."""
     if option is not None and positional is not None and option != positional:
         raise typer.BadParameter(f"THREADS is {positional} and --threads {option}; drop one of them")
     return option or checked_threads(positional if positional and positional > 0 else None)

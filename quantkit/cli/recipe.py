@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantkit.cli._planning import (
-    Asked,
     ImatrixFile,
+    PlanOptions,
     Set,
     Strict,
     complete_imatrix,
@@ -28,24 +28,26 @@ if TYPE_CHECKING:
 Source = Annotated[
     str,
     typer.Argument(
-        metavar="RECIPE", help="A name, a file of any form, a GGUF file, or rules 're=type,…'.", show_default=False
+        metavar="RECIPE",
+        help="Name of a shipped recipe, recipe file, GGUF file, or rules 'REGEX=TYPE,…'.",
+        show_default=False,
     ),
 ]
 _Model = Annotated[
     Path | None,
-    typer.Option("--model", metavar="MODEL", help="A GGUF file, a checkpoint's directory or config.json."),
+    typer.Option("--model", metavar="MODEL", help="A GGUF file, a checkpoint directory or its config.json."),
 ]
 
 
 def recipe(json: Json = False) -> None:
-    """List the recipes that come with quantkit; `recipe show` and `recipe lint` look at one."""
+    """List the shipped recipes; `recipe show` and `recipe lint` read one."""
     from quantkit.recipe import find, shipped
 
     found = {name: find(name) for name in shipped()}
     if json:
         print_json([_document(made) | {"name": name} for name, made in found.items()])
         return
-    print(table(("recipe", "rules", "what it is"), [_row(name, made) for name, made in found.items()], left=3))
+    print(table(("recipe", "rules", "description"), [_row(name, made) for name, made in found.items()], left=3))
 
 
 def show(
@@ -57,10 +59,10 @@ def show(
     model: _Model = None,
     json: Json = False,
 ) -> None:
-    """Print a recipe in one of the forms that tools read.
+    """Print a recipe in one of the formats that tools read.
 
-    file has its story, its settings and the shorthand for layers; custom-q is one line for --custom-q of any tool;
-    tensor-types a rule a line for --tensor-type-file; thireus names every tensor, so it needs --model.
+    file: with comments, settings and the shorthand for layers; custom-q: one line for --custom-q of any tool;
+    tensor-types: one rule per line for --tensor-type-file; thireus: every tensor by name, so it needs --model.
     """
     from quantkit.errors import UnknownNameError
     from quantkit.recipe import find
@@ -84,7 +86,7 @@ def lint(
     model: Annotated[
         Path,
         typer.Argument(
-            metavar="MODEL", help="A GGUF file, a checkpoint's directory or config.json.", show_default=False
+            metavar="MODEL", help="A GGUF file, a checkpoint directory or its config.json.", show_default=False
         ),
     ],
     imatrix: ImatrixFile = None,
@@ -92,16 +94,16 @@ def lint(
     strict: Strict = False,
     json: Json = False,
 ) -> None:
-    """Say what in a recipe cannot be meant for a model, and what to write instead.
+    """Report probable mistakes in a recipe for a model, with corrections.
 
-    Nothing is said about a recipe without mistakes. `quantkit plan` does the same beside sizes and types. With
-    --imatrix also tensors that it lacks and experts that saw too few tokens are named; without, one is taken to be
-    there that lacks nothing.
+    A recipe without mistakes gives no output. `quantkit plan` reports the same, with sizes and types. With --imatrix,
+    missing tensors and experts with too few tokens are reported too; without it, a complete importance matrix is
+    assumed.
     """
     from quantkit.recipe import RecipeError, find
 
     found, about = find(source, read_settings(settings)), open_source(model)
-    made = _plan(found, about, Asked(imatrix=imatrix).read_imatrix() if imatrix else complete_imatrix(about))
+    made = _plan(found, about, PlanOptions(imatrix=imatrix).read_imatrix() if imatrix else complete_imatrix(about))
     warnings = list(made.warnings)
     if imatrix is None and (lacks := missing_imatrix(made)):
         warnings.append(lacks)
@@ -117,7 +119,7 @@ def lint(
 
 
 def _plan(found: Recipe, model: Model, imatrix: Imatrix | None = None) -> Plan:
-    """The recipe over a model; what it does not name is Q8_0."""
+    """The plan of a recipe for a model; tensors without a rule are Q8_0."""
     from quantkit.recipe import Options, plan
 
     options = Options(allow_requantize=True, ignore_imatrix_rules=True)

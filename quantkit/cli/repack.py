@@ -1,4 +1,4 @@
-"""`quantkit repack`: rows interleaved for the CPU."""
+"""`quantkit repack`: interleave rows for the CPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def repack(
         typer.Option(
             "--for",
             metavar="PLACEMENT",
-            help="Only what stays on the CPU under these flags, as '-ngl 99 -ot exps=CPU' or '--n-cpu-moe 20'.",
+            help="Only tensors on the CPU under these flags, for example '-ngl 99 -ot exps=CPU'.",
         ),
     ] = None,
     split_max_size: SplitMaxSize = None,
@@ -54,13 +54,13 @@ def repack(
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Interleave the rows of a file's tensors, which CPU kernels read faster.
+    """Interleave the rows of a file's tensors, because CPU kernels read them faster.
 
-    Values do not change, and `quantkit unpack` gives the file back. Embeddings stay as they are; so do types without an
-    interleaved form and matrices whose rows are not a multiple of what the form interleaves. BF16 is interleaved only
-    where a pattern names it: bf16_r16 needs a CPU with AVX512_BF16. F16 never is, as that would lose bits.
-    Interleaved tensors are for the CPU: say with --for how the file will be run, or name with --repack-pattern those
-    that will be there. When nothing can change, nothing is written.
+    Values do not change, and `quantkit unpack` restores the file. These stay unchanged: embeddings, types without an
+    interleaved form, and matrices whose number of rows is not a multiple of the number that is interleaved. BF16 is
+    interleaved only if a pattern names it, because bf16_r16 needs a CPU with AVX512_BF16. F16 is not interleaved,
+    because that would lose bits. Interleaved tensors are for the CPU: pass the flags of the later run with --for, or
+    select tensors with --repack-pattern. If nothing would change, no file is written.
     """
     from quantkit.formats import gguf
     from quantkit.pipelines.repack_file import plan_repack
@@ -68,11 +68,11 @@ def repack(
     split = Split(split_limit(split_max_size, split_max_tensors, keep_split), split_max_tensors, keep_split)
     file = gguf.require_model(gguf.open(source))
     placement = _placement(file, placed) if placed is not None else None
-    carry_out(plan_repack(file, comma_separated(repack_pattern), placement), out, split, dry_run, threads, json)
+    run_repacking(plan_repack(file, comma_separated(repack_pattern), placement), out, split, dry_run, threads, json)
 
 
 def _placement(file: GGUF, text: str) -> Placement:
-    """Where a run with these flags puts tensors; UnsupportedError if a GPU would get what it has no kernel for."""
+    """The placement under these flags; UnsupportedError for an interleaved tensor that a GPU cannot use."""
     from quantkit.placement.rules import parse_flags, plan
 
     found = plan(file.tensors, parse_flags(text), file.metadata, file.path)
@@ -82,15 +82,15 @@ def _placement(file: GGUF, text: str) -> Placement:
 
 
 class Split(NamedTuple):
-    """How the output is cut into shards: at most so many bytes, so many tensors, or as the input."""
+    """Sharding of the output: maximum bytes or tensors per shard, or the shards of the input."""
 
     max_bytes: int | None
     max_tensors: int | None
     keep: bool
 
 
-def carry_out(job: Repacking, out: Path, split: Split, dry_run: bool, threads: int | None, json: bool) -> None:
-    """Show what a repacking does, do it unless there is nothing to do, and say so."""
+def run_repacking(job: Repacking, out: Path, split: Split, dry_run: bool, threads: int | None, json: bool) -> None:
+    """Print the changes of a repacking and write the file, unless nothing changes."""
     from quantkit.pipelines.repack_file import write
 
     paths: list[Path] = []
@@ -111,7 +111,7 @@ def carry_out(job: Repacking, out: Path, split: Split, dry_run: bool, threads: i
     if json:
         print_json(_record(job, paths, seconds))
     elif not job.changed:
-        print(f"nothing to do: no tensor of {job.source.path} would change; nothing is written")
+        print(f"nothing to do: no tensor of {job.source.path} would change; no file is written")
     elif paths:
         for path in paths:
             print(f"wrote {path}")
@@ -120,7 +120,7 @@ def carry_out(job: Repacking, out: Path, split: Split, dry_run: bool, threads: i
 
 
 def _summary(job: Repacking) -> str:
-    """What becomes of how many tensors, with the reason of those that are copied."""
+    """The changes as a table, with the reason for tensors that are copied."""
     classes: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for change in job.changes:
         classes[change.tensor.type.name, change.type.name, change.reason].append(change.tensor.nbytes)

@@ -1,4 +1,4 @@
-"""`quantkit split`: a GGUF file as shards."""
+"""`quantkit split`: split a GGUF file into shards."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from quantkit.cli._shared import (
 if TYPE_CHECKING:
     from quantkit.formats.gguf import GGUF
 
-DEFAULT_TENSORS = 128  # gguf-split's
+DEFAULT_TENSORS = 128  # as in gguf-split
 
 
 def split(
     source: Source,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="What the shards' names begin with.", show_default=False)],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Prefix of the shards' names.", show_default=False)],
     split_max_size: SplitMaxSize = None,
     split_max_tensors: SplitMaxTensors = None,
     no_tensor_first_split: Annotated[
-        bool, typer.Option("--no-tensor-first-split", help="Let the first shard hold metadata alone.")
+        bool, typer.Option("--no-tensor-first-split", help="Write only metadata to the first shard.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the shards and write nothing.")] = False,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Cut a GGUF file into shards OUT-00001-of-0000N.gguf.
+    """Split a GGUF file into shards OUT-00001-of-0000N.gguf.
 
-    A shard is filled in the file's order until the next tensor would pass the limit, as gguf-split does; without a
-    limit after 128 tensors. Sizes count tensors, not headers, and M and G are decimal. A tensor above the limit gets
-    a shard of its own. A set of shards is cut anew. `quantkit merge` gives the file back.
+    Tensors go to a shard in file order until the next one would exceed the limit, as in gguf-split. The default limit
+    is 128 tensors. Sizes count tensors, not headers; M and G are decimal. A tensor above the limit gets its own shard.
+    IN may be split already. `quantkit merge` restores the file.
     """
     from quantkit.formats import gguf
     from quantkit.formats.gguf import shards
@@ -68,7 +68,7 @@ def split(
 
 
 def _rows(file: GGUF, paths: list[Path], counts: list[int]) -> list[dict[str, Any]]:
-    """One dictionary a shard, with the bytes of its tensors."""
+    """One dictionary per shard, with the bytes of its tensors."""
     sizes = iter([tensor.nbytes for tensor in file.tensors.values()])
     return [
         {"path": path, "tensors": count, "bytes": sum(next(sizes) for _ in range(count))}

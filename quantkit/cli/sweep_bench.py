@@ -1,4 +1,4 @@
-"""`quantkit sweep-bench`: speed of prompt and generation as the cache fills."""
+"""`quantkit sweep-bench`: prompt and generation speed as the cache fills."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from quantkit.cli._runtime import Launch, conditions, runs_a_model
 from quantkit.cli._shared import Json, Threads, print_json
-from quantkit.cli.bench import FastNumerics, record, said, shares
+from quantkit.cli.bench import FastNumerics, conditions_line, record, shares
 from quantkit.errors import UnknownNameError
 
 _HEADER = "|    PP |     TG |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s | TG GB/s | of mem |"
@@ -21,41 +21,41 @@ _FORMATS = ("md", "jsonl")
 
 @runs_a_model
 def sweep_bench(
-    model: Annotated[Path, typer.Argument(help="GGUF file, or any shard of one.")],
+    model: Annotated[Path, typer.Argument(help="GGUF file, or any shard of a split one.")],
     ctx_size: Annotated[int, typer.Option("--ctx-size", "-c", help="Tokens of the cache to fill.", min=5)] = 2048,
-    batch_size: Annotated[int, typer.Option("--batch-size", "-b", "-ub", help="Tokens of a step.", min=4)] = 512,
+    batch_size: Annotated[int, typer.Option("--batch-size", "-b", "-ub", help="Tokens per step.", min=4)] = 512,
     n_predict: Annotated[
-        int, typer.Option("--n-predict", "-n", help="Tokens to generate at each; 0: a quarter of a step.", min=0)
+        int, typer.Option("--n-predict", "-n", help="Tokens to generate per step; 0: a quarter of --batch-size.", min=0)
     ] = 0,
-    repeat: Annotated[int, typer.Option("--repeat", "-nrep", help="Times at each; the median counts.", min=1)] = 1,
-    sweep_stride: Annotated[int, typer.Option("--sweep-stride", help="Time every which step.", min=1)] = 1,
+    repeat: Annotated[
+        int, typer.Option("--repeat", "-nrep", metavar="N", help="Repetitions per step; the median is reported.", min=1)
+    ] = 1,
+    sweep_stride: Annotated[int, typer.Option("--sweep-stride", metavar="N", help="Time every Nth step.", min=1)] = 1,
     warmup_batch: Annotated[
-        bool, typer.Option("--warmup-batch", "-wb", help="Warm up by a whole step, not by a token.")
+        bool, typer.Option("--warmup-batch", "-wb", help="Warm up with a whole step instead of one token.")
     ] = False,
     sweep_memory: Annotated[
-        bool, typer.Option("--sweep-memory", help="Also the most memory that was resident, MiB.")
+        bool, typer.Option("--sweep-memory", help="Also print the peak resident memory in MiB.")
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw tokens/s against depth to this PNG, SVG or PDF.")
+        Path | None, typer.Option("--plot", metavar="FILE", help="Plot tokens/s over depth to a PNG, SVG or PDF file.")
     ] = None,
     numerics: FastNumerics = "fast",
     launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
     threads: Threads = None,
-    output_format: Annotated[
-        str, typer.Option("--output-format", metavar="md|jsonl", help="Form of the rows, which come as measured.")
-    ] = "md",
+    output_format: Annotated[str, typer.Option("--output-format", metavar="md|jsonl", help="Output format.")] = "md",
     json: Json = False,
 ) -> None:
     """Time prompt and generation as the cache fills.
 
-    At each step: the time of -b tokens as a prompt, and of a quarter as many generated one by one at the same place.
-    The last columns: what generating reads per second, and its share of what the same threads reach when they only
-    sum the model's bytes. Rows come as they are measured.
+    Each step times a prompt of -b tokens, then generation (by default of a quarter as many tokens) at the same depth.
+    The last columns are the GB/s that generation reads, and its share of the bandwidth that the same threads reach when
+    they only sum the model's bytes. Rows are printed as they are measured.
     """
     from quantkit.evaluate import bench as measure
 
     if output_format not in _FORMATS:
-        raise UnknownNameError("form of output", output_format, _FORMATS)
+        raise UnknownNameError("output format", output_format, _FORMATS)
     if plot is not None:
         from quantkit.evaluate.plots import require_picture
 
@@ -64,7 +64,7 @@ def sweep_bench(
     memory = measure.read_speed(loaded)
     about = conditions(loaded) | {"n_kv_max": ctx_size, "n_ubatch": batch_size, "repeat": repeat}
     about["warmup"] = "a batch" if warmup_batch else "a token"
-    print(f"{model}: {said(about, memory)}", file=sys.stderr)
+    print(f"{model}: {conditions_line(about, memory)}", file=sys.stderr)
     rows, steps = [], []
     how: dict[str, Any] = {
         "n_generate": n_predict,
@@ -86,11 +86,11 @@ def sweep_bench(
         from quantkit.evaluate.plots import plot_sweep
 
         plot_sweep(plot, rows, memory, f"{model.name}: {loaded.threads} threads, {about['isa']}, {about['cache_type']}")
-        print(f"picture: {plot}", file=sys.stderr)
+        print(f"plot: {plot}", file=sys.stderr)
 
 
 def _step(prompt: Any, generation: Any, memory: float) -> dict[str, Any]:
-    """A row by the keys of the reference's JSON lines, and all there is to say of both halves."""
+    """A row with the keys of ik_llama.cpp's JSON lines, plus the records of prompt and generation."""
     generated = record(generation, memory)
     return {
         "pp": prompt.tokens,

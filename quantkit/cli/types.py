@@ -1,4 +1,4 @@
-"""`quantkit types`: the registry as a table."""
+"""`quantkit types`: list the tensor types."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 HEADER = ("type", "base", "repacked", "imatrix", "cpu", "cuda", "id", "ftype", "bpw", "block", "bytes", "header",
           "rows", "n=4096", "decode", "encode")  # fmt: skip
-LEFT = 6  # columns of words
+LEFT = 6  # left-aligned columns
 
 
 def _cpu_kernel(t: QuantType) -> str:
-    """How products run: "integer" or "float" for a kernel that reads packed weights, "decode" for panels and BLAS."""
+    """CPU kernel: "integer" or "float" if it reads packed weights, "decode" if it decodes panels for BLAS."""
     from quantkit.runtime.kernels import dispatch as table
 
     if t.decode_rows is None:
@@ -28,7 +28,7 @@ def _cpu_kernel(t: QuantType) -> str:
 
 
 def records(layouts: bool = False) -> list[dict[str, Any]]:
-    """One dictionary a type, in order of id; with `layouts`, also the types that are only recognised."""
+    """One dictionary per type, by id; with `layouts`, also types that are only recognised."""
     from quantkit import types
     from quantkit.repack import interleaved_form
     from quantkit.runtime.kernels.cuda import dispatch as cuda_table
@@ -61,14 +61,14 @@ def records(layouts: bool = False) -> list[dict[str, Any]]:
 def types(
     json: Json = False,
     layouts: Annotated[
-        bool, typer.Option("--layouts", help="Also the types whose size is known but that are not decoded.")
+        bool, typer.Option("--layouts", help="Also list types that are recognised but not decoded.")
     ] = False,
 ) -> None:
-    """List the tensor types: id, bits per weight, block, what they can do.
+    """List the tensor types: id, bits per weight, block size, kernels and codecs.
 
-    Bits per weight are those of the blocks; types with a row header add it once a row, as the bytes of a row of 4096
-    show. Rows above 1 means that the type interleaves so many rows of its base type. Products run on the CPU from
-    packed weights (integer, float) or, a panel at a time, from decoded ones (decode); on CUDA GPUs from packed weights.
+    bpw counts blocks only; a row header adds to each row, as n=4096 (bytes of a row of 4096) shows. rows is the number
+    of rows of the base type that the type interleaves. cpu: the matrix product reads packed weights (integer, float) or
+    decodes a panel at a time (decode). cuda: quantkit's CUDA kernel, which reads packed weights.
     """
     listed = records(layouts)
     if json:
@@ -78,13 +78,13 @@ def types(
 
 
 def row(record: dict[str, Any]) -> list[str]:
-    """A record as the cells below HEADER."""
+    """The cells of a record, in the order of HEADER."""
     keys = ("name", "base", "repacked", "imatrix", "cpu_kernel", "cuda_kernel", "id", "file_type", "bits_per_weight",
             "block", "block_bytes", "row_header_bytes", "rows", "row_bytes_of_4096", "decode", "encode")  # fmt: skip
-    return [_said(record[key]) for key in keys]
+    return [_cell(record[key]) for key in keys]
 
 
-def _said(value: Any) -> str:
+def _cell(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, bool):

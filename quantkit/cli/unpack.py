@@ -1,4 +1,4 @@
-"""`quantkit unpack`: interleaved rows put back."""
+"""`quantkit unpack`: undo the interleaving of rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quantkit.cli._shared import (
     Threads,
     split_limit,
 )
-from quantkit.cli.repack import Split, carry_out
+from quantkit.cli.repack import Split, run_repacking
 
 
 def unpack(
@@ -26,15 +26,15 @@ def unpack(
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Undo repacking: give interleaved tensors the rows of their base types.
+    """Undo repacking: convert interleaved tensors to their base types.
 
-    Every bit is kept: a file that `quantkit repack` wrote becomes the file it was made from, and one that was quantized
-    straight to interleaved types becomes one that GPUs and other tools can use. Tensors of IQ1_S_R4 become IQ1_S, those
-    of IQ1_M_R4 become IQ1_M where it can hold their scales and stay otherwise, those of Q8_K_R8 become Q8_0: their
-    values do not change, their sizes do. When nothing can change, nothing is written.
+    No bit is lost: a file from `quantkit repack` becomes its input again, and a file that was quantized directly to
+    interleaved types becomes one that all GPUs and tools can use. IQ1_S_R4 becomes IQ1_S, Q8_K_R8 becomes Q8_0, and
+    IQ1_M_R4 becomes IQ1_M if that can store its scales; the values of these stay the same, but their sizes change. If
+    nothing would change, no file is written.
     """
     from quantkit.formats import gguf
     from quantkit.pipelines.repack_file import plan_unpack
 
     split = Split(split_limit(split_max_size, split_max_tensors, keep_split), split_max_tensors, keep_split)
-    carry_out(plan_unpack(gguf.require_model(gguf.open(source))), out, split, dry_run, threads, json)
+    run_repacking(plan_unpack(gguf.require_model(gguf.open(source))), out, split, dry_run, threads, json)

@@ -1,4 +1,4 @@
-"""`quantkit verify`: is a file sound, and would a rerun give the same."""
+"""`quantkit verify`: check a file for damage, and whether a rerun would give the same bytes."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ _SHOWN = 10
 
 def verify(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A GGUF file, or any shard of a set.", show_default=False)
+        Path, typer.Argument(metavar="FILE", help="A GGUF file, or any shard of a split one.", show_default=False)
     ],
     source: Annotated[
-        Path | None, typer.Option(metavar="IN", help="What it was quantized from: a GGUF, or a checkpoint's directory.")
+        Path | None,
+        typer.Option(metavar="IN", help="The input it was quantized from: a GGUF file or a checkpoint directory."),
     ] = None,
     imatrix: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The importance matrix that it was quantized with.")
+        Path | None, typer.Option(metavar="FILE", help="The importance matrix it was quantized with.")
     ] = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Check a file's structure, values and hashes, and tell whether a rerun would give the same bytes.
+    """Check a file's structure, values and hashes, and whether a rerun would give the same bytes.
 
-    Every tensor is decoded, for scales that are NaN or Inf, and hashed, where `quantkit quantize` recorded hashes. With
-    --source the tensors it was made of are hashed too; what has changed since, source, importance or the way a type is
-    encoded, is named: `quantkit quantize --partial-requant` would make that anew. Exit status 1 is for damage only.
+    Every tensor is decoded, to find NaN and Inf, and hashed if `quantkit quantize` recorded a hash. With --source, the
+    input tensors are hashed too, and tensors whose source, importance or encoder has changed are listed:
+    `quantkit quantize --partial-requant` would quantize these again. Exit status 1 means damage.
     """
     from quantkit.cli._planning import open_source
     from quantkit.formats import imatrix as imatrices
@@ -54,7 +55,7 @@ def _print(found: Verified) -> None:
     total = len(found.file.tensors)
     print(f"structure: sound, {total} tensors in {len(found.file.paths)} file(s)")
     print(f"values: {found.decoded} of {total} tensors decoded")
-    print(f"hashes: {found.hashed} of {found.recorded} recorded are those of the bytes")
+    print(f"hashes: {found.hashed} of {found.recorded} recorded hashes match")
     for sentence in found.damage[:_SHOWN]:
         print(f"damaged: {sentence}")
     if len(found.damage) > _SHOWN:

@@ -30,7 +30,7 @@ def planned(capsys: pytest.CaptureFixture[str], config: Path, *flags: object) ->
 def test_what_fit_prints_gives_its_placement(mode: str, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     limits = ("--vram", "6,6", "--ram", "64")
     found = planned(capsys, config, "--fit", "-sm", mode, *limits)
-    said = next(note for note in found["notes"] if note.startswith("--fit")).partition("the same as ")[2]
+    said = next(note for note in found["notes"] if note.startswith("--fit")).partition("equivalent to ")[2]
     again = planned(capsys, config, *shlex.split(said), *limits)
     for key in ("placement", "split", "devices"):
         assert again[key] == found[key]
@@ -44,7 +44,7 @@ def test_what_fit_prints_gives_its_placement(mode: str, config: Path, capsys: py
 def test_a_plan_explains_itself(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--fit", "--devices", "cpu:0=4GiB,cpu=64GiB", "--bandwidth", "cpu=80,cpu:0=40", "--compute", "cpu=1")
     said = printed(capsys, "plan", config, "Q4_0", "-c", 4096, "--explain", *flags)
-    for part in ("--fit: the same as -ngl 49 -ot", "cpu:0: attention", "experts", "predicted: at most", "-sm layer",
+    for part in ("--fit: equivalent to -ngl 49 -ot", "cpu:0: attention", "experts", "predicted: at most", "-sm layer",
                  "no bound by arithmetic on cpu:0 (--compute cpu:0=…)", "a full cache; every token reads",
                  "fewer than 512 tokens leave the CPU's experts"):  # fmt: skip
         assert part in said
@@ -74,7 +74,7 @@ def test_benches_run_on_devices_and_say_so(tiny: Path, capsys: pytest.CaptureFix
     assert "cpu:1 spends" in err or "cpu:0 spends" in err or "CPU spends" in err
     assert "transfers" in err
     assert main([str(a) for a in (*about, "--devices", "cpu:0=40MiB", "--fit", "--fit-margin", 1)]) == 0
-    assert "--fit: the same as -ngl 3" in capsys.readouterr().err
+    assert "--fit: equivalent to -ngl 3" in capsys.readouterr().err
     for flags, said in (
         (("--devices", "cpu:0=1MiB"), r"cpu:0 holds"),
         (("--devices", "cpu:0,cpu:0"), "is there twice"),

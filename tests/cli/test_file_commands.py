@@ -60,7 +60,7 @@ def test_merge_overwrites_no_file(tmp_path, capsys):
     out.write_text("unrelated")
     (tmp_path / "link").symlink_to(gone)
     for there in (out, tmp_path / "link", first, tmp_path / "s-00002-of-00003.gguf"):
-        assert "overwrites no file; remove it" in run(capsys, "merge", first, there, status=1)
+        assert "does not overwrite files; remove it" in run(capsys, "merge", first, there, status=1)
     assert out.read_text() == "unrelated"
     assert not gone.exists()
     run(capsys, "merge", first, tmp_path / "back.gguf")
@@ -81,7 +81,7 @@ def test_metadata(tmp_path, capfdbinary):
     assert gguf.open(path).metadata.kind("llama.context_length") == "u32"
     template = tmp_path / "t.jinja"
     template.write_bytes(b"{{ x }}\n\xff")
-    assert b"written anew" in out("set", path, "--from-file", f"tokenizer.chat_template={template}", "a.b=i32[]:[1,2]")
+    assert b"rewritten" in out("set", path, "--from-file", f"tokenizer.chat_template={template}", "a.b=i32[]:[1,2]")
     assert out("get", path, "tokenizer.chat_template", "a.b") == b"{{ x }}\n\xff\n[1, 2]\n"
     assert json.loads(out("get", path, "tokenizer.chat_template", "--json")) == {
         "tokenizer.chat_template": {"kind": "str", "value": "{{ x }}\n\udcff"}
@@ -89,10 +89,12 @@ def test_metadata(tmp_path, capfdbinary):
     before = path.read_bytes()
     assert b"nothing is written" in out("set", path, "a.b=3", "--dry-run")
     assert "llama.context_length is u32, not i32" in out("set", path, "llama.context_length=i32:1", status=1)
-    assert "general.architecture says how the tensors" in out("set", path, "general.architecture=str:x", status=1)
-    assert "says how the tensors" in out("remove", path, "general.architecture", status=1)
+    assert "general.architecture describes the names, shapes or offsets of tensors" in out(
+        "set", path, "general.architecture=str:x", status=1
+    )
+    assert "describes the names, shapes or offsets of tensors" in out("remove", path, "general.architecture", status=1)
     assert "did you mean general.name" in out("get", path, "general.nam", status=1)
-    assert "there is no key general.nam" in out("remove", path, "general.nam", status=1)
+    assert "no key general.nam" in out("remove", path, "general.nam", status=1)
     assert path.read_bytes() == before
     out("set", path, "general.architecture=qwen3", "llama.context_length=i32:1", "--force")
     out("remove", path, "a.b", "tokenizer.chat_template")
@@ -108,7 +110,7 @@ def test_metadata_of_a_set_is_that_of_its_first_shard(tmp_path, capsys):
     run(capsys, "metadata", "set", second, "general.name=str:other")
     assert second.read_bytes() == before
     assert gguf.open(second).metadata["general.name"] == "other"
-    assert "split.count says how" in run(capsys, "metadata", "set", second, "split.count=1", status=1)
+    assert "split.count describes the names" in run(capsys, "metadata", "set", second, "split.count=1", status=1)
 
 
 def test_diff_weighted_sorted_and_as_json(tmp_path, capsys):
@@ -124,7 +126,7 @@ def test_diff_weighted_sorted_and_as_json(tmp_path, capsys):
     assert weighed["largest"] == pytest.approx(np.abs(x - y).max())
     assert weighed["shapes"] == [[4, 64], [4, 64]]
     text = run(capsys, "diff", a, b, "--top", 2)
-    assert "and 2 tensors that differ less" in text
+    assert "and 2 tensors with smaller differences" in text
     assert "1 key(s) and 4 of 5 tensors differ" in text
     run(capsys, "diff", a, b, "--exit-code", status=1)
 
@@ -142,7 +144,7 @@ def test_card(tmp_path, capsys):
     assert "- importance matrix: i.dat, of wiki.txt, 4 entries of 7 chunks" in text
     assert "| `blk.*.ffn_up.weight` | 0-3 | 4 x 64 | q8_0 | 4 | 0.000 | 8.500 |" in text
     assert "| all | 5 | 1088 | 0.000 |" in text
-    assert f"<details>\n<summary>The recipe that made it</summary>\n\n````\n{recipe}````\n\n</details>" in text
+    assert f"<details>\n<summary>Recipe of this file</summary>\n\n````\n{recipe}````\n\n</details>" in text
     assert (
         "quantkit quantize MODEL-BF16.gguf OUT.gguf Q4_0 --attn-q-type q8_0 --recipe Foo-Q4.gguf --imatrix i.dat\n"
         in text

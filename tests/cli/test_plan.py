@@ -68,7 +68,7 @@ def test_tables(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert part in said
     assert "device" not in said
     said = printed(capsys, "plan", config, "Q4_0", "-c", "1000", "--ram", "1", "--vram", "2,2", "-ts", "3,1")
-    assert "fits, with 1024.00 MiB of each GPU left" in said
+    assert "fits, with 1024.00 MiB of each GPU reserved" in said
     assert "CUDA1" in said
 
 
@@ -198,7 +198,9 @@ def test_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "warning: rule 1" in printed(capsys, "recipe", "lint", "blk.7.=q8_0", path)
     assert "matches none" in refused(capsys, "recipe", "lint", "x9=q8_0", path, "--strict")
     needing = printed(capsys, "recipe", "lint", "ffn_up=iq2_xxs", path)
-    assert "2 tensors, as blk.0.ffn_up_exps.weight, become iq2_xxs, which needs an importance matrix" in needing
+    assert (
+        "2 tensors, for example blk.0.ffn_up_exps.weight, become iq2_xxs, which needs an importance matrix" in needing
+    )
     counts = np.full(128, 500)
     counts[[3, 77]] = 4
     ones = imatrix.Entry(np.ones((128, 2048), np.float32), counts, 9)
@@ -251,7 +253,7 @@ def test_a_plan_of_types_that_need_importance(config: Path, tmp_path: Path, caps
 def test_a_plan_of_rules_without_a_type_asks_for_the_type(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rules in (("--recipe", "dense-iq4_k"), ("--custom-q", RULES), ("--attn-q-type", "q8_0"), ("--pure",)):
         said = " ".join(refused(capsys, "plan", config, *rules, status=2).replace("│", " ").split())
-        assert f"TYPE is missing: what tensors become that {rules[0]} does not decide" in said
+        assert f"TYPE is missing: the type of tensors that {rules[0]} does not decide" in said
         assert "COPY" not in said
     assert "COPY: " in printed(capsys, "plan", config)
     assert "COPY changes no tensor" in refused(capsys, "plan", config, "COPY", "--custom-q", RULES)

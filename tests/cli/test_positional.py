@@ -46,13 +46,13 @@ def test_what_words_mean(words: str, out: str | None, file_type: str | None, thr
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("Q4_K_M Q5_K_M", r"'Q5_K_M' behind it is no number of THREADS.*written \./Q4_K_M"),
+        ("Q4_K_M Q5_K_M", r"'Q5_K_M' after it is not a number of THREADS.*write \./Q4_K_M"),
         ("Q4_K_M out.gguf", "IN OUT TYPE"),
-        ("8 Q4_K_M", r"written \./8"),
-        ("Q4_K_M 8 4", "'8 4' behind it"),
+        ("8 Q4_K_M", r"write \./8"),
+        ("Q4_K_M 8 4", "'8 4' after it"),
         ("Q4_K_M Q5_K_M 8", "IN OUT TYPE"),
         ("Q4_KM 8", "unknown file type 'Q4_KM'; did you mean.*Q4_K_M"),
-        ("q8_K 8", r"unknown file type 'q8_K'.*written \./q8_K"),
+        ("q8_K 8", r"unknown file type 'q8_K'.*write \./q8_K"),
         ("IQ2_S_R4 8", "unknown file type 'IQ2_S_R4'"),
         ("99 8", "unknown file type '99'"),
         ("out.gguf Q4_K_M eight", "THREADS 'eight' is not a number"),
@@ -82,7 +82,7 @@ def test_without_out_the_file_is_named_by_its_type(
 ) -> None:
     assert main(["quantize", str(source), *words]) == 0
     out = source.parent / "ggml-model-Q4_0.gguf"
-    assert f"no OUT is given: the output is {out}" in capsys.readouterr().out
+    assert f"OUT is not given: the output is {out}" in capsys.readouterr().out
     made = gguf.open(out)
     assert made.metadata["general.file_type"] == 2
     assert made.tensors["blk.0.ffn_up.weight"].type.name == "q4_0"

@@ -22,7 +22,7 @@ def test_texts_are_disjoint_and_always_the_same():
 
 
 def test_every_step_is_a_command_that_parses(smollm2_q4_1, tmp_path):
-    steps = list(demo.story(smollm2_q4_1, tmp_path, tmp_path / "a.txt", tmp_path / "b.txt", picture=True))
+    steps = list(demo.demo_steps(smollm2_q4_1, tmp_path, tmp_path / "a.txt", tmp_path / "b.txt", picture=True))
     made = {smollm2_q4_1, tmp_path / "a.txt", tmp_path / "b.txt"}
     for step in steps:
         parser = cli.parser(step.argv[0])
@@ -58,9 +58,9 @@ def test_only_what_changed_is_made_again(tmp_path, runs, capsys):
 
     def run() -> int:
         runs.clear()
-        workshop = demo.Workshop(tmp_path, 2, None)
+        runner = demo.DemoRunner(tmp_path, 2, None)
         for step in steps:
-            workshop.run(step)
+            runner.run(step)
         return len(runs)
 
     assert run() == 2
@@ -82,8 +82,8 @@ def test_only_what_changed_is_made_again(tmp_path, runs, capsys):
 
 def test_a_failing_step_ends_the_demo(tmp_path):
     step = demo.Step("broken", ["inspect", str(tmp_path / "missing.gguf")], [], [])
-    with pytest.raises(QuantkitError, match="ended with status 1"):
-        demo.Workshop(tmp_path, 1, None).run(step)
+    with pytest.raises(QuantkitError, match="failed with exit status 1"):
+        demo.DemoRunner(tmp_path, 1, None).run(step)
     assert not (tmp_path / "steps.json").exists()
 
 

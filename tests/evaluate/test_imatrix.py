@@ -256,7 +256,7 @@ def test_killed_and_run_again(run, model, golden, tmp_path) -> None:
         pytest.skip("the run was over before it could be killed")
     done = [text.done for text in collecting.Saved.load(resume).texts]
     assert sum(done) >= 4
-    assert "saved by a run of another model" in run(*args, out, "--process-output", status=1)
+    assert "saved by a run with another model" in run(*args, out, "--process-output", status=1)
     run(*args, out)
     assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
     assert not resume.exists()
@@ -374,7 +374,7 @@ def test_a_full_disk_is_said_of_a_file(run, model, prose, tmp_path, monkeypatch,
         said = run(*args, status=1)
     assert re.search(rf"{re.escape(name)}(\.partial-\d+)?: cannot write.*: File too large", said)
     if not name.endswith(".resume"):
-        assert f"what was measured is kept in {out}.resume" in said
+        assert f"the measurements are saved in {out}.resume" in said
         monkeypatch.undo()
         assert "resumed after 4 chunks" in cli_err(run, *args)
         assert out.exists()
@@ -389,7 +389,7 @@ def cli_err(run, *args: object) -> str:
 
 def test_what_was_measured_is_kept_where_experts_are_missing(run, model, text, tmp_path) -> None:
     args = ("imatrix", model, "-f", text, "-c", 8, "--chunks", 1, "--no-ppl", "-o", tmp_path / "x.gguf")
-    assert "what was measured is kept in" in run(*args, "--missing-experts", "error", status=1)
+    assert "the measurements are saved in" in run(*args, "--missing-experts", "error", status=1)
     assert not (tmp_path / "x.gguf").exists()
     assert [t.done for t in collecting.Saved.load(tmp_path / "x.gguf.resume").texts] == [1]
     run(*args, "--missing-experts", "layer-mean")

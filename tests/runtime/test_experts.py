@@ -261,7 +261,7 @@ def test_reductions_that_cannot_be_read_are_bad_usage(
     given: str, moe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bench", str(moe), "-p", "2", "-n", "0", "-ser", given]) == 2
-    assert "write K,t" in capsys.readouterr().err
+    assert "write K,T" in capsys.readouterr().err
 
 
 def test_a_reduction_is_among_the_conditions(moe: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,5 @@
-"""Exceptions, and what is shown of names. Libraries raise these, the command line prints them and exits with status 1.
+"""Exceptions, and `printable` for names in messages. The library raises them; the command line prints them and exits
+with status 1.
 
 A message is complete by itself: it names the file, the tensor, the numbers that disagree and the remedy.
 """
@@ -13,19 +14,19 @@ class QuantkitError(Exception):
 
 
 class FormatError(QuantkitError):
-    """A file is truncated, corrupt, hostile or of a kind that is not read."""
+    """A file is truncated, corrupt, malicious or in a format that quantkit does not read."""
 
 
 class DataError(QuantkitError):
-    """Numbers that cannot be worked with: NaN, Inf, shapes that do not fit a type."""
+    """Values that quantkit cannot use: NaN, Inf, a shape that does not fit a type, an option out of range."""
 
 
 class UnsupportedError(QuantkitError):
-    """Valid input that quantkit knows of but does not handle."""
+    """Valid input that quantkit recognizes but does not support."""
 
 
 class KernelError(QuantkitError):
-    """Compiled code raised an exception, so that what it computes is incomplete; or threads to run it are missing."""
+    """Compiled code raised an exception, so its output is incomplete; or its worker threads could not be started."""
 
 
 class UnknownNameError(QuantkitError):
@@ -44,5 +45,5 @@ class UnknownNameError(QuantkitError):
 
 
 def printable(text: str) -> str:
-    """`text` with its control characters escaped: names of files and tensors must not steer a terminal."""
+    """Escape the control characters of `text`: a file or tensor name must not send escape codes to a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

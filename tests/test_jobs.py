@@ -134,7 +134,7 @@ def test_a_run_goes_on_where_it_was(model: Path, tmp_path: Path, encodings: Enco
     assert 0 < done <= 6
     assert not list(tmp_path.glob("out*.gguf"))
     said: list[str] = []
-    again = encodings.of(lambda: make(model, out, say=said.append, **options))
+    again = encodings.of(lambda: make(model, out, on_message=said.append, **options))
     assert len(again) == COUNT - done
     assert said == [f"resumed: {done} of {COUNT} tensors were done"]
     written = sorted(tmp_path.glob("out*"))
@@ -247,14 +247,14 @@ def test_a_run_with_other_options_takes_over_what_stays_the_same(
     interrupt(encodings, 1, model, out, rules)
     assert (tmp_path / "out.gguf.partial-old").exists()
     said: list[str] = []
-    made = encodings.of(lambda: make(model, out, rules, say=said.append))
+    made = encodings.of(lambda: make(model, out, rules, on_message=said.append))
     assert len(made) <= COUNT - done + 1
     assert any("partial-old" in line for line in said)
     assert out.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
     assert left(tmp_path) == ["out.gguf"]
 
 
-def test_a_run_that_was_put_aside_is_taken_up_again(
+def test_a_stale_job_is_resumed_when_its_options_come_back(
     model: Path, tmp_path: Path, encodings: Encodings, whole: bytes
 ) -> None:
     """After a command that was not meant."""
@@ -262,7 +262,7 @@ def test_a_run_that_was_put_aside_is_taken_up_again(
     done = interrupt(encodings, 6, model, out)
     interrupt(encodings, 3, model, out, target="Q8_0")
     said: list[str] = []
-    assert len(encodings.of(lambda: make(model, out, say=said.append))) == COUNT - done
+    assert len(encodings.of(lambda: make(model, out, on_message=said.append))) == COUNT - done
     assert said == [f"resumed: {done} of {COUNT} tensors were done"]
     assert out.read_bytes() == whole
     assert left(tmp_path) == ["out.gguf"]
@@ -350,7 +350,7 @@ def test_one_rule_redoes_only_its_tensors(model: Path, tmp_path: Path, encodings
     out, rules = tmp_path / "out.gguf", r"blk\.[13]\.=q6_0"
     make(model, out)
     said: list[str] = []
-    made = encodings.of(lambda: make(model, out, rules, partial_requant=True, say=said.append))
+    made = encodings.of(lambda: make(model, out, rules, partial_requant=True, on_message=said.append))
     assert made == {NAMES[1], NAMES[3]}
     assert said == [f"reused: {COUNT - 2} of {COUNT} tensors are in {out}"]
     make(model, tmp_path / "whole.gguf", rules)
@@ -388,8 +388,10 @@ def test_another_old_file(model: Path, tmp_path: Path, encodings: Encodings) -> 
     old.write_bytes(data)
     assert encodings.of(lambda: make(model, out, with_rule, old=resume.open_old(old))) == {NAMES[1], NAMES[3]}
     said: list[str] = []
-    assert len(encodings.of(lambda: make(model, out, old=resume.open_old(model), say=said.append))) == COUNT
-    assert said == [f"reused: 0 of {COUNT} tensors are in {model}, which does not say what its tensors were made of"]
+    assert len(encodings.of(lambda: make(model, out, old=resume.open_old(model), on_message=said.append))) == COUNT
+    assert said == [
+        f"reused: 0 of {COUNT} tensors are in {model}, which has no record of what its tensors were made from"
+    ]
     done = interrupt(encodings, 6, model, old)
     partial = resume.open_old(tmp_path / "old.gguf.partial-job")
     assert len(encodings.of(lambda: make(model, out, old=partial))) == COUNT - done
@@ -513,14 +515,14 @@ def test_what_a_rerun_would_change(made: Path, model: Path, tmp_path: Path, monk
     assert found.rerun is False
     reasons = {name: " ".join(why) for name, why in found.changes.items()}
     assert list(reasons) == [NAMES[0], NAMES[2], NAMES[4]]
-    for name, said in ((NAMES[0], "f16 is encoded in another way"), (NAMES[2], "source"), (NAMES[4], "importance")):
+    for name, said in ((NAMES[0], "the codec of f16 has changed"), (NAMES[2], "source"), (NAMES[4], "importance")):
         assert said in reasons[name]
 
 
 _CODEC = provenance.codec
 
 
-@pytest.mark.parametrize(("tensor", "value", "said"), [(3, 1, "hash to another value"), (0, 0x7E, "nan")])
+@pytest.mark.parametrize(("tensor", "value", "said"), [(3, 1, "the hash differs"), (0, 0x7E, "nan")])
 def test_damage_is_found(made: Path, tensor: int, value: int, said: str, capsys: Any) -> None:
     """A flipped bit of a code, and a half that turned NaN."""
     data = bytearray(made.read_bytes())

@@ -16,7 +16,7 @@ from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats import gguf
 from quantkit.formats.gguf import shards
 from quantkit.pipelines.convert import convert
-from quantkit.pipelines.convert_mla import AGAIN, COPIED, LAYOUTS, ROWS, TRANSPOSED, plan, write
+from quantkit.pipelines.convert_mla import COPIED, LAYOUTS, REQUANTIZED, ROWS, TRANSPOSED, plan, write
 from tests.archs.checkpoints import tiny
 
 TOKENS = np.random.default_rng(4).integers(2, 320, 150).tolist()
@@ -91,7 +91,7 @@ def test_all_ways_of_attending_agree(both: Path, tmp_path: Path, layout: str) ->
 
 @pytest.mark.parametrize("kind", ["q8_0", "iq4_nl", "bf16", "q4_0_r8"])
 def test_what_is_quantized_again_and_what_is_not(both: Path, tmp_path: Path, kind: str) -> None:
-    """kv_b taken apart: values bit for bit; keys as another type holds what was there, with the error that is told."""
+    """kv_b split into keys and values: values bit for bit, keys requantized with the reported error."""
     joint = laid_out(both, "kv_b", tmp_path / "joint.gguf")
     source = gguf.open(quantized(tmp_path / "joint.gguf", tmp_path / "q.gguf", kind))
     job = plan(source, "k_b+v_b")
@@ -99,7 +99,7 @@ def test_what_is_quantized_again_and_what_is_not(both: Path, tmp_path: Path, kin
     made = gguf.open(tmp_path / "m.gguf")
     of_keys = "bf16" if kind == "bf16" else "q8_0"
     how = {change.spec.name.split(".")[-2]: change.how for change in job.made}
-    assert how == {"attn_k_b": TRANSPOSED if kind == "bf16" else AGAIN, "attn_v_b": ROWS}
+    assert how == {"attn_k_b": TRANSPOSED if kind == "bf16" else REQUANTIZED, "attn_v_b": ROWS}
     for i in range(3):
         whole = source.tensors[f"blk.{i}.attn_kv_b.weight"].dequantize().reshape(4, 96, 96)
         name = f"blk.{i}.attn_k_b.weight"
@@ -122,7 +122,7 @@ def test_halves_joined_again(both: Path, tmp_path: Path) -> None:
     source = gguf.open(quantized(tmp_path / "split.gguf", tmp_path / "q.gguf", "q8_0"))
     for kind in (None, "q6_0"):
         job = plan(source, "both", kind)
-        assert {change.how for change in job.changes} == {COPIED, AGAIN}
+        assert {change.how for change in job.changes} == {COPIED, REQUANTIZED}
         write(job, tmp_path / "m.gguf")
         made = gguf.open(tmp_path / "m.gguf")
         name = "blk.2.attn_kv_b.weight"

@@ -234,7 +234,7 @@ def test_values_that_are_not_finite(tmp_path: Path, rng: np.random.Generator, va
     write_model(bad, np.random.default_rng(7), ffn_up_exps=x)
     file, plan = made_of(bad, target)
     said: list[str] = []
-    written = quantize(file, tmp_path / "out.gguf", plan, say=said.append)
+    written = quantize(file, tmp_path / "out.gguf", plan, on_message=said.append)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.gguf", "out.gguf"]
     assert said == [f"resumed: {written.resumed} of 4 tensors were done"]
 

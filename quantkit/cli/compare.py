@@ -97,7 +97,7 @@ def compare(
         n_ctx=ctx_size,
         limit=chunks,
         n_batch=batch_size,
-        say=on_message,
+        on_message=on_message,
     )
     said = how | {"chunks": found.chunks, "text": ", ".join(map(str, file))}
     added = {}
@@ -140,14 +140,14 @@ def _noise(
 
 def _layers(reference: Any, models: list[Path], text: Path, n_ctx: int, on_message: Any) -> dict[str, Any]:
     """By file, the error that each of its tensors adds in the loaded reference."""
-    from quantkit.evaluate.compare import told_apart
+    from quantkit.evaluate.compare import unique_names
     from quantkit.evaluate.layer_errors import compare_layers
     from quantkit.evaluate.text import chunked
     from quantkit.formats import gguf
 
     tokens = chunked(reference.tokenizer, text, n_ctx, 1).inputs
     found = {}
-    for path, name in zip(models, told_apart([reference.path, *models])[1:]):
+    for path, name in zip(models, unique_names([reference.path, *models])[1:]):
         on_message(f"{name}: error of each tensor over {tokens.size} tokens")
         found[name] = compare_layers(reference, gguf.open(path), tokens)
     return found

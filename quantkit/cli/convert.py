@@ -76,8 +76,8 @@ def convert(
         f"tokenizer {record['tokenizer']}"
     )
     print_left_out(done.left_out, done.warnings)
-    if done.n_further:
-        print(f"kept: {done.n_further} MTP (multi-token prediction) layer(s), which quantkit does not run")
+    if done.n_mtp_layers:
+        print(f"kept: {done.n_mtp_layers} MTP (multi-token prediction) layer(s), which quantkit does not run")
     if done.fallbacks:
         listed = ", ".join(done.fallbacks[:3]) + (", …" if done.fallbacks[3:] else "")
         print(
@@ -103,7 +103,7 @@ def _record(done: Conversion, seconds: float) -> dict[str, Any]:
         "fallbacks": done.fallbacks,
         "left_out": done.left_out,
         "warnings": done.warnings,
-        "nextn_predict_layers": done.n_further,
+        "nextn_predict_layers": done.n_mtp_layers,
         "tokenizer": f"{metadata['tokenizer.ggml.model']}/{metadata['tokenizer.ggml.pre']}",
         "paths": done.written,
         "seconds": seconds,

@@ -172,11 +172,11 @@ def _shown(running: Running, first: int, json: bool) -> Callable[[int, Any, Any]
 
 def _require_fit(path: Path, matrix: Imatrix, model: Path) -> None:
     """Raise QuantkitError if an importance matrix was measured on another model."""
-    from quantkit.evaluate.coverage import parted
+    from quantkit.evaluate.coverage import split_by_matrix
     from quantkit.formats import gguf
 
     try:
-        parted(matrix, {tensor.name: tensor.shape for tensor in gguf.open(model).tensors.values()})
+        split_by_matrix(matrix, {tensor.name: tensor.shape for tensor in gguf.open(model).tensors.values()})
     except QuantkitError as error:
         raise QuantkitError(f"{path}: {error}") from None
 
@@ -368,7 +368,7 @@ def show(
     number of experts (2 to the power of the entropy of the token counts); columns: effective number of columns, as a
     share of all; similar: cosine similarity with the previous layer.
     """
-    from quantkit.evaluate.coverage import coverage, parted
+    from quantkit.evaluate.coverage import coverage, split_by_matrix
     from quantkit.formats.imatrix import read
 
     if plot is not None:
@@ -379,7 +379,7 @@ def show(
     if model is not None:
         import quantkit
 
-        found = parted(found, {t.name: t.shape for t in quantkit.open(model).tensors.values()})
+        found = split_by_matrix(found, {t.name: t.shape for t in quantkit.open(model).tensors.values()})
     rows = coverage(found, threshold)
     if plot is not None:
         title = f"{file.name}: {len(found)} entries, {found.chunks} chunks of {found.dataset or 'an unnamed text'}"
@@ -447,14 +447,14 @@ def convert(
     Legacy files do not store the number of experts of an entry; --model gives it, so that the GGUF file has values per
     expert. They store no token counts either; each call counts as 512 tokens.
     """
-    from quantkit.evaluate.coverage import parted
+    from quantkit.evaluate.coverage import split_by_matrix
     from quantkit.formats import imatrix as formats
 
     found = formats.read(file)
     if model is not None:
         import quantkit
 
-        found = parted(found, {t.name: t.shape for t in quantkit.open(model).tensors.values()})
+        found = split_by_matrix(found, {t.name: t.shape for t in quantkit.open(model).tensors.values()})
     formats.write(output, found)
     print(f"{output}: {_summary(found)}")
 

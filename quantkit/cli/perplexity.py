@@ -225,7 +225,7 @@ def _measure(model: Any, plan: _TextRun, quiet: bool, run_chunks: Any) -> Found:
         writer: Any = None
         if plan.base is not None:
             note = {"model": str(model.path), **conditions(model, n_ctx, len(chunks), str(plan.text))}
-            noted = None if log is None else Noted(log.noted("base").tolist(), log.together)
+            noted = None if log is None else Noted(log.logged("base").tolist(), log.together)
             made = base_writer(plan.base, chunks.tokens, model.vocab_size, noted, target=plan.bound, note=note)
             writer = stack.enter_context(made)
             if log is not None:
@@ -373,7 +373,7 @@ def _diverge(model: Any, job: _Divergence, quiet: bool, run_chunks: Any) -> Foun
     with contextlib.ExitStack() as stack:
         done = _resume_log(stack, log)
         before = 0 if done is None else len(done)
-        noted = {name: log.noted(name) for name in names} if log is not None and before else None
+        noted = {name: log.logged(name) for name in names} if log is not None and before else None
         found = divergence.divergence(model, base, n_batch=n_batch, on_chunk=show, run=run_chunks, done=noted)
     if not quiet:
         if len(found) >= _MIN_POSITIONS:

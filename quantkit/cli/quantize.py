@@ -179,7 +179,7 @@ def quantize(
             fresh=fresh,
             old=resume.open_old(reuse) if reuse else None,
             partial_requant=partial_requant,
-            say=(lambda line: None) if json else print,
+            on_message=(lambda line: None) if json else print,
         )
     except BaseException:
         _print_unfinished(path)

@@ -1,4 +1,5 @@
-"""Measuring models: importance matrices, perplexity, KL divergence, comparison, throughput.
+"""Measure models: importance matrices, perplexity, KL divergence, comparison, throughput.
 
-Takes models (`runtime`) and texts and gives results with their errors, tables, plots and pages. Imported by `cli` only.
+The functions take models (`runtime`) and texts, and return results with errors, tables, plots and HTML pages. Only
+`cli` imports this package.
 """

@@ -1,12 +1,13 @@
-"""How fast a model runs: prompts and generation at chosen depths (`bench`), and as the cache fills (`sweep`).
+"""Measure a model's speed: prompts and generation at given depths (`bench`), and while the KV cache fills (`sweep`).
 
-    tokens/s   prompt: tokens of one batch over its time, logits of the last only; generation: one token at a time
-    GB/s       generation: bytes read for a token, weights and filled cache, times tokens/s
-    share      that, of what summing the model's own bytes reaches with the same threads (`read_speed`): the bound of
-               generation is the speed of memory, or of the cache that a small model fits into
+    tokens/s   prompt: tokens of one batch divided by its time, logits of the last token only
+               generation: one token at a time
+    GB/s       generation: bytes read per token (weights and filled cache) times tokens/s
+    share      GB/s divided by the speed at which the same threads sum the model's bytes (`read_speed`). Generation is
+               bound by memory bandwidth, or by the CPU cache for a small model
 
-Times are medians over repeats, after a warm-up that does not count (kernels compile, pages of the file come in).
-Token ids are random: what is computed does not depend on them.
+Times are medians over repetitions after a warm-up run, which compiles kernels and loads pages of the file. Token ids
+are random, because the time does not depend on them.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _PIECE = 1 << 22  # bytes that a thread reads at a time
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed: `prompt` tokens at once, then `generate` one by one, with `depth` in the cache before them.
+    """A test: `prompt` tokens in one batch, then `generate` tokens one by one, after `depth` tokens in the cache.
 
-    `name` is as llama-bench spells it: pp512, tg128, pp512+tg128, and behind an @ what is in the cache but not timed.
+    `name` has llama-bench's form: pp512, tg128, pp512+tg128, followed by @ and the untimed tokens in the cache.
     """
 
     prompt: int
@@ -49,7 +50,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Speed:
-    """A row of a bench: `tokens` run in `samples` seconds, one a repeat, with `n_kv` in the cache before them."""
+    """A row of a benchmark: seconds for `tokens` in each repetition (`samples`), after `n_kv` tokens in the cache."""
 
     test: str
     n_kv: int
@@ -67,7 +68,7 @@ class Speed:
 
     @property
     def deviation(self) -> float:
-        """Sample standard deviation of tokens/s over the repeats; 0 for one."""
+        """Sample standard deviation of tokens/s over the repetitions; 0 for a single one."""
         return statistics.stdev(self.tokens / s for s in self.samples) if len(self.samples) > 1 else 0.0
 
     @property
@@ -76,9 +77,9 @@ class Speed:
 
 
 def bytes_per_token(model: Any, n_kv: int) -> int:
-    """What generating a token reads: every weight once, of the embedding one row, of experts those that are used, of
-    the cache what is filled, and the states of recurrent layers. Of experts that may be left out (-ser) the first K: at
-    least so much is read."""
+    """Bytes read to generate one token: all weights, one row of the embedding, the selected experts, the filled part of
+    the KV cache, and the states of recurrent layers. With smart expert reduction (-ser) a lower bound: only the experts
+    that always run are counted."""
     embedding = model.head.embedding
     output = model.head.output.weight
     weights = sum(t.nbytes for name, t in model.weights.items() if name != embedding or name == output)
@@ -122,7 +123,7 @@ def read_speed(model: Any, repeat: int = 3) -> float:
 
 
 def bench(model: Any, cases: Sequence[Case], repeat: int, *, warmup: bool = True, seed: int = 0) -> Iterator[Speed]:
-    """The speed of each case, in turn: `repeat` samples, with `warmup` after one that is not counted."""
+    """Time each case in turn: `repeat` samples, after an untimed run if `warmup` is set."""
     longest = max(case.n_ctx for case in cases)
     tokens = np.random.default_rng(seed).integers(0, model.vocab_size, longest)
     cache = model.new_cache(longest)
@@ -146,16 +147,18 @@ def sweep(
     warmup_batch: bool = False,
     seed: int = 0,
 ) -> Iterator[tuple[Speed, Speed]]:
-    """While a cache of `n_ctx` fills in steps of `n_batch`: the speed of each, and of generating at the same place.
+    """Fill a cache of `n_ctx` tokens in batches of `n_batch`; time each batch, and generation at the same depth.
 
-    n_generate     tokens of that, n_batch / 4 without; the prompt then takes their place
-    repeat         times that both are timed at each place
-    stride         every which step is timed; the others only fill the cache
-    warmup_batch   warm up by a whole batch and not by one token
+    n_generate     tokens to generate at each depth, by default n_batch / 4; the batch then overwrites them
+    repeat         number of timed repetitions at each depth
+    stride         time every stride-th batch; the others only fill the cache
+    warmup_batch   warm up with a whole batch instead of one token
     """
     n_generate = n_generate or max(1, n_batch // 4)
     if n_batch + n_generate > n_ctx:
-        raise DataError(f"a context of {n_ctx} has no room for a batch of {n_batch} and {n_generate} tokens after it")
+        raise DataError(
+            f"a context of {n_ctx} tokens cannot hold a batch of {n_batch} and {n_generate} generated tokens; raise -c"
+        )
     tokens = np.random.default_rng(seed).integers(0, model.vocab_size, max(n_batch, n_generate))
     cache = model.new_cache(n_ctx)
     _generation(model, cache, tokens[:1], 0)
@@ -177,7 +180,7 @@ def sweep(
 
 
 def _run(model: Any, cache: Any, case: Case, tokens: np.ndarray) -> float:
-    """Seconds of a case; what the cache holds before its depth stays."""
+    """Seconds of a case. The first `depth` tokens of the cache stay."""
     seconds, at = 0.0, case.depth
     if case.prompt:
         seconds += _prompt(model, cache, tokens[at : at + case.prompt], at)

@@ -1,4 +1,4 @@
-"""A model taken apart: embedding, blocks and output one after another, each also with other tensors for its own."""
+"""Run a model part by part (embedding, blocks, output), and run each part again with replaced tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Run = Callable[[np.ndarray], np.ndarray]
 
 
 class Part:
-    """A part of a model and what enters it. `layer` is None for what stands around the blocks; `weights` are names."""
+    """A part of a model and its input. `layer` is None for embedding and output; `weights` are tensor names."""
 
     def __init__(self, layer: int | None, weights: list[str], model: Model, run: Run, x: np.ndarray):
         self.layer, self.weights = layer, weights
@@ -29,7 +29,7 @@ class Part:
         self._own: np.ndarray | None = None
 
     def run(self, others: dict[str, Tensor]) -> np.ndarray:
-        """float32[tokens, n] that leaves the part with these tensors for the model's own of the same names."""
+        """The output float32[tokens, n] of the part, with the tensors `others` in place of the model's own."""
         if not others and self._own is not None:
             return self._own
         own = self._model.weights
@@ -47,7 +47,8 @@ class Part:
 
 
 def parts(model: Model, tokens: np.ndarray) -> Iterator[Part]:
-    """The parts over fresh sequences int[n_seq, len]. What leaves one with the model's own weights enters the next."""
+    """Yield the parts for new sequences int[n_seq, len]. A part's input is the output of the part before it, computed
+    with the model's own weights."""
     ids = np.asarray(tokens, np.int64)
     head, x = model.head, np.empty((0, 0), np.float32)
     names: dict[int | None, list[str]] = {}

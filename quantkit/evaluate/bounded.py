@@ -1,21 +1,21 @@
-"""KL divergence from a bounded base: a value, and how far from it the exact one can be.
+"""KL divergence from a bounded base file: a value, and a bound of its distance from the exact one.
 
-What is stored, and why the unknown is a sum of independent terms X with mean zero, stands at the top of
-formats/kld/bounded_file.py. Bernstein's inequality bounds such a sum over all rows, with V the sum of variances, b
-what no |X| exceeds, and L = log(3 / MISSED):
+`formats/kld/bounded_file.py` describes what is stored, and why the unknown error is a sum of independent terms X with
+mean zero. Bernstein's inequality bounds such a sum over all rows. With V the sum of variances, b the largest |X| and
+L = log(3 / MISSED):
 
     |sum X|  <=  sqrt(2 V L) + b L / 3
 
-V follows from e = log p - log q, which is known to an eighth octave of p, or two, of tokens that are kept:
+V follows from e = log p - log q. For stored tokens e is known to one or two eighths of an octave of p:
 
-    grid    X is of two values, their distance D apart: its variance is at most (D e)² / 4
-    tail    s with probability p / s: at most s p e². What is kept is a fair sample of these: the sum of (s e)² over
-            kept tokens is V on average, and as its terms are at most c, the largest (s e)², with the same certainty
+    grid    X takes one of two values at a distance D: its variance is at most (D e)² / 4
+    tail    X is s with probability p / s: its variance is at most s p e². The stored tokens are a fair sample: the
+            sum of (s e)² over them has mean V. Its terms are at most c, the largest (s e)², so with the same certainty
 
                 V  <=  (sqrt(c L / 2) + sqrt(c L / 2 + that sum))²         (lower tail of sums of positive terms)
 
-Probabilities below 2^-20 s are never kept; their part of the sum lies between those with the smallest and the largest
--log q that they can have, certainly.
+Probabilities below 2^-20 s are never stored. Their part of the sum lies for certain between the values that it has with
+the smallest and with the largest possible -log q.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from quantkit.codegen.jit import kernel
 from quantkit.evaluate.perplexity import first_largest, log_total
 from quantkit.formats.kld.bounded_file import GRID, LARGE, LOG_ODDS, TAIL, BoundedRows
 
-DOUBTS = 4  # numbers of a row that a bound is made of, see `bound`
+BOUND_TERMS = 4  # numbers per row that `bound` takes
 _EIGHTH = math.log(2) / 8
-_SLACK = 1e-9  # nats, of log p: for the rounding of edges
-_FLOAT32 = 1e-7  # of a float32, relative: 2^-24 and what computing it adds
+_SLACK = 1e-9  # nats of log p: tolerance for rounded grid edges
+_FLOAT32 = 1e-7  # relative error of a float32: 2^-24 plus the error of computing it
 
 
 def _table(step: float) -> np.ndarray:
-    """float64[4, 255]: of the classes but the largest what r is, the ends of log p, and D (of the tail s)."""
+    """float64[4, 255] for the classes below LARGE: the stored value r, both ends of log p, and D (s for the tail)."""
     found = np.zeros((4, LARGE))
     below = np.arange(TAIL)
     found[0, 1 : TAIL + 1] = found[3, 1 : TAIL + 1] = step
@@ -51,7 +51,7 @@ def _table(step: float) -> np.ndarray:
 
 @kernel
 def _compare_rows(logits, classes, large, starts, numbers, top, step, table, targets, out, same_top):
-    """Fill out[r] = nll, nll of the base, KLD, and what a bound is made of; same_top[r]."""
+    """Fill out[r] = nll, nll of the base, KLD and the terms of the bound; and same_top[r]."""
     ceiling, floor = np.log(step), np.log(step) - 20.0 * np.log(2.0)
     for r in range(logits.shape[0]):
         row, log_sum, at = logits[r], log_total(logits[r]), starts[r]
@@ -93,9 +93,9 @@ def _compare_rows(logits, classes, large, starts, numbers, top, step, table, tar
 def compare_rows(
     logits: np.ndarray, base: BoundedRows, targets: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """float64[rows, 3]: nll, nll of the base, KLD; float64[rows, DOUBTS]: for `bound`; bool[rows]: the same top."""
+    """float64[rows, 3] (nll, nll of the base, KLD), float64[rows, BOUND_TERMS] for `bound`, bool[rows] (same top)."""
     rows = len(logits)
-    out, same_top = np.empty((rows, 3 + DOUBTS)), np.empty(rows, np.bool_)
+    out, same_top = np.empty((rows, 3 + BOUND_TERMS)), np.empty(rows, np.bool_)
     starts = np.zeros(rows, np.int64)
     np.cumsum(np.count_nonzero(base.classes == LARGE, axis=1)[:-1], out=starts[1:])
     inputs = [jit.readonly(np.ascontiguousarray(a)) for a in (logits, base.classes, starts, base.numbers, base.top)]
@@ -111,14 +111,16 @@ def compare_rows(
     return out[:, :3], out[:, 3:], same_top
 
 
-def bound(doubts: np.ndarray) -> float:
-    """How far the mean KLD over rows can be from the exact one, nats, but for a probability of `qkld.MISSED`.
+def bound(terms: np.ndarray) -> float:
+    """Bound, in nats, of the distance between the mean KLD over rows and the exact one.
 
-    doubts  float64[rows, DOUBTS]: the sample of the tail's variance, the grid's variance, the largest |X| (of the tail
-            s |e|), and what is certain
+    It fails with a probability of at most `bounded_file.MISSED`.
+
+    terms  float64[rows, BOUND_TERMS]: sampled variance of the tail, variance of the grid, largest |X| (s |e| for the
+           tail), and the deterministic part
     """
-    tail, grid, certain = (float(doubts[:, i].sum()) for i in (0, 1, 3))
-    largest = float(doubts[:, 2].max())
+    tail, grid, certain = (float(terms[:, i].sum()) for i in (0, 1, 3))
+    largest = float(terms[:, 2].max())
     more = largest**2 * LOG_ODDS / 2
     variance = grid + (math.sqrt(more) + math.sqrt(more + tail)) ** 2
-    return (math.sqrt(2 * variance * LOG_ODDS) + largest * LOG_ODDS / 3 + certain) / len(doubts)
+    return (math.sqrt(2 * variance * LOG_ODDS) + largest * LOG_ODDS / 3 + certain) / len(terms)

@@ -1,15 +1,15 @@
-"""A run's chunks as JSON lines, written as they come, and taken up again after a kill.
+"""Log a run's chunks as JSON lines while it runs, and resume the run from them.
 
     {"run": fingerprint, "n_ctx": …, "chunks": …, "positions": …, …}     first line
-    {"chunk": 1, "ppl": …, "mean_nll": …, "nll": […], …}                 one a chunk; `ppl` over all so far
+    {"chunk": 1, "ppl": …, "mean_nll": …, "nll": […], …}                 one line per chunk; `ppl` over all so far
 
-nll is each scored token's, in nats, to the last bit, and so are the other figures of a divergence: a run that goes on
-has the numbers of one that never stopped. For that it goes on where a batch began, because how many chunks are
-multiplied together decides how sums round. A run that writes a base notes its chunks' digests ("base").
+`nll` has a number per scored token, in nats, to the last bit. So have the other figures of a divergence, and a resumed
+run has the same numbers as an uninterrupted one. It resumes at the start of a batch, because the number of chunks that
+are multiplied together decides how sums round. A run that writes a base file logs the digests of its chunks ("base").
 
-This is no journal of formats/journal.py: the lines are results themselves, to be read by others. Nothing is synced, as
-nothing else relies on a line: one that a loss of power took is computed again, and the chunk of a base that it says is
-written counts only if it has the digest.
+This is not a journal (`formats/journal.py`): the lines are results for other programs to read. They are not synced to
+disk, as nothing else relies on them. A line lost in a power failure is computed again, and a logged chunk of a base
+file counts only if its digest matches.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from quantkit.inputs import json_input
 
 
 class ChunkLog:
-    """Opened with `with`. `.done` float64[chunks, positions]: the nll that an earlier run of the same fingerprint left.
+    """A context manager. `.done` is float64[chunks, positions]: nll from an earlier run with the same fingerprint.
 
-    together   chunks of a batch: of the earlier run's only whole batches are kept
-    about      what the first line says besides
-    A file of another run, or of something else, is a DataError or FormatError; it stays as it is.
+    together   chunks per batch: only whole batches of the earlier run are kept
+    about      further fields of the first line
+
+    Raises DataError for a file of another run and FormatError for any other file, which stays unchanged.
     """
 
     def __init__(self, path: str | os.PathLike[str], run: str, positions: int, together: int, about: Mapping[str, Any]):
@@ -45,43 +46,44 @@ class ChunkLog:
         self.keep(len(lines) // together * together)
 
     def keep(self, chunks: int) -> None:
-        """Go on after so many chunks, of which there may be more."""
+        """Resume after the first `chunks` chunks and drop the others."""
         self._lines = self._lines[:chunks]
-        self.done = self.noted("nll").reshape(-1, self._positions)
+        self.done = self.logged("nll").reshape(-1, self._positions)
         self._total, self._count = sum(float(chunk.sum()) for chunk in self.done), self.done.size  # as `add` does
 
-    def noted(self, name: str) -> np.ndarray:
-        """What the kept lines say under a name, float64[chunks, …], or text[chunks]."""
+    def logged(self, name: str) -> np.ndarray:
+        """The values of a field in the kept lines: float64[chunks, …], or text[chunks]."""
         found = [line.get(name) for line in self._lines]
         return np.array(found, np.float64 if not found or isinstance(found[0], list) else str)
 
     def _read(self, run: str) -> list[dict[str, Any]]:
         with os_errors(self.path, "read"):
             data = read_own(self.path)
-        whole = data[: data.rfind(b"\n") + 1].splitlines()  # a line that a kill cut short is not one
+        whole = data[: data.rfind(b"\n") + 1].splitlines()  # without a last line that a kill truncated
         try:
             head, *lines = [json_input.parse(line, "a line") for line in whole] or [{}]
             if "run" not in head or any(line["chunk"] != i for i, line in enumerate(lines, 1)):
                 raise ValueError("lines are missing")
             if any(len(line["nll"]) != self._positions for line in lines) and head["run"] == run:
-                raise ValueError("a chunk of another length")
+                raise ValueError("a chunk has another length")
         except (ValueError, KeyError, TypeError, FormatError) as error:
-            raise FormatError(f"{self.path}: not the chunks of a run ({error}); name another file") from None
+            raise FormatError(f"{self.path}: not a chunk log ({error}); name another file") from None
         if head["run"] != run:
             raise DataError(
-                f"{self.path}: of another run: the model, the text or a setting differs; remove it or name another file"
+                f"{self.path}: belongs to another run: the model, the text or a setting differs; remove it or name "
+                "another file"
             )
         return lines
 
     def __enter__(self) -> ChunkLog:
-        with writing(self.path) as stream:  # without what was cut short
+        with writing(self.path) as stream:  # without truncated lines
             stream.write(b"".join(_line(line) for line in (self._head, *self._lines)))
         with os_errors(self.path, "write"):
             self._stream: BinaryIO = os.fdopen(open_own(self.path, os.O_WRONLY | os.O_APPEND), "ab")
         return self
 
     def add(self, nll: np.ndarray, **more: np.ndarray | str) -> None:
-        """Append a chunk's float64[positions], and what else is known of it, arrays or text."""
+        """Append a chunk: its nll float64[positions], and further fields (arrays or text)."""
         self._total, self._count = self._total + float(nll.sum()), self._count + nll.size
         record = {"chunk": self._count // self._positions, "ppl": perplexity_of(self._total / self._count),
                   "mean_nll": float(nll.mean()), "nll": nll.tolist(),

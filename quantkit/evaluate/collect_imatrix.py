@@ -1,12 +1,13 @@
-"""Collecting an importance matrix: for every weight, the mean square of what enters each of its columns.
+"""Collect an importance matrix: for every weight, the mean square of the activations that enter each column.
 
-Every token vector x that enters a weight adds x_j² to the weight's column j, in float64, and one to its count. Of
-stacked experts each has its own columns and its own count: only vectors routed to it count. All positions of a chunk
-count, also those whose logits are not scored. Recorded are the matrices of the blocks (`blk.`), and the output matrix
-when asked; `token_embd.weight` is looked up, so nothing enters it unless it is the output too.
+Every token vector x that enters a weight adds x_j² to the sum of column j, in float64, and 1 to the weight's count.
+Each of several stacked experts has its own columns and its own count, and only vectors routed to it count. All
+positions of a chunk count, also those whose logits are not scored. The matrices of the blocks (`blk.`) are recorded,
+and on request the output matrix. `token_embd.weight` is only looked up, so no vector enters it unless it is also the
+output.
 
-A run can be saved where a batch of chunks ends and taken up there again (`Progress`): sums are kept as they are, so the
-result has the bytes of a run that was not interrupted.
+A run can be saved at the end of a batch of chunks and resumed there (`Progress`). Sums are stored exactly, so the
+result has the same bytes as that of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from quantkit.inputs import json_input
 
 OUTPUT_NAMES = ("output.weight", "token_embd.weight")
 _PROGRESS_VERSION = 1
-_READ_WHOLE, _PLACES, _AT_EACH = 64 << 20, 1024, 16 << 10  # bytes; how a file is told from others
+_READ_WHOLE, _PLACES, _AT_EACH = 64 << 20, 1024, 16 << 10  # fingerprint of a file: see `fingerprint`
 
 
 @kernel
@@ -48,7 +49,7 @@ def _add_squares(x, sums, start, stop):
 
 
 class Collector:
-    """Sums of squares by weight; `observe` is what the model's observer calls."""
+    """Sums of squares by weight; set `observe` as the model's observer."""
 
     def __init__(self, process_output: bool = False):
         self.process_output = process_output
@@ -57,7 +58,7 @@ class Collector:
         self.counts: dict[str, np.ndarray] = {}  # int64[matrices]
 
     def observe(self, name: str, x: np.ndarray, number: int = 0, matrices: int = 1) -> None:
-        """Add float32[tokens, n] that enters the weight `name`, of a stack of `matrices` the one of that number."""
+        """Add float32[tokens, n] that enters the weight `name`: matrix `number` of a stack of `matrices`."""
         if not (name.startswith("blk.") or (self.process_output and name in OUTPUT_NAMES)):
             return
         x = x.reshape(-1, x.shape[-1])
@@ -70,10 +71,10 @@ class Collector:
         self.counts[name][number] += len(x)
 
     def result(self, dataset: str, chunk_size: int = 0) -> Imatrix:
-        """What has been collected so far; DataError that names the first weight that NaN or Inf entered, if one did.
+        """The importance matrix so far. Raises DataError that names the first weight that NaN or Inf entered.
 
-        A chunk counts as one call, as it does in the reference where the batch is the context. Experts that no token
-        was routed to have a count of 0 and zeros.
+        A chunk counts as one call, as in ik_llama.cpp when the batch is the context. An expert that no token was routed
+        to has a count of 0 and zeros.
         """
         entries = {}
         for name, sums in self.sums.items():
@@ -87,7 +88,7 @@ class Collector:
 
 @dataclass
 class Progress:
-    """What a run has seen of one text: its sums, and the negative log-likelihoods of its scored tokens so far."""
+    """The state of a run over one text: its sums, and the negative log-likelihoods of the scored tokens so far."""
 
     collector: Collector
     nll: np.ndarray | None = (
@@ -107,16 +108,16 @@ def collect(
     on_batch: Callable[[Progress], None] | None = None,
     progress: Progress | None = None,
 ) -> tuple[Imatrix, Perplexity | None]:
-    """Run a model over chunks; returns the importance matrix of its weights and the perplexity, if asked for.
+    """Run a model over chunks; return the importance matrix of its weights, and the perplexity if requested.
 
-    `on_chunk(chunks done, perplexity so far or None, collector)` is called after each chunk, `on_batch(progress)` where
-    the sums are those of whole chunks and may be saved. With `progress`, which it goes on changing, the run begins
-    behind what was done.
+    `on_chunk(chunks done, perplexity so far or None, collector)` is called after each chunk, `on_batch(progress)` after
+    each batch, when the sums cover whole chunks and may be saved. With `progress` the run resumes after the chunks that
+    are done, and updates it.
     """
     state = progress or Progress(Collector(process_output))
     collector = state.collector
     scored = scored_rows(chunks.n_ctx)
-    # Every position passes through the blocks whatever is asked for here; through the output matrix only these do.
+    # Every position passes through the blocks; only these positions pass through the output matrix.
     asked = slice(0, chunks.n_ctx) if process_output else scored if with_perplexity else slice(0, 0)
     if with_perplexity and state.nll is None:
         state.nll = np.zeros((len(chunks), rows_per_chunk(chunks.n_ctx)))
@@ -145,8 +146,8 @@ def collect(
 
 
 def pooled(parts: Sequence[Imatrix], shares: Sequence[float] | None = None) -> Imatrix:
-    """One importance matrix of those of several texts: every vector counts the same or, with `shares`, texts weigh as
-    these say whatever their length."""
+    """Merge the importance matrices of several texts: every vector counts the same, or with `shares` each text has the
+    given weight, whatever its length."""
     if shares is None:
         return merge(parts)
     if len(shares) != len(parts):
@@ -158,10 +159,10 @@ def pooled(parts: Sequence[Imatrix], shares: Sequence[float] | None = None) -> I
 
 
 def fingerprint(paths: Sequence[Path], settings: dict[str, Any]) -> str:
-    """What a saved run must agree in: settings, and of each file its name, its size and what it holds.
+    """A hash of the settings and of each file's name, size and contents; a run resumes only if it is equal.
 
-    Of files above 64 MiB, which are models, it is 16 KiB at each of 1024 places, the first and the last among them: a
-    tensor that takes a thousandth of the file or more cannot change unseen.
+    Of a file above 64 MiB (a model), 16 KiB at each of 1024 offsets are hashed, the first and the last among them. So a
+    change of a tensor that takes a thousandth of the file or more is always detected.
     """
     made = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     for path in paths:
@@ -179,13 +180,13 @@ def fingerprint(paths: Sequence[Path], settings: dict[str, Any]) -> str:
 
 @dataclass
 class Saved:
-    """A run of several texts, to be taken up again: which run it is, and what it has seen of each text."""
+    """A resumable run over several texts: its fingerprint, and the state of each text."""
 
     run: str
     texts: list[Progress] = field(default_factory=list)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it; the file before stays until this one is complete."""
+        """Write the run; an existing file stays until the new one is complete."""
         arrays: dict[str, np.ndarray] = {}
         about: dict[str, Any] = {"version": _PROGRESS_VERSION, "run": self.run, "texts": []}
         for i, text in enumerate(self.texts):
@@ -203,12 +204,14 @@ class Saved:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Saved:
-        """Read what `save` wrote; FormatError for anything else."""
+        """Read a run that `save` wrote; FormatError for any other file."""
         try:
             with np.load(_stored(read_own(Path(path))), allow_pickle=False) as file:
                 about = json_input.parse(file["about"].tobytes(), f"{path}: not a saved run of quantkit imatrix")
                 if about["version"] != _PROGRESS_VERSION:
-                    raise FormatError(f"{path}: a saved run of version {about['version']}, not {_PROGRESS_VERSION}")
+                    raise FormatError(
+                        f"{path}: a saved run of version {about['version']}, not {_PROGRESS_VERSION}; remove it"
+                    )
                 texts = [_restored(file, i, text) for i, text in enumerate(about["texts"])]
                 return cls(about["run"], texts)
         except (ValueError, KeyError, TypeError, EOFError, MemoryError, zipfile.BadZipFile) as error:
@@ -216,10 +219,10 @@ class Saved:
 
 
 def _stored(data: bytes) -> io.BytesIO:
-    """What `np.savez` wrote, to be read. ValueError where a part is compressed: a small one may inflate without end."""
+    """Check a file that `np.savez` wrote. ValueError for a compressed member, which could inflate without limit."""
     with zipfile.ZipFile(io.BytesIO(data)) as file:
         if any(part.compress_type != zipfile.ZIP_STORED or part.file_size > len(data) for part in file.infolist()):
-            raise ValueError("a part of it is compressed")
+            raise ValueError("a member is compressed")
     return io.BytesIO(data)
 
 

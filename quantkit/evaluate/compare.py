@@ -1,9 +1,9 @@
-"""Several models against one reference over the same tokens: size, perplexity, divergence, throughput; one line each.
+"""Compare models with one reference model over the same tokens: size, perplexity, divergence, throughput.
 
-The reference's distributions go to a temporary base file (16 bits a logit, the rounding adds less than 1e-8 to a mean
-KLD), so only one model is open at a time: tokenizers are compared before, without opening models. All statistics are
-paired by token, and their errors are those of means over chunks (statistics.py); only a PPL by itself has the reference
-tools' error, over tokens, to be compared with theirs.
+The reference model's distributions are written to a temporary base file (16 bits per logit; the rounding adds less than
+1e-8 to a mean KLD). So only one model is open at a time; tokenizers are compared first, without opening models. All
+statistics are paired by token, and their errors are computed over chunks (`statistics.py`). Only a PPL by itself has
+its error over tokens, for comparison with llama-perplexity's.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, Chunks, chunk
 from quantkit.formats import gguf
 from quantkit.formats.kld.base_file import BaseReader, BaseWriter
 
-TIMED_TOKENS = 512  # of the prompt whose speed is measured
-_COMPARED_LETTERS = 1 << 16  # of each text, by which tokenizers are told apart
+TIMED_TOKENS = 512  # tokens of the timed prompt
+_COMPARED_LETTERS = 1 << 16  # characters of each text that tokenizers are compared on
 
 Opener = Callable[[Path], Any]
-Say = Callable[[str], None]
+OnMessage = Callable[[str], None]
 Result = TypeVar("Result")
 
 
 class Vocabulary(NamedTuple):
-    """How a model cuts text into tokens, and how many tokens it knows."""
+    """A model's tokenizer and vocabulary size."""
 
     size: int
     tokenizer: Any
 
 
 def vocabulary_of(path: Path) -> Vocabulary:
-    """What a file's metadata say of it; the model is not opened."""
+    """The vocabulary in a file's metadata; the model is not opened."""
     from quantkit.tokenizers.tokenizer import Tokenizer
 
     file = gguf.require_model(gguf.open(path))
@@ -63,7 +63,7 @@ class Throughput(NamedTuple):
 
 
 class Domain(NamedTuple):
-    """A text and which chunks are of it."""
+    """A text and its range of chunks."""
 
     name: str
     first: int
@@ -72,7 +72,7 @@ class Domain(NamedTuple):
 
 @dataclass(frozen=True)
 class Paired:
-    """Figures of a model against the reference, with errors over chunks; nats, shares of 1."""
+    """Figures of a model against the reference, with errors over chunks, in nats and shares of 1."""
 
     divergence: Divergence
     sample: Sample
@@ -90,7 +90,7 @@ class Paired:
         return float(self.divergence.kld.max())
 
     def of(self, domain: Domain) -> Paired:
-        """The same of one text's chunks."""
+        """The same figures over the chunks of one text."""
         here = slice(domain.first * self.sample.per_chunk, (domain.first + domain.chunks) * self.sample.per_chunk)
         d = self.divergence
         part = Divergence(d.nll[here], d.nll_base[here], d.kld[here], d.same_top[here])
@@ -106,7 +106,7 @@ class Paired:
 
     @property
     def ppl_difference(self) -> Interval:
-        """PPL minus that of the reference: the mean of what each token moves it by, to first order."""
+        """PPL minus the reference's PPL; the error is to first order, from each token's contribution."""
         d = self.divergence
         p, p_base = d.ppl.value, d.ppl_base.value
         moved = self.sample.mean(p * (d.nll - d.nll.mean()) - p_base * (d.nll_base - d.nll_base.mean()))
@@ -114,26 +114,26 @@ class Paired:
 
 
 def _named(name: str, figure: Interval) -> dict[str, Any]:
-    """For JSON, which has no NaN: null where the data do not give a number."""
+    """A figure for JSON: null in place of NaN, which JSON lacks."""
     value, error, low, high = (x if math.isfinite(x) else None for x in figure)
     return {name: value, f"{name}_error": error, f"{name}_95": [low, high]}
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What was measured of one model. The reference itself has no divergence."""
+    """The measurements of one model. The reference itself has no divergence."""
 
     path: Path
-    size_bytes: int  # of all its files
+    size_bytes: int  # of all shards
     bits_per_weight: float
     ppl: Estimate
     paired: Paired | None = None
     throughput: Throughput | None = None
-    shown: str = ""  # its name where the file's is not enough
+    shown: str = ""  # its name in tables if the file's name is ambiguous
 
     @property
     def name(self) -> str:
-        return printable(self.shown or self.path.stem)  # which need not be UTF-8 either
+        return printable(self.shown or self.path.stem)  # a file name need not be UTF-8
 
     @property
     def divergence(self) -> Divergence | None:
@@ -156,7 +156,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Noise:
-    """The reference's own file against itself, run another way: differences smaller than this say nothing of files."""
+    """The noise floor: the reference against itself with other numerics. Smaller differences are not significant."""
 
     how: str
     paired: Paired
@@ -179,11 +179,11 @@ class Comparison:
 
     @cached_property
     def ranks(self) -> list[Rank]:
-        """Of the candidates after the reference, `model` counted from the first of them; best first."""
+        """The ranks of the candidates after the reference, best first; `model` 0 is the first of them."""
         return rank(self.sample, [c.divergence.kld for c in self.candidates if c.divergence is not None])
 
     def record(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """The comparison as JSON data."""
         found: dict[str, Any] = {"models": [c.record(self.domains) for c in self.candidates]}
         if self.noise is not None:
             found["noise_floor"] = {"how": self.noise.how, **self.noise.paired.record()}
@@ -209,20 +209,21 @@ def compare(
     n_ctx: int = DEFAULT_CONTEXT,
     limit: int | None = None,
     n_batch: int = DEFAULT_BATCH,
-    say: Say = lambda line: None,
+    on_message: OnMessage = lambda line: None,
     read_vocabulary: Callable[[Path], Vocabulary] = vocabulary_of,
 ) -> Comparison:
     """Measure every model against the reference. One model is open at a time.
 
-    texts      each a domain of its own, of at most `limit` chunks
-    open_model(path) gives the models whose quality is measured; open_fast(path), if given, those whose throughput is;
-               where both are one function each model is opened once for both
-    noise      (what it is called, opener): the reference run another way, for the noise floor
-    `say` is told what is being done.
+    texts       each is a domain of its own, with at most `limit` chunks
+    open_model  opens a model to measure its quality
+    open_fast   if given, opens a model to measure its throughput; if it is the same function as `open_model`, each
+                model is opened once for both
+    noise       (label, opener): opens the reference with other numerics, for the noise floor
+    on_message  called with a line of text before each step
     """
     first = Path(reference)
     vocabulary = read_vocabulary(first)
-    for other in map(Path, models):  # before the hours of work that they would end
+    for other in map(Path, models):  # checked first, because the measurements take hours
         _require_one_tokenizer(other, read_vocabulary(other), first, vocabulary, texts)
     chunks, domains = _gathered(vocabulary.tokenizer, texts, n_ctx, limit)
     with tempfile.TemporaryDirectory(prefix="quantkit-compare-") as folder:
@@ -232,8 +233,8 @@ def compare(
             with BaseWriter(path, chunks.tokens, model.vocab_size) as writer:
                 return perplexity(model, chunks, n_batch=n_batch, base=writer)
 
-        say(f"{first.name}: perplexity over {len(chunks)} chunks of {n_ctx} tokens")
-        found, speed = _run(first, measured, open_model, open_fast, say)
+        on_message(f"{first.name}: perplexity over {len(chunks)} chunks of {n_ctx} tokens")
+        found, speed = _run(first, measured, open_model, open_fast, on_message)
         base = BaseReader(path)
         sample = Sample(len(chunks), found.nll.shape[1])
 
@@ -243,24 +244,24 @@ def compare(
         candidates = [Candidate(first, *size_of(first), Estimate(found.value, found.error), None, speed)]
         floor = None
         if noise is not None:
-            say(f"{first.name}: noise floor, {noise[0]}")
-            floor = Noise(noise[0], Paired(_run(first, against, noise[1], None, say)[0], sample))
+            on_message(f"{first.name}: noise floor, {noise[0]}")
+            floor = Noise(noise[0], Paired(_run(first, against, noise[1], None, on_message)[0], sample))
         for other in map(Path, models):
-            say(f"{other.name}: KL divergence from {first.name}")
-            divergence, speed = _run(other, against, open_model, open_fast, say)
+            on_message(f"{other.name}: KL divergence from {first.name}")
+            divergence, speed = _run(other, against, open_model, open_fast, on_message)
             candidates.append(Candidate(other, *size_of(other), divergence.ppl, Paired(divergence, sample), speed))
-    names = told_apart([c.path for c in candidates])
+    names = unique_names([c.path for c in candidates])
     candidates = [replace(c, shown=name) for c, name in zip(candidates, names)]
     return Comparison(candidates, n_ctx, len(chunks), found.nll.size, domains, floor)
 
 
 def _run(
-    path: Path, measure: Callable[[Any], Result], opener: Opener, open_fast: Opener | None, say: Say
+    path: Path, measure: Callable[[Any], Result], opener: Opener, open_fast: Opener | None, on_message: OnMessage
 ) -> tuple[Result, Throughput | None]:
-    """What `measure` finds of a model, and its throughput if asked. No model is open afterwards."""
+    """The result of `measure` for a model, and its throughput if `open_fast` is given. No model stays open."""
 
     def timed(model: Any) -> Throughput:
-        say(f"{path.name}: throughput")
+        on_message(f"{path.name}: throughput")
         return throughput(model)
 
     if open_fast is opener:
@@ -270,28 +271,28 @@ def _run(
 
 
 def _closing(opener: Opener, path: Path, use: Callable[[Any], Result]) -> Result:
-    """What `use` makes of an opened model, which is let go of: the next one needs its memory."""
+    """Open a model, apply `use` to it and free its memory, which the next model needs."""
     try:
         return use(opener(path))
     finally:
-        gc.collect()  # models refer to their parts and these to them
+        gc.collect()  # a model and its parts refer to each other
 
 
 def _require_one_tokenizer(
     path: Path, own: Vocabulary, first: Path, reference: Vocabulary, texts: Sequence[str | os.PathLike[str]]
 ) -> None:
-    """DataError where a model has another vocabulary than the reference, or makes other tokens of a text."""
+    """Raise DataError if a model has another vocabulary than the reference, or tokenizes a text differently."""
     needs = "models are compared token by token, so they must share a tokenizer"
     if own.size != reference.size:
-        raise DataError(f"{path}: a vocabulary of {own.size}, {first} has {reference.size}; {needs}")
+        raise DataError(f"{path}: has a vocabulary of {own.size}, {first} has {reference.size}; {needs}")
     for text in texts:
         beginning = read_text(text)[:_COMPARED_LETTERS]
         theirs, ours = (_without_bos(v.tokenizer, v.tokenizer.encode(beginning)) for v in (own, reference))
         if theirs != ours:
             at = next((i for i, (a, b) in enumerate(zip(theirs, ours)) if a != b), min(len(theirs), len(ours)))
             raise DataError(
-                f"{path}: of {text} it makes {len(theirs)} tokens, {first} {len(ours)}, which differ from number {at} "
-                f"on; {needs}"
+                f"{path}: tokenizes {text} to {len(theirs)} tokens, {first} to {len(ours)}; the first difference is at "
+                f"token {at}; {needs}"
             )
 
 
@@ -302,34 +303,34 @@ def _without_bos(tokenizer: Any, ids: list[int]) -> list[int]:
 def _gathered(
     tokenizer: Any, texts: Sequence[str | os.PathLike[str]], n_ctx: int, limit: int | None
 ) -> tuple[Chunks, list[Domain]]:
-    """The chunks of all texts, one after another, and which are whose."""
+    """The chunks of all texts in order, and the range of each text."""
     if not texts:
         raise DataError("no text to compare models on; name at least one")
     parts = [chunked(tokenizer, text, n_ctx, limit) for text in texts]
     firsts = np.cumsum([0, *map(len, parts)])
-    names = told_apart(texts, lambda path: path.name)
+    names = unique_names(texts, lambda path: path.name)
     domains = [Domain(name, int(a), len(part)) for name, a, part in zip(names, firsts, parts)]
     tokens, inputs = (np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "inputs"))
     return Chunks(tokens, inputs, ", ".join(map(str, texts))), domains
 
 
-def told_apart(
+def unique_names(
     paths: Sequence[str | os.PathLike[str]], name: Callable[[Path], str] = lambda path: path.stem
 ) -> list[str]:
-    """Short names of files, by default without their ending; their paths where others are called the same."""
+    """Short names of files, by default without extension; the whole path for a name that occurs twice."""
     short = [name(path) for path in dict.fromkeys(map(Path, paths))]
     return [name(path) if short.count(name(path)) == 1 else str(path) for path in map(Path, paths)]
 
 
 def size_of(path: Path) -> tuple[int, float]:
-    """Bytes of all files of a model, and bits per weight over all its tensors."""
+    """(bytes of all files of a model, bits per weight over all its tensors)."""
     file = gguf.open(path)
     weights = sum(int(np.prod(t.shape, dtype=np.int64)) for t in file.tensors.values())
     return file.size, 8 * sum(t.nbytes for t in file.tensors.values()) / max(1, weights)
 
 
 def throughput(model: Any, n_prompt: int = TIMED_TOKENS, n_generate: int = 64, repeat: int = 3) -> Throughput:
-    """A prompt of random tokens and single tokens, each from an empty cache; medians."""
+    """Median speed of a prompt of random tokens and of generation, each from an empty cache."""
     prompt, generation = bench(model, [Case(min(n_prompt, model.n_ctx_train), 0), Case(0, n_generate)], repeat)
     return Throughput(prompt.tokens_per_second, generation.tokens_per_second)
 
@@ -344,7 +345,7 @@ def table_header(comparison: Comparison) -> list[str]:
 
 
 def table_rows(comparison: Comparison) -> list[list[str]]:
-    """One row of text a candidate, and one of the noise floor; `±` is one standard error."""
+    """One row of text per candidate, and one for the noise floor; `±` is one standard error."""
     timed = any(c.throughput for c in comparison.candidates)
     places = {r.model + 1: str(r.place) for r in comparison.ranks}
     rows = []
@@ -364,7 +365,7 @@ def table_rows(comparison: Comparison) -> list[list[str]]:
 
 
 def _paired_cells(paired: Paired | None) -> list[str]:
-    """PPL - ref … RMS Δp."""
+    """The cells from PPL - ref to RMS Δp."""
     if paired is None:
         return ["reference", *["-"] * 8]
     f, difference = paired.figures, paired.ppl_difference
@@ -379,7 +380,7 @@ def _paired_cells(paired: Paired | None) -> list[str]:
 
 
 def domain_rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """A header, and a row for each text and model; no rows for a single text."""
+    """A header, and one row per text and model; no rows for a single text."""
     header = ["text", "file", "tokens", "PPL", "PPL - ref", "ln(PPL/ref)", "KLD mean", "median", "p90", "p99", "max",
               "same top %", "RMS Δp %"]  # fmt: skip
     rows = []
@@ -394,7 +395,7 @@ def domain_rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
 
 
 def verdicts(comparison: Comparison) -> list[str]:
-    """In words: which model is closer, what cannot be told, and what lies within the noise."""
+    """Sentences: which model is closer, which are indistinguishable, and which are within the noise floor."""
     said, names = [], [c.name for c in comparison.candidates[1:]]
     for r, following in zip(comparison.ranks, comparison.ranks[1:]):
         a, b, s = names[r.model], names[following.model], r.to_next
@@ -403,26 +404,28 @@ def verdicts(comparison: Comparison) -> list[str]:
         if s.separated:
             said.append(f"{a} is closer to the reference than {b}: by {margin}")
         elif s.more_tokens:
-            said.append(f"{a} and {b} cannot be told apart: {margin}; about {s.more_tokens:,} more tokens would do")
+            said.append(
+                f"{a} and {b} are indistinguishable: {margin}; about {s.more_tokens:,} more tokens would separate them"
+            )
         else:
-            said.append(f"{a} and {b} cannot be told apart: {margin}; a hundred times the tokens would not do either")
+            said.append(f"{a} and {b} are indistinguishable: {margin}; even 100 times the tokens would not suffice")
     if comparison.noise is not None:
         floor = max(0.0, comparison.noise.paired.figures["kld"].value)  # a base that rounds gives tiny negatives
         said += [
-            f"{c.name} is within the noise floor of {floor:.6f} nats: running the reference another way moves it as far"
+            f"{c.name} is within the noise floor of {floor:.6f} nats: other numerics change the reference as much"
             for c in comparison.candidates
             if c.paired is not None and c.paired.figures["kld"].value <= floor
         ]
     if comparison.chunks < LEAST_UNITS:
         said.append(
-            f"errors are too small: {comparison.chunks} chunks do not tell how passages differ; take {LEAST_UNITS} or "
-            "more (--chunks, shorter ones by -c, or a longer text)"
+            f"errors are too small: {comparison.chunks} chunks do not show how passages differ; use {LEAST_UNITS} or "
+            "more (--chunks, shorter chunks with -c, or a longer text)"
         )
     return said
 
 
 def model_card(comparison: Comparison, conditions: str) -> str:
-    """A block of Markdown to paste: sizes and qualities, and all that they depend on."""
+    """A Markdown block for a model card: sizes, quality figures and all their conditions."""
     lines = []
     for c in comparison.candidates[1:]:
         lines += [f"## {c.name} {c.size_bytes / 2**30:.3f} GiB ({c.bits_per_weight:.3f} BPW)", ""]

@@ -1,12 +1,12 @@
-"""What an importance matrix tells of the text that made it: which experts saw how much, and how its columns differ.
+"""Statistics of an importance matrix: how many vectors each expert saw, and how importance varies over columns.
 
 coverage            share of a weight's matrices (experts) that saw at least `threshold` vectors
-effective experts   2^H, H the entropy in bits of the vectors' spread over the experts: as many experts, used evenly,
-                    would be as hard to tell apart; of E experts E if all saw the same, 1 if one saw all
-effective columns   2^H / n of the importance's spread over the n columns, mean over the experts by what they saw: 1
-                    if all columns matter the same, when an importance matrix changes nothing
+effective experts   2^H, with H the entropy in bits of the distribution of vectors over experts (its perplexity): E if
+                    all E experts saw equally many, 1 if a single expert saw all
+effective columns   2^H / n, with H the entropy of the importance over the n columns, averaged over experts weighted by
+                    their vectors: 1 if all columns matter equally; then an importance matrix changes nothing
 similarity          cosine of a weight's importances (mean over its experts) with those of the same weight in the
-                    nearest layer before that has one: how alike the inputs of neighbouring layers are
+                    nearest earlier layer that has it: how similar the inputs of neighbouring layers are
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from quantkit.formats.imatrix import Entry, Imatrix, few
 
 @dataclass(frozen=True)
 class Coverage:
-    """One entry. `counts` is int64[matrices]; `layer` None and `similarity` None where there is no such thing.
+    """Statistics of one entry. `layer` and `similarity` are None if the tensor has none.
 
-    counted: whether each matrix's vectors were counted; of legacy files `counts` are evaluations, the same for all
+    counts   int64[matrices]
+    counted  vectors were counted per matrix; in legacy files `counts` are evaluations, equal for all matrices
     """
 
     name: str
@@ -42,7 +43,7 @@ class Coverage:
     similarity: float | None
     mean: float
     largest: float
-    share_of_top: float  # what the hundredth part of the columns that matter most holds of all
+    share_of_top: float  # share of the importance in the top 1 % of the columns
 
     @property
     def covered(self) -> float:
@@ -70,20 +71,20 @@ class Coverage:
 
 
 def coverage(imatrix: Imatrix, threshold: int) -> list[Coverage]:
-    """One row an entry, in their order. Matrices with fewer than `threshold` vectors are named in `few`."""
+    """One row per entry, in their order. `few` lists the matrices with fewer than `threshold` vectors."""
     means = {name: _mean(entry) for name, entry in imatrix.entries.items()}
     return [_row(imatrix, name, entry, means, threshold) for name, entry in imatrix.entries.items()]
 
 
-def parted(imatrix: Imatrix, shapes: Mapping[str, tuple[int, ...]]) -> Imatrix:
-    """The same with entries of legacy files parted into their matrices, by the shapes of a model's tensors.
+def split_by_matrix(imatrix: Imatrix, shapes: Mapping[str, tuple[int, ...]]) -> Imatrix:
+    """Split the entries of a legacy file into their matrices (experts), by the shapes of a model's tensors.
 
-    DataError where an entry has other values than its tensor has columns and matrices, or no entry has a tensor.
+    Raises DataError if an entry's number of values does not fit its tensor, or no entry has a tensor.
     """
     if shapes.keys().isdisjoint(imatrix.entries):
         raise DataError(
-            f"none of the {len(imatrix)} entries, as {next(iter(imatrix.entries), 'none')}, is that of one of the "
-            f"model's {len(shapes)} tensors; it was measured on another model"
+            f"none of the {len(imatrix)} entries (the first is {next(iter(imatrix.entries), 'none')}) names one of "
+            f"the model's {len(shapes)} tensors; it was measured on another model"
         )
     entries = {}
     for name, entry in imatrix.entries.items():
@@ -125,13 +126,13 @@ def _place(name: str) -> tuple[int | None, str]:
 
 
 def _mean(entry: Entry) -> np.ndarray:
-    """float64[n]: over the matrices, by what they saw; all count the same where none saw anything."""
+    """float64[n]: mean over the matrices, weighted by their counts, or unweighted if all counts are 0."""
     weights = np.broadcast_to(entry.counts, len(entry.values)).astype(np.float64)
     return np.average(entry.values.astype(np.float64), axis=0, weights=weights if weights.any() else None)
 
 
 def _effective(parts: np.ndarray) -> float:
-    """2^H of what parts are of their sum; 0 where all are 0."""
+    """2^H, with H the entropy of the parts' shares of their sum; 0 if all parts are 0."""
     total = float(parts.sum())
     if not total:
         return 0.0

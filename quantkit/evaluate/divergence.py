@@ -1,4 +1,4 @@
-"""KL divergence of a model from a base, token by token, and the statistics the reference prints of it.
+"""KL divergence of a model from a base, token by token, and the statistics that ik_llama.cpp's llama-perplexity prints.
 
 At every scored position, with q the model's probabilities and b the base's:
 
@@ -36,7 +36,7 @@ from quantkit.formats.kld.chunk_file import Noted
 
 @kernel
 def _compare_rows(logits, words, targets, nll, nll_base, kld, same_top):
-    """float32[rows, n] logits against the base's uint16[rows, 4 + n or so] words; fills four arrays of [rows]."""
+    """Compare float32[rows, n] logits with the base's uint16[rows, 4 + n] words (padded); fill 4 arrays of [rows]."""
     rows, n = logits.shape
     for r in range(rows):
         row, codes, header = logits[r], words[r, 4 : 4 + n], words[r, :4].view(np.float32)
@@ -55,9 +55,9 @@ def _compare_rows(logits, words, targets, nll, nll_base, kld, same_top):
 
 
 class RowFigures(NamedTuple):
-    """Figures of scored positions, one row each: float64, and bool for same_top.
+    """Figures of scored positions, one row per position: float64, and bool for same_top.
 
-    doubts: float64[rows, bounded.DOUBTS], what the bound of the KLD is made of; None where the base is exact.
+    doubts: float64[rows, bounded.BOUND_TERMS], the terms of the KLD's bound; None for an exact base.
     """
 
     nll: np.ndarray
@@ -96,7 +96,7 @@ class Estimate(NamedTuple):
 
 
 def mean_error(x: np.ndarray) -> float:
-    """Standard error of the mean; 0 for ten values or fewer, or where they do not vary."""
+    """Standard error of the mean; 0 for ten values or fewer, or if they do not vary."""
     variance = float(np.mean(x * x) - x.mean() ** 2)
     return math.sqrt(variance / (x.size - 1)) if x.size > 10 and variance > 0 else 0.0
 
@@ -108,13 +108,13 @@ def mean_covariance(x: np.ndarray, y: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Result of a comparison: arrays of [n], one a scored position, in the text's order."""
+    """Result of a comparison: arrays of [n], one value per scored position, in the text's order."""
 
     nll: np.ndarray  # float64, nats
     nll_base: np.ndarray  # float64, nats
     kld: np.ndarray  # float64, nats
     same_top: np.ndarray  # bool
-    doubts: np.ndarray | None = None  # float64[n, bounded.DOUBTS]; None where the base is exact
+    doubts: np.ndarray | None = None  # float64[n, bounded.BOUND_TERMS]; None for an exact base
 
     def __len__(self) -> int:
         return self.nll.size
@@ -136,7 +136,7 @@ class Divergence:
 
     @property
     def correlation(self) -> float:
-        """Of the two ln PPL."""
+        """Correlation of the two ln PPL."""
         product = mean_error(self.nll) * mean_error(self.nll_base)
         return mean_covariance(self.nll, self.nll_base) / product if product else math.nan
 
@@ -165,15 +165,15 @@ class Divergence:
 
     @property
     def bound(self) -> float:
-        """How far the mean KLD with an exact base may be from this one, nats; 0 where the base is exact.
+        """Bound, in nats, of the distance to the mean KLD with an exact base; 0 for an exact base.
 
-        It is missed with a probability below qkld.MISSED.
+        It fails with a probability of at most `bounded_file.MISSED`.
         """
         return 0.0 if self.doubts is None else bounded.bound(self.doubts)
 
     @property
     def limits(self) -> tuple[float, float]:
-        """What the mean KLD with an exact base lies between."""
+        """The interval that holds the mean KLD with an exact base."""
         mean = float(self.kld.mean())
         return (mean, mean) if self.doubts is None else (max(0.0, mean - self.bound), mean + self.bound)
 
@@ -210,19 +210,19 @@ class Divergence:
 def base_writer(
     path: Path, tokens: np.ndarray, n_vocab: int, noted: Noted | None = None, **bounded_options: Any
 ) -> BaseWriter | BoundedWriter:
-    """A writer of the bounded format for names that end in `.qkld`, of the reference's for others."""
+    """A writer of the bounded format for names that end in `.qkld`, of ik_llama.cpp's format for others."""
     if path.suffix == ".qkld":
         return BoundedWriter(path, tokens, n_vocab, noted=noted, **bounded_options)
     return BaseWriter(path, tokens, n_vocab, noted=noted)
 
 
 def base_reader(path: Path) -> BaseReader | BoundedReader:
-    """A base file of either format, told by its first bytes."""
+    """Open a base file of either format, detected by its first bytes."""
     return BoundedReader(path) if is_bounded(path) else BaseReader(path)
 
 
 def known_share(tokens: np.ndarray, tokenizer: Any, at_most: int = 4096) -> float:
-    """Share of int[n_chunk, n_ctx] tokens that a tokenizer gives again when they are written out, in any order."""
+    """Share of int[n_chunk, n_ctx] tokens that a tokenizer reproduces after detokenizing them, in any order."""
     ids = tokens.reshape(-1)[:at_most].tolist()
     text = b"".join(tokenizer.token_bytes(i) for i in ids if i < tokenizer.vocab_size).decode(errors="replace")
     again = Counter(tokenizer.encode(text, bos=False))
@@ -238,12 +238,13 @@ def divergence(
     run: Run = evaluate_chunks,
     done: Mapping[str, np.ndarray] | None = None,
 ) -> Divergence:
-    """Compare a model with a base file, the reference's or a bounded one, over the file's own tokens.
+    """Compare a model with a base file (ik_llama.cpp's format or a bounded one) over the file's tokens.
 
-    run: how chunks are run, as of `perplexity.perplexity`.
-    done: the arrays of a Divergence by name, [k, positions, …], of the first k chunks, whole batches of them.
+    run: runs the chunks, as in `perplexity.perplexity`.
+    done: the arrays of a Divergence by name, [k, positions, …], for the first k chunks (whole batches).
 
-    `on_chunk(chunks done, result so far)` is called after each chunk. A base of another vocabulary is a DataError.
+    `on_chunk(chunks done, result so far)` is called after each chunk. Raises DataError for a base with another
+    vocabulary.
     """
     if model.vocab_size != base.n_vocab:
         raise DataError(
@@ -256,7 +257,7 @@ def divergence(
     n = base.n_chunk * k
     result = Divergence(np.empty(n), np.empty(n), np.empty(n), np.empty(n, np.bool_))
     if isinstance(base, BoundedReader):
-        result = replace(result, doubts=np.empty((n, bounded.DOUBTS)))
+        result = replace(result, doubts=np.empty((n, bounded.BOUND_TERMS)))
     done = done or {}
     first = len(done.get("nll", ()))
     for name, figures in done.items():
@@ -277,7 +278,7 @@ def divergence(
 
 
 def summary(d: Divergence) -> dict[str, float]:
-    """The figures of the report by name; natural units: nats and probabilities."""
+    """The figures of the report by name, in nats and probabilities."""
     kld = d.sorted_kld()
     figures = {"ppl": d.ppl, "ppl_base": d.ppl_base, "ln_ratio": d.ln_ratio, "kld": d.mean_kld, "mean_dp": d.mean_dp,
                "rms_dp": d.rms_dp, "same_top": d.top_agreement}  # fmt: skip
@@ -300,7 +301,7 @@ CHUNK_HEADER = (
 
 
 def chunk_line(index: int, so_far: Divergence) -> str:
-    """The reference's line after each chunk, running values."""
+    """The line that llama-perplexity prints after each chunk: running values."""
     ppl, ratio, kld, rms, top = so_far.ppl, so_far.ln_ratio, so_far.mean_kld, so_far.rms_dp, so_far.top_agreement
     return (
         f"{index:4d}    {ppl.value:9.4f} ± {ppl.error:9.4f}    {ratio.value:10.5f} ± {ratio.error:10.5f}"
@@ -315,7 +316,7 @@ def _bound_line(d: Divergence) -> str:
 
 
 def report(d: Divergence) -> str:
-    """The reference's final report; its readers go by label."""
+    """The final report of llama-perplexity, with the same labels, which other tools parse."""
 
     def with_error(label: str, e: Estimate) -> str:
         return f"{label:<30}: {e.value:10.6f} ± {e.error:10.6f}"

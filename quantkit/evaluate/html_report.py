@@ -1,7 +1,7 @@
-"""A comparison as one HTML file: tables, plots as inline SVG, verdicts, a block for a model card, all conditions.
+"""Write a comparison as one HTML file: tables, plots as inline SVG, verdicts, a model card block, all conditions.
 
-Nothing is loaded and nothing runs: no script, no font, no picture from elsewhere. Read from phones to wide screens;
-dark where the reader's system is.
+The file is self-contained: no script, no external font or image. It adapts to screens from phones to wide monitors, and
+to the system's dark mode.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from quantkit.evaluate.compare import Comparison, domain_rows, model_card, table_header, table_rows, verdicts
-from quantkit.evaluate.layer_errors import Added
+from quantkit.evaluate.layer_errors import TensorError
 from quantkit.evaluate.svg import SERIES, Series, plot
 
 _LIGHT = ("#2f6db3", "#c9581b", "#2e8450", "#8a4fa3", "#94780a", "#218289", "#c2477d", "#6b6b6b")
@@ -70,16 +70,16 @@ dd{margin:0;overflow-wrap:anywhere}
 def page(
     comparison: Comparison,
     conditions: Mapping[str, Any],
-    layers: Mapping[str, Sequence[Added]] | None = None,
+    layers: Mapping[str, Sequence[TensorError]] | None = None,
 ) -> str:
-    """The file's text. `layers`: of models by name what `layers.compare_layers` found."""
+    """The HTML text. `layers`: results of `layer_errors.compare_layers` by model name."""
     name = comparison.candidates[0].name
     said = ", ".join(f"{key} {value}" for key, value in conditions.items())
     parts = [
         f"<h1>Distance from {escape(name)}: {comparison.positions:,} tokens</h1>",
         _table(table_header(comparison), table_rows(comparison), figures=True),
-        '<p class="note">± is one standard error, of means over chunks; that of a PPL alone is over tokens, as the '
-        "reference tools print it. KLD in nats. Models that share a place cannot be told apart by these data.</p>",
+        '<p class="note">± is one standard error, computed over chunks; for a PPL alone it is computed over tokens, as '
+        "llama-perplexity prints it. KLD in nats. These data cannot distinguish models that share a place.</p>",
         _list("Verdicts", verdicts(comparison)),
         _legend([c.name for c in comparison.candidates[1:]]),
         f'<div class="plots">{"".join(_figures(comparison, layers or {}))}</div>',
@@ -100,7 +100,7 @@ def page(
     )
 
 
-def _figures(comparison: Comparison, layers: Mapping[str, Sequence[Added]]) -> list[str]:
+def _figures(comparison: Comparison, layers: Mapping[str, Sequence[TensorError]]) -> list[str]:
     models = [(c, c.paired) for c in comparison.candidates if c.paired is not None]
     sizes = [
         Series(c.name, [c.size_bytes / 2**30], [max(p.figures["kld"].value, _LEAST_KLD)], "point",
@@ -133,15 +133,15 @@ def _figures(comparison: Comparison, layers: Mapping[str, Sequence[Added]]) -> l
 
 
 def _texts(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table for each text, whose name is the first cell of its rows."""
+    """A table per text. The first cell of each row is the name of its text."""
     found = ["<h2>By text</h2>"] if rows else []
     for text, of_text in itertools.groupby(rows, key=lambda row: row[0]):
         found += [f"<h3>{escape(text)}</h3>", _table(header[1:], [row[1:] for row in of_text], figures=True)]
     return found
 
 
-def _worst(layers: Mapping[str, Sequence[Added]]) -> str:
-    """A table for each model of the tensors that hurt it most."""
+def _worst(layers: Mapping[str, Sequence[TensorError]]) -> str:
+    """A table per model of the tensors that add most error."""
     found = []
     for model, added in layers.items():
         worst = sorted(added, key=lambda a: -a.error)[:20]
@@ -167,7 +167,7 @@ def _list(title: str, lines: Sequence[str]) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], figures: bool = False) -> str:
-    """A table; one of `figures` becomes a card for each row where there is no room for its columns."""
+    """A table. With `figures` each row becomes a card on screens that are too narrow for its columns."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     body = "".join(f"<tr>{''.join(map(_cell, header, row))}</tr>" for row in rows)
     kind = ' class="figures"' if figures else ""
@@ -175,7 +175,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], figures: bool =
 
 
 def _cell(label: str, text: str) -> str:
-    """With the error under the value, so that columns are narrow."""
+    """A cell with the error below the value, which keeps columns narrow."""
     value, sign, error = text.partition(" ± ")
     below = f" <small>± {escape(error)}</small>" if sign else ""
     none = ' class="none"' if text == "-" else ""

@@ -1,13 +1,13 @@
-"""Where it hurts: which tensors of a model add how much error, the reference and it side by side.
+"""Measure the error that each tensor of a quantized model adds, compared with the reference model.
 
-The reference runs over some tokens, one block at a time. Of every block, with x what enters it in the reference and
-y what leaves it, each of its tensors in turn is taken from the other model:
+The reference model runs over some tokens, one block at a time. For each block with output y, one tensor after another
+is replaced by the other model's; y' is the output with the replaced tensor:
 
     error = sqrt(mean over tokens of (|y' - y| / |y|)²)
 
-so that what is found is that tensor's own, not what errors before it have become. (By token: a few tokens have
-activations hundreds of times as large as all others.) The embedding and the output are measured alike, by what leaves
-them. `share` is a tensor's part of the sum of all squared errors.
+So each error is the tensor's own, without the accumulated errors of earlier tensors. It is relative per token, because
+a few tokens have activations hundreds of times as large as all others. Embedding and output are measured in the same
+way, by their outputs. `share` is a tensor's share of the sum of all squared errors.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from quantkit.evaluate.blockwise import parts
 from quantkit.formats.gguf import GGUF
 
 
-class Added(NamedTuple):
-    """What a tensor adds; `layer` is None for those that stand around the blocks."""
+class TensorError(NamedTuple):
+    """The error that a tensor adds; `layer` is None for embedding and output."""
 
     name: str
     layer: int | None
@@ -31,11 +31,11 @@ class Added(NamedTuple):
     share: float
 
 
-def compare_layers(reference: Any, file: GGUF, tokens: np.ndarray) -> list[Added]:
-    """The error each tensor of a file adds to a model, over fresh sequences int[n_seq, len], in the model's order.
+def compare_layers(reference: Any, file: GGUF, tokens: np.ndarray) -> list[TensorError]:
+    """The error that each tensor of a file adds to a model, over new sequences int[n_seq, len], in the model's order.
 
-    The file's tensors take the places of the reference's, so it is not opened as a model. Tensors that are the same,
-    byte for byte, are left out.
+    The file's tensors replace those of the reference, so the file is not opened as a model. Tensors that are equal byte
+    for byte are skipped.
     """
     found: list[tuple[str, int | None, str, float]] = []
     for part in parts(reference, tokens):
@@ -43,9 +43,12 @@ def compare_layers(reference: Any, file: GGUF, tokens: np.ndarray) -> list[Added
         for name in part.weights:
             ours, theirs = reference.weights[name], file.tensors.get(name)
             if theirs is None or theirs.shape != ours.shape:
-                raise DataError(f"{file.path}: tensor {name}: not there as {ours.shape}, as {reference.path} has it")
+                raise DataError(
+                    f"{file.path}: tensor {name} {'is missing' if theirs is None else f'has shape {theirs.shape}'}; "
+                    f"{reference.path} has it with shape {ours.shape}; compare files of the same model"
+                )
             if not _same(ours, theirs):
-                twice = any(name == before for before, *_ in found)  # a tied embedding is the output matrix, too
+                twice = any(name == before for before, *_ in found)  # a tied embedding is also the output matrix
                 found.append(
                     (
                         f"{name} as output" if twice else name,
@@ -55,7 +58,7 @@ def compare_layers(reference: Any, file: GGUF, tokens: np.ndarray) -> list[Added
                     )
                 )
     total = sum(error**2 for *_, error in found) or 1.0
-    return [Added(name, layer, kind, error, error**2 / total) for name, layer, kind, error in found]
+    return [TensorError(name, layer, kind, error, error**2 / total) for name, layer, kind, error in found]
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Perplexity by the reference's protocol, so that figures compare with published ones.
+"""Perplexity by llama-perplexity's protocol, so that figures are comparable with published ones.
 
 Each chunk is a fresh sequence. Its second half is scored: with first = n_ctx // 2, the logits at first … n_ctx - 2
 predict the tokens first + 1 … n_ctx - 1. Over all scored tokens,
@@ -57,7 +57,7 @@ def total(values):
 def log_sum_exp(row, scratch):
     """log sum exp of finite float32[n] as (largest value, log of the sum of exponentials relative to it).
 
-    scratch is float32[BLOCK] to work in.
+    `scratch` is a float32[BLOCK] work buffer.
     """
     top = _largest(row)
     n = row.shape[0]
@@ -108,7 +108,7 @@ def negative_log_likelihood(logits: np.ndarray, targets: np.ndarray) -> np.ndarr
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Result: nll float64[n_chunk, rows_per_chunk], natural logarithms, one a scored token."""
+    """Result: nll float64[n_chunk, rows_per_chunk] in nats, one per scored token."""
 
     nll: np.ndarray
     n_ctx: int
@@ -129,7 +129,7 @@ class Perplexity:
         return self.value * self.mean_error
 
     def after(self, chunks: int) -> Perplexity:
-        """The result as it stood after so many chunks."""
+        """The result over the first `chunks` chunks."""
         return Perplexity(self.nll[:chunks], self.n_ctx)
 
     def __str__(self) -> str:
@@ -141,7 +141,7 @@ def evaluate_chunks(
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (index, float32[k, n_vocab] logits of a chunk's positions `rows`, by default the scored ones) in order.
 
-    Chunks are run `n_batch` tokens at a time, from chunk `first` on; logits exist for one chunk at a time.
+    Chunks are run `n_batch` tokens at a time, starting at chunk `first`; only one chunk's logits are in memory.
     """
     n_chunk, n_ctx = inputs.shape
     check_context(model, n_ctx)
@@ -152,11 +152,11 @@ def evaluate_chunks(
             yield index, model.project(states)
 
 
-Run = Callable[..., Iterator[tuple[int, np.ndarray]]]  # of what `evaluate_chunks` takes
+Run = Callable[..., Iterator[tuple[int, np.ndarray]]]  # same parameters as `evaluate_chunks`
 
 
 def check_context(model: Any, n_ctx: int) -> None:
-    """DataError when the model was not trained for chunks this long."""
+    """Raise DataError if the chunks are longer than the model's training context."""
     if model.n_ctx_train and n_ctx > model.n_ctx_train:
         raise DataError(f"chunks of {n_ctx} tokens, but the model was trained with {model.n_ctx_train}; lower -c")
 
@@ -173,11 +173,11 @@ def perplexity(
 ) -> Perplexity:
     """Perplexity of a model over chunks.
 
-    done: float64[k, positions], what an earlier run found of the first k chunks, whole batches of them.
-    run: how chunks are run, `evaluate_chunks` or `streamed.streamed_chunks`.
+    done: float64[k, positions], the nll of the first k chunks (whole batches) from an earlier run.
+    run: runs the chunks: `evaluate_chunks` or `streamed.streamed_chunks`.
 
-    `base` also gets every chunk's logits. `on_chunk` is called after each chunk with the result so far. (NaN
-    and Inf are the model's to report: it names the tensor that made them.)
+    `base` also gets every chunk's logits. `on_chunk` is called after each chunk with the result so far. The model
+    itself reports NaN and Inf and names the tensor that caused them.
     """
     rows = chunks.rows
     nll = np.empty((len(chunks), rows.stop - rows.start))

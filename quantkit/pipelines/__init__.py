@@ -1,6 +1,6 @@
-"""The jobs that turn files into files: convert, export, quantize, repack, convert-mla, verify.
+"""The pipelines that turn files into files: convert, export, quantize, repack, convert-mla, verify.
 
-Each streams tensors in bounded memory, writes atomically and, where it takes long, resumes (`resume`). Takes open files
-and plans and gives paths and summaries. Imports `recipe`, `archs`, `tokenizers` and `formats`, never `runtime`: what is
-evaluated is what was written.
+Each pipeline streams tensors in bounded memory and writes atomically. Quantization resumes after an interrupt
+(`resume`). The functions take open files and plans and return paths and summaries. The package imports `recipe`,
+`archs`, `tokenizers` and `formats`, never `runtime`: evaluation reads the file that was written.
 """

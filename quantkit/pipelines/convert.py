@@ -1,16 +1,18 @@
-"""A Hugging Face directory becomes a GGUF: tensors renamed, re-ordered, stored in one type, streamed in small pieces.
+"""Convert a Hugging Face directory to a GGUF: rename and reorder tensors, store them in one type, stream small pieces.
 
     convert("SmolLM2-135M", "smollm2-bf16.gguf", "bf16")
-    plan = prepare("SmolLM2-135M", "auto")     what would be written, without writing
+    plan = prepare("SmolLM2-135M", "auto")     plans the output without writing it
 
-Order of the tensors: rope factors, embedding, the layers by number (within one: attention, then feed-forward), output
-norm, output. Types: `outtype`, except that norms, biases and everything of one dimension are f32, and rows that do not
+Order of the tensors: RoPE factors, embedding, the layers by number (within a layer: attention, then feed-forward),
+output norm, output.
+
+Types: `outtype`, except that norms, biases and all tensors of one dimension are f32, and matrices whose rows do not
 fit q8_0's blocks of 32 are f16. "auto" is the dtype of the first matrix in bf16 or f16, and f16 for a checkpoint that
-is all float32; "stored" is the same with f32 for those. Matrices of codes and scales, FP8 and MXFP4, count as bf16:
-their float32 products are rounded to the nearest, of two equally near ones to the even one.
+is all float32. "stored" is the same, but f32 for an all-float32 checkpoint. Matrices stored as codes and scales (FP8,
+MXFP4) count as bf16: their float32 products are rounded to nearest, ties to even.
 
-A `Conversion` is also what `quantize` takes in place of an open GGUF: its tensors give, some rows at a time, the bytes
-that the converted file would hold.
+`quantize` also accepts a `Conversion` in place of an open GGUF: its tensors return, a range of rows at a time, the
+bytes that the converted file would hold.
 """
 
 from __future__ import annotations
@@ -45,25 +47,25 @@ from quantkit.types import QuantType, check_finite
 from quantkit.types.floats import FLOATS, is_finite
 
 OUTTYPES = ("auto", "bf16", "f16", "f32", "q8_0")
-STORED = "stored"  # the outtype that loses nothing
+STORED = "stored"  # the lossless outtype
 QUANTIZATION_VERSION = 2
 _DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"} | dict.fromkeys((*FP8, "MXFP4", "TERNARY", *INTEGERS), "bf16")
 
-Stored = CheckpointTensor | ScaledTensor
+PieceSource = CheckpointTensor | ScaledTensor
 
 
 @dataclass(frozen=True)
 class Converted:
-    """A tensor as the converted file would hold it, made of a checkpoint's when it is asked for.
+    """A tensor of the converted file, computed from the checkpoint on demand.
 
-    It has what a `files.gguf.Tensor` has of these names; `path` is the checkpoint's file. `piece` is None of one that
-    follows from config.json, whose values are `x`.
+    Its attributes match those of `formats.gguf.Tensor`; `path` is the checkpoint's file. A tensor that is computed from
+    `config.json` has `piece` None and its values in `x`.
     """
 
     spec: TensorSpec
     path: Path
     piece: Piece | None
-    sources: Sequence[Stored]
+    sources: Sequence[PieceSource]
     x: np.ndarray | None = None
 
     name = property(lambda self: self.spec.name)
@@ -73,11 +75,14 @@ class Converted:
     n_rows = property(lambda self: self.spec.n_rows)
 
     def rows(self, start: int, stop: int) -> np.ndarray:
-        """uint8[stop - start, row_bytes]. DataError naming the checkpoint's tensor for what the type cannot hold."""
+        """Rows as uint8[stop - start, row_bytes].
+
+        Raises DataError that names the checkpoint's tensor if the type cannot hold a value.
+        """
         if self.piece is None:
             assert self.x is not None
             return self.type.quantize(self.x.reshape(-1, self.shape[-1])[start:stop], threads=1)
-        if len(self.shape) == 1:  # whose rows are its elements, for transforms
+        if len(self.shape) == 1:  # transforms treat each element of a vector as a row
             start, stop = 0, self.shape[0]
         return _encode(self.spec, self.piece, self.sources, self._as_bytes, start, stop).reshape(
             -1, self.spec.row_bytes
@@ -85,13 +90,13 @@ class Converted:
 
     @functools.cached_property
     def _as_bytes(self) -> bool:
-        """Whether the sources give rows of the type, which only have to be moved."""
+        """Whether the sources already give rows of the type, so that the transform only moves bytes."""
         moves = self.piece is not None and self.piece.transform.keeps_bits
-        return moves and all(_comes_as(tensor, self.type.name) for tensor in self.sources)
+        return moves and all(_gives_rows_of(tensor, self.type.name) for tensor in self.sources)
 
     @functools.cached_property
     def sends(self) -> bool:
-        """Whether its sources can write its rows themselves: floats as they are or in another format."""
+        """Whether the sources can write the rows directly: floats, unchanged or converted to another float type."""
         if self.piece is None or self.type.name not in FLOATS or len(self.shape) < 2 or not self._as_bytes:
             return False
         return self.piece.transform.place(0, 1) is not None
@@ -99,9 +104,9 @@ class Converted:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion writes: `specs` in order, each made by the piece of the same name or taken from `generated`.
+    """A planned conversion: `specs` in order, each made by the piece of the same name or taken from `generated`.
 
-    `paths` and `tensors` are what an open GGUF calls so: the files read and, by name, what can be read of them.
+    `paths` and `tensors` match those of an open GGUF: the input files, and the tensors by name.
     """
 
     source: Path
@@ -112,9 +117,9 @@ class Conversion:
     specs: list[TensorSpec]
     pieces: dict[str, Piece]
     generated: dict[str, np.ndarray]
-    left_out: dict[str, list[str]] = field(default_factory=dict)  # tensors of the checkpoint, by what they are
-    warnings: list[str] = field(default_factory=list)  # what of the checkpoint was not understood and left out
-    written: list[Path] = field(default_factory=list)  # the files; empty before
+    left_out: dict[str, list[str]] = field(default_factory=dict)  # tensors that are not converted, by kind
+    warnings: list[str] = field(default_factory=list)  # parts of the checkpoint that were skipped as unreadable
+    written: list[Path] = field(default_factory=list)  # the output files; empty until they are written
 
     @property
     def paths(self) -> list[Path]:
@@ -138,12 +143,12 @@ class Conversion:
 
     @property
     def fallbacks(self) -> list[str]:
-        """Tensors whose rows do not fit the blocks of the outtype, and are f16 instead."""
+        """Tensors stored in f16 because their rows do not fit the blocks of the outtype."""
         return [spec.name for spec in self.specs if spec.type.name == "f16" != self.outtype.name]
 
     @property
-    def n_further(self) -> int:
-        """Layers that predict further tokens."""
+    def n_mtp_layers(self) -> int:
+        """Number of MTP (multi-token prediction) layers."""
         return int(self.metadata.get(f"{self.arch.name}.nextn_predict_layers", 0))
 
     @property
@@ -151,7 +156,7 @@ class Conversion:
         return sum(math.prod(spec.shape) for spec in self.specs)
 
     def tasks(self, writer: Writer) -> Iterator[Callable[[], int]]:
-        """What makes the output's bytes, in pieces of bounded size, and puts them in their place."""
+        """Tasks that compute the output in pieces of bounded size and write them at their offsets."""
         for tensor in self.tensors.values():
             ranges = [(0, tensor.n_rows)] if tensor.piece is None else _ranges(tensor.spec, tensor.piece, tensor.sends)
             yield from (functools.partial(_put, tensor, start, stop, writer) for start, stop in ranges)
@@ -171,10 +176,10 @@ def convert(
 ) -> Conversion:
     """Write the checkpoint in directory `source` as the GGUF `out`, or as shards of at most `split_max_bytes`.
 
-    `pre` names the tokenizer's way of cutting text where it is not recognised; `mtp` says whether layers that predict
-    further tokens are kept ("keep", "drop", or "auto": as files of the architecture usually have it). Encoders of
-    images and sound are left out. The file appears when it is complete. With `dry_run` everything is checked and
-    nothing written. QuantkitErrors name the file, the tensor or the setting that cannot be converted.
+    `pre` names the pre-tokenizer if it is not recognised. `mtp` says whether MTP (multi-token prediction) layers are
+    kept: "keep", "drop", or "auto" for the architecture's default. Image and audio encoders are skipped. The file
+    appears under its name when it is complete. With `dry_run` everything is checked and nothing is written. A
+    QuantkitError names the file, the tensor or the setting that cannot be converted.
     """
     conversion = prepare(source, outtype, pre, mtp)
     if not dry_run:
@@ -187,9 +192,9 @@ def convert(
 def prepare(
     source: str | os.PathLike[str], outtype: str = "auto", pre: str | None = None, mtp: str = "auto"
 ) -> Conversion:
-    """Read configuration, tokenizer and tensor names of a checkpoint and decide what its GGUF holds.
+    """Read configuration, tokenizer and tensor names of a checkpoint and plan its GGUF.
 
-    `outtype` is one of OUTTYPES, or STORED: that of the checkpoint. `mtp` as `Arch.with_mtp` has it.
+    `outtype` is one of OUTTYPES, or STORED for the checkpoint's own. `mtp` is passed to `Arch.with_mtp`.
     """
     directory = Path(source)
     if outtype not in (*OUTTYPES, STORED):
@@ -201,7 +206,7 @@ def prepare(
         arch = archs.from_hf(config)
     opened = open_bin(directory) if is_bin(directory) else open_checkpoint(directory)
     checkpoint = unscaled(opened, config)
-    automatic = {"auto": "f16", STORED: "f32"}  # for those that are all float32
+    automatic = {"auto": "f16", STORED: "f32"}  # for a checkpoint that is all float32
     chosen = types.get(_automatic(checkpoint, automatic[outtype]) if outtype in automatic else outtype)
     names = [arch.canonical(name) for name in checkpoint.tensors]
     with _naming(directory):
@@ -217,7 +222,8 @@ def prepare(
     specs += [TensorSpec(piece.name, piece.shape, _type_of(piece, checkpoint, chosen)) for piece in pieces]
     of_name = {piece.name: piece for piece in pieces}
     made = Conversion(directory, arch, checkpoint, chosen, Metadata(), specs, of_name, generated, left_out)
-    stated = {key: entry for key, entry in keys.items() if key.startswith("tokenizer.")}  # stronger than the files
+    # Tokenizer keys that the architecture sets override those read from the tokenizer files.
+    stated = {key: entry for key, entry in keys.items() if key.startswith("tokenizer.")}
     for key, (value, kind) in (_general(config, made) | keys | tokenizer | stated).items():
         made.metadata.set(key, value, kind)
     return made
@@ -228,23 +234,23 @@ def prepare(
 
 def _read_config(directory: Path) -> dict[str, Any]:
     if not directory.is_dir():
-        raise FormatError(f"{directory}: not a directory; `convert` wants a Hugging Face checkpoint directory")
+        raise FormatError(f"{directory}: not a directory; `convert` needs a Hugging Face checkpoint directory")
     config = read_object(directory / "config.json")
     if not config:
         raise FormatError(
-            f"{directory / 'config.json'} is missing; `convert` wants a Hugging Face checkpoint directory"
+            f"{directory / 'config.json'} is missing; `convert` needs a Hugging Face checkpoint directory"
         )
     return config
 
 
 def _automatic(checkpoint: Checkpoint, otherwise: str) -> str:
-    """The name of the first 16-bit dtype that a matrix has or is read as."""
+    """The first 16-bit dtype among the matrices, as stored or as read; `otherwise` if there is none."""
     matrices = [_DTYPES.get(tensor.dtype) for tensor in checkpoint.tensors.values() if len(tensor.shape) >= 2]
     return next((name for name in matrices if name in ("bf16", "f16")), None) or otherwise
 
 
 def _type_of(piece: Piece, checkpoint: Checkpoint, outtype: QuantType) -> QuantType:
-    """What is stored in MXFP4 stays so: another type would be larger or worse."""
+    """The output type of a piece. MXFP4 stays MXFP4: another type would be larger or less accurate."""
     if piece.transform.keeps_bits and all(checkpoint.tensors[name].dtype == "MXFP4" for name in piece.sources):
         return types.get("mxfp4")
     if piece.f32 or len(piece.shape) <= 1 or not piece.name.endswith(".weight"):
@@ -254,7 +260,7 @@ def _type_of(piece: Piece, checkpoint: Checkpoint, outtype: QuantType) -> QuantT
 
 @contextmanager
 def _naming(directory: Path) -> Iterator[None]:
-    """Put the checkpoint's path before messages of rooms that do not know it."""
+    """Prefix the checkpoint's path to errors from modules that do not know it."""
     try:
         yield
     except (FormatError, UnsupportedError, DataError) as error:
@@ -262,7 +268,7 @@ def _naming(directory: Path) -> Iterator[None]:
 
 
 def _check_tensors(checkpoint: Checkpoint, pieces: list[Piece], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Dtypes that can be read, and the shapes that config.json says."""
+    """Check that every dtype can be read and that every shape agrees with `config.json`."""
     for piece in pieces:
         for name in piece.sources:
             tensor = checkpoint.tensors[name]
@@ -274,8 +280,9 @@ def _check_tensors(checkpoint: Checkpoint, pieces: list[Piece], wanted: Mapping[
         if piece.shape != wanted.get(piece.name, piece.shape):
             tensor = checkpoint.tensors[piece.sources[0]]
             raise FormatError(
-                f"{tensor.path}: tensor {tensor.name} is {tensor.shape}, which makes {piece.name} {piece.shape}; by "
-                f"config.json it is {wanted[piece.name]}: they must agree, one of the two is of another model"
+                f"{tensor.path}: tensor {tensor.name} has shape {tensor.shape}, which makes {piece.name} "
+                f"{piece.shape}; config.json requires {wanted[piece.name]}: one of the two files belongs to another "
+                "model"
             )
 
 
@@ -283,17 +290,17 @@ def _check_tensors(checkpoint: Checkpoint, pieces: list[Piece], wanted: Mapping[
 
 
 def _put(tensor: Converted, start: int, stop: int, writer: Writer) -> int:
-    """Write a piece. What C functions cannot write, or would not as it is no number, is made here."""
+    """Write a piece: natively where the source supports it and all values are finite, else through numpy."""
     if tensor.sends and (nbytes := _send(tensor, start, stop, writer)):
         return nbytes
     data = tensor.rows(start, stop)
     writer.put(tensor.name, start * tensor.spec.row_bytes if len(tensor.shape) > 1 else 0, data)
-    release(data)  # of what is only copied, a view of the input
+    release(data)  # a copied tensor is a view of the mapped input
     return data.nbytes
 
 
 def _send(tensor: Converted, start: int, stop: int, writer: Writer) -> int:
-    """The bytes of rows that a source wrote by itself, with no Python between its slices; 0 where it did not."""
+    """Let the source write rows natively, without Python between its slices; the byte count, 0 if it did not."""
     assert tensor.piece is not None
     if (place := tensor.piece.transform.place(start, stop)) is None:
         return 0
@@ -313,21 +320,26 @@ def _send(tensor: Converted, start: int, stop: int, writer: Writer) -> int:
 
 @dataclass
 class _Read:
-    """What was read for a piece: rows of tensors; whether some are as they lie in the file; whether others fit."""
+    """What was read for a piece.
 
-    parts: list[tuple[Stored, int, int]] = field(default_factory=list)
+    parts   (tensor, start, stop) of each range of rows
+    copied  some rows are the unchanged bytes of the file
+    fits    all converted values are finite in the output type
+    """
+
+    parts: list[tuple[PieceSource, int, int]] = field(default_factory=list)
     copied: bool = False
     fits: bool = True
 
     def finite(self, kind: QuantType, data: np.ndarray) -> bool:
-        """Whether what was made, f32, f16 or bf16, is all numbers."""
+        """Whether all values of the output (f32, f16 or bf16) are finite."""
         return self.fits and (not self.copied or is_finite(kind, data))
 
 
-def _reader(tensor: Stored, kind: str | None, read: _Read) -> ReadRows:
-    """Rows of a stored tensor: uint8 of a type of GGUF as `_stored_rows` gives them, or float32 where there is none.
+def _reader(tensor: PieceSource, kind: str | None, read: _Read) -> ReadRows:
+    """A reader of a tensor's rows: uint8 rows of the GGUF type `kind` (see `_stored_rows`), or float32 for None.
 
-    Those of a vector are its elements.
+    The rows of a vector are its elements.
     """
 
     def rows(start: int, stop: int) -> np.ndarray:
@@ -341,8 +353,11 @@ def _reader(tensor: Stored, kind: str | None, read: _Read) -> ReadRows:
     return lambda start, stop: whole.reshape(count, -1)[start:stop]
 
 
-def _comes_as(tensor: Stored, kind: str) -> bool:
-    """Whether `_stored_rows` gives the rows of a type; of vectors only as they are: few, and not worth loading code."""
+def _gives_rows_of(tensor: PieceSource, kind: str) -> bool:
+    """Whether `_stored_rows` can give rows of a type.
+
+    A vector is never converted that way: it is small, and loading compiled code would take longer.
+    """
     if tensor.dtype.lower() == kind:
         return True
     if kind not in FLOATS or len(tensor.shape) < 2:
@@ -354,8 +369,8 @@ def _comes_as(tensor: Stored, kind: str) -> bool:
     return tensor.dtype.lower() in FLOATS and tensor.shape[-1] % recode.LANES == 0
 
 
-def _stored_rows(tensor: Stored, kind: str, start: int, stop: int, read: _Read) -> np.ndarray:
-    """uint8[stop - start, bytes]: a view of the mapping where the bits are the type's."""
+def _stored_rows(tensor: PieceSource, kind: str, start: int, stop: int, read: _Read) -> np.ndarray:
+    """Rows as uint8[stop - start, bytes]: a view of the mapped file if it stores that type, else converted."""
     if isinstance(tensor, MXFP4Tensor):
         return tensor.packed(start, stop)
     if isinstance(tensor, FP8Tensor):
@@ -373,11 +388,11 @@ def _stored_rows(tensor: Stored, kind: str, start: int, stop: int, read: _Read) 
     return made
 
 
-_SENT = 1 << 23  # elements of a piece that a source writes by itself
+_SENT = 1 << 23  # elements of a piece that a source writes natively
 
 
 def _ranges(spec: TensorSpec, piece: Piece, sends: bool) -> Iterator[tuple[int, int]]:
-    """Ranges of rows for a job each. Of stacked sources none reads two, so that an error names the right one."""
+    """Ranges of rows, one per task. No range spans two stacked sources, so that an error names the right one."""
     each, elements = piece.transform.each, _SENT if sends else 0
     if each is None:
         yield from row_ranges(spec.shape, piece.transform.step, elements)
@@ -387,9 +402,9 @@ def _ranges(spec: TensorSpec, piece: Piece, sends: bool) -> Iterator[tuple[int, 
 
 
 class _Readers(Sequence[ReadRows]):
-    """`_reader` of each source when it is asked for: of hundreds of experts a piece reads one."""
+    """The `_reader` of each source, made on access: a piece reads one of hundreds of experts."""
 
-    def __init__(self, sources: Sequence[Stored], kind: str | None, read: _Read):
+    def __init__(self, sources: Sequence[PieceSource], kind: str | None, read: _Read):
         self.sources, self.kind, self.read = sources, kind, read
 
     def __len__(self) -> int:
@@ -400,11 +415,11 @@ class _Readers(Sequence[ReadRows]):
 
 
 def _encode(
-    spec: TensorSpec, piece: Piece, sources: Sequence[Stored], as_bytes: bool, start: int, stop: int
+    spec: TensorSpec, piece: Piece, sources: Sequence[PieceSource], as_bytes: bool, start: int, stop: int
 ) -> np.ndarray:
-    """Rows `start` to `stop` of an output tensor, as bytes. Bits that need no change are only looked at.
+    """Rows `start` to `stop` of an output tensor, as bytes. Bytes that need no conversion are only checked.
 
-    `as_bytes`: whether all sources give rows of the type (`_comes_as`) and the transform moves them whole.
+    `as_bytes`: all sources give rows of the type (`_gives_rows_of`) and the transform moves whole rows.
     """
     read = _Read()
 
@@ -418,12 +433,12 @@ def _encode(
             if kind.name not in FLOATS:
                 check_finite(kind.dequantize(data.reshape(-1, kind.row_bytes(n)), n, threads=1))
             elif not read.finite(kind, data):
-                data = kind.quantize(rows(None).reshape(-1, n), threads=1)  # which names what cannot be
+                data = kind.quantize(rows(None).reshape(-1, n), threads=1)  # its error names the row and column
         else:
             data = kind.quantize(rows(None).reshape(-1, n), threads=1)
     except DataError as error:
         number, begin = divmod(start, piece.transform.each) if piece.transform.each else (0, start)
-        source, first = sources[number], f" (rows are counted from {begin})" if begin else ""
+        source, first = sources[number], f" (rows counted from row {begin})" if begin else ""
         raise DataError(f"{source.path}: tensor {source.name}: {error}{first}") from None
     if not is_mapped(data):
         for tensor, first_row, last_row in read.parts:
@@ -435,7 +450,7 @@ def _encode(
 
 
 def _general(config: Mapping[str, Any], made: Conversion) -> dict[str, tuple[Any, str]]:
-    """The general.* keys: what the directory says about the model, and how it is stored here."""
+    """The `general.*` keys: the directory's description of the model, and the file type of this output."""
     directory = made.source
     name = os.path.basename(str(config.get("_name_or_path") or "").rstrip("/")) or directory.resolve().name
     entries: dict[str, tuple[Any, str]] = {
@@ -454,25 +469,25 @@ def _general(config: Mapping[str, Any], made: Conversion) -> dict[str, tuple[Any
 
 
 def _model_card(path: Path, warnings: list[str]) -> dict[str, tuple[Any, str]]:
-    """License, languages and tags of the front matter of a README.md. What cannot be read is a warning."""
+    """License, languages and tags from the front matter of `README.md`. A value that cannot be read is a warning."""
     try:
         front = front_matter.read(path) if path.is_file() else {}
     except FormatError as error:
-        warnings.append(f"{error}; no license, language or tags are taken from it")
+        warnings.append(f"{error}; its license, languages and tags are skipped")
         return {}
     entries: dict[str, tuple[Any, str]] = {}
     for key, target in (("license", "general.license"), ("tags", "general.tags"), ("language", "general.languages")):
         value = front.get(key)
         listed = [part for part in (value if isinstance(value, list) else [value]) if part not in (None, "")]
         if not all(isinstance(part, str) for part in listed) or (key == "license" and len(listed) > 1):
-            warnings.append(f"{path}: {key} of the front matter is {value!r:.60}, which {target} cannot hold; left out")
+            warnings.append(f"{path}: front matter key {key} is {value!r:.60}, which {target} cannot hold; skipped")
         elif listed:
             entries[target] = (listed[0] if key == "license" else listed, "str")
     return entries
 
 
 def size_label(params: int) -> str:
-    """Parameters as model names have them: 135M, 1.7B, 70B."""
+    """A parameter count in the form used in model names: 135M, 1.7B, 70B."""
     for unit, suffix in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
         if params >= unit:
             return f"{params / unit:.{1 if params < 10 * unit else 0}f}{suffix}"

@@ -1,17 +1,16 @@
-"""The tensors between latent and heads of a file with latent attention (MLA), in another of their three layouts.
+"""Convert the `attn_kv_b`, `attn_k_b` and `attn_v_b` tensors of latent attention (MLA) between their three layouts.
 
-    kv_b        attn_kv_b; head_count_kv, key_length and value_length are those of the heads
-    k_b+v_b     attn_k_b and attn_v_b of three dimensions, as upstream's converter writes; the keys are those of the
-                latent, those of the heads are key_length_mla and value_length_mla
-    both        attn_kv_b, and attn_k_b and attn_v_b of two dimensions, as ik_llama.cpp's converter writes
+    kv_b        attn_kv_b; the keys head_count_kv, key_length and value_length describe the heads
+    k_b+v_b     attn_k_b and attn_v_b with three dimensions, as llama.cpp's converter writes them; those keys describe
+                the latent, and key_length_mla and value_length_mla describe the heads
+    both        attn_kv_b, and attn_k_b and attn_v_b with two dimensions, as ik_llama.cpp's converter writes them
 
-archs/deepseek2.py says what they hold. What a layout keeps is copied bit for bit. Of what it adds, attn_v_b is rows of
-attn_kv_b, copied as they are, of any type. attn_k_b is its other rows transposed, which float types do without loss;
-of other types these values are quantized again, to Q8_0 unless another type is asked for, and so are they the other way
-round. The error of that is measured over what is quantized again: the root of the mean squared difference, divided by
-that of the values.
+`archs/deepseek2.py` describes the tensors. Tensors that both layouts have are copied bit for bit. A new attn_v_b copies
+rows of attn_kv_b unchanged, in any type. A new attn_k_b has the other rows transposed: lossless for float types, while
+other types are requantized, to Q8_0 unless another type is given. The same holds for the opposite direction. The
+relative error of requantized values is measured: the root mean square of the difference, divided by that of the values.
 
-    job = plan(open("model.gguf"), "k_b+v_b")      what becomes of each tensor; writes nothing
+    job = plan(open("model.gguf"), "k_b+v_b")      plans each tensor; writes nothing
     write(job, "out.gguf"); job.errors             {tensor: relative error}
 """
 
@@ -39,22 +38,29 @@ from quantkit.formats.pipeline import Job, pump, row_ranges
 from quantkit.types import QuantType
 
 LAYOUTS = {"kv_b": ("kv",), "k_b+v_b": ("k", "v"), "both": ("kv", "k", "v")}
-COPIED, ROWS, TRANSPOSED, AGAIN = "copied", "rows, bit for bit", "transposed, exact", "quantized again"
+COPIED, ROWS, TRANSPOSED, REQUANTIZED = "copied", "rows, bit for bit", "transposed, exact", "requantized"
 
 _NAME = re.compile(r"blk\.(\d+)\.attn_(kv|k|v)_b\.weight")
 _FLOATS = ("f32", "f16", "bf16")
-_USUAL = "q8_0"
+_DEFAULT_TYPE = "q8_0"
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Heads; elements of a head's key that come of the latent, and of its value; elements of the latent."""
+class HeadSizes:
+    """Dimensions of latent attention, in elements.
+
+    heads   number of heads
+    nope    elements of a head's key that are computed from the latent, without RoPE
+    v       elements of a head's value
+    latent  elements of the latent
+    rope    elements of a key with RoPE
+    """
 
     heads: int
     nope: int
     v: int
     latent: int
-    turned: int  # elements of a key that rope turns
+    rope: int
 
     def rows(self, kind: str) -> int:
         """Rows of a head in "kv", "k" or "v"."""
@@ -69,23 +75,23 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Change:
-    """A tensor of the result, of which shard, what it is made of, and how: COPIED, ROWS, TRANSPOSED or AGAIN."""
+class RelayoutTensor:
+    """A tensor of the output: its shard, its sources, and how it is made (COPIED, ROWS, TRANSPOSED, REQUANTIZED)."""
 
     spec: TensorSpec
-    sources: dict[str, Tensor]  # "kv", or "k" and "v"; or of what is copied ""
+    sources: dict[str, Tensor]  # "kv", or "k" and "v"; "" for a copied tensor
     how: str
     shard: int
 
 
 @dataclass(frozen=True)
 class Relayout:
-    """A file, the tensors of the result and its metadata. `errors` are known after `write`."""
+    """A planned change of layout: the source file, the output's tensors and its metadata. `write` sets `errors`."""
 
     source: GGUF
     layout: str
-    sizes: Sizes
-    changes: list[Change]
+    sizes: HeadSizes
+    changes: list[RelayoutTensor]
     metadata: Metadata
     errors: dict[str, float] = field(default_factory=dict)
 
@@ -95,7 +101,7 @@ class Relayout:
         return before != [(c.spec.name, c.spec.shape) for c in self.changes]
 
     @property
-    def made(self) -> list[Change]:
+    def made(self) -> list[RelayoutTensor]:
         return [change for change in self.changes if change.how != COPIED]
 
     @property
@@ -108,48 +114,49 @@ class Relayout:
         return sum(change.spec.nbytes for change in self.changes)
 
 
-# ---------------------------------------------------------------------------------------------------------- what to do
+# ------------------------------------------------------------------------------------------------------------ the plan
 
 
 def plan(source: GGUF, layout: str, kind: str | None = None) -> Relayout:
-    """What becomes of each tensor of a file in one of LAYOUTS; `kind` is the type of what is quantized again.
+    """Plan the conversion of a file to one of LAYOUTS; `kind` is the type of requantized tensors.
 
-    UnsupportedError for a file without latent attention, and for types that cannot be had.
+    Raises UnsupportedError for a file without latent attention, and for a type that is not possible here.
     """
     if layout not in LAYOUTS:
         raise UnknownNameError("layout", layout, LAYOUTS)
     sizes = _sizes(source)
     chosen = types.get(kind) if kind is not None else None
-    _refuse(chosen)
+    _check_type(chosen)
     of_layer: dict[str, dict[str, Tensor]] = {}
     for name, tensor in source.tensors.items():
         if match := _NAME.fullmatch(name):
             of_layer.setdefault(match[1], {})[match[2]] = tensor
-    changes: list[Change] = []
+    changes: list[RelayoutTensor] = []
     done = set()
     for shard, tensor in _by_shard(source):
         match = _NAME.fullmatch(tensor.name)
         if not match:
-            changes.append(Change(TensorSpec(tensor.name, tensor.shape, tensor.type), {"": tensor}, COPIED, shard))
+            spec = TensorSpec(tensor.name, tensor.shape, tensor.type)
+            changes.append(RelayoutTensor(spec, {"": tensor}, COPIED, shard))
         elif match[1] not in done:
             done.add(match[1])
             made = _layer(f"blk.{match[1]}", of_layer[match[1]], layout, sizes, chosen)
-            changes += [Change(*parts, shard) for parts in made]
+            changes += [RelayoutTensor(*parts, shard) for parts in made]
     return Relayout(source, layout, sizes, changes, _metadata(source, layout, sizes, changes))
 
 
-def _sizes(source: GGUF) -> Sizes:
+def _sizes(source: GGUF) -> HeadSizes:
     hp = validate.described(source.metadata, source.tensors, source.path).hparams
     if not isinstance(hp, LatentHParams):
-        raise UnsupportedError(f"{source.path}: {hp.arch} has no latent attention, whose layout could be changed")
-    return Sizes(hp.n_head, hp.nope, hp.head_dim_v, hp.kv_lora, hp.rope.dim)
+        raise UnsupportedError(f"{source.path}: {hp.arch} has no latent attention; convert-mla has nothing to change")
+    return HeadSizes(hp.n_head, hp.nope, hp.head_dim_v, hp.kv_lora, hp.rope.dim)
 
 
-def _refuse(kind: QuantType | None) -> None:
+def _check_type(kind: QuantType | None) -> None:
     if kind is not None and (kind.interleave > 1 or kind.requires_imatrix or kind.whole_tensor):
         raise UnsupportedError(
-            f"--type {kind.name}: heads are quantized one by one, without importance; choose a type that takes none "
-            "and is not interleaved (`quantkit repack` interleaves a file)"
+            f"--type {kind.name}: heads are quantized one by one, without an importance matrix; choose a type that "
+            "needs none and is not interleaved (`quantkit repack` interleaves a file)"
         )
 
 
@@ -161,9 +168,9 @@ def _by_shard(source: GGUF) -> Iterator[tuple[int, Tensor]]:
 
 
 def _layer(
-    block: str, have: Mapping[str, Tensor], layout: str, sizes: Sizes, chosen: QuantType | None
+    block: str, have: Mapping[str, Tensor], layout: str, sizes: HeadSizes, chosen: QuantType | None
 ) -> Iterator[tuple[TensorSpec, dict[str, Tensor], str]]:
-    """Spec, sources and manner of each tensor that a layer has in a layout."""
+    """Spec, sources and method (COPIED, …) of each tensor of a layer in a layout."""
     stacked = layout == "k_b+v_b"
     for kind in LAYOUTS[layout]:
         name, shape = f"{block}.attn_{kind}_b.weight", sizes.shape(kind, stacked)
@@ -173,19 +180,21 @@ def _layer(
         needed = ("k", "v") if kind == "kv" else ("kv",)
         if any(part not in have for part in needed):
             there = ", ".join(f"attn_{part}_b" for part in have)
-            raise FormatError(f"layer {block} has {there} only; it needs attn_kv_b, or attn_k_b and attn_v_b")
+            raise FormatError(f"layer {block} has only {there}; it needs attn_kv_b, or attn_k_b and attn_v_b")
         sources = {part: have[part] for part in needed}
         type_, how = _type(kind, sources, sizes, chosen)
         yield TensorSpec(name, shape, type_), sources, how
 
 
-def _type(kind: str, sources: Mapping[str, Tensor], sizes: Sizes, chosen: QuantType | None) -> tuple[QuantType, str]:
-    """The type of a tensor that is made, and how it is."""
+def _type(
+    kind: str, sources: Mapping[str, Tensor], sizes: HeadSizes, chosen: QuantType | None
+) -> tuple[QuantType, str]:
+    """The type of a new tensor, and its method."""
     for tensor in sources.values():
         group, step = tensor.type.interleave, math.gcd(sizes.nope, sizes.v, sizes.latent)
         if not tensor.type.has_codec or tensor.type.whole_tensor or step % group:
             raise UnsupportedError(
-                f"{tensor.path}: tensor {tensor.name} is {tensor.type.name}, whose rows cannot be taken apart by heads"
+                f"{tensor.path}: tensor {tensor.name} is {tensor.type.name}, whose rows cannot be split by heads"
                 f"{'; `quantkit unpack` the file first' if group > 1 else ''}"
             )
     if kind == "v":
@@ -193,22 +202,22 @@ def _type(kind: str, sources: Mapping[str, Tensor], sizes: Sizes, chosen: QuantT
     found = {tensor.type.name for tensor in sources.values()}
     if found <= set(_FLOATS):
         return types.get(found.pop() if len(found) == 1 else "f32"), TRANSPOSED
-    wanted = chosen or types.get(_USUAL)
+    wanted = chosen or types.get(_DEFAULT_TYPE)
     if sizes.columns(kind) % wanted.block_size:
         raise UnsupportedError(
-            f"rows of {sizes.columns(kind)} elements of attn_{kind}_b are not a multiple of the {wanted.block_size} in "
-            f"a block of {wanted.name}; choose another --type, as bf16"
+            f"rows of attn_{kind}_b have {sizes.columns(kind)} elements, which is not a multiple of {wanted.name}'s "
+            f"block size of {wanted.block_size}; choose another --type, for example bf16"
         )
-    return wanted, AGAIN
+    return wanted, REQUANTIZED
 
 
-def _metadata(source: GGUF, layout: str, sizes: Sizes, changes: list[Change]) -> Metadata:
-    """The keys of heads as the layout has them; hashes only of tensors that stay as they were."""
+def _metadata(source: GGUF, layout: str, sizes: HeadSizes, changes: list[RelayoutTensor]) -> Metadata:
+    """The metadata with the layout's head keys, and provenance records only of the copied tensors."""
     made, name = source.metadata.copy(), source.metadata["general.architecture"]
-    key, latent = sizes.nope + sizes.turned, layout == "k_b+v_b"
+    key, latent = sizes.nope + sizes.rope, layout == "k_b+v_b"
     numbers = {
         "head_count_kv": 1 if latent else sizes.heads,
-        "key_length": sizes.latent + sizes.turned if latent else key,
+        "key_length": sizes.latent + sizes.rope if latent else key,
         "value_length": sizes.latent if latent else sizes.v,
     }
     numbers |= {"key_length_mla": key, "value_length_mla": sizes.v} if latent else {}
@@ -235,20 +244,20 @@ def write(
     threads: int | None = None,
     progress: bool = False,
 ) -> list[Path]:
-    """Write the file that `job` describes; it appears under its name when it is complete. Returns the paths."""
+    """Write the planned file and return its paths. It appears under its name when it is complete."""
     counts = [sum(change.shard == i for change in job.changes) for i in range(len(job.source.shards))]
     specs = [change.spec for change in job.changes]
     errors = _Errors()
     with Writer(out, job.metadata, specs, split_max_bytes, split_max_tensors, counts if keep_split else None) as writer:
         refuse_inputs(writer.paths, job.source.paths)
-        jobs = (task for change in job.changes for task in _jobs(change, job.sizes, errors))
+        jobs = (piece for change in job.changes for piece in _jobs(change, job.sizes, errors))
         pump(jobs, writer.write, job.nbytes, threads=threads, progress=progress)
         job.errors.update(errors.relative())
         return list(writer.paths)
 
 
 class _Errors:
-    """Sums of squares by tensor, of differences and of values; several threads add to them."""
+    """Sums of squared differences and of squared values by tensor. Thread-safe."""
 
     def __init__(self) -> None:
         self._sums: dict[str, np.ndarray] = {}
@@ -263,8 +272,8 @@ class _Errors:
         return {name: math.sqrt(error / (whole or 1.0)) for name, (error, whole) in self._sums.items()}
 
 
-def _jobs(change: Change, sizes: Sizes, errors: _Errors) -> Iterator[Job]:
-    """What makes a tensor's bytes: in pieces of rows, or a head at a time."""
+def _jobs(change: RelayoutTensor, sizes: HeadSizes, errors: _Errors) -> Iterator[Job]:
+    """The jobs that compute a tensor's bytes: one per range of rows, or one per head."""
     if change.how == COPIED:
         tensor = change.sources[""]
         ranges = row_ranges(tensor.shape, tensor.type.interleave) if len(tensor.shape) > 1 else [(0, 1)]
@@ -279,21 +288,21 @@ def _jobs(change: Change, sizes: Sizes, errors: _Errors) -> Iterator[Job]:
     yield from ((change.spec.name, functools.partial(make, head)) for head in range(sizes.heads))
 
 
-def _keys(change: Change, sizes: Sizes, errors: _Errors, head: int) -> np.ndarray:
-    """attn_k_b of a head: the rows of its key in attn_kv_b, transposed."""
+def _keys(change: RelayoutTensor, sizes: HeadSizes, errors: _Errors, head: int) -> np.ndarray:
+    """attn_k_b of a head: the key rows of attn_kv_b, transposed."""
     first = head * sizes.rows("kv")
     x = change.sources["kv"].decode_rows(first, first + sizes.nope)
     return _encoded(change, np.ascontiguousarray(x.T), errors)
 
 
-def _values(change: Change, sizes: Sizes, head: int) -> np.ndarray:
-    """attn_v_b of a head: the rows of its value in attn_kv_b."""
+def _values(change: RelayoutTensor, sizes: HeadSizes, head: int) -> np.ndarray:
+    """attn_v_b of a head: the value rows of attn_kv_b."""
     first = head * sizes.rows("kv") + sizes.nope
     return change.sources["kv"].rows(first, first + sizes.v)
 
 
-def _both(change: Change, sizes: Sizes, errors: _Errors, head: int) -> np.ndarray:
-    """attn_kv_b of a head."""
+def _both(change: RelayoutTensor, sizes: HeadSizes, errors: _Errors, head: int) -> np.ndarray:
+    """attn_kv_b of a head: attn_k_b transposed, then attn_v_b."""
     keys, values = change.sources["k"], change.sources["v"]
     k = keys.decode_rows(head * sizes.latent, (head + 1) * sizes.latent)
     made = _encoded(change, np.ascontiguousarray(k.T), errors)
@@ -303,8 +312,8 @@ def _both(change: Change, sizes: Sizes, errors: _Errors, head: int) -> np.ndarra
     return np.concatenate([made, _encoded(change, values.decode_rows(first, last), errors)])
 
 
-def _encoded(change: Change, x: np.ndarray, errors: _Errors) -> np.ndarray:
+def _encoded(change: RelayoutTensor, x: np.ndarray, errors: _Errors) -> np.ndarray:
     made = change.spec.type.quantize(x, threads=1)
-    if change.how == AGAIN:
+    if change.how == REQUANTIZED:
         errors.add(change.spec.name, x, change.spec.type.dequantize(made, x.shape[1], threads=1))
     return made

@@ -1,10 +1,10 @@
-"""A GGUF becomes a Hugging Face directory: config.json, generation_config.json, tokenizer files, model.safetensors.
+"""Export a GGUF to a Hugging Face directory: config.json, generation_config.json, tokenizer files, model.safetensors.
 
     export("smollm2-q4_1.gguf", "SmolLM2-135M")
 
-Weights in f32, f16 and bf16 keep their dtype and their bits; quantized ones are decoded exactly and stored as `dtype`,
-by default F32, which holds every decoded value. `convert` gives the same tensors back, and the same keys, but for those
-that a checkpoint has no place for. general.* keys lie in gguf_metadata.json, where `convert` finds them.
+Weights in f32, f16 and bf16 keep their dtype and their bits. Quantized weights are decoded exactly and stored as
+`dtype`, by default F32, which holds every decoded value. `convert` restores the same tensors, and all keys that a
+checkpoint can hold. The `general.*` keys are written to `gguf_metadata.json`, which `convert` reads.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from quantkit.tokenizers import hf_tokenizer, vocab
 
 DTYPES = ("auto", "bf16", "f16", "f32")
 _TORCH = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_MADE_ANEW = ("architecture", "type", "file_type", "quantization_version", "alignment", "size_label")
+_REGENERATED = ("architecture", "type", "file_type", "quantization_version", "alignment", "size_label")
 
 
 @dataclass(frozen=True)
 class Export:
-    """What an export writes: text files by name, and `specs` in order, each made by the piece beside it."""
+    """A planned export: text files by name, and `specs` in order, each made by the piece at the same index."""
 
     source: GGUF
     directory: Path
     files: dict[str, str]
     specs: list[CheckpointSpec]
     pieces: list[Piece]
-    paths: list[Path] = field(default_factory=list)  # of the files written; empty before
+    paths: list[Path] = field(default_factory=list)  # the output files; empty until they are written
 
     @property
     def nbytes(self) -> int:
@@ -71,10 +71,10 @@ def export(
     threads: int | None = None,
     progress: bool = False,
 ) -> Export:
-    """Write the GGUF `source` as a Hugging Face checkpoint in `directory`, which is made if need be.
+    """Write the GGUF `source` as a Hugging Face checkpoint in `directory`, which is created if it does not exist.
 
-    `dtype` is what quantized tensors become: "bf16", "f16" or "f32"; "auto" is "f32". The weights appear last, when
-    they are complete. With `dry_run` everything is checked and nothing written.
+    Quantized tensors are stored as `dtype`: "bf16", "f16" or "f32"; "auto" is "f32". The weights appear last, when they
+    are complete. With `dry_run` everything is checked and nothing is written.
     """
     if dtype not in DTYPES:
         raise UnknownNameError("dtype", dtype, DTYPES)
@@ -93,7 +93,7 @@ def export(
 
 
 def prepare(source: GGUF, directory: str | os.PathLike[str], dtype: str = "auto") -> Export:
-    """Decide what the checkpoint of an open GGUF holds; `dtype` as in `export`."""
+    """Plan the checkpoint of an open GGUF; `dtype` as in `export`."""
     described = validate.described(source.metadata, source.tensors, source.path)
     arch, hparams = described.arch, described.hparams
     try:
@@ -108,7 +108,7 @@ def prepare(source: GGUF, directory: str | os.PathLike[str], dtype: str = "auto"
     ]
     main = next((spec.dtype for spec in specs if len(spec.shape) >= 2), target)
     ids = {f"{name}_token_id": hf_tokenizer.special_id(source.metadata, name) for name in ("bos", "eos", "pad")}
-    rows = source.tensors["token_embd.weight"].shape[0]  # may be more than there are tokens
+    rows = source.tensors["token_embd.weight"].shape[0]  # may be padded beyond the number of tokens
     config |= {key: number for key, number in ids.items() if number is not None}
     config |= {"vocab_size": rows, "dtype": _TORCH[main]}
     contents = {
@@ -129,19 +129,19 @@ def _dtype(tensor: Tensor, quantized: str) -> str:
 
 
 def _general(source: GGUF) -> dict[str, Any]:
-    """The general.* keys that nothing else in a checkpoint says."""
+    """The `general.*` keys that no other file of a checkpoint holds."""
     prefix = "general."
     return {
         key: value
         for key, value in source.metadata.items()
-        if key.startswith(prefix) and not key.startswith("general.sampling.") and key[len(prefix) :] not in _MADE_ANEW
+        if key.startswith(prefix) and not key.startswith("general.sampling.") and key[len(prefix) :] not in _REGENERATED
     }
 
 
 def _reader(tensor: Tensor, raw: bool) -> ReadRows:
-    """Rows of a tensor: uint8 as they lie in the file, or float32. Those of a vector are its elements.
+    """A reader of a tensor's rows: the file's bytes as uint8 if `raw`, else float32.
 
-    Rows that are interleaved are decoded by whole groups.
+    The rows of a vector are its elements. Interleaved rows are decoded in whole groups.
     """
     group = tensor.type.interleave
 
@@ -158,7 +158,7 @@ def _reader(tensor: Tensor, raw: bool) -> ReadRows:
 
 
 def _decode(spec: CheckpointSpec, piece: Piece, sources: list[Tensor], start: int, stop: int) -> np.ndarray:
-    """Rows `start` to `stop` of a checkpoint tensor, as bytes. Bits that need no change are never decoded."""
+    """Rows `start` to `stop` of a checkpoint tensor, as bytes. Rows that keep their dtype are not decoded."""
     same = piece.transform.keeps_bits and all(tensor.type.name.upper() == spec.dtype for tensor in sources)
     data = piece.transform.rows([_reader(tensor, same) for tensor in sources], start, stop)
     if same:

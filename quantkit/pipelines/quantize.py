@@ -1,11 +1,11 @@
-"""Quantizing a file: rows are read, encoded and written in small pieces, as a plan says.
+"""Quantize a file: read, encode and write rows in small pieces, following a plan.
 
     source tensor -> pieces of rows -> decode -> encode -> check -> writer, in order
 
-Each piece is decoded and encoded by one thread; several are in flight, and what they give is written in order. So
-memory is bounded by a constant a thread, tensors of all sizes keep all threads busy, and the bytes do not depend on how
-many there are. The output appears under its final name when it is complete; what a run that ended early has done is
-gone on with (jobs.py), and the output carries what it was made of (provenance.py).
+One thread decodes and encodes each piece. Several pieces are in flight, and their results are written in order. So each
+thread needs a constant amount of memory, tensors of all sizes keep all threads busy, and the bytes do not depend on the
+number of threads. The output appears under its final name when it is complete. An interrupted run is resumed
+(`resume.py`). The output records its source, importance matrix and codecs (`formats/provenance.py`).
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from quantkit.types import check_finite, effort_level
 from quantkit.types.families.interleave import Interleaved
 
 QUANTIZATION_VERSION = 2
-# Scales are f16 and never larger than the largest weight, so below this no encoding can run out of range.
+# Scales are f16 and never larger than the largest weight, so below this magnitude no encoding can overflow.
 _SAFE_MAGNITUDE = 30000.0
 _FLOATS = frozenset(("f32", "f16", "bf16"))
-_HIDDEN = "top_secret"  # the reference's word for it
-_LONGEST_TEXT = 127  # bytes that the reference's readers take of the imatrix strings
+_HIDDEN = "top_secret"  # ik_llama.cpp's placeholder for a hidden imatrix
+_LONGEST_TEXT = 127  # bytes of an imatrix string that ik_llama.cpp reads
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,13 @@ class Override:
 
 @dataclass(frozen=True)
 class Written:
-    """What a run wrote: the files and their bytes, header and padding included.
+    """The result of a run.
 
-    Of its tensors so many were `resumed`, done by a run that ended early, and `reused`, copied from an older file.
+    paths    the files
+    size     their bytes, with headers and padding
+    tensors  number of tensors
+    resumed  tensors that an interrupted run had finished
+    reused   tensors that were copied from an older file
     """
 
     paths: list[Path]
@@ -83,14 +87,14 @@ class Written:
 
 
 class SourceTensor(provenance.Rows, Protocol):
-    """A tensor, rows of which are bytes of the type that the plan has for its source."""
+    """A tensor whose rows are bytes of the source type named in the plan."""
 
     @property
     def path(self) -> Path: ...
 
 
-class Source(Protocol):
-    """What is quantized: an open GGUF, or a checkpoint as a `convert.Conversion`, which gives the bytes of one."""
+class QuantizeSource(Protocol):
+    """The input of `quantize`: an open GGUF, or a checkpoint as a `convert.Conversion`."""
 
     @property
     def metadata(self) -> Metadata: ...
@@ -103,7 +107,7 @@ class Source(Protocol):
 
 
 def quantize(
-    source: Source,
+    source: QuantizeSource,
     out: str | os.PathLike[str],
     plan: Plan,
     *,
@@ -120,19 +124,22 @@ def quantize(
     fresh: bool = False,
     old: resume.Old | None = None,
     partial_requant: bool = False,
-    say: Callable[[str], None] = lambda text: None,
+    on_message: Callable[[str], None] = lambda text: None,
 ) -> Written:
     """Write `source` to `out` with every tensor in the type that `plan` gives it.
 
-    `imatrix` is the matrix that the plan was made with, `imatrix_file` its name for the output's metadata, which with
-    `hide_imatrix` says only that there was one. `effort`
-    ("fast", "normal", "best") is what the encoders' search may cost; a file remembers it where it is not normal.
-    `keep_split` makes the shards of the source.
+    imatrix          the importance matrix that the plan was made with
+    imatrix_file     its name in the output's metadata; with `hide_imatrix` the metadata say only that one was used
+    effort           encoder effort: "fast", "normal" or "best"; stored in the metadata unless it is "normal"
+    keep_split       write the same shards as the source
+    fresh            restart instead of resuming an interrupted run
+    old              an older file: tensors that would come out unchanged are copied from it
+    partial_requant  use the existing output as `old`
+    on_message       called with a line of text that says how many tensors are resumed or reused
 
-    A run that ended early is gone on with, unless `fresh`. Tensors that would become what they are in `old`, or with
-    `partial_requant` in the output that is there, are copied from it. `say` is told how many.
-    Raises DataError naming file, tensor, row and column for values that are not finite. Then, as after an interrupt,
-    nothing new stands under the final name, and the tensors that were done wait beside it (`jobs.unfinished`).
+    Raises DataError that names file, tensor, row and column of a value that is not finite. After an error or an
+    interrupt the final name is unchanged, and the finished tensors stay in `OUT.partial-job` for the next run
+    (`resume.unfinished`).
     """
     effort_level(effort)
     plan.require_codecs()
@@ -140,7 +147,7 @@ def quantize(
     refuse_directory(out)
     refuse_inputs([out], source.paths)
     metadata = output_metadata(source.metadata, plan, imatrix, imatrix_file, overrides, effort, hide_imatrix)
-    job = resume.Job(out, source.paths, _wanted(plan, imatrix, effort))
+    job = resume.ResumableJob(out, source.paths, _wanted(plan, imatrix, effort))
     if carries := plan.file_type.number is not None:
         _set_records(metadata, job.wanted.values(), hide_imatrix)
     specs = [TensorSpec(t.name, t.shape, t.type) for t in plan.tensors]
@@ -153,7 +160,7 @@ def quantize(
     with Writer(out, metadata, specs, *limits, kept=True) as writer:
         try:
             for line in job.check(source.tensors, plan.tensors, old, threads=threads, progress=progress):
-                say(line)
+                on_message(line)
             job.start(writer)
             run = _Run(source, plan, imatrix, effort, job)
             pump(run.pieces(), functools.partial(run.write, writer), run.nbytes, threads=threads, progress=progress)
@@ -162,18 +169,18 @@ def quantize(
                 _set_records(metadata, run.records(), hide_imatrix)
                 writer.rewrite(metadata)
         except BaseException:
-            writer.kept = job.give_up()
+            writer.kept = job.abort()
             raise
         paths = writer.paths
-    job.end()
+    job.remove_leftovers()
     size = sum(path.stat().st_size for path in paths)
     return Written(paths, size, len(plan.tensors), len(job.resumed), len(job.reused))
 
 
-def _shards(source: Source) -> list[int]:
+def _shards(source: QuantizeSource) -> list[int]:
     shards = getattr(source, "shards", None)
     if shards is None:
-        raise QuantkitError(f"{source.paths[0]}: a checkpoint has no shards of a GGUF to keep; use --split-max-size")
+        raise QuantkitError(f"{source.paths[0]}: a checkpoint has no GGUF shards to keep; use --split-max-size")
     return shards
 
 
@@ -181,69 +188,69 @@ def _shards(source: Source) -> list[int]:
 
 
 class _Run:
-    """What is to be made, in pieces, and the records of what was."""
+    """The pieces that a run still has to make, and the provenance records of the finished tensors."""
 
     def __init__(
         self,
-        source: Source,
+        source: QuantizeSource,
         plan: Plan,
         imatrix: Imatrix | None,
         effort: str,
-        job: resume.Job,
+        job: resume.ResumableJob,
     ):
         self._source, self._plan, self._imatrix = source, plan, imatrix
         self._effort, self._job = effort, job
         self._records: dict[str, provenance.Record] = dict(job.done)
-        self._begun: dict[str, _Begun] = {}
+        self._in_progress: dict[str, TensorProgress] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are still to be written."""
+        """Bytes that are not yet written."""
         return sum(t.bytes_after for t in self._plan.tensors if t.name not in self._job.done)
 
     def records(self) -> list[provenance.Record]:
         return [self._records[t.name] for t in self._plan.tensors]
 
     def write(self, writer: Writer, name: str, data: np.ndarray) -> None:
-        """Write the next piece of a tensor; after its last one, note what it was made of."""
+        """Write the next piece of a tensor; after the last one, add the tensor's record to the journal."""
         writer.write(name, data)
-        begun = self._begun[name]
-        begun.left -= 1
-        if not begun.left:
-            del self._begun[name]
-            taken = self._job.taken.get(name)
-            self._records[name] = taken[1] if taken else begun.record(self._job.wanted[name])
+        progress = self._in_progress[name]
+        progress.left -= 1
+        if not progress.left:
+            del self._in_progress[name]
+            copied = self._job.copied.get(name)
+            self._records[name] = copied[1] if copied else progress.record(self._job.wanted[name])
             self._job.finish(self._records[name])
 
     def pieces(self) -> Iterator[Job]:
-        """All pieces that are not done, in the order of the output."""
+        """All unfinished pieces, in the order of the output."""
         for planned in self._plan.tensors:
             name = planned.name
             if name in self._job.done:
                 continue
             ranges = list(provenance.row_pieces(planned.shape))
-            begun = self._begun[name] = _Begun(planned, len(ranges))
-            if name in self._job.taken:
-                where = self._job.taken[name][0]
-                yield from ((name, functools.partial(where.rows, start, stop)) for start, stop in ranges)
+            progress = self._in_progress[name] = TensorProgress(planned, len(ranges))
+            if name in self._job.copied:
+                stored = self._job.copied[name][0]
+                yield from ((name, functools.partial(stored.rows, start, stop)) for start, stop in ranges)
                 continue
             for number, (start, stop) in enumerate(ranges):
-                yield name, self._piece(planned, begun, number, start, stop).encode
+                yield name, self._piece(planned, progress, number, start, stop).encode
 
-    def _piece(self, planned: PlannedTensor, begun: _Begun, number: int, start: int, stop: int) -> _Piece:
+    def _piece(self, planned: PlannedTensor, progress: TensorProgress, number: int, start: int, stop: int) -> _Piece:
         importance = None
         if self._imatrix is not None and planned.importance is not None:
             matrix = start // planned.shape[-2] if len(planned.shape) > 1 else 0
             importance = self._imatrix[planned.importance].columns(planned.shape[-1])[matrix]
-        # Floats that are kept, norms above all, are looked at: a NaN in them spoils the model as surely as any other.
+        # Copied float tensors, above all norms, are checked too: a NaN in them breaks the model like any other.
         same_bits = planned.copied or planned.relaid
         verbatim = same_bits and (self._plan.file_type.default is None or planned.source.name not in _FLOATS)
         tensor = self._source.tensors[planned.name]
-        return _Piece(planned, tensor, start, stop, importance, self._effort, verbatim, begun, number)
+        return _Piece(planned, tensor, start, stop, importance, self._effort, verbatim, progress, number)
 
 
-class _Begun:
-    """A tensor that is being made: how many pieces are left to be written, the hashes of all, before and after."""
+class TensorProgress:
+    """A tensor in progress: the number of pieces left to write, and the hashes of all source and output pieces."""
 
     def __init__(self, planned: PlannedTensor, pieces: int):
         self.planned = planned
@@ -257,7 +264,7 @@ class _Begun:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows `start` to `stop` of a tensor, all of one matrix of it; of `verbatim` ones the values are not looked at."""
+    """Rows `start` to `stop` of a tensor, all of one matrix of it. The values of a `verbatim` piece are not checked."""
 
     planned: PlannedTensor
     tensor: SourceTensor
@@ -266,21 +273,21 @@ class _Piece:
     importance: np.ndarray | None
     effort: str
     verbatim: bool
-    begun: _Begun
+    progress: TensorProgress
     number: int
 
     def encode(self) -> np.ndarray:
         """The rows in the planned type: uint8[rows, row_bytes]."""
         data = self.tensor.rows(self.start, self.stop)
-        read = provenance.of_piece(data)  # while it is in the cache, or brings it there
-        made = self._made(data)
-        self.begun.source[self.number] = read
-        self.begun.data[self.number] = read if made is data else provenance.of_piece(made)
-        if made is not data:  # which is still to be written
+        read = provenance.of_piece(data)  # hashing first also brings the rows into the CPU cache
+        made = self._converted(data)
+        self.progress.source[self.number] = read
+        self.progress.data[self.number] = read if made is data else provenance.of_piece(made)
+        if made is not data:  # copied rows are still needed for writing
             release(data)
         return made
 
-    def _made(self, data: np.ndarray) -> np.ndarray:
+    def _converted(self, data: np.ndarray) -> np.ndarray:
         if self.verbatim:
             return self._same_bits(data)
         x = self.planned.source.dequantize(data, self.planned.shape[-1], threads=1)
@@ -290,7 +297,7 @@ class _Piece:
                 return self._same_bits(data)
             encoded = self.planned.type.quantize(x, self.importance, effort=self.effort, threads=1)
         except DataError as error:
-            raise DataError(f"{self._place}: {error}") from None
+            raise DataError(f"{self._label}: {error}") from None
         self._check_encoded(x, encoded)
         return encoded
 
@@ -304,29 +311,29 @@ class _Piece:
         return self.planned.source.deinterleave_rows(data, threads=1)
 
     @property
-    def _place(self) -> str:
+    def _label(self) -> str:
         return f"{self.tensor.path}: {self.planned.name}"
 
     def _check_encoded(self, x: np.ndarray, encoded: np.ndarray) -> None:
-        """Refuse finite weights that are too large for the half-precision scales of a type."""
+        """Raise DataError for a finite weight that is too large for the type's half-precision scales."""
         largest = max(x.max(), -x.min())
         if largest < _SAFE_MAGNITUDE:
             return
         back = self.planned.type.dequantize(encoded, self.planned.shape[-1], threads=1)
-        bad = np.argwhere(~(np.abs(back - x) <= largest / 2))  # not finite, or cut off
+        bad = np.argwhere(~(np.abs(back - x) <= largest / 2))  # not finite, or clipped
         if len(bad):
             row, column = (int(v) for v in bad[0])
             raise DataError(
-                f"{self._place}: row {self.start + row}, column {column} is {x[row, column]} and would become "
+                f"{self._label}: row {self.start + row}, column {column} is {x[row, column]} and would become "
                 f"{back[row, column]}: too large for {self.planned.type.name}; keep this tensor in f32 or bf16"
             )
 
 
-# -------------------------------------------------------------------------------------------------- what it was made of
+# ----------------------------------------------------------------------------------------------------------- provenance
 
 
 def _wanted(plan: Plan, imatrix: Imatrix | None, effort: str) -> dict[str, provenance.Record]:
-    """What each tensor will be made of, as far as that is known before anything is read."""
+    """The provenance record of each tensor, as far as it is known before the source is read."""
     found = {}
     for planned in plan.tensors:
         importance, codec = provenance.NONE, provenance.COPY
@@ -341,14 +348,14 @@ def _wanted(plan: Plan, imatrix: Imatrix | None, effort: str) -> dict[str, prove
 
 
 def _set_records(metadata: Metadata, records: Iterable[provenance.Record], hidden: bool) -> None:
-    """The keys of provenance; they take as many bytes whether the hashes are known yet or not."""
+    """Set the provenance keys. Unknown hashes take as many bytes as known ones, so the header keeps its size."""
     listed = list(records)
     metadata.set(provenance.SOURCE, provenance.of_sources(listed), "str")
     metadata.set(provenance.TENSORS, [str(record.hidden() if hidden else record) for record in listed], "str")
 
 
-def _about(metadata: Metadata, source: Source) -> dict[str, str]:
-    """What a job is made with, for telling it from another."""
+def _about(metadata: Metadata, source: QuantizeSource) -> dict[str, str]:
+    """The settings of a job by name, for a message that says how another job differs."""
     keys = {
         "file type": "general.file_type", "recipe": "quantkit.recipe", "version of quantkit": "quantkit.version",
         "effort": "quantkit.effort", "importance matrix": provenance.IMATRIX,
@@ -356,7 +363,7 @@ def _about(metadata: Metadata, source: Source) -> dict[str, str]:
     return {"input": str(source.paths[0])} | {name: str(metadata.get(key, "")) for name, key in keys.items()}
 
 
-# ------------------------------------------------------------------------------------------------ metadata and the rest
+# ------------------------------------------------------------------------------------------------------------- metadata
 
 
 def output_metadata(
@@ -368,7 +375,7 @@ def output_metadata(
     effort: str = "normal",
     hide_imatrix: bool = False,
 ) -> Metadata:
-    """The input's keys in their order, then what was done: version, overrides, importance, recipe, file type."""
+    """The input's keys in their order, then quantization version, overrides, importance matrix, recipe, file type."""
     made = Metadata(source)
     made.set("general.quantization_version", QUANTIZATION_VERSION, "u32")
     for override in overrides:
@@ -380,31 +387,31 @@ def output_metadata(
         made.set("quantize.imatrix.entries_count", entries, "i32")
         if imatrix.chunks > 0:
             made.set("quantize.imatrix.chunks_count", chunks, "i32")
-    if plan.file_type.number is not None:  # a copy keeps the recipe it was made by, and of what
-        made.pop(provenance.IMATRIX, None)  # the input's
+    if plan.file_type.number is not None:  # a plain copy keeps the input's recipe and provenance
+        made.pop(provenance.IMATRIX, None)  # describes the input
         if imatrix is not None and not hide_imatrix:
             made.set(provenance.IMATRIX, provenance.of_imatrix(imatrix), "str")
         made.set("quantkit.recipe", plan.text(), "str")
         made.set("quantkit.version", __version__, "str")
-        made.pop("quantkit.effort", None)  # the input's
+        made.pop("quantkit.effort", None)  # describes the input
         if effort != "normal":
             made.set("quantkit.effort", effort, "str")
-        made.pop(FILE_TYPE_BEFORE, None)  # the input's too
+        made.pop(FILE_TYPE_BEFORE, None)  # describes the input
         made.set("general.file_type", plan.file_type.number, "u32")
     rename_repacked(made, plan.became())
     return made
 
 
 def _apply(metadata: Metadata, override: Override) -> None:
-    """Set a key. One that exists keeps its kind, because readers refuse a key of another kind."""
+    """Set a key. An existing key keeps its kind, because readers reject a key of another kind."""
     new = {"int": "i32", "float": "f32", "bool": "bool", "str": "str"}[override.kind]
     kind = metadata.kind(override.key) if override.key in metadata else new
     if isinstance(metadata.get(override.key), list) or (override.kind == "int") != (kind[0] in "ui"):
         found = "a list" if isinstance(metadata.get(override.key), list) else kind
-        raise QuantkitError(f"override {override.key}: the file's value is {found}, the override {override.kind}")
+        raise QuantkitError(f"override {override.key}: the file's value is {found}, the override is {override.kind}")
     metadata.set(override.key, override.value, kind)
 
 
 def _short(text: str) -> str:
-    """As much of a text as readers of imatrix keys take; what is no UTF-8, in the name of a file, as `?`."""
+    """The first bytes of a text, as many as readers of imatrix keys accept. Bytes that are not UTF-8 become `?`."""
     return text.encode(errors="replace")[:_LONGEST_TEXT].decode(errors="ignore")

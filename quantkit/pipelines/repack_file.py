@@ -1,23 +1,24 @@
-"""Repacking whole files: rows interleaved for the CPU, and back, every bit kept.
+"""Repack whole files: interleave rows for the CPU, or undo that, without losing a bit.
 
-    job = plan_repack(open("model.gguf"), ["ffn_.*_exps"])     what becomes of each tensor, and why; writes nothing
+    job = plan_repack(open("model.gguf"), ["ffn_.*_exps"])     plans each tensor with a reason; writes nothing
     job = plan_unpack(open("model-r4.gguf"))
     write(job, "out.gguf", keep_split=True)
 
-Tensors keep their order, names and shapes; those that are not repacked are copied. Metadata is kept but for
-general.file_type (`recipe.interleaving`) and for the keys of shards, which are those of the output. Unpacking a
-repacked file gives the file there was.
+Tensors keep their order, names and shapes. Tensors that are not repacked are copied. The metadata stay the same except
+for `general.file_type` (`recipe.interleaving`) and the shard keys, which describe the output. Unpacking a repacked file
+restores the original file.
 
-Rows of Q8_KV_R8 take 4 + n bytes, as readers expect and as direct quantization writes them. What the reference repacks
-from Q8_KV keeps the 8 + n of the base type, and every reader is lost after the first group (spec/repack.md 11.1).
+A row of Q8_KV_R8 takes 4 + n bytes, as readers expect and as direct quantization writes it. When ik_llama.cpp repacks
+from Q8_KV, it keeps the 8 + n bytes of the base type, and readers misread all rows after the first group
+(spec/repack.md 11.1).
 
-The loop goes at the speed of memory: the input is mapped, the output written. Each thread takes a piece, and a C
-function interleaves it slice by slice into a buffer and writes that: it is still in the cache, no memory is cleared for
-it, and threads do not wait for each other's Python. Pages of the input are let go of behind: the peak of memory does
+Repacking runs at memory speed. The input is memory-mapped. Each thread takes a piece; a native function interleaves it
+slice by slice into a buffer and writes the buffer. The data are still in the CPU cache, the buffer is reused without
+clearing, and no thread waits for another's Python code. Pages of the input are released after use, so peak memory does
 not grow with the file.
 
-The output is not synced to the disk before it gets its name, which would take as long as all the rest: it can be made
-again from its input, and `cp` does not do it either (formats/stream.py says what that means).
+The output is not synced to disk before it is renamed, because a sync takes as long as the rest of the run. The file can
+be regenerated from its input, and `cp` does not sync either (see `formats/stream.py`).
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ if TYPE_CHECKING:
     from quantkit.placement.rules import Placement
 
 _INTERLEAVED_NAMES = ("_r4", "_r8", "_r16")
-_PIECE_BYTES = 8 << 20  # enough that threads seldom wait for each other or for the interpreter, little for memory
+_PIECE_BYTES = 8 << 20  # large enough that threads rarely wait for each other or the interpreter, small in memory
 
-_own = threading.local()  # .buffer of each thread, for what it makes
+_thread = threading.local()  # .buffer: the output buffer of each thread
 
 
-class Change(NamedTuple):
-    """What becomes of a tensor: its new type (the old one where it is copied) and the reason if it is copied."""
+class RepackedTensor(NamedTuple):
+    """A tensor of the output: its new type (the old one if it is copied) and the reason if it is copied."""
 
     tensor: Tensor
     type: QuantType
@@ -65,7 +66,7 @@ class Change(NamedTuple):
         return TensorSpec(self.tensor.name, self.tensor.shape, self.type)
 
     def tasks(self, writer: Writer) -> Iterator[Callable[[], int]]:
-        """What makes the new bytes and puts them in their place, in pieces; each returns how many there were."""
+        """Tasks that make the new bytes piece by piece and write them at their offsets; each returns its byte count."""
         for start, stop in _ranges(self.tensor, max(self.type.interleave, self.tensor.type.interleave)):
             yield functools.partial(self._move, start, stop, writer)
 
@@ -73,14 +74,14 @@ class Change(NamedTuple):
         data = self.tensor.rows(start, stop)
         nbytes = self._send(data, start, writer)
         if not nbytes:
-            made = self._changed(data) if self.changed else data
+            made = self._converted(data) if self.changed else data
             writer.put(self.tensor.name, start * made.shape[-1], made)
             nbytes = made.nbytes
         release(data)
         return nbytes
 
     def _send(self, data: np.ndarray, start: int, writer: Writer) -> int:
-        """The bytes that a C function wrote while it made them; 0 where it did not."""
+        """Convert and write rows in one native function; the byte count, 0 if there is none for this case."""
         forward = isinstance(self.type, Interleaved)
         group = self.type if forward else self.tensor.type
         width = self.type.row_bytes(self.tensor.shape[-1])
@@ -89,7 +90,7 @@ class Change(NamedTuple):
         send = functools.partial(group.send_rows, data, forward)
         return data.nbytes if writer.straight(self.tensor.name, start * width, data.nbytes, send) else 0
 
-    def _changed(self, data: np.ndarray) -> np.ndarray:
+    def _converted(self, data: np.ndarray) -> np.ndarray:
         """Rows in the new type, in this thread's buffer."""
         n = self.tensor.shape[-1]
         out = _buffer(len(data) * self.type.row_bytes(n)).reshape(len(data), -1)
@@ -99,33 +100,33 @@ class Change(NamedTuple):
 
 
 def _buffer(nbytes: int) -> np.ndarray:
-    if not hasattr(_own, "buffer") or _own.buffer.size < nbytes:
-        _own.buffer = np.empty(nbytes, np.uint8)
-    return _own.buffer[:nbytes]
+    if not hasattr(_thread, "buffer") or _thread.buffer.size < nbytes:
+        _thread.buffer = np.empty(nbytes, np.uint8)
+    return _thread.buffer[:nbytes]
 
 
 class Repacking(NamedTuple):
-    """A file, what becomes of each of its tensors, and the metadata of the result."""
+    """A planned repacking: the source file, the tensors of the output and its metadata."""
 
     source: GGUF
-    changes: list[Change]
+    changes: list[RepackedTensor]
     metadata: Metadata
 
     @property
-    def changed(self) -> list[Change]:
+    def changed(self) -> list[RepackedTensor]:
         return [change for change in self.changes if change.changed]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tensor data of the result; the input's differ only by types that drop or add scales."""
+        """Bytes of tensor data in the output. They differ from the input's only for types that drop or add scales."""
         return sum(change.spec.nbytes for change in self.changes)
 
 
 def plan_repack(source: GGUF, patterns: Sequence[str] = (), placement: Placement | None = None) -> Repacking:
-    """Interleave every tensor that can be, or of those the ones in whose name some pattern (ECMAScript) is found.
+    """Plan to interleave every tensor that can be; with patterns (ECMAScript) only those whose name one matches.
 
-    With a placement, tensors that it puts on a GPU are left alone: few interleaved types have kernels there.
-    Raises QuantkitError for a pattern that is found in no tensor's name.
+    With a placement, tensors that it puts on a GPU are copied: GPUs have kernels for few interleaved types.
+    Raises QuantkitError for a pattern that matches no tensor's name.
     """
     selection = Selection(patterns, source.tensors.keys(), str(source.path))
     changes = []
@@ -133,31 +134,31 @@ def plan_repack(source: GGUF, patterns: Sequence[str] = (), placement: Placement
         form, reason = selection.form(tensor.name, tensor.shape, tensor.type)
         if form and placement and not placement.on_cpu(tensor.name):
             form, reason = None, f"on {placement[tensor.name].name} in this placement"
-        changes.append(Change(tensor, form or tensor.type, reason))
+        changes.append(RepackedTensor(tensor, form or tensor.type, reason))
     metadata = Metadata(source.metadata)
-    rename_repacked(metadata, _became(changes))
+    rename_repacked(metadata, _type_changes(changes))
     return Repacking(source, changes, metadata)
 
 
 def plan_unpack(source: GGUF) -> Repacking:
-    """Give every interleaved tensor the rows of its base type back.
+    """Plan to convert every interleaved tensor back to its base type.
 
-    Tensors of IQ1_M_R4 are read to see whether IQ1_M can hold them; the first row that it cannot is the reason to keep
-    one.
+    Tensors of IQ1_M_R4 are read to check that IQ1_M can hold every row. A tensor with a row that does not fit is
+    copied, and the reason names the first such row.
     """
     changes = []
     for tensor in source.tensors.values():
         form = row_form(tensor.type)
-        reason = _obstacle(tensor) if form else ""
+        reason = _why_not_unpacked(tensor) if form else ""
         if form and not reason:
-            changes.append(Change(tensor, form))
+            changes.append(RepackedTensor(tensor, form))
             continue
         if not form:
             foreign = tensor.type.name.endswith(_INTERLEAVED_NAMES)
             reason = f"quantkit cannot unpack {tensor.type.name}" if foreign else "not interleaved"
-        changes.append(Change(tensor, tensor.type, reason))
+        changes.append(RepackedTensor(tensor, tensor.type, reason))
     metadata = Metadata(source.metadata)
-    rename_unpacked(metadata, _became(changes))
+    rename_unpacked(metadata, _type_changes(changes))
     return Repacking(source, changes, metadata)
 
 
@@ -171,9 +172,9 @@ def write(
     threads: int | None = None,
     progress: bool = False,
 ) -> list[Path]:
-    """Write the file that `job` describes; it appears under its name when it is complete. Returns the paths.
+    """Write the planned file and return its paths. It appears under its name when it is complete.
 
-    With a limit, or with `keep_split` and an input of several shards, these are PREFIX-00001-of-0000N.gguf.
+    With a limit, or with `keep_split` and an input of several shards, the paths are `PREFIX-00001-of-0000N.gguf`.
     """
     shards = job.source.shards if keep_split else None
     specs = [change.spec for change in job.changes]
@@ -185,14 +186,14 @@ def write(
 
 
 def _ranges(tensor: Tensor, step: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows. A group never straddles two experts: each has whole groups of rows."""
+    """Ranges of rows. Each expert has whole groups of rows, so no group spans two experts."""
     if len(tensor.shape) == 1:
         return iter([(0, 1)])
     return row_ranges(tensor.shape, step, _PIECE_BYTES * tensor.shape[-1] // tensor.row_bytes)
 
 
-def _obstacle(tensor: Tensor) -> str:
-    """Why a tensor cannot be unpacked, "" where it can."""
+def _why_not_unpacked(tensor: Tensor) -> str:
+    """Why a tensor cannot be unpacked; "" if it can."""
     for start, stop in _ranges(tensor, tensor.type.interleave):
         data = tensor.rows(start, stop)
         reason = why_not(tensor.type, data, tensor.shape[-1], start)
@@ -202,5 +203,5 @@ def _obstacle(tensor: Tensor) -> str:
     return ""
 
 
-def _became(changes: Sequence[Change]) -> list[tuple[str, QuantType, QuantType, int]]:
+def _type_changes(changes: Sequence[RepackedTensor]) -> list[tuple[str, QuantType, QuantType, int]]:
     return [(c.tensor.name, c.tensor.type, c.type, c.tensor.nbytes) for c in changes]

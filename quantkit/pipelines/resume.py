@@ -1,17 +1,17 @@
-"""What of a job is done already: by a run of it that ended early, or in an older file.
+"""Resume an interrupted job, and reuse the unchanged tensors of an older file.
 
-A run writes OUT.partial-job and beside it a journal (formats/journal.py): which tensors are in there and a `Record` of
-what each was made of. The same command goes on from there. A tensor counts as done when
+A run writes `OUT.partial-job` and beside it a journal (`formats/journal.py`): the finished tensors, each with a
+`Record` of its source, importance and codec. The same command resumes from there. A tensor counts as done when
 
-- the journal is of this very job: the same headers to the last byte, so the same types, recipe, options and metadata;
-- its record has the importance and the codec that it would be made with now;
-- its source is what it was: each file read has the path, the size and the time of change that it had, or else the
-  tensor is read and hashes to the same;
-- its bytes in the partial file hash to what the record says.
+- the journal belongs to this job: the headers are equal byte for byte, and so are types, recipe, options and metadata;
+- its record has the importance and the codec that a new run would use;
+- its source is unchanged: each input file has the same path, size and modification time, or else the tensor is read and
+  has the same hash;
+- its bytes in the partial file have the hash of the record.
 
-A run of another job that ended early, with other options, is put aside as OUT.partial-old until there is an output:
-what stays the same is taken over from it as from an older file (`Old`). There the records stand in the metadata, and
-sources are always read: hashing them takes a tenth of the time that encoding them would, or less.
+If the interrupted run had other options, its files are renamed to `OUT.partial-old` and stay until the output is
+complete. Its unchanged tensors are reused like those of an older file (`Old`), whose records are in its metadata. In
+both cases the sources are always read: hashing takes at most a tenth of the time of encoding.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from quantkit.recipe import PlannedTensor
 
 
-ASIDE = ".partial-old"
+STALE = ".partial-old"
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor's bytes in a file that may be no whole one yet."""
+class PartialTensor:
+    """A tensor's bytes in a file that may be incomplete."""
 
     shape: tuple[int, ...]
     type: QuantType
@@ -56,7 +56,7 @@ class Stored:
 
 
 def hash_of(tensor: Rows) -> str:
-    """The hash of a tensor's type and bytes, which are read for it."""
+    """Read a tensor and return the hash of its type and bytes."""
 
     def pieces() -> Iterable[bytes]:
         for start, stop in provenance.row_pieces(tensor.shape):
@@ -72,7 +72,7 @@ def hash_of(tensor: Rows) -> str:
 
 @dataclass(frozen=True)
 class Old:
-    """A file made before, of which tensors may be taken over: what it holds and what that was made of."""
+    """An older file whose tensors may be reused: the tensors and their provenance records by name."""
 
     path: Path
     tensors: Mapping[str, Rows]
@@ -80,20 +80,20 @@ class Old:
 
 
 def open_old(path: Path) -> Old:
-    """A file, any member of a set, or the OUT.partial-job of a run that ended early."""
+    """Open a file, any shard of a set, or the `OUT.partial-job` of an interrupted run."""
     found = journal.read(path.with_name(path.name + JOURNAL))
     file = gguf.open(path)
     return Old(path, file.tensors, _records(found) if found else provenance.records(file.metadata))
 
 
 def open_parts(paths: Sequence[Path]) -> Old:
-    """Members of a set, others of which may be missing. Records are in the first."""
+    """Open some shards of a set. The records are in the first shard."""
     file = gguf.open_parts(paths)
     return Old(paths[0], file.tensors, provenance.records(file.metadata))
 
 
 def _records(found: journal.Found) -> dict[str, Record]:
-    """The records that a journal's entries are. What one lacks makes it like no other."""
+    """The records of a journal. A field that an entry lacks becomes "None", which matches no other record."""
     names = Record.__dataclass_fields__
     return {name: Record(**{key: str(entry.get(key)) for key in names}) for name, entry in found.entries.items()}
 
@@ -102,12 +102,15 @@ def _records(found: journal.Found) -> dict[str, Record]:
 
 
 @dataclass
-class Job:
-    """A run: what it is to write, what is found of earlier ones.
+class ResumableJob:
+    """A job: the files to write, and the finished tensors of earlier runs.
 
-    sources  the files that are read             wanted   a record of each tensor, with hashes that are still unknown
-    layouts  the files that are written          done     tensors that are in the partial files of an earlier run
-    resumed  what an earlier run did             taken    tensors to be copied from where they are
+    sources  the input files
+    layouts  the output files
+    wanted   a record of each tensor, whose hashes are not known yet
+    done     tensors that are already in the partial files
+    copied   tensors to copy from another file, each with its record
+    resumed  names of the tensors that an earlier run of this job finished
     """
 
     out: Path
@@ -115,18 +118,18 @@ class Job:
     wanted: Mapping[str, Record]
     layouts: Sequence[Layout] = ()
     done: dict[str, Record] = field(default_factory=dict)
-    taken: dict[str, tuple[Rows, Record]] = field(default_factory=dict)
+    copied: dict[str, tuple[Rows, Record]] = field(default_factory=dict)
     resumed: set[str] = field(default_factory=set)
     _about: Mapping[str, str] = field(default_factory=dict)
-    _others: str = ""  # in what a job that was put aside differs
+    _stale_settings: str = ""  # how the settings of a stale job differ
     _found: journal.Found | None = None
-    _there: list[tuple[Layout, np.ndarray, bool]] = field(default_factory=list)
+    _partial_files: list[tuple[Layout, np.ndarray, bool]] = field(default_factory=list)
     _journal: journal.Journal | None = None
 
     @property
     def reused(self) -> set[str]:
-        """Tensors taken from an older file."""
-        return set(self.taken).difference(self.resumed)
+        """Tensors copied from an older file."""
+        return set(self.copied).difference(self.resumed)
 
     @property
     def journal_path(self) -> Path:
@@ -134,7 +137,7 @@ class Job:
 
     @functools.cached_property
     def number(self) -> str:
-        """A digest of all that decides the bytes of the output, but for those of its source and its importance."""
+        """A digest of all settings that decide the output's bytes, without source data and importance values."""
         digest = hashlib.sha256()
         for layout in self.layouts:
             digest.update(f"{layout.path.name} {layout.size} {len(layout.header)}\n".encode("utf-8", "surrogateescape"))
@@ -142,30 +145,30 @@ class Job:
         return digest.hexdigest()
 
     def find(self, about: Mapping[str, str], fresh: bool = False) -> None:
-        """Look for what an earlier run left; with `fresh` remove it. What is of another job is put aside.
+        """Look for the files of an interrupted run; with `fresh` delete them. Rename those of another job as stale.
 
-        `about` is what the job is made with, by what a message is to call it.
+        `about` has the job's settings by the name that a message uses.
         """
         self._about = about
         for path in {self.out, *(layout.path for layout in self.layouts)}:
             refuse_live(partial(path))
         if fresh:
-            for name in (self.journal_path, _aside(self.journal_path)):
+            for name in (self.journal_path, _stale(self.journal_path)):
                 _discard(name)
             for layout in self.layouts:
                 partial(layout.path).unlink(missing_ok=True)
         found = journal.read(self.journal_path)
         if found and found.header.get("job") != self.number:
-            self._others = self._differences(found)
-            _put_aside(self.journal_path, found)
+            self._stale_settings = self._differences(found)
+            _mark_stale(self.journal_path, found)
             found = None
-        if not found and (back := _bring_back(self.journal_path, self.number)):
-            found, self._others = back, ""
+        if not found and (restored := _restore_stale(self.journal_path, self.number)):
+            found, self._stale_settings = restored, ""
         self._found = found
-        self._there = list(self._parts()) if found else []
+        self._partial_files = list(self._find_partial_files()) if found else []
 
     def _differences(self, found: journal.Found) -> str:
-        """In what a found job differs from this one."""
+        """How the settings of a found job differ from this one's."""
         theirs = found.header.get("about")
         theirs = theirs if isinstance(theirs, dict) else {}
         differ = [
@@ -178,14 +181,14 @@ class Job:
     def check(
         self, source: Mapping[str, Rows], wanted: Sequence[PlannedTensor], old: Old | None, **options: Any
     ) -> Iterator[str]:
-        """Find out which of the `wanted` tensors need not be made again, and tell it in lines to be printed.
+        """Find the `wanted` tensors that need no encoding; yield lines for the user that say how many there are.
 
         `options` are those of `pipeline.spread`.
         """
         places = self._places(wanted)
         known = _records(self._found) if places and self._found else {}
         unchanged = self._found is not None and self._found.header.get("sources") == _identities(self.sources)
-        olds = [each for each in (_open_aside(self.journal_path), old) if each]
+        olds = [each for each in (_open_stale(self.journal_path), old) if each]
 
         def look(planned: PlannedTensor) -> int:
             name, actual = planned.name, functools.cache(lambda: hash_of(source[planned.name]))
@@ -197,13 +200,13 @@ class Job:
                     if in_place:
                         self.done[name] = record
                     else:
-                        self.taken[name] = where, record
+                        self.copied[name] = where, record
                     return 1
             for each in olds:
                 record, tensor = each.records.get(name), each.tensors.get(name)
                 like = record and tensor and record.made_like(self.wanted[name]) and _alike(tensor, planned)
                 if record and tensor and like and actual() == record.source and hash_of(tensor) == record.data:
-                    self.taken[name] = tensor, record
+                    self.copied[name] = tensor, record
                     return 1
             return 1
 
@@ -215,17 +218,17 @@ class Job:
         count = len(self.wanted)
         if self._found:
             yield f"resumed: {len(self.resumed)} of {count} tensors were done"
-        if self._others:
-            yield f"an earlier run for {self.out} had {self._others}; what stays the same is taken over"
+        if self._stale_settings:
+            yield f"an interrupted run for {self.out} had {self._stale_settings}; its unchanged tensors are reused"
         for old in olds:
-            n = sum(self.taken[name][0] is old.tensors.get(name) for name in self.reused)
-            why = "" if old.records else ", which does not say what its tensors were made of"
+            n = sum(self.copied[name][0] is old.tensors.get(name) for name in self.reused)
+            why = "" if old.records else ", which has no record of what its tensors were made from"
             yield f"reused: {n} of {count} tensors are in {old.path}{why}"
 
-    def _parts(self) -> Iterator[tuple[Layout, np.ndarray, bool]]:
-        """The files that a run of this job wrote, as bytes; True for a partial file, which is gone on with.
+    def _find_partial_files(self) -> Iterator[tuple[Layout, np.ndarray, bool]]:
+        """The files that an earlier run of this job wrote, as bytes; True for a partial file, which is resumed.
 
-        A run that was killed while it gave its files their names left some under those.
+        A run that was killed while it renamed its files has left some under their final names.
         """
         for layout in self.layouts:
             for path in (partial(layout.path), layout.path):
@@ -233,52 +236,52 @@ class Job:
                     yield layout, map_file(path), path != layout.path
                     break
 
-    def _places(self, wanted: Iterable[PlannedTensor]) -> dict[str, tuple[Stored, bool]]:
-        """Where each tensor is that such a run may have written."""
+    def _places(self, wanted: Iterable[PlannedTensor]) -> dict[str, tuple[PartialTensor, bool]]:
+        """Each tensor's bytes in those files, finished or not; True if they are in a partial file."""
         kinds = {t.name: t for t in wanted}
-        places: dict[str, tuple[Stored, bool]] = {}
-        for layout, data, in_place in self._there:
+        places: dict[str, tuple[PartialTensor, bool]] = {}
+        for layout, data, in_place in self._partial_files:
             for slot in layout.slots:
                 kind, stored = kinds[slot.name], data[slot.offset : slot.offset + slot.nbytes]
-                places[slot.name] = Stored(kind.shape, kind.type, stored), in_place
+                places[slot.name] = PartialTensor(kind.shape, kind.type, stored), in_place
         return places
 
     def start(self, writer: StreamWriter) -> None:
-        """Begin the journal, or go on with it."""
+        """Start the journal, or continue the one that was found."""
         files = [partial(layout.path).name for layout in self.layouts]
         header = {"job": self.number, "sources": _identities(self.sources), "about": dict(self._about),
                   "tensors": len(self.wanted), "files": files}  # fmt: skip
         found = self._found
         if found and (found.header.get("sources") != header["sources"] or set(found.entries) != set(self.done)):
-            found = None  # what it says is no longer so
+            found = None  # the journal is out of date: write a new one
         entries = [asdict(record) for record in self.done.values()]
         self._journal = journal.Journal(self.journal_path, header, writer.sync, found, entries)
         writer.skip(self.done)
 
     def finish(self, record: Record) -> None:
-        """Note that a tensor is complete."""
+        """Record in the journal that a tensor is complete."""
         assert self._journal is not None
         self._journal.add(asdict(record))
 
     def close(self) -> None:
-        """Have all that is complete noted."""
+        """Write the last entries of the journal and close it."""
         assert self._journal is not None
         self._journal.close()
 
-    def give_up(self) -> bool:
-        """End a run early; whether there is anything to go on with. If not, nothing is left."""
-        if self._journal is None:  # it did not come to that
+    def abort(self) -> bool:
+        """End a run early. Returns whether there is anything to resume; if not, the journal is deleted."""
+        if self._journal is None:  # the run ended before it started one
             return self._found is not None
-        with suppress(Exception):  # what ended the run is what is told
+        with suppress(Exception):  # the error that ended the run is the one to report
             self._journal.close()
         if not self._journal.count:
             self.journal_path.unlink(missing_ok=True)
         return self._journal.count > 0
 
-    def end(self) -> None:
-        """Remove what is of no use when the output is there."""
+    def remove_leftovers(self) -> None:
+        """Delete journal, stale files and temporary files once the output is complete."""
         self.journal_path.unlink(missing_ok=True)
-        _discard(_aside(self.journal_path))
+        _discard(_stale(self.journal_path))
         for layout in self.layouts:
             remove_stale(layout.path)
 
@@ -289,72 +292,72 @@ def journal_of(out: Path) -> Path:
 
 
 def unfinished(out: Path) -> tuple[int, int] | None:
-    """How many tensors of how many a run that ended early left done for `out`; None where there is no such run."""
+    """(finished tensors, all tensors) of an interrupted run for `out`; None if there is no such run."""
     found = journal.read(journal_of(out))
     return (len(found.entries), int(found.header.get("tensors", 0))) if found else None
 
 
-# ------------------------------------------------------------------------------------------------------------ put aside
+# ----------------------------------------------------------------------------------------------------------- stale jobs
 
 
-def _aside(path: Path) -> Path:
-    """Where the partial file or the journal of another job goes."""
-    return path.with_name(path.name.replace(KEPT, ASIDE))
+def _stale(path: Path) -> Path:
+    """The name that a partial file or a journal gets when it belongs to another job."""
+    return path.with_name(path.name.replace(KEPT, STALE))
 
 
 def _files(journal_path: Path, found: journal.Found) -> list[Path]:
-    """The partial files that a journal is about."""
+    """The partial files that a journal describes."""
     names = found.header.get("files")
     listed = [Path(str(name)).name for name in names] if isinstance(names, list) else []
-    return [journal_path.with_name(name) for name in listed if name.endswith((KEPT, ASIDE))]
+    return [journal_path.with_name(name) for name in listed if name.endswith((KEPT, STALE))]
 
 
-def _put_aside(journal_path: Path, found: journal.Found) -> None:
-    """Rename what a run of another job left. Of two such the one that had more done stays."""
-    aside = _aside(journal_path)
-    before = journal.read(aside)
+def _mark_stale(journal_path: Path, found: journal.Found) -> None:
+    """Rename the files of another job. Of two stale jobs, keep the one with more finished tensors."""
+    stale = _stale(journal_path)
+    before = journal.read(stale)
     if before and len(before.entries) > len(found.entries):
         _discard(journal_path)
         return
-    _discard(aside)
+    _discard(stale)
     for path in _files(journal_path, found):
         if path.exists():
-            os.replace(path, _aside(path))
-    os.replace(journal_path, aside)
+            os.replace(path, _stale(path))
+    os.replace(journal_path, stale)
 
 
-def _bring_back(journal_path: Path, job: str) -> journal.Found | None:
-    """Take a job that was put aside up again, if it is this one."""
-    aside = _aside(journal_path)
-    found = journal.read(aside)
+def _restore_stale(journal_path: Path, job: str) -> journal.Found | None:
+    """Rename the files of a stale job back if it is this job."""
+    stale = _stale(journal_path)
+    found = journal.read(stale)
     if not found or found.header.get("job") != job:
         return None
     for path in _files(journal_path, found):
-        if _aside(path).exists():
-            os.replace(_aside(path), path)
-    os.replace(aside, journal_path)
+        if _stale(path).exists():
+            os.replace(_stale(path), path)
+    os.replace(stale, journal_path)
     return found
 
 
-def _open_aside(journal_path: Path) -> Old | None:
-    aside = _aside(journal_path)
-    found = journal.read(aside)
-    files = [path for path in map(_aside, _files(aside, found)) if path.exists()] if found else []
+def _open_stale(journal_path: Path) -> Old | None:
+    stale = _stale(journal_path)
+    found = journal.read(stale)
+    files = [path for path in map(_stale, _files(stale, found)) if path.exists()] if found else []
     if not found or not files:
         return None
     return Old(files[0], gguf.open_parts(files).tensors, _records(found))
 
 
 def _discard(journal_path: Path) -> None:
-    """Remove a journal and the partial files that it is about."""
+    """Delete a journal and the partial files that it describes."""
     found = journal.read(journal_path)
     for path in _files(journal_path, found) if found else ():
-        (path if journal_path.name.endswith(KEPT + JOURNAL) else _aside(path)).unlink(missing_ok=True)
+        (path if journal_path.name.endswith(KEPT + JOURNAL) else _stale(path)).unlink(missing_ok=True)
     journal_path.unlink(missing_ok=True)
 
 
 def _identities(paths: Sequence[Path]) -> list[list[Any]]:
-    """What tells cheaply whether a file is still what it was: its place, size and time of change."""
+    """Path, size and modification time of each file: a cheap test of whether it has changed."""
     found = []
     for path in paths:
         try:

@@ -1,17 +1,17 @@
-"""Checking a file: its structure, its values, the hashes it carries, and whether a rerun would make it again.
+"""Verify a file: its structure, its values, its recorded hashes, and whether a rerun would reproduce it.
 
     found = verify(open("model.gguf"), source=open("bf16.gguf"), imatrix=imatrix.read("imatrix.dat"))
-    found.damage          what is wrong with the file itself, a sentence each
-    found.changes         what a rerun would make otherwise, and why
+    found.damage          defects of the file itself, one sentence each
+    found.changes         tensors that a rerun would change, and why
 
-Opening a file has checked that its parts hold together (formats/gguf/reader.py). Here the hyperparameters of a model
-are compared with each other and with the tensors (archs/common/validate.py), and every tensor is decoded: a scale that
-is NaN or Inf spoils all values that it scales. What is hashed is what is decoded, so the file is read once.
+`formats/gguf/reader.py` checks the structure when it opens the file. `verify` compares the model's hyperparameters with
+each other and with the tensors (`archs/common/validate.py`), and decodes every tensor: a scale that is NaN or Inf makes
+all its values NaN or Inf. It hashes the bytes that it decodes, so it reads the file once.
 
-A file that was repacked since it was quantized is hashed as it was before, where its rows tell that.
+If a file was repacked after quantization, `verify` hashes the rows in their earlier layout where it can restore that.
 
-A rerun gives the same bytes where each tensor has the source, the importance and the codec that its record names, and
-this version of quantkit writes the metadata. Sources are read and hashed; nothing is encoded.
+A rerun reproduces the file if each tensor has the source, the importance and the codec of its record, and the metadata
+are from this version of quantkit. Sources are read and hashed; nothing is encoded.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from quantkit.types import check_finite
 from quantkit.types.families.interleave import Interleaved
 
 
-class Source(Protocol):
-    """What a file was made of: an open GGUF, or a checkpoint as a `convert.Conversion`."""
+class OriginalModel(Protocol):
+    """The input that a file was made from: an open GGUF, or a checkpoint as a `convert.Conversion`."""
 
     @property
     def tensors(self) -> Mapping[str, Rows]: ...
@@ -47,11 +47,11 @@ class Source(Protocol):
 
 @dataclass
 class Verified:
-    """What was found. `rerun` is True or False where sources were compared, None where they were not."""
+    """The findings. `rerun` says whether a rerun reproduces the file; None if the sources were not compared."""
 
     file: GGUF
-    decoded: int = 0  # tensors whose values were looked at
-    hashed: int = 0  # tensors whose bytes are those that were recorded
+    decoded: int = 0  # tensors whose values were checked
+    hashed: int = 0  # tensors whose bytes match the recorded hash
     recorded: int = 0  # tensors with a record
     damage: list[str] = field(default_factory=list)
     changes: dict[str, list[str]] = field(default_factory=dict)  # tensor -> why a rerun would change it
@@ -65,19 +65,19 @@ class Verified:
 
 def verify(
     file: GGUF,
-    source: Source | None = None,
+    source: OriginalModel | None = None,
     imatrix: Imatrix | None = None,
     *,
     threads: int | None = None,
     progress: bool = False,
 ) -> Verified:
-    """Check a file. With `source`, and with the `imatrix` if there was one, also tell whether a rerun would give it."""
+    """Check a file. With `source`, and `imatrix` if one was used, also check whether a rerun would reproduce it."""
     found = Verified(file)
     records = provenance.records(file.metadata)
     found.recorded = sum(name in records for name in file.tensors)
     found.damage += validate.problems(file.metadata, file.tensors)
     if absent := [name for name in records if name not in file.tensors]:
-        found.damage.append(f"{len(absent)} tensors that were written are missing, as {absent[0]}")
+        found.damage.append(f"{len(absent)} recorded tensors are missing, for example {absent[0]}")
 
     def work(tensor: Tensor) -> int:
         record = records.get(tensor.name)
@@ -115,16 +115,16 @@ def _check_bytes(found: Verified, tensor: Tensor, record: Record | None) -> None
         return
     if before is None:
         found.notes.append(
-            f"{tensor.name}: {tensor.type.name} now and {record.type} when it was written, so not compared"
+            f"{tensor.name}: is {tensor.type.name} and was written as {record.type}, so its hash was not compared"
         )
     elif provenance.of_pieces(record.type, pieces) == record.data:
         found.hashed += 1
     else:
-        found.damage.append(f"{tensor.name}: its bytes are not those that were written: they hash to another value")
+        found.damage.append(f"{tensor.name}: its bytes have changed since it was written: the hash differs")
 
 
 def _layout_before(tensor: Tensor, record: Record) -> Callable[[np.ndarray], np.ndarray] | None:
-    """What makes rows of the type that was recorded of rows of a file that may have been repacked since."""
+    """A function that converts a tensor's rows to the recorded layout, if the file was repacked; None if it cannot."""
     now, then = tensor.type, types.layout(record.type)
     if now is then:
         return lambda data: data
@@ -135,55 +135,57 @@ def _layout_before(tensor: Tensor, record: Record) -> Callable[[np.ndarray], np.
     return None
 
 
-def _changes(record: Record, file: GGUF, source: Source | None, imatrix: Imatrix | None) -> list[str]:
-    """Why a rerun would make other bytes of a tensor, or might; nothing where it would not."""
+def _changes(record: Record, file: GGUF, source: OriginalModel | None, imatrix: Imatrix | None) -> list[str]:
+    """Why a rerun would or might change a tensor's bytes; empty if it would not."""
     reasons = []
     if record.codec != provenance.COPY:
         now = provenance.codec(record.type, str(file.metadata.get("quantkit.effort", "normal")))
         if now != record.codec:
-            reasons.append(f"{record.type} is encoded in another way now (codec {record.codec}, now {now})")
+            reasons.append(f"the codec of {record.type} has changed (it was {record.codec}, it is now {now})")
     if source is not None:
         original = source.tensors.get(record.name)
         if original is None:
-            reasons.append("the source lacks it")
+            reasons.append("it is missing from the source")
         elif hash_of(original) != record.source:
-            reasons.append("its source is another")
+            reasons.append("its source has changed")
     if source is not None and record.importance not in (provenance.NONE, provenance.HIDDEN) and imatrix is not None:
         entry = importance_entry(record.name, imatrix)
         if entry is None:
-            reasons.append("the importance matrix lacks it")
+            reasons.append("it is missing from the importance matrix")
         elif provenance.of_importance(imatrix[entry].values) != record.importance:
-            reasons.append("its importance is another")
+            reasons.append("its importance has changed")
     return reasons
 
 
-def _conclude(found: Verified, records: Mapping[str, Record], source: Source | None, imatrix: Imatrix | None) -> None:
-    """Whether a rerun would give the same bytes, and what could not be told."""
+def _conclude(
+    found: Verified, records: Mapping[str, Record], source: OriginalModel | None, imatrix: Imatrix | None
+) -> None:
+    """Set `rerun`, and note what could not be compared."""
     unrecorded = [name for name in found.file.tensors if name not in records]
     if unrecorded:
         found.notes.append(
-            f"{len(unrecorded)} of {len(found.file.tensors)} tensors carry no record of what they were made of"
+            f"{len(unrecorded)} of {len(found.file.tensors)} tensors have no record of what they were made from"
         )
-    weighed = [r.importance for r in records.values() if r.importance != provenance.NONE]
-    blind = _untold(weighed, source, imatrix) if records else []
-    found.notes += blind
+    weighted = [r.importance for r in records.values() if r.importance != provenance.NONE]
+    unchecked = _not_compared(weighted, source, imatrix) if records else []
+    found.notes += unchecked
     if found.changes:
         found.rerun = False
-    elif source is not None and not unrecorded and not blind:
+    elif source is not None and not unrecorded and not unchecked:
         version = found.file.metadata.get("quantkit.version")
         found.rerun = version == __version__
         if not found.rerun:
             found.notes.append(
-                f"all tensors would be the same; the metadata name quantkit {version}, this is {__version__}"
+                f"all tensors would be the same; the file was written by quantkit {version}, this is {__version__}"
             )
 
 
-def _untold(weighed: Sequence[str], source: Source | None, imatrix: Imatrix | None) -> list[str]:
-    """What keeps a rerun from being told."""
+def _not_compared(weighted: Sequence[str], source: OriginalModel | None, imatrix: Imatrix | None) -> list[str]:
+    """Inputs that are missing, so that the effect of a rerun is unknown."""
     if source is None:
         return ["sources were not compared: pass --source"]
-    if provenance.HIDDEN in weighed:
+    if provenance.HIDDEN in weighted:
         return ["the file hides its importance matrix, so it cannot be compared"]
-    if weighed and imatrix is None:
+    if weighted and imatrix is None:
         return ["an importance matrix was used and not compared: pass --imatrix"]
     return []

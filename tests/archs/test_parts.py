@@ -56,7 +56,7 @@ def test_kept_or_dropped(tmp_path: Path, rng: np.random.Generator, arch: str, us
         done = convert(source, tmp_path / f"{policy}.gguf", "f32", mtp=policy)
         made = open_gguf(tmp_path / f"{policy}.gguf")
         kept = policy == "keep"
-        assert done.n_further == made.metadata.get(f"{arch}.nextn_predict_layers", 0) == int(kept)
+        assert done.n_mtp_layers == made.metadata.get(f"{arch}.nextn_predict_layers", 0) == int(kept)
         assert ("blk.3.nextn.eh_proj.weight" in made.tensors) == kept
         assert list(done.left_out) == ([] if kept else ["layer 3, which predicts the next token but 1"])
         np.testing.assert_array_equal(quantkit.load(tmp_path / f"{policy}.gguf").logits(tokens), expected)
@@ -82,7 +82,7 @@ def test_keeping_where_there_is_nothing_to_keep(tmp_path: Path, rng: np.random.G
             writer.write(name, x)
     with pytest.raises(FormatError, match=r"speaks of 1 layer.* --mtp drop"):
         prepare(source, mtp="keep")
-    assert prepare(source).n_further == 0
+    assert prepare(source).n_mtp_layers == 0
 
 
 def test_layers_without_names_in_files(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_a_sweep_generates_as_many_as_asked(monkeypatch):
     model = Recorder(monkeypatch)
     rows = list(bench.sweep(model, 9, 4, n_generate=5))
     assert [(p.tokens, g.tokens, g.n_kv) for p, g in rows] == [(4, 5, 0), (4, 5, 4)]
-    with pytest.raises(DataError, match="a context of 8 has no room for a batch of 4 and 5 tokens"):
+    with pytest.raises(DataError, match="a context of 8 tokens cannot hold a batch of 4 and 5 generated tokens"):
         next(bench.sweep(model, 8, 4, n_generate=5))
 
 

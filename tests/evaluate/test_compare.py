@@ -13,7 +13,7 @@ from quantkit import types
 from quantkit.errors import QuantkitError
 from quantkit.evaluate import compare, html_report, plots
 from quantkit.evaluate.bench import Case, Speed
-from quantkit.evaluate.layer_errors import Added
+from quantkit.evaluate.layer_errors import TensorError
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 from tests.evaluate import browser
 from tests.evaluate.fake import FakeModel
@@ -44,7 +44,7 @@ def compared(files, tmp_path):
     noise = {"ref.gguf": 0.0, "near.gguf": 0.02, "far.gguf": 0.3}
     said = []
     found = compare.compare(files["ref"], [files["near"], files["far"]], [text, text], n_ctx=32, limit=10,
-                            open_model=lambda path: FakeModel(noise=noise[path.name]), say=said.append,
+                            open_model=lambda path: FakeModel(noise=noise[path.name]), on_message=said.append,
                             noise=("a trifle", lambda path: FakeModel(noise=0.05)),
                             read_vocabulary=fake_vocabulary)  # fmt: skip
     assert len(said) == 4
@@ -68,8 +68,9 @@ def test_another_vocabulary_is_refused_before_any_work(files, tmp_path):
     def refuse(line):
         pytest.fail(f"work began: {line}")
 
-    with pytest.raises(QuantkitError, match=r"near\.gguf: a vocabulary of 7, .*ref\.gguf has 9"):
-        compare.compare(files["ref"], [files["near"]], [tmp_path / "text"], n_ctx=32, say=refuse, open_model=refuse,
+    with pytest.raises(QuantkitError, match=r"near\.gguf: has a vocabulary of 7, .*ref\.gguf has 9"):
+        compare.compare(files["ref"], [files["near"]], [tmp_path / "text"], n_ctx=32, on_message=refuse,
+                        open_model=refuse,
                         read_vocabulary=lambda path: fake_vocabulary(path, vocab=vocab[path.name]))  # fmt: skip
 
 
@@ -83,7 +84,7 @@ def test_another_tokenizer_of_as_many_tokens_is_refused(files, tmp_path):
             found.tokenizer.encode = lambda text, bos=None: [1 + ord(letter) % 29 for letter in text]
         return found
 
-    with pytest.raises(QuantkitError, match=r"near\.gguf: of .*letters\.txt it makes 304 tokens, .*ref\.gguf 304"):
+    with pytest.raises(QuantkitError, match=r"near\.gguf: tokenizes .*letters\.txt to 304 tokens, .*ref\.gguf to 304"):
         compare.compare(files["ref"], [files["near"]], [text], n_ctx=32, open_model=pytest.fail, read_vocabulary=read)
     found = compare.compare(  # a flag of the file, which does not make the text another one
         files["ref"], [files["near"]], [text], n_ctx=32, open_model=lambda path: FakeModel(),
@@ -145,7 +146,7 @@ def test_what_cannot_be_told_apart_is_not_ranked(compared):
     reference, near, _ = compared.candidates
     again = dataclasses.replace(compared, candidates=[reference, near, near], noise=None)
     assert [r.place for r in again.ranks] == [1, 1]
-    assert "cannot be told apart" in compare.verdicts(again)[0]
+    assert "are indistinguishable" in compare.verdicts(again)[0]
 
 
 def test_few_chunks_are_said_to_be_few(compared):
@@ -182,7 +183,12 @@ class Page(HTMLParser):
 
 
 def test_report_is_one_file_that_loads_nothing(compared):
-    added = {"near": [Added("blk.0.attn_q.weight", 0, "q8_0", 0.01, 0.2), Added("blk.1.<b>", 1, "q8_0", 0.02, 0.8)]}
+    added = {
+        "near": [
+            TensorError("blk.0.attn_q.weight", 0, "q8_0", 0.01, 0.2),
+            TensorError("blk.1.<b>", 1, "q8_0", 0.02, 0.8),
+        ]
+    }
     text = html_report.page(compared, {"n_ctx": 32, "cpu": "<x>"}, added)
     page = Page()
     page.feed(text)
@@ -219,7 +225,7 @@ def test_the_browser_s_ears(chromium, tmp_path):
 
 @pytest.mark.parametrize("width", [1280, 420])
 def test_a_browser_shows_the_report_quietly(chromium, compared: compare.Comparison, tmp_path, width):
-    added = {"near": [Added(f"blk.{i}.attn_q.weight", i, "q8_0", 0.01 + i, 0.2) for i in range(4)]}
+    added = {"near": [TensorError(f"blk.{i}.attn_q.weight", i, "q8_0", 0.01 + i, 0.2) for i in range(4)]}
     path = tmp_path / "report.html"
     path.write_text(html_report.page(compared, {"n_ctx": 32, "cpu": "a long name of a processor " * 8}, added))
     seen = chromium.open(path, width)

@@ -21,7 +21,7 @@ from quantkit import cli, recipe
 from quantkit.errors import DataError, FormatError
 from quantkit.evaluate import collect_imatrix as collecting
 from quantkit.evaluate import text as text_of
-from quantkit.evaluate.coverage import coverage, parted
+from quantkit.evaluate.coverage import coverage, split_by_matrix
 from quantkit.formats import gguf, imatrix
 from quantkit.formats.imatrix import Entry, Imatrix
 from quantkit.pipelines import quantize
@@ -470,9 +470,9 @@ def test_coverage(rng) -> None:
     assert second.similarity == pytest.approx(1 / np.sqrt(8))  # layer 1 has none, so with layer 0
     assert (output.layer, output.effective_experts, output.few) == (None, None, [])
     legacy = Imatrix({"blk.0.x_exps.weight": Entry(np.ones((1, 32), np.float32), np.array([3]), 3)}, 3)
-    assert parted(legacy, {"blk.0.x_exps.weight": (4, 2, 8)})["blk.0.x_exps.weight"].values.shape == (4, 8)
+    assert split_by_matrix(legacy, {"blk.0.x_exps.weight": (4, 2, 8)})["blk.0.x_exps.weight"].values.shape == (4, 8)
     with pytest.raises(DataError, match=r"32 values, the model's tensor needs 4 x 9 = 36"):
-        parted(legacy, {"blk.0.x_exps.weight": (4, 2, 9)})
+        split_by_matrix(legacy, {"blk.0.x_exps.weight": (4, 2, 9)})
 
 
 @pytest.mark.parametrize("stacked", [True, False])

@@ -85,7 +85,7 @@ def test_lines_of_a_run_under_other_options_are_not_taken_up(capsys, model, text
     before = lines.read_bytes()
     capsys.readouterr()
     assert cli.main([*args, "-ser", "1,1"]) == 1
-    assert "of another run" in capsys.readouterr().err
+    assert "belongs to another run" in capsys.readouterr().err
     text.write_text(text.read_text()[::-1])
     assert cli.main(args) == 1
     assert lines.read_bytes() == before

@@ -170,9 +170,9 @@ def test_a_run_goes_on_from_its_lines(rng, tmp_path):
     assert lines[-1]["ppl"] == pytest.approx(math.exp(whole.nll.mean()))
     assert run()[0] == 6
     before = path.read_bytes()
-    with pytest.raises(DataError, match="of another run"):
+    with pytest.raises(DataError, match="belongs to another run"):
         ChunkLog(path, "another", rows, 2, {})
     path.write_text("{}\n")
-    with pytest.raises(FormatError, match="not the chunks of a run"):
+    with pytest.raises(FormatError, match="not a chunk log"):
         ChunkLog(path, "this run", rows, 2, {})
     assert before

@@ -92,5 +92,5 @@ def test_a_saved_run_that_would_inflate_is_refused(tmp_path: Path) -> None:
     np.savez(path.open("wb"), about=np.zeros(1, np.uint8))
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("about.npy", bytes(64 << 20))
-    with pytest.raises(FormatError, match="a part of it is compressed"):
+    with pytest.raises(FormatError, match="a member is compressed"):
         Saved.load(path)

@@ -14,7 +14,7 @@ from quantkit.formats.safetensors.quantized_checkpoint import _matches
 from quantkit.inputs import safe_regex
 from quantkit.inputs.safe_regex import compile
 from quantkit.placement.rules import Rule
-from quantkit.recipe import shelf
+from quantkit.recipe import registry
 from quantkit.recipe.ecmascript import compile_pattern
 from quantkit.recipe.interleaving import Selection
 
@@ -88,7 +88,7 @@ def test_ordinary_patterns_stay_with_re() -> None:
     common = [r"blk\..*\.attn_k.*", r".*\.ffn_(gate|up)_exps\.weight.*", r"blk\.(0|1|2|3|4|5|10|11|60)\.ffn_.*exps.*",
               r"blk\.([0-9]|1[0-9]|2[0-9])\.ffn_down_exps\.weight",
               r"\.(1[2-9]|[2-5]\d)\.ffn_.*_shexp\.weight$"]  # fmt: skip
-    shipped = [rule.expanded for name in shelf.shipped() for rule in shelf.find(name).rules]
+    shipped = [rule.expanded for name in registry.shipped() for rule in registry.find(name).rules]
     assert len(shipped) > 20
     for pattern in common + shipped:
         assert compile(pattern)._longest >= 63, pattern

@@ -113,9 +113,9 @@ def _size(nbytes: int, elements: int) -> tuple[str, str]:
 
 def _recipe(file: GGUF) -> str:
     """The recipe in a collapsed block: the one stored in the file, else rules that give the types it has."""
-    from quantkit.recipe.shelf import carried
+    from quantkit.recipe.registry import recipe_text
 
-    text = carried(file.path).rstrip("\n")
+    text = recipe_text(file.path).rstrip("\n")
     summary = "Recipe of this file" if "quantkit.recipe" in file.metadata else "Its types as a recipe"
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return f"<details>\n<summary>{summary}</summary>\n\n{fence}\n{text}\n{fence}\n\n</details>"

@@ -85,7 +85,7 @@ def _imatrix(path: str) -> str:
 def _candidates(file: GGUF) -> Iterator[_Command]:
     """The command stored in the file, the same with --repack, then one rule for each class of tensors."""
     from quantkit.recipe import Options, find
-    from quantkit.recipe.forms import pinned
+    from quantkit.recipe.forms import rules_for_types
 
     name = argument(file.paths[0].name)
     made = _MADE_BY.match(str(file.metadata.get("quantkit.recipe", "")))
@@ -97,7 +97,7 @@ def _candidates(file: GGUF) -> Iterator[_Command]:
         else:
             yield _Command(shlex.quote(made[1]), options, recipe, f"--recipe {name}")
             yield _Command(shlex.quote(made[1]), replace(options, repack=True), recipe, f"--recipe {name}")
-    rules = pinned((t.name, t.type) for t in file.tensors.values())
+    rules = rules_for_types((t.name, t.type) for t in file.tensors.values())
     carried = f"--recipe {name}" if "quantkit.recipe" not in file.metadata else ""
     yield _Command("Q8_0", Options(), rules, carried or f"--custom-q {shlex.quote(rules.one_line())}")
 

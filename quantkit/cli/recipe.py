@@ -66,7 +66,7 @@ def show(
     """
     from quantkit.errors import UnknownNameError
     from quantkit.recipe import find
-    from quantkit.recipe.forms import FORMS, printed, thireus
+    from quantkit.recipe.forms import FORMS, format_recipe, thireus
 
     if form not in FORMS:
         raise UnknownNameError("form", form, FORMS)
@@ -78,7 +78,7 @@ def show(
             raise typer.BadParameter("--as thireus names every tensor of a model: pass --model")
         print(thireus(_plan(found, open_source(model)), str(model)), end="")
     else:
-        print(printed(found, form), end="")
+        print(format_recipe(found, form), end="")
 
 
 def lint(

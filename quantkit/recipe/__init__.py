@@ -1,11 +1,11 @@
-"""Recipes: which tensor gets which type, decided and checked before a weight is read.
+"""Recipes: decide the type of every tensor, and check the decisions, before any weight is read.
 
 recipe = parse("ffn_down=iq5_k,ffn=iq4_k")     or parse(text of a file), or find("dense-4.5bpw") for a shipped one
 made = plan(file.tensors.values(), "Q8_0", recipe, metadata=file.metadata, imatrix=matrix)
 specs, metadata = from_config(read_config("DeepSeek-R1/config.json"))    for plans without weights
 made.tensors, made.rules, made.warnings, made.bytes_after
 
-Each name loads its part when it is first used: repacking takes the names of file types from here and nothing else.
+Each name imports its module on first use, because repacking needs only the names of file types from here.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from quantkit.recipe.planned import Plan, PlannedTensor, RuleUse
     from quantkit.recipe.planner import Options, importance_entry, plan
     from quantkit.recipe.presets import FileType, file_type, file_types
+    from quantkit.recipe.registry import find, shipped
     from quantkit.recipe.replayed import replay
-    from quantkit.recipe.shelf import find, shipped
 
 __all__ = ["FileType", "ImportanceError", "Options", "Plan", "PlannedTensor", "Recipe", "RecipeError", "Rule",
            "RuleUse", "file_type", "file_types", "find", "from_config", "importance_entry", "is_config", "parse",
            "plan", "read_config", "replay", "shipped"]  # fmt: skip
 
-_OF_FILES = {
+_NAMES_OF_MODULE = {
     "errors": ("ImportanceError", "RecipeError"),
     "grammar": ("Recipe", "Rule", "parse"),
     "models": ("from_config", "is_config", "read_config"),
@@ -35,12 +35,12 @@ _OF_FILES = {
     "planner": ("Options", "importance_entry", "plan"),
     "presets": ("FileType", "file_type", "file_types"),
     "replayed": ("replay",),
-    "shelf": ("find", "shipped"),
+    "registry": ("find", "shipped"),
 }
-_FILE_OF = {name: file for file, names in _OF_FILES.items() for name in names}
+_MODULE_OF = {name: file for file, names in _NAMES_OF_MODULE.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FILE_OF:
-        return getattr(importlib.import_module(f"{__name__}.{_FILE_OF[name]}"), name)
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -1,8 +1,8 @@
-"""What a tensor gets when its rows do not fit the type that was chosen for it.
+"""The fallback type of a tensor whose rows do not fit the chosen type.
 
-Rows must be a whole number of blocks. The table is ik_llama.cpp's (spec/tools.md 2.7): a 256-wide type becomes a
-32-wide one of about its quality, which may be larger than what was asked for. Where that does not fit either (columns
-that are no multiple of 32), the reference writes a corrupt tensor; here the tensor stays a float.
+A row must be a whole number of blocks. The table is ik_llama.cpp's (spec/tools.md 2.7): a type with blocks of 256
+becomes one with blocks of 32 and about the same quality, which may be larger. If that does not fit either (columns that
+are not a multiple of 32), ik_llama.cpp writes a corrupt tensor; quantkit keeps the tensor as a float.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _TABLE = {
 }
 _FALLBACK = {wanted.lower(): name for name, wanted_by in _TABLE.items() for wanted in wanted_by.split()}
 
-# The row-by-row form of an interleaved type without codec is its name without the suffix, but for these.
+# The base type of an interleaved type without codec is its name without the suffix, with these exceptions.
 _BASE = {"q8_k_r8": "q8_0", "q8_k_r16": "q8_0", "iq1_s_r4": "iq1_s", "iq1_m_r4": "iq1_m"}
 
 
 def fit_columns(wanted: QuantType, columns: int, source: QuantType) -> QuantType:
-    """`wanted` where rows of `columns` are whole blocks of it, else the type that takes its place."""
+    """`wanted` if rows of `columns` are whole blocks of it, else its fallback type."""
     found = wanted
     while columns % found.block_size:
         name = _FALLBACK.get(found.name.lower())
@@ -39,12 +39,12 @@ def fit_columns(wanted: QuantType, columns: int, source: QuantType) -> QuantType
 
 
 def _float_of(source: QuantType) -> QuantType:
-    """The float that loses nothing of a float source; F16 for anything else."""
+    """The type of a float source; F16 for any other source."""
     return source if source.name in ("f32", "f16", "bf16") else types.layout("f16")
 
 
 def interleaved_rows(t: QuantType) -> int:
-    """Rows that a type interleaves, by its name where there is no codec to ask."""
+    """Number of rows that a type interleaves; from its name if it has no codec."""
     if t.interleave > 1 or t.has_codec:
         return t.interleave
     suffix = t.name.rpartition("_r")[2]

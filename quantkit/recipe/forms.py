@@ -1,11 +1,11 @@
-r"""The forms that recipes are passed around in, each read back by `parse`.
+r"""The text formats of recipes; `parse` reads each of them.
 
-    file            quantkit's own: story, settings, shorthand, a rule a line
-    custom-q        one line for --custom-q, rules parted by commas
-    tensor-types    a rule a line, nothing else: llama.cpp's --tensor-type-file
+    file            quantkit's own: comments, settings, shorthand, one rule per line
+    custom-q        one line for --custom-q, rules comma-separated
+    tensor-types    one rule per line, nothing else: llama.cpp's --tensor-type-file
     thireus         a `.recipe` of anchored rules ^name$=type with `##` comments
 
-`pinned` names every tensor of a plan or a file: the types that it has, without asking why.
+`rules_for_types` gives rules for the types that a plan or a file has, without its reasons.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from quantkit.types import QuantType
 FORMS = ("file", "custom-q", "tensor-types", "thireus")
 
 
-def printed(recipe: Recipe, form: str) -> str:
-    """A recipe in one of FORMS but "thireus", which takes a plan (`thireus`)."""
+def format_recipe(recipe: Recipe, form: str) -> str:
+    """The text of a recipe in one of FORMS except "thireus", which needs a plan (`thireus`)."""
     if form == "custom-q":
         return f"{recipe.one_line()}\n"
     if form == "tensor-types":
@@ -32,8 +32,8 @@ def printed(recipe: Recipe, form: str) -> str:
     return str(recipe)
 
 
-def pinned(types: Iterable[tuple[str, QuantType]]) -> Recipe:
-    """Rules that give every tensor its type, tensors that differ in their layer only in one."""
+def rules_for_types(types: Iterable[tuple[str, QuantType]]) -> Recipe:
+    """Rules that give every tensor its type, one per class of tensors that differ only in their layer."""
     layers: dict[tuple[str, QuantType], list[int]] = defaultdict(list)
     for name, kind in types:
         found = re.match(r"blk\.(\d+)\.(.*)", name)
@@ -46,11 +46,11 @@ def pinned(types: Iterable[tuple[str, QuantType]]) -> Recipe:
 
 
 def thireus(plan: Plan, model: str = "") -> str:
-    """A plan as a Thireus `.recipe`: rules for all tensors, then how much of it each type is."""
+    """A plan as a Thireus `.recipe`: rules for all tensors, then the size of each type."""
     lines = [
         f"## Quant mix recipe of {model or 'a model'}, made by quantkit",
         "",
-        *map(str, pinned((t.name, t.type) for t in plan.tensors).rules),
+        *map(str, rules_for_types((t.name, t.type) for t in plan.tensors).rules),
         "",
     ]
     lines += ["## Summary of tensor counts and bpw per qtype", "#", "# QTYPE\tCount\tBPW\tAssigned GiB"]
@@ -61,5 +61,5 @@ def thireus(plan: Plan, model: str = "") -> str:
 
 
 def _escaped(name: str) -> str:
-    """The pattern of a name. What rules cannot hold, in a stranger's file, is matched as any character."""
+    """A pattern that matches a name. A character that a rule cannot contain is matched by a dot."""
     return re.sub(r"[\s=,#]", ".", re.sub(r"([.\\^$*+?()\[\]{}|])", r"\\\1", name))

@@ -1,18 +1,18 @@
 r"""Recipes: ordered rules `REGEX=TYPE`, read from a --custom-q string or a file, and printed back.
 
-    # What it is for, and why: the comments before the first rule are its story.
+    # The comments before the first rule are the description of the recipe.
     down := iq5_k                              # a setting, changed by --set down=iq6_k
     blk.{3-18}.ffn_down_exps.weight=q6_K       # layers 3 to 18: a shorthand for blk\.(?:[3-9]|1[0-8])\.
-    blk\.\d+\.ffn_down_exps\.weight=${down}    # one rule a line, comments behind a #
+    blk\.\d+\.ffn_down_exps\.weight=${down}    # one rule per line, comments after a #
     .*=q8_0
 
-Lines may hold several rules parted by commas or blanks: a --custom-q string is such a line, a --tensor-type-file of
-llama.cpp a text of them, a Thireus `.recipe` a file of rules `^name$=type`, a published shell script has them
-between `custom="` and `"`. A rule is split at its first `=`, so a
-pattern holds neither `=` nor `,` nor blanks. Patterns are ECMAScript, found anywhere in the tensor's name,
-case-sensitive; the first rule that matches a tensor decides. Types are spelled in any case.
+A line may contain several rules, separated by commas or blanks. So these are recipes too: a --custom-q string, a
+--tensor-type-file of llama.cpp, a Thireus `.recipe` (rules `^name$=type`), and a published shell script with its rules
+between `custom="` and `"`. A rule is split at its first `=`, so a pattern contains no `=`, `,` or blank. Patterns are
+ECMAScript, case-sensitive, and match anywhere in the tensor's name. The first rule that matches a tensor decides. Types
+are not case-sensitive.
 
-`parse(str(recipe)) == recipe`, comments and settings included; `one_line()` is for tools that know neither those nor
+`parse(str(recipe)) == recipe`, comments and settings included; `one_line()` is for tools that support neither those nor
 the shorthand.
 """
 
@@ -34,17 +34,17 @@ from quantkit.types import QuantType
 _SETTING = re.compile(r"\s*([A-Za-z]\w*)\s*:=\s*(.*)")
 _USE = re.compile(r"\$\{(\w*)\}")
 _RULES = re.compile(rf"(?:{layers.SHORTHAND.pattern}|[^,\s])+")
-# What in a comment can only be a rule: REGEX=TYPE.
+# Text in a comment that can only be a rule: REGEX=TYPE.
 _HIDDEN = re.compile(r"[^,\s=]+\s*=\s*(?:(?:i?q|tq|b?f|mxfp)\d\w*|\$\{\w+\})", re.IGNORECASE)
 _JOINED = "where lines are joined to one, remove comments before that (sed 's/ *#.*//'), or pass the file itself"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Tensors whose name holds `pattern` get `type`.
+    """Tensors whose name matches `pattern` get `type`.
 
-    `template` is the rule before settings were put in, `remark` the comment that stands above it, `note` the one behind
-    it; none of them tells rules apart.
+    `template` is the rule before settings are substituted, `remark` the comment above it, `note` the comment after it.
+    None of them counts when rules are compared.
     """
 
     pattern: str
@@ -56,7 +56,7 @@ class Rule:
     def __post_init__(self) -> None:
         bare = layers.SHORTHAND.sub("", self.pattern)
         if not self.pattern or re.search(r"[=,\s]", bare):
-            raise RecipeError(f"pattern '{self.pattern}': a pattern is not empty and holds no '=', no ',' and no blank")
+            raise RecipeError(f"pattern '{self.pattern}': a pattern is not empty and contains no '=', ',' or blank")
         if self.pattern.startswith("#"):
             raise RecipeError(f"pattern '{self.pattern}': a line that begins with # is a comment; write [#]")
         _ = self.regex
@@ -79,7 +79,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Setting:
-    """A name that rules use as ${name}, and its value."""
+    """A value that rules refer to as ${name}."""
 
     name: str
     value: str
@@ -89,20 +89,20 @@ class Setting:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Rules in order of precedence, and what its author says about them (`about`, the comments that open the file)."""
+    """Rules in order of precedence, and their description (`about`, the comments at the start of the file)."""
 
     rules: tuple[Rule, ...] = ()
     about: str = ""
     settings: tuple[Setting, ...] = ()
-    end: str = field(default="", compare=False)  # comments behind the last rule
+    end: str = field(default="", compare=False)  # comments after the last rule
 
     def __str__(self) -> str:
         """The file form."""
         lines = _comment(self.about)
         for setting in self.settings:
-            lines += [*_comment(setting.remark), f"{setting.name} := {setting.value}{_behind(setting.note)}"]
+            lines += [*_comment(setting.remark), f"{setting.name} := {setting.value}{_trailing(setting.note)}"]
         for rule in self.rules:
-            lines += [*_comment(rule.remark), f"{rule.template or rule}{_behind(rule.note)}"]
+            lines += [*_comment(rule.remark), f"{rule.template or rule}{_trailing(rule.note)}"]
         return "".join(f"{line}\n" for line in [*lines, *_comment(self.end)])
 
     def one_line(self) -> str:
@@ -125,36 +125,36 @@ def _comment(text: str) -> list[str]:
     return [f"#{'' if line.startswith('#') else ' '}{line}".rstrip() for line in text.split("\n")] if text else []
 
 
-def _behind(note: str) -> str:
+def _trailing(note: str) -> str:
     return f"  # {note}" if note else ""
 
 
 def parse(text: str, where: str = "", settings: Mapping[str, str] | None = None, *, printed: bool = False) -> Recipe:
-    """Read a recipe from a string or the text of a file, with other values for some of its settings.
+    """Parse a recipe from a string or the text of a file; `settings` replaces the values of some settings.
 
-    A comment with rules in it is an error where the line may once have been several: joined lines lose the rules behind
-    a `#`. `printed`: the text is that of a Recipe, so comments are what they seem.
+    A comment that contains rules is an error if the line may be several joined lines, because then the rules after
+    the `#` are lost. `printed`: the text is that of a Recipe, so this check is not needed.
     RecipeError names `where`, the line and the rule; UnknownNameError a setting that the recipe does not have.
     """
     return _Parser(where, dict(settings or {}), printed).recipe(text)
 
 
 def _unwrapped(lines: list[str]) -> list[str]:
-    """The lines of a recipe; of a shell script as recipes are published in, those between NAME=" and the closing "."""
+    """The lines of a recipe; in a published shell script, those between NAME=" and the closing quote."""
     first = next((i for i, line in enumerate(lines) if re.fullmatch(r"\s*\w+=[\"']\s*", line)), None)
     if first is None:
         return lines
     quote = lines[first].rstrip()[-1]
     end = next((i for i, line in enumerate(lines[first + 1 :], first + 1) if line.strip() == quote), len(lines))
-    for i, line in enumerate(map(str.strip, lines)):  # NAME=VALUE is the shell's
+    for i, line in enumerate(map(str.strip, lines)):  # NAME=VALUE is shell syntax
         if not first <= i <= end and _HIDDEN.fullmatch(line) and not re.match(r"\w+=", line):
-            raise RecipeError(f"line {i + 1}: '{line}' stands outside the quotes that begin in line {first + 1}")
+            raise RecipeError(f"line {i + 1}: '{line}' is outside the quotes that begin in line {first + 1}")
     about = [line if line.startswith("#") and not line.startswith("#!") else "" for line in lines[:first]]
     return [*about, "", *lines[first + 1 : end]]
 
 
 class _Parser:
-    """One text being read: the comments since the last statement become the remark of the next."""
+    """Parser of one text. The comments since the last statement become the remark of the next."""
 
     def __init__(self, where: str, given: dict[str, str], printed: bool):
         self.where, self.given, self.printed = where, given, printed
@@ -208,11 +208,11 @@ class _Parser:
         self.rules += [self._rule(item, note if item is items[-1] else "") for item in items]
 
     def _refuse_hidden_rules(self, comment: str) -> None:
-        """RecipeError for rules in a comment that may stand there because lines were joined by commas or blanks."""
+        """Raise RecipeError for rules in a comment, which may be there because lines were joined."""
         if self.printed:
             return
-        behind_commas = (part.strip() for part in comment.split(",")[1:])
-        found = _HIDDEN.findall(comment) if self.alone else [part for part in behind_commas if _HIDDEN.fullmatch(part)]
+        after_commas = (part.strip() for part in comment.split(",")[1:])
+        found = _HIDDEN.findall(comment) if self.alone else [part for part in after_commas if _HIDDEN.fullmatch(part)]
         if found:
             raise RecipeError(
                 f"a comment ends with its line, so the # in front of '{', '.join(found)}' drops {len(found)} rule(s); "
@@ -225,12 +225,12 @@ class _Parser:
 
     def _setting(self, name: str, value: str, note: str) -> None:
         if name in self.settings:
-            raise RecipeError(f"setting {name} is there twice")
+            raise RecipeError(f"setting {name} is defined twice")
         if self.rules:
-            raise RecipeError(f"setting {name} stands behind a rule; settings come first")
+            raise RecipeError(f"setting {name} is after a rule; settings come first")
         value = self.given.get(name, value)
         if not value or re.search(r"[\s=#]", value):
-            raise RecipeError(f"setting {name} := '{value}': a value is not empty and holds no blank, '=' or '#'")
+            raise RecipeError(f"setting {name} := '{value}': a value is not empty and contains no blank, '=' or '#'")
         self.settings[name] = Setting(name, value, self._remark(), note)
 
     def _rule(self, item: str, note: str) -> Rule:
@@ -240,8 +240,8 @@ class _Parser:
         pattern, equals, name = filled.partition("=")
         if not equals or not pattern or not name:
             raise RecipeError(
-                f"'{item}' is not REGEX=TYPE; rules are parted by commas, so a pattern cannot hold one: write xx?, "
-                "not x{1,2}"
+                f"'{item}' is not REGEX=TYPE; rules are comma-separated, so a pattern cannot contain a comma: write "
+                "xx?, not x{1,2}"
             )
         return Rule(pattern, types.layout(name), item if filled != item else "", self._remark(), note)
 

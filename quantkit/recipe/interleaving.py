@@ -1,9 +1,9 @@
-"""Interleaving the tensors of a file, decided: which ones, and what general.file_type says afterwards. Pure.
+"""Decide which tensors of a file to interleave, and the new general.file_type. Pure.
 
-The file type names an interleaved one when most of what the file type was about is interleaved: of the tensors of its
-main type, embeddings apart, which never are. It goes by what was done, where the reference goes by the number alone:
-it renames after a pattern that left nearly all as it was, and IQ1_S files of which nothing was repacked; and it leaves
-MXFP4, IQ3_M and others as they are though all was. The number there was is kept beside, and unpacking restores it.
+The file type becomes the interleaved one if most bytes of the tensors of its main type are interleaved, without the
+embeddings, which never are. ik_llama.cpp decides by the file type alone: it renames a file after a pattern that
+selected almost nothing, and IQ1_S files without any repacked tensor, and does not rename MXFP4, IQ3_M and others whose
+tensors are all repacked. The previous file type is stored in another key, and unpacking restores it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from quantkit.types.families.interleave import Interleaved
 FILE_TYPE = "general.file_type"
 FILE_TYPE_BEFORE = "quantkit.repack.file_type"  # u32: general.file_type of the file that was repacked
 
-# Whose mix a file type of interleaved types has, where that is not its own name without the suffix.
+# The file type with the same mix, where that is not the name without the suffix.
 _ROW_MIX = {"Q2_K_R4": "Q2_K_S", "Q3_K_R4": "Q3_K_S", "Q4_K_R4": "Q4_K_S", "Q5_K_R4": "Q5_K_S", "Q8_K_R8": "Q8_0",
             "Q4_0_4_4": "Q4_0", "Q4_0_4_8": "Q4_0", "Q4_0_8_8": "Q4_0"}  # fmt: skip
 
-Became = tuple[str, QuantType, QuantType, int]  # a tensor's name, its type before and after, its bytes
+TypeChange = tuple[str, QuantType, QuantType, int]  # a tensor's name, its type before and after, its bytes
 
 
 class Selection:
-    """The tensors to interleave: those in whose name some pattern (ECMAScript) is found, all where there is none.
+    """The tensors to interleave: those whose name matches a pattern (ECMAScript), or all without patterns.
 
-    RecipeError for a pattern that is found in none of the names; `where` is the file they are from.
+    RecipeError for a pattern that matches no name; `where` is the file of the names.
     """
 
     def __init__(self, patterns: Sequence[str], names: Collection[str], where: str = ""):
@@ -52,24 +52,24 @@ class Selection:
         return form, reason
 
 
-def repacked_type(main: FileType, tensors: Iterable[Became]) -> FileType:
-    """The file type of the interleaved form of `main`'s type, if that is what most of it became; else `main`."""
+def repacked_type(main: FileType, tensors: Iterable[TypeChange]) -> FileType:
+    """The interleaved file type of `main` if most bytes of its type were interleaved; else `main`."""
     form = interleaved_form(main.default) if main.default else None
     if form is None or form.file_type is None or not _most(tensors, main.default, form):
         return main
     return file_type(form.file_type)
 
 
-def rename_repacked(metadata: Metadata, tensors: Iterable[Became]) -> None:
-    """Set the file type that tensors were repacked to, and remember the one there was."""
+def rename_repacked(metadata: Metadata, tensors: Iterable[TypeChange]) -> None:
+    """Set the file type after repacking, and store the previous one."""
     main = _main(metadata)
     if main and (found := repacked_type(main, tensors)) is not main:
         metadata.set(FILE_TYPE_BEFORE, main.number, "u32")
         metadata.set(FILE_TYPE, found.number, "u32")
 
 
-def rename_unpacked(metadata: Metadata, tensors: Iterable[Became]) -> None:
-    """Set the file type there was before repacking, or that of the row-by-row mix, if most of the main type is that."""
+def rename_unpacked(metadata: Metadata, tensors: Iterable[TypeChange]) -> None:
+    """Restore the file type from before repacking, or set the one with the same mix, if most bytes are unpacked."""
     main = _main(metadata)
     form = row_form(main.default) if main and main.default else None
     if not main or form is None or not _most(tensors, main.default, form):
@@ -81,7 +81,7 @@ def rename_unpacked(metadata: Metadata, tensors: Iterable[Became]) -> None:
 
 
 def _main(metadata: Metadata) -> FileType | None:
-    """What general.file_type names, None where it is missing or names nothing."""
+    """The file type in general.file_type; None if it is missing or unknown."""
     number = metadata.get(FILE_TYPE)
     if not isinstance(number, int) or isinstance(number, bool):
         return None
@@ -91,7 +91,7 @@ def _main(metadata: Metadata) -> FileType | None:
         return None
 
 
-def _most(tensors: Iterable[Became], old: QuantType | None, new: QuantType) -> bool:
+def _most(tensors: Iterable[TypeChange], old: QuantType | None, new: QuantType) -> bool:
     """Whether most bytes of type `old` became `new`."""
     done = left = 0
     for name, before, after, nbytes in tensors:

@@ -1,10 +1,10 @@
-"""Warnings: what a plan does that its author cannot have meant. Each says what happens and what to write instead.
+"""Warnings about probable mistakes in a recipe. Each says what happens and what to write instead.
 
-rules        that match nothing, come too late, are overruled, name absent layers, or take more than they say
-rows         that cannot hold the type a rule asks for
-importance   that is missing, or of experts that saw too little text
+rules        that match nothing, are shadowed or overruled, name absent layers, or match more than intended
+rows         that do not fit the type of a rule
+importance   that is missing, or of experts with too few tokens
 
-Notes: what looks like a mistake and changes nothing, as rules for norms, which are never quantized.
+Notes: what looks like a mistake and has no effect, such as rules for norms, which are never quantized.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from quantkit.recipe.planned import PlannedTensor, RuleUse
 from quantkit.recipe.shadows import Ordered, shadow
 
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
-# Never measured by default, so nobody expects an entry for them.
+# imatrix does not measure these by default, so a missing entry is not a mistake.
 _UNMEASURED = frozenset((EMBEDDING, OUTPUT, "per_layer_token_embd.weight"))
-FEW_TOKENS = 32  # the mean of so many squares of normal numbers is off by a quarter: sqrt(2 / 32)
+FEW_TOKENS = 32  # the mean of 32 squares of normal numbers has a relative error of sqrt(2 / 32) = 1/4
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Full sentences: `warnings` about what is probably not meant, `notes` about what does nothing."""
+    """Full sentences: `warnings` about probable mistakes, `notes` about rules without effect."""
 
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -49,10 +49,10 @@ def check(uses: Sequence[RuleUse], planned: Sequence[PlannedTensor], imatrix: Im
 
 @dataclass
 class _Linter:
-    """The rules of a plan, looked at one after the other.
+    """Check the rules of a plan, one after the other.
 
-    free       what no earlier rule matches
-    misplaced  what earlier rules take that they should not, which was said
+    free       tensors that no earlier rule matches
+    misplaced  tensors that an earlier rule matches by mistake, already reported
     """
 
     uses: Sequence[RuleUse]
@@ -70,7 +70,7 @@ class _Linter:
         ]
 
     def rule(self, index: int) -> None:
-        """Note what is wrong with one rule."""
+        """Record the warnings and notes about one rule."""
         use, label = self.uses[index], self.ordered[index].said
         taken = [name for name in use.matched if name in self.free]
         self.free.difference_update(use.matched)
@@ -110,7 +110,7 @@ class _Linter:
         """What is wrong with a rule that decides nothing, or not what matters."""
         use = self.uses[index]
         if set(use.candidates) <= self.misplaced:
-            return ""  # the rule that takes them was told of
+            return ""  # the rule that matches them is already reported
         if found := shadow(self.ordered, index):
             if not found.harmless:
                 return found.said
@@ -184,7 +184,7 @@ def _absent_layers(use: RuleUse, of_name: _Tensors) -> str:
 
 
 def _rows(use: RuleUse, of_name: _Tensors) -> str:
-    """Tensors whose rows cannot hold the type that the rule asks for."""
+    """Tensors whose rows do not fit the type of the rule."""
     wrong = [t for name in use.decided if (t := of_name[name]).wanted and t.shape[-1] % t.wanted.block_size]
     if not wrong:
         return ""
@@ -221,7 +221,7 @@ def _layer_number(name: str) -> int:
 
 
 def _missing_importance(planned: Sequence[PlannedTensor]) -> str:
-    """Tensors whose type would use importance that the matrix does not have."""
+    """Tensors whose type uses importance that the matrix does not have."""
     without = [
         t.name
         for t in planned
@@ -230,7 +230,7 @@ def _missing_importance(planned: Sequence[PlannedTensor]) -> str:
     if not without:
         return ""
     names = ", ".join(without[:3]) + (", …" if len(without) > 3 else "")
-    mla = " (of MLA tensors: run the reference's llama-imatrix with -mla 1)" if _is_mla(without[0]) else ""
+    mla = " (for MLA tensors: run ik_llama.cpp's llama-imatrix with -mla 1)" if _is_mla(without[0]) else ""
     return (
         f"the importance matrix has no entry for {len(without)} tensor(s) that would use one: {names}; measure again "
         f"on this model{mla}, or give them a type of more bits"
@@ -242,7 +242,7 @@ def _is_mla(name: str) -> bool:
 
 
 def _unseen_experts(planned: Sequence[PlannedTensor], imatrix: Imatrix) -> str:
-    """Experts whose importance comes from too little text to mean anything."""
+    """Experts whose importance comes from too few tokens."""
     unseen, worst = 0, ""
     tensors = 0
     for t in planned:

@@ -1,10 +1,10 @@
-"""The tensors that a plan is made for, without weights: from the config.json of a checkpoint.
+"""The tensors of a model without its weights, from the config.json of a checkpoint.
 
     specs, metadata = from_config(read_config("DeepSeek-R1/config.json"))
     plan(specs, "Q4_K_M", recipe, metadata=metadata)
 
-Types are those that a converted file would have: config.json's dtype, bf16 where weights are in FP8 or another format
-that is decoded first, f32 for norms and what else is always kept in it.
+Types are those of the converted file: config.json's dtype, bf16 if weights are in FP8 or another format that is decoded
+first, f32 for norms and other tensors that are always f32.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         ) from None
     if not isinstance(config, dict):
         raise FormatError(f"{file}: a {type(config).__name__} where config.json holds an object")
-    from quantkit import archs  # all of them: a twentieth of a second that commands on files do without
+    from quantkit import archs  # imports all architectures, which takes 0.05 s that commands on GGUF files do not need
 
     return archs.language_model(config)
 

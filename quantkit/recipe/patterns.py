@@ -1,11 +1,11 @@
-r"""Patterns that do not say what their author meant: found by what they match, each with the pattern to write instead.
+r"""Detect mistakes in patterns by the names they match, and propose the pattern to write instead.
 
     mistaken class    blk\.[0-10]\.      one of the characters 0-1 and 0, not a number; write blk\.(?:\d|10)\.
     loose ends        output\.weight     is found in attn_output.weight too; write ^output\.weight
     loose dot         blk.1.             . is any character: layers 10 to 19 too; write blk\.1\.
     nothing           [3-5]\.*exps       \.* is any number of dots; write [3-5]\..*exps
 
-Every pattern that is proposed was tried on the names: it matches some of them.
+Every proposed pattern is tried on the names and matches some of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quantkit.recipe.layers import expand, listed, regex_of
 
 _CLASS = re.compile(r"\[([0-9|,\- ]+)\]")
 _RANGE = re.compile(r"(\d{1,3})-(\d{1,3})")
-# What a checkpoint calls a tensor, and what GGUF does.
+# Checkpoint names of tensors and their GGUF names.
 _CHECKPOINT_NAMES = {
     "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output", "gate_proj": "ffn_gate",
     "up_proj": "ffn_up", "down_proj": "ffn_down", "lm_head": "^output", "embed_tokens": "token_embd",
@@ -50,13 +50,13 @@ class Advice:
         return f"{self.said}{' ' if self.better else ''}{self.better}"
 
 
-_NOTHING = Advice()
+_NO_ADVICE = Advice()
 
 
 def advice(pattern: str, names: Sequence[str], matched: Sequence[str] | None = None) -> Advice:
-    """What is probably wrong with a pattern; false where nothing is.
+    """The probable mistake in a pattern; false if there is none.
 
-    `matched` are the names that it takes for itself; None: it matches nothing, and why is asked.
+    `matched` are the names that it decides; None if it matches no name, which is then explained.
     """
     if found := mistaken_class(pattern, names):
         return found
@@ -83,7 +83,7 @@ def mistaken_class(pattern: str, names: Sequence[str]) -> Advice:
     wrong = [found[0] for found in _CLASS.finditer(pattern) if _numbers_meant(found[1])]
     better = _CLASS.sub(lambda found: _numbers_meant(found[1]) or found[0], pattern)
     if not wrong or not hits(better, names):
-        return _NOTHING
+        return _NO_ADVICE
     each = "is" if len(set(wrong)) == 1 else "are each"
     said = f"{' and '.join(dict.fromkeys(wrong))} {each} one character of a class, not a number"
     return Advice(f": {said}; if you mean numbers, write", better)
@@ -105,7 +105,7 @@ def loose_dot(pattern: str, matched: Sequence[str]) -> Advice:
     better = _LONE_DOT.sub(lambda found: found[1] or r"\.", pattern)
     fewer = hits(better, matched) if better != pattern else []
     if not fewer or len(fewer) == len(matched):
-        return _NOTHING
+        return _NO_ADVICE
     others = tuple(name for name in matched if name not in fewer)
     return Advice(f" takes {listed(others)} too, as a . is any character; write", better, others, tuple(fewer))
 
@@ -133,7 +133,7 @@ def loose_ends(pattern: str, matched: Sequence[str]) -> Advice:
                 if wanted and hits(better, matched) == wanted:
                     said = f" takes {listed(wrong)} as well as {listed(wanted)}; if you mean only the latter, write"
                     return Advice(said, better, tuple(wrong), tuple(wanted))
-    return _NOTHING
+    return _NO_ADVICE
 
 
 def _in_word(character: str) -> bool:
@@ -145,7 +145,7 @@ _BEHIND = (r"{}\.", "{}$", r"{}(?:\.|$)", r"{}(?![a-z0-9])")
 
 
 def why_nothing(pattern: str, names: Sequence[str]) -> Advice:
-    """Why a pattern matches none of the names, and one that does; false where no reason is found."""
+    """Why a pattern matches no name, and a pattern that does; false if no reason is found."""
     for said, better in _attempts(pattern, names):
         if better != pattern and hits(better, names):
             return Advice(f"; {said}", better)
@@ -155,7 +155,7 @@ def why_nothing(pattern: str, names: Sequence[str]) -> Advice:
     wanted = re.search(r"blk\\?\.(\d+)\\?\.", pattern)
     if wanted and there and int(wanted[1]) not in there:
         return Advice(f"; the model's layers are 0 to {max(there)}")
-    return _NOTHING
+    return _NO_ADVICE
 
 
 def _attempts(pattern: str, names: Sequence[str]) -> Iterator[tuple[str, str]]:

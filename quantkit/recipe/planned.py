@@ -1,4 +1,4 @@
-"""What a plan is: the type of every tensor with the reason, the use of every rule, the sizes, the warnings."""
+"""The result of planning: the type of every tensor with the reason, the effect of every rule, sizes, warnings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quantkit import types
 from quantkit.errors import UnsupportedError
 from quantkit.recipe.errors import RecipeError
 from quantkit.recipe.grammar import Recipe, Rule
-from quantkit.recipe.interleaving import Became, repacked_type
+from quantkit.recipe.interleaving import TypeChange, repacked_type
 from quantkit.recipe.layers import summarised
 from quantkit.recipe.presets import FileType, is_file_type
 from quantkit.types import QuantType
@@ -83,7 +83,7 @@ class PlannedTensor:
 
 @dataclass
 class RuleUse:
-    """What one rule matched: every tensor, those that may be quantized at all, those that it decided."""
+    """The tensors that one rule matches, those of them that may be quantized, and those that it decides."""
 
     rule: Rule
     matched: list[str] = field(default_factory=list)
@@ -122,7 +122,7 @@ class TypeUse:
 class Plan:
     """Every tensor's type with the reason.
 
-    `warnings` are full sentences about what is probably not meant, `notes` about what looks like that and does nothing.
+    `warnings` are full sentences about probable mistakes, `notes` about rules without effect.
     """
 
     file_type: FileType
@@ -158,7 +158,7 @@ class Plan:
         """What general.file_type of the output names: `file_type`, or what --repack made of most of its main type."""
         return repacked_type(self.file_type, self.became())
 
-    def became(self) -> list[Became]:
+    def became(self) -> list[TypeChange]:
         """What --repack did to each tensor; nothing, without it."""
         return [(t.name, t.row_type, t.type, t.bytes_after) for t in self.tensors]
 
@@ -190,20 +190,20 @@ class Plan:
             tensor, t = pairs[0]
             more = f" and {len(pairs) - 1} more tensor(s)" if len(pairs) > 1 else ""
             raise UnsupportedError(
-                f"{tensor.name}{more}: the plan needs to {verb} {t.name}, which quantkit cannot; choose another type "
+                f"{tensor.name}{more}: the plan needs to {verb} {t.name}, which quantkit cannot do; choose another type "
                 "for it with --custom-q (`quantkit types` lists what there is)"
             )
 
     def require_clean(self) -> None:
-        """RecipeError that tells all warnings, if there are any."""
+        """Raise RecipeError with all warnings, if there are any."""
         if self.warnings:
             raise RecipeError("; ".join(self.warnings))
 
     def text(self) -> str:
-        """The recipe with what else shaped the plan as comments: what the output carries as `quantkit.recipe`."""
+        """The recipe, with file type and flags as a comment: the output's key `quantkit.recipe`."""
         about = f"quantkit quantize {self.file_type.name}{' ' if self.flags else ''}{self.flags}"
-        story = [line for line in self.recipe.about.split("\n") if not _is_made_by(line)]
-        return str(replace(self.recipe, about="\n".join([about, *story]).strip("\n")))
+        description = [line for line in self.recipe.about.split("\n") if not _is_made_by(line)]
+        return str(replace(self.recipe, about="\n".join([about, *description]).strip("\n")))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -224,6 +224,6 @@ class Plan:
 
 
 def _is_made_by(line: str) -> bool:
-    """Whether `Plan.text` wrote a line of a recipe's story, which then comes from a file that was made by it."""
+    """Whether `Plan.text` wrote a comment line, as it does in recipes that come from a GGUF file."""
     words = line.split()
     return words[:2] == ["quantkit", "quantize"] and len(words) > 2 and is_file_type(words[2])

@@ -1,6 +1,6 @@
-"""From tensors, file type, recipe and flags to a plan. Pure: names and shapes in, types and reasons out.
+"""Plan the types of tensors from file type, recipe and flags. Pure: names and shapes in, types and reasons out.
 
-What decides a tensor's type, strongest first (spec/tools.md 2.3):
+These decide a tensor's type, highest priority first (spec/tools.md 2.3):
 
     1. exact flags      --token-embedding-type, --output-tensor-type, --ffn-gate-inp-type
     2. rules            --custom-q and --recipe, the first that matches
@@ -11,11 +11,15 @@ What decides a tensor's type, strongest first (spec/tools.md 2.3):
 and then the tensor's shape: rows that are no whole number of blocks, or too few to be interleaved, fall back. With
 --repack, what was decided is interleaved where that is possible, tensors that are kept included (`interleaving`).
 
-Where the reference does something else, on purpose: it ignores rules and class flags when the file type is a float and
-under --pure (here they count, and --pure refuses them); it writes a corrupt tensor when an exact flag asks for a type
-that the rows do not fit (here that falls back too); --attn-qkv-type does nothing there (here it beats --attn-q-type);
---repack there ignores TYPE and all that chooses types (that is `quantkit repack` here). Tensors whose type is wanted in
-rows and is interleaved in the source, or the other way round, only change their order of bits.
+Differences from ik_llama.cpp, on purpose:
+
+    rules and class flags   ik_llama.cpp ignores them for float file types and under --pure; here they apply, and are
+                            an error with --pure
+    exact flags             if rows do not fit the type, ik_llama.cpp writes a corrupt tensor; here they fall back
+    --attn-qkv-type         has no effect there; here it has priority over --attn-q-type
+    --repack                ignores TYPE and all flags for types there; that is `quantkit repack` here
+
+A tensor that is interleaved in the source and not in the plan, or the reverse, only changes the order of its bits.
 """
 
 from __future__ import annotations
@@ -55,10 +59,11 @@ _KEPT = {
     "position_embd.weight": "position embeddings",
     "token_types.weight": "token types",
 }
-# Types that the field never uses without importance, but for embeddings and output (spec/tools.md 2.9); q2_K in Q2_K_S.
+# Types that llama.cpp never uses without importance, except for embeddings and output (spec/tools.md 2.9); also q2_K
+# in Q2_K_S.
 _VERY_LOW = frozenset(["iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m", "iq1_s_r4", "iq1_m_r4", "iq1_kt", "iq2_kt"])
 # Where a tensor has no importance of its own: the entry that saw the same input, as runtimes fuse the two products.
-_STAND_INS = (
+_SAME_INPUT = (
     ("ffn_up_exps.weight", "ffn_gate_up_exps.weight"),
     ("ffn_gate_exps.weight", "ffn_gate_up_exps.weight"),
     ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
@@ -70,7 +75,7 @@ _STAND_INS = (
 
 
 class Tensor(Protocol):
-    """What is asked of a tensor; shapes are numpy's."""
+    """The attributes of a tensor that planning needs; shapes are numpy's."""
 
     @property
     def name(self) -> str: ...
@@ -99,7 +104,7 @@ class Options:
     repack_patterns: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """As typed on the command line, in a shell; `parse` reads it."""
+        """The flags as typed in a shell; `parse` reads them."""
         repacking = ["--repack"] if self.repack and not self.repack_patterns else []
         if self.repack_patterns:
             repacking = [f"--repack-pattern {shlex.quote(','.join(self.repack_patterns))}"]
@@ -107,9 +112,9 @@ class Options:
 
     @classmethod
     def parse(cls, text: str) -> Options:
-        """The Options whose text this is; RecipeError for any other text.
+        """Parse the text of Options; RecipeError for any other text.
 
-        Files made before patterns were quoted have them as they are.
+        Older files contain patterns without quotes.
         """
         try:
             words = shlex.split(text) if re.search("['\"]", text) else text.split()
@@ -138,7 +143,7 @@ class Options:
 
     @property
     def choose(self) -> bool:
-        """Whether any of them has a say in types."""
+        """Whether any of them chooses types."""
         return bool(self._choosing())
 
     def _choosing(self) -> list[str]:
@@ -192,7 +197,7 @@ class _Choice:
 
 
 class _Planner:
-    """The decisions of one plan; tensors are asked for in file order."""
+    """Makes the decisions of one plan; `tensor` is called in file order."""
 
     def __init__(
         self,
@@ -249,7 +254,7 @@ class _Planner:
         return replace(planned, importance=importance)
 
     def _kept_because(self, t: Tensor) -> str | None:
-        """Why a tensor is copied whatever the recipe says; None for one that may be quantized."""
+        """The reason why a tensor is always copied; None if it may be quantized."""
         if self.target.default is None:
             return "COPY"
         if t.type.name in _INTEGERS:
@@ -268,7 +273,7 @@ class _Planner:
         return None
 
     def _note_matches(self, name: str, candidate: bool) -> int | None:
-        """Enter a tensor in the book of every rule that matches it; index of the first."""
+        """Record a tensor with every rule that matches it; returns the index of the first."""
         first = None
         for index, search in enumerate(self._searches):
             if search(name):
@@ -280,7 +285,7 @@ class _Planner:
         return first
 
     def _choose(self, t: Tensor, matching: int | None) -> _Choice:
-        # The mix counts the tensors it is asked about, so it is asked about all of them.
+        # The mix counts the tensors it sees, so it must see all of them.
         mixed = self.mix.choose(t.name, t.shape[-1]) if self.mix else None
         if exact := self._exact_flag(t.name):
             return exact
@@ -314,7 +319,7 @@ class _Planner:
         return None
 
     def _importance(self, t: Tensor, chosen: QuantType) -> str | None:
-        """Name of the entry for a tensor, checked to fit it."""
+        """The name of a tensor's entry in the importance matrix, after a check of its size."""
         if self.imatrix is None or not chosen.uses_imatrix:
             if chosen.requires_imatrix:
                 raise ImportanceError(f"{t.name}: {chosen.name} needs an importance matrix; pass --imatrix FILE")
@@ -348,7 +353,7 @@ class _Planner:
             lacks = "no importance matrix is given" if self.imatrix is None else "the importance matrix lacks it"
             raise kind(
                 f"{t.name}: {chosen.name} is of little use without importance, and {lacks}; pass --imatrix FILE with "
-                "an entry for it, choose another type, or say --ignore-imatrix-rules"
+                "an entry for it, choose another type, or pass --ignore-imatrix-rules"
             )
 
 
@@ -359,7 +364,7 @@ def is_very_low(name: str, chosen: QuantType, target: FileType) -> bool:
 
 
 def _fit(wanted: QuantType, t: Tensor) -> tuple[QuantType, str]:
-    """The type that a tensor's shape allows, and why when it is another one."""
+    """The type that a tensor's shape allows, and the reason if it is not `wanted`."""
     rows, columns = t.shape[-2], t.shape[-1]
     found, why = wanted, []
     if t.name in (EMBEDDING, LAYER_EMBEDDING) and interleaved_rows(found) > 1:
@@ -392,14 +397,14 @@ def importance_entry(name: str, imatrix: Imatrix) -> str | None:
     """The entry of an importance matrix that serves a tensor: its own, or that of one with the same input."""
     if name in imatrix:
         return name
-    for ending, stand_in in _STAND_INS:
+    for ending, stand_in in _SAME_INPUT:
         if name.endswith("." + ending) and (other := name[: -len(ending)] + stand_in) in imatrix:
             return other
     return None
 
 
 def refuse_requantizing(planned: Iterable[PlannedTensor], repack: bool) -> None:
-    """DataError for a plan that quantizes what is quantized already."""
+    """Raise DataError for a plan that quantizes tensors that are quantized already."""
     again = [t for t in planned if not (t.copied or t.relaid) and t.source.block_size > 1]
     if again:
         names = ", ".join(f"{t.name} ({t.source.name} to {t.type.name})" for t in again[:3])

@@ -1,7 +1,7 @@
 """File types: the TYPE of a quantize command, its number in `general.file_type` and its default tensor type.
 
-Names and numbers are those of ik_llama.cpp (spec/tools.md 1.4, 2.4). A file type whose default is a float or whose
-recipe decides every tensor needs nothing more; the others have a mix (`mixes.py`) that treats some tensors better.
+Names and numbers are those of ik_llama.cpp (spec/tools.md 1.4, 2.4). File types that are not floats have a mix
+(`mixes.py`), which gives some tensors more bits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A plan that was written as JSON, made again for the tensors of a file, to be executed to the letter.
+"""Replay a plan that was written as JSON on the tensors of a file.
 
-Names and shapes must be those it was made for; the file's own types may be others, as they are when the plan comes from
-a config.json. What a plan by rules would refuse, this refuses too.
+Names and shapes must be those of the plan; the types of the file may differ, as they do if the plan is for a
+config.json. The checks are those of a plan by rules.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Rules that come too late: where the first match decides, an earlier rule may leave nothing to a later one.
+"""Find shadowed rules: the first match decides, so an earlier rule may leave no tensors to a later one.
 
     exps=CPU, blk.(3|4).ffn_.*=CUDA0      the second was meant for the experts, which the first has taken
     attn_v=q8_0, attn_v.weight=q6_K       both match the same tensors
     blk.1.ffn=q8_0, ffn=q4_0              as it should be: the narrower rule comes first
 
-Used for the rules of recipes and for those of -ot.
+This serves the rules of recipes and of -ot.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from quantkit.errors import QuantkitError, UnknownNameError
 from quantkit.formats.gguf import TensorSpec, Writer
 from quantkit.recipe import Recipe, RecipeError, Rule, find, layers, parse, plan, shipped
 from quantkit.recipe.ecmascript import compile_pattern
-from quantkit.recipe.forms import pinned, printed, thireus
+from quantkit.recipe.forms import format_recipe, rules_for_types, thireus
 
 WRITTEN = r"""
 # IQ2_K_R4 mix
@@ -60,7 +60,7 @@ def test_the_first_equals_sign_splits_and_types_are_spelled_in_any_case() -> Non
     [
         ("ffn_up", "not REGEX=TYPE"),
         ("=q8_0", "not REGEX=TYPE"),
-        ("a{1,2}=q8_0", "cannot hold one"),
+        ("a{1,2}=q8_0", "cannot contain a comma"),
         ("ffn=q9_0", "did you mean"),
         ("(ffn=q8_0", "pattern '(ffn'"),
         ("[ffn=q8_0", "never closed"),
@@ -98,7 +98,7 @@ def test_rules_outside_the_quotes_of_a_script_are_not_dropped() -> None:
     script = 'type=Q8_0\ncustom="\nffn_down=q6_K\n"\nquantize --custom-q "$custom" in out $type\n'
     assert parse(script).one_line() == "ffn_down=q6_K"
     for text, line in ((f"{script}more='\nffn_(gate|up)=q4_0\n'\n", 7), (f"ffn_.*=q4_0\n{script}", 1)):
-        with pytest.raises(RecipeError, match=rf"mine, line {line}: 'ffn_.*=q4_0' stands outside the quotes"):
+        with pytest.raises(RecipeError, match=rf"mine, line {line}: 'ffn_.*=q4_0' is outside the quotes"):
             parse(text, "mine")
 
 
@@ -237,10 +237,10 @@ def test_settings_have_other_values() -> None:
     [
         (NAMED, {"hat": "1"}, "did you mean hot"),
         ("a=${x}", {}, "unknown setting 'x'"),
-        ("x := 1\nx := 2", {}, "there twice"),
+        ("x := 1\nx := 2", {}, "defined twice"),
         ("a=q8_0\nx := 1", {}, "settings come first"),
         ("x := \na=q8_0", {}, "not empty"),
-        ("x := 1\na=q8_0", {"x": "a=b"}, "not empty and holds no blank"),
+        ("x := 1\na=q8_0", {"x": "a=b"}, "not empty and contains no blank"),
     ],
 )
 def test_what_is_wrong_with_settings_is_said(text: str, settings: dict[str, str], said: str) -> None:
@@ -278,9 +278,9 @@ def test_every_form_is_read_back(text: str) -> None:
     assert parse(str(made)) == made
     assert str(parse(str(made))) == str(made)
     for form in ("custom-q", "tensor-types"):
-        plain = printed(made, form)
+        plain = format_recipe(made, form)
         again = parse(plain)
-        assert printed(again, form) == plain
+        assert format_recipe(again, form) == plain
         assert [(rule.expanded, rule.type) for rule in again.rules] == [(r.expanded, r.type) for r in made.rules]
 
 
@@ -299,7 +299,7 @@ def test_a_plan_as_a_thireus_recipe_makes_the_same_plan() -> None:
     again = plan(tensors, "Q8_0", parse(thireus(made, "tiny")))
     assert [t.type for t in again.tensors] == [t.type for t in made.tensors]
     assert again.warnings == ()
-    assert parse(thireus(made)).rules == pinned((t.name, t.type) for t in made.tensors).rules
+    assert parse(thireus(made)).rules == rules_for_types((t.name, t.type) for t in made.tensors).rules
 
 
 def test_a_script_as_recipes_are_published_in() -> None:

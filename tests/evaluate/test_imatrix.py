@@ -304,7 +304,7 @@ def test_the_output_appears_when_the_run_is_complete(run, model, prose, tmp_path
     monkeypatch.setattr(imatrix, "write", write)
     assert cli.main([str(a) for a in (*args, *options)]) == 130
     said = capsys.readouterr().err
-    assert "x.gguf.resume: has the chunks that were saved" in said
+    assert "x.gguf.resume: contains the saved chunks" in said
     assert "x.gguf.partial" in said
     names = [("partial", 1), ("at_2", 2), ("partial", 2), ("partial", 3), ("at_4", 4), ("partial", 4)]
     assert seen == [(f"x.gguf.{name}", chunks) for name, chunks in names]

@@ -27,7 +27,7 @@ def test_all_is_on_the_cpu_where_nothing_is_said_of_gpus() -> None:
     assert (load.weights, load.cache) == (PLAN.bytes_after, 48 * 1024 * 2 * 4 * 128 * 2)
     assert load.total == load.weights + load.cache + load.buffers
     assert 50 << 20 < load.buffers < 200 << 20  # prompts of 512 tokens through 8 experts of 768 columns each
-    assert any("buffers of a run by quantkit" in note for note in found.notes)
+    assert any("buffers: quantkit's runtime" in note for note in found.notes)
     assert found.loads[0].margin == 0
     assert found.fits
     assert of().fits is None
@@ -83,7 +83,8 @@ def test_contexts_that_are_none() -> None:
 def test_what_follows_from_a_placement_is_told() -> None:
     assert of("-ngl 99 -ot exps=CPU", cache=Cache(64, "q8_0")).notes == (
         "cache for 64 tokens, keys q8_0, values f16",
-        "prompts in batches (-b, -ub) of fewer than 512 tokens leave the CPU's experts to the CPU",
+        "batches (-b, -ub) of fewer than 512 tokens run the CPU's experts on the CPU; larger ones offload "
+        "them to a GPU",
     )
     assert of("-ngl 99").notes == of("-ngl 0").notes == ()
     specs, metadata = from_config(DEEPSEEK_V3)

@@ -456,7 +456,7 @@ def print_budget(budget: Budget, explain: bool = False) -> None:
     if explain:
         print(table(("tensors", "device", "why", "count"), _reasons(budget), left=3), end="\n\n")
     for rule, count in zip(budget.placement.rules, budget.placement.decided):
-        print(f"{rule.said} places {count} tensors")
+        print(f"{rule.text} places {count} tensors")
     for note in budget.notes:
         print(note)
     if budget.speed is not None:

@@ -304,7 +304,7 @@ class Launch:
         if self._given["profile"] and model.split is not None:
             self._profiled.append(model.split.ledger)  # not the model: the next one may need its memory
         for rule in model.placement.idle:
-            print(f"warning: {printable(rule.said)} decides no tensor", file=sys.stderr)
+            print(f"warning: {printable(rule.text)} decides no tensor", file=sys.stderr)
         if model.repacked is not None:
             _print_repacked(model)
         return model

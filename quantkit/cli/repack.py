@@ -77,7 +77,7 @@ def _placement(file: GGUF, text: str) -> Placement:
 
     found = plan(file.tensors, parse_flags(text), file.metadata, file.path)
     for rule in found.idle:
-        print(f"warning: {printable(rule.said)} decides no tensor", file=sys.stderr)
+        print(f"warning: {printable(rule.text)} decides no tensor", file=sys.stderr)
     return found
 
 

@@ -1,12 +1,11 @@
-"""What goes where and whether it fits: weights and cache of each device, before there is a file. Pure.
+"""Compute the memory of each device (weights, KV cache, buffers) and whether it fits, before the file exists.
 
     found = budget({t.name: t for t in plan.tensors}, metadata, flags, Cache(32768), vram=[24 * GIB], ram=128 * GIB)
     found.loads, found.warnings, found.fits
 
-Buffers of intermediate results are those of quantkit's own run on the CPU (placement/workspace.py), counted where all
-of the model is there and a context is known. On GPUs they depend on the program that runs the model: they are
-estimated, and of each one's memory `margin` bytes more are left, 1 GiB by default as the reference's --fit-margin has
-it.
+If the whole model is on the CPU and the context is known, the buffers for intermediate results are those of quantkit's
+own runtime (`placement/workspace.py`). On GPUs they depend on the program that runs the model. So they are estimated,
+and `margin` further bytes of each GPU stay free: 1 GiB by default, like ik_llama.cpp's --fit-margin.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _KINDS = (("experts", "_exps."), ("attention", ".attn_"), ("recurrent", ".ssm_")
 
 
 class Weight(Protocol):
-    """What is asked of a tensor; a PlannedTensor has `bytes_after` besides."""
+    """The attributes of a tensor that `budget` uses; a file's tensor and a PlannedTensor have them."""
 
     @property
     def type(self) -> QuantType: ...
@@ -46,7 +45,7 @@ class Weight(Protocol):
 
 @dataclass(frozen=True)
 class Cache:
-    """The context that memory is kept for: tokens, types of keys and values, and how latent attention caches."""
+    """The KV cache to allocate: context in tokens, types of keys and values, and the latent attention mode (-mla)."""
 
     n_ctx: int
     keys: str = "f16"
@@ -55,7 +54,7 @@ class Cache:
 
     def __post_init__(self) -> None:
         if self.n_ctx < 1:
-            raise DataError(f"-c {self.n_ctx}: a context is 1 token or more")
+            raise DataError(f"-c {self.n_ctx}: a context has 1 token or more")
         for flag, name in (("-ctk", self.keys), ("-ctv", self.values)):
             if name not in kv_size.TYPES:
                 raise UnknownNameError(f"cache type, {flag}", name, kv_size.TYPES)
@@ -67,8 +66,13 @@ class Cache:
 
 @dataclass(frozen=True)
 class Load:
-    """What one device holds, in bytes, of what it has (`limit`, None where nobody said) less the `margin`; `buffers` of
-    intermediate results are 0 where they are not known, `classes` are the weights by what they are for."""
+    """The memory use of one device, in bytes.
+
+    weights, cache  sizes of the weights and of the KV cache
+    limit, margin   memory of the device (None if not given), and how much of it stays free
+    buffers         intermediate results; 0 if not known
+    classes         the weights by purpose: experts, attention, …
+    """
 
     device: str
     tensors: int
@@ -93,7 +97,7 @@ class Load:
 
 
 class Predicted(Protocol):
-    """What is asked of a prediction (placement/speed.py)."""
+    """The interface of a speed prediction (`placement/speed.py`)."""
 
     @property
     def lines(self) -> list[str]: ...
@@ -102,8 +106,8 @@ class Predicted(Protocol):
 
 @dataclass(frozen=True)
 class Budget:
-    """The devices' loads; `warnings` say what of the placement cannot be meant, and what does not fit, `notes` what
-    follows from it, `speed` how fast it could be, where that was asked."""
+    """The loads of all devices. `warnings` name rules that look like mistakes and devices that are too small, `notes`
+    describe consequences, `speed` is the predicted speed if it was requested."""
 
     loads: tuple[Load, ...]
     placement: Placement
@@ -114,7 +118,7 @@ class Budget:
 
     @property
     def fits(self) -> bool | None:
-        """Whether every device holds its load; None where no limit was given."""
+        """Whether every load fits its device; None if no limit was given."""
         left = [load.left for load in self.loads if load.left is not None]
         return all(free >= 0 for free in left) if left else None
 
@@ -124,7 +128,7 @@ class Budget:
         return {
             "devices": [load.to_json() for load in self.loads],
             "cache": cache,
-            "rules": [{"rule": rule.said, "decided": count} for rule, count in rules],
+            "rules": [{"rule": rule.text, "decided": count} for rule, count in rules],
             "fits": self.fits,
             "warnings": list(self.warnings),
             "notes": list(self.notes),
@@ -150,8 +154,11 @@ def budget(
     threads: int | None = None,
     offload: Offload | None = None,
 ) -> Budget:
-    """The load of every device under the placement flags. `vram` has one entry a GPU; without any, and without flags,
-    all is on the CPU. `threads` are those that a run on the CPU would have, None for as many as there are here."""
+    """The load of every device under the placement flags.
+
+    `vram` has one entry per GPU; without entries and without flags everything is on the CPU. `threads` is the number of
+    CPU threads of the run, None for this machine's default.
+    """
     validate.check_sizes(metadata)
     if not vram and flags == Flags():
         flags = Flags(0)
@@ -177,7 +184,7 @@ def budget(
         )  # fmt: skip
     warnings, notes = _warnings(placement, tensors, loads), _notes(placement, metadata, cache, offload or Offload())
     if buffers:
-        notes.append(f"buffers of a run by quantkit in batches of {workspace.BATCH_TOKENS} tokens, {threads} threads")
+        notes.append(f"buffers: quantkit's runtime with batches of {workspace.BATCH_TOKENS} tokens, {threads} threads")
     return Budget(tuple(loads), placement, cache, tuple(warnings), tuple(notes))
 
 
@@ -188,7 +195,7 @@ def _order(device: str) -> tuple[bool, int, str]:
 def _held(
     tensors: Mapping[str, Weight], placement: Placement, metadata: Mapping[str, Any], cache: Cache | None
 ) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
-    """Bytes by (device, tensor), and of the cache by device."""
+    """Bytes of weights by (device, tensor), and bytes of KV cache by device."""
     graph = [device.name for device in placement.graph]
     found = sharding.of_metadata(tensors, metadata, placement.sliced, placement.shares) if graph else {}
     held: dict[tuple[str, str], int] = {}
@@ -208,7 +215,7 @@ def _held(
 
 
 def _classes(held: Mapping[str, int]) -> dict[str, int]:
-    """Bytes by what tensors are for."""
+    """Bytes by the purpose of the tensors."""
     found: dict[str, int] = {}
     for name, nbytes in held.items():
         what = next((what for what, part in _KINDS if part in name), "other")
@@ -216,14 +223,14 @@ def _classes(held: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def require_room(
+def require_memory(
     tensors: Mapping[str, Weight], metadata: Mapping[str, Any], flags: Flags, cache: Cache, path: object
 ) -> None:
-    """DataError for devices that have too little memory for what the flags put there: by how much, what to change."""
+    """Raise DataError if a device has too little memory for what the flags place on it: by how much, and the remedy."""
     ram = next((device.memory for device in flags.devices if device == CPU), None)
     loads = budget(tensors, metadata, flags, cache, ram=ram, margin=0).loads
-    if said := [_too_much(load) for load in loads if (load.left or 0) < 0]:
-        raise DataError(f"{path}: with a context of {cache.n_ctx} tokens, {'; '.join(said)}")
+    if excess := [_too_much(load) for load in loads if (load.left or 0) < 0]:
+        raise DataError(f"{path}: with a context of {cache.n_ctx} tokens, {'; '.join(excess)}")
 
 
 def experts_to_keep(
@@ -235,7 +242,7 @@ def experts_to_keep(
     ram: int | None,
     margin: int = GIB,
 ) -> int | None:
-    """The smallest --n-cpu-moe with which all fits; None where none does, or the model has no experts."""
+    """The smallest --n-cpu-moe with which everything fits; None if there is none, or the model has no experts."""
     layers = len({name.split(".")[1] for name in tensors if "_exps." in name})
 
     def found(count: int) -> Budget:
@@ -249,7 +256,7 @@ def experts_to_keep(
 
 
 def _notes(placement: Placement, metadata: Mapping[str, Any], cache: Cache | None, offload: Offload) -> list[str]:
-    """What the cache is, and from which batch on a GPU takes part in the CPU's experts."""
+    """Describe the KV cache, and the minimum batch size for offload of the CPU's experts."""
     found = []
     arch = metadata.get("general.architecture")
     count, used, latent = (
@@ -263,28 +270,29 @@ def _notes(placement: Placement, metadata: Mapping[str, Any], cache: Cache | Non
     if count and used and CPU in experts and any(device != CPU for device in devices):
         least = offload.least_of_experts(count, used)
         found.append(
-            "the CPU's experts are left to the CPU in all batches (-op)"
+            "experts on the CPU are never offloaded (-op)"
             if least is None
-            else f"prompts in batches (-b, -ub) of fewer than {least} tokens leave the CPU's experts to the CPU"
+            else f"batches (-b, -ub) of fewer than {least} tokens run the CPU's experts on the CPU; larger ones "
+            "offload them to a GPU"
         )
     return found
 
 
 def _warnings(placement: Placement, tensors: Mapping[str, Weight], loads: Sequence[Load]) -> list[str]:
     found = []
-    free, names = list(tensors), list(tensors)  # free: what no earlier rule took
+    free, names = list(tensors), list(tensors)  # free: tensors that no earlier rule matches
     ordered = [
-        Ordered(rule.said, frozenset(name for name in names if rule.matches(name)), canonical(rule.device))
+        Ordered(rule.text, frozenset(name for name in names if rule.matches(name)), canonical(rule.device))
         for rule in placement.rules
     ]
     for index, rule in enumerate(placement.rules):
         taken = [name for name in free if name in ordered[index].names]
         if not ordered[index].names:
-            found.append(f"{rule.said} matches none of the {len(names)} tensors{_plain(advice(rule.pattern, names))}")
+            found.append(f"{rule.text} matches none of the {len(names)} tensors{_plain(advice(rule.pattern, names))}")
         elif late := shadow(ordered, index):
-            found += [] if late.harmless else [f"{rule.said} {late.said}"]
+            found += [] if late.harmless else [f"{rule.text} {late.said}"]
         elif text := advice(rule.pattern, names, taken):
-            found.append(f"{rule.said}{_plain(text)}")
+            found.append(f"{rule.text}{_plain(text)}")
         free = [name for name in free if name not in ordered[index].names]
     if wrong := without_kernels(placement, tensors):
         found.append(wrong)
@@ -305,13 +313,13 @@ def _too_much(load: Load) -> str:
 
 
 def _plain(found: Advice) -> Advice:
-    """Without the shorthand of recipes, which -ot does not know."""
+    """Expand the recipe shorthand in an advice, because -ot does not support it."""
     return replace(found, better=expand(found.better))
 
 
 def _remedy(load: Load) -> str:
     if load.device == CPU.name:
-        return "take smaller types for the experts, or put more layers on a GPU"
+        return "use smaller types for the experts, or put more layers on a GPU"
     return (
         "keep more layers or their experts on the CPU (-ngl, --n-cpu-moe, -ot, or --fit), or shorten or quantize the "
         "cache (-c, -ctk, -ctv)"

@@ -1,11 +1,11 @@
-"""What tensors can live on: the CPU, CUDA devices, and virtual devices that the CPU plays.
+"""The devices that hold tensors: the CPU, CUDA devices, and simulated devices on the CPU.
 
 CPU            the host
 CUDA0, cuda:0  a GPU
-cpu:0, cpu:1   virtual devices: each with a memory of its own, which is the host's, and threads of its own. Layers go
-               to them as they go to GPUs, so that every way of splitting a model runs, and is tested, anywhere
+cpu:0, cpu:1   simulated devices: each has its own share of host memory and its own threads. Layers are placed on them
+               as on GPUs, so every split mode runs, and is tested, on any machine
 
-parse_devices("cpu=256GiB,cpu:0=2GiB,cpu:1=2GiB")    a size is the memory that a device has; without one, unknown
+parse_devices("cpu=256GiB,cpu:0=2GiB,cpu:1=2GiB")    a size is the device's memory; without one it is unknown
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _UNITS = {"": 1 << 30, "b": 1, "k": 1 << 10, "kib": 1 << 10, "m": 1 << 20, "mib"
 
 @dataclass(frozen=True)
 class Device:
-    """Where tensors can live and be computed with. Two of one name are the same, whatever their memory."""
+    """A device that holds tensors and computes with them. Devices with equal names are equal, whatever their memory."""
 
     name: str  # as `-ot` spells it: "CPU", "CUDA0", "cpu:0"
     memory: int | None = field(default=None, compare=False)  # bytes
@@ -37,7 +37,7 @@ class Device:
 
     @property
     def gpu(self) -> int | None:
-        """The number of a GPU; None of what the CPU plays."""
+        """The index of a GPU; None for the CPU and simulated devices."""
         return int(self.name.removeprefix("CUDA")) if self.name.startswith("CUDA") else None
 
 
@@ -45,25 +45,25 @@ CPU = Device("CPU")
 
 
 def canonical(text: str) -> str:
-    """The name of a device as it is listed: of `cuda:0`, `CUDA0`. UnsupportedError for what can be none."""
+    """The canonical name of a device: `CUDA0` for `cuda:0`. UnsupportedError for any other text."""
     found = re.fullmatch(r"(cpu|cuda):?(\d{1,2})?", text.strip(), re.IGNORECASE)
     if found is None or (found[1].lower() == "cuda" and found[2] is None):
-        raise UnsupportedError(f"'{text}' is no device; valid devices: CPU, CUDA0, CUDA1, …, cpu:0, cpu:1, …")
+        raise UnsupportedError(f"'{text}' is not a device; valid devices: CPU, CUDA0, CUDA1, …, cpu:0, cpu:1, …")
     if found[2] is None:
         return CPU.name
     return f"CUDA{int(found[2])}" if found[1].lower() == "cuda" else f"cpu:{int(found[2])}"
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `2GiB`, `512MiB`, `1.5`, which is GiB."""
+    """Parse a size such as `2GiB`, `512MiB` or `1.5` (GiB by default) to bytes."""
     found = re.fullmatch(r"([\d.]+)\s*([a-zA-Z]*)", text.strip())
     if found is None or found[2].lower() not in _UNITS or found[1].count(".") > 1:
-        raise DataError(f"'{text}' is no size of memory; write 24GiB or 512MiB")
+        raise DataError(f"'{text}' is not a memory size; write for example 24GiB or 512MiB")
     return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
 def parse_devices(text: str) -> tuple[Device, ...]:
-    """The devices of `cpu:0=2GiB,cuda:0`, the CPU first, which is there whether it is named or not."""
+    """Parse devices such as `cpu:0=2GiB,cuda:0`. The CPU comes first and is always included."""
     found: dict[str, Device] = {}
     for part in text.split(","):
         if not part.strip():
@@ -71,31 +71,34 @@ def parse_devices(text: str) -> tuple[Device, ...]:
         name, equals, size = part.partition("=")
         device = Device(canonical(name), parse_size(size) if equals else None)
         if device.name in found:
-            raise DataError(f"--devices '{text}': {device.name} is there twice")
+            raise DataError(f"--devices '{text}': {device.name} is listed twice")
         found[device.name] = device
     return (found.pop(CPU.name, CPU), *found.values())
 
 
 def find(name: str, available: Collection[Device], said: str) -> Device:
-    """The one of `available` that `name` spells; UnsupportedError where there is none, naming those there are."""
+    """The device of `available` with this name; UnsupportedError that lists the valid devices if there is none."""
     valid = f"valid devices: {', '.join(device.name for device in available)}"
     try:
         wanted = canonical(name)
     except UnsupportedError:
-        raise UnsupportedError(f"{said}: '{name}' is no device; {valid}") from None
+        raise UnsupportedError(f"{said}: '{name}' is not a device; {valid}") from None
     for device in available:
         if device.name == wanted:
             return device
-    raise UnsupportedError(f"{said}: device '{name}' is not there; {valid}")
+    raise UnsupportedError(f"{said}: device '{name}' is not available; {valid}")
 
 
 def proportions(gpus: Iterable[Device], given: Iterable[float] = ()) -> tuple[float, ...]:
-    """The share of each device, all together 1: as `given` (-ts), else by memory where all have one, else even."""
+    """The share of each device; the shares add up to 1. They are `given` (-ts), else proportional to memory if all
+    sizes are known, else even."""
     devices, shares = list(gpus), [float(share) for share in given]
     if not any(shares):
         sizes = [device.memory for device in devices]
         shares = [float(size or 0) for size in sizes] if all(sizes) else [1.0] * len(devices)
     shares = [*shares, *[0.0] * len(devices)][: len(devices)]
     if not sum(shares):
-        raise DataError(f"-ts: the shares of the {len(devices)} devices there are, {shares}, are all 0")
+        raise DataError(
+            f"-ts: the shares of the {len(devices)} devices, {shares}, are all 0; give one a positive share"
+        )
     return tuple(share / sum(shares) for share in shares)

@@ -1,14 +1,13 @@
-"""How large a cache of keys and values is, told from a model's metadata: pure, for plans of models that are not here.
+"""Compute the size of the KV cache from a model's metadata, without the model's weights.
 
     of_layers(metadata, n_ctx, types.layout("f16"), types.layout("q8_0"))    bytes of each layer
 
-    attention     of each head n_ctx rows of key_length in the type of keys, of value_length in that of values
-    latent        n_ctx rows of kv_lora_rank + rope dims in the type of keys (`mla` 1 to 3); 0 caches full heads
-    recurrent     conv_kernel - 1 columns and a state of heads * key dim * value dim, float32, whatever the context
+    attention     per KV head n_ctx rows of key_length in the key type, and of value_length in the value type
+    latent        n_ctx rows of kv_lora_rank + RoPE dims in the key type (`mla` 1 to 3); `mla` 0 caches full heads
+    recurrent     conv_kernel - 1 columns and a state of heads * key dim * value dim in float32, for any context
 
-A layer is recurrent where there are ssm keys and full_attention_interval does not choose it, nor predicts it further
-tokens. Windows are not counted
-off: the reference too allocates them in full.
+In a model with ssm keys, all layers are recurrent except those that full_attention_interval selects and the MTP layers.
+Sliding windows do not reduce the size: like ik_llama.cpp, the runtime allocates them in full.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _LATENT_DEFAULT = 3
 def of_layers(
     metadata: Mapping[str, Any], n_ctx: int, keys: QuantType, values: QuantType, mla: int = _LATENT_DEFAULT
 ) -> list[int]:
-    """Bytes of the cache of each layer of one sequence of `n_ctx` tokens."""
+    """Bytes of each layer's cache, for one sequence of `n_ctx` tokens."""
     arch = metadata.get("general.architecture")
 
     def number(key: str, layer: int = 0) -> int:
@@ -54,15 +53,20 @@ def of_layers(
 
 
 def _state(number: Any) -> int:
-    """Floats of a recurrent layer's state."""
+    """Number of float32 values in a recurrent layer's state."""
     inner, state, rank = number("ssm.inner_size"), number("ssm.state_size"), number("ssm.time_step_rank")
     if not rank:
-        raise FormatError("metadata key ssm.time_step_rank is missing, which says how many heads a recurrent layer has")
+        raise FormatError(
+            "metadata key ssm.time_step_rank is missing; it gives the number of heads of recurrent layers"
+        )
     columns = inner + 2 * number("ssm.group_count") * state
     return (number("ssm.conv_kernel") - 1) * columns + state * (inner // rank) * rank
 
 
 def _row(kind: QuantType, n: int) -> int:
     if n % kind.block_size:
-        raise DataError(f"a cache of {kind.name} needs rows that are a multiple of {kind.block_size}, these have {n}")
+        raise DataError(
+            f"a {kind.name} cache needs rows of a multiple of {kind.block_size} elements, these have {n}; choose "
+            "another cache type (-ctk, -ctv)"
+        )
     return kind.row_bytes(n)

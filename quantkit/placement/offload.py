@@ -1,12 +1,12 @@
-"""When a GPU takes part in products with weights that stay on the CPU: pure, for plans and profiles.
+"""The minimum batch size for offload: when weights on the CPU are copied to a GPU for a batch. Pure functions.
 
-Weights that live on the CPU can be copied to a GPU for one large batch, which then multiplies there. That pays once
-copying is the smaller part: a matrix of its own from THRESHOLD tokens on, matrices of experts from
-THRESHOLD * experts / used on, where each expert gets THRESHOLD tokens on average. Below, prompts run on the CPU, which
-is why they are so much slower in small batches (field-notes.md 2). `-op` forbids it for operations by name.
+A GPU can multiply a large batch with weights that are copied from the CPU for that batch. This pays if the copy takes
+less time than the product: from THRESHOLD tokens for a single matrix, and from THRESHOLD * experts / used tokens for
+stacked experts, so that each expert gets THRESHOLD tokens on average. Smaller batches run on the CPU, which makes
+prompts in small batches much slower (field-notes.md 2). `-op` disables offload for operations by name.
 
-Runs copy experts of layers that are on a GPU, as a whole: forbidding either operation OF_EXPERTS keeps them on the CPU.
-Other matrices on the CPU are multiplied with there in this version, whatever the batch.
+The runtime copies the experts of GPU layers as a whole: disabling either operation of OF_EXPERTS keeps them on the CPU.
+In this version products with other matrices on the CPU always run on the CPU.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ OF_EXPERTS = ("MUL_MAT_ID", "MOE_FUSED_UP_GATE")
 
 @dataclass(frozen=True)
 class Offload:
-    """Whether operations may be offloaded.
+    """Which operations may be offloaded.
 
-    threshold   tokens that a matrix must get
-    forbidden   names of operations that stay on the CPU whatever the batch
+    threshold   minimum number of tokens per matrix
+    forbidden   names of operations that always stay on the CPU
     """
 
     threshold: int = THRESHOLD
@@ -36,7 +36,7 @@ class Offload:
             raise DataError(f"--offload-threshold {self.threshold}: a batch has at least 1 token")
 
     def least_tokens(self, op: str, experts: int = 0, used: int = 0) -> int | None:
-        """The smallest batch that is offloaded; None where it never is."""
+        """The smallest batch that is offloaded; None if none is."""
         if op not in OPS:
             raise UnknownNameError("operation", op, OPS)
         if op in self.forbidden:
@@ -46,7 +46,7 @@ class Offload:
         return self.threshold
 
     def least_of_experts(self, experts: int, used: int) -> int | None:
-        """The smallest batch for which experts are copied, as a whole; None where an operation of theirs never is."""
+        """The smallest batch for which all experts are copied; None if one of their operations is never offloaded."""
         found = [self.least_tokens(op, experts, used) for op in OF_EXPERTS]
         return None if None in found else max(least for least in found if least)
 
@@ -56,18 +56,18 @@ class Offload:
 
 
 def parse_ops(text: str, threshold: int = THRESHOLD) -> Offload:
-    """What `-op MUL_MAT_ID,0,MUL_MAT,1` says: pairs of an operation and 1 or 0; -1 or ALL stands for all of them.
+    """Parse `-op MUL_MAT_ID,0,MUL_MAT,1`: pairs of an operation and 1 or 0; -1 or ALL means all operations.
 
-    Operations are spelled by name, or by the numbers that ik_llama.cpp has now, which change with its versions.
+    An operation is a name, or its number in the current ik_llama.cpp; the numbers change between its versions.
     """
     parts = [part.strip() for part in text.replace("=", ",").split(",") if part.strip()]
     if len(parts) % 2:
-        raise DataError(f"-op '{text}': pairs of an operation and 0 or 1, for example MUL_MAT_ID,0")
+        raise DataError(f"-op '{text}': write pairs of an operation and 0 or 1, for example MUL_MAT_ID,0")
     by_number = {str(number): name for name, number in OPS.items()}
     forbidden: set[str] = set()
     for op, allowed in zip(parts[::2], parts[1::2]):
         if allowed not in ("0", "1"):
-            raise DataError(f"-op '{text}': after {op} stands 0 or 1, not {allowed}")
+            raise DataError(f"-op '{text}': {op} must be followed by 0 or 1, not {allowed}")
         name = by_number.get(op, op.upper())
         if name not in OPS and name not in ("-1", "ALL"):
             raise UnknownNameError("operation of -op", op, OPS)

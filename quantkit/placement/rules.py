@@ -1,22 +1,22 @@
-"""Which device holds which tensor: pure functions of the tensors, the flags and the devices there are.
+"""Place tensors on devices: pure functions of the tensors, the flags and the available devices.
 
     place({"blk.0.ffn_down.weight", …}, parse_rules("ffn_.*=CPU"), devices())
-    plan(file.tensors, parse_flags("-ngl 99 -ot exps=CPU"), file.metadata)     for GPUs that need not be here
+    plan(file.tensors, parse_flags("-ngl 99 -ot exps=CPU"), file.metadata)     for GPUs that need not be present
 
-    -ngl N             the last N layers go to the GPU, with N above their number the output too; embeddings stay.
-                       Default: all, where there is a GPU
-    -sm layer          several GPUs each have a range of layers, in proportion to -ts, to their memory, or even
-    -sm graph          they have a part of every layer, in the same proportions; --max-gpu N: so many have one of each
-                       layer, in turns. What is cut how is told by placement/sharding.py
-    -sm none           all of it on one, which -mg names
-    -nkvo              keys and values stay on the CPU, and so does attention; else they are where their layer is
-    -ot REGEX=DEVICE   the regex is searched for anywhere in the name; the first rule that matches decides, whatever
-                       -ngl says
-    --n-cpu-moe N      the experts of the last N layers that have some stay on the CPU (of layers that several GPUs
-                       share the last of each one's, in proportion); rules of -ot come before it. --cpu-moe: of all
+    -ngl N             put the last N layers on the GPU, and the output too if N exceeds their number; embeddings stay
+                       on the CPU. Default: all layers if there is a GPU
+    -sm layer          layer (pipeline) parallel: each GPU has a range of layers, in proportion to -ts, else to memory,
+                       else evenly
+    -sm graph          tensor parallel: each GPU has a shard of every layer, in the same proportions
+                       (placement/sharding.py). With --max-gpu N, N GPUs share each layer, in rotation
+    -sm none           a single device, selected by -mg
+    -nkvo              keep the KV cache and attention on the CPU; by default they are on the layer's device
+    -ot REGEX=DEVICE   search the regex anywhere in a tensor's name; the first matching rule decides, before -ngl
+    --n-cpu-moe N      keep the experts of the last N layers with experts on the CPU (with several GPUs, of the last
+                       layers of each GPU, in proportion); -ot rules take precedence. --cpu-moe: of all layers
 
-Every tensor's device is explicit in the result, and so is the number of tensors that each rule decided, because a rule
-that decides nothing is a mistake. With -ngl 0 other tools drop -ot; here it holds.
+The result has every tensor's device and the number of tensors that each rule decided, because a rule that decides
+nothing is a mistake. With -ngl 0 other tools ignore -ot; here it still applies.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_exps\.(weight|scale)"
 
 @dataclass(frozen=True)
 class Rule:
-    """Tensors whose name `pattern` finds go to the device called `device`."""
+    """A rule that puts tensors whose name matches `pattern` on `device`."""
 
     pattern: str
     device: str
-    flag: str = ""  # of the command line, where it is not -ot
+    flag: str = ""  # the command line flag, if it is not -ot
 
     def __post_init__(self) -> None:
         _ = self._regex
@@ -74,13 +74,13 @@ class Rule:
         return self._regex.search(name) is not None
 
     @property
-    def said(self) -> str:
-        """What the user wrote."""
+    def text(self) -> str:
+        """The rule as the user wrote it."""
         return self.flag or f"-ot {self}"
 
 
 def parse_rules(text: str) -> list[Rule]:
-    """Rules of `RE=DEVICE,RE=DEVICE`. A comma within a regex's braces or brackets does not end a rule."""
+    """Parse `RE=DEVICE,RE=DEVICE`. A comma within a regex's braces or brackets does not end a rule."""
     rules = []
     for part in re.split(r",(?![^{\[]*[}\]])", text):
         if not part.strip():
@@ -94,34 +94,34 @@ def parse_rules(text: str) -> list[Rule]:
 
 @dataclass(frozen=True)
 class Flags:
-    """What a command line says about placement."""
+    """The placement flags of a command line."""
 
-    gpu_layers: int | None = None  # -ngl; None: as many as there are, where there is a GPU
-    override_tensor: tuple[str, ...] = ()  # -ot, once or several times
+    gpu_layers: int | None = None  # -ngl; None: all layers if there is a GPU
+    override_tensor: tuple[str, ...] = ()  # -ot, repeatable
     n_cpu_moe: int = 0  # --n-cpu-moe; ALL_LAYERS for --cpu-moe
-    tensor_split: tuple[float, ...] = ()  # -ts: the share of each GPU; empty: by memory where it is known, else even
+    tensor_split: tuple[float, ...] = ()  # -ts: the share of each GPU; empty: by memory if known, else even
     split_mode: str = "layer"  # -sm
     main_gpu: int | None = None  # -mg
     max_gpus: int | None = None  # --max-gpu
     kv_on_cpu: bool = False  # -nkvo
-    devices: tuple[Device, ...] = ()  # --devices; empty: those of the machine
+    devices: tuple[Device, ...] = ()  # --devices; empty: the machine's devices
 
     def __post_init__(self) -> None:
         if self.split_mode not in MODES:
             raise UnknownNameError("split mode, -sm", self.split_mode, MODES)
         if self.split_mode == "none" and self.tensor_split:
-            raise DataError("-ts shares a model among GPUs, and -sm none takes one; leave one of them out")
+            raise DataError("-ts shares a model among GPUs, but -sm none uses a single one; omit one of the two flags")
         if self.split_mode != "none" and self.main_gpu is not None:
-            raise DataError(f"-mg {self.main_gpu} names the GPU of -sm none, and the mode is {self.split_mode}")
+            raise DataError(f"-mg {self.main_gpu} needs -sm none, but the mode is {self.split_mode}; omit -mg")
         if self.split_mode != "graph" and self.max_gpus is not None:
-            raise DataError(f"--max-gpu {self.max_gpus} counts GPUs of a layer for -sm graph, not {self.split_mode}")
+            raise DataError(f"--max-gpu {self.max_gpus} needs -sm graph, but the mode is {self.split_mode}")
         if (self.main_gpu or 0) < 0 or (self.max_gpus is not None and self.max_gpus < 1):
-            raise DataError("-mg is 0 or more, --max-gpu 1 or more")
+            raise DataError("-mg must be 0 or more, --max-gpu 1 or more")
         if self.tensor_split and (min(self.tensor_split) < 0 or not sum(self.tensor_split)):
-            raise DataError(f"-ts {self.tensor_split}: shares are 0 or more, and not all 0")
+            raise DataError(f"-ts {self.tensor_split}: shares must be 0 or more, and not all 0")
         for flag, number in (("-ngl", self.gpu_layers or 0), ("--n-cpu-moe", self.n_cpu_moe)):
             if number < 0:
-                raise DataError(f"{flag} {number}: a number of layers is 0 or more")
+                raise DataError(f"{flag} {number}: the number of layers must be 0 or more")
 
     @property
     def rules(self) -> list[Rule]:
@@ -129,15 +129,15 @@ class Flags:
 
 
 def parse_split(text: str) -> tuple[float, ...]:
-    """The shares of `-ts 3,1` (or 3/1), one a GPU."""
+    """Parse `-ts 3,1` (or 3/1): one share per GPU."""
     try:
         return tuple(float(part) for part in re.split("[,/]", text) if part.strip())
     except ValueError:
-        raise DataError(f"-ts '{text}': shares are numbers, as 3,1") from None
+        raise DataError(f"-ts '{text}': shares must be numbers, for example 3,1") from None
 
 
 def parse_flags(text: str) -> Flags:
-    """Flags of a piece of command line, as `-ngl 99 -ot exps=CPU`. DataError for anything else in it."""
+    """Parse placement flags such as `-ngl 99 -ot exps=CPU`. DataError for any other flag."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("-ngl", "--gpu-layers", "--n-gpu-layers", type=int, dest="gpu_layers")
     parser.add_argument("-ot", "--override-tensor", action="append", default=[], dest="rules")
@@ -171,7 +171,7 @@ def parse_flags(text: str) -> Flags:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         raise ValueError(
-            f"{message}; it takes -ngl N, -ot REGEX=DEVICE, --cpu-moe, --n-cpu-moe N, -ts N,N, -sm none|layer|graph, "
+            f"{message}; supported: -ngl N, -ot REGEX=DEVICE, --cpu-moe, --n-cpu-moe N, -ts N,N, -sm none|layer|graph, "
             "-mg N, --max-gpu N, -nkvo and --devices"
         )
 
@@ -181,14 +181,14 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Placement:
-    """The device of every tensor with the reason, and how many tensors each rule decided.
+    """The device of every tensor with the reason, and the number of tensors that each rule decided.
 
-    of_layer   the GPUs of layers, whatever rules say of their tensors: layer `n_layers` is the output
+    of_layer   the GPU of each layer, before rules; layer `n_layers` is the output
     mode       none, layer or graph
-    graph      with -sm graph the GPUs that share layers, else none
-    sliced     names of the tensors that they share; `devices` has the first one for them
-    shares     of each layer, what each of `graph` has of it, all together 1
-    kv_on_cpu  keys and values stay on the CPU
+    graph      with -sm graph the GPUs that share layers, else empty
+    sliced     names of the sharded tensors; `devices` has the first GPU for them
+    shares     for each layer the share of each GPU in `graph`; they add up to 1
+    kv_on_cpu  the KV cache stays on the CPU
     """
 
     devices: dict[str, Device]
@@ -207,24 +207,24 @@ class Placement:
 
     @property
     def idle(self) -> list[Rule]:
-        """Rules that decided nothing: no name matches, or earlier rules took all that do."""
+        """Rules that decided nothing: no name matches, or earlier rules match all of the names."""
         return [rule for rule, count in zip(self.rules, self.decided) if count == 0]
 
     @property
     def is_plain(self) -> bool:
-        """Whether all of it is on the CPU."""
+        """Whether everything is on the CPU."""
         return all(device == CPU for device in (*self.devices.values(), *self.of_layer.values()))
 
     def on_cpu(self, name: str) -> bool:
         return self.devices[name] == CPU
 
-    def home(self, layer: int) -> Device:
-        """Where what a layer computes is, but for tensors that rules put elsewhere."""
+    def of_activations(self, layer: int) -> Device:
+        """The device of a layer's activations; rules may put some of its tensors elsewhere."""
         return self.of_layer.get(layer, CPU)
 
     def of_cache(self, layer: int) -> Device:
-        """Where a layer's keys and values are; with `graph` the first of the devices that share them."""
-        return CPU if self.kv_on_cpu else self.home(layer)
+        """The device of a layer's KV cache; with `graph` the first of the devices that share it."""
+        return CPU if self.kv_on_cpu else self.of_activations(layer)
 
 
 def place(
@@ -242,19 +242,19 @@ def place(
     max_gpus: int | None = None,
     kv_on_cpu: bool = False,
 ) -> Placement:
-    """The device of every tensor, of those `available`, of which one is the CPU.
+    """Place every tensor on one of the `available` devices, which include the CPU.
 
-    n_layers      the model's; by default as many as the names tell
-    mtp_layers    so many of them, the last, predict further tokens, and `n_cpu_moe` does not count them
-    tensor_split  the share of the layers, or of each layer, that each GPU gets; by default that of its memory, or even
-    split_mode, main_gpu, max_gpus, kv_on_cpu   as Flags has them
+    n_layers      number of layers of the model; by default derived from the names
+    mtp_layers    number of MTP (multi-token prediction) layers at the end; `n_cpu_moe` does not count them
+    tensor_split  each GPU's share of the layers, or of each layer; by default in proportion to memory, or even
+    split_mode, main_gpu, max_gpus, kv_on_cpu   as in Flags
 
-    UnsupportedError when a rule names a device that is not there, or -ngl asks for a GPU and there is none.
+    Raises UnsupportedError if a rule names a device that is not available, or -ngl needs a GPU and there is none.
     """
     names = list(tensors)
     gpus = [device for device in available if device != CPU]
     _require_gpus(gpus, available, gpu_layers, split_mode, main_gpu, tensor_split)
-    targets = [find(rule.device, available, rule.said) for rule in rules]
+    targets = [find(rule.device, available, rule.text) for rule in rules]
     if n_layers is None:
         n_layers = 1 + max((layer for layer in map(_layer, names) if layer is not None), default=-1)
     wanted = (ALL_LAYERS if gpus else 0) if gpu_layers is None else gpu_layers
@@ -271,16 +271,16 @@ def place(
         layer = _layer(name)
         if layer is None and name.startswith("output"):
             layer = n_layers
-        home = of_layer.get(layer) if layer is not None else None
+        gpu = of_layer.get(layer) if layer is not None else None
         for i, rule in enumerate(rules):
             if rule.matches(name):
-                found[name], reasons[name] = targets[i], rule.said
+                found[name], reasons[name] = targets[i], rule.text
                 decided[i] += 1
                 break
         else:
-            found[name] = home or CPU
-            reasons[name] = _reason(layer, home, n_layers, wanted, graph, split_mode)
-            if graph and home is not None:
+            found[name] = gpu or CPU
+            reasons[name] = _reason(layer, gpu, n_layers, wanted, graph, split_mode)
+            if graph and gpu is not None:
                 sliced.add(name)
     shares = _shares(graph, sorted(of_layer), tensor_split, max_gpus) if graph else {}
     return Placement(
@@ -296,10 +296,10 @@ def _require_gpus(
     main: int | None,
     split: Sequence[float],
 ) -> None:
-    """UnsupportedError where the flags ask for GPUs that are not there."""
+    """Raise UnsupportedError if the flags need GPUs that are not available."""
     valid = f"valid devices: {', '.join(device.name for device in available)}"
     if gpu_layers and not gpus:
-        raise UnsupportedError(f"-ngl {gpu_layers}: there is no GPU device to put layers on; {valid}; take -ngl 0")
+        raise UnsupportedError(f"-ngl {gpu_layers}: there is no GPU device to put layers on; {valid}; use -ngl 0")
     if mode == "graph" and len(gpus) < 2 and gpu_layers != 0:
         raise UnsupportedError(f"-sm graph shares every layer among at least 2 GPUs, there are {len(gpus)}; {valid}")
     if main is not None and main >= len(gpus):
@@ -308,24 +308,22 @@ def _require_gpus(
         raise UnsupportedError(f"-ts has {len(split)} shares, there are {len(gpus)} GPUs; {valid}")
 
 
-def _reason(
-    layer: int | None, home: Device | None, layers: int, wanted: int, graph: Sequence[Device], mode: str
-) -> str:
+def _reason(layer: int | None, gpu: Device | None, layers: int, wanted: int, graph: Sequence[Device], mode: str) -> str:
     if layer is None:
-        return "of no layer: embeddings stay on the CPU"
+        return "not in a layer: embeddings stay on the CPU"
     what = "the output" if layer == layers else f"layer {layer}"
     asked = "all layers" if wanted >= ALL_LAYERS else f"-ngl {wanted}"
-    if home is None:
-        return f"{what} is not among those of {asked}" if wanted else "no layer goes to a GPU"
+    if gpu is None:
+        return f"{what} is not included in {asked}" if wanted else "no layer goes to a GPU"
     if graph:
         return f"{what}, {asked}, is shared by {', '.join(device.name for device in graph)} (-sm graph)"
-    return f"{what}, {asked}, is {home.name}'s (-sm {mode})"
+    return f"{what}, {asked}, is on {gpu.name} (-sm {mode})"
 
 
 def _shares(
     gpus: Sequence[Device], layers: Iterable[int], split: Sequence[float], most: int | None
 ) -> dict[int, tuple[float, ...]]:
-    """What each GPU has of each layer. With `most`, so many of them have one of a layer, in turns."""
+    """Each GPU's share of each layer. With `most`, that many GPUs share a layer, in rotation."""
     whole = proportions(gpus, split)
     most = min(most or len(gpus), len(gpus))
     found = {}
@@ -343,7 +341,7 @@ def _layer(name: str) -> int | None:
 
 
 def _layer_devices(n_layers: int, gpu_layers: int, gpus: Sequence[Device], split: Sequence[float]) -> dict[int, Device]:
-    """The GPU of each layer that goes to one; layer `n_layers` is the output."""
+    """The GPU of each offloaded layer; layer `n_layers` is the output."""
     count = min(gpu_layers, n_layers + 1) if gpus else 0
     first = max(0, n_layers - gpu_layers)
     ends = list(itertools.accumulate(_exact(gpus, split))) if gpus else []
@@ -351,14 +349,14 @@ def _layer_devices(n_layers: int, gpu_layers: int, gpus: Sequence[Device], split
 
 
 def _exact(gpus: Sequence[Device], split: Sequence[float]) -> list[float]:
-    """`proportions` that are not divided: numbers of layers, as -ts, stay whole numbers."""
+    """Like `proportions`, but not normalized: integer -ts values (numbers of layers) stay integers."""
     if any(split):
         return [float(share) for share in [*split, *[0.0] * len(gpus)][: len(gpus)]]
     return list(proportions(gpus)) if all(gpu.memory for gpu in gpus) else [1.0] * len(gpus)
 
 
 def _experts_rule(names: Iterable[str], count: int, of_layer: Mapping[int, Device], n_layers: int) -> Rule:
-    """What --n-cpu-moe says, of the first `n_layers` layers."""
+    """The rule for --n-cpu-moe, over the first `n_layers` layers."""
     with_experts = {int(match[1]) for match in (re.match(rf"blk\.(\d+){_EXPERTS}", name) for name in names) if match}
     shares: dict[Device, list[int]] = defaultdict(list)
     for layer in sorted(of_layer.keys() & range(n_layers)):
@@ -374,11 +372,11 @@ def _experts_rule(names: Iterable[str], count: int, of_layer: Mapping[int, Devic
     return Rule(rf"^blk\.({'|'.join(map(str, sorted(chosen)))}){_EXPERTS}", CPU.name, flag)
 
 
-# ------------------------------------------------------------------------------------------------ for GPUs elsewhere
+# ------------------------------------------------------------------------------------- plans for GPUs that are not here
 
 
 class Info(Protocol):
-    """What is asked of a tensor: a file's has it, and so has a TensorSpec."""
+    """The attributes of a tensor that placement uses; a file's tensor and a TensorSpec have them."""
 
     @property
     def type(self) -> QuantType: ...
@@ -400,9 +398,9 @@ def plan(tensors: Mapping[str, Info], flags: Flags, metadata: Mapping[str, Any],
 
 
 def located(tensors: Mapping[str, Info], flags: Flags, metadata: Mapping[str, Any], n_gpus: int = 1) -> Placement:
-    """The placement by `flags` of a model's tensors on a machine that has the devices they name.
+    """Place a model's tensors by `flags`, on a machine with the devices that the flags name.
 
-    Without --devices, those are the GPUs that rules and -ts speak of, and at least `n_gpus`.
+    Without --devices, these are the GPUs in rules and -ts, at least `n_gpus`.
     """
     available = flags.devices or _declared(flags.rules, max(n_gpus, len(flags.tensor_split)))
     return place_model(tensors, flags, metadata, available)
@@ -411,7 +409,7 @@ def located(tensors: Mapping[str, Info], flags: Flags, metadata: Mapping[str, An
 def place_model(
     tensors: Iterable[str], flags: Flags, metadata: Mapping[str, Any], available: Collection[Device]
 ) -> Placement:
-    """`place` with what the flags say, for the layers that the metadata count."""
+    """Call `place` with the flags and the layer counts of the metadata."""
     arch = metadata.get("general.architecture")
     n_layers, mtp_layers = (metadata.get(f"{arch}.{key}") for key in ("block_count", "nextn_predict_layers"))
     return place(
@@ -431,18 +429,18 @@ def place_model(
 
 
 def _declared(rules: Iterable[Rule], n_gpus: int) -> list[Device]:
-    """The CPU, CUDA0 … up to the last one that a rule names, `n_gpus` of them at least, and virtual ones it names."""
-    count, virtual = n_gpus, set()
+    """The CPU, CUDA0 to the last GPU that a rule names (at least `n_gpus`), and the simulated devices of the rules."""
+    count, simulated = n_gpus, set()
     for rule in rules:
         try:
             name = canonical(rule.device)
         except UnsupportedError as error:
-            raise UnsupportedError(f"{rule.said}: {error}") from None
+            raise UnsupportedError(f"{rule.text}: {error}") from None
         if name.startswith("CUDA"):
             count = max(count, int(name.removeprefix("CUDA")) + 1)
         elif name != CPU.name:
-            virtual.add(name)
-    return [CPU, *(Device(f"CUDA{i}") for i in range(count)), *map(Device, sorted(virtual))]
+            simulated.add(name)
+    return [CPU, *(Device(f"CUDA{i}") for i in range(count)), *map(Device, sorted(simulated))]
 
 
 def gpu_kernels(kind: QuantType, columns: int = 256) -> bool:
@@ -476,12 +474,12 @@ def without_kernels(placement: Placement, tensors: Mapping[str, Info]) -> str:
 
 
 def _form(name: str) -> str:
-    """A name without its layer: blk.#.ffn_down.weight."""
+    """A tensor name without its layer number: blk.#.ffn_down.weight."""
     return _LAYER.sub("blk.#.", name)
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """`0-2,5` of 0, 1, 2, 5."""
+    """Numbers as ranges: `0-2,5` for 0, 1, 2, 5."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
@@ -492,7 +490,7 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 def _keeping(names: Iterable[str], of: Iterable[str]) -> str:
-    """A rule that puts exactly these tensors of a model on the CPU."""
+    """An -ot rule that puts exactly these tensors of a model on the CPU."""
     layers: dict[str, list[str]] = defaultdict(list)
     for name in names:
         layers[_form(name)].append(str(_layer(name)))

@@ -1,14 +1,15 @@
-"""How fast a placement can be, told from bytes and bandwidths: pure, for plans.
+"""Predict upper bounds of a placement's speed from bytes and bandwidths. Pure functions, for plans.
 
-A token reads all weights, of the experts those used, and its cache: with B_d bytes on device d and a bandwidth W_d,
+Generating a token reads all weights (of the experts only the selected ones) and the KV cache. With B_d bytes on device
+d and a bandwidth W_d:
 
     layer   seconds = sum over devices of B_d / W_d           one after another
-    graph   the largest B_d / W_d of those that share layers, plus what is not shared
+    graph   the largest B_d / W_d of the devices that share layers, plus the time of all that is not shared
 
-A prompt in batches of `batch` tokens reads weights once a batch, an expert's with a probability of
-1 - (1 - used / count)^batch, and computes 2 operations a weight and token at R_d; each device takes the longer of the
-two. Without R_d only reading counts. Transfers, attention's arithmetic and waiting are not counted: these are upper
-bounds.
+A prompt in batches of `batch` tokens reads the weights once per batch, those of an expert with a probability of
+1 - (1 - used / count)^batch, and computes 2 operations per weight and token at R_d operations/s. Each device takes the
+longer of the two times; without R_d only reading counts. Transfers, the arithmetic of attention and synchronization are
+not counted.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from quantkit.placement import sharding
 from quantkit.placement.devices import CPU, canonical
 from quantkit.placement.rules import Info, Placement
 
-ASSUMED = {"cpu": 50e9, "cuda": 800e9}  # bytes a second: two channels of DDR5; a large consumer GPU
+ASSUMED = {"cpu": 50e9, "cuda": 800e9}  # bytes/s: two channels of DDR5; a large consumer GPU
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens a second, and what was assumed."""
+    """Predicted tokens/s of generation and prompt, and the assumptions."""
 
     tokens: float
     prompt: float
@@ -40,7 +41,7 @@ class Speed:
     @property
     def lines(self) -> list[str]:
         return [
-            f"predicted: at most {self.tokens:.1f} tok/s generated, {self.prompt:.0f} tok/s of prompts in batches of "
+            f"predicted: at most {self.tokens:.1f} tok/s generation, {self.prompt:.0f} tok/s prompt in batches of "
             f"{self.batch}; bound by {self.bound}",
             *(f"  {text}" for text in self.assumptions),
         ]
@@ -51,7 +52,7 @@ class Speed:
 
 
 def parse_rates(text: str, flag: str, unit: float) -> dict[str, float]:
-    """`cpu=80,cuda:0=900` by device, times `unit`."""
+    """Parse `cpu=80,cuda:0=900` to values by device, multiplied by `unit`."""
     found = {}
     for part in text.split(","):
         if part.strip():
@@ -59,9 +60,9 @@ def parse_rates(text: str, flag: str, unit: float) -> dict[str, float]:
             try:
                 found[canonical(name)] = float(value) * unit
             except ValueError:
-                raise DataError(f"{flag} '{part}': write DEVICE=NUMBER, as cpu=80") from None
+                raise DataError(f"{flag} '{part}': write DEVICE=NUMBER, for example cpu=80") from None
             if found[canonical(name)] <= 0:
-                raise DataError(f"{flag} '{part}': a rate is above 0")
+                raise DataError(f"{flag} '{part}': a rate must be above 0")
     return found
 
 
@@ -74,8 +75,12 @@ def predict(
     compute: Mapping[str, float],
     batch: int = 512,
 ) -> Speed:
-    """What a placement's bytes allow. `caches`: bytes of each device's full cache; `bandwidth` bytes and `compute`
-    operations a second by device."""
+    """Predict the speed of a placement.
+
+    caches     bytes of each device's full KV cache
+    bandwidth  bytes/s by device
+    compute    operations/s by device
+    """
     arch = metadata.get("general.architecture")
     count, used = (int(metadata.get(f"{arch}.{key}") or 0) for key in ("expert_count", "expert_used_count"))
     share = used / count if count and used else 1.0
@@ -84,7 +89,7 @@ def predict(
     weights: dict[tuple[str, bool], float] = defaultdict(float)
     for name, device, nbytes, part in _pieces(tensors, metadata, placement):
         if name == "token_embd.weight" and "output.weight" in tensors:
-            continue  # a row a token
+            continue  # a token reads only one row
         key, is_expert = (device, name in placement.sliced), "_exps." in name
         once[key] += nbytes * (share if is_expert else 1)
         whole[key] += nbytes * (1 - (1 - share) ** batch if is_expert else 1)
@@ -97,7 +102,9 @@ def predict(
         rates[name] = bandwidth.get(name) or ASSUMED["cuda" if name.startswith("CUDA") else "cpu"]
         if name not in bandwidth:
             assumptions.append(f"{name} reads {rates[name] / 1e9:g} GB/s (assumed; --bandwidth {name}=…)")
-    assumptions += [f"no bound by arithmetic on {name} (--compute {name}=…)" for name in names if name not in compute]
+    assumptions += [
+        f"arithmetic on {name} is not counted (--compute {name}=…)" for name in names if name not in compute
+    ]
     reading = {key: size / rates[key[0]] for key, size in once.items()}
     prompts = {
         key: max(size / rates[key[0]], 2 * batch * weights[key] / compute[key[0]] if key[0] in compute else 0)
@@ -105,7 +112,7 @@ def predict(
     }
     token, at = _total(reading)
     prompt, _ = _total(prompts)
-    full = "a full cache" if any(caches.values()) else "an empty cache (-c tells its size)"
+    full = "a full cache" if any(caches.values()) else "an empty cache (-c sets its size)"
     assumptions.append(f"{full}; every token reads {sum(once.values()) / 1e9:.2f} GB")
     return Speed(
         1 / token if token else math.inf, batch / prompt if prompt else math.inf, batch, at, tuple(assumptions)
@@ -115,7 +122,7 @@ def predict(
 def _pieces(
     tensors: Mapping[str, Info], metadata: Mapping[str, Any], placement: Placement
 ) -> Iterable[tuple[str, str, int, float]]:
-    """(name, device, bytes there, which part of it that is)."""
+    """Yield (tensor name, device, bytes on the device, share of the tensor)."""
     found = sharding.of_metadata(tensors, metadata, placement.sliced, placement.shares) if placement.graph else {}
     for name, tensor in tensors.items():
         nbytes = tensor.type.tensor_bytes(tensor.shape)
@@ -127,7 +134,7 @@ def _pieces(
 
 
 def _total(seconds: Mapping[tuple[str, bool], float]) -> tuple[float, str]:
-    """Seconds of all, of those that run together the longest; and where most of it goes."""
+    """Total seconds, with the longest of the devices that run in parallel, and the device that takes most of it."""
     alone = {device: s for (device, shared), s in seconds.items() if not shared}
     together = {device: s for (device, shared), s in seconds.items() if shared}
     total = sum(alone.values()) + max(together.values(), default=0.0)

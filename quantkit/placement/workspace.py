@@ -1,19 +1,20 @@
-"""How much memory the runtime works in, beside weights and cache, told from names and shapes: pure, for plans.
+"""Predict the runtime's working memory, without weights and KV cache, from tensor names and shapes. Pure functions.
 
-It is what runtime/compiled/plans.py lays out for `fast` numerics: one list of operations for prompts, BATCH tokens at
-a time, and one for single tokens. Operations that name the same buffer of the same size share it, whatever their
-layer, so the sum goes over distinct buffers. With B = 512 tokens, E, q, k, v and F the widths of the hidden state, of
-queries, keys, values and of the feed-forward, T threads:
+It is the memory of the buffers that `runtime/compiled/plans.py` allocates for `fast` numerics: one op list for prompts,
+BATCH tokens at a time, and one for single tokens. Operations that use a buffer of the same name and size share it, in
+all layers, so the sum is over distinct buffers. With B = 512 tokens, T threads, and E, q, k, v and F the widths of the
+hidden state, queries, keys, values and the feed-forward:
 
-    prompts   4 B (2 E + 2 q + k + v + 2 F)     x, its norm, q, k, v, what attention gives, gate and up
-              RECORD/32 B n for n of E, q, F    the same as tiles of integers, where weights are quantized
+    prompts   4 B (2 E + 2 q + k + v + 2 F)     x, its norm, q, k, v, the attention output, gate and up
+              RECORD/32 B n for n of E, q, F    the same as integer tiles, if the weights are quantized
               T panels(n)                       unpacked rows of 32 weights, for each thread and width
               T pieces                          keys and values of 128 positions, queries, scores
-              experts: most = B used + 5 count entries of tiles of E and F, three vectors an expert, lists
-    tokens    T activations(E), logits, q, k, v, gate, up: little
-    rope      8 bytes a position and pair, for both
+              experts: most = B used + 5 count tile entries of E and F, three vectors per expert, lists
+    tokens    T activations(E), logits, q, k, v, gate, up: small
+    RoPE      8 bytes per position and pair, for both
 
-Sizes are those of placement/kernel_sizes.py, on this CPU. A test holds the prediction against buffers of loaded models.
+`placement/kernel_sizes.py` has the sizes for this CPU. A test compares the prediction with the buffers of loaded
+models.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _FLOATS = frozenset(("f32", "f16", "bf16"))
 
 
 class Weight(Protocol):
-    """What is asked of a tensor."""
+    """The attributes of a tensor that the prediction uses."""
 
     @property
     def type(self) -> QuantType: ...
@@ -41,7 +42,7 @@ class Weight(Protocol):
 
 
 class _Buffers(dict[tuple[str, int], int]):
-    """Bytes by name and size, as an OpList keeps them."""
+    """Bytes by buffer name and size, like those of an OpList."""
 
     def add(self, name: str, nbytes: int) -> None:
         self[name, nbytes] = nbytes
@@ -51,8 +52,11 @@ class _Buffers(dict[tuple[str, int], int]):
 
 
 def work_bytes(tensors: Mapping[str, Weight], metadata: Mapping[str, Any], n_ctx: int, threads: int) -> int | None:
-    """Bytes of working memory of a model on the CPU, for caches of `n_ctx` tokens; None for layers of another make
-    than attention with q, k, v and gated feed-forwards or experts, which run layer by layer and allocate as they go."""
+    """Bytes of working memory of a model on the CPU, for caches of `n_ctx` tokens.
+
+    None if a layer is not attention with q, k, v followed by a gated feed-forward or experts: such models run layer by
+    layer and allocate memory on demand.
+    """
     arch = metadata.get("general.architecture")
     layers = {int(found[1]) for name in tensors if (found := re.match(r"blk\.(\d+)\.", name))}
     heads = int(metadata.get(f"{arch}.attention.head_count") or 0)
@@ -81,12 +85,11 @@ def work_bytes(tensors: Mapping[str, Weight], metadata: Mapping[str, Any], n_ctx
 
 
 def device_bytes(shapes: Mapping[str, tuple[int, ...]], used: int, tokens: int = BATCH_TOKENS) -> int:
-    """Bytes that a device works in which runs prompts of `tokens` with tensors of these names and shapes: an estimate,
-    from above, for devices other than the one `work_bytes` speaks of.
+    """Upper estimate of a device's working memory in bytes for prompts of `tokens` tokens (CPU only: `work_bytes`).
 
-    Of the layer that needs the most: what enters and leaves each of its matrices, float32 for all tokens, of experts
-    for `used` of them a token; twice the hidden state; the largest single matrix decoded to 16 bits, up to 64 MiB of it
-    at a time; the logits.
+    The sum of: inputs and outputs of all matrices of the largest layer, float32 for all tokens (of experts for `used`
+    of them per token); twice the hidden state; the largest matrix decoded to 16 bits, at most 64 MiB at a time; the
+    logits.
     """
     layers: dict[str, int] = {}
     largest = state = logits = 0
@@ -106,7 +109,7 @@ def device_bytes(shapes: Mapping[str, tuple[int, ...]], used: int, tokens: int =
 
 
 def _read(buffers: _Buffers, tensors: list[Weight], n: int, threads: int) -> None:
-    """What products of a batch with matrices of `n` columns need: tiles of the batch, panels of the matrices."""
+    """Add the buffers for products of a batch with matrices of `n` columns: tiles of the batch, panels of weights."""
     for t in tensors:
         if t.type.name in _FLOATS:
             buffers.private("panels", kernel_sizes.float_scratch_bytes(n), threads)

@@ -136,7 +136,7 @@ def load(
             about = (file.tensors, file.metadata, there, cache.of_layers(file.metadata))
             fitted = fitting.fit(*about, margin=fit_margin, flags=flags, mla=mla)
             flags = fitted.flags
-        budget.require_room(file.tensors, file.metadata, flags, cache, path)
+        budget.require_memory(file.tensors, file.metadata, flags, cache, path)
     placement = place_model(file.tensors, flags, file.metadata, there)
     model = Model(
         file, described, placement, numerics=numerics, threads=threads, cache_type=kind, how=how, n_ctx=n_ctx,

@@ -45,13 +45,13 @@ def test_a_plan_explains_itself(config: Path, capsys: pytest.CaptureFixture[str]
     flags = ("--fit", "--devices", "cpu:0=4GiB,cpu=64GiB", "--bandwidth", "cpu=80,cpu:0=40", "--compute", "cpu=1")
     said = printed(capsys, "plan", config, "Q4_0", "-c", 4096, "--explain", *flags)
     for part in ("--fit: equivalent to -ngl 49 -ot", "cpu:0: attention", "experts", "predicted: at most", "-sm layer",
-                 "no bound by arithmetic on cpu:0 (--compute cpu:0=…)", "a full cache; every token reads",
-                 "fewer than 512 tokens leave the CPU's experts"):  # fmt: skip
+                 "arithmetic on cpu:0 is not counted (--compute cpu:0=…)", "a full cache; every token reads",
+                 "fewer than 512 tokens run the CPU's experts on the CPU"):  # fmt: skip
         assert part in said
     assert "assumed" not in said
     vram = ("-c", 64, "--vram", "24", "-ot", "exps=CPU")
     assert "fewer than 1024 tokens" in printed(capsys, "plan", config, "Q4_0", *vram, "--offload-threshold", 64)
-    assert "in all batches (-op)" in printed(capsys, "plan", config, "Q4_0", *vram, "-op", "MUL_MAT_ID,0")
+    assert "are never offloaded (-op)" in printed(capsys, "plan", config, "Q4_0", *vram, "-op", "MUL_MAT_ID,0")
 
 
 def test_what_does_not_go_together_is_said(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,7 +61,7 @@ def test_what_does_not_go_together_is_said(config: Path, capsys: pytest.CaptureF
     assert "say --vram" in refused(capsys, *about, "--fit")
     assert "drop one" in refused(capsys, *about, "--vram", "6", "--devices", "cuda:0", status=2)
     assert "split mode" in refused(capsys, *about, "--vram", "6,6", "-sm", "row")
-    assert "a rate is above 0" in refused(capsys, *about, "--bandwidth", "cpu=-1")
+    assert "a rate must be above 0" in refused(capsys, *about, "--bandwidth", "cpu=-1")
     assert "-op" in refused(capsys, *about, "--vram", "6", "-op", "x,0")
 
 
@@ -77,7 +77,7 @@ def test_benches_run_on_devices_and_say_so(tiny: Path, capsys: pytest.CaptureFix
     assert "--fit: equivalent to -ngl 3" in capsys.readouterr().err
     for flags, said in (
         (("--devices", "cpu:0=1MiB"), r"cpu:0 holds"),
-        (("--devices", "cpu:0,cpu:0"), "is there twice"),
+        (("--devices", "cpu:0,cpu:0"), "is listed twice"),
         (("-sm", "graph"), "at least 2 GPUs"),
     ):
         assert said in refused(capsys, *about, *flags)

@@ -159,8 +159,8 @@ def test_strict(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("flags", "said"),
     [
         (("-c", "128", "-ctk", "q9_0"), "cache type"),
-        (("-c", "128", "-ctk", "q8_KV", "-ot", "x=GPU"), "is no device"),
-        (("-ts", "a,b"), "shares are numbers"),
+        (("-c", "128", "-ctk", "q8_KV", "-ot", "x=GPU"), "is not a device"),
+        (("-ts", "a,b"), "shares must be numbers"),
         (("--tensor-type", "ffn_up"), "not REGEX=TYPE"),
     ],
 )

@@ -127,8 +127,8 @@ def test_experts_stay_from_the_last_layer_down() -> None:
     assert layers_on_cpu(experts(names, 3, mtp_layers=1), 10) == [6, 7, 8]
     assert not experts(names, 3).on_cpu("blk.8.attn_q.weight")
     (rule,) = place(layer_names(3, dense=3), (), [CPU, GPU], n_cpu_moe=ALL_LAYERS).idle
-    assert rule.said == "--cpu-moe"
-    assert place([], n_cpu_moe=2).idle[0].said == "--n-cpu-moe 2"
+    assert rule.text == "--cpu-moe"
+    assert place([], n_cpu_moe=2).idle[0].text == "--n-cpu-moe 2"
 
 
 def test_experts_stay_in_proportion_where_gpus_share_the_layers() -> None:
@@ -147,8 +147,8 @@ def test_flags_as_they_are_typed() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("-fa -ngl 99", "-fa.*it takes -ngl N"), ("-ngl x", "invalid int value"), ("-ot 'a", "No closing quotation"),
-     ("-ngl -1", "-ngl -1: a number of layers is 0 or more"), ("--n-cpu-moe -2", "--n-cpu-moe -2")],
+    [("-fa -ngl 99", "-fa.*supported: -ngl N"), ("-ngl x", "invalid int value"), ("-ot 'a", "No closing quotation"),
+     ("-ngl -1", "-ngl -1: the number of layers must be 0 or more"), ("--n-cpu-moe -2", "--n-cpu-moe -2")],
 )  # fmt: skip
 def test_flags_that_are_none(text: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
@@ -271,7 +271,7 @@ def test_plans_know_the_model_from_its_metadata_and_devices_from_the_rules() -> 
     assert found["blk.0.attn_q.weight"] == Device("CUDA2")
     assert found["blk.1.attn_q.weight"] == CPU
     assert found["blk.2.attn_q.weight"] == Device("CUDA1")
-    with pytest.raises(UnsupportedError, match="'CDUA0' is no device; valid devices: CPU, CUDA0"):
+    with pytest.raises(UnsupportedError, match="'CDUA0' is not a device; valid devices: CPU, CUDA0"):
         plan(tensors, parse_flags("-ot exps=CDUA0"), metadata, "model.gguf")
 
 
@@ -289,7 +289,7 @@ def test_shares_of_gpus() -> None:
     assert counts((1, 0, 0), 3) == [3, 0, 0]
     assert counts(()) == counts((5, 5, 5)) == [3, 3, 2]
     assert parse_flags("-ngl 9 -ts 3,1").tensor_split == parse_flags("-ngl 9 -ts 3/1").tensor_split == (3, 1)
-    for wrong, said in (("a,b", "shares are numbers"), ("0,0", "not all 0"), ("1,-1", "0 or more")):
+    for wrong, said in (("a,b", "shares must be numbers"), ("0,0", "not all 0"), ("1,-1", "0 or more")):
         with pytest.raises(DataError, match=said):
             parse_flags(f"-ts={wrong}")
     tensors = {name: TensorSpec(name, (8, 32), types.get("q8_0")) for name in names}
@@ -310,7 +310,7 @@ def test_devices_as_they_are_typed() -> None:
     ]  # fmt: skip
     assert [d.runs_here for d in found] == [True, False, True, False]
     assert parse_devices("")[0] == CPU
-    for wrong, said in (("gpu0", "is no device"), ("cuda", "is no device"), ("cpu:0=2TB", "no size"),
+    for wrong, said in (("gpu0", "is not a device"), ("cuda", "is not a device"), ("cpu:0=2TB", "not a memory size"),
                         ("cpu:0,CPU:0", "twice")):  # fmt: skip
         with pytest.raises((DataError, UnsupportedError), match=said):
             parse_devices(wrong)
@@ -321,14 +321,14 @@ def test_layers_are_shared_by_memory_where_it_is_known() -> None:
     assert [found[f"blk.{i}.attn_q.weight"].name for i in range(7)] == ["cpu:0"] * 2 + ["cpu:1"] * 5
     assert found["output.weight"].name == "cpu:1"
     assert found.reasons["blk.0.ffn_down_exps.weight"] == "-ot down_exps=CPU"
-    assert found.reasons["blk.0.attn_q.weight"] == "layer 0, all layers, is cpu:0's (-sm layer)"
-    assert found.reasons["token_embd.weight"] == "of no layer: embeddings stay on the CPU"
+    assert found.reasons["blk.0.attn_q.weight"] == "layer 0, all layers, is on cpu:0 (-sm layer)"
+    assert found.reasons["token_embd.weight"] == "not in a layer: embeddings stay on the CPU"
 
 
 def test_one_gpu_of_several() -> None:
     found = place(layer_names(3), (), VIRTUAL, 2, split_mode="none", main_gpu=1)
     assert {device.name for device in found.devices.values()} == {"CPU", "cpu:1"}
-    assert found.reasons["blk.0.attn_q.weight"] == "layer 0 is not among those of -ngl 2"
+    assert found.reasons["blk.0.attn_q.weight"] == "layer 0 is not included in -ngl 2"
     with pytest.raises(UnsupportedError, match="-mg 2: there are 2 GPUs"):
         place(layer_names(3), (), VIRTUAL, split_mode="none", main_gpu=2)
 
@@ -357,8 +357,8 @@ def test_caches_follow_their_layer_or_stay() -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("-sm row", "split mode"), ("-sm none -ts 1,1", "-ts shares"), ("-mg 1", "-mg 1 names the GPU of -sm none"),
-     ("--max-gpu 2", "for -sm graph"), ("-sm graph --max-gpu 0", "1 or more")],
+    [("-sm row", "split mode"), ("-sm none -ts 1,1", "-ts shares"), ("-mg 1", "-mg 1 needs -sm none"),
+     ("--max-gpu 2", "--max-gpu 2 needs -sm graph"), ("-sm graph --max-gpu 0", "1 or more")],
 )  # fmt: skip
 def test_modes_that_do_not_go_together(text: str, said: str) -> None:
     with pytest.raises((DataError, UnknownNameError), match=said):

@@ -98,7 +98,7 @@ class Split:
         def who(block: blocks.Block) -> Worker | None:
             if block.layer in self.placement.shares:
                 return None
-            worker = self.worker(self.placement.home(block.layer))
+            worker = self.worker(self.placement.of_activations(block.layer))
             return worker if worker.records(block) else None
 
         return [(worker, list(run)) for worker, run in itertools.groupby(self._parts, who)]
@@ -189,7 +189,7 @@ class Split:
     def _cache_device(self, block: blocks.Block) -> Device:
         """Where what a layer remembers is; states of recurrent layers are with their layer, -nkvo or not."""
         recurrent = any(isinstance(part, blocks.DeltaNet) for part in block.parts)
-        return self.placement.home(block.layer) if recurrent else self.placement.of_cache(block.layer)
+        return self.placement.of_activations(block.layer) if recurrent else self.placement.of_cache(block.layer)
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop what was made of these tensors: the owner has others."""
@@ -214,7 +214,7 @@ class Split:
             worker.follow(self._owner)
         if block.layer in self.placement.shares:
             return self._run_shared(block, x, spans)
-        worker = self.worker(self.placement.home(block.layer))
+        worker = self.worker(self.placement.of_activations(block.layer))
         begin, counted = time.perf_counter(), self.ledger.total()
         x = worker.take(x, self._source(x))
         out = worker.run_block(block, x, _of_device(spans, self._cache_device(block)))
@@ -267,7 +267,7 @@ class Split:
                 return host.take(mine.linear(head.output, mine.norm(head.norm, mine.take(x, source))), mine)
 
             return np.concatenate(self._adding.each(task), axis=1)
-        worker = self.ranks[0] if last in self.placement.shares else self.worker(self.placement.home(last))
+        worker = self.ranks[0] if last in self.placement.shares else self.worker(self.placement.of_activations(last))
         x = worker.take(x, source)
         return host.take(worker.linear(head.output, worker.norm(head.norm, x)), worker)
 

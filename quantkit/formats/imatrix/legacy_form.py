@@ -1,7 +1,6 @@
-"""Importance matrices: the legacy `.dat` file that ik_llama.cpp and every quantizer of its kind reads, both ways, and
-llama.cpp's GGUF form (imatrix_gguf.py).
+"""Importance matrices as legacy `.dat` files, which ik_llama.cpp and llama.cpp read: reading and writing them.
 
-Of the legacy file, little-endian, no alignment:
+The file, little-endian, without alignment:
 
     i32        n_entries (>= 1)
     n_entries times:
@@ -15,8 +14,8 @@ Of the legacy file, little-endian, no alignment:
       i32      length of the dataset's name
       bytes    dataset's name
 
-The file does not say how many matrices an entry has nor how many vectors each of them saw. What was done about experts
-that saw none stands behind the dataset's name, as " (missing experts: layer-mean)": readers copy that name.
+The file does not tell how many matrices an entry has, nor how many vectors each of them saw. The policy for experts
+that saw none follows the dataset's name, as " (missing experts: layer-mean)": readers copy that name.
 """
 
 from __future__ import annotations

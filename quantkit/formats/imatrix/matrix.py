@@ -1,22 +1,8 @@
-"""Importance matrices: the legacy `.dat` file that ik_llama.cpp and every quantizer of its kind reads, both ways, and
-llama.cpp's GGUF form (imatrix_gguf.py).
+"""Importance matrices in memory: entries, merging several, filling in experts that saw no tokens.
 
-Of the legacy file, little-endian, no alignment:
-
-    i32        n_entries (>= 1)
-    n_entries times:
-      i32      length of the name
-      bytes    name, no terminator: a weight, "blk.0.ffn_up.weight"
-      i32      ncall: graph evaluations that touched the weight (one a chunk where a chunk is one batch)
-      i32      nval (>= 1): columns x matrices, matrix (expert, head) after matrix
-      f32      x nval: mean square of what entered each column, times ncall
-    optional:
-      i32      last_call: the largest ncall of the run, taken as its number of chunks
-      i32      length of the dataset's name
-      bytes    dataset's name
-
-The file does not say how many matrices an entry has nor how many vectors each of them saw. What was done about experts
-that saw none stands behind the dataset's name, as " (missing experts: layer-mean)": readers copy that name.
+    Imatrix    entries by weight name, number of chunks, dataset
+    merge      the weighted mean of several
+    fill_missing, POLICIES    what experts that saw no tokens get
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def test_as_typed(both: Path, tmp_path: Path, capsys: Any) -> None:
         assert f"--type {kind}" in message
     joint = tmp_path / "joint.gguf"
     run(tmp_path / "q.gguf", joint, "--layout", "kv_b")
-    assert "32 elements of attn_k_b" in run(
+    assert "rows of attn_k_b have 32 elements" in run(
         tmp_path / "q.gguf", tmp_path / "n.gguf", "--layout", "both", "--type", "iq4_k", status=1
     )
 

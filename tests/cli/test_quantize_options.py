@@ -51,7 +51,7 @@ def test_override_kv_keeps_the_kind_that_readers_expect(quantize):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("llama.context_length=str:x", "file's value is u32, the override str"),
+        ("llama.context_length=str:x", "the file's value is u32, the override is str"),
         ("llama.context_length=int:-1", "-1 is not a value of kind u32"),
         ("llama.context_length=int:x", "is not KEY=TYPE:VALUE"),
         ("llama.context_length=u32:1", "is not KEY=TYPE:VALUE"),

@@ -10,6 +10,7 @@ import pytest
 
 from quantkit.errors import FormatError
 from quantkit.formats import gguf
+from quantkit.formats.gguf import reader
 from quantkit.formats.safetensors import open_checkpoint
 from tests.formats import raw
 from tests.formats.raw import entry, info, pair, string
@@ -115,12 +116,12 @@ def test_gguf(case, tmp_path):
     ("start", "message"),
     [
         (
-            raw.gguf([string("k") + struct.pack("<IQ", 8, gguf.MAX_HEADER - 9)], [])[:45],
-            f"past the {gguf.MAX_HEADER} that a header may",
+            raw.gguf([string("k") + struct.pack("<IQ", 8, reader.MAX_HEADER - 9)], [])[:45],
+            f"past the {reader.MAX_HEADER} that a header may",
         ),
         (raw.gguf([ARRAY_OF + struct.pack("<IQ", 0, 2**26)], [])[:49], f"is {2**26}, quantkit reads up to"),
-        (raw.gguf([], [], n_tensors=2**20), f"number of tensors is {2**20}, quantkit reads up to {gguf.MAX_TENSORS}"),
-        (raw.gguf([], [], n_pairs=2**20), f"keys is {2**20}, quantkit reads up to {gguf.MAX_KEYS}"),
+        (raw.gguf([], [], n_tensors=2**20), f"number of tensors is {2**20}, quantkit reads up to {reader.MAX_TENSORS}"),
+        (raw.gguf([], [], n_pairs=2**20), f"keys is {2**20}, quantkit reads up to {reader.MAX_KEYS}"),
     ],
     ids=["string", "array", "tensors", "keys"],
 )

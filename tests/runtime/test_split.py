@@ -253,7 +253,7 @@ def test_a_bad_tensor_is_named_and_nobody_waits(how: dict[str, Any], tiny: Path,
      ({"devices": "cpu:0,cpu:1", "split_mode": "graph", "kv_on_cpu": True}, "-nkvo"),
      ({"devices": "cpu:0,cpu:1", "split_mode": "graph", "override_tensor": "attn_q=CPU"},
       r"-ot attn_q=CPU: blk.0.attn_q.weight would go to CPU"),
-     ({"devices": "cpu:0", "override_tensor": "attn_q=cpu:1"}, "device 'cpu:1' is not there"),
+     ({"devices": "cpu:0", "override_tensor": "attn_q=cpu:1"}, "device 'cpu:1' is not available"),
      ({"override_tensor": "attn_q=CUDA0"}, "valid devices: CPU")],
 )  # fmt: skip
 def test_what_cannot_be_is_said_before_anything_is_read(how: dict[str, Any], said: str, tiny: Path) -> None:

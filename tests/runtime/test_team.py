@@ -309,9 +309,10 @@ def test_interrupts_in_the_middle_of_lists() -> None:
         from benchmarks import stress_team
         from quantkit.runtime.kernels.cpu import thread_team as team
 
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         mine, chain = team.ThreadTeam(3), stress_team.Chain(3, 40)
         mine.run(chain.array)
-        main, stop = threading.get_ident(), threading.Event()
+        stop = threading.Event()
 
         def interrupt():
             while not stop.wait(0.003):

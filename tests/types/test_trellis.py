@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quantkit import types
-from quantkit.types.families import trellis
+from quantkit.types.families import trellis_code
 from tests.types import data, on_cpu
 from tests.types.naive.trellis import values
 
@@ -35,7 +35,7 @@ def test_known_answers(name, first, last, crc):
 
 @pytest.mark.parametrize(("bits", "group", "offset"), [(13, 8, 4096), (16, 8, 4096), (15, 4, 36864)])
 def test_tables_are_what_the_generator_gives(bits, group, offset):
-    table = trellis.code_values(bits, group, offset)
+    table = trellis_code.code_values(bits, group, offset)
     for index in (0, 1, 2, 77, 4095, (1 << bits) - 1):
         assert table[index].tolist() == values(index + offset, group)
 
@@ -46,7 +46,7 @@ def test_every_index_can_be_found(name):
     from quantkit.types.native import trellis_search as search
 
     t = type(types.get(name))
-    tables = np.stack([trellis.code_values(t.index_bits, t.group, offset) for offset in t.offsets])
+    tables = np.stack([trellis_code.code_values(t.index_bits, t.group, offset) for offset in t.offsets])
     _, points, names, _, _ = search.build(tables, t.clusters)
     for table, chunks, numbers in zip(tables, points, names):
         assert np.array_equal(np.unique(numbers), np.arange(len(table)))
@@ -65,8 +65,8 @@ def test_groups_are_nearly_the_best_there_are(name, weighted):
     y = t.dequantize(t.quantize(x, weights), n).astype(np.float64)
     w = np.empty_like(x)
     for row, out in zip(x, w):
-        trellis.weigh(row / np.abs(row).max(), np.empty(0, np.float32) if weights is None else weights, out)
-    tables = [trellis.code_values(kind.index_bits, kind.group, offset).astype(float) for offset in kind.offsets]
+        trellis_code.weigh(row / np.abs(row).max(), np.empty(0, np.float32) if weights is None else weights, out)
+    tables = [trellis_code.code_values(kind.index_bits, kind.group, offset).astype(float) for offset in kind.offsets]
     if kind.folded:
         x, y, tables = np.abs(x), np.abs(y), [np.abs(table) for table in tables]
     found = best = 0.0

@@ -1,8 +1,8 @@
 """Importance matrices in memory: entries, merging several, filling in experts that saw no tokens.
 
-    Imatrix    entries by weight name, number of chunks, dataset
-    merge      the weighted mean of several
-    fill_missing, POLICIES    what experts that saw no tokens get
+Imatrix    entries by weight name, number of chunks, dataset
+merge      the weighted mean of several
+fill_missing, POLICIES    what experts that saw no tokens get
 """
 
 from __future__ import annotations

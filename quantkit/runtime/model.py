@@ -190,7 +190,7 @@ def _one_at_a_time(method: Callable[Concatenate[Model, P], R]) -> Callable[Conca
         with self._lock:
             return method(self, *args, **kwargs)
 
-    return run
+    return run  # type: ignore[return-value]  # mypy names the first parameter of what `wraps` gives
 
 
 _open: weakref.WeakSet[Model] = weakref.WeakSet()

@@ -121,7 +121,7 @@ class Gloo:
     def __init__(self, places: Sequence[Any], threads: Reduce):
         import torch.distributed as distributed
 
-        store = distributed.HashStore()
+        store = distributed.HashStore()  # type: ignore[attr-defined]  # torch lists it in no __all__
         gloo: Any = distributed.ProcessGroupGloo
 
         def group(rank: int) -> Any:
@@ -147,7 +147,7 @@ class Nccl:
     def __init__(self, places: Sequence[Any], threads: Reduce):
         import torch.distributed as distributed
 
-        store = distributed.HashStore()
+        store = distributed.HashStore()  # type: ignore[attr-defined]  # torch lists it in no __all__
         nccl: Any = distributed.ProcessGroupNCCL
         self._places, self._threads = places, threads
 

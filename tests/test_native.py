@@ -123,9 +123,9 @@ def test_a_cache_that_cannot_be_written_is_done_without(small: Path) -> None:
 
 
 @function
-def _doubled(e, x, out, count):
-    with e.loop(0, count) as i:
-        e.store(e.load(I64, x + i * 8) * 2, out + i * 8)
+def _doubled(ir, x, out, count):
+    with ir.loop(0, count) as i:
+        ir.store(ir.load(I64, x + i * 8) * 2, out + i * 8)
 
 
 def test_threads_that_call_it_first_together() -> None:

@@ -4,7 +4,7 @@
     float_to_half(float32) -> uint16      nearest, ties to even; beyond 65504 Inf, as the hardware's conversion
     bfloat_to_float(uint16) -> float32    exact
 
-Each is plain integer arithmetic, the same on every CPU, and vectorises where its caller's loop does. `Emit` has the
+Plain integer arithmetic, the same on every CPU; loops over it vectorise. `IrBuilder` has the
 same for vectors of SIMD code, by the CPU's instructions. These here are apart from it because types import them, which
 must not load numba. Both give the same bits for all numbers (tests/runtime/test_elementary.py); of a NaN they promise
 only that it stays one.

@@ -10,7 +10,7 @@ import contextlib
 import platform
 from collections.abc import Callable, Iterator, Sequence
 
-from llvmlite import ir
+from llvmlite import ir as llvm
 
 from quantkit.codegen import jit
 from quantkit.codegen.ir_values import F16, F32, I8, I16, I32, I64, Value, Variable, element_of, vector, wrapped
@@ -19,35 +19,35 @@ _FRAME = 4096  # bytes for vectors `in_memory`
 _X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 
 
-class Emit:
+class IrBuilder:
     """What a function under `@emitted` writes its code with."""
 
-    def __init__(self, builder: ir.IRBuilder):
+    def __init__(self, builder: llvm.IRBuilder):
         self.builder = builder
         self.isa = jit.isa()
-        self._tables: dict[tuple[int, ...], ir.Value] = {}
-        self._frame: tuple[ir.Value, Value] | None = None  # where `in_memory` puts vectors, and its address
+        self._tables: dict[tuple[int, ...], llvm.Value] = {}
+        self._frame: tuple[llvm.Value, Value] | None = None  # where `in_memory` puts vectors, and its address
         self._framed = 0  # bytes of it that are taken
 
     # ----------------------------------------------------------------------------------------- constants and memory
 
-    def constant(self, kind: ir.Type, number: float | Sequence[float]) -> Value:
+    def constant(self, kind: llvm.Type, number: float | Sequence[float]) -> Value:
         """A constant; one number fills all lanes of a vector, a sequence gives each its own."""
-        if isinstance(kind, ir.VectorType):
+        if isinstance(kind, llvm.VectorType):
             each = list(number) if isinstance(number, Sequence) else [number] * kind.count
-            return Value(self, ir.Constant(kind, [ir.Constant(kind.element, v) for v in each]))
-        return Value(self, ir.Constant(kind, number))
+            return Value(self, llvm.Constant(kind, [llvm.Constant(kind.element, v) for v in each]))
+        return Value(self, llvm.Constant(kind, number))
 
-    def zero(self, kind: ir.Type) -> Value:
-        return Value(self, ir.Constant(kind, None if isinstance(kind, ir.VectorType) else 0))
+    def zero(self, kind: llvm.Type) -> Value:
+        return Value(self, llvm.Constant(kind, None if isinstance(kind, llvm.VectorType) else 0))
 
     def variable(self, first: Value) -> Variable:
         return Variable(self, first)
 
-    def _pointer(self, kind: ir.Type, address: Value) -> ir.Value:
+    def _pointer(self, kind: llvm.Type, address: Value) -> llvm.Value:
         return self.builder.inttoptr(address.ir, kind.as_pointer())
 
-    def load(self, kind: ir.Type, address: Value) -> Value:
+    def load(self, kind: llvm.Type, address: Value) -> Value:
         return Value(self, self.builder.load(self._pointer(kind, address), align=1))
 
     def store(self, value: Value, address: Value) -> None:
@@ -56,19 +56,19 @@ class Emit:
     def prefetch(self, address: Value, near: bool = True) -> None:
         """Ask for the cache line at an address, which need not be readable: into the first cache or the second."""
         byte = I8.as_pointer()
-        function = self._declared("llvm.prefetch.p0", ir.VoidType(), [byte, I32, I32, I32])
-        read, keep, data = (ir.Constant(I32, v) for v in (0, 3 if near else 2, 1))
+        function = self._declared("llvm.prefetch.p0", llvm.VoidType(), [byte, I32, I32, I32])
+        read, keep, data = (llvm.Constant(I32, v) for v in (0, 3 if near else 2, 1))
         self.builder.call(function, [self._pointer(I8, address), read, keep, data])
 
-    def table(self, numbers: Sequence[int], element: ir.Type) -> Value:
+    def table(self, numbers: Sequence[int], element: llvm.Type) -> Value:
         """The address of constant integers in the compiled code."""
         key = element.width, *numbers
         if key not in self._tables:
-            kind = ir.ArrayType(element, len(numbers))
-            constants = [ir.Constant(element, wrapped(int(v), element.width)) for v in numbers]
-            constant = ir.Constant(kind, constants)
+            kind = llvm.ArrayType(element, len(numbers))
+            constants = [llvm.Constant(element, wrapped(int(v), element.width)) for v in numbers]
+            constant = llvm.Constant(kind, constants)
             module = self.builder.module
-            table = ir.GlobalVariable(module, kind, module.get_unique_name("table"))
+            table = llvm.GlobalVariable(module, kind, module.get_unique_name("table"))
             table.linkage, table.global_constant, table.initializer = "internal", True, constant
             self._tables[key] = table
         return Value(self, self.builder.ptrtoint(self._tables[key], I64))
@@ -95,12 +95,12 @@ class Emit:
         self.builder.branch(head)
         self.builder.position_at_end(after)
 
-    def _declared(self, name: str, returns: ir.Type, parameters: Sequence[ir.Type]) -> ir.Function:
+    def _declared(self, name: str, returns: llvm.Type, parameters: Sequence[llvm.Type]) -> llvm.Function:
         """A function outside, by name."""
         found = self.builder.module.globals.get(name)
-        return found or ir.Function(self.builder.module, ir.FunctionType(returns, parameters), name)
+        return found or llvm.Function(self.builder.module, llvm.FunctionType(returns, parameters), name)
 
-    def call(self, name: str, kind: ir.Type, *args: Value) -> Value:
+    def call(self, name: str, kind: llvm.Type, *args: Value) -> Value:
         """Call an LLVM intrinsic (or C function) by name."""
         function = self._declared(name, kind, [a.type for a in args])
         return Value(self, self.builder.call(function, [a.ir for a in args]))
@@ -109,14 +109,14 @@ class Emit:
 
     def splat(self, value: Value, lanes: int) -> Value:
         """A vector with the scalar in every lane."""
-        empty = ir.Constant(vector(lanes, value.type), ir.Undefined)
-        first = self.builder.insert_element(empty, value.ir, ir.Constant(I32, 0))
+        empty = llvm.Constant(vector(lanes, value.type), llvm.Undefined)
+        first = self.builder.insert_element(empty, value.ir, llvm.Constant(I32, 0))
         return self.shuffle(Value(self, first), None, [0] * lanes)
 
     def shuffle(self, a: Value, b: Value | None, lanes: Sequence[int]) -> Value:
         """Lanes picked from `a` followed by `b`, by constant index."""
-        other = b.ir if b is not None else ir.Constant(a.type, ir.Undefined)
-        mask = ir.Constant(vector(len(lanes), I32), [ir.Constant(I32, i) for i in lanes])
+        other = b.ir if b is not None else llvm.Constant(a.type, llvm.Undefined)
+        mask = llvm.Constant(vector(len(lanes), I32), [llvm.Constant(I32, i) for i in lanes])
         return Value(self, self.builder.shuffle_vector(a.ir, other, mask))
 
     def join(self, a: Value, b: Value) -> Value:
@@ -127,7 +127,7 @@ class Emit:
         return self.shuffle(a, None, range(first, first + lanes))
 
     def insert(self, a: Value, index: int, value: Value) -> Value:
-        return Value(self, self.builder.insert_element(a.ir, value.ir, ir.Constant(I32, index)))
+        return Value(self, self.builder.insert_element(a.ir, value.ir, llvm.Constant(I32, index)))
 
     def _fold(self, v: Value, combine: Callable[[Value, Value], Value]) -> Value:
         while v.lanes > 1:
@@ -192,7 +192,7 @@ class Emit:
     def integer_of(self, v: Value, mask: int) -> Value:
         """An integer of a bit for each lane, lane 0 the lowest: whether the lane has a bit of `mask` set."""
         is_set = self.builder.icmp_unsigned("!=", (v & mask).ir, self.zero(v.type).ir)
-        return Value(self, self.builder.bitcast(is_set, ir.IntType(v.lanes)))
+        return Value(self, self.builder.bitcast(is_set, llvm.IntType(v.lanes)))
 
     def between(self, v: Value, first: Value, last: Value) -> Value:
         """Where first <= v < last, signed integers: what `choose` takes."""
@@ -205,7 +205,7 @@ class Emit:
 
     def bits(self, v: Value) -> Value:
         """The bits of an integer, lowest first, as lanes: what `choose` takes."""
-        return v.view(vector(v.type.width, ir.IntType(1)))
+        return v.view(vector(v.type.width, llvm.IntType(1)))
 
     def any_bits(self, v: Value, masks: Sequence[int]) -> Value:
         """Where a bit of the lane's mask is set in `v`: what `choose` takes."""
@@ -231,16 +231,16 @@ class Emit:
         """
         if self._frame is None:
             with self.builder.goto_entry_block():
-                place = self.builder.alloca(ir.ArrayType(I8, _FRAME))
+                place = self.builder.alloca(llvm.ArrayType(I8, _FRAME))
                 place.align = 32
-                kind = ir.FunctionType(I64, [I64])
-                hidden = self.builder.call(ir.InlineAsm(kind, "", "=r,0", False), [self.builder.ptrtoint(place, I64)])
+                kind = llvm.FunctionType(I64, [I64])
+                hidden = self.builder.call(llvm.InlineAsm(kind, "", "=r,0", False), [self.builder.ptrtoint(place, I64)])
             self._frame = place, Value(self, hidden)
         place, address = self._frame
         width = getattr(element_of(v.type), "width", 32)  # float types do not say theirs
         first, self._framed = self._framed, self._framed + -(-v.lanes * width // 256) * 32
         assert self._framed <= _FRAME, "too many vectors in memory"
-        target = self.builder.gep(place, [ir.Constant(I32, 0), ir.Constant(I32, first)])
+        target = self.builder.gep(place, [llvm.Constant(I32, 0), llvm.Constant(I32, first)])
         self.builder.store(v.ir, self.builder.bitcast(target, v.type.as_pointer()), align=32)
         return address + first
 
@@ -250,19 +250,19 @@ class Emit:
         """a * b + c of float32, rounded once: by the instruction, which x86 has since AVX2 and other CPUs always."""
         if self.isa != "generic" or not _X86:
             return self.call(f"llvm.fma.{self._suffix(a.type)}", a.type, a, b, c)
-        many = isinstance(a.type, ir.VectorType)
-        real, bits = (vector(a.lanes, k) if many else k for k in (ir.DoubleType(), I64))
+        many = isinstance(a.type, llvm.VectorType)
+        real, bits = (vector(a.lanes, k) if many else k for k in (llvm.DoubleType(), I64))
         x, y, z = (self.builder.fpext(v.ir, real) for v in (a, b, c))
         product = self.builder.fmul(x, y)  # exact
         return Value(self, self.builder.fptrunc(self._add_to_odd(product, z, bits), a.type))
 
-    def _add_to_odd(self, x: ir.Value, y: ir.Value, bits: ir.Type) -> ir.Value:
+    def _add_to_odd(self, x: llvm.Value, y: llvm.Value, bits: llvm.Type) -> llvm.Value:
         """x + y of doubles, to the neighbour with an odd last bit where it is not exact.
 
         Rounded to float32, that is x + y rounded once (Boldo and Melquiond, Emulation of FMA and correctly rounded
         sums, 2008). What the sum lacks is exact by Knuth's TwoSum; it is not a number where the sum is not finite.
         """
-        do, real, zero = self.builder, x.type, ir.Constant(x.type, None if isinstance(bits, ir.VectorType) else 0.0)
+        do, real, zero = self.builder, x.type, llvm.Constant(x.type, None if isinstance(bits, llvm.VectorType) else 0.0)
         total = do.fadd(x, y)
         part = do.fsub(total, x)
         lacking = do.fadd(do.fsub(x, do.fsub(total, part)), do.fsub(y, part))
@@ -286,12 +286,12 @@ class Emit:
 
     def nearest(self, a: Value) -> Value:
         """float32 below 2^22 in magnitude to the nearest int32, ties to even."""
-        kind = vector(a.lanes, I32) if isinstance(a.type, ir.VectorType) else I32
+        kind = vector(a.lanes, I32) if isinstance(a.type, llvm.VectorType) else I32
         magic = 12582912.0  # 1.5 * 2^23: the addition leaves the integer in the low bits
         return (a + magic).view(kind) - 0x4B400000
 
-    def _suffix(self, kind: ir.Type) -> str:
-        return f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
+    def _suffix(self, kind: llvm.Type) -> str:
+        return f"v{kind.count}f32" if isinstance(kind, llvm.VectorType) else "f32"
 
     def exp(self, x: Value) -> Value:
         """e^x of float32 within 2 units in the last place; 0 below -87.3, as of 88 above 88, NaN of NaN.
@@ -316,7 +316,7 @@ class Emit:
 
     def half_to_float(self, bits: Value) -> Value:
         """The values of halves given as 16-bit integers. Without F16C by shifting: never a call of the C library."""
-        many = isinstance(bits.type, ir.VectorType)
+        many = isinstance(bits.type, llvm.VectorType)
         if self.isa != "generic":
             half = vector(bits.lanes, F16) if many else F16
             return Value(self, self.builder.fpext(bits.view(half).ir, vector(bits.lanes, F32) if many else F32))
@@ -390,7 +390,7 @@ class Emit:
         low = (a << 16).signed_shift(16) * (b << 16).signed_shift(16)
         return low + a.signed_shift(16) * b.signed_shift(16)
 
-    def _by_instruction(self, names: dict[int, str], kind: ir.VectorType, a: Value, b: Value) -> Value | None:
+    def _by_instruction(self, names: dict[int, str], kind: llvm.VectorType, a: Value, b: Value) -> Value | None:
         """One instruction, or the widest there is for each part. `names`: by the lanes of what it makes, of `kind`."""
         bits = (512 if self.isa.startswith("avx512") else 256 if self.isa == "avx2" else 128) if _X86 else 0
         known = [lanes for lanes in names if lanes <= kind.count and lanes * kind.element.width <= bits]
@@ -419,16 +419,16 @@ class Emit:
     def pause(self) -> None:
         """Tell the core that this is a waiting loop."""
         if _X86:
-            self.builder.call(self._declared("llvm.x86.sse2.pause", ir.VoidType(), []), [])
+            self.builder.call(self._declared("llvm.x86.sse2.pause", llvm.VoidType(), []), [])
 
     def call_address(self, address: Value, *args: Value) -> None:
         """Call a C function `void(int64, ...)` that stands at `address`."""
-        self._call(ir.VoidType(), address, *args)
+        self._call(llvm.VoidType(), address, *args)
 
     def ask_address(self, address: Value, *args: Value) -> Value:
         """What a C function `int64(int64, ...)` returns that stands at `address`."""
         return Value(self, self._call(I64, address, *args))
 
-    def _call(self, returns: ir.Type, address: Value, *args: Value) -> ir.Value:
-        kind = ir.FunctionType(returns, [I64] * len(args))
+    def _call(self, returns: llvm.Type, address: Value, *args: Value) -> llvm.Value:
+        kind = llvm.FunctionType(returns, [I64] * len(args))
         return self.builder.call(self._pointer(kind, address), [a.ir for a in args])

@@ -1,22 +1,22 @@
-"""The values of SIMD code: LLVM's, with Python's operators. What makes them is `ir_builder.Emit`."""
+"""The values of SIMD code: LLVM's, with Python's operators. What makes them is `ir_builder.IrBuilder`."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol, TypeAlias
 
-from llvmlite import ir
+from llvmlite import ir as llvm
 
-IntType: TypeAlias = ir.IntType
+IntType: TypeAlias = llvm.IntType
 I8, I16, I32, I64 = (IntType(bits) for bits in (8, 16, 32, 64))
-F16, F32 = ir.HalfType(), ir.FloatType()
+F16, F32 = llvm.HalfType(), llvm.FloatType()
 
 
-def vector(lanes: int, element: ir.Type) -> ir.VectorType:
-    return ir.VectorType(element, lanes)
+def vector(lanes: int, element: llvm.Type) -> llvm.VectorType:
+    return llvm.VectorType(element, lanes)
 
 
-def element_of(kind: ir.Type) -> ir.Type:
-    return kind.element if isinstance(kind, ir.VectorType) else kind
+def element_of(kind: llvm.Type) -> llvm.Type:
+    return kind.element if isinstance(kind, llvm.VectorType) else kind
 
 
 def wrapped(number: int, bits: int) -> int:
@@ -25,11 +25,11 @@ def wrapped(number: int, bits: int) -> int:
 
 
 class Builder(Protocol):
-    """What a value asks of `ir_builder.Emit`, which made it."""
+    """What a value asks of `ir_builder.IrBuilder`, which made it."""
 
     builder: Any  # llvmlite's IRBuilder
 
-    def constant(self, kind: ir.Type, value: float) -> Value: ...
+    def constant(self, kind: llvm.Type, value: float) -> Value: ...
 
 
 class Value:
@@ -40,21 +40,21 @@ class Value:
 
     __slots__ = ("emit", "ir")
 
-    def __init__(self, emit: Builder, value: ir.Value):
+    def __init__(self, emit: Builder, value: llvm.Value):
         self.emit, self.ir = emit, value
 
     @property
-    def type(self) -> ir.Type:
+    def type(self) -> llvm.Type:
         return self.ir.type
 
     @property
     def lanes(self) -> int:
         return self.ir.type.count
 
-    def _operand(self, other: Value | float) -> ir.Value:
+    def _operand(self, other: Value | float) -> llvm.Value:
         if isinstance(other, Value):
             return other.ir
-        if isinstance(other, int) and isinstance(element_of(self.type), ir.IntType):
+        if isinstance(other, int) and isinstance(element_of(self.type), llvm.IntType):
             other = wrapped(other, element_of(self.type).width)
         return self.emit.constant(self.type, other).ir
 
@@ -96,19 +96,19 @@ class Value:
         """Shift right, copying the sign."""
         return self._apply(bits, "ashr")
 
-    def _convert(self, element: ir.Type, operation: str) -> Value:
-        kind = vector(self.lanes, element) if isinstance(self.type, ir.VectorType) else element
+    def _convert(self, element: llvm.Type, operation: str) -> Value:
+        kind = vector(self.lanes, element) if isinstance(self.type, llvm.VectorType) else element
         return Value(self.emit, getattr(self.emit.builder, operation)(self.ir, kind))
 
-    def signed(self, element: ir.Type) -> Value:
+    def signed(self, element: llvm.Type) -> Value:
         """Integers widened with their sign."""
         return self._convert(element, "sext")
 
-    def unsigned(self, element: ir.Type) -> Value:
+    def unsigned(self, element: llvm.Type) -> Value:
         """Integers widened with zeros."""
         return self._convert(element, "zext")
 
-    def narrow(self, element: ir.Type) -> Value:
+    def narrow(self, element: llvm.Type) -> Value:
         """The low bits of integers."""
         return self._convert(element, "trunc")
 
@@ -116,12 +116,12 @@ class Value:
         """Signed integers as float32."""
         return self._convert(F32, "sitofp")
 
-    def view(self, kind: ir.Type) -> Value:
+    def view(self, kind: llvm.Type) -> Value:
         """The same bits as another type."""
         return Value(self.emit, self.emit.builder.bitcast(self.ir, kind))
 
     def lane(self, index: int) -> Value:
-        return Value(self.emit, self.emit.builder.extract_element(self.ir, ir.Constant(I32, index)))
+        return Value(self.emit, self.emit.builder.extract_element(self.ir, llvm.Constant(I32, index)))
 
 
 class Variable:

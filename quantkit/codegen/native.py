@@ -1,7 +1,7 @@
-"""C functions written with `emit.Emit` alone: made, kept and run without numba, whose import takes longer than they do.
+"""C functions written with `ir_builder.IrBuilder` alone: compiled, cached and run without importing numba.
 
     @function
-    def add(e, x, y, out):                 # e: Emit; the others int64 values
+    def add(ir, x, y, out):                # ir: IrBuilder; the others int64 values
         e.store(e.load(I64, x) + e.load(I64, y), out)
 
     add(a.ctypes.data, b.ctypes.data, c.ctypes.data)     # releases the GIL
@@ -76,17 +76,18 @@ class Function:
         return code
 
     def _compile(self) -> bytes:
-        from llvmlite import binding, ir
+        from llvmlite import binding
+        from llvmlite import ir as llvm
 
-        from quantkit.codegen.ir_builder import Emit
+        from quantkit.codegen.ir_builder import IrBuilder
         from quantkit.codegen.ir_values import I64, Value
 
-        module = ir.Module(self.body.__name__)
+        module = llvm.Module(self.body.__name__)
         module.triple = binding.get_process_triple()
-        kind = ir.FunctionType(ir.VoidType(), [I64] * self.parameters)
-        made = ir.Function(module, kind, self.body.__name__)
-        builder = ir.IRBuilder(made.append_basic_block())
-        emit = Emit(builder)
+        kind = llvm.FunctionType(llvm.VoidType(), [I64] * self.parameters)
+        made = llvm.Function(module, kind, self.body.__name__)
+        builder = llvm.IRBuilder(made.append_basic_block())
+        emit = IrBuilder(builder)
         self.body(emit, *(Value(emit, parameter) for parameter in made.args))
         builder.ret_void()
         machine = _target_machine()
@@ -108,7 +109,7 @@ class Function:
 
 
 def function(body: Callable) -> Function:
-    """Decorator: `body(e, *values)`, which e: Emit and int64 values are given to, as a C function."""
+    """Decorator: `body(ir, *values)`, called with an IrBuilder and int64 values, as a C function."""
     return Function(body)
 
 

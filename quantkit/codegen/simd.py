@@ -2,15 +2,15 @@
 
     F32x16 = vector(16, F32)
 
-    @emitted("float32")
-    def dot(e, x, y, n):                       # e: Emit; x, y, n: int64 values (addresses are integers)
-        total = e.variable(e.zero(F32x16))
-        with e.loop(0, n, 16) as i:
-            total.set(e.fma(e.load(F32x16, x + i * 4), e.load(F32x16, y + i * 4), total.get()))
-        return e.sum(total.get())
+    @simd_intrinsic("float32")
+    def dot(ir, x, y, n):                      # ir: IrBuilder; x, y, n: int64 values (addresses are integers)
+        total = ir.variable(ir.zero(F32x16))
+        with ir.loop(0, n, 16) as i:
+            total.set(ir.fma(ir.load(F32x16, x + i * 4), ir.load(F32x16, y + i * 4), total.get()))
+        return ir.sum(total.get())
 
 Inside a kernel `dot(x, y, n)` is then a call like any other. The body runs once, when the kernel is compiled: Python
-`for` unrolls, `e.loop` makes a loop of the machine, and `jit.isa()` chooses instructions. Whatever it chooses, results
+`for` unrolls, `ir.loop` makes a loop of the machine, and `jit.isa()` chooses instructions. Whatever it chooses, results
 are the same, bit by bit.
 
 Parameters annotated `int` must be constants at the call and arrive as Python integers: what selects a format or a
@@ -23,10 +23,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import ir as llvm
 
 from quantkit.codegen import jit
-from quantkit.codegen.ir_builder import Emit
+from quantkit.codegen.ir_builder import IrBuilder
 from quantkit.codegen.ir_values import F16, F32, I8, I16, I32, I64, IntType, Value, Variable, vector
 
 jit.refuse_numba_config()  # before the import that would read the file
@@ -34,13 +34,26 @@ jit.refuse_numba_config()  # before the import that would read the file
 from numba import carray, types  # noqa: E402
 from numba.extending import intrinsic  # noqa: E402
 
-__all__ = ["F16", "F32", "I8", "I16", "I32", "I64", "Emit", "IntType", "Value", "Variable", "emitted", "vector"]
+__all__ = [
+    "F16",
+    "F32",
+    "I8",
+    "I16",
+    "I32",
+    "I64",
+    "IntType",
+    "IrBuilder",
+    "Value",
+    "Variable",
+    "simd_intrinsic",
+    "vector",
+]
 
 _NUMBA = {"void": types.void, "int64": types.int64, "float32": types.float32}
 
 
-def emitted(returns: str) -> Callable[[Callable], Any]:
-    """Decorator: make `function(e, *values)` callable in kernels. `returns` is "void", "int64" or "float32".
+def simd_intrinsic(returns: str) -> Callable[[Callable], Any]:
+    """Decorator: make `function(ir, *values)` callable in kernels. `returns` is "void", "int64" or "float32".
 
     Values are int64, or float32 where annotated `float`; parameters annotated `int` are compile-time constants.
     """
@@ -56,8 +69,8 @@ def emitted(returns: str) -> Callable[[Callable], Any]:
             literals = {i: a.literal_value for i, (a, const) in enumerate(zip(args, fixed)) if const}
             signature = _NUMBA[returns](*(a if const else k for a, k, const in zip(args, kinds, fixed)))
 
-            def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-                emit = Emit(builder)
+            def generate(context: Any, builder: llvm.IRBuilder, signature: Any, values: Any) -> Any:
+                emit = IrBuilder(builder)
                 given = [literals.get(i, Value(emit, v)) for i, v in enumerate(values)]
                 result = function(emit, *given)
                 return context.get_dummy_value() if returns == "void" else result.ir
@@ -77,51 +90,51 @@ def emitted(returns: str) -> Callable[[Callable], Any]:
 # ---------------------------------------------------------------------------------------- what plain kernels need of it
 
 
-@emitted("int64")
-def load_int(e, address):
+@simd_intrinsic("int64")
+def load_int(ir, address):
     """The int64 at an address."""
-    return e.load(I64, address)
+    return ir.load(I64, address)
 
 
-@emitted("float32")
-def load_float(e, address):
-    return e.load(F32, address)
+@simd_intrinsic("float32")
+def load_float(ir, address):
+    return ir.load(F32, address)
 
 
-@emitted("void")
-def store_int(e, value, address):
-    e.store(value, address)
+@simd_intrinsic("void")
+def store_int(ir, value, address):
+    ir.store(value, address)
 
 
-@emitted("int64")
-def atomic_load(e, address):
-    return e.atomic_load(address)
+@simd_intrinsic("int64")
+def atomic_load(ir, address):
+    return ir.atomic_load(address)
 
 
-@emitted("void")
-def atomic_store(e, value, address):
-    e.atomic_store(value, address)
+@simd_intrinsic("void")
+def atomic_store(ir, value, address):
+    ir.atomic_store(value, address)
 
 
-@emitted("int64")
-def atomic_add(e, value, address):
-    return e.atomic_add(value, address)
+@simd_intrinsic("int64")
+def atomic_add(ir, value, address):
+    return ir.atomic_add(value, address)
 
 
-@emitted("void")
-def pause(e):
-    e.pause()
+@simd_intrinsic("void")
+def pause(ir):
+    ir.pause()
 
 
-@emitted("void")
-def call3(e, address, a, b, c):
+@simd_intrinsic("void")
+def call3(ir, address, a, b, c):
     """Call a C function `void(int64, int64, int64)`."""
-    e.call_address(address, a, b, c)
+    ir.call_address(address, a, b, c)
 
 
-@emitted("void")
-def call6(e, address, a, b, c, d, f, g):
-    e.call_address(address, a, b, c, d, f, g)
+@simd_intrinsic("void")
+def call6(ir, address, a, b, c, d, f, g):
+    ir.call_address(address, a, b, c, d, f, g)
 
 
 def _pointer_of(element: Any) -> Any:
@@ -129,7 +142,7 @@ def _pointer_of(element: Any) -> Any:
     def pointer(typingctx: Any, address: Any) -> Any:
         kind = types.CPointer(element)
 
-        def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        def generate(context: Any, builder: llvm.IRBuilder, signature: Any, values: Any) -> Any:
             return builder.inttoptr(values[0], context.get_value_type(kind))
 
         return kind(types.int64), generate

@@ -294,7 +294,7 @@ def test_what_cannot_be_repacked_is_named():
 
 
 def carried_out(table: np.ndarray, classes: np.ndarray, source: np.ndarray, count: int) -> np.ndarray:
-    """What `emitted.interleave._move` makes of uint32[words]: `count` words, and those between."""
+    """What `native.interleave._move` makes of uint32[words]: `count` words, and those between."""
     made, at = np.zeros(2 * count, np.uint32), 0
     for moved, words in classes:
         for _ in range(words):

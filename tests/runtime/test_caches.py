@@ -13,7 +13,7 @@ import pytest
 from quantkit import types
 from quantkit.archs.common.blocks import Attention, HParams, Linear, Norm, Rope
 from quantkit.codegen.jit import kernel
-from quantkit.codegen.simd import emitted
+from quantkit.codegen.simd import simd_intrinsic
 from quantkit.errors import DataError, UnknownNameError, UnsupportedError
 from quantkit.placement import kernel_sizes
 from quantkit.runtime.blocks import layers
@@ -54,10 +54,10 @@ def keeper(ggml_type: int, dim: int, size: int) -> Callable:
 
 @functools.cache
 def reader(ggml_type: int, dim: int, size: int) -> Callable:
-    @emitted("void")
-    def read(e, row, out):
-        for c, v in kv_rows.row_floats(e, ggml_type, row, 0, dim):
-            e.store(v, out + 4 * c)
+    @simd_intrinsic("void")
+    def read(ir, row, out):
+        for c, v in kv_rows.row_floats(ir, ggml_type, row, 0, dim):
+            ir.store(v, out + 4 * c)
 
     @kernel
     def run(data, out, count):

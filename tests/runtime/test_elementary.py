@@ -1,6 +1,6 @@
 """Exponentials and halves: one of each for vectors and for scalars, the same bits on every CPU.
 
-Halves are converted by `half` in kernels of types, which load no SIMD code, and by `Emit` in vectors, with the CPU's
+`half` converts halves in kernels of types, which load no SIMD code; `IrBuilder` converts vectors, with the CPU's
 instruction where there is one. Both promise the same bits for all numbers; of a NaN only that it stays one.
 """
 
@@ -16,7 +16,7 @@ import pytest
 
 from quantkit.codegen import half
 from quantkit.codegen.jit import kernel
-from quantkit.codegen.simd import F32, I16, emitted, vector
+from quantkit.codegen.simd import F32, I16, simd_intrinsic, vector
 from quantkit.runtime.kernels import reference
 from tests.runtime.other_cpus import CPUS, environment_of
 
@@ -29,10 +29,10 @@ def exp_one_by_one(x, out):
         out[i] = reference.exp(x[i])
 
 
-@emitted("void")
-def _exp(e, x, n, out):
-    with e.loop(0, n, 16) as i:
-        e.store(e.exp(e.load(FLOATS16, x + i * 4)), out + i * 4)
+@simd_intrinsic("void")
+def _exp(ir, x, n, out):
+    with ir.loop(0, n, 16) as i:
+        ir.store(ir.exp(ir.load(FLOATS16, x + i * 4)), out + i * 4)
 
 
 @kernel
@@ -52,10 +52,10 @@ def floats_of(x, out):
         out[i] = half.half_to_float(x[i])
 
 
-@emitted("void")
-def _halves(e, x, n, out):
-    with e.loop(0, n, 16) as i:
-        e.store(e.float_to_half(e.load(FLOATS16, x + i * 4)), out + i * 2)
+@simd_intrinsic("void")
+def _halves(ir, x, n, out):
+    with ir.loop(0, n, 16) as i:
+        ir.store(ir.float_to_half(ir.load(FLOATS16, x + i * 4)), out + i * 2)
 
 
 @kernel
@@ -63,10 +63,10 @@ def halves_of_vectors(x, n, out):
     _halves(x, n, out)
 
 
-@emitted("void")
-def _floats(e, x, n, out):
-    with e.loop(0, n, 16) as i:
-        e.store(e.half_to_float(e.load(vector(16, I16), x + i * 2)), out + i * 4)
+@simd_intrinsic("void")
+def _floats(ir, x, n, out):
+    with ir.loop(0, n, 16) as i:
+        ir.store(ir.half_to_float(ir.load(vector(16, I16), x + i * 2)), out + i * 4)
 
 
 @kernel

@@ -1,4 +1,4 @@
-"""The emitted SIMD code against numpy, on this CPU's path and on every simpler one."""
+"""SIMD intrinsics against numpy, on this CPU's path and on every simpler one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from quantkit.codegen.simd import (
     I8,
     I16,
     I32,
-    Emit,
+    IrBuilder,
     Value,
     atomic_add,
-    emitted,
     floats,
     halves,
     load_float,
     load_int,
+    simd_intrinsic,
     store_int,
     vector,
 )
@@ -37,14 +37,14 @@ def test_other_cpus(isa: str) -> None:
     run_tests(__file__, isa)
 
 
-def each(e: Emit, x: Value, n: Value, out: Value, function: Callable[[Value], Value]) -> None:
-    with e.loop(0, n, 16) as i:
-        e.store(function(e.load(FLOATS16, x + i * 4)), out + i * 4)
+def each(ir: IrBuilder, x: Value, n: Value, out: Value, function: Callable[[Value], Value]) -> None:
+    with ir.loop(0, n, 16) as i:
+        ir.store(function(ir.load(FLOATS16, x + i * 4)), out + i * 4)
 
 
-@emitted("void")
-def _exp(e, x, n, out):
-    each(e, x, n, out, e.exp)
+@simd_intrinsic("void")
+def _exp(ir, x, n, out):
+    each(ir, x, n, out, ir.exp)
 
 
 @kernel
@@ -63,16 +63,16 @@ def test_exp() -> None:
     assert np.isnan(y[-1])
 
 
-@emitted("void")
-def _from_half(e, x, n, out):
-    with e.loop(0, n, 16) as i:
-        e.store(e.half_to_float(e.load(vector(16, I16), x + i * 2)), out + i * 4)
+@simd_intrinsic("void")
+def _from_half(ir, x, n, out):
+    with ir.loop(0, n, 16) as i:
+        ir.store(ir.half_to_float(ir.load(vector(16, I16), x + i * 2)), out + i * 4)
 
 
-@emitted("void")
-def _to_half(e, x, n, out):
-    with e.loop(0, n, 16) as i:
-        e.store(e.float_to_half(e.load(FLOATS16, x + i * 4)), out + i * 2)
+@simd_intrinsic("void")
+def _to_half(ir, x, n, out):
+    with ir.loop(0, n, 16) as i:
+        ir.store(ir.float_to_half(ir.load(FLOATS16, x + i * 4)), out + i * 2)
 
 
 @kernel
@@ -122,11 +122,11 @@ def test_views_of_memory() -> None:
     assert out[0] == 1
 
 
-@emitted("void")
-def _dot4(e: Emit, a: Value, b: Value, start: Value, out: Value, lanes: int, largest: int) -> None:
-    total = e.load(vector(lanes, I32), start)
+@simd_intrinsic("void")
+def _dot4(ir: IrBuilder, a: Value, b: Value, start: Value, out: Value, lanes: int, largest: int) -> None:
+    total = ir.load(vector(lanes, I32), start)
     size = vector(4 * lanes, I8)
-    e.store(e.dot4(total, e.load(size, a), e.load(size, b), largest), out)
+    ir.store(ir.dot4(total, ir.load(size, a), ir.load(size, b), largest), out)
 
 
 @kernel
@@ -155,12 +155,12 @@ def test_dot4_is_exact_to_its_limits(function: Callable, largest: int, rng: np.r
         np.testing.assert_array_equal(out[8:], wanted)
 
 
-@emitted("void")
-def _pairs(e: Emit, a: Value, b: Value, out: Value, lanes: int) -> None:
-    total = e.zero(vector(lanes, I16))
+@simd_intrinsic("void")
+def _pairs(ir: IrBuilder, a: Value, b: Value, out: Value, lanes: int) -> None:
+    total = ir.zero(vector(lanes, I16))
     for _ in range(8):  # eight such sums of 4-bit codes are what gemm.py keeps in 16 bits
-        total = total + e.byte_pairs(e.load(vector(2 * lanes, I8), a), e.load(vector(2 * lanes, I8), b))
-    e.store(e.pairs(total), out)
+        total = total + ir.byte_pairs(ir.load(vector(2 * lanes, I8), a), ir.load(vector(2 * lanes, I8), b))
+    ir.store(ir.pairs(total), out)
 
 
 @kernel
@@ -177,12 +177,12 @@ def test_eight_sums_of_nibbles_fit_16_bits(sign: int) -> None:
     np.testing.assert_array_equal(out, 8 * 4 * 15 * 127 * sign)
 
 
-@emitted("void")
-def _bytes(e, x, masks, out):
+@simd_intrinsic("void")
+def _bytes(ir, x, masks, out):
     table = [(37 * i + 11) % 256 for i in range(16)]
     for lanes in (16, 32):
-        e.store(e.lookup(table, e.load(vector(lanes, I8), x) & 15), out + (lanes - 16) * 2)
-    e.store(e.where_bits(e.load(vector(32, I8), masks), [1 << i % 8 for i in range(32)], 16), out + 64)
+        ir.store(ir.lookup(table, ir.load(vector(lanes, I8), x) & 15), out + (lanes - 16) * 2)
+    ir.store(ir.where_bits(ir.load(vector(32, I8), masks), [1 << i % 8 for i in range(32)], 16), out + 64)
 
 
 @kernel
@@ -200,11 +200,11 @@ def test_lookup_and_bits(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(out[64:], np.where(masks >> np.arange(32) % 8 & 1, 16, 0))
 
 
-@emitted("void")
-def _sums(e, x, out):
-    e.store(e.sum4(*(e.load(FLOATS16, x + 64 * i) for i in range(4))), out)
-    e.store(e.sum(e.load(FLOATS16, x)), out + 16)
-    e.store(e.largest(e.load(FLOATS16, x)), out + 20)
+@simd_intrinsic("void")
+def _sums(ir, x, out):
+    ir.store(ir.sum4(*(ir.load(FLOATS16, x + 64 * i) for i in range(4))), out)
+    ir.store(ir.sum(ir.load(FLOATS16, x)), out + 16)
+    ir.store(ir.largest(ir.load(FLOATS16, x)), out + 20)
 
 
 @kernel

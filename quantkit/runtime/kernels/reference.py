@@ -20,16 +20,16 @@ from __future__ import annotations
 import numpy as np
 
 from quantkit.codegen.jit import kernel
-from quantkit.codegen.simd import Emit, Value, emitted
+from quantkit.codegen.simd import IrBuilder, Value, simd_intrinsic
 
 # Sums may be reordered, and max may assume that no NaN decides it; NaN still spreads through the sums.
 _SUMS = {"reassoc", "contract"}
 
 
-@emitted("float32")
-def exp(e: Emit, x: float) -> Value:
-    """e^x of a float32, as `Emit.exp` has it for vectors. No calls and no branches, so that loops over it vectorise."""
-    return e.exp(x)  # type: ignore[arg-type]  # float is what kernels pass
+@simd_intrinsic("float32")
+def exp(ir: IrBuilder, x: float) -> Value:
+    """e^x of a float32, as `IrBuilder.exp` computes it for vectors; no calls, no branches: loops over it vectorise."""
+    return ir.exp(x)  # type: ignore[arg-type]  # float is what kernels pass
 
 
 @kernel(fastmath=_SUMS)

@@ -187,7 +187,7 @@ def _starts(ordered: np.ndarray) -> np.ndarray:
 
 
 def _one_pass(source: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(table, classes) of `emitted.interleave._move` to copy each bit source[i] to bit target[i].
+    """(table, classes) of `native.interleave._move` to copy each bit source[i] to bit target[i].
 
     Bits are counted through words of 32. Neighbours that stay neighbours move together.
     """
@@ -224,7 +224,7 @@ def _halfway(origin: np.ndarray) -> np.ndarray:
 
 
 def moves(source: np.ndarray, target: np.ndarray, words: tuple[int, int]) -> tuple[np.ndarray, np.ndarray, int]:
-    """(table, classes, words between) of `emitted.interleave._move` to copy each bit source[i] to bit target[i].
+    """(table, classes, words between) of `native.interleave._move` to copy each bit source[i] to bit target[i].
 
     Bits are counted through words of 32, of which source and target have `words`. A word that takes very many moves
     from one other takes fewer by way of a word between the two: these stand behind the target's.

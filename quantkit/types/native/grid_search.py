@@ -29,7 +29,7 @@ import numpy as np
 
 from quantkit.codegen.half import float_to_half
 from quantkit.codegen.jit import kernel, part
-from quantkit.codegen.simd import F32, I32, I64, Emit, Value, emitted, vector
+from quantkit.codegen.simd import F32, I32, I64, IrBuilder, Value, simd_intrinsic, vector
 from quantkit.types.base import FAST
 from quantkit.types.families.grid_points import VALUES
 from quantkit.types.families.superblock import load_block, relative_importance, storable
@@ -46,155 +46,163 @@ _FREE, _EACH, _PAIRS = range(3)  # rules for signs: as they come; even in each g
 # ------------------------------------------------------------------------------------------------------- in SIMD lanes
 
 
-def _splat(e, address):
-    return e.splat(e.load(F32, address), _LANES)
+def _splat(ir, address):
+    return ir.splat(ir.load(F32, address), _LANES)
 
 
-def _less(e, a, b):
-    return Value(e, e.builder.fcmp_ordered("<", a.ir, b.ir))
+def _less(ir, a, b):
+    return Value(ir, ir.builder.fcmp_ordered("<", a.ir, b.ir))
 
 
-@emitted("void")
-def tabulate(e, elements, levels, tables):
+@simd_intrinsic("void")
+def tabulate(ir, elements, levels, tables):
     """P, R and F of each value of four coordinates, from w |x|, w and what a flip costs of two elements each.
 
     F is the least of (cost of a flip) * magnitude.
     """
-    with e.loop(0, 4) as c, e.loop(0, VALUES) as v:
+    with ir.loop(0, 4) as c, ir.loop(0, VALUES) as v:
         total = []
         for j in range(2):
-            level = _splat(e, levels + v * 8 + 4 * j)
-            wx, w, flip = (e.load(_F, elements + c * (6 * _ROW) + (3 * j + i) * _ROW) for i in range(3))
+            level = _splat(ir, levels + v * 8 + 4 * j)
+            wx, w, flip = (ir.load(_F, elements + c * (6 * _ROW) + (3 * j + i) * _ROW) for i in range(3))
             total.append((wx * level, w * (level * level), flip * level))
         at = tables + (c * VALUES + v) * _TABLE
-        e.store(total[0][0] + total[1][0], at)
-        e.store(total[0][1] + total[1][1], at + _ROW)
-        e.store(e.min(total[0][2], total[1][2]), at + 2 * _ROW)
+        ir.store(total[0][0] + total[1][0], at)
+        ir.store(total[0][1] + total[1][1], at + _ROW)
+        ir.store(ir.min(total[0][2], total[1][2]), at + 2 * _ROW)
 
 
-def _cost(e, flips, at, scale, odd):
+def _cost(ir, flips, at, scale, odd):
     """Cost s (s R - 2 P) of a value of a coordinate; with `flips` also what its cheapest flip adds."""
     twice = scale + scale
-    cost = scale * (scale * e.load(_F, at + _ROW)) - twice * e.load(_F, at)
-    return [cost, (twice + twice) * odd * e.load(_F, at + 2 * _ROW)] if flips else [cost]
+    cost = scale * (scale * ir.load(_F, at + _ROW)) - twice * ir.load(_F, at)
+    return [cost, (twice + twice) * odd * ir.load(_F, at + 2 * _ROW)] if flips else [cost]
 
 
-def _half_costs(e, flips, tables, half, scale, odd, out):
+def _half_costs(ir, flips, tables, half, scale, odd, out):
     """Costs of all rows of a half, and those with a flip; those of second halves carry their codes."""
     tables = tables + 2 * half * VALUES * _TABLE
-    beside = [_cost(e, flips, tables + (VALUES + b) * _TABLE, scale, odd) for b in range(VALUES)]
+    beside = [_cost(ir, flips, tables + (VALUES + b) * _TABLE, scale, odd) for b in range(VALUES)]
     stride = len(beside[0]) * _ROW
-    with e.loop(0, VALUES) as a:
-        own = _cost(e, flips, tables + a * _TABLE, scale, odd)
-        code = e.splat((a << 4).narrow(I32), _LANES)
+    with ir.loop(0, VALUES) as a:
+        own = _cost(ir, flips, tables + a * _TABLE, scale, odd)
+        code = ir.splat((a << 4).narrow(I32), _LANES)
         at = out + a * (VALUES * stride)
         for b, other in enumerate(beside):
             costs = [own[0] + other[0]]
             if flips:
-                costs.append(costs[0] + e.min(own[1], other[1]))
+                costs.append(costs[0] + ir.min(own[1], other[1]))
             for i, cost in enumerate(costs):
                 keyed = ((cost.view(_I) & ~0xFF) | (code | b)).view(_F) if half else cost
-                e.store(keyed, at + (b * stride + i * _ROW))
+                ir.store(keyed, at + (b * stride + i * _ROW))
 
 
 class _Best:
     """The least cost so far in each lane, and the codes of its point."""
 
-    def __init__(self, e):
-        self.e, self.cost = e, e.variable(e.constant(_F, float(_HUGE)))
-        self.key, self.first = e.variable(e.zero(_F)), e.variable(e.zero(_I))
+    def __init__(self, ir):
+        self.ir, self.cost = ir, ir.variable(ir.constant(_F, float(_HUGE)))
+        self.key, self.first = ir.variable(ir.zero(_F)), ir.variable(ir.zero(_I))
 
     def offer(self, cost, key, first):
-        better = _less(self.e, cost, self.cost.get())
+        better = _less(self.ir, cost, self.cost.get())
         for kept, new in ((self.cost, cost), (self.key, key), (self.first, first)):
-            kept.set(self.e.choose(better, new, kept.get()))
+            kept.set(self.ir.choose(better, new, kept.get()))
 
     def code(self):
         return (self.first.get() << 8) | (self.key.get().view(_I) & 0xFF)
 
 
-def _scan(e, rule, first, second, halves, chunks):
+def _scan(ir, rule, first, second, halves, chunks):
     """The codes, 256 * first + second, of the points of least cost: with a flip or without; for _PAIRS of both."""
     stride = _ROW if rule == _FREE else 2 * _ROW
-    best, flipped = _Best(e), _Best(e) if rule == _PAIRS else None
-    with e.loop(0, chunks) as i:
+    best, flipped = _Best(ir), _Best(ir) if rule == _PAIRS else None
+    with ir.loop(0, chunks) as i:
         at = halves + i * (4 * (2 + _CHUNK))
-        rows = [e.load(I32, at + 8 + 4 * k).signed(I64) * stride + second for k in range(_CHUNK)]
-        here = e.load(I32, at).signed(I64) * stride + first
-        code = e.splat(e.load(I32, at + 4), _LANES)
+        rows = [ir.load(I32, at + 8 + 4 * k).signed(I64) * stride + second for k in range(_CHUNK)]
+        here = ir.load(I32, at).signed(I64) * stride + first
+        code = ir.splat(ir.load(I32, at + 4), _LANES)
 
         def least(offset, rows=rows):
-            m = [e.load(_F, row + offset) for row in rows]
+            m = [ir.load(_F, row + offset) for row in rows]
             while len(m) > 1:
-                m = [e.min(a, b) for a, b in zip(m[::2], m[1::2])]
+                m = [ir.min(a, b) for a, b in zip(m[::2], m[1::2])]
             return m[0]
 
         plain = least(0)
         if rule != _EACH:
-            best.offer(e.load(_F, here) + plain, plain, code)
+            best.offer(ir.load(_F, here) + plain, plain, code)
         if rule != _FREE:
-            in_first, other = e.load(_F, here + _ROW) + plain, least(_ROW)
-            in_second = e.load(_F, here) + other
-            where = _less(e, in_second, in_first)
-            (flipped or best).offer(e.min(in_first, in_second), e.choose(where, other, plain), code)
+            in_first, other = ir.load(_F, here + _ROW) + plain, least(_ROW)
+            in_second = ir.load(_F, here) + other
+            where = _less(ir, in_second, in_first)
+            (flipped or best).offer(ir.min(in_first, in_second), ir.choose(where, other, plain), code)
     return best.code(), flipped.code() if flipped else None
 
 
-def _values(e, code, tables):
+def _values(ir, code, tables):
     """P, R and F of each coordinate of points."""
     found = []
     for c in range(4):
         digit = (code >> (12 - 4 * c)) & 15
-        each = [e.load(_F, tables + c * VALUES * _TABLE + i * _ROW) for i in range(3)]
+        each = [ir.load(_F, tables + c * VALUES * _TABLE + i * _ROW) for i in range(3)]
         for v in range(1, VALUES):
-            same = Value(e, e.builder.icmp_signed("==", digit.ir, e.constant(_I, v).ir))
+            same = Value(ir, ir.builder.icmp_signed("==", digit.ir, ir.constant(_I, v).ir))
             at = tables + (c * VALUES + v) * _TABLE
-            each = [e.choose(same, e.load(_F, at + i * _ROW), value) for i, value in enumerate(each)]
+            each = [ir.choose(same, ir.load(_F, at + i * _ROW), value) for i, value in enumerate(each)]
         found.append(each)
     return found
 
 
-def _sums(e, code, tables, wrong=None):
+def _sums(ir, code, tables, wrong=None):
     """P and R of points, P lowered by the cheapest flip where `wrong` is 1."""
-    each = _values(e, code, tables)
+    each = _values(ir, code, tables)
     p, r = ((each[0][i] + each[1][i]) + (each[2][i] + each[3][i]) for i in range(2))
     if wrong:
-        p = p - (wrong + wrong) * e.min(e.min(each[0][2], each[1][2]), e.min(each[2][2], each[3][2]))
+        p = p - (wrong + wrong) * ir.min(ir.min(each[0][2], each[1][2]), ir.min(each[2][2], each[3][2]))
     return p, r
 
 
-def _one_of_pair(e, odd, without, flipped):
+def _one_of_pair(ir, odd, without, flipped):
     """Where of two neighbouring lanes that are odd this one has the flip, costing less there."""
     loss = flipped - without
-    other = e.shuffle(loss, None, [lane ^ 1 for lane in range(_LANES)])
-    even = e.constant(_I, [1 - lane % 2 for lane in range(_LANES)])
-    less, same = _less(e, loss, other).ir, e.builder.fcmp_ordered("==", loss.ir, other.ir)
-    first = e.builder.and_(same, e.builder.icmp_signed("==", even.ir, e.constant(_I, 1).ir))
-    is_odd = _less(e, e.zero(_F), odd).ir
-    return Value(e, e.builder.and_(is_odd, e.builder.or_(less, first)))
+    other = ir.shuffle(loss, None, [lane ^ 1 for lane in range(_LANES)])
+    even = ir.constant(_I, [1 - lane % 2 for lane in range(_LANES)])
+    less, same = _less(ir, loss, other).ir, ir.builder.fcmp_ordered("==", loss.ir, other.ir)
+    first = ir.builder.and_(same, ir.builder.icmp_signed("==", even.ir, ir.constant(_I, 1).ir))
+    is_odd = _less(ir, ir.zero(_F), odd).ir
+    return Value(ir, ir.builder.and_(is_odd, ir.builder.or_(less, first)))
 
 
-@emitted("void")
+@simd_intrinsic("void")
 def nearest(
-    e: Emit, rule: int, tables: Value, scales: Value, odd: Value, halves: Value, chunks: Value, space: Value, out: Value
+    ir: IrBuilder,
+    rule: int,
+    tables: Value,
+    scales: Value,
+    odd: Value,
+    halves: Value,
+    chunks: Value,
+    space: Value,
+    out: Value,
 ) -> None:
     """Codes int32[16], then P, R and whether a sign is wrong, float32[16], of the nearest points under scales
     float32[16] to `out`. What makes a sign wrong, where `odd` is 1, is up to `rule`."""
-    scale = e.load(_F, scales)
+    scale = ir.load(_F, scales)
     second = space + VALUES * VALUES * 2 * _ROW
-    wrong = {_FREE: e.zero(_F), _EACH: e.load(_F, odd), _PAIRS: e.constant(_F, 1.0)}[rule]
-    _half_costs(e, rule != _FREE, tables, 0, scale, wrong, space)
-    _half_costs(e, rule != _FREE, tables, 1, scale, wrong, second)
-    code, flipped = _scan(e, rule, space, second, halves, chunks)
-    p, r = _sums(e, code, tables, wrong if rule == _EACH else None)
+    wrong = {_FREE: ir.zero(_F), _EACH: ir.load(_F, odd), _PAIRS: ir.constant(_F, 1.0)}[rule]
+    _half_costs(ir, rule != _FREE, tables, 0, scale, wrong, space)
+    _half_costs(ir, rule != _FREE, tables, 1, scale, wrong, second)
+    code, flipped = _scan(ir, rule, space, second, halves, chunks)
+    p, r = _sums(ir, code, tables, wrong if rule == _EACH else None)
     if rule == _PAIRS:
-        p_flipped, r_flipped = _sums(e, flipped, tables, wrong)
+        p_flipped, r_flipped = _sums(ir, flipped, tables, wrong)
         costs = [scale * (scale * b - (a + a)) for a, b in ((p, r), (p_flipped, r_flipped))]
-        here = _one_of_pair(e, e.load(_F, odd), *costs)
-        code, p, r = (e.choose(here, a, b) for a, b in ((flipped, code), (p_flipped, p), (r_flipped, r)))
-        wrong = e.choose(here, wrong, e.zero(_F))
+        here = _one_of_pair(ir, ir.load(_F, odd), *costs)
+        code, p, r = (ir.choose(here, a, b) for a, b in ((flipped, code), (p_flipped, p), (r_flipped, r)))
+        wrong = ir.choose(here, wrong, ir.zero(_F))
     for i, values in enumerate((code, p, r, wrong)):
-        e.store(values, out + i * _ROW)
+        ir.store(values, out + i * _ROW)
 
 
 # ---------------------------------------------------------------------------------------------------------- the search

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 
-from quantkit.codegen.ir_builder import Emit
+from quantkit.codegen.ir_builder import IrBuilder
 from quantkit.codegen.ir_values import I32, I64, Value, vector
 from quantkit.codegen.native import function
 from quantkit.types.native.writing import write
@@ -27,11 +27,11 @@ _FOUR = vector(4, I32)
 _UNROLLED = 2  # moves of a target word up to which there is a loop of their own; most words have so few
 
 
-def _transposed(e: Emit, rows: list[Value]) -> list[Value]:
+def _transposed(ir: IrBuilder, rows: list[Value]) -> list[Value]:
     """Vectors of four 4-word parts; part q of result j is word j of part q of each of the four. Its own inverse."""
 
     def zipped(a: Value, b: Value, order: tuple[int, ...]) -> Value:
-        return e.shuffle(a, b, [4 * part + i % 4 + LANES * (i // 4) for part in range(LANES // 4) for i in order])
+        return ir.shuffle(a, b, [4 * part + i % 4 + LANES * (i // 4) for part in range(LANES // 4) for i in order])
 
     a, b, c, d = rows
     low, high = (0, 4, 1, 5), (2, 6, 3, 7)
@@ -39,101 +39,101 @@ def _transposed(e: Emit, rows: list[Value]) -> list[Value]:
     return [zipped(x, y, half) for x, y in pairs for half in ((0, 1, 4, 5), (2, 3, 6, 7))]
 
 
-def _gather(e, lanes, offsets, count, words, following):
+def _gather(ir, lanes, offsets, count, words, following):
     """words int32[count, 4, 16]: from each of the 16 addresses at `lanes`, the unit at each of int64[count] offsets.
 
     On the way, cache lines are asked for of what begins at `following`, at as many further offsets.
     """
-    at = [e.load(I64, lanes + 8 * lane) for lane in range(LANES)]
-    with e.loop(0, count) as unit:
-        offset = e.load(I64, offsets + unit * 8)
-        ahead = following + e.load(I64, offsets + (count + unit) * 8)
+    at = [ir.load(I64, lanes + 8 * lane) for lane in range(LANES)]
+    with ir.loop(0, count) as unit:
+        offset = ir.load(I64, offsets + unit * 8)
+        ahead = following + ir.load(I64, offsets + (count + unit) * 8)
         for line in range(0, LANES * _UNIT, 64):
-            e.prefetch(ahead + line, near=False)
+            ir.prefetch(ahead + line, near=False)
         rows = []
         for i in range(4):
-            parts = [e.load(_FOUR, at[4 * q + i] + offset) for q in range(4)]
-            rows.append(e.join(e.join(*parts[:2]), e.join(*parts[2:])))
-        for j, word in enumerate(_transposed(e, rows)):
-            e.store(word, words + unit * (4 * _VECTOR) + j * _VECTOR)
+            parts = [ir.load(_FOUR, at[4 * q + i] + offset) for q in range(4)]
+            rows.append(ir.join(ir.join(*parts[:2]), ir.join(*parts[2:])))
+        for j, word in enumerate(_transposed(ir, rows)):
+            ir.store(word, words + unit * (4 * _VECTOR) + j * _VECTOR)
 
 
-def _scatter(e, words, lanes, offsets, count):
+def _scatter(ir, words, lanes, offsets, count):
     """Write what `gather` reads."""
-    at = [e.load(I64, lanes + 8 * lane) for lane in range(LANES)]
-    with e.loop(0, count) as unit:
-        offset = e.load(I64, offsets + unit * 8)
-        found = [e.load(_WORDS, words + unit * (4 * _VECTOR) + j * _VECTOR) for j in range(4)]
-        for i, row in enumerate(_transposed(e, found)):
+    at = [ir.load(I64, lanes + 8 * lane) for lane in range(LANES)]
+    with ir.loop(0, count) as unit:
+        offset = ir.load(I64, offsets + unit * 8)
+        found = [ir.load(_WORDS, words + unit * (4 * _VECTOR) + j * _VECTOR) for j in range(4)]
+        for i, row in enumerate(_transposed(ir, found)):
             for q in range(4):
-                e.store(e.part(row, 4 * q, 4), at[4 * q + i] + offset)
+                ir.store(ir.part(row, 4 * q, 4), at[4 * q + i] + offset)
 
 
-def _move(e, source, target, classes, count, table):
+def _move(ir, source, target, classes, count, table):
     """Fill the target words that the table names, in its order: later ones may be made of earlier ones.
 
     classes   int64[count, 2]: moves of a target word, number of such words
     table     int32: of each word its number and per move the number of a source word, left rotation, mask
     """
-    entry = e.variable(table)
+    entry = ir.variable(table)
 
     def moved(at: Value) -> Value:
-        number, rotation, mask = (e.load(I32, at + 4 * i) for i in range(3))
-        found = e.load(_WORDS, source + number.unsigned(I64) * _VECTOR)
-        return e.call("llvm.fshl.v16i32", _WORDS, found, found, e.splat(rotation, LANES)) & e.splat(mask, LANES)
+        number, rotation, mask = (ir.load(I32, at + 4 * i) for i in range(3))
+        found = ir.load(_WORDS, source + number.unsigned(I64) * _VECTOR)
+        return ir.call("llvm.fshl.v16i32", _WORDS, found, found, ir.splat(rotation, LANES)) & ir.splat(mask, LANES)
 
-    with e.loop(0, count) as kind:
-        moves, words = (e.load(I64, classes + kind * 16 + 8 * i) for i in range(2))
+    with ir.loop(0, count) as kind:
+        moves, words = (ir.load(I64, classes + kind * 16 + 8 * i) for i in range(2))
         for known in range(1, _UNROLLED + 1):
-            with e.builder.if_then(e.builder.icmp_signed("==", moves.ir, e.integer(known).ir)), e.loop(0, words):
+            with ir.builder.if_then(ir.builder.icmp_signed("==", moves.ir, ir.integer(known).ir)), ir.loop(0, words):
                 at = entry.get()
                 total = functools.reduce(operator.or_, [moved(at + (4 + 12 * i)) for i in range(known)])
-                e.store(total, target + e.load(I32, at).unsigned(I64) * _VECTOR)
+                ir.store(total, target + ir.load(I32, at).unsigned(I64) * _VECTOR)
                 entry.set(at + (4 + 12 * known))
-        with e.builder.if_then(e.builder.icmp_signed(">", moves.ir, e.integer(_UNROLLED).ir)), e.loop(0, words):
+        with ir.builder.if_then(ir.builder.icmp_signed(">", moves.ir, ir.integer(_UNROLLED).ir)), ir.loop(0, words):
             at = entry.get()
-            total = e.variable(e.zero(_WORDS))
-            with e.loop(0, moves) as i:
+            total = ir.variable(ir.zero(_WORDS))
+            with ir.loop(0, moves) as i:
                 total.set(total.get() | moved(at + (i * 12 + 4)))
-            e.store(total.get(), target + e.load(I32, at).unsigned(I64) * _VECTOR)
+            ir.store(total.get(), target + ir.load(I32, at).unsigned(I64) * _VECTOR)
             entry.set(at + (moves * 12 + 4))
 
 
-def _running_xor(e, words, numbers, count, by_one, by_two, by_four):
+def _running_xor(ir, words, numbers, count, by_one, by_two, by_four):
     """In the numbered words, t ^= t << 1 & by_one, then the same with 2 and 4."""
-    masks = [(shift, e.splat(mask.narrow(I32), LANES)) for shift, mask in ((1, by_one), (2, by_two), (4, by_four))]
-    with e.loop(0, count) as i:
-        at = words + e.load(I64, numbers + i * 8) * _VECTOR
-        t = e.load(_WORDS, at)
+    masks = [(shift, ir.splat(mask.narrow(I32), LANES)) for shift, mask in ((1, by_one), (2, by_two), (4, by_four))]
+    with ir.loop(0, count) as i:
+        at = words + ir.load(I64, numbers + i * 8) * _VECTOR
+        t = ir.load(_WORDS, at)
         for shift, mask in masks:
             t = t ^ ((t << shift) & mask)
-        e.store(t, at)
+        ir.store(t, at)
 
 
-def _both(e, a, b):
-    return Value(e, e.builder.and_(a.ir, b.ir))
+def _both(ir, a, b):
+    return Value(ir, ir.builder.and_(a.ir, b.ir))
 
 
-def _point(e, lanes, group, i, shape, source, target):
+def _point(ir, lanes, group, i, shape, source, target):
     """Set the addresses, int64[2, 16] at `lanes`, of sixteen blocks from the i-th of a group on, and go past them.
 
     For want of more, of the last again. `group` and `i` are variables, the others triples as `permute` has them.
     """
     groups, blocks, fold = shape
-    first, second = (e.variable(e.integer(0)) for _ in range(2))
+    first, second = (ir.variable(ir.integer(0)) for _ in range(2))
     last = blocks - fold
-    with e.loop(lanes, lanes + 8 * LANES, 8) as place:
-        is_there = e.less(group.get(), groups)
+    with ir.loop(lanes, lanes + 8 * LANES, 8) as place:
+        is_there = ir.less(group.get(), groups)
         at = i.get() * fold
-        at = e.choose(e.less(at, last), at, last)
+        at = ir.choose(ir.less(at, last), at, last)
         for (begin, group_bytes, pitch), latest, offset in ((source, first, 0), (target, second, 8 * LANES)):
             address = begin + group.get() * group_bytes + at * pitch
-            latest.set(e.choose(is_there, address, latest.get()))
-            e.store(latest.get(), place + offset)
+            latest.set(ir.choose(is_there, address, latest.get()))
+            ir.store(latest.get(), place + offset)
         following = i.get() + 1
-        is_next = e.less(following * fold, blocks)
-        i.set(e.choose(is_next, following, e.integer(0)))
-        group.set(e.choose(is_next, group.get(), group.get() + 1))
+        is_next = ir.less(following * fold, blocks)
+        i.set(ir.choose(is_next, following, ir.integer(0)))
+        group.set(ir.choose(is_next, group.get(), group.get() + 1))
 
 
 def work_space(units: int, between: int) -> int:
@@ -143,7 +143,7 @@ def work_space(units: int, between: int) -> int:
 
 @function
 def permute(
-    e, source, source_group, source_pitch, source_units, source_unit_count,
+    ir, source, source_group, source_pitch, source_units, source_unit_count,
     target, target_group, target_pitch, target_units, target_unit_count,
     groups, blocks, fold, classes, class_count, table, signs, sign_count, by_one, by_two, by_four, before, space,
 ):  # fmt: skip
@@ -159,21 +159,21 @@ def permute(
     """
     words = (space + (2 * 8 * LANES + _VECTOR - 1)) & -_VECTOR  # vectors across two cache lines are slow
     moved = words + source_unit_count * (4 * _VECTOR)
-    group, i = e.variable(e.integer(0)), e.variable(e.integer(0))
+    group, i = ir.variable(ir.integer(0)), ir.variable(ir.integer(0))
     places = (groups, blocks, fold), (source, source_group, source_pitch), (target, target_group, target_pitch)
-    with e.loop(0, groups * ((blocks + fold - 1) / fold), LANES):
-        _point(e, space, group, i, *places)
+    with ir.loop(0, groups * ((blocks + fold - 1) / fold), LANES):
+        _point(ir, space, group, i, *places)
         following = source + group.get() * source_group + i.get() * (fold * source_pitch)
-        _gather(e, space, source_units, source_unit_count, words, following)
-        _running_xor(e, words, signs, sign_count * before, by_one, by_two, by_four)
-        _move(e, words, moved, classes, class_count, table)
-        _running_xor(e, moved, signs, sign_count * (e.integer(1) - before), by_one, by_two, by_four)
-        _scatter(e, moved, space + 8 * LANES, target_units, target_unit_count)
+        _gather(ir, space, source_units, source_unit_count, words, following)
+        _running_xor(ir, words, signs, sign_count * before, by_one, by_two, by_four)
+        _move(ir, words, moved, classes, class_count, table)
+        _running_xor(ir, moved, signs, sign_count * (ir.integer(1) - before), by_one, by_two, by_four)
+        _scatter(ir, moved, space + 8 * LANES, target_units, target_unit_count)
 
 
 @function
 def permute_to_file(
-    e, pwrite, file, offset, slices, missed,
+    ir, pwrite, file, offset, slices, missed,
     source, source_group, source_pitch, source_units, source_unit_count,
     target, target_group, target_pitch, target_units, target_unit_count,
     groups, blocks, fold, classes, class_count, table, signs, sign_count, by_one, by_two, by_four, before, space,
@@ -183,13 +183,13 @@ def permute_to_file(
     pwrite, file, offset   the address of the C library's function, the descriptor, where the first group goes
     missed                 address of an int64: the bytes that could not be written
     """
-    missing = e.variable(e.integer(0))
-    with e.loop(0, slices) as number:
+    missing = ir.variable(ir.integer(0))
+    with ir.loop(0, slices) as number:
         first, last = groups * number / slices, groups * (number + 1) / slices
         permute.body(
-            e, source + first * source_group, source_group, source_pitch, source_units, source_unit_count,
+            ir, source + first * source_group, source_group, source_pitch, source_units, source_unit_count,
             target, target_group, target_pitch, target_units, target_unit_count, last - first, blocks, fold,
             classes, class_count, table, signs, sign_count, by_one, by_two, by_four, before, space,
         )  # fmt: skip
-        write(e, (pwrite, file), target, (last - first) * target_group, offset + first * target_group, missing)
-    e.store(missing.get(), missed)
+        write(ir, (pwrite, file), target, (last - first) * target_group, offset + first * target_group, missing)
+    ir.store(missing.get(), missed)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quantkit.codegen.ir_builder import Emit
+from quantkit.codegen.ir_builder import IrBuilder
 from quantkit.codegen.ir_values import F32, I8, I16, I32, Value, Variable, vector
 from quantkit.codegen.native import Function, function
 from quantkit.types.native.writing import SLICE_BYTES, pwrite_address, write
@@ -30,52 +30,52 @@ _TOO_LARGE = {"f32": 0x7F800000, "f16": 0x477FF000, "bf16": 0x7F7F8000}  # bits 
 _BYTES, _HALVES, _WORDS, _FLOATS = (vector(LANES, kind) for kind in (I8, I16, I32, F32))
 
 
-def _load(e: Emit, source: str, address: Value) -> Value:
+def _load(ir: IrBuilder, source: str, address: Value) -> Value:
     """The float32 values of sixteen floats."""
     if source == "f32":
-        return e.load(_FLOATS, address)
+        return ir.load(_FLOATS, address)
     if source == "bf16":
-        return (e.load(_HALVES, address).unsigned(I32) << 16).view(_FLOATS)
-    return e.half_to_float(e.load(_HALVES, address))
+        return (ir.load(_HALVES, address).unsigned(I32) << 16).view(_FLOATS)
+    return ir.half_to_float(ir.load(_HALVES, address))
 
 
 _UNIT = {"f8_e4m3": 256.0, "f8_e5m2": 1.0}  # what `_load_codes` gives is to be multiplied by
 
 
-def _load_codes(e: Emit, source: str, address: Value, largest: Variable) -> Value:
+def _load_codes(ir: IrBuilder, source: str, address: Value, largest: Variable) -> Value:
     """The float32 values of sixteen codes of 8 bits, in _UNITs; `largest` keeps the largest of E4M3 without sign.
 
     Halves have one bit of exponent more than E4M3 and the bias 15, not 7. By way of them subnormals cost no more than
     others. Its two NaNs come out as numbers: they are the codes whose bits but the sign's are all set.
     """
-    codes = e.load(_BYTES, address).unsigned(I16)
+    codes = ir.load(_BYTES, address).unsigned(I16)
     if source == "f8_e5m2":  # the upper byte of a half
-        return e.half_to_float(codes << 8)
+        return ir.half_to_float(codes << 8)
     magnitude = codes & 0x7F
-    _raise(e, largest, magnitude)
-    return e.half_to_float((codes & 0x80) << 8 | magnitude << 7)
+    _raise(ir, largest, magnitude)
+    return ir.half_to_float((codes & 0x80) << 8 | magnitude << 7)
 
 
-def _raise(e: Emit, most: Variable, v: Value) -> None:
+def _raise(ir: IrBuilder, most: Variable, v: Value) -> None:
     """Keep the larger, lane by lane."""
-    most.set(e.choose(e.less(most.get(), v), v, most.get()))
+    most.set(ir.choose(ir.less(most.get(), v), v, most.get()))
 
 
-def _look(e: Emit, x: Value, most: Variable) -> Value:
+def _look(ir: IrBuilder, x: Value, most: Variable) -> Value:
     """The bits of float32; `most` keeps the largest of magnitudes: those of NaN are above Inf's."""
     bits = x.view(_WORDS)
-    _raise(e, most, bits & 0x7FFFFFFF)
+    _raise(ir, most, bits & 0x7FFFFFFF)
     return bits
 
 
-def _store(e: Emit, target: str, x: Value, address: Value, most: Variable) -> None:
+def _store(ir: IrBuilder, target: str, x: Value, address: Value, most: Variable) -> None:
     """Round and store what was looked at."""
-    bits = _look(e, x, most)
+    bits = _look(ir, x, most)
     if target == "f16":
-        x = e.float_to_half(x)
+        x = ir.float_to_half(x)
     elif target == "bf16":
         x = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).narrow(I16)
-    e.store(x, address)
+    ir.store(x, address)
 
 
 def _named(name: str, body: Callable) -> Function:
@@ -86,27 +86,29 @@ def _named(name: str, body: Callable) -> Function:
 
 @functools.cache
 def _recoding(source: str, target: str) -> Function:
-    def body(e, x, out, count, largest):  # a multiple of LANES
-        most = e.variable(e.zero(_WORDS))
-        with e.loop(0, count, LANES) as i:
-            _store(e, target, _load(e, source, x + i * ITEM_BYTES[source]), out + i * ITEM_BYTES[target], most)
-        e.store(most.get(), largest)
+    def body(ir, x, out, count, largest):  # a multiple of LANES
+        most = ir.variable(ir.zero(_WORDS))
+        with ir.loop(0, count, LANES) as i:
+            _store(ir, target, _load(ir, source, x + i * ITEM_BYTES[source]), out + i * ITEM_BYTES[target], most)
+        ir.store(most.get(), largest)
 
     return _named(f"{source}_to_{target}", body)
 
 
-def _scaled_rows(e: Emit, source: str, target: str, rows: tuple[Value, Value], given: _Given, most: Variable) -> None:
+def _scaled_rows(
+    ir: IrBuilder, source: str, target: str, rows: tuple[Value, Value], given: _Given, most: Variable
+) -> None:
     """Rows `rows[0]` to `rows[1]` - 1 of the codes, the first of them at `out`."""
-    n, begin, largest = given.n, rows[0], e.variable(e.zero(_HALVES))
-    with e.loop(*rows) as row, e.loop(0, given.blocks) as block:
+    n, begin, largest = given.n, rows[0], ir.variable(ir.zero(_HALVES))
+    with ir.loop(*rows) as row, ir.loop(0, given.blocks) as block:
         line = (given.begin + row) / given.high
-        scale = e.splat(e.load(F32, given.scales + (line * given.blocks + block) * 4) * _UNIT[source], LANES)
+        scale = ir.splat(ir.load(F32, given.scales + (line * given.blocks + block) * 4) * _UNIT[source], LANES)
         first = block * given.wide
-        with e.loop(row * n + first, row * n + _least(e, first + given.wide, n), LANES) as i:
-            x = _load_codes(e, source, given.codes + i * ITEM_BYTES[source], largest) * scale
-            _store(e, target, x, given.out + (i - begin * n) * ITEM_BYTES[target], most)
-    is_nan = e.builder.icmp_signed("==", largest.get().ir, e.constant(_HALVES, 0x7F).ir)
-    most.set(Value(e, e.builder.select(is_nan, e.constant(_WORDS, 0x7FFFFFFF).ir, most.get().ir)))
+        with ir.loop(row * n + first, row * n + _least(ir, first + given.wide, n), LANES) as i:
+            x = _load_codes(ir, source, given.codes + i * ITEM_BYTES[source], largest) * scale
+            _store(ir, target, x, given.out + (i - begin * n) * ITEM_BYTES[target], most)
+    is_nan = ir.builder.icmp_signed("==", largest.get().ir, ir.constant(_HALVES, 0x7F).ir)
+    most.set(Value(ir, ir.builder.select(is_nan, ir.constant(_WORDS, 0x7FFFFFFF).ir, most.get().ir)))
 
 
 class _Given(NamedTuple):
@@ -122,38 +124,38 @@ class _Given(NamedTuple):
     blocks: Value
 
 
-def _least(e: Emit, a: Value, b: Value) -> Value:
-    return e.choose(e.less(a, b), a, b)
+def _least(ir: IrBuilder, a: Value, b: Value) -> Value:
+    return ir.choose(ir.less(a, b), a, b)
 
 
 @functools.cache
 def _rescaling(source: str, target: str) -> Function:
-    def body(e, codes, out, begin, n, high, wide, scales, blocks, rows, largest):
-        most = e.variable(e.zero(_WORDS))
+    def body(ir, codes, out, begin, n, high, wide, scales, blocks, rows, largest):
+        most = ir.variable(ir.zero(_WORDS))
         given = _Given(codes, out, begin, n, high, wide, scales, blocks)
-        _scaled_rows(e, source, target, (e.integer(0), rows), given, most)
-        e.store(most.get(), largest)
+        _scaled_rows(ir, source, target, (ir.integer(0), rows), given, most)
+        ir.store(most.get(), largest)
 
     return _named(f"{source}_scaled_to_{target}", body)
 
 
 @functools.cache
 def _sending(source: str, target: str) -> Function:
-    def body(e, pwrite, file, offset, x, scratch, count, largest, missed):
-        most, missing = e.variable(e.zero(_WORDS)), e.variable(e.integer(0))
+    def body(ir, pwrite, file, offset, x, scratch, count, largest, missed):
+        most, missing = ir.variable(ir.zero(_WORDS)), ir.variable(ir.integer(0))
         width = ITEM_BYTES[target]
-        with e.loop(0, count, SLICE) as first:
-            last = _least(e, first + SLICE, count)
-            with e.loop(first, last, LANES) as i:
-                bits = _load(e, source, x + i * ITEM_BYTES[source])
+        with ir.loop(0, count, SLICE) as first:
+            last = _least(ir, first + SLICE, count)
+            with ir.loop(first, last, LANES) as i:
+                bits = _load(ir, source, x + i * ITEM_BYTES[source])
                 if source == target:
-                    _look(e, bits, most)
+                    _look(ir, bits, most)
                 else:
-                    _store(e, target, bits, scratch + (i - first) * width, most)
+                    _store(ir, target, bits, scratch + (i - first) * width, most)
             made = x + first * width if source == target else scratch
-            write(e, (pwrite, file), made, (last - first) * width, offset + first * width, missing)
-        e.store(most.get(), largest)
-        e.store(missing.get(), missed)
+            write(ir, (pwrite, file), made, (last - first) * width, offset + first * width, missing)
+        ir.store(most.get(), largest)
+        ir.store(missing.get(), missed)
 
     return _named(f"{source}_sent_as_{target}", body)
 
@@ -161,17 +163,17 @@ def _sending(source: str, target: str) -> Function:
 @functools.cache
 def _sending_rescaled(source: str, target: str) -> Function:
     def body(
-        e, pwrite, file, offset, codes, scratch, begin, n, high, wide, scales, blocks, rows, slices, largest, missed
+        ir, pwrite, file, offset, codes, scratch, begin, n, high, wide, scales, blocks, rows, slices, largest, missed
     ):
-        most, missing = e.variable(e.zero(_WORDS)), e.variable(e.integer(0))
+        most, missing = ir.variable(ir.zero(_WORDS)), ir.variable(ir.integer(0))
         given = _Given(codes, scratch, begin, n, high, wide, scales, blocks)
-        with e.loop(0, slices) as number:
+        with ir.loop(0, slices) as number:
             first, last = rows * number / slices, rows * (number + 1) / slices
-            _scaled_rows(e, source, target, (first, last), given, most)
+            _scaled_rows(ir, source, target, (first, last), given, most)
             width = n * ITEM_BYTES[target]
-            write(e, (pwrite, file), scratch, (last - first) * width, offset + first * width, missing)
-        e.store(most.get(), largest)
-        e.store(missing.get(), missed)
+            write(ir, (pwrite, file), scratch, (last - first) * width, offset + first * width, missing)
+        ir.store(most.get(), largest)
+        ir.store(missing.get(), missed)
 
     return _named(f"{source}_scaled_sent_as_{target}", body)
 

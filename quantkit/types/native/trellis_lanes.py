@@ -6,155 +6,157 @@ are exact and the same on every CPU.
 
 from __future__ import annotations
 
-from quantkit.codegen.simd import F32, I8, I16, I32, I64, Emit, Value, emitted, vector
+from quantkit.codegen.simd import F32, I8, I16, I32, I64, IrBuilder, Value, simd_intrinsic, vector
 
 _F = vector(16, F32)
 _ROW = 64  # bytes of 16 float32
 _LOWEST = float("-inf")
 
 
-def _lanes(e):
+def _lanes(ir):
     """How many points are measured at once."""
-    return 16 if e.isa.startswith("avx512") else 8
+    return 16 if ir.isa.startswith("avx512") else 8
 
 
-def _pairs_of(e, address, pairs):
+def _pairs_of(ir, address, pairs):
     """Neighbouring int16 at an address, each pair in every lane."""
-    wide = vector(2 * _lanes(e), I16)
-    return [e.splat(e.load(I32, address + 4 * p), _lanes(e)).view(wide) for p in range(pairs)]
+    wide = vector(2 * _lanes(ir), I16)
+    return [ir.splat(ir.load(I32, address + 4 * p), _lanes(ir)).view(wide) for p in range(pairs)]
 
 
-def _bytes(e, address):
-    return e.load(vector(2 * _lanes(e), I8), address).signed(I16)
+def _bytes(ir, address):
+    return ir.load(vector(2 * _lanes(ir), I8), address).signed(I16)
 
 
-def _sums(e, pairs, points, us, ts, a, b):
+def _sums(ir, pairs, points, us, ts, a, b):
     """A and B of 16 points."""
-    lanes = _lanes(e)
+    lanes = _lanes(ir)
     for half in range(16 // lanes):
-        sum_a = sum_b = e.zero(vector(lanes, I32))
+        sum_a = sum_b = ir.zero(vector(lanes, I32))
         for p in range(pairs):
-            v = _bytes(e, points + (32 * p + 2 * lanes * half))
-            sum_a = sum_a + e.multiply_pairs(v * v, us[p])
-            sum_b = sum_b + e.multiply_pairs(v, ts[p])
-        e.store(sum_a.real(), a + 4 * lanes * half)
-        e.store(sum_b.real(), b + 4 * lanes * half)
+            v = _bytes(ir, points + (32 * p + 2 * lanes * half))
+            sum_a = sum_a + ir.multiply_pairs(v * v, us[p])
+            sum_b = sum_b + ir.multiply_pairs(v, ts[p])
+        ir.store(sum_a.real(), a + 4 * lanes * half)
+        ir.store(sum_b.real(), b + 4 * lanes * half)
 
 
-@emitted("void")
-def measure(e: Emit, pairs: int, points: Value, count: Value, u: Value, t: Value, a: Value, b: Value) -> None:
+@simd_intrinsic("void")
+def measure(ir: IrBuilder, pairs: int, points: Value, count: Value, u: Value, t: Value, a: Value, b: Value) -> None:
     """A and B, float32[16 * count], of 16 * count points under weights u and t, int16[2 * pairs].
 
     Points are int8[count, pairs, 16, 2].
     """
-    us, ts = _pairs_of(e, u, pairs), _pairs_of(e, t, pairs)
-    with e.loop(0, count) as i:
-        _sums(e, pairs, points + i * (32 * pairs), us, ts, a + i * _ROW, b + i * _ROW)
+    us, ts = _pairs_of(ir, u, pairs), _pairs_of(ir, t, pairs)
+    with ir.loop(0, count) as i:
+        _sums(ir, pairs, points + i * (32 * pairs), us, ts, a + i * _ROW, b + i * _ROW)
 
 
-@emitted("void")
-def measure_leaves(e, points, leaves, count, u, t, a, b):
+@simd_intrinsic("void")
+def measure_leaves(ir, points, leaves, count, u, t, a, b):
     """The same of `count` chunks of 16 points of 4 coordinates, whose numbers are int64[count, 2] at `leaves`."""
-    us, ts = _pairs_of(e, u, 2), _pairs_of(e, t, 2)
-    with e.loop(0, count) as i:
-        _sums(e, 2, points + e.load(I64, leaves + i * 16) * _ROW, us, ts, a + i * _ROW, b + i * _ROW)
+    us, ts = _pairs_of(ir, u, 2), _pairs_of(ir, t, 2)
+    with ir.loop(0, count) as i:
+        _sums(ir, 2, points + ir.load(I64, leaves + i * 16) * _ROW, us, ts, a + i * _ROW, b + i * _ROW)
 
 
-@emitted("void")
-def measure_boxes(e, low, high, count, z, r, out):
+@simd_intrinsic("void")
+def measure_boxes(ir, low, high, count, z, r, out):
     """Minus the weighted squared distances, float32[16 * count], of z from 16 * count boxes of 4 coordinates.
 
     z and r, the weights' roots, are int16[4]; low and high int8[count, 2, 16, 2].
     """
-    lanes = _lanes(e)
-    zs, rs = _pairs_of(e, z, 2), _pairs_of(e, r, 2)
+    lanes = _lanes(ir)
+    zs, rs = _pairs_of(ir, z, 2), _pairs_of(ir, r, 2)
 
     def larger(a, b):
-        return e.choose(e.less(b, a), a, b)
+        return ir.choose(ir.less(b, a), a, b)
 
-    with e.loop(0, count) as i:
+    with ir.loop(0, count) as i:
         for half in range(16 // lanes):
-            total = e.zero(vector(lanes, I32))
+            total = ir.zero(vector(lanes, I32))
             for p in range(2):
                 at = i * _ROW + (32 * p + 2 * lanes * half)
-                gap = larger(_bytes(e, low + at) - zs[p], zs[p] - _bytes(e, high + at))
-                gap = larger(gap, e.zero(gap.type)) * rs[p]
-                total = total - e.multiply_pairs(gap, gap)
-            e.store(total.real(), out + (i * _ROW + 4 * lanes * half))
+                gap = larger(_bytes(ir, low + at) - zs[p], zs[p] - _bytes(ir, high + at))
+                gap = larger(gap, ir.zero(gap.type)) * rs[p]
+                total = total - ir.multiply_pairs(gap, gap)
+            ir.store(total.real(), out + (i * _ROW + 4 * lanes * half))
 
 
-def _ranked(e, m, rank):
+def _ranked(ir, m, rank):
     """The rank-th largest of 16 lanes."""
-    larger = e.zero(vector(16, I32))
+    larger = ir.zero(vector(16, I32))
     for k in range(16):
-        here = Value(e, e.builder.fcmp_ordered(">", e.splat(m.lane(k), 16).ir, m.ir))
+        here = Value(ir, ir.builder.fcmp_ordered(">", ir.splat(m.lane(k), 16).ir, m.ir))
         larger = larger + here.unsigned(I32)
-    first = e.less(larger, e.splat(rank.narrow(I32), 16))
-    return e._fold(e.choose(first, m, e.constant(_F, -_LOWEST)), e.min)
+    first = ir.less(larger, ir.splat(rank.narrow(I32), 16))
+    return ir._fold(ir.choose(first, m, ir.constant(_F, -_LOWEST)), ir.min)
 
 
-def _gain(e, a, b, i, twice, square):
-    return e.load(_F, b + i * _ROW) * twice - e.load(_F, a + i * _ROW) * square
+def _gain(ir, a, b, i, twice, square):
+    return ir.load(_F, b + i * _ROW) * twice - ir.load(_F, a + i * _ROW) * square
 
 
-@emitted("float32")
-def score(e: Emit, a: Value, b: Value, count: Value, twice: float, square: float, rank: Value, out: Value) -> Value:
+@simd_intrinsic("float32")
+def score(
+    ir: IrBuilder, a: Value, b: Value, count: Value, twice: float, square: float, rank: Value, out: Value
+) -> Value:
     """Store twice B - square A of 16 * count points; return the `rank`-th largest of the lanes' largest.
 
     `count` is a multiple of 4.
     """
-    twice, square = e.splat(twice, 16), e.splat(square, 16)  # type: ignore[arg-type,assignment]  # `float` tells `emitted` the kind; a Value comes
-    most = [e.variable(e.constant(_F, _LOWEST)) for _ in range(4)]
-    with e.loop(0, count, 4) as i:
+    twice, square = ir.splat(twice, 16), ir.splat(square, 16)  # type: ignore[arg-type,assignment]  # `float` tells `emitted` the kind; a Value comes
+    most = [ir.variable(ir.constant(_F, _LOWEST)) for _ in range(4)]
+    with ir.loop(0, count, 4) as i:
         for k, so_far in enumerate(most):
-            s = _gain(e, a, b, i + k, twice, square)
-            e.store(s, out + (i + k) * _ROW)
-            so_far.set(e.max(so_far.get(), s))
-    return _ranked(e, e.max(e.max(most[0].get(), most[1].get()), e.max(most[2].get(), most[3].get())), rank)
+            s = _gain(ir, a, b, i + k, twice, square)
+            ir.store(s, out + (i + k) * _ROW)
+            so_far.set(ir.max(so_far.get(), s))
+    return _ranked(ir, ir.max(ir.max(most[0].get(), most[1].get()), ir.max(most[2].get(), most[3].get())), rank)
 
 
-@emitted("float32")
-def ranked(e, scores, count, rank):
+@simd_intrinsic("float32")
+def ranked(ir, scores, count, rank):
     """The `rank`-th largest of the lanes' largest of 16 * count scores."""
-    most = e.variable(e.constant(_F, _LOWEST))
-    with e.loop(0, count) as i:
-        most.set(e.max(most.get(), e.load(_F, scores + i * _ROW)))
-    return _ranked(e, most.get(), rank)
+    most = ir.variable(ir.constant(_F, _LOWEST))
+    with ir.loop(0, count) as i:
+        most.set(ir.max(most.get(), ir.load(_F, scores + i * _ROW)))
+    return _ranked(ir, most.get(), rank)
 
 
-@emitted("void")
-def add_largest(e, a, b, count, factors, gains):
+@simd_intrinsic("void")
+def add_largest(ir, a, b, count, factors, gains):
     """Add to gains, float32[8], the largest twice B - square A of 16 * count points under each of 8 scales.
 
     `factors`, float32[2, 8], are twice and square of each.
     """
-    twice, square = ([e.splat(e.load(F32, factors + 4 * (8 * row + k)), 16) for k in range(8)] for row in (0, 1))
-    most = [e.variable(e.constant(_F, _LOWEST)) for _ in range(8)]
-    with e.loop(0, count) as i:
+    twice, square = ([ir.splat(ir.load(F32, factors + 4 * (8 * row + k)), 16) for k in range(8)] for row in (0, 1))
+    most = [ir.variable(ir.constant(_F, _LOWEST)) for _ in range(8)]
+    with ir.loop(0, count) as i:
         for k, so_far in enumerate(most):
-            so_far.set(e.max(so_far.get(), _gain(e, a, b, i, twice[k], square[k])))
+            so_far.set(ir.max(so_far.get(), _gain(ir, a, b, i, twice[k], square[k])))
     for k, so_far in enumerate(most):
-        e.store(e.load(F32, gains + 4 * k) + e.largest(so_far.get()), gains + 4 * k)
+        ir.store(ir.load(F32, gains + 4 * k) + ir.largest(so_far.get()), gains + 4 * k)
 
 
-@emitted("int64")
-def at_least(e: Emit, scores: Value, least: float) -> Value:
+@simd_intrinsic("int64")
+def at_least(ir: IrBuilder, scores: Value, least: float) -> Value:
     """Bit i: whether scores[i] >= least, of 64."""
-    bound, mask = e.splat(least, 16), e.integer(0)  # type: ignore[arg-type]
+    bound, mask = ir.splat(least, 16), ir.integer(0)  # type: ignore[arg-type]
     for i in range(4):
-        where = e.builder.fcmp_ordered(">=", e.load(_F, scores + i * _ROW).ir, bound.ir)
-        mask = mask | Value(e, e.builder.bitcast(where, I16)).unsigned(I64) << 16 * i
+        where = ir.builder.fcmp_ordered(">=", ir.load(_F, scores + i * _ROW).ir, bound.ir)
+        mask = mask | Value(ir, ir.builder.bitcast(where, I16)).unsigned(I64) << 16 * i
     return mask
 
 
-@emitted("int64")
-def lowest(e, mask):
+@simd_intrinsic("int64")
+def lowest(ir, mask):
     """Number of the lowest bit that is set."""
-    return e.call("llvm.cttz.i64", I64, mask, e.constant(type(I64)(1), 0))
+    return ir.call("llvm.cttz.i64", I64, mask, ir.constant(type(I64)(1), 0))
 
 
-@emitted("void")
-def fill(e, scores, count):
+@simd_intrinsic("void")
+def fill(ir, scores, count):
     """Write 16 * count scores that nothing is below."""
-    with e.loop(0, count) as i:
-        e.store(e.constant(_F, _LOWEST), scores + i * _ROW)
+    with ir.loop(0, count) as i:
+        ir.store(ir.constant(_F, _LOWEST), scores + i * _ROW)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 
-from quantkit.codegen.ir_builder import Emit
+from quantkit.codegen.ir_builder import IrBuilder
 from quantkit.codegen.ir_values import Value, Variable
 
 SLICE_BYTES = 1 << 19  # that are made and then written: they are still in a core's cache
@@ -20,7 +20,7 @@ def pwrite_address() -> int:
         return 0
 
 
-def write(e: Emit, to: tuple[Value, Value], x: Value, nbytes: Value, offset: Value, missing: Variable) -> None:
+def write(ir: IrBuilder, to: tuple[Value, Value], x: Value, nbytes: Value, offset: Value, missing: Variable) -> None:
     """Write bytes by pwrite, of which `to` is the address, and the file's descriptor; `missing` counts what was not."""
     pwrite, descriptor = to
-    missing.set(missing.get() + nbytes - e.ask_address(pwrite, descriptor, x, nbytes, offset))
+    missing.set(missing.get() + nbytes - ir.ask_address(pwrite, descriptor, x, nbytes, offset))

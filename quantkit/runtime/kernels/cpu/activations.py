@@ -27,40 +27,40 @@ Where there is a NaN or an Inf the scale is NaN, so that it shows in every resul
 from __future__ import annotations
 
 from quantkit.codegen.jit import kernel
-from quantkit.codegen.simd import F32, I8, I32, Emit, Value, emitted, vector
+from quantkit.codegen.simd import F32, I8, I32, IrBuilder, Value, simd_intrinsic, vector
 
 FINE, FINE_SUMS, FINE_FLOORS, FINE_SCALES, WIDE, WIDE_SUMS, WIDE_SCALES = 4, 5, 6, 7, 8, 10, 11  # offsets, times n
 _LARGEST = 127 << 8  # magnitude of a, wide
 
 
-def _inverse(e: Emit, scale: Value) -> Value:
+def _inverse(ir: IrBuilder, scale: Value) -> Value:
     """1 / scale, 0 for 0."""
     kind = scale.type
-    is_zero = e.builder.fcmp_ordered("==", scale.ir, e.zero(kind).ir)
-    return Value(e, e.builder.select(is_zero, e.zero(kind).ir, (e.constant(kind, 1.0) / scale).ir))
+    is_zero = ir.builder.fcmp_ordered("==", scale.ir, ir.zero(kind).ir)
+    return Value(ir, ir.builder.select(is_zero, ir.zero(kind).ir, (ir.constant(kind, 1.0) / scale).ir))
 
 
-def _fine(e: Emit, x: Value) -> tuple[Value, Value]:
+def _fine(ir: IrBuilder, x: Value) -> tuple[Value, Value]:
     """32 floats as (32 signed bytes, 8 scales)."""
-    a, b, c, d = (e.shuffle(e.absolute(x), None, range(first, 32, 4)) for first in range(4))
+    a, b, c, d = (ir.shuffle(ir.absolute(x), None, range(first, 32, 4)) for first in range(4))
     together = a + b + c + d
-    scales = (e.max(e.max(a, b), e.max(c, d)) + (together - together)) * (1 / 127)  # NaN where any is not finite
-    spread = e.shuffle(_inverse(e, scales), None, [i // 4 for i in range(32)])
-    return e.nearest(x * spread).narrow(I8), scales
+    scales = (ir.max(ir.max(a, b), ir.max(c, d)) + (together - together)) * (1 / 127)  # NaN where any is not finite
+    spread = ir.shuffle(_inverse(ir, scales), None, [i // 4 for i in range(32)])
+    return ir.nearest(x * spread).narrow(I8), scales
 
 
-def wide_block(e: Emit, x: Value) -> tuple[Value, Value, Value]:
+def wide_block(ir: IrBuilder, x: Value) -> tuple[Value, Value, Value]:
     """32 floats as (32 high bytes, 32 low bytes, scale)."""
-    spoiled = e.sum(x - x)  # 0, or NaN where any element is not finite
-    scale = (e.largest(e.absolute(x)) + spoiled) * (1 / _LARGEST)
-    a = e.nearest(x * e.splat(_inverse(e, scale), 32))
+    spoiled = ir.sum(x - x)  # 0, or NaN where any element is not finite
+    scale = (ir.largest(ir.absolute(x)) + spoiled) * (1 / _LARGEST)
+    a = ir.nearest(x * ir.splat(_inverse(ir, scale), 32))
     return (a + 128).signed_shift(8).narrow(I8), a.narrow(I8), scale
 
 
-def wide_sums(e: Emit, high: Value, low: Value) -> Value:
+def wide_sums(ir: IrBuilder, high: Value, low: Value) -> Value:
     """int32 x 8: the sums of four neighbouring a."""
-    ones, zero = e.constant(vector(32, I8), 1), e.zero(vector(8, I32))
-    return e.dot4(e.dot4(zero, ones, high, 1) << 8, ones, low, 1)
+    ones, zero = ir.constant(vector(32, I8), 1), ir.zero(vector(8, I32))
+    return ir.dot4(ir.dot4(zero, ones, high, 1) << 8, ones, low, 1)
 
 
 def fine_floors(buffer: Value, n: Value, column: Value, group: int) -> Value:
@@ -69,27 +69,27 @@ def fine_floors(buffer: Value, n: Value, column: Value, group: int) -> Value:
     return start + (column >> 2) if group == 16 else start + (n >> 2) + (column >> 3)
 
 
-@emitted("void")
-def quantize_range(e, buffer, n, first, last):
+@simd_intrinsic("void")
+def quantize_range(ir, buffer, n, first, last):
     """Fill both forms of elements first .. last - 1 of a buffer that holds x."""
-    ones = e.constant(vector(32, I8), 1)
-    with e.loop(first, last, 32) as i:
-        x = e.load(vector(32, F32), buffer + i * 4)
-        codes, scales = _fine(e, x)
-        sums = e.dot4(e.zero(vector(8, I32)), ones, codes, 1)
+    ones = ir.constant(vector(32, I8), 1)
+    with ir.loop(first, last, 32) as i:
+        x = ir.load(vector(32, F32), buffer + i * 4)
+        codes, scales = _fine(ir, x)
+        sums = ir.dot4(ir.zero(vector(8, I32)), ones, codes, 1)
         for part, value in ((FINE, codes), (FINE_SUMS, sums), (FINE_SCALES, scales)):
-            e.store(value, buffer + n * part + i)
+            ir.store(value, buffer + n * part + i)
         floors = sums.real() * scales
         while floors.lanes > 2:
             even, odd = (range(lane, floors.lanes, 2) for lane in range(2))
-            floors = e.shuffle(floors, None, even) + e.shuffle(floors, None, odd)
-        e.store(floors, fine_floors(buffer, n, i, 16))
-        e.store(floors.lane(0) + floors.lane(1), fine_floors(buffer, n, i, 32))
-        high, low, scale = wide_block(e, x)
-        e.store(high, buffer + n * WIDE + i * 2)
-        e.store(low, buffer + n * WIDE + i * 2 + 32)
-        e.store(wide_sums(e, high, low), buffer + n * WIDE_SUMS + i)
-        e.store(scale, buffer + n * WIDE_SCALES + (i >> 3))
+            floors = ir.shuffle(floors, None, even) + ir.shuffle(floors, None, odd)
+        ir.store(floors, fine_floors(buffer, n, i, 16))
+        ir.store(floors.lane(0) + floors.lane(1), fine_floors(buffer, n, i, 32))
+        high, low, scale = wide_block(ir, x)
+        ir.store(high, buffer + n * WIDE + i * 2)
+        ir.store(low, buffer + n * WIDE + i * 2 + 32)
+        ir.store(wide_sums(ir, high, low), buffer + n * WIDE_SUMS + i)
+        ir.store(scale, buffer + n * WIDE_SCALES + (i >> 3))
 
 
 @kernel(inline="always")

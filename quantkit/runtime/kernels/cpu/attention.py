@@ -22,7 +22,7 @@ import functools
 import numpy as np
 
 from quantkit.codegen.jit import Callback, callback, kernel
-from quantkit.codegen.simd import F32, Emit, Value, emitted, floats, load_float, load_int, vector
+from quantkit.codegen.simd import F32, IrBuilder, Value, floats, load_float, load_int, simd_intrinsic, vector
 from quantkit.runtime.kernels.cpu.activations import quantize
 from quantkit.runtime.kernels.cpu.decode_ops import SIGNATURE
 from quantkit.runtime.kernels.cpu.kv_rows import Heads, keep, rotate, row_floats
@@ -49,9 +49,9 @@ def rope_into(x, out, dim, cos, sin, rope_dim, step, pair, scale):
         out[j * step + pair] = (a * sin[j] + b * cos[j]) * scale
 
 
-@emitted("void")
+@simd_intrinsic("void")
 def chunk_scores(
-    e: Emit,
+    ir: IrBuilder,
     q: Value,
     keys: Value,
     stride: int,
@@ -69,55 +69,55 @@ def chunk_scores(
 
     def positions(i, many, heads):
         sums: dict[tuple[int, int], Value] = {}
-        for keyed in zip(*(row_floats(e, kind, keys + (i + r) * stride, 0, dim) for r in range(many))):
+        for keyed in zip(*(row_floats(ir, kind, keys + (i + r) * stride, 0, dim) for r in range(many))):
             c = keyed[0][0]
-            queries = {g: e.load(_FLOATS16, q + 4 * (g * dim + c)) for g in heads}
+            queries = {g: ir.load(_FLOATS16, q + 4 * (g * dim + c)) for g in heads}
             for r, (_, key) in enumerate(keyed):
                 for g, query in queries.items():
-                    sums[g, r] = e.fma(query, key, sums[g, r]) if c else query * key
+                    sums[g, r] = ir.fma(query, key, sums[g, r]) if c else query * key
         for g in heads:
             four = [sums[g, r] for r in range(many)]
-            e.store(e.sum4(*four) if many == 4 else e.sum(four[0]), scores + i * 4 + row * g)
+            ir.store(ir.sum4(*four) if many == 4 else ir.sum(four[0]), scores + i * 4 + row * g)
 
     middle = count & -4
     for start in range(0, group, TOGETHER):
         heads = range(start, min(group, start + TOGETHER))
-        with e.loop(0, middle, 4) as i:
+        with ir.loop(0, middle, 4) as i:
             positions(i, 4, heads)
-        with e.loop(middle, count) as i:
+        with ir.loop(middle, count) as i:
             positions(i, 1, heads)
 
 
-@emitted("void")
-def chunk_softmax(e: Emit, scores: Value, row: Value, count: Value, group: int, dim: int, out: Value) -> None:
+@simd_intrinsic("void")
+def chunk_softmax(ir: IrBuilder, scores: Value, row: Value, count: Value, group: int, dim: int, out: Value) -> None:
     """Replace scores by e^(score - top) and rescale out float32[group, dim + 2] where top grows."""
-    lowest = e.constant(F32, -1e30)
+    lowest = ir.constant(F32, -1e30)
     for g in range(group):
         mine, result = scores + row * g, out + 4 * g * (dim + 2)
-        with e.loop(count, (count + 15) & -16) as i:  # what the vectors read beyond the end counts for nothing
-            e.store(lowest, mine + i * 4)
-        old = e.load(F32, result + 4 * dim)
-        top = e.variable(e.splat(old, 16))
-        with e.loop(0, count, 16) as i:
-            top.set(e.max(top.get(), e.load(_FLOATS16, mine + i * 4)))
-        new = e.largest(top.get())
-        shrink = e.exp(e.splat(old - new, 16))
-        total = e.variable(e.zero(_FLOATS16))
-        with e.loop(0, count, 16) as i:
-            weights = e.exp(e.load(_FLOATS16, mine + i * 4) - e.splat(new, 16))
-            e.store(weights, mine + i * 4)
+        with ir.loop(count, (count + 15) & -16) as i:  # what the vectors read beyond the end counts for nothing
+            ir.store(lowest, mine + i * 4)
+        old = ir.load(F32, result + 4 * dim)
+        top = ir.variable(ir.splat(old, 16))
+        with ir.loop(0, count, 16) as i:
+            top.set(ir.max(top.get(), ir.load(_FLOATS16, mine + i * 4)))
+        new = ir.largest(top.get())
+        shrink = ir.exp(ir.splat(old - new, 16))
+        total = ir.variable(ir.zero(_FLOATS16))
+        with ir.loop(0, count, 16) as i:
+            weights = ir.exp(ir.load(_FLOATS16, mine + i * 4) - ir.splat(new, 16))
+            ir.store(weights, mine + i * 4)
             total.set(total.get() + weights)
         for c in range(0, dim, 16):
-            e.store(e.load(_FLOATS16, result + 4 * c) * shrink, result + 4 * c)
-        e.store(new, result + 4 * dim)
-        before = e.load(F32, result + 4 * dim + 4) * shrink.lane(0)
-        e.store(before + e.sum(total.get()), result + 4 * dim + 4)
+            ir.store(ir.load(_FLOATS16, result + 4 * c) * shrink, result + 4 * c)
+        ir.store(new, result + 4 * dim)
+        before = ir.load(F32, result + 4 * dim + 4) * shrink.lane(0)
+        ir.store(before + ir.sum(total.get()), result + 4 * dim + 4)
 
 
-@emitted("void")
+@simd_intrinsic("void")
 def chunk_values(
-    e: Emit, weights: Value, row: Value, values: Value, stride: int, count: Value, group: int, dim: int, kind: int,
-    out: Value,
+    ir: IrBuilder, weights: Value, row: Value, values: Value, stride: int, count: Value, group: int, dim: int,
+    kind: int, out: Value,
 ) -> None:  # fmt: skip
     """out[g] += sum over i of weights[g, i] * value i. Of all heads as many columns at a time as sums fit registers."""
     together = min(group, TOGETHER)
@@ -127,14 +127,14 @@ def chunk_values(
         for first in range(0, dim, columns):
             stop = min(dim, first + columns)
             places = [(g, c, out + 4 * (g * (dim + 2) + c)) for g in heads for c in range(first, stop, 16)]
-            totals = {(g, c): e.variable(e.load(_FLOATS16, address)) for g, c, address in places}
-            with e.loop(0, count) as i:
-                for c, value in row_floats(e, kind, values + i * stride, first, stop):
+            totals = {(g, c): ir.variable(ir.load(_FLOATS16, address)) for g, c, address in places}
+            with ir.loop(0, count) as i:
+                for c, value in row_floats(ir, kind, values + i * stride, first, stop):
                     for g in heads:
-                        weight = e.splat(e.load(F32, weights + i * 4 + row * g), 16)
-                        totals[g, c].set(e.fma(weight, value, totals[g, c].get()))
+                        weight = ir.splat(ir.load(F32, weights + i * 4 + row * g), 16)
+                        totals[g, c].set(ir.fma(weight, value, totals[g, c].get()))
             for g, c, address in places:
-                e.store(totals[g, c].get(), address)
+                ir.store(totals[g, c].get(), address)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from quantkit.codegen.jit import callback, kernel
-from quantkit.codegen.simd import F32, call6, emitted, floats, load_float, load_int, vector
+from quantkit.codegen.simd import F32, call6, floats, load_float, load_int, simd_intrinsic, vector
 from quantkit.runtime.kernels.cpu.activations import quantize, quantize_range
 
 SIGNATURE = "void(int64, int64, int64)"
@@ -30,18 +30,18 @@ def split(rows, multiple, thread, threads):
 NORM = ("x", "weight", "n", "eps", "buffer", "private_stride")  # eps points to a float32
 
 
-@emitted("float32")
-def _squares(e, x, n):
+@simd_intrinsic("float32")
+def _squares(ir, x, n):
     """Their sum, in an order of its own: that of 32 lanes, then what is left."""
     kind, whole = vector(32, F32), n & -32
-    lanes, rest = e.variable(e.zero(kind)), e.variable(e.constant(F32, 0.0))
-    with e.loop(0, whole, 32) as i:
-        v = e.load(kind, x + i * 4)
-        lanes.set(e.fma(v, v, lanes.get()))
-    with e.loop(whole, n) as i:
-        v = e.load(F32, x + i * 4)
-        rest.set(e.fma(v, v, rest.get()))
-    return e.sum(lanes.get()) + rest.get()
+    lanes, rest = ir.variable(ir.zero(kind)), ir.variable(ir.constant(F32, 0.0))
+    with ir.loop(0, whole, 32) as i:
+        v = ir.load(kind, x + i * 4)
+        lanes.set(ir.fma(v, v, lanes.get()))
+    with ir.loop(whole, n) as i:
+        v = ir.load(F32, x + i * 4)
+        rest.set(ir.fma(v, v, rest.get()))
+    return ir.sum(lanes.get()) + rest.get()
 
 
 @kernel
@@ -112,14 +112,14 @@ def matvec(p, thread, threads):
 SWIGLU = ("gate", "up", "n", "multiple", "buffer")
 
 
-@emitted("void")
-def swiglu_range(e, gate, up, first, last, out):
+@simd_intrinsic("void")
+def swiglu_range(ir, gate, up, first, last, out):
     """out = gate / (1 + e^-gate) * up, n a multiple of 32."""
     kind = vector(16, F32)
-    with e.loop(first, last, 16) as i:
-        g = e.load(kind, gate + i * 4)
-        sigmoid = e.constant(kind, 1.0) / (e.exp(g * -1.0) + 1.0)
-        e.store(g * sigmoid * e.load(kind, up + i * 4), out + i * 4)
+    with ir.loop(first, last, 16) as i:
+        g = ir.load(kind, gate + i * 4)
+        sigmoid = ir.constant(kind, 1.0) / (ir.exp(g * -1.0) + 1.0)
+        ir.store(g * sigmoid * ir.load(kind, up + i * 4), out + i * 4)
 
 
 @callback(SIGNATURE)

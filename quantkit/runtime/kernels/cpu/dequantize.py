@@ -5,7 +5,7 @@ Each product is rounded before the floor is added, so the values are those of th
 
 from __future__ import annotations
 
-from quantkit.codegen.simd import F32, I16, I32, Emit, Value, emitted, vector
+from quantkit.codegen.simd import F32, I16, I32, IrBuilder, Value, simd_intrinsic, vector
 from quantkit.runtime.kernels.cpu.formats.base import LaneUnit
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
 
@@ -13,45 +13,45 @@ FLOAT_TYPES = {0: "f32", 1: "f16", 30: "bf16"}
 _FLOATS4, _FLOATS16, _FLOATS32 = vector(4, F32), vector(16, F32), vector(32, F32)
 
 
-def load_floats(e: Emit, ggml_type: int, address: Value) -> Value:
+def load_floats(ir: IrBuilder, ggml_type: int, address: Value) -> Value:
     """16 floats stored as F32, F16 or BF16."""
     name = FLOAT_TYPES[ggml_type]
     if name == "f32":
-        return e.load(_FLOATS16, address)
-    bits = e.load(vector(16, I16), address)
-    return e.half_to_float(bits) if name == "f16" else (bits.unsigned(I32) << 16).view(_FLOATS16)
+        return ir.load(_FLOATS16, address)
+    bits = ir.load(vector(16, I16), address)
+    return ir.half_to_float(bits) if name == "f16" else (bits.unsigned(I32) << 16).view(_FLOATS16)
 
 
-def decoded(e: Emit, ggml_type: int, weights: Value, n: Value, rows: Value | int, out: Value) -> None:
+def decoded(ir: IrBuilder, ggml_type: int, weights: Value, n: Value, rows: Value | int, out: Value) -> None:
     """float32[rows, n] at `out`; rows a multiple of the rows a group has, n of the block and of 32."""
     if ggml_type in FLOAT_TYPES:
         width = 4 if FLOAT_TYPES[ggml_type] == "f32" else 2
-        with e.loop(0, n * rows, 16) as at:
-            e.store(load_floats(e, ggml_type, weights + at * width), out + at * 4)
+        with ir.loop(0, n * rows, 16) as at:
+            ir.store(load_floats(ir, ggml_type, weights + at * width), out + at * 4)
         return
     f = FORMATS[ggml_type]
     blocks = n >> (f.columns.bit_length() - 1)
-    with e.loop(0, rows, f.rows) as row, e.loop(0, blocks) as b:
+    with ir.loop(0, rows, f.rows) as row, ir.loop(0, blocks) as b:
         group = weights + f.group_bytes(blocks) * (row >> (f.rows.bit_length() - 1))
-        for i, unit in enumerate(f.units(e, group, b)):
+        for i, unit in enumerate(f.units(ir, group, b)):
             place = out + (row * n + b * f.columns + 32 * i) * 4
             if isinstance(unit, LaneUnit):
-                _store_lanes(e, unit, f.offset, f.rows, n, place)
+                _store_lanes(ir, unit, f.offset, f.rows, n, place)
                 continue
             lanes = [c // 4 for c in range(32)]
-            values = (unit.codes.unsigned(I32) - f.offset).real() * e.shuffle(unit.scale, None, lanes)
-            e.store(values + e.shuffle(unit.floor, None, lanes) if unit.floor else values, place)
+            values = (unit.codes.unsigned(I32) - f.offset).real() * ir.shuffle(unit.scale, None, lanes)
+            ir.store(values + ir.shuffle(unit.floor, None, lanes) if unit.floor else values, place)
 
 
-decode_rows = emitted("void")(decoded)
+decode_rows = simd_intrinsic("void")(decoded)
 
 
-def _store_lanes(e: Emit, unit: LaneUnit, offset: int, rows: int, n: Value, place: Value) -> None:
+def _store_lanes(ir: IrBuilder, unit: LaneUnit, offset: int, rows: int, n: Value, place: Value) -> None:
     for codes, low, high in unit.steps:
-        scale = e.shuffle(unit.scale, None, [c // 4 for c in range(32)])
+        scale = ir.shuffle(unit.scale, None, [c // 4 for c in range(32)])
         values = (codes.unsigned(I32) - offset).real() * scale
         if unit.floor:
-            values = values + e.shuffle(unit.floor, None, [c // 4 for c in range(32)])
+            values = values + ir.shuffle(unit.floor, None, [c // 4 for c in range(32)])
         for lane in range(8):
             column = low if lane < 4 else high
-            e.store(e.part(values, 4 * lane, 4), place + n * (4 * (lane % rows)) + 4 * column)
+            ir.store(ir.part(values, 4 * lane, 4), place + n * (4 * (lane % rows)) + 4 * column)

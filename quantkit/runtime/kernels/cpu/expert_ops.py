@@ -40,16 +40,16 @@ from quantkit.codegen.jit import Callback, callback, kernel
 from quantkit.codegen.simd import (
     F32,
     I64,
-    Emit,
+    IrBuilder,
     Value,
     atomic_add,
     call3,
     call6,
-    emitted,
     floats,
     integers,
     load_float,
     load_int,
+    simd_intrinsic,
     store_int,
     vector,
 )
@@ -277,37 +277,39 @@ def unit(ggml_type: int, quantized: bool) -> Unit:
     return Unit(_float_panel(ggml_type), _float_product, False, floating.ROWS, 8 * ROWS * 32)
 
 
-@emitted("void")
-def _lay_out_integers(e: Emit, ggml_type: int, weights: Value, n: Value, panel: Value) -> None:
+@simd_intrinsic("void")
+def _lay_out_integers(ir: IrBuilder, ggml_type: int, weights: Value, n: Value, panel: Value) -> None:
     f = FORMATS[ggml_type]
     row_bytes = (n >> (f.columns.bit_length() - 1)) * (f.nbytes // f.rows) + f.head // f.rows
-    with e.loop(0, ROWS // gemm.LANES) as i:
+    with ir.loop(0, ROWS // gemm.LANES) as i:
         size = (n >> 5) * gemm.record_bytes(f)
-        gemm.unpack(e, ggml_type, weights + row_bytes * gemm.LANES * i, n, gemm.LANES, panel + size * i)
+        gemm.unpack(ir, ggml_type, weights + row_bytes * gemm.LANES * i, n, gemm.LANES, panel + size * i)
 
 
-@emitted("void")
-def _lay_out_floats(e: Emit, ggml_type: int, weights: Value, n: Value, panel: Value) -> None:
+@simd_intrinsic("void")
+def _lay_out_floats(ir: IrBuilder, ggml_type: int, weights: Value, n: Value, panel: Value) -> None:
     """Panels of `lanes()` rows, transposed; behind them the rows as they were decoded."""
     wide = floating.lanes()
     rows = panel + n * 4 * ROWS
-    decoded(e, ggml_type, weights, n, ROWS, rows)
-    with e.loop(0, ROWS, 16) as i, e.loop(0, n, 16) as j:
+    decoded(ir, ggml_type, weights, n, ROWS, rows)
+    with ir.loop(0, ROWS, 16) as i, ir.loop(0, n, 16) as j:
         place = panel + n * 4 * (i & -wide) + j * (4 * wide) + (i & (wide - 1)) * 4
-        floating.transposed(e, rows + (n * i + j) * 4, n * 4, place, 4 * wide)
+        floating.transposed(ir, rows + (n * i + j) * 4, n * 4, place, 4 * wide)
 
 
-@emitted("void")
-def _multiply_integers(e: Emit, ggml_type: int, panel: Value, n: Value, x: Value, out: Value, stride: Value) -> None:
-    gemm.panels_times_tile(e, ggml_type, panel, n, x, out, stride, 0)
+@simd_intrinsic("void")
+def _multiply_integers(
+    ir: IrBuilder, ggml_type: int, panel: Value, n: Value, x: Value, out: Value, stride: Value
+) -> None:
+    gemm.panels_times_tile(ir, ggml_type, panel, n, x, out, stride, 0)
 
 
-@emitted("void")
-def _multiply_floats(e: Emit, panel: Value, n: Value, x: Value, out: Value, stride: Value) -> None:
+@simd_intrinsic("void")
+def _multiply_floats(ir: IrBuilder, panel: Value, n: Value, x: Value, out: Value, stride: Value) -> None:
     wide = floating.lanes()
-    rows = [e.load(I64, x + 8 * i) for i in range(floating.ROWS)]
+    rows = [ir.load(I64, x + 8 * i) for i in range(floating.ROWS)]
     for first in range(0, ROWS, wide):
-        floating.tile_of_rows(e, rows, panel + n * 4 * first, 4 * wide, n, out + 4 * first, stride, 0)
+        floating.tile_of_rows(ir, rows, panel + n * 4 * first, 4 * wide, n, out + 4 * first, stride, 0)
 
 
 @functools.cache
@@ -345,19 +347,19 @@ def _float_product(panel, n, x, out, stride, unused):
 # ------------------------------------------------------------------------------------------------------- all the units
 
 
-@emitted("void")
-def _add_scaled(e: Any, x: Value, weight: float, out: Value) -> None:
+@simd_intrinsic("void")
+def _add_scaled(ir: Any, x: Value, weight: float, out: Value) -> None:
     """out[0 .. 31] += weight * x[0 .. 31]."""
     for i in range(0, ROWS, 16):
-        scaled = e.load(_FLOATS16, x + 4 * i) * e.splat(weight, 16)
-        e.store(e.load(_FLOATS16, out + 4 * i) + scaled, out + 4 * i)
+        scaled = ir.load(_FLOATS16, x + 4 * i) * ir.splat(weight, 16)
+        ir.store(ir.load(_FLOATS16, out + 4 * i) + scaled, out + 4 * i)
 
 
-@emitted("void")
-def _copy(e: Emit, x: Value, out: Value) -> None:
+@simd_intrinsic("void")
+def _copy(ir: IrBuilder, x: Value, out: Value) -> None:
     """32 floats."""
     for i in range(0, ROWS, 16):
-        e.store(e.load(_FLOATS16, x + 4 * i), out + 4 * i)
+        ir.store(ir.load(_FLOATS16, x + 4 * i), out + 4 * i)
 
 
 @kernel

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 
 from quantkit.codegen.jit import Callback, callback, kernel
-from quantkit.codegen.simd import F32, Emit, Value, emitted, floats, load_int, vector
+from quantkit.codegen.simd import F32, IrBuilder, Value, floats, load_int, simd_intrinsic, vector
 from quantkit.placement.kernel_sizes import FLOAT_ROWS as ROWS
 from quantkit.placement.kernel_sizes import float_lanes as lanes
 from quantkit.runtime.kernels.cpu.decode_ops import SIGNATURE, split
@@ -22,57 +22,64 @@ from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
 _FLOATS16 = vector(16, F32)
 
 
-@emitted("int64")
-def tile_lanes(e):
-    return e.integer(lanes())
+@simd_intrinsic("int64")
+def tile_lanes(ir):
+    return ir.integer(lanes())
 
 
 def tile_of_rows(
-    e: Emit, rows: list[Value], b: Value, b_stride: Value | int, n: Value, c: Value, c_stride: Value | int, add: int
+    ir: IrBuilder,
+    rows: list[Value],
+    b: Value,
+    b_stride: Value | int,
+    n: Value,
+    c: Value,
+    c_stride: Value | int,
+    add: int,
 ) -> None:
     """The formula above for rows of A at these addresses, over their n columns; strides in bytes."""
     wide = lanes() // 2
     kind = vector(wide, F32)
     places = [(i, v) for i in range(len(rows)) for v in range(2)]
     targets = {(i, v): c + c_stride * i + 4 * wide * v for i, v in places}
-    totals = {p: e.variable(e.load(kind, targets[p]) if add else e.zero(kind)) for p in places}
-    with e.loop(0, n) as j:
-        vectors = [e.load(kind, b + j * b_stride + 4 * wide * v) for v in range(2)]
+    totals = {p: ir.variable(ir.load(kind, targets[p]) if add else ir.zero(kind)) for p in places}
+    with ir.loop(0, n) as j:
+        vectors = [ir.load(kind, b + j * b_stride + 4 * wide * v) for v in range(2)]
         for i, row in enumerate(rows):
-            number = e.splat(e.load(F32, row + j * 4), wide)
+            number = ir.splat(ir.load(F32, row + j * 4), wide)
             for v in range(2):
-                totals[i, v].set(e.fma(number, vectors[v], totals[i, v].get()))
+                totals[i, v].set(ir.fma(number, vectors[v], totals[i, v].get()))
     for p in places:
-        e.store(totals[p].get(), targets[p])
+        ir.store(totals[p].get(), targets[p])
 
 
-@emitted("void")
+@simd_intrinsic("void")
 def float_tile(
-    e: Emit, a: Value, a_stride: Value, b: Value, b_stride: Value, n: Value, c: Value, c_stride: Value, add: int
+    ir: IrBuilder, a: Value, a_stride: Value, b: Value, b_stride: Value, n: Value, c: Value, c_stride: Value, add: int
 ) -> None:
     """The formula above over n columns of A; strides in bytes."""
-    tile_of_rows(e, [a + a_stride * i for i in range(ROWS)], b, b_stride, n, c, c_stride, add)
+    tile_of_rows(ir, [a + a_stride * i for i in range(ROWS)], b, b_stride, n, c, c_stride, add)
 
 
-def transpose16(e: Emit, v: list[Value]) -> list[Value]:
+def transpose16(ir: IrBuilder, v: list[Value]) -> list[Value]:
     """16 vectors of 16: in four rounds, swap blocks of 8, 4, 2 and 1 across the diagonal."""
     for w in (8, 4, 2, 1):
         keep = [j if not j & w else j - w + 16 for j in range(16)]
         other = [j + w if not j & w else j + 16 for j in range(16)]
         for i in (i for i in range(16) if not i & w):
             a, b = v[i], v[i + w]
-            v[i], v[i + w] = e.shuffle(a, b, keep), e.shuffle(a, b, other)
+            v[i], v[i + w] = ir.shuffle(a, b, keep), ir.shuffle(a, b, other)
     return v
 
 
-def transposed(e: Emit, x: Value, x_stride: Value, y: Value, y_stride: Value | int) -> None:
+def transposed(ir: IrBuilder, x: Value, x_stride: Value, y: Value, y_stride: Value | int) -> None:
     """y[j, i] = x[i, j] for 16 x 16 float32; strides in bytes."""
-    rows = [e.load(_FLOATS16, x + x_stride * i) for i in range(16)]
-    for j, column in enumerate(transpose16(e, rows)):
-        e.store(column, y + y_stride * j)
+    rows = [ir.load(_FLOATS16, x + x_stride * i) for i in range(16)]
+    for j, column in enumerate(transpose16(ir, rows)):
+        ir.store(column, y + y_stride * j)
 
 
-transpose_block = emitted("void")(transposed)
+transpose_block = simd_intrinsic("void")(transposed)
 
 
 @kernel

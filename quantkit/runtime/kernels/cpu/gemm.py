@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 
 from quantkit.codegen.jit import Callback, callback, kernel
-from quantkit.codegen.simd import F32, I8, I16, I32, Emit, Value, emitted, load_int, vector
+from quantkit.codegen.simd import F32, I8, I16, I32, IrBuilder, Value, load_int, simd_intrinsic, vector
 from quantkit.placement.kernel_sizes import LANES, PANELS, RECORD, TILE_TOKENS, panels_bytes
 from quantkit.runtime.kernels.cpu.activations import wide_block, wide_sums
 from quantkit.runtime.kernels.cpu.decode_ops import SIGNATURE, split
@@ -69,34 +69,34 @@ def token_share(count, thread, threads):
 QUANTIZE = ("x", "n", "tokens", "tiles")  # tokens points to an int64
 
 
-def token_as_records(e: Emit, x: Value, n: Value | int, tile: Value, token: Value) -> None:
+def token_as_records(ir: IrBuilder, x: Value, n: Value | int, tile: Value, token: Value) -> None:
     """One token's part of the records of its tile."""
     tokens = TILE_TOKENS
-    with e.loop(0, n, 32) as i:
+    with ir.loop(0, n, 32) as i:
         record = tile + (i >> 5) * (RECORD * tokens)
-        high, low, scale = wide_block(e, e.load(vector(32, F32), x + i * 4))
-        sums = wide_sums(e, high, low)
-        halves = [e.sum(e.part(sums, first, 4)) for first in (0, 4)]
-        if _by_bytes(e):
-            e.store(high, record + token * 32)
-            e.store(low, record + _LOW * tokens + token * 32)
+        high, low, scale = wide_block(ir, ir.load(vector(32, F32), x + i * 4))
+        sums = wide_sums(ir, high, low)
+        halves = [ir.sum(ir.part(sums, first, 4)) for first in (0, 4)]
+        if _by_bytes(ir):
+            ir.store(high, record + token * 32)
+            ir.store(low, record + _LOW * tokens + token * 32)
         else:
             a = (high.signed(I16) << 8) + low.signed(I16)
-            e.store(e.shuffle(a, None, [4 * (i // 4) + (0, 2, 1, 3)[i % 4] for i in range(32)]), record + token * 64)
-        e.store(scale, record + _SCALES * tokens + token * 4)
+            ir.store(ir.shuffle(a, None, [4 * (i // 4) + (0, 2, 1, 3)[i % 4] for i in range(32)]), record + token * 64)
+        ir.store(scale, record + _SCALES * tokens + token * 4)
         for half, total in enumerate(halves):
-            e.store(total * -1, record + (_SUMS + 4 * half) * tokens + token * 4)
+            ir.store(total * -1, record + (_SUMS + 4 * half) * tokens + token * 4)
         for place, total in enumerate((halves[0] + halves[1], *halves)):
-            e.store(total.real() * scale, record + (_FLOORS + 4 * place) * tokens + token * 4)
+            ir.store(total.real() * scale, record + (_FLOORS + 4 * place) * tokens + token * 4)
 
 
-quantize_token = emitted("void")(token_as_records)
+quantize_token = simd_intrinsic("void")(token_as_records)
 
 
-@emitted("void")
-def _clear(e, address, nbytes):
-    with e.loop(0, nbytes, 16) as i:
-        e.store(e.zero(vector(4, I32)), address + i)
+@simd_intrinsic("void")
+def _clear(ir, address, nbytes):
+    with ir.loop(0, nbytes, 16) as i:
+        ir.store(ir.zero(vector(4, I32)), address + i)
 
 
 @callback(SIGNATURE)
@@ -117,7 +117,7 @@ def quantize_tiles(p, thread, threads):
 # --------------------------------------------------------------------------------------------------------------- panels
 
 
-def unpack(e: Emit, ggml_type: int, weights: Value, n: Value, rows: Value | int, panel: Value) -> None:
+def unpack(ir: IrBuilder, ggml_type: int, weights: Value, n: Value, rows: Value | int, panel: Value) -> None:
     """Lay `rows` (at most 16) rows out as a panel. Rows that are missing keep what was there; nobody reads them.
 
     Block by block, so that what is written stays in the first level of cache: codes first row by row, 32 bytes each,
@@ -125,155 +125,157 @@ def unpack(e: Emit, ggml_type: int, weights: Value, n: Value, rows: Value | int,
     """
     f = FORMATS[ggml_type]
     blocks, size, units = n >> (f.columns.bit_length() - 1), record_bytes(f), f.columns // 32
-    with e.loop(0, blocks) as b:
+    with ir.loop(0, blocks) as b:
         records = panel + b * (units * size)
-        with e.loop(0, rows, f.rows) as row:
+        with ir.loop(0, rows, f.rows) as row:
             group = weights + f.group_bytes(blocks) * (row >> (f.rows.bit_length() - 1))
-            for i, unit in enumerate(f.units(e, group, b)):
+            for i, unit in enumerate(f.units(ir, group, b)):
                 record = records + i * size
                 if isinstance(unit, LaneUnit):
-                    _place_lanes(e, f, unit, record + row * 4)
+                    _place_lanes(ir, f, unit, record + row * 4)
                     continue
-                e.store(unit.codes, record + row * 32)
+                ir.store(unit.codes, record + row * 32)
                 numbers = [unit.scale, unit.floor] if f.floor else [unit.scale]
                 for j, number in enumerate(numbers):
                     for half in range(_halves(f)):
                         place = record + row * 4 + _CODES + 64 * (_halves(f) * j + half)
-                        e.store(number.lane(4 * half), place)
+                        ir.store(number.lane(4 * half), place)
         if f.rows == 1:
-            with e.loop(0, units) as u:
-                _transpose_codes(e, records + u * size)
+            with ir.loop(0, units) as u:
+                _transpose_codes(ir, records + u * size)
 
 
-def _transpose_codes(e: Emit, record: Value) -> None:
+def _transpose_codes(ir: IrBuilder, record: Value) -> None:
     """16 rows of 8 words become 8 rows of 16, in place.
 
     A word's place is a vector's number and a lane: row / 2, and row % 2 * 8 + word. Three rounds exchange a bit of the
     one for a bit of the other, so that the vectors are the words' numbers; the last puts the lanes in order of rows.
     """
-    vectors = [e.load(_INTS32, record + 64 * i) for i in range(8)]
+    vectors = [ir.load(_INTS32, record + 64 * i) for i in range(8)]
     rows = [[(2 * i + lane // 8, lane % 8) for lane in range(16)] for i in range(8)]
     for bit in (1, 2, 4):
         for i in (i for i in range(8) if not i & bit):
             both, where = (vectors[i], vectors[i | bit]), rows[i] + rows[i | bit]
             for j, wanted in ((i, 0), (i | bit, bit)):
                 lanes = sorted((k for k in range(32) if where[k][1] & bit == wanted), key=lambda k: where[k])
-                vectors[j], rows[j] = e.shuffle(*both, lanes), [where[k] for k in lanes]
+                vectors[j], rows[j] = ir.shuffle(*both, lanes), [where[k] for k in lanes]
     for i, words in enumerate(vectors):
-        e.store(words, record + 64 * i)
+        ir.store(words, record + 64 * i)
 
 
-_unpack = emitted("void")(unpack)
+_unpack = simd_intrinsic("void")(unpack)
 
 
-def _place_lanes(e: Emit, f: Format, unit: LaneUnit, record: Value) -> None:
+def _place_lanes(ir: IrBuilder, f: Format, unit: LaneUnit, record: Value) -> None:
     """The same for rows that are interleaved already: lanes 0 .. 3 and 4 .. 7 are rows or halves."""
     for codes, low, high in unit.steps:
         words = codes.view(vector(8, I32))
         if f.rows == 8:
-            e.store(words, record + 16 * low)
+            ir.store(words, record + 16 * low)
         else:
-            e.store(e.part(words, 0, 4), record + 16 * low)
-            e.store(e.part(words, 4, 4), record + 16 * high)
+            ir.store(ir.part(words, 0, 4), record + 16 * low)
+            ir.store(ir.part(words, 4, 4), record + 16 * high)
     for j, number in enumerate([unit.scale, unit.floor] if unit.floor else [unit.scale]):
         place = record + _CODES + 64 * _halves(f) * j
         if f.rows == 8:
-            e.store(number, place)
+            ir.store(number, place)
             continue
         for half in range(_halves(f)):
-            e.store(e.part(number, 4 * half, 4), place + 64 * half)
+            ir.store(ir.part(number, 4 * half, 4), place + 64 * half)
 
 
 # -------------------------------------------------------------------------------------------------------------- product
 
 
 def panels_times_tile(
-    e: Emit, ggml_type: int, panels: Value, n: Value, tile: Value, out: Value, stride: Value | int, add: int
+    ir: IrBuilder, ggml_type: int, panels: Value, n: Value, tile: Value, out: Value, stride: Value | int, add: int
 ) -> None:
     """out[t, 16 p + lane] (+)= the product of P panels and a tile; rows of out are `stride` bytes apart."""
     f, tokens = FORMATS[ggml_type], TILE_TOKENS
     units, size = n >> 5, record_bytes(f)
     places = [(p, t) for p in range(PANELS) for t in range(tokens)]
-    totals = {place: e.variable(e.zero(_FLOATS16)) for place in places}
-    with e.loop(0, units) as u:
+    totals = {place: ir.variable(ir.zero(_FLOATS16)) for place in places}
+    with ir.loop(0, units) as u:
         records = [panels + (units * p + u) * size for p in range(PANELS)]
         given = tile + u * (RECORD * tokens)
         groups = _halves(f)
         for group in range(groups):
-            products = _products(e, f, records, given, range(group * 8 // groups, (group + 1) * 8 // groups))
+            products = _products(ir, f, records, given, range(group * 8 // groups, (group + 1) * 8 // groups))
             for p, record in enumerate(records):
-                scale = e.load(_FLOATS16, record + _CODES + 64 * group)
+                scale = ir.load(_FLOATS16, record + _CODES + 64 * group)
                 for t in range(tokens):
-                    both = scale * e.splat(e.load(F32, given + _SCALES * tokens + 4 * t), LANES)
-                    totals[p, t].set(e.fma(products[p, t].real(), both, totals[p, t].get()))
+                    both = scale * ir.splat(ir.load(F32, given + _SCALES * tokens + 4 * t), LANES)
+                    totals[p, t].set(ir.fma(products[p, t].real(), both, totals[p, t].get()))
         for group in range(groups if f.floor else 0):
             which = _FLOORS if groups == 1 else _FLOORS + 4 + 4 * group
             for p, t in places:
-                floor = e.load(_FLOATS16, records[p] + _CODES + 64 * (groups + group))
-                total = e.splat(e.load(F32, given + which * tokens + 4 * t), LANES)
-                totals[p, t].set(e.fma(floor, total, totals[p, t].get()))
+                floor = ir.load(_FLOATS16, records[p] + _CODES + 64 * (groups + group))
+                total = ir.splat(ir.load(F32, given + which * tokens + 4 * t), LANES)
+                totals[p, t].set(ir.fma(floor, total, totals[p, t].get()))
     for p, t in places:
         address = out + stride * t + 64 * p
         result = totals[p, t].get()
-        e.store(e.load(_FLOATS16, address) + result if add else result, address)
+        ir.store(ir.load(_FLOATS16, address) + result if add else result, address)
 
 
-_multiply = emitted("void")(panels_times_tile)
+_multiply = simd_intrinsic("void")(panels_times_tile)
 
 
-def _by_bytes(e: Emit) -> bool:
+def _by_bytes(ir: IrBuilder) -> bool:
     """Whether activations are two planes of bytes."""
-    return e.isa == "avx512vnni"
+    return ir.isa == "avx512vnni"
 
 
-def _products(e: Emit, f: Format, records: list[Value], given: Value, steps: range) -> dict[tuple[int, int], Value]:
+def _products(
+    ir: IrBuilder, f: Format, records: list[Value], given: Value, steps: range
+) -> dict[tuple[int, int], Value]:
     """int32 x 16 of each panel and token: the sum of (code - offset) * a over some steps of a unit."""
-    starts = [_start(e, f, given, t, steps) for t in range(TILE_TOKENS)]
-    if not _by_bytes(e):
+    starts = [_start(ir, f, given, t, steps) for t in range(TILE_TOKENS)]
+    if not _by_bytes(ir):
         return {
             (p, t): total
             for p, record in enumerate(records)
-            for t, total in enumerate(_by_words(e, record, given, steps, list(starts)))
+            for t, total in enumerate(_by_words(ir, record, given, steps, list(starts)))
         }
     places = [(p, t) for p in range(len(records)) for t in range(TILE_TOKENS)]
-    found = _plane(e, f, records, given, steps, {place: e.zero(_INTS32) for place in places})
+    found = _plane(ir, f, records, given, steps, {place: ir.zero(_INTS32) for place in places})
     shifted = {(p, t): (found[p, t] << 8) + starts[t] for p, t in places}
-    return _plane(e, f, records, given + _LOW * TILE_TOKENS, steps, shifted)
+    return _plane(ir, f, records, given + _LOW * TILE_TOKENS, steps, shifted)
 
 
 def _plane(
-    e: Emit, f: Format, records: list[Value], given: Value, steps: range, found: dict[tuple[int, int], Value]
+    ir: IrBuilder, f: Format, records: list[Value], given: Value, steps: range, found: dict[tuple[int, int], Value]
 ) -> dict[tuple[int, int], Value]:
     """`found` plus the sum of code * byte, of one plane of the activations."""
     for step in steps:
-        weights = [e.load(_BYTES64, record + 64 * step) for record in records]
+        weights = [ir.load(_BYTES64, record + 64 * step) for record in records]
         for t in range(TILE_TOKENS):
-            four = e.splat(e.load(I32, given + 32 * t + 4 * step), LANES).view(_BYTES64)
+            four = ir.splat(ir.load(I32, given + 32 * t + 4 * step), LANES).view(_BYTES64)
             for p, weight in enumerate(weights):
-                found[p, t] = e.dot4(found[p, t], weight, four, f.largest)
+                found[p, t] = ir.dot4(found[p, t], weight, four, f.largest)
     return found
 
 
-def _by_words(e: Emit, record: Value, given: Value, steps: range, totals: list[Value]) -> list[Value]:
+def _by_words(ir: IrBuilder, record: Value, given: Value, steps: range, totals: list[Value]) -> list[Value]:
     """`totals`, one a token, plus the sum of code * a of one panel."""
     for step in steps:
-        weights = e.load(_INTS32, record + 64 * step)
+        weights = ir.load(_INTS32, record + 64 * step)
         for odd in (0, 1):
             codes = ((weights >> 8 * odd) & 0xFF00FF).view(_INTS16)
             for t in range(TILE_TOKENS):
-                two = e.splat(e.load(I32, given + 64 * t + 8 * step + 4 * odd), LANES).view(_INTS16)
-                totals[t] = totals[t] + e.multiply_pairs(codes, two)
+                two = ir.splat(ir.load(I32, given + 64 * t + 8 * step + 4 * odd), LANES).view(_INTS16)
+                totals[t] = totals[t] + ir.multiply_pairs(codes, two)
     return totals
 
 
-def _start(e: Emit, f: Format, given: Value, t: int, steps: range) -> Value:
+def _start(ir: IrBuilder, f: Format, given: Value, t: int, steps: range) -> Value:
     """-offset times the sum of the token's a in these steps."""
     if not f.offset:
-        return e.zero(_INTS32)
+        return ir.zero(_INTS32)
     tokens = TILE_TOKENS
-    halves = [e.load(I32, given + (_SUMS + 4 * half) * tokens + 4 * t) for half in (0, 1) if half * 4 in steps]
+    halves = [ir.load(I32, given + (_SUMS + 4 * half) * tokens + 4 * t) for half in (0, 1) if half * 4 in steps]
     total = halves[0] if len(halves) == 1 else halves[0] + halves[1]
-    return e.splat(total * f.offset, LANES)
+    return ir.splat(total * f.offset, LANES)
 
 
 MULTIPLY = ("weights", "n", "rows", "tokens", "x", "out", "bias", "scratch", "private_stride")

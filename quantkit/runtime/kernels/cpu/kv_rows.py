@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from quantkit.codegen.simd import F32, I8, I16, I32, Emit, Value, emitted, vector
+from quantkit.codegen.simd import F32, I8, I16, I32, IrBuilder, Value, simd_intrinsic, vector
 from quantkit.runtime.kernels import kv_rounding
 from quantkit.runtime.kernels.cpu.dequantize import FLOAT_TYPES, load_floats
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
@@ -44,178 +44,178 @@ class Heads(NamedTuple):
 # ----------------------------------------------------------------------------------------------------------- reading
 
 
-def row_floats(e: Emit, ggml_type: int, row: Value, first: int, stop: int) -> Iterator[tuple[int, Value]]:
+def row_floats(ir: IrBuilder, ggml_type: int, row: Value, first: int, stop: int) -> Iterator[tuple[int, Value]]:
     """(column, 16 floats from there) of the columns first … stop of the row at an address; multiples of 16, or 32."""
     if ggml_type in FLOAT_TYPES:
         width = layout(NAMES[ggml_type]).row_bytes(1)
         for c in range(first, stop, 16):
-            yield c, load_floats(e, ggml_type, row + c * width)
+            yield c, load_floats(ir, ggml_type, row + c * width)
         return
     f = FORMATS[ggml_type]
     for c in range(first, stop, 32):
-        (unit,) = f.units(e, row, e.integer(c // 32))
+        (unit,) = f.units(ir, row, ir.integer(c // 32))
         lanes = [j // 4 for j in range(32)]
         codes = (unit.codes - f.offset).signed(I32)  # subtracted as bytes: all types' codes less their offset fit
-        values = codes.real() * e.shuffle(unit.scale, None, lanes)
+        values = codes.real() * ir.shuffle(unit.scale, None, lanes)
         if unit.floor:
-            values = values + e.shuffle(unit.floor, None, lanes)
-        yield c, e.part(values, 0, 16)
-        yield c + 16, e.part(values, 16, 16)
+            values = values + ir.shuffle(unit.floor, None, lanes)
+        yield c, ir.part(values, 0, 16)
+        yield c + 16, ir.part(values, 16, 16)
 
 
 # ----------------------------------------------------------------------------------------------------------- writing
 
 
-def _inverse(e: Emit, d: Value) -> Value:
-    is_zero = e.builder.fcmp_ordered("<", e.absolute(d).ir, e.constant(F32, float(kv_rounding.LEAST)).ir)
-    return Value(e, e.builder.select(is_zero, e.zero(F32).ir, (e.constant(F32, 1.0) / d).ir))
+def _inverse(ir: IrBuilder, d: Value) -> Value:
+    is_zero = ir.builder.fcmp_ordered("<", ir.absolute(d).ir, ir.constant(F32, float(kv_rounding.LEAST)).ir)
+    return Value(ir, ir.builder.select(is_zero, ir.zero(F32).ir, (ir.constant(F32, 1.0) / d).ir))
 
 
-def _bounds(e: Emit, x: Value) -> tuple[Value, Value]:
+def _bounds(ir: IrBuilder, x: Value) -> tuple[Value, Value]:
     """Least and largest of the lanes, NaN where any is not finite."""
-    spoiled = e.sum(x - x)
-    return e.largest(x * -1.0) * -1.0 + spoiled, e.largest(x) + spoiled
+    spoiled = ir.sum(x - x)
+    return ir.largest(x * -1.0) * -1.0 + spoiled, ir.largest(x) + spoiled
 
 
-def _extreme(e: Emit, x: Value) -> Value:
-    low, high = _bounds(e, x)
-    is_high = e.builder.fcmp_unordered(">=", high.ir, (low * -1.0).ir)
-    return Value(e, e.builder.select(is_high, high.ir, low.ir))
+def _extreme(ir: IrBuilder, x: Value) -> Value:
+    low, high = _bounds(ir, x)
+    is_high = ir.builder.fcmp_unordered(">=", high.ir, (low * -1.0).ir)
+    return Value(ir, ir.builder.select(is_high, high.ir, low.ir))
 
 
-def _codes(e: Emit, x: Value, inverse: Value, offset: int, largest: int) -> Value:
-    y = e.nearest(x * e.splat(inverse, 32)) + offset
-    over = e.builder.icmp_signed(">", y.ir, e.constant(y.type, largest).ir)
-    return e.choose(Value(e, over), e.constant(y.type, largest), y).narrow(I8)
+def _codes(ir: IrBuilder, x: Value, inverse: Value, offset: int, largest: int) -> Value:
+    y = ir.nearest(x * ir.splat(inverse, 32)) + offset
+    over = ir.builder.icmp_signed(">", y.ir, ir.constant(y.type, largest).ir)
+    return ir.choose(Value(ir, over), ir.constant(y.type, largest), y).narrow(I8)
 
 
-def _store_half(e: Emit, x: Value, address: Value) -> None:
-    e.store(e.float_to_half(e.splat(x, 8)).lane(0), address)
+def _store_half(ir: IrBuilder, x: Value, address: Value) -> None:
+    ir.store(ir.float_to_half(ir.splat(x, 8)).lane(0), address)
 
 
-def _store_nibbles(e: Emit, codes: Value, address: Value) -> None:
+def _store_nibbles(ir: IrBuilder, codes: Value, address: Value) -> None:
     low = codes & 15
-    e.store(e.part(low, 0, 16) | (e.part(low, 16, 16) << 4), address)
+    ir.store(ir.part(low, 0, 16) | (ir.part(low, 16, 16) << 4), address)
 
 
-def _store_five(e: Emit, codes: Value, address: Value) -> None:
-    e.store(e.integer_of(codes, 16), address)
-    _store_nibbles(e, codes, address + 4)
+def _store_five(ir: IrBuilder, codes: Value, address: Value) -> None:
+    ir.store(ir.integer_of(codes, 16), address)
+    _store_nibbles(ir, codes, address + 4)
 
 
-def _store_six(e: Emit, codes: Value, address: Value) -> None:
+def _store_six(ir: IrBuilder, codes: Value, address: Value) -> None:
     high = codes >> 4
-    a, b, c, d = (e.part(high, first, 8) for first in (0, 16, 8, 24))
-    e.store(a | (b << 2) | (c << 4) | (d << 6), address)
-    _store_nibbles(e, codes, address + 8)
+    a, b, c, d = (ir.part(high, first, 8) for first in (0, 16, 8, 24))
+    ir.store(a | (b << 2) | (c << 4) | (d << 6), address)
+    _store_nibbles(ir, codes, address + 8)
 
 
-def _keep_q8(e: Emit, x: Value, block: Value) -> None:
-    d = e.absolute(_extreme(e, x)) * (1 / 127)
-    _store_half(e, d, block)
-    e.store(_codes(e, x, _inverse(e, d), 0, 127), block + 2)
+def _keep_q8(ir: IrBuilder, x: Value, block: Value) -> None:
+    d = ir.absolute(_extreme(ir, x)) * (1 / 127)
+    _store_half(ir, d, block)
+    ir.store(_codes(ir, x, _inverse(ir, d), 0, 127), block + 2)
 
 
-def _keep_symmetric(e: Emit, x: Value, block: Value, bits: int, pack: Callable) -> None:
+def _keep_symmetric(ir: IrBuilder, x: Value, block: Value, bits: int, pack: Callable) -> None:
     offset = 1 << bits - 1
-    d = _extreme(e, x) * (-1 / offset)
-    _store_half(e, d, block)
-    pack(e, _codes(e, x, _inverse(e, d), offset, 2 * offset - 1), block + 2)
+    d = _extreme(ir, x) * (-1 / offset)
+    _store_half(ir, d, block)
+    pack(ir, _codes(ir, x, _inverse(ir, d), offset, 2 * offset - 1), block + 2)
 
 
-def _keep_affine(e: Emit, x: Value, block: Value, bits: int, pack: Callable) -> None:
+def _keep_affine(ir: IrBuilder, x: Value, block: Value, bits: int, pack: Callable) -> None:
     levels = (1 << bits) - 1
-    low, high = _bounds(e, x)
+    low, high = _bounds(ir, x)
     d = (high - low) * (1 / levels)
-    _store_half(e, d, block)
-    _store_half(e, low, block + 2)
-    pack(e, _codes(e, x - e.splat(low, 32), _inverse(e, d), 0, levels), block + 4)
+    _store_half(ir, d, block)
+    _store_half(ir, low, block + 2)
+    pack(ir, _codes(ir, x - ir.splat(low, 32), _inverse(ir, d), 0, levels), block + 4)
 
 
-def _keep_nonlinear(e: Emit, x: Value, block: Value) -> None:
-    y = x * e.splat(_inverse(e, _extreme(e, x) * (-1 / 127)), 32)
-    code, entry = e.zero(vector(32, I32)), e.constant(y.type, float(kv_rounding.CODEBOOK[0]))
+def _keep_nonlinear(ir: IrBuilder, x: Value, block: Value) -> None:
+    y = x * ir.splat(_inverse(ir, _extreme(ir, x) * (-1 / 127)), 32)
+    code, entry = ir.zero(vector(32, I32)), ir.constant(y.type, float(kv_rounding.CODEBOOK[0]))
     for middle, value in zip(kv_rounding.MIDDLES, kv_rounding.CODEBOOK[1:]):
-        above = Value(e, e.builder.fcmp_ordered(">", y.ir, e.constant(y.type, float(middle)).ir))
+        above = Value(ir, ir.builder.fcmp_ordered(">", y.ir, ir.constant(y.type, float(middle)).ir))
         code = code + above.unsigned(I32)
-        entry = e.choose(above, e.constant(y.type, float(value)), entry)
+        entry = ir.choose(above, ir.constant(y.type, float(value)), entry)
     weighed = x * x * entry
-    size = e.sum(weighed * entry)
-    is_zero = e.builder.fcmp_ordered("==", size.ir, e.zero(F32).ir)
-    d = Value(e, e.builder.select(is_zero, e.zero(F32).ir, (e.sum(weighed * x) / size).ir))
-    _store_half(e, d, block)
-    _store_nibbles(e, code.narrow(I8), block + 2)
+    size = ir.sum(weighed * entry)
+    is_zero = ir.builder.fcmp_ordered("==", size.ir, ir.zero(F32).ir)
+    d = Value(ir, ir.builder.select(is_zero, ir.zero(F32).ir, (ir.sum(weighed * x) / size).ir))
+    _store_half(ir, d, block)
+    _store_nibbles(ir, code.narrow(I8), block + 2)
 
 
-_KEEP: dict[str, Callable[[Emit, Value, Value], None]] = {
+_KEEP: dict[str, Callable[[IrBuilder, Value, Value], None]] = {
     "q8_0": _keep_q8,
-    "q6_0": lambda e, x, block: _keep_symmetric(e, x, block, 6, _store_six),
-    "q5_0": lambda e, x, block: _keep_symmetric(e, x, block, 5, _store_five),
-    "q5_1": lambda e, x, block: _keep_affine(e, x, block, 5, _store_five),
-    "q4_0": lambda e, x, block: _keep_symmetric(e, x, block, 4, _store_nibbles),
-    "q4_1": lambda e, x, block: _keep_affine(e, x, block, 4, _store_nibbles),
+    "q6_0": lambda ir, x, block: _keep_symmetric(ir, x, block, 6, _store_six),
+    "q5_0": lambda ir, x, block: _keep_symmetric(ir, x, block, 5, _store_five),
+    "q5_1": lambda ir, x, block: _keep_affine(ir, x, block, 5, _store_five),
+    "q4_0": lambda ir, x, block: _keep_symmetric(ir, x, block, 4, _store_nibbles),
+    "q4_1": lambda ir, x, block: _keep_affine(ir, x, block, 4, _store_nibbles),
     "iq4_nl": _keep_nonlinear,
 }
 
 
-def _keep_row(e: Emit, x: Value, dim: int, row: Value) -> None:
+def _keep_row(ir: IrBuilder, x: Value, dim: int, row: Value) -> None:
     """Q8_KV: one scale and the sum of the codes before them."""
-    vectors = [e.load(_FLOATS32, x + 4 * c) for c in range(0, dim, 32)]
-    top = e.absolute(_extreme(e, vectors[0]))
+    vectors = [ir.load(_FLOATS32, x + 4 * c) for c in range(0, dim, 32)]
+    top = ir.absolute(_extreme(ir, vectors[0]))
     for v in vectors[1:]:  # NaN stays: `max` keeps its first operand, and what is first may be either
-        other = e.absolute(_extreme(e, v))
-        top = e.max(top, other) + (other - other)
+        other = ir.absolute(_extreme(ir, v))
+        top = ir.max(top, other) + (other - other)
     d = top * (1 / 127)
-    inverse = _inverse(e, d)
-    total = e.zero(vector(8, I32))
+    inverse = _inverse(ir, d)
+    total = ir.zero(vector(8, I32))
     for i, v in enumerate(vectors):
-        codes = _codes(e, v, inverse, 0, 127)
-        total = e.dot4(total, e.constant(codes.type, 1), codes, 1)
-        e.store(codes, row + 8 + 32 * i)
-    e.store(d, row)
-    e.store(e.sum(total), row + 4)
+        codes = _codes(ir, v, inverse, 0, 127)
+        total = ir.dot4(total, ir.constant(codes.type, 1), codes, 1)
+        ir.store(codes, row + 8 + 32 * i)
+    ir.store(d, row)
+    ir.store(ir.sum(total), row + 4)
 
 
-def _to_bfloat(e: Emit, x: Value) -> Value:
+def _to_bfloat(ir: IrBuilder, x: Value) -> Value:
     bits = x.view(vector(x.lanes, I32))
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    is_nan = e.builder.fcmp_unordered("uno", x.ir, x.ir)
-    return e.choose(Value(e, is_nan), e.constant(bits.type, 0x7FC0), rounded).narrow(I16)
+    is_nan = ir.builder.fcmp_unordered("uno", x.ir, x.ir)
+    return ir.choose(Value(ir, is_nan), ir.constant(bits.type, 0x7FC0), rounded).narrow(I16)
 
 
-@emitted("void")
-def keep(e: Emit, ggml_type: int, x: Value, dim: int, row: Value) -> None:
+@simd_intrinsic("void")
+def keep(ir: IrBuilder, ggml_type: int, x: Value, dim: int, row: Value) -> None:
     """Write the row of `dim` floats at x; dim a multiple of 16, or of 32 for quantized types."""
     name = NAMES[ggml_type]
     if name in kv_rounding.FLOATS:
-        rounded = {"f32": lambda v: v, "f16": e.float_to_half, "bf16": lambda v: _to_bfloat(e, v)}[name]
+        rounded = {"f32": lambda v: v, "f16": ir.float_to_half, "bf16": lambda v: _to_bfloat(ir, v)}[name]
         for c in range(0, dim, 16):
-            e.store(rounded(e.load(_FLOATS16, x + 4 * c)), row + c * (4 if name == "f32" else 2))
+            ir.store(rounded(ir.load(_FLOATS16, x + 4 * c)), row + c * (4 if name == "f32" else 2))
     elif name == "q8_KV":
-        _keep_row(e, x, dim, row)
+        _keep_row(ir, x, dim, row)
     else:
         nbytes = FORMATS[ggml_type].nbytes
         for c in range(0, dim, 32):
-            _KEEP[name](e, e.load(_FLOATS32, x + 4 * c), row + c // 32 * nbytes)
+            _KEEP[name](ir, ir.load(_FLOATS32, x + 4 * c), row + c // 32 * nbytes)
 
 
 # ---------------------------------------------------------------------------------------------------------- rotating
 
 
-@emitted("void")
-def rotate(e: Emit, x: Value, dim: Value, block: int) -> None:
+@simd_intrinsic("void")
+def rotate(ir: IrBuilder, x: Value, dim: Value, block: int) -> None:
     """Every `block` (16, 32, … 512; 0: none) of `dim` floats times `rounding.rotation(block)`, in place."""
     if not block:
         return
-    with e.loop(0, dim, block) as first:
-        v = [e.load(_FLOATS16, x + (first + c) * 4) for c in range(0, block, 16)]
+    with ir.loop(0, dim, block) as first:
+        v = [ir.load(_FLOATS16, x + (first + c) * 4) for c in range(0, block, 16)]
         for w in (1, 2, 4, 8):
-            signs = e.constant(_FLOATS16, [-1.0 if lane & w else 1.0 for lane in range(16)])
-            v = [e.fma(a, signs, e.shuffle(a, None, [lane ^ w for lane in range(16)])) for a in v]
+            signs = ir.constant(_FLOATS16, [-1.0 if lane & w else 1.0 for lane in range(16)])
+            v = [ir.fma(a, signs, ir.shuffle(a, None, [lane ^ w for lane in range(16)])) for a in v]
         step = 1
         while step < len(v):
             for i in (i for i in range(len(v)) if not i & step):
                 v[i], v[i + step] = v[i] + v[i + step], v[i] - v[i + step]
             step *= 2
         for i, a in enumerate(v):
-            e.store(a * block**-0.5, x + (first + 16 * i) * 4)
+            ir.store(a * block**-0.5, x + (first + 16 * i) * 4)

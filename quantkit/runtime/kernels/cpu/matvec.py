@@ -26,7 +26,7 @@ import functools
 from collections.abc import Callable
 
 from quantkit.codegen.jit import Callback, callback
-from quantkit.codegen.simd import F32, I8, I32, Emit, Value, Variable, emitted, vector
+from quantkit.codegen.simd import F32, I8, I32, IrBuilder, Value, Variable, simd_intrinsic, vector
 from quantkit.runtime.kernels.cpu.activations import (
     FINE,
     FINE_SCALES,
@@ -46,27 +46,27 @@ ROWS = 4  # in flight: one load of the activations serves them all, and four sum
 _INTS8, _FLOATS8, _FLOATS16 = vector(8, I32), vector(8, F32), vector(16, F32)
 
 
-@emitted("void")
+@simd_intrinsic("void")
 def integer_product(
-    e: Emit, ggml_type: int, weights: Value, n: Value, first: Value, last: Value, activations: Value, out: Value
+    ir: IrBuilder, ggml_type: int, weights: Value, n: Value, first: Value, last: Value, activations: Value, out: Value
 ) -> None:
     f = FORMATS[ggml_type]
     blocks = n >> (f.columns.bit_length() - 1)
     if f.rows > 1:
-        with e.loop(first, last, f.rows) as row:
+        with ir.loop(first, last, f.rows) as row:
             group = weights + f.group_bytes(blocks) * (row >> (f.rows.bit_length() - 1))
-            _lane_rows(e, f, group, blocks, n, activations, out + row * 4)
+            _lane_rows(ir, f, group, blocks, n, activations, out + row * 4)
         return
 
     def rows_at(row: Value, count: int) -> None:
         size = f.group_bytes(blocks)
         addresses = [weights + size * (row + r) for r in range(count)]
-        _rows(e, f, addresses, blocks, n, activations, out + row * 4)
+        _rows(ir, f, addresses, blocks, n, activations, out + row * 4)
 
-    _in_steps(e, first, last, rows_at)
+    _in_steps(ir, first, last, rows_at)
 
 
-def _ask_ahead(e: Emit, start: Value, steps: Value, step: Value, nbytes: int) -> None:
+def _ask_ahead(ir: IrBuilder, start: Value, steps: Value, step: Value, nbytes: int) -> None:
     """Prefetch, while a tile of `steps` steps of `nbytes` is read, the tile after the next, at the same pace.
 
     The hardware follows one stream well, but rows in flight are several short ones: this made reading 1.1 to 3 times
@@ -74,49 +74,49 @@ def _ask_ahead(e: Emit, start: Value, steps: Value, step: Value, nbytes: int) ->
     """
     ahead = start + steps * (2 * nbytes) + step * nbytes
     for line in range(0, nbytes, 64):
-        e.prefetch(ahead + line)
+        ir.prefetch(ahead + line)
 
 
-def _in_steps(e: Emit, first: Value, last: Value, rows_at: Callable[[Value, int], None]) -> None:
+def _in_steps(ir: IrBuilder, first: Value, last: Value, rows_at: Callable[[Value, int], None]) -> None:
     """`rows_at(row, ROWS)` as far as that goes, the rest with `rows_at(row, 1)`."""
     middle = last - ((last - first) & (ROWS - 1))
-    with e.loop(first, middle, ROWS) as row:
+    with ir.loop(first, middle, ROWS) as row:
         rows_at(row, ROWS)
-    with e.loop(middle, last, 1) as row:
+    with ir.loop(middle, last, 1) as row:
         rows_at(row, 1)
 
 
-def _rows(e: Emit, f: Format, addresses: list[Value], blocks: Value, n: Value, x: Value, out: Value) -> None:
-    totals = [e.variable(e.zero(_FLOATS8)) for _ in addresses]
-    with e.loop(0, blocks) as b:
-        _ask_ahead(e, addresses[0], blocks, b, f.nbytes * len(addresses))
-        readers = [f.units(e, address, b) for address in addresses]
+def _rows(ir: IrBuilder, f: Format, addresses: list[Value], blocks: Value, n: Value, x: Value, out: Value) -> None:
+    totals = [ir.variable(ir.zero(_FLOATS8)) for _ in addresses]
+    with ir.loop(0, blocks) as b:
+        _ask_ahead(ir, addresses[0], blocks, b, f.nbytes * len(addresses))
+        readers = [f.units(ir, address, b) for address in addresses]
         first = b * f.columns
-        kept = _Scales(e)
+        kept = _Scales(ir)
         inner: list[Value] = []  # of each row with small scales: its units without what the block has in common
         last = f.columns // 32 - 1
         for unit in range(last + 1):
             at = first + 32 * unit
-            codes, scales = e.load(vector(32, I8), x + n * FINE + at), e.load(_FLOATS8, x + n * FINE_SCALES + at)
-            start = e.load(_INTS8, x + n * FINE_SUMS + at) * -f.offset if f.offset else e.zero(_INTS8)
+            codes, scales = ir.load(vector(32, I8), x + n * FINE + at), ir.load(_FLOATS8, x + n * FINE_SCALES + at)
+            start = ir.load(_INTS8, x + n * FINE_SUMS + at) * -f.offset if f.offset else ir.zero(_INTS8)
             for r, (reader, total) in enumerate(zip(readers, totals)):
                 weight = next(reader)
                 if small := weight.small:
-                    product = e.multiply_pairs(e.byte_pairs(small.codes, codes), small.words).real()
+                    product = ir.multiply_pairs(ir.byte_pairs(small.codes, codes), small.words).real()
                     lower = scales * 2.0**-small.up
                     if unit == 0:
                         inner.append(product * lower)
                     else:
-                        inner[r] = e.fma(product, lower, inner[r])
+                        inner[r] = ir.fma(product, lower, inner[r])
                     if unit == last:
-                        total.set(e.fma(inner[r], small.d, total.get()))
+                        total.set(ir.fma(inner[r], small.d, total.get()))
                 else:
-                    product = e.dot4(start, weight.codes, codes, f.largest).real()
-                    total.set(e.fma(product, kept.scale(weight.scale) * scales, total.get()))
+                    product = ir.dot4(start, weight.codes, codes, f.largest).real()
+                    total.set(ir.fma(product, kept.scale(weight.scale) * scales, total.get()))
                 if weight.floor:
-                    _add_floor(e, total, weight.floor, unit, fine_floors(x, n, at, f.group))
+                    _add_floor(ir, total, weight.floor, unit, fine_floors(x, n, at, f.group))
     for r, total in enumerate(totals):
-        e.store(e.sum(total.get()), out + 4 * r)
+        ir.store(ir.sum(total.get()), out + 4 * r)
 
 
 class _Scales:
@@ -124,8 +124,8 @@ class _Scales:
     costs a load, of which there are few, not a shuffle, of which there are many.
     """
 
-    def __init__(self, e: Emit):
-        self.e = e
+    def __init__(self, ir: IrBuilder):
+        self.ir = ir
         self.kept: dict[int, tuple[Value, Value]] = {}  # what scales were picked from, and its address
 
     def scale(self, scale: Value) -> Value:
@@ -133,78 +133,78 @@ class _Scales:
             return scale
         key = id(scale.scales)
         if key not in self.kept:
-            self.kept[key] = scale.scales, self.e.in_memory(scale.scales)
-        return self.e.splat(self.e.load(F32, self.kept[key][1] + 4 * scale.which[0]), 8)
+            self.kept[key] = scale.scales, self.ir.in_memory(scale.scales)
+        return self.ir.splat(self.ir.load(F32, self.kept[key][1] + 4 * scale.which[0]), 8)
 
 
-def _add_floor(e: Emit, total: Variable, floor: Value, unit: int, floors: Value) -> None:
+def _add_floor(ir: IrBuilder, total: Variable, floor: Value, unit: int, floors: Value) -> None:
     """Add floor times the activations' floors of the unit, at an address; of floors picked from eight, all at once."""
     if isinstance(floor, Picked):
         lane = unit * len(floor.which) % 8
         if floor.which[0] != lane:
             raise ValueError(f"unit {unit} picks floors from {floor.which[0]}, not from {lane} on: they are in order")
         if lane == 0:
-            total.set(e.fma(floor.scales, e.load(_FLOATS8, floors), total.get()))
+            total.set(ir.fma(floor.scales, ir.load(_FLOATS8, floors), total.get()))
     else:  # one that fills eight lanes
-        total.set(e.fma(floor, e.insert(e.zero(_FLOATS8), 0, e.load(F32, floors)), total.get()))
+        total.set(ir.fma(floor, ir.insert(ir.zero(_FLOATS8), 0, ir.load(F32, floors)), total.get()))
 
 
-def _lane_rows(e: Emit, f: Format, group: Value, blocks: Value, n: Value, x: Value, out: Value) -> None:
+def _lane_rows(ir: IrBuilder, f: Format, group: Value, blocks: Value, n: Value, x: Value, out: Value) -> None:
     """A group of interleaved rows, one a lane."""
-    total = e.variable(e.zero(_FLOATS8))
-    with e.loop(0, blocks) as b:
-        _ask_ahead(e, group, blocks, b, f.nbytes)
-        for unit, weight in enumerate(f.units(e, group, b)):
+    total = ir.variable(ir.zero(_FLOATS8))
+    with ir.loop(0, blocks) as b:
+        _ask_ahead(ir, group, blocks, b, f.nbytes)
+        for unit, weight in enumerate(f.units(ir, group, b)):
             at = b * f.columns + 32 * unit
-            sums = _lane_sums(e, f, e.load(_INTS8, x + n * WIDE_SUMS + at))
-            product = e.zero(_INTS8)
+            sums = _lane_sums(ir, f, ir.load(_INTS8, x + n * WIDE_SUMS + at))
+            product = ir.zero(_INTS8)
             for plane in (0, 32):
                 codes = x + n * WIDE + at * 2 + plane
                 for weights, left, right in weight.steps:
                     if left == right:  # a load fills all lanes
-                        four = e.splat(e.load(I32, codes + left), 8)
+                        four = ir.splat(ir.load(I32, codes + left), 8)
                     else:
-                        four = e.shuffle(e.load(_INTS8, codes), None, [left // 4] * 4 + [right // 4] * 4)
-                    product = e.dot4(product, weights, four.view(vector(32, I8)), f.largest)
+                        four = ir.shuffle(ir.load(_INTS8, codes), None, [left // 4] * 4 + [right // 4] * 4)
+                    product = ir.dot4(product, weights, four.view(vector(32, I8)), f.largest)
                 if plane == 0:
                     product = (product << 8) + sums * -f.offset
-            scale = e.splat(e.load(F32, x + n * WIDE_SCALES + (at >> 3)), 8)
-            partial = e.fma(product.real(), weight.scale * scale, total.get())
-            total.set(e.fma(sums.real() * scale, weight.floor, partial) if weight.floor else partial)
+            scale = ir.splat(ir.load(F32, x + n * WIDE_SCALES + (at >> 3)), 8)
+            partial = ir.fma(product.real(), weight.scale * scale, total.get())
+            total.set(ir.fma(sums.real() * scale, weight.floor, partial) if weight.floor else partial)
     lanes = total.get()
     while lanes.lanes > f.rows:
         half = lanes.lanes // 2
-        lanes = e.part(lanes, 0, half) + e.part(lanes, half, half)
-    e.store(lanes, out)
+        lanes = ir.part(lanes, 0, half) + ir.part(lanes, half, half)
+    ir.store(lanes, out)
 
 
-def _lane_sums(e: Emit, f: Format, fours: Value) -> Value:
+def _lane_sums(ir: IrBuilder, f: Format, fours: Value) -> Value:
     """Of the sums of four activation codes, what each lane sees: all 32 columns, or 16 and 16."""
     for distance in (1, 2, 4) if f.rows == 8 else (1, 2):
-        fours = fours + e.shuffle(fours, None, [lane ^ distance for lane in range(8)])
+        fours = fours + ir.shuffle(fours, None, [lane ^ distance for lane in range(8)])
     return fours
 
 
-@emitted("void")
+@simd_intrinsic("void")
 def float_product(
-    e: Emit, ggml_type: int, weights: Value, n: Value, first: Value, last: Value, activations: Value, out: Value
+    ir: IrBuilder, ggml_type: int, weights: Value, n: Value, first: Value, last: Value, activations: Value, out: Value
 ) -> None:
     width = 4 if FLOAT_TYPES[ggml_type] == "f32" else 2
 
     def rows_at(row: Value, count: int) -> None:
         start = weights + row * n * width
-        totals = [[e.variable(e.zero(_FLOATS16)) for _ in range(2)] for _ in range(count)]
-        with e.loop(0, n, 32) as i:
-            _ask_ahead(e, start, n >> 5, i >> 5, 32 * width * count)
+        totals = [[ir.variable(ir.zero(_FLOATS16)) for _ in range(2)] for _ in range(count)]
+        with ir.loop(0, n, 32) as i:
+            _ask_ahead(ir, start, n >> 5, i >> 5, 32 * width * count)
             for half in range(2):
-                x = e.load(_FLOATS16, activations + (i + 16 * half) * 4)
+                x = ir.load(_FLOATS16, activations + (i + 16 * half) * 4)
                 for r in range(count):
-                    weight = load_floats(e, ggml_type, start + (n * r + i + 16 * half) * width)
-                    totals[r][half].set(e.fma(weight, x, totals[r][half].get()))
+                    weight = load_floats(ir, ggml_type, start + (n * r + i + 16 * half) * width)
+                    totals[r][half].set(ir.fma(weight, x, totals[r][half].get()))
         for r, (a, b) in enumerate(totals):
-            e.store(e.sum(a.get() + b.get()), out + row * 4 + 4 * r)
+            ir.store(ir.sum(a.get() + b.get()), out + row * 4 + 4 * r)
 
-    _in_steps(e, first, last, rows_at)
+    _in_steps(ir, first, last, rows_at)
 
 
 @functools.cache

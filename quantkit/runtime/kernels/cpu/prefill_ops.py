@@ -15,7 +15,18 @@ import functools
 import numpy as np
 
 from quantkit.codegen.jit import Callback, callback, kernel
-from quantkit.codegen.simd import F32, Emit, Value, atomic_add, emitted, floats, load_float, load_int, store_int, vector
+from quantkit.codegen.simd import (
+    F32,
+    IrBuilder,
+    Value,
+    atomic_add,
+    floats,
+    load_float,
+    load_int,
+    simd_intrinsic,
+    store_int,
+    vector,
+)
 from quantkit.placement.kernel_sizes import KEYS, piece_bytes, piece_rows
 from quantkit.runtime.kernels.cpu.attention import rope_into
 from quantkit.runtime.kernels.cpu.decode_ops import SIGNATURE, norm_into, swiglu_range
@@ -119,45 +130,45 @@ def attention_scratch_bytes(shape: Heads, tokens: int, span: int) -> int:
     return piece_bytes(shape.group, shape.dim_k, shape.dim_v, tokens, span)
 
 
-@emitted("void")
+@simd_intrinsic("void")
 def _decode(
-    e: Emit, kind: int, rows: Value, stride: int, count: Value, dim: int, out: Value, out_stride: Value
+    ir: IrBuilder, kind: int, rows: Value, stride: int, count: Value, dim: int, out: Value, out_stride: Value
 ) -> None:
     """`count` rows of a cache as float32; strides in bytes."""
-    with e.loop(0, count) as i:
-        for c, v in row_floats(e, kind, rows + i * stride, 0, dim):
-            e.store(v, out + i * out_stride + 4 * c)
+    with ir.loop(0, count) as i:
+        for c, v in row_floats(ir, kind, rows + i * stride, 0, dim):
+            ir.store(v, out + i * out_stride + 4 * c)
 
 
-@emitted("void")
-def _soften(e, scores, count, first, last, dim, out, top_and_sum):
+@simd_intrinsic("void")
+def _soften(ir, scores, count, first, last, dim, out, top_and_sum):
     """One row of the streaming softmax: scores[first .. last - 1] of `count` to e^(score - top), the others to 0.
 
     Where top grows, out float32[dim] and the sum shrink.
     """
-    lowest = e.constant(_FLOATS16, -1e30)
-    lanes = e.constant(vector(16, first.type), range(16))
+    lowest = ir.constant(_FLOATS16, -1e30)
+    lanes = ir.constant(vector(16, first.type), range(16))
 
     def masked(i):
-        place = lanes + e.splat(i, 16)
-        inside = e.between(place, e.splat(first, 16), e.splat(last, 16))
-        return e.choose(inside, e.load(_FLOATS16, scores + i * 4), lowest)
+        place = lanes + ir.splat(i, 16)
+        inside = ir.between(place, ir.splat(first, 16), ir.splat(last, 16))
+        return ir.choose(inside, ir.load(_FLOATS16, scores + i * 4), lowest)
 
-    old = e.load(F32, top_and_sum)
-    top = e.variable(e.splat(old, 16))
-    with e.loop(0, count, 16) as i:
-        top.set(e.max(top.get(), masked(i)))
-    new = e.largest(top.get())
-    total = e.variable(e.zero(_FLOATS16))
-    with e.loop(0, count, 16) as i:
-        weights = e.exp(masked(i) - e.splat(new, 16))
-        e.store(weights, scores + i * 4)
+    old = ir.load(F32, top_and_sum)
+    top = ir.variable(ir.splat(old, 16))
+    with ir.loop(0, count, 16) as i:
+        top.set(ir.max(top.get(), masked(i)))
+    new = ir.largest(top.get())
+    total = ir.variable(ir.zero(_FLOATS16))
+    with ir.loop(0, count, 16) as i:
+        weights = ir.exp(masked(i) - ir.splat(new, 16))
+        ir.store(weights, scores + i * 4)
         total.set(total.get() + weights)
-    shrink = e.exp(e.splat(old - new, 16))
-    with e.loop(0, dim, 16) as i:
-        e.store(e.load(_FLOATS16, out + i * 4) * shrink, out + i * 4)
-    e.store(new, top_and_sum)
-    e.store(e.load(F32, top_and_sum + 4) * shrink.lane(0) + e.sum(total.get()), top_and_sum + 4)
+    shrink = ir.exp(ir.splat(old - new, 16))
+    with ir.loop(0, dim, 16) as i:
+        ir.store(ir.load(_FLOATS16, out + i * 4) * shrink, out + i * 4)
+    ir.store(new, top_and_sum)
+    ir.store(ir.load(F32, top_and_sum + 4) * shrink.lane(0) + ir.sum(total.get()), top_and_sum + 4)
 
 
 @kernel

@@ -36,13 +36,13 @@ WARP = 32
 FULL = 0xFFFFFFFF
 
 
-def read_unit(e: Any, codec: Codec, start: Any, row_bytes: Any, row: Any, unit: Any, split: Callable) -> Unit:
+def read_unit(ir: Any, codec: Codec, start: Any, row_bytes: Any, row: Any, unit: Any, split: Callable) -> Unit:
     """Run a codec; `split(value, n)` gives quotient and remainder, of powers of two."""
     group, of_group = split(row, codec.rows)
     block, of_block = split(unit, codec.columns // 32)
-    first = start + e.wide(group) * (row_bytes * codec.rows)
-    at = first + codec.head + e.wide(block) * codec.nbytes
-    return codec.read(Reader(e, codec, first, at, of_group, of_block, row_bytes))
+    first = start + ir.wide(group) * (row_bytes * codec.rows)
+    at = first + codec.head + ir.wide(block) * codec.nbytes
+    return codec.read(Reader(ir, codec, first, at, of_group, of_block, row_bytes))
 
 
 def inlined(function: Callable) -> Any:
@@ -124,7 +124,7 @@ if SIMULATED:
         return array[i], array[i + 1], array[i + 2], array[i + 3]
 
 else:
-    from llvmlite import ir
+    from llvmlite import ir as llvm
     from numba.cuda import cgutils, types
     from numba.cuda.extending import intrinsic
 
@@ -158,11 +158,11 @@ else:
 
     def _assembly(text: str, kinds: str, result: Any, *parameters: Any) -> Any:
         """A device function that is one instruction."""
-        plain = {types.int32: I32, types.uint32: I32, types.float32: F32, types.uint16: ir.IntType(16)}
+        plain = {types.int32: I32, types.uint32: I32, types.float32: F32, types.uint16: llvm.IntType(16)}
 
         def typed(typing_context, *args):
             def generate(context, builder, signature, values):
-                kind = ir.FunctionType(plain[result], [plain[p] for p in parameters])
+                kind = llvm.FunctionType(plain[result], [plain[p] for p in parameters])
                 return builder.asm(kind, text, kinds, values, False)
 
             return result(*parameters), generate
@@ -198,7 +198,7 @@ else:
     @intrinsic
     def float_of_bfloat(typing_context, bits):
         def generate(context, builder, signature, args):
-            wide = builder.shl(builder.zext(args[0], I32), ir.Constant(I32, 16))
+            wide = builder.shl(builder.zext(args[0], I32), llvm.Constant(I32, 16))
             return builder.bitcast(wide, F32)
 
         return types.float32(types.uint16), generate
@@ -220,8 +220,8 @@ else:
         def generate(context, builder, signature, args):
             data = cgutils.create_struct_proxy(signature.args[0])(context, builder, args[0]).data
             pointer = builder.gep(data, [args[1]])
-            loaded = builder.load(builder.bitcast(pointer, ir.VectorType(I32, 4).as_pointer()), align=16)
-            values = [builder.extract_element(loaded, ir.Constant(I32, i)) for i in range(4)]
+            loaded = builder.load(builder.bitcast(pointer, llvm.VectorType(I32, 4).as_pointer()), align=16)
+            values = [builder.extract_element(loaded, llvm.Constant(I32, i)) for i in range(4)]
             return context.make_tuple(builder, signature.return_type, values)
 
         return types.UniTuple(types.int32, 4)(array, types.int64), generate

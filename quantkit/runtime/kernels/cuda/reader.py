@@ -48,31 +48,31 @@ class Reader:
     `row` counts in its group, `unit` in its block; `start` is where the group begins, `block` where the block does.
     """
 
-    def __init__(self, e: Any, codec: Codec, start: Any, block: Any, row: Any, unit: Any, row_bytes: Any):
-        self.e, self.codec = e, codec
+    def __init__(self, ir: Any, codec: Codec, start: Any, block: Any, row: Any, unit: Any, row_bytes: Any):
+        self.ir, self.codec = ir, codec
         self.start, self.block, self.row, self.unit, self.row_bytes = start, block, row, unit, row_bytes
         self.align = math.gcd(codec.nbytes, codec.head, codec.tail, MOST)
         self.fields = [Stored(self, place) for place in codec.fields]
 
     def half(self, word: Any) -> Any:
-        return self.e.half(word)
+        return self.ir.half(word)
 
     def head_half(self) -> Any:
         """The half that the header has for the row."""
-        offset = self.start + self.e.wide(self.row * 2)
-        return self.e.half(load_half(self.e, offset, self.align))
+        offset = self.start + self.ir.wide(self.row * 2)
+        return self.ir.half(load_half(self.ir, offset, self.align))
 
     def head_float(self, pitch: int = 4) -> Any:
         """The float32 that the header has for the row."""
         align = math.gcd(self.align, 4)
-        return self.e.float_of(load_word(self.e, self.start + self.e.wide(self.row * pitch), align))
+        return self.ir.float_of(load_word(self.ir, self.start + self.ir.wide(self.row * pitch), align))
 
     def tail_float(self) -> Any:
         """The float32 after the blocks of a row."""
-        return self.e.float_of(self.e.load(32, self.start + self.row_bytes - self.codec.tail, 4))
+        return self.ir.float_of(self.ir.load(32, self.start + self.row_bytes - self.codec.tail, 4))
 
     def words(self, *numbers: int) -> list[Any]:
-        return [self.e.word(number) for number in numbers]
+        return [self.ir.word(number) for number in numbers]
 
     def minus(self, word: Any, offset: int) -> Any:
         """Four bytes 0 .. 127 minus an offset, as signed bytes."""
@@ -84,7 +84,7 @@ class Reader:
 
     def lookup(self, table: Sequence[Any], index: Any) -> Any:
         """Of a table of 4, 8, 16, 32 or 64 bytes, as words, those that the four bytes of `index` name."""
-        e = self.e
+        e = self.ir
         nibbles = index & LOW if len(table) > 4 else index
         pairs = nibbles | nibbles >> 4  # byte 0: the first two, byte 2 the others
         select = e.permute(pairs, e.word(0), e.word(0x7720))
@@ -108,7 +108,7 @@ class Reader:
 
         The nibbles are selectors as they stand; half as many instructions as two `lookup`s.
         """
-        e = self.e
+        e = self.ir
         low, high = word & 0x77777777, word >> 1 & 0x44444444 | 0x32103210
         mixed = []
         for select, which in ((low, high), (low >> 16, high >> 16)):
@@ -127,25 +127,25 @@ class Reader:
 
     def join(self, values: Sequence[Any]) -> Any:
         """Four signed numbers as bytes."""
-        e = self.e
+        e = self.ir
         low, high = (e.permute(values[i], values[i + 1], e.word(0x7740)) for i in (0, 2))
         return e.permute(low, high, e.word(0x5410))
 
 
-def load_word(e: Any, offset: Any, align: int) -> Any:
+def load_word(ir: Any, offset: Any, align: int) -> Any:
     """A word at an offset that is a multiple of `align`."""
     if align >= 4:
-        return e.load(32, offset, 4)
+        return ir.load(32, offset, 4)
     step = 8 * align
-    word = e.load(step, offset, align)
+    word = ir.load(step, offset, align)
     for i in range(1, 4 // align):
-        word = word | e.load(step, offset + i * align, align) << step * i
+        word = word | ir.load(step, offset + i * align, align) << step * i
     return word
 
 
-def load_half(e: Any, offset: Any, align: int) -> Any:
+def load_half(ir: Any, offset: Any, align: int) -> Any:
     """The 16 bits at an offset that is a multiple of `align`."""
-    return e.load(16, offset, 2) if align >= 2 else e.load(8, offset, 1) | e.load(8, offset + 1, 1) << 8
+    return ir.load(16, offset, 2) if align >= 2 else ir.load(8, offset, 1) | ir.load(8, offset + 1, 1) << 8
 
 
 class Stored:
@@ -183,11 +183,11 @@ class Stored:
     def _offset(self, varying: Any, fixed: int) -> Any:
         """What varies first: what is fixed then goes into the loads themselves."""
         block = self.reader.block
-        return (block if varying is None else block + self.reader.e.wide(varying)) + fixed
+        return (block if varying is None else block + self.reader.ir.wide(varying)) + fixed
 
     def at(self, pitch: int = 0, number: int = 0) -> Any:
         """Element pitch * unit + number; `pitch` a power of two above `number`, or 0."""
-        e, width = self.reader.e, self.place.width
+        e, width = self.reader.ir, self.place.width
         varying, fixed, align, shift, least = self._address(pitch, number)
         offset = self._offset(varying, fixed)
         if width == 32:
@@ -238,12 +238,12 @@ class Stored:
         if (count, pitch) != (8, 32):
             raise TypeError("packed bits are read a word at a time")
         varying, fixed, align, _, _ = self._address(pitch, 0)
-        word = load_word(self.reader.e, self._offset(varying, fixed), align)
+        word = load_word(self.reader.ir, self._offset(varying, fixed), align)
         return [self.reader.spread(word >> 4 * q & 15) for q in range(8)]
 
     def _load_words(self, varying: Any, offsets: list[int], found: list[Any]) -> dict[int, Any]:
         """The words at these fixed offsets, four or two of them at once where they are aligned."""
-        e = self.reader.e
+        e = self.reader.ir
         words: dict[int, Any] = {}
         while offsets:
             for many in (4, 2):

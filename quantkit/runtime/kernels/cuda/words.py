@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import ir as llvm
 
 from quantkit.codegen.ir_values import F32, I8, I16, I32, I64, Value, wrapped
 
@@ -31,11 +31,11 @@ _GLOBAL = 1  # address space
 class Device:
     """Writes LLVM code for the GPU. Values are `simd_values.Value`."""
 
-    def __init__(self, builder: ir.IRBuilder, data: ir.Value):
+    def __init__(self, builder: llvm.IRBuilder, data: llvm.Value):
         self.builder, self.data = builder, data
 
-    def constant(self, kind: ir.Type, number: float) -> Value:
-        return Value(self, ir.Constant(kind, number))
+    def constant(self, kind: llvm.Type, number: float) -> Value:
+        return Value(self, llvm.Constant(kind, number))
 
     def word(self, number: int) -> Value:
         return self.constant(I32, wrapped(number, 32))
@@ -44,35 +44,35 @@ class Device:
         """A signed word as 64 bits."""
         return value.signed(I64)
 
-    def _load(self, kind: ir.Type, pointer: ir.Value, align: int) -> ir.Value:
+    def _load(self, kind: llvm.Type, pointer: llvm.Value, align: int) -> llvm.Value:
         loaded = self.builder.load(self.builder.bitcast(pointer, kind.as_pointer()), align=align)
         loaded.set_metadata("invariant.load", self.builder.module.add_metadata([]))  # no kernel writes weights
         return loaded
 
     def load(self, bits: int, offset: Value, align: int) -> Value:
         pointer = self.builder.gep(self.data, [offset.ir])
-        loaded = Value(self, self._load(ir.IntType(bits), pointer, align))
+        loaded = Value(self, self._load(llvm.IntType(bits), pointer, align))
         return loaded if bits == 32 else loaded.unsigned(I32)
 
     def load_words(self, count: int, offset: Value) -> list[Value]:
         pointer = self.builder.gep(self.data, [offset.ir])
-        loaded = self._load(ir.VectorType(I32, count), pointer, 4 * count)
-        return [Value(self, self.builder.extract_element(loaded, ir.Constant(I32, i))) for i in range(count)]
+        loaded = self._load(llvm.VectorType(I32, count), pointer, 4 * count)
+        return [Value(self, self.builder.extract_element(loaded, llvm.Constant(I32, i))) for i in range(count)]
 
     def table(self, name: str, words: Sequence[int], index: Value) -> Value:
         module = self.builder.module
-        kind = ir.ArrayType(I32, len(words))
+        kind = llvm.ArrayType(I32, len(words))
         found = module.globals.get(f"quantkit_{name}")
         if found is None:
-            found = ir.GlobalVariable(module, kind, f"quantkit_{name}", addrspace=_GLOBAL)
+            found = llvm.GlobalVariable(module, kind, f"quantkit_{name}", addrspace=_GLOBAL)
             found.linkage, found.global_constant, found.align = "internal", True, 16
-            found.initializer = ir.Constant(kind, [ir.Constant(I32, wrapped(w, 32)) for w in words])
-        pointer = self.builder.gep(found, [ir.Constant(I32, 0), index.ir])
+            found.initializer = llvm.Constant(kind, [llvm.Constant(I32, wrapped(w, 32)) for w in words])
+        pointer = self.builder.gep(found, [llvm.Constant(I32, 0), index.ir])
         loaded = self.builder.load(pointer, align=4)
         return Value(self, loaded)
 
-    def _assembly(self, text: str, kinds: str, result: ir.Type, *args: Value) -> Value:
-        kind = ir.FunctionType(result, [a.type for a in args])
+    def _assembly(self, text: str, kinds: str, result: llvm.Type, *args: Value) -> Value:
+        kind = llvm.FunctionType(result, [a.type for a in args])
         return Value(self, self.builder.asm(kind, text, kinds, [a.ir for a in args], False))
 
     def permute(self, a: Value, b: Value, selector: Value) -> Value:
@@ -85,7 +85,7 @@ class Device:
         return self._assembly("cvt.f32.f16 $0, $1;", "=f,h", F32, bits.narrow(I16))
 
     def choose(self, word: Value, a: Value, b: Value) -> Value:
-        where = self.builder.icmp_unsigned("!=", word.ir, ir.Constant(I32, 0))
+        where = self.builder.icmp_unsigned("!=", word.ir, llvm.Constant(I32, 0))
         return Value(self, self.builder.select(where, a.ir, b.ir))
 
     def real(self, word: Value) -> Value:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.codegen.simd import F32, I8, I16, I32, Emit, Value, vector
+from quantkit.codegen.simd import F32, I8, I16, I32, IrBuilder, Value, vector
 
 BYTES4, BYTES8, BYTES16, BYTES32 = (vector(lanes, I8) for lanes in (4, 8, 16, 32))
 FLOATS4, FLOATS8, FLOATS16 = (vector(lanes, F32) for lanes in (4, 8, 16))
@@ -79,10 +79,10 @@ class Format:
         """Bytes of a group of rows, or of a row, with so many blocks."""
         return blocks * self.nbytes + self.head
 
-    def units(self, e: Emit, group: Value, b: Value) -> Iterator:
+    def units(self, ir: IrBuilder, group: Value, b: Value) -> Iterator:
         """The units of block b of the group, or row, at an address."""
         block = group + b * self.nbytes + self.head
-        return self.read(e, block, group) if self.head else self.read(e, block)
+        return self.read(ir, block, group) if self.head else self.read(ir, block)
 
 
 def format_of(name: str, **numbers: Any) -> Callable[[Callable[..., Iterator]], Format]:
@@ -93,22 +93,22 @@ def format_of(name: str, **numbers: Any) -> Callable[[Callable[..., Iterator]], 
 # --------------------------------------------------------------------------------------- what readers have in common
 
 
-def load_half(e: Emit, address: Value) -> Value:
-    return e.half_to_float(e.load(I16, address))
+def load_half(ir: IrBuilder, address: Value) -> Value:
+    return ir.half_to_float(ir.load(I16, address))
 
 
-def load_halves(e: Emit, address: Value, lanes: int) -> Value:
-    return e.half_to_float(e.load(vector(lanes, I16), address))
+def load_halves(ir: IrBuilder, address: Value, lanes: int) -> Value:
+    return ir.half_to_float(ir.load(vector(lanes, I16), address))
 
 
-def low_then_high(e: Emit, packed: Value) -> Value:
+def low_then_high(ir: IrBuilder, packed: Value) -> Value:
     """All low nibbles of 16 bytes, then all high ones."""
-    return low_and_high(e, e.shuffle(packed, None, [*range(16), *range(16)]))
+    return low_and_high(ir, ir.shuffle(packed, None, [*range(16), *range(16)]))
 
 
-def low_and_high(e: Emit, packed: Value) -> Value:
+def low_and_high(ir: IrBuilder, packed: Value) -> Value:
     """Low nibbles of the first 16 bytes, high ones of the others."""
-    return (packed.view(INTS8) >> e.constant(INTS8, [0, 0, 0, 0, 4, 4, 4, 4])).view(BYTES32) & 15
+    return (packed.view(INTS8) >> ir.constant(INTS8, [0, 0, 0, 0, 4, 4, 4, 4])).view(BYTES32) & 15
 
 
 class Picked(Value):
@@ -116,12 +116,12 @@ class Picked(Value):
 
     __slots__ = ("scales", "which")
 
-    def __init__(self, e: Emit, spread: Value, scales: Value, which: tuple[int, ...]):
-        super().__init__(e, spread.ir)
+    def __init__(self, ir: IrBuilder, spread: Value, scales: Value, which: tuple[int, ...]):
+        super().__init__(ir, spread.ir)
         self.scales, self.which = scales, which
 
 
-def pick(e: Emit, scales: Value, *lanes: int) -> Picked:
+def pick(ir: IrBuilder, scales: Value, *lanes: int) -> Picked:
     """Eight lanes filled in equal shares by these lanes of `scales`."""
     each = 8 // len(lanes)
-    return Picked(e, e.shuffle(scales, None, [lane for lane in lanes for _ in range(each)]), scales, lanes)
+    return Picked(ir, ir.shuffle(scales, None, [lane for lane in lanes for _ in range(each)]), scales, lanes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quantkit.codegen.simd import I32, Emit, Value
+from quantkit.codegen.simd import I32, IrBuilder, Value
 from quantkit.runtime.kernels.cpu.formats.base import (
     BYTES8,
     BYTES16,
@@ -26,20 +26,20 @@ from quantkit.runtime.kernels.cpu.formats.nonlinear import moved
 NIB_COLUMNS = (0, 8, 4, 12)  # of lanes 0..3, in the order of `nibbles`; of lanes 4..7, 16 further
 
 
-def nibbles(e: Emit, address: Value) -> list[Value]:
+def nibbles(ir: IrBuilder, address: Value) -> list[Value]:
     """The four steps in the 64 bytes of NIB."""
-    lines = [e.load(BYTES32, address + 32 * i) for i in range(2)]
+    lines = [ir.load(BYTES32, address + 32 * i) for i in range(2)]
     return [lines[0] & 15, lines[0] >> 4, lines[1] & 15, lines[1] >> 4]
 
 
-def bits(e: Emit, address: Value, apart: int) -> Value:
+def bits(ir: IrBuilder, address: Value, apart: int) -> Value:
     """The 16 bytes of a PLANE twice, the second time shifted so that all lanes find a step's bit in one place.
 
     The shift crosses bytes: only bits that the first half has in the lower end of its byte are good in both.
     """
-    both = e.load(BYTES16, address)
-    shifts = e.constant(INTS8, [0] * 4 + [apart] * 4)
-    return (e.join(both, both).view(INTS8) >> shifts).view(BYTES32)
+    both = ir.load(BYTES16, address)
+    shifts = ir.constant(INTS8, [0] * 4 + [apart] * 4)
+    return (ir.join(both, both).view(INTS8) >> shifts).view(BYTES32)
 
 
 def steps4(codes: Iterable[Value], columns: Iterable[int] = NIB_COLUMNS) -> list[tuple[Value, int, int]]:
@@ -47,63 +47,63 @@ def steps4(codes: Iterable[Value], columns: Iterable[int] = NIB_COLUMNS) -> list
     return [(code, column, column + 16) for code, column in zip(codes, columns)]
 
 
-def twice(e: Emit, address: Value) -> Value:
+def twice(ir: IrBuilder, address: Value) -> Value:
     """Four half scales, for lanes 0..3 and 4..7."""
-    scales = load_halves(e, address, 4)
-    return e.join(scales, scales)
+    scales = load_halves(ir, address, 4)
+    return ir.join(scales, scales)
 
 
-def _nibble_pairs(e: Emit, address: Value) -> list[tuple[Value, int, int]]:
+def _nibble_pairs(ir: IrBuilder, address: Value) -> list[tuple[Value, int, int]]:
     """Steps of eight rows whose bytes hold columns c and c + 16."""
     steps = []
     for s in range(4):
-        packed = e.load(BYTES32, address + 32 * s)
+        packed = ir.load(BYTES32, address + 32 * s)
         steps += [(packed & 15, 4 * s, 4 * s), (packed >> 4, 4 * s + 16, 4 * s + 16)]
     return steps
 
 
-def _bytes(e: Emit, address: Value) -> list[tuple[Value, int, int]]:
+def _bytes(ir: IrBuilder, address: Value) -> list[tuple[Value, int, int]]:
     """Steps of eight rows of signed bytes."""
-    return [(e.load(BYTES32, address + 32 * s) ^ -128, 4 * s, 4 * s) for s in range(8)]
+    return [(ir.load(BYTES32, address + 32 * s) ^ -128, 4 * s, 4 * s) for s in range(8)]
 
 
 @format_of("q4_0_r8", columns=32, nbytes=144, offset=8, largest=15, rows=8)
-def _q4_0_r8(e, block):
-    yield LaneUnit(_nibble_pairs(e, block + 16), load_halves(e, block, 8))
+def _q4_0_r8(ir, block):
+    yield LaneUnit(_nibble_pairs(ir, block + 16), load_halves(ir, block, 8))
 
 
 @format_of("q8_0_r8", columns=32, nbytes=272, offset=128, largest=255, rows=8)
-def _q8_0_r8(e, block):
-    yield LaneUnit(_bytes(e, block + 16), load_halves(e, block, 8))
+def _q8_0_r8(ir, block):
+    yield LaneUnit(_bytes(ir, block + 16), load_halves(ir, block, 8))
 
 
 @format_of("q8_KV_r8", columns=32, nbytes=256, offset=128, largest=255, rows=8, head=32)
-def _q8_kv_r8(e, block, head):
-    yield LaneUnit(_bytes(e, block), e.load(FLOATS8, head))
+def _q8_kv_r8(ir, block, head):
+    yield LaneUnit(_bytes(ir, block), ir.load(FLOATS8, head))
 
 
 @format_of("mxfp4_r8", columns=32, nbytes=136, offset=E2M1_OFFSET, largest=24, rows=8)
-def _mxfp4_r8(e, block):
-    steps = [(e.lookup(E2M1_CODES, packed), *columns) for packed, *columns in _nibble_pairs(e, block + 8)]
-    yield LaneUnit(steps, powers(e, e.load(BYTES8, block).unsigned(I32)))
+def _mxfp4_r8(ir, block):
+    steps = [(ir.lookup(E2M1_CODES, packed), *columns) for packed, *columns in _nibble_pairs(ir, block + 8)]
+    yield LaneUnit(steps, powers(ir, ir.load(BYTES8, block).unsigned(I32)))
 
 
 @format_of("q5_0_r4", columns=32, nbytes=88, offset=16, largest=31, rows=4)
-def _q5_0_r4(e, block):
-    fifths = bits(e, block + 8, apart=1)
-    low = nibbles(e, block + 24)
+def _q5_0_r4(ir, block):
+    fifths = bits(ir, block + 8, apart=1)
+    low = nibbles(ir, block + 24)
     codes = [low[t] | moved(fifths, 4 - bit) & 16 for t, bit in enumerate((0, 4, 2, 6))]
-    yield LaneUnit(steps4(codes), twice(e, block))
+    yield LaneUnit(steps4(codes), twice(ir, block))
 
 
 @format_of("q6_0_r4", columns=32, nbytes=104, offset=32, largest=63, rows=4)
-def _q6_0_r4(e, block):
-    crumbs = e.load(BYTES32, block + 8)
-    low = nibbles(e, block + 40)
+def _q6_0_r4(ir, block):
+    crumbs = ir.load(BYTES32, block + 8)
+    low = nibbles(ir, block + 40)
     codes = [low[t] | moved(crumbs, 4 - bit) & 48 for t, bit in enumerate((0, 4, 2, 6))]
-    yield LaneUnit(steps4(codes), twice(e, block))
+    yield LaneUnit(steps4(codes), twice(ir, block))
 
 
 @format_of("iq4_nl_r4", columns=32, nbytes=72, offset=128, largest=255, rows=4)
-def _iq4_nl_r4(e, block):
-    yield LaneUnit(steps4(e.lookup(CODES, n) for n in nibbles(e, block + 8)), twice(e, block))
+def _iq4_nl_r4(ir, block):
+    yield LaneUnit(steps4(ir.lookup(CODES, n) for n in nibbles(ir, block + 8)), twice(ir, block))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantkit.codegen.simd import F32, I8, I16, I32, I64, Emit, Value, vector
+from quantkit.codegen.simd import F32, I8, I16, I32, I64, IrBuilder, Value, vector
 from quantkit.runtime.kernels.cpu.formats.base import (
     BYTES8,
     BYTES16,
@@ -23,10 +23,10 @@ E2M1_CODES = [int(v) + E2M1_OFFSET for v in E2M1]
 _POWERS = [(k - 1) << 23 if k > 1 else 0x200000 << k for k in range(256)]  # bits of 2^(k - 128)
 
 
-def powers(e: Emit, exponents: Value) -> Value:
+def powers(ir: IrBuilder, exponents: Value) -> Value:
     """2^(k - 128) of eight numbers 0..255."""
-    small = e.between(exponents, e.zero(INTS8), e.constant(INTS8, 2))
-    bits = e.choose(small, (exponents + 1) << 21, (exponents - 1) << 23)
+    small = ir.between(exponents, ir.zero(INTS8), ir.constant(INTS8, 2))
+    bits = ir.choose(small, (exponents + 1) << 21, (exponents - 1) << 23)
     return bits.view(vector(8, F32))
 
 
@@ -36,58 +36,58 @@ def _digit(column: int) -> tuple[int, int]:
     return (12, i) if j == 15 else (3 * i + j // 5, j % 5)
 
 
-def _digits(e: Emit, packed: Value, columns: list[int]) -> Value:
+def _digits(ir: IrBuilder, packed: Value, columns: list[int]) -> Value:
     """16 words 0..2, as bytes. The block's bytes go to their upper halves, so that a product is modulo 256 there."""
     places = [_digit(c) for c in columns]
     loaded = [(byte if byte < 8 else byte + 3) + i // 8 * 16 for i, (byte, _) in enumerate(places)]
-    words = e.shuffle(packed, e.zero(BYTES32), [i for byte in loaded for i in (32, byte)]).view(_SHORTS16)
-    words = words * e.constant(_SHORTS16, [3 ** (4 - k) for _, k in places])
-    return e.multiply_high(words, e.constant(_SHORTS16, 3)).view(BYTES32)
+    words = ir.shuffle(packed, ir.zero(BYTES32), [i for byte in loaded for i in (32, byte)]).view(_SHORTS16)
+    words = words * ir.constant(_SHORTS16, [3 ** (4 - k) for _, k in places])
+    return ir.multiply_high(words, ir.constant(_SHORTS16, 3)).view(BYTES32)
 
 
 @format_of("iq1_bn", columns=64, nbytes=13, offset=1, largest=2, head=2)
-def _iq1_bn(e, block, head):
-    packed = e.join(e.load(BYTES8, block), e.load(BYTES8, block + 5))  # 16 bytes might end beyond the tensor
-    packed, scale = e.join(packed, packed), e.splat(load_half(e, head), 8)
+def _iq1_bn(ir, block, head):
+    packed = ir.join(ir.load(BYTES8, block), ir.load(BYTES8, block + 5))  # 16 bytes might end beyond the tensor
+    packed, scale = ir.join(packed, packed), ir.splat(load_half(ir, head), 8)
     # Words of two vectors become bytes in the halves of both in turn: one instruction, and no lane crosses over.
     order = [16 * half + 32 * part + 2 * i for half in range(2) for part in range(2) for i in range(8)]
     for first in (0, 32):
         columns = [[first + 8 * part + c + c // 8 * 8 for c in range(16)] for part in range(2)]
-        yield Unit(e.shuffle(*(_digits(e, packed, each) for each in columns), order), scale)
+        yield Unit(ir.shuffle(*(_digits(ir, packed, each) for each in columns), order), scale)
 
 
 @format_of("iq2_bn", columns=64, nbytes=16, offset=1, largest=3, head=4)
-def _iq2_bn(e, block, head):
-    packed = e.load(BYTES16, block)
-    scale = e.splat(e.load(F32, head), 8)
+def _iq2_bn(ir, block, head):
+    packed = ir.load(BYTES16, block)
+    scale = ir.splat(ir.load(F32, head), 8)
     for shift in (0, 4):
-        yield Unit(e.join(packed >> shift, packed >> shift + 2) & 3, scale)
+        yield Unit(ir.join(packed >> shift, packed >> shift + 2) & 3, scale)
 
 
 @format_of("iq2_bn_r4", columns=64, nbytes=64, offset=1, largest=3, rows=4, head=16)
-def _iq2_bn_r4(e, block, head):
-    d = e.load(FLOATS4, head)
+def _iq2_bn_r4(ir, block, head):
+    d = ir.load(FLOATS4, head)
     for half in range(2):
-        packed = e.load(BYTES32, block + 32 * half)
+        packed = ir.load(BYTES32, block + 32 * half)
         steps = [(packed >> 2 * t & 3, 4 * t, 4 * t + 16) for t in range(4)]
-        yield LaneUnit(steps, e.join(d, d))
+        yield LaneUnit(steps, ir.join(d, d))
 
 
 @format_of("q1_0_g128", columns=128, nbytes=18, offset=1, largest=2)
-def _q1_0_g128(e, block):
-    scale = e.splat(load_half(e, block), 8)
+def _q1_0_g128(ir, block):
+    scale = ir.splat(load_half(ir, block), 8)
     for i in range(4):
-        plus = e.bits(e.load(I32, block + 2 + 4 * i))
-        yield Unit(e.choose(plus, e.constant(BYTES32, 2), e.zero(BYTES32)), scale)
+        plus = ir.bits(ir.load(I32, block + 2 + 4 * i))
+        yield Unit(ir.choose(plus, ir.constant(BYTES32, 2), ir.zero(BYTES32)), scale)
 
 
 @format_of("q8_KV", columns=32, nbytes=32, offset=128, largest=255, head=8)
-def _q8_kv(e, block, head):
-    yield Unit(e.load(BYTES32, block) ^ -128, e.splat(e.load(F32, head), 8))
+def _q8_kv(ir, block, head):
+    yield Unit(ir.load(BYTES32, block) ^ -128, ir.splat(ir.load(F32, head), 8))
 
 
 @format_of("mxfp4", columns=32, nbytes=17, offset=E2M1_OFFSET, largest=24)
-def _mxfp4(e, block):
-    place = e.table(_POWERS, I32) + (e.load(I8, block).unsigned(I64) << 2)
-    codes = e.lookup(E2M1_CODES, low_then_high(e, e.load(BYTES16, block + 1)))
-    yield Unit(codes, e.splat(e.load(F32, place), 8))
+def _mxfp4(ir, block):
+    place = ir.table(_POWERS, I32) + (ir.load(I8, block).unsigned(I64) << 2)
+    codes = ir.lookup(E2M1_CODES, low_then_high(ir, ir.load(BYTES16, block + 1)))
+    yield Unit(codes, ir.splat(ir.load(F32, place), 8))

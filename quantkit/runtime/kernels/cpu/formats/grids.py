@@ -6,7 +6,7 @@ block as it is needed, numbers of points and signs, is made for the whole block 
 
 from __future__ import annotations
 
-from quantkit.codegen.simd import I8, I16, I32, Emit, Value, vector
+from quantkit.codegen.simd import I8, I16, I32, IrBuilder, Value, vector
 from quantkit.runtime.kernels.cpu.formats.base import BYTES16, BYTES32, INTS8, Unit, format_of, load_half, pick
 from quantkit.runtime.kernels.cpu.formats.points import codes_of, grid_table, stored
 
@@ -17,9 +17,9 @@ _ODD_NIBBLES = [0x80 * (i.bit_count() % 2) for i in range(16)]
 _SHORTS16 = vector(16, I16)
 
 
-def negated(e: Emit, codes: Value, where: Value, offset: int) -> Value:
+def negated(ir: IrBuilder, codes: Value, where: Value, offset: int) -> Value:
     """Codes of the negative values where it holds."""
-    return e.choose(where, 2 * offset - codes, codes)
+    return ir.choose(where, 2 * offset - codes, codes)
 
 
 def odd_multiples(numbers: Value, unit: Value) -> Value:
@@ -27,89 +27,89 @@ def odd_multiples(numbers: Value, unit: Value) -> Value:
     return (numbers + numbers + 1).real() * unit
 
 
-def _with_parity(e: Emit, signs: Value) -> Value:
+def _with_parity(ir: IrBuilder, signs: Value) -> Value:
     """Bytes of seven bits with, on top, the bit that makes the number of ones even."""
-    return signs | e.lookup(_ODD_NIBBLES, (signs ^ signs >> 4) & 15)
+    return signs | ir.lookup(_ODD_NIBBLES, (signs ^ signs >> 4) & 15)
 
 
-def _signs_of_words(e: Emit, words: Value) -> Value:
+def _signs_of_words(ir: IrBuilder, words: Value) -> Value:
     """Bytes of the signs that 8 words of four times seven bits stand for."""
     spread = [words << i & 0x7F << 8 * i for i in range(4)]
-    return _with_parity(e, (spread[0] | spread[1] | (spread[2] | spread[3])).view(BYTES32))
+    return _with_parity(ir, (spread[0] | spread[1] | (spread[2] | spread[3])).view(BYTES32))
 
 
-def _nibble_scales(e: Emit, address: Value, unit: Value) -> Value:
+def _nibble_scales(ir: IrBuilder, address: Value, unit: Value) -> Value:
     """Of eight sub-blocks whose l are nibbles one after the other."""
-    nibbles = e.splat(e.load(I32, address), 8) >> e.constant(INTS8, [4 * i for i in range(8)]) & 15
-    return odd_multiples(nibbles, e.splat(unit, 8))
+    nibbles = ir.splat(ir.load(I32, address), 8) >> ir.constant(INTS8, [4 * i for i in range(8)]) & 15
+    return odd_multiples(nibbles, ir.splat(unit, 8))
 
 
 @format_of("iq2_xxs", columns=256, nbytes=66, offset=OFFSET, largest=107)
-def _iq2_xxs(e, block):
-    words = e.shuffle(e.load(INTS8, block + 2), e.load(INTS8, block + 34), range(1, 16, 2))
-    scales = odd_multiples(words >> 28, e.splat(load_half(e, block) * 0.125, 8))
-    signs = e.in_memory(_signs_of_words(e, words))
+def _iq2_xxs(ir, block):
+    words = ir.shuffle(ir.load(INTS8, block + 2), ir.load(INTS8, block + 34), range(1, 16, 2))
+    scales = odd_multiples(words >> 28, ir.splat(load_half(ir, block) * 0.125, 8))
+    signs = ir.in_memory(_signs_of_words(ir, words))
     for s in range(8):
-        codes = codes_of(e, IQ2_XXS, (block + 2 + 8 * s).__add__, range(4), I8)
-        negative = e.bits(e.load(I32, signs + 4 * s))
-        yield Unit(negated(e, codes, negative, OFFSET), pick(e, scales, s))
+        codes = codes_of(ir, IQ2_XXS, (block + 2 + 8 * s).__add__, range(4), I8)
+        negative = ir.bits(ir.load(I32, signs + 4 * s))
+        yield Unit(negated(ir, codes, negative, OFFSET), pick(ir, scales, s))
 
 
 @format_of("iq2_xs", columns=256, nbytes=74, offset=OFFSET, largest=107, group=16)
-def _iq2_xs(e, block):
-    d = load_half(e, block) * 0.125
-    scales = [_nibble_scales(e, block + 66 + 4 * half, d) for half in range(2)]
-    words = [e.load(_SHORTS16, block + 2 + 32 * half) for half in range(2)]
-    at = stored(e, [part & 511 for part in words])
-    high = e.shuffle(*((part >> 9).view(BYTES32) for part in words), range(0, 64, 2))
-    signs = e.in_memory(_with_parity(e, high))
+def _iq2_xs(ir, block):
+    d = load_half(ir, block) * 0.125
+    scales = [_nibble_scales(ir, block + 66 + 4 * half, d) for half in range(2)]
+    words = [ir.load(_SHORTS16, block + 2 + 32 * half) for half in range(2)]
+    at = stored(ir, [part & 511 for part in words])
+    high = ir.shuffle(*((part >> 9).view(BYTES32) for part in words), range(0, 64, 2))
+    signs = ir.in_memory(_with_parity(ir, high))
     for s in range(8):
-        codes = codes_of(e, IQ2_XS, at, range(4 * s, 4 * s + 4))
-        negative = e.bits(e.load(I32, signs + 4 * s))
-        yield Unit(negated(e, codes, negative, OFFSET), pick(e, scales[s // 4], 2 * s % 8, 2 * s % 8 + 1))
+        codes = codes_of(ir, IQ2_XS, at, range(4 * s, 4 * s + 4))
+        negative = ir.bits(ir.load(I32, signs + 4 * s))
+        yield Unit(negated(ir, codes, negative, OFFSET), pick(ir, scales[s // 4], 2 * s % 8, 2 * s % 8 + 1))
 
 
-def crumbs_above(e: Emit, crumbs: Value) -> Value:
+def crumbs_above(ir: IrBuilder, crumbs: Value) -> Value:
     """Four times four bytes of four crumbs: 16 words with a crumb each as bits 8 and 9."""
-    words = e.shuffle(crumbs, None, [g // 4 for g in range(16)]).unsigned(I16)
-    return words << e.constant(_SHORTS16, [8, 6, 4, 2] * 4) & 0x300
+    words = ir.shuffle(crumbs, None, [g // 4 for g in range(16)]).unsigned(I16)
+    return words << ir.constant(_SHORTS16, [8, 6, 4, 2] * 4) & 0x300
 
 
 @format_of("iq2_s", columns=256, nbytes=82, offset=OFFSET, largest=107, group=16)
-def _iq2_s(e, block):
-    d = load_half(e, block) * 0.125
-    scales = [_nibble_scales(e, block + 74 + 4 * half, d) for half in range(2)]
-    high = [crumbs_above(e, e.load(vector(4, I8), block + 66 + 4 * half)) for half in range(2)]
-    at = stored(e, [e.load(BYTES16, block + 2 + 16 * half).unsigned(I16) | high[half] for half in range(2)])
+def _iq2_s(ir, block):
+    d = load_half(ir, block) * 0.125
+    scales = [_nibble_scales(ir, block + 74 + 4 * half, d) for half in range(2)]
+    high = [crumbs_above(ir, ir.load(vector(4, I8), block + 66 + 4 * half)) for half in range(2)]
+    at = stored(ir, [ir.load(BYTES16, block + 2 + 16 * half).unsigned(I16) | high[half] for half in range(2)])
     for s in range(8):
-        codes = codes_of(e, IQ2_S, at, range(4 * s, 4 * s + 4))
-        negative = e.bits(e.load(I32, block + 34 + 4 * s))
-        yield Unit(negated(e, codes, negative, OFFSET), pick(e, scales[s // 4], 2 * s % 8, 2 * s % 8 + 1))
+        codes = codes_of(ir, IQ2_S, at, range(4 * s, 4 * s + 4))
+        negative = ir.bits(ir.load(I32, block + 34 + 4 * s))
+        yield Unit(negated(ir, codes, negative, OFFSET), pick(ir, scales[s // 4], 2 * s % 8, 2 * s % 8 + 1))
 
 
 @format_of("iq3_xxs", columns=256, nbytes=98, offset=OFFSET, largest=126)
-def _iq3_xxs(e, block):
-    words = e.load(INTS8, block + 66)
-    scales = odd_multiples(words >> 28, e.splat(load_half(e, block) * 0.25, 8))
-    signs = e.in_memory(_signs_of_words(e, words))
+def _iq3_xxs(ir, block):
+    words = ir.load(INTS8, block + 66)
+    scales = odd_multiples(words >> 28, ir.splat(load_half(ir, block) * 0.25, 8))
+    signs = ir.in_memory(_signs_of_words(ir, words))
     for s in range(8):
-        codes = codes_of(e, IQ3_XXS, (block + 2 + 8 * s).__add__, range(8), I8)
-        negative = e.bits(e.load(I32, signs + 4 * s))
-        yield Unit(negated(e, codes, negative, OFFSET), pick(e, scales, s))
+        codes = codes_of(ir, IQ3_XXS, (block + 2 + 8 * s).__add__, range(8), I8)
+        negative = ir.bits(ir.load(I32, signs + 4 * s))
+        yield Unit(negated(ir, codes, negative, OFFSET), pick(ir, scales, s))
 
 
-def ninth_bit(e: Emit, numbers: Value, where: Value) -> Value:
+def ninth_bit(ir: IrBuilder, numbers: Value, where: Value) -> Value:
     """16 numbers of a byte as words, 256 more where it holds."""
     words = numbers.unsigned(I16)
-    return e.choose(where, words | 256, words)
+    return ir.choose(where, words | 256, words)
 
 
 @format_of("iq3_s", columns=256, nbytes=110, offset=OFFSET_3S, largest=31)
-def _iq3_s(e, block):
-    scales = _nibble_scales(e, block + 106, load_half(e, block))
-    high = [e.bits(e.load(I16, block + 66 + 2 * part)) for part in range(4)]
-    at = stored(e, [ninth_bit(e, e.load(BYTES16, block + 2 + 16 * part), high[part]) for part in range(4)])
+def _iq3_s(ir, block):
+    scales = _nibble_scales(ir, block + 106, load_half(ir, block))
+    high = [ir.bits(ir.load(I16, block + 66 + 2 * part)) for part in range(4)]
+    at = stored(ir, [ninth_bit(ir, ir.load(BYTES16, block + 2 + 16 * part), high[part]) for part in range(4)])
     for s in range(8):
-        codes = codes_of(e, IQ3_S, at, range(8 * s, 8 * s + 8))
-        negative = e.bits(e.load(I32, block + 74 + 4 * s))
-        yield Unit(negated(e, codes, negative, OFFSET_3S), pick(e, scales, s))
+        codes = codes_of(ir, IQ3_S, at, range(8 * s, 8 * s + 8))
+        negative = ir.bits(ir.load(I32, block + 74 + 4 * s))
+        yield Unit(negated(ir, codes, negative, OFFSET_3S), pick(ir, scales, s))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quantkit.codegen.simd import I8, I16, I32, Emit, IntType, Value, vector
+from quantkit.codegen.simd import I8, I16, I32, IntType, IrBuilder, Value, vector
 from quantkit.runtime.kernels.cpu.formats.base import (
     BYTES4,
     BYTES16,
@@ -39,29 +39,31 @@ from quantkit.runtime.kernels.cpu.formats.points import Table, codes_of, stored
 Steps = list[tuple[Value, int, int]]  # of a LaneUnit
 
 
-def wide_steps(e: Emit, table: Table, at: Callable[[int], Value], row: int, column: int, kind: IntType = I16) -> Steps:
+def wide_steps(
+    ir: IrBuilder, table: Table, at: Callable[[int], Value], row: int, column: int, kind: IntType = I16
+) -> Steps:
     """Steps of points of eight columns; numbers go up by `row` places a row, by `column` places 8 columns on."""
     steps = []
     for g in range(2):
         # Of rows 0 and 1, and 2 and 3: the points of columns 8 g .. + 7, then those 16 columns on; two dwords each.
         first, last = (
-            codes_of(e, table, at, [row * r + column * c for c in (g, g + 2) for r in rows], kind).view(INTS8)
+            codes_of(ir, table, at, [row * r + column * c for c in (g, g + 2) for r in rows], kind).view(INTS8)
             for rows in ((0, 1), (2, 3))
         )
         for half in range(2):
             lanes = [half + i for i in (0, 2, 8, 10, 4, 6, 12, 14)]
             first_column = 8 * g + 4 * half
-            steps.append((e.shuffle(first, last, lanes).view(BYTES32), first_column, first_column + 16))
+            steps.append((ir.shuffle(first, last, lanes).view(BYTES32), first_column, first_column + 16))
     return steps
 
 
-def _signed(e: Emit, steps: Steps, signs: Value) -> Steps:
+def _signed(ir: IrBuilder, steps: Steps, signs: Value) -> Steps:
     """The steps with signs: 16 bytes for eight columns each, four of each row in turn."""
     found = []
     for codes, low, high in steps:
-        flags = e.shuffle(signs, None, [4 * (c // 4 % 4) + low // 8 + 2 * (c // 16) for c in range(32)])
-        negative = e.any_bits(flags, [1 << low % 8 + c % 4 for c in range(32)])
-        found.append((negated(e, codes, negative, OFFSET), low, high))
+        flags = ir.shuffle(signs, None, [4 * (c // 4 % 4) + low // 8 + 2 * (c // 16) for c in range(32)])
+        negative = ir.any_bits(flags, [1 << low % 8 + c % 4 for c in range(32)])
+        found.append((negated(ir, codes, negative, OFFSET), low, high))
     return found
 
 
@@ -70,80 +72,80 @@ def _from_running(packed: Value) -> Value:
     return packed & 0xFE ^ packed >> 1
 
 
-def row_scales(e: Emit, address: Value, factor: float) -> Value:
+def row_scales(ir: IrBuilder, address: Value, factor: float) -> Value:
     """A factor times each row's half, for both halves of a unit."""
-    d = load_halves(e, address, 4) * factor
-    return e.join(d, d)
+    d = load_halves(ir, address, 4) * factor
+    return ir.join(d, d)
 
 
-def row_nibbles(e: Emit, address: Value) -> Value:
+def row_nibbles(ir: IrBuilder, address: Value) -> Value:
     """The nibbles of a byte of each row, the low ones for the unit's first half."""
-    packed = e.splat(e.load(I32, address), 8)
-    return packed >> e.constant(INTS8, [0, 8, 16, 24, 4, 12, 20, 28]) & 15
+    packed = ir.splat(ir.load(I32, address), 8)
+    return packed >> ir.constant(INTS8, [0, 8, 16, 24, 4, 12, 20, 28]) & 15
 
 
-def _bit_scales(e: Emit, signs: Value, d: Value) -> Value:
+def _bit_scales(ir: IrBuilder, signs: Value, d: Value) -> Value:
     """Of 16 bytes, four of each row in turn, whose lowest bits are those of a number, for all columns of the unit."""
-    bits = e.join(signs, signs) & 1
-    return odd_multiples(e.dot4(e.zero(INTS8), bits, e.constant(BYTES32, [1, 2, 4, 8] * 8), 1), d)
+    bits = ir.join(signs, signs) & 1
+    return odd_multiples(ir.dot4(ir.zero(INTS8), bits, ir.constant(BYTES32, [1, 2, 4, 8] * 8), 1), d)
 
 
 @format_of("iq2_xxs_r4", columns=256, nbytes=264, offset=OFFSET, largest=107, rows=4)
-def _iq2_xxs_r4(e, block):
-    d = row_scales(e, block, 0.125)
+def _iq2_xxs_r4(ir, block):
+    d = row_scales(ir, block, 0.125)
     for b in range(8):
-        packed = e.load(BYTES16, block + 8 + 16 * b)
-        steps = wide_steps(e, IQ2_XXS, (block + 136 + 16 * b).__add__, 4, 1, I8)
-        yield LaneUnit(_signed(e, steps, _from_running(packed)), _bit_scales(e, packed, d))
+        packed = ir.load(BYTES16, block + 8 + 16 * b)
+        steps = wide_steps(ir, IQ2_XXS, (block + 136 + 16 * b).__add__, 4, 1, I8)
+        yield LaneUnit(_signed(ir, steps, _from_running(packed)), _bit_scales(ir, packed, d))
 
 
 @format_of("iq2_xs_r4", columns=256, nbytes=296, offset=OFFSET, largest=107, group=16, rows=4)
-def _iq2_xs_r4(e, block):
-    d = row_scales(e, block, 0.125)
+def _iq2_xs_r4(ir, block):
+    d = row_scales(ir, block, 0.125)
     for b in range(8):
-        words = e.load(vector(16, I16), block + 8 + 32 * b)
-        steps = wide_steps(e, IQ2_XS, stored(e, [words & 511]), 4, 1)
-        steps = _signed(e, steps, _from_running((words >> 8).narrow(I8)))
-        yield LaneUnit(steps, odd_multiples(row_nibbles(e, block + 264 + 4 * b), d))
+        words = ir.load(vector(16, I16), block + 8 + 32 * b)
+        steps = wide_steps(ir, IQ2_XS, stored(ir, [words & 511]), 4, 1)
+        steps = _signed(ir, steps, _from_running((words >> 8).narrow(I8)))
+        yield LaneUnit(steps, odd_multiples(row_nibbles(ir, block + 264 + 4 * b), d))
 
 
 @format_of("iq2_s_r4", columns=256, nbytes=328, offset=OFFSET, largest=107, group=16, rows=4)
-def _iq2_s_r4(e, block):
-    d = row_scales(e, block, 0.125)
+def _iq2_s_r4(ir, block):
+    d = row_scales(ir, block, 0.125)
     for b in range(8):
-        high = crumbs_above(e, e.load(BYTES4, block + 136 + 4 * b))
-        at = stored(e, [e.load(BYTES16, block + 8 + 16 * b).unsigned(I16) | high])
-        steps = _signed(e, wide_steps(e, IQ2_S, at, 4, 1), e.load(BYTES16, block + 168 + 16 * b))
-        yield LaneUnit(steps, odd_multiples(row_nibbles(e, block + 296 + 4 * b), d))
+        high = crumbs_above(ir, ir.load(BYTES4, block + 136 + 4 * b))
+        at = stored(ir, [ir.load(BYTES16, block + 8 + 16 * b).unsigned(I16) | high])
+        steps = _signed(ir, wide_steps(ir, IQ2_S, at, 4, 1), ir.load(BYTES16, block + 168 + 16 * b))
+        yield LaneUnit(steps, odd_multiples(row_nibbles(ir, block + 296 + 4 * b), d))
 
 
 @format_of("iq3_xxs_r4", columns=256, nbytes=392, offset=OFFSET, largest=126, rows=4)
-def _iq3_xxs_r4(e, block):
-    d = row_scales(e, block, 0.25)
+def _iq3_xxs_r4(ir, block):
+    d = row_scales(ir, block, 0.25)
     for b in range(8):
-        packed, steps = e.load(BYTES16, block + 8 + 16 * b), []
+        packed, steps = ir.load(BYTES16, block + 8 + 16 * b), []
         for s in range(4):
             places = [8 * row + s + half for half in (0, 4) for row in range(4)]
-            codes = codes_of(e, IQ3_XXS, (block + 136 + 32 * b).__add__, places, I8)
+            codes = codes_of(ir, IQ3_XXS, (block + 136 + 32 * b).__add__, places, I8)
             steps.append((codes, 4 * s, 4 * s + 16))
-        yield LaneUnit(_signed(e, steps, _from_running(packed)), _bit_scales(e, packed, d))
+        yield LaneUnit(_signed(ir, steps, _from_running(packed)), _bit_scales(ir, packed, d))
 
 
 @format_of("iq3_s_r4", columns=256, nbytes=440, offset=OFFSET_3S, largest=31, rows=4)
-def _iq3_s_r4(e, block):
-    packed, d = e.load(BYTES16, block + 424), load_halves(e, block, 4)
-    slots = [e.part(nibbles, 8 * half, 8).unsigned(I32) for nibbles in (packed & 15, packed >> 4) for half in range(2)]
-    scales = [odd_multiples(part, e.join(d, d)) for part in slots]
+def _iq3_s_r4(ir, block):
+    packed, d = ir.load(BYTES16, block + 424), load_halves(ir, block, 4)
+    slots = [ir.part(nibbles, 8 * half, 8).unsigned(I32) for nibbles in (packed & 15, packed >> 4) for half in range(2)]
+    scales = [odd_multiples(part, ir.join(d, d)) for part in slots]
     for b in range(8):
         # Byte 4 p + row is of point 0, 4, 1, 5, 2, 6, 3, 7 [p]: the lanes of a step side by side.
-        flags = e.splat(e.load(I32, block + 264 + 4 * b), 4).view(BYTES16)
-        numbers = [e.load(BYTES16, block + 8 + 32 * b + 16 * half) for half in range(2)]
+        flags = ir.splat(ir.load(I32, block + 264 + 4 * b), 4).view(BYTES16)
+        numbers = [ir.load(BYTES16, block + 8 + 32 * b + 16 * half) for half in range(2)]
         bits = [[1 << 2 * half + i // 8 + 4 * (i // 4 % 2) for i in range(16)] for half in range(2)]
-        at = stored(e, [ninth_bit(e, numbers[half], e.any_bits(flags, bits[half])) for half in range(2)])
-        signs = e.load(BYTES16, block + 296 + 16 * b)
+        at = stored(ir, [ninth_bit(ir, numbers[half], ir.any_bits(flags, bits[half])) for half in range(2)])
+        signs = ir.load(BYTES16, block + 296 + 16 * b)
         steps = []
         for s in range(4):
-            codes = codes_of(e, IQ3_S, at, range(8 * s, 8 * s + 8))
-            negative = e.any_bits(e.join(signs, signs), [1 << s + 4 * (c // 16) for c in range(32)])
-            steps.append((negated(e, codes, negative, OFFSET_3S), 4 * s, 4 * s + 16))
-        yield LaneUnit(steps, e.shuffle(scales[b // 2], None, [4 * (b % 2) + k % 4 for k in range(8)]))
+            codes = codes_of(ir, IQ3_S, at, range(8 * s, 8 * s + 8))
+            negative = ir.any_bits(ir.join(signs, signs), [1 << s + 4 * (c // 16) for c in range(32)])
+            steps.append((negated(ir, codes, negative, OFFSET_3S), 4 * s, 4 * s + 16))
+        yield LaneUnit(steps, ir.shuffle(scales[b // 2], None, [4 * (b % 2) + k % 4 for k in range(8)]))

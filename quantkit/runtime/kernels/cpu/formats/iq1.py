@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.codegen.simd import I16, I32, I64, Emit, Value, vector
+from quantkit.codegen.simd import I16, I32, I64, IrBuilder, Value, vector
 from quantkit.runtime.kernels.cpu.formats.base import (
     BYTES8,
     BYTES16,
@@ -30,9 +30,9 @@ _SHORTS16 = vector(16, I16)
 _TWOS = 0x02020202
 
 
-def _thirds(e: Emit, words: Value, groups: list[int]) -> Value:
+def _thirds(ir: IrBuilder, words: Value, groups: list[int]) -> Value:
     """Bits 3 g .. 3 g + 2 of each word as its bits 8 to 10, with its lane's g."""
-    return words << e.constant(words.type, [9 - 3 * g for g in groups]) >> 1 & 0x700
+    return words << ir.constant(words.type, [9 - 3 * g for g in groups]) >> 1 & 0x700
 
 
 def _twos(words: Value) -> Value:
@@ -41,64 +41,64 @@ def _twos(words: Value) -> Value:
 
 
 @format_of("iq1_s", columns=256, nbytes=50, offset=9, largest=18)
-def _iq1_s(e, block):
-    words = e.load(vector(8, I16), block + 34)
+def _iq1_s(ir, block):
+    words = ir.load(vector(8, I16), block + 34)
     numbers = []
     for half in range(2):
-        each = e.shuffle(words, None, [4 * half + g // 4 for g in range(16)])
-        numbers.append(e.load(BYTES16, block + 2 + 16 * half).unsigned(I16) | _thirds(e, each, [0, 1, 2, 3] * 4))
-    words, at = words.unsigned(I32), stored(e, numbers)
-    scales = odd_multiples(words >> 12 & 7, e.splat(load_half(e, block) * 0.125, 8))
-    shifts = e.in_memory(_twos(words))
+        each = ir.shuffle(words, None, [4 * half + g // 4 for g in range(16)])
+        numbers.append(ir.load(BYTES16, block + 2 + 16 * half).unsigned(I16) | _thirds(ir, each, [0, 1, 2, 3] * 4))
+    words, at = words.unsigned(I32), stored(ir, numbers)
+    scales = odd_multiples(words >> 12 & 7, ir.splat(load_half(ir, block) * 0.125, 8))
+    shifts = ir.in_memory(_twos(words))
     for s in range(8):
-        shift = e.splat(e.load(I32, shifts + 4 * s), 8).view(BYTES32)
-        yield Unit(codes_of(e, _TABLE, at, range(4 * s, 4 * s + 4)) + shift, pick(e, scales, s))
+        shift = ir.splat(ir.load(I32, shifts + 4 * s), 8).view(BYTES32)
+        yield Unit(codes_of(ir, _TABLE, at, range(4 * s, 4 * s + 4)) + shift, pick(ir, scales, s))
 
 
 @format_of("iq1_m", columns=256, nbytes=56, offset=9, largest=18, group=16)
-def _iq1_m(e, block):
-    words = e.load(I64, block + 48)
+def _iq1_m(ir, block):
+    words = ir.load(I64, block + 48)
     parts = [words >> 12 * j + 12 & 15 << 4 * j for j in range(4)]
-    d = e.half_to_float((parts[0] | parts[1] | (parts[2] | parts[3])).narrow(I16)) * 0.125
+    d = ir.half_to_float((parts[0] | parts[1] | (parts[2] | parts[3])).narrow(I16)) * 0.125
     scales, numbers, shifts = [], [], []
     for half in range(2):
-        thirds = e.shuffle(e.load(vector(2, I16), block + 48 + 4 * half), None, [s // 4 for s in range(8)])
-        thirds = thirds.unsigned(I32) >> e.constant(INTS8, [0, 3, 6, 9] * 2) & 7
-        scales.append(odd_multiples(thirds, e.splat(d, 8)))
-        nibbles = e.load(BYTES8, block + 32 + 8 * half).unsigned(I16)
+        thirds = ir.shuffle(ir.load(vector(2, I16), block + 48 + 4 * half), None, [s // 4 for s in range(8)])
+        thirds = thirds.unsigned(I32) >> ir.constant(INTS8, [0, 3, 6, 9] * 2) & 7
+        scales.append(odd_multiples(thirds, ir.splat(d, 8)))
+        nibbles = ir.load(BYTES8, block + 32 + 8 * half).unsigned(I16)
         nibbles = (nibbles | nibbles << 4).view(BYTES16)  # in the low halves of the bytes
         high = nibbles.unsigned(I16) << 8 & 0x700
-        numbers.append(e.load(BYTES16, block + 16 * half).unsigned(I16) | high)
+        numbers.append(ir.load(BYTES16, block + 16 * half).unsigned(I16) | high)
         shifts.append(nibbles >> 2 & 2 ^ 2)
-    at, shifts_at = stored(e, numbers), e.in_memory(e.join(*shifts))
+    at, shifts_at = stored(ir, numbers), ir.in_memory(ir.join(*shifts))
     for s in range(8):
-        shift = e.splat(e.load(I32, shifts_at + 4 * s), 8).view(BYTES32)
-        shift = e.shuffle(shift, None, [c // 8 for c in range(32)])
-        codes = codes_of(e, _TABLE, at, range(4 * s, 4 * s + 4))
-        yield Unit(codes + shift, pick(e, scales[s // 4], 2 * s % 8, 2 * s % 8 + 1))
+        shift = ir.splat(ir.load(I32, shifts_at + 4 * s), 8).view(BYTES32)
+        shift = ir.shuffle(shift, None, [c // 8 for c in range(32)])
+        codes = codes_of(ir, _TABLE, at, range(4 * s, 4 * s + 4))
+        yield Unit(codes + shift, pick(ir, scales[s // 4], 2 * s % 8, 2 * s % 8 + 1))
 
 
 @format_of("iq1_s_r4", columns=32, nbytes=24, offset=9, largest=18, rows=4, head=8)
-def _iq1_s_r4(e, block, head):
-    words = e.load(vector(4, I16), block + 16)
-    high = _thirds(e, e.shuffle(words, None, [0, 1, 2, 3] * 4), [g for g in range(4) for _ in range(4)])
-    at = stored(e, [e.load(BYTES16, block).unsigned(I16) | high])
-    words = e.join(words, words).unsigned(I32)
+def _iq1_s_r4(ir, block, head):
+    words = ir.load(vector(4, I16), block + 16)
+    high = _thirds(ir, ir.shuffle(words, None, [0, 1, 2, 3] * 4), [g for g in range(4) for _ in range(4)])
+    at = stored(ir, [ir.load(BYTES16, block).unsigned(I16) | high])
+    words = ir.join(words, words).unsigned(I32)
     shift = _twos(words).view(BYTES32)
-    steps = [(codes + shift, low, high) for codes, low, high in wide_steps(e, _TABLE, at, 1, 4)]
-    yield LaneUnit(steps, odd_multiples(words >> 12 & 7, row_scales(e, head, 0.125)))
+    steps = [(codes + shift, low, high) for codes, low, high in wide_steps(ir, _TABLE, at, 1, 4)]
+    yield LaneUnit(steps, odd_multiples(words >> 12 & 7, row_scales(ir, head, 0.125)))
 
 
 @format_of("iq1_m_r4", columns=32, nbytes=28, offset=9, largest=18, group=16, rows=4, head=8)
-def _iq1_m_r4(e, block, head):
+def _iq1_m_r4(ir, block, head):
     # Byte 4 h + row holds two nibbles, of the points 2 h and 2 h + 1 of the row; h is 1 in lanes 4..7.
-    nibbles = e.load(BYTES8, block + 16)
-    high = e.shuffle(nibbles, None, [i // 8 * 4 + i % 4 for i in range(16)]).unsigned(I16)
-    high = high << e.constant(_SHORTS16, [8 - 4 * (i // 4 % 2) for i in range(16)]) & 0x700
-    at = stored(e, [e.load(BYTES16, block).unsigned(I16) | high])
-    flags = e.shuffle(nibbles, None, [c // 4 for c in range(32)])
+    nibbles = ir.load(BYTES8, block + 16)
+    high = ir.shuffle(nibbles, None, [i // 8 * 4 + i % 4 for i in range(16)]).unsigned(I16)
+    high = high << ir.constant(_SHORTS16, [8 - 4 * (i // 4 % 2) for i in range(16)]) & 0x700
+    at = stored(ir, [ir.load(BYTES16, block).unsigned(I16) | high])
+    flags = ir.shuffle(nibbles, None, [c // 4 for c in range(32)])
     steps = []
-    for codes, low, high_column in wide_steps(e, _TABLE, at, 1, 4):
-        shift = e.where_bits(flags, [8 << 4 * (low // 8)] * 32, 2) ^ 2
+    for codes, low, high_column in wide_steps(ir, _TABLE, at, 1, 4):
+        shift = ir.where_bits(flags, [8 << 4 * (low // 8)] * 32, 2) ^ 2
         steps.append((codes + shift, low, high_column))
-    yield LaneUnit(steps, row_nibbles(e, block + 24).real() * row_scales(e, head, 0.125))
+    yield LaneUnit(steps, row_nibbles(ir, block + 24).real() * row_scales(ir, head, 0.125))

@@ -10,7 +10,7 @@ Flags are put into indices by exclusive-or: of three terms joined by or LLVM mak
 
 from __future__ import annotations
 
-from quantkit.codegen.simd import F32, I8, I16, I32, Emit, Value, vector
+from quantkit.codegen.simd import F32, I8, I16, I32, IrBuilder, Value, vector
 from quantkit.runtime.kernels.cpu.formats.base import (
     BYTES16,
     BYTES32,
@@ -46,37 +46,37 @@ def centred(bits: Value, zero: int) -> Value:
     return (bits | 0x4B000000).view(vector(bits.lanes, F32)) - (8388608.0 + zero)
 
 
-def nibbles(e: Emit, address: Value) -> Value:
+def nibbles(ir: IrBuilder, address: Value) -> Value:
     """The eight nibbles of 4 bytes, with rubbish above them."""
-    return e.splat(e.load(I32, address), 8) >> e.constant(INTS8, range(0, 32, 4))
+    return ir.splat(ir.load(I32, address), 8) >> ir.constant(INTS8, range(0, 32, 4))
 
 
-def six_bits(e: Emit, low: Value, high: Value) -> Value:
+def six_bits(ir: IrBuilder, low: Value, high: Value) -> Value:
     """Eight 6-bit numbers minus 32: nibbles, with rubbish above them, under pairs of bits of the 2 bytes at `high`.
 
     The latter are loaded with the 2 bytes before them, so that all are shifted right.
     """
-    pairs = e.splat(e.load(I32, high - 2), 8) >> e.constant(INTS8, range(12, 28, 2))
+    pairs = ir.splat(ir.load(I32, high - 2), 8) >> ir.constant(INTS8, range(12, 28, 2))
     return centred(low & 15 | pairs & 0x30, 32)
 
 
-def _flags(e: Emit, address: Value, number: int) -> Value:
+def _flags(ir: IrBuilder, address: Value, number: int) -> Value:
     """`number` in the bytes whose bit of a 16-bit word is set, 0 in the others: for all sub-blocks, twice.
 
     The word is loaded with the 2 bytes after it, as `six_bits` loads them: the two would else share a scalar load.
     """
-    word = e.splat(e.load(I32, address), 8).view(BYTES32)
-    spread = e.shuffle(word, None, [s % 16 // 8 for s in range(32)])
-    return e.where_bits(spread, [1 << s % 8 for s in range(32)], number)
+    word = ir.splat(ir.load(I32, address), 8).view(BYTES32)
+    spread = ir.shuffle(word, None, [s % 16 // 8 for s in range(32)])
+    return ir.where_bits(spread, [1 << s % 8 for s in range(32)], number)
 
 
-def _of_unit(e: Emit, flags: Value, unit: int) -> Value:
+def _of_unit(ir: IrBuilder, flags: Value, unit: int) -> Value:
     """The flags of a unit's two sub-blocks, each in its half."""
-    return e.shuffle(flags, None, [2 * unit] * 16 + [17 + 2 * unit] * 16)
+    return ir.shuffle(flags, None, [2 * unit] * 16 + [17 + 2 * unit] * 16)
 
 
-def _scale(e: Emit, scales: list[Value], unit: int) -> Value:
-    return pick(e, scales[unit // 4], 2 * unit % 8, 2 * unit % 8 + 1)
+def _scale(ir: IrBuilder, scales: list[Value], unit: int) -> Value:
+    return pick(ir, scales[unit // 4], 2 * unit % 8, 2 * unit % 8 + 1)
 
 
 # ---------------------------------------------------------------------------------------------------------- the formats
@@ -87,73 +87,73 @@ K4_CODES, K5_CODES, K6_CODES = (codes_of(book, 127) for book in (K4, K5, K6))
 
 
 @format_of("iq2_k", columns=256, nbytes=76, offset=31, largest=53, group=16)
-def _iq2_k(e, block):
-    d = e.splat(load_half(e, block), 8)
-    scales = [centred(nibbles(e, block + 4 + 4 * half) & 15, 8) * d for half in range(2)]
-    flags = _flags(e, block + 2, 4)
+def _iq2_k(ir, block):
+    d = ir.splat(load_half(ir, block), 8)
+    scales = [centred(nibbles(ir, block + 4 + 4 * half) & 15, 8) * d for half in range(2)]
+    flags = _flags(ir, block + 2, 4)
     for part in range(2):
-        packed = e.load(BYTES32, block + 12 + 32 * part)
+        packed = ir.load(BYTES32, block + 12 + 32 * part)
         for t in range(4):
             j = 4 * part + t
-            index = moved(packed, -2 * t) & 3 | _of_unit(e, flags, j)
-            yield Unit(e.lookup(K2_CODES, index), _scale(e, scales, j))
+            index = moved(packed, -2 * t) & 3 | _of_unit(ir, flags, j)
+            yield Unit(ir.lookup(K2_CODES, index), _scale(ir, scales, j))
 
 
 @format_of("iq3_k", columns=256, nbytes=110, offset=63, largest=114, group=16)
-def _iq3_k(e, block):
-    d = e.splat(load_half(e, block), 8)
-    signs = e.splat(e.load(I16, block + 4).unsigned(I32), 8)
+def _iq3_k(ir, block):
+    d = ir.splat(load_half(ir, block), 8)
+    signs = ir.splat(ir.load(I16, block + 4).unsigned(I32), 8)
     scales = []
     for half in range(2):
-        size = centred((nibbles(e, block + 6 + 4 * half) & 15) << 1, -1)
-        sign = signs << e.constant(INTS8, range(31 - 8 * half, 23 - 8 * half, -1))
+        size = centred((nibbles(ir, block + 6 + 4 * half) & 15) << 1, -1)
+        sign = signs << ir.constant(INTS8, range(31 - 8 * half, 23 - 8 * half, -1))
         scales.append((size.view(INTS8) ^ sign & -0x80000000).view(FLOATS8) * d)
-    flags, high = _flags(e, block + 2, 8), e.load(BYTES32, block + 78)
+    flags, high = _flags(ir, block + 2, 8), ir.load(BYTES32, block + 78)
     for part in range(2):
-        packed = e.load(BYTES32, block + 14 + 32 * part)
+        packed = ir.load(BYTES32, block + 14 + 32 * part)
         for t in range(4):
             j = 4 * part + t
-            index = moved(packed, -2 * t) & 3 | moved(high, 2 - j) & 4 ^ _of_unit(e, flags, j)
-            yield Unit(e.lookup(K3_CODES, index), _scale(e, scales, j))
+            index = moved(packed, -2 * t) & 3 | moved(high, 2 - j) & 4 ^ _of_unit(ir, flags, j)
+            yield Unit(ir.lookup(K3_CODES, index), _scale(ir, scales, j))
 
 
-def _scales(e, d, low, high):
+def _scales(ir, d, low, high):
     """d * m of the sixteen sub-blocks for 6-bit multipliers."""
-    return [six_bits(e, nibbles(e, low + 4 * half), high + 2 * half) * d for half in range(2)]
+    return [six_bits(ir, nibbles(ir, low + 4 * half), high + 2 * half) * d for half in range(2)]
 
 
 @format_of("iq4_k", columns=256, nbytes=144, offset=127, largest=244, group=16)
-def _iq4_k(e, block):
-    scales = _scales(e, e.splat(load_half(e, block), 8), block + 8, block + 4)
-    flags = _flags(e, block + 2, 4)
+def _iq4_k(ir, block):
+    scales = _scales(ir, ir.splat(load_half(ir, block), 8), block + 8, block + 4)
+    flags = _flags(ir, block + 2, 4)
     for j in range(8):
-        codes = e.lookup(K4_CODES, low_then_high(e, e.load(BYTES16, block + 16 + 16 * j)))
-        yield Unit(codes + _of_unit(e, flags, j), _scale(e, scales, j))
+        codes = ir.lookup(K4_CODES, low_then_high(ir, ir.load(BYTES16, block + 16 + 16 * j)))
+        yield Unit(codes + _of_unit(ir, flags, j), _scale(ir, scales, j))
 
 
 @format_of("iq5_k", columns=256, nbytes=176, offset=127, largest=250, group=16)
-def _iq5_k(e, block):
-    scales = _scales(e, e.splat(load_half(e, block), 8), block + 8, block + 4)
-    flags, high = _flags(e, block + 2, 2), e.load(BYTES32, block + 144)
+def _iq5_k(ir, block):
+    scales = _scales(ir, ir.splat(load_half(ir, block), 8), block + 8, block + 4)
+    flags, high = _flags(ir, block + 2, 2), ir.load(BYTES32, block + 144)
     for pair in range(4):
-        packed = e.load(BYTES32, block + 16 + 32 * pair)
+        packed = ir.load(BYTES32, block + 16 + 32 * pair)
         for t in range(2):
             j = 2 * pair + t
             code = moved(packed, -4 * t) & 15 | moved(high, 4 - j) & ~15
-            yield Unit(e.lookup(K5_CODES, code) + _of_unit(e, flags, j), _scale(e, scales, j))
+            yield Unit(ir.lookup(K5_CODES, code) + _of_unit(ir, flags, j), _scale(ir, scales, j))
 
 
 @format_of("iq6_k", columns=256, nbytes=212, offset=127, largest=249, group=16)
-def _iq6_k(e, block):
+def _iq6_k(ir, block):
     """With the integers of products, not the cubic."""
-    d = e.splat(load_half(e, block), 8)
-    scales = [e.load(vector(8, I8), block + 4 + 8 * half).signed(I32).real() * d for half in range(2)]
-    flags = _flags(e, block + 2, 1)
+    d = ir.splat(load_half(ir, block), 8)
+    scales = [ir.load(vector(8, I8), block + 4 + 8 * half).signed(I32).real() * d for half in range(2)]
+    flags = _flags(ir, block + 2, 1)
     for part in range(2):
-        high = e.load(BYTES32, block + 148 + 32 * part)
+        high = ir.load(BYTES32, block + 148 + 32 * part)
         for t in range(4):
             j = 4 * part + t
             if t % 2 == 0:
-                packed = e.load(BYTES32, block + 20 + 32 * (j // 2))
+                packed = ir.load(BYTES32, block + 20 + 32 * (j // 2))
             code = moved(packed, -4 * (t % 2)) & 15 | moved(high, 4 - 2 * t) & ~15
-            yield Unit(e.lookup(K6_CODES, code) + _of_unit(e, flags, j), _scale(e, scales, j))
+            yield Unit(ir.lookup(K6_CODES, code) + _of_unit(ir, flags, j), _scale(ir, scales, j))

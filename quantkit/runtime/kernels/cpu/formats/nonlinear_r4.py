@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quantkit.codegen.simd import I32, Emit, Value
+from quantkit.codegen.simd import I32, IrBuilder, Value
 from quantkit.runtime.kernels.cpu.formats.base import (
     BYTES4,
     BYTES8,
@@ -35,138 +35,138 @@ CRUMBS = (0, 4, 8, 12)  # first columns of the crumbs of a byte
 NIBBLES = (0, 8, 4, 12)  # of the low and high nibbles of 32 bytes, then of the next 32
 
 
-def _twice(e: Emit, v: Value) -> Value:
-    return e.join(v, v)
+def _twice(ir: IrBuilder, v: Value) -> Value:
+    return ir.join(v, v)
 
 
-def _nibble(e: Emit, fields: Value, j: int) -> Value:
+def _nibble(ir: IrBuilder, fields: Value, j: int) -> Value:
     """The nibbles at unit j of 32 bytes: eight integers."""
-    return e.load(BYTES8, fields + 8 * (j % 4)).unsigned(I32) >> 4 * (j // 4) & 15
+    return ir.load(BYTES8, fields + 8 * (j % 4)).unsigned(I32) >> 4 * (j // 4) & 15
 
 
-def _six_bits(e: Emit, low: Value, high: Value, j: int) -> Value:
+def _six_bits(ir: IrBuilder, low: Value, high: Value, j: int) -> Value:
     """The same under pairs of bits of 16 bytes, minus 32."""
-    pairs = e.load(BYTES8, high + 8 * (j % 2)).unsigned(I32)
-    return centred(_nibble(e, low, j) | (pairs << 4 >> 2 * (j // 2)) & 0x30, 32)
+    pairs = ir.load(BYTES8, high + 8 * (j % 2)).unsigned(I32)
+    return centred(_nibble(ir, low, j) | (pairs << 4 >> 2 * (j // 2)) & 0x30, 32)
 
 
-def _flags(e: Emit, address: Value) -> Value:
+def _flags(ir: IrBuilder, address: Value) -> Value:
     """Bit j of byte k is the flag of sub-block 2j of row k, bit j of byte 4 + k that of sub-block 2j + 1."""
-    return e.shuffle(e.load(BYTES8, address), None, [c // 4 for c in range(32)])
+    return ir.shuffle(ir.load(BYTES8, address), None, [c // 4 for c in range(32)])
 
 
-def _halves_moved(e: Emit, address: Value, right: int) -> Value:
+def _halves_moved(ir: IrBuilder, address: Value, right: int) -> Value:
     """16 bytes twice, the second time moved right; what enters from the next byte is rubbish."""
-    twice = e.shuffle(e.load(BYTES16, address), None, [*range(16), *range(16)]).view(INTS8)
-    return (twice >> e.constant(INTS8, [0] * 4 + [right] * 4)).view(BYTES32)
+    twice = ir.shuffle(ir.load(BYTES16, address), None, [*range(16), *range(16)]).view(INTS8)
+    return (twice >> ir.constant(INTS8, [0] * 4 + [right] * 4)).view(BYTES32)
 
 
-def _nibble_steps(e: Emit, address: Value) -> Iterator[tuple[Value, int]]:
+def _nibble_steps(ir: IrBuilder, address: Value) -> Iterator[tuple[Value, int]]:
     """Bytes whose low nibbles are a step's codes, with rubbish above them, and the step's column."""
     for i, columns in enumerate((NIBBLES[:2], NIBBLES[2:])):
-        packed = e.load(BYTES32, address + 32 * i)
+        packed = ir.load(BYTES32, address + 32 * i)
         for shift, column in enumerate(columns):
             yield moved(packed, -4 * shift), column
 
 
 @format_of("iq2_k_r4", columns=256, nbytes=304, offset=31, largest=53, group=16, rows=4)
-def _iq2_k_r4(e, block):
-    d, flags = _twice(e, load_halves(e, block, 4)), _flags(e, block + 8)
+def _iq2_k_r4(ir, block):
+    d, flags = _twice(ir, load_halves(ir, block, 4)), _flags(ir, block + 8)
     for j in range(8):
-        packed, flag = e.load(BYTES32, block + 48 + 32 * j), e.where_bits(flags, [1 << j] * 32, 4)
-        codes = [e.lookup(K2_CODES, moved(packed, -2 * t) & 3 | flag) for t in range(4)]
+        packed, flag = ir.load(BYTES32, block + 48 + 32 * j), ir.where_bits(flags, [1 << j] * 32, 4)
+        codes = [ir.lookup(K2_CODES, moved(packed, -2 * t) & 3 | flag) for t in range(4)]
         steps = [(code, column, column + 16) for code, column in zip(codes, CRUMBS)]
-        yield LaneUnit(steps, centred(_nibble(e, block + 16, j), 8) * d)
+        yield LaneUnit(steps, centred(_nibble(ir, block + 16, j), 8) * d)
 
 
 @format_of("iq3_k_r4", columns=256, nbytes=440, offset=63, largest=114, group=16, rows=4)
-def _iq3_k_r4(e, block):
-    d, flags = _twice(e, load_halves(e, block, 4)), _flags(e, block + 8)
-    signs = e.load(BYTES8, block + 16).unsigned(I32)  # bit j of a slot is that of unit j
+def _iq3_k_r4(ir, block):
+    d, flags = _twice(ir, load_halves(ir, block, 4)), _flags(ir, block + 8)
+    signs = ir.load(BYTES8, block + 16).unsigned(I32)  # bit j of a slot is that of unit j
     for j in range(8):
-        size = centred(_nibble(e, block + 24, j) << 1, -1).view(INTS8)
+        size = centred(_nibble(ir, block + 24, j) << 1, -1).view(INTS8)
         scale = (size ^ (signs << 31 - j) & -0x80000000).view(FLOATS8) * d
-        packed, flag = e.load(BYTES32, block + 56 + 32 * j), e.where_bits(flags, [1 << j] * 32, 8)
-        high = _halves_moved(e, block + 312 + 16 * j, 4)  # bit t of the first half, 4 + t of the second
+        packed, flag = ir.load(BYTES32, block + 56 + 32 * j), ir.where_bits(flags, [1 << j] * 32, 8)
+        high = _halves_moved(ir, block + 312 + 16 * j, 4)  # bit t of the first half, 4 + t of the second
         steps = []
         for t, column in enumerate(CRUMBS):
             index = moved(packed, -2 * t) & 3 | moved(high, 2 - t) & 4 ^ flag
-            steps.append((e.lookup(K3_CODES, index), column, column + 16))
+            steps.append((ir.lookup(K3_CODES, index), column, column + 16))
         yield LaneUnit(steps, scale)
 
 
-def _k4_steps(e, address):
-    return [(e.lookup(K4_CODES, code & 15), column) for code, column in _nibble_steps(e, address)]
+def _k4_steps(ir, address):
+    return [(ir.lookup(K4_CODES, code & 15), column) for code, column in _nibble_steps(ir, address)]
 
 
-def _k5_steps(e, low, high):
+def _k5_steps(ir, low, high):
     # Bits 0, 1, 4, 5 of the high bytes are of the steps' columns, the bits 2 further on of those 16 further on.
-    bits = _halves_moved(e, high, 2)
+    bits = _halves_moved(ir, high, 2)
     return [
-        (e.lookup(K5_CODES, code & 15 | moved(bits, 4 - bit) & ~15), column)
-        for (code, column), bit in zip(_nibble_steps(e, low), (0, 1, 4, 5))
+        (ir.lookup(K5_CODES, code & 15 | moved(bits, 4 - bit) & ~15), column)
+        for (code, column), bit in zip(_nibble_steps(ir, low), (0, 1, 4, 5))
     ]
 
 
 @format_of("iq4_k_r4", columns=256, nbytes=576, offset=127, largest=244, group=16, rows=4)
-def _iq4_k_r4(e, block):
-    d, flags = _twice(e, load_halves(e, block, 4)), _flags(e, block + 8)
+def _iq4_k_r4(ir, block):
+    d, flags = _twice(ir, load_halves(ir, block, 4)), _flags(ir, block + 8)
     for j in range(8):
-        shift = e.where_bits(flags, [1 << j] * 32, 4)
-        steps = [(code + shift, column, column + 16) for code, column in _k4_steps(e, block + 64 + 64 * j)]
-        yield LaneUnit(steps, _six_bits(e, block + 32, block + 16, j) * d)
+        shift = ir.where_bits(flags, [1 << j] * 32, 4)
+        steps = [(code + shift, column, column + 16) for code, column in _k4_steps(ir, block + 64 + 64 * j)]
+        yield LaneUnit(steps, _six_bits(ir, block + 32, block + 16, j) * d)
 
 
 @format_of("iq5_k_r4", columns=256, nbytes=704, offset=127, largest=250, group=16, rows=4)
-def _iq5_k_r4(e, block):
-    d, flags = _twice(e, load_halves(e, block, 4)), _flags(e, block + 8)
+def _iq5_k_r4(ir, block):
+    d, flags = _twice(ir, load_halves(ir, block, 4)), _flags(ir, block + 8)
     for j in range(8):
-        shift = e.where_bits(flags, [1 << j] * 32, 2)
-        steps = _k5_steps(e, block + 64 + 64 * j, block + 576 + 16 * j)
+        shift = ir.where_bits(flags, [1 << j] * 32, 2)
+        steps = _k5_steps(ir, block + 64 + 64 * j, block + 576 + 16 * j)
         steps = [(code + shift, column, column + 16) for code, column in steps]
-        yield LaneUnit(steps, _six_bits(e, block + 32, block + 16, j) * d)
+        yield LaneUnit(steps, _six_bits(ir, block + 32, block + 16, j) * d)
 
 
-def _odd(e, d, address):
+def _odd(ir, d, address):
     """d * m and the flags, as words' bits 0, of four bytes that hold odd m from -127 on over a flag."""
-    numbers = _twice(e, e.load(BYTES4, address)).unsigned(I32)
+    numbers = _twice(ir, ir.load(BYTES4, address)).unsigned(I32)
     return centred(numbers & 254, 127) * d, numbers
 
 
-def _shift(e, numbers, shift):
+def _shift(ir, numbers, shift):
     """2^shift in all four bytes of the lanes whose bit 0 is set."""
-    ones = e.shuffle(numbers.view(BYTES32), None, [c // 4 * 4 for c in range(32)])
+    ones = ir.shuffle(numbers.view(BYTES32), None, [c // 4 * 4 for c in range(32)])
     return moved(ones, shift) & 1 << shift
 
 
 @format_of("iq4_ks_r4", columns=256, nbytes=544, offset=127, largest=244, rows=4, head=16)
-def _iq4_ks_r4(e, block, head):
-    d = _twice(e, e.load(FLOATS4, head))
+def _iq4_ks_r4(ir, block, head):
+    d = _twice(ir, ir.load(FLOATS4, head))
     for j in range(8):
-        scale, numbers = _odd(e, d, block + 4 * j)
-        shift = _shift(e, numbers, 2)
-        steps = [(code + shift, column, column + 16) for code, column in _k4_steps(e, block + 32 + 64 * j)]
+        scale, numbers = _odd(ir, d, block + 4 * j)
+        shift = _shift(ir, numbers, 2)
+        steps = [(code + shift, column, column + 16) for code, column in _k4_steps(ir, block + 32 + 64 * j)]
         yield LaneUnit(steps, scale)
 
 
 @format_of("iq5_ks_r4", columns=256, nbytes=672, offset=127, largest=250, rows=4, head=16)
-def _iq5_ks_r4(e, block, head):
-    d = _twice(e, e.load(FLOATS4, head))
+def _iq5_ks_r4(ir, block, head):
+    d = _twice(ir, ir.load(FLOATS4, head))
     for j in range(8):
-        scale, numbers = _odd(e, d, block + 4 * j)
-        shift = _shift(e, numbers, 1)
-        steps = _k5_steps(e, block + 32 + 64 * j, block + 544 + 16 * j)
+        scale, numbers = _odd(ir, d, block + 4 * j)
+        shift = _shift(ir, numbers, 1)
+        steps = _k5_steps(ir, block + 32 + 64 * j, block + 544 + 16 * j)
         yield LaneUnit([(code + shift, column, column + 16) for code, column in steps], scale)
 
 
 @format_of("iq4_xs_r8", columns=256, nbytes=1088, offset=127, largest=240, rows=8)
-def _iq4_xs_r8(e, block):
-    d = load_halves(e, block, 8)
+def _iq4_xs_r8(ir, block):
+    d = load_halves(ir, block, 8)
     for j in range(8):
         steps = []
         for line in range(4):
-            packed = e.load(BYTES32, block + 64 + 128 * j + 32 * line)
+            packed = ir.load(BYTES32, block + 64 + 128 * j + 32 * line)
             for shift in range(2):
                 column = 8 * line + 4 * shift
-                steps.append((e.lookup(K4_CODES, moved(packed, -4 * shift) & 15), column, column))
-        yield LaneUnit(steps, _six_bits(e, block + 32, block + 16, j) * d)
+                steps.append((ir.lookup(K4_CODES, moved(packed, -4 * shift) & 15), column, column))
+        yield LaneUnit(steps, _six_bits(ir, block + 32, block + 16, j) * d)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quantkit.codegen.simd import I16, I32, I64, Emit, IntType, Value, vector
+from quantkit.codegen.simd import I16, I32, I64, IntType, IrBuilder, Value, vector
 from quantkit.runtime.kernels.cpu.formats.base import BYTES32
 from quantkit.types.families.grid_points import grid
 
@@ -35,16 +35,18 @@ def grid_table(name: str, offset: int) -> Table:
     return table(grid(name).points.astype(np.uint8) + np.uint8(offset))
 
 
-def stored(e: Emit, numbers: Iterable[Value]) -> Callable[[int], Value]:
+def stored(ir: IrBuilder, numbers: Iterable[Value]) -> Callable[[int], Value]:
     """The address of each of many numbers, words in vectors of 16."""
-    starts = [e.in_memory(part) for part in numbers]
+    starts = [ir.in_memory(part) for part in numbers]
     return lambda i: starts[i // 16] + 2 * (i % 16)
 
 
-def codes_of(e: Emit, found: Table, at: Callable[[int], Value], places: Iterable[int], kind: IntType = I16) -> Value:
+def codes_of(
+    ir: IrBuilder, found: Table, at: Callable[[int], Value], places: Iterable[int], kind: IntType = I16
+) -> Value:
     """32 bytes: side by side the points whose numbers, of this kind, stand at at(place)."""
-    start, size = e.table(found.points, found.element), found.element.width // 8
-    joined = e.zero(vector(32 // size, found.element))
+    start, size = ir.table(found.points, found.element), found.element.width // 8
+    joined = ir.zero(vector(32 // size, found.element))
     for i, place in enumerate(places):
-        joined = e.insert(joined, i, e.load(found.element, start + e.load(kind, at(place)).unsigned(I64) * size))
+        joined = ir.insert(joined, i, ir.load(found.element, start + ir.load(kind, at(place)).unsigned(I64) * size))
     return joined.view(BYTES32)

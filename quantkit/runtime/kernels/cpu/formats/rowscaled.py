@@ -5,7 +5,7 @@ Blocks of 256, groups of 32: a unit has one multiplier, and one flag where there
 
 from __future__ import annotations
 
-from quantkit.codegen.simd import F32, I8, I32, Emit, Value, vector
+from quantkit.codegen.simd import F32, I8, I32, IrBuilder, Value, vector
 from quantkit.runtime.kernels.cpu.formats.base import (
     BYTES16,
     BYTES32,
@@ -31,130 +31,130 @@ from quantkit.runtime.kernels.cpu.formats.nonlinear import (
 from quantkit.types.iq2_kl import PAIRS
 
 
-def _five_bits(e: Emit, low: Value, high: Value) -> Value:
+def _five_bits(ir: IrBuilder, low: Value, high: Value) -> Value:
     """Eight 5-bit numbers minus 16: nibbles, with rubbish above them, under the bits of the byte at `high`.
 
     The byte is loaded with the one before it, so that all are shifted right.
     """
-    bits = e.splat(e.load(I32, high - 1), 8) >> e.constant(INTS8, range(4, 12))
+    bits = ir.splat(ir.load(I32, high - 1), 8) >> ir.constant(INTS8, range(4, 12))
     return centred(low & 15 | bits & 16, 16)
 
 
-def _flags(e: Emit, address: Value, number: int) -> Value:
+def _flags(ir: IrBuilder, address: Value, number: int) -> Value:
     """Address of words, one a group: `number` in all bytes where the group's bit of a byte is set, else 0."""
-    return e.in_memory(e.where_bits(e.splat(e.load(I8, address), 32), [1 << c // 4 for c in range(32)], number))
+    return ir.in_memory(ir.where_bits(ir.splat(ir.load(I8, address), 32), [1 << c // 4 for c in range(32)], number))
 
 
-def _of_unit(e: Emit, flags: Value, unit: int) -> Value:
+def _of_unit(ir: IrBuilder, flags: Value, unit: int) -> Value:
     """A unit's word in all lanes: a load does that, and there are fewer loads than shuffles."""
-    return e.splat(e.load(I32, flags + 4 * unit), 8).view(BYTES32)
+    return ir.splat(ir.load(I32, flags + 4 * unit), 8).view(BYTES32)
 
 
-def _odd_scales(e: Emit, d: Value, multipliers: Value) -> Value:
+def _odd_scales(ir: IrBuilder, d: Value, multipliers: Value) -> Value:
     """d * m of eight bytes that hold odd m from -127 on over a flag."""
     return centred(multipliers.unsigned(I32) & 254, 127) * d
 
 
-def _odd_flags(e: Emit, multipliers: Value, shift: int) -> Value:
+def _odd_flags(ir: IrBuilder, multipliers: Value, shift: int) -> Value:
     """What `_flags` gives of 2^shift and the bytes' lowest bits."""
-    return e.in_memory(moved(e.shuffle(multipliers, None, [c // 4 for c in range(32)]), shift) & 1 << shift)
+    return ir.in_memory(moved(ir.shuffle(multipliers, None, [c // 4 for c in range(32)]), shift) & 1 << shift)
 
 
 @format_of("iq4_xs", columns=256, nbytes=136, offset=127, largest=240)
-def _iq4_xs(e, block):
-    scales = six_bits(e, nibbles(e, block + 4), block + 2) * e.splat(load_half(e, block), 8)
+def _iq4_xs(ir, block):
+    scales = six_bits(ir, nibbles(ir, block + 4), block + 2) * ir.splat(load_half(ir, block), 8)
     for g in range(8):
-        codes = e.lookup(K4_CODES, low_then_high(e, e.load(BYTES16, block + 8 + 16 * g)))
-        yield Unit(codes, pick(e, scales, g))
+        codes = ir.lookup(K4_CODES, low_then_high(ir, ir.load(BYTES16, block + 8 + 16 * g)))
+        yield Unit(codes, pick(ir, scales, g))
 
 
 @format_of("iq2_ks", columns=256, nbytes=70, offset=31, largest=53, head=2)
-def _iq2_ks(e, block, head):
-    scales = _five_bits(e, nibbles(e, block + 2), block + 1) * e.splat(load_half(e, head), 8)
-    flags = _flags(e, block, 4)
+def _iq2_ks(ir, block, head):
+    scales = _five_bits(ir, nibbles(ir, block + 2), block + 1) * ir.splat(load_half(ir, head), 8)
+    flags = _flags(ir, block, 4)
     for part in range(2):
-        packed = e.load(BYTES32, block + 6 + 32 * part)
+        packed = ir.load(BYTES32, block + 6 + 32 * part)
         for t in range(4):
             g = 4 * part + t
-            index = moved(packed, -2 * t) & 3 | _of_unit(e, flags, g)
-            yield Unit(e.lookup(K2_CODES, index), pick(e, scales, g))
+            index = moved(packed, -2 * t) & 3 | _of_unit(ir, flags, g)
+            yield Unit(ir.lookup(K2_CODES, index), pick(ir, scales, g))
 
 
 @format_of("iq3_ks", columns=256, nbytes=102, offset=63, largest=114, head=2)
-def _iq3_ks(e, block, head):
-    low = e.splat(e.load(I32, block + 2), 8) >> e.constant(INTS8, [g % 4 * 8 + g // 4 * 4 for g in range(8)])
-    scales = _five_bits(e, low, block) * e.splat(load_half(e, head), 8)
-    flags, high = _flags(e, block + 1, 8), e.load(BYTES32, block + 70)
+def _iq3_ks(ir, block, head):
+    low = ir.splat(ir.load(I32, block + 2), 8) >> ir.constant(INTS8, [g % 4 * 8 + g // 4 * 4 for g in range(8)])
+    scales = _five_bits(ir, low, block) * ir.splat(load_half(ir, head), 8)
+    flags, high = _flags(ir, block + 1, 8), ir.load(BYTES32, block + 70)
     for part in range(2):
-        packed = e.load(BYTES32, block + 6 + 32 * part)
+        packed = ir.load(BYTES32, block + 6 + 32 * part)
         for t in range(4):
             g = 4 * part + t
-            index = moved(packed, -2 * t) & 3 | moved(high, 2 - g) & 4 ^ _of_unit(e, flags, g)
-            yield Unit(e.lookup(K3_CODES, index), pick(e, scales, g))
+            index = moved(packed, -2 * t) & 3 | moved(high, 2 - g) & 4 ^ _of_unit(ir, flags, g)
+            yield Unit(ir.lookup(K3_CODES, index), pick(ir, scales, g))
 
 
 @format_of("iq4_ks", columns=256, nbytes=136, offset=127, largest=244, head=4)
-def _iq4_ks(e, block, head):
-    multipliers = e.load(vector(8, I8), block)
-    scales, flags = _odd_scales(e, e.splat(e.load(F32, head), 8), multipliers), _odd_flags(e, multipliers, 2)
+def _iq4_ks(ir, block, head):
+    multipliers = ir.load(vector(8, I8), block)
+    scales, flags = _odd_scales(ir, ir.splat(ir.load(F32, head), 8), multipliers), _odd_flags(ir, multipliers, 2)
     for g in range(8):
-        codes = e.lookup(K4_CODES, low_then_high(e, e.load(BYTES16, block + 8 + 16 * g)))
-        yield Unit(codes + _of_unit(e, flags, g), pick(e, scales, g))
+        codes = ir.lookup(K4_CODES, low_then_high(ir, ir.load(BYTES16, block + 8 + 16 * g)))
+        yield Unit(codes + _of_unit(ir, flags, g), pick(ir, scales, g))
 
 
 @format_of("iq5_ks", columns=256, nbytes=168, offset=127, largest=250, head=4)
-def _iq5_ks(e, block, head):
-    multipliers = e.load(vector(8, I8), block)
-    scales, flags = _odd_scales(e, e.splat(e.load(F32, head), 8), multipliers), _odd_flags(e, multipliers, 1)
-    high = e.load(BYTES32, block + 136)
+def _iq5_ks(ir, block, head):
+    multipliers = ir.load(vector(8, I8), block)
+    scales, flags = _odd_scales(ir, ir.splat(ir.load(F32, head), 8), multipliers), _odd_flags(ir, multipliers, 1)
+    high = ir.load(BYTES32, block + 136)
     for pair in range(4):
-        packed = e.load(BYTES32, block + 8 + 32 * pair)
+        packed = ir.load(BYTES32, block + 8 + 32 * pair)
         for t in range(2):
             g = 2 * pair + t
             code = moved(packed, -4 * t) & 15 | moved(high, 4 - g) & ~15
-            yield Unit(e.lookup(K5_CODES, code) + _of_unit(e, flags, g), pick(e, scales, g))
+            yield Unit(ir.lookup(K5_CODES, code) + _of_unit(ir, flags, g), pick(ir, scales, g))
 
 
 @format_of("iq4_kss", columns=256, nbytes=128, offset=127, largest=244, head=4)
-def _iq4_kss(e, block, head):
+def _iq4_kss(ir, block, head):
     # A word has four codes in its upper 15 bits; the lowest bits of a group's words make its multiplier.
-    multipliers = _lowest_bits(e, block)
-    scales, flags = _odd_scales(e, e.splat(e.load(F32, head), 8), multipliers), _odd_flags(e, multipliers, 2)
+    multipliers = _lowest_bits(ir, block)
+    scales, flags = _odd_scales(ir, ir.splat(ir.load(F32, head), 8), multipliers), _odd_flags(ir, multipliers, 2)
     for g in range(8):
-        words = e.shuffle(e.load(BYTES16, block + 16 * g), None, [*range(16), *range(16)]).view(WORDS16)
+        words = ir.shuffle(ir.load(BYTES16, block + 16 * g), None, [*range(16), *range(16)]).view(WORDS16)
         packed = ((words >> 1) ^ (words & -2)).view(BYTES32)
-        codes = e.lookup(K4_CODES, low_and_high(e, packed))
-        yield Unit(codes + _of_unit(e, flags, g), pick(e, scales, g))
+        codes = ir.lookup(K4_CODES, low_and_high(ir, packed))
+        yield Unit(codes + _of_unit(ir, flags, g), pick(ir, scales, g))
 
 
-def _lowest_bits(e: Emit, block: Value) -> Value:
+def _lowest_bits(ir: IrBuilder, block: Value) -> Value:
     """Eight bytes: of each group of 8 words their lowest bits.
 
     Groups 0, 1, 4, 5 and 2, 3, 6, 7 are done together, as neighbours would become one vector of 512 bits.
     """
-    found = e.zero(vector(2, I32))
+    found = ir.zero(vector(2, I32))
     for i in range(2):
-        a, b = (e.load(BYTES32, block + 32 * i + 64 * j) & e.constant(BYTES32, [1, 0] * 16) for j in range(2))
+        a, b = (ir.load(BYTES32, block + 32 * i + 64 * j) & ir.constant(BYTES32, [1, 0] * 16) for j in range(2))
         # Lower bytes of the first eight words of both, then of the last: what one instruction packs.
-        lowest = e.shuffle(a, b, [32 * (c // 8 % 2) + 16 * (c // 16) + 2 * (c % 8) for c in range(32)])
-        found = e.insert(found, i, e.integer_of(lowest, 1))
-    return e.shuffle(found.view(vector(8, I8)), None, [0, 2, 4, 6, 1, 3, 5, 7])
+        lowest = ir.shuffle(a, b, [32 * (c // 8 % 2) + 16 * (c // 16) + 2 * (c % 8) for c in range(32)])
+        found = ir.insert(found, i, ir.integer_of(lowest, 1))
+    return ir.shuffle(found.view(vector(8, I8)), None, [0, 2, 4, 6, 1, 3, 5, 7])
 
 
 PAIR_CODES = [int(PAIRS[code, element]) + 63 for element in range(2) for code in range(32)]
 
 
 @format_of("iq2_kl", columns=256, nbytes=86, offset=63, largest=110, head=2)
-def _iq2_kl(e, block, head):
+def _iq2_kl(ir, block, head):
     # Nibble s / 4 of sl[s % 4] is the multiplier of sub-block s.
-    low = e.splat(e.load(I32, block + 2), 8) >> e.constant(INTS8, [s % 4 * 8 + s // 4 * 4 for s in range(8)])
-    scales = six_bits(e, low, block) * e.splat(load_half(e, head), 8)
+    low = ir.splat(ir.load(I32, block + 2), 8) >> ir.constant(INTS8, [s % 4 * 8 + s // 4 * 4 for s in range(8)])
+    scales = six_bits(ir, low, block) * ir.splat(load_half(ir, head), 8)
     # Each code stands at both of its elements: the second ones look in the second half of the table.
-    twice, second = [j // 2 for j in range(32)], e.constant(BYTES32, [0, 32] * 16)
-    high = e.shuffle(e.load(BYTES16, block + 70), None, twice)
+    twice, second = [j // 2 for j in range(32)], ir.constant(BYTES32, [0, 32] * 16)
+    high = ir.shuffle(ir.load(BYTES16, block + 70), None, twice)
     for pair in range(4):
-        packed = e.shuffle(e.load(BYTES16, block + 6 + 16 * pair), None, twice)
+        packed = ir.shuffle(ir.load(BYTES16, block + 6 + 16 * pair), None, twice)
         for t in range(2):
             s = 2 * pair + t
             code = moved(packed, -4 * t) & 15 | moved(high, 4 - s) & ~15
-            yield Unit(e.lookup(PAIR_CODES, code & 31 | second), pick(e, scales, s))
+            yield Unit(ir.lookup(PAIR_CODES, code & 31 | second), pick(ir, scales, s))

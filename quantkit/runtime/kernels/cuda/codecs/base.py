@@ -43,4 +43,4 @@ def by_bytes(values: np.ndarray | Sequence[float]) -> list[int]:
 
 def centred(r: Reader, word: Any, zero: int) -> Any:
     """float32 of a small word minus `zero`."""
-    return r.e.real(word - zero)
+    return r.ir.real(word - zero)

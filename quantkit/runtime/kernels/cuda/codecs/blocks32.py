@@ -95,7 +95,7 @@ def iq4_nl(r: Reader) -> Unit:
 def mxfp4(r: Reader) -> Unit:
     exponent, packed_bytes = r.fields
     table = r.words(*_E2M1)
-    return Unit(r.lookup_halves(table, packed_bytes.quads(4, 16)), [r.e.power(exponent.at())], [])
+    return Unit(r.lookup_halves(table, packed_bytes.quads(4, 16)), [r.ir.power(exponent.at())], [])
 
 
 @codecs({"q1_0_g128": (own(16, [0]), own(1, packed(1, 128, at=2)))})

@@ -30,8 +30,8 @@ def bytes_of(word: Any) -> list[Any]:
 def points_under(r: Reader, name: str, numbers: list[Any]) -> list[Any]:
     """The magnitudes of four or eight points of a grid, as eight words."""
     if len(numbers) == 8:
-        return [r.e.table(name, _GRIDS[name], number) for number in numbers]
-    return [r.e.table(name, _GRIDS[name], number * 2 + half) for number in numbers for half in range(2)]
+        return [r.ir.table(name, _GRIDS[name], number) for number in numbers]
+    return [r.ir.table(name, _GRIDS[name], number * 2 + half) for number in numbers for half in range(2)]
 
 
 def signed(r: Reader, name: str, numbers: list[Any], signs: list[Any]) -> list[Any]:
@@ -49,7 +49,7 @@ def _with_parity(sevens: Any) -> Any:
 
 def odd(r: Reader, d: Any, number: Any, unit: float) -> Any:
     """(2 l + 1) * unit * d; exact, so that (d * (l + 0.5) / 4) is this with an eighth."""
-    return d * unit * r.e.real(number * 2 + 1)
+    return d * unit * r.ir.real(number * 2 + 1)
 
 
 @codecs({"iq2_xxs": (own(16, [0]), own(32, packed(32, 16, at=2)))})
@@ -115,9 +115,9 @@ def _ternary(r: Reader, points: list[Any], negative: list[Any]) -> list[Any]:
     """Codes in eighths of four points, each under its flag of a negative shift."""
     codes = []
     for point, flag in zip(points, negative):
-        shift = r.e.choose(flag, r.e.word(0), r.e.word(0x02020202))
+        shift = r.ir.choose(flag, r.ir.word(0), r.ir.word(0x02020202))
         for half in range(2):
-            codes.append(r.minus(r.e.table("iq1", _TERNARY, point * 2 + half) + shift, 9))
+            codes.append(r.minus(r.ir.table("iq1", _TERNARY, point * 2 + half) + shift, 9))
     return codes
 
 
@@ -142,13 +142,13 @@ def iq1_s_r4(r: Reader) -> Unit:
 @codecs({"iq1_m": (own(8, packed(8, 32)), own(8, packed(8, 16, at=32)), own(16, packed(16, 4, at=48)))}, group=16)
 def iq1_m(r: Reader) -> Unit:
     low, high, words = r.fields
-    bits = r.e.word(0)
+    bits = r.ir.word(0)
     for j in range(4):
         bits = bits | words.at(0, j) >> 12 << 4 * j
     d = r.half(bits)
     nibbles = [high.at(2, g // 2) >> 4 * (g % 2) & 15 for g in range(4)]
     points = [a | (n & 7) << 8 for a, n in zip(bytes_of(low.quads(1, 4)[0]), nibbles)]
-    numbers = r.e.load(16, r.block + 48 + r.e.wide((r.unit >> 1) * 2), 2) >> (r.unit & 1) * 6
+    numbers = r.ir.load(16, r.block + 48 + r.ir.wide((r.unit >> 1) * 2), 2) >> (r.unit & 1) * 6
     scales = [odd(r, d, numbers >> 3 * h & 7, 0.125) for h in range(2)]
     return Unit(_ternary(r, points, [n & 8 for n in nibbles]), scales, [])
 
@@ -162,5 +162,5 @@ def iq1_m_r4(r: Reader) -> Unit:
     d, both = r.head_half(), multipliers.at()
     nibbles = [high.at(0, g // 2) >> 4 * (g % 2) & 15 for g in range(4)]
     points = [low.at(0, g) | (n & 7) << 8 for g, n in enumerate(nibbles)]
-    scales = [d * r.e.real(both >> 4 * h & 15) * 0.125 for h in range(2)]
+    scales = [d * r.ir.real(both >> 4 * h & 15) * 0.125 for h in range(2)]
     return Unit(_ternary(r, points, [n & 8 for n in nibbles]), scales, [])

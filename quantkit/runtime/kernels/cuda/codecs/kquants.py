@@ -21,8 +21,8 @@ def q2_k(r: Reader) -> Unit:
     both_halves = [numbers.at(2, h) for h in range(2)]
     return Unit(
         codes.quads(),
-        [scale * r.e.real(n & 15) for n in both_halves],
-        [minimum * r.e.real(n >> 4) for n in both_halves],
+        [scale * r.ir.real(n & 15) for n in both_halves],
+        [minimum * r.ir.real(n >> 4) for n in both_halves],
     )
 
 
@@ -37,8 +37,8 @@ def q3_k(r: Reader) -> Unit:
 def _scale_and_floor(r: Reader) -> tuple[list[Any], list[Any]]:
     """Of q4_K and q5_K."""
     d, least, high, high_least, low, low_least, *_ = r.fields
-    scale = r.half(d.at()) * r.e.real(low.at(1) | high.at(1) << 4)
-    return [scale], [r.half(least.at()) * -1.0 * r.e.real(low_least.at(1) | high_least.at(1) << 4)]
+    scale = r.half(d.at()) * r.ir.real(low.at(1) | high.at(1) << 4)
+    return [scale], [r.half(least.at()) * -1.0 * r.ir.real(low_least.at(1) | high_least.at(1) << 4)]
 
 
 @codecs(both(Q4_K_R4), floor=True)
@@ -57,6 +57,6 @@ def q5_k(r: Reader) -> Unit:
 def q6_k(r: Reader) -> Unit:
     d, numbers, crumbs, nibbles = r.fields
     scale = r.half(d.at())
-    scales = [scale * r.e.real(r.e.signed_byte(numbers.at(2, h))) for h in range(2)]
+    scales = [scale * r.ir.real(r.ir.signed_byte(numbers.at(2, h))) for h in range(2)]
     codes = [low | high << 4 for low, high in zip(nibbles.quads(), crumbs.quads())]
     return Unit([r.minus(c, 32) for c in codes], scales, [])

@@ -19,7 +19,7 @@ def book_of(r: Reader, book: Book, flag: Any) -> list[Any]:
     """The words of a book, or of the raised one where the flag is not 0."""
     words = by_bytes(book.values)
     plain, raised = (r.words(*half) for half in (words[: len(words) // 2], words[len(words) // 2 :]))
-    return [r.e.choose(flag, b, a) for a, b in zip(plain, raised)]
+    return [r.ir.choose(flag, b, a) for a, b in zip(plain, raised)]
 
 
 def looked_up(r: Reader, book: Book, codes: list[Any], flags: list[Any]) -> list[Any]:
@@ -50,7 +50,7 @@ def iq3_k(r: Reader) -> Unit:
     scale, scales = r.half(d.at()), []
     for h in range(2):
         size = numbers.at(2, h) * 2 + 1
-        scales.append(scale * r.e.real(r.e.choose(signs.at(2, h), size * -1, size)))
+        scales.append(scale * r.ir.real(r.ir.choose(signs.at(2, h), size * -1, size)))
     codes = [c | top << 2 for c, top in zip(crumbs.quads(), high.quads())]
     return Unit(looked_up(r, K3, codes, _flags(r)), scales, [])
 
@@ -87,6 +87,6 @@ def iq6_k(r: Reader) -> Unit:
     """With the integers that products use, not the row decoder's cubic."""
     d, _, numbers, nibbles, crumbs = r.fields
     scale = r.half(d.at())
-    scales = [scale * r.e.real(r.e.signed_byte(numbers.at(2, h))) for h in range(2)]
+    scales = [scale * r.ir.real(r.ir.signed_byte(numbers.at(2, h))) for h in range(2)]
     codes = [low | high << 4 for low, high in zip(nibbles.quads(), crumbs.quads())]
     return Unit(looked_up(r, K6, codes, _flags(r)), scales, [])

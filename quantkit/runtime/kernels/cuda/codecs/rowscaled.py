@@ -78,7 +78,7 @@ def iq5_ks(r: Reader) -> Unit:
 def iq4_kss(r: Reader) -> Unit:
     """Halves of words: four codes in the upper 15 bits; their lowest bits make the multiplier."""
     words = r.fields[0].quads(4, 16)
-    number = r.e.word(0)
+    number = r.ir.word(0)
     for i, word in enumerate(words):
         number = number | (word & 1) << 2 * i | (word >> 16 & 1) << 2 * i + 1
     scales, flags = _odd(r, number)
@@ -102,7 +102,7 @@ def iq2_kl(r: Reader) -> Unit:
     codes = []
     for nibble, fifth in zip(nibbles.quads(4, 16), fifths.quads(4, 16)):
         a, b = (r.lookup(table, nibble | fifth << 4) for table in (first, second))
-        codes += [r.e.permute(a, b, r.e.word(order)) for order in (0x5140, 0x7362)]
+        codes += [r.ir.permute(a, b, r.ir.word(order)) for order in (0x5140, 0x7362)]
     return Unit(codes, [scale], [])
 
 
@@ -152,16 +152,16 @@ def iq1_bn(r: Reader) -> Unit:
     digits = []
     for h in range(2):
         for t in range(3):
-            digits += [_digit(packed_bytes[3 * h + t], r.e.word(3 ** (4 - k))) for k in range(5)]
-        of_first, of_second = (r.e.word(3 ** (4 - 2 * u - h)) for u in range(2))
-        digits.append(_digit(last, r.e.choose(second, of_second, of_first)))
+            digits += [_digit(packed_bytes[3 * h + t], r.ir.word(3 ** (4 - k))) for k in range(5)]
+        of_first, of_second = (r.ir.word(3 ** (4 - 2 * u - h)) for u in range(2))
+        digits.append(_digit(last, r.ir.choose(second, of_second, of_first)))
     words = [r.join(digits[i : i + 4]) for i in range(0, 32, 4)]
     return Unit([r.minus(w, 1) for w in words], [r.head_half()], [])
 
 
 def _byte(r: Reader, pitch: int, number: int) -> Any:
     """A byte of the block, at pitch * unit + number."""
-    return r.e.load(8, r.block + number + r.e.wide(r.unit * pitch), 1)
+    return r.ir.load(8, r.block + number + r.ir.wide(r.unit * pitch), 1)
 
 
 def _digit(byte: Any, power: Any) -> Any:

@@ -14,13 +14,13 @@ _SIXES, _MIDDLE = 0x3F3F3F3F, 126
 
 def _values(r: Reader, seed: Any, first: int) -> list[Any]:
     """Four signed values of a group, from its `first` on: sums of four bytes."""
-    ones, middle = r.e.word(ONES), r.e.word(-_MIDDLE)
-    return [r.e.dot(seed * int(POWERS[first + k]) & _SIXES, ones, middle) for k in range(4)]
+    ones, middle = r.ir.word(ONES), r.ir.word(-_MIDDLE)
+    return [r.ir.dot(seed * int(POWERS[first + k]) & _SIXES, ones, middle) for k in range(4)]
 
 
 def _book_scale(r: Reader, code: Any) -> list[Any]:
     table = r.words(*by_bytes(BOOK))
-    return [r.head_float() * r.e.real(r.e.signed_byte(r.lookup(table, code)))]
+    return [r.head_float() * r.ir.real(r.ir.signed_byte(r.lookup(table, code)))]
 
 
 def _bytes(word: Any) -> list[Any]:
@@ -65,7 +65,7 @@ def iq3_kt(r: Reader) -> Unit:
                 wrong = value >> 31 ^ negative  # the value's sign is not the one stored
                 values.append((value ^ wrong * -1) + wrong)
             codes.append(r.join(values))
-    return Unit(codes, [r.head_float() * r.e.real(r.fields[0].at(1))], [])
+    return Unit(codes, [r.head_float() * r.ir.real(r.fields[0].at(1))], [])
 
 
 @codecs({"iq4_kt": _IQ4_KT})
@@ -78,4 +78,4 @@ def iq4_kt(r: Reader) -> Unit:
     for i, (a, b) in enumerate(indices):
         seed = (a | b << 8 | (word >> 8 + 3 * i & 7) << 12) + offset
         codes.append(r.join(_values(r, seed, 0)))
-    return Unit(codes, [r.head_float() * r.e.real((word >> 1 & 127) - 64)], [])
+    return Unit(codes, [r.head_float() * r.ir.real((word >> 1 & 127) - 64)], [])

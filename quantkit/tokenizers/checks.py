@@ -42,14 +42,8 @@ _OWN = frozenset((r"\A +| +\z", " {2,}"))  # hf_tokenizer.normalizer_steps
 # ----------------------------------------------------------------------------------------------------------------- keys
 
 
-def check_keys(metadata: Mapping[str, Any]) -> None:
-    """FormatError where a key of the tokenizer is of another kind than it should be, or a token is too long."""
-    for key, (kind, what) in _ARRAYS.items():
-        if (found := metadata.get(key)) is not None and not isinstance(found, list):
-            raise FormatError(f"metadata key {key} is {_shown(found)}; it should be an array")
-        if any(not issubclass(each, kind) for each in set(map(type, found or ()))):
-            i, value = next((i, value) for i, value in enumerate(found or ()) if not isinstance(value, kind))
-            raise FormatError(f"metadata key {key}: entry {i} is {_shown(value)}; it should be {what}")
+def check_tokens(metadata: Mapping[str, Any]) -> None:
+    """FormatError where a token is longer than MAX_TOKEN. `archs.common.checked.check_tokenizer` checks all kinds."""
     tokens = metadata.get("tokenizer.ggml.tokens") or ()
     if max(map(len, tokens), default=0) > MAX_TOKEN:
         i, token = next((i, token) for i, token in enumerate(tokens) if len(token) > MAX_TOKEN)
@@ -57,22 +51,6 @@ def check_keys(metadata: Mapping[str, Any]) -> None:
             f"token {i} of tokenizer.ggml.tokens has {len(token)} characters, up to {MAX_TOKEN} are read; it begins "
             f"with '{printable(token[:40])}'"
         )
-    for key, found in metadata.items():
-        if key.startswith("tokenizer.ggml.") and key.endswith("_token_id") and not isinstance(found, int):
-            raise FormatError(f"metadata key {key} is {_shown(found)}; it should be the number of a token")
-    for key in ("tokenizer.ggml.model", "tokenizer.ggml.pre"):
-        if not isinstance(metadata.get(key, ""), str):
-            raise FormatError(f"metadata key {key} is {_shown(metadata[key])}; it should be a name")
-
-
-_ARRAYS: dict[str, tuple[Any, str]] = {
-    "tokenizer.ggml.tokens": (str, "text"),
-    "tokenizer.ggml.merges": (str, "text"),
-    "tokenizer.ggml.token_type": (int, "a whole number"),
-    "tokenizer.ggml.scores": ((int, float), "a number"),
-    "quantkit.tokenizer.scores": ((int, float), "a number"),
-    "tokenizer.ggml.precompiled_charsmap": (int, "a byte"),
-}
 
 
 def _shown(value: Any) -> str:

@@ -14,11 +14,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quantkit.archs.common import checked
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import shortest
 from quantkit.inputs import json_input
 from quantkit.tokenizers import pretokenizers
-from quantkit.tokenizers.checks import check_keys, check_normalizer, check_pre_tokenizer
+from quantkit.tokenizers.checks import check_normalizer, check_pre_tokenizer, check_tokens
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 SPACE = "\u2581"
@@ -76,7 +77,8 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
     FormatError names a missing key, UnsupportedError a kind of tokenizer that is not handled.
     """
-    check_keys(metadata)
+    checked.check_tokenizer(metadata)
+    check_tokens(metadata)
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in _PARTS:
         raise UnsupportedError(

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from quantkit.archs.common import checked
 from quantkit.errors import DataError, FormatError, UnsupportedError, printable
 from quantkit.inputs import arguments
 from quantkit.tokenizers import hf_tokenizer, tiktoken
@@ -55,7 +54,6 @@ class Tokenizer:
         FormatError when keys are missing or contradict each other; UnsupportedError and UnknownNameError name a
         tokenizer.ggml.model or tokenizer.ggml.pre that is not handled.
         """
-        checked.check_tokenizer(metadata)
         return cls(metadata)
 
     @property

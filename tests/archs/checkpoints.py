@@ -25,7 +25,7 @@ HARD = (
 
 
 def byte_level(vocab_size: int = 320, **changes: Any) -> dict[str, Any]:
-    """tokenizer.json of a byte-level BPE, "gpt-2" cutting, with <|begin|> and <|end|> as control tokens 0 and 1."""
+    """tokenizer.json of a byte-level BPE, pre-tokenizer "gpt-2"; tokens 0 and 1 are <|begin|> and <|end|>, control."""
     import tokenizers
 
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -41,8 +41,8 @@ def byte_level(vocab_size: int = 320, **changes: Any) -> dict[str, Any]:
     return json.loads(made.to_str()) | changes
 
 
-def cutting() -> dict[str, Any]:
-    """tokenizer.json whose merges know no bounds between words, so that every way of cutting HARD gives other ids."""
+def merging_across_words() -> dict[str, Any]:
+    """tokenizer.json whose merges cross the bounds of words, so that every pre-tokenizer gives other ids of HARD."""
     import tokenizers
 
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -88,7 +88,8 @@ def write_tokenizer(directory: Path, tokenizer: dict[str, Any], **config: Any) -
 def tiny(directory: Path, dtype: str = "float32", arch: str = "llama", **config: Any) -> Any:
     """Save a random model of an architecture's EXAMPLE, changed, with a tokenizer; gives the model back.
 
-    Norm weights and biases are random too, so that a tensor in the wrong place shows.
+    Norm weights and biases are random too, so that a tensor in the wrong place shows. AssertionError where transformers
+    builds a model that `convert` takes for another architecture: an EXAMPLE that is inherited would test the parent.
     """
     import torch
     import transformers
@@ -112,6 +113,11 @@ def tiny(directory: Path, dtype: str = "float32", arch: str = "llama", **config:
                 buffer.uniform_(0, 0.3)
     model = model.to(getattr(torch, dtype))
     model.save_pretrained(directory)
+    found = archs.from_hf(archs.language_model(json.loads((directory / "config.json").read_text(encoding="utf-8"))))
+    assert found.name == arch, (
+        f"EXAMPLE of {arch} (model_type {example['model_type']}) makes a {type(model).__name__}, which is converted as "
+        f"{found.name}: give {arch} an EXAMPLE with its own model_type and architectures"
+    )
     write_tokenizer(directory, byte_level(example["vocab_size"]), bos_token="<|begin|>", eos_token="<|end|>")
     return model
 

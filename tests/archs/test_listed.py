@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from quantkit import archs
+from quantkit.archs.common import base
 from quantkit.archs.common.shapes import Sizes, listed
 from quantkit.archs.deepseek2 import in_layout
 from quantkit.errors import FormatError, UnsupportedError
@@ -108,3 +109,17 @@ def test_what_is_missing_is_named() -> None:
     kinds = ["linear_attention", "full_attention", "full_attention"]
     with pytest.raises(UnsupportedError, match=r"layer_types\[2\] = 'full_attention' where every 2th layer"):
         archs.from_hf(QWEN35).metadata({**QWEN35, "full_attention_interval": 2, "layer_types": kinds})
+
+
+def test_an_example_of_another_architecture_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new architecture that inherits its parent's EXAMPLE would otherwise be tested as the parent."""
+
+    class Made(type(archs.get("qwen3"))):  # type: ignore[misc]  # a class that is looked up
+        hf = ("MadeForCausalLM",)
+        model_type = "made"
+
+    monkeypatch.setitem(base.registered(), "made", Made())
+    with pytest.raises(
+        AssertionError, match=r"EXAMPLE of made .* makes a Qwen3ForCausalLM, which is converted as qwen3"
+    ):
+        tiny(tmp_path, arch="made")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import struct
 import subprocess
 import sys
@@ -157,7 +158,12 @@ def test_long_tokens(kind: str) -> None:
         ("token_type", 5, "token_type = 5; it has to be a list"),
         ("bos_token_id", "x", "bos_token_id = 'x'; it has to be a whole number"),
         ("model", [], r"model = \[\]; it has to be a string"),
-        ("precompiled_charsmap", ["x"], "it should be a byte"),
+        ("precompiled_charsmap", ["x"], "precompiled_charsmap = .*each of it a whole number from 0 to 255"),
+        ("precompiled_charsmap", [1, 256], "precompiled_charsmap = .*each of it a whole number from 0 to 255"),
+        ("tokens", ["a"] * 99 + [5], "tokens = .*entry 99 is 5; it has to be a list of strings"),
+        ("scores", [0.0] * 99 + [math.nan], "scores = .*entry 99 is nan; it has to be a list, each of it a number"),
+        ("scores", [0.0] * 99 + ["x"], "scores = .*entry 99 is 'x'; it has to be a list, each of it a number"),
+        ("cls_token_id", "x", "cls_token_id = 'x'; it has to be a whole number"),
     ],
 )
 def test_keys_of_other_kinds(key: str, value: Any, match: str) -> None:

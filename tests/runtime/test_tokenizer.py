@@ -1,4 +1,4 @@
-"""The runtime's tokenizer: golden ids, the reference's ids for every way of cutting, text back from ids."""
+"""The runtime's tokenizer: golden ids, the reference's ids for every pre-tokenizer, text back from ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 from quantkit.formats.gguf import open as open_gguf
 from quantkit.tokenizers import pretokenizers, vocab
 from quantkit.tokenizers.tokenizer import Tokenizer
-from tests.archs.checkpoints import HARD, TEXT, byte_level, cutting, sentencepiece, write_tokenizer
+from tests.archs.checkpoints import HARD, TEXT, byte_level, merging_across_words, sentencepiece, write_tokenizer
 from tests.archs.test_tokenizers import BYTE_LEVEL, spaced, strings, trained
 
 
@@ -56,7 +56,7 @@ def test_same_ids_as_transformers(smollm2: Metadata, smollm2_q4_1: Path, golden:
 
 
 def test_same_ids_as_smollm2s_own_definition(smollm2: Metadata) -> None:
-    """Digits one by one, then GPT-2's cutting, as the published tokenizer.json says it."""
+    """Digits one by one, then the pre-tokenizer of GPT-2, as the published tokenizer.json says it."""
     tokens = {token: i for i, token in enumerate(smollm2["tokenizer.ggml.tokens"])}
     merges = [tuple(merge.split(" ")) for merge in smollm2["tokenizer.ggml.merges"]]
     theirs = tokenizers.Tokenizer(tokenizers.models.BPE(tokens, merges))
@@ -125,7 +125,7 @@ def reference(tmp_path: Path, smollm2: Metadata) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def boundless(tmp_path_factory: pytest.TempPathFactory) -> Metadata:
-    tokenizer = cutting()
+    tokenizer = merging_across_words()
     size = len(tokenizer["model"]["vocab"])
     special = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
     metadata = metadata_of(tmp_path_factory.mktemp("boundless"), tokenizer, size, **special)

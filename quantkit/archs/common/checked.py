@@ -82,10 +82,11 @@ class Text:
 
 @dataclass(frozen=True)
 class Words:
-    """A list of strings. Arrays of a GGUF are of one kind, so the first tells; vocabularies are long."""
+    """A list of strings. Every entry is looked at: callers pass lists that no GGUF file could hold."""
 
-    def holds(self, value: Any) -> bool:
-        return isinstance(value, list) and (not value or isinstance(value[0], str))
+    def holds(self, value: object) -> bool:
+        """Whether `value` is a list of strings."""
+        return isinstance(value, list) and set(map(type, value)) <= {str}
 
     def __str__(self) -> str:
         return "a list of strings"
@@ -93,18 +94,17 @@ class Words:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A list of numbers, of one kind as arrays of a GGUF are: the extremes are looked at."""
+    """A list of numbers. Types and finiteness are checked of every entry, bounds of the smallest and the largest."""
 
     each: Count | Real
 
-    def holds(self, value: Any) -> bool:
-        if not isinstance(value, list):
+    def holds(self, value: object) -> bool:
+        """Whether `value` is a list of numbers, each within the bounds of `each`."""
+        if not isinstance(value, list) or not set(map(type, value)) <= {int, float}:
             return False
         if not value:
             return True
-        if type(value[0]) not in (int, float) or not all(map(math.isfinite, value)):
-            return False
-        return all(map(self.each.holds, (min(value), max(value))))
+        return all(map(math.isfinite, value)) and all(map(self.each.holds, (min(value), max(value))))
 
     def __str__(self) -> str:
         return f"a list, each of it {self.each}"
@@ -166,14 +166,15 @@ _OF_ROPE: dict[str, Bound] = {
     "original_max_position_embeddings": Real(1, 1 << 31),
 }
 _ID, _WORDS, _FLAG = Count(-1, (1 << 32) - 1), Words(), Flag()
+_SCORES = Numbers(Real(-1e38, 1e38))
 _OF_TOKENIZER: dict[str, Bound] = {
-    **dict.fromkeys(("model", "pre"), Text()),
-    **dict.fromkeys(("tokens", "merges"), _WORDS),
-    "scores": Numbers(Real(-1e38, 1e38)),
-    "token_type": Numbers(Count(0, 1 << 16)),
-    **{f"{name}_token_id": _ID for name in ("bos", "eos", "unknown", "seperator", "padding", "eot", "eom", "mask")},
-    **{f"add_{name}": _FLAG for name in ("bos_token", "eos_token", "sep_token", "space_prefix")},
-    "remove_extra_whitespaces": _FLAG,
+    **dict.fromkeys(("tokenizer.ggml.model", "tokenizer.ggml.pre"), Text()),
+    **dict.fromkeys(("tokenizer.ggml.tokens", "tokenizer.ggml.merges"), _WORDS),
+    **dict.fromkeys(("tokenizer.ggml.scores", "quantkit.tokenizer.scores"), _SCORES),
+    "tokenizer.ggml.token_type": Numbers(Count(0, 1 << 16)),
+    "tokenizer.ggml.precompiled_charsmap": Numbers(Count(0, 255)),
+    **{f"tokenizer.ggml.add_{name}": _FLAG for name in ("bos_token", "eos_token", "sep_token", "space_prefix")},
+    "tokenizer.ggml.remove_extra_whitespaces": _FLAG,
 }
 _OBJECTS = ("rope_scaling", "rope_parameters", "quantization_config")
 
@@ -219,9 +220,15 @@ def check_keys(arch: str, metadata: Mapping[str, Any], *, zeros: bool = False) -
 
 
 def check_tokenizer(metadata: Mapping[str, Any]) -> None:
-    """The same for the tokenizer's keys."""
-    for name, bound in _OF_TOKENIZER.items():
-        check_key(f"tokenizer.ggml.{name}", metadata.get(f"tokenizer.ggml.{name}"), bound)
+    """FormatError naming the first tokenizer key whose value has another kind than it should, or is out of bounds.
+
+    The length of tokens and the steps of `quantkit.tokenizer` are checked by `tokenizers.checks`.
+    """
+    for key, bound in _OF_TOKENIZER.items():
+        check_key(key, metadata.get(key), bound)
+    for key, value in metadata.items():
+        if key.startswith("tokenizer.ggml.") and key.endswith("_token_id"):
+            check_key(key, value, _ID)
 
 
 def bound_of(key: str) -> Bound:
@@ -234,7 +241,17 @@ def check_key(key: str, value: Any, bound: Bound) -> None:
     if isinstance(value, (np.ndarray, np.generic)):
         value = value.tolist()
     if value is not None and not bound.holds(value):
-        raise FormatError(f"metadata key {key} = {brief(value)}; it has to be {bound}")
+        entry = _wrong_entry(value, bound)
+        shown = brief(value) if entry is None else f"{brief(value)}, entry {entry} is {brief(value[entry])}"
+        raise FormatError(f"metadata key {key} = {shown}; it has to be {bound}")
+
+
+def _wrong_entry(value: Any, bound: Bound) -> int | None:
+    """The index of the first entry of a long list that is out of bounds; None where the value is short or no list."""
+    if not isinstance(value, list) or len(value) <= 8 or not isinstance(bound, (Words, Numbers)):
+        return None
+    each = Text() if isinstance(bound, Words) else bound.each
+    return next((i for i, entry in enumerate(value) if not each.holds(entry)), None)
 
 
 def brief(value: Any) -> str:

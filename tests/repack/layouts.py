@@ -5,7 +5,6 @@ python -m tests.repack.layouts NAME…     checksums of the specs' tensors there
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import zlib
@@ -62,11 +61,11 @@ def checksums(names: list[str]) -> dict[str, str]:
     return found
 
 
-def checksums_on(cpu: str, names: list[str]) -> dict[str, str]:
-    """`checksums` of a process whose kernels are compiled for `cpu`, an LLVM name."""
+def checksums_of(environment: dict[str, str], names: list[str]) -> dict[str, str]:
+    """`checksums` of a process with other environment variables, such as `NUMBA_CPU_NAME`."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.repack.layouts", *names],
-        env=os.environ | {"NUMBA_CPU_NAME": cpu}, cwd=Path(__file__).parents[2], capture_output=True, text=True,
+        env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return dict(line.split() for line in done.stdout.splitlines())

@@ -11,7 +11,8 @@ import pytest
 from quantkit import repack, types
 from quantkit.errors import DataError, UnsupportedError
 from quantkit.types.families.interleave import Field, Interleaved, Lines, Permutation, Slots, moves, packed
-from tests.repack.layouts import CRCS, checksums, checksums_on, move_bits, spec_tensor
+from tests.repack.layouts import CRCS, checksums, checksums_of, move_bits, spec_tensor
+from tests.runtime.other_cpus import CPUS, environment_of
 
 OLD = {"q4_0_4x4", "q4_0_4x8", "q4_0_8x8"}  # undone, never made
 INTERLEAVED = [t for t in types.all() if isinstance(t, Interleaved)]
@@ -86,10 +87,10 @@ def test_no_byte_outside_is_touched(rng):
         np.testing.assert_array_equal(inside, data)
 
 
-@pytest.mark.parametrize("cpu", ["x86-64", "haswell", "skylake-avx512"])
-def test_the_same_bytes_on_other_cpus(cpu):
+@pytest.mark.parametrize("isa", CPUS)
+def test_the_same_bytes_on_other_cpus(isa):
     names = ["q4_k_r4", "q8_0_r8", "iq2_xxs_r4", "iq5_ks_r4", "mxfp4_r8", "bf16_r16"]
-    found = checksums_on(cpu, names)
+    found = checksums_of(environment_of(isa), names)
     assert found == checksums(names)
     assert [crc.split("-")[0] for crc in found.values()] == [CRCS[name] for name in names]
 

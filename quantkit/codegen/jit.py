@@ -35,7 +35,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 from quantkit.codegen import disk_cache
 from quantkit.errors import KernelError, QuantkitError
@@ -380,10 +380,17 @@ _OPTIONS: dict[str, Any] = {"nopython": True, "nogil": True, "error_model": "num
 _materialize = threading.RLock()
 
 
-class Kernel:
-    """A function that numba compiles when it is first called, or first used inside another kernel."""
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
-    def __init__(self, function: Callable, options: dict[str, Any], alone: bool = True):
+
+class Kernel(Generic[_P, _R]):
+    """A function that numba compiles when it is first called, or first used inside another kernel.
+
+    To a type checker it has the signature of the function.
+    """
+
+    def __init__(self, function: Callable[_P, _R], options: dict[str, Any], alone: bool = True):
         functools.update_wrapper(self, function)
         self.function = function
         self.options = _OPTIONS | options
@@ -411,13 +418,18 @@ class Kernel:
         """What numba asks of a global it meets inside another kernel."""
         return self.dispatcher._numba_type_
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         if "no_cpython_wrapper" in self.options:
             raise TypeError(f"{self.function.__name__} is called by kernels only; call its `.function` from Python")
-        return self.dispatcher(*args)
+        result: _R = self.dispatcher(*args, **kwargs)
+        return result
 
 
-def kernel(function: Callable | None = None, **options: Any) -> Any:
+@overload
+def kernel(function: Callable[_P, _R]) -> Kernel[_P, _R]: ...
+@overload
+def kernel(**options: Any) -> Callable[[Callable[_P, _R]], Kernel[_P, _R]]: ...
+def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Decorator: a lazily compiled, cached, GIL-free kernel. Options are numba's (`fastmath=True`, `inline=…`)."""
     if function is None:
         return lambda f: Kernel(f, options)
@@ -427,12 +439,12 @@ def kernel(function: Callable | None = None, **options: Any) -> Any:
 _NO_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
 
-def inner(function: Callable) -> Kernel:
+def inner(function: Callable[_P, _R]) -> Kernel[_P, _R]:
     """Decorator: a kernel that only kernels call, without wrappers for Python and C. It is kept on disk."""
     return Kernel(function, _NO_WRAPPERS)
 
 
-def part(function: Callable) -> Kernel:
+def part(function: Callable[_P, _R]) -> Kernel[_P, _R]:
     """Decorator: a kernel that only kernels call, compiled with them: optimized there, made machine code there.
 
     It is not kept on disk, as its callers are. What several types share is better an `inner`.

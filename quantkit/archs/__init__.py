@@ -14,6 +14,7 @@ from typing import Any
 
 from quantkit.archs.common import base, checked, wrapper
 from quantkit.archs.common.base import Arch, Config
+from quantkit.archs.common.settings import sequence
 from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
 
 __all__ = ["Arch", "all", "from_hf", "get", "language_model"]
@@ -59,11 +60,11 @@ def language_model(config: Config) -> dict[str, Any]:
     found = dict(config) if text is None else wrapper.joined(config, text)
     checked.check(found)
     if text is not None:
-        stated = [name for name in text.get("architectures") or () if _of_class(name, text)]
-        by_type = [_TYPES[kind] for kind in [text.get("model_type")] if kind in _TYPES]
+        stated = [name for name in _classes(text) if _of_class(name, text)]
+        by_type = [found for kind, found in _TYPES.items() if kind == text.get("model_type")]
         by_type += [arch.hf[0] for arch in all() if arch.model_type == text.get("model_type")]
-        found["architectures"] = stated[:1] or by_type[:1] or config.get("architectures")
-    name = (found.get("architectures") or [""])[0]
+        found["architectures"] = stated[:1] or by_type[:1] or _classes(config)
+    name = next(iter(_classes(found)), "")
     if (known := _of_class(name, found)) is None:
         return found
     defaults = {**known.defaults, **known.defaults_of.get(name, {})}
@@ -78,7 +79,16 @@ def _of_class(name: str, config: Config) -> Arch | None:
 
 
 def _class_named(config: Config) -> str:
-    names = config.get("architectures") or []
+    names = _classes(config)
     if not names:
         raise FormatError("config.json has no 'architectures'; it says which class the checkpoint is of")
     return names[0]
+
+
+def _classes(config: Config) -> list[str]:
+    """The names of classes in "architectures"; FormatError where an entry is no string."""
+    names = sequence(config, "architectures")
+    found = [name for name in names if isinstance(name, str)]
+    if len(found) < len(names):
+        raise FormatError(f"config.json: architectures = {names!r:.80}; it has to be a list of names of classes")
+    return found

@@ -24,7 +24,7 @@ from quantkit.archs.common.base import (
 )
 from quantkit.archs.common.blocks import Attention, FeedForward, HParams
 from quantkit.archs.common.decoder import Decoder
-from quantkit.archs.common.tensors import Rule
+from quantkit.archs.common.tensors import LazyTensor, Rule
 from quantkit.formats.gguf.metadata import Entries
 
 _FIRST_NAMES = {".inner_attn_ln.": ".attn_sub_norm.", ".ffn_layernorm.": ".ffn_sub_norm."}
@@ -85,7 +85,7 @@ class BitNet(Decoder):
             f"{scaling}.factor": (1.0, "f32"),
         }
 
-    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         found = super().config(metadata, tensors) | {"hidden_act": self.gate}
         del found["rope_scaling"]
         return found

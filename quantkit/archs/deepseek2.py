@@ -28,8 +28,9 @@ from quantkit.archs.common import mtp as further
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, refuse, rope_parameters
 from quantkit.archs.common.blocks import Block, HParams, LatentAttention, Norm, Part
 from quantkit.archs.common.decoder import Decoder, all_or_none
+from quantkit.archs.common.settings import integer, sequence
 from quantkit.archs.common.shapes import Listed
-from quantkit.archs.common.tensors import Piece, ReadRows, Rule, Shape, Transform
+from quantkit.archs.common.tensors import LazyTensor, Piece, ReadRows, Rule, Shape, Transform
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries, shortest
 
@@ -238,9 +239,10 @@ class DeepSeek2(Decoder):
         parameters["attention_factor"] = None
         entries = super().metadata(dict(config) | {"rope_scaling": None, "rope_parameters": parameters})
         entries |= experts.entries(a, config)
-        turned = need(config, "qk_rope_head_dim")
+        turned = integer(config, "qk_rope_head_dim") or need(config, "qk_rope_head_dim")
+        nope = integer(config, "qk_nope_head_dim") or need(config, "qk_nope_head_dim")
         entries |= {
-            f"{a}.attention.key_length": (need(config, "qk_nope_head_dim") + turned, "u32"),
+            f"{a}.attention.key_length": (nope + turned, "u32"),
             f"{a}.attention.value_length": (need(config, "v_head_dim"), "u32"),
             f"{a}.attention.kv_lora_rank": (need(config, "kv_lora_rank"), "u32"),
             f"{a}.rope.dimension_count": (turned, "u32"),
@@ -278,7 +280,7 @@ class DeepSeek2(Decoder):
             for piece in found
         ]
 
-    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         hp, keys = self.hparams(metadata, tensors.keys()), Keys(self.name, metadata)
         sigmoid = hp.gating == "sigmoid"
         if sigmoid:
@@ -317,7 +319,7 @@ class DeepSeek2(Decoder):
 
     # --------------------------------------------------------------------------------------------------- runtime side
 
-    def hparams(self, metadata: Mapping[str, Any], tensors: Collection[str] = ()) -> LatentHParams:
+    def hparams(self, metadata: Mapping[str, object], tensors: Collection[str] = ()) -> LatentHParams:
         return LatentHParams(**self.numbers(Keys(self.name, metadata), tensors))
 
     def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
@@ -377,8 +379,8 @@ class DeepSeek2(Decoder):
 
 def _gating(config: Config) -> str:
     """How experts are scored. What config.json does not say, transformers' class has built in."""
-    third = "DeepseekV3ForCausalLM" in config.get("architectures", ())
-    scoring = config.get("scoring_func") or ("sigmoid" if third else "softmax")
+    third = "DeepseekV3ForCausalLM" in sequence(config, "architectures")
+    scoring = str(config.get("scoring_func") or ("sigmoid" if third else "softmax"))
     method = config.get("topk_method") or ("noaux_tc" if third else "greedy")
     if scoring not in experts.GATING_NUMBERS:
         raise UnsupportedError(
@@ -389,7 +391,7 @@ def _gating(config: Config) -> str:
         raise UnsupportedError(
             f"config.json: topk_method = {method!r} with scoring_func {scoring!r}; known: {', '.join(known)}"
         )
-    if method == "greedy" and (config.get("n_group") or 1) > 1:
+    if method == "greedy" and integer(config, "n_group") > 1:
         raise UnsupportedError(
             f"config.json: topk_method greedy chooses among all experts, n_group is {config['n_group']}"
         )

@@ -11,7 +11,7 @@ from quantkit.archs.common import experts
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, SWIGLU_RULES, Config, Keys, need, refuse
 from quantkit.archs.common.blocks import HParams, Part
 from quantkit.archs.common.decoder import Decoder
-from quantkit.archs.common.tensors import Rule
+from quantkit.archs.common.tensors import LazyTensor, Rule
 from quantkit.archs.common.transforms import OneRow
 from quantkit.formats.gguf.metadata import Entries
 
@@ -56,7 +56,7 @@ class Ernie45(Decoder):
     def has_bias(self, rule: Rule, config: Config) -> bool:
         return bool(config.get("use_bias"))
 
-    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         found = super().config(metadata, tensors)
         return found | {"head_dim": self.hparams(metadata).head_dim_k, "use_bias": found.pop("attention_bias")}
 
@@ -106,7 +106,7 @@ class Ernie45MoE(Ernie45):
             f"{self.name}.interleave_moe_layer_step": (1, "u32"),
         }  # fmt: skip
 
-    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         hp = self.hparams(metadata, tensors.keys())
         return super().config(metadata, tensors) | {
             "moe_intermediate_size": hp.n_ff_expert,

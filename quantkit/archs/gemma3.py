@@ -16,9 +16,10 @@ from typing import Any
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, refuse
 from quantkit.archs.common.blocks import Attention, FeedForward, Head, HParams, Rope
 from quantkit.archs.common.decoder import Decoder, with_head_norms
-from quantkit.archs.common.tensors import Rule
+from quantkit.archs.common.settings import integer, mapping, real, sequence
+from quantkit.archs.common.tensors import LazyTensor, Rule
 from quantkit.archs.common.transforms import add
-from quantkit.errors import UnsupportedError
+from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries, shortest
 
 _PATTERN, _LOCAL_BASE, _GLOBAL_BASE, _HEAD_DIM = 6, 10000.0, 1000000.0, 256
@@ -95,7 +96,7 @@ class Gemma3(Decoder):
     # ------------------------------------------------------------------------------------------------ checkpoint side
 
     def head_dim(self, config: Config) -> int:
-        return config.get("head_dim") or _HEAD_DIM
+        return integer(config, "head_dim") or _HEAD_DIM
 
     def metadata(self, config: Config) -> Entries:
         a = self.name
@@ -109,7 +110,9 @@ class Gemma3(Decoder):
         dim, heads = self.head_dim(config), need(config, "num_attention_heads")
         entries = super().metadata(given) | self.head_lengths(config)
         entries[f"{a}.attention.sliding_window"] = (need(config, "sliding_window"), "u32")
-        scalar, layers = config.get("query_pre_attn_scalar") or _HEAD_DIM, config["num_hidden_layers"]
+        scalar, layers = real(config, "query_pre_attn_scalar") or _HEAD_DIM, config["num_hidden_layers"]
+        if scalar <= 0:
+            raise FormatError(f"config.json: query_pre_attn_scalar = {scalar:g}; it has to be a number above 0")
         if scalar != (need(config, "hidden_size") / heads if layers == _LAYERS_27B else dim):
             entries[f"{a}.attention.scale"] = (scalar**-0.5, "f32")
         if local != _LOCAL_BASE:
@@ -118,7 +121,7 @@ class Gemma3(Decoder):
             entries[f"{a}.attention.sliding_window_pattern"] = (pattern, "u32")
         return entries
 
-    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         hp = self.hparams(metadata, tensors.keys())
         found = super().config(metadata, tensors) | {
             "head_dim": hp.head_dim_k,
@@ -133,7 +136,7 @@ class Gemma3(Decoder):
 
     # --------------------------------------------------------------------------------------------------- runtime side
 
-    def hparams(self, metadata: Mapping[str, Any], tensors: Collection[str] = ()) -> GemmaHParams:
+    def hparams(self, metadata: Mapping[str, object], tensors: Collection[str] = ()) -> GemmaHParams:
         return GemmaHParams(**self.numbers(Keys(self.name, metadata), tensors))
 
     def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
@@ -166,26 +169,27 @@ class Gemma3(Decoder):
 
 def _ropes(config: Config) -> tuple[dict[str, Any], float]:
     """Rope parameters of layers that attend to all tokens, and the base of the others, of any form of config.json."""
-    given = config.get("rope_parameters") or {}
-    whole, local = dict(given.get("full_attention") or {}), given.get("sliding_attention") or {}
-    whole |= config.get("rope_scaling") or {}
+    given = mapping(config, "rope_parameters")
+    whole: dict[str, Any] = {**mapping(given, "full_attention"), **mapping(config, "rope_scaling")}
+    local = mapping(given, "sliding_attention")
     whole.setdefault("rope_theta", config.get("rope_theta") or _GLOBAL_BASE)
     whole["rope_type"] = whole.get("rope_type") or whole.pop("type", None) or "default"
     if whole["rope_type"] not in ("default", "linear"):
         raise UnsupportedError(f"config.json: gemma3 with rope scaling {whole['rope_type']!r}; known: linear")
     if local.get("rope_type", "default") != "default":
         raise UnsupportedError(f"config.json: gemma3 with rope scaling {local['rope_type']!r} in layers with a window")
-    return whole, float(local.get("rope_theta") or config.get("rope_local_base_freq") or _LOCAL_BASE)
+    return whole, real(local, "rope_theta") or real(config, "rope_local_base_freq") or _LOCAL_BASE
 
 
 def _pattern(config: Config) -> int:
     """Every how many layers one attends to all tokens; UnsupportedError where layer_types say otherwise."""
-    layers = need(config, "num_hidden_layers")
-    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or _PATTERN
-    kinds = config.get("layer_types")
+    layers = integer(config, "num_hidden_layers")
+    pattern = integer(config, "sliding_window_pattern") or integer(config, "_sliding_window_pattern") or _PATTERN
+    kinds = sequence(config, "layer_types")
     if not kinds:
         return pattern
-    for found in (pattern, *range(1, layers + 2)):
-        if kinds == [f"{'sliding' if (i + 1) % found else 'full'}_attention" for i in range(layers)]:
-            return found
+    intervals: list[int] = [pattern, *range(1, layers + 2)]
+    for interval in intervals:
+        if list(kinds) == [f"{'sliding' if (i + 1) % interval else 'full'}_attention" for i in range(layers)]:
+            return interval
     raise UnsupportedError("config.json: layer_types are not one full_attention after every so many sliding_attention")

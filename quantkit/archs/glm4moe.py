@@ -15,7 +15,7 @@ from quantkit.archs.common import mtp as further
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys
 from quantkit.archs.common.blocks import Attention, HParams, Part
 from quantkit.archs.common.decoder import Decoder, with_head_norms
-from quantkit.archs.common.tensors import Rule
+from quantkit.archs.common.tensors import LazyTensor, Rule
 from quantkit.formats.gguf.metadata import Entries
 
 
@@ -83,7 +83,7 @@ class Glm4Moe(Decoder):
         optional = ("blk.N.attn_q_norm", "blk.N.attn_k_norm")
         return tuple(replace(rule, required=normed) if rule.gguf in optional else rule for rule in self.rules)
 
-    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         hp = self.hparams(metadata, tensors.keys())
         return super().config(metadata, tensors) | experts.config(hp) | {
             "head_dim": hp.head_dim_k,

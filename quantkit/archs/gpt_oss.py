@@ -19,7 +19,8 @@ from quantkit.archs.common import experts
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, refuse, rope_parameters
 from quantkit.archs.common.blocks import Attention, Experts, HParams
 from quantkit.archs.common.decoder import Decoder
-from quantkit.archs.common.tensors import Piece, ReadRows, Rule, Shape, Transform
+from quantkit.archs.common.settings import integer
+from quantkit.archs.common.tensors import LazyTensor, Piece, ReadRows, Rule, Shape, Transform
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
 
@@ -179,7 +180,7 @@ class GptOss(Decoder):
     # ------------------------------------------------------------------------------------------------ checkpoint side
 
     def head_dim(self, config: Config) -> int:
-        return config.get("head_dim") or _HEAD_DIM
+        return integer(config, "head_dim") or _HEAD_DIM
 
     def metadata(self, config: Config) -> Entries:
         a, given = self.name, dict(config)
@@ -204,7 +205,7 @@ class GptOss(Decoder):
         return rule.gguf.endswith("ffn_gate_inp") or bool(config.get("attention_bias", True))
 
     def rules_of(self, config: Config) -> tuple[Rule, ...]:
-        return (*_BEFORE, *_expert_rules(config.get(_LAYOUT, "columns")), *OUTPUT_RULES)
+        return (*_BEFORE, *_expert_rules(str(config.get(_LAYOUT, "columns"))), *OUTPUT_RULES)
 
     def to_gguf(self, config: Config, shapes: Mapping[str, Shape]) -> list[Piece]:
         """As `Arch.to_gguf`; whether experts are transposed their shapes tell, those of both tensors together."""
@@ -231,7 +232,7 @@ class GptOss(Decoder):
                 found.append(Piece(name, shape, sources, transform, False))
         return found
 
-    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         hp, keys = self.hparams(metadata, tensors.keys()), Keys(self.name, metadata)
         found = super().config(metadata, tensors) | {
             "head_dim": hp.head_dim_k,

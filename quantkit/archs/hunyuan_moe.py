@@ -14,7 +14,8 @@ from quantkit.archs.common import experts
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, rope_parameters
 from quantkit.archs.common.blocks import Attention, HParams, Part
 from quantkit.archs.common.decoder import Decoder, with_head_norms
-from quantkit.archs.common.tensors import Rule
+from quantkit.archs.common.settings import integer
+from quantkit.archs.common.tensors import LazyTensor, Rule
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
 
@@ -75,7 +76,7 @@ class HunyuanMoE(Decoder):
         given |= {"moe_intermediate_size": width, "shared_expert_intermediate_size": shared, "norm_topk_prob": None}
         return super().metadata(given) | experts.entries(self.name, given) | self.head_lengths(config)
 
-    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         hp = self.hparams(metadata, tensors.keys())
         if hp.n_ff_shared != hp.n_ff_expert:
             raise UnsupportedError(
@@ -106,4 +107,4 @@ def _alike(config: Config, key: str) -> int | None:
         if len(set(value)) != 1:
             raise UnsupportedError(f"config.json: {key} differs between layers ({sorted(set(value))})")
         value = value[0]
-    return value
+    return None if value is None else integer({key: value}, key)

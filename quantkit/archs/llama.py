@@ -14,7 +14,7 @@ from quantkit.archs.common import experts
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, refuse
 from quantkit.archs.common.blocks import HParams, Part
 from quantkit.archs.common.decoder import Decoder, all_or_none
-from quantkit.archs.common.tensors import Rule, Transform, interleave_halves
+from quantkit.archs.common.tensors import LazyTensor, Rule, Transform, interleave_halves
 from quantkit.formats.gguf.metadata import Entries
 
 _CODE_VOCAB = 49152  # SmolLM's and Granite's: their tokenizers never add BOS, whatever their config says
@@ -74,7 +74,7 @@ class Llama(Decoder):
             entries["tokenizer.ggml.add_bos_token"] = (False, "bool")
         return entries
 
-    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         found = super().config(metadata, tensors)
         hp, keys = self.hparams(metadata, tensors.keys()), Keys(self.name, metadata)
         if not hp.n_expert:

@@ -12,7 +12,8 @@ from quantkit.archs.common import experts
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need
 from quantkit.archs.common.blocks import Attention, HParams, Part
 from quantkit.archs.common.decoder import Decoder, with_head_norms
-from quantkit.archs.common.tensors import Rule
+from quantkit.archs.common.settings import integer
+from quantkit.archs.common.tensors import LazyTensor, Rule
 from quantkit.formats.gguf.metadata import Entries
 
 
@@ -59,7 +60,7 @@ class MiniMaxM2(Decoder):
     }
 
     def rope_dim(self, config: Config) -> int:
-        return config.get("rotary_dim") or super().rope_dim(config)
+        return integer(config, "rotary_dim") or super().rope_dim(config)
 
     def metadata(self, config: Config) -> Entries:
         given = dict(config) | {"moe_intermediate_size": need(config, "intermediate_size")}
@@ -67,7 +68,7 @@ class MiniMaxM2(Decoder):
             f"{self.name}.expert_gating_func": (experts.GATING_NUMBERS["sigmoid"], "u32")
         }  # fmt: skip
 
-    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         hp = self.hparams(metadata, tensors.keys())
         found = super().config(metadata, tensors) | {
             "head_dim": hp.head_dim_k,

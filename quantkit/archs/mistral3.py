@@ -24,7 +24,8 @@ from quantkit.archs.common.base import (
 )
 from quantkit.archs.common.blocks import Attention, HParams
 from quantkit.archs.common.decoder import Decoder
-from quantkit.archs.common.tensors import Rule
+from quantkit.archs.common.settings import real
+from quantkit.archs.common.tensors import LazyTensor, Rule
 from quantkit.archs.llama import rope_order
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.metadata import Entries, shortest
@@ -90,7 +91,8 @@ class Mistral3(Decoder):
         a = self.name
         refuse(config, "sliding_window", ())
         parameters = dict(rope_parameters(config))
-        beta = parameters.pop("llama_4_scaling_beta", None)
+        beta = real(parameters, "llama_4_scaling_beta")
+        parameters.pop("llama_4_scaling_beta", None)
         scales = [parameters.pop(name, None) for name in _MSCALE]
         if parameters.get("attention_factor") is not None:  # which goes before them
             scales = [None, None]
@@ -102,7 +104,7 @@ class Mistral3(Decoder):
                 raise UnsupportedError(
                     f"config.json: llama_4_scaling_beta = {beta} without the original context of yarn"
                 )
-            entries[f"{a}.attention.temperature_scale"] = (float(beta), "f32")
+            entries[f"{a}.attention.temperature_scale"] = (beta, "f32")
         if any(scales) and parameters["rope_type"] == "yarn":
             if not all(scales) or scales[0] not in (1, scales[1]):
                 raise UnsupportedError(
@@ -113,7 +115,7 @@ class Mistral3(Decoder):
             entries[f"{a}.rope.scaling.yarn_log_multiplier"] = (float(factor), "f32")
         return entries
 
-    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         hp, keys = self.hparams(metadata, tensors.keys()), Keys(self.name, metadata)
         assert isinstance(hp, Mistral3HParams)
         found = super().config(metadata, tensors) | {"head_dim": hp.head_dim_k}
@@ -124,7 +126,7 @@ class Mistral3(Decoder):
         parameters.setdefault("original_max_position_embeddings", hp.n_ctx_train)
         return found | {"rope_parameters": parameters}
 
-    def hparams(self, metadata: Mapping[str, Any], tensors: Collection[str] = ()) -> Mistral3HParams:
+    def hparams(self, metadata: Mapping[str, object], tensors: Collection[str] = ()) -> Mistral3HParams:
         return Mistral3HParams(**self.numbers(Keys(self.name, metadata), tensors))
 
     def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:

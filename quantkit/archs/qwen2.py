@@ -10,7 +10,7 @@ from typing import Any
 
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, SWIGLU_RULES, Config, refuse
 from quantkit.archs.common.decoder import Decoder
-from quantkit.archs.common.tensors import Rule
+from quantkit.archs.common.tensors import LazyTensor, Rule
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
 
@@ -60,7 +60,7 @@ class Qwen2(Decoder):
     def has_bias(self, rule: Rule, config: Config) -> bool:
         return rule.gguf.rpartition(".")[2] in _BIASED
 
-    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         found = super().config(metadata, tensors)
         if not found.pop("attention_bias"):
             raise UnsupportedError(f"blk.0.attn_q.bias is not there; {self.hf[0]} of transformers always has biases")

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, SWIGLU_RULES, Config, refuse
 from quantkit.archs.common.blocks import Attention, HParams
 from quantkit.archs.common.decoder import Decoder, with_head_norms
-from quantkit.archs.common.tensors import Rule
+from quantkit.archs.common.settings import integer
+from quantkit.archs.common.tensors import LazyTensor, Rule
 from quantkit.formats.gguf.metadata import Entries
 
 _HEAD_DIM = 128  # transformers' default
@@ -52,13 +53,13 @@ class Qwen3(Decoder):
     }
 
     def head_dim(self, config: Config) -> int:
-        return config.get("head_dim") or _HEAD_DIM
+        return integer(config, "head_dim") or _HEAD_DIM
 
     def metadata(self, config: Config) -> Entries:
         refuse(config, "use_sliding_window", (False,))
         return super().metadata(config) | self.head_lengths(config)
 
-    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         return super().config(metadata, tensors) | {"head_dim": self.hparams(metadata).head_dim_k}
 
     def attention(self, hp: HParams, i: int) -> Attention:

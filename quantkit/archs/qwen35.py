@@ -19,7 +19,8 @@ from quantkit.archs.common import hybrid
 from quantkit.archs.common.base import EMBEDDING_RULES, SWIGLU_RULES, Config, Keys, rope_parameters
 from quantkit.archs.common.blocks import HParams
 from quantkit.archs.common.hybrid import Hybrid, channels, of_recurrent, runs_of_heads, sizes_of
-from quantkit.archs.common.tensors import COPY, Piece, Rule, Shape, Transform
+from quantkit.archs.common.settings import integer, sequence
+from quantkit.archs.common.tensors import COPY, LazyTensor, Piece, Rule, Shape, Transform
 from quantkit.archs.common.transforms import Gather, ShuffleColumns
 from quantkit.formats.gguf.metadata import Entries
 
@@ -144,21 +145,21 @@ class Qwen35(Hybrid):
     }
 
     def metadata(self, config: Config) -> Entries:
-        sections = [*rope_parameters(config).get("mrope_section", _SECTIONS), 0, 0, 0, 0][:4]
+        sections = [*(sequence(rope_parameters(config), "mrope_section") or _SECTIONS), 0, 0, 0, 0][:4]
         return super().metadata(config) | {f"{self.name}.rope.dimension_sections": (sections, "i32")}
 
     def to_gguf(self, config: Config, shapes: Mapping[str, Shape]) -> list[Piece]:
         """As `Arch.to_gguf`; layers that predict further tokens are numbered."""
         if not self.n_further(config):
             return super().to_gguf(config, shapes)
-        given = {numbered(self.canonical(name), config["num_hidden_layers"]): name for name in shapes}
+        given = {numbered(self.canonical(name), integer(config, "num_hidden_layers")): name for name in shapes}
         found = super().to_gguf(config, {ours: shapes[theirs] for ours, theirs in given.items()})
         return [replace(piece, sources=tuple(given[source] for source in piece.sources)) for piece in found]
 
     def to_hf(self, hparams: HParams, shapes: Mapping[str, Shape]) -> list[Piece]:
         return [replace(piece, name=apart(piece.name, hparams.n_main)) for piece in super().to_hf(hparams, shapes)]
 
-    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         found = super().config(metadata, tensors)
         if extra := found.pop("num_nextn_predict_layers", 0):
             found["mtp_num_hidden_layers"] = extra

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from quantkit.archs.common import hybrid
 from quantkit.archs.common.base import EMBEDDING_RULES, Config
 from quantkit.archs.common.hybrid import HybridMoE
-from quantkit.archs.common.tensors import Rule
+from quantkit.archs.common.tensors import LazyTensor, Rule
 from quantkit.archs.qwen35 import FURTHER_RULES, RECURRENT_RULES, Qwen35
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
@@ -41,7 +41,7 @@ class Qwen35MoE(HybridMoE, Qwen35):
     def metadata(self, config: Config) -> Entries:
         return super().metadata(dict(config) | {"norm_topk_prob": None})  # transformers always divides
 
-    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         found = super().config(metadata, tensors)
         if not found.pop("norm_topk_prob"):
             raise UnsupportedError("qwen35moe.expert_weights_norm is false; transformers always divides the weights")

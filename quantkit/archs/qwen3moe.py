@@ -14,7 +14,7 @@ from typing import Any
 from quantkit.archs.common import experts
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, refuse
 from quantkit.archs.common.blocks import HParams, Part
-from quantkit.archs.common.tensors import Rule
+from quantkit.archs.common.tensors import LazyTensor, Rule
 from quantkit.archs.qwen3 import ATTENTION_RULES, Qwen3
 from quantkit.formats.gguf.metadata import Entries
 
@@ -55,7 +55,7 @@ class Qwen3MoE(Qwen3):
             "qwen3moe.expert_weights_norm": (bool(config.get("norm_topk_prob", False)), "bool"),
         }
 
-    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         hp = self.hparams(metadata)
         return super().config(metadata, tensors) | {
             "num_experts": hp.n_expert,

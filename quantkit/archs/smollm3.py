@@ -8,6 +8,8 @@ from typing import Any
 
 from quantkit.archs.common.base import Config, need, refuse
 from quantkit.archs.common.blocks import Attention, HParams
+from quantkit.archs.common.settings import integer, sequence
+from quantkit.archs.common.tensors import LazyTensor
 from quantkit.archs.llama import Llama
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
@@ -34,10 +36,10 @@ class SmolLM3(Llama):
     def metadata(self, config: Config) -> Entries:
         refuse(config, "use_sliding_window", (False,))
         layers = need(config, "num_hidden_layers")
-        if config.get("no_rope_layers"):
-            with_rope = [bool(turned) for turned in config["no_rope_layers"]]
+        if stated := sequence(config, "no_rope_layers"):
+            with_rope = [bool(turned) for turned in stated]
         else:
-            interval = config.get("no_rope_layer_interval") or _WITHOUT
+            interval = integer(config, "no_rope_layer_interval") or _WITHOUT
             with_rope = [(i + 1) % interval != 0 for i in range(layers)]
         if with_rope != [(i + 1) % _WITHOUT != 0 for i in range(layers)]:
             raise UnsupportedError(
@@ -46,7 +48,7 @@ class SmolLM3(Llama):
             )
         return {key.replace("llama.", "smollm3.", 1): entry for key, entry in super().metadata(config).items()}
 
-    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         return super().config(metadata, tensors) | {"no_rope_layer_interval": _WITHOUT}
 
     def attention(self, hp: HParams, i: int) -> Attention:

@@ -22,6 +22,7 @@ from quantkit.errors import FormatError
 from quantkit.formats.atomic import os_errors, writing
 from quantkit.formats.owned import open_own, read_own
 from quantkit.inputs import json_input
+from quantkit.inputs.json_input import Json
 
 VERSION = 1
 _EVERY = 0.2  # seconds between two syncs
@@ -31,8 +32,8 @@ _EVERY = 0.2  # seconds between two syncs
 class Found:
     """A journal that was there: its first line, its entries by name, the bytes that hold them."""
 
-    header: Mapping[str, Any]
-    entries: Mapping[str, Mapping[str, Any]]
+    header: Json
+    entries: Mapping[str, Json]
     size: int
 
 
@@ -68,7 +69,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _lines(entries: Sequence[Mapping[str, Any]]) -> bytes:
+def _lines(entries: Sequence[Json]) -> bytes:
     return "".join(json.dumps(entry) + "\n" for entry in entries).encode()
 
 
@@ -78,16 +79,16 @@ class Journal:
     def __init__(
         self,
         path: Path,
-        header: Mapping[str, Any],
+        header: Json,
         sync: Callable[[], None],
         found: Found | None = None,
-        entries: Sequence[Mapping[str, Any]] = (),
+        entries: Sequence[Json] = (),
     ):
         """Go on with a journal that was `found`, or begin one with the `entries` of what is done and durable."""
         self.path = path
         self.count = len(found.entries if found else entries)  # of entries in the file
         self._sync = sync
-        self._waiting: list[Mapping[str, Any]] = []
+        self._waiting: list[Json] = []
         self._change = threading.Condition()
         self._closing = False
         self._failed: BaseException | None = None
@@ -102,7 +103,7 @@ class Journal:
         self._thread = threading.Thread(target=self._work, name="quantkit-journal", daemon=True)
         self._thread.start()
 
-    def add(self, entry: Mapping[str, Any]) -> None:
+    def add(self, entry: Json) -> None:
         """Note what is done. Raises what the thread met with."""
         with self._change:
             if self._failed is not None:
@@ -120,7 +121,7 @@ class Journal:
         if self._failed is not None:
             raise self._failed
 
-    def _append(self, entries: list[Mapping[str, Any]]) -> None:
+    def _append(self, entries: list[Json]) -> None:
         self._file.write(_lines(entries))
         self._file.flush()
         os.fsync(self._file.fileno())

@@ -32,7 +32,7 @@ import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -92,7 +92,7 @@ class Record:
         return mine == others and self.importance != HIDDEN
 
 
-def records(metadata: Mapping[str, Any]) -> dict[str, Record]:
+def records(metadata: Mapping[str, object]) -> dict[str, Record]:
     """The records that a file carries, by tensor."""
     lines = metadata.get(TENSORS)
     found = [Record.parse(line) for line in lines if isinstance(line, str)] if isinstance(lines, list) else []

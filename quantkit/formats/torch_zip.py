@@ -88,7 +88,8 @@ def _start_of_data(path: Path, data: np.ndarray, entry: zipfile.ZipInfo) -> int:
     if not 0 <= at <= data.size - _LOCAL_HEADER.size:
         raise FormatError(f"{what} begins at byte {at} of a file of {data.size}; it is truncated or corrupt")
     header = _LOCAL_HEADER.unpack(data[at : at + _LOCAL_HEADER.size].tobytes())
-    magic, method, name_bytes, extra_bytes = header[0], header[3], header[9], header[10]
+    magic, method = header[0], header[3]
+    name_bytes, extra_bytes = int(header[9]), int(header[10])
     start = at + _LOCAL_HEADER.size + name_bytes + extra_bytes
     if magic != b"PK\3\4" or method != zipfile.ZIP_STORED:
         raise FormatError(f"{what}: at byte {at} there is no header of a stored record; the file is corrupt")

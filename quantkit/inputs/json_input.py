@@ -10,10 +10,14 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import FormatError
+
+Json = Mapping[str, Any]
+"""An object of a parsed document. Its values are what a stranger wrote: of any type until they are checked."""
 
 MAX_DEPTH = 64
 MAX_BYTES = 256 << 20  # the largest tokenizer.json of known models has 34 MiB

@@ -103,7 +103,7 @@ _renderer = _Renderer()
 atexit.register(_renderer.close)
 
 
-def render(template: Any, values: Mapping[str, Any]) -> str:
+def render(template: Any, values: Mapping[str, object]) -> str:
     """The text that a template makes. QuantkitError where it refuses its input, fails, or exceeds the limits."""
     if not isinstance(template, str):
         raise FormatError(f"the model's chat template is {type(template).__name__}, not text")

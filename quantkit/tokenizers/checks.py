@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from quantkit.errors import FormatError, UnsupportedError, printable
+from quantkit.inputs.json_input import Json
 from quantkit.inputs.safe_regex import repeats
 from quantkit.tokenizers import pretokenizers
 
@@ -42,10 +43,10 @@ _OWN = frozenset((r"\A +| +\z", " {2,}"))  # hf_tokenizer.normalizer_steps
 # ----------------------------------------------------------------------------------------------------------------- keys
 
 
-def check_tokens(metadata: Mapping[str, Any]) -> None:
+def check_tokens(metadata: Mapping[str, object]) -> None:
     """FormatError where a token is longer than MAX_TOKEN. `archs.common.checked.check_tokenizer` checks all kinds."""
-    tokens = metadata.get("tokenizer.ggml.tokens") or ()
-    if max(map(len, tokens), default=0) > MAX_TOKEN:
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and max(map(len, tokens), default=0) > MAX_TOKEN:
         i, token = next((i, token) for i, token in enumerate(tokens) if len(token) > MAX_TOKEN)
         raise FormatError(
             f"token {i} of tokenizer.ggml.tokens has {len(token)} characters, up to {MAX_TOKEN} are read; it begins "
@@ -89,7 +90,7 @@ def check_pre_tokenizer(step: Any, where: str) -> None:
             _least(each, where)
 
 
-def _steps(step: Any, name: str, where: str, depth: int = 0) -> Iterator[Mapping[str, Any]]:
+def _steps(step: Any, name: str, where: str, depth: int = 0) -> Iterator[Json]:
     """The steps of a step, sequences resolved."""
     found = _nested(step, name, where, depth)
     for count, each in enumerate(found, 1):
@@ -98,7 +99,7 @@ def _steps(step: Any, name: str, where: str, depth: int = 0) -> Iterator[Mapping
         yield each
 
 
-def _nested(step: Any, name: str, where: str, depth: int) -> Iterator[Mapping[str, Any]]:
+def _nested(step: Any, name: str, where: str, depth: int) -> Iterator[Json]:
     if step is None:
         return
     if not isinstance(step, dict) or not isinstance(step.get("type"), str) or depth > _MAX_DEPTH:
@@ -113,7 +114,7 @@ def _nested(step: Any, name: str, where: str, depth: int) -> Iterator[Mapping[st
         yield from _nested(each, name, where, depth + 1)
 
 
-def _text(step: Mapping[str, Any], key: str, where: str) -> str:
+def _text(step: Json, key: str, where: str) -> str:
     found = step.get(key)
     if not isinstance(found, str) or len(found) > MAX_PART:
         raise FormatError(
@@ -122,7 +123,7 @@ def _text(step: Mapping[str, Any], key: str, where: str) -> str:
     return found
 
 
-def _least(step: Mapping[str, Any], where: str) -> int:
+def _least(step: Json, where: str) -> int:
     """The least number of characters that a step's pattern matches."""
     pattern = step.get("pattern")
     if isinstance(pattern, dict) and len(pattern) == 1:
@@ -148,7 +149,7 @@ def _check_expression(text: str, where: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- charsmap
 
 
-def _decoded(step: Mapping[str, Any], where: str) -> bytes:
+def _decoded(step: Json, where: str) -> bytes:
     import base64
 
     try:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quantkit.archs.common import checked
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import shortest
 from quantkit.inputs import json_input
+from quantkit.inputs.json_input import Json
 from quantkit.tokenizers import pretokenizers
 from quantkit.tokenizers.checks import check_normalizer, check_pre_tokenizer, check_tokens
 
@@ -59,20 +60,41 @@ FIXED_SCORES = {UNUSED: -10000.0, USER_DEFINED: -1000.0, CONTROL: 0.0, UNKNOWN: 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
-def as_list(value: Any) -> list[int]:
+def as_list(value: int | Iterable[int] | None) -> list[int]:
+    """The ids of a setting that is one id, a list of ids, or absent."""
     return [] if value is None else [value] if isinstance(value, int) else list(value)
 
 
-def token_types(metadata: Mapping[str, Any]) -> list[int]:
+def texts(metadata: Mapping[str, object]) -> list[str]:
+    """The text of every token, by id; FormatError where the file has none."""
+    found = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(found, list):
+        raise FormatError("metadata key tokenizer.ggml.tokens is missing; the file has no tokenizer")
+    return found
+
+
+def _array(metadata: Mapping[str, object], key: str) -> list[Any] | None:
+    """The array of a key whose entries `check_tokenizer` looked at; None where there is none."""
+    found = metadata.get(key)
+    return found if isinstance(found, list) else None
+
+
+def _pre_tokenizer(metadata: Mapping[str, object]) -> pretokenizers.PreTokenizer:
+    """The pre-tokenizer that `tokenizer.ggml.pre` names; that called "default" where the key is absent."""
+    return pretokenizers.get(str(metadata.get("tokenizer.ggml.pre", "default")))
+
+
+def token_types(metadata: Mapping[str, object]) -> list[int]:
     """Type of every token; NORMAL where the file does not say."""
-    count = len(metadata["tokenizer.ggml.tokens"])
-    types = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", [NORMAL] * count)]
+    count = len(texts(metadata))
+    stated = _array(metadata, "tokenizer.ggml.token_type")
+    types: list[int] = [NORMAL] * count if stated is None else list(stated)
     if len(types) != count:
         raise FormatError(f"tokenizer.ggml.token_type has {len(types)} entries for {count} tokens")
     return types
 
 
-def tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def tokenizer_json(metadata: Mapping[str, object]) -> dict[str, Any]:
     """A tokenizer.json that tokenizes as the GGUF keys say, with the ids of the file.
 
     FormatError names a missing key, UnsupportedError a kind of tokenizer that is not handled.
@@ -80,7 +102,7 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
     checked.check_tokenizer(metadata)
     check_tokens(metadata)
     kind = metadata.get("tokenizer.ggml.model")
-    if kind not in _PARTS:
+    if not isinstance(kind, str) or kind not in _PARTS:
         raise UnsupportedError(
             f"tokenizer.ggml.model = {kind!r}; quantkit handles 'gpt2' (byte-level BPE), "
             "'llama' (SentencePiece BPE) and 't5' (unigram)"
@@ -96,7 +118,7 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
     if kind != "gpt2":  # of which the table knows them
         check_pre_tokenizer(parts["pre_tokenizer"], f"{where}, pre_tokenizer")
     flags = exact.get("added_tokens", {})
-    tokens, types = metadata["tokenizer.ggml.tokens"], token_types(metadata)
+    tokens, types = texts(metadata), token_types(metadata)
     added = [
         {"id": i, "content": str(token), "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
          "special": types[i] != USER_DEFINED} | flags.get(str(i), {})
@@ -106,12 +128,12 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added} | parts
 
 
-def _stated_exactly(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _stated_exactly(metadata: Mapping[str, object]) -> dict[str, Any]:
     """What EXACT says; {} where the file has none."""
-    try:
-        found = json_input.parse(metadata.get(EXACT, "{}"), f"metadata key {EXACT}")
-    except TypeError as error:
-        raise FormatError(f"metadata key {EXACT} is not JSON ({error})") from None
+    stated = metadata.get(EXACT, "{}")
+    if not isinstance(stated, str):
+        raise FormatError(f"metadata key {EXACT} is {checked.brief(stated)}; it should be JSON, a string")
+    found = json_input.parse(stated, f"metadata key {EXACT}")
     if not isinstance(found, dict):
         raise FormatError(f"metadata key {EXACT} is {found!r}; it should be a JSON object")
     flags, unmerged = found.get("added_tokens", {}), found.get("unmerged", [])
@@ -122,10 +144,10 @@ def _stated_exactly(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _vocab(metadata: Mapping[str, Any]) -> dict[str, int]:
+def _vocab(metadata: Mapping[str, object]) -> dict[str, int]:
     """Token -> id, the lowest where a text stands twice; without the padding that fills unused slots."""
     vocab: dict[str, int] = {}
-    for i, (token, kind) in enumerate(zip(metadata["tokenizer.ggml.tokens"], token_types(metadata))):
+    for i, (token, kind) in enumerate(zip(texts(metadata), token_types(metadata))):
         if kind != UNUSED or token != f"[PAD{i}]":
             vocab.setdefault(str(token), i)
     return vocab
@@ -137,10 +159,10 @@ def _bpe(vocab: dict[str, int], merges: list[list[str]], **settings: Any) -> dic
     return fixed | settings | {"vocab": vocab, "merges": merges}
 
 
-def _byte_level_parts(metadata: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str, Any]:
-    entry = pretokenizers.get(metadata.get("tokenizer.ggml.pre", "default"))
+def _byte_level_parts(metadata: Mapping[str, object], exact: Json) -> dict[str, Any]:
+    entry = _pre_tokenizer(metadata)
     vocab = _vocab(metadata)
-    merges = [list(str(merge).partition(" ")[::2]) for merge in metadata["tokenizer.ggml.merges"]]
+    merges = [list(str(merge).partition(" ")[::2]) for merge in _array(metadata, "tokenizer.ggml.merges") or ()]
     for left, right in merges:
         if left not in vocab or right not in vocab or left + right not in vocab:
             raise FormatError(
@@ -156,9 +178,9 @@ def _byte_level_parts(metadata: Mapping[str, Any], exact: Mapping[str, Any]) -> 
     }
 
 
-def _sentencepiece_parts(metadata: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str, Any]:
+def _sentencepiece_parts(metadata: Mapping[str, object], exact: Json) -> dict[str, Any]:
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    tokens, types = metadata["tokenizer.ggml.tokens"], token_types(metadata)
+    tokens, types = texts(metadata), token_types(metadata)
     scores = _stated_scores(metadata)
     vocab = _vocab(metadata)
     mergeable = {str(token): i for i, token in enumerate(tokens) if types[i] == NORMAL}
@@ -183,9 +205,9 @@ def _sentencepiece_parts(metadata: Mapping[str, Any], exact: Mapping[str, Any]) 
     }
 
 
-def _unigram_parts(metadata: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str, Any]:
+def _unigram_parts(metadata: Mapping[str, object], exact: Json) -> dict[str, Any]:
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    tokens, types, scores = metadata["tokenizer.ggml.tokens"], token_types(metadata), _stated_scores(metadata)
+    tokens, types, scores = texts(metadata), token_types(metadata), _stated_scores(metadata)
     steps = normalizer_steps(_charsmap(metadata), metadata.get("tokenizer.ggml.remove_extra_whitespaces"))
     metaspace = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "always" if prefix else "never",
                  "split": False}  # fmt: skip
@@ -208,9 +230,9 @@ def _unigram_parts(metadata: Mapping[str, Any], exact: Mapping[str, Any]) -> dic
 _PARTS = {"gpt2": _byte_level_parts, "llama": _sentencepiece_parts, "t5": _unigram_parts}
 
 
-def _stated_scores(metadata: Mapping[str, Any]) -> Sequence[float]:
-    scores: Sequence[float] = metadata.get(SCORES, metadata["tokenizer.ggml.scores"])
-    if len(scores) != (count := len(metadata["tokenizer.ggml.tokens"])):
+def _stated_scores(metadata: Mapping[str, object]) -> list[float]:
+    scores = _array(metadata, SCORES) or _array(metadata, "tokenizer.ggml.scores") or []
+    if len(scores) != (count := len(texts(metadata))):
         raise FormatError(f"tokenizer.ggml.scores has {len(scores)} entries for {count} tokens")
     return scores
 
@@ -221,7 +243,7 @@ def space_steps(prefix: bool) -> list[dict[str, Any]]:
     return [{"type": "Prepend", "prepend": SPACE}, replace] if prefix else [replace]
 
 
-def normalizer_steps(charsmap: bytes, removes_spaces: Any) -> list[dict[str, Any]]:
+def normalizer_steps(charsmap: bytes, removes_spaces: object) -> list[dict[str, Any]]:
     """Normalizer: a compiled table of replacements, then no spaces at the ends and never two together."""
     steps: list[dict[str, Any]] = []
     if charsmap:
@@ -233,15 +255,12 @@ def normalizer_steps(charsmap: bytes, removes_spaces: Any) -> list[dict[str, Any
     return steps
 
 
-def _charsmap(metadata: Mapping[str, Any]) -> bytes:
+def _charsmap(metadata: Mapping[str, object]) -> bytes:
     """The compiled table of replacements; b"" where the file has none."""
-    try:
-        return bytes(metadata.get("tokenizer.ggml.precompiled_charsmap") or ())
-    except ValueError as error:
-        raise FormatError(f"metadata key tokenizer.ggml.precompiled_charsmap: {error}") from None
+    return bytes(_array(metadata, "tokenizer.ggml.precompiled_charsmap") or ())
 
 
-def _with_charsmap(normalizer: Any, metadata: Mapping[str, Any]) -> Any:
+def _with_charsmap(normalizer: Any, metadata: Mapping[str, object]) -> Any:
     """A normalizer whose compiled table, where it is left to its own key, is that of the key."""
     if isinstance(normalizer, dict):
         changed = {key: _with_charsmap(value, metadata) for key, value in normalizer.items()}
@@ -259,7 +278,7 @@ def _sentencepiece_decoder(prefix: bool) -> dict[str, Any]:
     return {"type": "Sequence", "decoders": decoders}
 
 
-def adds(metadata: Mapping[str, Any], name: str) -> bool:
+def adds(metadata: Mapping[str, object], name: str) -> bool:
     """Whether "bos" or "eos" is added to a text; the default of the tokenizer's kind where the file does not say."""
     stated = metadata.get(f"tokenizer.ggml.add_{name}_token")
     if stated is not None:
@@ -268,28 +287,29 @@ def adds(metadata: Mapping[str, Any], name: str) -> bool:
         return False
     if metadata.get("tokenizer.ggml.model") == "llama":
         return True
-    return pretokenizers.get(metadata.get("tokenizer.ggml.pre", "default")).adds_bos
+    return _pre_tokenizer(metadata).adds_bos
 
 
-def special_id(metadata: Mapping[str, Any], name: str) -> int | None:
+def special_id(metadata: Mapping[str, object], name: str) -> int | None:
     """Id of "bos", "eos", "unk", ... as the file says it; SentencePiece's own 1, 2, 0 where it does not.
 
     FormatError for one that is no token.
     """
-    found = metadata.get(SPECIAL[name])
+    key = SPECIAL[name]
+    found = metadata.get(key)
     if found is None and metadata.get("tokenizer.ggml.model") == "llama":
         found = {"bos": 1, "eos": 2, "unk": 0}.get(name)
     if found is None:
         return None
-    count = len(metadata["tokenizer.ggml.tokens"])
-    if not 0 <= int(found) < count:
-        raise FormatError(f"{SPECIAL[name]} is {found}, but there are {count} tokens")
-    return int(found)
+    count = len(texts(metadata))
+    if not isinstance(found, int) or not 0 <= found < count:
+        raise FormatError(f"metadata key {key} is {found!r}, but there are {count} tokens")
+    return found
 
 
-def _post_processor(metadata: Mapping[str, Any], otherwise: dict[str, Any] | None) -> dict[str, Any] | None:
+def _post_processor(metadata: Mapping[str, object], otherwise: dict[str, Any] | None) -> dict[str, Any] | None:
     """What puts BOS before and EOS after a text; `otherwise` where neither is added."""
-    tokens = metadata["tokenizer.ggml.tokens"]
+    tokens = texts(metadata)
     ids = {name: special_id(metadata, name) for name in ("bos", "eos") if adds(metadata, name)}
     used = {name: i for name, i in ids.items() if i is not None}
     if not used:
@@ -307,9 +327,9 @@ def _post_processor(metadata: Mapping[str, Any], otherwise: dict[str, Any] | Non
     return {"type": "TemplateProcessing", "single": around("A"), "pair": around("A", "B"), "special_tokens": special}
 
 
-def tokenizer_config(metadata: Mapping[str, Any], context_length: int) -> dict[str, Any]:
+def tokenizer_config(metadata: Mapping[str, object], context_length: int) -> dict[str, Any]:
     """tokenizer_config.json: the class that reads tokenizer.json as it is, special tokens, chat templates."""
-    tokens = metadata["tokenizer.ggml.tokens"]
+    tokens = texts(metadata)
     found: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context_length,
@@ -326,7 +346,7 @@ def tokenizer_config(metadata: Mapping[str, Any], context_length: int) -> dict[s
     template = metadata.get("tokenizer.chat_template")
     others = {
         str(name): metadata.get(f"tokenizer.chat_template.{name}")
-        for name in metadata.get("tokenizer.chat_templates", ())
+        for name in _array(metadata, "tokenizer.chat_templates") or ()
     }
     named = {name: text for name, text in ({"default": template} | others).items() if text is not None}
     if others:
@@ -336,16 +356,18 @@ def tokenizer_config(metadata: Mapping[str, Any], context_length: int) -> dict[s
     return found
 
 
-def generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def generation_config(metadata: Mapping[str, object]) -> dict[str, Any]:
     """generation_config.json: the tokens that begin, end and pad a text, and how to sample."""
     found: dict[str, Any] = {}
     for name in ("bos", "eos", "pad"):
         if (number := special_id(metadata, name)) is not None:
             found[f"{name}_token_id"] = number
-    ends = [metadata[key] for key in dict.fromkeys(ENDS.values()) if key in metadata]
+    ends = [end for key in dict.fromkeys(ENDS.values()) if isinstance(end := metadata.get(key), int)]
     if ends:
-        found["eos_token_id"] = list(dict.fromkeys([*as_list(found.get("eos_token_id")), *map(int, ends)]))
+        found["eos_token_id"] = list(dict.fromkeys([*as_list(found.get("eos_token_id")), *ends]))
     for name, (key, kind) in SAMPLING.items():
         if (value := metadata.get(f"general.sampling.{key}")) is not None:
+            if not isinstance(value, (int, float)):
+                raise FormatError(f"metadata key general.sampling.{key} is {value!r}; it should be a number")
             found |= {"do_sample": True, name: shortest(value) if kind == "f32" else int(value)}
     return found

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import FormatError
-from quantkit.inputs.json_input import read_object
+from quantkit.inputs.json_input import Json, read_object
 from quantkit.tokenizers import pretokenizers
 
 _CUTTING = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
@@ -27,7 +27,7 @@ def find(directory: Path) -> Path | None:
     return path if path.exists() and (directory / "merges.txt").exists() else None
 
 
-def tokenizer_json(path: Path, settings: Mapping[str, Any], pre: str | None = None) -> dict[str, Any]:
+def tokenizer_json(path: Path, settings: Json, pre: str | None = None) -> dict[str, Any]:
     """The tokenizer.json that says what the files beside `path` and `settings`, tokenizer_config.json, say.
 
     `pre` names the way of cutting instead of the class. UnsupportedError for a class whose way is not known.
@@ -42,7 +42,7 @@ def tokenizer_json(path: Path, settings: Mapping[str, Any], pre: str | None = No
     }
 
 
-def _added(path: Path, vocab: Mapping[str, int], settings: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+def _added(path: Path, vocab: Mapping[str, int], settings: Json) -> dict[int, dict[str, Any]]:
     """Tokens that are looked for in the text, by id."""
     stated = read_object(path.with_name("special_tokens_map.json")) | dict(settings)
     special = [stated.get(name) for name in _SPECIAL] + list(stated.get("additional_special_tokens") or ()) + [_END]

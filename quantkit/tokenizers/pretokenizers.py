@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import UnknownNameError, UnsupportedError
+from quantkit.inputs.json_input import Json
 
 _CONTRACTION = r"'s|'t|'re|'ve|'m|'ll|'d"
 _DIGITS = {r"\p{N}": True, r"\p{N}+": False}  # the step Digits, by its individual_digits
@@ -126,7 +127,7 @@ def known(name: str) -> bool:
     return name in _BY_NAME
 
 
-def class_of(path: Path, settings: Mapping[str, Any], cutting: Mapping[str, str], pre: str | None) -> str:
+def class_of(path: Path, settings: Json, cutting: Mapping[str, str], pre: str | None) -> str:
     """The class that `settings`, tokenizer_config.json, name for the files at `path`.
 
     UnsupportedError where `cutting`, names by class, lacks it and no `pre` stands in.
@@ -154,7 +155,7 @@ def _step(regex: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
 
 
-def _splits(step: Mapping[str, Any]) -> list[str]:
+def _splits(step: Json) -> list[str]:
     """The regular expressions that one `pre_tokenizer` of a tokenizer.json stands for."""
     kind = step["type"]
     if kind == "Sequence":
@@ -172,7 +173,7 @@ def _splits(step: Mapping[str, Any]) -> list[str]:
     raise UnsupportedError(f"tokenizer.json: pre_tokenizer step {dict(step)} has no counterpart in GGUF")
 
 
-def recognise(tokenizer: Mapping[str, Any]) -> str:
+def recognise(tokenizer: Json) -> str:
     """The GGUF name of a byte-level tokenizer.json's way of cutting; UnsupportedError shows it when there is none.
 
     The expressions must be the same. Among entries that share them, the one that agrees best in composing and in
@@ -197,12 +198,12 @@ def recognise(tokenizer: Mapping[str, Any]) -> str:
     return own[0] if own else entry.names[0]
 
 
-def normalizers(tokenizer: Mapping[str, Any]) -> list[dict[str, Any]]:
+def normalizers(tokenizer: Json) -> list[dict[str, Any]]:
     """The steps of a tokenizer.json's normalizer, in order; [] where there is none."""
     found = tokenizer.get("normalizer") or {"type": "Sequence", "normalizers": []}
     return list(found.get("normalizers", [found]))
 
 
-def _joins_digits(tokenizer: Mapping[str, Any]) -> bool:
+def _joins_digits(tokenizer: Json) -> bool:
     """Whether a token has two digits side by side, so that cutting digits one by one and in runs are not the same."""
     return any(re.search(r"\d\d", token) for token in tokenizer["model"].get("vocab", ()))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import FormatError
+from quantkit.inputs.json_input import Json
 from quantkit.tokenizers import pretokenizers
 from quantkit.tokenizers.checks import MAX_TOKEN
 
@@ -27,7 +28,7 @@ def find(directory: Path) -> Path | None:
     return next(iter([*directory.glob("tiktoken.model"), *sorted(directory.glob("*.tiktoken"))]), None)
 
 
-def tokenizer_json(path: Path, settings: Mapping[str, Any], pre: str | None = None) -> dict[str, Any]:
+def tokenizer_json(path: Path, settings: Json, pre: str | None = None) -> dict[str, Any]:
     """The tokenizer.json that says what the file of ranks and `settings`, tokenizer_config.json, say.
 
     `pre` names the way of cutting instead of recognising it. UnsupportedError for a class whose way is not known.

@@ -20,6 +20,7 @@ from typing import Any
 
 from quantkit.errors import DataError, FormatError, UnsupportedError, printable
 from quantkit.inputs import arguments
+from quantkit.inputs.json_input import Json
 from quantkit.tokenizers import hf_tokenizer, tiktoken
 
 # Control tokens that end a reply in one chat format or another, for files whose keys do not name them.
@@ -35,10 +36,10 @@ def _byte_of_character() -> dict[str, int]:
 class Tokenizer:
     """A model's tokenizer. Ids and flags are those of the file; see `from_gguf`."""
 
-    def __init__(self, metadata: Mapping[str, Any]):
+    def __init__(self, metadata: Mapping[str, object]):
         self._metadata = metadata
         self._model = json.dumps(hf_tokenizer.tokenizer_json(metadata))
-        self._tokens: Sequence[str] = metadata["tokenizer.ggml.tokens"]
+        self._tokens = hf_tokenizer.texts(metadata)
         self._types = hf_tokenizer.token_types(metadata)
         self._byte_level = metadata["tokenizer.ggml.model"] == "gpt2"
         self._strips_space = not self._byte_level and metadata.get("tokenizer.ggml.add_space_prefix", True)
@@ -48,7 +49,7 @@ class Tokenizer:
         self.adds_eos = hf_tokenizer.adds(metadata, "eos") and self.eos_id is not None
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
+    def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer:
         """The tokenizer of a GGUF file's metadata.
 
         FormatError when keys are missing or contradict each other; UnsupportedError and UnknownNameError name a
@@ -64,9 +65,9 @@ class Tokenizer:
     def eos_ids(self) -> frozenset[int]:
         """Tokens that end a reply: EOS, EOT and EOM as the file names them, and control tokens known to mean that."""
         keys = ("eos", "eot", "eom")
-        named = {self._metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys} | {self.eos_id}
+        named = [self._metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys] + [self.eos_id]
         known = {i for i, kind in enumerate(self._types) if kind == hf_tokenizer.CONTROL and self._tokens[i] in _ENDS}
-        return frozenset(int(i) for i in named | known if i is not None)
+        return frozenset(known.union(i for i in named if isinstance(i, int)))
 
     # --------------------------------------------------------------------------------------------------------- encode
 
@@ -133,10 +134,17 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        return self._metadata.get("tokenizer.chat_template")
+        """The model's template in jinja2, None where the file has none. FormatError where it is no text."""
+        return self._template("tokenizer.chat_template")
+
+    def _template(self, key: str) -> str | None:
+        found = self._metadata.get(key)
+        if found is not None and not isinstance(found, str):
+            raise FormatError(f"metadata key {key}: the model's chat template is {type(found).__name__}, not text")
+        return found
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+        self, messages: Sequence[Json], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """The prompt that the model's own template makes of messages with "role" and "content".
 
@@ -147,7 +155,7 @@ class Tokenizer:
         """
         template = self.chat_template
         if variables.get("tools"):
-            template = self._metadata.get("tokenizer.chat_template.tool_use", template)
+            template = self._template("tokenizer.chat_template.tool_use") or template
         if template is None:
             raise UnsupportedError("the model has no chat template (tokenizer.chat_template); pass a plain prompt")
         ids = {name: hf_tokenizer.special_id(self._metadata, name) for name in hf_tokenizer.SPECIAL}

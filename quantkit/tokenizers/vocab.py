@@ -26,13 +26,13 @@ import base64
 import json
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
-from quantkit.inputs.json_input import read_object
+from quantkit.inputs.json_input import Json, read_object
 from quantkit.tokenizers import merges_txt, pretokenizers, sentencepiece, tiktoken
 from quantkit.tokenizers.checks import check_normalizer, check_pre_tokenizer
 from quantkit.tokenizers.hf_tokenizer import (
@@ -63,7 +63,7 @@ _LOOKS_SPECIAL = re.compile(r"<pad>|<mask>|<2mass>|\[@BOS@\]|<\|.*\|>|<｜.*｜>
 # ------------------------------------------------------------------------------------------------- Hugging Face -> GGUF
 
 
-def read(directory: Path, config: Mapping[str, Any], pre: str | None = None) -> Entries:
+def read(directory: Path, config: Json, pre: str | None = None) -> Entries:
     """The `tokenizer.*` keys of a checkpoint's tokenizer files.
 
     `config` is config.json: its vocab_size is the number of tokens; slots without one are padded. `pre` names the way
@@ -95,7 +95,7 @@ def read(directory: Path, config: Mapping[str, Any], pre: str | None = None) -> 
         ) from error
 
 
-def _model(tokenizer: Mapping[str, Any], vocab_size: int, pre: str | None) -> Entries:
+def _model(tokenizer: Json, vocab_size: int, pre: str | None) -> Entries:
     model = tokenizer["model"]
     kind = model.get("type", "BPE")
     if kind == "Unigram":
@@ -122,11 +122,11 @@ def _model(tokenizer: Mapping[str, Any], vocab_size: int, pre: str | None) -> En
     return entries
 
 
-def _is_byte_level(tokenizer: Mapping[str, Any]) -> bool:
+def _is_byte_level(tokenizer: Json) -> bool:
     return '"ByteLevel"' in json.dumps(tokenizer.get("pre_tokenizer"))
 
 
-def _unigram(tokenizer: Mapping[str, Any], vocab_size: int) -> Entries:
+def _unigram(tokenizer: Json, vocab_size: int) -> Entries:
     """Keys of a tokenizer.json whose model is unigram; scores are natural logarithms of probabilities."""
     tokens, types = _tokens(tokenizer, vocab_size, False)
     stated = [float(score) for _, score in tokenizer["model"]["vocab"]]
@@ -147,12 +147,12 @@ def _packed(values: Sequence[float]) -> bytes:
     return struct.pack(f"<{len(values)}f", *values)
 
 
-def _pre_steps(tokenizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _pre_steps(tokenizer: Json) -> list[Json]:
     found = tokenizer.get("pre_tokenizer") or {"type": "Sequence", "pretokenizers": []}
     return list(found.get("pretokenizers", [found]))
 
 
-def _charsmap(steps: Sequence[Mapping[str, Any]]) -> bytes:
+def _charsmap(steps: Sequence[Json]) -> bytes:
     """The compiled table of replacements of a normalizer's steps; b"" where there is none."""
     return next((base64.b64decode(step["precompiled_charsmap"] or "") for step in steps
                  if step["type"] == "Precompiled"), b"")  # fmt: skip
@@ -175,7 +175,7 @@ def _unigram_keys(
     return entries
 
 
-def _sentencepiece_model(path: Path, settings: Mapping[str, Any], vocab_size: int) -> Entries:
+def _sentencepiece_model(path: Path, settings: Json, vocab_size: int) -> Entries:
     """Keys of a tokenizer.model, and of the tokens that added_tokens.json and tokenizer_config.json add to it."""
     model = sentencepiece.read(path)
     tokens = [text for text, _, _ in model.pieces]
@@ -219,7 +219,7 @@ def _as_bpe(entries: Entries, model: sentencepiece.Model) -> Entries:
     return kept
 
 
-def _exact(tokenizer: Mapping[str, Any], entries: Entries) -> Entries:
+def _exact(tokenizer: Json, entries: Entries) -> Entries:
     """EXACT, where the keys alone would make another tokenizer than this tokenizer.json; else nothing."""
     metadata = {key: value for key, (value, _) in entries.items()}
     kind = metadata["tokenizer.ggml.model"]
@@ -247,13 +247,13 @@ def _exact(tokenizer: Mapping[str, Any], entries: Entries) -> Entries:
     return {EXACT: (json.dumps(found, ensure_ascii=False), "str")} if found else {}
 
 
-def _flags(token: Mapping[str, Any], names: Sequence[str], text: str) -> dict[str, Any]:
+def _flags(token: Json, names: Sequence[str], text: str) -> dict[str, Any]:
     """How an added token is looked for, where that is not as it stands and anywhere; `text` is the one of its key."""
     found: dict[str, Any] = {name: True for name in names if token.get(name)}
     return found | ({"content": token["content"]} if token["content"] != text else {})
 
 
-def _unmerged(made: Mapping[str, Any], model: Mapping[str, Any]) -> list[int]:
+def _unmerged(made: Json, model: Json) -> list[int]:
     """Tokens that the keys' merges make and those of the tokenizer.json do not."""
     merged = {"".join(merge) if isinstance(merge, list) else merge.replace(" ", "") for merge in model["merges"]}
     return sorted({made["model"]["vocab"]["".join(merge)] for merge in made["model"]["merges"]}
@@ -268,7 +268,7 @@ def _without_charsmap(normalizer: Any) -> Any:
     return [_without_charsmap(step) for step in normalizer] if isinstance(normalizer, list) else normalizer
 
 
-def _tokens(tokenizer: Mapping[str, Any], vocab_size: int, byte_level: bool) -> tuple[list[str], list[int]]:
+def _tokens(tokenizer: Json, vocab_size: int, byte_level: bool) -> tuple[list[str], list[int]]:
     """Text and type of every id below vocab_size."""
     model = tokenizer["model"]
     vocab = model["vocab"]
@@ -306,7 +306,7 @@ def _scores(tokens: Sequence[str], types: Sequence[int], merges: Sequence[Sequen
     return scores
 
 
-def _adds_space(tokenizer: Mapping[str, Any]) -> bool:
+def _adds_space(tokenizer: Json) -> bool:
     """Whether a SentencePiece-like tokenizer.json puts a space before the text. Both its old and its new form."""
     steps, pre = pretokenizers.normalizers(tokenizer), tokenizer.get("pre_tokenizer") or {}
     kinds = [step["type"] for step in steps]
@@ -315,7 +315,7 @@ def _adds_space(tokenizer: Mapping[str, Any]) -> bool:
     if not pre and kinds in (["Prepend", "Replace"], ["Replace"]):
         return "Prepend" in kinds
     if not steps and pre.get("type") == "Metaspace":
-        return pre.get("prepend_scheme", "always" if pre.get("add_prefix_space", True) else "never") != "never"
+        return bool(pre.get("prepend_scheme", "always" if pre.get("add_prefix_space", True) else "never") != "never")
     raise UnsupportedError(
         f"tokenizer.json: normalizer {kinds} with pre_tokenizer {pre or None} has no counterpart in GGUF"
     )
@@ -323,9 +323,9 @@ def _adds_space(tokenizer: Mapping[str, Any]) -> bool:
 
 def _settings(
     directory: Path,
-    tokenizer: Mapping[str, Any],
+    tokenizer: Json,
     settings: dict[str, Any],
-    config: Mapping[str, Any],
+    config: Json,
     tokens: list[str],
 ) -> Entries:
     """Special ids, what is added to a text, chat templates."""
@@ -358,7 +358,7 @@ def _settings(
     return entries | _chat_templates(directory, settings)
 
 
-def _template(processor: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+def _template(processor: Json) -> tuple[list[str], list[str]]:
     """Special tokens that a tokenizer.json's post_processor puts before and after a text."""
     for step in processor.get("processors", [processor]):
         if step.get("type") == "TemplateProcessing":
@@ -368,7 +368,7 @@ def _template(processor: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     return [], []
 
 
-def _chat_templates(directory: Path, settings: Mapping[str, Any]) -> Entries:
+def _chat_templates(directory: Path, settings: Json) -> Entries:
     """`tokenizer.chat_template` and its named variants, wherever the checkpoint keeps them."""
     found = settings.get("chat_template")
     if found is None and (directory / "chat_template.jinja").exists():

@@ -51,6 +51,35 @@ def test_a_setting_that_cannot_be(tmp_path: Path, change: dict[str, Any], match:
 
 
 @pytest.mark.parametrize(
+    ("arch", "change", "match"),
+    [
+        ("qwen35", {"mtp_num_hidden_layers": 10**12}, "mtp_num_hidden_layers = 1000000000000; it has to be a whole"),
+        ("glm4moe", {"num_mtp_layers": "x"}, "num_mtp_layers = 'x'; it has to be a whole number"),
+        ("deepseek2", {"qk_nope_head_dim": [8]}, r"qk_nope_head_dim = \[8\]; it has to be a whole number"),
+        ("gemma3", {"query_pre_attn_scalar": "x"}, "query_pre_attn_scalar = 'x'; it has to be a finite number"),
+        ("gemma3", {"query_pre_attn_scalar": -5}, "query_pre_attn_scalar = -5; it has to be a number above 0"),
+        ("gemma3", {"layer_types": 5}, "layer_types = 5; it has to be a list"),
+        ("hunyuan-moe", {"moe_topk": "x"}, "moe_topk = 'x'; it has to be a whole number"),
+        ("smollm3", {"no_rope_layers": 5}, "no_rope_layers = 5; it has to be a list"),
+        ("smollm3", {"no_rope_layer_interval": "x"}, "no_rope_layer_interval = 'x'; it has to be a whole number"),
+        ("qwen35", {"rope_parameters": {"mrope_section": 5}}, "mrope_section = 5; it has to be a list"),
+        ("mistral3", {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": "x"}},
+         "llama_4_scaling_beta = 'x'; it has to be a finite number"),
+        ("llama", {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4}},
+         "low_freq_factor 4, which has to be below high_freq_factor 4"),
+    ],
+)  # fmt: skip
+def test_a_setting_of_one_architecture_that_cannot_be(
+    tmp_path: Path, arch: str, change: dict[str, Any], match: str
+) -> None:
+    """Settings without a line in the table of bounds are checked where they are read: no TypeError, no endless loop."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(archs.get(arch).EXAMPLE | change))
+    with pytest.raises(FormatError, match=match):
+        recipe.from_config(recipe.read_config(path))
+
+
+@pytest.mark.parametrize(
     ("name", "cut", "found", "wanted"),
     [
         ("model.layers.1.mlp.down_proj.weight", lambda x: x[:-1], r"\(63, 96\)", r"\(64, 96\)"),

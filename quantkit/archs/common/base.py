@@ -26,8 +26,10 @@ import numpy as np
 from quantkit.archs.common import checked, wrapper
 from quantkit.archs.common import mtp as further
 from quantkit.archs.common.blocks import Block, Head, HParams, Norm
+from quantkit.archs.common.settings import mapping, real
 from quantkit.archs.common.shapes import Listed, Sizes, has_shape, listed
 from quantkit.archs.common.tensors import (
+    LazyTensor,
     Piece,
     Rule,
     Shape,
@@ -40,7 +42,7 @@ from quantkit.archs.common.tensors import (
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
 
-Config = Mapping[str, Any]
+Config = Mapping[str, object]
 
 _by_name: dict[str, Arch] = {}
 
@@ -55,7 +57,7 @@ def registered() -> dict[str, Arch]:
 class Keys:
     """Reads one architecture's keys from metadata, all of which are checked first. Errors name the key."""
 
-    def __init__(self, arch: str, metadata: Mapping[str, Any]):
+    def __init__(self, arch: str, metadata: Mapping[str, object]):
         self.arch = arch
         self.metadata = metadata
         checked.check_keys(arch, metadata)
@@ -109,8 +111,8 @@ class Arch(ABC):
     model_type: ClassVar[str]  # config.json "model_type" of that first name
     rules: ClassVar[tuple[Rule, ...]]
     ties_by_default: ClassVar[bool] = False  # what transformers assumes where config.json has no tie_word_embeddings
-    defaults: ClassVar[Mapping[str, Any]] = {}  # further ones, which config.json may omit
-    defaults_of: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # those of some of the classes in `hf` only
+    defaults: ClassVar[Mapping[str, object]] = {}  # further ones, which config.json may omit
+    defaults_of: ClassVar[Mapping[str, Mapping[str, object]]] = {}  # those of some of the classes in `hf` only
     turned: ClassVar[float | None] = None  # which part of a head rope turns, unless config.json says; None: always all
     mtp: ClassVar[str] = ""  # "keep" or "drop" layers that predict further tokens; "": files have no names for them
     own_sizes: ClassVar[Mapping[str, Callable[[Sizes], int]]] = {}  # numbers that mean something else here, see shapes
@@ -131,7 +133,7 @@ class Arch(ABC):
         """GGUF keys of a config.json. UnsupportedError names what cannot be expressed."""
 
     @abstractmethod
-    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         """config.json of a GGUF's metadata and tensors; of a lazy tensor only `dequantize()` is used, if anything."""
 
     def accepts(self, config: Config) -> bool:
@@ -269,7 +271,7 @@ class Arch(ABC):
     # --------------------------------------------------------------------------------------------------- runtime side
 
     @abstractmethod
-    def hparams(self, metadata: Mapping[str, Any], tensors: Collection[str] = ()) -> HParams:
+    def hparams(self, metadata: Mapping[str, object], tensors: Collection[str] = ()) -> HParams:
         """The model's numbers. `tensors` are the names in the file, which tell biases, rope factors and tying."""
 
     @abstractmethod
@@ -340,7 +342,7 @@ def rope_parameters(config: Config) -> dict[str, Any]:
     transformers 5 writes `rope_parameters`; before, there were `rope_theta` and `rope_scaling` (with `type`). Where
     they do not say the original context, it is that of the whole config, which is what the model was made for.
     """
-    merged = dict(config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
+    merged: dict[str, Any] = {**mapping(config, "rope_scaling"), **mapping(config, "rope_parameters")}
     if merged.get("rope_theta") is None:
         merged["rope_theta"] = config.get("rope_theta") or 10000.0
     merged["rope_type"] = merged.pop("rope_type", None) or merged.get("type") or "default"
@@ -349,6 +351,7 @@ def rope_parameters(config: Config) -> dict[str, Any]:
         stated = merged.get("original_max_position_embeddings") or config.get("max_position_embeddings")
         if original := config.get("original_max_position_embeddings") or stated:
             merged["original_max_position_embeddings"] = original
-            if merged["rope_type"] == "yarn" and merged.get("factor") is None and config.get("max_position_embeddings"):
-                merged["factor"] = config["max_position_embeddings"] / original
+            context, trained = real(config, "max_position_embeddings"), real(merged, "original_max_position_embeddings")
+            if merged["rope_type"] == "yarn" and merged.get("factor") is None and context and trained:
+                merged["factor"] = context / trained
     return merged

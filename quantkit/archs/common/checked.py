@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from quantkit.archs.common.settings import mapping
 from quantkit.errors import FormatError
 
 
@@ -131,7 +132,8 @@ _TABLE: tuple[tuple[str, str, Bound], ...] = (
     ("max_position_embeddings", "context_length rope.scaling.original_context_length attention.temperature_length",
      _POSITIONS),
     ("num_experts n_routed_experts num_local_experts moe_num_experts", "expert_count", _EXPERTS),
-    ("num_experts_per_tok n_shared_experts n_group topk_group first_k_dense_replace num_nextn_predict_layers",
+    ("num_experts_per_tok n_shared_experts n_group topk_group first_k_dense_replace num_nextn_predict_layers "
+     "num_mtp_layers mtp_num_hidden_layers moe_num_shared_experts moe_layer_start_index",
      "expert_used_count expert_shared_count expert_group_count expert_group_used_count leading_dense_block_count "
      "nextn_predict_layers expert_gating_func",
      Count(0, 1 << 16, per_layer=True)),
@@ -182,7 +184,7 @@ _OBJECTS = ("rope_scaling", "rope_parameters", "quantization_config")
 # ---------------------------------------------------------------------------------------------------------- config.json
 
 
-def check(config: Mapping[str, Any]) -> None:
+def check(config: Mapping[str, object]) -> None:
     """FormatError naming the first key whose value cannot be one; null is as good as absent."""
     classes = config.get("architectures")
     if classes is not None and not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
@@ -195,13 +197,12 @@ def check(config: Mapping[str, Any]) -> None:
             "those serves as many"
         )
     for key in _OBJECTS:
-        if not isinstance(config.get(key) or {}, dict):
-            raise FormatError(f"config.json: {key} = {config[key]!r}; it has to be an object or null")
+        mapping(config, key)
     for part in _OBJECTS[:2]:
-        _check_settings(config.get(part) or {}, _OF_ROPE, f"{part}.")
+        _check_settings(mapping(config, part), _OF_ROPE, f"{part}.")
 
 
-def _check_settings(values: Mapping[str, Any], bounds: Mapping[str, Bound], prefix: str) -> None:
+def _check_settings(values: Mapping[str, object], bounds: Mapping[str, Bound], prefix: str) -> None:
     for name, bound in bounds.items():
         value = values.get(name)
         if value is not None and not bound.holds(value):
@@ -211,7 +212,7 @@ def _check_settings(values: Mapping[str, Any], bounds: Mapping[str, Bound], pref
 # ------------------------------------------------------------------------------------------------------------ GGUF keys
 
 
-def check_keys(arch: str, metadata: Mapping[str, Any], *, zeros: bool = False) -> None:
+def check_keys(arch: str, metadata: Mapping[str, object], *, zeros: bool = False) -> None:
     """FormatError naming the first key of an architecture whose value cannot be one; `zeros` lets a 0 say "none"."""
     for name, bound in _OF_KEY.items():
         value = metadata.get(f"{arch}.{name}")
@@ -219,7 +220,7 @@ def check_keys(arch: str, metadata: Mapping[str, Any], *, zeros: bool = False) -
             check_key(f"{arch}.{name}", value, bound)
 
 
-def check_tokenizer(metadata: Mapping[str, Any]) -> None:
+def check_tokenizer(metadata: Mapping[str, object]) -> None:
     """FormatError naming the first tokenizer key whose value has another kind than it should, or is out of bounds.
 
     The length of tokens and the steps of `quantkit.tokenizer` are checked by `tokenizers.checks`.

@@ -13,6 +13,8 @@ import numpy as np
 from quantkit.archs.common import rope
 from quantkit.archs.common.base import Arch, Config, Keys, need, refuse, rope_parameters
 from quantkit.archs.common.blocks import Attention, Block, HParams, Part
+from quantkit.archs.common.settings import integer, real
+from quantkit.archs.common.tensors import LazyTensor
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries, shortest
 
@@ -24,11 +26,11 @@ class Decoder(Arch):
     # ------------------------------------------------------------------------------------------------ checkpoint side
 
     def head_dim(self, config: Config) -> int:
-        return config.get("head_dim") or need(config, "hidden_size") // need(config, "num_attention_heads")
+        return integer(config, "head_dim") or int(need(config, "hidden_size") // need(config, "num_attention_heads"))
 
     def rope_dim(self, config: Config) -> int:
         """Elements of a head that rope turns."""
-        part = config.get("partial_rotary_factor") or rope_parameters(config).get("partial_rotary_factor")
+        part = real(config, "partial_rotary_factor") or real(rope_parameters(config), "partial_rotary_factor")
         return int(self.head_dim(config) * (part or self.turned or 1))
 
     def head_lengths(self, config: Config) -> Entries:
@@ -69,7 +71,7 @@ class Decoder(Arch):
     def rebuilt(self, name: str) -> bool:
         return name == rope.FACTORS
 
-    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         hp, keys = self.hparams(metadata, tensors.keys()), Keys(self.name, metadata)
         if hp.head_dim_k != hp.head_dim_v or (hp.rope_dim != hp.head_dim_k and self.turned is None):
             raise UnsupportedError(
@@ -105,12 +107,13 @@ class Decoder(Arch):
 
     # --------------------------------------------------------------------------------------------------- runtime side
 
-    def hparams(self, metadata: Mapping[str, Any], tensors: Collection[str] = ()) -> HParams:
+    def hparams(self, metadata: Mapping[str, object], tensors: Collection[str] = ()) -> HParams:
         return HParams(**self.numbers(Keys(self.name, metadata), tensors))
 
     def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
         """The fields of HParams, for an architecture to add to."""
-        tokens = keys.metadata.get("tokenizer.ggml.tokens") or ()
+        tokens = keys.metadata.get("tokenizer.ggml.tokens")
+        n_tokens = len(tokens) if isinstance(tokens, list) else 0
         head_dim = head_length(keys, "attention.key_length")
         heads = keys.number("attention.head_count")
         return {
@@ -124,7 +127,7 @@ class Decoder(Arch):
             "n_head_kv": keys.number("attention.head_count_kv", heads),
             "head_dim_k": head_dim,
             "head_dim_v": head_length(keys, "attention.value_length"),
-            "n_vocab": keys.number("vocab_size", len(tokens) or None),
+            "n_vocab": keys.number("vocab_size", n_tokens or None),
             "norm_eps": keys.real("attention.layer_norm_rms_epsilon"),
             "rope": rope.rope(keys, self.rope_style, self.rotary(keys, head_dim), tensors),
             "window": keys.number("attention.sliding_window", 0) or None,

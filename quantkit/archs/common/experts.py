@@ -22,6 +22,7 @@ from typing import Any
 
 from quantkit.archs.common.base import Config, Keys, need
 from quantkit.archs.common.blocks import Experts, FeedForward, HParams
+from quantkit.archs.common.settings import integer, real
 from quantkit.archs.common.tensors import Rule, Transform
 from quantkit.archs.common.transforms import Gather
 from quantkit.errors import FormatError, UnsupportedError
@@ -126,9 +127,8 @@ def entries(name: str, config: Config) -> Entries:
         ("norm_topk_prob", "expert_weights_norm", "bool"),
     ):
         if config.get(theirs) is not None:
-            value = config[theirs]
-            found[ours] = (float(value) if kind == "f32" else value, kind)
-    groups = config.get("n_group") or 1
+            found[ours] = (real(config, theirs) if kind == "f32" else config[theirs], kind)
+    groups = integer(config, "n_group") or 1
     if groups > 1:
         found["expert_group_count"] = (groups, "u32")
         found["expert_group_used_count"] = (need(config, "topk_group"), "u32")

@@ -24,7 +24,8 @@ from quantkit.archs.common import experts
 from quantkit.archs.common.base import Config, Keys, need, refuse
 from quantkit.archs.common.blocks import Attention, Block, DeltaNet, HParams, Part, Recurrence
 from quantkit.archs.common.decoder import Decoder, with_head_norms
-from quantkit.archs.common.tensors import Piece, Rule, Shape, Transform
+from quantkit.archs.common.settings import integer, sequence
+from quantkit.archs.common.tensors import LazyTensor, Piece, Rule, Shape, Transform
 from quantkit.archs.common.transforms import Chain, Elementwise, Flat, Gather, OneRow, add
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
@@ -89,11 +90,13 @@ def runs_of_heads(order: Iterable[int], dim: int, first: int = 0) -> Runs:
 
 
 def minus_exp(x: np.ndarray) -> np.ndarray:
-    return -np.exp(x)
+    """-e^x."""
+    return np.asarray(-np.exp(x))
 
 
 def log_minus(x: np.ndarray) -> np.ndarray:
-    return np.log(-x)
+    """ln(-x), the inverse of `minus_exp`."""
+    return np.asarray(np.log(-x))
 
 
 def recurrent_rules(order: Callable[[HParams], list[int]] | None = None) -> tuple[Rule, ...]:
@@ -157,7 +160,7 @@ class Hybrid(Decoder):
         entries = super().metadata(config) | self.head_lengths(config)
         return entries | {f"{a}.{key}": entry for key, entry in found.items()}
 
-    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         hp, keys = self.hparams(metadata, tensors.keys()), Keys(self.name, metadata)
         sizes = sizes_of(hp)
         return super().config(metadata, tensors) | {
@@ -250,7 +253,7 @@ class HybridMoE(Hybrid):
         stacked = any(name.endswith(".experts.gate_up_proj") for name in shapes)
         return super().to_gguf(dict(config) | {_STACKED: stacked}, shapes)
 
-    def config(self, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         hp = self.hparams(metadata, tensors.keys())
         return super().config(metadata, tensors) | {
             "num_experts": hp.n_expert,
@@ -271,8 +274,8 @@ class HybridMoE(Hybrid):
 
 def interval(config: Config) -> int:
     """Every so many-th layer attends."""
-    every = config.get("full_attention_interval") or 0
-    kinds = config.get("layer_types")
+    every = integer(config, "full_attention_interval")
+    kinds = sequence(config, "layer_types")
     if not kinds:
         return every or _INTERVAL
     every = every or kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1

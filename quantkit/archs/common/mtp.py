@@ -7,9 +7,9 @@ gets them is the architecture's `mtp`, or what `convert --mtp` says: the key MTP
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from quantkit.archs.common.blocks import HParams
+from quantkit.archs.common.settings import integer
 from quantkit.archs.common.tensors import Rule, split_name
 
 MTP = "mtp"
@@ -32,14 +32,14 @@ def _rule(name: str) -> Rule:
 RULES = tuple(_rule(name) for name in _PARTS)
 
 
-def count(config: Mapping[str, Any]) -> int:
+def count(config: Mapping[str, object]) -> int:
     """The layers that config.json speaks of."""
-    return next((config[key] for key in _COUNTS if config.get(key)), 0)
+    return next((found for key in _COUNTS if (found := integer(config, key))), 0)
 
 
-def tensors(config: Mapping[str, Any], names: Collection[str]) -> dict[str, list[str]]:
+def tensors(config: Mapping[str, object], names: Collection[str]) -> dict[str, list[str]]:
     """A checkpoint's tensors of such layers, by what they are: those that config.json counts or with an eh_proj."""
-    n_layer = config.get("num_hidden_layers") or 0
+    n_layer = integer(config, "num_hidden_layers")
     layers = {name: split_name(name)[1] or 0 for name in names}
     marked = {layers[name] for name in names if ".eh_proj." in name} | set(range(n_layer, n_layer + count(config)))
     found: dict[str, list[str]] = {}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from quantkit.archs.common.base import Keys
 from quantkit.archs.common.blocks import Rope, Yarn
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries, shortest
+from quantkit.inputs.json_input import Json
 
 FACTORS = "rope_freqs.weight"
 
@@ -34,7 +35,7 @@ _ATTENTION = "rope.scaling.attn_factor"  # the reference reads this one; newer r
 _ATTENTION_TOO = "rope.scaling.yarn_attn_factor"
 
 
-def llama3_factors(parameters: Mapping[str, Any], dim: int) -> np.ndarray:
+def llama3_factors(parameters: Json, dim: int) -> np.ndarray:
     """Divisors of the rope frequencies, float32[dim/2], of Llama 3.1's scaling."""
     parameters = {key: value for key, value in parameters.items() if value is not None}
     try:
@@ -43,6 +44,11 @@ def llama3_factors(parameters: Mapping[str, Any], dim: int) -> np.ndarray:
         old = float(parameters.get("original_max_position_embeddings", 8192))
     except KeyError as error:
         raise FormatError(f"config.json: rope_scaling of type llama3 has no {error}") from None
+    if not low < high:
+        raise FormatError(
+            f"config.json: rope_scaling of type llama3 has low_freq_factor {low:g}, which has to be below "
+            f"high_freq_factor {high:g}"
+        )
     wavelength = 2 * math.pi * theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
     smooth = (old / wavelength - low) / (high - low)
     blended = 1 / ((1 - smooth) / factor + smooth)
@@ -69,7 +75,7 @@ def llama3_parameters(factors: np.ndarray, theta: float) -> dict[str, Any]:
     )
 
 
-def scaling_entries(arch: str, parameters: Mapping[str, Any]) -> Entries:
+def scaling_entries(arch: str, parameters: Json) -> Entries:
     """GGUF keys of config.json's rope scaling. llama3 has none: it is a tensor."""
     kind, prefix = parameters["rope_type"], f"{arch}.rope.scaling"
     if kind in ("default", "llama3"):
@@ -99,7 +105,7 @@ def _usual_size(factor: float) -> float:
     return 1 + 0.1 * math.log(factor)
 
 
-def _size(parameters: Mapping[str, Any]) -> float:
+def _size(parameters: Json) -> float:
     """What YaRN multiplies cos and sin by: as config.json says, or a ratio where it has both mscale and mscale_all_dim.
 
     It is 1 where nothing is stretched.

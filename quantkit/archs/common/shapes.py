@@ -12,7 +12,6 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from quantkit.archs.common.tensors import split_name
 from quantkit.errors import FormatError, UnsupportedError
@@ -93,7 +92,9 @@ class Listed:
 class Sizes:
     """The numbers that shapes are made of, by name: `sizes["embd"]`. FormatError names a key that is missing."""
 
-    def __init__(self, arch: str, metadata: Mapping[str, Any], own: Mapping[str, Callable[[Sizes], int]] | None = None):
+    def __init__(
+        self, arch: str, metadata: Mapping[str, object], own: Mapping[str, Callable[[Sizes], int]] | None = None
+    ):
         """`own` are numbers of an architecture that means something else by a name."""
         self.arch = arch
         self.metadata = metadata
@@ -108,7 +109,11 @@ class Sizes:
                     f"{self.arch}.{key} differs between layers; the shapes of such models are not known"
                 )
             value = value[0]
-        return int(value) if value else None
+        if not value:
+            return None
+        if not isinstance(value, (int, float)):
+            raise FormatError(f"metadata key {self.arch}.{key} = {value!r}; it has to be a number")
+        return int(value)
 
     def need(self, key: str) -> int:
         value = self.key(key)

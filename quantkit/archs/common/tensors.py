@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,6 +18,12 @@ from quantkit.errors import FormatError
 _DIGITS = 10  # a part of a name with so many is no number of a layer or an expert
 Shape = tuple[int, ...]
 ReadRows = Callable[[int, int], np.ndarray]  # (start, stop) -> rows, as numbers or as raw bytes
+
+
+class LazyTensor(Protocol):
+    """What `Arch.config` asks of a file's tensor: its values, when they are needed."""
+
+    def dequantize(self) -> np.ndarray: ...
 
 
 class Transform:
@@ -59,7 +65,8 @@ class ShuffleRows(Transform):
         last = -(-stop // self.step) * self.step
         wanted = np.arange(start, stop)
         index = wanted // self.step * self.step + self.order[wanted % self.step] - first
-        return sources[0](first, last)[index]
+        found: np.ndarray = sources[0](first, last)[index]
+        return found
 
     def inverse(self) -> Transform:
         return ShuffleRows(np.argsort(self.order))

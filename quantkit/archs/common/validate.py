@@ -15,7 +15,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from quantkit import archs
 from quantkit.archs.common import blocks, checked
@@ -42,7 +41,7 @@ class Described:
 
 
 def described(
-    metadata: Mapping[str, Any], tensors: Mapping[str, Shaped], path: str | os.PathLike[str] = "the model"
+    metadata: Mapping[str, object], tensors: Mapping[str, Shaped], path: str | os.PathLike[str] = "the model"
 ) -> Described:
     """What the architecture says of a model. FormatError or UnsupportedError where file and model contradict."""
     try:
@@ -58,7 +57,7 @@ def described(
     return found
 
 
-def problems(metadata: Mapping[str, Any], tensors: Mapping[str, Shaped]) -> list[str]:
+def problems(metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> list[str]:
     """What `described` would refuse; nothing for a file that is no model of a known architecture."""
     name = metadata.get("general.architecture")
     if not is_model(metadata) or name not in _names():
@@ -69,7 +68,7 @@ def problems(metadata: Mapping[str, Any], tensors: Mapping[str, Shaped]) -> list
         return [str(error)]
 
 
-def check_sizes(metadata: Mapping[str, Any], path: str | os.PathLike[str] | None = None) -> None:
+def check_sizes(metadata: Mapping[str, object], path: str | os.PathLike[str] | None = None) -> None:
     """FormatError where a key cannot be a number of a model: what plans, budgets and mixes of types go by.
 
     Architectures that are not known here are planned too; some of them say 0 for what they lack, as for heads.
@@ -87,7 +86,7 @@ def _names() -> set[str]:
     return {arch.name for arch in archs.all()}
 
 
-def is_model(metadata: Mapping[str, Any]) -> bool:
+def is_model(metadata: Mapping[str, object]) -> bool:
     """Whether a file claims to be a whole model: it says how many layers there are, and is no adapter."""
     name = metadata.get("general.architecture")
     return f"{name}.block_count" in metadata and metadata.get("general.type", "model") == "model"
@@ -96,7 +95,7 @@ def is_model(metadata: Mapping[str, Any]) -> bool:
 # ---------------------------------------------------------------------------------------------------------------- parts
 
 
-def _read(metadata: Mapping[str, Any], tensors: Mapping[str, Shaped]) -> Described:
+def _read(metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> Described:
     name = metadata.get("general.architecture")
     if not isinstance(name, str):
         raise FormatError("metadata has no general.architecture; the file is not a model")
@@ -108,7 +107,7 @@ def _read(metadata: Mapping[str, Any], tensors: Mapping[str, Shaped]) -> Describ
     return Described(arch, hp, arch.blocks(hp), arch.head(hp))
 
 
-def _check_layers(name: str, metadata: Mapping[str, Any], tensors: Mapping[str, Shaped]) -> None:
+def _check_layers(name: str, metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> None:
     """FormatError where tensors are of layers that the metadata do not count, or lack one that they do."""
     key, value = f"{name}.block_count", metadata.get(f"{name}.block_count")
     if not isinstance(value, int):
@@ -131,7 +130,7 @@ def _check_layers(name: str, metadata: Mapping[str, Any], tensors: Mapping[str, 
         )
 
 
-def _contradictions(found: Described, metadata: Mapping[str, Any], tensors: Mapping[str, Shaped]) -> Iterator[str]:
+def _contradictions(found: Described, metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> Iterator[str]:
     for block in found.blocks:
         for part in block.parts:
             yield from (f"blk.{block.layer}: {sentence}" for sentence in _of_part(found, part))
@@ -144,7 +143,7 @@ def _contradictions(found: Described, metadata: Mapping[str, Any], tensors: Mapp
     yield from _unknown(found, wanted, tensors)
     yield from _uneven(found, tensors)
     tokens = metadata.get("tokenizer.ggml.tokens")
-    if tokens is not None and len(tokens) > found.hparams.n_vocab:
+    if isinstance(tokens, list) and len(tokens) > found.hparams.n_vocab:
         yield (
             f"metadata key tokenizer.ggml.tokens has {len(tokens)} tokens, the model's vocabulary has "
             f"{found.hparams.n_vocab} (rows of token_embd.weight)"
@@ -189,7 +188,7 @@ def _of_rope(rope: blocks.Rope, head_dim: int, whole: bool) -> Iterator[str]:
         )
 
 
-def _unknown(found: Described, wanted: Mapping[str, Any], tensors: Mapping[str, Shaped]) -> Iterator[str]:
+def _unknown(found: Described, wanted: Mapping[str, object], tensors: Mapping[str, Shaped]) -> Iterator[str]:
     """Tensors that nothing would be computed with, so that the result would be another model's."""
     hp = found.hparams
     for name in tensors:

@@ -22,12 +22,13 @@ _ENCODERS = {
 }
 
 
-def text_part(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def text_part(config: Mapping[str, object]) -> Mapping[str, object] | None:
     """What config.json says of the language model inside; None where there is none inside."""
-    return next((config[key] for key in _PARTS if isinstance(config.get(key), dict)), None)
+    parts = (config.get(key) for key in _PARTS)
+    return next((part for part in parts if isinstance(part, dict)), None)
 
 
-def joined(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+def joined(config: Mapping[str, object], text: Mapping[str, object]) -> dict[str, Any]:
     """A language model's config.json, with what only the whole's says. Whether embeddings are tied the whole says."""
     found = {key: config[key] for key in _WHOLE if key in config} | dict(text)
     tied = [part["tie_word_embeddings"] for part in (config, text) if part.get("tie_word_embeddings") is not None]

@@ -51,7 +51,7 @@ class Metadata(dict[str, Any]):
     otherwise: u32 (i32 if negative) or the 64-bit kind for an int, f32 for a float, i32 for the ints of a list.
     """
 
-    def __init__(self, values: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), **more: Any):
+    def __init__(self, values: Mapping[str, object] | Iterable[tuple[str, Any]] = (), **more: Any):
         super().__init__()
         self._kinds: dict[str, str] = {}
         self.update(values, **more)
@@ -156,7 +156,7 @@ def _fits(value: Any, kind: str) -> bool:
     if kind == "f64":
         return all(isinstance(v, float) or abs(v) < 1 << 1023 for v in values)
     limits = np.iinfo(DTYPES[kind])
-    return limits.min <= min(values) and max(values) <= limits.max
+    return bool(limits.min <= min(values) and max(values) <= limits.max)
 
 
 def _infer(key: str, value: Any) -> str:

@@ -295,10 +295,10 @@ class _Cursor:
         return pos
 
     def u32(self, what: str) -> int:
-        return _u32(self.view, self.take(4, what))[0]
+        return int(_u32(self.view, self.take(4, what))[0])
 
     def u64(self, what: str) -> int:
-        return _u64(self.view, self.take(8, what))[0]
+        return int(_u64(self.view, self.take(8, what))[0])
 
     def count(self, what: str, item_bytes: int, limit: int) -> int:
         """A u64: how many items of at least `item_bytes` follow. They must fit the rest of the file, and `limit`."""
@@ -399,11 +399,11 @@ def _read_numbers(cursor: _Cursor, kind: str, count: int, what: str) -> list[Any
     start = cursor.take(count * dtype.itemsize, what)
     values = np.frombuffer(cursor.view, dtype, count, start)
     if kind != "bool":
-        return values.tolist()
+        return list(values.tolist())
     if count and values.max() > 1:
         at = int(np.argmax(values > 1))
         raise cursor.error(f"{what} is a bool of value {values[at]}, not 0 or 1", start + at)
-    return values.astype(bool).tolist()
+    return list(values.astype(bool).tolist())
 
 
 # -------------------------------------------------------------------------------------------------------- tensor infos

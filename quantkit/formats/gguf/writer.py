@@ -134,7 +134,7 @@ class Writer(StreamWriter):
     def __init__(
         self,
         path: str | os.PathLike[str],
-        metadata: Mapping[str, Any],
+        metadata: Mapping[str, object],
         specs: Iterable[TensorSpec],
         split_max_bytes: int | None = None,
         split_max_tensors: int | None = None,
@@ -148,7 +148,7 @@ class Writer(StreamWriter):
         found = layouts(path, metadata, self.specs, split_max_bytes, split_max_tensors, shards, numbered)
         super().__init__(path, found, durable, kept)
 
-    def rewrite(self, metadata: Mapping[str, Any]) -> None:
+    def rewrite(self, metadata: Mapping[str, object]) -> None:
         """Put other metadata, of the same size, in the place of those that were given."""
         counts = [len(layout.slots) for layout in self._layouts]
         self.rewrite_headers(_headers(metadata, self.specs, counts, self._numbered))
@@ -156,7 +156,7 @@ class Writer(StreamWriter):
 
 def layouts(
     path: Path,
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, object],
     specs: Sequence[TensorSpec],
     max_bytes: int | None = None,
     max_tensors: int | None = None,
@@ -215,7 +215,7 @@ def shard_names(path: Path, count: int) -> list[Path]:
     return [path.with_name(f"{prefix}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
 
 
-def _bare(metadata: Mapping[str, Any]) -> Metadata:
+def _bare(metadata: Mapping[str, object]) -> Metadata:
     """A copy without the keys that speak of the file's layout: the writer has its own."""
     common = Metadata(metadata) if not isinstance(metadata, Metadata) else metadata.copy()
     for key in [k for k in common if k == "general.alignment" or k.startswith("split.")]:
@@ -224,7 +224,7 @@ def _bare(metadata: Mapping[str, Any]) -> Metadata:
 
 
 def _headers(
-    metadata: Mapping[str, Any], specs: Sequence[TensorSpec], counts: Sequence[int], numbered: bool
+    metadata: Mapping[str, object], specs: Sequence[TensorSpec], counts: Sequence[int], numbered: bool
 ) -> list[bytes]:
     """The header of every shard: all metadata in the first, the split keys in each; of one file that has none alone."""
     if len(counts) == 1 and not numbered:

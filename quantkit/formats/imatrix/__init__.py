@@ -34,8 +34,8 @@ def read(path: str | os.PathLike[str]) -> Imatrix:
 
     Every entry of a legacy file comes as one matrix; `Entry.columns(n)` parts it by row length.
     """
-    form = gguf_form if map_file(Path(path))[:4].tobytes() == b"GGUF" else legacy_form
-    return form.read(path)
+    is_gguf = map_file(Path(path))[:4].tobytes() == b"GGUF"
+    return gguf_form.read(path) if is_gguf else legacy_form.read(path)
 
 
 def form_of(path: str | os.PathLike[str]) -> str:

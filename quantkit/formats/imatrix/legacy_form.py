@@ -59,11 +59,11 @@ class _Cursor:
         return self.data[self.at - size : self.at]
 
     def integer(self, what: str, least: int, most: int) -> int:
-        value = struct.unpack("<i", self.take(4, what))[0]
+        (value,) = struct.unpack("<i", self.take(4, what))
         if not least <= value <= most:
             self.at -= 4
             raise self.fail(f"{what} is {value}, expected {least} to {most}")
-        return value
+        return int(value)
 
     def text(self, what: str, least: int, most: int) -> str:
         raw = self.take(self.integer(f"length of {what}", least, most), what)

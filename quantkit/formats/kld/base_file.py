@@ -82,11 +82,12 @@ class EncodedRows:
 
     def log_probs(self) -> np.ndarray:
         """float32[rows, n_vocab]."""
-        return self.scale[:, None] * self.codes.astype(np.float32) + self.min_log_prob[:, None]
+        steps: np.ndarray = self.scale[:, None] * self.codes.astype(np.float32)
+        return np.asarray(steps + self.min_log_prob[:, None])
 
 
 @kernel
-def _encode_rows(logits, out):
+def _encode_rows(logits: np.ndarray, out: np.ndarray) -> None:
     """float32[rows, n_vocab] -> uint16[rows, row_words]; the formula stands at the top of this file."""
     rows, n = logits.shape
     for r in range(rows):
@@ -183,8 +184,8 @@ class BaseReader:
 
 
 def rows_per_chunk(n_ctx: int) -> int:
-    rows = scored_rows(n_ctx)
-    return rows.stop - rows.start
+    """Number of rows of a chunk of `n_ctx` tokens: that of its scored positions."""
+    return n_ctx - 1 - n_ctx // 2
 
 
 def file_bytes(n_ctx: int, n_vocab: int, n_chunk: int) -> int:

@@ -84,7 +84,7 @@ GRID = np.array([*(2.0 ** (np.arange(29) / 8)), *np.arange(12.0, 77.0)])  # in s
 
 
 @kernel
-def _probabilities(row, out):
+def _probabilities(row: np.ndarray, out: np.ndarray) -> float:
     """softmax of float32[n] into float64[n]; returns log sum exp."""
     top = row[0]
     for i in range(row.shape[0]):
@@ -95,11 +95,12 @@ def _probabilities(row, out):
         total += out[i]
     for i in range(row.shape[0]):
         out[i] /= total
-    return np.float64(top) + np.log(total)
+    log_sum: float = np.float64(top) + np.log(total)
+    return log_sum
 
 
 @kernel
-def _survey_rows(logits, counts, masses):
+def _survey_rows(logits: np.ndarray, counts: np.ndarray, masses: np.ndarray) -> None:
     """Tokens and their probability by half octaves below 1, of each row; int64 and float64[rows, _BINS]."""
     p = np.empty(logits.shape[1], np.float64)
     for r in range(logits.shape[0]):
@@ -112,7 +113,7 @@ def _survey_rows(logits, counts, masses):
 
 
 @kernel
-def _dice(seed, i):
+def _dice(seed: np.uint64, i: int) -> float:
     """A number in [0, 1) for the token i of a row: splitmix64."""
     z = seed + np.uint64(i + 1) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -121,7 +122,7 @@ def _dice(seed, i):
 
 
 @kernel
-def _class_of(v, u, grid):
+def _class_of(v: float, u: float, grid: np.ndarray) -> int:
     """Of a token of v steps, given a number u of the dice."""
     if v < 1.0:
         return 1 + min(159, int(-8.0 * np.log2(v))) if u < v else 0
@@ -132,11 +133,21 @@ def _class_of(v, u, grid):
         j -= 1
     while grid[j + 1] <= v:
         j += 1
-    return 161 + j + int(u < (v - grid[j]) / (grid[j + 1] - grid[j]))
+    above: int = 161 + j + int(u < (v - grid[j]) / (grid[j + 1] - grid[j]))
+    return above
 
 
 @kernel
-def _round_rows(logits, targets, step, seeds, grid, classes, numbers, top):
+def _round_rows(
+    logits: np.ndarray,
+    targets: np.ndarray,
+    step: float,
+    seeds: np.ndarray,
+    grid: np.ndarray,
+    classes: np.ndarray,
+    numbers: np.ndarray,
+    top: np.ndarray,
+) -> None:
     """Fill, for each row, the class of each token and the numbers, the first without the tokens of class 255."""
     p = np.empty(logits.shape[1], np.float64)
     for r in range(logits.shape[0]):
@@ -181,7 +192,7 @@ class BoundedRows:
     @property
     def kept(self) -> np.ndarray:
         """int[rows]: tokens whose ids are stored."""
-        return np.count_nonzero(self.classes, axis=1)
+        return np.asarray(np.count_nonzero(self.classes, axis=1))
 
 
 def encode_rows(logits: np.ndarray, targets: np.ndarray, step: float, seed: int = 0) -> BoundedRows:

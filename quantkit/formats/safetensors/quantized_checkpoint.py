@@ -19,7 +19,7 @@ CheckpointTensor has but for `raw`. No more is decoded than is asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from quantkit.formats.safetensors.quantized_matrix import (
     unpack,
 )
 from quantkit.formats.safetensors.reader import Checkpoint, CheckpointTensor
+from quantkit.inputs.json_input import Json
 from quantkit.inputs.safe_regex import compile
 
 FP8 = ("F8_E4M3", "F8_E5M2")
@@ -55,7 +56,7 @@ _TARGETS = "config.json: quantization_config.config_groups, targets"
 _FORMATS = (None, "dense", "pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision")
 
 
-def unscaled(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
+def unscaled(checkpoint: Checkpoint, config: Json) -> Checkpoint:
     """The checkpoint with its weights as matrices, read as the `quantization_config` of its config.json says.
 
     Without one it is as it was. UnsupportedError for other methods; FormatError where scales are missing or do not fit.
@@ -83,7 +84,7 @@ def unscaled(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     return replace(checkpoint, tensors=shown)
 
 
-def _made_of(checkpoint: Checkpoint, tensor: CheckpointTensor, settings: Mapping[str, Any]) -> ScaledTensor | None:
+def _made_of(checkpoint: Checkpoint, tensor: CheckpointTensor, settings: Json) -> ScaledTensor | None:
     """What a tensor holds the codes of; None if it holds none."""
     name = tensor.name
     if name.endswith("_blocks"):
@@ -98,7 +99,7 @@ def _made_of(checkpoint: Checkpoint, tensor: CheckpointTensor, settings: Mapping
     return None
 
 
-def _refuse_other_methods(settings: Mapping[str, Any], where: Path) -> None:
+def _refuse_other_methods(settings: Json, where: Path) -> None:
     """UnsupportedError for a quantization_config whose weights are read by other rules."""
     method = settings.get("quant_method")
     if method not in _METHODS:
@@ -117,7 +118,7 @@ def _refuse_other_methods(settings: Mapping[str, Any], where: Path) -> None:
             )
 
 
-def _block_size(settings: Mapping[str, Any]) -> tuple[int, int]:
+def _block_size(settings: Json) -> tuple[int, int]:
     """Rows and columns that share a scale; `_BLOCK` where nothing is said."""
     structures = [(group.get("weights") or {}).get("block_structure") for group in _groups(settings)]
     size: Any = settings.get("weight_block_size") or next(filter(None, structures), None) or _BLOCK
@@ -126,7 +127,7 @@ def _block_size(settings: Mapping[str, Any]) -> tuple[int, int]:
     return size[0], size[1]
 
 
-def _groups(settings: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+def _groups(settings: Json) -> Iterable[Json]:
     return (settings.get("config_groups") or {}).values()
 
 
@@ -168,7 +169,7 @@ def _mxfp4(checkpoint: Checkpoint, name: str, codes: CheckpointTensor) -> MXFP4T
     return MXFP4Tensor(name, codes, scales)
 
 
-def _bitnet(checkpoint: Checkpoint, tensor: CheckpointTensor, settings: Mapping[str, Any]) -> ScaledTensor | None:
+def _bitnet(checkpoint: Checkpoint, tensor: CheckpointTensor, settings: Json) -> ScaledTensor | None:
     """A ternary matrix: packed, or floats that layers make ternary where they are said to do so when they run."""
     name = f"{tensor.name}_scale"
     scales = checkpoint.tensors.get(name)
@@ -188,7 +189,7 @@ def _bitnet(checkpoint: Checkpoint, tensor: CheckpointTensor, settings: Mapping[
 # ------------------------------------------------------------------------------------------------------------- integers
 
 
-def _integers(checkpoint: Checkpoint, codes: CheckpointTensor, settings: Mapping[str, Any]) -> IntegerTensor:
+def _integers(checkpoint: Checkpoint, codes: CheckpointTensor, settings: Json) -> IntegerTensor:
     module = codes.name.removesuffix(_PACKED).removesuffix(".weight")
     parts = {
         name: checkpoint.tensors.get(f"{module}.weight_{name}") for name in ("scale", "shape", "zero_point", "g_idx")
@@ -219,7 +220,7 @@ def _integers(checkpoint: Checkpoint, codes: CheckpointTensor, settings: Mapping
     return IntegerTensor(f"{module}.weight", shape, codes, scales, bits, size, zero_points, order)
 
 
-def _of_module(settings: Mapping[str, Any], module: str) -> Mapping[str, Any]:
+def _of_module(settings: Json, module: str) -> Json:
     """The `weights` of the group of config_groups that a module is in: one that names it, else one of its class."""
     groups = list(_groups(settings))
     by_name = [g for g in groups if any(_matches(target, module) for target in g.get("targets") or ())]

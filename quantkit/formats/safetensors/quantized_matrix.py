@@ -238,9 +238,10 @@ class TernaryTensor(ScaledTensor):
         shift = (2 * (row // len(packed))).astype(np.uint8)[:, None]
         x = (packed[row % len(packed)] >> shift & 3).astype(np.float32) - 1
         scale = self.scales.dequantize().reshape(-1)[0]
-        return x / scale if self.divides else x * scale
+        return np.asarray(x / scale if self.divides else x * scale)
 
     def forget(self, start: int, stop: int) -> None:
+        """As `ScaledTensor.forget`, of the whole matrix: neighbouring rows lie a quarter of it apart."""
         release(self.codes.raw())
 
 
@@ -280,8 +281,9 @@ def unpack(data: np.ndarray, bits: int) -> np.ndarray:
     They have `bits` bits each and an offset of 2^(bits - 1), which is taken off.
     """
     if 8 % bits == 0:  # no code lies in two bytes
-        return _fields(bits)[data].reshape(len(data), -1)
+        codes: np.ndarray = _fields(bits)[data]
+        return codes.reshape(len(data), -1)
     words = np.ascontiguousarray(data).view("<u4")
     shifts = np.arange(32 // bits, dtype=np.uint32) * np.uint32(bits)
-    codes = words[:, :, None] >> shifts & np.uint32((1 << bits) - 1)
-    return codes.reshape(len(data), -1).astype(np.float32) - np.float32(1 << bits - 1)
+    unsigned = words[:, :, None] >> shifts & np.uint32((1 << bits) - 1)
+    return np.asarray(unsigned.reshape(len(data), -1).astype(np.float32) - np.float32(1 << bits - 1))

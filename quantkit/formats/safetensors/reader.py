@@ -57,7 +57,9 @@ def _e8m0_values() -> np.ndarray:
 
 
 def _bf16(raw: np.ndarray) -> np.ndarray:
-    return np.left_shift(raw.view("<u2"), 16, dtype=np.uint32).view(np.float32)
+    """The upper half of a float32."""
+    bits: np.ndarray = np.left_shift(raw.view("<u2"), 16, dtype=np.uint32)
+    return bits.view(np.float32)
 
 
 def _e5m2(raw: np.ndarray) -> np.ndarray:

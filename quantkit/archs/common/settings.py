@@ -1,0 +1,64 @@
+"""Typed access to the settings of a config.json.
+
+    integer(config, "moe_k", 1)              a whole number, 1 where the setting is absent or null
+    real(config, "rope_theta", 10000.0)      a finite number
+    sequence(config, "layer_types")          a list, [] where it is absent
+    mapping(config, "rope_scaling")          an object, {} where it is absent
+
+Each raises a FormatError that names the setting and its value where that has another type. Bounds of the settings that
+several architectures share are in `checked`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from quantkit.errors import FormatError
+
+
+def integer(config: Mapping[str, object], key: str, default: int = 0) -> int:
+    """The whole number `config[key]`; `default` where it is absent or null. A bool or a float is none."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if type(value) is not int:
+        raise _wrong(key, value, "a whole number")
+    return value
+
+
+def real(config: Mapping[str, object], key: str, default: float = 0.0) -> float:
+    """The finite number `config[key]` as a float; `default` where it is absent or null."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]  # one of the two
+        raise _wrong(key, value, "a finite number")
+    return float(value)  # type: ignore[arg-type]  # likewise
+
+
+def sequence(config: Mapping[str, object], key: str) -> Sequence[object]:
+    """The list `config[key]`; empty where it is absent or null."""
+    value = config.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, (list, tuple)):
+        raise _wrong(key, value, "a list")
+    return value
+
+
+def mapping(config: Mapping[str, object], key: str) -> Mapping[str, object]:
+    """The object `config[key]`; empty where it is absent or null."""
+    value = config.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise _wrong(key, value, "an object or null")
+    return value
+
+
+def _wrong(key: str, value: object, expected: str) -> FormatError:
+    shown = repr(value)
+    return FormatError(
+        f"config.json: {key} = {shown if len(shown) <= 80 else shown[:79] + '…'}; it has to be {expected}"
+    )

@@ -14,8 +14,8 @@ from typing import Any
 
 from quantkit.archs.common import base, checked, wrapper
 from quantkit.archs.common.base import Arch, Config
-from quantkit.archs.common.settings import sequence
 from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
+from quantkit.inputs.settings import sequence
 
 __all__ = ["Arch", "all", "from_hf", "get", "language_model"]
 

@@ -28,11 +28,11 @@ from quantkit.archs.common import mtp as further
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, refuse, rope_parameters
 from quantkit.archs.common.blocks import Block, HParams, LatentAttention, Norm, Part
 from quantkit.archs.common.decoder import Decoder, all_or_none
-from quantkit.archs.common.settings import integer, sequence
 from quantkit.archs.common.shapes import Listed
 from quantkit.archs.common.tensors import LazyTensor, Piece, ReadRows, Rule, Shape, Transform
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries, shortest
+from quantkit.inputs.settings import integer, sequence
 
 _LATENT_EPS = 1e-6
 _LEFT_OUT = {

@@ -16,11 +16,11 @@ from typing import Any
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, refuse
 from quantkit.archs.common.blocks import Attention, FeedForward, Head, HParams, Rope
 from quantkit.archs.common.decoder import Decoder, with_head_norms
-from quantkit.archs.common.settings import integer, mapping, real, sequence
 from quantkit.archs.common.tensors import LazyTensor, Rule
 from quantkit.archs.common.transforms import add
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries, shortest
+from quantkit.inputs.settings import integer, mapping, real, sequence
 
 _PATTERN, _LOCAL_BASE, _GLOBAL_BASE, _HEAD_DIM = 6, 10000.0, 1000000.0, 256
 _LAYERS_27B = 62

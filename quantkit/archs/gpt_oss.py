@@ -19,10 +19,10 @@ from quantkit.archs.common import experts
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, refuse, rope_parameters
 from quantkit.archs.common.blocks import Attention, Experts, HParams
 from quantkit.archs.common.decoder import Decoder
-from quantkit.archs.common.settings import integer
 from quantkit.archs.common.tensors import LazyTensor, Piece, ReadRows, Rule, Shape, Transform
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
+from quantkit.inputs.settings import integer
 
 _HEAD_DIM = 64
 _ALPHA, _LIMIT = 1.702, 7.0

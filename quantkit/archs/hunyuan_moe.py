@@ -14,10 +14,10 @@ from quantkit.archs.common import experts
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, rope_parameters
 from quantkit.archs.common.blocks import Attention, HParams, Part
 from quantkit.archs.common.decoder import Decoder, with_head_norms
-from quantkit.archs.common.settings import integer
 from quantkit.archs.common.tensors import LazyTensor, Rule
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
+from quantkit.inputs.settings import integer
 
 
 class HunyuanMoE(Decoder):

@@ -12,9 +12,9 @@ from quantkit.archs.common import experts
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need
 from quantkit.archs.common.blocks import Attention, HParams, Part
 from quantkit.archs.common.decoder import Decoder, with_head_norms
-from quantkit.archs.common.settings import integer
 from quantkit.archs.common.tensors import LazyTensor, Rule
 from quantkit.formats.gguf.metadata import Entries
+from quantkit.inputs.settings import integer
 
 
 class MiniMaxM2(Decoder):

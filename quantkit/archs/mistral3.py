@@ -24,11 +24,11 @@ from quantkit.archs.common.base import (
 )
 from quantkit.archs.common.blocks import Attention, HParams
 from quantkit.archs.common.decoder import Decoder
-from quantkit.archs.common.settings import real
 from quantkit.archs.common.tensors import LazyTensor, Rule
 from quantkit.archs.llama import rope_order
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.metadata import Entries, shortest
+from quantkit.inputs.settings import real
 
 _MSCALE = ("mscale", "mscale_all_dim")
 

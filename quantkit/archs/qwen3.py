@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, SWIGLU_RULES, Config, refuse
 from quantkit.archs.common.blocks import Attention, HParams
 from quantkit.archs.common.decoder import Decoder, with_head_norms
-from quantkit.archs.common.settings import integer
 from quantkit.archs.common.tensors import LazyTensor, Rule
 from quantkit.formats.gguf.metadata import Entries
+from quantkit.inputs.settings import integer
 
 _HEAD_DIM = 128  # transformers' default
 

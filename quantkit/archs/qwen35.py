@@ -19,10 +19,10 @@ from quantkit.archs.common import hybrid
 from quantkit.archs.common.base import EMBEDDING_RULES, SWIGLU_RULES, Config, Keys, rope_parameters
 from quantkit.archs.common.blocks import HParams
 from quantkit.archs.common.hybrid import Hybrid, channels, of_recurrent, runs_of_heads, sizes_of
-from quantkit.archs.common.settings import integer, sequence
 from quantkit.archs.common.tensors import COPY, LazyTensor, Piece, Rule, Shape, Transform
 from quantkit.archs.common.transforms import Gather, ShuffleColumns
 from quantkit.formats.gguf.metadata import Entries
+from quantkit.inputs.settings import integer, sequence
 
 _SECTIONS = [11, 11, 10]  # transformers' default
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from quantkit.archs.common.base import Config, need, refuse
 from quantkit.archs.common.blocks import Attention, HParams
-from quantkit.archs.common.settings import integer, sequence
 from quantkit.archs.common.tensors import LazyTensor
 from quantkit.archs.llama import Llama
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
+from quantkit.inputs.settings import integer, sequence
 
 _WITHOUT = 4  # of so many layers the last one is without rope, as all runtimes take it
 

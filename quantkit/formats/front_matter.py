@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from quantkit.errors import FormatError
+from quantkit.inputs.regular_file import read_beginning
 
 MOST_BYTES = 1 << 20  # cards with thousands of results of benchmarks in their front matter have a third of it
 _DEEPEST = 32
@@ -28,8 +28,7 @@ def read(path: str | os.PathLike[str]) -> Mapping[str, Value]:
 
     Values are text, lists and mappings of values, and None where nothing is said.
     """
-    with Path(path).open("rb") as file:
-        data = file.read(MOST_BYTES + 16)
+    data = read_beginning(path, MOST_BYTES + 16)
     block = _BLOCK.match(data)
     if block is None:
         if len(data) > MOST_BYTES and data.startswith(b"---"):

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import FormatError
+from quantkit.inputs.regular_file import read_bytes
 
 Json = Mapping[str, Any]
 """An object of a parsed document. Its values are what a stranger wrote: of any type until they are checked."""
@@ -37,15 +37,8 @@ def parse(text: str | bytes, where: str) -> Any:
 
 
 def read(path: str | os.PathLike[str]) -> Any:
-    """The document in a regular file; FormatError where it is none. OSError as of `open`."""
-    with open(path, "rb", opener=_opened) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise FormatError(f"{path}: not a regular file")
-        data = file.read(MAX_BYTES + 1) if status.st_size <= MAX_BYTES else b""
-        if max(status.st_size, len(data)) > MAX_BYTES:
-            raise FormatError(f"{path}: {status.st_size} bytes, quantkit reads JSON of up to {MAX_BYTES}")
-    return parse(data, str(path))
+    """The document in a regular file of up to MAX_BYTES; FormatError where it is none. OSError as of `open`."""
+    return parse(read_bytes(path, MAX_BYTES), str(path))
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -56,11 +49,6 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise FormatError(f"{path}: expected a JSON object, found {type(found).__name__}")
     return found
-
-
-def _opened(path: str, flags: int) -> int:
-    """Open without waiting for the other end of a pipe."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _is_deep(document: Any) -> bool:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import FormatError
-from quantkit.inputs.json_input import Json, read_object
+from quantkit.inputs.json_input import MAX_BYTES, Json, read_object
+from quantkit.inputs.regular_file import read_text
 from quantkit.tokenizers import pretokenizers
 
 _CUTTING = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
@@ -56,7 +57,7 @@ def _added(path: Path, vocab: Mapping[str, int], settings: Json) -> dict[int, di
 def _merges(path: Path, vocab: Mapping[str, int]) -> list[list[str]]:
     """Pairs of tokens in order; a first line may name the version."""
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+    for number, line in enumerate(read_text(path, MAX_BYTES).split("\n"), 1):
         if not line or (number == 1 and line.startswith("#version")):
             continue
         pair = line.split(" ")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quantkit.errors import FormatError, UnsupportedError
+from quantkit.inputs.regular_file import read_bytes
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types
 # field numbers of ModelProto, of a piece, of TrainerSpec and of NormalizerSpec
@@ -20,6 +21,7 @@ _PIECE, _TRAINER, _NORMALIZER = 1, 2, 3
 _TEXT, _SCORE, _TYPE = 1, 2, 3
 _MODEL_TYPE, _IDS = 3, {40: "unk", 41: "bos", 42: "eos", 43: "pad"}
 _CHARSMAP, _DUMMY_PREFIX, _EXTRA_SPACES = 2, 3, 4
+_MAX_BYTES = 256 << 20  # the largest published models have 5 MiB
 _KINDS = {1: "unigram", 2: "bpe"}
 
 
@@ -39,7 +41,7 @@ def read(path: Path) -> Model:
     """The model in a file. FormatError where it is not one, UnsupportedError for the kinds word and char."""
     model = Model()
     try:
-        for number, value in _fields(path.read_bytes()):
+        for number, value in _fields(read_bytes(path, _MAX_BYTES)):
             if number == _PIECE:
                 model.pieces.append(_piece(value))
             elif number == _TRAINER:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import FormatError
-from quantkit.inputs.json_input import Json
+from quantkit.inputs.json_input import MAX_BYTES, Json
+from quantkit.inputs.regular_file import read_bytes
 from quantkit.tokenizers import pretokenizers
 from quantkit.tokenizers.checks import MAX_TOKEN
 
@@ -54,7 +55,7 @@ def tokenizer_json(path: Path, settings: Json, pre: str | None = None) -> dict[s
 def _ranks(path: Path) -> dict[bytes, int]:
     """Rank of every token, lowest first."""
     found = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for number, line in enumerate(read_bytes(path, MAX_BYTES).splitlines(), 1):
         if not line.strip():
             continue
         try:

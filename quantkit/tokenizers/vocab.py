@@ -33,6 +33,7 @@ from typing import Any
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
 from quantkit.inputs.json_input import Json, read_object
+from quantkit.inputs.regular_file import read_text
 from quantkit.tokenizers import merges_txt, pretokenizers, sentencepiece, tiktoken
 from quantkit.tokenizers.checks import check_normalizer, check_pre_tokenizer
 from quantkit.tokenizers.hf_tokenizer import (
@@ -184,6 +185,8 @@ def _sentencepiece_model(path: Path, settings: Json, vocab_size: int) -> Entries
     for i, token in settings.get("added_tokens_decoder", {}).items():
         special = token.get("special") or _LOOKS_SPECIAL.fullmatch(token["content"])
         added[int(i)] = (token["content"], CONTROL if special else USER_DEFINED)
+    if (first := min(added, default=0)) < 0:
+        raise FormatError(f"{path}: the added token {added[first][0]!r} has the id {first}; ids count from 0")
     last = max([len(tokens) - 1, *added])
     if last >= vocab_size:
         raise FormatError(
@@ -288,6 +291,8 @@ def _tokens(tokenizer: Json, vocab_size: int, byte_level: bool) -> tuple[list[st
         kind[i] = CONTROL if special else USER_DEFINED
     if not byte_level and unknown is not None:
         kind[unknown] = UNKNOWN
+    if text and min(text) < 0:
+        raise FormatError(f"tokenizer.json has token id {min(text)} ({text[min(text)]!r}); ids count from 0")
     if text and max(text) >= vocab_size:
         raise FormatError(
             f"tokenizer.json has token id {max(text)} ({text[max(text)]!r}), config.json a vocab_size of {vocab_size}; "
@@ -372,12 +377,12 @@ def _chat_templates(directory: Path, settings: Json) -> Entries:
     """`tokenizer.chat_template` and its named variants, wherever the checkpoint keeps them."""
     found = settings.get("chat_template")
     if found is None and (directory / "chat_template.jinja").exists():
-        found = (directory / "chat_template.jinja").read_text(encoding="utf-8")
+        found = read_text(directory / "chat_template.jinja")
     if found is None:
         found = read_object(directory / "chat_template.json").get("chat_template")
     named = {"default": found} if isinstance(found, str) else {item["name"]: item["template"] for item in found or ()}
     for path in sorted(directory.glob("additional_chat_templates/*.jinja")):
-        named.setdefault(path.stem, path.read_text(encoding="utf-8"))
+        named.setdefault(path.stem, read_text(path))
     entries: Entries = {}
     others = {re.sub(r"\W", "_", name): text for name, text in named.items() if name != "default"}
     if "default" in named:

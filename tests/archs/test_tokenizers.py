@@ -373,6 +373,19 @@ def test_a_broken_tokenizer_model_is_refused(tmp_path: Path) -> None:
         through(tmp_path, 1000)
 
 
+def test_ids_below_0_are_refused(tmp_path: Path) -> None:
+    """A negative id would name a token from the end of the vocabulary."""
+    definition = json.loads(json.dumps(spaced("bpe")))
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_file(definition))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<tool>": -1}))
+    with pytest.raises(FormatError, match=r"tokenizer\.model: the added token '<tool>' has the id -1"):
+        through(tmp_path, 1000)
+    definition["added_tokens"].append({"id": -2, "content": "<tool>", "special": False})
+    write_tokenizer(tmp_path, definition)
+    with pytest.raises(FormatError, match=r"tokenizer\.json has token id -2 \('<tool>'\); ids count from 0"):
+        through(tmp_path, 1000)
+
+
 def test_through_a_file(tmp_path: Path) -> None:
     """Scores that float32 does not hold, the compiled table and the rest come back from a GGUF."""
     definition = json.loads(json.dumps(spaced("unigram")))

@@ -305,6 +305,8 @@ def test_merging_experts_weighs_each_by_what_it_saw(rng):
         ([("q", [1.0, -2.0], [1.0])], [], r"q\.in_sum2 at \(1,\) is -2"),
         ([("q", [1.0, 2.0], [np.nan])], [], r"q\.counts at \(0,\) is nan"),
         ([("q", [1.0, 2.0, 3.0], [[1.0], [1.0]])], [], "3 values, .* 2 counts"),
+        ([("q", [1.0, 2.0], [1e30])], [], r"q\.counts has a count of 1e\+30; quantkit reads counts of up to 9\.0"),
+        ([("q", [1e38, 2.0], [1e-10])], [], r"q\.in_sum2: matrix 0 has sums up to 1e\+38 and a count of 1e-10"),
         ([], [], "no tensor NAME"),
         ([("q", [1.0], [1.0])], [raw.pair("quantkit.imatrix.filled", "str[]", ["q:4"])], r"names matrices \[4\] of q"),
         ([("q", [1.0], [1.0])], [raw.pair("quantkit.imatrix.filled", "str[]", ["q"])], "it lists NAME:3,17"),

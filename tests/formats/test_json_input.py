@@ -14,10 +14,12 @@ import pytest
 from quantkit.errors import FormatError, QuantkitError
 from quantkit.evaluate.collect_imatrix import Saved
 from quantkit.evaluate.text import conversations
-from quantkit.formats import journal
-from quantkit.inputs import json_input
+from quantkit.formats import front_matter, journal
+from quantkit.formats.kld.bounded_file import is_bounded
+from quantkit.inputs import json_input, regular_file
 from quantkit.recipe.models import read_config
 from quantkit.tokenizers import hf_tokenizer, merges_txt, vocab
+from tests.archs.checkpoints import byte_level, write_tokenizer
 from tests.cli.running import refused
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -53,9 +55,46 @@ def test_files_are_regular_and_not_too_large(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(FormatError, match="not a regular file"):
         json_input.read(tmp_path / "pipe.json")
     monkeypatch.setattr(json_input, "MAX_BYTES", 7)
-    with pytest.raises(FormatError, match="8 bytes, quantkit reads JSON of up to 7"):
+    with pytest.raises(FormatError, match="8 bytes, quantkit reads such files of up to 7"):
         json_input.read(tmp_path / "a.json")
     assert json_input.read_object(tmp_path / "none.json") == {}
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names on this system")
+@pytest.mark.parametrize(
+    "name", ["tokenizer.model", "x.tiktoken", "merges.txt", "chat_template.jinja", "additional_chat_templates/a.jinja"]
+)
+def test_pipes_in_a_checkpoint_are_refused_without_waiting(tmp_path: Path, name: str) -> None:
+    """Opening a pipe waits for its other end, which a directory from a stranger never gets."""
+    if name.endswith(".jinja"):
+        write_tokenizer(tmp_path, byte_level())
+    if name == "merges.txt":
+        (tmp_path / "vocab.json").write_text("{}", "utf-8")
+        (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}', "utf-8")
+    if name.endswith(".tiktoken"):
+        (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "HYTokenizer"}', "utf-8")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(FormatError, match=rf"{Path(name).name}: not a regular file"):
+        vocab.read(tmp_path, {"vocab_size": 320})
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names on this system")
+def test_other_readers_do_not_wait_for_pipes(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert not is_bounded(tmp_path / "pipe")
+    with pytest.raises(FormatError, match="pipe: not a regular file"):
+        front_matter.read(tmp_path / "pipe")
+
+
+def test_texts_are_utf_8_of_limited_size(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"a\r\nb\rc\xff")
+    with pytest.raises(FormatError, match=r"a\.txt: not UTF-8: .* at byte 6"):
+        regular_file.read_text(tmp_path / "a.txt")
+    (tmp_path / "a.txt").write_bytes(b"a\r\nb\rc")
+    assert regular_file.read_text(tmp_path / "a.txt") == (tmp_path / "a.txt").read_text("utf-8") == "a\nb\nc"
+    with pytest.raises(FormatError, match=r"a\.txt: 6 bytes, quantkit reads such files of up to 5"):
+        regular_file.read_text(tmp_path / "a.txt", 5)
 
 
 def test_readers_of_json_refuse_deep_documents(tmp_path: Path) -> None:

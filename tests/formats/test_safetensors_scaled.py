@@ -244,6 +244,29 @@ def test_what_does_not_hold_together(
         unscaled(stored, {"quantization_config": FP8["quantization_config"] | settings})
 
 
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"config_groups": 5}, "config_groups = 5; it has to be an object"),
+        ({"config_groups": {"a": 5}}, "a = 5; it has to be an object"),
+        ({"config_groups": {"a": {"weights": [4]}}}, r"weights = \[4\]; it has to be an object"),
+        ({"config_groups": {"a": {"weights": {"num_bits": 4.0}}}}, "num_bits = 4.0; it has to be a whole number"),
+        ({"config_groups": {"a": {"weights": {"num_bits": 8, "group_size": "x"}}}}, "group_size = 'x'; it has to be"),
+        ({"config_groups": {"a": {"weights": {"num_bits": 8, "group_size": 2.5}}}}, "group_size = 2.5; it has to be"),
+        ({"config_groups": {"a": {"weights": {"num_bits": 8}, "targets": 5}}}, "targets = 5; it has to be a list"),
+    ],
+)
+def test_settings_of_other_types_are_named(tmp_path: Path, settings: dict[str, Any], match: str) -> None:
+    stored = written(
+        tmp_path / "c",
+        a__weight=("I8", np.ones((4, 8), np.int8)),
+        a__weight_scale=("F32", np.ones((4, 1), np.float32)),
+    )
+    stated = {"quant_method": "compressed-tensors", "format": "int-quantized"} | settings
+    with pytest.raises(FormatError, match=match):
+        unscaled(stored, {"quantization_config": stated})
+
+
 def test_without_settings_nothing_changes(tmp_path: Path) -> None:
     stored = written(tmp_path / "c", a__weight=CODES)
     assert unscaled(stored, {}) is stored

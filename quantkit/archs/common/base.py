@@ -26,7 +26,6 @@ import numpy as np
 from quantkit.archs.common import checked, wrapper
 from quantkit.archs.common import mtp as further
 from quantkit.archs.common.blocks import Block, Head, HParams, Norm
-from quantkit.archs.common.settings import mapping, real
 from quantkit.archs.common.shapes import Listed, Sizes, has_shape, listed
 from quantkit.archs.common.tensors import (
     LazyTensor,
@@ -41,6 +40,7 @@ from quantkit.archs.common.tensors import (
 )
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
+from quantkit.inputs.settings import mapping, real
 
 Config = Mapping[str, object]
 

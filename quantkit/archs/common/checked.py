@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from quantkit.archs.common.settings import mapping
 from quantkit.errors import FormatError
+from quantkit.inputs.settings import mapping
 
 
 class Bound(Protocol):

@@ -13,10 +13,10 @@ import numpy as np
 from quantkit.archs.common import rope
 from quantkit.archs.common.base import Arch, Config, Keys, need, refuse, rope_parameters
 from quantkit.archs.common.blocks import Attention, Block, HParams, Part
-from quantkit.archs.common.settings import integer, real
 from quantkit.archs.common.tensors import LazyTensor
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries, shortest
+from quantkit.inputs.settings import integer, real
 
 
 class Decoder(Arch):

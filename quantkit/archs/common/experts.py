@@ -22,11 +22,11 @@ from typing import Any
 
 from quantkit.archs.common.base import Config, Keys, need
 from quantkit.archs.common.blocks import Experts, FeedForward, HParams
-from quantkit.archs.common.settings import integer, real
 from quantkit.archs.common.tensors import Rule, Transform
 from quantkit.archs.common.transforms import Gather
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries, shortest
+from quantkit.inputs.settings import integer, real
 
 _OURS = ("gate", "up", "down")
 _GATING = {1: "softmax", 2: "sigmoid"}

@@ -24,11 +24,11 @@ from quantkit.archs.common import experts
 from quantkit.archs.common.base import Config, Keys, need, refuse
 from quantkit.archs.common.blocks import Attention, Block, DeltaNet, HParams, Part, Recurrence
 from quantkit.archs.common.decoder import Decoder, with_head_norms
-from quantkit.archs.common.settings import integer, sequence
 from quantkit.archs.common.tensors import LazyTensor, Piece, Rule, Shape, Transform
 from quantkit.archs.common.transforms import Chain, Elementwise, Flat, Gather, OneRow, add
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
+from quantkit.inputs.settings import integer, sequence
 
 Runs = list[tuple[int, int, int]]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from quantkit.archs.common.blocks import HParams
-from quantkit.archs.common.settings import integer
 from quantkit.archs.common.tensors import Rule, split_name
+from quantkit.inputs.settings import integer
 
 MTP = "mtp"
 POLICIES = ("auto", "keep", "drop")

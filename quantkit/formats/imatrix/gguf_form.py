@@ -29,6 +29,7 @@ from quantkit.formats.gguf import GGUF, Metadata, Tensor, TensorSpec, Writer
 from quantkit.formats.imatrix.matrix import POLICIES, Entry, Imatrix
 
 DEFAULT_CHUNK = 512  # tokens; what a matrix of unknown counts, of a legacy file, is taken to have seen at once
+_MOST_SEEN = 2.0**53  # vectors of a matrix; float32 counts beyond are no counts
 _SUMS = (".in_sum2", ".sums")
 _COUNTS = ".counts"
 
@@ -83,9 +84,20 @@ def _entry(file: GGUF, name: str, sums: Tensor, chunks: int, chunk_size: int, fi
             "are columns x matrices, and matrices"
         )
     total = total.reshape(seen.size, -1) if seen.size > 1 else total.reshape(-1, total.shape[-1])
+    if seen.max() > _MOST_SEEN:
+        raise FormatError(
+            f"{file.path}: {counts.name} has a count of {seen.max():g}; quantkit reads counts of up to {_MOST_SEEN:g}"
+        )
     numbers = np.rint(seen).astype(np.int64)
     scale = np.where(seen > 0, seen, 1)[:, None]
-    values = np.where(seen[:, None] > 0, total / scale, 1.0).astype(np.float32)
+    with np.errstate(over="ignore"):
+        values = np.where(seen[:, None] > 0, total / scale, 1.0).astype(np.float32)
+    if not np.isfinite(values).all():
+        row = int(np.argmin(np.isfinite(values).all(axis=1)))
+        raise FormatError(
+            f"{file.path}: {sums.name}: matrix {row} has sums up to {total[row].max():g} and a count of {seen[row]:g}, "
+            "whose quotient float32 does not hold; the file is corrupt"
+        )
     if any(not 0 <= i < numbers.size for i in filled):
         raise FormatError(f"{file.path}: quantkit.imatrix.filled names matrices {filled} of {name}, of {numbers.size}")
     numbers[filled] = 0

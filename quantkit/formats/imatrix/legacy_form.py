@@ -41,7 +41,7 @@ class _Cursor:
     """A position in the file's bytes, with errors that say where it is and what it wanted."""
 
     path: Path
-    data: bytes
+    data: np.ndarray  # uint8, mapped
     at: int = 0
     where: str = field(default="header")
 
@@ -56,7 +56,7 @@ class _Cursor:
         if size > self.left:
             raise self.fail(f"{what} needs {size} bytes, the file has {self.left} left; it is truncated or corrupt")
         self.at += size
-        return self.data[self.at - size : self.at]
+        return self.data[self.at - size : self.at].tobytes()
 
     def integer(self, what: str, least: int, most: int) -> int:
         (value,) = struct.unpack("<i", self.take(4, what))
@@ -81,7 +81,7 @@ def read(path: str | os.PathLike[str]) -> Imatrix:
     """
     path = Path(path)
     data = map_file(path)
-    cursor = _Cursor(path, data.tobytes())
+    cursor = _Cursor(path, data)
     n_entries = cursor.integer("number of entries", 1, max(1, len(cursor.data) // 17))  # 17: the smallest entry
     entries: dict[str, Entry] = {}
     for index in range(n_entries):

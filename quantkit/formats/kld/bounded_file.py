@@ -59,6 +59,7 @@ from quantkit.formats.kld.base_file import row_words, rows_per_chunk, scored_row
 from quantkit.formats.kld.chunk_file import ChunkFile, Noted, digest
 from quantkit.formats.mapping import map_file, require_whole
 from quantkit.inputs import arguments, json_input
+from quantkit.inputs.regular_file import read_beginning
 
 MAGIC = b"QKLDv2\0\0"
 SMALLER = 20  # times than the reference's format, at least
@@ -468,9 +469,8 @@ class BoundedReader:
 
 
 def is_bounded(path: str | os.PathLike[str]) -> bool:
-    """Whether a file begins as a bounded base does."""
+    """Whether a regular file begins as a bounded base does."""
     try:
-        with open(path, "rb") as stream:
-            return stream.read(8) == MAGIC
-    except OSError:
+        return read_beginning(path, len(MAGIC)) == MAGIC
+    except (OSError, FormatError):
         return False

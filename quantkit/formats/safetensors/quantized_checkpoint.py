@@ -19,7 +19,7 @@ CheckpointTensor has but for `raw`. No more is decoded than is asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from quantkit.formats.safetensors.quantized_matrix import (
 from quantkit.formats.safetensors.reader import Checkpoint, CheckpointTensor
 from quantkit.inputs.json_input import Json
 from quantkit.inputs.safe_regex import compile
+from quantkit.inputs.settings import integer, mapping, sequence
 
 FP8 = ("F8_E4M3", "F8_E5M2")
 INTEGERS = tuple(f"INT{bits}" for bits in range(1, 9))
@@ -61,7 +62,7 @@ def unscaled(checkpoint: Checkpoint, config: Json) -> Checkpoint:
 
     Without one it is as it was. UnsupportedError for other methods; FormatError where scales are missing or do not fit.
     """
-    settings = config.get("quantization_config") or {}
+    settings: Json = mapping(config, "quantization_config")
     if config.get("weight_bits") == 1 and not settings:  # of the first BitNets, whose own class makes them ternary
         settings = {"quant_method": _BITNET, "quantization_mode": "online"}
     if not settings.get("quant_method"):
@@ -108,8 +109,8 @@ def _refuse_other_methods(settings: Json, where: Path) -> None:
             "and bf16, f16 and f32"
         )
     for group in _groups(settings) if method == _COMPRESSED else ():
-        weights, form = group.get("weights") or {}, group.get("format") or settings.get("format")
-        kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
+        weights, form = mapping(group, "weights"), group.get("format") or settings.get("format")
+        kind, bits = weights.get("type", "int"), integer(weights, "num_bits", 8)
         if form not in _FORMATS or not ((kind == "float" and bits == 8) or (kind == "int" and bits in range(1, 9))):
             raise UnsupportedError(
                 f"{where}: the checkpoint is quantized already ({method}, {form or 'no format'}, {kind} of {bits} "
@@ -120,15 +121,17 @@ def _refuse_other_methods(settings: Json, where: Path) -> None:
 
 def _block_size(settings: Json) -> tuple[int, int]:
     """Rows and columns that share a scale; `_BLOCK` where nothing is said."""
-    structures = [(group.get("weights") or {}).get("block_structure") for group in _groups(settings)]
+    structures = [mapping(group, "weights").get("block_structure") for group in _groups(settings)]
     size: Any = settings.get("weight_block_size") or next(filter(None, structures), None) or _BLOCK
     if not isinstance(size, Sequence) or len(size) != 2 or not all(isinstance(n, int) and n > 0 for n in size):
         raise FormatError(f"config.json: weight_block_size is {size!r}; it has to be two numbers, as [128, 128]")
     return size[0], size[1]
 
 
-def _groups(settings: Json) -> Iterable[Json]:
-    return (settings.get("config_groups") or {}).values()
+def _groups(settings: Json) -> list[Json]:
+    """The objects of `config_groups`."""
+    groups = mapping(settings, "config_groups")
+    return [mapping(groups, name) for name in groups]
 
 
 def _fp8(checkpoint: Checkpoint, codes: CheckpointTensor, block: tuple[int, int]) -> FP8Tensor:
@@ -195,12 +198,12 @@ def _integers(checkpoint: Checkpoint, codes: CheckpointTensor, settings: Json) -
         name: checkpoint.tensors.get(f"{module}.weight_{name}") for name in ("scale", "shape", "zero_point", "g_idx")
     }
     weights = _of_module(settings, module)
-    bits = weights.get("num_bits", 8)
+    bits = integer(weights, "num_bits", 8)
     rows, n = shape = _shape(codes, parts["shape"], bits)
     scales = parts["scale"]
     if scales is None:
         raise FormatError(f"{codes.path}: tensor {codes.name} holds integers and has no scales, {module}.weight_scale")
-    size = weights.get("group_size") or n
+    size = integer(weights, "group_size") or n
     size = n if size < 0 else size
     count = -(-n // size)
     if scales.shape not in ((rows, count), (rows, 1), (rows,), (1,), ()):
@@ -223,9 +226,9 @@ def _integers(checkpoint: Checkpoint, codes: CheckpointTensor, settings: Json) -
 def _of_module(settings: Json, module: str) -> Json:
     """The `weights` of the group of config_groups that a module is in: one that names it, else one of its class."""
     groups = list(_groups(settings))
-    by_name = [g for g in groups if any(_matches(target, module) for target in g.get("targets") or ())]
-    by_class = [g for g in groups if "Linear" in (g.get("targets") or ())]
-    found = [g.get("weights") or {} for g in by_name or by_class or groups]
+    by_name = [g for g in groups if any(_matches(target, module) for target in sequence(g, "targets"))]
+    by_class = [g for g in groups if "Linear" in sequence(g, "targets")]
+    found = [mapping(g, "weights") for g in by_name or by_class or groups]
     if not found or any(weights != found[0] for weights in found):
         raise UnsupportedError(
             f"config.json: quantization_config.config_groups has {len(found)} groups that {module} may be in, which "
@@ -234,7 +237,7 @@ def _of_module(settings: Json, module: str) -> Json:
     return found[0]
 
 
-def _matches(target: str, module: str) -> bool:
+def _matches(target: object, module: str) -> bool:
     """Whether a target, a name or "re:" and a regex for its beginning, is a module's."""
     if not isinstance(target, str):
         raise FormatError(f"{_TARGETS}: {target!r}; a target is a module's name, a class, or re: and a pattern")

@@ -6,7 +6,7 @@
     mapping(config, "rope_scaling")          an object, {} where it is absent
 
 Each raises a FormatError that names the setting and its value where that has another type. Bounds of the settings that
-several architectures share are in `checked`.
+several architectures share are in `archs/common/checked.py`.
 """
 
 from __future__ import annotations

@@ -269,14 +269,17 @@ def split_field(name: str) -> Path_:
 
 
 def test_documented_json_is_what_is_printed(folder: Path) -> None:
-    """Every field that a command prints stands in its table, and every field of a table is printed."""
+    """Every field that a command prints is in its table, and the reverse; `schema` comes first."""
     assert len(tables()) > 15
     before: dict[str, list[str]] = {}
     for commands, names, title in tables():
         for command in commands:
             printed = run(command)
         before[title] = names = [*before.get("plan", []), *names] if title == "quantize" else names
-        document = set(fields(json.loads(printed)))
+        record = json.loads(printed)
+        assert next(iter(record)) == "schema"
+        assert f"| `schema` | `{record['schema']}` |" in JSON_PAGE.read_text(encoding="utf-8"), title
+        document = set(fields(record))
         patterns = {split_field(name.strip("`?")): name.endswith("?") for name in names}
         missing = [".".join(path) for path in document if not any(covers(pattern, path) for pattern in patterns)]
         assert not missing, f"{title}: {JSON_PAGE.name} lacks {sorted(set(missing))[:20]}"

@@ -332,7 +332,7 @@ def test_a_dry_run_is_the_real_plan_and_tells_the_real_sizes(
         name: (t.type.name, t.nbytes) for name, t in tensors.items()
     }
     assert real["paths"] == [str(out)]
-    assert real["size"] == out.stat().st_size
+    assert real["bytes"] == out.stat().st_size
 
 
 def test_the_command_prints_plan_rules_and_warnings(

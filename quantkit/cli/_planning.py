@@ -501,7 +501,7 @@ def _fallbacks(plan: Plan) -> list[tuple[Any, ...]]:
 
 
 def _types(plan: Plan) -> list[tuple[Any, ...]]:
-    return [(use.type.name, use.count, mib(use.bytes), f"{use.bits_per_weight:.3f}") for use in plan.by_type()]
+    return [(use.type.name, use.tensors, mib(use.bytes), f"{use.bits_per_weight:.3f}") for use in plan.by_type()]
 
 
 def _names(plan: Plan) -> str:

@@ -143,12 +143,21 @@ def json_text(value: Any, indent: int | None = None) -> str:
         return json.dumps(known, ensure_ascii=False, indent=indent)
 
 
-def print_json(value: Any) -> None:
-    """Print one JSON document on stdout. Bytes of a file that are not UTF-8 become lone surrogates.
+def with_schema(schema: str, document: Mapping[str, Any]) -> dict[str, Any]:
+    """The document with `schema` as its first field, for example "quantkit.plan/1".
+
+    docs/reference/json.md documents every schema. Adding a field keeps the version; removing a field or changing its
+    meaning raises it.
+    """
+    return {"schema": schema, **{name: value for name, value in document.items() if name != "schema"}}
+
+
+def print_json(schema: str, document: Mapping[str, Any]) -> None:
+    """Print one JSON object on stdout, with its schema first. Bytes that are not UTF-8 become lone surrogates.
 
     Control characters that JSON does not require to escape, such as DEL and C1, are escaped too.
     """
-    text = json_text(value)
+    text = json_text(with_schema(schema, document))
     print(re.sub(f"[\ud800-\udfff{CONTROLS}]", lambda found: f"\\u{ord(found[0]):04x}", text))
 
 

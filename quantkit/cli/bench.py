@@ -94,7 +94,7 @@ def bench(
             timed(path, launch.open(path, numerics=numerics, threads=count, n_ctx=longest))
             gc.collect()  # a model has reference cycles; the next one needs its memory
     if form == "json":
-        print_json(rows)
+        print_json("quantkit.bench/1", {"runs": rows})
 
 
 def _cases(prompts: str, answers: str, depths: str, both: list[str], after: list[str]) -> list[Case]:
@@ -163,7 +163,7 @@ def conditions_line(about: dict[str, Any], memory: float) -> str:
 def _show(row: dict[str, Any], form: str, first: bool) -> None:
     """Print a row as soon as it is measured. JSON is printed as one document at the end."""
     if form == "jsonl":
-        print_json(row)
+        print_json("quantkit.bench-run/1", row)
     elif form == "csv":
         flat = {key: value for key, value in row.items() if not isinstance(value, list)}
         writer = csv.DictWriter(sys.stdout, flat.keys(), lineterminator="\n")

@@ -11,7 +11,7 @@ import typer
 
 from quantkit.cli._evaluation import Batch, ChunkLimit, Context, Numerics, conditions, conditions_line, markdown
 from quantkit.cli._runtime import Launch, runs_a_model
-from quantkit.cli._shared import Json, Threads, json_text, print_json, table
+from quantkit.cli._shared import Json, Threads, json_text, print_json, table, with_schema
 from quantkit.errors import QuantkitError
 
 
@@ -111,7 +111,7 @@ def compare(
     if plot is not None:
         _draw(plot, found, said)
     if json:
-        print_json(record)
+        print_json("quantkit.compare/1", record)
     else:
         _print(found, said, added, as_markdown, speed)
 
@@ -184,7 +184,8 @@ def _write(
 
     if output is not None:
         with writing(output) as stream:
-            stream.write(json_text(record, indent=1).encode(errors="backslashreplace"))
+            text = json_text(with_schema("quantkit.compare/1", record), indent=1)
+            stream.write(text.encode(errors="backslashreplace"))
     if html is not None:
         with writing(html) as stream:
             stream.write(page(found, said, added).encode(errors="backslashreplace"))

@@ -66,9 +66,9 @@ def convert(
     done = run(source, out, outtype, **choices, threads=threads, progress=not json)
     record = _record(done, time.monotonic() - started)
     if json:
-        print_json(record)
+        print_json("quantkit.convert/1", record)
         return
-    rows = [(name, count, gib(nbytes)) for name, (count, nbytes) in record["types"].items()]
+    rows = [(row["type"], row["tensors"], gib(row["bytes"])) for row in record["types"]]
     print(table(("type", "tensors", "size"), rows))
     print(
         f"{done.arch.name}, {record['parameters'] / 1e6:.2f} M parameters, {len(done.specs)} tensors, "
@@ -99,7 +99,7 @@ def _record(done: Conversion, seconds: float) -> dict[str, Any]:
         "parameters": done.n_params,
         "tensors": len(done.specs),
         "bytes": done.nbytes,
-        "types": {name: [counts[name], sizes[name]] for name in counts},
+        "types": [{"type": name, "tensors": counts[name], "bytes": sizes[name]} for name in counts],
         "fallbacks": done.fallbacks,
         "left_out": done.left_out,
         "warnings": done.warnings,

@@ -77,7 +77,7 @@ def convert_mla(
         )
     seconds = time.perf_counter() - started
     if json:
-        print_json(_record(job, paths, seconds))
+        print_json("quantkit.convert-mla/1", _record(job, paths, seconds))
         return
     if not job.changed:
         print(f"nothing to do: {source} already has the layout {layout}; no file is written")

@@ -232,7 +232,7 @@ def demo(
     with contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext():
         results = _run(source, directory, threads)
     if json:
-        print_json(results)
+        print_json("quantkit.compare/1", results)
         return
     print(f"\n{summary(results)}")
     picture = directory / "comparison.png"

@@ -48,7 +48,10 @@ def diff(
     found = difference.of_tensors(first, second, values=values, weights=weights, threads=threads, progress=not json)
     differing = [d for d in found if d.status != "same"]
     if json:
-        print_json({"metadata": [_key_record(k) for k in keys], "tensors": [_record(d) for d in found]})
+        print_json(
+            "quantkit.diff/1",
+            {"paths": [a, b], "metadata": [_key_record(k) for k in keys], "tensors": [_record(d) for d in found]},
+        )
     else:
         _print(keys, differing, len(found), top, imatrix is not None)
     if exit_code and (keys or differing):

@@ -52,7 +52,9 @@ def export(
         entry[0] += 1
         entry[1] += spec.nbytes
     if json:
-        print_json({"bytes": done.nbytes, "dtypes": sizes, "paths": done.paths, "seconds": seconds})
+        dtypes = [{"dtype": name, "tensors": count, "bytes": size} for name, (count, size) in sizes.items()]
+        record = {"tensors": len(done.specs), "bytes": done.nbytes, "dtypes": dtypes, "paths": done.paths}
+        print_json("quantkit.export/1", record | {"seconds": seconds})
         return
     print(table(("dtype", "tensors", "size"), [(name, count, gib(size)) for name, (count, size) in sizes.items()]))
     print(f"{len(done.specs)} tensors, {gib(done.nbytes)}; {', '.join(done.files)}")

@@ -68,7 +68,7 @@ def generate(
     loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=n_ctx, tokenizer=tokenizer)
     result = loaded.generate(tokens, n_predict, sampling, None if json else _show)
     if json:
-        print_json(_record(model, loaded, result, sampling))
+        print_json("quantkit.generate/1", _record(model, loaded, result, sampling))
         return
     print()
     print(_summary(loaded, result, sampling), file=sys.stderr)

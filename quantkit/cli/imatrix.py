@@ -325,7 +325,8 @@ def _report(
     few = _few_experts(rows, FEW_TOKENS)
     if json:
         one = next(iter(scored.values())) if len(scored) == 1 else {}
-        print_json({"output": output, "entries": len(result), "policy": result.policy, **one, "texts": scored,
+        print_json("quantkit.imatrix/1",
+                   {"output": output, "entries": len(result), "policy": result.policy, **one, "texts": scored,
                     "few_experts": {row.name: row.few for row in rows if row.few}, "conditions": how})  # fmt: skip
         return
     print(f"{output}: {len(result)} entries, {seconds:.1f} s")
@@ -387,7 +388,7 @@ def show(
     if json:
         about = {"chunks": found.chunks, "chunk_size": found.chunk_size, "dataset": found.dataset,
                  "missing_experts": found.policy or None, "threshold": threshold}  # fmt: skip
-        print_json({"file": file, **about, "entries": [row.to_json() for row in rows]})
+        print_json("quantkit.imatrix-show/1", {"file": file, **about, "entries": [row.to_json() for row in rows]})
         return
     _print_rows(rows)
     for line in _few_experts(rows, threshold):

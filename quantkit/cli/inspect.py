@@ -46,7 +46,7 @@ def inspect(
         print(card(file), end="")
         return
     if json:
-        print_json(record(file, tensors))
+        print_json("quantkit.inspect/1", record(file, tensors))
         return
     _print_text(file, tensors)
 
@@ -56,7 +56,7 @@ def record(file: GGUF, tensors: bool = True) -> dict[str, Any]:
     from quantkit.archs.common import validate
 
     found: dict[str, Any] = {
-        "files": file.paths,
+        "paths": file.paths,
         "version": file.version,
         "bytes": file.size,
         "metadata": {key: _value_record(file, key) for key in file.metadata},
@@ -85,7 +85,7 @@ def totals(file: GGUF) -> list[dict[str, Any]]:
             "tensors": n,
             "elements": elements,
             "bytes": size,
-            "bpw": 8 * size / elements if elements else 0.0,
+            "bits_per_weight": 8 * size / elements if elements else 0.0,
         }
         for name, (n, elements, size) in rows
     ]
@@ -109,7 +109,8 @@ def _print_text(file: GGUF, tensors: bool) -> None:
         print(table(("tensor", "type", "shape", "bytes"), listed, left=2), end="\n\n")
     header = ("type", "tensors", "elements", "GiB", "bpw")
     summed = [
-        (t["type"], t["tensors"], t["elements"], f"{t['bytes'] / 2**30:.3f}", f"{t['bpw']:.4f}") for t in totals(file)
+        (t["type"], t["tensors"], t["elements"], f"{t['bytes'] / 2**30:.3f}", f"{t['bits_per_weight']:.4f}")
+        for t in totals(file)
     ]
     print(table(header, summed))
     _print_problems(file)

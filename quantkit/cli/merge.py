@@ -34,7 +34,15 @@ def merge(
     path = shards.merge(file, out, threads=threads, progress=not json)
     size = path.stat().st_size
     if json:
-        print_json({"shards": file.paths, "path": path, "tensors": len(file.tensors), "bytes": size})
+        print_json(
+            "quantkit.merge/1",
+            {
+                "shards": [{"path": shard} for shard in file.paths],
+                "path": path,
+                "tensors": len(file.tensors),
+                "bytes": size,
+            },
+        )
         return
     print(f"wrote {path}")
     seconds = time.perf_counter() - started

@@ -35,7 +35,7 @@ def metadata(path: File, json: Json = False) -> None:
 
     found = gguf.open(path).metadata
     if json:
-        print_json({key: _record(found, key) for key in found})
+        print_json("quantkit.metadata/1", {"path": path, "metadata": {key: _record(found, key) for key in found}})
         return
     for key in found:
         _print_raw(f"{key}={_kind(found, key)}:{_text(_short(found, key), one_line=True)}")
@@ -50,7 +50,7 @@ def get(path: File, keys: Keys, json: Json = False) -> None:
     if absent:
         raise _absent(path, absent, found)
     if json:
-        print_json({key: _record(found, key) for key in keys})
+        print_json("quantkit.metadata/1", {"path": path, "metadata": {key: _record(found, key) for key in keys}})
         return
     for key in keys:
         _print_raw(_text(_short(found, key)))
@@ -124,7 +124,7 @@ def _apply(
     rows = [(key, _side(old, key), _side(changed, key)) for key in (*changed, *removed)]
     if json:
         records = [{"key": key, "before": _record(old, key), "after": _record(changed, key)} for key, *_ in rows]
-        print_json({"path": path, "in_place": in_place, "changes": records})
+        print_json("quantkit.metadata-edit/1", {"path": path, "in_place": in_place, "changes": records})
         return
     print(table(("key", "before", "after"), rows, left=3))
     how = {None: "nothing is written", True: "changed in place", False: "rewritten"}[in_place]

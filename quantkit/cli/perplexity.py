@@ -130,7 +130,8 @@ def perplexity(
     result, facts = job.run(loaded, json, _chunk_runner(by_layer))
     how = conditions(loaded, facts["n_ctx"], facts["chunks"], facts["text"])
     if json:
-        print_json({"model": model, **result, "conditions": how})
+        kind = "perplexity-tasks" if chosen else "perplexity-kl-divergence" if kl_divergence else "perplexity"
+        print_json(f"quantkit.{kind}/1", {"model": model, **result, "conditions": how})
     else:
         print(conditions_line(how), file=sys.stderr)
 

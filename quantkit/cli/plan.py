@@ -60,6 +60,6 @@ def plan(
     if strict:
         require_clean(made, budget)
     if json:
-        print_json(document(made, budget))
+        print_json("quantkit.plan/1", document(made, budget))
     else:
         print_plan(made, verbose, budget, explain)

@@ -158,7 +158,7 @@ def quantize(
         print(f"OUT is not given: the output is {path}")
     if dry_run or model.file is None:
         if json:
-            print_json(document(made, budget))
+            print_json("quantkit.plan/1", document(made, budget))
         return
     started = time.perf_counter()
     try:
@@ -224,8 +224,9 @@ def _thread_limit(option: int | None, positional: int | None) -> int | None:
 
 def _report(plan: Plan, written: Written, seconds: float, json: bool) -> None:
     if json:
-        counts = {name: getattr(written, name) for name in ("paths", "size", "resumed", "reused")}
-        print_json(plan.to_json() | counts | {"seconds": seconds})
+        counts = {"resumed": written.resumed, "reused": written.reused, "seconds": seconds}
+        record = plan.to_json() | {"paths": written.paths, "bytes": written.size} | counts
+        print_json("quantkit.quantize/1", record)
         return
     for path in written.paths:
         print(f"wrote {path}")

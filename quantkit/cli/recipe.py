@@ -45,7 +45,9 @@ def recipe(json: Json = False) -> None:
 
     found = {name: find(name) for name in shipped()}
     if json:
-        print_json([_document(made) | {"name": name} for name, made in found.items()])
+        print_json(
+            "quantkit.recipe-list/1", {"recipes": [{"name": name, **_document(made)} for name, made in found.items()]}
+        )
         return
     print(table(("recipe", "rules", "description"), [_row(name, made) for name, made in found.items()], left=3))
 
@@ -72,7 +74,7 @@ def show(
         raise UnknownNameError("form", form, FORMS)
     found = find(source, read_settings(settings))
     if json:
-        print_json(_document(found))
+        print_json("quantkit.recipe-show/1", _document(found))
     elif form == "thireus":
         if model is None:
             raise typer.BadParameter("--as thireus names every tensor of a model: pass --model")
@@ -110,7 +112,10 @@ def lint(
     if strict and warnings:
         raise RecipeError("; ".join(warnings))
     if json:
-        print_json({"warnings": warnings, "notes": list(made.notes), "rules": [use.to_json() for use in made.rules]})
+        print_json(
+            "quantkit.recipe-lint/1",
+            {"warnings": warnings, "notes": list(made.notes), "rules": [use.to_json() for use in made.rules]},
+        )
         return
     for note in made.notes:
         print(f"note: {note}")

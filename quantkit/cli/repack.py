@@ -68,7 +68,8 @@ def repack(
     split = Split(split_limit(split_max_size, split_max_tensors, keep_split), split_max_tensors, keep_split)
     file = gguf.require_model(gguf.open(source))
     placement = _placement(file, placed) if placed is not None else None
-    run_repacking(plan_repack(file, comma_separated(repack_pattern), placement), out, split, dry_run, threads, json)
+    job = plan_repack(file, comma_separated(repack_pattern), placement)
+    run_repacking("repack", job, out, split, dry_run, threads, json)
 
 
 def _placement(file: GGUF, text: str) -> Placement:
@@ -89,8 +90,10 @@ class Split(NamedTuple):
     keep: bool
 
 
-def run_repacking(job: Repacking, out: Path, split: Split, dry_run: bool, threads: int | None, json: bool) -> None:
-    """Print the changes of a repacking and write the file, unless nothing changes."""
+def run_repacking(
+    command: str, job: Repacking, out: Path, split: Split, dry_run: bool, threads: int | None, json: bool
+) -> None:
+    """Print the changes that `command`, repack or unpack, makes, and write the file unless nothing changes."""
     from quantkit.pipelines.repack_file import write
 
     paths: list[Path] = []
@@ -109,7 +112,7 @@ def run_repacking(job: Repacking, out: Path, split: Split, dry_run: bool, thread
         )
     seconds = time.perf_counter() - started
     if json:
-        print_json(_record(job, paths, seconds))
+        print_json(f"quantkit.{command}/1", _record(job, paths, seconds))
     elif not job.changed:
         print(f"nothing to do: no tensor of {job.source.path} would change; no file is written")
     elif paths:

@@ -60,7 +60,7 @@ def split(
         paths = shards.split(file, out, counts, threads=threads, progress=not json)
     rows = _rows(file, paths, counts)
     if json:
-        print_json({"source": source, "written": not dry_run, "shards": rows})
+        print_json("quantkit.split/1", {"source": source, "written": not dry_run, "shards": rows})
         return
     print(table(("shard", "tensors", "size"), [(r["path"], r["tensors"], gib(r["bytes"])) for r in rows]))
     if not dry_run:

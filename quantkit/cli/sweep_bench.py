@@ -76,12 +76,18 @@ def sweep_bench(
         rows.append(row)
         steps.append(_step(*row, memory))
         if output_format == "jsonl":
-            print_json(about | {key: value for key, value in steps[-1].items() if key not in ("prompt", "generation")})
+            print_json(
+                "quantkit.sweep-bench-step/1",
+                about | {key: value for key, value in steps[-1].items() if key not in ("prompt", "generation")},
+            )
         elif not json:
             _show(steps[-1], sweep_memory, first=len(rows) == 1)
         sys.stdout.flush()
     if json:
-        print_json({"model": model, "size": loaded.size_bytes, **about, "memory": memory, "steps": steps})
+        print_json(
+            "quantkit.sweep-bench/1",
+            {"model": model, "size": loaded.size_bytes, **about, "memory": memory, "steps": steps},
+        )
     if plot is not None:
         from quantkit.evaluate.plots import plot_sweep
 

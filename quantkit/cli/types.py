@@ -72,7 +72,7 @@ def types(
     """
     listed = records(layouts)
     if json:
-        print_json(listed)
+        print_json("quantkit.types/1", {"types": listed})
         return
     print(table(HEADER, [row(record) for record in listed], left=LEFT))
 

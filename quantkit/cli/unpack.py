@@ -37,4 +37,4 @@ def unpack(
     from quantkit.pipelines.repack_file import plan_unpack
 
     split = Split(split_limit(split_max_size, split_max_tensors, keep_split), split_max_tensors, keep_split)
-    run_repacking(plan_unpack(gguf.require_model(gguf.open(source))), out, split, dry_run, threads, json)
+    run_repacking("unpack", plan_unpack(gguf.require_model(gguf.open(source))), out, split, dry_run, threads, json)

@@ -44,7 +44,7 @@ def verify(
     matrix = imatrices.read(imatrix) if imatrix else None
     found = run(open_gguf(file), opened, matrix, threads=threads, progress=not json)
     if json:
-        print_json(found.to_json())
+        print_json("quantkit.verify/1", found.to_json())
     else:
         _print(found)
     if found.damage:

@@ -55,7 +55,7 @@ def thireus(plan: Plan, model: str = "") -> str:
     ]
     lines += ["## Summary of tensor counts and bpw per qtype", "#", "# QTYPE\tCount\tBPW\tAssigned GiB"]
     for use in plan.by_type():
-        lines.append(f"# {use.type.name}\t{use.count}\t{use.bits_per_weight:.3f}\t{use.bytes / 2**30:.3f}")
+        lines.append(f"# {use.type.name}\t{use.tensors}\t{use.bits_per_weight:.3f}\t{use.bytes / 2**30:.3f}")
     total = f"# Total\t{len(plan.tensors)}\t{plan.bits_per_weight:.3f}\t{plan.bytes_after / 2**30:.3f}"
     return "\n".join([*lines, total, "## THE END!"]) + "\n"
 

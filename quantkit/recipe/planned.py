@@ -105,7 +105,7 @@ class TypeUse:
     """The tensors of one type."""
 
     type: QuantType
-    count: int = 0
+    tensors: int = 0
     elements: int = 0
     bytes: int = 0
 
@@ -114,7 +114,7 @@ class TypeUse:
         return 8 * self.bytes / max(1, self.elements)
 
     def to_json(self) -> dict[str, Any]:
-        numbers = {name: getattr(self, name) for name in ("count", "elements", "bytes", "bits_per_weight")}
+        numbers = {name: getattr(self, name) for name in ("tensors", "elements", "bytes", "bits_per_weight")}
         return {"type": self.type.name} | numbers
 
 
@@ -172,7 +172,9 @@ class Plan:
         found = {t.type.name: TypeUse(t.type) for t in self.tensors}
         for t in self.tensors:
             use = found[t.type.name]
-            use.count, use.elements, use.bytes = use.count + 1, use.elements + t.elements, use.bytes + t.bytes_after
+            use.tensors += 1
+            use.elements += t.elements
+            use.bytes += t.bytes_after
         return sorted(found.values(), key=lambda use: -use.bytes)
 
     def types(self) -> Counter[str]:

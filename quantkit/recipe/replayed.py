@@ -18,6 +18,8 @@ from quantkit.recipe.planned import Plan, PlannedTensor, RuleUse
 from quantkit.recipe.planner import Tensor, refuse_requantizing
 from quantkit.recipe.presets import file_type
 
+SCHEMAS = ("quantkit.plan/1", "quantkit.quantize/1")  # `quantize --json` prints a plan and what was written
+
 
 def replay(
     document: Mapping[str, Any],
@@ -29,8 +31,14 @@ def replay(
 ) -> Plan:
     """The plan of `Plan.to_json()`, for the tensors of a file in its order.
 
-    FormatError for a document that is no plan, DataError where it does not fit the file or the importance matrix.
+    FormatError for a document that is no plan or has another schema, DataError where it does not fit the file or the
+    importance matrix.
     """
+    if document.get("schema", SCHEMAS[0]) not in SCHEMAS:
+        raise FormatError(
+            f"{where}: the schema is {document['schema']!r}, and a plan's is {SCHEMAS[0]}; `quantkit plan --json` "
+            "writes one"
+        )
     listed = list(tensors)
     try:
         planned = {entry["name"]: entry for entry in document["tensors"]}

@@ -22,13 +22,13 @@ def write(path: Path, x: np.ndarray, kind: str, name: str = "a.weight", **metada
 
 def test_types_lists_the_registry(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["types", "--json"]) == 0
-    listed = {r["name"]: r for r in json.loads(capsys.readouterr().out)}
+    listed = {r["name"]: r for r in json.loads(capsys.readouterr().out)["types"]}
     assert list(listed) == [t.name for t in types.all()]
     assert listed["q8_0"]["bits_per_weight"] == 8.5
     assert main(["types"]) == 0
     assert "q8_0" in capsys.readouterr().out
     assert main(["types", "--layouts", "--json"]) == 0
-    assert any(r["name"] == "i32" and not r["decode"] for r in json.loads(capsys.readouterr().out))
+    assert any(r["name"] == "i32" and not r["decode"] for r in json.loads(capsys.readouterr().out)["types"])
 
 
 def test_diff(tmp_path: Path, rng: np.random.Generator, capsys: pytest.CaptureFixture[str]) -> None:

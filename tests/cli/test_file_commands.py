@@ -76,14 +76,14 @@ def test_metadata(tmp_path, capfdbinary):
 
     assert out("get", path, "general.name") == "Ünï | model\n".encode()
     assert b"llama.context_length=u32:512\n" in out(path)
-    assert json.loads(out(path, "--json"))["general.name"] == {"kind": "str", "value": "Ünï | model"}
+    assert json.loads(out(path, "--json"))["metadata"]["general.name"] == {"kind": "str", "value": "Ünï | model"}
     assert b"changed in place" in out("set", path, "llama.context_length=int:4096")
     assert gguf.open(path).metadata.kind("llama.context_length") == "u32"
     template = tmp_path / "t.jinja"
     template.write_bytes(b"{{ x }}\n\xff")
     assert b"rewritten" in out("set", path, "--from-file", f"tokenizer.chat_template={template}", "a.b=i32[]:[1,2]")
     assert out("get", path, "tokenizer.chat_template", "a.b") == b"{{ x }}\n\xff\n[1, 2]\n"
-    assert json.loads(out("get", path, "tokenizer.chat_template", "--json")) == {
+    assert json.loads(out("get", path, "tokenizer.chat_template", "--json"))["metadata"] == {
         "tokenizer.chat_template": {"kind": "str", "value": "{{ x }}\n\udcff"}
     }
     before = path.read_bytes()

@@ -37,10 +37,16 @@ def test_json(tmp_path, capsys):
     path = make(tmp_path / "m.gguf")
     assert main(["inspect", str(path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["files"] == [str(path)]
+    assert found["paths"] == [str(path)]
     assert found["metadata"]["tokens"] == {"kind": "str[]", "count": 100, "first": [f"t{i}" for i in range(8)]}
     assert found["tensors"][0] == {"name": "e", "type": "q8_0", "shape": [3, 4, 32], "bytes": 408}
-    assert found["types"][-1] == {"type": "all", "tensors": 2, "elements": 392, "bytes": 440, "bpw": 8 * 440 / 392}
+    assert found["types"][-1] == {
+        "type": "all",
+        "tensors": 2,
+        "elements": 392,
+        "bytes": 440,
+        "bits_per_weight": 8 * 440 / 392,
+    }
     assert main(["inspect", str(path), "--json", "--no-tensors"]) == 0
     assert "tensors" not in json.loads(capsys.readouterr().out)
 

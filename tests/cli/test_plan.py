@@ -50,6 +50,7 @@ def test_a_plan_of_a_config_is_that_of_its_directory_and_of_a_dry_run(
     flags = ("Q4_0", "--custom-q", RULES, "--json", "-c", "128", "-ngl", "2", "-ot", "ffn_down=CPU")
     one = json.loads(printed(capsys, "plan", config, *flags))
     assert one == json.loads(printed(capsys, "plan", config.parent, *flags))
+    assert one["schema"] == "quantkit.plan/1"
     dry = json.loads(printed(capsys, "quantize", config, tmp_path / "no.gguf", *flags, "--dry-run"))
     assert dry == one
     assert not (tmp_path / "no.gguf").exists()
@@ -58,7 +59,7 @@ def test_a_plan_of_a_config_is_that_of_its_directory_and_of_a_dry_run(
     assert (devices["CPU"]["cache"], devices["CUDA0"]["cache"]) == (128 * 2 * 32 * 2, 2 * 128 * 2 * 32 * 2)
     assert one["budget"]["placement"]["blk.2.ffn_down.weight"] == "CPU"
     assert one["budget"]["placement"]["blk.2.ffn_up.weight"] == "CUDA0"
-    assert sum(use["count"] for use in one["types"]) == len(one["tensors"])
+    assert sum(use["tensors"] for use in one["types"]) == len(one["tensors"])
 
 
 def test_tables(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,6 +110,7 @@ def test_plans_that_do_not_fit_are_refused(model: Path, tmp_path: Path, capsys: 
         (edited(made, type="q4_K"), "cannot be q4_K"),
         (edited(made, type="q4_k_m"), "unknown type"),
         (edited(made, importance="blk.0.ffn_up.weight"), "none is given; pass --imatrix"),
+        (made | {"schema": "quantkit.plan/2"}, "a plan's is quantkit.plan/1"),
         ({"tensors": [{}]}, "not a plan as"),
     ):
         path.write_text(json.dumps(document))
@@ -184,7 +186,7 @@ def test_configs_that_tell_nothing(tmp_path: Path, content: str, said: str, caps
 
 
 def test_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    listed = json.loads(printed(capsys, "recipe", "--json"))
+    listed = json.loads(printed(capsys, "recipe", "--json"))["recipes"]
     assert {"deepseek-iq2_k", "dense-iq4_k"} <= {made["name"] for made in listed}
     assert "qwen3moe-iq3_k" in printed(capsys, "recipe")
     line = printed(capsys, "recipe", "show", "deepseek-iq2_k", "--set", "down=iq4_k", "--as", "custom-q")

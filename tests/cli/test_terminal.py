@@ -122,7 +122,7 @@ def test_streams_are_restored_and_stay_streams(monkeypatch: pytest.MonkeyPatch) 
 
 def test_tables_and_json_of_controls(capsys: pytest.CaptureFixture[str]) -> None:
     assert table(("a",), [("x\ny\x9b",)]).splitlines()[-1] == r"x\ny\x9b"
-    print_json({"a": "\x7f\x9b\u2028\u202e\x1b\n"})
+    print_json("quantkit.a/1", {"a": "\x7f\x9b\u2028\u202e\x1b\n"})
     printed = capsys.readouterr().out
     assert not STEERING.search(printed)
-    assert json.loads(printed) == {"a": "\x7f\x9b\u2028\u202e\x1b\n"}
+    assert json.loads(printed) == {"schema": "quantkit.a/1", "a": "\x7f\x9b\u2028\u202e\x1b\n"}

@@ -124,8 +124,8 @@ def test_names_that_are_no_utf8_nor_plain_text(run, f16_model, text, tmp_path):
 
 
 def test_json_has_no_nan(capsys):
-    print_json({"ppl": [1.5, float("inf"), float("nan")]})
-    assert json.loads(capsys.readouterr().out) == {"ppl": [1.5, None, None]}
+    print_json("quantkit.perplexity/1", {"ppl": [1.5, float("inf"), float("nan")]})
+    assert json.loads(capsys.readouterr().out) == {"schema": "quantkit.perplexity/1", "ppl": [1.5, None, None]}
 
 
 def test_golden_s_chunk_line(run, golden, f16_model):

@@ -67,7 +67,7 @@ def test_commands_say_what_was_repacked(tiny: Path, tmp_path: Path, capsys: pyte
     flags = ["-p", "4", "-n", "2", "-r", "1", "-rtr", "--json", "--cpu-moe", "-ot", "attn_v=cpu", "-ot", "output=CPU"]
     assert main(["bench", path, *flags]) == 0
     said = capsys.readouterr()
-    assert [row["repacked"] for row in json.loads(said.out)] == [MATRICES, MATRICES]
+    assert [row["repacked"] for row in json.loads(said.out)["runs"]] == [MATRICES, MATRICES]
     assert f"repacked {MATRICES} tensors, " in said.err
     assert "warning: --cpu-moe decides no tensor" in said.err
     assert "-ot" not in said.err

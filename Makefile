@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo readme test lint full docs bench-gpu clean
+.PHONY: demo readme results test lint full docs bench-gpu clean
 
 $(VENV)/.run: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +37,9 @@ docs: $(VENV)/.dev  # into site/; a warning is an error
 
 full: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "full or not full"
+
+results: $(VENV)/.dev  # docs/results.md from benchmarks/results/*.json
+	$(BIN)/python benchmarks/results_page.py
 
 bench-gpu: $(VENV)/.dev
 	$(BIN)/python benchmarks/bench_gpu.py

@@ -25,7 +25,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import records
 from benchmarks.bench_kernels import prepared
+from benchmarks.records import Column, Table
 from benchmarks.synthetic import SHAPES, write
 from quantkit import types
 from quantkit.codegen import jit
@@ -34,6 +36,18 @@ from quantkit.runtime.kernels import dispatch
 from quantkit.runtime.model import load
 from tests.types.data import tame_bytes
 
+TABLE = Table(
+    "bound",
+    "How close is generation to its bound?",
+    (
+        Column("type"),
+        Column("memory", "memory, GB/s", ".1f"),
+        Column("kernel", "kernel, GB/s", ".1f"),
+        Column("tg", "generation, GB/s", ".1f"),
+        Column("share", "share of the smaller", ".2f"),
+    ),
+    "Memory: a vectorized read of the model; kernel: products with rows that stay in the core's cache.",
+)
 RESIDENT = 512 << 10  # bytes of weights that stay in a core's cache
 _SECONDS = 0.3
 
@@ -75,6 +89,7 @@ def main() -> None:
     parser.add_argument("-n", "--generate", type=int, default=64)
     parser.add_argument("-r", "--repeat", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/quantkit-models"))
+    records.add_option(parser)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     print(f"{options.shape}, {options.threads} threads, {jit.isa()}; GB/s")
@@ -94,6 +109,7 @@ def main() -> None:
               f"{share:7.2f}", flush=True)  # fmt: skip
         del model
         path.unlink()
+    records.save(TABLE, rows, options)
     print(json.dumps({"bench": "bound", "isa": jit.isa(), "shape": options.shape, "threads": options.threads,
                       "rows": rows}))  # fmt: skip
 

@@ -32,8 +32,21 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import checkpoints
+from benchmarks import checkpoints, records
+from benchmarks.records import Column, Table
 
+TABLE = Table(
+    "convert",
+    "How fast is `quantkit convert`, beside `cp`?",
+    (
+        Column("conversion"),
+        Column("seconds", "seconds", ".2f"),
+        Column("of_copy", "speed / cp", ".2f"),
+        Column("of_copy_synced", "speed / (cp and fsync)", ".2f"),
+        Column("peak_mib", "peak, MiB", ".0f"),
+    ),
+    "Whole processes. Speed is half of the bytes read and written per second. From FP8, the output is twice the input.",
+)
 CASES = (("BF16", "bf16"), ("BF16", "f16"), ("FP8", "bf16"))
 COMMAND = (
     "import sys; from quantkit.cli import main; status = main(); "
@@ -117,6 +130,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--directory", type=Path)
+    records.add_option(parser)
     options = parser.parse_args()
     found = []
     print(f"{'':24}{'copy':>7}{'synced':>8}{'convert':>9}{'/copy':>7}{'/synced':>9}{'CPU':>7}{'peak MiB':>10}")
@@ -130,6 +144,9 @@ def main() -> None:
                     f"{row['of_copy']:7.2f}{row['of_copy_synced']:9.2f}{row['cpu_seconds']:7.1f}"
                     f"{row['peak_bytes'] / 2**20:10.0f}", flush=True,
                 )  # fmt: skip
+    rows = [{"conversion": f"{row['kind']}, {row['from']} to {row['to']}", "peak_mib": row["peak_bytes"] / 2**20, **row}
+            for row in found]  # fmt: skip
+    records.save(TABLE, rows, options)
     print(json.dumps(found))
 
 

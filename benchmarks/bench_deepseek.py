@@ -25,7 +25,15 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import quantkit
-from benchmarks import checkpoints
+from benchmarks import checkpoints, records
+from benchmarks.records import Column, Table
+
+TABLE = Table(
+    "deepseek",
+    "Do DeepSeek V3's row sizes work, and how long do they take?",
+    (Column("step"), Column("seconds", "seconds", ".1f"), Column("difference", "largest difference", ".1e")),
+    "The difference is that of log-probabilities from `-mla 0`.",
+)
 
 COMMAND = (
     "import sys; from quantkit.cli import main; status = main(); "
@@ -61,10 +69,11 @@ def run(path: Path, mla: int, tokens: list[int], threads: int | None) -> tuple[n
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--experts", type=int, default=16, help="a multiple of 8, at least 16")
     parser.add_argument("--tokens", type=int, default=136)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--directory", type=Path)
+    records.add_option(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         source, out = Path(directory) / "hf", Path(directory) / "m.gguf"
@@ -93,6 +102,10 @@ def main() -> None:
             print(f"-mla {mla}: {len(tokens)} tokens in {seconds:.1f} s, largest difference from -mla 0: {worst:.2g}")
             assert np.isfinite(logits).all()
             assert worst < 1e-3
+        rows = [{"step": f"convert {stored / 1e9:.2f} GB of FP8 to BF16", "seconds": found["convert_seconds"]}]
+        rows += [{"step": f"{len(tokens)} tokens, `-mla {mla}`", "seconds": found[f"mla{mla}_seconds"],
+                  "difference": found[f"mla{mla}_difference"]} for mla in range(4)]  # fmt: skip
+        records.save(TABLE, rows, options, found)
         print(json.dumps(found))
 
 

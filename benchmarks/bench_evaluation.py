@@ -25,6 +25,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import records
+from benchmarks.records import Column, Table
 from quantkit.codegen import jit
 from quantkit.evaluate.collect_imatrix import collect
 from quantkit.evaluate.perplexity import negative_log_likelihood, perplexity
@@ -32,6 +34,20 @@ from quantkit.evaluate.text import Chunks, chunked
 from quantkit.runtime.model import load
 from tests.conformance.libllama import C, Llama
 
+TABLE = Table(
+    "evaluation",
+    "How fast are perplexity and importance matrices?",
+    (
+        Column("model"),
+        Column("tokens_s", "perplexity, tokens/s", ".1f"),
+        Column("tokens_s_reference", "ik_llama.cpp", ".1f"),
+        Column("ratio", "ratio", ".2f"),
+        Column("imatrix", "imatrix / perplexity, time", ".3f"),
+        Column("imatrix_cpu", "the same, CPU time", ".3f"),
+    ),
+    "Perplexity in fast numerics; the importance matrix is collected in exact numerics and compared with perplexity "
+    "alone in exact numerics.",
+)
 REST = 0.05  # seconds between two, until the other's threads have gone to sleep
 
 
@@ -99,6 +115,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=4)
     parser.add_argument("-t", "--threads", type=int, default=2)
     parser.add_argument("-r", "--repeat", type=int, default=5)
+    records.add_option(parser)
     options = parser.parse_args()
     print(f"{options.threads} threads, {jit.isa()}; tokens/s, reference / ours in seconds (user CPU), imatrix / plain")
     rows = []
@@ -107,6 +124,7 @@ def main() -> None:
         rows.append(row)
         said = f"{row['model']:20s} {row['tokens_s']:8.1f} {row['tokens_s_reference']:8.1f}  {row['ratio']:5.2f} "
         print(f"{said}({row['cpu_ratio']:.2f})  imatrix {row['imatrix']:.3f} ({row['imatrix_cpu']:.3f})", flush=True)
+    records.save(TABLE, rows, options)
     print(json.dumps({"bench": "evaluation", "isa": jit.isa(), "threads": options.threads, "ctx": options.ctx,
                       "chunks": options.chunks, "rows": rows}))  # fmt: skip
 

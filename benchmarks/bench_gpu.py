@@ -46,6 +46,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import records
+from benchmarks.records import Column, Table
 from benchmarks.synthetic import write
 from quantkit import types
 from quantkit.errors import UnsupportedError
@@ -75,6 +77,19 @@ class Sizes:
 
 
 TINY = Sizes(16, 64, 9, 9, 3, 1 << 16, 1 << 11, (4, 64), "llama-dry", "llama-dry", "qwen3moe-dry", "q8_0", 1)
+TABLE = Table(
+    "gpu",
+    "How fast are the kernels on a GPU?",
+    (
+        Column("type"),
+        Column("exact", "decodes exactly"),
+        Column("gb_s", "vector, GB/s", ".0f"),
+        Column("of_copy", "of copy", ".2f"),
+        Column("tflop_s", "batch, TFLOP/s", ".0f"),
+        Column("of_gemm", "of gemm", ".2f"),
+    ),
+    "Products with one vector of 4,096 columns and with 2,048 vectors, against torch's copy and bfloat16 product.",
+)
 MODEL_TYPES = ("q4_K", "iq4_k", "q8_0", "iq2_k")
 FAR = 0.05  # fast logits may be so far from exact ones: activations are bytes
 NEAR = 1e-3  # and exact ones so far from the CPU's
@@ -325,6 +340,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="for models, of up to 9 GB at a time; a temporary one by default")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the bench itself")
+    records.add_option(parser)
     return parser.parse_args(arguments)
 
 
@@ -389,6 +405,12 @@ def main(arguments: list[str] | None = None) -> int:
             )  # fmt: skip
             print(f"experts {way:9} {said}", flush=True)
     figures["seconds"] = time.perf_counter() - begin
+    rows = [
+        {"type": name, "exact": "yes" if got["exact"] else "no", "gb_s": got["bytes_rate"] / 1e9,
+         "of_copy": got["of_copy"], "tflop_s": got["batch_rate"] / 1e12, "of_gemm": got["of_gemm"]}
+        for name, got in figures["types"].items() if "failed" not in got
+    ]  # fmt: skip
+    records.save(TABLE, rows, options, figures)
     print(json.dumps(figures))
     others = [*figures["models"].values(), *figures["experts"].values()]
     far = any(got.get("error", 0) > FAR for got in others)

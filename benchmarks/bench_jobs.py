@@ -45,9 +45,17 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import records
+from benchmarks.records import Column, Table
 from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter
 from quantkit.pipelines import resume
 
+TABLE = Table(
+    "jobs",
+    "What do interrupted and repeated jobs cost?",
+    (Column("what"), Column("result")),
+    "A checkpoint with DeepSeek V3's layout in FP8 to IQ4_K and IQ3_K.",
+)
 RULES = r"ffn_down_exps=iq4_k,ffn_(gate|up)_exps=iq3_k,(attn|shexp|token_embd|^output\.)=q8_0"
 OTHER_RULES = RULES.replace("ffn_down_exps=iq4_k", "ffn_down_exps=iq5_k")
 VOCABULARY = 16384
@@ -295,6 +303,29 @@ def cpu_seconds(arguments: Sequence[str]) -> float:
     return after.children_user + after.children_system - before.children_user - before.children_system
 
 
+def summary(found: dict[str, Any]) -> list[dict[str, str]]:
+    """The rows of the table."""
+    rows = []
+    if large := found.get("large"):
+        rows.append({"what": f"{large['input'] / 1e9:.2f} GB of FP8 to {large['size'] / 1e9:.2f} GB",
+                     "result": f"peak {large['peak'] / 2**20:.0f} MiB resident, {large['anonymous'] / 2**20:.0f} MiB "
+                               f"of it anonymous; files: {', '.join(large['files'])}"})  # fmt: skip
+        if "same as by the detour" in large:
+            same = "the same file" if large["same as by the detour"] else "another file"
+            rows.append({"what": "the same through a BF16 GGUF", "result": same})
+    if small := found.get("small"):
+        kills, rule, cpu = small["kills"], small["rule"], small["cpu"]
+        good = sum(row["same"] and row["done"] == row["resumed"] for row in kills)
+        rows.append({"what": "SIGKILL at a random moment, then resumed",
+                     "result": f"{good} of {len(kills)} byte-identical, no finished tensor repeated"})  # fmt: skip
+        same = "the same file as a fresh run" if rule["same"] else "another file than a fresh run"
+        rows.append({"what": "one rule changed, `--partial-requant`",
+                     "result": f"{rule['reused']} of {rule['tensors']} tensors reused, {same}"})  # fmt: skip
+        rows.append({"what": "CPU time of hashing",
+                     "result": f"{cpu['hashed'] - cpu['not hashed']:.2f} s of {cpu['hashed']:.2f} s"})  # fmt: skip
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=float, default=6, help="GB of the large checkpoint; 0 leaves it out")
@@ -304,6 +335,7 @@ def main() -> None:
     parser.add_argument("--detour", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--directory", help="where the files are made; default: a folder of TMPDIR")
+    records.add_option(parser)
     options = parser.parse_args()
     found: dict[str, Any] = {"threads": options.threads}
     with tempfile.TemporaryDirectory(dir=options.directory) as name:
@@ -312,6 +344,7 @@ def main() -> None:
             found["small"] = interrupted(folder, options.small, options.threads, options.kills, options.repeat)
         if options.size:
             found["large"] = straight(folder, options.size, options.threads, options.detour)
+    records.save(TABLE, summary(found), options, found)
     print(json.dumps(found))
 
 

@@ -21,6 +21,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import records
+from benchmarks.records import Column, Table
 from quantkit import types
 from quantkit.codegen import jit
 from quantkit.codegen.jit import kernel
@@ -30,6 +32,17 @@ from quantkit.runtime.kernels.cpu import activations, gemm, thread_team
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
 from tests.types.data import tame_bytes
 
+TABLE = Table(
+    "kernels",
+    "How fast are matrix products?",
+    (
+        Column("type"),
+        Column("gb_s", "vector, GB/s", ".2f"),
+        Column("gweights_s", "vector, 10⁹ weights/s", ".1f"),
+        Column("gop_s", "batch of 192, GOP/s", ".0f"),
+    ),
+    "One thread, CPU time; weights larger than the caches.",
+)
 TOKENS = 192
 
 
@@ -85,6 +98,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4096)
     parser.add_argument("--n", type=int, default=2048)
     parser.add_argument("--repeat", type=int, default=5)
+    records.add_option(parser)
     options = parser.parse_args()
     wanted = options.types.split(",") if options.types else [f.name for f in FORMATS.values()]
     rng = np.random.default_rng(0)
@@ -102,6 +116,7 @@ def main() -> None:
                "gop_s": 2 * weights * TOKENS / many / 1e9}  # fmt: skip
         results[name] = row
         print(f"{name:12s} {row['gb_s']:7.2f} {row['gweights_s']:11.2f} {row['gop_s']:12.0f}", flush=True)
+    records.save(TABLE, [{"type": name, **row} for name, row in results.items()], options)
     print(json.dumps({"bench": "kernels", "isa": jit.isa(), **vars(options), "memory": memory, "types": results}))
 
 

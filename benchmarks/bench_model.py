@@ -28,6 +28,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import records
+from benchmarks.records import Column, Table
 from benchmarks.synthetic import SHAPES, write
 from quantkit import types
 from quantkit.codegen import jit
@@ -35,6 +37,25 @@ from quantkit.evaluate.bench import bytes_per_token
 from quantkit.runtime.kv.cache import CacheType
 from quantkit.runtime.model import load
 
+TABLE = Table(
+    "model",
+    "How fast do models run?",
+    (
+        Column("model"),
+        Column("pp", "prompt, t/s", ".1f"),
+        Column("pp_reference", "ik_llama.cpp", ".1f"),
+        Column("pp_ratio", "ratio", ".2f"),
+        Column("tg", "generation, t/s", ".1f"),
+        Column("tg_reference", "ik_llama.cpp", ".1f"),
+        Column("tg_ratio", "ratio", ".2f"),
+        Column("tg_gb_per_second", "GB/s", ".1f"),
+        Column("tgd", "at depth, t/s", ".1f"),
+        Column("tgd_reference", "ik_llama.cpp", ".1f"),
+        Column("tgd_ratio", "ratio", ".2f"),
+    ),
+    "Tokens per second, medians over rounds in which both programs alternate; both use flash attention and the same "
+    "KV cache. GB/s: weights and cache that generation reads.",
+)
 BATCH = 512  # tokens of a prompt at a time
 REST = 0.05  # seconds between the two, until the other's threads have gone to sleep
 
@@ -187,6 +208,7 @@ def main() -> None:
     parser.add_argument("-ctv", default="f16", help="of values")
     parser.add_argument("-khad", action="store_true", help="rotate keys")
     parser.add_argument("-vhad", action="store_true", help="rotate values")
+    records.add_option(parser)
     args = parser.parse_args()
     kinds = [f"PP{args.n_prompt}"] if args.n_prompt else []
     kinds += [f"TG{args.n_gen}"] + ([f"@{args.depth}"] if args.depth else [])
@@ -202,6 +224,7 @@ def main() -> None:
         rows.append(measure(path, args))
         print(line(rows[-1]), flush=True)
         path.unlink()
+    records.save(TABLE, rows, args)
     conditions = {"threads": args.threads, "isa": jit.isa(), "n_prompt": args.n_prompt, "n_gen": args.n_gen}
     print(json.dumps({**conditions, "depth": args.depth, "repeat": args.repeat, "models": rows}))
 

@@ -19,6 +19,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import records
+from benchmarks.records import Column, Table
 from quantkit.runtime.model import load
 from tests.conformance.embedded import embed
 from tests.conformance.libllama import Llama
@@ -27,6 +29,20 @@ from tests.runtime.test_noise import divergence
 from tests.runtime.test_step import by_steps
 from tests.types import data
 
+TABLE = Table(
+    "noise",
+    "How far are fast numerics from exact ones?",
+    (
+        Column("type"),
+        Column("prompts", "KLD, prompts", ".1e"),
+        Column("prompts_reference", "ik_llama.cpp", ".1e"),
+        Column("steps", "KLD, single tokens", ".1e"),
+        Column("steps_reference", "ik_llama.cpp", ".1e"),
+        Column("steps_ratio", "ratio", ".2f"),
+    ),
+    "Mean KL divergence in nats from exact numerics of the same file with an f32 KV cache; the ratio is that of "
+    "single tokens. Both sides use an f16 KV cache. The model is SmolLM2 embedded into 768 columns.",
+)
 DEFAULT = "q8_0,q4_0,iq4_nl,q6_0,q4_K,q6_K,q2_K,iq4_xs,iq3_s,iq2_k,iq3_k,iq4_k,iq5_k,iq4_ks,iq4_kt,bf16"
 CACHES = ("f32", "f16")  # of the exact run
 
@@ -56,6 +72,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/quantkit-files"))
+    records.add_option(parser)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     source, base = data.smollm2(), options.folder / "f16.0.gguf"
@@ -74,6 +91,13 @@ def main() -> None:
         rows.append({"type": kind, **found})
         cells = (f"{v['ours']:9.1e} {v['reference']:9.1e} {v['ratio']:7.3f}" for v in (found[k] for k in kinds))
         print(f"{kind:8s}" + "".join(f"{cell:>28s}" for cell in cells), flush=True)
+    sides = (("", "ours"), ("_reference", "reference"), ("_ratio", "ratio"))
+    table = [
+        {"type": row["type"]}
+        | {f"{name}{ending}": row[f"{name}, f32"][side] for name in ("prompts", "steps") for ending, side in sides}
+        for row in rows
+    ]
+    records.save(TABLE, table, options, rows)
     print(json.dumps({"bench": "noise", "tokens": len(tokens), "steps": options.steps, "rows": rows}))
 
 

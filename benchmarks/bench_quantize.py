@@ -20,10 +20,24 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import records
 from benchmarks.bench_files import prepare
+from benchmarks.records import Column, Table
 from tests.conformance.embedded import embed
 from tests.conformance.ggml import QUANTIZE_TOOL
 from tests.types import data
+
+TABLE = Table(
+    "quantize",
+    "How long does quantizing a whole model take?",
+    (
+        Column("type"),
+        Column("ours", "seconds", ".2f"),
+        Column("reference", "ik_llama.cpp", ".2f"),
+        Column("ratio", "ratio", ".3f"),
+    ),
+    "Wall time of whole processes, hashing included.",
+)
 
 
 def seconds(command: list[str], out: Path) -> float:
@@ -44,6 +58,7 @@ def main() -> None:
     parser.add_argument("--pure", action="store_true")
     parser.add_argument("--calibrate", type=Path)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/quantkit-files"))
+    records.add_option(parser)
     options = parser.parse_args()
     if options.calibrate:
         model, matrix = prepare(options.folder, 0, options.calibrate)
@@ -70,6 +85,7 @@ def main() -> None:
         a, b = (statistics.median(side) for side in zip(*times))
         rows.append({"type": kind, "ours": a, "reference": b, "ratio": a / b})
         print(f"{kind:8s} {a:8.2f} {b:12.2f} {a / b:.3f}", flush=True)
+    records.save(TABLE, rows, options)
     print(json.dumps({"bench": "quantize", "threads": options.threads, "pure": options.pure, "rows": rows}))
 
 

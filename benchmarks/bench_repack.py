@@ -41,11 +41,30 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import quantkit
+from benchmarks import records
+from benchmarks.records import Column, Table
 from quantkit import types
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 from quantkit.formats.pipeline import spread
 from quantkit.pipelines.repack_file import Repacking, plan_repack
 
+TABLE = Table(
+    "repack",
+    "How fast is repacking, beside `cp`?",
+    (
+        Column("type"),
+        Column("copy", "cp, s", ".2f"),
+        Column("synced", "cp and fsync, s", ".2f"),
+        Column("repack", "repack, s", ".2f"),
+        Column("unpack", "unpack, s", ".2f"),
+        Column("reference", "ik_llama.cpp, s", ".2f"),
+        Column("repack of reference", "ratio", ".2f"),
+        Column("repack of copy", "repack / cp, speed", ".2f"),
+        Column("unpack of copy", "unpack / cp, speed", ".2f"),
+    ),
+    "Seconds of whole processes; neither `repack` nor `cp` syncs. ik_llama.cpp: `llama-quantize --repack`; the ratio "
+    "is of seconds.",
+)
 ROWS, COLUMNS = 14336, 4096
 COMMAND = (
     "import sys; from quantkit.cli import main; status = main(); "
@@ -177,6 +196,8 @@ def measure(kind: str, folder: Path, tool: Path | None, options: argparse.Namesp
     for command in ("repack", "unpack"):
         medians[f"{command} of copy"] = medians["copy"] / medians[command]
         medians[f"{command} of synced copy"] = medians["synced"] / medians[command]
+    if "reference" in medians:
+        medians["repack of reference"] = medians["repack"] / medians["reference"]
     return {"GiB": source.stat().st_size / 2**30, **medians}
 
 
@@ -193,6 +214,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--directory", type=Path, default=None, help="where the files are made; default: TMPDIR")
+    records.add_option(parser)
     options = parser.parse_args()
     found = importlib.util.find_spec("ik_llama_cpp")
     tool = Path(found.origin).parent / "bin" / "llama-quantize" if found and found.origin else None
@@ -204,6 +226,7 @@ def main() -> None:
         shown = [results[kind].get(name, float("nan")) for name in SHOWN]
         cells = [f"{value:7.0f}" if "peak" in name else f"{value:7.2f}" for name, value in zip(SHOWN, shown)]
         print(f"{kind:8s} {results[kind]['GiB']:6.3f} " + " ".join(cells), flush=True)
+    records.save(TABLE, [{"type": kind, **row} for kind, row in results.items()], options)
     busy = os.getloadavg()[0]
     print(json.dumps({"threads": options.threads, "repeat": options.repeat, "load": busy, "results": results}))
 

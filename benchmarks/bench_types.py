@@ -36,11 +36,30 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import records
+from benchmarks.records import Column, Table
 from quantkit import types
 from quantkit.codegen import jit
 from quantkit.types.base import EFFORTS
 from tests.types import data
 
+TABLE = Table(
+    "types",
+    "How do the encoders compare with ik_llama.cpp's?",
+    (
+        Column("type"),
+        Column("error_none", "error, no imatrix", ".3f"),
+        Column("error_imatrix", "error, imatrix", ".3f"),
+        Column("plain", "unweighted error", ".3f"),
+        Column("time_none", "time, no imatrix", ".3f"),
+        Column("time_imatrix", "time, imatrix", ".3f"),
+        Column("decode", "decoding time", ".3f"),
+    ),
+    "Every figure is quantkit / ik_llama.cpp, so below 1 is better. Errors are root mean squares, the worst of four "
+    "sets of rows (Gaussian, Student t(4), rows of SmolLM2 after a rotation, Gaussian with outlier columns): without "
+    "an importance matrix by the weights that ik_llama.cpp minimizes, with one by its importance. The unweighted "
+    "error is without one.",
+)
 KINDS = ("gaussian", "student4", "rotated", "outliers")
 
 
@@ -146,6 +165,20 @@ def line(name: str, found: dict[str, Any]) -> str:
     return " ".join([f"{name:10s}", *cells, f"{plain:7.4f}", "|", *clocks, "|", f"{s['decode']:6.3f}"])
 
 
+def table_rows(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of the table: of the four sets, the largest ratio of errors."""
+
+    def worst(found: dict[str, float], label: str) -> float | None:
+        return max((value for key, value in found.items() if key.endswith(label)), default=None)
+
+    return [
+        {"type": name, "error_none": worst(r["error"], " none"), "error_imatrix": worst(r["error"], " imp"),
+         "plain": r["plain"], "time_none": r["time"].get("none"), "time_imatrix": r["time"].get("imp"),
+         "decode": r["time"]["decode"]}
+        for name, r in results.items()
+    ]  # fmt: skip
+
+
 def summary(results: dict[str, Any]) -> dict[str, Any]:
     """Geometric means over types (of each type's mean over its sets), the worst single ratios, and whose they are."""
     error = {name: geometric_mean(list(r["error"].values())) for name, r in results.items()}
@@ -173,6 +206,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--cpu-time", action="store_true", help="one thread, CPU seconds")
+    records.add_option(parser)
     options = parser.parse_args()
     if options.cpu_time:
         options.threads = 1
@@ -205,6 +239,7 @@ def main() -> None:
     print(f"geometric means: error {total['error']:.4f}, time {total['time']:.3f}, decode {total['decode']:.3f}")
     print(f"largest: error {total['worst_error']}, time {total['worst_time']}")
     print(f"largest plain error without importance: {total['worst_plain']}")  # fmt: skip
+    records.save(TABLE, table_rows(results), options, results)
     print(json.dumps({"bench": "types", "isa": jit.isa(), **vars(options), "summary": total, "types": results}))
 
 

@@ -49,7 +49,7 @@ def relative_importance(importance, first, w):
 
     `importance` is float32[n] (the block starts at `first`) or float32[0]. Returns whether there is any. Where there
     is, elements' own sizes do not count. The reference's weights are q sqrt(v + x^2); with them, or what lies between
-    them and q, models diverge more from what they were (benchmarks/RESULTS.md, "On a model").
+    them and q, models diverge more from what they were (docs/notes/2026-11-22-encoder-weights.md).
     """
     largest = np.float32(0)
     if len(importance):

@@ -1,7 +1,7 @@
 """Which types have which CUDA kernels. Imports no numba, so that plans and listings can ask.
 
-All are compiled in the tests and compared with the plain decoders in numba's simulator; RESULTS.md says what has been
-measured on a GPU.
+All are compiled in the tests and compared with the plain decoders in numba's simulator; docs/results.md says what has
+been measured on a GPU.
 """
 
 from __future__ import annotations

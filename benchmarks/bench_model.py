@@ -34,7 +34,7 @@ from benchmarks.synthetic import SHAPES, write
 from quantkit import types
 from quantkit.codegen import jit
 from quantkit.evaluate.bench import bytes_per_token
-from quantkit.runtime.kv.cache import CacheType
+from quantkit.runtime.kv.cache_type import CacheType
 from quantkit.runtime.model import load
 
 TABLE = Table(

@@ -123,7 +123,7 @@ def _module(name: str, known: set[str]) -> str:
     [("types.q8_0", "codegen.jit", True), ("types.q8_0", "formats.gguf", False),
      ("pipelines.quantize", "runtime.model", False), ("runtime.model", "pipelines.convert", False),
      ("pipelines.convert", "pipelines.quantize", True), ("cli.quantize", "evaluate.divergence", True),
-     ("formats.gguf", "archs.llama", False), ("runtime.model", "runtime.blocks.layers", True)],
+     ("formats.gguf", "archs.llama", False), ("runtime.model", "runtime.blocks.float_ops", True)],
 )  # fmt: skip
 def test_the_rule_itself(importer: str, imported: str, fine: bool) -> None:
     assert allowed(importer, imported) is fine

@@ -318,10 +318,10 @@ class Launch:
         """Raise UnsupportedError or UnknownNameError for a cache type that attention cannot read."""
         kind = self._cache_type("exact")
         if kind is not None:
-            from quantkit.runtime.blocks.layers import Attending
+            from quantkit.runtime.blocks.float_attention import AttentionOptions
             from quantkit.runtime.model import cache_type_of
 
-            cache_type_of(kind, "exact", Attending(_FLASH[self._given["flash_attn"]], 0))
+            cache_type_of(kind, "exact", AttentionOptions(_FLASH[self._given["flash_attn"]], 0))
 
     def _cache_type(self, numerics: str) -> Any:
         """The CacheType; None if no option sets it."""
@@ -329,7 +329,7 @@ class Launch:
         khad, vhad = self._given["k_cache_hadamard"], self._given["v_cache_hadamard"]
         if not (both or k or v or khad or vhad):
             return None
-        from quantkit.runtime.kv.cache import CacheType
+        from quantkit.runtime.kv.cache_type import CacheType
 
         both = both or ("f32" if numerics == "exact" else "f16")
         return CacheType(k or both, v or both, khad, vhad)
@@ -354,7 +354,7 @@ def conditions(model: Any) -> dict[str, Any]:
     found = {
         "numerics": model.numerics,
         "cache_type": model.cache_type,
-        "flash_attention": "on" if model.how.flash else f"off, -amb {model.how.work_mib}",
+        "flash_attention": "on" if model.attention.flash else f"off, -amb {model.attention.work_mib}",
         "threads": model.threads,
         "cpu": cpu_name(),
         "isa": jit.isa(),

@@ -130,7 +130,7 @@ def _noise(
         )
     if kind in ("fast", "exact"):
         return f"numerics {kind}", lambda path: launch.open(path, numerics=kind, threads=threads, n_ctx=n_ctx)
-    from quantkit.runtime.kv.cache import CacheType
+    from quantkit.runtime.kv.cache_type import CacheType
 
     cache = CacheType(kind, kind)
     return f"cache {kind}", lambda path: launch.open(

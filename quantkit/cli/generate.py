@@ -111,7 +111,7 @@ def _show(piece: str) -> None:
 
 
 def _summary(model: Any, result: Any, sampling: Any) -> str:
-    attention = "" if model.how.flash else ", flash attention off"
+    attention = "" if model.attention.flash else ", flash attention off"
     ended = {"end": "the reply ended", "length": "-n reached", "context": "the context is full (-c)"}[result.stopped]
     return (
         f"prompt {len(result.prompt_tokens)} tokens, {result.prompt_rate:.1f} tok/s; "

@@ -9,7 +9,7 @@ import numpy as np
 
 from quantkit.formats.gguf import Tensor
 from quantkit.runtime import blas
-from quantkit.runtime.blocks.layers import Span
+from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.kv.cache import Cache
 from quantkit.runtime.scale_check import layer_of
 
@@ -35,12 +35,12 @@ class Part:
         own = self._model.weights
         try:
             self._model.weights = {**own, **others}
-            self._model.forget(others)
+            self._model.drop_cached(others)
             with blas.single_threaded():
                 found = self._run(self._x)
         finally:
             self._model.weights = own
-            self._model.forget(others)
+            self._model.drop_cached(others)
         if not others:
             self._own = found
         return found

@@ -19,7 +19,7 @@ from quantkit.evaluate.text import DEFAULT_BATCH
 from quantkit.formats.kld.base_file import scored_rows
 from quantkit.formats.mapping import release
 from quantkit.runtime import blas
-from quantkit.runtime.blocks.layers import Span
+from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.model import SEQUENCE_TOKENS
 from quantkit.runtime.scale_check import layer_of
 
@@ -68,13 +68,13 @@ def _through_all(
     caches = [model.layer_cache(n_ctx) for _ in range(max((b.stop - b.start for b in batches), default=0))]
     with blas.single_threaded():
         for batch in batches:
-            x[batch] = model.enter(inputs[batch].reshape(-1)).reshape(x[batch].shape)
+            x[batch] = model.embed_checked(inputs[batch].reshape(-1)).reshape(x[batch].shape)
         _let_go(model, [model.head.embedding])
         for number, block in enumerate(model.blocks, 1):
             for batch in batches:
                 here = x[batch]
                 spans = [Span(i * n_ctx, (i + 1) * n_ctx, cache) for i, cache in enumerate(caches[: len(here)])]
-                here[:] = model.advance(block, here.reshape(-1, here.shape[2]), spans).reshape(here.shape)
+                here[:] = model.run_block_checked(block, here.reshape(-1, here.shape[2]), spans).reshape(here.shape)
             _let_go(model, [name for name in model.weights if layer_of(name) == block.layer])
             on_layer(number, len(model.blocks))
     return x
@@ -89,6 +89,6 @@ def _room(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _let_go(model: Any, names: list[str]) -> None:
-    model.forget(names)
+    model.drop_cached(names)
     for name in names:
         release(model.weights[name].data)

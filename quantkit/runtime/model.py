@@ -34,12 +34,14 @@ from quantkit.placement.devices import CPU, Device, parse_devices
 from quantkit.placement.offload import Offload
 from quantkit.placement.rules import Flags, Placement, place_model
 from quantkit.runtime import blas, repacking
-from quantkit.runtime.blocks import experts, latent, layers
-from quantkit.runtime.blocks.device_blocks import Parts
-from quantkit.runtime.blocks.layers import Span
+from quantkit.runtime.blocks import experts, float_linear, latent
+from quantkit.runtime.blocks.block_runner import BlockRunner
+from quantkit.runtime.blocks.float_attention import AttentionOptions
+from quantkit.runtime.blocks.spans import Span, batches
 from quantkit.runtime.generate import Generated, Sampling, generate
 from quantkit.runtime.kernels.kv_rounding import FLOATS, QUANTIZED
-from quantkit.runtime.kv.cache import Cache, CacheShape, CacheType
+from quantkit.runtime.kv.cache import Cache, CacheShape
+from quantkit.runtime.kv.cache_type import CacheType
 from quantkit.runtime.repacking import Repacked
 from quantkit.runtime.scale_check import layer_of, require_sound
 
@@ -89,7 +91,7 @@ def load(
     threads     default: the CPUs that this process may use.
     cache_type  "q8_0" for keys and values, "q8_0/q4_0" for each, "q4_0 khad vhad" rotated; see `runtime/kv/cache.py`.
                 Default f32 for exact numerics, f16 for fast.
-    flash_attention, attention_mib   see `layers.Attending`: `-fa` and `-amb`.
+    flash_attention, attention_mib   see `AttentionOptions`: `-fa` and `-amb`.
     n_ctx       size of the caches that `new_cache` makes by default; the model's own where not given.
     override_tensor, gpu_layers, n_cpu_moe   placement: `-ot` (a string or several), `-ngl` and `--n-cpu-moe`.
     repack      at load, interleave the rows of every tensor on the CPU whose type has an interleaved form (`-rtr`).
@@ -116,8 +118,8 @@ def load(
 
     A model on several devices runs layer by layer (`split`), with fast numerics too; `fallback_reason` says so.
     """
-    how = layers.Attending(flash_attention, attention_mib)
-    kind = cache_type_of(cache_type, numerics, how)
+    attention = AttentionOptions(flash_attention, attention_mib)
+    kind = cache_type_of(cache_type, numerics, attention)
     file = gguf.require_model(gguf.open(path))
     described = validate.described(file.metadata, file.tensors, file.path)
     rules = (override_tensor,) if isinstance(override_tensor, str) else tuple(override_tensor)
@@ -139,9 +141,10 @@ def load(
         budget.require_memory(file.tensors, file.metadata, flags, cache, path)
     placement = place_model(file.tensors, flags, file.metadata, there)
     model = Model(
-        file, described, placement, numerics=numerics, threads=threads, cache_type=kind, how=how, n_ctx=n_ctx,
-        repack=repack, fused_experts=fused_experts, expert_reduction=expert_reduction, mla=mla, tripwire=tripwire,
-        reduce_type=reduce_type, experts_by=experts_by, profile=profile, offload=offload, tokenizer=tokenizer,
+        file, described, placement, numerics=numerics, threads=threads, cache_type=kind, attention=attention,
+        n_ctx=n_ctx, repack=repack, fused_experts=fused_experts, expert_reduction=expert_reduction, mla=mla,
+        tripwire=tripwire, reduce_type=reduce_type, experts_by=experts_by, profile=profile, offload=offload,
+        tokenizer=tokenizer,
     )  # fmt: skip
     model.fitted = fitted.text if fitted else None
     return model
@@ -156,14 +159,14 @@ def _with_memory(devices: Sequence[Device]) -> tuple[Device, ...]:
     return tuple(map(gpu_worker.with_memory, devices))
 
 
-def cache_type_of(chosen: str | CacheType | None, numerics: str, how: layers.Attending) -> CacheType:
+def cache_type_of(chosen: str | CacheType | None, numerics: str, attention: AttentionOptions) -> CacheType:
     """What caches are made of; UnsupportedError where that is nothing for plain attention."""
     if numerics not in NUMERICS:
         raise UnknownNameError("numerics", numerics, NUMERICS)
     if chosen is None:
         chosen = "f32" if numerics == "exact" else "f16"
     kind = chosen if isinstance(chosen, CacheType) else CacheType.parse(chosen)
-    if not how.flash and kind.v in QUANTIZED:
+    if not attention.flash and kind.v in QUANTIZED:
         raise UnsupportedError(
             f"-ctv {kind.v} needs flash attention (-fa 1); without, values can be {', '.join(FLOATS)}"
         )
@@ -218,7 +221,7 @@ def _all_or_nothing(caches: Sequence[Cache]) -> Iterator[None]:
         raise
 
 
-class Model(Parts):
+class Model(BlockRunner):
     """An open model.
 
     Python threads can share a model, and use different models at the same time, with the results of one thread. Calls
@@ -233,7 +236,7 @@ class Model(Parts):
     weights                 dict name -> formats.gguf.Tensor; repacked tensors are in memory
     numerics, threads, placement   as given to `load`
     cache_type              text of the CacheType that `new_cache` uses by default
-    how                     layers.Attending: how attention is computed
+    attention               AttentionOptions: how attention is computed
     repacked                what -rtr did; None without it
     fused_experts, expert_reduction   as given to `load`
     has_latents, mla        whether attention is latent; `mla` as given, 0 for other models
@@ -254,7 +257,7 @@ class Model(Parts):
         numerics: str = "exact",
         threads: int | None = None,
         cache_type: str | CacheType | None = None,
-        how: layers.Attending | None = None,
+        attention: AttentionOptions | None = None,
         n_ctx: int | None = None,
         repack: bool = False,
         fused_experts: bool = True,
@@ -267,8 +270,8 @@ class Model(Parts):
         offload: Offload | None = None,
         tokenizer: Any = None,
     ):
-        how = how or layers.Attending()
-        kind = cache_type_of(cache_type, numerics, how)
+        attention = attention or AttentionOptions()
+        kind = cache_type_of(cache_type, numerics, attention)
         self.path = file.path
         self.metadata = file.metadata
         self.size_bytes = file.size
@@ -281,7 +284,7 @@ class Model(Parts):
         count = jit.check_threads(arguments.threads(threads) or jit.default_threads())
         super().__init__(
             file.path, file.tensors, numerics=numerics, threads=count,
-            how=how, mla=mla if self.has_latents else 0, tripwire=tripwire,
+            attention=attention, mla=mla if self.has_latents else 0, tripwire=tripwire,
         )  # fmt: skip
         self._lock = threading.RLock()
         self._cached = latent.cached(self.hparams, self.blocks, self.mla)
@@ -350,7 +353,7 @@ class Model(Parts):
         return Cache(self._cached, n_ctx, kind, one_layer=one_layer)
 
     def _kind(self, cache_type: str | CacheType | None) -> CacheType:
-        return cache_type_of(cache_type or self.cache_type, self.numerics, self.how)
+        return cache_type_of(cache_type or self.cache_type, self.numerics, self.attention)
 
     # --------------------------------------------------------------------------------------------------- what it gives
 
@@ -413,7 +416,7 @@ class Model(Parts):
             cache.reserve(len(ids))
         ends = np.empty((len(checked), self.hparams.n_embd), np.float32)
         with blas.single_threaded(), _all_or_nothing(caches):
-            for ids, spans, which in layers.batches(checked, TOGETHER_TOKENS):
+            for ids, spans, which in batches(checked, TOGETHER_TOKENS):
                 x = self._forward_spans(ids, spans)
                 for i, span in zip(which, spans):
                     ends[i] = x[span.stop - 1]
@@ -476,7 +479,7 @@ class Model(Parts):
         found = np.empty((*ids.shape, self.hparams.n_embd), np.float32)
         for cache in caches:
             cache.clear()
-        for tokens, spans, which in layers.batches(list(zip(ids, caches)), TOGETHER_TOKENS):
+        for tokens, spans, which in batches(list(zip(ids, caches)), TOGETHER_TOKENS):
             begin = [span.cache.length for span in spans]
             x = self._forward_spans(tokens, spans)
             for i, first, span in zip(which, begin, spans):
@@ -511,7 +514,7 @@ class Model(Parts):
         if reason is not None:
             return None, reason
         routing = plans.Routing(self.fused_experts, self.expert_reduction)
-        return plans.Fast(self.weights, self.blocks, self.head, self.threads, self.how, routing), None
+        return plans.Fast(self.weights, self.blocks, self.head, self.threads, self.attention, routing), None
 
     def _forward_fast(self, ids: np.ndarray, cache: Cache, logits: str) -> np.ndarray | None:
         """What `forward` gives; None when something on the way is not finite."""
@@ -528,18 +531,18 @@ class Model(Parts):
 
     def _run(self, tokens: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] before the output norm; keys and values go into the spans' caches."""
-        x = self.enter(tokens)
+        x = self.embed_checked(tokens)
         for worker, run in [(None, self.blocks)] if self.split is None else self.split.runs:
-            y = None if self.split is None else self.split.replayed(worker, run, x, spans)
+            y = None if self.split is None else self.split.replay(worker, run, x, spans)
             if y is None:  # also where what was replayed is not finite, to find out why
                 for block in run:
-                    x = self._advance(block, x, spans)
+                    x = self._run_block(block, x, spans)
             else:
                 x = y
-        return self._here(x)
+        return self._to_host(x)
 
     @_one_at_a_time
-    def enter(self, tokens: np.ndarray) -> np.ndarray:
+    def embed_checked(self, tokens: np.ndarray) -> np.ndarray:
         """What `embed` gives, looked at by the tripwire."""
         self._require_sound(None)
         x = self.embed(tokens)
@@ -547,26 +550,26 @@ class Model(Parts):
         return x
 
     @_one_at_a_time
-    def advance(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+    def run_block_checked(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """What `run_block` gives, looked at by the tripwire."""
-        return self._here(self._advance(block, x, spans))
+        return self._to_host(self._run_block(block, x, spans))
 
-    def _advance(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+    def _run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """The same, left on its device."""
         self._require_sound(block.layer)
         y = super().run_block(block, x, spans) if self.split is None else self.split.run_block(block, x, spans)
         if not (self if self.split is None else self.split).is_finite(y):
-            self._blame(block, self._here(x), spans)
+            self._diagnose(block, self._to_host(x), spans)
         return y
 
-    def _here(self, x: np.ndarray) -> np.ndarray:
+    def _to_host(self, x: np.ndarray) -> np.ndarray:
         """What left a block, in the host's memory."""
         return x if self.split is None else self.split.host(x)
 
     @_one_at_a_time
     def embed(self, tokens: np.ndarray) -> np.ndarray:
         """float32[tokens, n_embd] that enters the first block."""
-        x = layers.embed(self.weights[self.head.embedding], tokens)
+        x = float_linear.embed(self.weights[self.head.embedding], tokens)
         if self.head.embedding_scale != 1:
             x *= np.float32(self.head.embedding_scale)
         return x if self.split is None else self.split.embedded(x)
@@ -580,15 +583,15 @@ class Model(Parts):
         """float32[tokens, n_embd] that leaves a block, on whatever devices."""
         if self.split is None:
             return super().run_block(block, x, spans)
-        return self._here(self.split.run_block(block, x, spans))
+        return self._to_host(self.split.run_block(block, x, spans))
 
     @_one_at_a_time
-    def forget(self, names: Iterable[str]) -> None:
+    def drop_cached(self, names: Iterable[str]) -> None:
         """Drop what was made of these tensors."""
         names = list(names)
-        super().forget(names)
+        super().drop_cached(names)
         if self.split is not None:
-            self.split.forget(names)
+            self.split.drop_cached(names)
 
     def _project(self, x: np.ndarray) -> np.ndarray:
         if self.split is None:
@@ -627,14 +630,14 @@ class Model(Parts):
             )
         if cache.one_layer:
             raise DataError(f"{self.path}: layer_cache() is for one layer at a time; make a cache with new_cache()")
-        if not self.how.flash:
-            cache_type_of(cache.type, self.numerics, self.how)
+        if not self.attention.flash:
+            cache_type_of(cache.type, self.numerics, self.attention)
 
     def _check_attention(self, kind: CacheType, n_ctx: int | None) -> None:
         """UnsupportedError or DataError where caches of this type, or the bound on attention's memory, do not fit."""
         hp = self._cached
         kind.rotations(hp.head_dim_k, hp.head_dim_v)
-        self.how.query_rows(hp.n_head // hp.n_head_kv, n_ctx or 1, self.threads)
+        self.attention.query_rows(hp.n_head // hp.n_head_kv, n_ctx or 1, self.threads)
 
     def _check_weights(self) -> None:
         """UnsupportedError for a tensor of a type that cannot be decoded."""
@@ -658,7 +661,7 @@ class Model(Parts):
         for layer in list(self._unchecked):
             self._require_sound(layer)
 
-    def _blame(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> None:
+    def _diagnose(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> None:
         """Run a block whose result was not finite once more, and raise a DataError that names the first bad tensor."""
         self._checking = True
         try:

@@ -172,7 +172,7 @@ def _of_iq1_m(blocks: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(found[..., None]).view(np.float16)
 
 
-def culprit(tensor: Tensor | None) -> str:
+def describe_nonfinite(tensor: Tensor | None) -> str:
     """What to say of a weight whose product is not finite."""
     if tensor is None or not tensor.type.has_codec:
         return ""

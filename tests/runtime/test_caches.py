@@ -16,12 +16,14 @@ from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import simd_intrinsic
 from quantkit.errors import DataError, UnknownNameError, UnsupportedError
 from quantkit.placement import kernel_sizes
-from quantkit.runtime.blocks import layers
-from quantkit.runtime.blocks.layers import Attending, Span
+from quantkit.runtime.blocks import float_attention, float_ops
+from quantkit.runtime.blocks.float_attention import AttentionOptions
+from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.kernels import kv_rounding
 from quantkit.runtime.kernels.cpu import attention, kv_rows, prefill_ops
 from quantkit.runtime.kernels.cpu.thread_team import OpList
-from quantkit.runtime.kv.cache import Cache, CacheType
+from quantkit.runtime.kv.cache import Cache
+from quantkit.runtime.kv.cache_type import CacheType
 from tests.runtime.other_cpus import is_other_cpu, run_tests, test_that_this_is_the_path  # noqa: F401
 
 ALL = kv_rounding.FLOATS + kv_rounding.QUANTIZED
@@ -156,7 +158,7 @@ class Compiled:
         q, k, v = (laid.keep(x.copy()) for x in (q, k, v))
         places = [(c.k[0].ctypes.data, c.v[0].ctypes.data, c.n_ctx) for c in caches]
         n_ctx, rope = max(c.n_ctx for c in caches), self.part.rope
-        tables = [laid.keep(x) for x in layers.rope_tables(rope, n_ctx)]
+        tables = [laid.keep(x) for x in float_ops.rope_tables(rope, n_ctx)]
         return {
             "q": q.ctypes.data, "k": k.ctypes.data, "v": v.ctypes.data, "cos": tables[0].ctypes.data,
             "sin": tables[1].ctypes.data, "rope_dim": rope.dim, "step": 1, "pair": rope.dim // 2,
@@ -213,7 +215,7 @@ def filled(hp: HParams, kind: CacheType, past: int, room: int, rng: np.random.Ge
     k = rng.standard_normal((past, hp.n_head_kv * hp.head_dim_k), np.float32)
     v = rng.standard_normal((past, hp.n_head_kv * hp.head_dim_v), np.float32)
     if past:
-        layers.remember(k, v, cache, 0)
+        float_attention.append_rows(k, v, cache, 0)
     cache.length = past
     return cache
 
@@ -228,12 +230,12 @@ def plain(part: Attention, q: np.ndarray, k: np.ndarray, v: np.ndarray, spans: l
     """The same, layer by layer."""
     q, k = q.copy(), k.copy()
     positions = np.concatenate([np.arange(s.stop - s.start) + s.cache.length for s in spans])
-    tables = layers.rope_tables(part.rope, int(positions.max()) + 1)
-    layers.turn(q, "neox", part.head_dim_k, tables, positions, 1)
-    layers.turn(k, "neox", part.head_dim_k, tables, positions, 1)
+    tables = float_ops.rope_tables(part.rope, int(positions.max()) + 1)
+    float_ops.apply_rope(q, "neox", part.head_dim_k, tables, positions, 1)
+    float_ops.apply_rope(k, "neox", part.head_dim_k, tables, positions, 1)
     for span in spans:
-        layers.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, 0)
-    return layers.attend(layers.Heads.of(part), 0, q, spans, 1)
+        float_attention.append_rows(k[span.start : span.stop], v[span.start : span.stop], span.cache, 0)
+    return float_attention.attend(float_attention.Heads.of(part), 0, q, spans, 1)
 
 
 def decoded(cache: Cache, part: Attention) -> np.ndarray:
@@ -297,14 +299,16 @@ def test_plain_attention_is_flash_attention(name: str, rng: np.random.Generator)
     cache = filled(hp, CacheType.parse(name), 700, 40, rng)
     q = rng.standard_normal((40, 8 * 64), np.float32)
     spans = [Span(0, 40, cache)]
-    wanted = layers.attend(layers.Heads.of(part), 0, q, spans, 2)
-    for how in (Attending(flash=False), Attending(False, 0), Attending(False, 1)):
-        np.testing.assert_allclose(layers.attend(layers.Heads.of(part), 0, q, spans, 2, how), wanted, atol=1e-5)
+    wanted = float_attention.attend(float_attention.Heads.of(part), 0, q, spans, 2)
+    for how in (AttentionOptions(flash=False), AttentionOptions(False, 0), AttentionOptions(False, 1)):
+        np.testing.assert_allclose(
+            float_attention.attend(float_attention.Heads.of(part), 0, q, spans, 2, how), wanted, atol=1e-5
+        )
 
 
 def test_the_bound_on_scores() -> None:
-    assert Attending().query_rows(3, 1 << 30, 8) == layers.QUERY_ROWS
-    bound = Attending(False, 1)
+    assert AttentionOptions().query_rows(3, 1 << 30, 8) == float_attention.QUERY_ROWS
+    bound = AttentionOptions(False, 1)
     assert bound.query_rows(3, 8192, 2) == 12  # 64 KiB a query
     assert bound.query_rows(3, 8193, 2) == 12
     assert bound.query_rows(3, 16384, 2) == 6

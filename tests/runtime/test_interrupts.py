@@ -244,8 +244,8 @@ def test_helpers_end_before_an_interrupt_is_raised(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("where", ["before submit", "after submit", "wait"])
 def test_devices_interrupted_between_them(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was left waiting for the others would add its number to those of the next sum."""
-    adding = all_reduce.Reduce([None, None])
-    place, name = (all_reduce, "wait") if where == "wait" else (adding._threads[1], "submit")
+    devices = all_reduce.AllReduce([None, None])
+    place, name = (all_reduce, "wait") if where == "wait" else (devices._threads[1], "submit")
     original, calls = getattr(place, name), []
 
     def cut_off(*args: Any) -> Any:
@@ -260,7 +260,10 @@ def test_devices_interrupted_between_them(where: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(place, name, cut_off)
 
     def total(first: int) -> list[float]:
-        return [float(x[0]) for x in adding.each(lambda rank: adding.add(rank, np.full(1, first + rank, np.float32)))]
+        return [
+            float(x[0])
+            for x in devices.run_on_all(lambda rank: devices.sum(rank, np.full(1, first + rank, np.float32)))
+        ]
 
     with pytest.raises(KeyboardInterrupt):
         total(100)
@@ -269,16 +272,16 @@ def test_devices_interrupted_between_them(where: str, monkeypatch: pytest.Monkey
 
 
 def test_devices_interrupted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    adding = all_reduce.Reduce([None, None])
+    devices = all_reduce.AllReduce([None, None])
 
     def cut_off(*args: Any) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(all_reduce, "wait", cut_off)
     with pytest.raises(KeyboardInterrupt):
-        adding.each(lambda rank: rank)
+        devices.run_on_all(lambda rank: rank)
     with pytest.raises(QuantkitError, match="load the model again"):
-        adding.each(lambda rank: rank)
+        devices.run_on_all(lambda rank: rank)
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 
 from quantkit.archs.common.blocks import Attention, HParams, Linear, Norm, Rope, Yarn
 from quantkit.codegen.jit import kernel
-from quantkit.runtime.blocks import layers
-from quantkit.runtime.blocks.layers import Span
+from quantkit.runtime.blocks import float_attention, float_ops
+from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.kernels import reference
 from quantkit.runtime.kv.cache import Cache
 
@@ -39,13 +39,13 @@ def test_rms_norm(rng: np.random.Generator) -> None:
     x = rng.standard_normal((70, 600), np.float32) * 30
     weight = rng.standard_normal(600, np.float32)
     exact = x / np.sqrt((x.astype(np.float64) ** 2).mean(1, keepdims=True) + 1e-5) * weight
-    np.testing.assert_allclose(layers.rms_norm(x, weight, 1e-5, 2), exact, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(float_ops.rms_norm(x, weight, 1e-5, 2), exact, rtol=1e-6, atol=1e-6)
 
 
 def test_swiglu(rng: np.random.Generator) -> None:
     gate, up = rng.standard_normal((2, 70, 600), np.float32) * 20
     exact = gate / (1 + np.exp(-gate.astype(np.float64))) * up
-    np.testing.assert_allclose(layers.activate("swiglu", gate.copy(), up, 2), exact, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(float_ops.activate("swiglu", gate.copy(), up, 2), exact, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("style", ["norm", "neox"])
@@ -55,9 +55,9 @@ def test_rope_turns_pairs(style: str, rng: np.random.Generator) -> None:
     x = rng.standard_normal((5, heads * dim), np.float32)
     positions = np.array([0, 7, 3, 11, 4])
     factors = np.linspace(1, 3, turned // 2).astype(np.float32)
-    tables = layers.rope_tables(Rope(style, turned, 500.0, 0.5), 12, factors)
+    tables = float_ops.rope_tables(Rope(style, turned, 500.0, 0.5), 12, factors)
     y = x.copy()
-    layers.turn(y, style, dim, tables, positions, 1)
+    float_ops.apply_rope(y, style, dim, tables, positions, 1)
     split = x.reshape(5, heads, dim).astype(np.float64)
     got = y.reshape(5, heads, dim)
     first = slice(0, turned, 2) if style == "norm" else slice(0, turned // 2)
@@ -79,7 +79,7 @@ def test_yarn_is_that_of_transformers() -> None:
     )
     frequencies, size = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
     angle = np.arange(300)[:, None] * frequencies.numpy().astype(np.float64)
-    cos, sin = layers.rope_tables(Rope("neox", 64, 10000.0, 1 / 8, yarn=Yarn(512)), 300)
+    cos, sin = float_ops.rope_tables(Rope("neox", 64, 10000.0, 1 / 8, yarn=Yarn(512)), 300)
     assert size == pytest.approx(1 + 0.1 * math.log(8))
     np.testing.assert_allclose(cos, np.cos(angle) * size, atol=1e-4)
     np.testing.assert_allclose(sin, np.sin(angle) * size, atol=1e-4)
@@ -129,9 +129,9 @@ def test_attention(
     if cache_type == "f16":  # what the cache keeps
         k, v = (x.astype(np.float16).astype(np.float32) for x in (k, v))
     cache = Cache(hp, past + tokens + 5, cache_type)
-    layers.remember(k, v, cache, 1)
+    float_attention.append_rows(k, v, cache, 1)
     cache.length = past
-    got = layers.attend(layers.Heads.of(part), 1, q, [Span(0, tokens, cache)], 2)
+    got = float_attention.attend(float_attention.Heads.of(part), 1, q, [Span(0, tokens, cache)], 2)
     np.testing.assert_allclose(got, naive_attention(q, k, v, part), atol=1e-5)
 
 
@@ -143,8 +143,8 @@ def test_attention_keeps_sequences_apart(rng: np.random.Generator) -> None:
     caches = [Cache(hp, 40, "f32"), Cache(hp, 30, "f32")]
     spans = [Span(0, 40, caches[0]), Span(40, 70, caches[1])]
     for span in spans:
-        layers.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, 0)
-    got = layers.attend(layers.Heads.of(part), 0, q, spans, 2)
+        float_attention.append_rows(k[span.start : span.stop], v[span.start : span.stop], span.cache, 0)
+    got = float_attention.attend(float_attention.Heads.of(part), 0, q, spans, 2)
     for a, b in ((0, 40), (40, 70)):
         np.testing.assert_allclose(got[a:b], naive_attention(q[a:b], k[a:b], v[a:b], part), atol=2e-6)
 
@@ -154,7 +154,7 @@ def test_the_f16_cache_rounds_as_ieee_does(rng: np.random.Generator) -> None:
     x[0, :4] = [65519.9, 65520, 2**-25, 1 + 2**-11]
     cache = Cache(hparams(4, 4, 16, 16), 10, "f16")
     cache.length = 1
-    layers.remember(x, x, cache, 0)
+    float_attention.append_rows(x, x, cache, 0)
     with np.errstate(over="ignore"):
         wanted = x.astype(np.float16).view(np.uint16).reshape(9, 4, 16)
     for kept in (cache.k[0], cache.v[0]):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quantkit.formats import gguf
-from quantkit.runtime.kv.cache import CacheType
+from quantkit.runtime.kv.cache_type import CacheType
 from quantkit.runtime.model import Model, load
 
 TOKENS = 512

@@ -181,7 +181,7 @@ def test_what_is_not_finite_is_named_and_the_states_stay(hybrid: Path) -> None:
             return poisoned
 
     model.weights = {**model.weights, name: Bad()}
-    model.forget([name])
+    model.drop_cached([name])
     with pytest.raises(DataError, match=r"blk\.3\.ssm_out\.weight made nan .* not finite in 1 row\(s\), first 5"):
         model.forward(TOKENS[10:20], cache)
 

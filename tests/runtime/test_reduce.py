@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quantkit.errors import UnsupportedError
-from quantkit.runtime.parallel.all_reduce import Gloo, Nccl, Reduce
+from quantkit.runtime.parallel.all_reduce import AllReduce, Gloo, Nccl
 
 
 class Options:
@@ -46,21 +46,21 @@ class Group:
 
 
 @pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> Reduce:
+def nccl(monkeypatch: pytest.MonkeyPatch) -> AllReduce:
     """Three devices whose sums go through `Group`."""
     places = [torch.device("cpu")] * 3
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
-    adding = Reduce(places)
-    assert isinstance(adding._groups, Gloo)  # none of them is a GPU's
-    adding._groups = Nccl(places, adding)
-    assert len({group.thread for group in adding._groups._of}) == 3
-    return adding
+    all_reduce = AllReduce(places)
+    assert isinstance(all_reduce._groups, Gloo)  # none of them is a GPU's
+    all_reduce._groups = Nccl(places, all_reduce)
+    assert len({group.thread for group in all_reduce._groups._of}) == 3
+    return all_reduce
 
 
-def test_gpus_add_up_in_their_memory(nccl: Reduce) -> None:
+def test_gpus_add_up_in_their_memory(nccl: AllReduce) -> None:
     given = [torch.full((2, 3), float(rank + 1)) for rank in range(3)]
     for _ in range(3):
-        for found in nccl.each(lambda rank: nccl.add(rank, given[rank])):
+        for found in nccl.each(lambda rank: nccl.sum(rank, given[rank])):
             assert found.dtype == torch.float32
             assert found.tolist() == [[6.0] * 3] * 2
     assert [float(x[0, 0]) for x in given] == [1, 2, 3]
@@ -68,20 +68,20 @@ def test_gpus_add_up_in_their_memory(nccl: Reduce) -> None:
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
 def test_arrays_and_tensors_add_up_through_the_host(kind: str) -> None:
-    adding = Reduce([None, torch.device("cpu")], kind)
+    all_reduce = AllReduce([None, torch.device("cpu")], kind)
     given = np.full((2, 2), 1.25, np.float32), torch.full((2, 2), 2.0)
-    array, tensor = adding.each(lambda rank: adding.add(rank, given[rank]))
+    array, tensor = all_reduce.run_on_all(lambda rank: all_reduce.sum(rank, given[rank]))
     assert array.dtype == np.float32
     assert (array == 3.25).all()
     assert torch.equal(tensor, torch.full((2, 2), 3.25))
 
 
 @pytest.mark.parametrize("how", ["nccl", "gloo"])
-def test_nobody_waits_for_one_that_failed(how: str, nccl: Reduce) -> None:
-    adding = nccl if how == "nccl" else Reduce([None] * 3)
+def test_nobody_waits_for_one_that_failed(how: str, nccl: AllReduce) -> None:
+    all_reduce = nccl if how == "nccl" else AllReduce([None] * 3)
 
     def add(rank: int) -> float:
-        return float(adding.add(rank, torch.ones(2))[0])
+        return float(all_reduce.sum(rank, torch.ones(2))[0])
 
     def fails(rank: int) -> None:
         add(rank)
@@ -90,11 +90,11 @@ def test_nobody_waits_for_one_that_failed(how: str, nccl: Reduce) -> None:
         add(rank)
 
     with pytest.raises(ValueError, match="out of memory"):
-        adding.each(fails)
-    assert adding.each(add) == [3, 3, 3]
+        all_reduce.run_on_all(fails)
+    assert all_reduce.run_on_all(add) == [3, 3, 3]
 
 
 def test_a_torch_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.distributed, "ProcessGroupNCCL", raising=False)
     with pytest.raises(UnsupportedError, match="NCCL, which adds up between GPUs; take -sm layer"):
-        Reduce([torch.device("cuda", 0), torch.device("cuda", 1)])
+        AllReduce([torch.device("cuda", 0), torch.device("cuda", 1)])

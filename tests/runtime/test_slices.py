@@ -1,4 +1,4 @@
-"""Parts of tensors hold the values of those parts, in every type; cuts are where blocks and groups end."""
+"""BlockRunner of tensors hold the values of those parts, in every type; cuts are where blocks and groups end."""
 
 from __future__ import annotations
 

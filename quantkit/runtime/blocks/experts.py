@@ -21,7 +21,7 @@ from quantkit.archs.common import blocks
 from quantkit.codegen import jit
 from quantkit.errors import DataError
 from quantkit.formats.gguf import Tensor
-from quantkit.runtime.blocks import layers
+from quantkit.runtime.blocks import float_linear, float_ops
 from quantkit.runtime.kernels import reference
 
 Reduction = tuple[int, float]
@@ -84,7 +84,7 @@ def run(
         token, rank = np.nonzero(chosen == number)
         gate, up, down = (matrix(linear, int(number)) for linear in (part.gate, part.up, part.down))
         given = np.ascontiguousarray(x[token])
-        hidden = layers.activate(part.activation, gate(given), up(given), threads)
+        hidden = float_ops.activate(part.activation, gate(given), up(given), threads)
         if observe is not None:
             for linear, entering in ((part.gate, given), (part.up, given), (part.down, hidden)):
                 observe(linear.weight, entering, int(number), part.count)
@@ -92,10 +92,10 @@ def run(
     return out
 
 
-def linear_of(tensors: Mapping[str, Tensor], threads: int, linear: blocks.Linear, number: int) -> layers.Linear:
+def linear_of(tensors: Mapping[str, Tensor], threads: int, linear: blocks.Linear, number: int) -> float_linear.Linear:
     """One expert's matrix, with its bias."""
     bias = tensors[linear.bias].decode_rows(number, number + 1)[0] if linear.bias else None
-    return layers.Linear(_Matrix(tensors[linear.weight], number), "exact", threads, bias)
+    return float_linear.Linear(_Matrix(tensors[linear.weight], number), "exact", threads, bias)
 
 
 class _Matrix(Tensor):

@@ -26,10 +26,12 @@ from quantkit import types
 from quantkit.archs.common import blocks
 from quantkit.codegen import jit
 from quantkit.formats.gguf import Tensor
-from quantkit.runtime.blocks import layers
-from quantkit.runtime.blocks.layers import Attending, Heads, Span
+from quantkit.runtime.blocks import float_attention, float_ops
+from quantkit.runtime.blocks.float_attention import AttentionOptions, Heads
+from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.kernels import kv_rounding
-from quantkit.runtime.kv.cache import Cache, CacheShape, CacheType
+from quantkit.runtime.kv.cache import Cache, CacheShape
+from quantkit.runtime.kv.cache_type import CacheType
 
 EXPAND = 128
 MODES = (0, 1, 2, 3)
@@ -41,19 +43,19 @@ class Run(Protocol):
     """What this needs of a runtime.model.Model that runs."""
 
     threads: int
-    how: Attending
+    attention: AttentionOptions
     mla: int
 
     @property
     def weights(self) -> Weights: ...
     def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray: ...
     def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray: ...
-    def turn(self, x: np.ndarray, rope: blocks.Rope, dim: int, spans: list[Span]) -> None: ...
+    def apply_rope(self, x: np.ndarray, rope: blocks.Rope, dim: int, spans: list[Span]) -> None: ...
     def observe(self, name: str, x: np.ndarray, *which: int) -> None: ...
     def check(self, what: str, y: np.ndarray) -> None: ...
-    def between(self, part: blocks.LatentAttention) -> Between: ...
+    def head_projections(self, part: blocks.LatentAttention) -> HeadProjections: ...
     def attend(
-        self, heads: Heads, layer: int, q: np.ndarray, spans: list[Span], how: Attending | None = None
+        self, heads: Heads, layer: int, q: np.ndarray, spans: list[Span], attention: AttentionOptions | None = None
     ) -> np.ndarray: ...
     def attend_latents(
         self, part: blocks.LatentAttention, layer: int, q: np.ndarray, latents: np.ndarray, spans: list[Span]
@@ -75,7 +77,7 @@ def cached(hparams: blocks.HParams, parts: Sequence[blocks.Block], mla: int) -> 
 # --------------------------------------------------------------------------------------------- between latent and head
 
 
-class Between:
+class HeadProjections:
     """The matrices of a part, head by head, decoded."""
 
     def __init__(self, part: blocks.LatentAttention, weights: Weights, threads: int):
@@ -136,7 +138,7 @@ class Between:
 
     def _each(self, one: Callable[[int], None], count: int | None = None) -> None:
         def task(begin: int, end: int) -> None:
-            with layers.silent():
+            with float_ops.ignore_nonfinite():
                 for head in range(begin, end):
                     one(head)
 
@@ -168,11 +170,11 @@ class _Expanded(Cache):
 
 
 def attend_expanded(
-    run: Run, part: blocks.LatentAttention, between: Between, layer: int, q: np.ndarray, span: Span
+    run: Run, part: blocks.LatentAttention, projections: HeadProjections, layer: int, q: np.ndarray, span: Span
 ) -> np.ndarray:
     """float32[tokens, heads * head_dim_v] of q float32[tokens, heads, head_dim_k] of one span; its latents are cached.
 
-    Keys and values of so many heads at a time as fit `run.how.work_mib`.
+    Keys and values of so many heads at a time as fit `run.attention.work_mib`.
     """
     length = span.cache.length + span.stop - span.start
     rows = span.cache.k[layer][0, :length]
@@ -181,13 +183,13 @@ def attend_expanded(
     if block:
         latents = kv_rounding.rotate(latents, block)  # its own inverse
     together = part.heads
-    if run.how.work_mib:
+    if run.attention.work_mib:
         each = 4 * length * (part.head_dim_k + part.head_dim_v)
-        together = max(1, min(together, (run.how.work_mib << 20) // each))
+        together = max(1, min(together, (run.attention.work_mib << 20) // each))
     parts = []
     for first in range(0, part.heads, together):
         stop = min(part.heads, first + together)
-        keys = _Expanded(*between.expanded(latents, first, stop), span.cache.length)
+        keys = _Expanded(*projections.expanded(latents, first, stop), span.cache.length)
         mine = np.ascontiguousarray(q[:, first:stop]).reshape(len(q), -1)
         heads = Heads(stop - first, stop - first, part.head_dim_k, part.head_dim_v, part.scale)
         parts.append(run.attend(heads, 0, mine, [Span(0, len(q), keys)]))
@@ -214,12 +216,12 @@ def attention(run: Run, part: blocks.LatentAttention, layer: int, x: np.ndarray,
         q = run.norm(part.q_a_norm, run.linear(part.q_a, y))
     q = run.linear(part.q, q).reshape(len(x), part.heads, part.head_dim_k)
     turned = np.ascontiguousarray(q[:, :, part.nope :]).reshape(len(x), -1)
-    run.turn(turned, part.rope, part.rope.dim, spans)
+    run.apply_rope(turned, part.rope, part.rope.dim, spans)
     q[:, :, part.nope :] = turned.reshape(len(x), part.heads, -1)
     kv = run.linear(part.kv_a, y)
     c = run.norm(part.kv_a_norm, np.ascontiguousarray(kv[:, : part.kv_lora]))
     r = np.ascontiguousarray(kv[:, part.kv_lora :])
-    run.turn(r, part.rope, part.rope.dim, spans)
+    run.apply_rope(r, part.rope, part.rope.dim, spans)
     y = run.attend_latents(part, layer, q, np.concatenate([c, r], axis=1), spans)
     run.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
     return run.linear(part.out, y)
@@ -229,32 +231,34 @@ def attend(
     run: Run, part: blocks.LatentAttention, layer: int, q: np.ndarray, latents: np.ndarray, spans: list[Span]
 ) -> np.ndarray:
     """float32[tokens, heads * head_dim_v] of queries and latents after rope, as `mla` says."""
-    between = run.between(part)
+    projections = run.head_projections(part)
     if not run.mla:
         observe(run, part.kv_b, latents[:, : part.kv_lora])
-        k, v = (x.transpose(1, 0, 2).reshape(len(q), -1) for x in between.expanded(latents, 0, part.heads))
+        k, v = (x.transpose(1, 0, 2).reshape(len(q), -1) for x in projections.expanded(latents, 0, part.heads))
         for span in spans:
-            layers.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
+            float_attention.append_rows(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
         return run.attend(full(part), layer, q.reshape(len(q), -1), spans)
     for span in spans:
-        layers.remember(latents[span.start : span.stop], None, span.cache, layer)
+        float_attention.append_rows(latents[span.start : span.stop], None, span.cache, layer)
     out = np.empty((len(q), part.heads * part.head_dim_v), np.float32)
     few = []
     for span in spans:
-        if run.mla > 1 and run.how.flash and span.stop - span.start >= EXPAND:
+        if run.mla > 1 and run.attention.flash and span.stop - span.start >= EXPAND:
             rows = slice(span.start, span.stop)
             observe(run, part.kv_b, latents[rows, : part.kv_lora])
-            out[rows] = attend_expanded(run, part, between, layer, q[rows], span)
+            out[rows] = attend_expanded(run, part, projections, layer, q[rows], span)
         else:
             few.append(span)
-    how = replace(run.how, flash=False) if run.mla == 2 else run.how
+    attention = replace(run.attention, flash=False) if run.mla == 2 else run.attention
     for span in few:
         rows = slice(span.start, span.stop)
         mine = np.ascontiguousarray(q[rows])
         observe(run, part.k_b, mine[:, :, : part.nope])
-        found = run.attend(absorbed(part), layer, between.queries(mine), [Span(0, len(mine), span.cache)], how)
+        found = run.attend(
+            absorbed(part), layer, projections.queries(mine), [Span(0, len(mine), span.cache)], attention
+        )
         observe(run, part.v_b, found.reshape(len(mine), part.heads, -1))
-        out[rows] = between.values(found)
+        out[rows] = projections.values(found)
     return out
 
 

@@ -21,10 +21,10 @@ import numpy as np
 
 from quantkit.archs.common import blocks
 from quantkit.codegen import jit
-from quantkit.runtime.blocks import layers
-from quantkit.runtime.blocks.layers import Span
+from quantkit.runtime.blocks import float_ops
+from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.kernels import reference
-from quantkit.runtime.kv.cache import LayerState
+from quantkit.runtime.kv.saved_state import LayerState
 
 CHUNK = 64
 GONE = 1e-34
@@ -59,7 +59,7 @@ def delta_net(run: Run, part: blocks.DeltaNet, layer: int, x: np.ndarray, spans:
         attend(part, mixed, g[rows], beta[rows], before.heads, after.heads, out[rows], run.threads)
     run.check(f"delta rule of blk.{layer}", out)
     normed = run.norm(part.out_norm, out.reshape(-1, sizes.head_dim_v)).reshape(out.shape)
-    return run.linear(part.out, layers.activate("swiglu", gates, normed, run.threads))
+    return run.linear(part.out, float_ops.activate("swiglu", gates, normed, run.threads))
 
 
 def _projected(run: Run, part: blocks.DeltaNet, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -83,9 +83,9 @@ def _rates(run: Run, part: blocks.DeltaNet, y: np.ndarray) -> tuple[np.ndarray, 
         assert part.beta is not None
         assert part.alpha is not None
         b, a = run.linear(part.beta, y), run.linear(part.alpha, y)
-    with layers.silent():
+    with float_ops.ignore_nonfinite():
         g = run.vector(part.a) * np.logaddexp(np.float32(0), a + run.vector(part.dt))
-    return g, layers.sigmoid(b)
+    return g, float_ops.sigmoid(b)
 
 
 def _convolved(
@@ -104,7 +104,7 @@ def _convolved(
         reference.unit_heads(out[start:stop], 0, sizes.key_heads, sizes.head_dim_k, sizes.head_dim_k**-0.5)
         reference.unit_heads(out[start:stop], sizes.keys, sizes.key_heads, sizes.head_dim_k, 1.0)
 
-    jit.over_rows(task, tokens, threads=threads if x.size > layers.SERIAL_ELEMENTS else 1, pieces=1)
+    jit.over_rows(task, tokens, threads=threads if x.size > float_ops.SERIAL_ELEMENTS else 1, pieces=1)
     return out
 
 
@@ -141,7 +141,7 @@ def attend(
         for first in range(start, stop, HEADS):
             some = slice(first, min(stop, first + HEADS))
             after[some] = before[some]
-            with layers.silent():
+            with float_ops.ignore_nonfinite():
                 _chunks(sizes, x, key_of[some], some, decay[some], betas[some], after[some], out, chunk)
 
     busy = len(x) * sizes.inner > BUSY

@@ -30,14 +30,16 @@ from quantkit.archs.common import blocks
 from quantkit.formats.gguf import Tensor
 from quantkit.placement import kernel_sizes
 from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes
-from quantkit.runtime.blocks import layers
+from quantkit.runtime.blocks import float_attention, float_linear, float_ops
 from quantkit.runtime.blocks.experts import Reduction
-from quantkit.runtime.blocks.layers import Span
+from quantkit.runtime.blocks.float_attention import AttentionOptions
+from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.kernels import dispatch
 from quantkit.runtime.kernels.cpu import attention, decode_ops, expert_ops, gemm, prefill_ops
 from quantkit.runtime.kernels.cpu.kv_rows import Heads
 from quantkit.runtime.kernels.cpu.thread_team import OpList
-from quantkit.runtime.kv.cache import Cache, CacheType
+from quantkit.runtime.kv.cache import Cache
+from quantkit.runtime.kv.cache_type import CacheType
 
 _ROWS = 32  # shares of a matrix are multiples of so many rows: whole blocks of what is quantized next
 
@@ -60,7 +62,7 @@ class _Plan:
         parts: Sequence[blocks.Block],
         head: blocks.Head,
         threads: int,
-        how: layers.Attending,
+        how: AttentionOptions,
         routing: Routing,
     ):
         self._routing = routing
@@ -127,13 +129,17 @@ class _Plan:
 
     def _span(self, flash: int) -> int:
         """Positions worked on at a time: so many with a streaming softmax, all for plain attention."""
-        return flash if self._how.flash else -(-self._n_ctx // layers.KEYS_TOGETHER) * layers.KEYS_TOGETHER
+        return (
+            flash
+            if self._how.flash
+            else -(-self._n_ctx // float_attention.KEYS_TOGETHER) * float_attention.KEYS_TOGETHER
+        )
 
     def _tables(self, rope: blocks.Rope, n_ctx: int) -> tuple[np.ndarray, np.ndarray]:
         held = self._rope_tables.get(rope)
         if held is None or len(held[0]) < n_ctx:
-            factors = layers.vector(self._weights[rope.factors]) if rope.factors else None
-            held = self._rope_tables[rope] = layers.rope_tables(rope, n_ctx, factors)
+            factors = float_linear.vector(self._weights[rope.factors]) if rope.factors else None
+            held = self._rope_tables[rope] = float_ops.rope_tables(rope, n_ctx, factors)
         return held
 
     def _look(self, layer: int, part: blocks.Attention, function: int, names: tuple[str, ...], **values: int) -> None:
@@ -142,7 +148,7 @@ class _Plan:
 
     def _vector(self, ops: OpList, name: str | None) -> int:
         """Address of a norm's weight or a bias; 0 for None."""
-        return ops.keep(layers.vector(self._weights[name])).ctypes.data if name else 0
+        return ops.keep(float_linear.vector(self._weights[name])).ctypes.data if name else 0
 
     def _rows(self, linear: blocks.Linear) -> int:
         return self._weights[linear.weight].shape[0]
@@ -208,7 +214,7 @@ class Step(_Plan):
         parts: Sequence[blocks.Block],
         head: blocks.Head,
         threads: int,
-        how: layers.Attending,
+        how: AttentionOptions,
         routing: Routing,
     ):
         super().__init__(weights, parts, head, threads, how, routing)
@@ -218,7 +224,7 @@ class Step(_Plan):
     def __call__(self, token: int, cache: Cache) -> np.ndarray:
         """A fresh array. The caller has seen to it that the cache has room."""
         self._use([cache])
-        self._x[:] = layers.embed(self._weights[self._head.embedding], np.array([token]))[0]
+        self._x[:] = float_linear.embed(self._weights[self._head.embedding], np.array([token]))[0]
         self._state[0] = cache.length
         self._ops.run()
         cache.length += 1
@@ -381,7 +387,7 @@ class Prompt(_Plan):
         parts: Sequence[blocks.Block],
         head: blocks.Head,
         threads: int,
-        how: layers.Attending,
+        how: AttentionOptions,
         routing: Routing,
     ):
         super().__init__(weights, parts, head, threads, how, routing)
@@ -392,7 +398,7 @@ class Prompt(_Plan):
         """At most BATCH_TOKENS tokens; a view that the next call overwrites. Caches of several spans have one type."""
         self._use([span.cache for span in spans])
         count = len(tokens)
-        self._x[:count] = layers.embed(self._weights[self._head.embedding], tokens)
+        self._x[:count] = float_linear.embed(self._weights[self._head.embedding], tokens)
         table = [(span.start, span.stop - span.start, span.cache.length) for span in spans]
         state = np.array([count, 0, len(spans), *itertools.chain.from_iterable(table)], np.int64)
         self._state[: len(state)] = state
@@ -596,7 +602,7 @@ class Fast:
         parts: Sequence[blocks.Block],
         head: blocks.Head,
         threads: int,
-        how: layers.Attending,
+        how: AttentionOptions,
         routing: Routing,
     ):
         self.step = Step(weights, parts, head, threads, how, routing)

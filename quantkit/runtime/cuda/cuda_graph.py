@@ -1,9 +1,9 @@
-"""The launches of one token's way through layers of a GPU, recorded once and replayed: a CUDA graph.
+"""CUDA graphs: the launches of one token through neighbouring layers, captured once and replayed.
 
-A step of decoding is some fifteen launches a layer, each of which takes the host longer than the GPU. A `Recorded` has
-them as one. What differs between tokens is read from its tensors: the activations that enter and the position. What is
-not memory of the GPU is what it was when the step was recorded, so that layers go in only if nothing of them is
-computed on the CPU or depends on a number of the host: see `records`.
+Decoding takes about fifteen launches a layer, and a launch takes the host longer than the GPU. A `CapturedStep` replays
+all of them at once. What differs between tokens is read from tensors of the GPU: the activations that enter, and the
+position. Everything else is as it was at capture. So a layer can be captured only if none of it is computed on the CPU
+or depends on a number that the host computes: see `can_capture`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from quantkit.archs.common import blocks
-from quantkit.runtime.blocks.layers import Span
+from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.cuda.gpu_context import GpuContext
 from quantkit.runtime.kernels.cuda import routing
 
 
-def records(part: blocks.Part, exact: bool) -> bool:
-    """Whether a part, whose tensors and cache are on the GPU, can be recorded.
+def can_capture(part: blocks.Part, exact: bool) -> bool:
+    """Whether a block whose tensors and cache are on the GPU can be captured.
 
-    Not so states of recurrent layers, which change places; factors of queries that the host makes of positions; and
-    groups of tokens by expert, whose sizes the host asks for: products in float32, and choices that the CPU makes.
+    Not captured are: recurrent layers, whose two states swap; queries that are scaled by factors computed on the host;
+    and experts whose tokens are grouped on the host, which float32 products and routing on the CPU need.
     """
     if isinstance(part, blocks.Attention):
         return part.temperature is None
@@ -32,8 +32,8 @@ def records(part: blocks.Part, exact: bool) -> bool:
     return isinstance(part, blocks.FeedForward)
 
 
-class Recorded:
-    """One token through blocks whose tensors and cache a worker has. The cache must outlive this."""
+class CapturedStep:
+    """One token through blocks whose tensors and cache are on one GPU. The cache must outlive this object."""
 
     def __init__(self, worker: GpuContext, layers: Sequence[blocks.Block], x: Any, cache: Any):
         gpu = worker.gpu
@@ -45,9 +45,9 @@ class Recorded:
             for block in layers:
                 self._out = worker.run_block(block, self._out, spans)
 
-        with worker.at(self._position, cache.n_ctx):
+        with worker.reading_position(self._position, cache.n_ctx):
             self._graph = gpu.capture(step)
-        self._kept = worker.tables()  # of rope, which a longer context would replace
+        self._rope_tables = worker.rope_tables()  # a reference: a longer context replaces the worker's tables
 
     def replay(self, x: Any, position: int) -> Any:
         """float32[1, n_embd] that leaves the blocks, valid until the next replay."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.archs.common import blocks
 from quantkit.formats.gguf import Tensor
-from quantkit.runtime.blocks.layers import Span
+from quantkit.runtime.blocks.spans import Span
 
 if TYPE_CHECKING:
     from quantkit.runtime.kernels.cuda.device import Gpu, Matrices
@@ -38,6 +38,6 @@ class GpuContext(Protocol):
 
     def run_block(self, block: blocks.Block, x: Any, spans: list[Span]) -> Any: ...
 
-    def at(self, position: Any, n_ctx: int) -> contextlib.AbstractContextManager[None]: ...
+    def reading_position(self, position: Any, n_ctx: int) -> contextlib.AbstractContextManager[None]: ...
 
-    def tables(self) -> list[Any]: ...
+    def rope_tables(self) -> list[Any]: ...

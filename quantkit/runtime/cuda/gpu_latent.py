@@ -1,4 +1,4 @@
-"""The matrices between latents and heads (archs.blocks.LatentAttention) on a GPU: `latent.Between` of tensors."""
+"""Latent attention (archs.blocks.LatentAttention) on a GPU: `runtime/blocks/latent.py` with torch tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quantkit.runtime.blocks import latent
 from quantkit.runtime.cuda.gpu_context import GpuContext
 
 
-class Between(latent.Between):
+class HeadProjections(latent.HeadProjections):
     """The matrices between latents and heads, head by head, on a GPU: a head is to them what an expert is to others."""
 
     def __init__(self, part: blocks.LatentAttention, worker: GpuContext):

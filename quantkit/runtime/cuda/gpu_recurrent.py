@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from quantkit.archs.common import blocks
-from quantkit.runtime.blocks.layers import Span
+from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.cuda.gpu_context import GpuContext
 
 

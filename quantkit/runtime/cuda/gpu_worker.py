@@ -2,7 +2,7 @@
 
 A CudaWorker is a Worker whose arrays are torch tensors on its GPU: activations, vectors, keys and values, states of
 recurrent layers, and packed weights, which are copied there when a layer first runs. Its operations are those of
-`parts.Parts`, one by one; only what each array is, and which kernel makes it, differs. Numerics:
+`block_runner.BlockRunner`, one by one; only what each array is, and which kernel makes it, differs. Numerics:
 
     exact   weights decoded to float32, tile by tile, and multiplied in float32
     fast    up to 8 tokens from packed weights with activations as bytes, more as bfloat16 (`kernels/cuda/device.py`)
@@ -33,19 +33,20 @@ from quantkit.archs.common import blocks
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf import Tensor
 from quantkit.placement.devices import CPU, Device
-from quantkit.runtime.blocks import experts, latent, layers
-from quantkit.runtime.blocks.device_blocks import Parts
-from quantkit.runtime.blocks.layers import Span
+from quantkit.runtime.blocks import experts, float_linear, float_ops, latent
+from quantkit.runtime.blocks.block_runner import BlockRunner
+from quantkit.runtime.blocks.float_attention import Heads
+from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.kernels.cuda import device as cuda_device
 from quantkit.runtime.kernels.cuda.dispatch import product
-from quantkit.runtime.kv.cache import CacheType
+from quantkit.runtime.kv.cache_type import CacheType
 from quantkit.runtime.parallel.worker import Context, Worker
 
 if TYPE_CHECKING:
     import torch
 
     from quantkit.placement.rules import Placement
-    from quantkit.runtime.cuda.cuda_graph import Recorded
+    from quantkit.runtime.cuda.cuda_graph import CapturedStep
     from quantkit.runtime.kernels.cuda.device import Gpu, Matrices
     from quantkit.runtime.kernels.cuda.staging import Staging
 
@@ -74,18 +75,18 @@ class CudaWorker(Worker):
     gpu   the kernels' host side
     """
 
-    def __init__(self, device: Device, split: Context, owner: Parts, threads: int):
+    def __init__(self, device: Device, split: Context, owner: BlockRunner, threads: int):
         super().__init__(device, split, owner, threads)
         assert device.gpu is not None
         self.gpu = gpu(device.gpu)
         self.place, self.hardware = self.gpu.place, self.gpu.name
         self.exact = self.numerics == "exact"
-        self._held: dict[str, Matrices] = {}
+        self._matrices: dict[str, Matrices] = {}
         self._staging: Staging | None = None
         self._ropes: dict[blocks.Rope, tuple[Any, torch.Tensor, torch.Tensor]] = {}
         self._at: tuple[Any, Any] = None, None
-        self._recording: tuple[torch.Tensor, int] | None = None  # where the position is, and how many there can be
-        self._steps: weakref.WeakKeyDictionary[Any, dict[int, Recorded | None]] = weakref.WeakKeyDictionary()
+        self._captured_position: tuple[torch.Tensor, int] | None = None  # tensor, n_ctx
+        self._steps: weakref.WeakKeyDictionary[Any, dict[int, CapturedStep | None]] = weakref.WeakKeyDictionary()
         self._require_kernels(split.placement)
 
     def _require_kernels(self, placement: Placement) -> None:
@@ -104,17 +105,17 @@ class CudaWorker(Worker):
     def receive(self, x: Any, source: Worker) -> Any:
         return x.to(self.gpu.place) if isinstance(source, CudaWorker) else self.gpu.array(x)
 
-    def give(self, x: Any) -> np.ndarray:
+    def to_host(self, x: Any) -> np.ndarray:
         found: np.ndarray = x.to("cpu", copy=True).numpy()
         return found
 
     def zeros(self, shape: tuple[int, ...], kind: str) -> torch.Tensor:
         return self.gpu.zeros(shape, kind)
 
-    def enter(self) -> None:
-        self.gpu.enter()
+    def bind_thread(self) -> None:
+        self.gpu.bind_thread()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         if self._split.profile:
             self.gpu.synchronize()
 
@@ -122,23 +123,23 @@ class CudaWorker(Worker):
         """float32[n] on the GPU."""
         found: Any = self._vectors.get(name)
         if found is None:
-            found = self._vectors[name] = self.gpu.array(layers.vector(self.weights[name]))  # type: ignore[assignment]
+            found = self._vectors[name] = self.gpu.array(float_linear.vector(self.weights[name]))  # type: ignore[assignment]
         return found
 
-    def forget(self, names: Any) -> None:
+    def drop_cached(self, names: Any) -> None:
         names = list(names)
-        super().forget(names)
+        super().drop_cached(names)
         for name in names:
-            self._held.pop(name, None)
+            self._matrices.pop(name, None)
         self._steps.clear()
 
     def matrices(self, name: str, rows: int | None = None) -> Matrices:
         """A tensor of two dimensions, or three, on the GPU; of so many rows each where its shape does not say."""
-        found = self._held.get(name)
+        found = self._matrices.get(name)
         if found is None or (rows or found.rows) != found.rows:
             tensor = self.weights[name]
             data, (height, n) = tensor.data, tensor.shape[-2:]
-            found = self._held[name] = self.gpu.matrices(data, tensor.type, rows or height, n)
+            found = self._matrices[name] = self.gpu.matrices(data, tensor.type, rows or height, n)
         return found
 
     @property
@@ -151,7 +152,7 @@ class CudaWorker(Worker):
 
     # --------------------------------------------------------------------------------------- steps that are replayed
 
-    def records(self, block: blocks.Block) -> bool:
+    def can_capture(self, block: blocks.Block) -> bool:
         from quantkit.runtime.cuda import cuda_graph
 
         latent_cache = self.mla > 0 or not any(isinstance(part, blocks.LatentAttention) for part in block.parts)
@@ -160,10 +161,10 @@ class CudaWorker(Worker):
             and self.tripwire != "full"
             and self._split.attends(block.layer, self) is self
             and all(self._of(name) is self for name in self._split.names(block))
-            and all(cuda_graph.records(part, self.exact) for part in block.parts)
+            and all(cuda_graph.can_capture(part, self.exact) for part in block.parts)
         )
 
-    def replays(self, layers: Sequence[blocks.Block], cache: Any) -> bool:
+    def can_replay(self, layers: Sequence[blocks.Block], cache: Any) -> bool:
         if self.observer is not None or self._checking or self.expert_reduction is not None:
             return False
         steps, first = self._steps.setdefault(cache, {}), layers[0].layer
@@ -172,25 +173,25 @@ class CudaWorker(Worker):
             return False
         return True
 
-    def replayed(self, layers: Sequence[blocks.Block], x: Any, cache: Any) -> Any:
-        from quantkit.runtime.cuda.cuda_graph import Recorded
+    def replay(self, layers: Sequence[blocks.Block], x: Any, cache: Any) -> Any:
+        from quantkit.runtime.cuda.cuda_graph import CapturedStep
 
         steps, first = self._steps[cache], layers[0].layer
         step = steps[first]
         if step is None:
-            step = steps[first] = Recorded(self, layers, x, cache)
+            step = steps[first] = CapturedStep(self, layers, x, cache)
         return step.replay(x, cache.length)
 
     @contextlib.contextmanager
-    def at(self, position: torch.Tensor, n_ctx: int) -> Iterator[None]:
+    def reading_position(self, position: torch.Tensor, n_ctx: int) -> Iterator[None]:
         """Work on one token whose position is read from memory, below n_ctx."""
-        self._recording = position, n_ctx
+        self._captured_position = position, n_ctx
         try:
             yield
         finally:
-            self._recording = None
+            self._captured_position = None
 
-    def tables(self) -> list[Any]:
+    def rope_tables(self) -> list[Any]:
         """What rope reads."""
         return list(self._ropes.values())
 
@@ -222,16 +223,16 @@ class CudaWorker(Worker):
         both = projected.view(len(projected), heads, 2, -1)
         return both[:, :, 0].reshape(len(projected), -1).contiguous()
 
-    def gate(self, x: Any, projected: Any, dim: int) -> None:
+    def apply_gates(self, x: Any, projected: Any, dim: int) -> None:
         gates = projected.view(len(x), -1, 2, dim)[:, :, 1]
         x.mul_(gates.reshape(len(x), -1).sigmoid())
 
-    def temper(self, q: Any, temperature: tuple[float, int], spans: list[Span]) -> None:
+    def scale_queries(self, q: Any, temperature: tuple[float, int], spans: list[Span]) -> None:
         factors = np.ones((len(q), 1), np.float32)
-        layers.temper(factors, *temperature, spans)
+        float_ops.scale_queries(factors, *temperature, spans)
         q.mul_(self.gpu.array(factors))
 
-    def turn(self, x: Any, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
+    def apply_rope(self, x: Any, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
         from quantkit.runtime.kernels.cuda import elementwise
 
         positions, most = self._positions(spans)
@@ -247,8 +248,8 @@ class CudaWorker(Worker):
 
     def _positions(self, spans: list[Span]) -> tuple[torch.Tensor, int]:
         """int32[tokens] on the GPU, and the most they can be; the same ones are asked for in every layer."""
-        if self._recording is not None:
-            return self._recording[0], self._recording[1] - 1
+        if self._captured_position is not None:
+            return self._captured_position[0], self._captured_position[1] - 1
         of = tuple((span.cache.length, span.stop - span.start) for span in spans)
         if self._at[0] != of:
             found = np.concatenate([first + np.arange(count, dtype=np.int32) for first, count in of])
@@ -258,8 +259,8 @@ class CudaWorker(Worker):
 
     def _places(self, cache: Any, tokens: int) -> torch.Tensor:
         """The positions of tokens that a cache gets next."""
-        if self._recording is not None:
-            return self._recording[0]
+        if self._captured_position is not None:
+            return self._captured_position[0]
         torch = self.gpu.torch
         return torch.arange(cache.length, cache.length + tokens, dtype=torch.int32, device=self.gpu.place)
 
@@ -268,11 +269,11 @@ class CudaWorker(Worker):
 
     def _require_finite(self, what: str, y: Any) -> None:
         if not self.is_finite(y):
-            super()._require_finite(what, self.give(y))
+            super()._require_finite(what, self.to_host(y))
 
     def observe(self, name: str, x: Any, *which: int) -> None:
         if self.observer is not None and not self._checking:
-            super().observe(name, x if isinstance(x, np.ndarray) else self._host.take(x, self), *which)
+            super().observe(name, x if isinstance(x, np.ndarray) else self._host.fetch(x, self), *which)
 
     # ------------------------------------------------------------------------------------------------------- products
 
@@ -284,7 +285,7 @@ class CudaWorker(Worker):
 
     def _product(self, linear: blocks.Linear, matrices: Matrices) -> Any:
         bias = self.vector(linear.bias) if linear.bias else None
-        scale = float(layers.vector(self.weights[linear.scale])[0]) if linear.scale else 1.0
+        scale = float(float_linear.vector(self.weights[linear.scale])[0]) if linear.scale else 1.0
 
         def run(x: Any) -> Any:
             y = matrices(x.contiguous(), self.exact)
@@ -307,7 +308,7 @@ class CudaWorker(Worker):
         for name in (kind.k, kind.v) if dim_v else (kind.k,):
             attention.remember(name)
 
-    def remember(self, k: Any, v: Any, cache: Any, layer: int) -> None:
+    def append_rows(self, k: Any, v: Any, cache: Any, layer: int) -> None:
         from quantkit.runtime.kernels.cuda import attention
 
         kinds = (cache.type.k, cache.type.v)
@@ -321,12 +322,12 @@ class CudaWorker(Worker):
             self._launch(attention.remember(kind), 32 * warps, attention.THREADS, x.contiguous(), heads, dim,
                          row_bytes, n_ctx, positions, tokens, into)  # fmt: skip
 
-    def attend(self, heads: layers.Heads, layer: int, q: Any, spans: list[Span], how: Any = None) -> Any:
+    def attend(self, heads: Heads, layer: int, q: Any, spans: list[Span], attention: Any = None) -> Any:
         with self._timed("attention"):
             parts = [self._attended(heads, layer, q[span.start : span.stop], span.cache) for span in spans]
             return parts[0] if len(parts) == 1 else self.gpu.torch.cat(parts)
 
-    def _attended(self, part: layers.Heads, layer: int, q: Any, cache: Any) -> Any:
+    def _attended(self, part: Heads, layer: int, q: Any, cache: Any) -> Any:
         """float32[tokens, heads * head_dim_v] of one sequence."""
         from quantkit.runtime.kernels.cuda import attention
 
@@ -337,7 +338,7 @@ class CudaWorker(Worker):
         k, v = cache.k[layer], cache.k[layer] if part.values_in_keys else cache.v[layer]
         v_kind = cache.type.k if part.values_in_keys else cache.type.v
         kernel = attention.attend(cache.type.k, v_kind, part.head_dim_k, part.head_dim_v, part.values_in_keys)
-        most = cache.length + tokens if self._recording is None else self._recording[1]
+        most = cache.length + tokens if self._captured_position is None else self._captured_position[1]
         rows, seen = tokens * group, min(most, (part.window or cache.n_ctx) + tokens)
         tiles = -(-rows // attention.ROWS)
         shares = max(1, min(-(-seen // KEYS_OF_SHARE), BLOCKS // (tiles * part.kv_heads)))
@@ -355,7 +356,7 @@ class CudaWorker(Worker):
                    acc, shares, part.heads, group, tokens, part.head_dim_v, sinks, out)  # fmt: skip
         return out
 
-    def _attended_by_torch(self, part: layers.Heads, layer: int, q: Any, cache: Any) -> Any:
+    def _attended_by_torch(self, part: Heads, layer: int, q: Any, cache: Any) -> Any:
         """The same of many tokens over a cache of floats: torch's kernels use tensor cores."""
         torch, tokens, first = self.gpu.torch, len(q), cache.length
         seen, group = first + tokens, part.heads // part.kv_heads
@@ -388,12 +389,12 @@ class CudaWorker(Worker):
         heads: Any = self.linear(part.q, q)
         q = heads.view(len(x), part.heads, part.head_dim_k)
         turned = q[:, :, part.nope :].reshape(len(x), -1).contiguous()
-        self.turn(turned, part.rope, part.rope.dim, spans)
+        self.apply_rope(turned, part.rope, part.rope.dim, spans)
         q = cat([q[:, :, : part.nope], turned.view(len(x), part.heads, -1)], dim=2)
         kv: Any = self.linear(part.kv_a, y)
         c = self.norm(part.kv_a_norm, kv[:, : part.kv_lora].contiguous())
         r = kv[:, part.kv_lora :].contiguous()
-        self.turn(r, part.rope, part.rope.dim, spans)
+        self.apply_rope(r, part.rope, part.rope.dim, spans)
         y = self.attend_latents(part, layer, q, cat([c, r], dim=1), spans)
         self.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
         return self.linear(part.out, y)
@@ -402,10 +403,10 @@ class CudaWorker(Worker):
         """All `mla` but 0 attend over latents; long prompts too, which `latent.attend` expands."""
         if self._split.attends(layer, self) is not self:
             return super().attend_latents(part, layer, q, latents, spans)
-        between = self.between(part)
+        projections = self.head_projections(part)
         if not self.mla:
             self._tell(part.kv_b, latents[:, : part.kv_lora])
-            made: Any = between.expanded(latents, 0, part.heads)
+            made: Any = projections.expanded(latents, 0, part.heads)
             k, v = (x.transpose(0, 1).reshape(len(q), -1) for x in made)
             heads = latent.full(part)
         else:
@@ -413,34 +414,34 @@ class CudaWorker(Worker):
             k, v, heads = latents, None, latent.absorbed(part)
         for span in spans:
             rows = slice(span.start, span.stop)
-            self.remember(k[rows], None if v is None else v[rows], span.cache, layer)
+            self.append_rows(k[rows], None if v is None else v[rows], span.cache, layer)
         if not self.mla:
             return self.attend(heads, layer, q.reshape(len(q), -1), spans)
-        found = self.attend(heads, layer, between.queries(q), spans)
+        found = self.attend(heads, layer, projections.queries(q), spans)
         self._tell(part.v_b, found.view(len(q), part.heads, -1))
-        return between.values(found)
+        return projections.values(found)
 
     def _tell(self, linear: blocks.Linear | None, x: Any) -> None:
         """Tell the observer what enters a matrix between latents and heads."""
         if self.observer is not None and not self._checking:
-            latent.observe(self, linear, self._host.take(x, self))
+            latent.observe(self, linear, self._host.fetch(x, self))
 
-    def own_between(self, part: blocks.LatentAttention) -> latent.Between:
+    def local_head_projections(self, part: blocks.LatentAttention) -> latent.HeadProjections:
         from quantkit.runtime.cuda import gpu_latent
 
-        return gpu_latent.Between(part, self)
+        return gpu_latent.HeadProjections(part, self)
 
     # -------------------------------------------------------------------------------------------------------- experts
 
     def route(self, part: blocks.Experts, logits: Any) -> tuple[Any, Any]:
-        """As `Parts.route`; where the kernel cannot, on the CPU: many experts, or some left out (-ser)."""
+        """As `BlockRunner.route`; where the kernel cannot, on the CPU: many experts, or some left out (-ser)."""
         from quantkit.runtime.kernels.cuda import routing
 
         tokens, used = len(logits), part.used
         if self.expert_reduction is not None or part.count > routing.MOST or part.groups > routing.WARP:
-            bias = layers.vector(self.weights[part.choice_bias]) if part.choice_bias else None
-            chosen, shares = experts.route(part, self._host.take(logits, self), self.expert_reduction, bias)
-            return chosen, self.take(shares, self._host)
+            bias = float_linear.vector(self.weights[part.choice_bias]) if part.choice_bias else None
+            chosen, shares = experts.route(part, self._host.fetch(logits, self), self.expert_reduction, bias)
+            return chosen, self.fetch(shares, self._host)
         ids, weights = self.gpu.empty(tokens, used, kind="int32"), self.gpu.empty(tokens, used)
         given = self.vector(part.choice_bias) if part.choice_bias else self.gpu.empty(1)
         kernel = routing.route(part.gating == "sigmoid", part.choice_bias is not None)
@@ -449,7 +450,7 @@ class CudaWorker(Worker):
         return ids, weights
 
     def _experts(self, part: blocks.Experts, x: Any) -> Any:
-        """As `Parts._experts`; shared experts are launched here before the CPU computes the routed ones.
+        """As `BlockRunner._experts`; shared experts are launched here before the CPU computes the routed ones.
 
         More does not overlap: the next layer needs what both make.
         """
@@ -460,24 +461,24 @@ class CudaWorker(Worker):
             return super()._experts(part, x)
         y = self.norm(part.norm, x)
         chosen, weights = self.route(part, self.linear(part.router, y))
-        ids = chosen if isinstance(chosen, np.ndarray) else host.take(chosen, self)
-        given = host.take(y, self), host.take(weights, self)
+        ids = chosen if isinstance(chosen, np.ndarray) else host.fetch(chosen, self)
+        given = host.fetch(y, self), host.fetch(weights, self)
         shared = self._shared(part.shared, part.shared_gate, y)
-        return shared + self.take(host.run_experts(part, given[0], ids, given[1]), host)
+        return shared + self.fetch(host.run_experts(part, given[0], ids, given[1]), host)
 
     def run_experts(self, part: blocks.Experts, y: Any, chosen: Any, weights: Any) -> Any:
         holders = {self._of(linear.weight) for linear in (part.gate, part.up, part.down)}
         if holders == {self}:
             with self._timed("experts"):
                 return self._run_experts(part, y, chosen, weights)
-        ids = chosen if isinstance(chosen, np.ndarray) else self._host.take(chosen, self)
+        ids = chosen if isinstance(chosen, np.ndarray) else self._host.fetch(chosen, self)
         if holders == {self._host} and self._streams(part, len(y)):
             with self._timed("experts"):
                 return self._streamed(part, y, ids, weights)
         if len(holders) == 1:
             return super().run_experts(part, y, ids, weights)
         host = self._host  # which has the products done where their matrices are
-        return self._there(host, lambda y, w: host.run_experts(part, y, ids, w), y, weights)
+        return self._run_on(host, lambda y, w: host.run_experts(part, y, ids, w), y, weights)
 
     def _run_experts(self, part: blocks.Experts, y: Any, chosen: Any, weights: Any) -> Any:
         from quantkit.runtime.kernels.cuda import elementwise
@@ -570,7 +571,7 @@ class CudaWorker(Worker):
         """Tell the observer what enters each expert's matrices."""
         if self.observer is None or self._checking:
             return
-        chosen, x, inner = (self._host.take(a, self) for a in (ids, y, hidden))
+        chosen, x, inner = (self._host.fetch(a, self) for a in (ids, y, hidden))
         for number in np.unique(chosen[chosen >= 0]):
             token, rank = np.nonzero(chosen == number)
             for linear, entering in ((part.gate, x[token]), (part.up, x[token]), (part.down, inner[token, rank])):

@@ -27,118 +27,24 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from quantkit import types
 from quantkit.archs.common.blocks import HParams, Recurrence
-from quantkit.errors import DataError, UnknownNameError, UnsupportedError
+from quantkit.errors import DataError
 from quantkit.inputs import arguments
-from quantkit.runtime.kernels.kv_rounding import FLOATS, QUANTIZED, rotation_block
-
-Zeros = Callable[[tuple[int, ...], str], Any]  # of a shape and the name of a type of numbers, an array of a device
+from quantkit.runtime.kv.cache_type import CacheType
+from quantkit.runtime.kv.saved_state import INCOMPLETE, LayerState, State
 
 _MOST_TOKENS = 1 << 31  # of a cache
-_NAMES = {name.lower(): name for name in FLOATS + QUANTIZED}
-
-
-@dataclass(frozen=True)
-class CacheType:
-    """The types of keys and values, and whether each are rotated. Its text is read back by `parse`:
-
-    "f16"                   both
-    "q8_0/q4_0"             keys, values
-    "q4_0/q4_0 khad vhad"   rotated
-    """
-
-    k: str
-    v: str
-    khad: bool = False
-    vhad: bool = False
-
-    def __post_init__(self) -> None:
-        for side, name in (("k", self.k), ("v", self.v)):
-            if name.lower() not in _NAMES:
-                error = UnknownNameError("cache type", name, _NAMES.values())
-                error.args = (f"{error}; caches can be {', '.join(_NAMES.values())}",) if error.near else error.args
-                raise error
-            object.__setattr__(self, side, _NAMES[name.lower()])
-
-    def __str__(self) -> str:
-        pair = self.k if self.k == self.v else f"{self.k}/{self.v}"
-        return pair + " khad" * self.khad + " vhad" * self.vhad
-
-    @classmethod
-    def parse(cls, text: str) -> CacheType:
-        """UnknownNameError on what is no type of cache."""
-        if not isinstance(text, str):
-            raise UnknownNameError("cache type", text, _NAMES.values())
-        pair, *marks = text.split() or [""]
-        if unknown := set(marks) - {"khad", "vhad"}:
-            raise UnknownNameError("mark of a cache type", unknown.pop(), ("khad", "vhad"))
-        k, _, v = pair.partition("/")
-        return cls(k, v or k, "khad" in marks, "vhad" in marks)
-
-    def rotations(self, dim_k: int, dim_v: int) -> tuple[int, int]:
-        """How many elements of a key and of a value are rotated together; 0: not rotated.
-
-        UnsupportedError where these dimensions allow none, or do not fit the types.
-        """
-        found = []
-        for side, name, dim, rotated in (("k", self.k, dim_k, self.khad), ("v", self.v, dim_v, self.vhad)):
-            if name in QUANTIZED and dim % 32:
-                raise UnsupportedError(
-                    f"-ct{side} {name}: its blocks of 32 do not fit heads of {dim} elements; "
-                    f"caches of this model can be {', '.join(FLOATS)}"
-                )
-            block = rotation_block(dim) if rotated and dim else 0
-            if block is None:
-                raise UnsupportedError(
-                    f"-{side}had: heads of {dim} elements cannot be rotated: no power of two, nor a multiple of 64; "
-                    f"leave -{side}had out"
-                )
-            found.append(block)
-        return found[0], found[1]
-
-
-INCOMPLETE = -1  # position of a state that is being written: if an interrupt leaves it behind, it is of no sequence
-
-
-@dataclass
-class LayerState:
-    """What a recurrent layer remembers after the first `position` tokens of a sequence.
-
-    inputs   float32[kernel - 1, channels]: what entered the convolution for the last tokens, zero before the first
-    heads    float32[value_heads, head_dim_k, head_dim_v]
-    """
-
-    inputs: np.ndarray
-    heads: np.ndarray
-    position: int = 0
-
-    @classmethod
-    def zero(cls, sizes: Recurrence, zeros: Zeros = np.zeros) -> LayerState:
-        shape = (sizes.value_heads, sizes.head_dim_k, sizes.head_dim_v)
-        return cls(zeros((sizes.kernel - 1, sizes.channels), "float32"), zeros(shape, "float32"))
-
-    @property
-    def nbytes(self) -> int:
-        return self.inputs.nbytes + self.heads.nbytes
-
-    def take(self, other: LayerState) -> None:
-        """Become a copy of another of the same sizes."""
-        self.position = INCOMPLETE
-        self.inputs[:], self.heads[:] = other.inputs, other.heads
-        self.position = other.position
 
 
 class CacheShape(NamedTuple):
     """What decides the sizes of a cache's arrays but for `n_ctx` and the type: caches of one shape are interchangeable.
 
-    devices   of a split model what each device holds, see split_cache
+    devices   of a split model what each device holds, see sharded_cache
     """
 
     n_layer: int
@@ -161,26 +67,6 @@ class CacheShape(NamedTuple):
             f"{self.n_layer} layers{states} of {self.n_head_kv} KV heads, keys of {self.head_dim_k} and values of "
             f"{self.head_dim_v} elements{where}"
         )
-
-
-@dataclass(frozen=True)
-class State:
-    """What a cache held of a sequence: `Cache.save` makes it, `Cache.restore` takes it back.
-
-    k, v     of each layer that attends uint8[n_head_kv, length, row bytes]
-    states   of each recurrent layer
-    """
-
-    type: CacheType
-    length: int
-    k: list[np.ndarray]
-    v: list[np.ndarray]
-    states: dict[int, LayerState]
-
-    @property
-    def nbytes(self) -> int:
-        rows = sum(x.nbytes for x in (*self.k, *self.v))
-        return rows + sum(state.nbytes for state in self.states.values())
 
 
 class Cache:

@@ -15,11 +15,13 @@ from quantkit import types
 from quantkit.archs.common.blocks import HParams, Recurrence
 from quantkit.errors import DataError, UnsupportedError
 from quantkit.inputs import arguments
-from quantkit.runtime.kv.cache import Cache, CacheShape, CacheType, LayerState, State, Zeros
+from quantkit.runtime.kv.cache import Cache, CacheShape
+from quantkit.runtime.kv.cache_type import CacheType
+from quantkit.runtime.kv.saved_state import LayerState, State, Zeros
 
 
 @dataclass
-class Held:
+class DeviceShare:
     """What a device has of a cache: of each attending layer so many key/value heads, of recurrent ones these sizes.
 
     zeros   makes its arrays
@@ -30,15 +32,15 @@ class Held:
     recurrent: dict[int, Recurrence] = field(default_factory=dict)
 
 
-def split_shape(hparams: HParams, held: Mapping[str, Held]) -> CacheShape:
+def sharded_shape(hparams: HParams, held: Mapping[str, DeviceShare]) -> CacheShape:
     """The shape of a cache over devices, each with what it holds."""
     devices = [(name, sorted(mine.heads.items()), sorted(mine.recurrent.items())) for name, mine in held.items()]
     return CacheShape.of(hparams, tuple(devices))
 
 
 @dataclass(frozen=True)
-class SplitState:
-    """What a SplitCache held of a sequence, by name of device."""
+class ShardedState:
+    """What a ShardedCache held of a sequence, by name of device."""
 
     parts: Mapping[str, State]
 
@@ -51,7 +53,7 @@ class SplitState:
         return sum(part.nbytes for part in self.parts.values())
 
 
-class SplitCache(Cache):
+class ShardedCache(Cache):
     """Room for `n_ctx` tokens of one sequence over several devices.
 
     parts    by name of device, what it has: a Cache of its layers and heads, with empty arrays for other layers
@@ -60,7 +62,7 @@ class SplitCache(Cache):
 
     def __init__(
         self,
-        held: Mapping[str, Held],
+        held: Mapping[str, DeviceShare],
         hparams: HParams,
         n_ctx: int,
         cache_type: CacheType,
@@ -68,9 +70,9 @@ class SplitCache(Cache):
         one_layer: bool = False,
     ):
         """See Cache."""
-        self._describe(split_shape(hparams, held), n_ctx, cache_type, one_layer)
+        self._describe(sharded_shape(hparams, held), n_ctx, cache_type, one_layer)
         self.k, self.v, self.states = (), (), {}
-        self.parts = {device: _Part(self, mine, hparams) for device, mine in held.items()}
+        self.parts = {device: _DeviceCache(self, mine, hparams) for device, mine in held.items()}
         self.state_bytes = sum(part.state_bytes for part in self.parts.values())
         self.nbytes = sum(part.nbytes for part in self.parts.values())
 
@@ -89,13 +91,13 @@ class SplitCache(Cache):
         for part in self.parts.values():
             part.mark()
 
-    def save(self) -> SplitState:  # type: ignore[override]
-        return SplitState({device: part.save() for device, part in self.parts.items()})
+    def save(self) -> ShardedState:  # type: ignore[override]
+        return ShardedState({device: part.save() for device, part in self.parts.items()})
 
-    def restore(self, state: State | SplitState) -> None:
-        if not isinstance(state, (State, SplitState)):
+    def restore(self, state: State | ShardedState) -> None:
+        if not isinstance(state, (State, ShardedState)):
             raise DataError(f"restore takes what save() gave, not a {type(state).__name__}")
-        theirs = state.parts if isinstance(state, SplitState) else {}
+        theirs = state.parts if isinstance(state, ShardedState) else {}
         if theirs.keys() != self.parts.keys():
             raise DataError(
                 f"a state of {state.length} tokens was saved from devices {', '.join(theirs) or 'CPU alone'}, this "
@@ -107,10 +109,10 @@ class SplitCache(Cache):
         self.length = state.length
 
 
-class _Part(Cache):
-    """What one device has of a SplitCache, whose length is that of all parts: it changes for all at once."""
+class _DeviceCache(Cache):
+    """What one device has of a ShardedCache, whose length is that of all parts: it changes for all at once."""
 
-    def __init__(self, whole: SplitCache, held: Held, hparams: HParams):
+    def __init__(self, whole: ShardedCache, held: DeviceShare, hparams: HParams):
         self._whole = whole
         self._describe(whole.shape, whole.n_ctx, whole.type, whole.one_layer)
         self._zeros = held.zeros

@@ -23,7 +23,7 @@ _LONGEST = datetime.timedelta(hours=1)  # that one device may wait for another
 T = TypeVar("T")
 
 
-class Reduce:
+class AllReduce:
     """Devices that add up, each with a thread.
 
     places   of each the torch.device of what it gives; None of one that gives numpy's arrays
@@ -45,7 +45,7 @@ class Reduce:
         self._type = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[kind]
         self._threads = [ThreadPoolExecutor(1, f"device-{rank}") for rank in range(len(places))]
         self._broken = False
-        self._together = threading.Barrier(len(places), timeout=_LONGEST.total_seconds())
+        self._barrier = threading.Barrier(len(places), timeout=_LONGEST.total_seconds())
         on_gpus = all(place is not None and place.type == "cuda" for place in places)
         name = "ProcessGroupNCCL" if on_gpus else "ProcessGroupGloo"
         if not distributed.is_available() or not hasattr(distributed, name):
@@ -53,7 +53,7 @@ class Reduce:
             raise UnsupportedError(f"-sm graph needs a torch built with {what}; take -sm layer")
         self._groups: Nccl | Gloo = (Nccl if on_gpus else Gloo)(places, self)
 
-    def each(self, task: Callable[[int], T]) -> list[T]:
+    def run_on_all(self, task: Callable[[int], T]) -> list[T]:
         """What `task(rank)` gives on the thread of each device, all at once; the first exception is raised again.
 
         All devices do the task or none. An interrupt is raised when they are done: a device that was left in the middle
@@ -70,7 +70,7 @@ class Reduce:
             try:
                 return task(rank)
             except BaseException:
-                self._together.abort()  # the others' next sum raises BrokenBarrierError
+                self._barrier.abort()  # the others' next sum raises BrokenBarrierError
                 raise
 
         futures: list[Future[T | None]] = []
@@ -83,7 +83,7 @@ class Reduce:
         self._wait(futures)
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
-            self._together.reset()
+            self._barrier.reset()
             raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
         return [cast(T, future.result()) for future in futures]
 
@@ -97,11 +97,11 @@ class Reduce:
             self._broken = False
             raise
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until all threads are here. BrokenBarrierError where one will not come."""
-        self._together.wait()
+        self._barrier.wait()
 
-    def add(self, rank: int, x: Any) -> Any:
+    def sum(self, rank: int, x: Any) -> Any:
         """The sum of what all devices give, float32 of x's shape, and where x is.
 
         Every device calls this as often as the others, on its thread, with arrays of one shape.
@@ -109,7 +109,7 @@ class Reduce:
         torch = self._torch
         given = torch.from_numpy(np.ascontiguousarray(x)) if isinstance(x, np.ndarray) else x
         flat = given.reshape(-1).to(self._groups.place(rank), self._type, copy=True)
-        self.meet()
+        self.barrier()
         self._groups.allreduce(rank, flat)
         total = flat.float().reshape(given.shape)
         return np.asarray(total.numpy()) if given is not x else total.to(given.device)
@@ -118,7 +118,7 @@ class Reduce:
 class Gloo:
     """Groups over the host's memory."""
 
-    def __init__(self, places: Sequence[Any], threads: Reduce):
+    def __init__(self, places: Sequence[Any], threads: AllReduce):
         import torch.distributed as distributed
 
         store = distributed.HashStore()  # type: ignore[attr-defined]  # torch lists it in no __all__
@@ -130,7 +130,7 @@ class Gloo:
             options._timeout = _LONGEST
             return gloo(store, rank, len(places), options)
 
-        self._of = threads.each(group)
+        self._of = threads.run_on_all(group)
 
     def place(self, rank: int) -> Any:
         """Where `allreduce` wants what a device gives."""
@@ -144,7 +144,7 @@ class Gloo:
 class Nccl:
     """Groups of GPUs, one of each thread. Only tests that find two GPUs run it."""
 
-    def __init__(self, places: Sequence[Any], threads: Reduce):
+    def __init__(self, places: Sequence[Any], threads: AllReduce):
         import torch.distributed as distributed
 
         store = distributed.HashStore()  # type: ignore[attr-defined]  # torch lists it in no __all__
@@ -156,7 +156,7 @@ class Nccl:
             options._timeout = _LONGEST
             return nccl(store, rank, len(places), options)
 
-        self._of = threads.each(group)
+        self._of = threads.run_on_all(group)
 
     def place(self, rank: int) -> Any:
         return self._places[rank]
@@ -165,5 +165,5 @@ class Nccl:
         """As gloo's. A kernel of NCCL waits on its GPU for those of all others, and what is asked of that GPU meanwhile
         may keep others from being launched (github.com/NVIDIA/nccl/issues/613): all are launched before that."""
         work = self._of[rank].allreduce([x])
-        self._threads.meet()
+        self._threads.barrier()
         work.wait()

@@ -14,10 +14,10 @@ from typing import Any
 from quantkit.archs.common import blocks
 from quantkit.formats.gguf import Tensor
 from quantkit.placement.devices import Device
-from quantkit.runtime.blocks.device_blocks import Parts
-from quantkit.runtime.blocks.layers import Span
+from quantkit.runtime.blocks.block_runner import BlockRunner
+from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.parallel import tensor_shards
-from quantkit.runtime.parallel.all_reduce import Reduce
+from quantkit.runtime.parallel.all_reduce import AllReduce
 from quantkit.runtime.parallel.worker import Context, Worker
 
 
@@ -27,15 +27,15 @@ class Rank(Worker):
     rank   its number among them
     """
 
-    def __init__(self, rank: int, device: Device, split: Context, owner: Parts, threads: int):
+    def __init__(self, rank: int, device: Device, split: Context, owner: BlockRunner, threads: int):
         super().__init__(device, split, owner, threads)
         self.rank = rank
-        self.weights = self._sliced(owner, owner.weights)
+        self.weights = self._sharded(owner, owner.weights)
 
-    def follow(self, owner: Parts) -> None:
+    def sync(self, owner: BlockRunner) -> None:
         self._checking, self.expert_reduction = owner._checking, owner.expert_reduction
 
-    def _sliced(self, owner: Parts, names: Iterable[str]) -> dict[str, Tensor]:
+    def _sharded(self, owner: BlockRunner, names: Iterable[str]) -> dict[str, Tensor]:
         """The owner's tensors: of those that are cut, what this device has of them."""
         found = {name: owner.weights[name] for name in names}
         for name in found.keys() & self._split.cuts.keys():
@@ -43,12 +43,12 @@ class Rank(Worker):
             found[name] = tensor_shards.ranges(found[name], cut.axis, cut.ranges(self.rank))
         return found
 
-    def renew(self, owner: Parts, names: Iterable[str]) -> None:
+    def reload(self, owner: BlockRunner, names: Iterable[str]) -> None:
         """Take these tensors from the owner again."""
         names = list(names)
-        self.forget(names)
-        self.weights = {**self.weights, **self._sliced(owner, names)}
-        self.forget(names)
+        self.drop_cached(names)
+        self.weights = {**self.weights, **self._sharded(owner, names)}
+        self.drop_cached(names)
 
     def _of(self, name: str) -> Worker:
         return self if name in self._split.placement.sliced else super()._of(name)
@@ -107,7 +107,7 @@ class Rank(Worker):
         down = last(part.down) if cut is not None and cut.axis == 2 else part.down
         return replace(part, shared=shared, down=down)
 
-    def run_shared(self, block: blocks.Block, x: Any, spans: list[Span], adding: Reduce) -> Any:
+    def run_sharded(self, block: blocks.Block, x: Any, spans: list[Span], all_reduce: AllReduce) -> Any:
         """What leaves a block of which this device computes its part, on its thread; `x` is the same on all."""
         ledger, name = self._split.ledger, self.device.name
         start, counted = time.perf_counter(), ledger.total(name)
@@ -117,8 +117,8 @@ class Rank(Worker):
                 self.zeros(tuple(x.shape), "float32") if mine is None else self.run_part(mine, block.layer, x, spans)
             )
             begin = time.perf_counter()
-            total = adding.add(self.rank, partial)
-            self.settle()
+            total = all_reduce.sum(self.rank, partial)
+            self.synchronize()
             ledger.spent(name, "waiting", time.perf_counter() - begin)
             x = x + self._post_norm(getattr(part, "post_norm", None), total)
         ledger.spent(name, "other", max(0.0, time.perf_counter() - start - (ledger.total(name) - counted)))

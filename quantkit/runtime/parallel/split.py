@@ -29,17 +29,18 @@ from quantkit.placement.devices import CPU, Device
 from quantkit.placement.offload import Offload
 from quantkit.placement.rules import Placement
 from quantkit.placement.sharding import Cut
-from quantkit.runtime.blocks.device_blocks import Parts
-from quantkit.runtime.blocks.layers import Span
-from quantkit.runtime.kv.cache import CacheShape, CacheType
-from quantkit.runtime.kv.sharded_cache import Held, SplitCache, split_shape
-from quantkit.runtime.parallel.all_reduce import Reduce
+from quantkit.runtime.blocks.block_runner import BlockRunner
+from quantkit.runtime.blocks.spans import Span
+from quantkit.runtime.kv.cache import CacheShape
+from quantkit.runtime.kv.cache_type import CacheType
+from quantkit.runtime.kv.sharded_cache import DeviceShare, ShardedCache, sharded_shape
+from quantkit.runtime.parallel.all_reduce import AllReduce
 from quantkit.runtime.parallel.ledger import Ledger
 from quantkit.runtime.parallel.rank import Rank
 from quantkit.runtime.parallel.worker import Context, Worker
 
-NewWorker = Callable[[Device, Context, Parts, int], Worker]
-NewRank = Callable[[int, Device, Context, Parts, int], Rank]
+NewWorker = Callable[[Device, Context, BlockRunner, int], Worker]
+NewRank = Callable[[int, Device, Context, BlockRunner, int], Rank]
 
 
 class Split:
@@ -56,7 +57,7 @@ class Split:
 
     def __init__(
         self,
-        owner: Parts,
+        owner: BlockRunner,
         parts: Sequence[blocks.Block],
         head: blocks.Head,
         cached: blocks.HParams,
@@ -77,17 +78,17 @@ class Split:
         self.cuts: dict[str, Cut] = {}
         self._workers = {name: new_worker(device, self, owner, owner.threads) for name, device in used.items()}
         self.ranks: list[Rank] = []
-        self._adding: Reduce | None = None
+        self._all_reduce: AllReduce | None = None
         if placement.graph:
-            self._require_cuttable()
+            self._require_shardable()
             by = experts_by
             self.cuts = sharding.of_model(
                 parts, head, owner.weights, placement.sliced, placement.shares, by, cached.n_layer
             )
             threads = max(1, owner.threads // len(placement.graph))
             self.ranks = [new_rank(i, device, self, owner, threads) for i, device in enumerate(placement.graph)]
-            self._adding = Reduce([rank.place for rank in self.ranks], reduce)
-            self._adding.each(self._enter)
+            self._all_reduce = AllReduce([rank.place for rank in self.ranks], reduce)
+            self._all_reduce.run_on_all(self._enter)
         self._held: tuple[np.ndarray | None, Worker] = (None, self._workers[CPU.name])
         self._copies: list[np.ndarray] = []  # what left the last block that is shared, on each rank
         self.runs = self._new_runs()
@@ -99,18 +100,18 @@ class Split:
             if block.layer in self.placement.shares:
                 return None
             worker = self.worker(self.placement.of_activations(block.layer))
-            return worker if worker.records(block) else None
+            return worker if worker.can_capture(block) else None
 
         return [(worker, list(run)) for worker, run in itertools.groupby(self._parts, who)]
 
     def _enter(self, number: int) -> None:
         """On the thread of a rank: it runs other devices too, where experts are elsewhere."""
         for worker in (*self._workers.values(), self.ranks[number]):
-            worker.enter()
+            worker.bind_thread()
 
     @property
     def reduce(self) -> str | None:
-        return self._adding.kind if self._adding else None
+        return self._all_reduce.kind if self._all_reduce else None
 
     def describe(self) -> dict[str, Any]:
         """What a figure of a run depends on."""
@@ -136,20 +137,20 @@ class Split:
         """Who has the keys and values of a layer that a worker runs."""
         return worker if self.ranks else self.worker(self.placement.of_cache(layer))
 
-    def new_cache(self, n_ctx: int, kind: CacheType, one_layer: bool = False) -> SplitCache:
+    def new_cache(self, n_ctx: int, kind: CacheType, one_layer: bool = False) -> ShardedCache:
         """An empty cache: of each device its layers, or its heads of every layer that is shared."""
         self.require_cache(kind)
-        return SplitCache(self._of_devices(), self._cached, n_ctx, kind, one_layer=one_layer)
+        return ShardedCache(self._of_devices(), self._cached, n_ctx, kind, one_layer=one_layer)
 
     @property
     def cache_shape(self) -> CacheShape:
         """That of the caches it makes."""
-        return split_shape(self._cached, self._of_devices())
+        return sharded_shape(self._cached, self._of_devices())
 
-    def _of_devices(self) -> dict[str, Held]:
+    def _of_devices(self) -> dict[str, DeviceShare]:
         """What each device has of a cache."""
         workers = (*self._workers.values(), *self.ranks)
-        held = {worker.device.name: Held(worker.zeros) for worker in workers}
+        held = {worker.device.name: DeviceShare(worker.zeros) for worker in workers}
         for layer, worker, part in self._remembering():
             self._hold(held[worker.device.name], layer, part)
         return held
@@ -178,7 +179,7 @@ class Split:
                     if mine is not None:
                         yield block.layer, rank, mine
 
-    def _hold(self, held: Held, layer: int, part: blocks.Part) -> None:
+    def _hold(self, held: DeviceShare, layer: int, part: blocks.Part) -> None:
         if isinstance(part, blocks.Attention):
             held.heads[layer] = part.kv_heads
         elif isinstance(part, blocks.LatentAttention):
@@ -191,13 +192,13 @@ class Split:
         recurrent = any(isinstance(part, blocks.DeltaNet) for part in block.parts)
         return self.placement.of_activations(block.layer) if recurrent else self.placement.of_cache(block.layer)
 
-    def forget(self, names: Iterable[str]) -> None:
+    def drop_cached(self, names: Iterable[str]) -> None:
         """Drop what was made of these tensors: the owner has others."""
         names = list(names)
         for worker in self._workers.values():
-            worker.forget(names)
+            worker.drop_cached(names)
         for rank in self.ranks:
-            rank.renew(self._owner, names)
+            rank.reload(self._owner, names)
 
     # ---------------------------------------------------------------------------------------------------------- a pass
 
@@ -211,29 +212,29 @@ class Split:
     def run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """float32[tokens, n_embd] that leaves a block; the spans' caches are those of `new_cache`."""
         for worker in self._workers.values():
-            worker.follow(self._owner)
+            worker.sync(self._owner)
         if block.layer in self.placement.shares:
-            return self._run_shared(block, x, spans)
+            return self._run_sharded(block, x, spans)
         worker = self.worker(self.placement.of_activations(block.layer))
         begin, counted = time.perf_counter(), self.ledger.total()
-        x = worker.take(x, self._source(x))
+        x = worker.fetch(x, self._source(x))
         out = worker.run_block(block, x, _of_device(spans, self._cache_device(block)))
         other = time.perf_counter() - begin - (self.ledger.total() - counted)
         self.ledger.spent(worker.device.name, "other", max(0.0, other))
         self._held = out, worker
         return out
 
-    def replayed(
+    def replay(
         self, worker: Worker | None, run: Sequence[blocks.Block], x: np.ndarray, spans: list[Span]
     ) -> np.ndarray | None:
         """What leaves one of `runs` for one token, all finite; None where the blocks have to go one by one."""
         if worker is None or len(x) != 1 or self.profile:
             return None
-        worker.follow(self._owner)
+        worker.sync(self._owner)
         (span,) = _of_device(spans, worker.device)
-        if not worker.replays(run, span.cache):
+        if not worker.can_replay(run, span.cache):
             return None
-        out = worker.replayed(run, worker.take(x, self._source(x)), span.cache)
+        out = worker.replay(run, worker.fetch(x, self._source(x)), span.cache)
         if not worker.is_finite(out):
             return None
         self._held = out, worker
@@ -246,7 +247,7 @@ class Split:
 
     def host(self, x: np.ndarray) -> np.ndarray:
         """What left a block, in the host's memory: as it is where it is there already."""
-        return x if isinstance(x, np.ndarray) else self._workers[CPU.name].take(x, self._held[1])
+        return x if isinstance(x, np.ndarray) else self._workers[CPU.name].fetch(x, self._held[1])
 
     def is_finite(self, x: np.ndarray) -> bool:
         """Of what left a block, where it is."""
@@ -258,18 +259,18 @@ class Split:
         source = self._source(x)
         cut = self.cuts.get(head.output.weight)
         if cut is not None:
-            assert self._adding is not None
+            assert self._all_reduce is not None
 
             def task(rank: int) -> np.ndarray:
                 mine = self.ranks[rank]
                 if not cut.width(rank):
                     return np.zeros((len(x), 0), np.float32)
-                return host.take(mine.linear(head.output, mine.norm(head.norm, mine.take(x, source))), mine)
+                return host.fetch(mine.linear(head.output, mine.norm(head.norm, mine.fetch(x, source))), mine)
 
-            return np.concatenate(self._adding.each(task), axis=1)
+            return np.concatenate(self._all_reduce.run_on_all(task), axis=1)
         worker = self.ranks[0] if last in self.placement.shares else self.worker(self.placement.of_activations(last))
-        x = worker.take(x, source)
-        return host.take(worker.linear(head.output, worker.norm(head.norm, x)), worker)
+        x = worker.fetch(x, source)
+        return host.fetch(worker.linear(head.output, worker.norm(head.norm, x)), worker)
 
     def _source(self, x: np.ndarray) -> Worker:
         """Where an array is: what left the last block is there, all others are the host's."""
@@ -278,31 +279,31 @@ class Split:
         base = x if base is None else base
         return worker if held is not None and (x is held or base is held) else self._workers[CPU.name]
 
-    def _run_shared(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+    def _run_sharded(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """A block on all ranks at once; what is given back is the first one's."""
         if self._owner.observer is not None and not self._owner._checking:
             raise UnsupportedError(
                 f"{self._owner.path}: what enters whole matrices is observed (imatrix), and -sm graph cuts them; take "
                 "-sm layer"
             )
-        adding = self._adding
-        assert adding is not None
+        all_reduce = self._all_reduce
+        assert all_reduce is not None
         for rank in self.ranks:
-            rank.follow(self._owner)
+            rank.sync(self._owner)
         given = self._copies
         if not given or x is not given[0]:
             source = self._source(x)
-            given = [rank.take(x, source) for rank in self.ranks]
+            given = [rank.fetch(x, source) for rank in self.ranks]
 
         def task(number: int) -> np.ndarray:
             rank = self.ranks[number]
-            return rank.run_shared(block, given[number], _of_device(spans, rank.device), adding)
+            return rank.run_sharded(block, given[number], _of_device(spans, rank.device), all_reduce)
 
-        self._copies = adding.each(task)
+        self._copies = all_reduce.run_on_all(task)
         self._held = self._copies[0], self.ranks[0]
         return self._copies[0]
 
-    def _require_cuttable(self) -> None:
+    def _require_shardable(self) -> None:
         """UnsupportedError for rules that -sm graph cannot follow."""
         placement = self.placement
         if placement.kv_on_cpu:
@@ -334,7 +335,7 @@ def _of_device(spans: Iterable[Span], device: Device) -> list[Span]:
     """Spans whose caches are what a device has of them."""
     found = []
     for span in spans:
-        assert isinstance(span.cache, SplitCache)
+        assert isinstance(span.cache, ShardedCache)
         found.append(Span(span.start, span.stop, span.cache.parts[device.name]))
     return found
 

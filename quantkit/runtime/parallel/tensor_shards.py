@@ -1,4 +1,4 @@
-"""Parts of a file's tensors, as tensors: what a device has of a tensor that is cut.
+"""BlockRunner of a file's tensors, as tensors: what a device has of a tensor that is cut.
 
 A range of rows, or of experts, is a view of the mapping. Columns, and rows of each expert, are copied when they are
 first asked for: whole blocks of every row, or group of interleaved rows, behind its header.

@@ -2,7 +2,7 @@
 
 What is on another device is handed to that one's worker, with what enters and what leaves as counted transfers. A
 device of another kind is a subclass (`cuda_worker.CudaWorker`), which keeps its arrays where it wants, says in
-`receive` and `give` how they come and go, and has kernels for the operations of `parts.Parts`.
+`receive` and `give` how they come and go, and has kernels for the operations of `block_runner.BlockRunner`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from quantkit.placement.devices import Device
 from quantkit.placement.offload import Offload
 from quantkit.placement.rules import Placement
 from quantkit.placement.sharding import Cut
-from quantkit.runtime.blocks import experts, latent, layers
-from quantkit.runtime.blocks.device_blocks import Parts
-from quantkit.runtime.blocks.layers import Span
-from quantkit.runtime.kv.cache import Cache, CacheType
+from quantkit.runtime.blocks import experts, latent
+from quantkit.runtime.blocks.block_runner import BlockRunner
+from quantkit.runtime.blocks.float_attention import AttentionOptions, Heads
+from quantkit.runtime.blocks.spans import Span
+from quantkit.runtime.kv.cache import Cache
+from quantkit.runtime.kv.cache_type import CacheType
 from quantkit.runtime.parallel.ledger import Ledger
 
 
@@ -42,7 +44,7 @@ class Context(Protocol):
     def names(self, block: blocks.Block) -> Iterator[str]: ...
 
 
-class Worker(Parts):
+class Worker(BlockRunner):
     """What one device computes: parts of blocks, over the tensors that are there.
 
     place   the torch.device of its arrays; None where they are numpy's
@@ -53,13 +55,13 @@ class Worker(Parts):
     place: Any = None
     hardware: str | None = None  # name of the GPU
 
-    def __init__(self, device: Device, split: Context, owner: Parts, threads: int):
+    def __init__(self, device: Device, split: Context, owner: BlockRunner, threads: int):
         super().__init__(
             owner.path,
             owner.weights,
             numerics=owner.numerics,
             threads=threads,
-            how=owner.how,
+            attention=owner.attention,
             mla=owner.mla,
             expert_reduction=owner.expert_reduction,
             tripwire=owner.tripwire,
@@ -67,14 +69,14 @@ class Worker(Parts):
         self.device, self._split = device, split
         self._timing = False
 
-    def follow(self, owner: Parts) -> None:
+    def sync(self, owner: BlockRunner) -> None:
         """Take over what may change while a model is open."""
         self.observer, self._checking = owner.observer, owner._checking
         self.expert_reduction, self.weights = owner.expert_reduction, owner.weights
 
     # ------------------------------------------------------------------------------------------------------- transfers
 
-    def take(self, x: np.ndarray, source: Worker) -> np.ndarray:
+    def fetch(self, x: np.ndarray, source: Worker) -> np.ndarray:
         """x of another device, here."""
         if source is self:
             return x
@@ -87,15 +89,15 @@ class Worker(Parts):
 
     def receive(self, x: np.ndarray, source: Worker) -> np.ndarray:
         """A copy of x of another device on this one."""
-        return source.give(x)
+        return source.to_host(x)
 
-    def give(self, x: np.ndarray) -> np.ndarray:
+    def to_host(self, x: np.ndarray) -> np.ndarray:
         """A copy of x of this device in the host's memory."""
         return np.array(x)
 
-    def _there(self, other: Worker, task: Callable[..., np.ndarray], *given: np.ndarray) -> np.ndarray:
+    def _run_on(self, other: Worker, task: Callable[..., np.ndarray], *given: np.ndarray) -> np.ndarray:
         """What `task` of arrays gives that are moved to another device for it, brought back."""
-        return self.take(task(*(other.take(x, self) for x in given)), other)
+        return self.fetch(task(*(other.fetch(x, self) for x in given)), other)
 
     @contextlib.contextmanager
     def _timed(self, kind: str) -> Iterator[None]:
@@ -108,28 +110,28 @@ class Worker(Parts):
             yield
         finally:
             self._timing = False
-            self.settle()
+            self.synchronize()
             self._split.ledger.spent(self.device.name, kind, time.perf_counter() - begin)
 
-    def enter(self) -> None:
+    def bind_thread(self) -> None:
         """Said once on a thread, other than the main one, before it runs this device."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for what was begun, where time is to be told of a device that goes on by itself."""
 
     def zeros(self, shape: tuple[int, ...], kind: str) -> Any:
         """An array of this device."""
         return np.zeros(shape, kind)
 
-    def records(self, block: blocks.Block) -> bool:
+    def can_capture(self, block: blocks.Block) -> bool:
         """Whether all of a block is computed here, for one token, by launches that can be replayed."""
         return False
 
-    def replays(self, layers: Sequence[blocks.Block], cache: Cache) -> bool:
-        """Whether blocks that `records` allows can go together for the next token: not so for the first in a cache."""
+    def can_replay(self, layers: Sequence[blocks.Block], cache: Cache) -> bool:
+        """Whether the next token can replay these blocks, which `can_capture` allows. Not the first one in a cache."""
         return False
 
-    def replayed(self, layers: Sequence[blocks.Block], x: np.ndarray, cache: Cache) -> np.ndarray:
+    def replay(self, layers: Sequence[blocks.Block], x: np.ndarray, cache: Cache) -> np.ndarray:
         """What leaves such blocks for one token, by replaying what was recorded."""
         raise NotImplementedError
 
@@ -145,7 +147,7 @@ class Worker(Parts):
     def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray:
         other = self._of(linear.weight)
         if other is not self:
-            return self._there(other, lambda x: other.linear(linear, x), x)
+            return self._run_on(other, lambda x: other.linear(linear, x), x)
         with self._timed("products"):
             self._split.ledger.read(self.device.name, self.weights[linear.weight].nbytes)
             return super().linear(linear, x)
@@ -153,28 +155,28 @@ class Worker(Parts):
     def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
         other = self._of(norm.weight)
         if other is not self:
-            return self._there(other, lambda x: other.norm(norm, x), x)
+            return self._run_on(other, lambda x: other.norm(norm, x), x)
         with self._timed("norms"):
             return super().norm(norm, x)
 
     def attend(
         self,
-        heads: layers.Heads,
+        heads: Heads,
         layer: int,
         q: np.ndarray,
         spans: list[Span],
-        how: layers.Attending | None = None,
+        attention: AttentionOptions | None = None,
     ) -> np.ndarray:
         with self._timed("attention"):
-            return super().attend(heads, layer, q, spans, how)
+            return super().attend(heads, layer, q, spans, attention)
 
-    def remember_and_attend(
+    def append_and_attend(
         self, part: blocks.Attention, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, spans: list[Span]
     ) -> np.ndarray:
         other = self._split.attends(layer, self)
         if other is self:
-            return super().remember_and_attend(part, layer, q, k, v, spans)
-        return self._there(other, lambda q, k, v: other.remember_and_attend(part, layer, q, k, v, spans), q, k, v)
+            return super().append_and_attend(part, layer, q, k, v, spans)
+        return self._run_on(other, lambda q, k, v: other.append_and_attend(part, layer, q, k, v, spans), q, k, v)
 
     def attend_latents(
         self, part: blocks.LatentAttention, layer: int, q: np.ndarray, latents: np.ndarray, spans: list[Span]
@@ -182,14 +184,14 @@ class Worker(Parts):
         other = self._split.attends(layer, self)
         if other is self:
             return super().attend_latents(part, layer, q, latents, spans)
-        return self._there(other, lambda q, c: other.attend_latents(part, layer, q, c, spans), q, latents)
+        return self._run_on(other, lambda q, c: other.attend_latents(part, layer, q, c, spans), q, latents)
 
-    def between(self, part: blocks.LatentAttention) -> latent.Between:
-        return _Between(part, self)
+    def head_projections(self, part: blocks.LatentAttention) -> latent.HeadProjections:
+        return _RoutedHeadProjections(part, self)
 
-    def own_between(self, part: blocks.LatentAttention) -> latent.Between:
+    def local_head_projections(self, part: blocks.LatentAttention) -> latent.HeadProjections:
         """The same, computed on this device."""
-        return latent.Between(part, self.weights, self.threads)
+        return latent.HeadProjections(part, self.weights, self.threads)
 
     def run_part(self, part: blocks.Part, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         if not isinstance(part, blocks.DeltaNet):
@@ -209,7 +211,7 @@ class Worker(Parts):
         if any(worker is not other for worker in others):
             return self._experts_apart(part, y, chosen, weights)
         if other is not self:
-            return self._there(other, lambda y, w: other.run_experts(part, y, chosen, w), y, weights)
+            return self._run_on(other, lambda y, w: other.run_experts(part, y, chosen, w), y, weights)
         with self._timed("experts"):
             self._count_experts(part, chosen)
             return super().run_experts(part, y, chosen, weights)
@@ -227,7 +229,7 @@ class Worker(Parts):
                 with other._timed("experts"):
                     return product(x)
 
-            return run if other is self else lambda x: self._there(other, run, x)
+            return run if other is self else lambda x: self._run_on(other, run, x)
 
         observe = None if self._checking else self.observer
         self._count_experts(part, chosen)
@@ -245,7 +247,7 @@ class Worker(Parts):
             self._split.ledger.read(name, used * tensor.nbytes // max(1, tensor.shape[0]))
 
 
-class _Between(latent.Between):
+class _RoutedHeadProjections(latent.HeadProjections):
     """The matrices between latents and heads, each used on the device that has it."""
 
     def __init__(self, part: blocks.LatentAttention, worker: Worker):
@@ -266,21 +268,21 @@ class _Between(latent.Between):
             self._worker._split.ledger.moved(holder.device.name, found.device.name, weights[part.v_b.weight].nbytes)
         return found
 
-    def _run(self, other: Worker, task: Callable[[latent.Between, np.ndarray], Any], x: np.ndarray) -> Any:
+    def _run(self, other: Worker, task: Callable[[latent.HeadProjections, np.ndarray], Any], x: np.ndarray) -> Any:
         """`task` with plain matrices on another device."""
-        x = other.take(x, self._worker)
+        x = other.fetch(x, self._worker)
         with other._timed("latents"):
-            return task(other.own_between(self.part), x)
+            return task(other.local_head_projections(self.part), x)
 
     def queries(self, q: np.ndarray) -> np.ndarray:
         other = self._at(True, self.part.k_b)
-        return self._worker.take(self._run(other, lambda between, q: between.queries(q), q), other)
+        return self._worker.fetch(self._run(other, lambda projections, q: projections.queries(q), q), other)
 
     def values(self, attended: np.ndarray) -> np.ndarray:
         other = self._at(True, self.part.v_b)
-        return self._worker.take(self._run(other, lambda between, x: between.values(x), attended), other)
+        return self._worker.fetch(self._run(other, lambda projections, x: projections.values(x), attended), other)
 
     def expanded(self, latents: np.ndarray, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         other = self._at(False, self.part.k_b)
-        k, v = self._run(other, lambda between, c: between.expanded(c, first, stop), latents)
-        return self._worker.take(k, other), self._worker.take(v, other)
+        k, v = self._run(other, lambda projections, c: projections.expanded(c, first, stop), latents)
+        return self._worker.fetch(k, other), self._worker.fetch(v, other)

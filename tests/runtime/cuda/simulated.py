@@ -91,7 +91,7 @@ class SimulatedGpu(Gpu):
         self.tape: _Tape | None = None
         self.captured = 0
 
-    def enter(self) -> None:
+    def bind_thread(self) -> None:
         self.threads.append(threading.current_thread())
 
     def array(self, values: np.ndarray) -> Any:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quantkit.archs.common import blocks
-from quantkit.runtime.blocks import layers
+from quantkit.runtime.blocks import float_ops
 from quantkit.runtime.kernels import reference
 from quantkit.runtime.kernels.cuda import delta, elementwise, routing
 from tests.runtime.cuda.conftest import Run
@@ -33,7 +33,7 @@ def test_rms_norm(run: Run, rows: int, n: int) -> None:
 def test_activations_of_feed_forwards(run: Run, name: str) -> None:
     gate, up = 4 * normal(3, 41), 5 * normal(3, 41, seed=1)
     right = gate.copy()
-    layers.ACTIVATIONS[name](right, up)
+    float_ops.ACTIVATIONS[name](right, up)
     run(elementwise.activate(name), 1, THREADS, gate.reshape(-1), up.reshape(-1), gate.size)
     np.testing.assert_allclose(gate, right, rtol=2e-6, atol=2e-6)
 
@@ -52,10 +52,10 @@ def test_sums_of_rows(run: Run) -> None:
 def test_rope(run: Run, style: str, dim: int) -> None:
     """Of whole heads, and of their first 8 elements of 16."""
     rope = blocks.Rope(dim=dim, base=10000.0, style=style)
-    tables = layers.rope_tables(rope, 20)
+    tables = float_ops.rope_tables(rope, 20)
     x, positions = normal(3, 2 * 16), np.array([7, 8, 19], np.int64)
     right = x.copy()
-    layers.turn(right, style, 16, tables, positions, 1)
+    float_ops.apply_rope(right, style, 16, tables, positions, 1)
     step, stride = (2, 1) if style == "norm" else (1, dim // 2)
     run(elementwise.rope(), 1, THREADS, x.reshape(-1), 2, 16, dim // 2, tables[0].reshape(-1).copy(),
         tables[1].reshape(-1).copy(), positions.astype(np.int32), step, stride, 3)  # fmt: skip

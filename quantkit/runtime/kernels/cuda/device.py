@@ -76,7 +76,7 @@ class Gpu:
         self.torch.zeros(1, device=self.place)  # makes the context
         self._functions: dict[str, Any] = {}
 
-    def enter(self) -> None:
+    def bind_thread(self) -> None:
         """Make this GPU the calling thread's own, with its context, which the driver wants to launch anything."""
         self.torch.cuda.set_device(self.place)
         self.torch.zeros(1, device=self.place)

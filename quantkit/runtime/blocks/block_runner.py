@@ -1,6 +1,6 @@
 """What a device computes of a model: the parts of its blocks over tensors that it has, layer by layer.
 
-`Parts` is what a Model does itself, and what each device of a split model does with tensors of its own.
+`BlockRunner` is what a Model does itself, and what each device of a split model does with tensors of its own.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ import numpy as np
 from quantkit.archs.common import blocks
 from quantkit.errors import DataError
 from quantkit.formats.gguf import Tensor
-from quantkit.runtime.blocks import experts, latent, layers, recurrent
-from quantkit.runtime.blocks.layers import Span
+from quantkit.runtime.blocks import experts, float_attention, float_linear, float_ops, latent, recurrent
+from quantkit.runtime.blocks.float_attention import AttentionOptions, Heads
+from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.kv.cache import Cache
-from quantkit.runtime.scale_check import culprit
+from quantkit.runtime.scale_check import describe_nonfinite
 
 Observer = Callable[..., None]  # of (name, x), or (name, x, number, count) for one of several matrices
 
 
-class Parts:
+class BlockRunner:
     """The parts of blocks, computed over tensors by name.
 
-    weights, numerics, threads, how, mla, expert_reduction, tripwire   as a Model has them
+    weights, numerics, threads, attention, mla, expert_reduction, tripwire   as a Model has them
     path       what errors call the file
     observer   called with (name, float32[tokens, n]) for what enters each weight matrix, and of experts with
                (name, float32[tokens, n], expert, experts); None by default
@@ -37,17 +38,17 @@ class Parts:
         *,
         numerics: str,
         threads: int,
-        how: layers.Attending,
+        attention: AttentionOptions,
         mla: int,
         expert_reduction: experts.Reduction | None = None,
         tripwire: str = "layer",
     ):
         self.path, self.weights = path, weights
-        self.numerics, self.threads, self.how, self.mla = numerics, threads, how, mla
+        self.numerics, self.threads, self.attention, self.mla = numerics, threads, attention, mla
         self.expert_reduction, self.tripwire = expert_reduction, tripwire
         self.observer: Observer | None = None
         self._vectors: dict[str, np.ndarray] = {}
-        self._linears: dict[str, layers.Linear] = {}
+        self._linears: dict[str, float_linear.Linear] = {}
         self._tables: dict[blocks.Rope, tuple[np.ndarray, np.ndarray]] = {}
         self._checking = False
 
@@ -76,30 +77,30 @@ class Parts:
         if not part.norms_after_rope:
             q, k = self._head_norm(part.q_norm, q), self._head_norm(part.k_norm, k)
         for heads in (q, k):
-            self.turn(heads, part.rope, part.head_dim_k, spans)
+            self.apply_rope(heads, part.rope, part.head_dim_k, spans)
         if part.norms_after_rope:
             q, k = self._head_norm(part.q_norm, q), self._head_norm(part.k_norm, k)
         if part.temperature is not None:
-            self.temper(q, part.temperature, spans)
-        y = self.remember_and_attend(part, layer, q, k, v, spans)
+            self.scale_queries(q, part.temperature, spans)
+        y = self.append_and_attend(part, layer, q, k, v, spans)
         if part.gated:
-            self.gate(y, made, part.head_dim_v)
+            self.apply_gates(y, made, part.head_dim_v)
         self.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
         return self._post_norm(part.post_norm, self.linear(part.out, self._post_norm(part.sub_norm, y)))
 
-    def remember_and_attend(
+    def append_and_attend(
         self, part: blocks.Attention, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, spans: list[Span]
     ) -> np.ndarray:
         """float32[tokens, heads * head_dim_v] of queries, keys and values after rope; the caches get the latter two."""
         for span in spans:
-            self.remember(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
-        return self.attend(layers.Heads.of(part, self.vector(part.sinks) if part.sinks else None), layer, q, spans)
+            self.append_rows(k[span.start : span.stop], v[span.start : span.stop], span.cache, layer)
+        return self.attend(Heads.of(part, self.vector(part.sinks) if part.sinks else None), layer, q, spans)
 
     def attend(
-        self, heads: layers.Heads, layer: int, q: np.ndarray, spans: list[Span], how: layers.Attending | None = None
+        self, heads: Heads, layer: int, q: np.ndarray, spans: list[Span], attention: AttentionOptions | None = None
     ) -> np.ndarray:
         """float32[tokens, heads * head_dim_v] of queries over what the caches hold."""
-        return layers.attend(heads, layer, q, spans, self.threads, how or self.how)
+        return float_attention.attend(heads, layer, q, spans, self.threads, attention or self.attention)
 
     def attend_latents(
         self, part: blocks.LatentAttention, layer: int, q: np.ndarray, latents: np.ndarray, spans: list[Span]
@@ -107,18 +108,18 @@ class Parts:
         """The same of latent attention; see `latent.attend`."""
         return latent.attend(self, part, layer, q, latents, spans)
 
-    def between(self, part: blocks.LatentAttention) -> latent.Between:
+    def head_projections(self, part: blocks.LatentAttention) -> latent.HeadProjections:
         """The matrices between latents and heads."""
-        return latent.Between(part, self.weights, self.threads)
+        return latent.HeadProjections(part, self.weights, self.threads)
 
     def _post_norm(self, norm: blocks.Norm | None, y: np.ndarray) -> np.ndarray:
         return y if norm is None else self.norm(norm, y)
 
-    def turn(self, x: np.ndarray, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
+    def apply_rope(self, x: np.ndarray, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
         """Rope, in place, of heads of `dim` elements."""
         positions = np.concatenate([np.arange(s.stop - s.start) + s.cache.length for s in spans])
         tables = self._rope(rope, int(positions.max()) + 1)
-        layers.turn(x, rope.style, dim, tables, positions, self.threads)
+        float_ops.apply_rope(x, rope.style, dim, tables, positions, self.threads)
 
     def _gated(self, part: blocks.FeedForward, y: np.ndarray) -> np.ndarray:
         """What a feed-forward makes of what its norm made."""
@@ -150,28 +151,28 @@ class Parts:
     # ---------------------------------------------- what a kind of device that has arrays of its own does with kernels
 
     def rms_norm(self, x: np.ndarray, norm: blocks.Norm) -> np.ndarray:
-        return layers.rms_norm(x, self.vector(norm.weight), norm.eps, self.threads)
+        return float_ops.rms_norm(x, self.vector(norm.weight), norm.eps, self.threads)
 
     def activate(self, name: str, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
         """act(gate) * up; overwrites `gate`."""
-        return layers.activate(name, gate, up, self.threads)
+        return float_ops.activate(name, gate, up, self.threads)
 
     def sigmoid(self, x: np.ndarray) -> np.ndarray:
-        return layers.sigmoid(x)
+        return float_ops.sigmoid(x)
 
     def without_gates(self, projected: np.ndarray, heads: int) -> np.ndarray:
-        """See `layers.without_gates`, and so of the next two."""
-        return layers.without_gates(projected, heads)
+        """See `float_ops.without_gates`, and so of the next two."""
+        return float_ops.without_gates(projected, heads)
 
-    def gate(self, x: np.ndarray, projected: np.ndarray, dim: int) -> None:
-        layers.gate(x, projected, dim, self.threads)
+    def apply_gates(self, x: np.ndarray, projected: np.ndarray, dim: int) -> None:
+        float_ops.apply_gates(x, projected, dim, self.threads)
 
-    def temper(self, q: np.ndarray, temperature: tuple[float, int], spans: list[Span]) -> None:
-        layers.temper(q, *temperature, spans)
+    def scale_queries(self, q: np.ndarray, temperature: tuple[float, int], spans: list[Span]) -> None:
+        float_ops.scale_queries(q, *temperature, spans)
 
-    def remember(self, k: np.ndarray, v: np.ndarray | None, cache: Cache, layer: int) -> None:
+    def append_rows(self, k: np.ndarray, v: np.ndarray | None, cache: Cache, layer: int) -> None:
         """Keep keys and values of a layer."""
-        layers.remember(k, v, cache, layer)
+        float_attention.append_rows(k, v, cache, layer)
 
     def route(self, part: blocks.Experts, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Experts and weights of each token; see `experts.route`."""
@@ -188,7 +189,7 @@ class Parts:
 
     def is_finite(self, y: np.ndarray) -> bool:
         """Whether y may go on: it holds neither NaN nor Inf, or nobody asked (`--tripwire off`)."""
-        return self.tripwire == "off" or layers.is_finite(y)
+        return self.tripwire == "off" or float_ops.is_finite(y)
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -215,18 +216,18 @@ class Parts:
         if self.observer is not None and not self._checking:
             self.observer(name, x, *which)
 
-    def forget(self, names: Iterable[str]) -> None:
+    def drop_cached(self, names: Iterable[str]) -> None:
         """Drop what was made of these tensors."""
         for name in names:
             self._vectors.pop(name, None)
             self._linears.pop(name, None)
 
-    def _weight(self, linear: blocks.Linear) -> layers.Linear:
+    def _weight(self, linear: blocks.Linear) -> float_linear.Linear:
         found = self._linears.get(linear.weight)
         if found is None:
             bias = self.vector(linear.bias) if linear.bias else None
             scale = float(self.vector(linear.scale)[0]) if linear.scale else 1.0
-            found = layers.Linear(self.weights[linear.weight], self.numerics, self.threads, bias, scale)
+            found = float_linear.Linear(self.weights[linear.weight], self.numerics, self.threads, bias, scale)
             self._linears[linear.weight] = found
         return found
 
@@ -234,19 +235,19 @@ class Parts:
         """float32[n] of a tensor that is no matrix to be multiplied by, decoded once."""
         found = self._vectors.get(name)
         if found is None:
-            found = self._vectors[name] = layers.vector(self.weights[name])
+            found = self._vectors[name] = float_linear.vector(self.weights[name])
         return found
 
     def _rope(self, rope: blocks.Rope, n_ctx: int) -> tuple[np.ndarray, np.ndarray]:
         """Tables for at least `n_ctx` positions."""
         held = self._tables.get(rope)
         if held is None or len(held[0]) < n_ctx:
-            factors = layers.vector(self.weights[rope.factors]) if rope.factors else None
-            held = self._tables[rope] = layers.rope_tables(rope, 1 << (n_ctx - 1).bit_length(), factors)
+            factors = float_linear.vector(self.weights[rope.factors]) if rope.factors else None
+            held = self._tables[rope] = float_ops.rope_tables(rope, 1 << (n_ctx - 1).bit_length(), factors)
         return held
 
     def check(self, what: str, y: np.ndarray) -> None:
-        """`_require_finite` while `_blame` looks for the culprit; elsewhere once a layer is often enough."""
+        """`_require_finite` during a diagnosis, or with `tripwire` "full"; otherwise one check a layer is enough."""
         if self._checking or self.tripwire == "full":
             self._require_finite(what, y)
 
@@ -255,5 +256,5 @@ class Parts:
         if self.is_finite(y):
             return
         token, column = (int(i) for i in np.argwhere(~np.isfinite(y))[0])
-        note = culprit(self.weights.get(what))
+        note = describe_nonfinite(self.weights.get(what))
         raise DataError(f"{self.path}: {what} made {y[token, column]} for token {token}, element {column}{note}")

@@ -1,0 +1,175 @@
+"""Softmax attention over a KV cache in float32: grouped heads, sliding windows, sinks, values stored in the keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from quantkit import types
+from quantkit.archs.common import blocks
+from quantkit.codegen import jit
+from quantkit.errors import DataError
+from quantkit.runtime.blocks.float_ops import SERIAL_ELEMENTS, ignore_nonfinite, scratch
+from quantkit.runtime.blocks.spans import Span
+from quantkit.runtime.kernels import kv_rounding, reference
+from quantkit.runtime.kv.cache import Cache
+
+QUERY_ROWS = 384  # of a head's scores worked on at a time
+KEY_ROWS = 512
+QUERIES_TOGETHER, KEYS_TOGETHER = 6, 128  # kernels round queries and positions up to multiples of them
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """How attention is computed: the same numbers but for rounding.
+
+    flash      with a streaming softmax, KEY_ROWS positions at a time; else plainly, all scores of a query at once
+    work_mib   MiB that the scores of plain attention may take, those of all threads together; 0: no bound
+    """
+
+    flash: bool = True
+    work_mib: int = 256
+
+    def query_rows(self, group: int, n_ctx: int, threads: int) -> int:
+        """Rows of queries worked on at a time, over up to `n_ctx` positions; at most QUERY_ROWS.
+
+        DataError where not even the queries that share one key fit the bound.
+        """
+        if self.flash or not self.work_mib:
+            return QUERY_ROWS
+        row = 4 * threads * (-(-n_ctx // KEYS_TOGETHER) * KEYS_TOGETHER)
+        rows = (self.work_mib << 20) // row // QUERIES_TOGETHER * QUERIES_TOGETHER
+        if rows < group:
+            least = -(-group // QUERIES_TOGETHER) * QUERIES_TOGETHER * row
+            raise DataError(
+                f"-amb {self.work_mib}: plain attention's scores over {n_ctx} positions take {-(-least >> 20)} MiB "
+                f"at the least with {threads} threads; give it that, fewer positions (-c), or flash attention (-fa 1)"
+            )
+        return min(QUERY_ROWS, rows)
+
+
+class Heads(NamedTuple):
+    """The heads of an attention, as blocks.Attention has them. Values may be the first elements of the keys.
+
+    sinks   float32[heads]
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim_k: int
+    head_dim_v: int
+    scale: float
+    window: int | None = None
+    values_in_keys: bool = False
+    sinks: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, part: blocks.Attention, sinks: np.ndarray | None = None) -> Heads:
+        """The heads of an attention block; `sinks` float32[heads] where it has them."""
+        sizes = (part.heads, part.kv_heads, part.head_dim_k, part.head_dim_v)
+        return cls(*sizes, part.scale, part.window, sinks=sinks)
+
+
+def append_rows(k: np.ndarray, v: np.ndarray | None, cache: Cache, layer: int) -> None:
+    """Append keys and values float32[tokens, heads * dim] to a layer of the KV cache, at `cache.length`.
+
+    They are rotated and rounded to the cache's types. `v` None: the cache has no values. `length` stays as it is.
+    """
+    kinds = cache.type.k, cache.type.v
+    for x, into, kind, block in zip((k, v), (cache.k[layer], cache.v[layer]), kinds, cache.rotations):
+        if x is None:
+            continue
+        heads = x.reshape(len(x), len(into), -1).transpose(1, 0, 2)
+        rows = np.ascontiguousarray(heads).reshape(-1, heads.shape[2])
+        if block:
+            rows = kv_rounding.rotate(rows, block)
+        into[:, cache.length : cache.length + len(x)] = kv_rounding.encode(kind, rows).reshape(len(into), len(x), -1)
+
+
+def attend(
+    part: Heads,
+    layer: int,
+    q: np.ndarray,
+    spans: Sequence[Span],
+    threads: int,
+    options: AttentionOptions = AttentionOptions(),
+) -> np.ndarray:
+    """softmax(q k^T * scale) v for every query head, float32[tokens, heads * head_dim_v]; q as it comes out of rope.
+
+    The caches hold the keys and values of the batch's own tokens already, from their `length` on.
+    """
+    out = np.empty((len(q), part.heads * part.head_dim_v), np.float32)
+    group = part.heads // part.kv_heads
+    most = max(span.cache.length + span.stop - span.start for span in spans)
+    step = max(1, options.query_rows(group, most, threads) // group)
+    work = [
+        (span, head, first, min(span.stop, first + step))
+        for span in spans
+        for first in reversed(range(span.start, span.stop, step))  # the most keys first, the fewest fill the gaps
+        for head in range(part.kv_heads)
+    ]
+
+    def task(begin: int, end: int) -> None:
+        with ignore_nonfinite():
+            for item in work[begin:end]:
+                _attend_head(part, layer, q, out, KEY_ROWS if options.flash else most, *item)
+
+    scores = part.heads * sum((s.stop - s.start) * (s.cache.length + s.stop - s.start) for s in spans)
+    jit.over_rows(task, len(work), threads=threads if scores > SERIAL_ELEMENTS else 1)
+    return out
+
+
+def _attend_head(
+    part: Heads,
+    layer: int,
+    q: np.ndarray,
+    out: np.ndarray,
+    key_rows: int,
+    span: Span,
+    head: int,
+    first: int,
+    stop: int,
+) -> None:
+    """`attend` for tokens first … stop and the query heads that share key/value head `head`, `key_rows` at a time."""
+    group = part.heads // part.kv_heads
+    tokens, mine = stop - first, slice(head * group, (head + 1) * group)
+    position = span.cache.length + first - span.start
+    window = part.window or span.cache.n_ctx
+    rotate_k, rotate_v = span.cache.rotations
+    rotate_v = rotate_k if part.values_in_keys else rotate_v
+    queries = q.reshape(len(q), part.heads, -1)[first:stop, mine].reshape(tokens * group, -1) * np.float32(part.scale)
+    if rotate_k:
+        queries = kv_rounding.rotate(queries, rotate_k)
+    maximum = np.zeros(tokens * group, np.float32)
+    denominator = np.zeros(tokens * group, np.float32)
+    acc = np.zeros((tokens * group, part.head_dim_v), np.float32)
+    for key in range(max(0, position + 1 - window), position + tokens, key_rows):
+        end = min(key + key_rows, position + tokens)
+        keys = _decoded(span.cache.k[layer][head, key:end], span.cache.type.k, part.head_dim_k, "keys")
+        scores = np.matmul(queries, keys.T, out=scratch("scores", (tokens * group, end - key)))
+        reference.softmax_step(scores, group, position - key, window, maximum, denominator, acc)
+        if part.values_in_keys:
+            values = keys[:, : part.head_dim_v]
+        else:
+            values = _decoded(span.cache.v[layer][head, key:end], span.cache.type.v, part.head_dim_v, "values")
+        acc += np.matmul(scores, values, out=scratch("products", acc.shape))
+    if part.sinks is not None:
+        sinks = np.tile(part.sinks[mine], tokens)
+        new = np.maximum(maximum, sinks)
+        rescale = np.exp(maximum - new)
+        acc *= rescale[:, None]
+        denominator = denominator * rescale + np.exp(sinks - new)
+    acc /= denominator[:, None]
+    if rotate_v:
+        acc = kv_rounding.rotate(acc, rotate_v)
+    out.reshape(len(out), part.heads, -1)[first:stop, mine] = acc.reshape(tokens, group, -1)
+
+
+def _decoded(rows: np.ndarray, kind: str, dim: int, purpose: str) -> np.ndarray:
+    """float32[rows, dim] of some rows of one head of a cache, as the type itself decodes them."""
+    if kind == "f32":
+        return rows.view(np.float32)
+    return types.get(kind).dequantize(rows, dim, out=scratch(purpose, (len(rows), dim)), threads=1)

@@ -1,0 +1,133 @@
+"""Norms, activations, gates and RoPE of activations float32[tokens, n], several threads over the tokens.
+
+The formulas are those of `kernels/reference.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from quantkit.archs.common import blocks
+from quantkit.codegen import jit
+from quantkit.runtime.blocks.spans import Span
+from quantkit.runtime.kernels import reference
+
+SERIAL_ELEMENTS = 1 << 15  # less work than that is not worth waking threads for
+
+_local = threading.local()
+
+
+def scratch(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """float32 memory of this thread, used again and again: fresh pages for every panel cost as much as decoding."""
+    size = math.prod(shape)
+    held = getattr(_local, name, None)
+    if held is None or held.size < size:
+        held = np.empty(size, np.float32)
+        setattr(_local, name, held)
+    return held[:size].reshape(shape)
+
+
+def ignore_nonfinite() -> np.errstate:
+    """numpy says nothing about NaN and Inf inside: the model looks for them itself, and names where they come from."""
+    return np.errstate(over="ignore", invalid="ignore")
+
+
+def is_finite(x: np.ndarray) -> bool:
+    """Whether no element is NaN or Inf. One sum tells, unless it overflows."""
+    with ignore_nonfinite():
+        return bool(np.isfinite(x.sum()) or np.isfinite(x).all())
+
+
+def _over_tokens(task: Callable[[int, int], None], x: np.ndarray, threads: int) -> None:
+    jit.over_rows(task, len(x), threads=threads if x.size > SERIAL_ELEMENTS else 1, pieces=1)
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, threads: int) -> np.ndarray:
+    out = np.empty_like(x)
+    _over_tokens(lambda a, b: reference.rms_norm(x[a:b], weight, eps, out[a:b]), x, threads)
+    return out
+
+
+ACTIVATIONS = {
+    "swiglu": reference.swiglu,
+    "geglu": reference.geglu,
+    "relu2": reference.relu2,
+    "swiglu_oai": reference.swiglu_oai,
+}
+
+
+def activate(name: str, gate: np.ndarray, up: np.ndarray, threads: int) -> np.ndarray:
+    """act(gate) * up as blocks name it; overwrites `gate`."""
+    kernel = ACTIVATIONS[name]
+    _over_tokens(lambda a, b: kernel(gate[a:b], up[a:b]), gate, threads)
+    return gate
+
+
+def without_gates(projected: np.ndarray, heads: int) -> np.ndarray:
+    """The queries float32[tokens, heads * dim] of queries and gates of each head, float32[tokens, heads * 2 * dim]."""
+    both = projected.reshape(len(projected), heads, 2, -1)
+    return np.ascontiguousarray(both[:, :, 0]).reshape(len(projected), -1)
+
+
+def apply_gates(x: np.ndarray, projected: np.ndarray, dim: int, threads: int) -> None:
+    """Multiply x float32[tokens, heads * dim], in place, by the sigmoids of the gates beside those queries."""
+    _over_tokens(lambda a, b: reference.gate(x[a:b], projected[a:b], dim, 2 * dim, dim), x, threads)
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    with ignore_nonfinite():
+        return 1 / (1 + np.exp(-x))
+
+
+def rope_tables(rope: blocks.Rope, n_ctx: int, factors: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin, float32[n_ctx, dim/2], of the angle position * frequency of each pair. Worked out in float64.
+
+    `factors` float32[dim/2] divide the frequencies. With YaRN, a pair's frequency moves from f * scale to f as its
+    number j falls from `high` to `low`, the pairs that turn beta_slow and beta_fast times within the original context.
+    """
+    pair = np.arange(rope.dim // 2)
+    frequency = rope.base ** (-2.0 * pair / rope.dim)
+    if factors is not None:
+        frequency = frequency / factors
+    size = 1.0
+    if rope.yarn is None:
+        frequency = frequency * rope.scale
+    else:
+        low, high = (_pair_that_turns(rope, turns) for turns in (rope.yarn.beta_fast, rope.yarn.beta_slow))
+        if rope.yarn.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rope.dim - 1)
+        kept = 1 - np.clip((pair - low) / max(0.001, high - low), 0, 1)
+        kept = kept * rope.yarn.ext_factor
+        frequency = frequency * (rope.scale * (1 - kept) + kept)
+        size = rope.yarn.attn_factor * (1 + 0.1 * math.log(1 / rope.scale) if rope.yarn.ext_factor else 1)
+    angle = np.arange(n_ctx)[:, None] * frequency
+    cos, sin = (np.float32(f(angle) * size) for f in (np.cos, np.sin))
+    return jit.readonly(cos), jit.readonly(sin)
+
+
+def _pair_that_turns(rope: blocks.Rope, turns: float) -> float:
+    """The (fractional) number of the pair that turns so many times within YaRN's original context."""
+    assert rope.yarn is not None
+    return rope.dim * math.log(rope.yarn.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
+
+
+def apply_rope(
+    x: np.ndarray, style: str, head_dim: int, tables: tuple[np.ndarray, np.ndarray], positions: np.ndarray, threads: int
+) -> None:
+    """Rope, in place: x float32[tokens, heads * head_dim], positions int64[tokens]."""
+    cos, sin = tables
+    step, stride = (2, 1) if style == "norm" else (1, cos.shape[1])
+    _over_tokens(lambda a, b: reference.rope(x[a:b], head_dim, cos, sin, positions[a:b], step, stride), x, threads)
+
+
+def scale_queries(q: np.ndarray, beta: float, length: int, spans: Sequence[Span]) -> None:
+    """Multiply queries float32[tokens, n] at position p by 1 + beta ln(1 + floor(p / length)), in place."""
+    for span in spans:
+        position = np.arange(span.cache.length, span.cache.length + span.stop - span.start)
+        factor = 1 + beta * np.log1p(np.floor(position / length))
+        q[span.start : span.stop] *= factor.astype(np.float32)[:, None]

@@ -1,0 +1,63 @@
+"""What a cache holds of a sequence besides rows: states of recurrent layers, and copies that `Cache.save` makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quantkit.archs.common.blocks import Recurrence
+from quantkit.runtime.kv.cache_type import CacheType
+
+Zeros = Callable[[tuple[int, ...], str], Any]  # of a shape and the name of a type of numbers, an array of a device
+INCOMPLETE = -1  # position of a state that is being written: if an interrupt leaves it behind, it is of no sequence
+
+
+@dataclass
+class LayerState:
+    """What a recurrent layer remembers after the first `position` tokens of a sequence.
+
+    inputs   float32[kernel - 1, channels]: what entered the convolution for the last tokens, zero before the first
+    heads    float32[value_heads, head_dim_k, head_dim_v]
+    """
+
+    inputs: np.ndarray
+    heads: np.ndarray
+    position: int = 0
+
+    @classmethod
+    def zero(cls, sizes: Recurrence, zeros: Zeros = np.zeros) -> LayerState:
+        shape = (sizes.value_heads, sizes.head_dim_k, sizes.head_dim_v)
+        return cls(zeros((sizes.kernel - 1, sizes.channels), "float32"), zeros(shape, "float32"))
+
+    @property
+    def nbytes(self) -> int:
+        return self.inputs.nbytes + self.heads.nbytes
+
+    def take(self, other: LayerState) -> None:
+        """Become a copy of another of the same sizes."""
+        self.position = INCOMPLETE
+        self.inputs[:], self.heads[:] = other.inputs, other.heads
+        self.position = other.position
+
+
+@dataclass(frozen=True)
+class State:
+    """What a cache held of a sequence: `Cache.save` makes it, `Cache.restore` takes it back.
+
+    k, v     of each layer that attends uint8[n_head_kv, length, row bytes]
+    states   of each recurrent layer
+    """
+
+    type: CacheType
+    length: int
+    k: list[np.ndarray]
+    v: list[np.ndarray]
+    states: dict[int, LayerState]
+
+    @property
+    def nbytes(self) -> int:
+        rows = sum(x.nbytes for x in (*self.k, *self.v))
+        return rows + sum(state.nbytes for state in self.states.values())

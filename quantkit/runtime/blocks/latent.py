@@ -39,19 +39,24 @@ MODES = (0, 1, 2, 3)
 Weights = Mapping[str, Tensor]
 
 
-class Run(Protocol):
+class Observed(Protocol):
+    """What `observe` uses of a runner."""
+
+    @property
+    def weights(self) -> Weights: ...
+    def observe(self, name: str, x: np.ndarray, *which: int) -> None: ...
+
+
+class Run(Observed, Protocol):
     """What this needs of a runtime.model.Model that runs."""
 
     threads: int
     attention: AttentionOptions
     mla: int
 
-    @property
-    def weights(self) -> Weights: ...
     def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray: ...
     def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray: ...
     def apply_rope(self, x: np.ndarray, rope: blocks.Rope, dim: int, spans: list[Span]) -> None: ...
-    def observe(self, name: str, x: np.ndarray, *which: int) -> None: ...
     def check(self, what: str, y: np.ndarray) -> None: ...
     def head_projections(self, part: blocks.LatentAttention) -> HeadProjections: ...
     def attend(
@@ -262,7 +267,7 @@ def attend(
     return out
 
 
-def observe(run: Run, linear: blocks.Linear | None, x: np.ndarray) -> None:
+def observe(run: Observed, linear: blocks.Linear | None, x: np.ndarray) -> None:
     """Tell what enters a matrix between latent and heads: float32[tokens, n], or [tokens, heads, n] of each head."""
     if linear is None:
         return

@@ -1,4 +1,4 @@
-"""What the parts of a GPU's work in files of their own ask of the worker that they are parts of."""
+"""`GpuContext`: what the modules of this package use of the worker of their GPU."""
 
 from __future__ import annotations
 
@@ -8,36 +8,99 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from quantkit.archs.common import blocks
 from quantkit.formats.gguf import Tensor
+from quantkit.placement.devices import Device
+from quantkit.runtime.blocks.experts import Reduction
+from quantkit.runtime.blocks.float_attention import Heads
 from quantkit.runtime.blocks.spans import Span
+from quantkit.runtime.kv.cache import Cache
+from quantkit.runtime.parallel.ledger import Ledger
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
     from quantkit.runtime.kernels.cuda.device import Gpu, Matrices
 
 
 class GpuContext(Protocol):
-    """`cuda_worker.CudaWorker`, as its parts see it. Activations are float32 tensors [tokens, n] on the GPU."""
+    """`gpu_worker.CudaWorker`. Activations are float32 tensors [tokens, n] on its GPU.
+
+    exact      whether weights are decoded to float32
+    device     of the placement
+    """
 
     gpu: Gpu
-    exact: bool  # numerics
+    exact: bool
     threads: int
-    weights: Mapping[str, Tensor]
+    mla: int
+    device: Device
+    expert_reduction: Reduction | None
 
-    def vector(self, name: str) -> Any: ...
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """The file's tensors by name."""
 
-    def matrices(self, name: str, rows: int | None = None) -> Matrices: ...
+    @property
+    def ledger(self) -> Ledger:
+        """Counts time and bytes."""
 
-    def norm(self, norm: blocks.Norm, x: Any) -> Any: ...
+    @property
+    def observes(self) -> bool:
+        """Whether an observer wants what enters matrices."""
 
-    def linear(self, linear: blocks.Linear, x: Any) -> Any: ...
+    def vector(self, name: str) -> Any:
+        """float32[n] of a tensor with one dimension, decoded."""
 
-    def activate(self, name: str, gate: Any, up: Any) -> Any: ...
+    def matrices(self, name: str, rows: int | None = None) -> Matrices:
+        """The packed matrices of a tensor, of `rows` rows each where its shape does not say."""
 
-    def sigmoid(self, x: Any) -> Any: ...
+    def norm(self, norm: blocks.Norm, x: Any) -> Any:
+        """x normed, checked."""
 
-    def check(self, what: str, y: Any) -> None: ...
+    def linear(self, linear: blocks.Linear, x: Any) -> Any:
+        """The product with a weight matrix."""
 
-    def run_block(self, block: blocks.Block, x: Any, spans: list[Span]) -> Any: ...
+    def activate(self, name: str, gate: Any, up: Any) -> Any:
+        """act(gate) * up; overwrites `gate`."""
 
-    def reading_position(self, position: Any, n_ctx: int) -> contextlib.AbstractContextManager[None]: ...
+    def sigmoid(self, x: Any) -> Any:
+        """Elementwise."""
 
-    def rope_tables(self) -> list[Any]: ...
+    def apply_rope(self, x: Any, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
+        """RoPE in place, of heads of `dim` elements."""
+
+    def append_rows(self, k: Any, v: Any, cache: Any, layer: int) -> None:
+        """Append keys and values to a cache."""
+
+    def attend(self, heads: Heads, layer: int, q: Any, spans: list[Span]) -> Any:
+        """Attention of all spans."""
+
+    def attend_latents(self, part: blocks.LatentAttention, layer: int, q: Any, latents: Any, spans: list[Span]) -> Any:
+        """Attention over latents, on the device of the layer's cache."""
+
+    def check(self, what: str, y: Any) -> None:
+        """DataError where y is not finite and each operation is checked."""
+
+    def observe(self, name: str, x: Any, *which: int) -> None:
+        """Call the observer, if there is one."""
+
+    def run_block(self, block: blocks.Block, x: Any, spans: list[Span]) -> Any:
+        """What leaves a block."""
+
+    def copy_to_cpu(self, x: Any) -> np.ndarray:
+        """A copy in the host's memory, counted as a transfer."""
+
+    def copy_from_cpu(self, x: np.ndarray) -> torch.Tensor:
+        """A copy on this GPU, counted as a transfer."""
+
+    def next_positions(self, cache: Cache, tokens: int) -> torch.Tensor:
+        """int32[tokens] on the GPU: the positions that a cache's next tokens get."""
+
+    def position_bound(self, cache: Cache, tokens: int) -> int:
+        """All positions of the next tokens are below this."""
+
+    def reading_position(self, position: torch.Tensor, n_ctx: int) -> contextlib.AbstractContextManager[None]:
+        """Context: kernels read the position of the one token from int32[1] on the GPU; it stays below `n_ctx`."""
+
+    def rope_tables(self) -> list[Any]:
+        """The tables that `apply_rope` has used."""

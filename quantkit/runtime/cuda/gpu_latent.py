@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.archs.common import blocks
 from quantkit.runtime.blocks import latent
+from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.cuda.gpu_context import GpuContext
+
+if TYPE_CHECKING:
+    import torch
 
 
 class HeadProjections(latent.HeadProjections):
@@ -67,3 +71,66 @@ class HeadProjections(latent.HeadProjections):
         c, turned = latents[:, : part.kv_lora], latents[:, part.kv_lora :]
         keys = torch.einsum("tl,hnl->htn", c, k)
         return torch.cat([keys, turned.expand(stop - first, -1, -1)], dim=2), torch.einsum("tl,hvl->htv", c, v)
+
+
+def attention(
+    worker: GpuContext, part: blocks.LatentAttention, layer: int, x: torch.Tensor, spans: list[Span]
+) -> torch.Tensor:
+    """What a latent attention block adds to x float32[tokens, n_embd]: `latent.attention`."""
+    cat = worker.gpu.torch.cat
+    q = y = worker.norm(part.norm, x)
+    if part.q_a is not None and part.q_a_norm is not None:
+        q = worker.norm(part.q_a_norm, worker.linear(part.q_a, y))
+    q = worker.linear(part.q, q).view(len(x), part.heads, part.head_dim_k)
+    rotated = q[:, :, part.nope :].reshape(len(x), -1).contiguous()
+    worker.apply_rope(rotated, part.rope, part.rope.dim, spans)
+    q = cat([q[:, :, : part.nope], rotated.view(len(x), part.heads, -1)], dim=2)
+    kv = worker.linear(part.kv_a, y)
+    c = worker.norm(part.kv_a_norm, kv[:, : part.kv_lora].contiguous())
+    r = kv[:, part.kv_lora :].contiguous()
+    worker.apply_rope(r, part.rope, part.rope.dim, spans)
+    y = worker.attend_latents(part, layer, q, cat([c, r], dim=1), spans)
+    worker.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
+    found: torch.Tensor = worker.linear(part.out, y)
+    return found
+
+
+def attend(
+    worker: GpuContext,
+    projections: latent.HeadProjections,
+    part: blocks.LatentAttention,
+    layer: int,
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    spans: list[Span],
+) -> torch.Tensor:
+    """float32[tokens, heads * head_dim_v] of q [tokens, heads, head_dim_k] and latents [tokens, latent] after RoPE.
+
+    All `mla` but 0 attend over latents, also for long prompts, where `latent.attend` makes keys and values of them.
+    """
+    k: Any
+    v: Any
+    if not worker.mla:
+        _observe(worker, part.kv_b, latents[:, : part.kv_lora])
+        k, v = projections.expanded(latents, 0, part.heads)  # type: ignore[arg-type]  # tensors instead of arrays
+        k, v = (x.transpose(0, 1).reshape(len(q), -1) for x in (k, v))
+        heads = latent.full(part)
+    else:
+        _observe(worker, part.k_b, q[:, :, : part.nope])
+        k, v, heads = latents, None, latent.absorbed(part)
+    for span in spans:
+        rows = slice(span.start, span.stop)
+        worker.append_rows(k[rows], None if v is None else v[rows], span.cache, layer)
+    found: Any
+    if not worker.mla:
+        found = worker.attend(heads, layer, q.reshape(len(q), -1), spans)
+        return found
+    found = worker.attend(heads, layer, projections.queries(q), spans)  # type: ignore[arg-type]  # as above
+    _observe(worker, part.v_b, found.view(len(q), part.heads, -1))
+    return projections.values(found)  # type: ignore[return-value]  # as above
+
+
+def _observe(worker: GpuContext, linear: blocks.Linear | None, x: torch.Tensor) -> None:
+    """Tell the observer what enters a matrix between latents and heads."""
+    if worker.observes:
+        latent.observe(worker, linear, worker.copy_to_cpu(x))

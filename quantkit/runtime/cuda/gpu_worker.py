@@ -31,15 +31,16 @@ import numpy as np
 
 from quantkit.archs.common import blocks
 from quantkit.errors import UnsupportedError
-from quantkit.formats.gguf import Tensor
 from quantkit.placement.devices import CPU, Device
-from quantkit.runtime.blocks import experts, float_linear, float_ops, latent
+from quantkit.runtime.blocks import float_linear, float_ops, latent
 from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.blocks.float_attention import Heads
 from quantkit.runtime.blocks.spans import Span
+from quantkit.runtime.cuda.gpu_experts import GpuExperts
 from quantkit.runtime.kernels.cuda import device as cuda_device
 from quantkit.runtime.kernels.cuda.dispatch import product
 from quantkit.runtime.kv.cache_type import CacheType
+from quantkit.runtime.parallel.ledger import Ledger
 from quantkit.runtime.parallel.worker import Context, Worker
 
 if TYPE_CHECKING:
@@ -48,11 +49,6 @@ if TYPE_CHECKING:
     from quantkit.placement.rules import Placement
     from quantkit.runtime.cuda.cuda_graph import CapturedStep
     from quantkit.runtime.kernels.cuda.device import Gpu, Matrices
-    from quantkit.runtime.kernels.cuda.staging import Staging
-
-KEYS_OF_SHARE = 128  # of attention: a share of the keys is at least so long
-BLOCKS = 512  # of attention: so many are enough for a GPU
-OF_TORCH = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # caches that torch attends over
 
 
 @functools.cache
@@ -82,7 +78,7 @@ class CudaWorker(Worker):
         self.place, self.hardware = self.gpu.place, self.gpu.name
         self.exact = self.numerics == "exact"
         self._matrices: dict[str, Matrices] = {}
-        self._staging: Staging | None = None
+        self._gpu_experts = GpuExperts(self)
         self._ropes: dict[blocks.Rope, tuple[Any, torch.Tensor, torch.Tensor]] = {}
         self._at: tuple[Any, Any] = None, None
         self._captured_position: tuple[torch.Tensor, int] | None = None  # tensor, n_ctx
@@ -146,9 +142,23 @@ class CudaWorker(Worker):
     def _host(self) -> Worker:
         return self._split.worker(CPU)
 
-    def _launch(self, kernel: Any, count: int, threads: int, *arguments: Any) -> None:
-        """A kernel that has a thread for each of `count` elements."""
-        self.gpu.launch(kernel, -(-count // threads), threads, *arguments)
+    @property
+    def ledger(self) -> Ledger:
+        """Counts time and bytes of the split model."""
+        return self._split.ledger
+
+    @property
+    def observes(self) -> bool:
+        """Whether there is an observer to call."""
+        return self.observer is not None and not self._checking
+
+    def copy_to_cpu(self, x: Any) -> np.ndarray:
+        """A copy in the host's memory, counted as a transfer."""
+        return self._host.fetch(x, self)
+
+    def copy_from_cpu(self, x: np.ndarray) -> Any:
+        """A copy on this GPU, counted as a transfer."""
+        return self.fetch(x, self._host)
 
     # --------------------------------------------------------------------------------------- steps that are replayed
 
@@ -213,7 +223,7 @@ class CudaWorker(Worker):
             assert name == "relu2"
             return gate.relu().square() * up
         gate, up = gate.contiguous(), up.contiguous()
-        self._launch(elementwise.activate(name), gate.numel(), elementwise.THREADS, gate, up, gate.numel())
+        self.gpu.launch_each(elementwise.activate(name), gate.numel(), elementwise.THREADS, gate, up, gate.numel())
         return gate
 
     def sigmoid(self, x: Any) -> Any:
@@ -243,8 +253,8 @@ class CudaWorker(Worker):
             held = self._ropes[rope] = host, cos, sin
         pairs, heads = host[0].shape[1], x.shape[1] // dim
         step, stride = (2, 1) if rope.style == "norm" else (1, pairs)
-        self._launch(elementwise.rope(), len(x) * heads * pairs, elementwise.THREADS, x, heads, dim, pairs, held[1],
-                     held[2], positions, step, stride, len(x))  # fmt: skip
+        self.gpu.launch_each(elementwise.rope(), len(x) * heads * pairs, elementwise.THREADS, x, heads, dim, pairs,
+                             held[1], held[2], positions, step, stride, len(x))  # fmt: skip
 
     def _positions(self, spans: list[Span]) -> tuple[torch.Tensor, int]:
         """int32[tokens] on the GPU, and the most they can be; the same ones are asked for in every layer."""
@@ -257,12 +267,16 @@ class CudaWorker(Worker):
         at: tuple[torch.Tensor, int] = self._at[1]
         return at
 
-    def _places(self, cache: Any, tokens: int) -> torch.Tensor:
-        """The positions of tokens that a cache gets next."""
+    def next_positions(self, cache: Any, tokens: int) -> torch.Tensor:
+        """int32[tokens] on the GPU: the positions that a cache's next tokens get."""
         if self._captured_position is not None:
             return self._captured_position[0]
         torch = self.gpu.torch
         return torch.arange(cache.length, cache.length + tokens, dtype=torch.int32, device=self.gpu.place)
+
+    def position_bound(self, cache: Any, tokens: int) -> int:
+        """All positions of a cache's next tokens are below this."""
+        return int(cache.length) + tokens if self._captured_position is None else self._captured_position[1]
 
     def is_finite(self, y: Any) -> bool:
         return super().is_finite(y) if isinstance(y, np.ndarray) else self.tripwire == "off" or bool(y.isfinite().all())
@@ -272,8 +286,8 @@ class CudaWorker(Worker):
             super()._require_finite(what, self.to_host(y))
 
     def observe(self, name: str, x: Any, *which: int) -> None:
-        if self.observer is not None and not self._checking:
-            super().observe(name, x if isinstance(x, np.ndarray) else self._host.fetch(x, self), *which)
+        if self.observes:
+            super().observe(name, x if isinstance(x, np.ndarray) else self.copy_to_cpu(x), *which)
 
     # ------------------------------------------------------------------------------------------------------- products
 
@@ -297,81 +311,21 @@ class CudaWorker(Worker):
     # ------------------------------------------------------------------------------------------------------ attention
 
     def require_cache(self, kind: CacheType, heads: int, dim_k: int, dim_v: int) -> None:
-        from quantkit.runtime.kernels.cuda import attention
+        from quantkit.runtime.cuda import gpu_attention
 
-        if any(kind.rotations(dim_k, dim_v)):
-            raise UnsupportedError(
-                f"{self.device.name}: caches on a GPU are not rotated in this version; leave -khad and -vhad out, or "
-                "keep the cache on the CPU (-nkvo)"
-            )
-        attention.check((kind.k, kind.v if dim_v else kind.k), (dim_k, dim_v or dim_k))
-        for name in (kind.k, kind.v) if dim_v else (kind.k,):
-            attention.remember(name)
+        gpu_attention.require_cache(self.device.name, kind, dim_k, dim_v)
 
     def append_rows(self, k: Any, v: Any, cache: Any, layer: int) -> None:
-        from quantkit.runtime.kernels.cuda import attention
+        from quantkit.runtime.cuda import gpu_attention
 
-        kinds = (cache.type.k, cache.type.v)
-        for x, into, kind in zip((k, v), (cache.k[layer], cache.v[layer]), kinds):
-            if x is None:
-                continue
-            (heads, n_ctx, row_bytes), tokens = into.shape, len(x)
-            dim = x.shape[1] // heads
-            positions = self._places(cache, tokens)
-            warps = tokens * heads * -(-dim // 32)
-            self._launch(attention.remember(kind), 32 * warps, attention.THREADS, x.contiguous(), heads, dim,
-                         row_bytes, n_ctx, positions, tokens, into)  # fmt: skip
+        gpu_attention.append_rows(self, k, v, cache, layer)
 
     def attend(self, heads: Heads, layer: int, q: Any, spans: list[Span], attention: Any = None) -> Any:
+        from quantkit.runtime.cuda import gpu_attention
+
         with self._timed("attention"):
-            parts = [self._attended(heads, layer, q[span.start : span.stop], span.cache) for span in spans]
+            parts = [gpu_attention.attend(self, heads, layer, q[s.start : s.stop], s.cache) for s in spans]
             return parts[0] if len(parts) == 1 else self.gpu.torch.cat(parts)
-
-    def _attended(self, part: Heads, layer: int, q: Any, cache: Any) -> Any:
-        """float32[tokens, heads * head_dim_v] of one sequence."""
-        from quantkit.runtime.kernels.cuda import attention
-
-        plain = part.sinks is None and not part.values_in_keys
-        if plain and len(q) > cuda_device.FEW and {cache.type.k, cache.type.v} <= OF_TORCH.keys():
-            return self._attended_by_torch(part, layer, q, cache)
-        tokens, group, gpu = len(q), part.heads // part.kv_heads, self.gpu
-        k, v = cache.k[layer], cache.k[layer] if part.values_in_keys else cache.v[layer]
-        v_kind = cache.type.k if part.values_in_keys else cache.type.v
-        kernel = attention.attend(cache.type.k, v_kind, part.head_dim_k, part.head_dim_v, part.values_in_keys)
-        most = cache.length + tokens if self._captured_position is None else self._captured_position[1]
-        rows, seen = tokens * group, min(most, (part.window or cache.n_ctx) + tokens)
-        tiles = -(-rows // attention.ROWS)
-        shares = max(1, min(-(-seen // KEYS_OF_SHARE), BLOCKS // (tiles * part.kv_heads)))
-        positions = self._places(cache, tokens)
-        top, total = (gpu.empty(shares, part.kv_heads, rows) for _ in range(2))
-        acc = gpu.empty(shares, part.kv_heads, rows, part.head_dim_v)
-        gpu.launch(
-            kernel, (shares, tiles, part.kv_heads), attention.threads_of(part.head_dim_v), q.contiguous(), k, v,
-            k.shape[2], v.shape[2], k.shape[1], part.heads, group, tokens, positions, part.window or cache.n_ctx,
-            np.float32(part.scale), shares, top, total, acc,
-        )  # fmt: skip
-        out = gpu.empty(tokens, part.heads * part.head_dim_v)
-        sinks = gpu.empty(1) if part.sinks is None else part.sinks
-        gpu.launch(attention.combine(part.sinks is not None), (rows, part.kv_heads), attention.THREADS, top, total,
-                   acc, shares, part.heads, group, tokens, part.head_dim_v, sinks, out)  # fmt: skip
-        return out
-
-    def _attended_by_torch(self, part: Heads, layer: int, q: Any, cache: Any) -> Any:
-        """The same of many tokens over a cache of floats: torch's kernels use tensor cores."""
-        torch, tokens, first = self.gpu.torch, len(q), cache.length
-        seen, group = first + tokens, part.heads // part.kv_heads
-        stored = (cache.k[layer], cache.type.k), (cache.v[layer], cache.type.v)
-        k, v = (x.view(getattr(torch, OF_TORCH[kind]))[None, :, :seen] for x, kind in stored)
-        k, v = (x.to(k.dtype).repeat_interleave(group, dim=1) for x in (k, v))
-        q = q.view(tokens, part.heads, -1).transpose(0, 1)[None].to(k.dtype)
-        mask, window = None, part.window or seen
-        if first or window < tokens:
-            behind = torch.arange(first, seen, device=self.gpu.place)[:, None]
-            behind = behind - torch.arange(seen, device=self.gpu.place)
-            mask = (behind >= 0) & (behind < window)
-        attention = torch.nn.functional.scaled_dot_product_attention
-        found = attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=part.scale)
-        return found[0].transpose(0, 1).reshape(tokens, -1).float()
 
     # ------------------------------------------------------------------------------------------- other kinds of parts
 
@@ -381,50 +335,16 @@ class CudaWorker(Worker):
         return gpu_recurrent.delta_net(self, part, layer, x, spans)
 
     def latent_attention(self, part: blocks.LatentAttention, layer: int, x: Any, spans: list[Span]) -> Any:
-        """`latent.attention` of tensors."""
-        cat = self.gpu.torch.cat
-        q = y = self.norm(part.norm, x)
-        if part.q_a is not None and part.q_a_norm is not None:
-            q = self.norm(part.q_a_norm, self.linear(part.q_a, y))
-        heads: Any = self.linear(part.q, q)
-        q = heads.view(len(x), part.heads, part.head_dim_k)
-        turned = q[:, :, part.nope :].reshape(len(x), -1).contiguous()
-        self.apply_rope(turned, part.rope, part.rope.dim, spans)
-        q = cat([q[:, :, : part.nope], turned.view(len(x), part.heads, -1)], dim=2)
-        kv: Any = self.linear(part.kv_a, y)
-        c = self.norm(part.kv_a_norm, kv[:, : part.kv_lora].contiguous())
-        r = kv[:, part.kv_lora :].contiguous()
-        self.apply_rope(r, part.rope, part.rope.dim, spans)
-        y = self.attend_latents(part, layer, q, cat([c, r], dim=1), spans)
-        self.check(f"attention of blk.{layer} over a cache of {spans[0].cache.cache_type}", y)
-        return self.linear(part.out, y)
+        from quantkit.runtime.cuda import gpu_latent
+
+        return gpu_latent.attention(self, part, layer, x, spans)
 
     def attend_latents(self, part: blocks.LatentAttention, layer: int, q: Any, latents: Any, spans: list[Span]) -> Any:
-        """All `mla` but 0 attend over latents; long prompts too, which `latent.attend` expands."""
+        from quantkit.runtime.cuda import gpu_latent
+
         if self._split.attends(layer, self) is not self:
             return super().attend_latents(part, layer, q, latents, spans)
-        projections = self.head_projections(part)
-        if not self.mla:
-            self._tell(part.kv_b, latents[:, : part.kv_lora])
-            made: Any = projections.expanded(latents, 0, part.heads)
-            k, v = (x.transpose(0, 1).reshape(len(q), -1) for x in made)
-            heads = latent.full(part)
-        else:
-            self._tell(part.k_b, q[:, :, : part.nope])
-            k, v, heads = latents, None, latent.absorbed(part)
-        for span in spans:
-            rows = slice(span.start, span.stop)
-            self.append_rows(k[rows], None if v is None else v[rows], span.cache, layer)
-        if not self.mla:
-            return self.attend(heads, layer, q.reshape(len(q), -1), spans)
-        found = self.attend(heads, layer, projections.queries(q), spans)
-        self._tell(part.v_b, found.view(len(q), part.heads, -1))
-        return projections.values(found)
-
-    def _tell(self, linear: blocks.Linear | None, x: Any) -> None:
-        """Tell the observer what enters a matrix between latents and heads."""
-        if self.observer is not None and not self._checking:
-            latent.observe(self, linear, self._host.fetch(x, self))
+        return gpu_latent.attend(self, self.head_projections(part), part, layer, q, latents, spans)
 
     def local_head_projections(self, part: blocks.LatentAttention) -> latent.HeadProjections:
         from quantkit.runtime.cuda import gpu_latent
@@ -434,155 +354,49 @@ class CudaWorker(Worker):
     # -------------------------------------------------------------------------------------------------------- experts
 
     def route(self, part: blocks.Experts, logits: Any) -> tuple[Any, Any]:
-        """As `BlockRunner.route`; where the kernel cannot, on the CPU: many experts, or some left out (-ser)."""
-        from quantkit.runtime.kernels.cuda import routing
-
-        tokens, used = len(logits), part.used
-        if self.expert_reduction is not None or part.count > routing.MOST or part.groups > routing.WARP:
-            bias = float_linear.vector(self.weights[part.choice_bias]) if part.choice_bias else None
-            chosen, shares = experts.route(part, self._host.fetch(logits, self), self.expert_reduction, bias)
-            return chosen, self.fetch(shares, self._host)
-        ids, weights = self.gpu.empty(tokens, used, kind="int32"), self.gpu.empty(tokens, used)
-        given = self.vector(part.choice_bias) if part.choice_bias else self.gpu.empty(1)
-        kernel = routing.route(part.gating == "sigmoid", part.choice_bias is not None)
-        self.gpu.launch(kernel, tokens, routing.WARP, logits.contiguous(), given, part.count, part.groups,
-                        part.groups_used, used, int(part.normalise), np.float32(part.scale), ids, weights)  # fmt: skip
-        return ids, weights
+        """As `BlockRunner.route`; see `GpuExperts.route`."""
+        return self._gpu_experts.route(part, logits)
 
     def _experts(self, part: blocks.Experts, x: Any) -> Any:
         """As `BlockRunner._experts`; shared experts are launched here before the CPU computes the routed ones.
 
-        More does not overlap: the next layer needs what both make.
+        More does not overlap: the next layer needs the results of both.
         """
-        host = self._host
-        here = self._checking or self.tripwire == "full" or self.observer is not None  # in the order that errors name
-        holders = {self._of(linear.weight) for linear in (part.gate, part.up, part.down)}
-        if here or part.shared is None or holders != {host} or self._streams(part, len(x)):
+        in_order = self._checking or self.tripwire == "full" or self.observer is not None  # the order that errors name
+        routed_on_cpu = self._holders(part) == {self._host} and not self._offloads(part, len(x))
+        if in_order or part.shared is None or not routed_on_cpu:
             return super()._experts(part, x)
         y = self.norm(part.norm, x)
         chosen, weights = self.route(part, self.linear(part.router, y))
-        ids = chosen if isinstance(chosen, np.ndarray) else host.fetch(chosen, self)
-        given = host.fetch(y, self), host.fetch(weights, self)
+        ids = chosen if isinstance(chosen, np.ndarray) else self.copy_to_cpu(chosen)
+        given = self.copy_to_cpu(y), self.copy_to_cpu(weights)
         shared = self._shared(part.shared, part.shared_gate, y)
-        return shared + self.fetch(host.run_experts(part, given[0], ids, given[1]), host)
+        return shared + self.copy_from_cpu(self._host.run_experts(part, given[0], ids, given[1]))
 
     def run_experts(self, part: blocks.Experts, y: Any, chosen: Any, weights: Any) -> Any:
-        holders = {self._of(linear.weight) for linear in (part.gate, part.up, part.down)}
+        holders = self._holders(part)
         if holders == {self}:
             with self._timed("experts"):
-                return self._run_experts(part, y, chosen, weights)
-        ids = chosen if isinstance(chosen, np.ndarray) else self._host.fetch(chosen, self)
-        if holders == {self._host} and self._streams(part, len(y)):
+                return self._gpu_experts.run(part, y, chosen, weights)
+        ids = chosen if isinstance(chosen, np.ndarray) else self.copy_to_cpu(chosen)
+        if holders == {self._host} and self._offloads(part, len(y)):
             with self._timed("experts"):
-                return self._streamed(part, y, ids, weights)
+                return self._gpu_experts.run_offloaded(part, y, ids, weights)
         if len(holders) == 1:
             return super().run_experts(part, y, ids, weights)
-        host = self._host  # which has the products done where their matrices are
+        host = self._host  # computes each product where its matrix is
         return self._run_on(host, lambda y, w: host.run_experts(part, y, ids, w), y, weights)
 
-    def _run_experts(self, part: blocks.Experts, y: Any, chosen: Any, weights: Any) -> Any:
-        from quantkit.runtime.kernels.cuda import elementwise
+    def _holders(self, part: blocks.Experts) -> set[Worker]:
+        """The workers that have the matrices of the experts."""
+        return {self._of(linear.weight) for linear in (part.gate, part.up, part.down)}
 
-        torch, (tokens, used) = self.gpu.torch, chosen.shape
-        ids = self.gpu.array(chosen.astype(np.int32)) if isinstance(chosen, np.ndarray) else chosen
-        weights = weights.masked_fill(ids < 0, 0).contiguous()
-        for linear in (part.gate, part.up, part.down):
-            matrices = self.matrices(linear.weight)
-            most = min(matrices.count, ids.numel())  # which of them are the same, only the GPU knows
-            self._split.ledger.read(self.device.name, most * matrices.nbytes)
-        y = y.contiguous()
-        gate, up = (self._of_experts(linear, y, ids) for linear in (part.gate, part.up))
-        hidden = self.activate(part.activation, gate, up)
-        self._tell_experts(part, y, ids, hidden)
-        made = self._of_experts(part.down, hidden, ids).contiguous()
-        out = torch.empty((tokens, made.shape[2]), device=self.gpu.place)
-        self._launch(elementwise.mix(), out.numel(), elementwise.THREADS, made, weights, used, out.shape[1], tokens,
-                     out)  # fmt: skip
-        return out
+    def _offloads(self, part: blocks.Experts, tokens: int) -> bool:
+        """Whether a batch's experts that stay on the CPU are computed here; see placement/offload.py.
 
-    def _streams(self, part: blocks.Experts, tokens: int) -> bool:
-        """Whether experts that stay on the CPU are copied here for a batch; see placement/offload.py."""
-        seen = self.observer is not None and not self._checking  # which the CPU tells of
-        return not seen and self._split.offload.offloads_experts(tokens, part.count, part.used)
-
-    def _streamed(self, part: blocks.Experts, y: Any, chosen: np.ndarray, weights: Any) -> Any:
-        """`_run_experts` of matrices on the CPU, expert by expert: the next one travels while one is computed with.
-
-        Nothing within the loop waits for the GPU but `Staging.send`, so that the host is ahead of it.
+        Not with an observer: the CPU calls it.
         """
-        torch, linears = self.gpu.torch, (part.gate, part.up, part.down)
-        tensors = [self.weights[linear.weight] for linear in linears]
-        sizes = [tensor.nbytes // tensor.shape[0] for tensor in tensors]
-        order = np.argsort(chosen, axis=None, kind="stable")[np.count_nonzero(chosen < 0) :]  # slots, expert by expert
-        numbers, counts = np.unique(chosen[chosen >= 0], return_counts=True)
-        slots = self.gpu.array(order)
-        tokens, shares = slots // chosen.shape[1], weights.reshape(-1)[slots][:, None]
-        staging, ledger = self._room(sizes), self._split.ledger
-
-        def send(turn: int) -> None:
-            begin = [int(numbers[turn]) * tensor.shape[1] for tensor in tensors]
-            staging.send(turn, [t._rows(first, first + t.shape[1]) for t, first in zip(tensors, begin)])
-            ledger.moved(CPU.name, self.device.name, sum(sizes))
-
-        out = torch.zeros(len(y), tensors[2].shape[1], device=self.gpu.place)
-        stop = 0
-        for turn, number in enumerate(numbers):
-            if not turn:
-                send(0)
-            start, stop = stop, stop + int(counts[turn])
-            gate, up, down = (
-                self._one(linear, tensor, data, int(number))
-                for linear, tensor, data in zip(linears, tensors, staging.get(turn))
-            )
-            given = y[tokens[start:stop]]
-            made = down(self.activate(part.activation, gate(given), up(given)))
-            out.index_add_(0, tokens[start:stop], made * shares[start:stop])
-            staging.done(turn)
-            if turn + 1 < len(numbers):
-                send(turn + 1)
-        return out
-
-    def _room(self, sizes: list[int]) -> Staging:
-        """What experts pass through, for all layers."""
-        from quantkit.runtime.kernels.cuda.staging import Staging, size_of
-
-        if self._staging is None or self._staging.nbytes < size_of(sizes):
-            self._staging = Staging(self.gpu, size_of(sizes))
-        return self._staging
-
-    def _one(self, linear: blocks.Linear, tensor: Tensor, data: Any, number: int) -> Any:
-        """The product with an expert's matrix of these bytes."""
-        matrix = cuda_device.Matrices(self.gpu, data, tensor.type, tensor.shape[1], tensor.shape[2])
-        bias = self.vector(linear.bias).view(tensor.shape[0], -1)[number] if linear.bias else None
-
-        def run(x: Any) -> Any:
-            y = matrix(x.contiguous(), self.exact)
-            return y if bias is None else y + bias
-
-        return run
-
-    def _of_experts(self, linear: blocks.Linear, x: Any, ids: Any) -> Any:
-        """float32[tokens, used, rows]."""
-        matrices = self.matrices(linear.weight)
-        y = matrices.of_experts(x, ids, self.exact)
-        return y if linear.bias is None else y + self.vector(linear.bias).view(matrices.count, -1)[ids.long()]
-
-    def _tell_experts(self, part: blocks.Experts, y: Any, ids: Any, hidden: Any) -> None:
-        """Tell the observer what enters each expert's matrices."""
-        if self.observer is None or self._checking:
-            return
-        chosen, x, inner = (self._host.fetch(a, self) for a in (ids, y, hidden))
-        for number in np.unique(chosen[chosen >= 0]):
-            token, rank = np.nonzero(chosen == number)
-            for linear, entering in ((part.gate, x[token]), (part.up, x[token]), (part.down, inner[token, rank])):
-                self.observer(linear.weight, entering, int(number), part.count)
+        return not self.observes and self._split.offload.offloads_experts(tokens, part.count, part.used)
 
     def expert_product(self, linear: blocks.Linear, number: int) -> Any:
-        whole, bias = self.matrices(linear.weight), self.vector(linear.bias) if linear.bias else None
-
-        def run(x: Any) -> Any:
-            ids = self.gpu.torch.full((len(x), 1), number, dtype=self.gpu.torch.int32, device=self.gpu.place)
-            y = whole.of_experts(x.contiguous(), ids, self.exact)[:, 0]
-            return y if bias is None else y + bias.view(whole.count, -1)[number]
-
-        return run
+        return self._gpu_experts.product(linear, number)

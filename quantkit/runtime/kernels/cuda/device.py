@@ -141,6 +141,10 @@ class Gpu:
         with self.torch.cuda.device(self.place):
             driver.launch(self._function(kernel), grid, threads, stream, driver.slots(kernel.parameters, given))
 
+    def launch_each(self, kernel: Kernel, count: int, threads: int, *arguments: Any) -> None:
+        """Run a kernel that has one thread for each of `count` elements, `threads` to a block."""
+        self.launch(kernel, -(-count // threads), threads, *arguments)
+
     def capture(self, step: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         """The launches of `step` as a graph to replay. It runs twice before, so that all code is there and memory too.
 

@@ -1,0 +1,107 @@
+"""Attention on a GPU: appending to its KV cache, and attending over it.
+
+Prompts over f32, f16 and bf16 caches attend with torch, in the cache's type: torch's kernels use tensor cores. A few
+tokens, and all other caches, use `kernels/cuda/attention.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quantkit.errors import UnsupportedError
+from quantkit.runtime.blocks.float_attention import Heads
+from quantkit.runtime.cuda.gpu_context import GpuContext
+from quantkit.runtime.kernels.cuda import attention
+from quantkit.runtime.kernels.cuda import device as cuda_device
+from quantkit.runtime.kv.cache import Cache
+from quantkit.runtime.kv.cache_type import CacheType
+
+if TYPE_CHECKING:
+    import torch
+
+MIN_KEYS = 128  # of one split of the keys
+MAX_BLOCKS = 512  # thread blocks that keep a GPU busy; more splits of the keys are not faster
+TORCH_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # caches that torch attends over
+
+
+def require_cache(device: str, kind: CacheType, dim_k: int, dim_v: int) -> None:
+    """UnsupportedError where the kernels cannot attend over caches of this type and these head sizes.
+
+    `dim_v` 0: the values are the first elements of the keys.
+    """
+    if any(kind.rotations(dim_k, dim_v)):
+        raise UnsupportedError(
+            f"{device}: caches on a GPU are not rotated in this version; leave -khad and -vhad out, or "
+            "keep the cache on the CPU (-nkvo)"
+        )
+    attention.check((kind.k, kind.v if dim_v else kind.k), (dim_k, dim_v or dim_k))
+    for name in (kind.k, kind.v) if dim_v else (kind.k,):
+        attention.remember(name)
+
+
+def append_rows(worker: GpuContext, k: torch.Tensor, v: torch.Tensor | None, cache: Cache, layer: int) -> None:
+    """Append keys and values float32[tokens, kv_heads * head_dim] to a layer of a cache on this GPU.
+
+    `v` None: the cache has no values.
+    """
+    sides = (k, cache.k[layer], cache.type.k), (v, cache.v[layer], cache.type.v)
+    for x, rows, kind in sides:
+        if x is None:
+            continue
+        (heads, n_ctx, row_bytes), tokens = rows.shape, len(x)
+        dim = x.shape[1] // heads
+        positions = worker.next_positions(cache, tokens)
+        warps = tokens * heads * -(-dim // 32)
+        worker.gpu.launch_each(attention.remember(kind), 32 * warps, attention.THREADS, x.contiguous(), heads, dim,
+                               row_bytes, n_ctx, positions, tokens, rows)  # fmt: skip
+
+
+def attend(worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache: Cache) -> torch.Tensor:
+    """float32[tokens, heads * head_dim_v] of queries float32[tokens, heads * head_dim_k] of one sequence.
+
+    The cache holds the keys and values of these tokens already.
+    """
+    plain = heads.sinks is None and not heads.values_in_keys
+    if plain and len(q) > cuda_device.FEW and {cache.type.k, cache.type.v} <= TORCH_DTYPES.keys():
+        return _attend_with_torch(worker, heads, layer, q, cache)
+    tokens, group, gpu = len(q), heads.heads // heads.kv_heads, worker.gpu
+    k, v = cache.k[layer], cache.k[layer] if heads.values_in_keys else cache.v[layer]
+    v_kind = cache.type.k if heads.values_in_keys else cache.type.v
+    kernel = attention.attend(cache.type.k, v_kind, heads.head_dim_k, heads.head_dim_v, heads.values_in_keys)
+    rows = tokens * group
+    seen = min(worker.position_bound(cache, tokens), (heads.window or cache.n_ctx) + tokens)
+    tiles = -(-rows // attention.ROWS)
+    splits = max(1, min(-(-seen // MIN_KEYS), MAX_BLOCKS // (tiles * heads.kv_heads)))
+    positions = worker.next_positions(cache, tokens)
+    maximum, denominator = (gpu.empty(splits, heads.kv_heads, rows) for _ in range(2))
+    acc = gpu.empty(splits, heads.kv_heads, rows, heads.head_dim_v)
+    gpu.launch(
+        kernel, (splits, tiles, heads.kv_heads), attention.threads_of(heads.head_dim_v), q.contiguous(), k, v,
+        k.shape[2], v.shape[2], k.shape[1], heads.heads, group, tokens, positions, heads.window or cache.n_ctx,
+        np.float32(heads.scale), splits, maximum, denominator, acc,
+    )  # fmt: skip
+    out = gpu.empty(tokens, heads.heads * heads.head_dim_v)
+    sinks = gpu.empty(1) if heads.sinks is None else heads.sinks
+    gpu.launch(attention.combine(heads.sinks is not None), (rows, heads.kv_heads), attention.THREADS, maximum,
+               denominator, acc, splits, heads.heads, group, tokens, heads.head_dim_v, sinks, out)  # fmt: skip
+    return out
+
+
+def _attend_with_torch(worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache: Cache) -> torch.Tensor:
+    """`attend` of many tokens over a cache of floats."""
+    torch, place = worker.gpu.torch, worker.gpu.place
+    tokens, first = len(q), cache.length
+    seen, group = first + tokens, heads.heads // heads.kv_heads
+    stored = (cache.k[layer], cache.type.k), (cache.v[layer], cache.type.v)
+    k, v = (x.view(getattr(torch, TORCH_DTYPES[kind]))[None, :, :seen] for x, kind in stored)
+    k, v = (x.to(k.dtype).repeat_interleave(group, dim=1) for x in (k, v))
+    q = q.view(tokens, heads.heads, -1).transpose(0, 1)[None].to(k.dtype)
+    mask, window = None, heads.window or seen
+    if first or window < tokens:
+        behind = torch.arange(first, seen, device=place)[:, None] - torch.arange(seen, device=place)
+        mask = (behind >= 0) & (behind < window)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    found = attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=heads.scale)
+    return found[0].transpose(0, 1).reshape(tokens, -1).float()

@@ -313,8 +313,8 @@ class Model(BlockRunner):
                 self, self.blocks, self.head, self._cached, placement, reduce=reduce_type, experts_by=experts_by,
                 profile=profile, offload=offload, new_worker=workers.new_worker, new_rank=workers.new_rank,
             )  # fmt: skip
-            self.split.require_cache(kind)
-        self._cache_shape = CacheShape.of(self._cached) if self.split is None else self.split.cache_shape
+            self.split.caches.require(kind)
+        self._cache_shape = CacheShape.of(self._cached) if self.split is None else self.split.caches.shape
         self.fitted: str | None = None
         self._fast: Any = None
         self.fallback_reason: str | None = None
@@ -349,7 +349,7 @@ class Model(BlockRunner):
 
     def _empty_cache(self, n_ctx: int, kind: CacheType, one_layer: bool = False) -> Cache:
         if self.split is not None:
-            return self.split.new_cache(n_ctx, kind, one_layer)
+            return self.split.caches.new(n_ctx, kind, one_layer)
         return Cache(self._cached, n_ctx, kind, one_layer=one_layer)
 
     def _kind(self, cache_type: str | CacheType | None) -> CacheType:

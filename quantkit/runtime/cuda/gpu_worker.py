@@ -41,6 +41,7 @@ from quantkit.runtime.kernels.cuda import device as cuda_device
 from quantkit.runtime.kernels.cuda.dispatch import product
 from quantkit.runtime.kv.cache_type import CacheType
 from quantkit.runtime.parallel.ledger import Ledger
+from quantkit.runtime.parallel.split_checks import tensor_names
 from quantkit.runtime.parallel.worker import Context, Worker
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ class CudaWorker(Worker):
             latent_cache
             and self.tripwire != "full"
             and self._split.attends(block.layer, self) is self
-            and all(self._of(name) is self for name in self._split.names(block))
+            and all(self._of(name) is self for name in tensor_names(block))
             and all(cuda_graph.can_capture(part, self.exact) for part in block.parts)
         )
 

@@ -75,8 +75,8 @@ class Rank(Worker):
             chosen[(chosen < 0) | (chosen >= stop - first)] = -1
         return super().run_experts(part, y, chosen, weights)
 
-    def mine(self, part: blocks.Part) -> blocks.Part | None:
-        """A part as this device computes it, without what comes after adding up; None where it has nothing of it."""
+    def shard_of(self, part: blocks.Part) -> blocks.Part | None:
+        """This device's shard of a part, without the norm that follows the all-reduce; None where it has no share."""
         of = self._split.cuts
 
         def width(linear: blocks.Linear) -> int:
@@ -101,7 +101,7 @@ class Rank(Worker):
         if isinstance(part, blocks.FeedForward):
             return replace(part, down=last(part.down), post_norm=None) if width(part.gate) else None
         assert isinstance(part, blocks.Experts)
-        shared = None if part.shared is None else self.mine(part.shared)
+        shared = None if part.shared is None else self.shard_of(part.shared)
         assert shared is None or isinstance(shared, blocks.FeedForward)
         cut = of.get(part.down.weight)
         down = last(part.down) if cut is not None and cut.axis == 2 else part.down
@@ -112,9 +112,9 @@ class Rank(Worker):
         ledger, name = self._split.ledger, self.device.name
         start, counted = time.perf_counter(), ledger.total(name)
         for part in block.parts:
-            mine = self.mine(part)
+            shard = self.shard_of(part)
             partial = (
-                self.zeros(tuple(x.shape), "float32") if mine is None else self.run_part(mine, block.layer, x, spans)
+                self.zeros(tuple(x.shape), "float32") if shard is None else self.run_part(shard, block.layer, x, spans)
             )
             begin = time.perf_counter()
             total = all_reduce.sum(self.rank, partial)

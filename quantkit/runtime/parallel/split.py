@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,10 +31,10 @@ from quantkit.placement.rules import Placement
 from quantkit.placement.sharding import Cut
 from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.blocks.spans import Span
-from quantkit.runtime.kv.cache import CacheShape
-from quantkit.runtime.kv.cache_type import CacheType
-from quantkit.runtime.kv.sharded_cache import DeviceShare, ShardedCache, sharded_shape
+from quantkit.runtime.kv.sharded_cache import ShardedCache
+from quantkit.runtime.parallel import split_checks
 from quantkit.runtime.parallel.all_reduce import AllReduce
+from quantkit.runtime.parallel.cache_layout import CacheLayout
 from quantkit.runtime.parallel.ledger import Ledger
 from quantkit.runtime.parallel.rank import Rank
 from quantkit.runtime.parallel.worker import Context, Worker
@@ -47,6 +47,7 @@ class Split:
     """A model's blocks over the devices of a placement.
 
     owner      the model: weights by name, how to compute
+    caches     the CacheLayout: which device has which part of a cache
     ledger     time and bytes moved
     reduce     of -sm graph: the type sums over devices travel in; None otherwise
     offload    from which batch on GPUs compute with experts that stay on the CPU
@@ -74,13 +75,13 @@ class Split:
         self.placement, self.ledger = placement, Ledger()
         self._owner, self._parts, self._head, self._cached = owner, parts, head, cached
         used = {device.name: device for device in (CPU, *placement.devices.values(), *placement.of_layer.values())}
-        _require_known(parts)
+        split_checks.require_known(parts)
         self.cuts: dict[str, Cut] = {}
         self._workers = {name: new_worker(device, self, owner, owner.threads) for name, device in used.items()}
         self.ranks: list[Rank] = []
         self._all_reduce: AllReduce | None = None
         if placement.graph:
-            self._require_shardable()
+            split_checks.require_shardable(parts, placement)
             by = experts_by
             self.cuts = sharding.of_model(
                 parts, head, owner.weights, placement.sliced, placement.shares, by, cached.n_layer
@@ -89,7 +90,8 @@ class Split:
             self.ranks = [new_rank(i, device, self, owner, threads) for i, device in enumerate(placement.graph)]
             self._all_reduce = AllReduce([rank.place for rank in self.ranks], reduce)
             self._all_reduce.run_on_all(self._enter)
-        self._held: tuple[np.ndarray | None, Worker] = (None, self._workers[CPU.name])
+        self.caches = CacheLayout(parts, cached, owner.mla, placement, self._workers, self.ranks)
+        self._last_output: tuple[np.ndarray | None, Worker] = (None, self._workers[CPU.name])
         self._copies: list[np.ndarray] = []  # what left the last block that is shared, on each rank
         self.runs = self._new_runs()
 
@@ -137,61 +139,6 @@ class Split:
         """Who has the keys and values of a layer that a worker runs."""
         return worker if self.ranks else self.worker(self.placement.of_cache(layer))
 
-    def new_cache(self, n_ctx: int, kind: CacheType, one_layer: bool = False) -> ShardedCache:
-        """An empty cache: of each device its layers, or its heads of every layer that is shared."""
-        self.require_cache(kind)
-        return ShardedCache(self._of_devices(), self._cached, n_ctx, kind, one_layer=one_layer)
-
-    @property
-    def cache_shape(self) -> CacheShape:
-        """That of the caches it makes."""
-        return sharded_shape(self._cached, self._of_devices())
-
-    def _of_devices(self) -> dict[str, DeviceShare]:
-        """What each device has of a cache."""
-        workers = (*self._workers.values(), *self.ranks)
-        held = {worker.device.name: DeviceShare(worker.zeros) for worker in workers}
-        for layer, worker, part in self._remembering():
-            self._hold(held[worker.device.name], layer, part)
-        return held
-
-    def require_cache(self, kind: CacheType) -> None:
-        """UnsupportedError where a device has no kernel for its part of such a cache."""
-        for _, worker, part in self._remembering():
-            if isinstance(part, blocks.Attention):
-                worker.require_cache(kind, part.kv_heads, part.head_dim_k, part.head_dim_v)
-            elif isinstance(part, blocks.LatentAttention) and self._owner.mla:
-                worker.require_cache(kind, 1, part.latent, 0)
-            elif isinstance(part, blocks.LatentAttention):
-                worker.require_cache(kind, part.heads, part.head_dim_k, part.head_dim_v)
-
-    def _remembering(self) -> Iterator[tuple[int, Worker, blocks.Part]]:
-        """(layer, worker, part) of all parts that remember tokens; of shared layers what each rank has of them."""
-        for block in self._parts:
-            for part in block.parts:
-                if isinstance(part, (blocks.FeedForward, blocks.Experts)):
-                    continue
-                if block.layer not in self.placement.shares:
-                    yield block.layer, self.worker(self._cache_device(block)), part
-                    continue
-                for rank in self.ranks:
-                    mine = rank.mine(part)
-                    if mine is not None:
-                        yield block.layer, rank, mine
-
-    def _hold(self, held: DeviceShare, layer: int, part: blocks.Part) -> None:
-        if isinstance(part, blocks.Attention):
-            held.heads[layer] = part.kv_heads
-        elif isinstance(part, blocks.LatentAttention):
-            held.heads[layer] = 1 if self._owner.mla else part.heads
-        elif isinstance(part, blocks.DeltaNet):
-            held.recurrent[layer] = part.sizes
-
-    def _cache_device(self, block: blocks.Block) -> Device:
-        """Where what a layer remembers is; states of recurrent layers are with their layer, -nkvo or not."""
-        recurrent = any(isinstance(part, blocks.DeltaNet) for part in block.parts)
-        return self.placement.of_activations(block.layer) if recurrent else self.placement.of_cache(block.layer)
-
     def drop_cached(self, names: Iterable[str]) -> None:
         """Drop what was made of these tensors: the owner has others."""
         names = list(names)
@@ -205,7 +152,7 @@ class Split:
     def embedded(self, x: np.ndarray) -> np.ndarray:
         """What the embedding made; where, says its placement."""
         worker = self.worker(self.placement[self._head.embedding])
-        self._held = x, worker if worker.device.runs_here else self._workers[CPU.name]  # rows are gathered here
+        self._last_output = x, worker if worker.device.runs_here else self._workers[CPU.name]  # rows are gathered here
         self.ledger.ran(len(x))
         return x
 
@@ -218,10 +165,10 @@ class Split:
         worker = self.worker(self.placement.of_activations(block.layer))
         begin, counted = time.perf_counter(), self.ledger.total()
         x = worker.fetch(x, self._source(x))
-        out = worker.run_block(block, x, _of_device(spans, self._cache_device(block)))
+        out = worker.run_block(block, x, _of_device(spans, self.caches.device_of(block)))
         other = time.perf_counter() - begin - (self.ledger.total() - counted)
         self.ledger.spent(worker.device.name, "other", max(0.0, other))
-        self._held = out, worker
+        self._last_output = out, worker
         return out
 
     def replay(
@@ -237,21 +184,16 @@ class Split:
         out = worker.replay(run, worker.fetch(x, self._source(x)), span.cache)
         if not worker.is_finite(out):
             return None
-        self._held = out, worker
+        self._last_output = out, worker
         return out
-
-    @staticmethod
-    def names(block: blocks.Block) -> Iterator[str]:
-        """Tensors that a block names."""
-        return _names(block)
 
     def host(self, x: np.ndarray) -> np.ndarray:
         """What left a block, in the host's memory: as it is where it is there already."""
-        return x if isinstance(x, np.ndarray) else self._workers[CPU.name].fetch(x, self._held[1])
+        return x if isinstance(x, np.ndarray) else self._workers[CPU.name].fetch(x, self._last_output[1])
 
     def is_finite(self, x: np.ndarray) -> bool:
         """Of what left a block, where it is."""
-        return self._held[1].is_finite(x)
+        return self._last_output[1].is_finite(x)
 
     def project(self, x: np.ndarray) -> np.ndarray:
         """float32[k, vocab], on the host, of what the last block made."""
@@ -274,10 +216,10 @@ class Split:
 
     def _source(self, x: np.ndarray) -> Worker:
         """Where an array is: what left the last block is there, all others are the host's."""
-        held, worker = self._held
+        output, worker = self._last_output
         base = getattr(x, "base", None)
         base = x if base is None else base
-        return worker if held is not None and (x is held or base is held) else self._workers[CPU.name]
+        return worker if output is not None and (x is output or base is output) else self._workers[CPU.name]
 
     def _run_sharded(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
         """A block on all ranks at once; what is given back is the first one's."""
@@ -300,35 +242,8 @@ class Split:
             return rank.run_sharded(block, given[number], _of_device(spans, rank.device), all_reduce)
 
         self._copies = all_reduce.run_on_all(task)
-        self._held = self._copies[0], self.ranks[0]
+        self._last_output = self._copies[0], self.ranks[0]
         return self._copies[0]
-
-    def _require_shardable(self) -> None:
-        """UnsupportedError for rules that -sm graph cannot follow."""
-        placement = self.placement
-        if placement.kv_on_cpu:
-            raise UnsupportedError(
-                "-nkvo: with -sm graph each device has the keys and values of its heads; drop one of them"
-            )
-        experts_of = {
-            linear.weight: part
-            for block in self._parts
-            for part in block.parts
-            if isinstance(part, blocks.Experts)
-            for linear in (part.gate, part.up, part.down)
-        }
-        for block in self._parts:
-            for name in _names(block) if block.layer in placement.shares else ():
-                if name not in placement.devices or name in placement.sliced:
-                    continue
-                part = experts_of.get(name)
-                three = (part.gate.weight, part.up.weight, part.down.weight) if part else ()
-                if not part or len({placement[n].name for n in three}) > 1 or any(n in placement.sliced for n in three):
-                    raise UnsupportedError(
-                        f"{placement.reasons.get(name, '-ot')}: {name} would go to {placement[name].name}; with "
-                        "-sm graph only the three matrices of a layer's experts can go elsewhere, together; take -sm "
-                        "layer for others"
-                    )
 
 
 def _of_device(spans: Iterable[Span], device: Device) -> list[Span]:
@@ -338,26 +253,3 @@ def _of_device(spans: Iterable[Span], device: Device) -> list[Span]:
         assert isinstance(span.cache, ShardedCache)
         found.append(Span(span.start, span.stop, span.cache.parts[device.name]))
     return found
-
-
-def _names(block: blocks.Block) -> Iterator[str]:
-    """Tensors that the parts of a block name."""
-    pending: list[Any] = list(block.parts)
-    while pending:
-        part = pending.pop()
-        for value in vars(part).values():
-            if isinstance(value, (blocks.Linear, blocks.Norm)):
-                yield value.weight
-            elif isinstance(value, blocks.FeedForward):
-                pending.append(value)
-
-
-def _require_known(parts: Sequence[blocks.Block]) -> None:
-    known = (blocks.Attention, blocks.LatentAttention, blocks.DeltaNet, blocks.FeedForward, blocks.Experts)
-    for block in parts:
-        for part in block.parts:
-            if not isinstance(part, known):
-                raise UnsupportedError(
-                    f"blk.{block.layer}: {type(part).__name__} layers run on one device in this version; leave out "
-                    "--devices, -sm and rules for other devices"
-                )

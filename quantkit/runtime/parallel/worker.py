@@ -41,8 +41,6 @@ class Context(Protocol):
 
     def attends(self, layer: int, worker: Worker) -> Worker: ...
 
-    def names(self, block: blocks.Block) -> Iterator[str]: ...
-
 
 class Worker(BlockRunner):
     """What one device computes: parts of blocks, over the tensors that are there.

@@ -1,0 +1,90 @@
+"""Where a split model keeps its KV cache and recurrent states: which layers and heads each device has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from quantkit.archs.common import blocks
+from quantkit.placement.devices import Device
+from quantkit.placement.rules import Placement
+from quantkit.runtime.kv.cache import CacheShape
+from quantkit.runtime.kv.cache_type import CacheType
+from quantkit.runtime.kv.sharded_cache import DeviceShare, ShardedCache, sharded_shape
+from quantkit.runtime.parallel.rank import Rank
+from quantkit.runtime.parallel.worker import Worker
+
+
+class CacheLayout:
+    """The caches of a split model: each device has those of its layers, or of its heads of every shared layer.
+
+    parts     the model's blocks
+    hparams   those of what its caches hold (`latent.cached`)
+    mla       as the model has it
+    workers   by name of device
+    ranks     of `-sm graph`, else none
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[blocks.Block],
+        hparams: blocks.HParams,
+        mla: int,
+        placement: Placement,
+        workers: dict[str, Worker],
+        ranks: Sequence[Rank],
+    ):
+        self._parts, self._hparams, self._mla = parts, hparams, mla
+        self._placement, self._workers, self._ranks = placement, workers, ranks
+
+    def new(self, n_ctx: int, kind: CacheType, one_layer: bool = False) -> ShardedCache:
+        """An empty cache of `n_ctx` tokens. UnsupportedError as `require`."""
+        self.require(kind)
+        return ShardedCache(self._device_shares(), self._hparams, n_ctx, kind, one_layer=one_layer)
+
+    @property
+    def shape(self) -> CacheShape:
+        """The shape of the caches that `new` makes."""
+        return sharded_shape(self._hparams, self._device_shares())
+
+    def require(self, kind: CacheType) -> None:
+        """UnsupportedError where a device has no kernel for its part of a cache of this type."""
+        for _, worker, part in self._holders():
+            if isinstance(part, blocks.Attention):
+                worker.require_cache(kind, part.kv_heads, part.head_dim_k, part.head_dim_v)
+            elif isinstance(part, blocks.LatentAttention) and self._mla:
+                worker.require_cache(kind, 1, part.latent, 0)
+            elif isinstance(part, blocks.LatentAttention):
+                worker.require_cache(kind, part.heads, part.head_dim_k, part.head_dim_v)
+
+    def device_of(self, block: blocks.Block) -> Device:
+        """The device of a block's cache. States of recurrent layers are with their layer, also with `-nkvo`."""
+        recurrent = any(isinstance(part, blocks.DeltaNet) for part in block.parts)
+        return self._placement.of_activations(block.layer) if recurrent else self._placement.of_cache(block.layer)
+
+    def _device_shares(self) -> dict[str, DeviceShare]:
+        """What each device has of a cache."""
+        workers = (*self._workers.values(), *self._ranks)
+        shares = {worker.device.name: DeviceShare(worker.zeros) for worker in workers}
+        for layer, worker, part in self._holders():
+            share = shares[worker.device.name]
+            if isinstance(part, blocks.Attention):
+                share.heads[layer] = part.kv_heads
+            elif isinstance(part, blocks.LatentAttention):
+                share.heads[layer] = 1 if self._mla else part.heads
+            elif isinstance(part, blocks.DeltaNet):
+                share.recurrent[layer] = part.sizes
+        return shares
+
+    def _holders(self) -> Iterator[tuple[int, Worker, blocks.Part]]:
+        """(layer, worker, part) of all parts with a cache or a state; of shared layers each rank's shard."""
+        for block in self._parts:
+            for part in block.parts:
+                if isinstance(part, (blocks.FeedForward, blocks.Experts)):
+                    continue
+                if block.layer not in self._placement.shares:
+                    yield block.layer, self._workers[self.device_of(block).name], part
+                    continue
+                for rank in self._ranks:
+                    shard = rank.shard_of(part)
+                    if shard is not None:
+                        yield block.layer, rank, shard

@@ -1,0 +1,61 @@
+"""What a model over several devices cannot do: kinds of blocks, and placements that `-sm graph` cannot follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from quantkit.archs.common import blocks
+from quantkit.errors import UnsupportedError
+from quantkit.placement.rules import Placement
+
+
+def require_shardable(parts: Sequence[blocks.Block], placement: Placement) -> None:
+    """UnsupportedError for `-nkvo` and rules for tensors that `-sm graph` cannot follow."""
+    if placement.kv_on_cpu:
+        raise UnsupportedError(
+            "-nkvo: with -sm graph each device has the keys and values of its heads; drop one of them"
+        )
+    experts_of = {
+        linear.weight: part
+        for block in parts
+        for part in block.parts
+        if isinstance(part, blocks.Experts)
+        for linear in (part.gate, part.up, part.down)
+    }
+    for block in parts:
+        for name in tensor_names(block) if block.layer in placement.shares else ():
+            if name not in placement.devices or name in placement.sliced:
+                continue
+            part = experts_of.get(name)
+            three = (part.gate.weight, part.up.weight, part.down.weight) if part else ()
+            if not part or len({placement[n].name for n in three}) > 1 or any(n in placement.sliced for n in three):
+                raise UnsupportedError(
+                    f"{placement.reasons.get(name, '-ot')}: {name} would go to {placement[name].name}; with "
+                    "-sm graph only the three matrices of a layer's experts can go elsewhere, together; take -sm "
+                    "layer for others"
+                )
+
+
+def tensor_names(block: blocks.Block) -> Iterator[str]:
+    """The names of the matrices and norms of a block."""
+    pending: list[Any] = list(block.parts)
+    while pending:
+        part = pending.pop()
+        for value in vars(part).values():
+            if isinstance(value, (blocks.Linear, blocks.Norm)):
+                yield value.weight
+            elif isinstance(value, blocks.FeedForward):
+                pending.append(value)
+
+
+def require_known(parts: Sequence[blocks.Block]) -> None:
+    """UnsupportedError for a kind of block that only a model on one device can run."""
+    known = (blocks.Attention, blocks.LatentAttention, blocks.DeltaNet, blocks.FeedForward, blocks.Experts)
+    for block in parts:
+        for part in block.parts:
+            if not isinstance(part, known):
+                raise UnsupportedError(
+                    f"blk.{block.layer}: {type(part).__name__} layers run on one device in this version; leave out "
+                    "--devices, -sm and rules for other devices"
+                )

@@ -33,7 +33,7 @@ from quantkit import types
 from quantkit.codegen import jit
 from quantkit.evaluate.bench import Case, bench, read_speed
 from quantkit.runtime.kernels import dispatch
-from quantkit.runtime.model import load
+from quantkit.runtime.loading import load
 from tests.types.data import tame_bytes
 
 TABLE = Table(

@@ -31,7 +31,7 @@ from quantkit.codegen import jit
 from quantkit.evaluate.collect_imatrix import collect
 from quantkit.evaluate.perplexity import negative_log_likelihood, perplexity
 from quantkit.evaluate.text import Chunks, chunked
-from quantkit.runtime.model import load
+from quantkit.runtime.loading import load
 from tests.conformance.libllama import C, Llama
 
 TABLE = Table(

@@ -56,7 +56,8 @@ from quantkit.placement.offload import Offload
 from quantkit.runtime.cuda import gpu_worker
 from quantkit.runtime.kernels.cuda.device import Gpu, Matrices
 from quantkit.runtime.kernels.cuda.dispatch import FLOAT_IDS, product
-from quantkit.runtime.model import Model, load
+from quantkit.runtime.loading import load
+from quantkit.runtime.model import Model
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from quantkit import types
 from quantkit.codegen import jit
 from quantkit.evaluate.bench import bytes_per_token
 from quantkit.runtime.kv.cache_type import CacheType
-from quantkit.runtime.model import load
+from quantkit.runtime.loading import load
 
 TABLE = Table(
     "model",

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import records
 from benchmarks.records import Column, Table
-from quantkit.runtime.model import load
+from quantkit.runtime.loading import load
 from tests.conformance.embedded import embed
 from tests.conformance.libllama import Llama
 from tests.runtime.conftest import rewrite

@@ -19,9 +19,9 @@ __all__ = ["load", "open", "repack", "types"]
 if TYPE_CHECKING:
     from quantkit import repack, types
     from quantkit.formats.gguf import open
-    from quantkit.runtime.model import load
+    from quantkit.runtime.loading import load
 
-_FUNCTIONS = {"open": "quantkit.formats.gguf", "load": "quantkit.runtime.model"}
+_FUNCTIONS = {"open": "quantkit.formats.gguf", "load": "quantkit.runtime.loading"}
 
 
 def __getattr__(name: str) -> Any:

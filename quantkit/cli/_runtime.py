@@ -269,12 +269,12 @@ class Launch:
         repack: bool | None = None,
         tokenizer: Any = None,
     ) -> Any:
-        """Load a model (`runtime.model.load`); print to stderr what was repacked and which rules decide nothing.
+        """Load a model (`runtime.loading.load`); print to stderr what was repacked and which rules decide nothing.
 
         n_ctx: tokens of the longest sequence, which must fit in memory; None: the model's context length.
         cache_type, repack: override the options. tokenizer: the file's, if the command has built it already.
         """
-        from quantkit.runtime.model import load
+        from quantkit.runtime.loading import load
 
         flags = placement_flags({name: self._given[name] for name in PLACEMENT})
         model = load(

@@ -16,13 +16,36 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from quantkit.errors import DataError
 from quantkit.inputs import arguments
 from quantkit.runtime.kv.cache import Cache
+
+if TYPE_CHECKING:
+    from quantkit.tokenizers.tokenizer import Tokenizer
+
+
+class TextModel(Protocol):
+    """What `generate` uses of a `model.Model`."""
+
+    n_ctx: int
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Encodes the prompt, decodes the reply."""
+
+    def new_cache(self, n_ctx: int) -> Cache:
+        """An empty cache."""
+
+    def forward(self, tokens: Sequence[int], cache: Cache, logits: str) -> np.ndarray:
+        """float32[1, vocab] for `logits` "last"."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +160,7 @@ class Generated:
 
 
 def generate(
-    model: Any,
+    model: TextModel,
     prompt: str | Sequence[int],
     n_predict: int = 128,
     sampling: Sampling | None = None,
@@ -172,7 +195,7 @@ def generate(
 
 
 def _continue(
-    model: Any,
+    model: TextModel,
     cache: Cache,
     logits: np.ndarray,
     n_predict: int,

@@ -12,13 +12,8 @@ cannot.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import os
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,11 +23,8 @@ from quantkit.codegen import jit
 from quantkit.errors import DataError, UnknownNameError, UnsupportedError
 from quantkit.formats import gguf
 from quantkit.inputs import arguments
-from quantkit.placement import budget
-from quantkit.placement import fit as fitting
-from quantkit.placement.devices import CPU, Device, parse_devices
 from quantkit.placement.offload import Offload
-from quantkit.placement.rules import Flags, Placement, place_model
+from quantkit.placement.rules import Placement
 from quantkit.runtime import blas, repacking
 from quantkit.runtime.blocks import experts, float_linear, latent
 from quantkit.runtime.blocks.block_runner import BlockRunner
@@ -42,10 +34,15 @@ from quantkit.runtime.generate import Generated, Sampling, generate
 from quantkit.runtime.kernels.kv_rounding import FLOATS, QUANTIZED
 from quantkit.runtime.kv.cache import Cache, CacheShape
 from quantkit.runtime.kv.cache_type import CacheType
+from quantkit.runtime.locking import Locked, one_at_a_time, restore_lengths
 from quantkit.runtime.repacking import Repacked
-from quantkit.runtime.scale_check import layer_of, require_sound
+from quantkit.runtime.scale_check import ScaleChecks
 
-GIB = 1 << 30
+if TYPE_CHECKING:
+    from quantkit.runtime.compiled.plans import Fast
+    from quantkit.runtime.parallel.split import Split
+    from quantkit.tokenizers.tokenizer import Tokenizer
+
 BATCH_TOKENS = 1024  # of a prompt run at a time; more only costs memory
 SEQUENCE_TOKENS = 2048  # of several sequences run at a time
 TOGETHER_TOKENS = 512  # of sequences that go on; what `fast` numerics take at a time
@@ -53,114 +50,11 @@ NUMERICS = ("exact", "fast")
 TRIPWIRES = ("layer", "full", "off")
 
 
-def load(
-    path: str | os.PathLike[str],
-    *,
-    numerics: str = "exact",
-    threads: int | None = None,
-    cache_type: str | CacheType | None = None,
-    flash_attention: bool = True,
-    attention_mib: int = 256,
-    n_ctx: int | None = None,
-    override_tensor: str | Sequence[str] = "",
-    gpu_layers: int | None = None,
-    n_cpu_moe: int = 0,
-    repack: bool = False,
-    fused_experts: bool = True,
-    expert_reduction: tuple[int, float] | None = None,
-    mla: int = 3,
-    tripwire: str = "layer",
-    devices: str | Sequence[Device] = "",
-    split_mode: str = "layer",
-    tensor_split: Sequence[float] = (),
-    main_gpu: int | None = None,
-    max_gpus: int | None = None,
-    kv_on_cpu: bool = False,
-    fit: bool = False,
-    fit_margin: int = GIB,
-    reduce_type: str = "f32",
-    experts_by: str = "number",
-    profile: bool = False,
-    offload: Offload | None = None,
-    tokenizer: Any = None,
-) -> Model:
-    """Open a GGUF file, or any shard of a set, as a Model. Tensors are read when they are needed.
-
-    numerics    "exact": weights are decoded exactly, activations are float32. "fast": activations are quantized where
-                that is faster.
-    threads     default: the CPUs that this process may use.
-    cache_type  "q8_0" for keys and values, "q8_0/q4_0" for each, "q4_0 khad vhad" rotated; see `runtime/kv/cache.py`.
-                Default f32 for exact numerics, f16 for fast.
-    flash_attention, attention_mib   see `AttentionOptions`: `-fa` and `-amb`.
-    n_ctx       size of the caches that `new_cache` makes by default; the model's own where not given.
-    override_tensor, gpu_layers, n_cpu_moe   placement: `-ot` (a string or several), `-ngl` and `--n-cpu-moe`.
-    repack      at load, interleave the rows of every tensor on the CPU whose type has an interleaved form (`-rtr`).
-    fused_experts   gate, up and activation of an expert in one operation (`-fmoe`); the numbers are the same.
-    expert_reduction   (K, t), `-ser K,t`: always use the first K selected experts, others only with a probability above
-                t times the first one's. It changes what the model computes, in both numerics.
-    mla         0 to 3: what latent attention caches and how it attends (runtime/blocks/latent.py). Other models ignore
-                it.
-    tripwire    non-finite checks: "layer" after each layer, "full" after each operation; both also check the scales of
-                a layer's weights before it first runs. "off" checks nothing, so NaN reach the results.
-    devices     devices beside the CPU: "cuda:0,cuda:1=20GiB" are GPUs, with all free memory unless a size is given;
-                "cpu:0=2GiB,cpu:1=2GiB" are simulated devices (placement/devices.py). Or a list of Device.
-    split_mode, tensor_split, main_gpu, max_gpus, kv_on_cpu   `-sm`, `-ts`, `-mg`, `--max-gpu` and `-nkvo`.
-    fit, fit_margin   fill each device up to its memory less `fit_margin` bytes (placement/fit.py); the model's `fitted`
-                are the flags that give the same placement.
-    reduce_type, experts_by   for -sm graph: the all-reduce data type (f32, f16 or bf16), and whether devices share
-                experts by "number" or by "columns".
-    offload     minimum batch size for computing on a GPU with experts that stay on the CPU; default 32 tokens an expert
-                (placement/offload.py).
-    profile     count time and bytes in `split.ledger`. The model then runs layer by layer, on one device too.
-    tokenizer   a Tokenizer that the caller has already made of this file; default: made when it is needed.
-
-    Raises DataError where a device has too little memory for its weights, the cache of `n_ctx` and working memory.
-
-    A model on several devices runs layer by layer (`split`), with fast numerics too; `fallback_reason` says so.
-    """
-    attention = AttentionOptions(flash_attention, attention_mib)
-    kind = cache_type_of(cache_type, numerics, attention)
-    file = gguf.require_model(gguf.open(path))
-    described = validate.described(file.metadata, file.tensors, file.path)
-    rules = (override_tensor,) if isinstance(override_tensor, str) else tuple(override_tensor)
-    asked = parse_devices(devices) if isinstance(devices, str) else tuple(devices) or (CPU,)
-    there = _with_memory(asked)
-    flags = Flags(
-        gpu_layers, rules, n_cpu_moe, tuple(tensor_split), split_mode, main_gpu, max_gpus, kv_on_cpu, tuple(there)
-    )
-    fitted = None
-    if fit or any(device.memory for device in there):
-        size = n_ctx or described.hparams.n_ctx_train
-        if not (n_ctx or fit or any(device.memory for device in asked)):
-            size = min(size, SEQUENCE_TOKENS)  # nobody spoke of memory: there must be room to run at all
-        cache = budget.Cache(size, kind.k, kind.v, mla)
-        if fit:
-            about = (file.tensors, file.metadata, there, cache.of_layers(file.metadata))
-            fitted = fitting.fit(*about, margin=fit_margin, flags=flags, mla=mla)
-            flags = fitted.flags
-        budget.require_memory(file.tensors, file.metadata, flags, cache, path)
-    placement = place_model(file.tensors, flags, file.metadata, there)
-    model = Model(
-        file, described, placement, numerics=numerics, threads=threads, cache_type=kind, attention=attention,
-        n_ctx=n_ctx, repack=repack, fused_experts=fused_experts, expert_reduction=expert_reduction, mla=mla,
-        tripwire=tripwire, reduce_type=reduce_type, experts_by=experts_by, profile=profile, offload=offload,
-        tokenizer=tokenizer,
-    )  # fmt: skip
-    model.fitted = fitted.text if fitted else None
-    return model
-
-
-def _with_memory(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """The same, GPUs with the memory that is free where none was said. UnsupportedError for one that is not there."""
-    if all(device.gpu is None for device in devices):
-        return tuple(devices)
-    from quantkit.runtime.cuda import gpu_worker
-
-    return tuple(map(gpu_worker.with_memory, devices))
-
-
 def cache_type_of(chosen: str | CacheType | None, numerics: str, attention: AttentionOptions) -> CacheType:
-    """What caches are made of; UnsupportedError where that is nothing for plain attention."""
+    """The cache type: `chosen`, or f32 for exact and f16 for fast numerics.
+
+    UnsupportedError for quantized values without flash attention.
+    """
     if numerics not in NUMERICS:
         raise UnknownNameError("numerics", numerics, NUMERICS)
     if chosen is None:
@@ -173,55 +67,15 @@ def cache_type_of(chosen: str | CacheType | None, numerics: str, attention: Atte
     return kind
 
 
-def _pairs(parts: Any) -> list[tuple[Any, Cache]]:
-    """What `forward_batch` takes, as a list of pairs."""
+def _pairs(parts: Iterable[tuple[Sequence[int] | np.ndarray, Cache]]) -> list[tuple[Sequence[int] | np.ndarray, Cache]]:
+    """The pairs of `forward_batch` as a list. DataError for anything else."""
     try:
         return [(tokens, cache) for tokens, cache in parts]
     except (TypeError, ValueError):
         raise DataError("forward_batch takes pairs of a list of tokens, at least one, and a cache") from None
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _one_at_a_time(method: Callable[Concatenate[Model, P], R]) -> Callable[Concatenate[Model, P], R]:
-    """Decorator: while a thread runs one of these methods of a model, others wait to run any of them."""
-
-    @functools.wraps(method)
-    def run(self: Model, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._lock:
-            return method(self, *args, **kwargs)
-
-    return run  # type: ignore[return-value]  # mypy names the first parameter of what `wraps` gives
-
-
-_open: weakref.WeakSet[Model] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    """Locks may be held by threads that a forked child does not have."""
-    for model in list(_open):
-        model._lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-@contextlib.contextmanager
-def _all_or_nothing(caches: Sequence[Cache]) -> Iterator[None]:
-    """After an exception or an interrupt the caches hold what they held before."""
-    before = [cache.length for cache in caches]
-    try:
-        yield
-    except BaseException:
-        for cache, length in zip(caches, before):
-            cache.length = length
-        raise
-
-
-class Model(BlockRunner):
+class Model(BlockRunner, Locked):
     """An open model.
 
     Python threads can share a model, and use different models at the same time, with the results of one thread. Calls
@@ -268,7 +122,7 @@ class Model(BlockRunner):
         experts_by: str = "number",
         profile: bool = False,
         offload: Offload | None = None,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
     ):
         attention = attention or AttentionOptions()
         kind = cache_type_of(cache_type, numerics, attention)
@@ -286,7 +140,7 @@ class Model(BlockRunner):
             file.path, file.tensors, numerics=numerics, threads=count,
             attention=attention, mla=mla if self.has_latents else 0, tripwire=tripwire,
         )  # fmt: skip
-        self._lock = threading.RLock()
+        Locked.__init__(self)
         self._cached = latent.cached(self.hparams, self.blocks, self.mla)
         n_ctx = None if n_ctx is None else arguments.integer(n_ctx, "the context (-c)", 0)
         self.n_ctx = n_ctx or self.hparams.n_ctx_train
@@ -301,9 +155,7 @@ class Model(BlockRunner):
         if repack:
             self.weights, self.repacked = repacking.repack(self.weights, placement, self.threads)
         self._of_each_file = {tensor.path: tensor for tensor in self.weights.values()}.values()
-        self._unchecked: dict[int | None, list[gguf.Tensor]] = {}  # whose scales were not looked at yet, by layer
-        for name, tensor in self.weights.items() if tripwire != "off" else ():
-            self._unchecked.setdefault(layer_of(name), []).append(tensor)
+        self._scales = ScaleChecks(self.weights if tripwire != "off" else {}, self.threads)
         self.split: Split | None = None
         if profile or not placement.is_plain:
             from quantkit.runtime.parallel import workers
@@ -316,25 +168,26 @@ class Model(BlockRunner):
             self.split.caches.require(kind)
         self._cache_shape = CacheShape.of(self._cached) if self.split is None else self.split.caches.shape
         self.fitted: str | None = None
-        self._fast: Any = None
+        self._fast: Fast | None = None
         self.fallback_reason: str | None = None
         if numerics == "fast":
             self._fast, self.fallback_reason = self._compiled()
-        _open.add(self)
 
     def __repr__(self) -> str:
         return f"<model {self.path}: {self.hparams.arch}, {self.numerics}, {self.threads} threads>"
 
     @property
     def vocab_size(self) -> int:
+        """Number of tokens of the vocabulary."""
         return self.hparams.n_vocab
 
     @property
     def n_ctx_train(self) -> int:
+        """The context length that the model was trained with."""
         return self.hparams.n_ctx_train
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer:
         """The tokenizer that the metadata describe."""
         with self._lock:
             if self._tokenizer is None:
@@ -355,9 +208,9 @@ class Model(BlockRunner):
     def _kind(self, cache_type: str | CacheType | None) -> CacheType:
         return cache_type_of(cache_type or self.cache_type, self.numerics, self.attention)
 
-    # --------------------------------------------------------------------------------------------------- what it gives
+    # ------------------------------------------------------------------------------------------------- forward passes
 
-    @_one_at_a_time
+    @one_at_a_time
     def forward(self, tokens: Sequence[int] | np.ndarray, cache: Cache, logits: str = "all") -> np.ndarray:
         """float32[k, vocab]: logits after each of the tokens ("all") or after the last one ("last"; k = 1).
 
@@ -370,16 +223,16 @@ class Model(BlockRunner):
             raise DataError(f"forward takes a list of tokens, at least one; got shape {ids.shape}")
         self._require_own(cache)
         cache.reserve(len(ids))
-        with _all_or_nothing([cache]):
+        with restore_lengths([cache]):
             return self._forward(ids, cache, logits)
 
     def _forward(self, ids: np.ndarray, cache: Cache, logits: str) -> np.ndarray:
         if self._fast is not None and self.observer is None:
             before = cache.length
-            found = self._forward_fast(ids, cache, logits)
+            found = self._forward_fast(self._fast, ids, cache, logits)
             if found is not None:
                 return found
-            cache.length = before  # layer by layer, to name the tensor that is to blame
+            cache.length = before  # layer by layer, to name the bad tensor
         rows = []
         with blas.single_threaded():
             for start in range(0, len(ids), BATCH_TOKENS):
@@ -397,7 +250,7 @@ class Model(BlockRunner):
         ids = self._checked(tokens)
         return self.forward(ids, self.new_cache(max(1, ids.size)))
 
-    @_one_at_a_time
+    @one_at_a_time
     def forward_batch(self, parts: Sequence[tuple[Sequence[int] | np.ndarray, Cache]]) -> np.ndarray:
         """float32[parts, vocab]: of several sequences, each with a cache and a length of its own, the next tokens.
 
@@ -415,7 +268,7 @@ class Model(BlockRunner):
         for ids, cache in checked:
             cache.reserve(len(ids))
         ends = np.empty((len(checked), self.hparams.n_embd), np.float32)
-        with blas.single_threaded(), _all_or_nothing(caches):
+        with blas.single_threaded(), restore_lengths(caches):
             for ids, spans, which in batches(checked, TOGETHER_TOKENS):
                 x = self._forward_spans(ids, spans)
                 for i, span in zip(which, spans):
@@ -426,11 +279,11 @@ class Model(BlockRunner):
         """float32[tokens, n_embd] before the output norm; the caches then hold the tokens."""
         before = [span.cache.length for span in spans]
         if self._fast is not None and self.observer is None:
-            self._require_all_sound()
+            self._scales.require_all()
             x = self._fast.prompt(ids, spans)
             if self.is_finite(x):
                 return x
-            for span, length in zip(spans, before):  # layer by layer, to name the tensor that is to blame
+            for span, length in zip(spans, before):  # layer by layer, to name the bad tensor
                 span.cache.length = length
         x = self._run(ids, spans)
         for span in spans:
@@ -447,7 +300,7 @@ class Model(BlockRunner):
         n_seq, k, n_embd = hidden.shape
         return self.project(hidden.reshape(n_seq * k, n_embd)).reshape(n_seq, k, self.vocab_size)
 
-    @_one_at_a_time
+    @one_at_a_time
     def hidden_sequences(self, tokens: np.ndarray, rows: slice, cache_type: str | None = None) -> np.ndarray:
         """float32[n_seq, k, n_embd]: what `project` makes logits of, at the positions `rows` of fresh sequences."""
         ids = self._checked(tokens)
@@ -496,15 +349,15 @@ class Model(BlockRunner):
         """Continue a prompt in a fresh sequence; see `runtime.generate`. `.text` of the result is the reply."""
         return generate(self, prompt, n_predict, sampling, on_text=on_text)
 
-    @_one_at_a_time
+    @one_at_a_time
     def project(self, hidden: np.ndarray) -> np.ndarray:
         """float32[k, vocab]: logits of float32[k, n_embd] from `hidden_sequences`."""
         with blas.single_threaded():
             return self._project(self._checked_hidden(hidden))
 
-    # ----------------------------------------------------------------------------------------------------- how it runs
+    # ------------------------------------------------------------------------------------------ compiled, or by layers
 
-    def _compiled(self) -> tuple[Any, str | None]:
+    def _compiled(self) -> tuple[Fast | None, str | None]:
         """The model as a compiled.plans.Fast, or None and the reason."""
         from quantkit.runtime.compiled import plans, unsupported
 
@@ -516,14 +369,14 @@ class Model(BlockRunner):
         routing = plans.Routing(self.fused_experts, self.expert_reduction)
         return plans.Fast(self.weights, self.blocks, self.head, self.threads, self.attention, routing), None
 
-    def _forward_fast(self, ids: np.ndarray, cache: Cache, logits: str) -> np.ndarray | None:
+    def _forward_fast(self, fast: Fast, ids: np.ndarray, cache: Cache, logits: str) -> np.ndarray | None:
         """What `forward` gives; None when something on the way is not finite."""
-        self._require_all_sound()
+        self._scales.require_all()
         if logits == "last" or len(ids) == 1:
-            last = self._fast.last(ids, cache)
+            last = fast.last(ids, cache)
             return last if self.is_finite(last) else None
         rows = []
-        for x in self._fast.hidden(ids, cache):
+        for x in fast.hidden(ids, cache):
             if not self.is_finite(x):
                 return None
             rows.append(self.project(x))
@@ -534,29 +387,29 @@ class Model(BlockRunner):
         x = self.embed_checked(tokens)
         for worker, run in [(None, self.blocks)] if self.split is None else self.split.runs:
             y = None if self.split is None else self.split.replay(worker, run, x, spans)
-            if y is None:  # also where what was replayed is not finite, to find out why
+            if y is None:  # block by block, also to find out why a replay was not finite
                 for block in run:
                     x = self._run_block(block, x, spans)
             else:
                 x = y
         return self._to_host(x)
 
-    @_one_at_a_time
+    @one_at_a_time
     def embed_checked(self, tokens: np.ndarray) -> np.ndarray:
-        """What `embed` gives, looked at by the tripwire."""
-        self._require_sound(None)
+        """`embed`, with the non-finite check. DataError that names the tensor."""
+        self._scales.require(None)
         x = self.embed(tokens)
         self._require_finite(self.head.embedding, x)
         return x
 
-    @_one_at_a_time
+    @one_at_a_time
     def run_block_checked(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
-        """What `run_block` gives, looked at by the tripwire."""
+        """`run_block`, with the non-finite check, and a diagnosis where it fails."""
         return self._to_host(self._run_block(block, x, spans))
 
     def _run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
-        """The same, left on its device."""
-        self._require_sound(block.layer)
+        """The same, with the result left on its device."""
+        self._scales.require(block.layer)
         y = super().run_block(block, x, spans) if self.split is None else self.split.run_block(block, x, spans)
         if not (self if self.split is None else self.split).is_finite(y):
             self._diagnose(block, self._to_host(x), spans)
@@ -566,7 +419,7 @@ class Model(BlockRunner):
         """What left a block, in the host's memory."""
         return x if self.split is None else self.split.host(x)
 
-    @_one_at_a_time
+    @one_at_a_time
     def embed(self, tokens: np.ndarray) -> np.ndarray:
         """float32[tokens, n_embd] that enters the first block."""
         x = float_linear.embed(self.weights[self.head.embedding], tokens)
@@ -578,16 +431,16 @@ class Model(BlockRunner):
         """An empty cache for one sequence and one layer at a time."""
         return self._empty_cache(n_ctx, self._kind(None), one_layer=True)
 
-    @_one_at_a_time
+    @one_at_a_time
     def run_block(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> np.ndarray:
-        """float32[tokens, n_embd] that leaves a block, on whatever devices."""
+        """float32[tokens, n_embd] that leaves a block, in the host's memory, wherever it is computed."""
         if self.split is None:
             return super().run_block(block, x, spans)
         return self._to_host(self.split.run_block(block, x, spans))
 
-    @_one_at_a_time
+    @one_at_a_time
     def drop_cached(self, names: Iterable[str]) -> None:
-        """Drop what was made of these tensors."""
+        """Drop what is cached of these tensors: decoded vectors, products, copies on devices."""
         names = list(names)
         super().drop_cached(names)
         if self.split is not None:
@@ -601,7 +454,7 @@ class Model(BlockRunner):
         self._require_finite(self.head.output.weight, y)
         return y
 
-    # ---------------------------------------------------------------------------------------------------- what it needs
+    # --------------------------------------------------------------------------------------------- checks of arguments
 
     def _checked(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Tokens as int64 of any shape. DataError for what is no integer, or not in the vocabulary."""
@@ -648,21 +501,10 @@ class Model(BlockRunner):
                     f"{tensor.path}: tensor {tensor.name}: quantkit cannot decode {tensor.type.name} yet"
                 )
 
-    # ----------------------------------------------------------------------------------------------------- the tripwire
-
-    def _require_sound(self, layer: int | None) -> None:
-        """DataError for a bad scale in the tensors of a layer, or in those of none, once each."""
-        for tensor in self._unchecked.get(layer, ()):
-            require_sound(tensor, self.threads)
-        self._unchecked.pop(layer, None)
-
-    def _require_all_sound(self) -> None:
-        """That of all layers: where a model runs as one list of operations, before it first does."""
-        for layer in list(self._unchecked):
-            self._require_sound(layer)
+    # ------------------------------------------------------------------------------------------------ non-finite values
 
     def _diagnose(self, block: blocks.Block, x: np.ndarray, spans: list[Span]) -> None:
-        """Run a block whose result was not finite once more, and raise a DataError that names the first bad tensor."""
+        """Repeat a block whose result is not finite, checking each operation: DataError that names the bad tensor."""
         self._checking = True
         try:
             self.run_block(block, x, spans)

@@ -9,7 +9,7 @@ What a scale should be is taken from the others of the tensor: one of more than 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -37,6 +37,27 @@ def layer_of(name: str) -> int | None:
     head, _, rest = name.partition(".")
     number = rest.partition(".")[0]
     return int(number) if head == "blk" and number.isdigit() else None
+
+
+class ScaleChecks:
+    """Checks the scales of each tensor once, before its layer first runs."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], threads: int):
+        self._threads = threads
+        self._unchecked: dict[int | None, list[Tensor]] = {}
+        for name, tensor in tensors.items():
+            self._unchecked.setdefault(layer_of(name), []).append(tensor)
+
+    def require(self, layer: int | None) -> None:
+        """DataError for a bad scale in the tensors of a layer; None: in those that are not in a layer."""
+        for tensor in self._unchecked.get(layer, ()):
+            require_sound(tensor, self._threads)
+        self._unchecked.pop(layer, None)
+
+    def require_all(self) -> None:
+        """`require` for every layer: before a model first runs as one list of operations."""
+        for layer in list(self._unchecked):
+            self.require(layer)
 
 
 def require_sound(tensor: Tensor, threads: int | None = None) -> None:

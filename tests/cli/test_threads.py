@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.codegen import jit
 from quantkit.errors import QuantkitError
-from quantkit.runtime.model import load
+from quantkit.runtime.loading import load
 from tests.cli.running import refused
 from tests.runtime.conftest import tiny  # noqa: F401
 

@@ -20,7 +20,7 @@ from quantkit.evaluate.text import chunked
 from quantkit.formats import gguf
 from quantkit.formats import imatrix as files
 from quantkit.formats.kld.base_file import BaseReader
-from quantkit.runtime.model import load
+from quantkit.runtime.loading import load
 
 
 @pytest.fixture(scope="module")

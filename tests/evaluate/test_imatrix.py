@@ -26,7 +26,7 @@ from quantkit.formats import gguf, imatrix
 from quantkit.formats.imatrix import Entry, Imatrix
 from quantkit.pipelines import quantize
 from quantkit.runtime.blocks import experts
-from quantkit.runtime.model import load
+from quantkit.runtime.loading import load
 from quantkit.tokenizers.tokenizer import Tokenizer
 from tests.evaluate.fake import FakeModel
 from tests.runtime.conftest import random_model

@@ -7,7 +7,7 @@ import pytest
 
 from quantkit.evaluate.layer_errors import compare_layers
 from quantkit.formats import gguf
-from quantkit.runtime.model import load
+from quantkit.runtime.loading import load
 from tests.evaluate.conftest import rewrite
 
 TOKENS = np.arange(10, 74).reshape(2, 32)

@@ -13,7 +13,8 @@ import pytest
 from quantkit.errors import DataError, QuantkitError
 from quantkit.formats import gguf
 from quantkit.runtime.kv.cache import Cache
-from quantkit.runtime.model import Model, load
+from quantkit.runtime.loading import load
+from quantkit.runtime.model import Model
 from tests.runtime.conftest import EMBD, VOCAB, random_model
 
 

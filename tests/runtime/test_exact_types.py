@@ -9,7 +9,7 @@ import pytest
 
 from quantkit import types
 from quantkit.formats import gguf
-from quantkit.runtime.model import load
+from quantkit.runtime.loading import load
 from tests.runtime.conftest import rewrite
 from tests.types.data import can_encode
 

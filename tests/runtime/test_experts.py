@@ -13,7 +13,7 @@ from quantkit.errors import DataError
 from quantkit.evaluate.bench import bytes_per_token
 from quantkit.formats import gguf
 from quantkit.runtime.kernels import reference
-from quantkit.runtime.model import load
+from quantkit.runtime.loading import load
 from tests.runtime.conftest import random_model, rewrite
 from tests.runtime.other_cpus import is_other_cpu, run_tests
 from tests.runtime.test_step import by_steps, changed, spread

@@ -9,7 +9,8 @@ import pytest
 from quantkit import cli
 from quantkit.errors import DataError
 from quantkit.runtime.generate import Sampler, Sampling, candidates, generate, penalized
-from quantkit.runtime.model import Model, load
+from quantkit.runtime.loading import load
+from quantkit.runtime.model import Model
 
 LOGITS = np.log(np.array([0.05, 0.4, 0.3, 0.2, 0.05], np.float32))
 

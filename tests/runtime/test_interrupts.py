@@ -20,7 +20,8 @@ from quantkit.errors import DataError, QuantkitError
 from quantkit.runtime.compiled import plans
 from quantkit.runtime.kernels import dispatch
 from quantkit.runtime.kv.cache import Cache
-from quantkit.runtime.model import Model, load
+from quantkit.runtime.loading import load
+from quantkit.runtime.model import Model
 from quantkit.runtime.parallel import all_reduce
 from tests.runtime.conftest import EMBD, FF, VOCAB, rewrite
 from tests.runtime.test_recurrent import written
@@ -386,7 +387,7 @@ def test_a_child_forked_while_a_model_runs(quantized: Path) -> None:
         f"""
         import os, threading
         import numpy as np
-        from quantkit.runtime.model import load
+        from quantkit.runtime.loading import load
 
         model = load({str(quantized)!r}, numerics="fast", threads=2)
         tokens = list(range(40))

@@ -10,7 +10,8 @@ import pytest
 
 from quantkit.formats import gguf
 from quantkit.runtime.kv.cache_type import CacheType
-from quantkit.runtime.model import Model, load
+from quantkit.runtime.loading import load
+from quantkit.runtime.model import Model
 
 TOKENS = 512
 

@@ -12,7 +12,8 @@ from quantkit import types
 from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
 from quantkit.formats import gguf
 from quantkit.runtime import model as model_module
-from quantkit.runtime.model import Model, load
+from quantkit.runtime.loading import load
+from quantkit.runtime.model import Model
 from quantkit.types import base
 from tests.runtime.conftest import rewrite
 

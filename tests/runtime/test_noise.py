@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quantkit.runtime.model import Model, load
+from quantkit.runtime.loading import load
+from quantkit.runtime.model import Model
 from tests.runtime.conftest import rewrite
 from tests.runtime.test_step import TOKENS, by_steps, changed
 

@@ -12,7 +12,7 @@ import quantkit
 from quantkit.cli import main
 from quantkit.pipelines.repack_file import plan_repack, write
 from quantkit.runtime.kernels import dispatch
-from quantkit.runtime.model import load
+from quantkit.runtime.loading import load
 from tests.runtime.conftest import LAYERS, rewrite
 
 TOKENS = np.random.default_rng(6).integers(0, 320, 70)

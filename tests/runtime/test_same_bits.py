@@ -21,7 +21,7 @@ from quantkit.codegen import jit
 from quantkit.formats import gguf
 from quantkit.runtime.kernels.cpu.dequantize import FLOAT_TYPES
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
-from quantkit.runtime.model import load
+from quantkit.runtime.loading import load
 from tests.runtime.conftest import rewrite
 from tests.runtime.other_cpus import CPUS, environment_of
 from tests.runtime.test_experts import moe as moe  # a fixture

@@ -14,7 +14,8 @@ from quantkit import archs, types
 from quantkit.errors import DataError, QuantkitError, UnknownNameError, UnsupportedError
 from quantkit.formats import gguf
 from quantkit.placement import rules as placement
-from quantkit.runtime.model import Model, load
+from quantkit.runtime.loading import load
+from quantkit.runtime.model import Model
 from tests.archs import checkpoints
 from tests.runtime.conftest import rewrite
 
@@ -235,6 +236,20 @@ def test_what_enters_matrices_is_seen_wherever_they_are(models: dict[str, Path])
     assert all(np.abs(found[key] - wanted[key]).max() < 1e-4 for key in wanted)
     with pytest.raises(UnsupportedError, match="-sm graph cuts them"):
         seen(devices="cpu:0,cpu:1", split_mode="graph")
+
+
+def test_project_uses_the_observer_that_is_set_now(models: dict[str, Path]) -> None:
+    model = load(models["llama"], devices="cpu:0=1GiB,cpu:1=1GiB")
+    seen: list[str] = []
+    model.observer = lambda name, x, *which: seen.append(name)
+    hidden = model.hidden_sequences(np.array([TOKENS]), slice(None))[0]
+    seen.clear()
+    model.observer = None
+    model.project(hidden)
+    assert not seen
+    model.observer = lambda name, x, *which: seen.append(name)
+    model.project(hidden)
+    assert seen == ["output.weight"]
 
 
 @pytest.mark.parametrize("how", [{}, {"split_mode": "graph"}], ids=str)

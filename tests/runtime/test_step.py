@@ -11,7 +11,8 @@ from quantkit import types
 from quantkit.errors import DataError
 from quantkit.formats import gguf
 from quantkit.runtime.compiled import plans
-from quantkit.runtime.model import Model, load
+from quantkit.runtime.loading import load
+from quantkit.runtime.model import Model
 from tests.runtime.conftest import FF, KV_HEADS, LAYERS, rewrite
 
 TOKENS = np.random.default_rng(4).integers(0, 320, 90)

@@ -12,7 +12,7 @@ from quantkit.errors import DataError
 from quantkit.formats import gguf
 from quantkit.runtime import scale_check
 from quantkit.runtime.generate import Sampler, Sampling
-from quantkit.runtime.model import load
+from quantkit.runtime.loading import load
 
 ROWS, COLUMNS, ROW = 32, 512, 21
 SCALED = [t.name for t in types.all() if t.block_size > 1 and t.name not in ("i2_s",) and t.has_codec]

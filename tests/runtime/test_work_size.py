@@ -10,7 +10,7 @@ import pytest
 from quantkit.codegen import jit
 from quantkit.formats import gguf
 from quantkit.placement import workspace
-from quantkit.runtime.model import load
+from quantkit.runtime.loading import load
 from tests.runtime.conftest import random_model, rewrite
 from tests.runtime.test_experts import moe  # noqa: F401
 

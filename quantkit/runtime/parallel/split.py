@@ -197,6 +197,8 @@ class Split:
 
     def project(self, x: np.ndarray) -> np.ndarray:
         """float32[k, vocab], on the host, of what the last block made."""
+        for each in (*self._workers.values(), *self.ranks):
+            each.sync(self._owner)
         host, head, last = self._workers[CPU.name], self._head, self._cached.n_layer
         source = self._source(x)
         cut = self.cuts.get(head.output.weight)

@@ -11,7 +11,7 @@ from quantkit.errors import DataError, QuantkitError, UnsupportedError
 from quantkit.placement.devices import parse_devices
 from quantkit.runtime.cuda import gpu_worker
 from quantkit.runtime.kernels.cuda import driver
-from quantkit.runtime.model import load
+from quantkit.runtime.loading import load
 from tests.runtime.conftest import rewrite
 from tests.runtime.cuda.simulated import SimulatedGpu, play
 

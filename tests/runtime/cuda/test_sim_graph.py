@@ -15,7 +15,8 @@ from quantkit.placement.devices import parse_devices
 from quantkit.placement.offload import Offload
 from quantkit.placement.rules import Flags
 from quantkit.runtime.cuda.gpu_rank import CudaRank
-from quantkit.runtime.model import Model, load
+from quantkit.runtime.loading import load
+from quantkit.runtime.model import Model
 from tests.archs import checkpoints
 from tests.runtime.cuda.conftest import SIMULATED
 from tests.runtime.cuda.simulated import by_torch

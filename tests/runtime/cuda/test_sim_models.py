@@ -13,7 +13,8 @@ import pytest
 from quantkit.archs.common import blocks
 from quantkit.formats import gguf
 from quantkit.placement.offload import Offload
-from quantkit.runtime.model import Model, load
+from quantkit.runtime.loading import load
+from quantkit.runtime.model import Model
 from tests.archs import checkpoints
 from tests.runtime.conftest import rewrite
 from tests.runtime.cuda.conftest import SIMULATED

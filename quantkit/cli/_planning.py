@@ -80,6 +80,13 @@ Mla = Annotated[
 ]
 Vram = Annotated[str | None, typer.Option(metavar="GIB,…", help="Memory of each GPU, to check whether the model fits.")]
 Ram = Annotated[float | None, typer.Option(metavar="GIB", help="Main memory of the CPU.", show_default=False)]
+Runtime = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Program that will run the model, ik_llama.cpp or quantkit: which interleaved types its GPUs take.",
+    ),
+]
 FitMargin = Annotated[float, typer.Option(metavar="MIB", help="Memory of each GPU to reserve for compute buffers.")]
 Bandwidth = Annotated[
     str | None,
@@ -144,6 +151,7 @@ class PlanOptions:
     vram: Vram = None
     ram: Ram = None
     fit_margin: FitMargin = 1024
+    runtime: Runtime = "ik_llama.cpp"
 
     def refuse_type_options(self) -> None:
         """Bad usage for options that choose types together with --plan, which has chosen them."""
@@ -254,6 +262,7 @@ class PlanOptions:
         offload = parse_ops(self.offload_policy or "", self.offload_threshold)
         flags = placement_flags(self.placement)
         given = (flags != Flags(), self.ctx_size, self.vram, self.ram, self.fit, self.bandwidth, self.compute)
+        flags = dataclasses.replace(flags, runtime=self.runtime)
         if not any(given):
             return None
         cache = Cache(self.ctx_size, self.cache_type_k, self.cache_type_v, self.mla) if self.ctx_size else None
@@ -272,7 +281,7 @@ class PlanOptions:
             caches = cache.of_layers(metadata) if cache else ()
             fitted = fit(tensors, metadata, there, caches, margin=margin, flags=flags, mla=self.mla)
             flags, vram = dataclasses.replace(fitted.flags, devices=there), []
-            notes.append(f"--fit: equivalent to {fitted.text}")
+            notes.append(f"--fit for {flags.runtime}: equivalent to {fitted.text}")
         about = (tensors, metadata, flags, cache, vram, ram, margin)
         found = budget(*about, offload=offload)
         if found.fits is False and vram and (count := experts_to_keep(*about)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -47,6 +48,13 @@ def repack(
             help="Only tensors on the CPU under these flags, for example '-ngl 99 -ot exps=CPU'.",
         ),
     ] = None,
+    runtime: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="With --for: the program of that run, ik_llama.cpp or quantkit. Its GPUs must take the types there.",
+        ),
+    ] = "ik_llama.cpp",
     split_max_size: SplitMaxSize = None,
     split_max_tensors: SplitMaxTensors = None,
     keep_split: KeepSplit = False,
@@ -67,16 +75,16 @@ def repack(
 
     split = Split(split_limit(split_max_size, split_max_tensors, keep_split), split_max_tensors, keep_split)
     file = gguf.require_model(gguf.open(source))
-    placement = _placement(file, placed) if placed is not None else None
+    placement = _placement(file, placed, runtime) if placed is not None else None
     job = plan_repack(file, comma_separated(repack_pattern), placement)
     run_repacking("repack", job, out, split, dry_run, threads, json)
 
 
-def _placement(file: GGUF, text: str) -> Placement:
+def _placement(file: GGUF, text: str, runtime: str) -> Placement:
     """The placement under these flags; UnsupportedError for an interleaved tensor that a GPU cannot use."""
     from quantkit.placement.rules import parse_flags, plan
 
-    found = plan(file.tensors, parse_flags(text), file.metadata, file.path)
+    found = plan(file.tensors, replace(parse_flags(text), runtime=runtime), file.metadata, file.path)
     for rule in found.idle:
         print(f"warning: {printable(rule.text)} decides no tensor", file=sys.stderr)
     return found

@@ -23,7 +23,7 @@ from quantkit.errors import DataError, UnknownNameError
 from quantkit.placement import kv_size, sharding, workspace
 from quantkit.placement.devices import CPU, Device, canonical
 from quantkit.placement.offload import Offload
-from quantkit.placement.rules import Flags, Placement, located, without_kernels
+from quantkit.placement.rules import RUNTIMES, Flags, Placement, located, without_kernels
 from quantkit.recipe.layers import expand
 from quantkit.recipe.patterns import Advice, advice
 from quantkit.recipe.shadows import Ordered, shadow
@@ -107,7 +107,7 @@ class Predicted(Protocol):
 @dataclass(frozen=True)
 class Budget:
     """The loads of all devices. `warnings` name rules that look like mistakes and devices that are too small, `notes`
-    describe consequences, `speed` is the predicted speed if it was requested."""
+    describe consequences, `speed` is the predicted speed if it was requested, `runtime` as in Flags."""
 
     loads: tuple[Load, ...]
     placement: Placement
@@ -115,6 +115,7 @@ class Budget:
     warnings: tuple[str, ...]
     notes: tuple[str, ...] = ()
     speed: Predicted | None = None
+    runtime: str = RUNTIMES[0]
 
     @property
     def fits(self) -> bool | None:
@@ -126,6 +127,7 @@ class Budget:
         rules = zip(self.placement.rules, self.placement.decided)
         cache = self.cache and {name: getattr(self.cache, name) for name in ("n_ctx", "keys", "values", "mla")}
         return {
+            "runtime": self.runtime,
             "devices": [load.to_json() for load in self.loads],
             "cache": cache,
             "rules": [{"rule": rule.text, "decided": count} for rule, count in rules],
@@ -182,10 +184,13 @@ def budget(
             Load(device, len(mine), sum(mine.values()), caches.get(device, 0), limits.get(device),
                  0 if device == CPU.name else margin, work, _classes(mine))
         )  # fmt: skip
-    warnings, notes = _warnings(placement, tensors, loads), _notes(placement, metadata, cache, offload or Offload())
+    warnings, notes = (
+        _warnings(placement, tensors, loads, flags.runtime),
+        _notes(placement, metadata, cache, offload or Offload()),
+    )
     if buffers:
         notes.append(f"buffers: quantkit's runtime with batches of {workspace.BATCH_TOKENS} tokens, {threads} threads")
-    return Budget(tuple(loads), placement, cache, tuple(warnings), tuple(notes))
+    return Budget(tuple(loads), placement, cache, tuple(warnings), tuple(notes), runtime=flags.runtime)
 
 
 def _order(device: str) -> tuple[bool, int, str]:
@@ -278,7 +283,7 @@ def _notes(placement: Placement, metadata: Mapping[str, Any], cache: Cache | Non
     return found
 
 
-def _warnings(placement: Placement, tensors: Mapping[str, Weight], loads: Sequence[Load]) -> list[str]:
+def _warnings(placement: Placement, tensors: Mapping[str, Weight], loads: Sequence[Load], runtime: str) -> list[str]:
     found = []
     free, names = list(tensors), list(tensors)  # free: tensors that no earlier rule matches
     ordered = [
@@ -294,7 +299,7 @@ def _warnings(placement: Placement, tensors: Mapping[str, Weight], loads: Sequen
         elif text := advice(rule.pattern, names, taken):
             found.append(f"{rule.text}{_plain(text)}")
         free = [name for name in free if name not in ordered[index].names]
-    if wrong := without_kernels(placement, tensors):
+    if wrong := without_kernels(placement, tensors, runtime):
         found.append(wrong)
     for load in loads:
         if load.left is not None and load.left < 0:

@@ -13,7 +13,8 @@ layer by layer and at last tensor by tensor. The rest stays on the CPU.
     graph   each device has its share of every layer; experts are kept from the last layer down, a layer's together
 
 The reference moves experts of whole layers and takes the ranges as they are. Room for working memory is counted
-(work_size.device_bytes), and `margin` more is left of each GPU. Tensors of types that GPUs have no kernel for stay.
+(work_size.device_bytes), and `margin` more is left of each GPU. Tensors of types that
+`flags.runtime` has no CUDA kernel for stay on the CPU.
 """
 
 from __future__ import annotations
@@ -58,7 +59,14 @@ class Fitted:
 class _Model:
     """What a fit goes by: bytes of each layer, of what every token reads (`base`, its cache with it) and of `bulk`."""
 
-    def __init__(self, tensors: Mapping[str, Info], metadata: Mapping[str, Any], caches: Sequence[int], on_gpus: bool):
+    def __init__(
+        self,
+        tensors: Mapping[str, Info],
+        metadata: Mapping[str, Any],
+        caches: Sequence[int],
+        on_gpus: bool,
+        runtime: str,
+    ):
         self.tensors, self.metadata, self.caches = tensors, metadata, caches
         arch = metadata.get("general.architecture")
         self.used = int(metadata.get(f"{arch}.expert_used_count") or 0)
@@ -69,10 +77,10 @@ class _Model:
         )
         self.bulk: dict[int, list[str]] = defaultdict(list)
         self.base: dict[int, list[str]] = defaultdict(list)
-        self.stays: list[str] = []  # of a type that no GPU has a kernel for
+        self.stays: list[str] = []  # on the CPU: of a type without a CUDA kernel
         for name, tensor in tensors.items():
             layer = self.layer(name)
-            if layer is not None and on_gpus and not gpu_kernels(tensor.type, tensor.shape[-1]):
+            if layer is not None and on_gpus and not gpu_kernels(tensor.type, tensor.shape[-1], runtime):
                 self.stays.append(name)
             elif layer is not None:
                 is_bulk = "_exps." in name if has_experts else _DENSE.match(name) is not None
@@ -114,7 +122,7 @@ def fit(
             "--vram GIB,… or --devices cuda:0=24GiB"
         )
     on_gpus = any(not device.runs_here for device in gpus)
-    model = _Model(tensors, metadata, () if flags.kv_on_cpu else caches, on_gpus)
+    model = _Model(tensors, metadata, () if flags.kv_on_cpu else caches, on_gpus, flags.runtime)
     if flags.split_mode == "none":
         gpus = gpus[flags.main_gpu or 0 :][:1]
     found = (_graph if flags.split_mode == "graph" else _ranges)(model, gpus, margin, flags, mla)

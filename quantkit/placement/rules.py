@@ -40,9 +40,11 @@ from quantkit.types import QuantType
 MODES = ("none", "layer", "graph")
 ALL_LAYERS = 999  # what --cpu-moe stands for
 
+RUNTIMES = ("ik_llama.cpp", "quantkit")  # programs that a placement is made for
+
 # Interleaved types that ik_llama.cpp has CUDA kernels for (spec/repack.md 10); for the first two, rows of 256 columns.
-# quantkit's own kernels (`quantkit types`) take all of them.
-_ON_GPU = ("iq1_s_r4", "iq1_m_r4", "iq2_k_r4", "iq3_k_r4", "iq4_k_r4", "iq5_k_r4", "iq4_ks_r4", "iq5_ks_r4")
+# quantkit has CUDA kernels for all interleaved types.
+_IK_LLAMA_KERNELS = ("iq1_s_r4", "iq1_m_r4", "iq2_k_r4", "iq3_k_r4", "iq4_k_r4", "iq5_k_r4", "iq4_ks_r4", "iq5_ks_r4")
 _ROWS_OF_256 = ("iq1_s_r4", "iq1_m_r4")
 
 _LAYER = re.compile(r"blk\.(\d+)\.")
@@ -105,8 +107,11 @@ class Flags:
     max_gpus: int | None = None  # --max-gpu
     kv_on_cpu: bool = False  # -nkvo
     devices: tuple[Device, ...] = ()  # --devices; empty: the machine's devices
+    runtime: str = RUNTIMES[0]  # --runtime: the program whose CUDA kernels count
 
     def __post_init__(self) -> None:
+        if self.runtime not in RUNTIMES:
+            raise UnknownNameError("runtime, --runtime", self.runtime, RUNTIMES)
         if self.split_mode not in MODES:
             raise UnknownNameError("split mode, -sm", self.split_mode, MODES)
         if self.split_mode == "none" and self.tensor_split:
@@ -388,11 +393,11 @@ class Info(Protocol):
 def plan(tensors: Mapping[str, Info], flags: Flags, metadata: Mapping[str, Any], path: object) -> Placement:
     """`located`, with every tensor where it can be computed with; `path` is what messages call the model.
 
-    UnsupportedError for a tensor of an interleaved type that would go to a GPU and that ik_llama.cpp has no CUDA kernel
-    for, and as `place`.
+    UnsupportedError for a tensor that would go to a GPU and whose type has no CUDA kernel in `flags.runtime`, and as
+    `place`.
     """
     found = located(tensors, flags, metadata)
-    if wrong := without_kernels(found, tensors):
+    if wrong := without_kernels(found, tensors, flags.runtime):
         raise UnsupportedError(f"{path}: {wrong}, or undo the interleaving: quantkit unpack {path} OUT")
     return found
 
@@ -443,19 +448,19 @@ def _declared(rules: Iterable[Rule], n_gpus: int) -> list[Device]:
     return [CPU, *(Device(f"CUDA{i}") for i in range(count)), *map(Device, sorted(simulated))]
 
 
-def gpu_kernels(kind: QuantType, columns: int = 256) -> bool:
-    """Whether ik_llama.cpp's CUDA kernels take a tensor of this type and this number of columns."""
-    if kind.interleave == 1:
+def gpu_kernels(kind: QuantType, columns: int = 256, runtime: str = RUNTIMES[0]) -> bool:
+    """Whether a runtime's CUDA kernels take a tensor of this type and this number of columns."""
+    if kind.interleave == 1 or runtime == "quantkit":
         return True
-    return kind.name in _ON_GPU and not (kind.name in _ROWS_OF_256 and columns % 256)
+    return kind.name in _IK_LLAMA_KERNELS and not (kind.name in _ROWS_OF_256 and columns % 256)
 
 
-def without_kernels(placement: Placement, tensors: Mapping[str, Info]) -> str:
-    """Which interleaved tensors ik_llama.cpp cannot use on their GPUs, and what to do; "" where there are none."""
+def without_kernels(placement: Placement, tensors: Mapping[str, Info], runtime: str = RUNTIMES[0]) -> str:
+    """Which interleaved tensors a runtime cannot use on their GPUs, and what to do; "" where there are none."""
     wrong = [
         name
         for name, tensor in tensors.items()
-        if not placement.on_cpu(name) and not gpu_kernels(tensor.type, tensor.shape[-1])
+        if not placement.on_cpu(name) and not gpu_kernels(tensor.type, tensor.shape[-1], runtime)
     ]
     if not wrong:
         return ""
@@ -468,7 +473,7 @@ def without_kernels(placement: Placement, tensors: Mapping[str, Info]) -> str:
     )
     return (
         f"{len(wrong)} row-interleaved tensors would go to a GPU, and ik_llama.cpp has no CUDA kernel for their types "
-        f"(quantkit has one, see `quantkit types`):{''.join(lines)}\n"
+        f"(quantkit has one: --runtime quantkit plans for it):{''.join(lines)}\n"
         f"  For ik_llama.cpp, keep them on the CPU by a first rule -ot '{_keeping(wrong, tensors)}'"
     )
 

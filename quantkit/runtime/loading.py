@@ -96,7 +96,16 @@ def load(
     asked = parse_devices(devices) if isinstance(devices, str) else tuple(devices) or (CPU,)
     there = _with_memory(asked)
     flags = Flags(
-        gpu_layers, rules, n_cpu_moe, tuple(tensor_split), split_mode, main_gpu, max_gpus, kv_on_cpu, tuple(there)
+        gpu_layers,
+        rules,
+        n_cpu_moe,
+        tuple(tensor_split),
+        split_mode,
+        main_gpu,
+        max_gpus,
+        kv_on_cpu,
+        tuple(there),
+        runtime="quantkit",
     )
     fitted = None
     if fit or any(device.memory for device in there):

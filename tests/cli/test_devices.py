@@ -44,7 +44,8 @@ def test_what_fit_prints_gives_its_placement(mode: str, config: Path, capsys: py
 def test_a_plan_explains_itself(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--fit", "--devices", "cpu:0=4GiB,cpu=64GiB", "--bandwidth", "cpu=80,cpu:0=40", "--compute", "cpu=1")
     said = printed(capsys, "plan", config, "Q4_0", "-c", 4096, "--explain", *flags)
-    for part in ("--fit: equivalent to -ngl 49 -ot", "cpu:0: attention", "experts", "predicted: at most", "-sm layer",
+    for part in ("--fit for ik_llama.cpp: equivalent to -ngl 49 -ot", "cpu:0: attention", "experts",
+                 "predicted: at most", "-sm layer",
                  "arithmetic on cpu:0 is not counted (--compute cpu:0=…)", "a full cache; every token reads",
                  "fewer than 512 tokens run the CPU's experts on the CPU"):  # fmt: skip
         assert part in said

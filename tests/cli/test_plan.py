@@ -271,3 +271,6 @@ def test_a_warning_of_several_lines_is_printed_line_by_line(tmp_path: Path, caps
     assert "q4_k_r4  CUDA0" in lines[first + 1]
     assert any(line.startswith("  For ik_llama.cpp, keep them on the CPU") for line in lines[first:])
     assert not any("\\n" in line for line in lines)
+    said = printed(capsys, "plan", path, "Q4_K_R4", "-ngl", "99", "--runtime", "quantkit")
+    assert "no CUDA kernel" not in said
+    assert "--runtime" in refused(capsys, "plan", path, "Q4_K_R4", "-ngl", "99", "--runtime", "llama.cpp")

@@ -506,6 +506,9 @@ def test_a_repacked_type_on_a_gpu_without_a_kernel_is_refused(
     assert "=CPU" in said
     assert "quantkit unpack" in said
     assert not (tmp_path / "out.gguf").exists()
+    own = ["repack", str(some.path), str(tmp_path / "own.gguf"), "--for", "-ngl 99 -ot attn_k=CPU"]
+    assert cli.main([*own, "--runtime", "quantkit"]) == 0
+    assert quantkit.open(tmp_path / "own.gguf").tensors["blk.0.attn_k.weight"].type.interleave > 1
 
 
 @pytest.mark.parametrize("flags", ["--no-such-flag", "-ngl many", "-ot broken", "-ot 'x=CPU"])

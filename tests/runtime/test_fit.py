@@ -57,6 +57,16 @@ def fitted(which: str, there: tuple[Device, ...], cache: Cache | None, **more: A
     return found, said
 
 
+def test_interleaved_tensors_go_where_the_runtime_has_kernels() -> None:
+    tensors, metadata = planned("qwen3", "q4_k_r4")
+    there = devices([24], 256)
+    theirs = fit(tensors, metadata, there)
+    own = fit(tensors, metadata, there, flags=Flags(runtime="quantkit"))
+    experts = [name for name in tensors if "_exps." in name]
+    assert all(theirs.placement.on_cpu(name) for name in experts)
+    assert not all(own.placement.on_cpu(name) for name in experts)
+
+
 VRAM = [[24], [24, 24], [96], [24] * 8]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from quantkit import types
@@ -260,6 +262,14 @@ def test_interleaved_tensors_are_refused_on_a_gpu_without_a_kernel() -> None:
     rule = str(refused.value).split("-ot '")[1].split("'")[0]
     assert rule == r"^(blk\.\d+\.ffn_down_exps\.weight)$=CPU"
     assert not plan(tensors, parse_flags(f"-ngl 99 -ot '{rule}'"), {}, "model.gguf").on_cpu("blk.3.ffn_up_exps.weight")
+
+
+def test_a_plan_for_quantkit_uses_quantkits_kernels() -> None:
+    tensors = deepseek("q3_k_r4", "iq2_k_r4")
+    found = plan(tensors, replace(parse_flags("-ngl 99"), runtime="quantkit"), {}, "model.gguf")
+    assert not found.on_cpu("blk.3.ffn_down_exps.weight")
+    with pytest.raises(UnknownNameError, match="llama"):
+        replace(parse_flags("-ngl 99"), runtime="llama")
 
 
 def test_plans_know_the_model_from_its_metadata_and_devices_from_the_rules() -> None:

@@ -170,7 +170,7 @@ def test_bytes_of_each_gpu_are_those_of_a_plan(arch: str, two: dict[str, Any], m
         assert isinstance(rank, CudaRank)
         planned_here = loads[rank.device.name]
         assert cache.parts[rank.device.name].nbytes == planned_here.cache
-        held = sum(m.data.numel() for m in rank._held.values()) + sum(v.nbytes for v in rank._vectors.values())
+        held = sum(m.data.numel() for m in rank._matrices.values()) + sum(v.nbytes for v in rank._vectors.values())
         if arch in ("llama", "deepseek2"):  # no norm where no head is; k_b and v_b, not kv_b, which is theirs again
             assert 0.8 * planned_here.weights < held <= planned_here.weights
         else:

@@ -103,7 +103,7 @@ def test_experts_of_the_cpu_are_streamed_for_large_batches(gpus: int, make: Make
     never = load(make("qwen3moe"), offload=Offload(1, frozenset({"MUL_MAT_ID"})), **how)
     assert never.split is not None
     workers: list[Any] = [m.split._workers["CUDA0"] for m in (model, never) if m.split is not None]
-    assert [[worker._streams(part, tokens) for tokens in (2, 3)] for worker in workers] == [[False, True], [False] * 2]
+    assert [[worker._offloads(part, tokens) for tokens in (2, 3)] for worker in workers] == [[False, True], [False] * 2]
 
 
 def test_shared_experts_run_while_the_cpu_has_the_others(gpus: int, make: Make) -> None:

@@ -87,7 +87,7 @@ class RepackedTensor(NamedTuple):
         width = self.type.row_bytes(self.tensor.shape[-1])
         if not self.changed or not isinstance(group, Interleaved) or width != data.shape[-1]:
             return 0
-        send = functools.partial(group.send_rows, data, forward)
+        send = functools.partial(group.write_rows, data, forward)
         return data.nbytes if writer.straight(self.tensor.name, start * width, data.nbytes, send) else 0
 
     def _converted(self, data: np.ndarray) -> np.ndarray:

@@ -1,17 +1,16 @@
-"""Row interleaving of whole arrays, and back: the same bits in the order that CPU kernels like to read.
+"""Row interleaving of whole arrays, and its inverse: the same bits in the order in which CPU kernels read them fast.
 
     repack(data, "IQ4_K", n)        -> (data, "IQ4_K_R4")
     unpack(data, "IQ4_K_R4", n)     -> (data, "IQ4_K")
     interleaved_form(type)          the interleaved type of a base type, or None
     row_form(type)                  what unpacking makes of a type, or None
 
-Nothing is lost: unpack(repack(x)) is x for any bytes, valid or not, but for the sums of Q8_KV, which are made anew.
-Where each bit goes stands in the type's own file. IQ1_S_R4, IQ1_M_R4 and Q8_K_R8 are no other type in another order:
-nothing is repacked to them, and `unpack` converts them where that is exact (`conversions`).
+It is lossless: unpack(repack(x)) is x for any bytes, valid or not, except for the sums of Q8_KV, which are computed
+again. The file of each type says where each bit goes. IQ1_S_R4, IQ1_M_R4 and Q8_K_R8 are not another type in another
+order: nothing is repacked to them, and `unpack` converts them where that is exact (`conversions`).
 
-Quantizing straight to an interleaved type is encoding to its base type and interleaving. What importance that vanishes
-over a sub-block needs is done by the base type's encoder; no guard like the reference's (spec/repack.md 2.7) stands
-between.
+Quantizing to an interleaved type encodes to its base type and interleaves. An importance that is zero over a sub-block
+is handled by the base type's encoder; the reference's separate guard (spec/repack.md 2.7) is not needed.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ __all__ = ["interleaved_form", "repack", "row_form", "to_rows", "unpack", "why_n
 @functools.cache
 def interleaved_form(base: QuantType) -> Interleaved | None:
     """The type that interleaves rows of `base`; None when it has none (or is one already)."""
-    begins = f"{base.name}_r".lower()  # the old forms of Q4_0, q4_0_4x4 and so on, are undone but never made
+    begins = f"{base.name}_r".lower()  # the older forms of Q4_0, q4_0_4x4 and so on, are unpacked but never made
     forms = (types.layout(name) for name in types.names() if name.lower().startswith(begins))
     return next((t for t in forms if isinstance(t, Interleaved) and t.base == base.name), None)
 
@@ -43,9 +42,9 @@ def interleaved_form(base: QuantType) -> Interleaved | None:
 def repack(data: Any, type_name: str, n: int, *, threads: int | None = None) -> tuple[np.ndarray, str]:
     """Interleave the rows of a matrix, or of each matrix of a stack.
 
-    `data` is uint8[…, rows, row_bytes(n)] of type `type_name` with n columns; rows must be a multiple of the number the
-    interleaved type weaves together. Returns the array laid out as in a file, and its type's name; its shape is that
-    of `data` but for Q8_KV, whose rows lose 4 bytes.
+    `data` is uint8[…, rows, row_bytes(n)] of type `type_name` with n columns; rows must be a multiple of the rows that
+    the interleaved type has in a group. Returns the array laid out as in a file, and its type's name; its shape is that
+    of `data`, except for Q8_KV, whose rows lose 4 bytes.
     """
     base = types.get(type_name)
     form = interleaved_form(base)
@@ -111,4 +110,5 @@ def _matrices(data: Any, kind: QuantType, n: int, interleave: int) -> np.ndarray
         raise DataError(
             f"{kind.name}: {data.shape[-2]} rows are not a multiple of the {interleave} that are interleaved"
         )
-    return data
+    result: np.ndarray = data
+    return result

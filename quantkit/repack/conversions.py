@@ -1,16 +1,16 @@
-"""Interleaved types without a row-by-row type of the same bits, told in another one where that loses nothing.
+"""Exact conversion of interleaved types that no row-by-row type matches bit for bit.
 
     IQ1_S_R4     IQ1_S   every block gets the row's scale: exact for any row of whole blocks of 256
     IQ1_M_R4     IQ1_M   where each block has multipliers that IQ1_M can hold, see below
     Q8_K_R8/R16  Q8_0    every block of 32 gets the scale of its 256: exact. The rows they are made of, Q8_K, are a
                          format of activations, which no file holds
 
-The pairs of IQ1 mean the same by their grid points and deltas; these move. In IQ1_M_R4 the columns 16 j .. + 15 are
-scaled by d m with d of the row and m = 0 .. 15, in IQ1_M by d m with d of a block of 256 and m odd. Products of halves
-and such m are exact in float32. So a block keeps its values if its m are odd numbers times one power of two, which then
-goes to its d. Of all m 0, d becomes 0; an m of 0 beside others has no counterpart.
+Grid points and deltas mean the same in both types of a pair of IQ1 and are copied. In IQ1_M_R4 the columns 16 j .. + 15
+are scaled by d m with d of the row and m = 0 .. 15, in IQ1_M by d m with d of a block of 256 and m odd. Products of
+halves and such m are exact in float32. So a block keeps its values if its m are odd numbers times one power of two,
+which then goes to its d. Where all m are 0, d becomes 0; an m of 0 beside others has no counterpart.
 
-Nothing leads the other way: what is quantized to IQ1_S or IQ1_M has its scales by the block.
+The inverse does not exist: IQ1_S and IQ1_M have a scale for each block.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LARGEST_HALF = np.float32(65504)
 
 
 def row_form(t: QuantType) -> QuantType | None:
-    """The row-by-row type that `t` is converted to, None of types that are not."""
+    """The row-by-row type that `t` is converted to; None where it is not."""
     name = _ROW_FORMS.get(t.name)
     return types.get(name) if name else None
 
@@ -86,7 +86,7 @@ def _to_q8_0(data: np.ndarray) -> np.ndarray:
 
 
 @kernel
-def _to_iq1_s(data, out):
+def _to_iq1_s(data: np.ndarray, out: np.ndarray) -> None:
     for first in range(0, data.shape[0], 4):
         group = data[first : first + 4].reshape(-1)
         for k in range(4):
@@ -102,18 +102,18 @@ def _to_iq1_s(data, out):
 
 
 @kernel
-def _half_of(group, k):
+def _half_of(group: np.ndarray, k: int) -> np.uint16:
     return np.uint16(group[2 * k]) | np.uint16(group[2 * k + 1]) << np.uint16(8)
 
 
 @kernel
-def _multiplier(group, k, j):
-    """Of the columns 16 j .. + 15 of row k."""
+def _multiplier(group: np.ndarray, k: int, j: int) -> np.int64:
+    """Multiplier of columns 16 j .. + 15 of row k."""
     return (np.int64(group[_R4_HEAD + _M_R4 * (j // 2) + 24 + k]) >> 4 * (j % 2)) & 15
 
 
 @kernel
-def _power(group, k, b):
+def _power(group: np.ndarray, k: int, b: int) -> int | np.int64:
     """The power of two that all multipliers of block b of row k have in common, 16 where all are 0, 0 where there is
     none or d times it is no finite half."""
     first = _multiplier(group, k, 16 * b)
@@ -122,7 +122,7 @@ def _power(group, k, b):
         m = _multiplier(group, k, j)
         if (m & -m if m else 16) != power:
             return 0
-    if power > 1:  # of 1, d stays as it is, be it no number
+    if power > 1:  # for 1, d stays as it is, even Inf or NaN
         scaled = abs(half_to_float(_half_of(group, k)) * np.float32(1 if power == 16 else power))
         if not scaled <= _LARGEST_HALF:
             return 0
@@ -130,12 +130,13 @@ def _power(group, k, b):
 
 
 @kernel
-def _is_zero(half):
-    return half & np.uint16(0x7FFF) == np.uint16(0)
+def _is_zero(half: np.uint16) -> bool:
+    result: bool = half & np.uint16(0x7FFF) == np.uint16(0)
+    return result
 
 
 @kernel
-def _first_inexact(data, n):
+def _first_inexact(data: np.ndarray, n: int) -> tuple[int, int]:
     """Row and block that IQ1_M cannot hold, the first of its group of rows; -1, -1 where there is none."""
     for first in range(0, data.shape[0], 4):
         group = data[first : first + 4].reshape(-1)
@@ -147,8 +148,8 @@ def _first_inexact(data, n):
 
 
 @kernel
-def _put_scales(group, k, b, block):
-    """The scale and the numbers of the multipliers of a block that can be told exactly."""
+def _put_scales(group: np.ndarray, k: int, b: int, block: np.ndarray) -> None:
+    """Write the scale and the numbers of the multipliers of a block that converts exactly."""
     half = _half_of(group, k)
     power = _power(group, k, b)
     if power == 16:
@@ -166,7 +167,7 @@ def _put_scales(group, k, b, block):
 
 
 @kernel
-def _to_iq1_m(data, out):
+def _to_iq1_m(data: np.ndarray, out: np.ndarray) -> None:
     for first in range(0, data.shape[0], 4):
         group = data[first : first + 4].reshape(-1)
         for k in range(4):

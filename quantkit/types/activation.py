@@ -1,4 +1,4 @@
-"""Formats of activations: what right-hand sides of products are turned into at run time. Files never hold them.
+"""Formats of activations (q8_K and others): right-hand sides of products, quantized at run time. Files never hold them.
 
 Blocks with one scale, b elements each; `sums` are of codes:
 
@@ -8,7 +8,7 @@ Blocks with one scale, b elements each; `sums` are of codes:
     q8_K128  id 150  b 128   0 f32 d   4 4 x i16 sums of 32   12 128 x i8
     q8_1     id 9    b 32    0 f16 d   2 f16 d * sum        4 32 x i8
 
-The same with four blocks side by side, their heads before their codes; 1 to 3 blocks that are left stand alone:
+Four blocks side by side, their scales and sums before their codes; the last 1 to 3 blocks of a row stand alone:
 
     q8_0_x4  id 97   b 32    4 x f16 d                      128 x i8
     q8_1_x4  id 98   b 32    4 x f16 d   4 x f16 d * sum    128 x i8
@@ -23,8 +23,8 @@ Rows with four scales: element j belongs to class (j // run) % 4:
 
 Encode: d = largest magnitude / 127; code = x * (127 / largest), but x * (1 / d) in q8_1_x4, q8_2_x4, q8_K64 and q8_K16,
 to the nearest, ties to even. q8_2_x4 rounds d to bfloat16 before it divides. These are the bytes of ik_llama.cpp on
-x86; elsewhere it fills q8_K and q8_2_x4 in other ways. As there, d * sum of q8_1 and q8_1_x4 may be Inf as a half where
-magnitudes exceed 2000; the codes and d are not concerned.
+x86; on other CPUs it fills q8_K and q8_2_x4 differently. As there, d * sum of q8_1 and q8_1_x4 may be Inf as a half
+where magnitudes exceed 2000; codes and d stay finite.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _ZERO, _ONE, _TOP = np.float32(0), np.float32(1), np.float32(127)
 _ROUND = np.float32(3 << 22)  # adding it rounds |t| < 2^22 to an integer, ties to even, in the sum's lowest bits
 _ROUND_BITS = _ROUND.view(np.int32)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
-_LEAST = np.float32(2.0**-118)  # the inverse scale of what is smaller may be none: encoded as zeros
+_LEAST = np.float32(2.0**-118)  # below it the inverse scale may overflow: encoded as zeros
 
-# In this order, and with fused multiplication, ik_llama.cpp as compiled sums the products of q8_K16.
+# The order in which ik_llama.cpp, as compiled and with fused multiplication, sums the products of q8_K16.
 _ORDER = np.array([1, 0, 2, 3])
 
-# Heads of blocks of 32: a half; a half and a half d * sum; a bfloat and an integer sum.
-_ALONE, _WITH_PRODUCT, _WITH_SUM = 0, 1, 2
+# Headers of blocks of 32: a half; a half and a half d * sum; a bfloat and an integer sum.
+_SCALE_ONLY, _WITH_PRODUCT, _WITH_SUM = 0, 1, 2
 
 
 @kernel
-def _largest(x):
-    """The largest magnitude, 0 where it is next to nothing."""
+def _largest(x: np.ndarray) -> np.float32:
+    """The largest magnitude; 0 where it is below _LEAST."""
     bits, most = x.view(np.int32), np.int32(0)
     for j in range(bits.size):
         most = np.int32(max(most, np.int32(bits[j] & _MAGNITUDE)))
@@ -59,14 +59,14 @@ def _largest(x):
 
 
 @kernel
-def _quantize(x, inverse, code):
+def _quantize(x: np.ndarray, inverse: np.float32, code: np.ndarray) -> None:
     """Fill int8[n] with the integers nearest to x * inverse."""
     for j in range(x.size):
         code[j] = np.int8(np.float32(x[j] * inverse + _ROUND).view(np.int32))
 
 
 @kernel
-def _sum(code):
+def _sum(code: np.ndarray) -> np.int32:
     total = np.int32(0)
     for j in range(code.size):
         total = np.int32(total + np.int32(code[j]))
@@ -74,7 +74,7 @@ def _sum(code):
 
 
 @kernel
-def _times(scale, code, y):
+def _times(scale: np.float32, code: np.ndarray, y: np.ndarray) -> None:
     for j in range(code.size):
         y[j] = scale * np.float32(code[j])
 
@@ -83,7 +83,7 @@ def _times(scale, code, y):
 
 
 @kernel
-def _encode_256(x, float_sums, out):
+def _encode_256(x: np.ndarray, float_sums: bool, out: np.ndarray) -> None:
     """q8_K and, with sums that are floats, q8_K32."""
     rows, n = x.shape
     for row in range(rows):
@@ -109,7 +109,7 @@ def _encode_256(x, float_sums, out):
 
 
 @kernel
-def _decode_256(data, out):
+def _decode_256(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         for b in range(n // 256):
@@ -118,7 +118,7 @@ def _decode_256(data, out):
 
 
 @kernel
-def _encode_128(x, importance, effort, out):
+def _encode_128(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     rows, n = x.shape
     for row in range(rows):
         for b in range(n // 128):
@@ -132,7 +132,7 @@ def _encode_128(x, importance, effort, out):
 
 
 @kernel
-def _decode_128(data, out):
+def _decode_128(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         for b in range(n // 128):
@@ -144,15 +144,15 @@ def _decode_128(data, out):
 
 
 @kernel
-def _places(b, blocks, width, side_by_side, size):
-    """Where block b of a row has its scale and its sum, in words of 2 bytes, and its codes."""
+def _places(b: int, blocks: int, width: int, side_by_side: int, size: int) -> tuple[int, int, int]:
+    """Offsets of block b in a row: of its scale and its sum, in words of 2 bytes, and of its codes, in bytes."""
     run = side_by_side if b < blocks - blocks % side_by_side else 1
     first, i = size * (b - b % run), b % run
     return first // 2 + i, first // 2 + run + i, first + (size - width) * run + width * i
 
 
 @kernel
-def _float_to_bfloat(x):
+def _float_to_bfloat(x: np.float32) -> np.uint16:
     """Bits of the bfloat16 nearest to a finite float32, ties to even."""
     bits = np.float32(x).view(np.uint32)
     odd = (bits >> np.uint32(16)) & np.uint32(1)
@@ -160,7 +160,9 @@ def _float_to_bfloat(x):
 
 
 @kernel
-def _encode_heads(x, width, head, side_by_side, by_scale, size, out):
+def _encode_heads(
+    x: np.ndarray, width: int, head: int, side_by_side: int, by_scale: bool, size: int, out: np.ndarray
+) -> None:
     rows, n = x.shape
     blocks = n // width
     for row in range(rows):
@@ -190,7 +192,7 @@ def _encode_heads(x, width, head, side_by_side, by_scale, size, out):
 
 
 @kernel
-def _decode_heads(data, width, head, side_by_side, size, out):
+def _decode_heads(data: np.ndarray, width: int, head: int, side_by_side: int, size: int, out: np.ndarray) -> None:
     rows, n = out.shape
     blocks = n // width
     for row in range(rows):
@@ -205,7 +207,7 @@ def _decode_heads(data, width, head, side_by_side, size, out):
 
 
 @kernel
-def _encode_classes(x, run, one_product, out):
+def _encode_classes(x: np.ndarray, run: int, one_product: bool, out: np.ndarray) -> None:
     rows, n = x.shape
     header = out.shape[1] - n
     period = 4 * run
@@ -241,7 +243,7 @@ def _encode_classes(x, run, one_product, out):
 
 
 @kernel
-def _decode_classes(data, run, out):
+def _decode_classes(data: np.ndarray, run: int, out: np.ndarray) -> None:
     rows, n = out.shape
     header = data.shape[1] - n
     period = 4 * run
@@ -260,6 +262,8 @@ def _decode_classes(data, run, out):
 
 
 class Activation(QuantType):
+    """A format of activations."""
+
     activation = True
 
 
@@ -293,7 +297,7 @@ class Q8_K128(Activation):
 
 
 class Blocks32(Activation):
-    """head: what is before the codes; side_by_side: blocks that share a head; by_scale: codes are x * (1 / d)."""
+    """Blocks of 32. `head` precedes the codes, `side_by_side` blocks share it; `by_scale`: codes are x * (1 / d)."""
 
     block_size = 32
     head = _WITH_PRODUCT
@@ -317,7 +321,7 @@ class Q8_1(Blocks32):
 class Q8_0_X4(Blocks32):
     name, ggml_type = "q8_0_x4", 97
     block_bytes = 34
-    head, by_scale = _ALONE, False
+    head, by_scale = _SCALE_ONLY, False
 
 
 class Q8_1_X4(Blocks32):
@@ -333,7 +337,7 @@ class Q8_2_X4(Blocks32):
 
 
 class Classes(Activation):
-    """run: elements in a row that are of the same class."""
+    """Rows with four scales: `run` neighbouring elements are of the same class."""
 
     block_size, block_bytes = 64, 64
     run = 0

@@ -1,4 +1,4 @@
-"""The record every type is, and the validating wrapper round its kernels.
+"""`QuantType`, the base class of tensor types: sizes, checked and threaded encoding and decoding, the registry.
 
 A type's file holds one subclass of `QuantType`: the numbers of the format as class attributes and two kernels,
 
@@ -6,8 +6,8 @@ A type's file holds one subclass of `QuantType`: the numbers of the format as cl
                                               effort FAST, NORMAL or BEST, out uint8[rows, row_bytes(n)]
     decode_rows(data, out)                    data uint8[rows, row_bytes(n)], out float32[rows, n]
 
-each of them sequential over rows; this module cuts the rows over threads, checks what comes in, and registers the type.
-A type's file is read when the type is first asked for: a file of one type costs no look at a hundred others.
+each sequential over rows. This module checks arguments, divides rows among threads, and registers the types. The file
+of a type is imported when the type is first used, so that one type does not cost the import of all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -27,11 +27,11 @@ _by_id: dict[int, QuantType] = {}
 ids: dict[str, int] = {}  # of names in lower case, with and without codec
 _unread: dict[int, str] = {}  # the file of this package with an id's codec, while nobody asked for it
 
-EFFORTS = ("fast", "normal", "best")  # what a search may cost: a kernel gets the index
+EFFORTS = ("fast", "normal", "best")  # of an encoder; a kernel gets the index
 FAST, NORMAL, BEST = range(3)
 
-_MUCH = 1 << 18  # elements, which the fastest encoder takes long enough for that waking threads pays
-_PIECE_BYTES = 1 << 18  # of float32: what is checked and then encoded while it is still in the cache
+_MUCH = 1 << 18  # elements: from here on the fastest encoder is slow enough for threads to pay
+_PIECE_BYTES = 1 << 18  # of float32: checked, then encoded while it is still in the CPU's cache
 
 
 def effort_level(name: str) -> int:
@@ -39,6 +39,24 @@ def effort_level(name: str) -> int:
     if name not in EFFORTS:
         raise UnknownNameError("effort", name, EFFORTS)
     return EFFORTS.index(name)
+
+
+class EncodeRows(Protocol):
+    """Encode float32[rows, n] into out uint8[rows, row_bytes(n)], sequentially: `quantize` calls it from its threads.
+
+    importance float32[n], or float32[0] where there is none; effort FAST, NORMAL or BEST. Inputs are finite. A type
+    that `reports_largest` returns the bits of the largest magnitude as an integer, and its inputs may be anything.
+    """
+
+    def __call__(
+        self, x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray, /
+    ) -> int | np.int32 | np.uint32 | None: ...
+
+
+class DecodeRows(Protocol):
+    """Decode uint8[rows, row_bytes(n)] into out float32[rows, n], sequentially; bytes may be anything."""
+
+    def __call__(self, data: np.ndarray, out: np.ndarray, /) -> None: ...
 
 
 class QuantType:
@@ -62,9 +80,11 @@ class QuantType:
     whole_tensor: bool = False  # a tensor is stored as one row of all its elements
     reports_largest: bool = False  # encode_rows returns the bits of the largest magnitude: no pass to find it before
 
-    encode_rows: Any = None
-    decode_rows: Any = None
-    product_rows: Any = None  # decodes the values that matrix products use, where they are not those of decode_rows
+    encode_rows: EncodeRows | None = None
+    decode_rows: DecodeRows | None = None
+    product_rows: DecodeRows | None = (
+        None  # decodes the values that matrix products use, where they are not those of decode_rows
+    )
     remark: str = ""  # what docs/types.md says below the table
 
     _fields: ClassVar[tuple[str, ...]] = ("name", "ggml_type", "block_size", "block_bytes", "row_meta_bytes")
@@ -82,6 +102,7 @@ class QuantType:
 
     @property
     def has_codec(self) -> bool:
+        """Whether quantkit can decode this type."""
         return self.decode_rows is not None
 
     def __repr__(self) -> str:
@@ -134,13 +155,13 @@ class QuantType:
         """Encode float32[rows, n] as uint8[rows, row_bytes(n)].
 
         `importance` float32[n] weighs the squared error of each column; types without `uses_imatrix` only check it.
-        `effort` trades time for error: "fast", "normal" or "best"; types that leave nothing to search ignore it.
+        `effort` trades time for error: "fast", "normal" or "best"; types without a search ignore it.
         NaN, Inf or a value too large for the type in `x`, or a negative or non-finite importance, is a DataError that
         names its place. The bytes do not depend on `threads`.
         """
         if self.encode_rows is None:
             raise UnsupportedError(f"{self.name}: quantkit cannot encode this type")
-        level, threads = effort_level(effort), arguments.threads(threads)
+        encode, level, threads = self.encode_rows, effort_level(effort), arguments.threads(threads)
         x = arguments.real_numbers(x, self.name)
         if x.ndim != 2:
             raise DataError(f"{self.name}: expected float32[rows, n], got shape {x.shape}")
@@ -149,7 +170,7 @@ class QuantType:
         self._check_rows(rows)
         if self.requires_imatrix and importance is None:
             raise DataError(f"{self.name}: this type needs an importance matrix; pass importance=")
-        weights = _near_one(check_importance(importance, n))
+        weights = _scale_importance(check_importance(importance, n))
         x, weights = jit.readonly(x), jit.readonly(weights if self.uses_imatrix else weights[:0])
         step = max(1, _PIECE_BYTES // (4 * n * self.interleave)) * self.interleave if n else rows
 
@@ -160,8 +181,8 @@ class QuantType:
                 b = min(a + step, stop)
                 if not limit:
                     check_finite(x[a:b], a, self.overflow, self.name)
-                    self.encode_rows(x[a:b], weights, level, out[a:b])
-                elif self.encode_rows(x[a:b], weights, level, out[a:b]) >= limit:
+                    encode(x[a:b], weights, level, out[a:b])
+                elif (largest := encode(x[a:b], weights, level, out[a:b])) is None or largest >= limit:
                     check_finite(x[a:b], a, self.overflow, self.name)
 
         if rows:
@@ -206,7 +227,7 @@ class QuantType:
 
 
 @jit.kernel
-def _largest_bits(x):
+def _largest_bits(x: np.ndarray) -> np.uint32:
     """Bits of the largest magnitude in float32[n]: those of Inf are above all numbers', those of NaN above Inf's."""
     bits = x.view(np.uint32)
     most = np.uint32(0)
@@ -215,7 +236,7 @@ def _largest_bits(x):
     return most
 
 
-_FEW = 1 << 14  # so few elements are not worth loading numba: copying a checkpoint needs it for nothing else
+_FEW = 1 << 14  # elements: up to here numpy checks, so that copying a checkpoint does not load numba
 
 
 def check_finite(x: np.ndarray, first_row: int = 0, overflow: float = np.inf, name: str = "") -> None:
@@ -249,12 +270,13 @@ def check_importance(importance: Any, n: int) -> np.ndarray:
     return weights
 
 
-def _near_one(weights: np.ndarray) -> np.ndarray:
-    """Importance times a power of two where products with it could over- or underflow: only its ratios count."""
+def _scale_importance(weights: np.ndarray) -> np.ndarray:
+    """Importance times a power of two where products with it could over- or underflow; only ratios matter."""
     most = float(weights.max(initial=0))
     if not most or 2.0**-40 < most < 2.0**40:
         return weights
-    return np.ldexp(weights, -math.frexp(most)[1])
+    result: np.ndarray = np.ldexp(weights, -math.frexp(most)[1])
+    return result
 
 
 def by_id(ggml_type: int) -> QuantType:

@@ -2,7 +2,7 @@
 
     two columns of each row in turn
 
-Encoding rounds to the nearest BF16; the reference cuts off instead.
+Encoding rounds to the nearest BF16; the reference truncates.
 """
 
 from __future__ import annotations

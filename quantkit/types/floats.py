@@ -1,10 +1,10 @@
-"""F32, F16 and BF16: the types that are numbers already.
+"""F32 (id 0), F16 (id 1) and BF16 (id 30): floating-point numbers.
 
     f32   4 bytes, IEEE single
     f16   2 bytes, IEEE half; encoding rounds to nearest, ties to even
     bf16  2 bytes, upper half of an IEEE single; encoding rounds to nearest, ties to even
 
-Decoding is exact. A finite weight rounded to Inf would ruin a model without a word, so `quantize` refuses it and names
+Decoding is exact. A finite weight that rounds to Inf would ruin a model silently, so `quantize` refuses it and names
 its place; `overflow` is the first magnitude that rounds to Inf. The conversions are kernels because numpy's of halves
 run at a sixth of memory speed.
 """
@@ -25,8 +25,11 @@ _DROPPED, _UPPER = np.int32(13), np.int32(16)  # places that a mantissa loses, a
 
 
 @kernel
-def _encode_f16(x, importance, effort, out):
-    """Adding a power of two whose last place is that of the half rounds, and leaves its mantissa in the last places."""
+def _encode_f16(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> np.int32:
+    """Round by adding a power of two whose last place is that of the half; its mantissa is then in the last places.
+
+    Returns the bits of the largest magnitude.
+    """
     bits, half = x.reshape(-1).view(np.int32), out.reshape(-1).view(np.uint16)
     most = np.int32(0)
     for i in range(bits.size):
@@ -42,14 +45,15 @@ def _encode_f16(x, importance, effort, out):
 
 
 @kernel
-def _decode_f16(data, out):
+def _decode_f16(data: np.ndarray, out: np.ndarray) -> None:
     half, value = data.reshape(-1).view(np.uint16), out.reshape(-1)
     for i in range(value.size):
         value[i] = half_to_float(half[i])
 
 
 @kernel
-def _encode_bf16(x, importance, effort, out):
+def _encode_bf16(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> np.uint32:
+    """Round to nearest, ties to even. Returns the bits of the largest magnitude."""
     bits, upper = x.reshape(-1).view(np.uint32), out.reshape(-1).view(np.uint16)
     most = np.uint32(0)
     for i in range(bits.size):
@@ -60,7 +64,7 @@ def _encode_bf16(x, importance, effort, out):
 
 
 @kernel
-def _decode_bf16(data, out):
+def _decode_bf16(data: np.ndarray, out: np.ndarray) -> None:
     upper, value = data.reshape(-1).view(np.uint16), out.reshape(-1)
     for i in range(value.size):
         value[i] = bfloat_to_float(upper[i])
@@ -69,7 +73,7 @@ def _decode_bf16(data, out):
 FLOATS = ("f32", "f16", "bf16")
 _INTEGERS = {"f32": (np.int32, np.uint32), "f16": (np.int16, np.uint16), "bf16": (np.int16, np.uint16)}
 _INF = {"f32": 0x7F800000, "f16": 0x7C00, "bf16": 0x7F80}  # bits of Inf; those of NaN are above
-_PART = 1 << 20  # bytes, which the second look finds in the cache
+_PART = 1 << 20  # bytes, small enough that the second pass reads them from the cache
 
 
 def is_finite(kind: QuantType, data: np.ndarray) -> bool:
@@ -87,6 +91,8 @@ def is_finite(kind: QuantType, data: np.ndarray) -> bool:
 
 
 class F32(QuantType):
+    """IEEE single."""
+
     name, ggml_type, file_type = "f32", 0, 0
     block_size, block_bytes = 1, 4
 
@@ -100,6 +106,8 @@ class F32(QuantType):
 
 
 class F16(QuantType):
+    """IEEE half."""
+
     name, ggml_type, file_type = "f16", 1, 1
     block_size, block_bytes = 1, 2
     reports_largest = True
@@ -109,6 +117,8 @@ class F16(QuantType):
 
 
 class BF16(QuantType):
+    """The upper half of an IEEE single."""
+
     name, ggml_type, file_type = "bf16", 30, 32
     block_size, block_bytes = 1, 2
     reports_largest = True

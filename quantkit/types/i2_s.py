@@ -5,11 +5,11 @@
     N/4        f32        d
     N/4 + 4    28         padding
 
-    y = d * (t - 1)       t = 0, 1, 2 (3 decodes to 2 d, but is not meant to be there)
+    y = d * (t - 1)       t = 0, 1, 2 (3 decodes to 2 d; writers do not use it)
 
-There are no rows in it. Here a row of n elements is what a tensor of that one row would be, n / 4 + 32 bytes with the
-tensor's d: `rows_of` takes them out of a tensor where n is a multiple of 128. There is no encoder, because nothing but
-a whole tensor could be written; IQ2_BN holds the same values in rows.
+The format has no rows. quantkit treats a row of n elements as a tensor of that one row, n / 4 + 32 bytes with the
+tensor's d: `rows_of` extracts them from a tensor where n is a multiple of 128. There is no encoder, because only a
+whole tensor could be written; IQ2_BN holds the same values in rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TAIL = 32
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         scale = data[row, n // 4 : n // 4 + 4].view(np.float32)[0]

@@ -10,8 +10,8 @@
 Digits t0 ... t4 of a byte are N = t0 + 3 t1 + 9 t2 + 27 t3 + 81 t4 (t4 = 0 in ex) as the fraction N / 243: the byte is
 ceil(256 N / 243), and digit k comes back as (3 u) div 256 of u = (byte * 3^(4 - k)) mod 256.
 
-Encode: d and nearest codes that minimise sum w (x - y)^2; rows that are ternary lose what d loses as a half, no more;
-see `ternary`. (The reference's own row decoder forgets header and scale; its matrix products, and this module, do not.)
+Encode: d and nearest codes that minimise sum w (x - y)^2 (`families/ternary.py`). Ternary rows lose only what d loses
+as a half. The reference's row decoder ignores the header and the scale; its matrix products, and this module, do not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DIGITS = ((_bytes * 3 ** np.arange(4, -1, -1) % 256 * 3 // 256) - 1).astype(np.
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         scale = half_to_float(data[row, :2].view(np.uint16)[0])
@@ -49,14 +49,14 @@ def _decode(data, out):
 
 
 @kernel(inline="always")
-def _pack(digits):
+def _pack(digits: np.uint64) -> np.uint8:
     """The byte of five digits, each a byte of a word."""
     number = ((digits & _FIVE) * _POWERS) >> np.uint64(32) & np.uint64(255)
     return np.uint8((number * np.uint64(256) + np.uint64(242)) // np.uint64(243))
 
 
 @kernel
-def _encode(x, importance, effort, out):
+def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     rows, n = x.shape
     w, codes = np.empty(n, np.float32), np.empty(n, np.uint8)
     ternary.row_weights(importance, w)

@@ -10,7 +10,7 @@
     y = (d * (2 s + 1)) * (g + delta)       delta = 1/8 or -1/8
 
 Encode: minimise sum w (x - y)^2 with w = q where an importance q is given, else w = v / 4 + x^2, v being the mean of
-x^2 over the block; how, see `iq1`.
+x^2 over the block; search in `families/iq1.py`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import numpy as np
 from quantkit.codegen.half import float_to_half, half_to_float
 from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
-from quantkit.types.families.iq1 import DELTA, LEVELS, NUMBER, search_space, search_span
-from quantkit.types.families.parabola import ODD
+from quantkit.types.families.iq1 import DELTA, LEVELS, NUMBER, new_space, search_span
+from quantkit.types.families.super_scale import ODD
 from quantkit.types.families.superblock import load_block, relative_importance
 
 BLOCK = 56
 
 
 @kernel
-def decode_group(scale, low, high, y):
-    """8 values: `low` and the three low bits of `high` name the point, its fourth bit is a negative delta."""
+def decode_group(scale: np.float32, low: np.uint8, high: np.uint8, y: np.ndarray) -> None:
+    """Decode 8 values: `low` and the three low bits of `high` are the point's number, bit 3 a negative delta."""
     delta = -DELTA if high & np.uint8(8) else DELTA
     point = np.int64(low) | np.int64(high & np.uint8(7)) << 8
     for i in range(8):
@@ -37,13 +37,14 @@ def decode_group(scale, low, high, y):
 
 
 @kernel
-def high_nibble(code, negative):
-    """`high` of `decode_group`."""
-    return NUMBER[code] >> np.uint16(8) | (np.uint16(8) if negative else np.uint16(0))
+def high_nibble(code: np.uint32, negative: np.bool_) -> np.uint16:
+    """The nibble `high` of `decode_group` for a ternary number and the sign of delta."""
+    result: np.uint16 = NUMBER[code] >> np.uint16(8) | (np.uint16(8) if negative else np.uint16(0))
+    return result
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         for b in range(n // 256):
@@ -61,7 +62,7 @@ def _decode(data, out):
 
 
 @kernel
-def _store(d, codes, negatives, multipliers, block):
+def _store(d: np.float32, codes: np.ndarray, negatives: np.ndarray, multipliers: np.ndarray, block: np.ndarray) -> None:
     """Write a block."""
     block[:] = np.uint8(0)
     for g in range(32):
@@ -77,11 +78,11 @@ def _store(d, codes, negatives, multipliers, block):
 
 
 @kernel
-def _encode(x, importance, effort, out):
+def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     rows, n = x.shape
     xs, w = np.empty(256, np.float32), np.empty(256, np.float32)
     codes, negatives = np.empty((2, 32), np.uint32), np.empty((2, 32), np.bool_)
-    multipliers, space = np.empty((3, 16), np.float32), search_space(256, 2)
+    multipliers, space = np.empty((3, 16), np.float32), new_space(256, 2)
     for row in range(rows):
         for b in range(n // 256):
             block = out[row, BLOCK * b : BLOCK * b + BLOCK]

@@ -8,10 +8,10 @@
 
     y = (d * m) * (g + delta)       m = 0 .. 15; delta = 1/8 or -1/8
 
-An encoding of its own, not IQ1_M in another order: d belongs to a whole row, and multipliers may be even or 0.
+Not IQ1_M in another order: d belongs to a whole row, and multipliers may be even or 0.
 
 Encode: minimise sum w (x - y)^2 with w = q where an importance q is given, else w = sqrt(2 v + x^2), v being
-the mean of x^2 over the row; how, see `iq1`.
+the mean of x^2 over the row; search in `families/iq1.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy as np
 from quantkit.codegen.half import half_to_float
 from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
-from quantkit.types.families.iq1 import NUMBER, search_row, search_space
-from quantkit.types.families.parabola import SMALL
+from quantkit.types.families.iq1 import NUMBER, new_space, search_row
+from quantkit.types.families.super_scale import SMALL
 from quantkit.types.families.superblock import put_half
 from quantkit.types.iq1_m import decode_group, high_nibble
 
@@ -30,7 +30,7 @@ BLOCK = 28  # of four rows
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for first in range(0, rows, 4):
         group = data[first : first + 4].reshape(-1)
@@ -46,11 +46,11 @@ def _decode(data, out):
 
 
 @kernel
-def _encode(x, importance, effort, out):
+def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     rows, n = x.shape
     xs, w = np.empty(n, np.float32), np.empty(n, np.float32)
     codes, negatives = np.empty((2, n // 8), np.uint32), np.empty((2, n // 8), np.bool_)
-    multipliers, space = np.empty((3, n // 16), np.float32), search_space(n, 2)
+    multipliers, space = np.empty((3, n // 16), np.float32), new_space(n, 2)
     for first in range(0, rows, 4):
         group = out[first : first + 4].reshape(-1)
         for k in range(4):

@@ -8,8 +8,8 @@
 
     y = (d * (2 s + 1)) * (g + delta)       delta = 1/8 or -1/8
 
-Encode: minimise sum w (x - y)^2 with w = q, the importance; how, see `iq1`. Without importance the reference
-refuses, and so do we.
+Encode: minimise sum w (x - y)^2 with w = q, the importance; search in `families/iq1.py`. Without importance this
+type is refused, as by the reference.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import numpy as np
 from quantkit.codegen.half import half_to_float
 from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
-from quantkit.types.families.iq1 import DELTA, LEVELS, NUMBER, search_space, search_span, weigh
-from quantkit.types.families.parabola import ODD
+from quantkit.types.families.iq1 import DELTA, LEVELS, NUMBER, new_space, search_span, set_weights
+from quantkit.types.families.super_scale import ODD
 from quantkit.types.families.superblock import load_block, put_half
 
 BLOCK = 50
 
 
 @kernel
-def decode_sub_block(scale_of, qs, step, high, y):
-    """32 values: groups' low bits in every `step`-th byte of qs, the rest in `high`; `scale_of` is d."""
+def decode_sub_block(scale_of: np.float32, qs: np.ndarray, step: int, high: np.uint32, y: np.ndarray) -> None:
+    """Decode 32 values: low bits of the groups in every `step`-th byte of qs, the rest in `high`; `scale_of` is d."""
     scale = scale_of * np.float32(np.uint32(2) * ((high >> np.uint32(12)) & np.uint32(7)) + np.uint32(1))
     delta = -DELTA if high >> np.uint32(15) else DELTA
     for g in range(4):
@@ -38,7 +38,9 @@ def decode_sub_block(scale_of, qs, step, high, y):
 
 
 @kernel
-def encode_sub_block(codes, negative, multiplier, qs, step, qh):
+def encode_sub_block(
+    codes: np.ndarray, negative: np.bool_, multiplier: np.float32, qs: np.ndarray, step: int, qh: np.ndarray
+) -> None:
     """The inverse of `decode_sub_block`: writes qs and the two bytes qh."""
     high = np.uint32(multiplier) >> np.uint32(1) << np.uint32(12) | np.uint32(negative) << np.uint32(15)
     for g in range(4):
@@ -49,7 +51,7 @@ def encode_sub_block(codes, negative, multiplier, qs, step, qh):
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         for b in range(n // 256):
@@ -62,11 +64,11 @@ def _decode(data, out):
 
 
 @kernel
-def _encode(x, importance, effort, out):
+def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     rows, n = x.shape
     xs, w = np.empty(256, np.float32), np.empty(256, np.float32)
     codes, negatives = np.empty((2, 32), np.uint32), np.empty((2, 32), np.bool_)
-    multipliers, space = np.empty((3, 8), np.float32), search_space(256, 4)
+    multipliers, space = np.empty((3, 8), np.float32), new_space(256, 4)
     for row in range(rows):
         for b in range(n // 256):
             block = out[row, BLOCK * b : BLOCK * b + BLOCK]
@@ -74,7 +76,7 @@ def _encode(x, importance, effort, out):
             if unit == np.float32(0):
                 block[:] = np.uint8(0)
                 continue
-            weigh(xs, mean, importance, 256 * b, w)
+            set_weights(xs, mean, importance, 256 * b, w)
             d = search_span(xs, w, unit, 4, ODD, effort, codes, negatives, multipliers, space)
             put_half(block, 0, d * unit)
             for s in range(8):

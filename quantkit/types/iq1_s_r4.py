@@ -7,10 +7,11 @@
 
     y = (d * (2 s + 1)) * (g + delta)       delta = 1/8 or -1/8
 
-An encoding of its own, not IQ1_S in another order: d belongs to a whole row.
+Not IQ1_S in another order: d belongs to a whole row.
 
-Encode: minimise sum w (x - y)^2 with w = q where an importance q is given, else w = sqrt(2 v + x^2), v being
-the mean of x^2 over the row; how, see `iq1`. A sub-block of zeros decodes to d / 8, as it must.
+Encode: minimise sum w (x - y)^2 with w = q where an importance q is given, else w = sqrt(2 v + x^2), v being the mean
+of x^2 over the row; search in `families/iq1.py`. A sub-block of zeros decodes to +- d / 8: the format has no smaller
+value.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import numpy as np
 from quantkit.codegen.half import half_to_float
 from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
-from quantkit.types.families.iq1 import search_row, search_space
-from quantkit.types.families.parabola import ODD
+from quantkit.types.families.iq1 import new_space, search_row
+from quantkit.types.families.super_scale import ODD
 from quantkit.types.families.superblock import put_half
 from quantkit.types.iq1_s import decode_sub_block, encode_sub_block
 
@@ -29,7 +30,7 @@ BLOCK = 24  # of four rows
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for first in range(0, rows, 4):
         group = data[first : first + 4].reshape(-1)
@@ -42,11 +43,11 @@ def _decode(data, out):
 
 
 @kernel
-def _encode(x, importance, effort, out):
+def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     rows, n = x.shape
     xs, w = np.empty(n, np.float32), np.empty(n, np.float32)
     codes, negatives = np.empty((2, n // 8), np.uint32), np.empty((2, n // 8), np.bool_)
-    multipliers, space = np.empty((3, n // 32), np.float32), search_space(n, 4)
+    multipliers, space = np.empty((3, n // 32), np.float32), new_space(n, 4)
     for first in range(0, rows, 4):
         group = out[first : first + 4].reshape(-1)
         for k in range(4):

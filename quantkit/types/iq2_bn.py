@@ -6,8 +6,8 @@
 
     y = d * (t - 1)       t = 0, 1, 2 (3 decodes to 2 d and is never written)
 
-Encode: d and nearest codes that minimise sum w (x - y)^2, exact for rows that are ternary; see `ternary`. (The
-reference's own row decoder forgets header and scale; its matrix products, and this module, do not.)
+Encode: d and nearest codes that minimise sum w (x - y)^2, exact for ternary rows (`families/ternary.py`). The
+reference's row decoder ignores the header and the scale; its matrix products, and this module, do not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quantkit.types.families import ternary
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         scale = data[row, :4].view(np.float32)[0]
@@ -33,7 +33,7 @@ def _decode(data, out):
 
 
 @kernel
-def _encode(x, importance, effort, out):
+def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     rows, n = x.shape
     w = np.empty(n, np.float32)
     ternary.row_weights(importance, w)

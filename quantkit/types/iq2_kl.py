@@ -14,9 +14,9 @@ Both products are rounded to float32; the code values are integers.
 
 Encode: minimise sum w (x - y)^2 with w = q where an importance q is given, else w = |x| + root v / 16, v being the mean
 of x^2 over the row. Under a given scale s the error of a pair is a sum over its two elements, so it is tabulated for
-the eight levels of each and the best of the 32 pairs read off, exactly, for the 128 pairs of a block side by side. A
-range of scales of either sign gives each sub-block its codings, from which d is chosen (`parabola`); then, in rounds:
-multipliers next to the best and the codes under them, chosen exactly; the least-squares d.
+the eight levels of each and the best of the 32 pairs is looked up, exactly, for the 128 pairs of a block side by side.
+A range of scales of either sign gives each sub-block a few encodings, from which d is chosen (`super_scale`); then, in
+rounds: multipliers next to the best and the codes under them, chosen exactly; the least-squares d.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 from quantkit.codegen.half import half_to_float
 from quantkit.codegen.jit import kernel, part
 from quantkit.types.base import QuantType
-from quantkit.types.families.parabola import SIGNED, first_scale, nearest_multiplier
+from quantkit.types.families.super_scale import SIGNED, best_super_scale, nearest_multiplier
 from quantkit.types.families.superblock import load_block, put_half, relative_importance, storable
 
 BLOCK = 86
@@ -36,8 +36,10 @@ FIRST = np.array([0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4, 5,
 SECOND = np.array([2, 5, 0, 3, 5, 7, 1, 2, 4, 5, 6, 0, 4, 5, 7, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 0, 2, 4, 6, 7, 2, 5])
 PAIRS = np.stack([LEVELS[FIRST], LEVELS[SECOND]], axis=1)
 
-_FLOOR = np.float32(1 / 16)  # root mean squares added to |x| in its weight, without
+_MAGNITUDE_OFFSET = np.float32(1 / 16)  # root mean squares added to |x| in the weight without importance
 
+Lanes = tuple[np.ndarray, ...]  # see `_encode`
+Space = tuple[Lanes, np.ndarray, np.ndarray, np.ndarray]  # and P, R and gains by sub-block
 LANES = 128  # the pairs of a block: pair p of sub-block s is lane 8 p + s
 _FIRST_LEVELS = np.ascontiguousarray(PAIRS[:, 0])
 _SECOND_LEVELS = np.ascontiguousarray(PAIRS[:, 1])
@@ -51,7 +53,7 @@ _LO, _HI = np.float32(40), np.float32(100)  # a profile's scales let the largest
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         d = half_to_float(np.uint16(data[row, 0]) | np.uint16(data[row, 1]) << np.uint16(8))
@@ -71,8 +73,8 @@ def _decode(data, out):
 
 
 @part
-def _load_lanes(xs, w, at, pull, weight):
-    """Lay out w x and w of the block that starts at `at`: [element of the pair, lane]."""
+def _load_lanes(xs: np.ndarray, w: np.ndarray, at: int, pull: np.ndarray, weight: np.ndarray) -> None:
+    """Fill pull (w x) and weight (w), float32[element of the pair, lane], of the block that starts at `at`."""
     for s in range(8):
         for p in range(16):
             for e in range(2):
@@ -82,7 +84,16 @@ def _load_lanes(xs, w, at, pull, weight):
 
 
 @part
-def _match(pull, weight, scales, tables, best, code, p, r):
+def _match(
+    pull: np.ndarray,
+    weight: np.ndarray,
+    scales: np.ndarray,
+    tables: np.ndarray,
+    best: np.ndarray,
+    code: np.ndarray,
+    p: np.ndarray,
+    r: np.ndarray,
+) -> None:
     """The best pairs of a block under its sub-blocks' `scales`, in `code`, and their P and R of each sub-block."""
     for i in range(8):
         level = LEVELS[i]
@@ -110,7 +121,7 @@ def _match(pull, weight, scales, tables, best, code, p, r):
 
 
 @part
-def _profile(xs, w, count, subs_p, subs_r, space):
+def _profile(xs: np.ndarray, w: np.ndarray, count: int, subs_p: np.ndarray, subs_r: np.ndarray, space: Lanes) -> None:
     """P and R, float32[2 count, sub-block], of the best codes under `count` scales of either sign."""
     pull, weight, scales, tables, best, code, p, r, tops = space
     for b in range(len(xs) // 256):
@@ -130,7 +141,16 @@ def _profile(xs, w, count, subs_p, subs_r, space):
 
 
 @part
-def _choose(xs, w, tries, d, near, codes, multipliers, space):
+def _choose(
+    xs: np.ndarray,
+    w: np.ndarray,
+    tries: int,
+    d: np.float32,
+    near: np.ndarray,
+    codes: np.ndarray,
+    multipliers: np.ndarray,
+    space: Lanes,
+) -> tuple[np.float32, np.float32]:
     """Multipliers next to `near` and codes under them, chosen by their exact error under d. Returns sum m P, m^2 R."""
     pull, weight, scales, tables, best, code, p, r, gains = space
     sum_p = sum_r = np.float32(0)
@@ -157,13 +177,21 @@ def _choose(xs, w, tries, d, near, codes, multipliers, space):
 
 
 @part
-def _search(xs, w, unit, effort, codes, multipliers, space):
+def _search(
+    xs: np.ndarray,
+    w: np.ndarray,
+    unit: np.float32,
+    effort: int,
+    codes: np.ndarray,
+    multipliers: np.ndarray,
+    space: Space,
+) -> np.float32:
     """Super-scale of a row; its codes, uint8[2, n / 2], and multipliers, float32[3, n / 32], go to row 0."""
     lanes, p, r, gains = space
     count = _PROFILE[effort]
     _profile(xs, w, count, p, r, lanes)
     near = multipliers[2]
-    d = first_scale(unit, SIGNED, _SUPER[effort], p[: 2 * count], r[: 2 * count], gains, near)
+    d = best_super_scale(unit, SIGNED, _SUPER[effort], p[: 2 * count], r[: 2 * count], gains, near)
     most, best = np.float32(-1), d
     for _ in range(_ROUNDS[effort]):
         sum_p, sum_r = _choose(xs, w, _TRIES[effort], d, near, codes[1], multipliers[1], lanes)
@@ -184,7 +212,7 @@ def _search(xs, w, unit, effort, codes, multipliers, space):
 
 
 @part
-def _store(codes, multipliers, block):
+def _store(codes: np.ndarray, multipliers: np.ndarray, block: np.ndarray) -> None:
     """Write a block: the codes of its 128 pairs, the multipliers of its 8 sub-blocks."""
     block[:] = np.uint8(0)
     for s in range(8):
@@ -198,7 +226,7 @@ def _store(codes, multipliers, block):
 
 
 @kernel
-def _encode(x, importance, effort, out):
+def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     rows, n = x.shape
     xs, w = np.empty(n, np.float32), np.empty(n, np.float32)
     codes, multipliers = np.empty((2, n // 2), np.uint8), np.empty((3, n // 32), np.float32)
@@ -222,9 +250,9 @@ def _encode(x, importance, effort, out):
             out[row] = np.uint8(0)
             continue
         if not relative_importance(importance, 0, w):
-            floor = _FLOOR * np.sqrt(mean)
+            offset = _MAGNITUDE_OFFSET * np.sqrt(mean)
             for i in range(n):
-                w[i] = abs(xs[i]) + floor
+                w[i] = abs(xs[i]) + offset
         put_half(out[row], 0, _search(xs, w, unit, effort, codes, multipliers, space) * unit)
         for b in range(n // 256):
             at = 2 + BLOCK * b

@@ -10,7 +10,8 @@
     m = ml + 16 mh - 16           -16 to 15
     y = (d * m) * (K2[q] + 5 x)   both products rounded to float32
 
-Encode: minimise sum w (x - y)^2 by the search of `rowscaled`; `alone` and `steady` below shape w without importance.
+Encode: minimise sum w (x - y)^2 (`families/rowscaled.py`) with w = q where an importance q is given, else w as
+`variance_weight` and `robust_variance` below say.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ BLOCK = 70
 
 _VALUES = K2.values
 _RULES = rowscaled.Rules(
-    lowest=np.float32(-16), highest=np.float32(15), step=np.float32(1), table=rowscaled.IN_K2, books=2,
-    even=False, span=0, half=True,
+    lowest=np.float32(-16), highest=np.float32(15), step=np.float32(1), table=rowscaled.K2_START, books=2,
+    even_parity=False, span=0, half=True,
     extreme=np.float32(31), near=np.float32(14), far=np.float32(70),
-    alone=np.float32(0.75), steady=False,
+    variance_weight=np.float32(0.75), robust_variance=False,
 )  # fmt: skip
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         d = half_to_float(np.uint16(data[row, 0]) | np.uint16(data[row, 1]) << np.uint16(8))
@@ -54,9 +55,9 @@ def _decode(data, out):
 
 
 @kernel
-def _encode(x, importance, effort, out):
+def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     rows, n = x.shape
-    space, codes = rowscaled.space_for(n, _RULES, effort), np.empty(32, np.uint8)
+    space, codes = rowscaled.new_space(n, _RULES, effort), np.empty(32, np.uint8)
     for row in range(rows):
         out[row] = np.uint8(0)
         rowscaled.search(x[row], importance, _RULES, effort, space)
@@ -64,10 +65,10 @@ def _encode(x, importance, effort, out):
         for group in range(n // 32):
             block, g = out[row, 2 + group // 8 * BLOCK :], group % 8
             m = np.uint8(np.int32(space.multiplier[1, group]) + np.int32(16))
-            block[0] |= np.uint8(space.book[1, group] != np.float32(rowscaled.IN_K2)) << np.uint8(g)
+            block[0] |= np.uint8(space.book[1, group] != np.float32(rowscaled.K2_START)) << np.uint8(g)
             block[1] |= (m >> np.uint8(4)) << np.uint8(g)
             block[2 + g // 2] |= (m & np.uint8(15)) << np.uint8(4 * (g % 2))
-            rowscaled.codes_of(group, space, codes)
+            rowscaled.group_codes(group, space, codes)
             for j in range(32):
                 block[6 + 32 * (g // 4) + j] |= codes[j] << np.uint8(2 * (g % 4))
 

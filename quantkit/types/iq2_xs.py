@@ -7,7 +7,7 @@
 
     y = ((d * (l + 0.5) / 4) * magnitude) * sign
 
-Grid, family and objective are in `grids.py`, the search in `types/native/grid_search.py`.
+Encode: minimise the error that `families/grid_type.py` states; the search is in `types/native/grid_search.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from quantkit.codegen.half import half_to_float
 from quantkit.codegen.jit import kernel
 from quantkit.types.families.grid_points import EVEN_SIGNS, grid, write_group
-from quantkit.types.families.grids import GridType
+from quantkit.types.families.grid_type import GridType
 
 BLOCK = 74
 
@@ -26,7 +26,7 @@ _POINTS = _GRID.points
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         for b in range(n // 256):
@@ -41,7 +41,7 @@ def _decode(data, out):
 
 
 @kernel
-def _pack(scales, multipliers, points, signs, out):
+def _pack(scales: np.ndarray, multipliers: np.ndarray, points: np.ndarray, signs: np.ndarray, out: np.ndarray) -> None:
     for b in range(len(scales)):
         out[b, 0], out[b, 1] = np.uint8(scales[b]), np.uint8(scales[b] >> np.uint16(8))
         for g in range(32):
@@ -56,6 +56,6 @@ class IQ2_XS(GridType):
     block_bytes = BLOCK
     requires_imatrix = True
     grid, sub_block, divisor, even_signs = _GRID, 16, 8, True
-    alone = 1.0
+    variance_weight = 1.0
     _pack = staticmethod(_pack)
     decode_rows = staticmethod(_decode)

@@ -14,8 +14,8 @@
 
 Both products are rounded to float32; the code value is an integer.
 
-Encode: minimise sum w (x - y)^2 (`nonlinear`), w as FORMAT says: q with an importance q, otherwise
-v / 2 + x^2, v being the mean of x^2 over the block.
+Encode: minimise sum w (x - y)^2 (`families/nonlinear.py`) with w = q where an importance q is given, else w = v / 2 +
+x^2, v being the mean of x^2 over the block.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from quantkit.codegen.half import half_to_float
 from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
 from quantkit.types.families.codebooks import K3
-from quantkit.types.families.nonlinear import Format, book_start, load, new_plan, new_space, search
+from quantkit.types.families.nonlinear import Format, book_start, load_sub_blocks, new_plan, new_space, search
 from quantkit.types.families.superblock import put_bits, put_flags, put_half, put_pairs
 
 BLOCK = 110
 FORMAT = Format(
     book=book_start(K3), first=1, step=2, most=31, extreme=31,
-    lo=np.float32(42), hi=np.float32(88), least=np.float32(0.75), greatest=np.float32(1.45), fine=32, tries=1,
-    minimum=np.float32(2.0**-20), alone=np.float32(0.5),
+    lo=np.float32(42), hi=np.float32(88), from_ratio=np.float32(0.75), to_ratio=np.float32(1.45),
+    places_per_octave=32, tries=1, zero_below=np.float32(2.0**-20), variance_weight=np.float32(0.5),
 )  # fmt: skip
 _VALUES = K3.values
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         for b in range(n // 256):
@@ -60,7 +60,7 @@ def _decode(data, out):
 
 
 @kernel
-def _store(d, multipliers, flags, codes, out):
+def _store(d: np.float32, multipliers: np.ndarray, flags: np.ndarray, codes: np.ndarray, out: np.ndarray) -> None:
     """Write a block."""
     out[:] = np.uint8(0)
     put_half(out, 0, d)
@@ -74,14 +74,14 @@ def _store(d, multipliers, flags, codes, out):
 
 
 @kernel
-def _encode(x, importance, effort, out):
+def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     rows, n = x.shape
     plan, space = new_plan(FORMAT, effort), new_space()
     multipliers, flags, codes = np.empty(16, np.int32), np.empty(16, np.int32), np.empty(256, np.uint8)
     for row in range(rows):
         for b in range(n // 256):
             block = out[row, BLOCK * b : BLOCK * b + BLOCK]
-            unit = load(x[row, 256 * b : 256 * b + 256], importance, 256 * b, FORMAT, space)
+            unit = load_sub_blocks(x[row, 256 * b : 256 * b + 256], importance, 256 * b, FORMAT, space)
             if unit == np.float32(0):
                 block[:] = np.uint8(0)
                 continue

@@ -11,7 +11,8 @@
     m = ml + 16 mh - 16           -16 to 15
     y = (d * m) * (K3[q] + 4 x)   both products rounded to float32
 
-Encode: minimise sum w (x - y)^2 by the search of `rowscaled`; `alone` and `steady` below shape w without importance.
+Encode: minimise sum w (x - y)^2 (`families/rowscaled.py`) with w = q where an importance q is given, else w as
+`variance_weight` and `robust_variance` below say.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ BLOCK = 102
 
 _VALUES = K3.values
 _RULES = rowscaled.Rules(
-    lowest=np.float32(-16), highest=np.float32(15), step=np.float32(1), table=rowscaled.IN_K3, books=2,
-    even=False, span=0, half=True,
+    lowest=np.float32(-16), highest=np.float32(15), step=np.float32(1), table=rowscaled.K3_START, books=2,
+    even_parity=False, span=0, half=True,
     extreme=np.float32(63), near=np.float32(33), far=np.float32(100),
-    alone=np.float32(0.5), steady=True,
+    variance_weight=np.float32(0.5), robust_variance=True,
 )  # fmt: skip
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         d = half_to_float(np.uint16(data[row, 0]) | np.uint16(data[row, 1]) << np.uint16(8))
@@ -56,9 +57,9 @@ def _decode(data, out):
 
 
 @kernel
-def _encode(x, importance, effort, out):
+def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     rows, n = x.shape
-    space, codes = rowscaled.space_for(n, _RULES, effort), np.empty(32, np.uint8)
+    space, codes = rowscaled.new_space(n, _RULES, effort), np.empty(32, np.uint8)
     for row in range(rows):
         out[row] = np.uint8(0)
         rowscaled.search(x[row], importance, _RULES, effort, space)
@@ -67,9 +68,9 @@ def _encode(x, importance, effort, out):
             block, g = out[row, 2 + group // 8 * BLOCK :], group % 8
             m = np.uint8(np.int32(space.multiplier[1, group]) + np.int32(16))
             block[0] |= (m >> np.uint8(4)) << np.uint8(g)
-            block[1] |= np.uint8(space.book[1, group] != np.float32(rowscaled.IN_K3)) << np.uint8(g)
+            block[1] |= np.uint8(space.book[1, group] != np.float32(rowscaled.K3_START)) << np.uint8(g)
             block[2 + g % 4] |= (m & np.uint8(15)) << np.uint8(4 * (g // 4))
-            rowscaled.codes_of(group, space, codes)
+            rowscaled.group_codes(group, space, codes)
             for j in range(32):
                 block[6 + 32 * (g // 4) + j] |= (codes[j] & np.uint8(3)) << np.uint8(2 * (g % 4))
                 block[70 + j] |= (codes[j] >> np.uint8(2)) << np.uint8(g)

@@ -8,8 +8,8 @@
     y = (d * m) * |v|, negated where the sign says so        v the generator's values from index + 4096 on
 
 The reference's matrix products multiply by another 1.01, which files do not hold (and its row decoder does not apply).
-Generator, family and objective are in `trellis.py`, the search in `types/native/trellis_search.py`; signs are those of
-x.
+Generator and error are in `families/trellis_code.py`, the search in `types/native/trellis_search.py`; signs are those
+of x.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from __future__ import annotations
 import numpy as np
 
 from quantkit.codegen.jit import kernel
-from quantkit.types.families.trellis import Plan, TrellisType
 from quantkit.types.families.trellis_code import OFFSET, code_value, put_row_scale, row_scale
+from quantkit.types.families.trellis_type import Plan, TrellisType
 
 BLOCK = 100
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         d = row_scale(data[row])
@@ -43,7 +43,9 @@ def _decode(data, out):
 
 
 @kernel
-def _pack(x, d, numbers, multipliers, tables, out):
+def _pack(
+    x: np.ndarray, d: np.ndarray, numbers: np.ndarray, multipliers: np.ndarray, tables: np.ndarray, out: np.ndarray
+) -> None:
     out[:] = np.uint8(0)
     for row in range(len(out)):
         put_row_scale(out[row], d[row])
@@ -66,7 +68,7 @@ class IQ3_KT(TrellisType):
     decode_rows = staticmethod(_decode)
     _pack = staticmethod(_pack)
     remark = (
-        "the reference's products multiply by another 1.01, which is not in the file; `dequantize`, our products and "
-        "our encoder take the bare values. Perplexity of SmolLM2, five layers of this type, eval.txt: "
+        "the reference's products multiply by another 1.01, which is not in the file. quantkit's products, encoder and "
+        "`dequantize` take the bare values. Perplexity of SmolLM2, five layers of this type, eval.txt: "
         "11.94 with the bare values (KLD 0.1076), 11.99 with the factor (KLD 0.1117), of 10.60."
     )

@@ -8,7 +8,7 @@
 
     y = ((d * (l + 0.5) / 2) * magnitude) * sign
 
-Grid, family and objective are in `grids.py`, the search in `types/native/grid_search.py`.
+Encode: minimise the error that `families/grid_type.py` states; the search is in `types/native/grid_search.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from quantkit.codegen.half import half_to_float
 from quantkit.codegen.jit import kernel
 from quantkit.types.families.grid_points import EVEN_SIGNS, grid, write_group
-from quantkit.types.families.grids import GridType
+from quantkit.types.families.grid_type import GridType
 
 BLOCK = 98
 
@@ -27,7 +27,7 @@ _POINTS = _GRID.points
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         for b in range(n // 256):
@@ -46,7 +46,7 @@ def _decode(data, out):
 
 
 @kernel
-def _pack(scales, multipliers, points, signs, out):
+def _pack(scales: np.ndarray, multipliers: np.ndarray, points: np.ndarray, signs: np.ndarray, out: np.ndarray) -> None:
     for b in range(len(scales)):
         out[b, 0], out[b, 1] = np.uint8(scales[b]), np.uint8(scales[b] >> np.uint16(8))
         for g in range(64):
@@ -63,6 +63,6 @@ class IQ3_XXS(GridType):
     name, ggml_type, file_type = "iq3_xxs", 18, 23
     block_bytes = BLOCK
     grid, sub_block, divisor, even_signs = _GRID, 32, 4, True
-    alone = 0.5
+    variance_weight = 0.5
     _pack = staticmethod(_pack)
     decode_rows = staticmethod(_decode)

@@ -8,7 +8,8 @@
     m = (sc & 254) - 127                    odd, -127 to 127
     y = (d * m) * (K4[q] + 4 (sc & 1))      both products rounded to float32
 
-Encode: minimise sum w (x - y)^2 by the search of `rowscaled`; `alone` and `steady` below shape w without importance.
+Encode: minimise sum w (x - y)^2 (`families/rowscaled.py`) with w = q where an importance q is given, else w as
+`variance_weight` and `robust_variance` below say.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ BLOCK = 136
 
 _VALUES = K4.values
 _RULES = rowscaled.Rules(
-    lowest=np.float32(-127), highest=np.float32(127), step=np.float32(2), table=rowscaled.IN_K4, books=2,
-    even=False, span=0, half=False,
+    lowest=np.float32(-127), highest=np.float32(127), step=np.float32(2), table=rowscaled.K4_START, books=2,
+    even_parity=False, span=0, half=False,
     extreme=np.float32(127), near=np.float32(75), far=np.float32(180),
-    alone=np.float32(0.35), steady=False,
+    variance_weight=np.float32(0.35), robust_variance=False,
 )  # fmt: skip
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         d = data[row, :4].view(np.float32)[0]
@@ -49,16 +50,16 @@ def _decode(data, out):
 
 
 @kernel
-def _encode(x, importance, effort, out):
+def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     rows, n = x.shape
-    space, codes = rowscaled.space_for(n, _RULES, effort), np.empty(32, np.uint8)
+    space, codes = rowscaled.new_space(n, _RULES, effort), np.empty(32, np.uint8)
     for row in range(rows):
         rowscaled.search(x[row], importance, _RULES, effort, space)
         out[row, :4].view(np.float32)[0] = space.d[0] * space.unit[0]
         for group in range(n // 32):
             block, g = out[row, 4 + group // 8 * BLOCK :], group % 8
-            block[g] = rowscaled.odd_scale(group, space)
-            rowscaled.codes_of(group, space, codes)
+            block[g] = rowscaled.scale_byte(group, space)
+            rowscaled.group_codes(group, space, codes)
             for j in range(16):
                 block[8 + 16 * g + j] = codes[j] | codes[16 + j] << np.uint8(4)
 

@@ -13,7 +13,7 @@
 Bit 0 of u being 0, v has an even number of ones: four codes share 15 bits.
 
 Encode: minimise sum w (x - y)^2 by the search of `rowscaled`, with the best codes under that constraint;
-`alone` and `steady` below shape w without importance.
+`variance_weight` and `robust_variance` below shape w without importance.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ BLOCK = 128
 
 _VALUES = K4.values
 _RULES = rowscaled.Rules(
-    lowest=np.float32(-127), highest=np.float32(127), step=np.float32(2), table=rowscaled.IN_K4, books=2,
-    even=True, span=0, half=False,
+    lowest=np.float32(-127), highest=np.float32(127), step=np.float32(2), table=rowscaled.K4_START, books=2,
+    even_parity=True, span=0, half=False,
     extreme=np.float32(127), near=np.float32(75), far=np.float32(180),
-    alone=np.float32(0.25), steady=False,
+    variance_weight=np.float32(0.25), robust_variance=False,
 )  # fmt: skip
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         d = data[row, :4].view(np.float32)[0]
@@ -58,16 +58,16 @@ def _decode(data, out):
 
 
 @kernel
-def _encode(x, importance, effort, out):
+def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     rows, n = x.shape
-    space, codes = rowscaled.space_for(n, _RULES, effort), np.empty(32, np.uint8)
+    space, codes = rowscaled.new_space(n, _RULES, effort), np.empty(32, np.uint8)
     for row in range(rows):
         rowscaled.search(x[row], importance, _RULES, effort, space)
         out[row, :4].view(np.float32)[0] = space.d[0] * space.unit[0]
         for group in range(n // 32):
             words = out[row, 4 + 16 * group : 4 + 16 * group + 16]
-            sc = np.int32(rowscaled.odd_scale(group, space))
-            rowscaled.even_codes_of(group, space, codes)
+            sc = np.int32(rowscaled.scale_byte(group, space))
+            rowscaled.even_group_codes(group, space, codes)
             for k in range(8):
                 v = np.int32(0)
                 for e in range(4):

@@ -8,7 +8,7 @@
 
     y = (d * m) * v        v the generator's values from index + 4096 + 32768 table on
 
-Generator, family and objective are in `trellis.py`, the search in `types/native/trellis_search.py`.
+Generator and error are in `families/trellis_code.py`, the search in `types/native/trellis_search.py`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from __future__ import annotations
 import numpy as np
 
 from quantkit.codegen.jit import kernel
-from quantkit.types.families.trellis import Plan, TrellisType
 from quantkit.types.families.trellis_code import OFFSET, code_value, put_row_scale, row_scale
+from quantkit.types.families.trellis_type import Plan, TrellisType
 
 BLOCK = 128
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         d = row_scale(data[row])
@@ -46,7 +46,9 @@ def _decode(data, out):
 
 
 @kernel
-def _pack(x, d, numbers, multipliers, tables, out):
+def _pack(
+    x: np.ndarray, d: np.ndarray, numbers: np.ndarray, multipliers: np.ndarray, tables: np.ndarray, out: np.ndarray
+) -> None:
     out[:] = np.uint8(0)
     for row in range(len(out)):
         put_row_scale(out[row], d[row])

@@ -9,7 +9,8 @@
     m = sl + 16 sh - 32      -32 to 31
     y = (d * m) * K4[q]      both products rounded to float32; the codebook is never shifted
 
-Encode: minimise sum w (x - y)^2 by the search of `rowscaled`; `alone` and `steady` below shape w without importance.
+Encode: minimise sum w (x - y)^2 (`families/rowscaled.py`) with w = q where an importance q is given, else w as
+`variance_weight` and `robust_variance` below say.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ BLOCK = 136
 
 _VALUES = K4.values
 _RULES = rowscaled.Rules(
-    lowest=np.float32(-32), highest=np.float32(31), step=np.float32(1), table=rowscaled.IN_K4, books=1,
-    even=False, span=8, half=True,
+    lowest=np.float32(-32), highest=np.float32(31), step=np.float32(1), table=rowscaled.K4_START, books=1,
+    even_parity=False, span=8, half=True,
     extreme=np.float32(127), near=np.float32(75), far=np.float32(180),
-    alone=np.float32(0.9), steady=False,
+    variance_weight=np.float32(0.9), robust_variance=False,
 )  # fmt: skip
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         for b in range(n // 256):
@@ -53,9 +54,9 @@ def _decode(data, out):
 
 
 @kernel
-def _encode(x, importance, effort, out):
+def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     rows, n = x.shape
-    space, codes = rowscaled.space_for(n, _RULES, effort), np.empty(32, np.uint8)
+    space, codes = rowscaled.new_space(n, _RULES, effort), np.empty(32, np.uint8)
     for row in range(rows):
         rowscaled.search(x[row], importance, _RULES, effort, space)
         for b in range(n // 256):
@@ -66,7 +67,7 @@ def _encode(x, importance, effort, out):
                 m = np.uint8(np.int32(space.multiplier[1, 8 * b + g]) + np.int32(32))
                 block[2 + g // 4] |= (m >> np.uint8(4)) << np.uint8(2 * (g % 4))
                 block[4 + g // 2] |= (m & np.uint8(15)) << np.uint8(4 * (g % 2))
-                rowscaled.codes_of(8 * b + g, space, codes)
+                rowscaled.group_codes(8 * b + g, space, codes)
                 for j in range(16):
                     block[8 + 16 * g + j] = codes[j] | codes[16 + j] << np.uint8(4)
 

@@ -9,7 +9,8 @@
     m = (sc & 254) - 127                    odd, -127 to 127
     y = (d * m) * (K5[q] + 2 (sc & 1))      both products rounded to float32
 
-Encode: minimise sum w (x - y)^2 by the search of `rowscaled`; `alone` and `steady` below shape w without importance.
+Encode: minimise sum w (x - y)^2 (`families/rowscaled.py`) with w = q where an importance q is given, else w as
+`variance_weight` and `robust_variance` below say.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ BLOCK = 168
 
 _VALUES = K5.values
 _RULES = rowscaled.Rules(
-    lowest=np.float32(-127), highest=np.float32(127), step=np.float32(2), table=rowscaled.IN_K5, books=2,
-    even=False, span=0, half=False,
+    lowest=np.float32(-127), highest=np.float32(127), step=np.float32(2), table=rowscaled.K5_START, books=2,
+    even_parity=False, span=0, half=False,
     extreme=np.float32(126), near=np.float32(85), far=np.float32(150),
-    alone=np.float32(0.6), steady=False,
+    variance_weight=np.float32(0.6), robust_variance=False,
 )  # fmt: skip
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         d = data[row, :4].view(np.float32)[0]
@@ -50,17 +51,17 @@ def _decode(data, out):
 
 
 @kernel
-def _encode(x, importance, effort, out):
+def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     rows, n = x.shape
-    space, codes = rowscaled.space_for(n, _RULES, effort), np.empty(32, np.uint8)
+    space, codes = rowscaled.new_space(n, _RULES, effort), np.empty(32, np.uint8)
     for row in range(rows):
         out[row] = np.uint8(0)
         rowscaled.search(x[row], importance, _RULES, effort, space)
         out[row, :4].view(np.float32)[0] = space.d[0] * space.unit[0]
         for group in range(n // 32):
             block, g = out[row, 4 + group // 8 * BLOCK :], group % 8
-            block[g] = rowscaled.odd_scale(group, space)
-            rowscaled.codes_of(group, space, codes)
+            block[g] = rowscaled.scale_byte(group, space)
+            rowscaled.group_codes(group, space, codes)
             for j in range(32):
                 block[8 + 32 * (g // 2) + j] |= (codes[j] & np.uint8(15)) << np.uint8(4 * (g % 2))
                 block[136 + j] |= (codes[j] >> np.uint8(4)) << np.uint8(g)

@@ -14,9 +14,9 @@
 Decoded values are those of the reference's row decoder: t(q) by three fused multiply-adds in float32; the sum with x
 and both products are rounded to float32. Its matrix products use the integer nearest to t(q), K6[q], instead.
 
-Encode: minimise sum w (x - y)^2 (`nonlinear`), w as FORMAT says: q with an importance q, otherwise
-2 v + x^2, v being the mean of x^2 over the block; y with the *integer* K6[q], as our products too multiply: on a model
-the divergence is 12% lower than with the cubic (`remark`).
+Encode: minimise sum w (x - y)^2 (`families/nonlinear.py`) with w = q where an importance q is given, else w = 2 v +
+x^2, v being the mean of x^2 over the block; y with the *integer* K6[q], by which quantkit's products multiply too: on a
+model the divergence is 12% lower than with the cubic (`remark`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from quantkit.codegen.half import half_to_float
 from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
 from quantkit.types.families.codebooks import K6
-from quantkit.types.families.nonlinear import Format, book_start, load, new_plan, new_space, search
+from quantkit.types.families.nonlinear import Format, book_start, load_sub_blocks, new_plan, new_space, search
 from quantkit.types.families.superblock import put_flags, put_half, put_nibbles, put_pairs
 
 BLOCK = 212
 FORMAT = Format(
     book=book_start(K6), first=1, step=1, most=127, extreme=127,
-    lo=np.float32(100), hi=np.float32(150), least=np.float32(0.9), greatest=np.float32(1.2), fine=64, tries=2,
-    minimum=np.float32(2.0**-25), alone=np.float32(2),
+    lo=np.float32(100), hi=np.float32(150), from_ratio=np.float32(0.9), to_ratio=np.float32(1.2),
+    places_per_octave=64, tries=2, zero_below=np.float32(2.0**-25), variance_weight=np.float32(2),
 )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ _INTEGERS = K6.values
 
 
 @kernel
-def _decode_values(data, out, values):
+def _decode_values(data: np.ndarray, out: np.ndarray, values: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         for b in range(n // 256):
@@ -72,17 +72,17 @@ def _decode_values(data, out, values):
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     _decode_values(data, out, _VALUES)
 
 
 @kernel
-def _decode_for_products(data, out):
+def _decode_for_products(data: np.ndarray, out: np.ndarray) -> None:
     _decode_values(data, out, _INTEGERS)
 
 
 @kernel
-def _store(d, multipliers, flags, codes, out):
+def _store(d: np.float32, multipliers: np.ndarray, flags: np.ndarray, codes: np.ndarray, out: np.ndarray) -> None:
     """Write a block."""
     out[:] = np.uint8(0)
     put_half(out, 0, d)
@@ -94,14 +94,14 @@ def _store(d, multipliers, flags, codes, out):
 
 
 @kernel
-def _encode(x, importance, effort, out):
+def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     rows, n = x.shape
     plan, space = new_plan(FORMAT, effort), new_space()
     multipliers, flags, codes = np.empty(16, np.int32), np.empty(16, np.int32), np.empty(256, np.uint8)
     for row in range(rows):
         for b in range(n // 256):
             block = out[row, BLOCK * b : BLOCK * b + BLOCK]
-            unit = load(x[row, 256 * b : 256 * b + 256], importance, 256 * b, FORMAT, space)
+            unit = load_sub_blocks(x[row, 256 * b : 256 * b + 256], importance, 256 * b, FORMAT, space)
             if unit == np.float32(0):
                 block[:] = np.uint8(0)
                 continue
@@ -117,7 +117,7 @@ class IQ6_K(QuantType):
     decode_rows = staticmethod(_decode)
     product_rows = staticmethod(_decode_for_products)
     remark = (
-        "`dequantize` gives the cubic values of the reference's row decoder; products, the reference's and ours, use "
-        "the integers nearest to them, which is also what codes are chosen for. On SmolLM2 (half of its layers, "
-        "eval.txt) the divergence is 0.00238 with the integers, 0.00271 with the cubic."
+        "`dequantize` gives the cubic values of the reference's row decoder. Products, the reference's and quantkit's, "
+        "use the integers nearest to them, for which codes are chosen too. On SmolLM2 (half of its layers, eval.txt) "
+        "the divergence is 0.00238 with the integers, 0.00271 with the cubic."
     )

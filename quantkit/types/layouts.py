@@ -1,9 +1,8 @@
 """Ids, names and sizes of every tensor type that GGUF files of llama.cpp and ik_llama.cpp hold, and of activations.
 
-A reader must know the size of a tensor to find the next one, whether or not it can decode it. The numbers are those
-of ik_llama.cpp (spec/tools.md 1.2). A type's own file replaces its line here by a record with codecs, and the two
-must agree. That file is read when the type is first asked for, so this table also says where to look: in a file of the
-type's name, but for those in _FILES.
+A reader must know the size of a tensor to find the next one, whether or not it can decode it. The numbers are those of
+ik_llama.cpp (spec/tools.md 1.2). The file of a type replaces its line here by a record with codecs; the two must agree.
+That file is read when the type is first used. It is named like the type, except for those in _FILES.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ _TABLE = """
 """
 
 
-# The types of files that hold several; those of the first have no codec.
+# The types of files that hold several; those of "" have no codec.
 _FILES = {
     "": ["i8", "i16", "i32", "i64", "f64"],
     "floats": ["f32", "f16", "bf16"],
@@ -118,6 +117,7 @@ _FILES = {
 
 
 def define() -> None:
+    """Enter every type of the table in the registry."""
     files = {name: file for file, names in _FILES.items() for name in names}
     for line in _TABLE.split("\n"):
         if line:

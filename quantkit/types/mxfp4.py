@@ -8,9 +8,10 @@
 
 e = 0 and e = 1 give subnormal scales; 255 is a scale as all others. Codes 0 and 8 both are +0.
 
-Encode: the exponent and nearest codes that minimise sum w (x - y)^2, w the importance of the column (1 without).
-Exponents that bring the largest element next to the greatest entry, or cut it off, are all tried, LANES blocks side by
-side as in `search`, whose loading and weights these kernels share. None is so large that an entry becomes Inf.
+Encode: the exponent and nearest codes that minimise sum w (x - y)^2, w the importance of the column (1 without). All
+exponents that bring the largest element near the greatest entry, or clip it, are tried, LANES blocks side by side as in
+`families/block32/scale_search.py`, whose loading and weights these kernels share. None is so large that an entry
+becomes Inf.
 """
 
 from __future__ import annotations
@@ -19,27 +20,37 @@ import numpy as np
 
 from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
-from quantkit.types.families import search
-from quantkit.types.families.search import BEST, ERROR, EXTREME, INVERSE, LANES, SCALE, UNIT, inverse_of, nibbles
+from quantkit.types.families.block32 import scale_search
+from quantkit.types.families.block32.scale_search import (
+    BEST,
+    ERROR,
+    EXTREME,
+    INVERSE,
+    LANES,
+    SCALE,
+    UNIT,
+    inverse_of,
+    pack_nibbles,
+)
 
 E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
-_LARGEST = np.float32(6)  # of the entries as they are meant, not doubled: 0 0.5 1 1.5 2 3 4 6
+_LARGEST = np.float32(6)  # of the entries of the standard, not doubled: 0 0.5 1 1.5 2 3 4 6
 _BOUNDS = (E2M1[1:8] + E2M1[:7]) / np.float32(4)  # between them
 _GREATEST_E = np.int32(252)  # 6 * 2^125 is the largest finite value
 
 # Candidates are e0 + the first few of these, as many as effort allows; under e0 the largest element lies in [4, 8).
-# Without importance the first three hold the best; elements of little importance may be cut off further.
+# Without importance the first three hold the best; elements of little importance may be clipped further.
 _OFFSETS, _COUNTS = np.array([0, 1, -1, -2, 2, -3], np.int32), (2, 4, 6)
 
 # Rows of `state` beside those of `search`, as int32.
-_E, _BEST_E = search.SLOPE, search.BEST_SCALE
+_E, _BEST_E = scale_search.SLOPE, scale_search.BEST_SCALE
 
 _ZERO = np.float32(0)
 _ROUND = np.float32(3 << 21)  # times a power of two p: adding and subtracting it rounds to a multiple of p / 2
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         blocks, y = data[row].reshape(-1, 17), out[row].reshape(-1, 32)
@@ -54,13 +65,13 @@ def _decode(data, out):
 
 
 @kernel(inline="always")
-def _exponent(v):
+def _exponent(v: np.float32) -> np.int32:
     """The exponent field of a float32: 127 for 1, 0 for 0."""
     return np.int32(np.uint32(np.float32(v).view(np.uint32) << np.uint32(1)) >> np.uint32(24))
 
 
 @kernel
-def _propose(state, codes, offset):
+def _propose(state: np.ndarray, codes: np.ndarray, offset: np.int32) -> None:
     """The candidate e0 + offset of each lane: its e in `codes`, SCALE = 2^(e - 127) in units of UNIT, INVERSE."""
     for lane in range(LANES):
         top, unit = _exponent(state[EXTREME * LANES + lane]), _exponent(state[UNIT * LANES + lane])
@@ -72,7 +83,7 @@ def _propose(state, codes, offset):
 
 
 @kernel
-def _sums(data, state):
+def _sums(data: np.ndarray, state: np.ndarray) -> None:
     """sum w (x / SCALE - nearest entry)^2 of each lane.
 
     An entry t of a power of two p <= |t| < 2 p is a multiple of p / 2, below 1 of 1 / 2.
@@ -89,7 +100,7 @@ def _sums(data, state):
 
 
 @kernel
-def _keep_better(state, codes):
+def _keep_better(state: np.ndarray, codes: np.ndarray) -> None:
     """Keep the exponent of what beats BEST; errors are in units of EXTREME squared."""
     for lane in range(LANES):
         size = state[SCALE * LANES + lane] * inverse_of(state[EXTREME * LANES + lane])
@@ -100,7 +111,7 @@ def _keep_better(state, codes):
 
 
 @kernel
-def _code_of(t):
+def _code_of(t: np.float32) -> np.int32:
     """The code of the entry nearest to t; never that of -0."""
     code = np.int32(0)
     for k in range(7):
@@ -109,7 +120,7 @@ def _code_of(t):
 
 
 @kernel
-def _pack(x, state, best, out):
+def _pack(x: np.ndarray, state: np.ndarray, best: np.ndarray, out: np.ndarray) -> None:
     """Write blocks, uint8[count, 17], of x float32[count, 32] with the exponents `best` int32[LANES]."""
     for b in range(len(out)):
         e, unit = best[b], np.float32(1) / state[UNIT * LANES + b]  # x * 2^(127 - e) in two steps that float32 holds
@@ -117,18 +128,18 @@ def _pack(x, state, best, out):
         inverse = np.uint32(rest << np.int32(23)).view(np.float32)
         out[b, 0] = np.uint8(e if state[EXTREME * LANES + b] != _ZERO else 0)
         for j in range(16):
-            out[b, 1 + j] = nibbles(_code_of(x[b, j] * unit * inverse), _code_of(x[b, j + 16] * unit * inverse))
+            out[b, 1 + j] = pack_nibbles(_code_of(x[b, j] * unit * inverse), _code_of(x[b, j + 16] * unit * inverse))
 
 
 @kernel
-def _encode(x, importance, effort, out):
+def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     blocks, packed = x.reshape(-1, 32), out.reshape(-1, 17)
-    data, state = np.empty(search.DATA_SIZE, np.float32), np.empty(search.STATE_SIZE, np.float32)
-    codes, weights = state.view(np.int32), search.relative_weights(importance)
+    data, state = np.empty(scale_search.DATA_SIZE, np.float32), np.empty(scale_search.STATE_SIZE, np.float32)
+    codes, weights = state.view(np.int32), scale_search.relative_weights(importance)
     for first in range(0, len(blocks), LANES):
         some = blocks[first : first + LANES]
-        search.load_blocks(some, weights, first, data, state)
-        search.start(state)
+        scale_search.load_blocks(some, weights, first, data, state)
+        scale_search.reset_best(state)
         for k in range(_COUNTS[effort]):
             _propose(state, codes, _OFFSETS[k])
             _sums(data, state)

@@ -20,7 +20,7 @@ from quantkit.types.base import QuantType
 
 _LANES = 16  # sums of elements j, j + 16, ...: wide enough for any CPU
 _ZERO, _ONE = np.float32(0), np.float32(1)
-_LEAST_WEIGHT = np.float32(2.0**-20)  # of the block's largest: a column never seen by the calibration still counts
+_LEAST_WEIGHT = np.float32(2.0**-20)  # of the block's largest: a column that the calibration never saw still counts
 _PART = np.float32(1 / 128)  # of the block: 128 of the largest floats have a sum
 _HALF_MAX = 65504.0
 
@@ -31,7 +31,7 @@ _SIGN_BIT = np.uint32(0x80000000)
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         block = data[row]
@@ -47,7 +47,7 @@ def _decode(data, out):
 
 
 @kernel
-def _encode(x, importance, effort, out):
+def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     rows, n = x.shape
     weights = np.empty(n, np.float32)
     shares = np.empty(n // 128, np.float64)
@@ -68,7 +68,7 @@ def _encode(x, importance, effort, out):
 
 
 @kernel
-def _prepare(importance, weights, shares):
+def _prepare(importance: np.ndarray, weights: np.ndarray, shares: np.ndarray) -> None:
     """Weights of a row in units of the largest of their block over 128, and for each block 1 / their sum."""
     for b in range(shares.size):
         w = weights[128 * b : 128 * b + 128]
@@ -84,7 +84,7 @@ def _prepare(importance, weights, shares):
 
 
 @kernel
-def _weighted_mean(x, w, sums):
+def _weighted_mean(x: np.ndarray, w: np.ndarray, sums: np.ndarray) -> float:
     """sum w |x|, in lanes; in float64, so that which half is nearest is certain."""
     for lane in range(_LANES):
         sums[lane] = 0.0

@@ -13,7 +13,7 @@ for element 128 p + 32 t + j (p < 2, t < 4, j < 32), which lies in sub-block s =
 
 Both products are rounded to float32.
 
-Encode: the search of `kquant_signed`, with the weights below.
+Encode: minimise sum w (x - y)^2 over a block, w the WEIGHTING below; the search is `families/kquant/scale_search`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import numpy as np
 from quantkit.codegen.half import half_to_float
 from quantkit.codegen.jit import kernel, part
 from quantkit.types.base import QuantType
-from quantkit.types.families.kquant import weights
-from quantkit.types.families.kquant_signed import BLOCKS, block_of, search, signed, workspace
+from quantkit.types.families.kquant.lanes import make_weighting
+from quantkit.types.families.kquant.scale_search import BLOCKS, block_result, scale_format, search, workspace
 from quantkit.types.families.superblock import put_half
 
 BLOCK = 110
 
-# With importance next to nothing but it: what the reference does there, 2, errs more by importance alone. Without it
-# x^2 as the reference weighs, and as much of the mean as keeps the plain error of heavy tails below the reference's.
-WEIGHTS = weights(given=16, mean=1.5, square=1)
-FORM = signed(low=-4, high=3, least=-32, most=31, span=8)
-# What `search` may spend: fast, normal, best; then the same where importance is given.
+# With importance: almost the importance alone; the reference's `given`, 2, has a larger error weighted by importance.
+# Without: x^2 as in the reference, and enough of the mean to keep the unweighted error of heavy tails below its.
+WEIGHTING = make_weighting(given=16, mean=1.5, square=1)
+FORMAT = scale_format(low=-4, high=3, least=-32, most=31, span=8)
+# Effort of `search`: fast, normal, best; then the same with importance.
 PLANS = np.array(
     [
         [2, 1, 0, 1, 1, 1, 0, 0],
@@ -48,7 +48,7 @@ UNITS = np.array([[4, 0], [5, 1], [8, 0.5], [6, 1], [8, 0.75], [8, 0.5]], np.flo
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         for b in range(n // 256):
@@ -67,7 +67,7 @@ def _decode(data, out):
 
 
 @part
-def _store(codes, d, scales, out):
+def _store(codes: np.ndarray, d: np.float32, scales: np.ndarray, out: np.ndarray) -> None:
     """Write a block."""
     for j in range(32):
         high = np.uint8(0)
@@ -89,16 +89,16 @@ def _store(codes, d, scales, out):
 
 
 @kernel
-def _encode(x, importance, effort, out):
+def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     work = workspace()
     codes, scales = np.empty(256, np.uint8), np.empty(16, np.int8)
     flat = out.reshape(-1)
     blocks = len(flat) // BLOCK
     plan = effort + 3 if importance.size else effort
     for first in range(0, blocks, BLOCKS):
-        search(x, importance, PLANS[plan], UNITS[plan], first, FORM, WEIGHTS, work)
+        search(x, importance, PLANS[plan], UNITS[plan], first, FORMAT, WEIGHTING, work)
         for b in range(min(BLOCKS, blocks - first)):
-            d = block_of(work, b, codes, scales)
+            d = block_result(work, b, codes, scales)
             _store(codes, d, scales, flat[BLOCK * (first + b) : BLOCK * (first + b + 1)])
 
 

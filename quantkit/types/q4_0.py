@@ -6,8 +6,9 @@
 
     y = d * (q - 8)       q in 0..15
 
-Encode: the half d, of either sign, and nearest codes that minimise sum w (x - y)^2; see `search`.
-Without importance w = 1, and below effort "best" d is one of two in closed form; see `refit`.
+Encode: the half d, of either sign, and nearest codes that minimise sum w (x - y)^2; see
+`families/block32/scale_search.py`. Without importance w = 1, and below effort "best" d is one of two in closed form;
+see `families/block32/closed_form.py`.
 """
 
 from __future__ import annotations
@@ -16,19 +17,27 @@ import numpy as np
 
 from quantkit.codegen.jit import kernel
 from quantkit.types.base import BEST, QuantType
-from quantkit.types.families import refit, search
-from quantkit.types.families.search import LANES, code_of, half_at, halves_of, inverse_of, nibbles, put_half
+from quantkit.types.families.block32 import closed_form, scale_search
+from quantkit.types.families.block32.scale_search import (
+    LANES,
+    code_of,
+    half_at,
+    halves_of,
+    inverse_of,
+    pack_nibbles,
+    put_half,
+)
 
 _LO, _HI = np.float32(-8), np.float32(7)
-# Either sign of d: the extreme element around code -8, or around code 7; see `search.spread`.
-# The candidates, and how many of them each effort tries.
-_GRID, _COUNTS = search.spread((-8, 7), 0.85, 2.0, 64), (6, 28, 64)
-_STEPS = search.steps_down(0.03, 2)
+# Either sign of d: the extreme element around code -8, or around code 7; see `scale_search.spread`.
+# The candidates, and how many of them each effort (fast, normal, best) tries.
+_GRID, _COUNTS = scale_search.scale_grid((-8, 7), 0.85, 2.0, 64), (6, 28, 64)
+_STEPS = scale_search.refinement_steps(0.03, 2)
 _STARTS = np.array([1 / -8, 1 / -8.8], np.float32)
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     blocks, y = data.reshape(-1, 18), out.reshape(-1, 32)
     for b in range(len(y)):
         scale = half_at(blocks[b], 0)
@@ -39,29 +48,29 @@ def _decode(data, out):
 
 
 @kernel
-def _pack(x, scales, halves, out):
+def _pack(x: np.ndarray, scales: np.ndarray, halves: np.ndarray, out: np.ndarray) -> None:
     """Write blocks, uint8[count, 18], of x float32[count, 32]: scales, given with their bits, and nearest codes."""
     for b in range(len(out)):
         put_half(halves[b], out[b], 0)
         inverse = inverse_of(scales[b])
         for j in range(16):
-            out[b, 2 + j] = nibbles(code_of(x[b, j], inverse, _LO, _HI), code_of(x[b, j + 16], inverse, _LO, _HI))
+            out[b, 2 + j] = pack_nibbles(code_of(x[b, j], inverse, _LO, _HI), code_of(x[b, j + 16], inverse, _LO, _HI))
 
 
 @kernel
-def _encode(x, importance, effort, out):
+def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     blocks, packed = x.reshape(-1, 32), out.reshape(-1, 18)
-    data, state = np.empty(search.DATA_SIZE, np.float32), np.empty(search.STATE_SIZE, np.float32)
+    data, state = np.empty(scale_search.DATA_SIZE, np.float32), np.empty(scale_search.STATE_SIZE, np.float32)
     space, scales = np.empty((6, LANES), np.float32), np.empty(LANES, np.float32)
-    halves, weights = np.empty(LANES, np.uint16), search.relative_weights(importance)
+    halves, weights = np.empty(LANES, np.uint16), scale_search.relative_weights(importance)
     for first in range(0, len(blocks), LANES):
         some = blocks[first : first + LANES]
         if len(weights) == 0 and effort != BEST:
-            refit.find_scales(some, _STARTS, _LO, _HI, space, scales)
+            closed_form.find_scales(some, _STARTS, _LO, _HI, space, scales)
         else:
-            search.load_blocks(some, weights, first, data, state)
-            search.find_scales(data, state, _GRID[: _COUNTS[effort]], _STEPS, _LO, _HI)
-            search.store_scales(state, scales)
+            scale_search.load_blocks(some, weights, first, data, state)
+            scale_search.find_scales(data, state, _GRID[: _COUNTS[effort]], _STEPS, _LO, _HI)
+            scale_search.store_scales(state, scales)
         halves_of(scales, halves)
         _pack(some, scales, halves, packed[first : first + LANES])
 

@@ -1,11 +1,11 @@
-"""Q4_0_4_4, Q4_0_4_8, Q4_0_8_8 (ids 31, 32, 33): Q4_0 interleaved as it was done before Q4_0_R8, R rows in runs of L.
+"""Q4_0_4_4, Q4_0_4_8, Q4_0_8_8 (ids 31, 32, 33): the older interleaved forms of Q4_0, R rows in runs of L bytes.
 
     offset  size           field
     0       R x f16        d
-    2 R     16 R x u8      qs   L bytes of each row in turn, every nibble q kept as that of q - 8
+    2 R     16 R x u8      qs   L bytes of each row in turn, every nibble q stored as q - 8 in two's complement
 
-Files of ARM machines of 2024 hold them. They are read and undone; nothing is repacked to them. No oracle decodes them:
-the reference only encodes.
+GGUF files for ARM of 2024 hold them. They are decoded and unpacked; nothing is repacked to them. The reference only
+encodes them, so decoding is tested against the byte map alone.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from quantkit.types.families.interleave import Field, Interleaved, Permutation, 
 from quantkit.types.q4_0 import Q4_0
 
 
-class _Signed(Permutation):
-    """The permutation of blocks whose nibbles are in two's complement on the group's side."""
+class _TwosComplement(Permutation):
+    """The permutation of blocks whose nibbles are in two's complement in the group."""
 
     def forward(self, data: np.ndarray, out: np.ndarray) -> None:
-        super().forward(_other_sign(np.array(data)), out)
+        super().forward(_flip_top_bits(np.array(data)), out)
 
     def backward(self, data: np.ndarray, out: np.ndarray) -> None:
         super().backward(data, out)
-        _other_sign(out)
+        _flip_top_bits(out)
 
 
-def _other_sign(data: np.ndarray) -> np.ndarray:
-    """Turn the top bits of all nibbles of contiguous Q4_0 rows, in place."""
+def _flip_top_bits(data: np.ndarray) -> np.ndarray:
+    """Flip the top bits of all nibbles of contiguous Q4_0 rows, in place."""
     blocks = data.reshape(-1, Q4_0.block_bytes)
     blocks[:, 2:] ^= np.uint8(0x88)
     return data
@@ -44,7 +44,7 @@ class _Runs(Interleaved):
     def permutation(self) -> Permutation:
         rows = self.interleave
         runs = Field(8 * self.run, packed(8 * self.run, 16 // self.run, at=2), Slots(0, at=2 * rows))
-        return _Signed((Field(16, packed(16, 1, at=0), Slots(0, at=0)), runs), rows, self.block_bytes)
+        return _TwosComplement((Field(16, packed(16, 1, at=0), Slots(0, at=0)), runs), rows, self.block_bytes)
 
 
 class Q4_0_4_4(_Runs):

@@ -7,8 +7,8 @@
 
     y = d * q + m         q in 0..15; the product is rounded to float32, then the sum
 
-Encode: the halves d and m and nearest codes that minimise sum w (x - y)^2; see `affine`.
-Without importance w = 1, and below effort "best" d and m come in closed form; see `refit`.
+Encode: the halves d and m and nearest codes that minimise sum w (x - y)^2; see `families/block32/scale_min_search.py`.
+Without importance w = 1, and below effort "best" d and m come in closed form; see `families/block32/closed_form.py`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import numpy as np
 
 from quantkit.codegen.jit import kernel
 from quantkit.types.base import BEST, QuantType
-from quantkit.types.families import affine, refit, search
-from quantkit.types.families.affine import code_of
-from quantkit.types.families.search import LANES, half_at, halves_of, inverse_of, nibbles, put_half
+from quantkit.types.families.block32 import closed_form, scale_min_search, scale_search
+from quantkit.types.families.block32.scale_min_search import code_of
+from quantkit.types.families.block32.scale_search import LANES, half_at, halves_of, inverse_of, pack_nibbles, put_half
 
 _TOP = np.float32(15)
-# The candidates, and how many of them each effort tries.
-_CUTS, _COUNTS = affine.spread(-0.08, 0.12, 192), (8, 56, 192)
-_STEPS = affine.steps_down(15, 1, 3)
+# The candidates, and how many of them each effort (fast, normal, best) tries.
+_MARGINS, _COUNTS = scale_min_search.range_margins(-0.08, 0.12, 192), (8, 56, 192)
+_STEPS = scale_min_search.refinement_steps(15, 1, 3)
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     blocks, y = data.reshape(-1, 20), out.reshape(-1, 32)
     for b in range(len(y)):
         scale = half_at(blocks[b], 0)
@@ -40,32 +40,32 @@ def _decode(data, out):
 
 
 @kernel
-def _pack(x, scales, minima, halves, out):
+def _pack(x: np.ndarray, scales: np.ndarray, minima: np.ndarray, halves: np.ndarray, out: np.ndarray) -> None:
     """Write blocks, uint8[count, 20], of x float32[count, 32]: pairs, given with their bits, and nearest codes."""
     for b in range(len(out)):
         put_half(halves[0, b], out[b], 0)
         put_half(halves[1, b], out[b], 2)
         inverse, minimum = inverse_of(scales[b]), minima[b]
         for j in range(16):
-            out[b, 4 + j] = nibbles(
+            out[b, 4 + j] = pack_nibbles(
                 code_of(x[b, j], inverse, minimum, _TOP), code_of(x[b, j + 16], inverse, minimum, _TOP)
             )
 
 
 @kernel
-def _encode(x, importance, effort, out):
+def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     blocks, packed = x.reshape(-1, 32), out.reshape(-1, 20)
-    data, state = np.empty(search.DATA_SIZE, np.float32), np.empty(affine.STATE_SIZE, np.float32)
+    data, state = np.empty(scale_search.DATA_SIZE, np.float32), np.empty(scale_min_search.STATE_SIZE, np.float32)
     space, scales, minima = np.empty((6, LANES), np.float32), np.empty(LANES, np.float32), np.empty(LANES, np.float32)
-    halves, weights = np.empty((2, LANES), np.uint16), search.relative_weights(importance)
+    halves, weights = np.empty((2, LANES), np.uint16), scale_search.relative_weights(importance)
     for first in range(0, len(blocks), LANES):
         some = blocks[first : first + LANES]
         if len(weights) == 0 and effort != BEST:
-            refit.find_pairs(some, _TOP, space, scales, minima)
+            closed_form.find_scales_and_mins(some, _TOP, space, scales, minima)
         else:
-            search.load_blocks(some, weights, first, data, state)
-            affine.find_pairs(data, state, _CUTS[: _COUNTS[effort]], _STEPS, _TOP)
-            affine.store_pairs(state, scales, minima)
+            scale_search.load_blocks(some, weights, first, data, state)
+            scale_min_search.find_scales_and_mins(data, state, _MARGINS[: _COUNTS[effort]], _STEPS, _TOP)
+            scale_min_search.store_scales_and_mins(state, scales, minima)
         halves_of(scales, halves[0])
         halves_of(minima, halves[1])
         _pack(some, scales, minima, halves, packed[first : first + LANES])

@@ -11,7 +11,7 @@
 
 Each product and the difference are rounded to float32.
 
-Encode: the search of `kquant_affine`, with the weights below.
+Encode: minimise sum w (x - y)^2 over a block, w the WEIGHTING below; the search is `families/kquant/scale_min_search`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import numpy as np
 from quantkit.codegen.half import half_to_float
 from quantkit.codegen.jit import kernel, part
 from quantkit.types.base import QuantType
-from quantkit.types.families.kquant import LANES, weights
-from quantkit.types.families.kquant_affine import affine, block_of, search, workspace
+from quantkit.types.families.kquant.lanes import LANES, make_weighting
+from quantkit.types.families.kquant.scale_min_search import block_result, scale_min_format, search, workspace
 from quantkit.types.families.superblock import put_half
 from quantkit.types.q4_k import put_scales_and_minima, scale_and_min
 
 BLOCK = 176
 
-# With importance next to nothing but it; without it what the reference weighs by.
-WEIGHTS = weights(given=16, root=1, magnitude=1)
-FORM = affine(subs=8, top=31, most=63, steps=(26, 33), scales=(63, 12), minima=(63, 10))
-# What `search` may spend: fast, normal, best; then the same where importance is given.
+# With importance: almost the importance alone. Without: the weights of the reference.
+WEIGHTING = make_weighting(given=16, root=1, magnitude=1)
+FORMAT = scale_min_format(subs=8, top=31, most=63, steps=(26, 33), scales=(63, 12), minima=(63, 10))
+# Effort of `search`: fast, normal, best; then the same with importance.
 PLANS = np.array(
     [
         [2, 1, 2, 1, 3, 2, 1, 1, 1, 1, 0],
@@ -45,7 +45,7 @@ PLANS = np.array(
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         for b in range(n // 256):
@@ -66,7 +66,7 @@ def _decode(data, out):
 
 
 @part
-def _store(codes, d, dmin, s, m, out):
+def _store(codes: np.ndarray, d: np.float32, dmin: np.float32, s: np.ndarray, m: np.ndarray, out: np.ndarray) -> None:
     """Write a block."""
     put_half(out, 0, d)
     put_half(out, 2, dmin)
@@ -83,16 +83,16 @@ def _store(codes, d, dmin, s, m, out):
 
 
 @kernel
-def _encode(x, importance, effort, out):
+def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     work = workspace()
     codes, s, m = np.empty(256, np.uint8), np.empty(8, np.uint8), np.empty(8, np.uint8)
     flat = out.reshape(-1)
     blocks = len(flat) // BLOCK
     plan = effort + 3 if importance.size else effort
     for first in range(0, blocks, LANES // 8):
-        search(x, importance, PLANS[plan], first, FORM, WEIGHTS, work)
+        search(x, importance, PLANS[plan], first, FORMAT, WEIGHTING, work)
         for b in range(min(LANES // 8, blocks - first)):
-            d, dmin = block_of(work, FORM, b, codes, s, m)
+            d, dmin = block_result(work, FORMAT, b, codes, s, m)
             _store(codes, d, dmin, s, m, flat[BLOCK * (first + b) : BLOCK * (first + b + 1)])
 
 

@@ -7,8 +7,8 @@
 
     y = d * (q - 32)      q in 0..63
 
-Encode: the half d, of either sign, and nearest codes that minimise sum w (x - y)^2; see `search`.
-Without importance w = x^2 + a part of its mean over the block.
+Encode: the half d, of either sign, and nearest codes that minimise sum w (x - y)^2; see
+`families/block32/scale_search.py`. Without importance w = x^2 + a part of its mean over the block.
 """
 
 from __future__ import annotations
@@ -17,19 +17,29 @@ import numpy as np
 
 from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
-from quantkit.types.families import search
-from quantkit.types.families.search import LANES, code_of, half_at, halves_of, inverse_of, nibbles, put_half
+from quantkit.types.families.block32 import scale_search
+from quantkit.types.families.block32.scale_search import (
+    LANES,
+    code_of,
+    half_at,
+    halves_of,
+    inverse_of,
+    pack_nibbles,
+    put_half,
+)
 
 _LO, _HI = np.float32(-32), np.float32(31)
-# Either sign of d: the extreme element around code -32, or around code 31; see `search.spread`.
-# The candidates, and how many of them each effort tries.
-_GRID, _COUNTS = search.spread((-32, 31), 0.75, 1.2, 192), (8, 48, 192)
-_STEPS = search.steps_down(0.012, 2)
-_MEAN_SQUARE = np.float32(0.5)  # its part: the reference weighs by x^2 alone, the plain error should not suffer
+# Either sign of d: the extreme element around code -32, or around code 31; see `scale_search.spread`.
+# The candidates, and how many of them each effort (fast, normal, best) tries.
+_GRID, _COUNTS = scale_search.scale_grid((-32, 31), 0.75, 1.2, 192), (8, 48, 192)
+_STEPS = scale_search.refinement_steps(0.012, 2)
+_MEAN_SQUARE = np.float32(
+    0.5
+)  # of the mean: the reference weighs by x^2 alone; this much of the mean keeps the unweighted error low
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     blocks, y = data.reshape(-1, 26), out.reshape(-1, 32)
     for b in range(len(y)):
         scale = half_at(blocks[b], 0)
@@ -43,32 +53,32 @@ def _decode(data, out):
 
 
 @kernel
-def _pack(x, scales, halves, out):
+def _pack(x: np.ndarray, scales: np.ndarray, halves: np.ndarray, out: np.ndarray) -> None:
     """Write blocks, uint8[count, 26], of x float32[count, 32]: scales, given with their bits, and nearest codes."""
     for b in range(len(out)):
         put_half(halves[b], out[b], 0)
         inverse = inverse_of(scales[b])
         for j in range(8):
             a, c = code_of(x[b, j], inverse, _LO, _HI), code_of(x[b, j + 16], inverse, _LO, _HI)
-            out[b, 10 + j] = nibbles(a & 15, c)
+            out[b, 10 + j] = pack_nibbles(a & 15, c)
             e, g = code_of(x[b, j + 8], inverse, _LO, _HI), code_of(x[b, j + 24], inverse, _LO, _HI)
-            out[b, 18 + j] = nibbles(e & 15, g)
+            out[b, 18 + j] = pack_nibbles(e & 15, g)
             out[b, 2 + j] = np.uint8((a >> 4) + (c >> 4) * 4 + (e >> 4) * 16 + (g >> 4) * 64)
 
 
 @kernel
-def _encode(x, importance, effort, out):
+def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     blocks, packed = x.reshape(-1, 32), out.reshape(-1, 26)
-    data, state = np.empty(search.DATA_SIZE, np.float32), np.empty(search.STATE_SIZE, np.float32)
-    weights = search.relative_weights(importance)
+    data, state = np.empty(scale_search.DATA_SIZE, np.float32), np.empty(scale_search.STATE_SIZE, np.float32)
+    weights = scale_search.relative_weights(importance)
     scales, halves = np.empty(LANES, np.float32), np.empty(LANES, np.uint16)
     for first in range(0, len(blocks), LANES):
         some = blocks[first : first + LANES]
-        search.load_blocks(some, weights, first, data, state)
+        scale_search.load_blocks(some, weights, first, data, state)
         if len(weights) == 0:
-            search.weigh_by_size(data, state, _MEAN_SQUARE)
-        search.find_scales(data, state, _GRID[: _COUNTS[effort]], _STEPS, _LO, _HI)
-        search.store_scales(state, scales)
+            scale_search.weight_by_square(data, state, _MEAN_SQUARE)
+        scale_search.find_scales(data, state, _GRID[: _COUNTS[effort]], _STEPS, _LO, _HI)
+        scale_search.store_scales(state, scales)
         halves_of(scales, halves)
         _pack(some, scales, halves, packed[first : first + LANES])
 

@@ -12,7 +12,7 @@ for element 128 p + 32 t + j (p < 2, t < 4, j < 32), which lies in sub-block 8 p
 
 Both products are rounded to float32.
 
-Encode: the search of `kquant_signed`, with the weights below.
+Encode: minimise sum w (x - y)^2 over a block, w the WEIGHTING below; the search is `families/kquant/scale_search`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import numpy as np
 from quantkit.codegen.half import half_to_float
 from quantkit.codegen.jit import kernel, part
 from quantkit.types.base import QuantType
-from quantkit.types.families.kquant import weights
-from quantkit.types.families.kquant_signed import BLOCKS, block_of, search, signed, workspace
+from quantkit.types.families.kquant.lanes import make_weighting
+from quantkit.types.families.kquant.scale_search import BLOCKS, block_result, scale_format, search, workspace
 from quantkit.types.families.superblock import put_half
 
 BLOCK = 210
 
-# As in q3_K, but a little of the mean is enough.
-WEIGHTS = weights(given=16, mean=0.6, square=1)
-FORM = signed(low=-32, high=31, least=-128, most=127, span=28)
-# What `search` may spend: fast, normal, best; then the same where importance is given.
+# As in q3_K; less of the mean is enough.
+WEIGHTING = make_weighting(given=16, mean=0.6, square=1)
+FORMAT = scale_format(low=-32, high=31, least=-128, most=127, span=28)
+# Effort of `search`: fast, normal, best; then the same with importance.
 PLANS = np.array(
     [
         [4, 1, 0, 4, 1, 1, 0, 0],
@@ -46,7 +46,7 @@ UNITS = np.array([[32, 2], [32, 2], [33, 1], [36, 2], [46, 2], [48, 1]], np.floa
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         for b in range(n // 256):
@@ -66,7 +66,7 @@ def _decode(data, out):
 
 
 @part
-def _store(codes, d, scales, out):
+def _store(codes: np.ndarray, d: np.float32, scales: np.ndarray, out: np.ndarray) -> None:
     """Write a block."""
     for p in range(2):
         for j in range(64):
@@ -83,16 +83,16 @@ def _store(codes, d, scales, out):
 
 
 @kernel
-def _encode(x, importance, effort, out):
+def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     work = workspace()
     codes, scales = np.empty(256, np.uint8), np.empty(16, np.int8)
     flat = out.reshape(-1)
     blocks = len(flat) // BLOCK
     plan = effort + 3 if importance.size else effort
     for first in range(0, blocks, BLOCKS):
-        search(x, importance, PLANS[plan], UNITS[plan], first, FORM, WEIGHTS, work)
+        search(x, importance, PLANS[plan], UNITS[plan], first, FORMAT, WEIGHTING, work)
         for b in range(min(BLOCKS, blocks - first)):
-            d = block_of(work, b, codes, scales)
+            d = block_result(work, b, codes, scales)
             _store(codes, d, scales, flat[BLOCK * (first + b) : BLOCK * (first + b + 1)])
 
 

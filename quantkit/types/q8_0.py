@@ -2,12 +2,12 @@
 
     offset  size     field
     0       f16      d
-    2       32 x i8  q    -127..127 (-128 decodes, but kernels in the field negate codes: it is never written)
+    2       32 x i8  q    -127..127 (-128 decodes but is never written: kernels in use negate codes)
 
     y = d * q
 
-Encode: the half d and nearest codes that minimise sum w (x - y)^2; see `search`. Without importance w = 1, and below
-effort "best" d is one of four in closed form; see `refit`.
+Encode: the half d and nearest codes that minimise sum w (x - y)^2; see `families/block32/scale_search.py`. Without
+importance w = 1, and below effort "best" d is one of four in closed form; see `families/block32/closed_form.py`.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import numpy as np
 
 from quantkit.codegen.jit import kernel
 from quantkit.types.base import BEST, QuantType
-from quantkit.types.families import refit, search
-from quantkit.types.families.search import LANES, code_of, half_at, halves_of, inverse_of, put_half
+from quantkit.types.families.block32 import closed_form, scale_search
+from quantkit.types.families.block32.scale_search import LANES, code_of, half_at, halves_of, inverse_of, put_half
 
 _LO, _HI = np.float32(-127), np.float32(127)
-# The candidates, and how many of them each effort tries.
-_GRID, _COUNTS = search.spread((127,), 0.9, 1.003, 64), (2, 5, 64)
+# The candidates, and how many of them each effort (fast, normal, best) tries.
+_GRID, _COUNTS = scale_search.scale_grid((127,), 0.9, 1.003, 64), (2, 5, 64)
 _STEPS = np.empty(0, np.float32)
-# Without a search: below 1 the largest element ends below the last code, for more luck with the others.
+# Starts of the closed form; the later ones clip the largest element, which may lower the error of the others.
 _STARTS = (1 / (127 * np.array([1, 0.985, 0.97, 0.955]))).astype(np.float32)
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     blocks, y = data.reshape(-1, 34), out.reshape(-1, 32)
     for b in range(len(y)):
         scale = half_at(blocks[b], 0)
@@ -37,7 +37,7 @@ def _decode(data, out):
 
 
 @kernel
-def _pack(x, scales, halves, out):
+def _pack(x: np.ndarray, scales: np.ndarray, halves: np.ndarray, out: np.ndarray) -> None:
     """Write blocks, uint8[count, 34], of x float32[count, 32]: scales, given with their bits, and nearest codes."""
     for b in range(len(out)):
         put_half(halves[b], out[b], 0)
@@ -47,19 +47,19 @@ def _pack(x, scales, halves, out):
 
 
 @kernel
-def _encode(x, importance, effort, out):
+def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     blocks, packed = x.reshape(-1, 32), out.reshape(-1, 34)
-    data, state = np.empty(search.DATA_SIZE, np.float32), np.empty(search.STATE_SIZE, np.float32)
+    data, state = np.empty(scale_search.DATA_SIZE, np.float32), np.empty(scale_search.STATE_SIZE, np.float32)
     space, scales = np.empty((6, LANES), np.float32), np.empty(LANES, np.float32)
-    halves, weights = np.empty(LANES, np.uint16), search.relative_weights(importance)
+    halves, weights = np.empty(LANES, np.uint16), scale_search.relative_weights(importance)
     for first in range(0, len(blocks), LANES):
         some = blocks[first : first + LANES]
         if len(weights) == 0 and effort != BEST:
-            refit.find_scales(some, _STARTS, _LO, _HI, space, scales)
+            closed_form.find_scales(some, _STARTS, _LO, _HI, space, scales)
         else:
-            search.load_blocks(some, weights, first, data, state)
-            search.find_scales(data, state, _GRID[: _COUNTS[effort]], _STEPS, _LO, _HI)
-            search.store_scales(state, scales)
+            scale_search.load_blocks(some, weights, first, data, state)
+            scale_search.find_scales(data, state, _GRID[: _COUNTS[effort]], _STEPS, _LO, _HI)
+            scale_search.store_scales(state, scales)
         halves_of(scales, halves)
         _pack(some, scales, halves, packed[first : first + LANES])
 

@@ -7,8 +7,8 @@
     y = d * q
 
 Encode: d = largest magnitude of the 256 / 127, codes nearest to x * (127 / largest magnitude), then d rounded to a
-half: Q8_K (`activations`), which no file holds, with its scale rounded and its sums dropped. Magnitudes of 127
-times the largest half and more would become Inf and are refused. Going back keeps the codes and the rounded scales.
+half: Q8_K (`activation.py`), which no file holds, with its scale rounded and its sums dropped. Magnitudes of 127
+times the largest half and more would become Inf and are refused. Deinterleaving keeps the codes and the rounded scales.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from quantkit.types.activation import Q8_K
 from quantkit.types.families.interleave import Interleaved
 
 
-class _Weave:
-    """Between Q8_K rows and groups of R; four codes are a 32-bit word, `flip` is what turns codes into bytes."""
+class _ByWords:
+    """Interleaving of Q8_K rows to groups of R, and back; four codes are a 32-bit word, XORed with `flip`."""
 
     def __init__(self, rows: int, flip: int):
         self.rows, self.flip = rows, np.uint32(flip)
@@ -57,11 +57,11 @@ class Q8_K_R8(Interleaved):
     name, ggml_type, file_type = "q8_k_r8", 399, 399
     of, interleave, block_bytes = Q8_K, 8, 258
     overflow = 127 * 65520.0
-    permutation = _Weave(8, 0)
+    permutation = _ByWords(8, 0)
 
 
 class Q8_K_R16(Interleaved):
     name, ggml_type, file_type = "q8_k_r16", 397, None
     of, interleave, block_bytes = Q8_K, 16, 258
     overflow = 127 * 65520.0
-    permutation = _Weave(16, 0x80808080)
+    permutation = _ByWords(16, 0x80808080)

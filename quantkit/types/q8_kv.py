@@ -3,13 +3,12 @@
     offset  size     field
     0       f32      d
     4       i32      sum   of all codes of the row, which products need; the decoder does not
-    8       n x i8   q     -127..127 (-128 decodes, but kernels in the field negate codes: it is never written)
+    8       n x i8   q     -127..127 (-128 decodes but is never written: kernels in use negate codes)
 
     y = d * q
 
-Encode: d = largest magnitude / 127 and the nearest codes; importance is not looked at. Eight bits round all elements
-alike, so what is left to gain is to clip the largest a little, the more of them there are to gain by it: effort "best"
-goes down from there and keeps the d with the least sum (x - y)^2.
+Encode: d = largest magnitude / 127 and the nearest codes; importance is not used. What is left to gain is to clip the
+largest elements a little: effort "best" lowers d in steps and keeps the d with the least sum (x - y)^2.
 """
 
 from __future__ import annotations
@@ -28,11 +27,14 @@ _ROUND_BITS = _ROUND.view(np.int32)
 _LEAST = np.float32(2.0**-126)  # 1 / d would overflow soon below: such rows, of magnitudes below 1.5e-36, become zeros
 
 _LANES = 32
-_STEP, _PATIENCE = np.float32(2.0**-8), 4  # of effort "best": how far apart scales are, how many in a row may be worse
+_STEP, _PATIENCE = (
+    np.float32(2.0**-8),
+    4,
+)  # of effort "best": distance of scales; how many in a row may be worse before it stops
 
 
 @kernel
-def _decode(data, out):
+def _decode(data: np.ndarray, out: np.ndarray) -> None:
     rows, n = out.shape
     for row in range(rows):
         scale = data[row, :4].view(np.float32)[0]
@@ -42,7 +44,7 @@ def _decode(data, out):
 
 
 @kernel
-def _encode(x, importance, effort, out):
+def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> np.int32:
     rows, n = x.shape
     most = np.int32(0)
     for row in range(rows):
@@ -52,7 +54,7 @@ def _encode(x, importance, effort, out):
             largest = np.int32(max(largest, np.int32(bits[j] & _MAGNITUDE)))
         most = max(most, largest)
         scale = min(np.int32(largest).view(np.float32) / _TOP, _GREATEST)
-        if scale < _LEAST or largest >= _INFINITE:  # the latter is for the caller to refuse
+        if scale < _LEAST or largest >= _INFINITE:  # the caller refuses the latter
             out[row] = np.uint8(0)
             continue
         source = x[row]
@@ -65,7 +67,7 @@ def _encode(x, importance, effort, out):
 
 
 @kernel
-def _nearest(x, inverse, code):
+def _nearest(x: np.ndarray, inverse: np.float32, code: np.ndarray) -> np.int32:
     """Fill int8[n] with the integers nearest to x * inverse, none beyond 127; returns their sum."""
     total = np.int32(0)
     for j in range(x.size):
@@ -76,8 +78,8 @@ def _nearest(x, inverse, code):
 
 
 @kernel
-def _search(x, first):
-    """The scale at or below `first` with the least squared error, as far as going down keeps paying."""
+def _search(x: np.ndarray, first: np.float32) -> np.float32:
+    """The scale at or below `first` with the least squared error; stops after _PATIENCE scales without a gain."""
     sums = np.empty(_LANES, np.float32)
     best, least, failed = first, np.float32(np.inf), 0
     scale = first
@@ -92,7 +94,7 @@ def _search(x, first):
 
 
 @kernel
-def _squared_error(x, inverse, sums):
+def _squared_error(x: np.ndarray, inverse: np.float32, sums: np.ndarray) -> np.float32:
     """Of the codes nearest to x * inverse, in units of the scale; summed in lanes."""
     sums[:] = _ZERO
     for first in range(0, x.size, _LANES):

@@ -4,9 +4,9 @@
     0       8 x f32    d
     32      8 n x i8   q   four codes of each row in turn
 
-The sums of the rows' codes are dropped, so a row takes 4 bytes less; going back sums again. The reference's in-place
-repacking leaves gaps of 32 bytes between groups that its readers do not expect (spec/repack.md 11.1): here groups are
-as its direct quantization writes them.
+The sums of the rows' codes are dropped, so a row takes 4 bytes less; deinterleaving computes them again. The
+reference's in-place repacking leaves gaps of 32 bytes between groups that its readers do not expect (spec/repack.md
+11.1): here groups are as its direct quantization writes them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from quantkit.types.families.interleave import Interleaved
 from quantkit.types.q8_kv import Q8_KV
 
 
-class _Weave:
-    """Both ways between rows [d, sum, codes] and groups [8 d, codes by four]; four codes are a 32-bit word."""
+class _ByWords:
+    """Interleaving of rows [d, sum, codes] to groups [8 d, codes by four], and back; four codes are a 32-bit word."""
 
     def forward(self, data: np.ndarray, out: np.ndarray) -> None:
         rows = data.view("<u4").reshape(-1, 8, data.shape[1] // 4)
@@ -37,4 +37,4 @@ class _Weave:
 class Q8_KV_R8(Interleaved):
     name, ggml_type, file_type = "q8_KV_r8", 398, 398
     of, interleave, row_meta_bytes = Q8_KV, 8, 4
-    permutation = _Weave()
+    permutation = _ByWords()

@@ -10,7 +10,8 @@ import pytest
 
 from quantkit import repack, types
 from quantkit.errors import DataError, UnsupportedError
-from quantkit.types.families.interleave import Field, Interleaved, Lines, Permutation, Slots, moves, packed
+from quantkit.types.families.interleave import Field, Interleaved, Lines, Permutation, Slots, packed
+from quantkit.types.families.permutation import moves
 from tests.repack.layouts import CRCS, checksums, checksums_of, move_bits, spec_tensor
 from tests.runtime.other_cpus import CPUS, environment_of
 
@@ -47,10 +48,10 @@ def test_the_formula(t, rng):
     """Any bytes; batches of blocks that fill the lanes and that do not; one group and several."""
     p = t.permutation
     for groups, blocks in ((1, 1), (3, 1), (1, 16), (2, 17), (5, 3)):
-        data = rng.integers(0, 256, (groups * p.rows, p.head + blocks * p.block_bytes), dtype=np.uint8)
+        data = rng.integers(0, 256, (groups * p.rows, p.header + blocks * p.block_bytes), dtype=np.uint8)
         there = np.empty_like(data)
         p.forward(data, there)
-        np.testing.assert_array_equal(there, move_bits(data, p.rows, p.block_bytes, p.head, t.fields))
+        np.testing.assert_array_equal(there, move_bits(data, p.rows, p.block_bytes, p.header, t.fields))
 
 
 @pytest.mark.parametrize("t", LOSSLESS, ids=lambda t: t.name)
@@ -95,7 +96,7 @@ def test_the_same_bytes_on_other_cpus(isa):
     assert [crc.split("-")[0] for crc in found.values()] == [CRCS[name] for name in names]
 
 
-SENT = [t for t in INTERLEAVED if type(t.permutation) is Permutation and not t.permutation.head]
+SENT = [t for t in INTERLEAVED if type(t.permutation) is Permutation and not t.permutation.header]
 
 
 @pytest.mark.parametrize("t", SENT, ids=lambda t: t.name)
@@ -107,7 +108,7 @@ def test_rows_sent_to_a_file(t, rng, tmp_path):
         for source, forward, result in ((data, True, wanted), (wanted, False, data)):
             with open(tmp_path / "file", "w+b") as file:
                 file.truncate(wanted.nbytes + 200)
-                assert t.send_rows(source, forward, file.fileno(), 100)
+                assert t.write_rows(source, forward, file.fileno(), 100)
                 file.seek(0)
                 assert file.read() == bytes(100) + result.tobytes() + bytes(100)
 
@@ -123,7 +124,7 @@ def test_offsets_that_two_threads_make_are_those_of_the_first():
 
     p = Permutation(types.get("q8_0_r8").fields, 8, 34)
     p._in_rows = Raced()
-    assert p._units_in_rows(340) is firsts is p._units_in_rows(340)
+    assert p._chunks_in_rows(340) is firsts is p._chunks_in_rows(340)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
@@ -132,7 +133,7 @@ def test_what_cannot_be_sent_is_told(rng):
     for t in INTERLEAVED:
         data = base_rows(t, rng, 2, 512)
         with open("/dev/full", "r+b", buffering=0) as file:
-            assert not t.send_rows(data, True, file.fileno(), 0)
+            assert not t.write_rows(data, True, file.fileno(), 0)
 
 
 def test_signs_are_recoded_as_the_spec_says():
@@ -295,7 +296,7 @@ def test_what_cannot_be_repacked_is_named():
 
 
 def carried_out(table: np.ndarray, classes: np.ndarray, source: np.ndarray, count: int) -> np.ndarray:
-    """What `native.interleave._move` makes of uint32[words]: `count` words, and those between."""
+    """What `native.permute` makes of uint32[words]: `count` words, and those between."""
     made, at = np.zeros(2 * count, np.uint32), 0
     for moved, words in classes:
         for _ in range(words):

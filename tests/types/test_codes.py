@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quantkit import types
-from quantkit.types.families.codes import codes_of, neighbours, step
+from quantkit.types.families.code_bits import codes_of, neighbours, step
 from tests.types import data
 
 # Types whose elements have codes of their own; what else has a codec and an importance names several elements at once.

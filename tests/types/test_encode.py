@@ -125,7 +125,8 @@ def edge_blocks(n: int) -> dict[str, np.ndarray]:
     with np.errstate(under="ignore"):
         denormal = g * np.float32(1e-40)
     return {
-        "zeros": np.zeros(n, np.float32), "constant": np.full(n, 0.37, np.float32), "negative": -np.abs(g),
+        "zeros": np.zeros(n, np.float32), "negative zeros": np.full(n, -0.0, np.float32),
+        "constant": np.full(n, 0.37, np.float32), "negative": -np.abs(g),
         "spike": spike, "denormal": denormal, "tiny": g * np.float32(1e-7), "small": g * np.float32(1e-5),
         "large": g * np.float32(1e6), "huge": g * np.float32(1e30), "mixed": mixed, "offset": g + np.float32(100),
         "largest": np.copysign(np.finfo(np.float32).max, g),
@@ -143,16 +144,17 @@ def edge_importances(n: int) -> dict[str, np.ndarray]:
 
 
 @by_type
-def test_edges_are_finite_and_never_worse_than_zero(t):
+@pytest.mark.parametrize("effort", types.EFFORTS)
+def test_edges_are_finite_and_never_worse_than_zero(t, effort):
     n = max(t.block_size, 32)
     for x_name, row in edge_blocks(n).items():
         x = np.repeat(row[None], t.interleave, axis=0)
         if np.abs(row).max() >= t.overflow:
             with pytest.raises(DataError, match="row 0"):
-                t.quantize(x)
+                t.quantize(x, effort=effort)
             continue
         for w_name, weights in edge_importances(n).items():
-            y = t.dequantize(t.quantize(x, weights), n)
+            y = t.dequantize(t.quantize(x, weights, effort=effort), n)
             assert np.isfinite(y).all(), (x_name, w_name)
             if w_name == "ones":  # every type can store zeros, or nearly
                 assert data.squared_error(x, y) <= 1.001 * data.squared_error(x, 0), x_name

@@ -7,7 +7,7 @@ import pytest
 
 from quantkit import types
 from quantkit.types import q2_k, q3_k
-from quantkit.types.families import kquant
+from quantkit.types.families.kquant import lanes
 from tests.types import data, on_cpu
 
 NAMES = ("q2_K", "q3_K", "q4_K", "q5_K", "q6_K")
@@ -29,7 +29,7 @@ def test_search_of_q3_k_comes_close_to_trying_everything(effort, bound):
     """All multipliers with nearest codes, under 300 super-scales of either sign."""
     x = data.rows("student4", 13, 4, 256)
     v = (x.astype(np.float64) ** 2).mean(axis=1, keepdims=True)
-    w = float(q3_k.WEIGHTS.mean) * v + x.astype(np.float64) ** 2
+    w = float(q3_k.WEIGHTING.mean) * v + x.astype(np.float64) ** 2
     best = []
     for block, weight in zip(x.astype(np.float64).reshape(-1, 16, 16), w.reshape(-1, 16, 16)):
         scales = halves(np.geomspace(0.7, 2, 300) * np.abs(block).max() / (4 * 32))
@@ -46,7 +46,7 @@ def test_search_of_q3_k_comes_close_to_trying_everything(effort, bound):
 def test_search_of_q2_k_comes_close_to_trying_everything(effort, bound):
     """All scales and minima with nearest codes, under 24 x 16 super-scales."""
     x = data.rows("gaussian", 14, 3, 256)
-    w = float(q2_k.WEIGHTS.magnitude) * np.abs(x.astype(np.float64))
+    w = float(q2_k.WEIGHTING.magnitude) * np.abs(x.astype(np.float64))
     best = []
     s, m = (a.reshape(-1, 1, 1).astype(np.float64) for a in np.meshgrid(np.arange(1, 16), np.arange(16)))
     for block, weight in zip(x.astype(np.float64).reshape(-1, 16, 16), w.reshape(-1, 16, 16)):
@@ -75,7 +75,7 @@ def test_the_grid_of_super_scales_keeps_the_largest_scale():
     """Its S is a whole number at every place."""
     for count in (4, 8, 16):
         for i in range(count):
-            factor = kquant.factor_of.function(i, count, np.float32(63), np.float32(63), 16)
+            factor = lanes.grid_factor.function(i, count, np.float32(63), np.float32(63), 16)
             whole = 63 / factor
             assert abs(whole - round(whole)) < 1e-4
             assert 46 <= whole <= 63

@@ -56,7 +56,7 @@ def test_blocks_keep_their_norm(name, weighted):
     q = data.importance(21, 1024) if weighted else None
     y = t.dequantize(t.quantize(x, q), 1024)
     mean = np.repeat((x.reshape(-1, 256).astype(np.float64) ** 2).mean(axis=1), 256).reshape(x.shape)
-    w = f.alone * mean + x**2 if q is None else q
+    w = f.variance_weight * mean + x**2 if q is None else q
     assert abs((w * y**2).sum() / (w * x**2).sum() - 1) < 0.005  # least squares: .93 to .966 of iq2_k, .985 of iq3_k
 
 
@@ -69,7 +69,7 @@ def test_search_comes_close_to_trying_everything(name):
         y = integer_form(t.quantize(x))
     ours = exhaustive = 0.0
     for block, decoded in zip(x.reshape(-1, 16, 16).astype(np.float64), y.reshape(-1, 16, 16)):
-        w = f.alone * (block**2).mean() + block**2
+        w = f.variance_weight * (block**2).mean() + block**2
         ours += (w * (block - decoded) ** 2).sum()
         exhaustive += least_error(name, block, w)
     # iq6_k has 254 scales under each super-scale: everything is far more than a search can try.

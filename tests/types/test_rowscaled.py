@@ -14,8 +14,8 @@ from tests.types import data, on_cpu
 
 NAMES = ("iq2_ks", "iq3_ks", "iq4_ks", "iq5_ks", "iq4_kss", "iq4_xs")
 KNOWN = {"iq2_ks": "b10e5afd", "iq3_ks": "40d56167", "iq4_ks": "8ddad536", "iq5_ks": "f42ba963", "iq4_kss": "997b202a"}
-BOOKS = {rowscaled.IN_K2: codebooks.K2, rowscaled.IN_K3: codebooks.K3, rowscaled.IN_K4: codebooks.K4,
-         rowscaled.IN_K5: codebooks.K5}  # fmt: skip
+BOOKS = {rowscaled.K2_START: codebooks.K2, rowscaled.K3_START: codebooks.K3, rowscaled.K4_START: codebooks.K4,
+         rowscaled.K5_START: codebooks.K5}  # fmt: skip
 
 
 def rules_of(name: str) -> rowscaled.Rules:
@@ -30,8 +30,8 @@ def books_of(rules: rowscaled.Rules) -> np.ndarray:
 
 def objective(rules: rowscaled.Rules, x: np.ndarray, importance: np.ndarray | None) -> np.ndarray:
     """Weights of one block of 256."""
-    variance = np.pi / 2 * np.abs(x).mean() ** 2 if rules.steady else (x * x).mean()
-    return rules.alone * variance + x * x if importance is None else importance
+    variance = np.pi / 2 * np.abs(x).mean() ** 2 if rules.robust_variance else (x * x).mean()
+    return rules.variance_weight * variance + x * x if importance is None else importance
 
 
 def least_errors(rules: rowscaled.Rules, x: np.ndarray, w: np.ndarray, d: float) -> np.ndarray:
@@ -41,7 +41,7 @@ def least_errors(rules: rowscaled.Rules, x: np.ndarray, w: np.ndarray, d: float)
     for book in books_of(rules):
         for m in np.arange(rules.lowest, rules.highest + 1, rules.step):
             costs = w[..., None] * (x[..., None] - d * m * book) ** 2
-            if rules.even:
+            if rules.even_parity:
                 odd = np.array([bin(code).count("1") % 2 for code in range(16)])
                 of_parity = np.stack([costs[..., odd == parity].min(axis=2) for parity in (0, 1)], axis=2)
                 words = of_parity.reshape(-1, 2, 8, 2, 2).transpose(0, 2, 1, 3, 4).reshape(-1, 8, 4, 2)

@@ -1,6 +1,17 @@
 """What several tensor types share: the searches of their encoders, codebooks and grids, row interleaving.
 
-A module serves a family (`trellis` the KT types, `kquant*` the K types, `rowscaled` the KS types, …); a type's own file
-one level up says which it uses. Takes and gives numpy arrays of rows. Imports `codegen` and `types.base`; the searches
-written with SIMD intrinsics (`types.native`) are imported when they first run.
+| module | serves |
+| --- | --- |
+| `block32` | blocks of 32: q4_0 … q8_0, iq4_nl, mxfp4 |
+| `kquant` | q2_K … q6_K |
+| `nonlinear` | iq2_k … iq6_k: a codebook, one d a block of 256 |
+| `rowscaled` | iq2_ks … iq5_ks, iq4_kss, iq4_xs: a codebook, groups of 32 |
+| `grid_points`, `grid_type` | iq2_xxs … iq3_s: points of a grid with signs |
+| `iq1`, `ternary` | iq1_s, iq1_m; iq1_bn, iq2_bn |
+| `trellis_code`, `trellis_type` | iq1_kt … iq4_kt |
+| `interleave`, `interleave_fields`, `permutation` | all types of interleaved rows |
+| `codebooks`, `super_scale`, `superblock`, `code_bits` | parts that several of these use |
+
+Takes and gives numpy arrays of rows. Imports `codegen` and `types.base`; the searches written with SIMD intrinsics
+(`types.native`) are imported when they first run.
 """

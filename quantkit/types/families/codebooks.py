@@ -1,9 +1,9 @@
-"""The code values of the non-linear types, and tables for finding the nearest.
+"""Codebooks of the non-linear types (IQ4_NL, IQ*_K, IQ*_KS), and tables for finding the nearest code.
 
-A type with a *shift* has two books: the one listed here and the same raised by SHIFT; a flag of each sub-block chooses.
-`Book` lays both side by side: `values[count * flag + code]`, float32; `nearest[BINS * flag + bin]`, the code nearest to
-t for bin = int(2 t + 256) clipped to 0 .. BINS - 1 (`bin_of`); `rounded[…]`, the value of that code. Bins
-are half a unit wide from -128 on: the midpoints of integers fall on their edges, so a bin has one nearest code.
+These types have two codebooks: the one listed here and the same plus a shift; a flag of each sub-block selects one.
+`Book` holds both side by side: `values[count * flag + code]`, float32; `nearest[BINS * flag + bin]`, the code nearest
+to t for bin = int(2 t + 256) clipped to 0 .. BINS - 1 (`bin_of`); `rounded[…]`, the value of that code. Bins are half a
+unit wide from -128 on: the midpoints of integers fall on their edges, so a bin has one nearest code.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ BINS = 512
 
 @dataclass(frozen=True)
 class Book:
+    """A codebook of `count` values and its shifted copy, with tables for rounding; see the module."""
+
     count: int
     values: np.ndarray  # float32[2 * count]
     nearest: np.ndarray  # int32[2 * BINS]
@@ -28,11 +30,12 @@ class Book:
 def nearest_table(levels: np.ndarray) -> np.ndarray:
     """int32[BINS]: the index of the level nearest to each bin of [-128, 128); exact midpoints go to the larger."""
     centre = np.arange(BINS) / 2 - 127.75
-    return np.abs(centre[:, None] - levels).argmin(axis=1).astype(np.int32)
+    result: np.ndarray = np.abs(centre[:, None] - levels).argmin(axis=1).astype(np.int32)
+    return result
 
 
 @kernel(inline="always")
-def bin_of(t):
+def bin_of(t: np.float32) -> np.int32:
     """The bin of a code value; values outside go to the outermost bins."""
     return np.int32(min(max(t * np.float32(2) + np.float32(256), np.float32(0)), np.float32(BINS - 1)))
 

@@ -8,8 +8,8 @@ sub-block and a half for each block of 256 scale it:
 where every product is exact but for overflow. iq2_xxs, iq2_xs and iq3_xxs store 7 signs of 8; the eighth makes the
 number of negative ones even.
 
-The points of a grid ascend when read as numbers in base 3 (8), first element least; kept here are the gaps between
-them, halved where all are even, one byte each, in base 85.
+The points of a grid ascend when read as numbers in base 3 (8), first element least; the gaps between
+them are stored here, halved where all are even, one byte each, in base 85.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ def _coordinates(digits: np.ndarray, base: int) -> np.ndarray:
 
 
 def _halves(coordinates: np.ndarray) -> np.ndarray:
-    """The points by first half, each with all its second halves, _CHUNK at a time; the last fills up a chunk."""
+    """`Grid.halves`: each first half with all its second halves, _CHUNK at a time; the last one pads a chunk."""
     first = coordinates[:, 0] * VALUES + coordinates[:, 1]
     second = coordinates[:, 2] * VALUES + coordinates[:, 3]
-    beside: dict[int, list[int]] = {}  # plain Python: this runs whenever types are loaded
+    beside: dict[int, list[int]] = {}  # plain Python: this runs when a type is loaded
     for row, other in zip(first.tolist(), second.tolist()):
         beside.setdefault(row, []).append(other)
     chunks = []
@@ -130,7 +130,7 @@ EVEN_SIGNS = SIGNS[np.arange(128) | _bits[:128].sum(axis=1) % 2 << 7]  # of 7 bi
 
 
 @kernel(inline="always")
-def write_group(scale, magnitudes, signs, out):
+def write_group(scale: np.float32, magnitudes: np.ndarray, signs: np.ndarray, out: np.ndarray) -> None:
     """out[j] = (scale * magnitudes[j]) * signs[j]."""
     for j in range(len(magnitudes)):
         out[j] = scale * magnitudes[j] * signs[j]

@@ -1,4 +1,4 @@
-"""IQ1_S, IQ1_M and their encodings of interleaved rows: groups of 8 ternary values from a grid of 2048 points.
+"""Search of IQ1_S, IQ1_M, IQ1_S_R4 and IQ1_M_R4: groups of 8 ternary values from a grid of 2048 points.
 
     y = (d * m) * (g + delta)           g = -1, 0, 1 from the grid; delta = -1/8 or 1/8
 
@@ -12,16 +12,15 @@ The sum g + delta is exact; both products are rounded to float32. Here a group's
 *ternary number*, element 0 the last digit; the grid's points are numbered in ascending order of these. `MAP` says
 which of the 6561 numbers are points.
 
-Encode: minimise sum w (x - y)^2 over a *span*, the elements that share d, in units of a power of two.
+Encode: minimise sum w (x - y)^2 over a *span*, the elements that share d, divided by a power of two.
 
-Given a scale s and a delta, the best ternary values of a group are the nearest ones, and |w s (s - 2 |x - s delta|)|
-is what it costs to move an element to its second nearest. `_nearest` tries the nearest values, every move and every
-pair of moves, and takes the cheapest that is a point of the grid: its error is within a few thousandths of that of the
-best of all 2048 points. Groups under both deltas are the lanes of SIMD code.
-A few scales around its root mean square give each sub-block a few codings; from their P and R (see `parabola`) the
-best of a range of d is read off. Then, in rounds: multipliers next to the best and the codes under them, chosen
-exactly; the least-squares d.
-The grid is not symmetric: effort "best" tries negative d too.
+Given a scale s and a delta, the best ternary values of a group are the nearest ones, and |w s (s - 2 |x - s delta|)| is
+what it costs to move an element to its second nearest. `_nearest` tries the nearest values, every move and every pair
+of moves, and takes the cheapest that is a point of the grid: its error is within a few thousandths of that of the best
+of all 2048 points. Groups under both deltas are the lanes of SIMD code. Scales around its root mean square give each
+sub-block a few encodings; from their P and R (see `super_scale`) the best of a range of d is estimated. Then, in
+rounds: multipliers next to the best and the codes under them, chosen exactly; the least-squares d. The grid is not
+symmetric: effort "best" tries negative d too.
 """
 
 from __future__ import annotations
@@ -32,10 +31,13 @@ import numpy as np
 
 from quantkit.codegen.jit import kernel
 from quantkit.types.base import BEST
-from quantkit.types.families.parabola import ODD, first_scale, nearest_multiplier
+from quantkit.types.families.super_scale import ODD, best_super_scale, nearest_multiplier
 from quantkit.types.families.superblock import load_block, relative_importance, storable
 
 DELTA = np.float32(0.125)
+
+Lanes = tuple[np.ndarray, ...]  # x, w, scale, cost, code, flip, step, p, r, negative, roots: see `new_space`
+Space = tuple[Lanes, np.ndarray, np.ndarray, np.ndarray]  # and P, R and gains by sub-block
 
 # A bit for each ternary number, the least significant of each byte first, in base 85.
 MAP = (
@@ -80,7 +82,15 @@ _BELOW = _SIGN - np.float32(1)
 
 
 @kernel
-def _nearest(x, w, scale, cost, code, flip, step):
+def _nearest(
+    x: np.ndarray,
+    w: np.ndarray,
+    scale: np.ndarray,
+    cost: np.ndarray,
+    code: np.ndarray,
+    flip: np.ndarray,
+    step: np.ndarray,
+) -> None:
     """The best points found for every lane: their ternary numbers in `code`.
 
     x, w float32[8, LANES]; scale float32[LANES]; scratch: cost float32[1, LANES], code uint32[2, LANES],
@@ -134,7 +144,7 @@ def _nearest(x, w, scale, cost, code, flip, step):
 
 
 @kernel
-def _fit(x, w, code, p, r):
+def _fit(x: np.ndarray, w: np.ndarray, code: np.ndarray, p: np.ndarray, r: np.ndarray) -> None:
     """P and R of each lane's codes."""
     for lane in range(LANES):
         packed = _PACKED[code[0, lane] & _BITS]
@@ -149,8 +159,8 @@ def _fit(x, w, code, p, r):
 
 
 @kernel
-def _load_lanes(xs, w, first, lanes_x, lanes_w):
-    """Lay out the groups from `first` on, elements by lanes; behind the last one weights and values are 0."""
+def _load_lanes(xs: np.ndarray, w: np.ndarray, first: int, lanes_x: np.ndarray, lanes_w: np.ndarray) -> int:
+    """Copy the groups from `first` on to [element, lane], zeros past the last one. Returns how many."""
     count = min(CHUNK, len(xs) // 8 - first)
     for g in range(CHUNK):
         at = 8 * (first + min(g, count - 1))
@@ -162,10 +172,13 @@ def _load_lanes(xs, w, first, lanes_x, lanes_w):
 
 
 @kernel
-def _join(s, g, per, p, r, negative):
+def _combine_groups(
+    s: np.float32, g: int, per: int, p: np.ndarray, r: np.ndarray, negative: np.ndarray
+) -> tuple[np.float32, np.float32]:
     """P and R of a sub-block of `per` groups from `g` on under scale s, with the better of both deltas.
 
-    What is negative goes to `negative`. A sub-block of four groups has one delta, else each group has its own.
+    `negative` bool[CHUNK] says which groups take the negative one. A sub-block of four groups has one delta, else each
+    group has its own.
     """
     best_p = best_r = np.float32(0)
     if per == 4:
@@ -188,7 +201,7 @@ def _join(s, g, per, p, r, negative):
 
 
 @kernel
-def _root_mean_squares(x, w, per, groups, roots):
+def _root_mean_squares(x: np.ndarray, w: np.ndarray, per: int, groups: int, roots: np.ndarray) -> None:
     """The weighted root mean square of each sub-block, at all of its groups."""
     for g in range(0, groups, per):
         top = bottom = np.float32(0)
@@ -202,7 +215,9 @@ def _root_mean_squares(x, w, per, groups, roots):
 
 
 @kernel
-def _profile(xs, w, per, count, subs_p, subs_r, space):
+def _profile(
+    xs: np.ndarray, w: np.ndarray, per: int, count: int, subs_p: np.ndarray, subs_r: np.ndarray, space: Lanes
+) -> None:
     """P and R, float32[scale, sub-block], of the best codes under `count` scales around each root mean square."""
     x, weight, scale, cost, code, flip, step, p, r, negative, roots = space
     for first in range(0, len(xs) // 8, CHUNK):
@@ -216,11 +231,23 @@ def _profile(xs, w, per, count, subs_p, subs_r, space):
             _fit(x, weight, code, p, r)
             for g in range(0, groups, per):
                 at = (first + g) // per
-                subs_p[k, at], subs_r[k, at] = _join(scale[g], g, per, p, r, negative)
+                subs_p[k, at], subs_r[k, at] = _combine_groups(scale[g], g, per, p, r, negative)
 
 
 @kernel
-def _choose(xs, w, per, rule, tries, d, near, codes, negatives, multipliers, space):
+def _choose(
+    xs: np.ndarray,
+    w: np.ndarray,
+    per: int,
+    rule: int,
+    tries: int,
+    d: np.float32,
+    near: np.ndarray,
+    codes: np.ndarray,
+    negatives: np.ndarray,
+    multipliers: np.ndarray,
+    space: Lanes,
+) -> tuple[np.float32, np.float32]:
     """Multipliers next to `near`, deltas and points, chosen by their exact error under d.
 
     They go to `multipliers`, `negatives` and `codes`. Returns sum m P, sum m^2 R.
@@ -241,7 +268,7 @@ def _choose(xs, w, per, rule, tries, d, near, codes, negatives, multipliers, spa
             _nearest(x, weight, scale, cost, code, flip, step)
             _fit(x, weight, code, p, r)
             for g in range(0, groups, per):
-                sub_p, sub_r = _join(scale[g], g, per, p, r, negative)
+                sub_p, sub_r = _combine_groups(scale[g], g, per, p, r, negative)
                 gain = scale[g] * (sub_p + sub_p - scale[g] * sub_r)
                 if k == 0 or gain > found[0, g]:
                     found[0, g], found[1, g], found[2, g] = gain, sub_p, sub_r
@@ -257,7 +284,7 @@ def _choose(xs, w, per, rule, tries, d, near, codes, negatives, multipliers, spa
 
 
 @kernel
-def _keep(codes, negatives, multipliers):
+def _copy_best(codes: np.ndarray, negatives: np.ndarray, multipliers: np.ndarray) -> None:
     """Copy row 1 of each to row 0."""
     for g in range(codes.shape[1]):
         codes[0, g], negatives[0, g] = codes[1, g], negatives[1, g]
@@ -266,12 +293,23 @@ def _keep(codes, negatives, multipliers):
 
 
 @kernel
-def search_span(xs, w, unit, per, rule, effort, codes, negatives, multipliers, space):
+def search_span(
+    xs: np.ndarray,
+    w: np.ndarray,
+    unit: np.float32,
+    per: int,
+    rule: int,
+    effort: int,
+    codes: np.ndarray,
+    negatives: np.ndarray,
+    multipliers: np.ndarray,
+    space: Space,
+) -> np.float32:
     """Choose everything for a span; returns d.
 
     xs, w float32[n]: the elements in units of `unit` and their weights; `per` groups share a multiplier, and the delta
     too if they are four; `rule` says which multipliers there are. Outputs, in row 0: codes uint32[2, n / 8] ternary
-    numbers, negatives bool[2, n / 8] deltas, multipliers float32[3, n / (8 per)]. `space` is `search_space(n, per)`.
+    numbers, negatives bool[2, n / 8] deltas, multipliers float32[3, n / (8 per)]. `space` is `new_space(n, per)`.
     """
     lanes, p, r, gains = space
     count, tries = _PROFILE[effort], _TRIES[effort]
@@ -282,14 +320,14 @@ def search_span(xs, w, unit, per, rule, effort, codes, negatives, multipliers, s
             for i in range(len(xs)):
                 xs[i] = -xs[i]
         _profile(xs, w, per, count, p, r, lanes)
-        d = first_scale(unit, rule, _SUPER[effort], p[:count], r[:count], gains, near)
+        d = best_super_scale(unit, rule, _SUPER[effort], p[:count], r[:count], gains, near)
         for _ in range(_ROUNDS[effort]):
             sum_p, sum_r = _choose(xs, w, per, rule, tries, d, near, codes[1], negatives[1], multipliers[1], lanes)
             refitted = storable(sum_p / sum_r, unit) if sum_p > np.float32(0) else d
             gain = refitted * (sum_p + sum_p - refitted * sum_r)
             if gain > most:
                 most, best = gain, -refitted if side == 1 else refitted
-                _keep(codes, negatives, multipliers)
+                _copy_best(codes, negatives, multipliers)
             if refitted == d:
                 break
             d = refitted
@@ -299,8 +337,8 @@ def search_span(xs, w, unit, per, rule, effort, codes, negatives, multipliers, s
 
 
 @kernel
-def search_space(n, per):
-    """Scratch of `search_span` for spans of n elements."""
+def new_space(n: int, per: int) -> Space:
+    """Allocate the work space of `search_span` for spans of n elements."""
     groups = n // 8
     lanes = (
         np.zeros((8, LANES), np.float32),
@@ -320,20 +358,34 @@ def search_space(n, per):
 
 
 @kernel
-def weigh(xs, mean, importance, first, w):
-    """Weights of a span, its importance or where there is none sqrt(2 v + x^2), v being the mean of x^2: so larger
-    elements count somewhat more, nearly as in the reference."""
+def set_weights(xs: np.ndarray, mean: np.float32, importance: np.ndarray, first: int, w: np.ndarray) -> None:
+    """Fill w with the weights of a span: its importance or, without one, sqrt(2 v + x^2), v being the mean of x^2.
+
+    So larger elements count somewhat more, nearly as in the reference.
+    """
     if not relative_importance(importance, first, w):
         for i in range(len(xs)):
             w[i] = np.sqrt(np.float32(2) * mean + xs[i] * xs[i])
 
 
 @kernel
-def search_row(x, importance, xs, w, per, rule, effort, codes, negatives, multipliers, space):
+def search_row(
+    x: np.ndarray,
+    importance: np.ndarray,
+    xs: np.ndarray,
+    w: np.ndarray,
+    per: int,
+    rule: int,
+    effort: int,
+    codes: np.ndarray,
+    negatives: np.ndarray,
+    multipliers: np.ndarray,
+    space: Space,
+) -> np.float32:
     """`search_span` of a whole row, which is loaded into xs and w; d in units of x, 0 where none can be stored."""
     unit, mean = load_block(x, xs, np.float32(2.0**-25))
     if unit == np.float32(0):
         codes[0], negatives[0], multipliers[0] = _ZERO, False, np.float32(1 if rule == ODD else 0)
         return np.float32(0)
-    weigh(xs, mean, importance, 0, w)
+    set_weights(xs, mean, importance, 0, w)
     return search_span(xs, w, unit, per, rule, effort, codes, negatives, multipliers, space) * unit

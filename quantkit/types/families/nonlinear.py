@@ -1,25 +1,27 @@
-"""The search shared by the types of blocks of 256, sub-blocks of 16 and a codebook: iq2_k, iq3_k, iq4_k, iq5_k, iq6_k.
+"""Search shared by iq2_k, iq3_k, iq4_k, iq5_k and iq6_k: blocks of 256, sub-blocks of 16, a codebook.
 
     y = d * m * c          d: a half for the block; m: an integer for the sub-block, of either sign; c: a value of one
-                           of two books, the sub-block's flag says which, the other being this one raised by a shift
+                           of two codebooks, which a flag of the sub-block selects; the second is the first plus a shift
 
-Given d, the best multiplier, flag and codes of each sub-block are its own affair, so the block's error is a function
-of d alone, and this is what is searched. The 16 sub-blocks are SIMD lanes throughout: arrays are [element, lane].
+    minimise  sum w (x - y)^2 over a block
 
-1.  Profile. For each lane the error removed by the nearest codes, for both signs and books, at scales s on a grid of
+Given d, the best multiplier, flag and codes of each sub-block do not depend on other sub-blocks. So the block's error
+is a function of d alone, and this function is searched. The 16 sub-blocks are SIMD lanes: arrays are [element, lane].
+
+1.  *Profile.* For each lane the error removed by the nearest codes, for both signs and books, at scales s on a grid of
     `q` places to the octave, over the range in which its largest element may come to lie.
-2.  Promise. The places of d * m, m = 1 .. most, for all d of the same grid, are runs of places of the profile: so for
-    every d around the usual one the sum over the lanes of the best multiplier's gain is nearly free.
-3.  Exact. For the most promising super-scales, *rounded to a half first*: the multipliers next to those of the profile,
-    both signs and books, by the exact error of nearest codes; least-squares d under these; again, while it helps.
-4.  Where multipliers are finer than places (iq6_k): the d of which the sub-blocks' least-squares scales are most nearly
-    multiples, and step 3 once more.
-5.  Norm. Least squares leave the block sqrt(1 - e^2) of its norm, e^2 being the relative error: at 2 bits each matrix
-    gives 3 % less than it should, and a layer of several loses more. d times 1 + e^2 / 2 makes up for it and costs
-    e^2 / 4 of the squared error: 1.6 % at 2 bits, nothing one sees at 4. Perplexity decided: with it it is lower
-    (docs/notes/2026-11-22-encoder-weights.md). ik_llama.cpp's factors are 1.03 for IQ2_K and 1.01 for IQ3_K.
+2.  *Estimate.* The places of d * m, m = 1 .. most, for all d of the same grid, are runs of places of the profile. So
+    for every d of a range the sum over the lanes of the best multiplier's gain is nearly free.
+3.  *Exact.* For the d of largest estimate, *rounded to a half first*: the multipliers next to those of the profile,
+    both signs and books, by the exact error of nearest codes; then the least-squares d; again, while it helps.
+4.  *Align.* Where multipliers are finer than places (iq6_k): the d of which the sub-blocks' least-squares scales are
+    most nearly multiples, and step 3 once more.
+5.  *Norm.* Least squares leave the block sqrt(1 - e^2) of its norm, e^2 being the relative error: at 2 bits each
+    matrix gives 3 % less than it should, and a layer of several loses more. Multiplying d by 1 + e^2 / 2 corrects this
+    and costs e^2 / 4 of the squared error: 1.6 % at 2 bits, negligible at 4. Perplexity decided: with it it is lower
+    (docs/notes/2026-11-22-encoder-weights.md). The reference's factors are 1.03 for IQ2_K and 1.01 for IQ3_K.
 
-A negative scale times a book is a positive scale times the negated book: so there are four books, 2 * sign + flag.
+A negative scale times a book is a positive scale times the negated book. So there are four books, 2 * sign + flag.
 """
 
 from __future__ import annotations
@@ -35,57 +37,55 @@ from quantkit.types.families.superblock import LEAST_HALF, load_block, relative_
 
 LANES = 16
 PLACES = 160  # of a profile, at most
-COUNT = 128  # super-scales of a promise, at most; a multiple of 32, two of them SIMD's fare
+COUNT = 128  # super-scales that are estimated, at most; a multiple of 32 for SIMD
 
-RAISED = 768  # what `_raised` adds to values in half units
+RAISED = 768  # what `_raised` adds to 2 c
 FINE_MULTIPLIERS = 64  # where the largest multiplier is at least this, one step of it is less than a place
 
 
 class Format(NamedTuple):
-    """What the search knows about a type."""
+    """The numbers in which the types differ."""
 
     book: int  # where its codebook begins in the tables
     first: int  # the smallest magnitude of a multiplier,
     step: int  # the distance to the next
     most: int  # and the largest that exists in both signs
-    extreme: int  # the largest of all, which has the sign -1 as it is stored
+    extreme: int  # the largest of all; where above `most`, it exists only as a negative number
     lo: np.float32  # the largest element of a sub-block becomes this
     hi: np.float32  # to this many units of the codebook
-    least: np.float32  # super-scales looked at, from and to these multiples of the one under which the sub-block of
-    greatest: np.float32  # the largest scale gets the multiplier `most`
-    fine: int  # places of the profile to the octave, for effort normal; half for fast, double for best
+    from_ratio: np.float32  # super-scales tried, from and to these multiples of the one under which the sub-block of
+    to_ratio: np.float32  # the largest scale gets the multiplier `most`
+    places_per_octave: int  # places of the profile to the octave, for effort normal; half for fast, double for best
     tries: int  # super-scales tried exactly, for effort normal; 1 also makes effort fast faster
-    minimum: np.float32  # a block of nothing larger is stored as zeros: codes of the least super-scale do no better
-    alone: np.float32  # weights without importance: alone * v + x^2, v being the mean of x^2 in the block
+    zero_below: np.float32  # a block of smaller magnitudes is stored as zeros: the least super-scale does no better
+    variance_weight: np.float32  # w = variance_weight * v + x^2 without importance, v the mean of x^2 in the block
 
 
 class Plan(NamedTuple):
-    """How far a search goes: its numbers for one effort."""
+    """The numbers of a search for one effort."""
 
     q: int  # places to the octave
     places: int  # of a profile
-    below: int  # the first super-scale looked at, from the usual one,
-    scales: int  # and how many, one in each place
-    tries: int  # of them, that are tried exactly
-    width: int  # steps of the multiplier to either side that are tried,
-    rounds: int  # with refits between
-    fits: int  # super-scales next to the best that are judged by how well its sub-blocks' scales are multiples of them
+    below: int  # places from the lanes' largest scale to the first super-scale estimated
+    scales: int  # how many are estimated, one in each place
+    tries: int  # how many of them are tried exactly
+    width: int  # steps of the multiplier to either side that are tried
+    rounds: int  # of exact choices, with refits between
+    fits: int  # super-scales near the best that step 4 compares
     steps: np.ndarray  # int64[2, 128] the multipliers' places, without repetition; a multiplier there
-    reach: int  # how many, a multiple of 4
+    reach: int  # how many of `steps` are used, a multiple of 4
     extreme: int  # the place of the extreme multiplier
 
 
 class Space(NamedTuple):
-    """Scratch of an encoder."""
+    """Work space of an encoder."""
 
     flat: np.ndarray  # float32[2, 256] elements, weights
     x: np.ndarray  # float32[3, 16, 16] elements, weights, their product, by [element, lane]
     lanes: np.ndarray  # float32[5, 16] largest elements, scales, 2 / scales, least errors or best gains, first scales
     sums: np.ndarray  # float32[8, 16] of each book: what is summed by lane
     starts: np.ndarray  # int64[2, 16] of each lane: the first place of its profile, its best place
-    profile: (
-        np.ndarray
-    )  # float32[3, 16, COUNT + PLACES + COUNT] gains of positive scales, negative ones, either; beyond: 0
+    profile: np.ndarray  # float32[3, 16, COUNT + PLACES + COUNT] gains of scales > 0, < 0, either; 0 at both margins
     totals: np.ndarray  # float32[4, COUNT] of each super-scale: gain with negative, with positive extremes; scratch
     at: np.ndarray  # uint64[4] scratch
     chosen: np.ndarray  # int32[3, 2, 16] multipliers, books: what is tried, what was best under d, under any d
@@ -97,14 +97,17 @@ BOOKS = (K2, K3, K4, K5, K6)
 
 
 def _four(table: np.ndarray, sign: int) -> np.ndarray:
-    """[BINS, 4] of int8[2 * BINS]: what it has for a bin of either book, and for either book negated."""
+    """int8[BINS, 4] of a table of both books, [2 * BINS]: its entries for either book, and for either book negated."""
     plain = table.reshape(2, BINS)
     return np.concatenate([plain, sign * plain[:, ::-1]]).T.astype(np.int8)
 
 
 def _words(book: Book) -> np.ndarray:
     """uint32[BINS]: the four values of a bin, + 128, as the bytes of a word: one gather serves all books."""
-    return ((_four(book.rounded, -1).astype(np.int64) + 128) << np.array([0, 8, 16, 24])).sum(axis=1).astype(np.uint32)
+    result: np.ndarray = (
+        ((_four(book.rounded, -1).astype(np.int64) + 128) << np.array([0, 8, 16, 24])).sum(axis=1).astype(np.uint32)
+    )
+    return result
 
 
 _VALUES = np.concatenate([_words(book) for book in BOOKS])
@@ -139,24 +142,30 @@ _POWER = _powers(128)
 
 
 @part
-def place_of(value, q):
+def place_of(value: np.float32, q: int) -> int:
     """The place nearest to a positive float32, on a grid of q to the octave where 1 is place 0."""
     bits = np.int64(np.float32(value).view(np.uint32))
     log = ((bits >> 23) - 127) * 4096 + _LOG[(bits >> 13) & 1023]
-    return (log * q + 2048) >> 12
+    result: int = (log * q + 2048) >> 12
+    return result
 
 
 @part
-def scale_at(place, q):
+def scale_at(place: int, q: int) -> np.float32:
     """The scale of a place: 2^(place / q)."""
     exponent = place // q
     power = np.uint32((exponent + 127) << 23).view(np.float32)
-    return power * _POWER[(place - exponent * q) * (128 // q)]
+    result: np.float32 = power * _POWER[(place - exponent * q) * (128 // q)]
+    return result
 
 
 @part
-def new_plan(f, effort):
-    q = f.fine // 2 if effort == FAST else (2 * f.fine if effort == BEST else f.fine)
+def new_plan(f: Format, effort: int) -> Plan:
+    q = (
+        f.places_per_octave // 2
+        if effort == FAST
+        else (2 * f.places_per_octave if effort == BEST else f.places_per_octave)
+    )
     steps, reach = np.empty((2, 128), np.int64), 0
     for m in range(f.first, f.most + 1, f.step):
         place = place_of(np.float32(m), q)
@@ -166,8 +175,11 @@ def new_plan(f, effort):
     while reach % 4:
         steps[0, reach], steps[1, reach] = steps[0, reach - 1], steps[1, reach - 1]
         reach += 1
-    count = (place_of(f.greatest / f.least, q) + 31) // 32 * 32
-    places, below = min(place_of(f.hi / f.lo, q) + 1, PLACES), place_of(f.least, q) - place_of(np.float32(f.most), q)
+    count = (place_of(f.to_ratio / f.from_ratio, q) + 31) // 32 * 32
+    places, below = (
+        min(place_of(f.hi / f.lo, q) + 1, PLACES),
+        place_of(f.from_ratio, q) - place_of(np.float32(f.most), q),
+    )
     tries, width, rounds, fits = f.tries, 1, 2, 128
     if effort == FAST:
         tries, width, fits = 1, min(f.tries, 2) - 1, 0
@@ -182,7 +194,7 @@ def new_plan(f, effort):
 
 
 @part
-def new_space():
+def new_space() -> Space:
     return Space(
         np.empty((2, 256), np.float32),
         np.empty((3, LANES, LANES), np.float32),
@@ -200,35 +212,35 @@ def new_space():
 
 
 @kernel(inline="always")
-def _bin(t):
-    """The entry in the tables for a value given in half units, above the type's first."""
+def _bin(t: np.float32) -> np.uint32:
+    """The table entry of a value t, given in half units, relative to the type's first entry."""
     clipped = min(max(t + np.float32(255.5), np.float32(0)), np.float32(BINS - 1))
     return np.float32(clipped + np.float32(8388608)).view(np.uint32) & np.uint32(BINS - 1)
 
 
 @kernel(inline="always")
-def _raised(shifted):
-    """RAISED + 2 c of the byte c + 128 that stands at bits 15 to 22: it is made the mantissa of a float from 512 on."""
+def _raised(shifted: np.uint32) -> np.float32:
+    """RAISED + 2 c of the byte c + 128 at bits 15 to 22: the bits become the mantissa of a float of 512 or more."""
     return np.uint32((shifted & np.uint32(0x7F8000)) | np.uint32(0x44000000)).view(np.float32)
 
 
 @kernel(inline="always")
-def _value(t, book, f):
+def _value(t: np.float32, book: int, f: Format) -> np.float32:
     """The value nearest to t, given in half units, in one of the four books."""
     word = _VALUES[_bin(t) + np.uint32(f.book)] >> (np.uint32(8) * np.uint32(book))
     return np.float32(0.5) * (_raised(np.uint32(word << np.uint32(15))) - np.float32(RAISED))
 
 
 @inner
-def load(x, importance, first, f, space):
-    """A block in units of a power of two, by lanes, with its weights. Returns the unit, 0 for a block of zeros."""
+def load_sub_blocks(x: np.ndarray, importance: np.ndarray, first: int, f: Format, space: Space) -> np.float32:
+    """Load a block, divided by a power of two, and its weights. Returns the power; 0 for a block of zeros."""
     xs, w, lanes = space.flat[0], space.flat[1], space.x
-    unit, mean = load_block(x, xs, f.minimum)
+    unit, mean = load_block(x, xs, f.zero_below)
     if unit == np.float32(0):
         return unit
     if not relative_importance(importance, first, w):
         for i in range(256):
-            w[i] = f.alone * mean + xs[i] * xs[i]
+            w[i] = f.variance_weight * mean + xs[i] * xs[i]
     for s in range(LANES):
         for j in range(LANES):
             lanes[0, j, s] = xs[16 * s + j]
@@ -238,7 +250,7 @@ def load(x, importance, first, f, space):
 
 
 @part
-def _errors(x, scales, twice, book, sums):
+def _errors(x: np.ndarray, scales: np.ndarray, twice: np.ndarray, book: int, sums: np.ndarray) -> None:
     """sums[b]: the error of the nearest codes of book b at the lanes' scales."""
     table = _VALUES[book : book + BINS]
     sums[:4] = np.float32(0)
@@ -259,7 +271,7 @@ def _errors(x, scales, twice, book, sums):
 
 
 @part
-def _error_of_zeros(x, errors):
+def _error_of_zeros(x: np.ndarray, errors: np.ndarray) -> None:
     errors[:] = np.float32(0)
     for j in range(LANES):
         for s in range(LANES):
@@ -267,7 +279,7 @@ def _error_of_zeros(x, errors):
 
 
 @part
-def _start_profile(f, plan, space):
+def _start_profile(f: Format, plan: Plan, space: Space) -> None:
     """The first place of each lane's profile, and the scale there."""
     tops, first = space.lanes[0], space.lanes[4]
     tops[:] = np.float32(2.0**-40)
@@ -281,7 +293,7 @@ def _start_profile(f, plan, space):
 
 
 @part
-def _profile(f, plan, space):
+def _profile(f: Format, plan: Plan, space: Space) -> int:
     """Fill the profile of every lane; returns the place of the largest of the lanes' best scales."""
     sums, profile = space.sums, space.profile
     scales, twice, energy, first = space.lanes[1], space.lanes[2], space.lanes[3], space.lanes[4]
@@ -300,7 +312,7 @@ def _profile(f, plan, space):
         for s in range(LANES):
             profile[0, s, COUNT + k], profile[1, s, COUNT + k] = sums[0, s], sums[1, s]
             profile[2, s, COUNT + k] = sums[2, s]
-    largest = np.int64(-(1 << 30))
+    largest = -(1 << 30)
     for s in range(LANES):
         best, place = np.float32(0), 0
         for k in range(plan.places):
@@ -312,16 +324,18 @@ def _profile(f, plan, space):
 
 
 @part
-def _raise(best, row, a, b, c, d, count):
-    """best = max(best, row from each of four places on), all `count` of them. Places are unsigned: a signed index might
-    count from the end, which keeps a loop from becoming SIMD."""
+def _max_of_four(
+    best: np.ndarray, row: np.ndarray, a: np.uint64, b: np.uint64, c: np.uint64, d: np.uint64, count: int
+) -> None:
+    """best = max(best, row from each of four places on), `count` elements. Places are unsigned: numba checks signed
+    indices for negative ones, which keeps the loop from becoming SIMD."""
     for g in range(np.uint64(0), np.uint64(count), np.uint64(1)):
         best[g] = max(best[g], max(max(row[a + g], row[b + g]), max(row[c + g], row[d + g])))
 
 
 @part
-def _promise(f, plan, d0, space):
-    """The gain that the profile promises for each super-scale from place d0 on: totals[0] where the extreme multiplier
+def _estimate_gains(f: Format, plan: Plan, d0: int, space: Space) -> None:
+    """Estimate the gain of each super-scale from place d0 on by the profile: totals[0] where the extreme multiplier
     makes negative scales, as under positive super-scales, totals[1] where it makes positive ones."""
     profile, totals, count, at = space.profile, space.totals, plan.scales, space.at
     totals[:2] = np.float32(0)
@@ -336,7 +350,7 @@ def _promise(f, plan, d0, space):
             if first + plan.steps[0, i + 3] > COUNT - count:
                 for k in range(4):
                     at[k] = np.uint64(min(max(first + plan.steps[0, i + k], 0), COUNT + plan.places))
-                _raise(best, either, at[0], at[1], at[2], at[3], count)
+                _max_of_four(best, either, at[0], at[1], at[2], at[3], count)
         if f.extreme == f.most:
             for g in range(count):
                 totals[0, g] += best[g]
@@ -345,14 +359,14 @@ def _promise(f, plan, d0, space):
         for side in range(2):
             for g in range(count):
                 both[g] = best[g]
-            _raise(both, profile[1 - side, s], place, place, place, place, count)
+            _max_of_four(both, profile[1 - side, s], place, place, place, place, count)
             for g in range(count):
                 totals[side, g] += both[g]
 
 
 @part
-def _near(f, plan, place, side, space):
-    """chosen[0, 0]: the magnitudes of multipliers that the profile likes best under the super-scale at `place`."""
+def _likely_multipliers(f: Format, plan: Plan, place: int, side: int, space: Space) -> None:
+    """chosen[0, 0]: the magnitudes of the best multipliers, by the profile, under the super-scale at `place`."""
     profile, near = space.profile, space.chosen[0, 0]
     for s in range(LANES):
         best, choice = np.float32(0), f.first
@@ -369,8 +383,8 @@ def _near(f, plan, place, side, space):
 
 
 @part
-def _choose(f, plan, d, side, space):
-    """Multipliers (magnitudes) next to chosen[0, 0], and books, of least error: to chosen[1]. Returns the error."""
+def _choose_multipliers(f: Format, plan: Plan, d: np.float32, side: int, space: Space) -> np.float32:
+    """Fill chosen[1] with the multipliers (magnitudes) next to chosen[0, 0], and books, of least error; return it."""
     scales, twice, best, sums = space.lanes[1], space.lanes[2], space.lanes[3], space.sums
     near, tried, magnitudes, books = space.chosen[0, 0], space.chosen[0, 1], space.chosen[1, 0], space.chosen[1, 1]
     if f.step == 1:  # there is a multiplier 0
@@ -386,9 +400,9 @@ def _choose(f, plan, d, side, space):
             twice[s] = np.float32(2) / scales[s]
         _errors(space.x, scales, twice, f.book, sums)
         for b in range(4):
-            barred = np.int32(f.extreme) if f.extreme > f.most and b // 2 == side else np.int32(0)
+            excluded = np.int32(f.extreme) if f.extreme > f.most and b // 2 == side else np.int32(0)
             for s in range(LANES):
-                better = (sums[b, s] < best[s]) & (tried[s] != barred)
+                better = (sums[b, s] < best[s]) & (tried[s] != excluded)
                 magnitudes[s] = tried[s] if better else magnitudes[s]
                 books[s] = np.int32(b) if better else books[s]
                 best[s] = sums[b, s] if better else best[s]
@@ -399,8 +413,8 @@ def _choose(f, plan, d, side, space):
 
 
 @part
-def _sums(f, d, which, space):
-    """Of each lane sum w x c, to sums[0], and sum w c^2, to sums[1]: codes under d and the choice in chosen[which]."""
+def _sums(f: Format, d: np.float32, which: int, space: Space) -> None:
+    """Fill sums[0] with sum w x c and sums[1] with sum w c^2 of each lane, for codes under d and chosen[which]."""
     x, twice, sums = space.x, space.lanes[2], space.sums
     magnitudes, books = space.chosen[which, 0], space.chosen[which, 1]
     for s in range(LANES):
@@ -414,7 +428,7 @@ def _sums(f, d, which, space):
 
 
 @part
-def _refit(f, d, space):
+def _refit(f: Format, d: np.float32, space: Space) -> np.float32:
     """The super-scale of least error for the codes that d, multipliers and books of chosen[1] give."""
     _sums(f, d, 1, space)
     p = q = np.float32(0)
@@ -426,8 +440,10 @@ def _refit(f, d, space):
 
 
 @part
-def _settle(f, plan, d, unit, side, least, space):
-    """Choose, refit, again while the error falls; keeps in chosen[2] what is better than `least`.
+def _refine(
+    f: Format, plan: Plan, d: np.float32, unit: np.float32, side: int, least: np.float32, space: Space
+) -> tuple[np.float32, np.float32]:
+    """Choose multipliers and refit d while the error falls; keep in chosen[2] what is better than `least`.
 
     Returns the least error and its super-scale, 0 where nothing was better.
     """
@@ -435,7 +451,7 @@ def _settle(f, plan, d, unit, side, least, space):
     found = np.float32(0)
     last = np.float32(np.inf)
     for _ in range(plan.rounds):
-        error = _choose(f, plan, d, side, space)
+        error = _choose_multipliers(f, plan, d, side, space)
         if error < least:
             least, found = error, d
             for s in range(LANES):
@@ -453,7 +469,7 @@ def _settle(f, plan, d, unit, side, least, space):
 
 
 @part
-def _realign(f, plan, d, unit, space):
+def _align_scale(f: Format, plan: Plan, d: np.float32, unit: np.float32, space: Space) -> np.float32:
     """The super-scale near d of which the least-squares scales of the sub-blocks are nearest to being multiples.
 
     Their multipliers go to chosen[0, 0]. For fine multipliers, where the profile's places are too wide to tell.
@@ -487,8 +503,8 @@ def _realign(f, plan, d, unit, space):
 
 
 @part
-def _bar_unstorable(plan, d0, unit, totals):
-    """Where halves are further apart than places, leave only the places that are halves."""
+def _exclude_unstorable(plan: Plan, d0: int, unit: np.float32, totals: np.ndarray) -> None:
+    """Where halves are further apart than places, exclude the places that are not halves."""
     ulp = np.float32(LEAST_HALF) / unit
     if scale_at(d0, plan.q) < np.float32(2 * plan.q) * ulp:
         for g in range(plan.scales):
@@ -498,8 +514,8 @@ def _bar_unstorable(plan, d0, unit, totals):
 
 
 @part
-def _take_best(count, totals):
-    """Place and sign of the super-scale of the largest promise, which is taken from the list, with its neighbours."""
+def _pop_best(count: int, totals: np.ndarray) -> tuple[int, int]:
+    """Place and sign of the super-scale of largest estimate, which is removed from the list with its neighbours."""
     best, choice, side = np.float32(-1), -1, 0
     for turn in range(2):
         for g in range(count):
@@ -510,38 +526,43 @@ def _take_best(count, totals):
 
 
 @inner
-def search(f, plan, unit, space, multipliers, flags, codes):
-    """The block that `load` took: returns its super-scale; signed multipliers and flags int32[16], codes uint8[256]."""
+def search(
+    f: Format, plan: Plan, unit: np.float32, space: Space, multipliers: np.ndarray, flags: np.ndarray, codes: np.ndarray
+) -> np.float32:
+    """Search the block that `load_sub_blocks` loaded; returns its super-scale.
+
+    Fills multipliers int32[16], signed, flags int32[16] and codes uint8[256].
+    """
     space.chosen[2] = np.int32(0)
     d0 = _profile(f, plan, space) + plan.below
-    _promise(f, plan, d0, space)
+    _estimate_gains(f, plan, d0, space)
     least, d, sign = np.float32(np.inf), np.float32(0), 0
-    _bar_unstorable(plan, d0, unit, space.totals)
+    _exclude_unstorable(plan, d0, unit, space.totals)
     for i in range(plan.tries):
-        choice, side = _take_best(plan.scales, space.totals)
+        choice, side = _pop_best(plan.scales, space.totals)
         if choice < 0 and i > 0:
             break
         start = storable(scale_at(d0 + choice, plan.q), unit)
         if choice < 0:  # not one half among them: the next above
             ulp = np.float32(LEAST_HALF) / unit
             start = storable(np.ceil(scale_at(d0, plan.q) / ulp) * ulp, unit)
-        _near(f, plan, place_of(start, plan.q), side, space)
-        least, found = _settle(f, plan, start, unit, side, least, space)
+        _likely_multipliers(f, plan, place_of(start, plan.q), side, space)
+        least, found = _refine(f, plan, start, unit, side, least, space)
         if found > np.float32(0):
             d, sign = found, side
     if plan.fits and d > np.float32(0):
-        start = _realign(f, plan, d, unit, space)
+        start = _align_scale(f, plan, d, unit, space)
         if start != d:
-            least, found = _settle(f, plan, start, unit, sign, least, space)
+            least, found = _refine(f, plan, start, unit, sign, least, space)
             d = found if found > np.float32(0) else d
-    _finish(f, d, sign, space, multipliers, flags, codes)
+    _final_codes(f, d, sign, space, multipliers, flags, codes)
     if d > np.float32(0):
-        d = storable(d * _enlargement(least, space), unit)
+        d = storable(d * _norm_correction(least, space), unit)
     return (d if sign == 0 else -d) * unit
 
 
 @part
-def _enlargement(error, space):
+def _norm_correction(error: np.float32, space: Space) -> np.float32:
     """The factor 1 + e^2 / 2 that gives a block its norm back, e^2 being the relative error."""
     norm = np.float32(0)
     for j in range(LANES):
@@ -551,7 +572,9 @@ def _enlargement(error, space):
 
 
 @part
-def _finish(f, d, sign, space, multipliers, flags, codes):
+def _final_codes(
+    f: Format, d: np.float32, sign: int, space: Space, multipliers: np.ndarray, flags: np.ndarray, codes: np.ndarray
+) -> None:
     """Signed multipliers, flags and codes of the best choice."""
     x = space.flat[0]
     for s in range(LANES):

@@ -2,21 +2,23 @@
 
     y = (d * m) * c        m an integer multiplier of the group, c the value of a code in one of two books
 
-Minimise sum w (x - y)^2 over d, multipliers of either sign, books and codes. Under a scale s = d * m the best codes are
-the nearest ones, and what they remove from the error is
+    minimise  sum w (x - y)^2  over d, multipliers of either sign, books and codes
+
+It serves iq2_ks, iq3_ks, iq4_ks, iq5_ks, iq4_kss and iq4_xs. Under a scale s = d * m the best codes are the nearest
+ones, and they reduce the error by
 
     gain = s (2 P - s R) = R s (2 q - s)        P = sum w x c,  R = sum w c^2,  q = P / R
 
 1. *Profile.* For a grid of scales of every group, both signs and both books: q and R of the nearest codes.
-2. *First d.* For the codes of one profile entry the best multiplier under any d is the allowed one nearest to q / d. So
-   the profile promises a gain for every d without looking at the elements again: the best of a grid of d is taken.
+2. *Initial d.* For the codes of one profile entry the best multiplier under any d is the allowed one nearest to q / d.
+   So the profile estimates the gain of every d without reading the elements again; the best of a grid of d is taken.
    Each d is one that the file can hold: it is rounded *before* anything is chosen under it.
-3. *Exact rounds.* Under d, the most promising multiplier of either sign and book is measured with its own nearest
+3. *Exact rounds.* Under d, the multiplier of largest estimate for either sign and book is measured with its own nearest
    codes, then the neighbours of the best; then d becomes sum m P / sum m^2 R, the optimum for these codes, and again.
 
 Groups are the lanes of SIMD code, LANES of them a tile: sums are formed element by element, so the bytes do not depend
-on the width of the CPU's vectors. A span is searched in units of a power of two that brings its largest magnitude to
-[1, 2). Arrays are float32 and flat, so that one loop runs through them:
+on the width of the CPU's vectors. A span is divided by a power of two that brings its largest magnitude to [1, 2).
+Arrays are float32 and flat, so that one loop runs through them:
 
     data[tile]         element j of a lane at [j * LANES + lane], its weight at [(32 + j) * LANES + lane]
     state              candidate c (of 4) of a lane, value v at [v + c * LANES + lane], v as named below
@@ -45,93 +47,93 @@ SCALE = 4 * WIDTH
 MULTIPLIER = 5 * WIDTH
 GAIN = 6 * WIDTH
 D = 7 * WIDTH  # of the lane's span
-OVER_D = 8 * WIDTH  # its inverse
+INVERSE_D = 8 * WIDTH  # its inverse
 LOSS, LOSS_P, LOSS_R, ODD = 9 * WIDTH, 10 * WIDTH, 11 * WIDTH, 12 * WIDTH  # see _measure_even
 STATE_SIZE = 13 * WIDTH
 
 # The tables of all books in one: only reads from a constant array become SIMD gathers beside stores to another.
 _ROUNDED = np.concatenate([book.rounded for book in (K2, K3, K4, K5)])
 _NEAREST = np.concatenate([book.nearest for book in (K2, K3, K4, K5)])
-IN_K2, IN_K3, IN_K4, IN_K5 = (2 * BINS * i for i in range(4))  # where each begins
+K2_START, K3_START, K4_START, K5_START = (2 * BINS * i for i in range(4))  # where each begins
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _TWO, _MIDDLE, _LAST = np.float32(2), np.float32(BINS // 2), np.float32(BINS - 1)
 _INFINITE = np.float32(np.inf)
 _ROUND = np.float32(3 << 22)  # adding and subtracting it rounds |t| < 2^22 to an integer, ties to even
-_FAR = np.float32(1 << 20)  # multipliers are held to it before they are rounded
+_MULTIPLIER_LIMIT = np.float32(1 << 20)  # multipliers are clipped to it before they are rounded
 _FLOAT_MAX, _LEAST_FLOAT = np.float32(3.4e38), np.float32(2.0**-149)
 _LEAST_UNIT, _MOST_UNIT = np.float32(2.0**-100), np.float32(2.0**120)  # they and their inverses are normal numbers
 _GAUSSIAN = np.float32(np.pi / 2)  # variance / (mean magnitude)^2
-_FLOOR = np.float32(2.0**-60)  # of weights, in units: keeps R above zero
+_FLOOR = np.float32(2.0**-60)  # least weight: keeps R above zero
 _LEAST_SUM = np.float32(2.0**-80)  # against division by zero in lanes without a group
 
 # By effort.
 _PLACES = (4, 6, 16)  # entries of a profile for each sign of two books,
-_MERGED = 2  # the best of so many scales each
-_TRIES = (8, 24, 32)  # super-scales looked at before each exact search
-_STARTS = (1, 1, 6)  # exact searches: from the best of so many ranges of super-scales
-_LEAST, _MOST = np.float32(0.8), np.float32(1.3)  # from and to these multiples of the usual one
+_SCALES_PER_PLACE = 2  # of which each place keeps the best
+_TRIES = (8, 24, 32)  # super-scales estimated before each exact search
+_STARTS = (1, 1, 6)  # exact searches, each from the best of its own range of super-scales
+_LEAST, _MOST = np.float32(0.8), np.float32(1.3)  # super-scales tried, in multiples of the typical one
 _ROUNDS = (1, 2, 6)  # exact choices in each
 
 
 class Rules(NamedTuple):
-    """What a type allows, and where its search looks."""
+    """What a type allows, and the range of its search."""
 
     lowest: np.float32  # multiplier
     highest: np.float32
     step: np.float32  # 1, or 2 for odd multipliers only
-    table: int  # IN_K2 …: where its books begin in the tables
+    table: int  # K2_START …: where its books begin in the tables
     books: int
-    even: bool  # the codes of each word of four have an even number of ones together
+    even_parity: bool  # the codes of each word of four have an even number of ones together
     span: int  # groups that share a d, 0 for all of the row
     half: bool  # d is stored as a half
     extreme: np.float32  # code value of largest magnitude
     near: np.float32  # the profile puts a group's largest element at this many code units
     far: np.float32  # to this many
-    alone: np.float32  # these two shape the weights of the objective without importance, see `_weigh`
-    steady: bool
+    variance_weight: np.float32  # this and the next shape the weights without importance, see `_set_weights`
+    robust_variance: bool
 
 
 class Space(NamedTuple):
-    """What a search works on, allocated once a call."""
+    """Work space of a search, allocated once a call of the encoder."""
 
     data: np.ndarray  # [tiles, 64 * LANES]
     tops: np.ndarray  # [lanes] largest magnitude of a group
     q: np.ndarray  # [tiles, places * WIDTH]
     r: np.ndarray
     state: np.ndarray  # [STATE_SIZE]
-    multiplier: np.ndarray  # [2, lanes]: under the d under trial; under the best
+    multiplier: np.ndarray  # [2, lanes]: under the tried d; under the best
     book: np.ndarray  # [2, lanes], likewise: its place in the tables of codes
-    p: np.ndarray  # [lanes] sums under the d under trial
+    p: np.ndarray  # [lanes] sums under the tried d
     s: np.ndarray
     gain: np.ndarray
-    owner: np.ndarray  # int64[lanes] the span of each
+    span_of: np.ndarray  # int64[lanes] the span of each
     unit: np.ndarray  # [spans]
-    usual: np.ndarray  # the d that the largest scale a group wants would make
-    tried: np.ndarray  # d under trial,
-    promise: np.ndarray  # what it promises
-    first: np.ndarray  # d of most promise
-    promised: np.ndarray  # and that promise
+    typical: np.ndarray  # the d under which the span's largest fitted scale has the largest multiplier
+    tried: np.ndarray  # d that is being tried
+    estimate: np.ndarray  # its estimated gain
+    first: np.ndarray  # d of largest estimate
+    best_estimate: np.ndarray  # and that estimate
     most: np.ndarray  # largest gain
     d: np.ndarray  # and the d that has it; 0 where zeros are best
 
 
 @part
-def _places(rules, effort):
+def _places(rules: Rules, effort: int) -> int:
     """Entries of the profile for each of 4 candidates; with one book there are twice as many for each sign."""
     return _PLACES[effort] if rules.books == 2 else (2 * _PLACES[effort] + 2) // 3
 
 
 @kernel
-def space_for(n, rules, effort):
+def new_space(n: int, rules: Rules, effort: int) -> Space:
     """The arrays for searching rows of n elements."""
     places = _places(rules, effort)
     tiles = (n // 32 + LANES - 1) // LANES
     lanes = tiles * LANES
     spans = n // 32 // rules.span if rules.span else 1
-    owner = np.empty(lanes, np.int64)
+    span_of = np.empty(lanes, np.int64)
     for lane in range(lanes):
-        owner[lane] = min(lane // rules.span if rules.span else 0, spans - 1)
+        span_of[lane] = min(lane // rules.span if rules.span else 0, spans - 1)
     return Space(
         np.zeros((tiles, 64 * LANES), np.float32),
         np.zeros(lanes, np.float32),
@@ -143,7 +145,7 @@ def space_for(n, rules, effort):
         np.zeros(lanes, np.float32),
         np.zeros(lanes, np.float32),
         np.zeros(lanes, np.float32),
-        owner,
+        span_of,
         np.zeros(spans, np.float32),
         np.zeros(spans, np.float32),
         np.zeros(spans, np.float32),
@@ -159,8 +161,8 @@ def space_for(n, rules, effort):
 
 
 @part
-def _load(x, first_group, space):
-    """Put a span, float32[n], into `data` and `tops` from group `first_group` on. Returns its unit."""
+def _load(x: np.ndarray, first_group: int, space: Space) -> np.float32:
+    """Load a span, float32[n], into `data` and `tops` from group `first_group` on. Returns its `unit`."""
     largest = _ZERO
     for i in range(len(x)):
         largest = max(largest, abs(x[i]))
@@ -179,12 +181,12 @@ def _load(x, first_group, space):
 
 
 @part
-def _weigh(importance, first_group, groups, rules, space):
-    """Fill in the weights of a span, of importance float32[row] or float32[0].
+def _set_weights(importance: np.ndarray, first_group: int, groups: int, rules: Rules, space: Space) -> None:
+    """Fill in the weights of a span from importance float32[row] or float32[0].
 
-    w = q where there is an importance q, relative to the span's largest, with a floor under each block's and under all.
-    Else w = alone v + x^2, v being the mean of x^2 over the block of 256, or where `steady` what it would be of
-    Gaussian numbers of the block's mean magnitude, which outliers do not raise as much.
+    w = q where there is an importance q, relative to the span's largest, with a least weight per block and per span.
+    Else w = variance_weight * v + x^2, v being the mean of x^2 over the block of 256; with `robust_variance` v is that
+    of Gaussian numbers with the block's mean magnitude, which outliers raise less.
     """
     largest = _ZERO
     for i in range(32 * first_group, 32 * (first_group + groups) if len(importance) else 0):
@@ -200,7 +202,7 @@ def _weigh(importance, first_group, groups, rules, space):
             if given:
                 in_block = max(in_block, importance[256 * block + i] / largest)
         size, variance = sizes / np.float32(256), squares / np.float32(256)
-        if rules.steady:
+        if rules.robust_variance:
             variance = _GAUSSIAN * size * size
         least = np.float32(LEAST_WEIGHT) * max(in_block, np.float32(LEAST_WEIGHT))
         for group in range(8 * block, 8 * block + 8):
@@ -209,12 +211,12 @@ def _weigh(importance, first_group, groups, rules, space):
                 if given:
                     weight = max(importance[32 * group + j] / largest, least)
                 else:
-                    weight = rules.alone * variance + tile[j * LANES + lane] * tile[j * LANES + lane]
+                    weight = rules.variance_weight * variance + tile[j * LANES + lane] * tile[j * LANES + lane]
                 tile[(32 + j) * LANES + lane] = max(weight, _FLOOR)
 
 
 @kernel
-def stored(d, unit, rules):
+def storable_scale(d: np.float32, unit: np.float32, rules: Rules) -> np.float32:
     """The super-scale nearest to d, in units, that a file can hold and that leaves all values finite."""
     if rules.half:
         return storable(d, unit)
@@ -227,7 +229,7 @@ def stored(d, unit, rules):
 
 
 @part
-def _measure_nearest(data, state):
+def _measure_nearest(data: np.ndarray, state: np.ndarray) -> None:
     """P and R of the nearest codes under the 4 candidates of every lane of a tile."""
     for i in range(2 * WIDTH):
         state[P + i] = _ZERO
@@ -257,15 +259,15 @@ def _pairs() -> np.ndarray:
 
 
 _PAIRS = _pairs()
-_PAIR_OFFSET, _CENTRE = np.float32(IN_K4), np.float32(128)
+_PAIR_OFFSET, _CENTRE = np.float32(K4_START), np.float32(128)
 
 
 @part
-def _measure_even(data, state):
+def _measure_even(data: np.ndarray, state: np.ndarray) -> None:
     """P and R of the best codes of which each word of four has an even number of ones.
 
-    These are the nearest codes, and where a word's ones are odd in number, that one replaced whose loss is least by
-    its nearest code of the other parity: to replace three costs more.
+    These are the nearest codes; where a word has an odd number of ones, the code whose replacement by its nearest
+    code of the other parity costs least is replaced. To replace three costs more.
     """
     for i in range(2 * WIDTH):
         state[P + i] = _ZERO
@@ -299,21 +301,21 @@ def _measure_even(data, state):
 
 
 @part
-def _measure(data, rules, state):
+def _measure(data: np.ndarray, rules: Rules, state: np.ndarray) -> None:
     """P and R of the best codes a type allows under the 4 candidates of every lane of a tile."""
-    if rules.even:
+    if rules.even_parity:
         _measure_even(data, state)
     else:
         _measure_nearest(data, state)
 
 
 @part
-def _profile(space, rules, places):
+def _profile(space: Space, rules: Rules, places: int) -> None:
     """Fill the profile: scales that put a group's largest element at `near` to `far` code units.
 
-    Each place keeps the better, by the gain R q^2 at its own optimum, of _MERGED scales.
+    Each place keeps the better, by the gain R q^2 at its own optimum, of _SCALES_PER_PLACE scales.
     """
-    state, count = space.state, places * _MERGED
+    state, count = space.state, places * _SCALES_PER_PLACE
     for tile in range(len(space.data)):
         tops = space.tops[tile * LANES : tile * LANES + LANES]
         for k in range(count):
@@ -327,9 +329,9 @@ def _profile(space, rules, places):
                     state[INVERSE + c * LANES + lane] = _TWO / scale
                     state[OFFSET + c * LANES + lane] = np.float32(rules.table + BINS * (c // 2) * (rules.books - 1))
             _measure(space.data[tile], rules, state)
-            first = k // _MERGED * WIDTH
+            first = k // _SCALES_PER_PLACE * WIDTH
             q, r = space.q[tile, first : first + WIDTH], space.r[tile, first : first + WIDTH]
-            anew = k % _MERGED == 0
+            anew = k % _SCALES_PER_PLACE == 0
             for i in range(WIDTH):
                 best, known = state[P + i] / max(state[R + i], _LEAST_SUM), q[i]
                 better = anew or state[P + i] * best > r[i] * known * known
@@ -341,30 +343,30 @@ def _profile(space, rules, places):
 
 
 @part
-def _set_scales(tile, space):
-    """D and OVER_D of a tile's lanes from TRIED of their spans."""
+def _set_scales(tile: int, space: Space) -> None:
+    """D and INVERSE_D of a tile's lanes from TRIED of their spans."""
     state = space.state
     for lane in range(LANES):
-        state[D + lane] = space.tried[space.owner[tile * LANES + lane]]
+        state[D + lane] = space.tried[space.span_of[tile * LANES + lane]]
     for i in range(3 * LANES):
         state[D + LANES + i] = state[D + i % LANES]
     for i in range(WIDTH):
-        state[OVER_D + i] = _ONE / state[D + i]
+        state[INVERSE_D + i] = _ONE / state[D + i]
 
 
 @kernel(inline="always")
-def _nearest_multiplier(q, over_d, rules):
-    """The allowed multiplier nearest to q / d."""
-    t = min(max((q * over_d + _ONE - rules.step) * (_ONE / rules.step), -_FAR), _FAR)
+def _nearest_multiplier(q: np.float32, inverse_d: np.float32, rules: Rules) -> np.float32:
+    """The allowed multiplier nearest to q / d; `inverse_d` is 1 / d."""
+    t = min(max((q * inverse_d + _ONE - rules.step) * (_ONE / rules.step), -_MULTIPLIER_LIMIT), _MULTIPLIER_LIMIT)
     return min(max(((t + _ROUND) - _ROUND) * rules.step + rules.step - _ONE, rules.lowest), rules.highest)
 
 
 @part
-def _promised(groups, rules, places, space):
-    """PROMISE of every span under TRIED: the gain of its lanes' best profile entries."""
+def _estimate_gains(groups: int, rules: Rules, places: int, space: Space) -> None:
+    """Fill `estimate` of every span under `tried`: the summed gain of its lanes' best profile entries."""
     state = space.state
-    for span in range(len(space.promise)):
-        space.promise[span] = _ZERO
+    for span in range(len(space.estimate)):
+        space.estimate[span] = _ZERO
     for tile in range(len(space.data)):
         q, r = space.q[tile], space.r[tile]
         _set_scales(tile, space)
@@ -373,24 +375,24 @@ def _promised(groups, rules, places, space):
         for k in range(places):
             for i in range(WIDTH):
                 best = q[k * WIDTH + i]
-                s = state[D + i] * _nearest_multiplier(best, state[OVER_D + i], rules)
+                s = state[D + i] * _nearest_multiplier(best, state[INVERSE_D + i], rules)
                 gain = r[k * WIDTH + i] * s * (best + best - s)
                 state[GAIN + i] = max(gain, state[GAIN + i])
         for lane in range(min(LANES, groups - tile * LANES)):
             left = max(state[GAIN + lane], state[GAIN + LANES + lane])
             right = max(state[GAIN + 2 * LANES + lane], state[GAIN + 3 * LANES + lane])
-            space.promise[space.owner[tile * LANES + lane]] += max(left, right)
+            space.estimate[space.span_of[tile * LANES + lane]] += max(left, right)
 
 
 @part
-def _most_promising(q, r, rules, places, state):
-    """MULTIPLIER of most promise under D of every lane of a tile, for each sign and book."""
+def _best_multipliers(q: np.ndarray, r: np.ndarray, rules: Rules, places: int, state: np.ndarray) -> None:
+    """MULTIPLIER of largest estimate under D of every lane of a tile, for each sign and book."""
     for i in range(WIDTH):
         state[GAIN + i] = -_INFINITE
     for k in range(places):
         for i in range(WIDTH):
             best = q[k * WIDTH + i]
-            m = _nearest_multiplier(best, state[OVER_D + i], rules)
+            m = _nearest_multiplier(best, state[INVERSE_D + i], rules)
             s = state[D + i] * m
             gain = r[k * WIDTH + i] * s * (best + best - s)
             most, found = state[GAIN + i], state[MULTIPLIER + i]
@@ -399,8 +401,8 @@ def _most_promising(q, r, rules, places, state):
 
 
 @part
-def _try(rules, data, state):
-    """Measure the candidates that MULTIPLIER and OFFSET name."""
+def _measure_candidates(rules: Rules, data: np.ndarray, state: np.ndarray) -> None:
+    """P and R of the candidates given by MULTIPLIER and OFFSET."""
     for i in range(WIDTH):
         m = min(max(state[MULTIPLIER + i], rules.lowest), rules.highest)
         state[MULTIPLIER + i] = m
@@ -411,8 +413,8 @@ def _try(rules, data, state):
 
 
 @part
-def _keep_best(tile, space):
-    """Of the measured candidates of a tile keep what is better than what was found before."""
+def _keep_best(tile: int, space: Space) -> None:
+    """Keep the measured candidates of a tile that are better than the best so far."""
     state = space.state
     for c in range(4):
         for lane in range(LANES):
@@ -425,24 +427,24 @@ def _keep_best(tile, space):
 
 
 @part
-def _choose(rules, places, space):
-    """Multiplier and book of every lane under TRIED, by exact gains."""
+def _choose_multipliers(rules: Rules, places: int, space: Space) -> None:
+    """Choose multiplier and book of every lane under `tried`, by exact gains."""
     state = space.state
     for lane in range(len(space.gain)):
         space.gain[lane] = -_INFINITE
     for tile in range(len(space.data)):
         _set_scales(tile, space)
-        _most_promising(space.q[tile], space.r[tile], rules, places, state)
+        _best_multipliers(space.q[tile], space.r[tile], rules, places, state)
         for i in range(WIDTH):
             state[OFFSET + i] = np.float32(rules.table + BINS * (i // (2 * LANES)) * (rules.books - 1))
-        _try(rules, space.data[tile], state)
+        _measure_candidates(rules, space.data[tile], state)
         _keep_best(tile, space)
         for c in range(4):
             offset = rules.step * np.float32(c // 2 + 1) * np.float32(1 - c % 2 * 2)
             for lane in range(LANES):
                 state[MULTIPLIER + c * LANES + lane] = space.multiplier[0, tile * LANES + lane] + offset
                 state[OFFSET + c * LANES + lane] = space.book[0, tile * LANES + lane]
-        _try(rules, space.data[tile], state)
+        _measure_candidates(rules, space.data[tile], state)
         _keep_best(tile, space)
 
 
@@ -450,10 +452,10 @@ def _choose(rules, places, space):
 
 
 @part
-def _usual_scales(groups, rules, places, space):
-    """USUAL of every span: the d whose largest multiplier is the largest scale that a group of it would have alone."""
-    for span in range(len(space.usual)):
-        space.usual[span] = _FLOOR
+def _typical_scales(groups: int, rules: Rules, places: int, space: Space) -> None:
+    """Fill `typical`: the d of each span whose largest multiplier gives the largest scale that a group of it fits."""
+    for span in range(len(space.typical)):
+        space.typical[span] = _FLOOR
     for group in range(groups):
         q, r = space.q[group // LANES], space.r[group // LANES]
         most, wanted = _ZERO, _ZERO
@@ -462,36 +464,41 @@ def _usual_scales(groups, rules, places, space):
             gain = r[i] * q[i] * q[i]
             if gain > most:
                 most, wanted = gain, abs(q[i])
-        span = space.owner[group]
-        space.usual[span] = max(space.usual[span], wanted / max(rules.highest, -rules.lowest))
+        span = space.span_of[group]
+        space.typical[span] = max(space.typical[span], wanted / max(rules.highest, -rules.lowest))
 
 
 @part
-def _first_scales(low, high, tries, groups, rules, places, space):
-    """TRIED of every span: of multiples low to high of the usual d the one that promises most.
+def _initial_scales(
+    low: np.float32, high: np.float32, tries: int, groups: int, rules: Rules, places: int, space: Space
+) -> None:
+    """Set `tried` of every span to the d of largest estimate among `low` to `high` times the typical one.
 
     Signs take turns where the multipliers of the two differ.
     """
     symmetric = rules.lowest == -rules.highest
     for span in range(len(space.d)):
-        space.promised[span] = -_INFINITE
+        space.best_estimate[span] = -_INFINITE
     for t in range(tries):
         factor = low + (high - low) * np.float32(t) / np.float32(tries - 1)
         if t % 2 and not symmetric:
             factor = -factor
         for span in range(len(space.d)):
-            space.tried[span] = stored(factor * space.usual[span], space.unit[span], rules)
-        _promised(groups, rules, places, space)
+            space.tried[span] = storable_scale(factor * space.typical[span], space.unit[span], rules)
+        _estimate_gains(groups, rules, places, space)
         for span in range(len(space.d)):
-            if space.promise[span] > space.promised[span]:
-                space.promised[span], space.first[span] = space.promise[span], space.tried[span]
+            if space.estimate[span] > space.best_estimate[span]:
+                space.best_estimate[span], space.first[span] = space.estimate[span], space.tried[span]
     for span in range(len(space.d)):
         space.tried[span] = space.first[span]
 
 
 @part
-def _keep_and_refit(groups, rules, space):
-    """Keep what `_choose` found where it is a span's best, and make TRIED the least-squares d. Returns if any moved."""
+def _record_and_refit(groups: int, rules: Rules, space: Space) -> bool:
+    """Record the result of `_choose_multipliers` where it is a span's best; set `tried` to the least-squares d.
+
+    Returns whether any d changed.
+    """
     moved = False
     span_groups = rules.span if rules.span else groups
     for span in range(len(space.d)):
@@ -508,16 +515,16 @@ def _keep_and_refit(groups, rules, space):
                 space.multiplier[1, lane], space.book[1, lane] = space.multiplier[0, lane], space.book[0, lane]
         ratio = above / (below * d) if below > _ZERO else _ONE
         if np.float32(0.5) < ratio < np.float32(2):
-            space.tried[span] = stored(d * ratio, space.unit[span], rules)
+            space.tried[span] = storable_scale(d * ratio, space.unit[span], rules)
         moved |= space.tried[span] != d
     return moved
 
 
 @kernel
-def search(x, importance, rules, effort, space):
-    """Find d of every span of a row (in its unit; 0 where zeros are best), multipliers and books of its groups.
+def search(x: np.ndarray, importance: np.ndarray, rules: Rules, effort: int, space: Space) -> None:
+    """Find d of every span of a row (divided by `unit`; 0 where zeros are best), multipliers and books of its groups.
 
-    They are in row 1 of `multiplier` and `book`.
+    Results are `space.d`, `space.unit` and row 1 of `space.multiplier` and `space.book`.
     """
     groups = len(x) // 32
     span_groups = rules.span if rules.span else groups
@@ -525,26 +532,26 @@ def search(x, importance, rules, effort, space):
     for span in range(len(space.d)):
         first = span * span_groups
         space.unit[span] = _load(x[32 * first : 32 * (first + span_groups)], first, space)
-        _weigh(importance, first, span_groups, rules, space)
+        _set_weights(importance, first, span_groups, rules, space)
         space.most[span], space.d[span] = _ZERO, _ZERO
     for group in range(groups):
         space.multiplier[1, group], space.book[1, group] = rules.step - _ONE, np.float32(rules.table)
     _profile(space, rules, places)
-    _usual_scales(groups, rules, places, space)
+    _typical_scales(groups, rules, places, space)
     width = (_MOST - _LEAST) / np.float32(starts)
     for start in range(starts):
         low = _LEAST + width * np.float32(start)
-        _first_scales(low, low + width, tries, groups, rules, places, space)
+        _initial_scales(low, low + width, tries, groups, rules, places, space)
         for _ in range(_ROUNDS[effort]):
-            _choose(rules, places, space)
-            if not _keep_and_refit(groups, rules, space):
+            _choose_multipliers(rules, places, space)
+            if not _record_and_refit(groups, rules, space):
                 break
 
 
 @kernel
-def codes_of(group, space, codes):
-    """codes uint8[32] of a group under what `search` chose."""
-    scale = space.d[space.owner[group]] * space.multiplier[1, group]
+def group_codes(group: int, space: Space, codes: np.ndarray) -> None:
+    """Fill codes uint8[32] of a group under the scales that `search` chose."""
+    scale = space.d[space.span_of[group]] * space.multiplier[1, group]
     book = np.int32(space.book[1, group])
     twice = _TWO / scale if scale != _ZERO else _ZERO
     tile, lane = space.data[group // LANES], group % LANES
@@ -554,11 +561,11 @@ def codes_of(group, space, codes):
 
 
 @kernel
-def even_codes_of(group, space, codes):
-    """The same of K4 codes: each word of four, 2k, 2k + 16, 2k + 1, 2k + 17, has an even number of ones."""
-    scale = space.d[space.owner[group]] * space.multiplier[1, group]
-    book = np.int32(space.book[1, group]) - np.int32(IN_K4)
-    codes_of(group, space, codes)
+def even_group_codes(group: int, space: Space, codes: np.ndarray) -> None:
+    """`group_codes` where each word of four codes, 2k, 2k + 16, 2k + 1, 2k + 17, has an even number of ones (K4)."""
+    scale = space.d[space.span_of[group]] * space.multiplier[1, group]
+    book = np.int32(space.book[1, group]) - np.int32(K4_START)
+    group_codes(group, space, codes)
     twice = _TWO / scale if scale != _ZERO else _ZERO
     tile, lane = space.data[group // LANES], group % LANES
     for k in range(8):
@@ -578,7 +585,7 @@ def even_codes_of(group, space, codes):
 
 
 @kernel
-def odd_scale(group, space):
+def scale_byte(group: int, space: Space) -> np.uint8:
     """The byte that holds an odd multiplier of -127 to 127 and, in bit 0, the book."""
     shifted = np.int32(space.book[1, group]) // np.int32(BINS) % np.int32(2)
     return np.uint8(np.int32(space.multiplier[1, group]) + np.int32(127) + shifted)

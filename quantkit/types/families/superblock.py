@@ -1,9 +1,10 @@
-"""Parts shared by the encoders of types with blocks of 256 and a half-precision super-scale d.
+"""What the encoders of types with blocks of 256 and a half-precision super-scale d share.
 
-A block is searched in units of a power of two, `unit`, so that its largest magnitude lies in [1, 2) and nothing over-
-or underflows; d is rounded to the half a file can hold *before* anything is chosen under it, because rounding it last
-turns into an error of the whole block (badly so where the half is subnormal; `nonlinear` alone moves d afterwards, by a
-few percent at most and to a half again). At the end: how codes are laid out.
+A block is divided by a power of two, `unit`, so that its largest magnitude lies in [1, 2) and nothing over- or
+underflows. d is rounded to the half that a file can hold *before* anything is chosen under it: rounded last, it would
+be an error of the whole block, and a large one where the half is subnormal. (`nonlinear` alone changes d afterwards, by
+a few percent at most, and rounds it to a half again.) The `put_…` functions at the end write codes in the layouts of
+the types.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ LEAST_WEIGHT = 2.0**-20  # of the block's largest: a column that the calibration
 
 
 @kernel
-def power_below(x):
+def power_below(x: np.float32) -> np.float32:
     """The largest power of two that is not above x (0 for 0 and subnormals)."""
     return np.uint32(np.float32(x).view(np.uint32) & np.uint32(0x7F800000)).view(np.float32)
 
 
 @kernel
-def load_block(x, xs, minimum):
-    """Copy a block in units of a power of two: x = xs * unit, largest |xs| in [1, 2). Returns unit, mean of xs^2.
+def load_block(x: np.ndarray, xs: np.ndarray, minimum: np.float32) -> tuple[np.float32, np.float32]:
+    """Divide a block by a power of two: x = xs * unit, largest |xs| in [1, 2). Returns unit and the mean of xs^2.
 
-    unit is 0, and xs undefined, when no element reaches `minimum`: then zeros are the best code there is.
+    unit is 0, and xs undefined, when no magnitude reaches `minimum`: then the block is stored as zeros.
     """
     largest = np.float32(0)
     for i in range(len(xs)):
@@ -44,12 +45,12 @@ def load_block(x, xs, minimum):
 
 
 @kernel
-def relative_importance(importance, first, w):
+def relative_importance(importance: np.ndarray, first: int, w: np.ndarray) -> bool:
     """Weights of a block relative to its largest, at least LEAST_WEIGHT; 1 without importance or where it is all zero.
 
-    `importance` is float32[n] (the block starts at `first`) or float32[0]. Returns whether there is any. Where there
-    is, elements' own sizes do not count. The reference's weights are q sqrt(v + x^2); with them, or what lies between
-    them and q, models diverge more from what they were (docs/notes/2026-11-22-encoder-weights.md).
+    `importance` is float32[n] (the block starts at `first`) or float32[0]. Returns whether it is used. The reference's
+    weights are q sqrt(v + x^2); with them, or with weights between them and q, models diverge more from the original
+    (docs/notes/2026-11-22-encoder-weights.md).
     """
     largest = np.float32(0)
     if len(importance):
@@ -64,15 +65,15 @@ def relative_importance(importance, first, w):
 
 
 @kernel
-def storable(d, unit):
-    """The half nearest to |d| * unit that is neither 0 nor Inf, with the sign of d, in units of `unit`."""
+def storable(d: np.float32, unit: np.float32) -> np.float32:
+    """The half nearest to |d| * unit that is neither 0 nor Inf, with the sign of d, divided by `unit`."""
     magnitude = min(max(abs(d) * unit, np.float32(LEAST_HALF)), np.float32(GREATEST_HALF))
-    value = half_to_float(float_to_half(magnitude)) / unit
+    value: np.float32 = half_to_float(float_to_half(magnitude)) / unit
     return value if d >= np.float32(0) else -value
 
 
 @kernel
-def put_half(out, at, value):
+def put_half(out: np.ndarray, at: int, value: np.float32) -> None:
     """Write a float32 that a half can hold as two bytes."""
     half = float_to_half(value)
     out[at] = np.uint8(half)
@@ -80,14 +81,14 @@ def put_half(out, at, value):
 
 
 @part
-def put_flags(flags, out):
+def put_flags(flags: np.ndarray, out: np.ndarray) -> None:
     """16 bits as two bytes: bit s from flags[s]."""
     for s in range(16):
         out[s // 8] |= np.uint8(flags[s] << (s % 8))
 
 
 @part
-def put_multipliers(multipliers, high, low):
+def put_multipliers(multipliers: np.ndarray, high: np.ndarray, low: np.ndarray) -> None:
     """Multipliers -32 to 31 of 16 sub-blocks, + 32: their high 2 bits in 4 bytes, their low 4 bits in 8."""
     for s in range(16):
         m = multipliers[s] + 32
@@ -96,7 +97,7 @@ def put_multipliers(multipliers, high, low):
 
 
 @part
-def put_bits(codes, shift, out):
+def put_bits(codes: np.ndarray, shift: int, out: np.ndarray) -> None:
     """Bit `shift` of 256 codes: byte r of 32 holds elements r, 32 + r, …, the first in the lowest bit."""
     for group in range(8):
         for r in range(32):
@@ -104,7 +105,7 @@ def put_bits(codes, shift, out):
 
 
 @part
-def put_pairs(codes, shift, out):
+def put_pairs(codes: np.ndarray, shift: int, out: np.ndarray) -> None:
     """Bits `shift`, + 1 of 256 codes: byte r of a half's 32 holds its elements r, 32 + r, 64 + r, 96 + r."""
     for group in range(8):
         for r in range(32):
@@ -113,7 +114,7 @@ def put_pairs(codes, shift, out):
 
 
 @part
-def put_nibbles(codes, width, out):
+def put_nibbles(codes: np.ndarray, width: int, out: np.ndarray) -> None:
     """The low 4 bits of 256 codes: byte r of `width` holds elements r and width + r of 2 * width."""
     for group in range(128 // width):
         for r in range(width):

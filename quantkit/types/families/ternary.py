@@ -4,10 +4,10 @@
 
 Under a given d the nearest code of x is 0 where |x| < d / 2, else the sign of x: so a row's codes are one threshold on
 |x|. The elements above a threshold, with A = sum w |x| and Q = sum w over them, have their best scale at d = A / Q and
-take A^2 / Q off the error. Thresholds on a coarse grid in units of the row's mean find the right hill (rows with
-outlier columns have two); then d -> A / Q of what is above d / 2 climbs it, each step for the better.
+take A^2 / Q off the error. Thresholds on a coarse grid in units of the row's mean find the highest local
+maximum (rows with outlier columns have two). Then d -> A / Q of the elements above d / 2 climbs it; no step loses.
 
-Rows that are ternary already, {-a, 0, a}, as the models these types are made for have them, keep their a exactly.
+Rows that are ternary already, {-a, 0, a}, as in the models for which these types are made, keep their a exactly.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _ZERO, _ONE, _HALF = np.float32(0), np.float32(1), np.float32(0.5)
 # over spans of 1024 elements in 32 bits. That is also the least weight: a column never seen still counts.
 _UNITS = np.float32(2.0**20)
 _SPAN = 1024
-_LEAST_UNIT = np.float32(2.0**-100)  # of |x|: the inverse of what is below may be none
+_LEAST_UNIT = np.float32(2.0**-100)  # of |x|: below it the inverse may overflow
 
 # Thresholds in units of the row's weighted mean of |x|, upwards. A normal distribution has its best at 0.77.
 _GRID = np.array([0.5, 1, 2, 4], np.float32)
 _FINE_GRID = np.geomspace(0.35, 12, 24).astype(np.float32)
-_FALLEN = np.float32(0.6)  # of the best gain: the grid is left where it has fallen below
-_STEPS = 1, 2, 8  # towards the top of the hill, by effort
+_FALLEN = np.float32(0.6)  # of the best gain: below it the scan of the grid ends
+_STEPS = 1, 2, 8  # of the climb, by effort
 
 
 @kernel
-def row_weights(importance, w):
+def row_weights(importance: np.ndarray, w: np.ndarray) -> None:
     """Fill float32[n] with weights in units of 2^-20 of the largest, all 2^20 without importance or where it is 0."""
     largest = _ZERO
     for j in range(importance.size):
@@ -44,7 +44,7 @@ def row_weights(importance, w):
 
 
 @kernel
-def find_scale(x, w, effort):
+def find_scale(x: np.ndarray, w: np.ndarray, effort: int) -> np.float32:
     """The scale d of a row; 0 where it is all zero."""
     bits = x.view(np.int32)
     largest = np.int32(0)
@@ -72,7 +72,9 @@ def find_scale(x, w, effort):
 
 
 @kernel
-def _sum_above(x, w, inverse, threshold):
+def _sum_above(
+    x: np.ndarray, w: np.ndarray, inverse: np.float32, threshold: np.float32
+) -> tuple[np.float32, np.float32]:
     """A / Q and A^2 / Q of the elements with |x| * inverse above the threshold."""
     total = weights = np.float32(0)
     for first in range(0, x.size, _SPAN):
@@ -90,7 +92,7 @@ def _sum_above(x, w, inverse, threshold):
 
 
 @kernel
-def nearest_codes(x, scale, codes):
+def nearest_codes(x: np.ndarray, scale: np.float32, codes: np.ndarray) -> None:
     """Fill uint8[n] with t + 1: 0, 1 or 2."""
     half = _HALF * scale
     for j in range(x.size):

@@ -1,7 +1,7 @@
-"""The code of the trellis types IQ1_KT, IQ2_KT, IQ3_KT and IQ4_KT: its values, and how errors are weighted.
+"""The generator of the trellis types IQ1_KT, IQ2_KT, IQ3_KT and IQ4_KT, and how errors are weighted.
 
-A group of 8 (or 4) elements is named by one integer. Its values are what a multiplicative congruential generator gives
-from there: x_0 = index + offset, x_k = MULTIPLIER x_(k-1) modulo 2^32,
+A group of 8 (or 4) elements is stored as one index. Its values come from a multiplicative congruential generator that
+starts there: x_0 = index + offset, x_k = MULTIPLIER x_(k-1) modulo 2^32,
 
     v_k = (sum of the four bytes of x_k & 0x3F3F3F3F) - 126           k = 1 .. 8
 
@@ -11,7 +11,7 @@ so x_k = POWERS[k - 1] x_0, and a group is decoded in SIMD lanes. The values are
 
 Both products are rounded to float32.
 
-Encode: minimise sum w (x - y)^2. `weigh` says what w is.
+Encode: minimise sum w (x - y)^2; `weigh` computes w.
 """
 
 from __future__ import annotations
@@ -38,33 +38,34 @@ _MIDDLE = np.int32(126)
 
 
 @kernel(inline="always")
-def code_value(seed, k):
+def code_value(seed: np.uint32, k: int) -> np.int32:
     """Value k of the group of a seed (index + offset), int32."""
     x = np.uint32(seed * POWERS[k]) & _SIXES
     return np.int32(np.uint32(x * _BYTES) >> _TOP) - _MIDDLE
 
 
 @kernel
-def row_scale(data):
-    """The float32 that four bytes are."""
+def row_scale(data: np.ndarray) -> np.float32:
+    """The float32 stored in the first four bytes of uint8[]."""
     bits = np.uint32(data[0]) | np.uint32(data[1]) << np.uint32(8)
     bits |= np.uint32(data[2]) << np.uint32(16) | np.uint32(data[3]) << np.uint32(24)
     return np.uint32(bits).view(np.float32)
 
 
 @kernel
-def put_row_scale(out, d):
+def put_row_scale(out: np.ndarray, d: np.float32) -> None:
+    """Store d as float32 in the first four bytes of uint8[]."""
     bits = np.float32(d).view(np.uint32)
     for i in range(4):
         out[i] = np.uint8(bits >> np.uint32(8 * i))
 
 
 @kernel
-def weigh(x, importance, w):
-    """Weights of a row, whose unit makes its largest magnitude 1 to 2. Returns whether there is importance.
+def weigh(x: np.ndarray, importance: np.ndarray, w: np.ndarray) -> bool:
+    """Fill w float32[n] with the weights of a row x. Returns whether there is an importance.
 
-    An importance counts relative to the row's largest. Without one w = v / 2 + x^2, as the reference has it, v being
-    the mean of x^2 over 256 elements.
+    w is the importance relative to the row's largest. Without one w = v / 2 + x^2, as in the reference, v being the
+    mean of x^2 over 256 elements.
     """
     n = len(x)
     largest = np.float32(0)
@@ -92,7 +93,7 @@ def code_values(bits: int, group: int, offset: int) -> np.ndarray:
 
 
 class Kind(NamedTuple):
-    """What the search must know of a type and an effort; flags are 0 or 1."""
+    """The properties of a type and an effort that the search uses; flags are 0 or 1."""
 
     group: int
     folded: int

@@ -1,17 +1,18 @@
-"""Parts shared by the encoders of the K types: sub-blocks of several blocks side by side, one per SIMD lane.
+"""What the searches of the K types share: sub-blocks of several blocks side by side, one per SIMD lane.
 
-A block of 256 has `subs` sub-blocks of `size` elements (16 of 16 or 8 of 32). Kernels look at LANES sub-blocks at once,
+A block of 256 has `subs` sub-blocks of `size` elements (16 of 16 or 8 of 32). Kernels work on LANES sub-blocks at once,
 those of `LANES // subs` blocks: sub-block s of block b is lane s * (LANES // subs) + b. Sums over the elements of a
 sub-block are formed element by element and those over a block sub-block by sub-block, so the bytes depend neither on
-the width of the CPU's vectors nor on the blocks beside. Flat float32 arrays hold everything:
+the width of the CPU's vectors nor on the neighbouring blocks. Flat float32 arrays hold everything:
 
     data   two, xs and ws: element j of lane l at xs[j * LANES + l], its weight at ws[j * LANES + l]
-    state  value k of lane l at state[k * LANES + l]; k is one of the names of the engine, the first three common
+    state  value k of lane l at state[k * LANES + l]; each search names its rows, the first three are common
 
-Indices are loop variables plus constants, so that numba drops its test for negative ones and LLVM sees plain vectors.
+Indices are loop variables plus constants, so that numba drops its check for negative indices and LLVM sees plain
+vectors.
 
-Blocks are in units of a power of two, so that their largest magnitude lies in [1, 2) and nothing over- or underflows.
-Super-scales are rounded to what a half can hold, in these units, *before* anything is chosen under them.
+Blocks are divided by a power of two, so that their largest magnitude lies in [1, 2) and nothing over- or underflows.
+Super-scales are rounded to what a half can hold *before* anything is chosen under them.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from typing import NamedTuple
 import numpy as np
 
 from quantkit.codegen.jit import kernel, part
-from quantkit.types.families.search import nearest_half
+from quantkit.types.families.block32.scale_search import nearest_half
 from quantkit.types.families.superblock import GREATEST_HALF, LEAST_HALF, LEAST_WEIGHT, power_below
 
 LANES = 64
+Lanes = tuple[np.ndarray, np.ndarray]  # xs and ws
 
-# Rows of `state` that all engines have.
+# Rows of `state` that both searches have.
 UNIT = 0  # of the lane's block; 1 where that is all zero
 PER_UNIT = 1  # 1 / UNIT
 SUM_E = 2  # sum of the weights
@@ -34,11 +36,11 @@ SUM_E = 2  # sum of the weights
 ROUND = np.float32(3 << 22)  # adding and subtracting it rounds |t| < 2^22 to an integer, ties to even
 ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
 INFINITE = np.float32(np.inf)
-_SMALLEST = np.float32(2.0**-25)  # blocks whose largest magnitude is below are zeros in any type
+_SMALLEST = np.float32(2.0**-25)  # a block whose largest magnitude is below becomes zeros in any type
 
 
-class Weights(NamedTuple):
-    """How an element counts. With importance q its weight is q sqrt(given * v + x^2), without it
+class Weighting(NamedTuple):
+    """How the weight of an element is formed: with importance q it is q sqrt(given * v + x^2), without it
 
     mean * v + root * r + magnitude * |x| + square * x^2
 
@@ -52,18 +54,21 @@ class Weights(NamedTuple):
     square: np.float32
 
 
-def weights(given: float, mean: float = 0, root: float = 0, magnitude: float = 0, square: float = 0) -> Weights:
-    return Weights(*(np.float32(v) for v in (given, mean, root, magnitude, square)))
+def make_weighting(
+    given: float, mean: float = 0, root: float = 0, magnitude: float = 0, square: float = 0
+) -> Weighting:
+    """A `Weighting` of float32 numbers."""
+    return Weighting(*(np.float32(v) for v in (given, mean, root, magnitude, square)))
 
 
 @kernel(inline="always")
-def storable(v, unit, per_unit):
+def storable(v: np.float32, unit: np.float32, per_unit: np.float32) -> np.float32:
     """The half nearest to v * unit >= 0 that is neither 0 nor Inf, in units of `unit`. Branch-free."""
     return nearest_half(min(max(v * unit, np.float32(LEAST_HALF)), np.float32(GREATEST_HALF))) * per_unit
 
 
 @part
-def _largest(values):
+def _largest(values: np.ndarray) -> np.float32:
     """The largest magnitude of float32[n], by its bits: integers are compared in SIMD lanes."""
     bits = values.view(np.uint32)
     most = np.uint32(0)
@@ -73,8 +78,10 @@ def _largest(values):
 
 
 @part
-def _weigh(xs, given, w, weighing, squares):
-    """Weights of the block xs float32[256] to w, which holds its importance where that is `given`."""
+def _set_weights(
+    xs: np.ndarray, given: bool | np.bool_, w: np.ndarray, weighting: Weighting, squares: np.ndarray
+) -> None:
+    """Fill w float32[256] with the weights of the block xs; where `given`, w holds its importance on entry."""
     squares[:] = ZERO
     for j in range(4):
         for p in range(8):
@@ -88,19 +95,21 @@ def _weigh(xs, given, w, weighing, squares):
         total += squares[8 * p]
     mean = total / np.float32(256)
     if given:
-        mean = mean * weighing.given
+        mean = mean * weighting.given
         for i in range(256):
             w[i] *= np.sqrt(mean + xs[i] * xs[i])
         return
     for p in range(8):
-        floor = weighing.mean * mean + weighing.root * np.sqrt(squares[8 * p] / np.float32(32))
+        base = weighting.mean * mean + weighting.root * np.sqrt(squares[8 * p] / np.float32(32))
         for j in range(32):
             size = abs(xs[32 * p + j])
-            w[32 * p + j] = floor + size * (weighing.magnitude + weighing.square * size)
+            w[32 * p + j] = base + size * (weighting.magnitude + weighting.square * size)
 
 
 @part
-def _load_block(x, importance, weighing, xs, w, squares):
+def _load_block(
+    x: np.ndarray, importance: np.ndarray, weighting: Weighting, xs: np.ndarray, w: np.ndarray, squares: np.ndarray
+) -> np.float32:
     """Elements and weights of a block x float32[256] in its own unit, which is returned; importance may be empty."""
     largest = _largest(x)
     if largest < _SMALLEST:
@@ -115,12 +124,14 @@ def _load_block(x, importance, weighing, xs, w, squares):
         per_unit = ONE / power_below(most)
         for i in range(256):
             w[i] = max(importance[i] * per_unit, np.float32(LEAST_WEIGHT))
-    _weigh(xs, most > ZERO, w, weighing, squares)
+    _set_weights(xs, most > ZERO, w, weighting, squares)
     return unit
 
 
 @part
-def load(x, importance, first, subs, weighing, data, state):
+def load(
+    x: np.ndarray, importance: np.ndarray, first: int, subs: int, weighting: Weighting, data: Lanes, state: np.ndarray
+) -> None:
     """Fill `data`, UNIT, PER_UNIT and SUM_E from blocks first, … of float32[rows, n]; zeros past the end."""
     xs, ws = data
     count, size = LANES // subs, 256 // subs
@@ -129,7 +140,7 @@ def load(x, importance, first, subs, weighing, data, state):
     for b in range(count):
         at = (first + b) * 256
         column = at % columns if importance.size else 0
-        unit = _load_block(flat[at : at + 256], importance[column : column + 256], weighing, block, w, squares)
+        unit = _load_block(flat[at : at + 256], importance[column : column + 256], weighting, block, w, squares)
         for s in range(subs):
             lane = s * count + b
             state[UNIT * LANES + lane], state[PER_UNIT * LANES + lane] = unit, ONE / unit
@@ -144,19 +155,19 @@ def load(x, importance, first, subs, weighing, data, state):
 
 
 @part
-def fill(state, row, value):
+def fill_row(state: np.ndarray, row: int, value: np.float32) -> None:
     for lane in range(LANES):
         state[row * LANES + lane] = value
 
 
 @part
-def copy(state, row, source):
+def copy_row(state: np.ndarray, row: int, source: int) -> None:
     for lane in range(LANES):
         state[row * LANES + lane] = state[source * LANES + lane]
 
 
 @part
-def block_sums(state, row, subs, sums):
+def block_sums(state: np.ndarray, row: int, subs: int, sums: np.ndarray) -> None:
     """sums[b]: the sum of a row over the sub-blocks of block b."""
     count = LANES // subs
     for b in range(count):
@@ -167,7 +178,7 @@ def block_sums(state, row, subs, sums):
 
 
 @part
-def block_maxima(state, row, subs, maxima):
+def block_maxima(state: np.ndarray, row: int, subs: int, maxima: np.ndarray) -> None:
     """maxima[b]: the largest of a row over the sub-blocks of block b, and not below 0."""
     count = LANES // subs
     for b in range(count):
@@ -178,8 +189,8 @@ def block_maxima(state, row, subs, maxima):
 
 
 @part
-def spread(values, subs, state, row):
-    """Write each block's value to all its lanes."""
+def broadcast(values: np.ndarray, subs: int, state: np.ndarray, row: int) -> None:
+    """Write each block's value to all its lanes of a row of `state`."""
     count = LANES // subs
     for s in range(subs):
         for b in range(count):
@@ -187,7 +198,7 @@ def spread(values, subs, state, row):
 
 
 @part
-def codes_of(lanes, b, subs, codes):
+def block_codes(lanes: np.ndarray, b: int, subs: int, codes: np.ndarray) -> None:
     """Codes of block b from those of all lanes, uint8 like `data`, in the order of its elements."""
     count, size = LANES // subs, 256 // subs
     for s in range(subs):
@@ -196,10 +207,10 @@ def codes_of(lanes, b, subs, codes):
 
 
 @part
-def factor_of(i, count, most, first, span):
-    """Place i of a grid of `count` super-scales, as a multiple of that under which the largest scale becomes `most`.
+def grid_factor(i: int, count: int, most: np.float32, first: np.float32, span: int) -> np.float32:
+    """Place i of a grid of `count` super-scales, as a factor of the one under which the largest scale becomes `most`.
 
-    Under it the largest scale becomes a whole number, `first` or less by up to `span`: where one sub-block outweighs
-    its block, its own best scale stays what it is. A number above `most` means that it is clipped.
+    Under it the largest scale becomes a whole number between `first` - `span` and `first`, so that the best scale of a
+    sub-block that dominates its block stays exact. A number above `most` means that the scale is clipped.
     """
     return most / (first - np.float32(i * max(span // count, 1)))

@@ -3,10 +3,10 @@
     minimise  sum over the block of  w * (x - d * q - m)^2      w = importance of the column (1 without)
     over      d >= 0 and m, IEEE halves, and the codes q, integers in [0, top]
 
-As in `search`, whose arrays, lanes and units these kernels share: a candidate (d, m) gives nearest codes and, with
-r = x - d q - m, the sums E = sum w r^2, D = sum w r q, Q = sum w q^2, O = sum w r, C = sum w q, W = sum w. Under
-d + s, m + t the same codes have the error E - 2 s D - 2 t O + s^2 Q + 2 s t C + t^2 W. Its least point is a 2 x 2
-linear system; s is then rounded so that d + s is a half, t re-fitted to that s and rounded too, and the result scored.
+Arrays, lanes and UNIT are those of `scale_search`. A candidate (d, m) gives nearest codes and, with r = x - d q - m,
+the sums E = sum w r^2, D = sum w r q, Q = sum w q^2, O = sum w r, C = sum w q, W = sum w. Under d + s, m + t the same
+codes have the error E - 2 s D - 2 t O + s^2 Q + 2 s t C + t^2 W. Its minimum solves a 2 x 2 linear system. s is then
+rounded so that d + s is a half, t is refitted to that s and rounded too, and the result is scored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from quantkit.codegen.jit import kernel
-from quantkit.types.families.search import LANES, UNIT, at_least_tiny, nearest_half
+from quantkit.types.families.block32.scale_search import LANES, UNIT, at_least_smallest_half, nearest_half
 
 # Rows of `state`; UNIT is that of `search`.
 SCALE, MINIMUM, INVERSE = 0, 1, 2
@@ -29,8 +29,8 @@ _SINGULAR = np.float32(1e-5)
 
 
 @kernel
-def _start(data, state):
-    """LOW, HIGH and WEIGHT of each lane; no candidate seen yet."""
+def _reset(data: np.ndarray, state: np.ndarray) -> None:
+    """Fill LOW, HIGH and WEIGHT of each lane; no candidate scored yet."""
     for lane in range(LANES):
         state[LOW * LANES + lane] = data[lane]
         state[HIGH * LANES + lane] = data[lane]
@@ -47,18 +47,18 @@ def _start(data, state):
 
 
 @kernel
-def _propose_cut(state, cut_low, cut_high, top):
-    """Codes 0 ... top span the block's range less the fractions cut off at either end."""
+def _propose_margins(state: np.ndarray, low_margin: np.float32, high_margin: np.float32, top: np.float32) -> None:
+    """A candidate: codes 0 ... top span the block's range less the margins at either end."""
     for lane in range(LANES):
         low, high = state[LOW * LANES + lane], state[HIGH * LANES + lane]
         span = high - low
-        scale = span * ((_ONE - cut_low - cut_high) / top)
-        state[SCALE * LANES + lane] = at_least_tiny(scale, state[UNIT * LANES + lane])
-        state[MINIMUM * LANES + lane] = low + span * cut_low
+        scale = span * ((_ONE - low_margin - high_margin) / top)
+        state[SCALE * LANES + lane] = at_least_smallest_half(scale, state[UNIT * LANES + lane])
+        state[MINIMUM * LANES + lane] = low + span * low_margin
 
 
 @kernel
-def _propose_step(state, wider, shift):
+def _propose_step(state: np.ndarray, wider: np.float32, shift: np.float32) -> None:
     """The best pair with its scale times `wider` and its minimum moved up by `shift` of the scales it had."""
     for lane in range(LANES):
         scale = state[BEST_SCALE * LANES + lane]
@@ -67,7 +67,7 @@ def _propose_step(state, wider, shift):
 
 
 @kernel
-def _sums(data, state, top):
+def _sums(data: np.ndarray, state: np.ndarray, top: np.float32) -> None:
     """E, D, Q, O and C of the nearest codes under each lane's SCALE and MINIMUM."""
     for lane in range(LANES):
         scale = state[SCALE * LANES + lane]
@@ -94,21 +94,22 @@ def _sums(data, state, top):
 
 
 @kernel(inline="always")
-def _stored_error(state, lane, s, t):
+def _stored_error(state: np.ndarray, lane: int, s: np.float32, t: np.float32) -> np.float32:
     """The error of a lane's codes when its scale and minimum become s and t; s and t are halves."""
     s -= state[SCALE * LANES + lane]
     t -= state[MINIMUM * LANES + lane]
     slope, offset = state[SLOPE * LANES + lane], state[OFFSET * LANES + lane]
     curve, cross, weight = state[CURVE * LANES + lane], state[CROSS * LANES + lane], state[WEIGHT * LANES + lane]
     error = state[ERROR * LANES + lane] - s * (_TWO * slope - s * curve) - t * (_TWO * offset - t * weight)
-    return error + _TWO * s * t * cross
+    result: np.float32 = error + _TWO * s * t * cross
+    return result
 
 
 @kernel
-def _keep_better(state):
+def _keep_better(state: np.ndarray) -> None:
     """Score each candidate, given the sums, as halves and moved to its best pair of halves; keep what beats BEST.
 
-    The unmoved one keeps weights exact that were on a grid before.
+    The unmoved one keeps weights exact that lie on a grid already.
     """
     for lane in range(LANES):
         scale, minimum = state[SCALE * LANES + lane], state[MINIMUM * LANES + lane]
@@ -132,15 +133,17 @@ def _keep_better(state):
 
 
 @kernel
-def find_pairs(data, state, cuts, steps, top):
+def find_scales_and_mins(
+    data: np.ndarray, state: np.ndarray, margins: np.ndarray, steps: np.ndarray, top: np.float32
+) -> None:
     """BEST_SCALE and BEST_MINIMUM of a batch that is loaded.
 
-    cuts float32[candidates, 2]: what each candidate leaves out at the low and the high end of the block's range, as
-    fractions of it. steps float32[candidates, 2]: then (factor of the scale, shift of the minimum) for the best so far.
+    margins float32[candidates, 2]: the fractions of the block's range that a candidate leaves out at its low and high
+    end. steps float32[candidates, 2]: (factor of the scale, shift of the minimum) applied to the best so far.
     """
-    _start(data, state)
-    for k in range(cuts.shape[0]):
-        _propose_cut(state, cuts[k, 0], cuts[k, 1], top)
+    _reset(data, state)
+    for k in range(margins.shape[0]):
+        _propose_margins(state, margins[k, 0], margins[k, 1], top)
         _sums(data, state, top)
         _keep_better(state)
     for k in range(steps.shape[0]):
@@ -150,7 +153,7 @@ def find_pairs(data, state, cuts, steps, top):
 
 
 @kernel
-def store_pairs(state, scales, minima):
+def store_scales_and_mins(state: np.ndarray, scales: np.ndarray, minima: np.ndarray) -> None:
     """scales, minima float32[LANES]: the lanes' BEST_SCALE and BEST_MINIMUM in the units of x."""
     for lane in range(LANES):
         scales[lane] = state[BEST_SCALE * LANES + lane] * state[UNIT * LANES + lane]
@@ -158,23 +161,23 @@ def store_pairs(state, scales, minima):
 
 
 @kernel
-def code_of(x, inverse, minimum, top):
+def code_of(x: np.float32, inverse: np.float32, minimum: np.float32, top: np.float32) -> np.int32:
     """The integer in [0, top] nearest to (x - minimum) * inverse."""
     return np.int32(min(max((x - minimum) * inverse, _ZERO), top) + _HALF)
 
 
-def spread(least: float, most: float, count: int) -> np.ndarray:
-    """Cuts for `find_pairs`: none, then pairs from `least` to `most`; negative ones leave a margin.
+def range_margins(least: float, most: float, count: int) -> np.ndarray:
+    """`margins` for `find_scales_and_mins`: zeros, then pairs from `least` to `most`; negative ones widen the range.
 
-    They follow the plane's counterpart of the golden ratio (rho^3 = rho + 1): every beginning is spread evenly.
+    They follow the two-dimensional golden ratio (rho^3 = rho + 1): every prefix of the list is spread evenly.
     """
     rho = 1.32471795724474602596
     at = np.arange(count)[:, None] / rho ** np.arange(1, 3) % 1
     return np.where(np.arange(count)[:, None] > 0, least + (most - least) * at, 0).astype(np.float32)
 
 
-def steps_down(top: float, first: float, count: int) -> np.ndarray:
-    """Steps for `find_pairs`: the range widened, narrowed, moved up and down by s codes, for s = first, first / 2 ...
+def refinement_steps(top: float, first: float, count: int) -> np.ndarray:
+    """`steps` for `find_scales_and_mins`: the range widened, narrowed, moved by s codes, s = first, first / 2 ...
 
     Widening by s moves the low end s down and the high end s up. A refit ends the list.
     """

@@ -1,8 +1,8 @@
-"""Choosing the super-scale d of many sub-blocks from a few codings of each.
+"""Choosing the super-scale d of many sub-blocks from a few encodings of each.
 
-Codes c of a sub-block with P = sum w x c and R = sum w c^2 remove the error s (2 P - s R) under a scale s: a parabola.
-A few of them for each sub-block, found under scales of its own, tell nearly all that any d with any multipliers m,
-s = d m, can do; the codes for what is chosen are then searched again.
+Codes c of a sub-block with P = sum w x c and R = sum w c^2 reduce its error by s (2 P - s R) under a scale s: a
+parabola. A few of these for each sub-block, found under scales of its own, estimate the gain of any d with any
+multipliers m, s = d m. The codes for the d that is chosen are then searched again.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from quantkit.types.families.superblock import storable
 ODD, SMALL, SIGNED = range(3)  # multipliers 1, 3 .. 15; 0 .. 15; -32 .. 31
 _REACH = np.array([15, 15, 31], np.float32)
 
-_LOW, _HIGH = np.float32(0.75), np.float32(1.25)  # super-scales tried, in those that just reach the largest sub-block
+_LOW, _HIGH = (
+    np.float32(0.75),
+    np.float32(1.25),
+)  # super-scales tried, as multiples of the one that just reaches the largest sub-block
 _ROUND = np.float32(12582912)
 _LEAST = np.float32(1e-30)
 
 
 @kernel
-def nearest_multiplier(t, rule):
+def nearest_multiplier(t: np.float32, rule: int) -> np.float32:
     """The multiplier nearest to t."""
     if rule == ODD:
         m = min(max((t - np.float32(1)) * np.float32(0.5), np.float32(0)), np.float32(7))
@@ -31,11 +34,13 @@ def nearest_multiplier(t, rule):
 
 
 @kernel
-def first_scale(unit, rule, places, p, r, gains, multipliers):
-    """The super-scale, a half in units of `unit`, under which the parabolas promise most.
+def best_super_scale(
+    unit: np.float32, rule: int, places: int, p: np.ndarray, r: np.ndarray, gains: np.ndarray, multipliers: np.ndarray
+) -> np.float32:
+    """The super-scale, a half divided by `unit`, of largest estimated gain.
 
-    p, r float32[codings, sub-blocks]; `places` values are tried. The best multipliers under it go to `multipliers`;
-    `gains` is scratch of the same size.
+    p, r float32[encodings, sub-blocks]; `places` values are tried. Fills `multipliers` float32[sub-blocks] with the
+    best under it; `gains` is scratch of the same size.
     """
     count, subs = p.shape
     reach = np.float32(0)
@@ -48,7 +53,7 @@ def first_scale(unit, rule, places, p, r, gains, multipliers):
         reach = max(reach, scale)
     best, choice = np.float32(-1), np.float32(0)
     for place in range(places + 1):
-        last = place == places  # once more the best, for its multipliers
+        last = place == places  # the best again, for its multipliers
         d = reach / _REACH[rule] * (_LOW + (_HIGH - _LOW) * np.float32(place) / np.float32(places - 1))
         d = choice if last else storable(d, unit)
         inverse = np.float32(1) / d

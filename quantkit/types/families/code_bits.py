@@ -1,9 +1,9 @@
 """Which bits of a block are the code of an element, for every type whose elements have codes of their own.
 
-Nothing is written down for it: the type's decoder is asked. A bit that changes exactly one element of a block belongs
-to that element's code; of the bits of a code the one that changes its value most is the highest; and the values of all
-codes under one scale say in which order they stand. So it holds for each type that has a codec, and cannot disagree
-with it. Types whose codes name several elements (grids, pairs, trellises) have none: `codes_of` gives None.
+The map is derived from the type's decoder. A bit that changes exactly one element of a block belongs to that element's
+code; of the bits of a code the one that changes its value most is the highest; the values of all codes under one scale
+give their order. So the map holds for each type that has a codec and cannot disagree with it. Types whose codes stand
+for several elements (grids, pairs, trellises) have none: `codes_of` gives None.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy as np
 from quantkit.codegen.jit import kernel
 from quantkit.types.base import QuantType
 
-WIDEST = 6  # bits; codes of more leave nothing to mend, and int8 has a value that kernels must not meet
-_PROBES = 4  # encoded rows: a bit may change nothing in one of them
+WIDEST = 6  # bits; rounding errors of wider codes are negligible, and int8 has a value, -128, that kernels do not take
+_PROBES = 4  # encoded rows: a bit may have no effect in one of them
 
 
 class Codes(NamedTuple):
-    """The codes of a block's elements: each is one run of bits within a byte, or two, the second above the first."""
+    """Where the codes of a block's elements are: each is one run of bits within a byte, or two, low bits first."""
 
     header: int  # bytes before the blocks of a row
     block_bytes: int
@@ -83,11 +83,12 @@ def _with_codes(kind: QuantType, bits: np.ndarray, code: int) -> np.ndarray:
     block = np.unpackbits(_block(kind)[0, kind.row_meta_bytes :], bitorder="little")
     block[bits] = code >> np.arange(bits.shape[1]) & 1
     row = np.concatenate([_block(kind)[0, : kind.row_meta_bytes], np.packbits(block, bitorder="little")])
-    return kind.dequantize(row[None], kind.block_size, threads=1)[0]
+    result: np.ndarray = kind.dequantize(row[None], kind.block_size, threads=1)[0]
+    return result
 
 
 def _runs(bits: np.ndarray) -> np.ndarray:
-    """`Codes.runs`; of all elements the first has the same width."""
+    """`Codes.runs`; the first runs of all elements have the same width."""
     found = []
     for of in bits:
         starts = [k for k in range(len(of)) if k == 0 or of[k] != of[k - 1] + 1 or of[k] % 8 == 0]
@@ -99,11 +100,14 @@ def _runs(bits: np.ndarray) -> np.ndarray:
 
 
 @kernel
-def neighbours(data, above, below, n, codes):
-    """Move all codes of two copies of uint8[rows, row bytes], n elements a row, to the next and the last value."""
+def neighbours(data: np.ndarray, above: np.ndarray, below: np.ndarray, n: int, codes: Codes) -> None:
+    """Move all codes to the next larger value in `above` and to the next smaller one in `below`.
+
+    Both are copies of data uint8[rows, row bytes], whose rows have n elements.
+    """
     size = len(codes.runs)
     next_code, last_code = codes.above, codes.below
-    for j in range(size):  # outermost: where its bits are stays in registers
+    for j in range(size):  # outermost: the place of its bits stays in registers
         byte, shift, mask = codes.runs[j, 0]
         high_byte, high_shift, high_mask = codes.runs[j, 1]
         kept, high_kept = 255 - (mask << shift), 255 - (high_mask << high_shift)
@@ -122,7 +126,7 @@ def neighbours(data, above, below, n, codes):
 
 
 @kernel
-def step(data, moves, codes):
+def step(data: np.ndarray, moves: np.ndarray, codes: Codes) -> None:
     """Move codes of uint8[rows, row bytes], in place: to the next value where int8[rows, n] is 1, back where -1."""
     size = len(codes.runs)
     for row in range(len(data)):
@@ -136,7 +140,7 @@ def step(data, moves, codes):
 
 
 @kernel
-def _move(block, j, move, codes):
+def _move(block: np.ndarray, j: int, move: int, codes: Codes) -> None:
     runs = codes.runs[j]
     code = np.int64(block[runs[0, 0]]) >> runs[0, 1] & runs[0, 2]
     code |= (np.int64(block[runs[1, 0]]) >> runs[1, 1] & runs[1, 2]) << codes.low

@@ -1,8 +1,8 @@
-"""`TrellisType`, the family of IQ1_KT, IQ2_KT, IQ3_KT and IQ4_KT: what its members say of themselves, and how the
-fields that the search finds reach their `_pack`.
+"""`TrellisType`, the base class of IQ1_KT, IQ2_KT, IQ3_KT and IQ4_KT.
 
-`trellis_code` has the code. The search (`types/native/trellis_search.py`) is imported when it first runs; its index of
-the points is built then, cached on disk and kept in memory.
+`trellis_code` has the generator, the formula of y and the weights. The search (`types/native/trellis_search.py`) is
+imported when it first runs; its index of the points is built then, cached on disk and kept in memory. `_pack` of each
+type stores the fields that it finds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quantkit.types.families.trellis_code import BOOK, OFFSET, Kind, code_values
 
 
 class Plan(NamedTuple):
-    """How thoroughly an effort searches; `types/native/trellis_search.py` explains the words."""
+    """How thoroughly an effort searches; `types/native/trellis_search.py` explains the steps."""
 
     scales: int  # of each sub-block's profile, a multiple of 8
     rank: int  # of clusters or boxes looked into there; 0: the profile is assumed

@@ -1,17 +1,17 @@
-"""Search of the K types with scales alone: q3_K and q6_K.
+"""Search of the K types with scales and no minima: q3_K and q6_K.
 
     y = (d * S) * q        q `low` to `high`; S one integer of `least` to `most` for 16 elements; d a half of any sign
 
-    minimise  sum w (x - y)^2 over a block, w the weights of `kquant`
+    minimise  sum w (x - y)^2 over a block, w the weights of `lanes.Weighting`
 
-Under a scale s the nearest codes have E = sum w r^2, D = sum w r q, Q = sum w q^2 with r = x - s q; the same codes have
+Under a scale s the nearest codes have E = sum w r^2, D = sum w r q, Q = sum w q^2 with r = x - s q. The same codes have
 their least error E - D^2 / Q at s + D / Q, and around it the error grows by Q times the square of the distance.
 
-1. Each sub-block is fitted alone: candidates make its largest element various numbers of units, of either sign, and
-   move to the least squares of their codes. SLOTS of them are kept, the best of as many parts of the range.
-2. For a grid of super-scales d, rounded to halves: the S of each sub-block that is best for any of its slots. By E, Q
-   and s alone this takes a few operations a sub-block.
-3. Exactly, from the best of the grid: the S of each slot with its neighbours and nearest codes; then d by least
+1. *Fit.* Each sub-block on its own: candidates place its largest element at various codes, of either sign, and move to
+   the least squares of their codes. SLOTS of them are kept, the best of each part of the range.
+2. *Scan.* For a grid of super-scales d, rounded to halves: the S of each sub-block that is best for any of its slots.
+   With E, Q and s this takes a few operations a sub-block.
+3. *Exact.* From the best of the grid: the S of each slot with its neighbours and nearest codes. Then d by least
    squares, and again.
 """
 
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quantkit.codegen.jit import inner, part
-from quantkit.types.families.kquant import (
+from quantkit.types.families.kquant.lanes import (
     INFINITE,
     LANES,
     ONE,
@@ -30,48 +30,54 @@ from quantkit.types.families.kquant import (
     ROUND,
     UNIT,
     ZERO,
+    Lanes,
+    Weighting,
+    block_codes,
     block_sums,
-    codes_of,
-    copy,
-    factor_of,
-    fill,
+    broadcast,
+    copy_row,
+    fill_row,
+    grid_factor,
     load,
-    spread,
     storable,
 )
 
 
-class Signed(NamedTuple):
-    """What tells the types apart; `signed` makes one."""
+class ScaleFormat(NamedTuple):
+    """The numbers in which the types differ; `scale_format` makes one."""
 
     low: np.float32  # the least code,
     high: np.float32  # the largest
     least: np.float32  # the least S,
     most: np.float32  # the largest
-    span: int  # under the super-scales looked at, the largest scale becomes `least`, or less by up to so much
+    span: int  # in the grid of super-scales the largest scale becomes `least`, or less by up to this
 
 
-def signed(low: float, high: float, least: float, most: float, span: int) -> Signed:
-    return Signed(np.float32(low), np.float32(high), np.float32(least), np.float32(most), span)
+def scale_format(low: float, high: float, least: float, most: float, span: int) -> ScaleFormat:
+    """A `ScaleFormat` of float32 numbers."""
+    return ScaleFormat(np.float32(low), np.float32(high), np.float32(least), np.float32(most), span)
 
 
 SUBS, SIZE = 16, 16
 BLOCKS = LANES // SUBS  # searched at once
-SLOTS = 8  # at most; half of them for either sign
+SLOTS = 8  # at most; half of them for each sign
 
 # Rows of `state`, after the common ones.
 EXTREME = 3  # the element of largest magnitude, with its sign
 SCALE, INVERSE, ERROR, SLOPE, CURVE = 4, 5, 6, 7, 8  # a candidate: s, 1 / s, E, D, Q
 FIRST_D = 9  # the super-scale that the largest scale suggests
-D, S, NEW_S = 10, 11, 12  # where a search stands
+D, S, NEW_S = 10, 11, 12  # the point that the search is at
 TERM = 13  # scratch, three rows
 BEST_ERROR, BEST_D, BEST_S = 16, 17, 18  # best of the block so far
-ALONE = 19  # sum w x^2: the error of zeros
+ZERO_ERROR = 19  # sum w x^2: the error of zeros
 STATE_SIZE = 20 * LANES
 
 
+Work = tuple[Lanes, np.ndarray, np.ndarray, np.ndarray]  # data, state, slots, codes: see `workspace`
+
+
 @part
-def _sums(data, state, low, high):
+def _sums(data: Lanes, state: np.ndarray, low: np.float32, high: np.float32) -> None:
     """E, D and Q of nearest codes under SCALE."""
     xs, ws = data
     for lane in range(LANES):
@@ -88,7 +94,7 @@ def _sums(data, state, low, high):
 
 
 @part
-def _errors(data, state, low, high):
+def _errors(data: Lanes, state: np.ndarray, low: np.float32, high: np.float32) -> None:
     """E of nearest codes under SCALE."""
     xs, ws = data
     for lane in range(LANES):
@@ -102,26 +108,26 @@ def _errors(data, state, low, high):
 
 
 @part
-def _prepare(data, state, slots):
-    """EXTREME and ALONE; empty slots."""
+def _reset(data: Lanes, state: np.ndarray, slots: np.ndarray) -> None:
+    """Fill EXTREME and ZERO_ERROR; empty the slots."""
     xs, ws = data
-    fill(state, EXTREME, ZERO)
-    fill(state, ALONE, ZERO)
-    fill(state, BEST_ERROR, INFINITE)
+    fill_row(state, EXTREME, ZERO)
+    fill_row(state, ZERO_ERROR, ZERO)
+    fill_row(state, BEST_ERROR, INFINITE)
     for j in range(SIZE):
         for lane in range(LANES):
             x, extreme = xs[j * LANES + lane], state[EXTREME * LANES + lane]
             state[EXTREME * LANES + lane] = x if abs(x) > abs(extreme) else extreme
-            state[ALONE * LANES + lane] += ws[j * LANES + lane] * x * x
+            state[ZERO_ERROR * LANES + lane] += ws[j * LANES + lane] * x * x
     for k in range(len(slots)):
         for lane in range(LANES):
             slots[k, lane] = slots[k, 2 * LANES + lane] = ZERO
-            slots[k, LANES + lane] = state[ALONE * LANES + lane]
+            slots[k, LANES + lane] = state[ZERO_ERROR * LANES + lane]
 
 
 @part
-def _propose(state, units):
-    """A candidate: the largest element becomes so many units."""
+def _propose(state: np.ndarray, units: np.float32) -> None:
+    """A candidate: the largest element gets the code `units`, which need not be whole."""
     for lane in range(LANES):
         scale = state[EXTREME * LANES + lane] / units
         state[SCALE * LANES + lane] = scale
@@ -129,7 +135,7 @@ def _propose(state, units):
 
 
 @part
-def _keep(state, slot):
+def _keep_in_slot(state: np.ndarray, slot: np.ndarray) -> None:
     """Move the candidate to the least squares of its codes; keep it in the slot if it is the best there."""
     for lane in range(LANES):
         slope, curve = state[SLOPE * LANES + lane], state[CURVE * LANES + lane]
@@ -142,7 +148,7 @@ def _keep(state, slot):
 
 
 @part
-def _return_to(state, slot):
+def _candidate_from_slot(state: np.ndarray, slot: np.ndarray) -> None:
     """Make the fit of a slot the candidate."""
     for lane in range(LANES):
         scale = slot[lane]
@@ -151,24 +157,26 @@ def _return_to(state, slot):
 
 
 @part
-def _fit(data, state, slots, form, sizes, rounds, units):
-    """Step 1: `sizes` candidates for each slot; `rounds` of codes anew."""
+def _fit(
+    data: Lanes, state: np.ndarray, slots: np.ndarray, fmt: ScaleFormat, sizes: int, rounds: int, units: np.ndarray
+) -> None:
+    """Step 1: `sizes` candidates for each slot, then `rounds` of codes from the fit."""
     for k in range(len(slots)):
         for g in range(sizes):
             become = units[0] - units[1] * np.float32(k // 2 * sizes + g)
-            _propose(state, become + (form.low + form.high) if k % 2 else -become)
-            _sums(data, state, form.low, form.high)
-            _keep(state, slots[k])
+            _propose(state, become + (fmt.low + fmt.high) if k % 2 else -become)
+            _sums(data, state, fmt.low, fmt.high)
+            _keep_in_slot(state, slots[k])
         for _ in range(rounds):
-            _return_to(state, slots[k])
-            _sums(data, state, form.low, form.high)
-            _keep(state, slots[k])
+            _candidate_from_slot(state, slots[k])
+            _sums(data, state, fmt.low, fmt.high)
+            _keep_in_slot(state, slots[k])
 
 
 @part
-def _suggest(state, slots, form):
-    """FIRST_D: under which the scale of largest magnitude in a block becomes the S of largest magnitude."""
-    fill(state, TERM, INFINITE)
+def _suggest_super_scales(state: np.ndarray, slots: np.ndarray, fmt: ScaleFormat) -> None:
+    """FIRST_D: the one under which the scale of largest magnitude in a block becomes the S of largest magnitude."""
+    fill_row(state, TERM, INFINITE)
     for k in range(len(slots)):
         slot = slots[k]
         for lane in range(LANES):
@@ -181,11 +189,11 @@ def _suggest(state, slots, form):
             scale = state[S * LANES + s * BLOCKS + b]
             largest = scale if abs(scale) > abs(largest) else largest
         for s in range(SUBS):
-            state[FIRST_D * LANES + s * BLOCKS + b] = largest / form.least
+            state[FIRST_D * LANES + s * BLOCKS + b] = largest / fmt.least
 
 
 @part
-def _set_scales(state, factor):
+def _set_scales(state: np.ndarray, factor: np.float32) -> None:
     """D: `factor` times FIRST_D, as a half."""
     for lane in range(LANES):
         unit, per_unit = state[UNIT * LANES + lane], state[PER_UNIT * LANES + lane]
@@ -195,10 +203,10 @@ def _set_scales(state, factor):
 
 
 @part
-def _promise(state, slots, least, most):
-    """ERROR that is least for any slot under D, or for S = 0, and that S."""
+def _estimate(state: np.ndarray, slots: np.ndarray, least: np.float32, most: np.float32) -> None:
+    """The least ERROR of any slot under D, or of S = 0, and its S."""
     for lane in range(LANES):
-        state[ERROR * LANES + lane] = state[ALONE * LANES + lane]
+        state[ERROR * LANES + lane] = state[ZERO_ERROR * LANES + lane]
         state[S * LANES + lane] = ZERO
         state[INVERSE * LANES + lane] = ONE / state[D * LANES + lane]
     for k in range(len(slots)):
@@ -214,26 +222,26 @@ def _promise(state, slots, least, most):
 
 
 @part
-def _survey(state, slots, form, promised):
-    """Step 2: promised[i, b] is the error under place i of the grid of d."""
-    _suggest(state, slots, form)
-    for i in range(len(promised)):
-        _set_scales(state, factor_of(i, len(promised), -form.least, -form.least, form.span))
-        _promise(state, slots, form.least, form.most)
-        block_sums(state, ERROR, SUBS, promised[i])
+def _scan_super_scales(state: np.ndarray, slots: np.ndarray, fmt: ScaleFormat, estimates: np.ndarray) -> None:
+    """Step 2: estimates[i, b] is the error of block b at place i of the grid of d."""
+    _suggest_super_scales(state, slots, fmt)
+    for i in range(len(estimates)):
+        _set_scales(state, grid_factor(i, len(estimates), -fmt.least, -fmt.least, fmt.span))
+        _estimate(state, slots, fmt.least, fmt.most)
+        block_sums(state, ERROR, SUBS, estimates[i])
 
 
 @part
-def _start(state, form, promised, blocks):
-    """D of the most promising place of the grid, block by block; it is crossed out."""
+def _start_from_best(state: np.ndarray, fmt: ScaleFormat, estimates: np.ndarray, blocks: np.ndarray) -> None:
+    """Set D of each block to the grid place of least estimated error, and exclude that place from now on."""
     for b in range(BLOCKS):
         choice = 0
-        for i in range(len(promised)):
-            if promised[i, b] < promised[choice, b]:
+        for i in range(len(estimates)):
+            if estimates[i, b] < estimates[choice, b]:
                 choice = i
-        promised[choice, b] = INFINITE
-        blocks[b] = factor_of(choice, len(promised), -form.least, -form.least, form.span)
-    spread(blocks, SUBS, state, TERM)
+        estimates[choice, b] = INFINITE
+        blocks[b] = grid_factor(choice, len(estimates), -fmt.least, -fmt.least, fmt.span)
+    broadcast(blocks, SUBS, state, TERM)
     for lane in range(LANES):
         state[TERM * LANES + lane] *= state[FIRST_D * LANES + lane]
         unit, per_unit = state[UNIT * LANES + lane], state[PER_UNIT * LANES + lane]
@@ -243,8 +251,8 @@ def _start(state, form, promised, blocks):
 
 
 @part
-def _aim(state, d, s):
-    """Make what these rows say the candidate."""
+def _set_candidate(state: np.ndarray, d: int, s: int) -> None:
+    """Make the values in these rows of `state` the candidate."""
     for lane in range(LANES):
         scale = state[d * LANES + lane] * state[s * LANES + lane]
         state[SCALE * LANES + lane] = scale
@@ -252,14 +260,14 @@ def _aim(state, d, s):
 
 
 @part
-def _try(data, state, form):
-    """Make NEW_S, held to its bounds, S where its exact error is below row TERM, which then is that."""
+def _try(data: Lanes, state: np.ndarray, fmt: ScaleFormat) -> None:
+    """Replace S by NEW_S, clipped to its range, where its exact error is below row TERM; update TERM."""
     for lane in range(LANES):
-        s = min(max(state[NEW_S * LANES + lane], form.least), form.most)
+        s = min(max(state[NEW_S * LANES + lane], fmt.least), fmt.most)
         scale = s * state[D * LANES + lane]
         state[NEW_S * LANES + lane], state[SCALE * LANES + lane] = s, scale
         state[INVERSE * LANES + lane] = ONE / scale if scale != ZERO else ZERO
-    _errors(data, state, form.low, form.high)
+    _errors(data, state, fmt.low, fmt.high)
     for lane in range(LANES):
         better = state[ERROR * LANES + lane] < state[TERM * LANES + lane]
         state[TERM * LANES + lane] = min(state[ERROR * LANES + lane], state[TERM * LANES + lane])
@@ -267,29 +275,31 @@ def _try(data, state, form):
 
 
 @part
-def _look_around(data, state, slots, form, wide, many):
-    """S of least exact error among that of `_promise`, those of the first `many` slots, and their neighbours."""
-    copy(state, TERM, ALONE)
-    copy(state, TERM + 1, S)
-    fill(state, S, ZERO)
-    for k in range(-1, many):
-        for i in range(-wide, wide + 1):
+def _search_neighbours(
+    data: Lanes, state: np.ndarray, slots: np.ndarray, fmt: ScaleFormat, reach: int, neighbour_slots: int
+) -> None:
+    """S of least exact error: that of `_estimate`, those of the first `neighbour_slots` slots, and their neighbours."""
+    copy_row(state, TERM, ZERO_ERROR)
+    copy_row(state, TERM + 1, S)
+    fill_row(state, S, ZERO)
+    for k in range(-1, neighbour_slots):
+        for i in range(-reach, reach + 1):
             for lane in range(LANES):
                 s = state[(TERM + 1) * LANES + lane]
                 state[NEW_S * LANES + lane] = s + np.float32(i)
             if k >= 0:
                 slot = slots[k]
                 for lane in range(LANES):
-                    wanted = min(max(slot[lane] / state[D * LANES + lane], form.least), form.most)
+                    wanted = min(max(slot[lane] / state[D * LANES + lane], fmt.least), fmt.most)
                     state[NEW_S * LANES + lane] = ((wanted + ROUND) - ROUND) + np.float32(i)
-            _try(data, state, form)
+            _try(data, state, fmt)
 
 
 @part
-def _record(state, blocks):
-    """Keep where the search of each block stands if its error, in row TERM, is the least so far."""
+def _record(state: np.ndarray, blocks: np.ndarray) -> None:
+    """Keep the current D and S of each block whose error, in row TERM, is the least so far."""
     block_sums(state, TERM, SUBS, blocks)
-    spread(blocks, SUBS, state, TERM)
+    broadcast(blocks, SUBS, state, TERM)
     for lane in range(LANES):
         better = state[TERM * LANES + lane] < state[BEST_ERROR * LANES + lane]
         state[BEST_ERROR * LANES + lane] = min(state[TERM * LANES + lane], state[BEST_ERROR * LANES + lane])
@@ -298,10 +308,10 @@ def _record(state, blocks):
 
 
 @part
-def _refit(data, state, form, sums):
+def _refit(data: Lanes, state: np.ndarray, fmt: ScaleFormat, sums: np.ndarray) -> None:
     """D of least error for the codes that D and S give."""
-    _aim(state, D, S)
-    _sums(data, state, form.low, form.high)
+    _set_candidate(state, D, S)
+    _sums(data, state, fmt.low, fmt.high)
     for lane in range(LANES):
         s = state[S * LANES + lane]
         state[TERM * LANES + lane] = s * state[SLOPE * LANES + lane]
@@ -310,7 +320,7 @@ def _refit(data, state, form, sums):
     block_sums(state, TERM + 1, SUBS, sums[1])
     for b in range(BLOCKS):
         sums[0, b] = sums[0, b] / sums[1, b] if sums[1, b] > ZERO else ZERO
-    spread(sums[0], SUBS, state, TERM)
+    broadcast(sums[0], SUBS, state, TERM)
     for lane in range(LANES):
         unit, per_unit = state[UNIT * LANES + lane], state[PER_UNIT * LANES + lane]
         d = state[D * LANES + lane] + state[TERM * LANES + lane]
@@ -319,58 +329,67 @@ def _refit(data, state, form, sums):
 
 
 @part
-def workspace():
-    """What `search` works in: elements and weights, state, slots, codes."""
+def workspace() -> Work:
+    """Allocate the work space of `search`: elements and weights, state, slots, codes."""
     data = np.empty(32 * LANES, np.float32), np.empty(32 * LANES, np.float32)
     state, slots = np.empty(STATE_SIZE, np.float32), np.empty((SLOTS, 3 * LANES), np.float32)
     return data, state, slots, np.empty(32 * LANES, np.uint8)
 
 
 @inner
-def search(x, importance, plan, units, first, form, weighing, work):
-    """Search the BLOCKS blocks from `first` on; `block_of` then tells what was found.
+def search(
+    x: np.ndarray,
+    importance: np.ndarray,
+    plan: np.ndarray,
+    units: np.ndarray,
+    first: int,
+    fmt: ScaleFormat,
+    weighting: Weighting,
+    work: Work,
+) -> None:
+    """Search the BLOCKS blocks from `first` on; `block_result` then gives the result of each.
 
-    `plan`, eight integers, is how hard to look. Step 1: slots (even), candidates for each, rounds of codes anew; step
-    2: places of d; step 3: starts, rounds of looking around, how far, at how many slots beside the best. `units`: the
-    largest element of a sub-block becomes units[0] units, or less by so many times units[1]; one less where it gets a
-    positive code.
+    `plan`, eight integers, sets the effort. Step 1: slots (even), candidates for each, rounds of codes from the fit.
+    Step 2: places of d. Step 3: starts, rounds of neighbours, how many to either side, of how many slots beside the
+    best. Candidate k of step 1 gives the largest element of a sub-block the code units[0] - k units[1]; one less where
+    its code is positive.
     """
     data, state, slots, codes = work
-    many_slots, sizes, rounds, count, starts, looks, wide, many = plan
-    slots = slots[:many_slots]
+    slot_count, sizes, rounds, count, starts, exact_rounds, reach, neighbour_slots = plan
+    slots = slots[:slot_count]
     blocks, sums = np.empty(BLOCKS, np.float32), np.empty((2, BLOCKS), np.float32)
-    promised = np.empty((count, BLOCKS), np.float32)
-    load(x, importance, first, SUBS, weighing, data, state)
-    _prepare(data, state, slots)
-    _fit(data, state, slots, form, sizes, rounds, units)
-    _survey(state, slots, form, promised)
+    estimates = np.empty((count, BLOCKS), np.float32)
+    load(x, importance, first, SUBS, weighting, data, state)
+    _reset(data, state, slots)
+    _fit(data, state, slots, fmt, sizes, rounds, units)
+    _scan_super_scales(state, slots, fmt, estimates)
     for _ in range(starts):
-        _start(state, form, promised, blocks)
-        for look in range(looks):
-            _promise(state, slots, form.least, form.most)
-            _look_around(data, state, slots, form, wide, many)
+        _start_from_best(state, fmt, estimates, blocks)
+        for exact_round in range(exact_rounds):
+            _estimate(state, slots, fmt.least, fmt.most)
+            _search_neighbours(data, state, slots, fmt, reach, neighbour_slots)
             _record(state, blocks)
-            if look + 1 < looks:
-                _refit(data, state, form, sums)
-    _aim(state, BEST_D, BEST_S)
-    _codes(data, state, form, codes)
+            if exact_round + 1 < exact_rounds:
+                _refit(data, state, fmt, sums)
+    _set_candidate(state, BEST_D, BEST_S)
+    _codes(data, state, fmt, codes)
 
 
 @part
-def _codes(data, state, form, codes):
+def _codes(data: Lanes, state: np.ndarray, fmt: ScaleFormat, codes: np.ndarray) -> None:
     """Nearest codes - low under the candidate."""
     xs, _ = data
     for j in range(SIZE):
         for lane in range(LANES):
-            t = min(max(xs[j * LANES + lane] * state[INVERSE * LANES + lane], form.low), form.high)
-            codes[j * LANES + lane] = np.uint8(np.int32(((t + ROUND) - ROUND) - form.low))
+            t = min(max(xs[j * LANES + lane] * state[INVERSE * LANES + lane], fmt.low), fmt.high)
+            codes[j * LANES + lane] = np.uint8(np.int32(((t + ROUND) - ROUND) - fmt.low))
 
 
 @part
-def block_of(work, b, codes, scales):
-    """What was found for block b: codes - low to uint8[256], S to int8[16]; returns d."""
+def block_result(work: Work, b: int, codes: np.ndarray, scales: np.ndarray) -> np.float32:
+    """Result of block b: fills codes uint8[256] with q - low and scales int8[16] with S; returns d."""
     _, state, _, lanes = work
-    codes_of(lanes, b, SUBS, codes)
+    block_codes(lanes, b, SUBS, codes)
     any_scale = False
     for s in range(SUBS):
         scales[s] = np.int8(np.int32(state[BEST_S * LANES + s * BLOCKS + b]))

@@ -1,13 +1,13 @@
-"""Scales of blocks of 32 in closed form, for effort below "best" where all elements weigh the same.
+"""Scales of blocks of 32 in closed form: for effort below "best" where all elements weigh the same.
 
-The reference does not search there: it takes the scale that puts the largest element on the last code, at the speed of
-memory. So do these kernels for one or two candidates; then they move each to the least-squares optimum of its codes,
+There the reference does not search: it takes the scale that puts the largest element on the last code, at the speed of
+memory. These kernels do so for one or a few candidates, then move each to the least-squares optimum of its codes,
 
     y = d q:      d = d0 P / Q                          P = sum t q, Q = sum q^2,   t = x / d0
     y = d q + m:  d = d0 (32 P - T S) / (32 Q - S^2)    S = sum q,   T = sum t,     t = (x - low) / d0
 
-round it to a half, and keep the candidate that removes most error. With t in fixed point all sums are of integers:
-their order does not matter, so each block is summed in SIMD where it lies, on every CPU to the same result.
+round it to a half, and keep the candidate that removes most error. With t in fixed point all sums are integer sums:
+their order does not matter. So each block is summed with SIMD where it lies, with the same result on every CPU.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from __future__ import annotations
 import numpy as np
 
 from quantkit.codegen.jit import kernel
-from quantkit.types.families.search import at_least_tiny, extremes, inverse_of, nearest_half
+from quantkit.types.families.block32.scale_search import at_least_smallest_half, extremes, inverse_of, nearest_half
 
 _ZERO, _HALF, _ONE, _TWO, _COUNT = np.float32(0), np.float32(0.5), np.float32(1), np.float32(2), np.float32(32)
-_ROUND = np.float32(3 << 22)  # see `search`
+_ROUND = np.float32(3 << 22)  # see `block32.scale_search`
 _FIXED = np.float32(1 << 11)  # of fixed point: 32 sums of |t| < 128 times |q| < 128 stay below 2^30
 
 
 @kernel
-def _sums(x, inverses, lo, hi, products, squares):
+def _sums(
+    x: np.ndarray, inverses: np.ndarray, lo: np.float32, hi: np.float32, products: np.ndarray, squares: np.ndarray
+) -> None:
     """P and Q of the codes in [lo, hi] nearest to t = x * inverse; P in fixed point. |t| must not be above 128."""
     for b in range(len(x)):
         inverse = inverses[b]
@@ -37,7 +39,14 @@ def _sums(x, inverses, lo, hi, products, squares):
 
 
 @kernel
-def _keep_better(extreme, first, products, squares, gains, scales):
+def _keep_better(
+    extreme: np.ndarray,
+    first: np.ndarray,
+    products: np.ndarray,
+    squares: np.ndarray,
+    gains: np.ndarray,
+    scales: np.ndarray,
+) -> None:
     """Move the candidates `first` float32[count] to their optima; keep in `scales` what beats `gains`.
 
     Gains are in units of the largest element squared, so that they never overflow.
@@ -54,7 +63,9 @@ def _keep_better(extreme, first, products, squares, gains, scales):
 
 
 @kernel
-def find_scales(x, starts, lo, hi, space, scales):
+def find_scales(
+    x: np.ndarray, starts: np.ndarray, lo: np.float32, hi: np.float32, space: np.ndarray, scales: np.ndarray
+) -> None:
     """scales float32[LANES]: those, exactly halves, of the blocks of x float32[count, 32]; codes lie in [lo, hi].
 
     Candidates are `starts` times the block's extreme element. `space` float32[6, LANES] is scratch.
@@ -66,15 +77,15 @@ def find_scales(x, starts, lo, hi, space, scales):
     gains[:] = scales[:] = _ZERO
     for k in range(starts.size):
         for b in range(count):
-            first[b] = at_least_tiny(extreme[b] * starts[k], _ONE)
+            first[b] = at_least_smallest_half(extreme[b] * starts[k], _ONE)
             inverse[b] = inverse_of(first[b])
         _sums(x, inverse, lo, hi, products, squares)
         _keep_better(extreme, first, products, squares, gains, scales)
 
 
 @kernel
-def _ranges(x, lows, highs):
-    """The least and the largest element of each block; see `search.extremes`.
+def _ranges(x: np.ndarray, lows: np.ndarray, highs: np.ndarray) -> None:
+    """The least and the largest element of each block; see `scale_search.extremes`.
 
     Bits compare as integers do once those of negative numbers, but for the sign, are inverted.
     """
@@ -89,7 +100,7 @@ def _ranges(x, lows, highs):
 
 
 @kernel
-def _affine_sums(x, lows, inverses, top, sums):
+def _affine_sums(x: np.ndarray, lows: np.ndarray, inverses: np.ndarray, top: np.float32, sums: np.ndarray) -> None:
     """Rows of sums int32[3, count]: P and T in fixed point; Q + 2^16 S of the codes nearest to t."""
     for b in range(len(x)):
         low, inverse = lows[b], inverses[b]
@@ -105,7 +116,9 @@ def _affine_sums(x, lows, inverses, top, sums):
 
 
 @kernel
-def find_pairs(x, top, space, scales, minima):
+def find_scales_and_mins(
+    x: np.ndarray, top: np.float32, space: np.ndarray, scales: np.ndarray, minima: np.ndarray
+) -> None:
     """scales, minima float32[LANES]: the pairs, exactly halves, of the blocks of x float32[count, 32].
 
     Codes 0 ... top span each block's range; `space` float32[6, LANES] is scratch.
@@ -115,7 +128,7 @@ def find_pairs(x, top, space, scales, minima):
     _ranges(x, lows, highs)
     for b in range(count):
         half_span = highs[b] * _HALF - lows[b] * _HALF  # the span itself may overflow
-        highs[b] = at_least_tiny(half_span * (_TWO / top), _ONE)
+        highs[b] = at_least_smallest_half(half_span * (_TWO / top), _ONE)
         inverses[b] = inverse_of(highs[b])
     _affine_sums(x, lows, inverses, top, sums)
     for b in range(count):

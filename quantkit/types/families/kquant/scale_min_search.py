@@ -2,20 +2,20 @@
 
     y = (d * S) * q - (dmin * M)        q 0 to `top`; S and M 0 to `most`, one pair a sub-block; d, dmin halves
 
-    minimise  sum e (x - y)^2 over a block, e the weights of `kquant`
+    minimise  sum e (x - y)^2 over a block, e the weights of `lanes.Weighting`
 
 The codes q of a sub-block enter its error through three sums only, beside sum e, sum e x and sum e x^2:
 
     sum e (x - s q + m)^2 = sum e x^2 + s (s sum e q^2 - 2 sum e q x) + m (m sum e + 2 (sum e x - s sum e q))
 
-1. Each sub-block is fitted alone: candidates map its range, zero included, to various numbers of steps with various
-   offsets; each gives codes, their sums, and by these the least-squares scale and minimum. SLOTS of them are kept, the
-   best of as many parts of the range of steps, and their codes derived anew from the fit.
-2. For a grid of super-scales d and dmin, rounded to halves: the S and M of each sub-block that are best for any of its
-   slots. By the sums alone this takes a few operations a sub-block. A block may be negated first (d and dmin are then
-   stored negative): codes run down instead of up, for which the same sums are easily had.
-3. Exactly, from the best of the grid: each S with its neighbours, for each the best M with its neighbours, and nearest
-   codes; then d and dmin by least squares, and again.
+1. *Fit.* Each sub-block on its own: candidates map its range, zero included, to various numbers of steps with various
+   offsets. Each gives codes, their sums, and by these the least-squares scale and minimum. SLOTS of them are kept, the
+   best of each part of the range of steps, and their codes are derived again from the fit.
+2. *Scan.* For a grid of super-scales d and dmin, rounded to halves: the S and M of each sub-block that are best for any
+   of its slots. With the sums this takes a few operations a sub-block. A block may be negated first (d and dmin are
+   then stored negative): codes run down instead of up, and the same sums follow by arithmetic.
+3. *Exact.* From the best of the grid: each S with its neighbours, for each the best M with its neighbours, and nearest
+   codes. Then d and dmin by least squares, and again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quantkit.codegen.jit import inner, part
-from quantkit.types.families.kquant import (
+from quantkit.types.families.kquant.lanes import (
     INFINITE,
     LANES,
     ONE,
@@ -35,38 +35,43 @@ from quantkit.types.families.kquant import (
     TWO,
     UNIT,
     ZERO,
+    Lanes,
+    Weighting,
+    block_codes,
     block_maxima,
     block_sums,
-    codes_of,
-    copy,
-    factor_of,
-    fill,
+    broadcast,
+    copy_row,
+    fill_row,
+    grid_factor,
     load,
-    spread,
     storable,
 )
 
 
-class Affine(NamedTuple):
-    """What tells the types apart; `affine` makes one."""
+class ScaleMinFormat(NamedTuple):
+    """The numbers in which the types differ; `scale_min_format` makes one."""
 
     subs: int  # sub-blocks of a block
     top: np.float32  # the largest code,
     most: np.float32  # the largest S and M
-    narrow: np.float32  # the range of a sub-block becomes from so many steps
-    wide: np.float32  # to so many
-    first_s: np.float32  # under the super-scales looked at, the largest scale becomes this S
+    least_steps: np.float32  # the range of a sub-block is divided into at least so many steps
+    most_steps: np.float32  # and at most so many
+    first_s: np.float32  # in the grid of super-scales the largest scale becomes this S
     span_s: int  # or less by up to so much;
     first_m: np.float32  # the largest minimum likewise
     span_m: int
 
 
-def affine(
+def scale_min_format(
     subs: int, top: float, most: float, steps: tuple[float, float], scales: tuple[float, int], minima: tuple[float, int]
-) -> Affine:
+) -> ScaleMinFormat:
+    """A `ScaleMinFormat` of float32 numbers; pairs are (least, most) steps and (first, span) of S and M."""
     first_s, first_m = np.float32(scales[0]), np.float32(minima[0])
-    narrow, wide = np.float32(steps[0]), np.float32(steps[1])
-    return Affine(subs, np.float32(top), np.float32(most), narrow, wide, first_s, scales[1], first_m, minima[1])
+    least, greatest = np.float32(steps[0]), np.float32(steps[1])
+    return ScaleMinFormat(
+        subs, np.float32(top), np.float32(most), least, greatest, first_s, scales[1], first_m, minima[1]
+    )
 
 
 SLOTS = 8  # at most
@@ -76,7 +81,7 @@ SUM_EX, SIGN, LOW, HIGH = 3, 4, 5, 6  # the block is negated where SIGN is -1
 SCALE, MINIMUM, INVERSE, OFFSET = 7, 8, 9, 10  # a candidate: q = round(x * INVERSE + OFFSET)
 EQ, EQQ, EQX, ERROR = 11, 12, 13, 14  # the three sums of its codes; its error, without sum e x^2 or exactly
 FIRST_D, FIRST_DMIN = 15, 16  # super-scales that the largest scale and minimum suggest
-D, DMIN, S, M = 17, 18, 19, 20  # where a search stands
+D, DMIN, S, M = 17, 18, 19, 20  # the point that the search is at
 NEW_S, NEW_M = 21, 22
 BEST_ERROR, BEST_D, BEST_DMIN, BEST_S, BEST_M, BEST_SIGN = 23, 24, 25, 26, 27, 28  # best of the block so far
 TERM = 29  # five rows of terms of block sums
@@ -84,8 +89,11 @@ STATE_SIZE = (TERM + 5) * LANES
 # A slot has six rows: scale, minimum, the three sums, the error.
 
 
+Work = tuple[Lanes, np.ndarray, np.ndarray, np.ndarray]  # data, state, slots, codes: see `workspace`
+
+
 @part
-def _accumulate(data, state, size, top):
+def _accumulate(data: Lanes, state: np.ndarray, size: int, top: np.float32) -> None:
     """The three sums of the codes of the candidate."""
     xs, ws = data
     for lane in range(LANES):
@@ -102,7 +110,7 @@ def _accumulate(data, state, size, top):
 
 
 @part
-def _errors(data, state, size, top):
+def _errors(data: Lanes, state: np.ndarray, size: int, top: np.float32) -> None:
     """ERROR: the error of nearest codes under SCALE and MINIMUM."""
     xs, ws = data
     for lane in range(LANES):
@@ -117,11 +125,10 @@ def _errors(data, state, size, top):
 
 
 @part
-def _prepare(data, state, slots, size):
-    """SUM_EX, LOW and HIGH; empty slots, but that the first has a minimum alone.
+def _reset(data: Lanes, state: np.ndarray, slots: np.ndarray, size: int) -> None:
+    """Fill SUM_EX, LOW and HIGH; empty the slots, except that the first gets a minimum without scale.
 
-    No scale is needed where all elements are the same below 0, and no candidate's codes can do without one there: all
-    of them become 0.
+    Where all elements have the same negative value, a minimum without a scale is exact; no candidate gives that.
     """
     xs, ws = data
     for lane in range(LANES):
@@ -132,8 +139,8 @@ def _prepare(data, state, slots, size):
             state[SUM_EX * LANES + lane] += ws[j * LANES + lane] * x
             state[LOW * LANES + lane] = min(state[LOW * LANES + lane], x)
             state[HIGH * LANES + lane] = max(state[HIGH * LANES + lane], x)
-    fill(state, SIGN, ONE)
-    fill(state, BEST_ERROR, INFINITE)
+    fill_row(state, SIGN, ONE)
+    fill_row(state, BEST_ERROR, INFINITE)
     slots[:] = ZERO
     for lane in range(LANES):
         e, ex = state[SUM_E * LANES + lane], min(state[SUM_EX * LANES + lane], ZERO)
@@ -143,8 +150,8 @@ def _prepare(data, state, slots, size):
 
 
 @part
-def _propose(state, steps, code):
-    """A candidate: the range becomes so many steps, its low end such a code."""
+def _propose(state: np.ndarray, steps: np.float32, code: np.float32) -> None:
+    """A candidate: the range is divided into `steps`, its low end gets `code`."""
     for lane in range(LANES):
         low, high = state[LOW * LANES + lane], state[HIGH * LANES + lane]
         inverse = steps / (high - low) if high > low else ZERO
@@ -153,7 +160,7 @@ def _propose(state, steps, code):
 
 
 @part
-def _keep(state, slot):
+def _keep_in_slot(state: np.ndarray, slot: np.ndarray) -> None:
     """Fit scale and minimum >= 0 to the codes of the candidate; keep it in the slot if it is the best there."""
     for lane in range(LANES):
         e, ex = state[SUM_E * LANES + lane], state[SUM_EX * LANES + lane]
@@ -163,8 +170,8 @@ def _keep(state, slot):
         inverse = ONE / (determinant if sound else ONE)
         scale, minimum = (e * eqx - eq * ex) * inverse, (eq * eqx - eqq * ex) * inverse
         sound = sound and scale > ZERO and minimum > ZERO
-        alone = max(eqx, ZERO) / (eqq if eqq > ZERO else ONE)
-        scale = scale if sound else alone
+        scale_only = max(eqx, ZERO) / (eqq if eqq > ZERO else ONE)
+        scale = scale if sound else scale_only
         minimum = minimum if sound else ZERO
         error = scale * (scale * eqq - TWO * eqx) + minimum * (minimum * e + TWO * (ex - scale * eq))
         better = error < slot[5 * LANES + lane]
@@ -177,7 +184,7 @@ def _keep(state, slot):
 
 
 @part
-def _return_to(state, slot):
+def _candidate_from_slot(state: np.ndarray, slot: np.ndarray) -> None:
     """Make the fit of a slot the candidate."""
     for lane in range(LANES):
         scale, minimum = slot[lane], slot[LANES + lane]
@@ -187,34 +194,36 @@ def _return_to(state, slot):
 
 
 @part
-def _fit(data, state, slots, form, steps, offsets, rounds):
-    """Step 1: `steps` sizes of step for each slot with `offsets` offsets each; `rounds` of codes anew."""
-    size = 256 // form.subs
+def _fit(
+    data: Lanes, state: np.ndarray, slots: np.ndarray, fmt: ScaleMinFormat, steps: int, offsets: int, rounds: int
+) -> None:
+    """Step 1: `steps` step sizes for each slot with `offsets` offsets each, then `rounds` of codes from the fit."""
+    size = 256 // fmt.subs
     for k in range(len(slots)):
         for g in range(steps):
             part = (np.float32(k * steps + g) + np.float32(0.5)) / np.float32(len(slots) * steps)
             for o in range(offsets):
                 code = (np.float32(o) + np.float32(0.5)) / np.float32(offsets) * np.float32(1.4) - np.float32(0.9)
-                _propose(state, form.narrow + (form.wide - form.narrow) * part, code)
-                _accumulate(data, state, size, form.top)
-                _keep(state, slots[k])
+                _propose(state, fmt.least_steps + (fmt.most_steps - fmt.least_steps) * part, code)
+                _accumulate(data, state, size, fmt.top)
+                _keep_in_slot(state, slots[k])
         for _ in range(rounds):
-            _return_to(state, slots[k])
-            _accumulate(data, state, size, form.top)
-            _keep(state, slots[k])
+            _candidate_from_slot(state, slots[k])
+            _accumulate(data, state, size, fmt.top)
+            _keep_in_slot(state, slots[k])
 
 
 @part
-def _negate(data, state, slots, form, wanted):
-    """Negate the blocks whose SIGN is not as the row `wanted` says, and what is known about them."""
+def _negate(data: Lanes, state: np.ndarray, slots: np.ndarray, fmt: ScaleMinFormat, wanted: int) -> None:
+    """Negate the blocks whose SIGN differs from the row `wanted`, with their sums and slots."""
     xs, _ = data
     changes = False
     for lane in range(LANES):
         changes |= state[SIGN * LANES + lane] != state[wanted * LANES + lane]
     if not changes:
         return
-    top = form.top
-    for j in range(256 // form.subs):
+    top = fmt.top
+    for j in range(256 // fmt.subs):
         for lane in range(LANES):
             xs[j * LANES + lane] *= state[SIGN * LANES + lane] * state[wanted * LANES + lane]
     for k in range(len(slots)):
@@ -224,23 +233,24 @@ def _negate(data, state, slots, form, wanted):
             eq, eqq = slot[2 * LANES + lane], slot[3 * LANES + lane]
             eqx = slot[4 * LANES + lane]
             scale, minimum = slot[lane], slot[LANES + lane]
-            turn = state[SIGN * LANES + lane] != state[wanted * LANES + lane]
-            slot[lane] = minimum / top if turn and scale == ZERO else scale  # a minimum alone: its codes are the top
-            slot[LANES + lane] = max(top * scale - minimum, ZERO) if turn else minimum
-            slot[2 * LANES + lane] = top * e - eq if turn else eq
-            slot[3 * LANES + lane] = top * (top * e - TWO * eq) + eqq if turn else eqq
-            slot[4 * LANES + lane] = eqx - top * ex if turn else eqx
+            negate = state[SIGN * LANES + lane] != state[wanted * LANES + lane]
+            # Of a minimum without scale all codes become `top`.
+            slot[lane] = minimum / top if negate and scale == ZERO else scale
+            slot[LANES + lane] = max(top * scale - minimum, ZERO) if negate else minimum
+            slot[2 * LANES + lane] = top * e - eq if negate else eq
+            slot[3 * LANES + lane] = top * (top * e - TWO * eq) + eqq if negate else eqq
+            slot[4 * LANES + lane] = eqx - top * ex if negate else eqx
     for lane in range(LANES):
         state[SUM_EX * LANES + lane] *= state[SIGN * LANES + lane] * state[wanted * LANES + lane]
         state[SIGN * LANES + lane] = state[wanted * LANES + lane]
 
 
 @part
-def _suggest(state, slots, form, blocks):
-    """FIRST_D and FIRST_DMIN: under which the largest scale and minimum of a block become the largest S and M."""
-    fill(state, S, ZERO)
-    fill(state, M, ZERO)
-    fill(state, ERROR, ZERO)
+def _suggest_super_scales(state: np.ndarray, slots: np.ndarray, fmt: ScaleMinFormat, blocks: np.ndarray) -> None:
+    """FIRST_D and FIRST_DMIN: those under which the largest scale and minimum of a block become the largest S and M."""
+    fill_row(state, S, ZERO)
+    fill_row(state, M, ZERO)
+    fill_row(state, ERROR, ZERO)
     for k in range(len(slots)):
         slot = slots[k]
         for lane in range(LANES):
@@ -249,14 +259,14 @@ def _suggest(state, slots, form, blocks):
             state[S * LANES + lane] = slot[lane] if better else state[S * LANES + lane]
             state[M * LANES + lane] = slot[LANES + lane] if better else state[M * LANES + lane]
     for value, row in ((S, FIRST_D), (M, FIRST_DMIN)):
-        block_maxima(state, value, form.subs, blocks)
-        spread(blocks, form.subs, state, row)
+        block_maxima(state, value, fmt.subs, blocks)
+        broadcast(blocks, fmt.subs, state, row)
         for lane in range(LANES):
-            state[row * LANES + lane] /= form.most
+            state[row * LANES + lane] /= fmt.most
 
 
 @part
-def _set_scales(state, first, factor, row):
+def _set_scales(state: np.ndarray, first: int, factor: np.float32, row: int) -> None:
     """A row of super-scales: `factor` times row `first`, as a half."""
     for lane in range(LANES):
         unit, per_unit = state[UNIT * LANES + lane], state[PER_UNIT * LANES + lane]
@@ -264,12 +274,12 @@ def _set_scales(state, first, factor, row):
 
 
 @part
-def _promise(state, slots, most):
+def _estimate(state: np.ndarray, slots: np.ndarray, most: np.float32) -> None:
     """ERROR, S and M that are best for any slot under D and DMIN; the sums of that slot's codes become the candidate's.
 
-    The minimum is the best beside each of two scales, the whole numbers around what the slot asks for.
+    For each slot two S are tried, the integers around its fitted scale, each with its best M.
     """
-    fill(state, ERROR, INFINITE)
+    fill_row(state, ERROR, INFINITE)
     for k in range(len(slots)):
         slot = slots[k]
         for lane in range(LANES):
@@ -302,7 +312,7 @@ def _promise(state, slots, most):
 
 
 @part
-def _refit(state, form, sums):
+def _refit(state: np.ndarray, fmt: ScaleMinFormat, sums: np.ndarray) -> None:
     """D and DMIN of least error for S, M and the candidate's sums; sums float32[5, blocks] is scratch."""
     for lane in range(LANES):
         s, m = state[S * LANES + lane], state[M * LANES + lane]
@@ -312,8 +322,8 @@ def _refit(state, form, sums):
         state[(TERM + 3) * LANES + lane] = s * state[EQX * LANES + lane]
         state[(TERM + 4) * LANES + lane] = m * state[SUM_EX * LANES + lane]
     for i in range(5):
-        block_sums(state, TERM + i, form.subs, sums[i])
-    for b in range(LANES // form.subs):
+        block_sums(state, TERM + i, fmt.subs, sums[i])
+    for b in range(LANES // fmt.subs):
         ss, sm, mm, sx, mx = sums[0, b], sums[1, b], sums[2, b], sums[3, b], sums[4, b]
         determinant = ss * mm - sm * sm
         d = dmin = ZERO
@@ -322,8 +332,8 @@ def _refit(state, form, sums):
         elif ss > ZERO:
             d = sx / ss
         sums[0, b], sums[1, b] = d, dmin
-    spread(sums[0], form.subs, state, TERM)
-    spread(sums[1], form.subs, state, TERM + 1)
+    broadcast(sums[0], fmt.subs, state, TERM)
+    broadcast(sums[1], fmt.subs, state, TERM + 1)
     for row, found in ((D, TERM), (DMIN, TERM + 1)):
         for lane in range(LANES):
             if state[found * LANES + lane] > ZERO:
@@ -332,28 +342,46 @@ def _refit(state, form, sums):
 
 
 @part
-def _survey(data, state, slots, form, count, minima, turns, promised, blocks):
-    """Step 2: promised[turn, i, h, b] is the error under the places i, h of the grid, of a block turned or not."""
-    for turn in range(turns):
-        if turn:
+def _scan_super_scales(
+    data: Lanes,
+    state: np.ndarray,
+    slots: np.ndarray,
+    fmt: ScaleMinFormat,
+    count: int,
+    minima: int,
+    signs: int,
+    estimates: np.ndarray,
+    blocks: np.ndarray,
+) -> None:
+    """Step 2: estimates[negate, i, h, b] is the error of a block, negated or not, at the places i, h of the grid."""
+    for negate in range(signs):
+        if negate:
             for lane in range(LANES):
                 state[TERM * LANES + lane] = -ONE
-            _negate(data, state, slots, form, TERM)
-        _suggest(state, slots, form, blocks)
+            _negate(data, state, slots, fmt, TERM)
+        _suggest_super_scales(state, slots, fmt, blocks)
         for i in range(count):
-            _set_scales(state, FIRST_D, factor_of(i, count, form.most, form.first_s, form.span_s), D)
+            _set_scales(state, FIRST_D, grid_factor(i, count, fmt.most, fmt.first_s, fmt.span_s), D)
             for h in range(minima):
-                _set_scales(state, FIRST_DMIN, factor_of(h, minima, form.most, form.first_m, form.span_m), DMIN)
-                _promise(state, slots, form.most)
-                block_sums(state, ERROR, form.subs, promised[turn, i, h])
+                _set_scales(state, FIRST_DMIN, grid_factor(h, minima, fmt.most, fmt.first_m, fmt.span_m), DMIN)
+                _estimate(state, slots, fmt.most)
+                block_sums(state, ERROR, fmt.subs, estimates[negate, i, h])
 
 
 @part
-def _start(data, state, slots, form, promised, blocks, indices):
-    """Turn to the most promising place of the grid, block by block, and cross it out."""
-    turns, count, minima = promised.shape[0], promised.shape[1], promised.shape[2]
-    places = promised.reshape(turns * count * minima, promised.shape[3])
-    for b in range(LANES // form.subs):
+def _start_from_best(
+    data: Lanes,
+    state: np.ndarray,
+    slots: np.ndarray,
+    fmt: ScaleMinFormat,
+    estimates: np.ndarray,
+    blocks: np.ndarray,
+    indices: np.ndarray,
+) -> None:
+    """Set D and DMIN of each block to the grid place of least estimated error, and exclude that place from now on."""
+    signs, count, minima = estimates.shape[0], estimates.shape[1], estimates.shape[2]
+    places = estimates.reshape(signs * count * minima, estimates.shape[3])
+    for b in range(LANES // fmt.subs):
         choice = 0
         for i in range(len(places)):
             if places[i, b] < places[choice, b]:
@@ -361,15 +389,15 @@ def _start(data, state, slots, form, promised, blocks, indices):
         places[choice, b] = INFINITE
         indices[b] = choice
         blocks[b] = -ONE if choice >= count * minima else ONE
-    spread(blocks, form.subs, state, TERM)
-    _negate(data, state, slots, form, TERM)
-    _suggest(state, slots, form, blocks)
-    for b in range(LANES // form.subs):
-        blocks[b] = factor_of(indices[b] // minima % count, count, form.most, form.first_s, form.span_s)
-    spread(blocks, form.subs, state, TERM)
-    for b in range(LANES // form.subs):
-        blocks[b] = factor_of(indices[b] % minima, minima, form.most, form.first_m, form.span_m)
-    spread(blocks, form.subs, state, TERM + 1)
+    broadcast(blocks, fmt.subs, state, TERM)
+    _negate(data, state, slots, fmt, TERM)
+    _suggest_super_scales(state, slots, fmt, blocks)
+    for b in range(LANES // fmt.subs):
+        blocks[b] = grid_factor(indices[b] // minima % count, count, fmt.most, fmt.first_s, fmt.span_s)
+    broadcast(blocks, fmt.subs, state, TERM)
+    for b in range(LANES // fmt.subs):
+        blocks[b] = grid_factor(indices[b] % minima, minima, fmt.most, fmt.first_m, fmt.span_m)
+    broadcast(blocks, fmt.subs, state, TERM + 1)
     for lane in range(LANES):
         state[FIRST_D * LANES + lane] *= state[TERM * LANES + lane]
         state[FIRST_DMIN * LANES + lane] *= state[(TERM + 1) * LANES + lane]
@@ -378,26 +406,26 @@ def _start(data, state, slots, form, promised, blocks, indices):
 
 
 @part
-def _look_around(data, state, form, wide):
-    """S and M of least exact error among the neighbours of S, and for each the neighbours of the M that fits best."""
-    copy(state, NEW_S, S)
-    copy(state, NEW_M, M)
-    fill(state, TERM, INFINITE)
-    for i in range(-wide, wide + 1):
+def _search_neighbours(data: Lanes, state: np.ndarray, fmt: ScaleMinFormat, reach: int) -> None:
+    """S and M of least exact error: the neighbours of S, for each the neighbours of the M that fits it best."""
+    copy_row(state, NEW_S, S)
+    copy_row(state, NEW_M, M)
+    fill_row(state, TERM, INFINITE)
+    for i in range(-reach, reach + 1):
         for h in range(-1, 2):
             for lane in range(LANES):
                 d, dmin = state[D * LANES + lane], state[DMIN * LANES + lane]
-                s = min(max(state[NEW_S * LANES + lane] + np.float32(i), ZERO), form.most)
+                s = min(max(state[NEW_S * LANES + lane] + np.float32(i), ZERO), fmt.most)
                 scale = d * s
                 e = state[SUM_E * LANES + lane]
                 per_dmin = ONE / (e * dmin if e > ZERO else ONE)
                 m = (scale * state[EQ * LANES + lane] - state[SUM_EX * LANES + lane]) * per_dmin + np.float32(h)
-                m = (min(max(m, ZERO), form.most) + ROUND) - ROUND
+                m = (min(max(m, ZERO), fmt.most) + ROUND) - ROUND
                 inverse = ONE / scale if s > ZERO else ZERO
                 state[SCALE * LANES + lane], state[MINIMUM * LANES + lane] = scale, dmin * m
                 state[INVERSE * LANES + lane], state[OFFSET * LANES + lane] = inverse, dmin * m * inverse
                 state[(TERM + 1) * LANES + lane], state[(TERM + 2) * LANES + lane] = s, m
-            _errors(data, state, 256 // form.subs, form.top)
+            _errors(data, state, 256 // fmt.subs, fmt.top)
             for lane in range(LANES):
                 better = state[ERROR * LANES + lane] < state[TERM * LANES + lane]
                 state[TERM * LANES + lane] = min(state[ERROR * LANES + lane], state[TERM * LANES + lane])
@@ -406,8 +434,8 @@ def _look_around(data, state, form, wide):
 
 
 @part
-def _aim(state, d, dmin, s, m):
-    """Make what these rows say the candidate."""
+def _set_candidate(state: np.ndarray, d: int, dmin: int, s: int, m: int) -> None:
+    """Make the values in these rows of `state` the candidate."""
     for lane in range(LANES):
         scale = state[d * LANES + lane] * state[s * LANES + lane]
         minimum = state[dmin * LANES + lane] * state[m * LANES + lane]
@@ -416,10 +444,10 @@ def _aim(state, d, dmin, s, m):
 
 
 @part
-def _record(state, form, blocks):
-    """Keep where the search of each block stands if its error, in row TERM, is the least so far."""
-    block_sums(state, TERM, form.subs, blocks)
-    spread(blocks, form.subs, state, TERM)
+def _record(state: np.ndarray, fmt: ScaleMinFormat, blocks: np.ndarray) -> None:
+    """Keep the current D, DMIN, S and M of each block whose error, in row TERM, is the least so far."""
+    block_sums(state, TERM, fmt.subs, blocks)
+    broadcast(blocks, fmt.subs, state, TERM)
     for lane in range(LANES):
         better = state[TERM * LANES + lane] < state[BEST_ERROR * LANES + lane]
         state[BEST_ERROR * LANES + lane] = min(state[TERM * LANES + lane], state[BEST_ERROR * LANES + lane])
@@ -431,66 +459,81 @@ def _record(state, form, blocks):
 
 
 @part
-def workspace():
-    """What `search` works in: elements and weights, state, slots, codes."""
+def workspace() -> Work:
+    """Allocate the work space of `search`: elements and weights, state, slots, codes."""
     data = np.empty(32 * LANES, np.float32), np.empty(32 * LANES, np.float32)
     state, slots = np.empty(STATE_SIZE, np.float32), np.empty((SLOTS, 6 * LANES), np.float32)
     return data, state, slots, np.empty(32 * LANES, np.uint8)
 
 
 @inner
-def search(x, importance, plan, first, form, weighing, work):
-    """Search the LANES // subs blocks from `first` on; `block_of` then tells what was found.
+def search(
+    x: np.ndarray,
+    importance: np.ndarray,
+    plan: np.ndarray,
+    first: int,
+    fmt: ScaleMinFormat,
+    weighting: Weighting,
+    work: Work,
+) -> None:
+    """Search the LANES // subs blocks from `first` on; `block_result` then gives the result of each.
 
-    `plan`, eleven integers, is how hard to look. Step 1: slots, sizes of step for each, offsets, rounds of codes anew;
-    step 2: places of d, of dmin, ways round, refits; step 3: starts, rounds of looking around, how far.
+    `plan`, eleven integers, sets the effort. Step 1: slots, step sizes for each, offsets, rounds of codes from the fit.
+    Step 2: places of d and of dmin, signs (2: also the negated block), refits. Step 3: starts, rounds of neighbours,
+    how many neighbours to either side.
     """
     data, state, slots, codes = work
-    many_slots, steps, offsets, rounds, count, minima, turns, refits, starts, looks, wide = plan
-    slots = slots[:many_slots]
-    many = LANES // form.subs
-    blocks, sums, indices = np.empty(many, np.float32), np.empty((5, many), np.float32), np.empty(many, np.int64)
-    promised = np.empty((turns, count, minima, many), np.float32)
-    load(x, importance, first, form.subs, weighing, data, state)
-    _prepare(data, state, slots, 256 // form.subs)
-    _fit(data, state, slots, form, steps, offsets, rounds)
-    _survey(data, state, slots, form, count, minima, turns, promised, blocks)
+    slot_count, steps, offsets, rounds, count, minima, signs, refits, starts, exact_rounds, reach = plan
+    slots = slots[:slot_count]
+    block_count = LANES // fmt.subs
+    blocks, sums, indices = (
+        np.empty(block_count, np.float32),
+        np.empty((5, block_count), np.float32),
+        np.empty(block_count, np.int64),
+    )
+    estimates = np.empty((signs, count, minima, block_count), np.float32)
+    load(x, importance, first, fmt.subs, weighting, data, state)
+    _reset(data, state, slots, 256 // fmt.subs)
+    _fit(data, state, slots, fmt, steps, offsets, rounds)
+    _scan_super_scales(data, state, slots, fmt, count, minima, signs, estimates, blocks)
     for _ in range(starts):
-        _start(data, state, slots, form, promised, blocks, indices)
+        _start_from_best(data, state, slots, fmt, estimates, blocks, indices)
         for _ in range(refits):
-            _promise(state, slots, form.most)
-            _refit(state, form, sums)
-        _promise(state, slots, form.most)
-        for look in range(looks):
-            _look_around(data, state, form, wide)
-            _record(state, form, blocks)
-            if look + 1 < looks:
-                _aim(state, D, DMIN, S, M)
-                _accumulate(data, state, 256 // form.subs, form.top)
-                _refit(state, form, sums)
-    _negate(data, state, slots, form, BEST_SIGN)
-    _aim(state, BEST_D, BEST_DMIN, BEST_S, BEST_M)
-    _codes(data, state, form, codes)
+            _estimate(state, slots, fmt.most)
+            _refit(state, fmt, sums)
+        _estimate(state, slots, fmt.most)
+        for exact_round in range(exact_rounds):
+            _search_neighbours(data, state, fmt, reach)
+            _record(state, fmt, blocks)
+            if exact_round + 1 < exact_rounds:
+                _set_candidate(state, D, DMIN, S, M)
+                _accumulate(data, state, 256 // fmt.subs, fmt.top)
+                _refit(state, fmt, sums)
+    _negate(data, state, slots, fmt, BEST_SIGN)
+    _set_candidate(state, BEST_D, BEST_DMIN, BEST_S, BEST_M)
+    _codes(data, state, fmt, codes)
 
 
 @part
-def _codes(data, state, form, codes):
+def _codes(data: Lanes, state: np.ndarray, fmt: ScaleMinFormat, codes: np.ndarray) -> None:
     """Nearest codes under the candidate."""
     xs, _ = data
-    for j in range(256 // form.subs):
+    for j in range(256 // fmt.subs):
         for lane in range(LANES):
             t = xs[j * LANES + lane] * state[INVERSE * LANES + lane] + state[OFFSET * LANES + lane]
-            codes[j * LANES + lane] = np.uint8(np.int32((min(max(t, ZERO), form.top) + ROUND) - ROUND))
+            codes[j * LANES + lane] = np.uint8(np.int32((min(max(t, ZERO), fmt.top) + ROUND) - ROUND))
 
 
 @part
-def block_of(work, form, b, codes, scales, minima):
-    """What was found for block b: codes uint8[256], S and M to scales and minima uint8[subs]; returns d and dmin."""
+def block_result(
+    work: Work, fmt: ScaleMinFormat, b: int, codes: np.ndarray, scales: np.ndarray, minima: np.ndarray
+) -> tuple[np.float32, np.float32]:
+    """Result of block b: fills codes uint8[256], scales (S) and minima (M) uint8[subs]; returns d and dmin."""
     _, state, _, lanes = work
-    count = LANES // form.subs
-    codes_of(lanes, b, form.subs, codes)
+    count = LANES // fmt.subs
+    block_codes(lanes, b, fmt.subs, codes)
     any_scale = any_minimum = False
-    for s in range(form.subs):
+    for s in range(fmt.subs):
         scales[s] = np.uint8(np.int32(state[BEST_S * LANES + s * count + b]))
         minima[s] = np.uint8(np.int32(state[BEST_M * LANES + s * count + b]))
         any_scale |= scales[s] > 0

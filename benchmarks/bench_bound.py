@@ -30,7 +30,7 @@ from benchmarks.bench_kernels import prepared
 from benchmarks.records import Column, Table
 from benchmarks.synthetic import SHAPES, write
 from quantkit import types
-from quantkit.codegen import jit
+from quantkit.codegen import cpu_target
 from quantkit.evaluate.bench import Case, bench, read_speed
 from quantkit.runtime.kernels import dispatch
 from quantkit.runtime.loading import load
@@ -92,7 +92,7 @@ def main() -> None:
     records.add_option(parser)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    print(f"{options.shape}, {options.threads} threads, {jit.isa()}; GB/s")
+    print(f"{options.shape}, {options.threads} threads, {cpu_target.isa()}; GB/s")
     print(f"{'type':10s} {'memory':>8s} {'kernel':>8s} {'TG':>8s} {'t/s':>8s} {'share':>7s}")
     rows = []
     for name in options.types.split(","):
@@ -110,7 +110,7 @@ def main() -> None:
         del model
         path.unlink()
     records.save(TABLE, rows, options)
-    print(json.dumps({"bench": "bound", "isa": jit.isa(), "shape": options.shape, "threads": options.threads,
+    print(json.dumps({"bench": "bound", "isa": cpu_target.isa(), "shape": options.shape, "threads": options.threads,
                       "rows": rows}))  # fmt: skip
 
 

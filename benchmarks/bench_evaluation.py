@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import records
 from benchmarks.records import Column, Table
-from quantkit.codegen import jit
+from quantkit.codegen import cpu_target
 from quantkit.evaluate.collect_imatrix import collect
 from quantkit.evaluate.perplexity import negative_log_likelihood, perplexity
 from quantkit.evaluate.text import Chunks, chunked
@@ -117,7 +117,10 @@ def main() -> None:
     parser.add_argument("-r", "--repeat", type=int, default=5)
     records.add_option(parser)
     options = parser.parse_args()
-    print(f"{options.threads} threads, {jit.isa()}; tokens/s, reference / ours in seconds (user CPU), imatrix / plain")
+    print(
+        f"{options.threads} threads, {cpu_target.isa()}; tokens/s, reference / ours in seconds (user CPU), "
+        "imatrix / plain"
+    )
     rows = []
     for path in options.models:
         row = measure(path, options)
@@ -125,7 +128,7 @@ def main() -> None:
         said = f"{row['model']:20s} {row['tokens_s']:8.1f} {row['tokens_s_reference']:8.1f}  {row['ratio']:5.2f} "
         print(f"{said}({row['cpu_ratio']:.2f})  imatrix {row['imatrix']:.3f} ({row['imatrix_cpu']:.3f})", flush=True)
     records.save(TABLE, rows, options)
-    print(json.dumps({"bench": "evaluation", "isa": jit.isa(), "threads": options.threads, "ctx": options.ctx,
+    print(json.dumps({"bench": "evaluation", "isa": cpu_target.isa(), "threads": options.threads, "ctx": options.ctx,
                       "chunks": options.chunks, "rows": rows}))  # fmt: skip
 
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import records
 from benchmarks.records import Column, Table
 from quantkit import types
-from quantkit.codegen import jit
+from quantkit.codegen import cpu_target
 from quantkit.codegen.jit import kernel
 from quantkit.placement import kernel_sizes
 from quantkit.runtime.kernels import dispatch
@@ -104,7 +104,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     floats = np.ones(options.rows * options.n // 8, np.float32)
     memory = floats.nbytes / seconds(floats.sum, options.repeat) / 1e9
-    print(f"{options.rows} x {options.n}, {jit.isa()}, one thread; numpy sums F32 at {memory:.1f} GB/s")
+    print(f"{options.rows} x {options.n}, {cpu_target.isa()}, one thread; numpy sums F32 at {memory:.1f} GB/s")
     print(f"{'type':12s} {'GB/s':>7s} {'Gweights/s':>11s} {'batch GOP/s':>12s}")
     results = {}
     for name in wanted:
@@ -117,7 +117,9 @@ def main() -> None:
         results[name] = row
         print(f"{name:12s} {row['gb_s']:7.2f} {row['gweights_s']:11.2f} {row['gop_s']:12.0f}", flush=True)
     records.save(TABLE, [{"type": name, **row} for name, row in results.items()], options)
-    print(json.dumps({"bench": "kernels", "isa": jit.isa(), **vars(options), "memory": memory, "types": results}))
+    print(
+        json.dumps({"bench": "kernels", "isa": cpu_target.isa(), **vars(options), "memory": memory, "types": results})
+    )
 
 
 if __name__ == "__main__":

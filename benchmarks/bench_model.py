@@ -32,7 +32,7 @@ from benchmarks import records
 from benchmarks.records import Column, Table
 from benchmarks.synthetic import SHAPES, write
 from quantkit import types
-from quantkit.codegen import jit
+from quantkit.codegen import cpu_target, thread_pool
 from quantkit.evaluate.bench import bytes_per_token
 from quantkit.runtime.kv.cache_type import CacheType
 from quantkit.runtime.loading import load
@@ -199,7 +199,7 @@ def main() -> None:
     parser.add_argument("--synthetic", choices=SHAPES)
     parser.add_argument("--types", default="q4_K")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/quantkit-models"))
-    parser.add_argument("-t", "--threads", type=int, default=jit.default_threads())
+    parser.add_argument("-t", "--threads", type=int, default=thread_pool.default_threads())
     parser.add_argument("-p", "--n-prompt", type=int, default=512)
     parser.add_argument("-n", "--n-gen", type=int, default=64)
     parser.add_argument("-d", "--depth", type=int, default=0)
@@ -212,7 +212,7 @@ def main() -> None:
     args = parser.parse_args()
     kinds = [f"PP{args.n_prompt}"] if args.n_prompt else []
     kinds += [f"TG{args.n_gen}"] + ([f"@{args.depth}"] if args.depth else [])
-    print(f"{args.threads} threads, {jit.isa()}, {args.repeat} rounds, tokens/s")
+    print(f"{args.threads} threads, {cpu_target.isa()}, {args.repeat} rounds, tokens/s")
     print(" ".join([f"{'model':28}", *(f"{k:>9} {'ref':>9} {'ratio':>6}" for k in kinds), f"{'GB/s':>6} {'ref':>6}"]))
     rows = []
     for path in args.models:
@@ -225,7 +225,7 @@ def main() -> None:
         print(line(rows[-1]), flush=True)
         path.unlink()
     records.save(TABLE, rows, args)
-    conditions = {"threads": args.threads, "isa": jit.isa(), "n_prompt": args.n_prompt, "n_gen": args.n_gen}
+    conditions = {"threads": args.threads, "isa": cpu_target.isa(), "n_prompt": args.n_prompt, "n_gen": args.n_gen}
     print(json.dumps({**conditions, "depth": args.depth, "repeat": args.repeat, "models": rows}))
 
 

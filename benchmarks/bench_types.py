@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import records
 from benchmarks.records import Column, Table
 from quantkit import types
-from quantkit.codegen import jit
+from quantkit.codegen import cpu_target
 from quantkit.types.base import EFFORTS
 from tests.types import data
 
@@ -220,7 +220,7 @@ def main() -> None:
     sets = {kind: data.rows(kind, options.seed, options.rows, options.n, model) for kind in KINDS}
     importance = data.importance(options.seed, options.n)
     timed = data.rows("gaussian", options.seed, options.time_rows, options.n, model)
-    print(f"{options.rows} x {options.n} float32, seed {options.seed}, effort {options.effort}, {jit.isa()}")
+    print(f"{options.rows} x {options.n} float32, seed {options.seed}, effort {options.effort}, {cpu_target.isa()}")
     how = f"{options.threads} thread(s), median of {options.repeat}"
     print(f"ours / reference; times of {options.time_rows} rows, {how}; in brackets our Melements/s")
     heads = [f"{label:>7s}" for label in ("gauss", "t(4)", "rotated", "outlier") * 2]
@@ -240,7 +240,7 @@ def main() -> None:
     print(f"largest: error {total['worst_error']}, time {total['worst_time']}")
     print(f"largest plain error without importance: {total['worst_plain']}")  # fmt: skip
     records.save(TABLE, table_rows(results), options, results)
-    print(json.dumps({"bench": "types", "isa": jit.isa(), **vars(options), "summary": total, "types": results}))
+    print(json.dumps({"bench": "types", "isa": cpu_target.isa(), **vars(options), "summary": total, "types": results}))
 
 
 if __name__ == "__main__":

@@ -94,9 +94,9 @@ def save(
 
 def machine() -> dict[str, object]:
     """The CPU model, the CPUs that this process may use, the instruction set of its kernels and the memory in bytes."""
-    from quantkit.codegen import jit
+    from quantkit.codegen import cpu_target, thread_pool
 
-    return {"cpu": _cpu(), "cores": jit.available_cpus(), "isa": jit.isa(),
+    return {"cpu": _cpu(), "cores": thread_pool.available_cpus(), "isa": cpu_target.isa(),
             "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")}  # fmt: skip
 
 

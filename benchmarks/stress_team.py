@@ -2,11 +2,10 @@
 
     python benchmarks/stress_team.py [--lists 1000000] [--threads 2,3,4] [--seed 1]
 
-The kernels of runtime/kernels/cpu/thread_team.py are compiled once more, with a random delay where `_sync_point`
-stands:
-before and after each read and write of what the threads share. Waiting threads give way and fall asleep after a few
-looks, not thousands, so that all of that happens all the time too. Every list is a chain of operations, each of which
-needs what all threads made in the one before; its numbers are known. Exit status 1 where a list makes others.
+The kernels of runtime/kernels/cpu/thread_team.py are compiled again with a random delay at each `_sync_point`: before
+and after each read and write of shared memory. Waiting threads yield and sleep after a few looks, not thousands, so
+that this happens all the time. A list is a chain of operations, each of which needs the results of all threads in the
+one before. Its results are known; exit status 1 where one differs.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from quantkit.codegen.jit import callback, kernel
+from quantkit.codegen.callbacks import callback
+from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import atomic_add, call3, load_int, pause, store_int
 from quantkit.runtime.kernels.cpu import thread_team
 
@@ -45,7 +45,7 @@ def delay(sync):
 
 
 def delayed_kernels() -> SimpleNamespace:
-    """The team's kernels with delays. They are not kept on disk: their source is that of the team's own."""
+    """The team's kernels with delays. They are not cached on disk: their source is the original kernels'."""
     from numba import njit
 
     names: dict[str, Any] = vars(thread_team) | {"SPINS": 8, "IDLE_SPINS": 40, "_sync_point": delay}

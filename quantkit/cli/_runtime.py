@@ -349,7 +349,7 @@ def runs_a_model(command: Callable[..., None]) -> Callable[..., None]:
 def conditions(model: Any) -> dict[str, Any]:
     """The conditions of a run that its results depend on, besides the file: options, CPU, versions."""
     from quantkit import __version__
-    from quantkit.codegen import jit
+    from quantkit.codegen import cpu_target
 
     found = {
         "numerics": model.numerics,
@@ -357,7 +357,7 @@ def conditions(model: Any) -> dict[str, Any]:
         "flash_attention": "on" if model.attention.flash else f"off, -amb {model.attention.work_mib}",
         "threads": model.threads,
         "cpu": cpu_name(),
-        "isa": jit.isa(),
+        "isa": cpu_target.isa(),
         "quantkit": __version__,
     }
     if model.has_latents:

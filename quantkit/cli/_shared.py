@@ -21,10 +21,10 @@ def checked_threads(count: int | None) -> int | None:
     """Check the value of -t: a warning if it exceeds the CPUs, QuantkitError if it exceeds them by far."""
     if count is None:
         return None
-    from quantkit.codegen import jit
+    from quantkit.codegen import thread_pool
 
-    jit.check_threads(count, "-t ")
-    if count > (cpus := jit.available_cpus()):
+    thread_pool.check_threads(count, "-t ")
+    if count > (cpus := thread_pool.available_cpus()):
         print(f"warning: -t {count}: this process may use {cpus} CPU(s); the extra threads wait", file=sys.stderr)
     return count
 

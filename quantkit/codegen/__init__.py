@@ -1,7 +1,14 @@
 """Compiling kernels: numba, LLVM and the disk cache of what they make.
 
-`jit` has the decorators for numba kernels and C callbacks, CPU features and `over_rows`, which shares rows among
-threads. `simd` has SIMD intrinsics for kernels, `ir_builder` and `ir_values` the Python that emits their LLVM code,
-`native` C functions that need no numba. `disk_cache` stores compiled code, one file a function. Takes Python functions
-and gives callables; knows nothing of models or files. Imports `errors` only.
+| module | holds |
+| --- | --- |
+| `jit`, `callbacks` | kernels that numba compiles; the same as C functions for op lists |
+| `simd`, `ir_builder`, `ir_values` | SIMD intrinsics for kernels, and the builder of LLVM code they are written with |
+| `native` | C functions written with that builder; they need no numba |
+| `half` | conversions of float16 and bfloat16, which numba lacks |
+| `thread_pool`, `cpu_target` | slices of rows on several threads; CPU features and SIMD code paths |
+| `digests`, `disk_cache`, `array_cache` | what names a cached file; the files; arrays cached like kernels |
+| `numba_loader`, `numba_internals`, `compile_notice` | importing numba; every private name of it; progress on stderr |
+
+Takes Python functions and returns callables; knows nothing of models or files. Imports `errors` only.
 """

@@ -4,10 +4,10 @@
     read(path) -> bytes | None                       None: not there, damaged, or not to be trusted
     write(path, data)                                atomic; a cache that cannot be written is reported once
 
-A file's name says what is in it, so no index exists that could go with the wrong file, and a file never goes stale. It
-begins with the SHA-256 of what follows: a truncated or damaged file counts as missing. What is read here is executed,
-so directories and files must belong to this user or to root, and nobody else may be able to write in them. Others are
-not used, which is said once on stderr. Files that were not used for 60 days are removed.
+A file's name identifies its contents, so there is no index, and a file never goes stale. A file begins with the SHA-256
+of its contents; a truncated or damaged file counts as missing. Compiled code that is read here is executed. So
+directories and files must belong to this user or to root, and nobody else may have write access; others are ignored,
+with one notice on stderr. Files unused for 60 days are removed.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ def root() -> Path:
 
 
 def read(path: Path) -> bytes | None:
-    """The contents of a file, or None where there is no such file that is whole and can be trusted."""
+    """The contents of a file; None where it is missing, damaged or not trusted."""
     if not (_is_trusted(root()) and _is_trusted(path.parent)):
         return None
     try:
         with open(os.open(path, os.O_RDONLY | _O_BINARY | _O_NOFOLLOW), "rb") as file:
             status = os.fstat(file.fileno())
             if reason := _distrust(status):
-                say(f"{path} is not used: {reason}. Remove it.")
+                notice(f"{path} is not used: {reason}. Remove it.")
                 return None
             data = file.read()
-    except OSError:  # not there, or a symbolic link, which this module never makes
+    except OSError:  # missing, or a symbolic link, which this module never creates
         return None
     contents = data[_DIGEST_BYTES:]
     if hashlib.sha256(contents).digest() != data[:_DIGEST_BYTES]:
         return None
     if time.time() - status.st_mtime > _DAY:
-        with contextlib.suppress(OSError):  # a cache that root filled for everybody keeps its times
+        with contextlib.suppress(OSError):  # root may have filled the cache for all users
             os.utime(path)
     return contents
 
 
 def write(path: Path, data: bytes | bytearray | memoryview) -> None:
-    """Put a file into the cache. Other processes see all of it or nothing."""
+    """Write a file of the cache atomically: other processes see all of it or nothing."""
     temporary = path.with_name(f"{path.name}.{os.urandom(8).hex()}.tmp")
     try:
         for directory in (root(), path.parent):
@@ -74,31 +74,31 @@ def write(path: Path, data: bytes | bytearray | memoryview) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        if os.name == "nt" and path.exists():  # Windows replaces no file that another process has open: the same file
+        if os.name == "nt" and path.exists():  # Windows does not replace a file that is open; it has these contents
             return
-        say(
-            f"{root()} cannot be written ({error.strerror}); kernels are compiled anew in every process. "
+        notice(
+            f"{root()} cannot be written ({error.strerror}); kernels are compiled again in every process. "
             "Set QUANTKIT_CACHE_DIR to a writable directory."
         )
 
 
 def _is_trusted(directory: Path) -> bool:
-    """Whether only this user, or root, can have put files here. If not, it is said why and what helps."""
+    """Whether only this user or root can write files here. If not, print a notice with the reason and the remedy."""
     try:
         reason = _distrust(directory.stat()) or _distrust_link(directory)
     except OSError:
-        return True  # there is nothing to read; writing reports what is wrong
+        return True  # nothing to read; `write` reports the error
     if reason:
-        say(
-            f"the kernel cache {directory} is not used: {reason}; kernels are compiled anew in every process. "
+        notice(
+            f"the kernel cache {directory} is not used: {reason}; kernels are compiled again in every process. "
             f"Run chmod 700 {directory}, or set QUANTKIT_CACHE_DIR to a directory of your own."
         )
     return not reason
 
 
 def _distrust(status: os.stat_result) -> str | None:
-    """Why something with this status may hold what another user wrote; None where it cannot."""
-    if os.name == "nt":  # mode bits and owners say nothing there; a profile's access rules keep other users out
+    """Why another user may have written a file or directory of this status; None where none can."""
+    if os.name == "nt":  # mode bits and owners mean nothing there; the access rules of user profiles keep others out
         return None
     if status.st_uid not in (0, os.geteuid()):
         return f"it belongs to the user with id {status.st_uid}, this process runs as {os.geteuid()}"
@@ -108,7 +108,7 @@ def _distrust(status: os.stat_result) -> str | None:
 
 
 def _distrust_link(directory: Path) -> str | None:
-    """As `_distrust`, of the symbolic link that the directory may be: who owns it chooses where it leads."""
+    """As `_distrust`, for a directory that is a symbolic link: its owner chooses where it leads."""
     status = directory.lstat()
     if os.name == "nt" or not stat.S_ISLNK(status.st_mode) or status.st_uid in (0, os.geteuid()):
         return None
@@ -116,14 +116,14 @@ def _distrust_link(directory: Path) -> str | None:
 
 
 @functools.cache
-def say(text: str) -> None:
+def notice(text: str) -> None:
     """Print a message on stderr, once in a process."""
     print(f"quantkit: {text}", file=sys.stderr, flush=True)
 
 
 @functools.cache
 def _remove_unused(directory: Path) -> None:
-    """Remove the files of a directory that no process has used for long. Reading a file renews its time."""
+    """Remove the files of a directory that no process has read for 60 days. `read` renews a file's time."""
     oldest = time.time() - _UNUSED_DAYS * _DAY
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:

@@ -4,10 +4,9 @@
     float_to_half(float32) -> uint16      nearest, ties to even; beyond 65504 Inf, as the hardware's conversion
     bfloat_to_float(uint16) -> float32    exact
 
-Plain integer arithmetic, the same on every CPU; loops over it vectorise. `IrBuilder` has the
-same for vectors of SIMD code, by the CPU's instructions. These here are apart from it because types import them, which
-must not load numba. Both give the same bits for all numbers (tests/runtime/test_elementary.py); of a NaN they promise
-only that it stays one.
+Plain integer arithmetic, the same on every CPU; loops over it vectorise. `IrBuilder` has the same conversions for
+vectors, with the CPU's instructions. Both give the same bits for all numbers (tests/runtime/test_elementary.py); a NaN
+stays a NaN, with any payload. Types import this module when they are imported, so it must not load numba.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def half_to_float(h):
     value = np.uint32(bits).view(np.float32)
     if exponent == np.uint32(0x0F800000):  # Inf, NaN
         value = np.uint32(bits + np.uint32(112 << 23)).view(np.float32)
-    elif exponent == np.uint32(0):  # zero, subnormal: renormalise
+    elif exponent == np.uint32(0):  # zero, subnormal: normalize
         value = np.uint32(bits + np.uint32(1 << 23)).view(np.float32) - np.float32(6.103515625e-05)
     sign = (np.uint32(h) & np.uint32(0x8000)) << np.uint32(16)
     return np.uint32(np.float32(value).view(np.uint32) | sign).view(np.float32)

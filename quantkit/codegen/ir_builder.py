@@ -1,7 +1,20 @@
-"""What SIMD code is written with: Python that makes LLVM vectors. It needs llvmlite, but not numba.
+"""`IrBuilder`: the operations that SIMD intrinsics and native functions are written with. Needs llvmlite, not numba.
 
-`simd.emitted` makes of it functions that kernels call, `machine.function` C functions. Results are the same on every
-CPU, bit by bit: whatever the instructions, sums have one order, and `fma` rounds once.
+`simd.simd_intrinsic` makes functions that kernels call, `native.function` C functions; `simd` explains how to write
+them. Each method appends LLVM instructions and returns a `Value`. `isa` is the code path of the CPU that is compiled
+for; where a method uses instructions of one path, it has a plain form for the others.
+
+Results are the same on every CPU, bit by bit: sums have one order and `fma` rounds once, whatever the instructions.
+
+| group | methods |
+| --- | --- |
+| constants, memory | `constant zero integer variable load store prefetch table in_memory` |
+| control | `loop call` |
+| lanes | `splat shuffle join part insert lookup sum sum4 largest` |
+| masks | `less below between bits any_bits choose where_bits integer_of` |
+| floats | `fma min max absolute nearest exp half_to_float float_to_half` |
+| products of small integers | `dot4 byte_pairs pairs multiply_pairs multiply_high` |
+| threads, C functions | `atomic_load atomic_store atomic_add pause call_address call_address_int64` |
 """
 
 from __future__ import annotations
@@ -12,22 +25,22 @@ from collections.abc import Callable, Iterator, Sequence
 
 from llvmlite import ir as llvm
 
-from quantkit.codegen import jit
+from quantkit.codegen import cpu_target
 from quantkit.codegen.ir_values import F16, F32, I8, I16, I32, I64, Value, Variable, element_of, vector, wrapped
 
-_FRAME = 4096  # bytes for vectors `in_memory`
+_FRAME = 4096  # bytes of stack for `in_memory`
 _X86 = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
 
 
 class IrBuilder:
-    """What a function under `@emitted` writes its code with."""
+    """Appends LLVM instructions to a function; the first parameter of every SIMD intrinsic and native function."""
 
     def __init__(self, builder: llvm.IRBuilder):
         self.builder = builder
-        self.isa = jit.isa()
+        self.isa = cpu_target.isa()
         self._tables: dict[tuple[int, ...], llvm.Value] = {}
-        self._frame: tuple[llvm.Value, Value] | None = None  # where `in_memory` puts vectors, and its address
-        self._framed = 0  # bytes of it that are taken
+        self._frame: tuple[llvm.Value, Value] | None = None  # the stack memory of `in_memory`, and its address
+        self._framed = 0  # bytes of it in use
 
     # ----------------------------------------------------------------------------------------- constants and memory
 
@@ -39,29 +52,33 @@ class IrBuilder:
         return Value(self, llvm.Constant(kind, number))
 
     def zero(self, kind: llvm.Type) -> Value:
+        """Zero, in every lane of a vector."""
         return Value(self, llvm.Constant(kind, None if isinstance(kind, llvm.VectorType) else 0))
 
     def variable(self, first: Value) -> Variable:
+        """A value that loops change, with its first value."""
         return Variable(self, first)
 
     def _pointer(self, kind: llvm.Type, address: Value) -> llvm.Value:
         return self.builder.inttoptr(address.ir, kind.as_pointer())
 
     def load(self, kind: llvm.Type, address: Value) -> Value:
+        """The scalar or vector at an address, which needs no alignment."""
         return Value(self, self.builder.load(self._pointer(kind, address), align=1))
 
     def store(self, value: Value, address: Value) -> None:
+        """Store a scalar or vector at an address, which needs no alignment."""
         self.builder.store(value.ir, self._pointer(value.type, address), align=1)
 
     def prefetch(self, address: Value, near: bool = True) -> None:
-        """Ask for the cache line at an address, which need not be readable: into the first cache or the second."""
+        """Prefetch the cache line at an address into the first-level cache, or the second. It need not be readable."""
         byte = I8.as_pointer()
         function = self._declared("llvm.prefetch.p0", llvm.VoidType(), [byte, I32, I32, I32])
         read, keep, data = (llvm.Constant(I32, v) for v in (0, 3 if near else 2, 1))
         self.builder.call(function, [self._pointer(I8, address), read, keep, data])
 
     def table(self, numbers: Sequence[int], element: llvm.Type) -> Value:
-        """The address of constant integers in the compiled code."""
+        """The address of an array of constant integers, stored with the compiled code."""
         key = element.width, *numbers
         if key not in self._tables:
             kind = llvm.ArrayType(element, len(numbers))
@@ -74,6 +91,7 @@ class IrBuilder:
         return Value(self, self.builder.ptrtoint(self._tables[key], I64))
 
     def integer(self, number: int) -> Value:
+        """An int64 constant."""
         return self.constant(I64, number)
 
     # ------------------------------------------------------------------------------------------------------ control
@@ -96,7 +114,7 @@ class IrBuilder:
         self.builder.position_at_end(after)
 
     def _declared(self, name: str, returns: llvm.Type, parameters: Sequence[llvm.Type]) -> llvm.Function:
-        """A function outside, by name."""
+        """An LLVM intrinsic or C function, declared in this module."""
         found = self.builder.module.globals.get(name)
         return found or llvm.Function(self.builder.module, llvm.FunctionType(returns, parameters), name)
 
@@ -114,7 +132,7 @@ class IrBuilder:
         return self.shuffle(Value(self, first), None, [0] * lanes)
 
     def shuffle(self, a: Value, b: Value | None, lanes: Sequence[int]) -> Value:
-        """Lanes picked from `a` followed by `b`, by constant index."""
+        """The lanes of `a` followed by `b` at constant indices."""
         other = b.ir if b is not None else llvm.Constant(a.type, llvm.Undefined)
         mask = llvm.Constant(vector(len(lanes), I32), [llvm.Constant(I32, i) for i in lanes])
         return Value(self, self.builder.shuffle_vector(a.ir, other, mask))
@@ -124,9 +142,11 @@ class IrBuilder:
         return self.shuffle(a, b, range(a.lanes + b.lanes))
 
     def part(self, a: Value, first: int, lanes: int) -> Value:
+        """`lanes` neighbouring lanes of a vector, from lane `first`."""
         return self.shuffle(a, None, range(first, first + lanes))
 
     def insert(self, a: Value, index: int, value: Value) -> Value:
+        """The vector with one lane replaced."""
         return Value(self, self.builder.insert_element(a.ir, value.ir, llvm.Constant(I32, index)))
 
     def _fold(self, v: Value, combine: Callable[[Value, Value], Value]) -> Value:
@@ -137,14 +157,14 @@ class IrBuilder:
         return v.lane(0)
 
     def sum(self, v: Value) -> Value:
-        """Sum of the lanes, added in halves."""
+        """Sum of the lanes: the upper half is added to the lower until one lane is left."""
         return self._fold(v, lambda a, b: a + b)
 
     def sum4(self, a: Value, b: Value, c: Value, d: Value) -> Value:
-        """The sums of four vectors of 16 as one vector of 4: three halvings for all instead of four for each."""
+        """The sums of four 16-lane vectors as one 4-lane vector, in fewer instructions than four `sum`s."""
 
         def fold(x: Value, y: Value, run: int) -> Value:
-            """In every 2 * run lanes the second run added to the first; what is left of x, then of y."""
+            """In every 2 * run lanes, add the second run to the first; the sums of x, then of y."""
             first = [i for i in range(32) if i // run % 2 == 0]
             return self.shuffle(x, y, first) + self.shuffle(x, y, [i + run for i in first])
 
@@ -158,8 +178,10 @@ class IrBuilder:
         return self._fold(v, self.max)
 
     def lookup(self, table: Sequence[int], index: Value) -> Value:
-        """`table[index]` for bytes and a vector of 16 or 32 indices: 16 of them and indices 0..15, or 32 or 64 of them
-        and indices taken modulo that."""
+        """`table[index]` for a table of bytes and a vector of 16 or 32 byte indices.
+
+        A table of 16 takes indices 0..15. Tables of 32 and 64 take any index, modulo their length.
+        """
         lanes = index.lanes
         table = [wrapped(byte, 8) for byte in table]
         if len(table) > 16:
@@ -168,14 +190,18 @@ class IrBuilder:
         if self.isa != "generic":
             return self.call(names[lanes], index.type, self.constant(index.type, table * (lanes // 16)), index)
         value = self.constant(index.type, table[0])
-        for code in range(1, 16):  # compare and select: no byte shuffle is certain to exist
+        for code in range(1, 16):  # compare and select, as not every CPU has a byte shuffle
             here = self.builder.icmp_unsigned("==", index.ir, self.constant(index.type, code).ir)
             value = Value(self, self.builder.select(here, self.constant(index.type, table[code]).ir, value.ir))
         return value
 
     def _long_lookup(self, table: list[int], index: Value) -> Value:
-        """A lookup in each half of the table, of which one bit of the index chooses; vpermb does 32 bytes at once."""
-        if len(table) == 32 == index.lanes and self.isa.startswith("avx512") and "avx512vbmi" in jit.cpu_features():
+        """Look up each half of the table and select by a bit of the index; vpermb does 32 bytes at once."""
+        if (
+            len(table) == 32 == index.lanes
+            and self.isa.startswith("avx512")
+            and "avx512vbmi" in cpu_target.cpu_features()
+        ):
             return self.call("llvm.x86.avx512.permvar.qi.256", index.type, self.constant(index.type, table), index)
         half = len(table) // 2
         within = index & 15 if half == 16 else index
@@ -184,40 +210,40 @@ class IrBuilder:
         return Value(self, self.builder.select(is_high, high.ir, low.ir))
 
     def where_bits(self, v: Value, masks: Sequence[int], number: int) -> Value:
-        """`number` in the byte lanes where a bit of the lane's mask is set in `v`, 0 elsewhere."""
+        """`number` in the byte lanes where `v & mask` of the lane is not 0, and 0 elsewhere."""
         masked = v & self.constant(v.type, [wrapped(m, 8) for m in masks])
         is_set = self.builder.icmp_unsigned("!=", masked.ir, self.zero(v.type).ir)
         return Value(self, self.builder.select(is_set, self.constant(v.type, number).ir, self.zero(v.type).ir))
 
     def integer_of(self, v: Value, mask: int) -> Value:
-        """An integer of a bit for each lane, lane 0 the lowest: whether the lane has a bit of `mask` set."""
+        """An integer with a bit for each lane, lane 0 the lowest: 1 where `v & mask` is not 0."""
         is_set = self.builder.icmp_unsigned("!=", (v & mask).ir, self.zero(v.type).ir)
         return Value(self, self.builder.bitcast(is_set, llvm.IntType(v.lanes)))
 
     def between(self, v: Value, first: Value, last: Value) -> Value:
-        """Where first <= v < last, signed integers: what `choose` takes."""
+        """A mask for `choose`: first <= v < last, of signed integers."""
         low, high = (self.builder.icmp_signed(op, v.ir, b.ir) for op, b in ((">=", first), ("<", last)))
         return Value(self, self.builder.and_(low, high))
 
     def choose(self, where: Value, a: Value, b: Value) -> Value:
-        """Lanes of `a` where it holds, of `b` elsewhere."""
+        """Lanes of `a` where the mask is 1, of `b` elsewhere."""
         return Value(self, self.builder.select(where.ir, a.ir, b.ir))
 
     def bits(self, v: Value) -> Value:
-        """The bits of an integer, lowest first, as lanes: what `choose` takes."""
+        """A mask for `choose`: the bits of an integer, lowest first."""
         return v.view(vector(v.type.width, llvm.IntType(1)))
 
     def any_bits(self, v: Value, masks: Sequence[int]) -> Value:
-        """Where a bit of the lane's mask is set in `v`: what `choose` takes."""
+        """A mask for `choose`: `v & mask` of the lane is not 0."""
         masked = v & self.constant(v.type, [wrapped(m, v.type.element.width) for m in masks])
         return Value(self, self.builder.icmp_unsigned("!=", masked.ir, self.zero(v.type).ir))
 
     def less(self, a: Value, b: Value) -> Value:
-        """Where a < b, signed integers: what `choose` takes."""
+        """A mask for `choose`: a < b, of signed integers."""
         return Value(self, self.builder.icmp_signed("<", a.ir, b.ir))
 
     def below(self, v: Value, bound: int) -> Value:
-        """Where v < bound, unsigned integers: what `choose` takes."""
+        """A mask for `choose`: v < bound, of unsigned integers."""
         return Value(self, self.builder.icmp_unsigned("<", v.ir, v._operand(bound)))
 
     def multiply_high(self, a: Value, b: Value) -> Value:
@@ -225,9 +251,10 @@ class IrBuilder:
         return ((a.unsigned(I32) * b.unsigned(I32)) >> 16).narrow(I16)
 
     def in_memory(self, v: Value) -> Value:
-        """The address of a copy of a vector, for loads of its parts.
+        """Store a vector on the stack and return its address, to load parts of it.
 
-        LLVM does not see that they read what was stored: it would extract lanes instead, two instructions each.
+        The address goes through an empty piece of assembly. Otherwise LLVM would see what the loads read and extract
+        lanes instead, with two instructions each.
         """
         if self._frame is None:
             with self.builder.goto_entry_block():
@@ -237,7 +264,7 @@ class IrBuilder:
                 hidden = self.builder.call(llvm.InlineAsm(kind, "", "=r,0", False), [self.builder.ptrtoint(place, I64)])
             self._frame = place, Value(self, hidden)
         place, address = self._frame
-        width = getattr(element_of(v.type), "width", 32)  # float types do not say theirs
+        width = getattr(element_of(v.type), "width", 32)  # llvmlite's float type has no width
         first, self._framed = self._framed, self._framed + -(-v.lanes * width // 256) * 32
         assert self._framed <= _FRAME, "too many vectors in memory"
         target = self.builder.gep(place, [llvm.Constant(I32, 0), llvm.Constant(I32, first)])
@@ -247,7 +274,7 @@ class IrBuilder:
     # ---------------------------------------------------------------------------------------------------- arithmetic
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
-        """a * b + c of float32, rounded once: by the instruction, which x86 has since AVX2 and other CPUs always."""
+        """a * b + c of float32, rounded once. x86 has the instruction with AVX2; other CPUs always have it."""
         if self.isa != "generic" or not _X86:
             return self.call(f"llvm.fma.{self._suffix(a.type)}", a.type, a, b, c)
         many = isinstance(a.type, llvm.VectorType)
@@ -257,10 +284,10 @@ class IrBuilder:
         return Value(self, self.builder.fptrunc(self._add_to_odd(product, z, bits), a.type))
 
     def _add_to_odd(self, x: llvm.Value, y: llvm.Value, bits: llvm.Type) -> llvm.Value:
-        """x + y of doubles, to the neighbour with an odd last bit where it is not exact.
+        """x + y of doubles, rounded to odd: where it is not exact, to the neighbour with an odd last bit.
 
-        Rounded to float32, that is x + y rounded once (Boldo and Melquiond, Emulation of FMA and correctly rounded
-        sums, 2008). What the sum lacks is exact by Knuth's TwoSum; it is not a number where the sum is not finite.
+        Rounded again to float32, that is x + y rounded once (Boldo and Melquiond, Emulation of FMA and correctly
+        rounded sums, 2008). Knuth's TwoSum gives the error of the sum exactly; it is NaN where the sum is not finite.
         """
         do, real, zero = self.builder, x.type, llvm.Constant(x.type, None if isinstance(bits, llvm.VectorType) else 0.0)
         total = do.fadd(x, y)
@@ -282,10 +309,11 @@ class IrBuilder:
         return Value(self, self.builder.select(self.builder.fcmp_ordered(">", a.ir, b.ir), b.ir, a.ir))
 
     def absolute(self, a: Value) -> Value:
+        """|a| of floats."""
         return self.call(f"llvm.fabs.{self._suffix(a.type)}", a.type, a)
 
     def nearest(self, a: Value) -> Value:
-        """float32 below 2^22 in magnitude to the nearest int32, ties to even."""
+        """The nearest int32 to float32 below 2^22 in magnitude, ties to even."""
         kind = vector(a.lanes, I32) if isinstance(a.type, llvm.VectorType) else I32
         magic = 12582912.0  # 1.5 * 2^23: the addition leaves the integer in the low bits
         return (a + magic).view(kind) - 0x4B400000
@@ -294,10 +322,10 @@ class IrBuilder:
         return f"v{kind.count}f32" if isinstance(kind, llvm.VectorType) else "f32"
 
     def exp(self, x: Value) -> Value:
-        """e^x of float32 within 2 units in the last place; 0 below -87.3, as of 88 above 88, NaN of NaN.
+        """e^x of float32 within 2 units in the last place; 0 below -87.3, e^88 above 88, NaN for NaN.
 
-        x = k ln 2 + r, |r| <= ln 2 / 2; e^r by its Taylor polynomial of degree 7; 2^k through the exponent bits. The
-        only exponential of the CPU's kernels: the C library's differs from system to system.
+        x = k ln 2 + r, |r| <= ln 2 / 2; e^r by its Taylor polynomial of degree 7; 2^k through the exponent bits. CPU
+        kernels use no other exponential: the C library's results differ from system to system.
         """
         kind = x.type
         tiny = self.builder.fcmp_ordered("<", x.ir, self.constant(kind, -87.3).ir)
@@ -315,7 +343,7 @@ class IrBuilder:
     # -------------------------------------------------------------------------------------------------- half floats
 
     def half_to_float(self, bits: Value) -> Value:
-        """The values of halves given as 16-bit integers. Without F16C by shifting: never a call of the C library."""
+        """float32 of halves given as 16-bit integers. Without F16C by integer operations, never by a C library call."""
         many = isinstance(bits.type, llvm.VectorType)
         if self.isa != "generic":
             half = vector(bits.lanes, F16) if many else F16
@@ -323,7 +351,7 @@ class IrBuilder:
         kind = vector(bits.lanes, F32) if many else F32
         wide = bits.unsigned(I32)
         sign = (wide & 0x8000) << 16
-        # Exponent and mantissa moved in place; the product re-biases the exponent and makes subnormals normal.
+        # Move exponent and mantissa into place; the product re-biases the exponent and normalizes subnormals.
         small = ((wide & 0x7FFF) << 13).view(kind) * 2.0**112
         special = self.builder.icmp_unsigned(">=", (wide & 0x7FFF).ir, self.constant(wide.type, 0x7C00).ir)
         infinite = ((wide & 0x7FFF) << 13) | 0x7F800000
@@ -331,14 +359,14 @@ class IrBuilder:
         return (Value(self, magnitude) | sign).view(kind)
 
     def float_to_half(self, x: Value) -> Value:
-        """Bits of the nearest halves of a float32 vector, ties to even; too large becomes Inf."""
+        """Bits of the halves nearest to a float32 vector, ties to even; 65520 and more becomes Inf."""
         bits = vector(x.lanes, I16)
         if self.isa != "generic":
             return Value(self, self.builder.fptrunc(x.ir, vector(x.lanes, F16))).view(bits)
         wide = x.view(vector(x.lanes, I32))
         sign = (wide >> 16) & 0x8000
         wide = wide & 0x7FFFFFFF
-        # Adding 0.5 rounds subnormal halves to multiples of 2^-24; normal ones are rounded on their bits.
+        # Adding 0.5 rounds subnormal halves to multiples of 2^-24; normal halves are rounded on their bits.
         subnormal = (wide.view(x.type) + 0.5).view(wide.type) - 0x3F000000
         normal = (wide + (0xC8000FFF - (1 << 32)) + ((wide >> 13) & 1)) >> 13
         is_small = self.builder.icmp_unsigned("<", wide.ir, self.constant(wide.type, 0x38800000).ir)
@@ -351,10 +379,10 @@ class IrBuilder:
     # --------------------------------------------------------------------------------------- products of small integers
 
     def dot4(self, total: Value, a: Value, b: Value, largest: int = 255) -> Value:
-        """total[i] + sum over j of a[4i+j] * b[4i+j], a bytes 0..largest, b signed bytes, total int32.
+        """total[i] + sum over j < 4 of a[4i+j] * b[4i+j]: a unsigned bytes up to `largest`, b signed bytes; int32.
 
-        One vpdpbusd where there is one. vpmaddubsw adds two products in 16 bits, which holds them up to
-        `largest` = 127; otherwise bytes are widened first.
+        One instruction, vpdpbusd, with VNNI. vpmaddubsw adds two products in 16 bits, which cannot overflow up to
+        `largest` = 127; above that the bytes are widened first.
         """
         lanes = total.lanes
         if self.isa == "avx512vnni" and lanes in (8, 16):
@@ -368,7 +396,10 @@ class IrBuilder:
         return total + even + self.multiply_pairs(a >> 8, b.signed_shift(8))
 
     def byte_pairs(self, a: Value, b: Value) -> Value:
-        """int16 sums of neighbouring products of bytes `a` (unsigned) and `b` (signed), modulo 2^16 at worst."""
+        """int16 sums of neighbouring products of bytes, `a` unsigned and `b` signed (vpmaddubsw).
+
+        The caller keeps sums within int16: what happens beyond differs between CPUs.
+        """
         names = {16: "llvm.x86.avx2.pmadd.ub.sw", 32: "llvm.x86.avx512.pmaddubs.w.512"}
         if found := self._by_instruction(names, vector(a.lanes // 2, I16), a, b):
             return found
@@ -381,7 +412,7 @@ class IrBuilder:
         return self.multiply_pairs(v, self.constant(v.type, 1))
 
     def multiply_pairs(self, a: Value, b: Value) -> Value:
-        """int32 sums of neighbouring products of signed int16: pmaddwd."""
+        """int32 sums of neighbouring products of signed int16 (pmaddwd)."""
         names = {4: "llvm.x86.sse2.pmadd.wd", 8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
         wide = vector(a.lanes // 2, I32)
         if found := self._by_instruction(names, wide, a, b):
@@ -391,7 +422,7 @@ class IrBuilder:
         return low + a.signed_shift(16) * b.signed_shift(16)
 
     def _by_instruction(self, names: dict[int, str], kind: llvm.VectorType, a: Value, b: Value) -> Value | None:
-        """One instruction, or the widest there is for each part. `names`: by the lanes of what it makes, of `kind`."""
+        """One instruction, or the widest that the CPU has on each half. `names`: by the lanes of the result."""
         bits = (512 if self.isa.startswith("avx512") else 256 if self.isa == "avx2" else 128) if _X86 else 0
         known = [lanes for lanes in names if lanes <= kind.count and lanes * kind.element.width <= bits]
         if not known:
@@ -406,27 +437,29 @@ class IrBuilder:
     # ------------------------------------------------------------------------------------------------------- threads
 
     def atomic_load(self, address: Value) -> Value:
+        """The int64 at an address, with acquire order."""
         pointer = self._pointer(I64, address)
         return Value(self, self.builder.load_atomic(pointer, "acquire", 8))
 
     def atomic_store(self, value: Value, address: Value) -> None:
+        """Store an int64 at an address, with release order."""
         self.builder.store_atomic(value.ir, self._pointer(I64, address), "release", 8)
 
     def atomic_add(self, value: Value, address: Value) -> Value:
-        """Add to an int64 in memory; the value before."""
+        """Add to the int64 at an address; returns the value before."""
         return Value(self, self.builder.atomic_rmw("add", self._pointer(I64, address), value.ir, "acq_rel"))
 
     def pause(self) -> None:
-        """Tell the core that this is a waiting loop."""
+        """Tell the CPU that this is a loop that waits."""
         if _X86:
             self.builder.call(self._declared("llvm.x86.sse2.pause", llvm.VoidType(), []), [])
 
     def call_address(self, address: Value, *args: Value) -> None:
-        """Call a C function `void(int64, ...)` that stands at `address`."""
+        """Call the C function `void(int64, ...)` at an address."""
         self._call(llvm.VoidType(), address, *args)
 
-    def ask_address(self, address: Value, *args: Value) -> Value:
-        """What a C function `int64(int64, ...)` returns that stands at `address`."""
+    def call_address_int64(self, address: Value, *args: Value) -> Value:
+        """Call the C function `int64(int64, ...)` at an address; returns its result."""
         return Value(self, self._call(I64, address, *args))
 
     def _call(self, returns: llvm.Type, address: Value, *args: Value) -> llvm.Value:

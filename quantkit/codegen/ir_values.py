@@ -1,4 +1,7 @@
-"""The values of SIMD code: LLVM's, with Python's operators. What makes them is `ir_builder.IrBuilder`."""
+"""LLVM values with Python's operators: `Value` and `Variable`. `ir_builder.IrBuilder` makes them.
+
+Types are llvmlite's: `F32`, `I64`, ... and `vector(16, F32)`. Integers have no sign; operations do.
+"""
 
 from __future__ import annotations
 
@@ -12,55 +15,62 @@ F16, F32 = llvm.HalfType(), llvm.FloatType()
 
 
 def vector(lanes: int, element: llvm.Type) -> llvm.VectorType:
+    """The type of a vector: `vector(16, F32)` has 16 float32 lanes."""
     return llvm.VectorType(element, lanes)
 
 
 def element_of(kind: llvm.Type) -> llvm.Type:
+    """The type of a vector's lanes; a scalar type itself."""
     return kind.element if isinstance(kind, llvm.VectorType) else kind
 
 
 def wrapped(number: int, bits: int) -> int:
-    """The signed integer with the same `bits` low bits: LLVM's text form has no other."""
+    """The signed integer with the same low `bits` bits, the only form that LLVM's assembly has."""
     return (number + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)
 
 
 class Builder(Protocol):
-    """What a value asks of `ir_builder.IrBuilder`, which made it."""
+    """The part of `ir_builder.IrBuilder` that a value uses."""
 
     builder: Any  # llvmlite's IRBuilder
 
-    def constant(self, kind: llvm.Type, value: float) -> Value: ...
+    def constant(self, kind: llvm.Type, number: float) -> Value:
+        """A constant of a type."""
+        ...
 
 
 class Value:
     """An LLVM value, scalar or vector, with Python's operators. Numbers become constants of its type.
 
-    `>>` shifts in zeros; integers carry no sign, the conversions say which is meant.
+    `>>` shifts in zeros, `signed_shift` copies of the sign. `/` of integers is signed. `ir` is llvmlite's value.
     """
 
-    __slots__ = ("emit", "ir")
+    __slots__ = ("builder", "ir")
 
-    def __init__(self, emit: Builder, value: llvm.Value):
-        self.emit, self.ir = emit, value
+    def __init__(self, builder: Builder, value: llvm.Value):
+        self.builder, self.ir = builder, value
 
     @property
     def type(self) -> llvm.Type:
+        """llvmlite's type."""
         return self.ir.type
 
     @property
     def lanes(self) -> int:
-        return self.ir.type.count
+        """Number of lanes of a vector."""
+        count: int = self.ir.type.count
+        return count
 
     def _operand(self, other: Value | float) -> llvm.Value:
         if isinstance(other, Value):
             return other.ir
         if isinstance(other, int) and isinstance(element_of(self.type), llvm.IntType):
             other = wrapped(other, element_of(self.type).width)
-        return self.emit.constant(self.type, other).ir
+        return self.builder.constant(self.type, other).ir
 
     def _apply(self, other: Value | float, integer: str, real: str | None = None) -> Value:
         name = real if real and element_of(self.type) in (F16, F32) else integer
-        return Value(self.emit, getattr(self.emit.builder, name)(self.ir, self._operand(other)))
+        return Value(self.builder, getattr(self.builder.builder, name)(self.ir, self._operand(other)))
 
     def __add__(self, other: Value | float) -> Value:
         return self._apply(other, "add", "fadd")
@@ -69,7 +79,7 @@ class Value:
         return self._apply(other, "sub", "fsub")
 
     def __rsub__(self, other: float) -> Value:
-        return Value(self.emit, self._operand(other)) - self
+        return Value(self.builder, self._operand(other)) - self
 
     def __mul__(self, other: Value | float) -> Value:
         return self._apply(other, "mul", "fmul")
@@ -93,48 +103,51 @@ class Value:
         return self._apply(other, "lshr")
 
     def signed_shift(self, bits: int) -> Value:
-        """Shift right, copying the sign."""
+        """Shift right, filling with copies of the sign."""
         return self._apply(bits, "ashr")
 
     def _convert(self, element: llvm.Type, operation: str) -> Value:
         kind = vector(self.lanes, element) if isinstance(self.type, llvm.VectorType) else element
-        return Value(self.emit, getattr(self.emit.builder, operation)(self.ir, kind))
+        return Value(self.builder, getattr(self.builder.builder, operation)(self.ir, kind))
 
     def signed(self, element: llvm.Type) -> Value:
-        """Integers widened with their sign."""
+        """Integers sign-extended to a wider type."""
         return self._convert(element, "sext")
 
     def unsigned(self, element: llvm.Type) -> Value:
-        """Integers widened with zeros."""
+        """Integers zero-extended to a wider type."""
         return self._convert(element, "zext")
 
     def narrow(self, element: llvm.Type) -> Value:
-        """The low bits of integers."""
+        """Integers truncated to a narrower type."""
         return self._convert(element, "trunc")
 
     def real(self) -> Value:
-        """Signed integers as float32."""
+        """Signed integers converted to float32."""
         return self._convert(F32, "sitofp")
 
     def view(self, kind: llvm.Type) -> Value:
-        """The same bits as another type."""
-        return Value(self.emit, self.emit.builder.bitcast(self.ir, kind))
+        """The same bits as another type (a bitcast)."""
+        return Value(self.builder, self.builder.builder.bitcast(self.ir, kind))
 
     def lane(self, index: int) -> Value:
-        return Value(self.emit, self.emit.builder.extract_element(self.ir, llvm.Constant(I32, index)))
+        """One lane of a vector, as a scalar."""
+        return Value(self.builder, self.builder.builder.extract_element(self.ir, llvm.Constant(I32, index)))
 
 
 class Variable:
-    """A place for a value that changes in loops; LLVM makes it a register."""
+    """A value that loops change. LLVM turns it into a register."""
 
-    def __init__(self, emit: Builder, first: Value):
-        self._emit = emit
-        with emit.builder.goto_entry_block():  # once, though the variable may be in a loop
-            self._slot = emit.builder.alloca(first.type)
+    def __init__(self, builder: Builder, first: Value):
+        self._builder = builder
+        with builder.builder.goto_entry_block():  # allocated once, even if the variable is made in a loop
+            self._slot = builder.builder.alloca(first.type)
         self.set(first)
 
     def get(self) -> Value:
-        return Value(self._emit, self._emit.builder.load(self._slot))
+        """The value it has here."""
+        return Value(self._builder, self._builder.builder.load(self._slot))
 
     def set(self, value: Value) -> None:
-        self._emit.builder.store(value.ir, self._slot)
+        """Assign a value."""
+        self._builder.builder.store(value.ir, self._slot)

@@ -1,15 +1,15 @@
-"""C functions written with `ir_builder.IrBuilder` alone: compiled, cached and run without importing numba.
+"""Native functions: C functions written with `ir_builder.IrBuilder`, compiled and run without numba.
 
     @function
     def add(ir, x, y, out):                # ir: IrBuilder; the others int64 values
-        e.store(e.load(I64, x) + e.load(I64, y), out)
+        ir.store(ir.load(I64, x) + ir.load(I64, y), out)
 
     add(a.ctypes.data, b.ctypes.data, c.ctypes.data)     # releases the GIL
 
-What LLVM makes of a body is cached as object code, one file a function (`disk_cache`). The name of the file is a digest
-of all that the code depends on: the versions of llvmlite and LLVM, triple, CPU and features it is for, and every
-quantkit source the body can reach (`jit.source_digest`). Bodies may call LLVM's intrinsics and the C library, which any
-process has; nothing of numba's.
+The body runs once, when the function is compiled; `simd` explains how to write one. LLVM's object code is cached, one
+file a function (`disk_cache`). The file's name is a digest of the versions of llvmlite and LLVM, the target's triple,
+CPU and features, and the sources that the body can reach (`digests.source_digest`). A body may call LLVM's intrinsics
+and the C library, which every process has loaded, and nothing of numba's.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quantkit.codegen import disk_cache, jit
+from quantkit.codegen import cpu_target, digests, disk_cache
 
-_OBJECT_VERSION = 1  # of what _compile does with a body; the sources tell all else
+_OBJECT_VERSION = 1  # raise it when `_compile` changes: the sources of a body need not import this module
 _lock = threading.RLock()
-_kept: list[Any] = []  # engines, which own the code
+_engines: list[Any] = []  # they own the machine code
 
 
 class Function:
@@ -37,12 +37,13 @@ class Function:
         functools.update_wrapper(self, body)
         self.body = body
         self.parameters = len(inspect.signature(body).parameters) - 1
-        self.compiled = False  # in this process, not taken from the disk
+        self.compiled = False  # by this process, not loaded from disk
 
     @functools.cached_property
     def address(self) -> int:
+        """Entry point. The first use compiles the function, or loads it from disk."""
         with _lock:
-            if "address" in self.__dict__:  # made while we waited
+            if "address" in self.__dict__:  # another thread made it while this one waited
                 return int(self.__dict__["address"])
             return self._load(self._object())
 
@@ -55,17 +56,17 @@ class Function:
 
     @property
     def path(self) -> Path | None:
-        """Where its object code is cached; None where its source is not known."""
-        identity = jit.identity(self.body)
+        """The cache file of its object code; None where the source is unknown."""
+        identity = digests.identity(self.body)
         if identity is None:
             return None
-        cpu, features = jit.target_cpu()
+        cpu, features = cpu_target.target_cpu()
         parts = (_OBJECT_VERSION, *_versions(), cpu, features, identity)
         key = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
         return disk_cache.root() / f"object-{cpu}" / f"{self.body.__name__}-{key[:40]}.o"
 
     def _object(self) -> bytes:
-        """The object code: from the disk, or compiled and put there."""
+        """The object code: loaded from disk, or compiled and cached."""
         path = self.path
         code = None if path is None else disk_cache.read(path)
         if code is None:
@@ -85,10 +86,10 @@ class Function:
         module = llvm.Module(self.body.__name__)
         module.triple = binding.get_process_triple()
         kind = llvm.FunctionType(llvm.VoidType(), [I64] * self.parameters)
-        made = llvm.Function(module, kind, self.body.__name__)
-        builder = llvm.IRBuilder(made.append_basic_block())
-        emit = IrBuilder(builder)
-        self.body(emit, *(Value(emit, parameter) for parameter in made.args))
+        native = llvm.Function(module, kind, self.body.__name__)
+        builder = llvm.IRBuilder(native.append_basic_block())
+        ir = IrBuilder(builder)
+        self.body(ir, *(Value(ir, parameter) for parameter in native.args))
         builder.ret_void()
         machine = _target_machine()
         module.data_layout = str(machine.target_data)
@@ -104,12 +105,12 @@ class Function:
         engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _target_machine())
         engine.add_object_file(binding.ObjectFileRef.from_data(code))
         engine.finalize_object()
-        _kept.append(engine)
+        _engines.append(engine)
         return engine.get_function_address(self.body.__name__)
 
 
 def function(body: Callable) -> Function:
-    """Decorator: `body(ir, *values)`, called with an IrBuilder and int64 values, as a C function."""
+    """Decorator: a C function `void(int64, ...)` whose code `body(ir, *values)` builds; the values are int64."""
     return Function(body)
 
 
@@ -122,13 +123,13 @@ def _versions() -> tuple[str, ...]:
 
 
 def _target_machine() -> Any:
-    """LLVM for the CPU that kernels are made for. An engine takes its own: it disposes of it."""
+    """LLVM's target machine for `cpu_target.target_cpu()`. Each engine needs its own and disposes of it."""
     from llvmlite import binding
 
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
-    cpu, features = jit.target_cpu()
+    cpu, features = cpu_target.target_cpu()
     triple = binding.get_process_triple()
-    reloc = "static" if triple.startswith("x86") else "default"  # what LLVM's JIT asks for
+    reloc = "static" if triple.startswith("x86") else "default"  # as LLVM's JIT requires
     target = binding.Target.from_triple(triple)
     return target.create_target_machine(cpu, features, opt=3, reloc=reloc, codemodel="jitdefault", jit=True)

@@ -1,20 +1,36 @@
-"""SIMD code for kernels, written as Python that emits LLVM vectors.
+"""SIMD intrinsics: functions that kernels call, written as Python that builds LLVM vector code.
 
     F32x16 = vector(16, F32)
 
-    @simd_intrinsic("float32")
-    def dot(ir, x, y, n):                      # ir: IrBuilder; x, y, n: int64 values (addresses are integers)
+    @simd_intrinsic("float32")                 # the type it returns
+    def dot(ir, x, y, n):                      # ir: IrBuilder; x, y (addresses) and n: int64 values
         total = ir.variable(ir.zero(F32x16))
         with ir.loop(0, n, 16) as i:
             total.set(ir.fma(ir.load(F32x16, x + i * 4), ir.load(F32x16, y + i * 4), total.get()))
         return ir.sum(total.get())
 
-Inside a kernel `dot(x, y, n)` is then a call like any other. The body runs once, when the kernel is compiled: Python
-`for` unrolls, `ir.loop` makes a loop of the machine, and `jit.isa()` chooses instructions. Whatever it chooses, results
-are the same, bit by bit.
+    @kernel
+    def norm(x):                               # float32[n], n a multiple of 16
+        return np.sqrt(dot(x.ctypes.data, x.ctypes.data, len(x)))
 
-Parameters annotated `int` must be constants at the call and arrive as Python integers: what selects a format or a
-width. Loads and stores need no alignment.
+**What runs when.** The body of `dot` runs once, in Python, while `norm` is compiled. Each operation on `ir` and on
+values appends LLVM instructions to `norm`. So a Python `for` unrolls a loop, `ir.loop` makes a loop of the compiled
+code, and `if` chooses at compile time. Only `ir.loop` branches on a value; `ir.choose` selects lanes.
+
+**Values** (`ir_values.Value`) are int64 (addresses, counts), float32, or vectors of F32, I8, I16, I32, I64. Operators
+work lane by lane; a Python number becomes a constant. `ir.variable` is a value that loops change.
+
+**Parameters** are int64 values; those annotated `float` are float32 values; those annotated `int` must be constants at
+the call and arrive as Python integers, to select a format or a width.
+
+**Instructions.** `ir.isa` is the code path of the CPU that is compiled for ("avx512vnni", "avx512", "avx2" or
+"generic"). A method of `IrBuilder` such as `dot4` uses the best instruction of that path and has a plain form for
+"generic". All paths give the same bits: sums have one order, `fma` rounds once.
+
+**Memory.** Loads and stores need no alignment and check no bounds. Pass addresses only of arrays that the caller holds:
+numba frees an array after its last use (`tests/test_addresses.py`).
+
+**Test** an intrinsic against its plain form on each path: `NUMBA_CPU_NAME=generic` (or `haswell`, `skylake-avx512`).
 """
 
 from __future__ import annotations
@@ -25,11 +41,11 @@ from typing import Any
 
 from llvmlite import ir as llvm
 
-from quantkit.codegen import jit
+from quantkit.codegen import jit, numba_loader
 from quantkit.codegen.ir_builder import IrBuilder
 from quantkit.codegen.ir_values import F16, F32, I8, I16, I32, I64, IntType, Value, Variable, vector
 
-jit.refuse_numba_config()  # before the import that would read the file
+numba_loader.refuse_numba_config()  # before numba is imported and reads the file
 
 from numba import carray, types  # noqa: E402
 from numba.extending import intrinsic  # noqa: E402
@@ -53,9 +69,10 @@ _NUMBA = {"void": types.void, "int64": types.int64, "float32": types.float32}
 
 
 def simd_intrinsic(returns: str) -> Callable[[Callable], Any]:
-    """Decorator: make `function(ir, *values)` callable in kernels. `returns` is "void", "int64" or "float32".
+    """Decorator: a function that builds code, `function(ir, *values)`, which kernels call as `function(*values)`.
 
-    Values are int64, or float32 where annotated `float`; parameters annotated `int` are compile-time constants.
+    `returns` is "void", "int64" or "float32". Values are int64, or float32 where annotated `float`. Parameters
+    annotated `int` are compile-time constants.
     """
 
     def decorate(function: Callable) -> Any:
@@ -70,9 +87,9 @@ def simd_intrinsic(returns: str) -> Callable[[Callable], Any]:
             signature = _NUMBA[returns](*(a if const else k for a, k, const in zip(args, kinds, fixed)))
 
             def generate(context: Any, builder: llvm.IRBuilder, signature: Any, values: Any) -> Any:
-                emit = IrBuilder(builder)
-                given = [literals.get(i, Value(emit, v)) for i, v in enumerate(values)]
-                result = function(emit, *given)
+                ir = IrBuilder(builder)
+                arguments = [literals.get(i, Value(ir, v)) for i, v in enumerate(values)]
+                result = function(ir, *arguments)
                 return context.get_dummy_value() if returns == "void" else result.ir
 
             return signature, generate
@@ -81,13 +98,13 @@ def simd_intrinsic(returns: str) -> Callable[[Callable], Any]:
         typing.__doc__ = function.__doc__
         typing.__module__ = function.__module__
         typing.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
-        typing.__wrapped__ = function  # type: ignore[attr-defined]  # what `jit.identity` describes
+        typing.__wrapped__ = function  # type: ignore[attr-defined]  # `digests.identity` unwraps it
         return intrinsic(prefer_literal=True)(typing)
 
     return decorate
 
 
-# ---------------------------------------------------------------------------------------- what plain kernels need of it
+# ------------------------------------------------------------------ loads, stores, atomics and calls for plain kernels
 
 
 @simd_intrinsic("int64")
@@ -98,31 +115,37 @@ def load_int(ir, address):
 
 @simd_intrinsic("float32")
 def load_float(ir, address):
+    """The float32 at an address."""
     return ir.load(F32, address)
 
 
 @simd_intrinsic("void")
 def store_int(ir, value, address):
+    """Store an int64 at an address."""
     ir.store(value, address)
 
 
 @simd_intrinsic("int64")
 def atomic_load(ir, address):
+    """The int64 at an address, with acquire order."""
     return ir.atomic_load(address)
 
 
 @simd_intrinsic("void")
 def atomic_store(ir, value, address):
+    """Store an int64 at an address, with release order."""
     ir.atomic_store(value, address)
 
 
 @simd_intrinsic("int64")
 def atomic_add(ir, value, address):
+    """Add to the int64 at an address; returns the value before."""
     return ir.atomic_add(value, address)
 
 
 @simd_intrinsic("void")
 def pause(ir):
+    """Tell the CPU that this is a loop that waits."""
     ir.pause()
 
 
@@ -134,6 +157,7 @@ def call3(ir, address, a, b, c):
 
 @simd_intrinsic("void")
 def call6(ir, address, a, b, c, d, f, g):
+    """Call a C function of six int64."""
     ir.call_address(address, a, b, c, d, f, g)
 
 

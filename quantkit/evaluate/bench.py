@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from quantkit.archs.common import blocks
-from quantkit.codegen import jit
+from quantkit.codegen import jit, thread_pool
 from quantkit.errors import DataError
 
 _PIECE = 1 << 22  # bytes that a thread reads at a time
@@ -117,7 +117,7 @@ def read_speed(model: Any, repeat: int = 3) -> float:
     seconds = []
     for _ in range(repeat + 1):
         begin = time.perf_counter()
-        jit.over_rows(task, len(pieces), threads=model.threads, pieces=16)
+        thread_pool.over_rows(task, len(pieces), threads=model.threads, pieces=16)
         seconds.append(time.perf_counter() - begin)
     return sum(piece.nbytes for piece in pieces) / min(seconds[1:])
 

@@ -24,7 +24,7 @@ import math
 
 import numpy as np
 
-from quantkit.codegen import jit
+from quantkit.codegen import jit, thread_pool
 from quantkit.codegen.jit import kernel
 from quantkit.evaluate.perplexity import first_largest, log_total
 from quantkit.formats.kld.bounded_file import GRID, LARGE, LOG_ODDS, TAIL, BoundedRows
@@ -107,7 +107,7 @@ def compare_rows(
         _compare_rows(row, classes, large, start, numbers, top, base.step, table, targets[a:b], out[a:b],
                       same_top[a:b])  # fmt: skip
 
-    jit.over_rows(task, rows)
+    thread_pool.over_rows(task, rows)
     return out[:, :3], out[:, 3:], same_top
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.codegen import jit
+from quantkit.codegen import jit, thread_pool
 from quantkit.codegen.jit import kernel
 from quantkit.errors import DataError, FormatError
 from quantkit.evaluate.perplexity import Perplexity, evaluate_chunks, negative_log_likelihood
@@ -67,7 +67,7 @@ class Collector:
             self.counts[name] = np.zeros(matrices, np.int64)
         sums = self.sums[name][number]
         frozen = jit.readonly(np.ascontiguousarray(x))
-        jit.over_rows(lambda a, b: _add_squares(frozen, sums, a, b), x.shape[1], multiple=64, pieces=1)
+        thread_pool.over_rows(lambda a, b: _add_squares(frozen, sums, a, b), x.shape[1], multiple=64, pieces=1)
         self.counts[name][number] += len(x)
 
     def result(self, dataset: str, chunk_size: int = 0) -> Imatrix:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from quantkit.codegen import jit
+from quantkit.codegen import jit, thread_pool
 from quantkit.codegen.jit import kernel
 from quantkit.errors import DataError
 from quantkit.evaluate import bounded
@@ -81,7 +81,7 @@ def compare_rows(logits: np.ndarray, base: EncodedRows | BoundedRows, targets: n
     def task(a: int, b: int) -> None:
         _compare_rows(*(array[a:b] for array in frozen), *(array[a:b] for array in figures))
 
-    jit.over_rows(task, rows)
+    thread_pool.over_rows(task, rows)
     return RowFigures(*figures)
 
 

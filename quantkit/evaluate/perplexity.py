@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.codegen import jit
+from quantkit.codegen import jit, thread_pool
 from quantkit.codegen.jit import kernel
 from quantkit.errors import DataError
 from quantkit.evaluate.statistics import perplexity_of
@@ -102,7 +102,7 @@ def negative_log_likelihood(logits: np.ndarray, targets: np.ndarray) -> np.ndarr
     """float64[rows]: -log softmax(logits)[target] of float32[rows, n_vocab] logits and int[rows] targets."""
     out = np.empty(len(logits), np.float64)
     logits, targets = jit.readonly(np.ascontiguousarray(logits)), jit.readonly(np.asarray(targets, np.int32))
-    jit.over_rows(lambda a, b: _nll_rows(logits[a:b], targets[a:b], out[a:b]), len(logits))
+    thread_pool.over_rows(lambda a, b: _nll_rows(logits[a:b], targets[a:b], out[a:b]), len(logits))
     return out
 
 

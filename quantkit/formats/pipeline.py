@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quantkit.codegen import jit
+from quantkit.codegen import thread_pool
 from quantkit.errors import printable
 from quantkit.formats.mapping import release
 
@@ -40,7 +40,7 @@ def pump(
     from concurrent.futures import ThreadPoolExecutor
 
     _keep_what_is_freed()
-    threads = threads or jit.default_threads()
+    threads = threads or thread_pool.default_threads()
     with Bar(total, progress) as bar, ThreadPoolExecutor(threads, thread_name_prefix="quantkit-pump") as pool:
         for name, data in _in_order(pool, jobs, ahead=2 * threads):
             write(name, data)
@@ -74,7 +74,7 @@ def spread(
             failed.append(error)
 
     with Bar(total, progress, unit) as bar:
-        others = [threading.Thread(target=work) for _ in range((threads or jit.default_threads()) - 1)]
+        others = [threading.Thread(target=work) for _ in range((threads or thread_pool.default_threads()) - 1)]
         for other in others:
             other.start()
         work()

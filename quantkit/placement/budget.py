@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from quantkit import types
 from quantkit.archs.common import validate
-from quantkit.codegen import jit
+from quantkit.codegen import thread_pool
 from quantkit.errors import DataError, UnknownNameError
 from quantkit.placement import kv_size, sharding, workspace
 from quantkit.placement.devices import CPU, Device, canonical
@@ -170,7 +170,7 @@ def budget(
         flags = replace(flags, devices=(Device(CPU.name, ram), *gpus, *map(Device, sorted(named))))
     placement = located(tensors, flags, metadata, len(vram) or 1)
     held, caches = _held(tensors, placement, metadata, cache)
-    only_cpu, threads = {device for device, _ in held} <= {CPU.name}, threads or jit.default_threads()
+    only_cpu, threads = {device for device, _ in held} <= {CPU.name}, threads or thread_pool.default_threads()
     buffers = (workspace.work_bytes(tensors, metadata, cache.n_ctx, threads) if cache and only_cpu else 0) or 0
     limits = {device.name: device.memory for device in flags.devices} | ({CPU.name: ram} if ram else {})
     used = int(metadata.get(f"{metadata.get('general.architecture')}.expert_used_count") or 0)

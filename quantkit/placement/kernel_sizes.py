@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 
-from quantkit.codegen import jit
+from quantkit.codegen import cpu_target
 
 BATCH_TOKENS = 512  # of a prompt at a time: the weights are unpacked once for all of them
 
@@ -50,7 +50,7 @@ def panels_bytes(n: int, record: int) -> int:
 @functools.cache
 def float_lanes() -> int:
     """Two vectors of this CPU."""
-    return 32 if jit.isa().startswith("avx512") else 16
+    return 32 if cpu_target.isa().startswith("avx512") else 16
 
 
 def float_scratch_bytes(n: int) -> int:

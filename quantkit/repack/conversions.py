@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from quantkit import types
-from quantkit.codegen import jit
+from quantkit.codegen import jit, thread_pool
 from quantkit.codegen.half import float_to_half, half_to_float
 from quantkit.codegen.jit import kernel
 from quantkit.errors import DataError
@@ -71,7 +71,7 @@ def convert(t: QuantType, data: Any, n: int, *, threads: int | None = None) -> n
     out = np.empty((len(data), form.row_bytes(n)), np.uint8)
     move = _to_iq1_s if t.name == "iq1_s_r4" else _to_iq1_m
     threads = threads if data.nbytes > 1 << 16 else 1
-    jit.over_rows(lambda a, b: move(data[a:b], out[a:b]), len(data), multiple=t.interleave, threads=threads)
+    thread_pool.over_rows(lambda a, b: move(data[a:b], out[a:b]), len(data), multiple=t.interleave, threads=threads)
     return out
 
 

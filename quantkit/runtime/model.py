@@ -19,7 +19,7 @@ import numpy as np
 
 from quantkit.archs.common import blocks, validate
 from quantkit.archs.common.required_tensors import required
-from quantkit.codegen import jit
+from quantkit.codegen import thread_pool
 from quantkit.errors import DataError, UnknownNameError, UnsupportedError
 from quantkit.formats import gguf
 from quantkit.inputs import arguments
@@ -135,7 +135,7 @@ class Model(BlockRunner, Locked):
         if mla not in latent.MODES:
             raise UnsupportedError(f"-mla {mla}: known are {', '.join(map(str, latent.MODES))}")
         self.has_latents = latent.is_latent(self.blocks)
-        count = jit.check_threads(arguments.threads(threads) or jit.default_threads())
+        count = thread_pool.check_threads(arguments.threads(threads) or thread_pool.default_threads())
         super().__init__(
             file.path, file.tensors, numerics=numerics, threads=count,
             attention=attention, mla=mla if self.has_latents else 0, tripwire=tripwire,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from quantkit.codegen import jit
+from quantkit.codegen import jit, thread_pool
 from quantkit.codegen.jit import kernel
 from quantkit.errors import DataError
 from quantkit.formats.gguf import Tensor
@@ -90,7 +90,7 @@ def _counted(tensor: Tensor, threads: int | None) -> np.ndarray:
                     seen[_BIAS - 14 : _BIAS + 16] += found[1:31]
                     seen[255] += found[31]
 
-        jit.over_rows(task, tensor.n_rows, threads=threads)
+        thread_pool.over_rows(task, tensor.n_rows, threads=threads)
         return seen
     for strip in _strips(tensor):
         flat = strip.reshape(-1)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from quantkit.codegen import jit
+from quantkit.codegen import jit, thread_pool
 from quantkit.errors import DataError, UnknownNameError, UnsupportedError
 from quantkit.inputs import arguments
 
@@ -186,7 +186,7 @@ class QuantType:
                     check_finite(x[a:b], a, self.overflow, self.name)
 
         if rows:
-            jit.over_rows(task, rows, multiple=self.interleave, threads=threads, is_long=x.size >= _MUCH)
+            thread_pool.over_rows(task, rows, multiple=self.interleave, threads=threads, is_long=x.size >= _MUCH)
         return out
 
     def dequantize(
@@ -217,7 +217,7 @@ class QuantType:
         data = jit.readonly(data)
         if rows:
             decode = (products and self.product_rows) or self.decode_rows
-            jit.over_rows(lambda a, b: decode(data[a:b], out[a:b]), rows, multiple=self.interleave,
+            thread_pool.over_rows(lambda a, b: decode(data[a:b], out[a:b]), rows, multiple=self.interleave,
                           threads=threads if rows * n > 1 << 16 else 1, pieces=1)  # fmt: skip
         return out
 

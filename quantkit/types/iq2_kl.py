@@ -24,7 +24,7 @@ from __future__ import annotations
 import numpy as np
 
 from quantkit.codegen.half import half_to_float
-from quantkit.codegen.jit import kernel, part
+from quantkit.codegen.jit import kernel, subkernel
 from quantkit.types.base import QuantType
 from quantkit.types.families.super_scale import SIGNED, best_super_scale, nearest_multiplier
 from quantkit.types.families.superblock import load_block, put_half, relative_importance, storable
@@ -72,7 +72,7 @@ def _decode(data: np.ndarray, out: np.ndarray) -> None:
                     y[2 * p + 1] = scale * PAIRS[code, 1]
 
 
-@part
+@subkernel
 def _load_lanes(xs: np.ndarray, w: np.ndarray, at: int, pull: np.ndarray, weight: np.ndarray) -> None:
     """Fill pull (w x) and weight (w), float32[element of the pair, lane], of the block that starts at `at`."""
     for s in range(8):
@@ -83,7 +83,7 @@ def _load_lanes(xs: np.ndarray, w: np.ndarray, at: int, pull: np.ndarray, weight
                 weight[e, 8 * p + s] = w[i]
 
 
-@part
+@subkernel
 def _match(
     pull: np.ndarray,
     weight: np.ndarray,
@@ -120,7 +120,7 @@ def _match(
             r[s] += weight[0, lane] * (a * a) + weight[1, lane] * (b * b)
 
 
-@part
+@subkernel
 def _profile(xs: np.ndarray, w: np.ndarray, count: int, subs_p: np.ndarray, subs_r: np.ndarray, space: Lanes) -> None:
     """P and R, float32[2 count, sub-block], of the best codes under `count` scales of either sign."""
     pull, weight, scales, tables, best, code, p, r, tops = space
@@ -140,7 +140,7 @@ def _profile(xs: np.ndarray, w: np.ndarray, count: int, subs_p: np.ndarray, subs
                 subs_p[k, 8 * b + s], subs_r[k, 8 * b + s] = p[s], r[s]
 
 
-@part
+@subkernel
 def _choose(
     xs: np.ndarray,
     w: np.ndarray,
@@ -176,7 +176,7 @@ def _choose(
     return sum_p, sum_r
 
 
-@part
+@subkernel
 def _search(
     xs: np.ndarray,
     w: np.ndarray,
@@ -211,7 +211,7 @@ def _search(
     return storable(best, unit)
 
 
-@part
+@subkernel
 def _store(codes: np.ndarray, multipliers: np.ndarray, block: np.ndarray) -> None:
     """Write a block: the codes of its 128 pairs, the multipliers of its 8 sub-blocks."""
     block[:] = np.uint8(0)

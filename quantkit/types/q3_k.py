@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 
 from quantkit.codegen.half import half_to_float
-from quantkit.codegen.jit import kernel, part
+from quantkit.codegen.jit import kernel, subkernel
 from quantkit.types.base import QuantType
 from quantkit.types.families.kquant.lanes import make_weighting
 from quantkit.types.families.kquant.scale_search import BLOCKS, block_result, scale_format, search, workspace
@@ -66,7 +66,7 @@ def _decode(data: np.ndarray, out: np.ndarray) -> None:
                     y[16 * s + j] = scale * np.float32(np.int32(q) - np.int32(4))
 
 
-@part
+@subkernel
 def _store(codes: np.ndarray, d: np.float32, scales: np.ndarray, out: np.ndarray) -> None:
     """Write a block."""
     for j in range(32):

@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 
 from quantkit.codegen.half import half_to_float
-from quantkit.codegen.jit import kernel, part
+from quantkit.codegen.jit import kernel, subkernel
 from quantkit.types.base import QuantType
 from quantkit.types.families.kquant.lanes import LANES, make_weighting
 from quantkit.types.families.kquant.scale_min_search import block_result, scale_min_format, search, workspace
@@ -75,7 +75,7 @@ def _decode(data: np.ndarray, out: np.ndarray) -> None:
                     y[32 * j + i] = scale * np.float32(q) - minimum
 
 
-@part
+@subkernel
 def put_scales_and_minima(s: np.ndarray, m: np.ndarray, sc: np.ndarray) -> None:
     """Pack eight scales and minima, uint8, into twelve bytes."""
     for j in range(4):
@@ -84,7 +84,7 @@ def put_scales_and_minima(s: np.ndarray, m: np.ndarray, sc: np.ndarray) -> None:
         sc[j + 8] = (s[j + 4] & np.uint8(15)) | (m[j + 4] & np.uint8(15)) << np.uint8(4)
 
 
-@part
+@subkernel
 def _store(codes: np.ndarray, d: np.float32, dmin: np.float32, s: np.ndarray, m: np.ndarray, out: np.ndarray) -> None:
     """Write a block."""
     put_half(out, 0, d)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 
 from quantkit.codegen.half import half_to_float
-from quantkit.codegen.jit import kernel, part
+from quantkit.codegen.jit import kernel, subkernel
 from quantkit.types.base import QuantType
 from quantkit.types.families.kquant.lanes import LANES, make_weighting
 from quantkit.types.families.kquant.scale_min_search import block_result, scale_min_format, search, workspace
@@ -65,7 +65,7 @@ def _decode(data: np.ndarray, out: np.ndarray) -> None:
                     y[32 * t + j] = scale * np.float32(q) - minimum
 
 
-@part
+@subkernel
 def _store(codes: np.ndarray, d: np.float32, dmin: np.float32, s: np.ndarray, m: np.ndarray, out: np.ndarray) -> None:
     """Write a block."""
     put_half(out, 0, d)

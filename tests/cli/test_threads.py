@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.codegen import jit
+from quantkit.codegen import thread_pool
 from quantkit.errors import QuantkitError
 from quantkit.runtime.loading import load
 from tests.cli.running import refused
@@ -15,7 +15,7 @@ from tests.runtime.conftest import tiny  # noqa: F401
 
 @pytest.fixture(autouse=True)
 def _cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "available_cpus", lambda: 2)
+    monkeypatch.setattr(thread_pool, "available_cpus", lambda: 2)
 
 
 def test_a_thousand_threads_are_refused(capsys, tmp_path, tiny) -> None:  # noqa: F811
@@ -43,6 +43,6 @@ def test_the_same_from_python_and_of_the_environment(tiny: Path, monkeypatch) ->
         load(tiny, threads=999)
     monkeypatch.setenv("QUANTKIT_THREADS", "999")
     with pytest.raises(QuantkitError, match="QUANTKIT_THREADS is 999"):
-        jit.default_threads.__wrapped__()  # it is cached in a process
+        thread_pool.default_threads.__wrapped__()  # it is cached in a process
     monkeypatch.setenv("QUANTKIT_THREADS", "64")
-    assert jit.default_threads.__wrapped__() == 64
+    assert thread_pool.default_threads.__wrapped__() == 64

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.codegen import jit
+from quantkit.codegen import cpu_target
 
 _AVX2 = "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe"
 CPUS = {  # code path -> LLVM's name of a CPU and its features
@@ -24,8 +24,8 @@ def environment_of(isa: str) -> dict[str, str]:
     """Of a process with a code path; skips the test when this CPU lacks its instructions."""
     if is_other_cpu():
         pytest.skip("this is such a process")
-    if _ORDER.index(isa) >= _ORDER.index(jit.isa()):
-        pytest.skip(f"this CPU's own path is {jit.isa()}")
+    if _ORDER.index(isa) >= _ORDER.index(cpu_target.isa()):
+        pytest.skip(f"this CPU's own path is {cpu_target.isa()}")
     name, features = CPUS[isa]
     return os.environ | {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features, "EXPECTED_ISA": isa}
 
@@ -46,4 +46,4 @@ def is_other_cpu() -> bool:
 
 def test_that_this_is_the_path() -> None:
     """For the processes started here: the environment has chosen the path that was meant."""
-    assert jit.isa() == os.environ.get("EXPECTED_ISA", jit.isa())
+    assert cpu_target.isa() == os.environ.get("EXPECTED_ISA", cpu_target.isa())

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantkit.codegen import jit
+from quantkit.codegen import thread_pool
 from quantkit.errors import DataError, QuantkitError
 from quantkit.runtime.compiled import plans
 from quantkit.runtime.kernels import dispatch
@@ -219,7 +219,7 @@ def test_another_cache_and_longer_tables_halfway(tiny: Path, monkeypatch: pytest
 
 def test_helpers_end_before_an_interrupt_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of `over_rows`: a slice that goes on would write to memory that the caller has back."""
-    working, pool = [0], jit._pool(3)
+    working, pool = [0], thread_pool._pool(3)
     submit, calls = ThreadPoolExecutor.submit, []
 
     def task(start: int, stop: int) -> None:
@@ -236,7 +236,7 @@ def test_helpers_end_before_an_interrupt_is_raised(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(ThreadPoolExecutor, "submit", cut_off)
     with pytest.raises(KeyboardInterrupt):
-        jit.over_rows(task, 30, threads=3, is_long=True)
+        thread_pool.over_rows(task, 30, threads=3, is_long=True)
     assert working == [0]
     monkeypatch.undo()
     assert pool.submit(lambda: 5).result() == 5

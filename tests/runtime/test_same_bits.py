@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from quantkit import types
-from quantkit.codegen import jit
+from quantkit.codegen import cpu_target
 from quantkit.formats import gguf
 from quantkit.runtime.kernels.cpu.dequantize import FLOAT_TYPES
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
@@ -79,4 +79,4 @@ def test_every_type(isa: str, tiny: Path, tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps([jit.isa(), digests(sys.argv[1:])]))
+    print(json.dumps([cpu_target.isa(), digests(sys.argv[1:])]))

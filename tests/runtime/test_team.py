@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from benchmarks import stress_team
-from quantkit.codegen.jit import callback
+from quantkit.codegen.callbacks import callback
 from quantkit.codegen.simd import call3, load_int, store_int
 from quantkit.errors import KernelError
 from quantkit.runtime.kernels.cpu import decode_ops, thread_team

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quantkit.codegen import jit
+from quantkit.codegen import cpu_target
 from quantkit.formats import gguf
 from quantkit.placement import workspace
 from quantkit.runtime.loading import load
@@ -47,7 +47,7 @@ def actual(path: Path, n_ctx: int, threads: int) -> int:
     return model._fast.work_bytes
 
 
-@pytest.mark.skipif(not jit.isa().startswith("avx512"), reason="tiles are those of AVX-512")
+@pytest.mark.skipif(not cpu_target.isa().startswith("avx512"), reason="tiles are those of AVX-512")
 @pytest.mark.parametrize(
     ("which", "kind"),
     [("qwen3", "q8_0"), ("moe", "q8_0")]

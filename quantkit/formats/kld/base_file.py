@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.codegen import jit
+from quantkit.codegen import jit, thread_pool
 from quantkit.codegen.jit import kernel
 from quantkit.errors import DataError, FormatError
 from quantkit.formats.atomic import require_space
@@ -124,7 +124,7 @@ def encode_rows(logits: np.ndarray) -> EncodedRows:
         raise DataError(f"logits of row {int(np.argmin(finite))} hold NaN or Inf")
     out = np.empty((len(logits), row_words(logits.shape[1])), np.uint16)
     logits = jit.readonly(logits)
-    jit.over_rows(lambda a, b: _encode_rows(logits[a:b], out[a:b]), len(logits))
+    thread_pool.over_rows(lambda a, b: _encode_rows(logits[a:b], out[a:b]), len(logits))
     return EncodedRows(out, logits.shape[1])
 
 

@@ -52,7 +52,7 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.codegen import jit
+from quantkit.codegen import jit, thread_pool
 from quantkit.codegen.jit import kernel
 from quantkit.errors import DataError, FormatError
 from quantkit.formats.kld.base_file import row_words, rows_per_chunk, scored_rows
@@ -211,7 +211,7 @@ def encode_rows(logits: np.ndarray, targets: np.ndarray, step: float, seed: int 
     def task(a: int, b: int) -> None:
         _round_rows(logits[a:b], targets[a:b], step, seeds[a:b], grid, *(array[a:b] for array in outputs))
 
-    jit.over_rows(task, rows)
+    thread_pool.over_rows(task, rows)
     classes, numbers, top = outputs
     row, ids = np.nonzero(classes == LARGE)
     log_p = logits[row, ids] - (numbers[:, 3] + logits[np.arange(rows), targets])[row]
@@ -229,7 +229,7 @@ def steps(logits: np.ndarray, target: float, over: int, most: float = math.inf) 
     rows, n = logits.shape
     counts, masses = np.zeros((rows, _BINS), np.int64), np.zeros((rows, _BINS))
     logits = jit.readonly(np.ascontiguousarray(logits))
-    jit.over_rows(lambda a, b: _survey_rows(logits[a:b], counts[a:b], masses[a:b]), rows)
+    thread_pool.over_rows(lambda a, b: _survey_rows(logits[a:b], counts[a:b], masses[a:b]), rows)
     above, mass = np.cumsum(counts.sum(0)), np.cumsum(masses.sum(0))
     tail = np.maximum(0, mass[-1] - mass)
     step = 2.0 ** (-(np.arange(_BINS) + 1) / 2)  # the lower edge of a bin

@@ -10,7 +10,7 @@ import numpy as np
 
 from quantkit import types
 from quantkit.archs.common import blocks
-from quantkit.codegen import jit
+from quantkit.codegen import thread_pool
 from quantkit.errors import DataError
 from quantkit.runtime.blocks.float_ops import SERIAL_ELEMENTS, ignore_nonfinite, scratch
 from quantkit.runtime.blocks.spans import Span
@@ -118,7 +118,7 @@ def attend(
                 _attend_head(part, layer, q, out, KEY_ROWS if options.flash else most, *item)
 
     scores = part.heads * sum((s.stop - s.start) * (s.cache.length + s.stop - s.start) for s in spans)
-    jit.over_rows(task, len(work), threads=threads if scores > SERIAL_ELEMENTS else 1)
+    thread_pool.over_rows(task, len(work), threads=threads if scores > SERIAL_ELEMENTS else 1)
     return out
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from quantkit.codegen import jit
+from quantkit.codegen import jit, thread_pool
 from quantkit.formats.gguf import Tensor
 from quantkit.runtime.blocks.float_ops import ignore_nonfinite, scratch
 
@@ -78,7 +78,7 @@ class Linear:
                     np.matmul(x, self._decoded(start, stop, 1).T, out=out[:, start:stop])
 
         step = _whole_rows(STRIP_ELEMENTS, self.columns)
-        jit.over_rows(task, self.rows, multiple=step, threads=self.threads)
+        thread_pool.over_rows(task, self.rows, multiple=step, threads=self.threads)
 
     def _decoded(self, start: int, stop: int, threads: int) -> np.ndarray:
         """float32[stop - start, columns], valid until this thread asks for the next panel. F32 is used in place."""
@@ -104,7 +104,7 @@ def _multiply(x: np.ndarray, panel: np.ndarray, out: np.ndarray, threads: int) -
                 a, b = slice(t, t + TILE_TOKENS), slice(r, r + TILE_ROWS)
                 np.matmul(x[a], panel[b].T, out=out[a, b])
 
-    jit.over_rows(task, len(tiles), threads=threads)
+    thread_pool.over_rows(task, len(tiles), threads=threads)
 
 
 def embed(tensor: Tensor, tokens: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from quantkit.archs.common import blocks
-from quantkit.codegen import jit
+from quantkit.codegen import jit, thread_pool
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.kernels import reference
 
@@ -43,7 +43,7 @@ def is_finite(x: np.ndarray) -> bool:
 
 
 def _over_tokens(task: Callable[[int, int], None], x: np.ndarray, threads: int) -> None:
-    jit.over_rows(task, len(x), threads=threads if x.size > SERIAL_ELEMENTS else 1, pieces=1)
+    thread_pool.over_rows(task, len(x), threads=threads if x.size > SERIAL_ELEMENTS else 1, pieces=1)
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, threads: int) -> np.ndarray:

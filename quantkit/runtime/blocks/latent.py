@@ -24,7 +24,7 @@ import numpy as np
 
 from quantkit import types
 from quantkit.archs.common import blocks
-from quantkit.codegen import jit
+from quantkit.codegen import thread_pool
 from quantkit.formats.gguf import Tensor
 from quantkit.runtime.blocks import float_attention, float_ops
 from quantkit.runtime.blocks.float_attention import AttentionOptions, Heads
@@ -147,7 +147,7 @@ class HeadProjections:
                 for head in range(begin, end):
                     one(head)
 
-        jit.over_rows(task, self.part.heads if count is None else count, threads=self.threads)
+        thread_pool.over_rows(task, self.part.heads if count is None else count, threads=self.threads)
 
 
 def _rows(tensor: Tensor, head: int, count: int) -> np.ndarray:

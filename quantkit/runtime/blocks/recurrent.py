@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from quantkit.archs.common import blocks
-from quantkit.codegen import jit
+from quantkit.codegen import thread_pool
 from quantkit.runtime.blocks import float_ops
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.kernels import reference
@@ -104,7 +104,7 @@ def _convolved(
         reference.unit_heads(out[start:stop], 0, sizes.key_heads, sizes.head_dim_k, sizes.head_dim_k**-0.5)
         reference.unit_heads(out[start:stop], sizes.keys, sizes.key_heads, sizes.head_dim_k, 1.0)
 
-    jit.over_rows(task, tokens, threads=threads if x.size > float_ops.SERIAL_ELEMENTS else 1, pieces=1)
+    thread_pool.over_rows(task, tokens, threads=threads if x.size > float_ops.SERIAL_ELEMENTS else 1, pieces=1)
     return out
 
 
@@ -145,7 +145,7 @@ def attend(
                 _chunks(sizes, x, key_of[some], some, decay[some], betas[some], after[some], out, chunk)
 
     busy = len(x) * sizes.inner > BUSY
-    jit.over_rows(step_by_step if chunk == 1 else by_chunks, sizes.value_heads, threads=threads if busy else 1)
+    thread_pool.over_rows(step_by_step if chunk == 1 else by_chunks, sizes.value_heads, threads=threads if busy else 1)
 
 
 def _chunks(

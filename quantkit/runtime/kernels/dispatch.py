@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quantkit.codegen.jit import Callback
+from quantkit.codegen.callbacks import Callback
 from quantkit.formats.gguf import Tensor
 from quantkit.placement import kernel_sizes
 from quantkit.runtime.kernels.cpu import float_gemm, gemm, matvec

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from quantkit.codegen import jit
+from quantkit.codegen import jit, thread_pool
 from quantkit.errors import DataError
 from quantkit.inputs import arguments
 from quantkit.types import base as registry
@@ -121,7 +121,9 @@ class Interleaved(QuantType):
         if threads == 1 or data.nbytes <= 1 << 16:
             move(data, out)
             return out
-        jit.over_rows(lambda a, b: move(data[a:b], out[a:b]), len(data), multiple=self.interleave, threads=threads)
+        thread_pool.over_rows(
+            lambda a, b: move(data[a:b], out[a:b]), len(data), multiple=self.interleave, threads=threads
+        )
         return out
 
     def encode_rows(self, x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quantkit.codegen.jit import inner, kernel, part
+from quantkit.codegen.jit import kernel, shared_subkernel, subkernel
 from quantkit.types.base import BEST, FAST
 from quantkit.types.families.codebooks import BINS, K2, K3, K4, K5, K6, Book
 from quantkit.types.families.superblock import LEAST_HALF, load_block, relative_importance, storable
@@ -141,7 +141,7 @@ _LOG = _logarithms(1024)
 _POWER = _powers(128)
 
 
-@part
+@subkernel
 def place_of(value: np.float32, q: int) -> int:
     """The place nearest to a positive float32, on a grid of q to the octave where 1 is place 0."""
     bits = np.int64(np.float32(value).view(np.uint32))
@@ -150,7 +150,7 @@ def place_of(value: np.float32, q: int) -> int:
     return result
 
 
-@part
+@subkernel
 def scale_at(place: int, q: int) -> np.float32:
     """The scale of a place: 2^(place / q)."""
     exponent = place // q
@@ -159,7 +159,7 @@ def scale_at(place: int, q: int) -> np.float32:
     return result
 
 
-@part
+@subkernel
 def new_plan(f: Format, effort: int) -> Plan:
     q = (
         f.places_per_octave // 2
@@ -193,7 +193,7 @@ def new_plan(f: Format, effort: int) -> Plan:
     return Plan(q, places, below, min(count, COUNT), tries, width, rounds, fits, steps, reach, extreme)
 
 
-@part
+@subkernel
 def new_space() -> Space:
     return Space(
         np.empty((2, 256), np.float32),
@@ -231,7 +231,7 @@ def _value(t: np.float32, book: int, f: Format) -> np.float32:
     return np.float32(0.5) * (_raised(np.uint32(word << np.uint32(15))) - np.float32(RAISED))
 
 
-@inner
+@shared_subkernel
 def load_sub_blocks(x: np.ndarray, importance: np.ndarray, first: int, f: Format, space: Space) -> np.float32:
     """Load a block, divided by a power of two, and its weights. Returns the power; 0 for a block of zeros."""
     xs, w, lanes = space.flat[0], space.flat[1], space.x
@@ -249,7 +249,7 @@ def load_sub_blocks(x: np.ndarray, importance: np.ndarray, first: int, f: Format
     return unit
 
 
-@part
+@subkernel
 def _errors(x: np.ndarray, scales: np.ndarray, twice: np.ndarray, book: int, sums: np.ndarray) -> None:
     """sums[b]: the error of the nearest codes of book b at the lanes' scales."""
     table = _VALUES[book : book + BINS]
@@ -270,7 +270,7 @@ def _errors(x: np.ndarray, scales: np.ndarray, twice: np.ndarray, book: int, sum
             sums[b, s] *= np.float32(0.25) * (scales[s] * scales[s])
 
 
-@part
+@subkernel
 def _error_of_zeros(x: np.ndarray, errors: np.ndarray) -> None:
     errors[:] = np.float32(0)
     for j in range(LANES):
@@ -278,7 +278,7 @@ def _error_of_zeros(x: np.ndarray, errors: np.ndarray) -> None:
             errors[s] += x[2, j, s] * x[0, j, s]
 
 
-@part
+@subkernel
 def _start_profile(f: Format, plan: Plan, space: Space) -> None:
     """The first place of each lane's profile, and the scale there."""
     tops, first = space.lanes[0], space.lanes[4]
@@ -292,7 +292,7 @@ def _start_profile(f: Format, plan: Plan, space: Space) -> None:
         first[s] = scale_at(place, plan.q)
 
 
-@part
+@subkernel
 def _profile(f: Format, plan: Plan, space: Space) -> int:
     """Fill the profile of every lane; returns the place of the largest of the lanes' best scales."""
     sums, profile = space.sums, space.profile
@@ -323,7 +323,7 @@ def _profile(f: Format, plan: Plan, space: Space) -> int:
     return largest
 
 
-@part
+@subkernel
 def _max_of_four(
     best: np.ndarray, row: np.ndarray, a: np.uint64, b: np.uint64, c: np.uint64, d: np.uint64, count: int
 ) -> None:
@@ -333,7 +333,7 @@ def _max_of_four(
         best[g] = max(best[g], max(max(row[a + g], row[b + g]), max(row[c + g], row[d + g])))
 
 
-@part
+@subkernel
 def _estimate_gains(f: Format, plan: Plan, d0: int, space: Space) -> None:
     """Estimate the gain of each super-scale from place d0 on by the profile: totals[0] where the extreme multiplier
     makes negative scales, as under positive super-scales, totals[1] where it makes positive ones."""
@@ -364,7 +364,7 @@ def _estimate_gains(f: Format, plan: Plan, d0: int, space: Space) -> None:
                 totals[side, g] += both[g]
 
 
-@part
+@subkernel
 def _likely_multipliers(f: Format, plan: Plan, place: int, side: int, space: Space) -> None:
     """chosen[0, 0]: the magnitudes of the best multipliers, by the profile, under the super-scale at `place`."""
     profile, near = space.profile, space.chosen[0, 0]
@@ -382,7 +382,7 @@ def _likely_multipliers(f: Format, plan: Plan, place: int, side: int, space: Spa
         near[s] = choice
 
 
-@part
+@subkernel
 def _choose_multipliers(f: Format, plan: Plan, d: np.float32, side: int, space: Space) -> np.float32:
     """Fill chosen[1] with the multipliers (magnitudes) next to chosen[0, 0], and books, of least error; return it."""
     scales, twice, best, sums = space.lanes[1], space.lanes[2], space.lanes[3], space.sums
@@ -412,7 +412,7 @@ def _choose_multipliers(f: Format, plan: Plan, d: np.float32, side: int, space: 
     return total
 
 
-@part
+@subkernel
 def _sums(f: Format, d: np.float32, which: int, space: Space) -> None:
     """Fill sums[0] with sum w x c and sums[1] with sum w c^2 of each lane, for codes under d and chosen[which]."""
     x, twice, sums = space.x, space.lanes[2], space.sums
@@ -427,7 +427,7 @@ def _sums(f: Format, d: np.float32, which: int, space: Space) -> None:
             sums[1, s] += x[1, j, s] * (c * c)
 
 
-@part
+@subkernel
 def _refit(f: Format, d: np.float32, space: Space) -> np.float32:
     """The super-scale of least error for the codes that d, multipliers and books of chosen[1] give."""
     _sums(f, d, 1, space)
@@ -439,7 +439,7 @@ def _refit(f: Format, d: np.float32, space: Space) -> np.float32:
     return p / q if q > np.float32(0) else np.float32(0)
 
 
-@part
+@subkernel
 def _refine(
     f: Format, plan: Plan, d: np.float32, unit: np.float32, side: int, least: np.float32, space: Space
 ) -> tuple[np.float32, np.float32]:
@@ -468,7 +468,7 @@ def _refine(
     return least, found
 
 
-@part
+@subkernel
 def _align_scale(f: Format, plan: Plan, d: np.float32, unit: np.float32, space: Space) -> np.float32:
     """The super-scale near d of which the least-squares scales of the sub-blocks are nearest to being multiples.
 
@@ -502,7 +502,7 @@ def _align_scale(f: Format, plan: Plan, d: np.float32, unit: np.float32, space: 
     return choice
 
 
-@part
+@subkernel
 def _exclude_unstorable(plan: Plan, d0: int, unit: np.float32, totals: np.ndarray) -> None:
     """Where halves are further apart than places, exclude the places that are not halves."""
     ulp = np.float32(LEAST_HALF) / unit
@@ -513,7 +513,7 @@ def _exclude_unstorable(plan: Plan, d0: int, unit: np.float32, totals: np.ndarra
                 totals[0, g] = totals[1, g] = np.float32(-1)
 
 
-@part
+@subkernel
 def _pop_best(count: int, totals: np.ndarray) -> tuple[int, int]:
     """Place and sign of the super-scale of largest estimate, which is removed from the list with its neighbours."""
     best, choice, side = np.float32(-1), -1, 0
@@ -525,7 +525,7 @@ def _pop_best(count: int, totals: np.ndarray) -> tuple[int, int]:
     return choice, side
 
 
-@inner
+@shared_subkernel
 def search(
     f: Format, plan: Plan, unit: np.float32, space: Space, multipliers: np.ndarray, flags: np.ndarray, codes: np.ndarray
 ) -> np.float32:
@@ -561,7 +561,7 @@ def search(
     return (d if sign == 0 else -d) * unit
 
 
-@part
+@subkernel
 def _norm_correction(error: np.float32, space: Space) -> np.float32:
     """The factor 1 + e^2 / 2 that gives a block its norm back, e^2 being the relative error."""
     norm = np.float32(0)
@@ -571,7 +571,7 @@ def _norm_correction(error: np.float32, space: Space) -> np.float32:
     return np.float32(1) + error / (norm + norm)
 
 
-@part
+@subkernel
 def _final_codes(
     f: Format, d: np.float32, sign: int, space: Space, multipliers: np.ndarray, flags: np.ndarray, codes: np.ndarray
 ) -> None:

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quantkit.codegen.jit import kernel, part
+from quantkit.codegen.jit import kernel, subkernel
 from quantkit.types.families.codebooks import BINS, K2, K3, K4, K5, nearest_table
 from quantkit.types.families.superblock import LEAST_WEIGHT, power_below, storable
 
@@ -118,7 +118,7 @@ class Space(NamedTuple):
     d: np.ndarray  # and the d that has it; 0 where zeros are best
 
 
-@part
+@subkernel
 def _places(rules: Rules, effort: int) -> int:
     """Entries of the profile for each of 4 candidates; with one book there are twice as many for each sign."""
     return _PLACES[effort] if rules.books == 2 else (2 * _PLACES[effort] + 2) // 3
@@ -160,7 +160,7 @@ def new_space(n: int, rules: Rules, effort: int) -> Space:
 # ------------------------------------------------------------------------------------------------------------ loading
 
 
-@part
+@subkernel
 def _load(x: np.ndarray, first_group: int, space: Space) -> np.float32:
     """Load a span, float32[n], into `data` and `tops` from group `first_group` on. Returns its `unit`."""
     largest = _ZERO
@@ -180,7 +180,7 @@ def _load(x: np.ndarray, first_group: int, space: Space) -> np.float32:
     return unit
 
 
-@part
+@subkernel
 def _set_weights(importance: np.ndarray, first_group: int, groups: int, rules: Rules, space: Space) -> None:
     """Fill in the weights of a span from importance float32[row] or float32[0].
 
@@ -228,7 +228,7 @@ def storable_scale(d: np.float32, unit: np.float32, rules: Rules) -> np.float32:
 # ---------------------------------------------------------------------------------------------------------- measuring
 
 
-@part
+@subkernel
 def _measure_nearest(data: np.ndarray, state: np.ndarray) -> None:
     """P and R of the nearest codes under the 4 candidates of every lane of a tile."""
     for i in range(2 * WIDTH):
@@ -262,7 +262,7 @@ _PAIRS = _pairs()
 _PAIR_OFFSET, _CENTRE = np.float32(K4_START), np.float32(128)
 
 
-@part
+@subkernel
 def _measure_even(data: np.ndarray, state: np.ndarray) -> None:
     """P and R of the best codes of which each word of four has an even number of ones.
 
@@ -300,7 +300,7 @@ def _measure_even(data: np.ndarray, state: np.ndarray) -> None:
             state[R + i] += state[ODD + i] * state[LOSS_R + i]
 
 
-@part
+@subkernel
 def _measure(data: np.ndarray, rules: Rules, state: np.ndarray) -> None:
     """P and R of the best codes a type allows under the 4 candidates of every lane of a tile."""
     if rules.even_parity:
@@ -309,7 +309,7 @@ def _measure(data: np.ndarray, rules: Rules, state: np.ndarray) -> None:
         _measure_nearest(data, state)
 
 
-@part
+@subkernel
 def _profile(space: Space, rules: Rules, places: int) -> None:
     """Fill the profile: scales that put a group's largest element at `near` to `far` code units.
 
@@ -342,7 +342,7 @@ def _profile(space: Space, rules: Rules, places: int) -> None:
 # ----------------------------------------------------------------------------------------------------------- choosing
 
 
-@part
+@subkernel
 def _set_scales(tile: int, space: Space) -> None:
     """D and INVERSE_D of a tile's lanes from TRIED of their spans."""
     state = space.state
@@ -361,7 +361,7 @@ def _nearest_multiplier(q: np.float32, inverse_d: np.float32, rules: Rules) -> n
     return min(max(((t + _ROUND) - _ROUND) * rules.step + rules.step - _ONE, rules.lowest), rules.highest)
 
 
-@part
+@subkernel
 def _estimate_gains(groups: int, rules: Rules, places: int, space: Space) -> None:
     """Fill `estimate` of every span under `tried`: the summed gain of its lanes' best profile entries."""
     state = space.state
@@ -384,7 +384,7 @@ def _estimate_gains(groups: int, rules: Rules, places: int, space: Space) -> Non
             space.estimate[space.span_of[tile * LANES + lane]] += max(left, right)
 
 
-@part
+@subkernel
 def _best_multipliers(q: np.ndarray, r: np.ndarray, rules: Rules, places: int, state: np.ndarray) -> None:
     """MULTIPLIER of largest estimate under D of every lane of a tile, for each sign and book."""
     for i in range(WIDTH):
@@ -400,7 +400,7 @@ def _best_multipliers(q: np.ndarray, r: np.ndarray, rules: Rules, places: int, s
             state[MULTIPLIER + i] = m if gain > most else found
 
 
-@part
+@subkernel
 def _measure_candidates(rules: Rules, data: np.ndarray, state: np.ndarray) -> None:
     """P and R of the candidates given by MULTIPLIER and OFFSET."""
     for i in range(WIDTH):
@@ -412,7 +412,7 @@ def _measure_candidates(rules: Rules, data: np.ndarray, state: np.ndarray) -> No
     _measure(data, rules, state)
 
 
-@part
+@subkernel
 def _keep_best(tile: int, space: Space) -> None:
     """Keep the measured candidates of a tile that are better than the best so far."""
     state = space.state
@@ -426,7 +426,7 @@ def _keep_best(tile: int, space: Space) -> None:
                 space.multiplier[0, at], space.book[0, at] = state[MULTIPLIER + i], state[OFFSET + i]
 
 
-@part
+@subkernel
 def _choose_multipliers(rules: Rules, places: int, space: Space) -> None:
     """Choose multiplier and book of every lane under `tried`, by exact gains."""
     state = space.state
@@ -451,7 +451,7 @@ def _choose_multipliers(rules: Rules, places: int, space: Space) -> None:
 # ---------------------------------------------------------------------------------------------------------- searching
 
 
-@part
+@subkernel
 def _typical_scales(groups: int, rules: Rules, places: int, space: Space) -> None:
     """Fill `typical`: the d of each span whose largest multiplier gives the largest scale that a group of it fits."""
     for span in range(len(space.typical)):
@@ -468,7 +468,7 @@ def _typical_scales(groups: int, rules: Rules, places: int, space: Space) -> Non
         space.typical[span] = max(space.typical[span], wanted / max(rules.highest, -rules.lowest))
 
 
-@part
+@subkernel
 def _initial_scales(
     low: np.float32, high: np.float32, tries: int, groups: int, rules: Rules, places: int, space: Space
 ) -> None:
@@ -493,7 +493,7 @@ def _initial_scales(
         space.tried[span] = space.first[span]
 
 
-@part
+@subkernel
 def _record_and_refit(groups: int, rules: Rules, space: Space) -> bool:
     """Record the result of `_choose_multipliers` where it is a span's best; set `tried` to the least-squares d.
 

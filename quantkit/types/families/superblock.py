@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from quantkit.codegen.half import float_to_half, half_to_float
-from quantkit.codegen.jit import kernel, part
+from quantkit.codegen.jit import kernel, subkernel
 
 LEAST_HALF = 2.0**-24
 GREATEST_HALF = 65504.0
@@ -80,14 +80,14 @@ def put_half(out: np.ndarray, at: int, value: np.float32) -> None:
     out[at + 1] = np.uint8(half >> np.uint16(8))
 
 
-@part
+@subkernel
 def put_flags(flags: np.ndarray, out: np.ndarray) -> None:
     """16 bits as two bytes: bit s from flags[s]."""
     for s in range(16):
         out[s // 8] |= np.uint8(flags[s] << (s % 8))
 
 
-@part
+@subkernel
 def put_multipliers(multipliers: np.ndarray, high: np.ndarray, low: np.ndarray) -> None:
     """Multipliers -32 to 31 of 16 sub-blocks, + 32: their high 2 bits in 4 bytes, their low 4 bits in 8."""
     for s in range(16):
@@ -96,7 +96,7 @@ def put_multipliers(multipliers: np.ndarray, high: np.ndarray, low: np.ndarray) 
         low[s // 2] |= np.uint8((m & 15) << (4 * (s % 2)))
 
 
-@part
+@subkernel
 def put_bits(codes: np.ndarray, shift: int, out: np.ndarray) -> None:
     """Bit `shift` of 256 codes: byte r of 32 holds elements r, 32 + r, …, the first in the lowest bit."""
     for group in range(8):
@@ -104,7 +104,7 @@ def put_bits(codes: np.ndarray, shift: int, out: np.ndarray) -> None:
             out[r] |= ((codes[32 * group + r] >> np.uint8(shift)) & np.uint8(1)) << np.uint8(group)
 
 
-@part
+@subkernel
 def put_pairs(codes: np.ndarray, shift: int, out: np.ndarray) -> None:
     """Bits `shift`, + 1 of 256 codes: byte r of a half's 32 holds its elements r, 32 + r, 64 + r, 96 + r."""
     for group in range(8):
@@ -113,7 +113,7 @@ def put_pairs(codes: np.ndarray, shift: int, out: np.ndarray) -> None:
             out[32 * (group // 4) + r] |= pair << np.uint8(2 * (group % 4))
 
 
-@part
+@subkernel
 def put_nibbles(codes: np.ndarray, width: int, out: np.ndarray) -> None:
     """The low 4 bits of 256 codes: byte r of `width` holds elements r and width + r of 2 * width."""
     for group in range(128 // width):

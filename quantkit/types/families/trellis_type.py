@@ -12,7 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from quantkit.codegen.jit import kept, readonly
+from quantkit.codegen.array_cache import disk_cached
+from quantkit.codegen.jit import readonly
 from quantkit.types.base import QuantType
 from quantkit.types.families.trellis_code import BOOK, OFFSET, Kind, code_values
 
@@ -77,6 +78,6 @@ def _index(cls: type[TrellisType]) -> tuple[np.ndarray, ...]:
             from quantkit.types.native import trellis_search as search
 
             values = np.stack([code_values(cls.index_bits, cls.group, offset) for offset in cls.offsets])
-            built = kept(search.build, np.abs(values) if cls.folded else values, cls.clusters)
+            built = disk_cached(search.build, np.abs(values) if cls.folded else values, cls.clusters)
             _indices[cls.name] = tuple(readonly(a) for a in built)
     return _indices[cls.name]

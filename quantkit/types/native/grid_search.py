@@ -28,7 +28,7 @@ from __future__ import annotations
 import numpy as np
 
 from quantkit.codegen.half import float_to_half
-from quantkit.codegen.jit import kernel, part
+from quantkit.codegen.jit import kernel, subkernel
 from quantkit.codegen.simd import F32, I32, I64, IrBuilder, Value, simd_intrinsic, vector
 from quantkit.types.base import FAST
 from quantkit.types.families.grid_points import VALUES
@@ -222,7 +222,7 @@ _TINY = np.float32(0.004)  # the least scale of step 1, of the block's largest: 
 _ROUND = np.float32(3 << 22)  # adding and subtracting it rounds |t| < 2^22 to an integer
 
 
-@part
+@subkernel
 def _arrange(xs, w, rule, elements, odd):
     """Lay a block out in lanes: w |x|, w and flip costs, by set of 16 groups and coordinate; which lanes are odd."""
     length = 256 // (len(elements) * _LANES)
@@ -247,7 +247,7 @@ def _arrange(xs, w, rule, elements, odd):
             odd[g] = odd[g + 1] = np.float32(odd[g] != odd[g + 1])
 
 
-@part
+@subkernel
 def _guess(xs, w, top, low, high):
     """Ends of the inverse scales of step 1 for every sub-block."""
     count = len(low)
@@ -267,7 +267,7 @@ def _guess(xs, w, top, low, high):
         high[s] = np.float32(1) / (_LOW * min(by_most, by_mean))
 
 
-@part
+@subkernel
 def _evaluate(wanted, rule, state, halves, p, r):
     """Nearest points of all groups under a scale for each sub-block: they stay in `found`, P and R of sub-blocks go to
     p and r."""
@@ -301,7 +301,7 @@ def _multiplier(scale, inverse_step):
     return np.float32(2) * ((m + _ROUND) - _ROUND) + np.float32(1)
 
 
-@part
+@subkernel
 def _gains(p, r, lines, steps, lanes):
     """lanes[0]: by how much the best lines lower the error under each step = d / divisor."""
     inverse, best, total = lanes[1], lanes[2], lanes[0]
@@ -322,7 +322,7 @@ def _gains(p, r, lines, steps, lanes):
             total[i] += best[i]
 
 
-@part
+@subkernel
 def _settle(p, r, lines, step, wanted):
     """The scales of the sub-blocks under a step."""
     for s in range(p.shape[1]):
@@ -334,7 +334,7 @@ def _settle(p, r, lines, step, wanted):
                 best, wanted[s] = gain, y
 
 
-@part
+@subkernel
 def _find_step(p, r, lines, first, last, unit, divisor, lanes):
     """The best of _DS steps from first to last, as halves hold d = step * divisor."""
     steps = lanes[3]
@@ -349,7 +349,7 @@ def _find_step(p, r, lines, first, last, unit, divisor, lanes):
     return steps[best]
 
 
-@part
+@subkernel
 def _best_scales(p, r, lines, scales):
     """The best scale of each sub-block by its lines, and the largest of them."""
     largest = np.float32(0)
@@ -365,7 +365,7 @@ def _best_scales(p, r, lines, scales):
     return largest
 
 
-@part
+@subkernel
 def _search_block(xs, w, unit, effort, rule, divisor, levels, halves, state, lines, lanes):
     """The step d / divisor of a block; scales of sub-blocks are left in lines[2, 0]. 0 where zeros are best."""
     p, r, wanted, low, high = lines[0], lines[1], lines[2, 0], lines[2, 1], lines[2, 2]
@@ -405,7 +405,7 @@ def _search_block(xs, w, unit, effort, rule, divisor, levels, halves, state, lin
 # ----------------------------------------------------------------------------------------------------------- its fields
 
 
-@part
+@subkernel
 def _cheapest_flip(w, xs, levels, code, first, length):
     """The element, of `length` from `first` on, whose sign is cheapest to get wrong at the point `code`."""
     least, choice = np.float32(np.inf), 0
@@ -418,7 +418,7 @@ def _cheapest_flip(w, xs, levels, code, first, length):
     return first + choice
 
 
-@part
+@subkernel
 def _keep(xs, w, step, levels, numbers, state, wanted, multipliers, points, signs):
     """The fields of a block from what _search_block left."""
     found = state[5]
@@ -442,7 +442,7 @@ def _keep(xs, w, step, levels, numbers, state, wanted, multipliers, points, sign
             signs[at // 8] ^= np.uint8(1 << (at % 8))
 
 
-@part
+@subkernel
 def _workspace(sets):
     """What a search works in: arrays that begin at cache lines."""
     sizes = (

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quantkit.codegen.jit import kernel, part
+from quantkit.codegen.jit import kernel, subkernel
 from quantkit.codegen.simd import load_int, store_int
 from quantkit.types.families.superblock import power_below
 from quantkit.types.families.trellis_code import Kind, weigh
@@ -81,7 +81,7 @@ def address(array):
     return np.int64(array.ctypes.data)
 
 
-@part
+@subkernel
 def find(scores, most):
     """The first of float32 scores, a multiple of 64, that is at least `most`; there is one."""
     first = 0
@@ -198,7 +198,7 @@ def scratch_for(kind: Kind, index: tuple[np.ndarray, ...]) -> tuple[np.ndarray, 
             np.empty((count // 16 + 1, 2), np.int64), np.empty(_NODES, np.int64))  # fmt: skip
 
 
-@part
+@subkernel
 def space_of(scratch, index):
     coarse, points, _, firsts, _ = index
     scores, near, runs, nodes = scratch
@@ -208,7 +208,7 @@ def space_of(scratch, index):
     )  # fmt: skip
 
 
-@part
+@subkernel
 def row_of(n, group):
     return Row(
         np.empty(n, np.float32), np.empty(n, np.float32),
@@ -216,7 +216,7 @@ def row_of(n, group):
     )  # fmt: skip
 
 
-@part
+@subkernel
 def round_weights(group, row):
     """Integer weights of all groups."""
     for g in range(len(row.by)):
@@ -234,7 +234,7 @@ def round_weights(group, row):
         row.by[g, 0], row.by[g, 1] = most_u / _LARGEST_U, (most_t + most_t) / _LARGEST_T
 
 
-@part
+@subkernel
 def _look_in_clusters(space, near, ints, clusters, twice, square, rank):
     """Measure the points of the best clusters under a scale; how many chunks of 16."""
     least = score(near, near + 4 * clusters, clusters // 16, twice, square, rank, space.scores)
@@ -257,7 +257,7 @@ def _look_in_clusters(space, near, ints, clusters, twice, square, rank):
     return count
 
 
-@part
+@subkernel
 def _look_in_boxes(space, table, ints, rank):
     """The same for groups of 4, in the boxes nearest to z."""
     coarse, scores = space.coarse + table * (8 * (_NODES + _NODES * _LEAVES)), space.scores
@@ -290,7 +290,7 @@ def _look_in_boxes(space, table, ints, rank):
     return count
 
 
-@part
+@subkernel
 def look(kind, space, row, g, table, s, rank):
     """Measure the points of group g that are worth it under scale s; how many chunks of 16."""
     group, ints = kind.group, row.ints[g]
@@ -305,7 +305,7 @@ def look(kind, space, row, g, table, s, rank):
     return _look_in_boxes(space, table, address(ints), rank)
 
 
-@part
+@subkernel
 def ask_centroids(kind, space, row, groups):
     """A and B of all centroids under the weights of a sub-block's groups."""
     if kind.group == 8:
@@ -333,13 +333,13 @@ class Profiles(NamedTuple):
     merged: np.ndarray  # [2, scales]: the best of the ways that multipliers of a sign have
 
 
-@part
+@subkernel
 def _tried(k, count):
     """Scale k of `count`, in parts of the own scale: in the middle of its part of the range."""
     return np.int32(_LOW_BITS + (2 * k + 1) * (_OCTAVE // (2 * count))).view(np.float32)
 
 
-@part
+@subkernel
 def _profile(kind, space, row, s, own, factors, gains):
     """Fill the gains of sub-block s."""
     each, count = 32 // kind.group, kind.scales
@@ -358,7 +358,7 @@ def _profile(kind, space, row, s, own, factors, gains):
                 add_largest(space.a, space.b, chunks, address(factors), address(gains[way, first:]))
 
 
-@part
+@subkernel
 def _assume(kind, energy, gains):
     """The profile that sub-blocks have on average, roughly: for efforts that measure none."""
     for k in range(kind.scales):
@@ -367,7 +367,7 @@ def _assume(kind, energy, gains):
         gains[:, k] = energy - energy * (_LOSS + _LOSS * (off * off))
 
 
-@part
+@subkernel
 def _merge(kind, gains, merged):
     """The best ways of each sign; of either where multipliers have both or values none."""
     for k in range(kind.scales):
@@ -380,7 +380,7 @@ def _merge(kind, gains, merged):
             merged[0, k] = merged[1, k] = max(merged[0, k], merged[1, k])
 
 
-@part
+@subkernel
 def _profile_row(kind, space, row, largest, factors, profiles):
     """Profiles of all sub-blocks; `largest` is the reciprocal of a largest element in units of the own scale."""
     own, energies = profiles.own, profiles.energies
@@ -421,7 +421,7 @@ _MAXIMUM = np.float32(3.4e38)
 _ROUNDING = np.float32(0.999999)  # keeps d * m * v below that
 
 
-@part
+@subkernel
 def _rate(steps, profiles, ds, totals):
     """totals[i]: what the best multipliers under ds[i] gain, by the profiles."""
     best, growth, places = np.empty(_DS, np.float32), np.empty(_DS, np.float32), np.empty(_DS, np.int32)
@@ -443,7 +443,7 @@ def _rate(steps, profiles, ds, totals):
             totals[i] += best[i]
 
 
-@part
+@subkernel
 def _hope(kind, steps, d, profiles, s, hopes):
     """hopes[way * multipliers + j]: what multiplier j is expected to gain; its sign is fixed unless `both`."""
     own, energy = profiles.own[s], profiles.energies[s]
@@ -456,7 +456,7 @@ def _hope(kind, steps, d, profiles, s, hopes):
             hopes[way * len(steps) + j] = gain if exists else np.float32(-np.inf)
 
 
-@part
+@subkernel
 def _match(kind, space, row, s, table, scale, names, found):
     """Find the best points of a sub-block's groups under a scale, looking at more of them; their gain."""
     total, each = np.float32(0), 32 // kind.group
@@ -475,7 +475,7 @@ def _match(kind, space, row, s, table, scale, names, found):
     return total
 
 
-@part
+@subkernel
 def _first_largest(values):
     """np.argmax, which takes seconds to compile."""
     first = 0
@@ -485,7 +485,7 @@ def _first_largest(values):
     return first
 
 
-@part
+@subkernel
 def _settle(kind, steps, space, row, s, d, hopes, names, found):
     """The multiplier and table of sub-block s under d; found[0] gets its numbers."""
     best = np.float32(0) if kind.zero else np.float32(-np.inf)
@@ -503,7 +503,7 @@ def _settle(kind, steps, space, row, s, d, hopes, names, found):
     return multiplier, table
 
 
-@part
+@subkernel
 def _add_sums(kind, row, s, step, values, found, sums):
     """Add what refits d: P = sum w x c and Q = sum w c^2, c = m v; keep the largest |c|."""
     for k in range(32):
@@ -514,7 +514,7 @@ def _add_sums(kind, row, s, step, values, found, sums):
         sums[2] = max(sums[2], abs(c))
 
 
-@part
+@subkernel
 def _choose_ds(kind, steps, profiles, chosen):
     """The ds of the grid under which multipliers promise most, the best first."""
     ds, totals = np.empty(_DS, np.float32), np.empty(_DS, np.float32)
@@ -528,7 +528,7 @@ def _choose_ds(kind, steps, profiles, chosen):
         chosen[k] = ds[i]
 
 
-@part
+@subkernel
 def _search_row(kind, steps, space, row, profiles, names, values, kept):
     """The best d, refitted; its place in `kept`, numbers, multipliers and tables under each d; its largest |m v|."""
     numbers, multipliers, tables = kept

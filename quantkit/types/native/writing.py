@@ -23,4 +23,4 @@ def pwrite_address() -> int:
 def write(ir: IrBuilder, to: tuple[Value, Value], x: Value, nbytes: Value, offset: Value, missing: Variable) -> None:
     """Write bytes by pwrite, of which `to` is the address, and the file's descriptor; `missing` counts what was not."""
     pwrite, descriptor = to
-    missing.set(missing.get() + nbytes - ir.ask_address(pwrite, descriptor, x, nbytes, offset))
+    missing.set(missing.get() + nbytes - ir.call_address_int64(pwrite, descriptor, x, nbytes, offset))

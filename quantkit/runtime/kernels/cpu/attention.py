@@ -21,7 +21,8 @@ import functools
 
 import numpy as np
 
-from quantkit.codegen.jit import Callback, callback, kernel
+from quantkit.codegen.callbacks import Callback, callback
+from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import F32, IrBuilder, Value, floats, load_float, load_int, simd_intrinsic, vector
 from quantkit.runtime.kernels.cpu.activations import quantize
 from quantkit.runtime.kernels.cpu.decode_ops import SIGNATURE

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.codegen.jit import callback, kernel
+from quantkit.codegen.callbacks import callback
+from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import F32, call6, floats, load_float, load_int, simd_intrinsic, vector
 from quantkit.runtime.kernels.cpu.activations import quantize, quantize_range
 

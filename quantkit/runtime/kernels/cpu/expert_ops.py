@@ -36,7 +36,8 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from quantkit.codegen.jit import Callback, callback, kernel
+from quantkit.codegen.callbacks import Callback, callback
+from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import (
     F32,
     I64,

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 
-from quantkit.codegen.jit import Callback, callback, kernel
+from quantkit.codegen.callbacks import Callback, callback
+from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import F32, IrBuilder, Value, floats, load_int, simd_intrinsic, vector
 from quantkit.placement.kernel_sizes import FLOAT_ROWS as ROWS
 from quantkit.placement.kernel_sizes import float_lanes as lanes

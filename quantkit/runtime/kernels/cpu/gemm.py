@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import functools
 
-from quantkit.codegen.jit import Callback, callback, kernel
+from quantkit.codegen.callbacks import Callback, callback
+from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import F32, I8, I16, I32, IrBuilder, Value, load_int, simd_intrinsic, vector
 from quantkit.placement.kernel_sizes import LANES, PANELS, RECORD, TILE_TOKENS, panels_bytes
 from quantkit.runtime.kernels.cpu.activations import wide_block, wide_sums

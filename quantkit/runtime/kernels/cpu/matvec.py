@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from quantkit.codegen.jit import Callback, callback
+from quantkit.codegen.callbacks import Callback, callback
 from quantkit.codegen.simd import F32, I8, I32, IrBuilder, Value, Variable, simd_intrinsic, vector
 from quantkit.runtime.kernels.cpu.activations import (
     FINE,

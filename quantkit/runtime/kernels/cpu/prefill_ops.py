@@ -14,7 +14,8 @@ import functools
 
 import numpy as np
 
-from quantkit.codegen.jit import Callback, callback, kernel
+from quantkit.codegen.callbacks import Callback, callback
+from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import (
     F32,
     IrBuilder,

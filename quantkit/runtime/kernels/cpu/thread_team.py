@@ -27,7 +27,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from quantkit.codegen import jit
+from quantkit.codegen import callbacks
 from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import atomic_add, atomic_load, atomic_store, call3, load_int, pause, store_int
 from quantkit.errors import KernelError
@@ -164,7 +164,7 @@ class ThreadTeam:
             if prepare is not None:
                 prepare()
             self._failures.clear()
-            jit.report_failures_to(self._failures)
+            callbacks.report_failures_to(self._failures)
             try:
                 with self._lock:
                     self._announced = self.epoch + 1
@@ -173,7 +173,7 @@ class ThreadTeam:
                 _lead(self._sync, ops.ctypes.data, len(ops), self.threads)
             finally:  # an interrupt may have come before it was published; nobody need stay awake for it then
                 self._announced = self.epoch
-                jit.report_failures_to(None)
+                callbacks.report_failures_to(None)
             if self._failures:
                 names = ", ".join(sorted(set(self._failures)))
                 raise KernelError(
@@ -207,7 +207,7 @@ class ThreadTeam:
             if attempt != self._attempt or number in self._workers or self._closed:
                 return  # an interrupted attempt left this thread behind, and another has its place
             self._workers[number] = threading.current_thread()
-        jit.report_failures_to(self._failures)
+        callbacks.report_failures_to(self._failures)
         try:
             while not self._closed:
                 seen = _work(self._sync, number, self.threads, seen)

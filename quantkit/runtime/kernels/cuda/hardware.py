@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.codegen import jit
+from quantkit.codegen import numba_loader
 from quantkit.runtime.kernels.cuda.reader import Codec, Reader, Unit
 from quantkit.runtime.kernels.cuda.words import Device, Plain
 
-jit.refuse_numba_config()  # before the import that would read the file
+numba_loader.refuse_numba_config()  # before the import that would read the file
 
 from numba import cuda  # noqa: E402
 from numba.core import config  # noqa: E402

@@ -8,7 +8,7 @@
 Machine code and not PTX is kept: a driver reads no PTX that is newer than itself, but runs machine code of its own
 major version. numba's own cache does not serve: it wants a function that stands in a file, and these are made per type.
 The key is the kernel's name under a folder of everything that the code depends on: versions of numba-cuda and of the
-compiler, the digest of the sources (`jit.source_digest`), the capability.
+compiler, the digest of the sources (`digests.source_digest`), the capability.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quantkit.codegen import disk_cache, jit
+from quantkit.codegen import digests, disk_cache
 from quantkit.errors import QuantkitError
 
 
@@ -90,7 +90,7 @@ def _folder(capability: tuple[int, int]) -> Path | None:
     import importlib.metadata
 
     versions = "-".join(importlib.metadata.version(name) for name in ("numba-cuda", "nvidia-nvvm"))
-    digest = jit.source_digest("quantkit.runtime.kernels.cuda.kernels")
+    digest = digests.source_digest("quantkit.runtime.kernels.cuda.kernels")
     if digest is None:
         return None
     return disk_cache.root() / f"cuda-{versions}" / f"sm_{capability[0]}{capability[1]}-{digest[:16]}"

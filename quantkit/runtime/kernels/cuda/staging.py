@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quantkit.codegen import jit
+from quantkit.codegen import thread_pool
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ def _copy(source: np.ndarray, target: np.ndarray) -> None:
     def some(start: int, stop: int) -> None:
         target[start:stop] = source[start:stop]
 
-    jit.over_rows(some, len(source), multiple=PIECE)
+    thread_pool.over_rows(some, len(source), multiple=PIECE)
 
 
 class Staging:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quantkit.codegen.jit import kernel, part
+from quantkit.codegen.jit import kernel, subkernel
 from quantkit.types.families.block32.scale_search import nearest_half
 from quantkit.types.families.superblock import GREATEST_HALF, LEAST_HALF, LEAST_WEIGHT, power_below
 
@@ -67,7 +67,7 @@ def storable(v: np.float32, unit: np.float32, per_unit: np.float32) -> np.float3
     return nearest_half(min(max(v * unit, np.float32(LEAST_HALF)), np.float32(GREATEST_HALF))) * per_unit
 
 
-@part
+@subkernel
 def _largest(values: np.ndarray) -> np.float32:
     """The largest magnitude of float32[n], by its bits: integers are compared in SIMD lanes."""
     bits = values.view(np.uint32)
@@ -77,7 +77,7 @@ def _largest(values: np.ndarray) -> np.float32:
     return np.uint32(most).view(np.float32)
 
 
-@part
+@subkernel
 def _set_weights(
     xs: np.ndarray, given: bool | np.bool_, w: np.ndarray, weighting: Weighting, squares: np.ndarray
 ) -> None:
@@ -106,7 +106,7 @@ def _set_weights(
             w[32 * p + j] = base + size * (weighting.magnitude + weighting.square * size)
 
 
-@part
+@subkernel
 def _load_block(
     x: np.ndarray, importance: np.ndarray, weighting: Weighting, xs: np.ndarray, w: np.ndarray, squares: np.ndarray
 ) -> np.float32:
@@ -128,7 +128,7 @@ def _load_block(
     return unit
 
 
-@part
+@subkernel
 def load(
     x: np.ndarray, importance: np.ndarray, first: int, subs: int, weighting: Weighting, data: Lanes, state: np.ndarray
 ) -> None:
@@ -154,19 +154,19 @@ def load(
             state[SUM_E * LANES + lane] += ws[j * LANES + lane]
 
 
-@part
+@subkernel
 def fill_row(state: np.ndarray, row: int, value: np.float32) -> None:
     for lane in range(LANES):
         state[row * LANES + lane] = value
 
 
-@part
+@subkernel
 def copy_row(state: np.ndarray, row: int, source: int) -> None:
     for lane in range(LANES):
         state[row * LANES + lane] = state[source * LANES + lane]
 
 
-@part
+@subkernel
 def block_sums(state: np.ndarray, row: int, subs: int, sums: np.ndarray) -> None:
     """sums[b]: the sum of a row over the sub-blocks of block b."""
     count = LANES // subs
@@ -177,7 +177,7 @@ def block_sums(state: np.ndarray, row: int, subs: int, sums: np.ndarray) -> None
             sums[b] += state[row * LANES + s * count + b]
 
 
-@part
+@subkernel
 def block_maxima(state: np.ndarray, row: int, subs: int, maxima: np.ndarray) -> None:
     """maxima[b]: the largest of a row over the sub-blocks of block b, and not below 0."""
     count = LANES // subs
@@ -188,7 +188,7 @@ def block_maxima(state: np.ndarray, row: int, subs: int, maxima: np.ndarray) -> 
             maxima[b] = max(maxima[b], state[row * LANES + s * count + b])
 
 
-@part
+@subkernel
 def broadcast(values: np.ndarray, subs: int, state: np.ndarray, row: int) -> None:
     """Write each block's value to all its lanes of a row of `state`."""
     count = LANES // subs
@@ -197,7 +197,7 @@ def broadcast(values: np.ndarray, subs: int, state: np.ndarray, row: int) -> Non
             state[row * LANES + s * count + b] = values[b]
 
 
-@part
+@subkernel
 def block_codes(lanes: np.ndarray, b: int, subs: int, codes: np.ndarray) -> None:
     """Codes of block b from those of all lanes, uint8 like `data`, in the order of its elements."""
     count, size = LANES // subs, 256 // subs
@@ -206,7 +206,7 @@ def block_codes(lanes: np.ndarray, b: int, subs: int, codes: np.ndarray) -> None
             codes[s * size + j] = lanes[j * LANES + s * count + b]
 
 
-@part
+@subkernel
 def grid_factor(i: int, count: int, most: np.float32, first: np.float32, span: int) -> np.float32:
     """Place i of a grid of `count` super-scales, as a factor of the one under which the largest scale becomes `most`.
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quantkit.codegen.jit import inner, part
+from quantkit.codegen.jit import shared_subkernel, subkernel
 from quantkit.types.families.kquant.lanes import (
     INFINITE,
     LANES,
@@ -92,7 +92,7 @@ STATE_SIZE = (TERM + 5) * LANES
 Work = tuple[Lanes, np.ndarray, np.ndarray, np.ndarray]  # data, state, slots, codes: see `workspace`
 
 
-@part
+@subkernel
 def _accumulate(data: Lanes, state: np.ndarray, size: int, top: np.float32) -> None:
     """The three sums of the codes of the candidate."""
     xs, ws = data
@@ -109,7 +109,7 @@ def _accumulate(data: Lanes, state: np.ndarray, size: int, top: np.float32) -> N
             state[EQX * LANES + lane] += eq * x
 
 
-@part
+@subkernel
 def _errors(data: Lanes, state: np.ndarray, size: int, top: np.float32) -> None:
     """ERROR: the error of nearest codes under SCALE and MINIMUM."""
     xs, ws = data
@@ -124,7 +124,7 @@ def _errors(data: Lanes, state: np.ndarray, size: int, top: np.float32) -> None:
             state[ERROR * LANES + lane] += e * r * r
 
 
-@part
+@subkernel
 def _reset(data: Lanes, state: np.ndarray, slots: np.ndarray, size: int) -> None:
     """Fill SUM_EX, LOW and HIGH; empty the slots, except that the first gets a minimum without scale.
 
@@ -149,7 +149,7 @@ def _reset(data: Lanes, state: np.ndarray, slots: np.ndarray, size: int) -> None
         slots[0, 5 * LANES + lane] = minimum * ex
 
 
-@part
+@subkernel
 def _propose(state: np.ndarray, steps: np.float32, code: np.float32) -> None:
     """A candidate: the range is divided into `steps`, its low end gets `code`."""
     for lane in range(LANES):
@@ -159,7 +159,7 @@ def _propose(state: np.ndarray, steps: np.float32, code: np.float32) -> None:
         state[OFFSET * LANES + lane] = code - low * inverse
 
 
-@part
+@subkernel
 def _keep_in_slot(state: np.ndarray, slot: np.ndarray) -> None:
     """Fit scale and minimum >= 0 to the codes of the candidate; keep it in the slot if it is the best there."""
     for lane in range(LANES):
@@ -183,7 +183,7 @@ def _keep_in_slot(state: np.ndarray, slot: np.ndarray) -> None:
         slot[5 * LANES + lane] = error if better else slot[5 * LANES + lane]
 
 
-@part
+@subkernel
 def _candidate_from_slot(state: np.ndarray, slot: np.ndarray) -> None:
     """Make the fit of a slot the candidate."""
     for lane in range(LANES):
@@ -193,7 +193,7 @@ def _candidate_from_slot(state: np.ndarray, slot: np.ndarray) -> None:
         state[OFFSET * LANES + lane] = minimum * inverse
 
 
-@part
+@subkernel
 def _fit(
     data: Lanes, state: np.ndarray, slots: np.ndarray, fmt: ScaleMinFormat, steps: int, offsets: int, rounds: int
 ) -> None:
@@ -213,7 +213,7 @@ def _fit(
             _keep_in_slot(state, slots[k])
 
 
-@part
+@subkernel
 def _negate(data: Lanes, state: np.ndarray, slots: np.ndarray, fmt: ScaleMinFormat, wanted: int) -> None:
     """Negate the blocks whose SIGN differs from the row `wanted`, with their sums and slots."""
     xs, _ = data
@@ -245,7 +245,7 @@ def _negate(data: Lanes, state: np.ndarray, slots: np.ndarray, fmt: ScaleMinForm
         state[SIGN * LANES + lane] = state[wanted * LANES + lane]
 
 
-@part
+@subkernel
 def _suggest_super_scales(state: np.ndarray, slots: np.ndarray, fmt: ScaleMinFormat, blocks: np.ndarray) -> None:
     """FIRST_D and FIRST_DMIN: those under which the largest scale and minimum of a block become the largest S and M."""
     fill_row(state, S, ZERO)
@@ -265,7 +265,7 @@ def _suggest_super_scales(state: np.ndarray, slots: np.ndarray, fmt: ScaleMinFor
             state[row * LANES + lane] /= fmt.most
 
 
-@part
+@subkernel
 def _set_scales(state: np.ndarray, first: int, factor: np.float32, row: int) -> None:
     """A row of super-scales: `factor` times row `first`, as a half."""
     for lane in range(LANES):
@@ -273,7 +273,7 @@ def _set_scales(state: np.ndarray, first: int, factor: np.float32, row: int) -> 
         state[row * LANES + lane] = storable(state[first * LANES + lane] * factor, unit, per_unit)
 
 
-@part
+@subkernel
 def _estimate(state: np.ndarray, slots: np.ndarray, most: np.float32) -> None:
     """ERROR, S and M that are best for any slot under D and DMIN; the sums of that slot's codes become the candidate's.
 
@@ -311,7 +311,7 @@ def _estimate(state: np.ndarray, slots: np.ndarray, most: np.float32) -> None:
             state[EQX * LANES + lane] = eqx if better else state[EQX * LANES + lane]
 
 
-@part
+@subkernel
 def _refit(state: np.ndarray, fmt: ScaleMinFormat, sums: np.ndarray) -> None:
     """D and DMIN of least error for S, M and the candidate's sums; sums float32[5, blocks] is scratch."""
     for lane in range(LANES):
@@ -341,7 +341,7 @@ def _refit(state: np.ndarray, fmt: ScaleMinFormat, sums: np.ndarray) -> None:
                 state[row * LANES + lane] = storable(state[found * LANES + lane], unit, per_unit)
 
 
-@part
+@subkernel
 def _scan_super_scales(
     data: Lanes,
     state: np.ndarray,
@@ -368,7 +368,7 @@ def _scan_super_scales(
                 block_sums(state, ERROR, fmt.subs, estimates[negate, i, h])
 
 
-@part
+@subkernel
 def _start_from_best(
     data: Lanes,
     state: np.ndarray,
@@ -405,7 +405,7 @@ def _start_from_best(
     _set_scales(state, FIRST_DMIN, ONE, DMIN)
 
 
-@part
+@subkernel
 def _search_neighbours(data: Lanes, state: np.ndarray, fmt: ScaleMinFormat, reach: int) -> None:
     """S and M of least exact error: the neighbours of S, for each the neighbours of the M that fits it best."""
     copy_row(state, NEW_S, S)
@@ -433,7 +433,7 @@ def _search_neighbours(data: Lanes, state: np.ndarray, fmt: ScaleMinFormat, reac
                 state[M * LANES + lane] = state[(TERM + 2) * LANES + lane] if better else state[M * LANES + lane]
 
 
-@part
+@subkernel
 def _set_candidate(state: np.ndarray, d: int, dmin: int, s: int, m: int) -> None:
     """Make the values in these rows of `state` the candidate."""
     for lane in range(LANES):
@@ -443,7 +443,7 @@ def _set_candidate(state: np.ndarray, d: int, dmin: int, s: int, m: int) -> None
         state[INVERSE * LANES + lane], state[OFFSET * LANES + lane] = inverse, minimum * inverse
 
 
-@part
+@subkernel
 def _record(state: np.ndarray, fmt: ScaleMinFormat, blocks: np.ndarray) -> None:
     """Keep the current D, DMIN, S and M of each block whose error, in row TERM, is the least so far."""
     block_sums(state, TERM, fmt.subs, blocks)
@@ -458,7 +458,7 @@ def _record(state: np.ndarray, fmt: ScaleMinFormat, blocks: np.ndarray) -> None:
         state[BEST_SIGN * LANES + lane] = state[SIGN * LANES + lane] if better else state[BEST_SIGN * LANES + lane]
 
 
-@part
+@subkernel
 def workspace() -> Work:
     """Allocate the work space of `search`: elements and weights, state, slots, codes."""
     data = np.empty(32 * LANES, np.float32), np.empty(32 * LANES, np.float32)
@@ -466,7 +466,7 @@ def workspace() -> Work:
     return data, state, slots, np.empty(32 * LANES, np.uint8)
 
 
-@inner
+@shared_subkernel
 def search(
     x: np.ndarray,
     importance: np.ndarray,
@@ -514,7 +514,7 @@ def search(
     _codes(data, state, fmt, codes)
 
 
-@part
+@subkernel
 def _codes(data: Lanes, state: np.ndarray, fmt: ScaleMinFormat, codes: np.ndarray) -> None:
     """Nearest codes under the candidate."""
     xs, _ = data
@@ -524,7 +524,7 @@ def _codes(data: Lanes, state: np.ndarray, fmt: ScaleMinFormat, codes: np.ndarra
             codes[j * LANES + lane] = np.uint8(np.int32((min(max(t, ZERO), fmt.top) + ROUND) - ROUND))
 
 
-@part
+@subkernel
 def block_result(
     work: Work, fmt: ScaleMinFormat, b: int, codes: np.ndarray, scales: np.ndarray, minima: np.ndarray
 ) -> tuple[np.float32, np.float32]:

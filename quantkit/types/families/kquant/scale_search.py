@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quantkit.codegen.jit import inner, part
+from quantkit.codegen.jit import shared_subkernel, subkernel
 from quantkit.types.families.kquant.lanes import (
     INFINITE,
     LANES,
@@ -76,7 +76,7 @@ STATE_SIZE = 20 * LANES
 Work = tuple[Lanes, np.ndarray, np.ndarray, np.ndarray]  # data, state, slots, codes: see `workspace`
 
 
-@part
+@subkernel
 def _sums(data: Lanes, state: np.ndarray, low: np.float32, high: np.float32) -> None:
     """E, D and Q of nearest codes under SCALE."""
     xs, ws = data
@@ -93,7 +93,7 @@ def _sums(data: Lanes, state: np.ndarray, low: np.float32, high: np.float32) -> 
             state[CURVE * LANES + lane] += wq * q
 
 
-@part
+@subkernel
 def _errors(data: Lanes, state: np.ndarray, low: np.float32, high: np.float32) -> None:
     """E of nearest codes under SCALE."""
     xs, ws = data
@@ -107,7 +107,7 @@ def _errors(data: Lanes, state: np.ndarray, low: np.float32, high: np.float32) -
             state[ERROR * LANES + lane] += w * r * r
 
 
-@part
+@subkernel
 def _reset(data: Lanes, state: np.ndarray, slots: np.ndarray) -> None:
     """Fill EXTREME and ZERO_ERROR; empty the slots."""
     xs, ws = data
@@ -125,7 +125,7 @@ def _reset(data: Lanes, state: np.ndarray, slots: np.ndarray) -> None:
             slots[k, LANES + lane] = state[ZERO_ERROR * LANES + lane]
 
 
-@part
+@subkernel
 def _propose(state: np.ndarray, units: np.float32) -> None:
     """A candidate: the largest element gets the code `units`, which need not be whole."""
     for lane in range(LANES):
@@ -134,7 +134,7 @@ def _propose(state: np.ndarray, units: np.float32) -> None:
         state[INVERSE * LANES + lane] = ONE / scale if scale != ZERO else ZERO
 
 
-@part
+@subkernel
 def _keep_in_slot(state: np.ndarray, slot: np.ndarray) -> None:
     """Move the candidate to the least squares of its codes; keep it in the slot if it is the best there."""
     for lane in range(LANES):
@@ -147,7 +147,7 @@ def _keep_in_slot(state: np.ndarray, slot: np.ndarray) -> None:
         slot[2 * LANES + lane] = curve if better else slot[2 * LANES + lane]
 
 
-@part
+@subkernel
 def _candidate_from_slot(state: np.ndarray, slot: np.ndarray) -> None:
     """Make the fit of a slot the candidate."""
     for lane in range(LANES):
@@ -156,7 +156,7 @@ def _candidate_from_slot(state: np.ndarray, slot: np.ndarray) -> None:
         state[INVERSE * LANES + lane] = ONE / scale if scale != ZERO else ZERO
 
 
-@part
+@subkernel
 def _fit(
     data: Lanes, state: np.ndarray, slots: np.ndarray, fmt: ScaleFormat, sizes: int, rounds: int, units: np.ndarray
 ) -> None:
@@ -173,7 +173,7 @@ def _fit(
             _keep_in_slot(state, slots[k])
 
 
-@part
+@subkernel
 def _suggest_super_scales(state: np.ndarray, slots: np.ndarray, fmt: ScaleFormat) -> None:
     """FIRST_D: the one under which the scale of largest magnitude in a block becomes the S of largest magnitude."""
     fill_row(state, TERM, INFINITE)
@@ -192,7 +192,7 @@ def _suggest_super_scales(state: np.ndarray, slots: np.ndarray, fmt: ScaleFormat
             state[FIRST_D * LANES + s * BLOCKS + b] = largest / fmt.least
 
 
-@part
+@subkernel
 def _set_scales(state: np.ndarray, factor: np.float32) -> None:
     """D: `factor` times FIRST_D, as a half."""
     for lane in range(LANES):
@@ -202,7 +202,7 @@ def _set_scales(state: np.ndarray, factor: np.float32) -> None:
         state[D * LANES + lane] = stored if d >= ZERO else -stored
 
 
-@part
+@subkernel
 def _estimate(state: np.ndarray, slots: np.ndarray, least: np.float32, most: np.float32) -> None:
     """The least ERROR of any slot under D, or of S = 0, and its S."""
     for lane in range(LANES):
@@ -221,7 +221,7 @@ def _estimate(state: np.ndarray, slots: np.ndarray, least: np.float32, most: np.
             state[S * LANES + lane] = s if better else state[S * LANES + lane]
 
 
-@part
+@subkernel
 def _scan_super_scales(state: np.ndarray, slots: np.ndarray, fmt: ScaleFormat, estimates: np.ndarray) -> None:
     """Step 2: estimates[i, b] is the error of block b at place i of the grid of d."""
     _suggest_super_scales(state, slots, fmt)
@@ -231,7 +231,7 @@ def _scan_super_scales(state: np.ndarray, slots: np.ndarray, fmt: ScaleFormat, e
         block_sums(state, ERROR, SUBS, estimates[i])
 
 
-@part
+@subkernel
 def _start_from_best(state: np.ndarray, fmt: ScaleFormat, estimates: np.ndarray, blocks: np.ndarray) -> None:
     """Set D of each block to the grid place of least estimated error, and exclude that place from now on."""
     for b in range(BLOCKS):
@@ -250,7 +250,7 @@ def _start_from_best(state: np.ndarray, fmt: ScaleFormat, estimates: np.ndarray,
         state[D * LANES + lane] = stored if d >= ZERO else -stored
 
 
-@part
+@subkernel
 def _set_candidate(state: np.ndarray, d: int, s: int) -> None:
     """Make the values in these rows of `state` the candidate."""
     for lane in range(LANES):
@@ -259,7 +259,7 @@ def _set_candidate(state: np.ndarray, d: int, s: int) -> None:
         state[INVERSE * LANES + lane] = ONE / scale if scale != ZERO else ZERO
 
 
-@part
+@subkernel
 def _try(data: Lanes, state: np.ndarray, fmt: ScaleFormat) -> None:
     """Replace S by NEW_S, clipped to its range, where its exact error is below row TERM; update TERM."""
     for lane in range(LANES):
@@ -274,7 +274,7 @@ def _try(data: Lanes, state: np.ndarray, fmt: ScaleFormat) -> None:
         state[S * LANES + lane] = state[NEW_S * LANES + lane] if better else state[S * LANES + lane]
 
 
-@part
+@subkernel
 def _search_neighbours(
     data: Lanes, state: np.ndarray, slots: np.ndarray, fmt: ScaleFormat, reach: int, neighbour_slots: int
 ) -> None:
@@ -295,7 +295,7 @@ def _search_neighbours(
             _try(data, state, fmt)
 
 
-@part
+@subkernel
 def _record(state: np.ndarray, blocks: np.ndarray) -> None:
     """Keep the current D and S of each block whose error, in row TERM, is the least so far."""
     block_sums(state, TERM, SUBS, blocks)
@@ -307,7 +307,7 @@ def _record(state: np.ndarray, blocks: np.ndarray) -> None:
         state[BEST_S * LANES + lane] = state[S * LANES + lane] if better else state[BEST_S * LANES + lane]
 
 
-@part
+@subkernel
 def _refit(data: Lanes, state: np.ndarray, fmt: ScaleFormat, sums: np.ndarray) -> None:
     """D of least error for the codes that D and S give."""
     _set_candidate(state, D, S)
@@ -328,7 +328,7 @@ def _refit(data: Lanes, state: np.ndarray, fmt: ScaleFormat, sums: np.ndarray) -
         state[D * LANES + lane] = stored if d >= ZERO else -stored
 
 
-@part
+@subkernel
 def workspace() -> Work:
     """Allocate the work space of `search`: elements and weights, state, slots, codes."""
     data = np.empty(32 * LANES, np.float32), np.empty(32 * LANES, np.float32)
@@ -336,7 +336,7 @@ def workspace() -> Work:
     return data, state, slots, np.empty(32 * LANES, np.uint8)
 
 
-@inner
+@shared_subkernel
 def search(
     x: np.ndarray,
     importance: np.ndarray,
@@ -375,7 +375,7 @@ def search(
     _codes(data, state, fmt, codes)
 
 
-@part
+@subkernel
 def _codes(data: Lanes, state: np.ndarray, fmt: ScaleFormat, codes: np.ndarray) -> None:
     """Nearest codes - low under the candidate."""
     xs, _ = data
@@ -385,7 +385,7 @@ def _codes(data: Lanes, state: np.ndarray, fmt: ScaleFormat, codes: np.ndarray) 
             codes[j * LANES + lane] = np.uint8(np.int32(((t + ROUND) - ROUND) - fmt.low))
 
 
-@part
+@subkernel
 def block_result(work: Work, b: int, codes: np.ndarray, scales: np.ndarray) -> np.float32:
     """Result of block b: fills codes uint8[256] with q - low and scales int8[16] with S; returns d."""
     _, state, _, lanes = work

@@ -150,7 +150,7 @@ class Nowhere:
     def put(self, name: str, start: int, data: np.ndarray) -> None:
         self.sizes.append((name, start, data.nbytes))
 
-    def straight(self, *given: object) -> bool:
+    def put_direct(self, *given: object) -> bool:
         return False
 
 

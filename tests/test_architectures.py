@@ -410,7 +410,7 @@ def test_experts_are_stacked_piece_by_piece(tmp_path: Path) -> None:
         def put(self, name: str, start: int, data: np.ndarray) -> None:
             found.append((name, start, data.nbytes))
 
-        def straight(self, name: str, start: int, nbytes: int, send: object) -> bool:
+        def put_direct(self, name: str, start: int, nbytes: int, send: object) -> bool:
             found.append((name, start, nbytes))
             return True
 

@@ -279,7 +279,7 @@ def test_other_importance_is_never_passed_over(model: Path, tmp_path: Path, enco
 
 
 def test_two_at_once(model: Path, tmp_path: Path) -> None:
-    with Writer(tmp_path / "out.gguf", {}, [TensorSpec("x", (4,), "f32")], kept=True) as writer:
+    with Writer(tmp_path / "out.gguf", {}, [TensorSpec("x", (4,), "f32")], resumable=True) as writer:
         writer.write("x", np.zeros(16, np.uint8))
         with pytest.raises(QuantkitError, match="another writer"):
             make(model, tmp_path / "out.gguf")

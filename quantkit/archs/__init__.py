@@ -56,9 +56,9 @@ def language_model(config: Config) -> dict[str, Any]:
     Where it describes a larger model, "architectures" become the class of the language model in it: the one that is
     named, else that of its model_type, else the class of the whole.
     """
-    text = wrapper.text_part(config)
-    found = dict(config) if text is None else wrapper.joined(config, text)
-    checked.check(found)
+    text = wrapper.text_config(config)
+    found = dict(config) if text is None else wrapper.merge_text_config(config, text)
+    checked.check_config(found)
     if text is not None:
         stated = [name for name in _classes(text) if _of_class(name, text)]
         by_type = [found for kind, found in _TYPES.items() if kind == text.get("model_type")]

@@ -10,7 +10,7 @@ heads, `nope` and `rope` elements of a head's query, `v` of its value, the tenso
 Files hold the first ("joint"), the others ("split": upstream's converter, 3-D, whose head_count_kv, key_length and
 value_length are those of the latent) or all of them (ik_llama.cpp's converter, and this one). Rope turns neighbouring
 elements, as checkpoints have them. YaRN's mscale multiplies the scores, not cos and sin. The norms of the latents have
-an epsilon of their own, which transformers fixes. Layers that predict further tokens are left out unless they are asked
+an epsilon of their own, which transformers fixes. MTP layers are left out unless they are asked
 for: the reference does not load files that have them.
 """
 
@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 
 from quantkit.archs.common import experts, rope
-from quantkit.archs.common import mtp as further
+from quantkit.archs.common import mtp as mtp_layers
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys, need, refuse, rope_parameters
 from quantkit.archs.common.blocks import Block, HParams, LatentAttention, Norm, Part
 from quantkit.archs.common.decoder import Decoder, all_or_none
-from quantkit.archs.common.shapes import Listed
+from quantkit.archs.common.shapes import ExpectedTensor
 from quantkit.archs.common.tensors import LazyTensor, Piece, ReadRows, Rule, Shape, Transform
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries, shortest
@@ -142,7 +142,7 @@ class JoinHalves(Transform):
         return np.concatenate(parts)[start - first * self.step : stop - first * self.step]
 
 
-def in_layout(tensors: Iterable[Listed], layout: str) -> list[Listed]:
+def in_layout(tensors: Iterable[ExpectedTensor], layout: str) -> list[ExpectedTensor]:
     """Tensors as files of a layout have them: "all" of attn_kv_b, attn_k_b and attn_v_b, the "joint" one, "split"."""
     left_out = _LEFT_OUT[layout]
     return [t for t in tensors if not any(f".{stem}." in t.name for stem in left_out)]
@@ -180,7 +180,7 @@ class DeepSeek2(Decoder):
         Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
         Rule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
         *experts.RULES,
-        *further.RULES,
+        *mtp_layers.RULES,
         *OUTPUT_RULES,
     )
     EXAMPLE = {  # noqa: RUF012  data
@@ -239,13 +239,13 @@ class DeepSeek2(Decoder):
         parameters["attention_factor"] = None
         entries = super().metadata(dict(config) | {"rope_scaling": None, "rope_parameters": parameters})
         entries |= experts.entries(a, config)
-        turned = integer(config, "qk_rope_head_dim") or need(config, "qk_rope_head_dim")
+        rope_dim = integer(config, "qk_rope_head_dim") or need(config, "qk_rope_head_dim")
         nope = integer(config, "qk_nope_head_dim") or need(config, "qk_nope_head_dim")
         entries |= {
-            f"{a}.attention.key_length": (nope + turned, "u32"),
+            f"{a}.attention.key_length": (nope + rope_dim, "u32"),
             f"{a}.attention.value_length": (need(config, "v_head_dim"), "u32"),
             f"{a}.attention.kv_lora_rank": (need(config, "kv_lora_rank"), "u32"),
-            f"{a}.rope.dimension_count": (turned, "u32"),
+            f"{a}.rope.dimension_count": (rope_dim, "u32"),
             f"{a}.expert_gating_func": (experts.GATING_NUMBERS[gating], "u32"),
         }
         entries.setdefault(f"{a}.expert_weights_norm", (gating == "sigmoid", "bool"))  # as transformers' classes do
@@ -260,7 +260,7 @@ class DeepSeek2(Decoder):
             entries[f"{a}.rope.scaling.yarn_log_multiplier"] = (0.1 * scales["mscale_all_dim"], "f32")
         return entries
 
-    def rebuilt(self, name: str) -> bool:
+    def is_generated(self, name: str) -> bool:
         return name.endswith((".attn_k_b.weight", ".attn_v_b.weight"))
 
     def to_hf(self, hparams: HParams, shapes: Mapping[str, Shape]) -> list[Piece]:
@@ -302,7 +302,7 @@ class DeepSeek2(Decoder):
             "qk_nope_head_dim": hp.nope,
             "qk_rope_head_dim": hp.rope.dim,
             "v_head_dim": hp.head_dim_v,
-            "num_nextn_predict_layers": hp.n_further,
+            "num_nextn_predict_layers": hp.n_mtp_layers,
             "max_position_embeddings": hp.n_ctx_train,
             "rms_norm_eps": shortest(hp.norm_eps),
             "rope_theta": shortest(hp.rope.base),
@@ -325,18 +325,18 @@ class DeepSeek2(Decoder):
     def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
         found = super().numbers(keys, tensors) | experts.numbers(keys, tensors)
         heads = found["n_head"]
-        turned, factor = found["rope"], 1.0
-        if turned.yarn is not None:
-            logarithm = math.log(1 / turned.scale)
+        scaled, factor = found["rope"], 1.0
+        if scaled.yarn is not None:
+            logarithm = math.log(1 / scaled.scale)
             factor = (1 + keys.real("rope.scaling.yarn_log_multiplier", 0.0) * logarithm) ** 2
-            turned = replace(turned, yarn=replace(turned.yarn, attn_factor=1 / (1 + 0.1 * logarithm)))
+            scaled = replace(scaled, yarn=replace(scaled.yarn, attn_factor=1 / (1 + 0.1 * logarithm)))
         return found | {
             "n_head_kv": heads,
             "head_dim_k": keys.number("attention.key_length_mla", 0) or found["head_dim_k"],
             "head_dim_v": keys.number("attention.value_length_mla", 0) or found["head_dim_v"],
             "q_lora": keys.number("attention.q_lora_rank", 0),
             "kv_lora": keys.number("attention.kv_lora_rank"),
-            "rope": turned,
+            "rope": scaled,
             "score_factor": factor,
             "normalises": keys.flag("expert_weights_norm", False),
         }

@@ -1,7 +1,7 @@
 """glm4moe: GLM-4.5 and 4.6. Grouped queries with biases, "neox" rope of part of each head, leading dense layers, then
 routed experts, chosen by sigmoid and a bias, and a shared one. The largest models RMS-norm queries and keys.
 
-Layers that predict further tokens are kept, as layers after the main ones that are not run.
+MTP layers are kept, as layers after the main ones that are not run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from quantkit.archs.common import experts
-from quantkit.archs.common import mtp as further
+from quantkit.archs.common import mtp as mtp_layers
 from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, Config, Keys
 from quantkit.archs.common.blocks import Attention, HParams, Part
 from quantkit.archs.common.decoder import Decoder, with_head_norms
@@ -25,7 +25,7 @@ class Glm4Moe(Decoder):
     model_type = "glm4_moe"
     rope_style = "neox"
     mtp = "keep"
-    turned = 0.5
+    rotary_fraction = 0.5
     biased = ("attn_q", "attn_k", "attn_v")
     rules = (
         *EMBEDDING_RULES,
@@ -38,7 +38,7 @@ class Glm4Moe(Decoder):
         Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj"),
         Rule("blk.N.post_attention_norm", "model.layers.N.post_attention_layernorm", f32=True),
         *experts.RULES,
-        *further.RULES,
+        *mtp_layers.RULES,
         *OUTPUT_RULES,
     )
     EXAMPLE = {  # noqa: RUF012  data
@@ -74,7 +74,7 @@ class Glm4Moe(Decoder):
     def metadata(self, config: Config) -> Entries:
         a = self.name
         return super().metadata(config) | experts.entries(a, config) | self.head_lengths(config) | {
-            f"{a}.nextn_predict_layers": (self.n_further(config), "u32"),
+            f"{a}.nextn_predict_layers": (self.n_mtp_layers(config), "u32"),
             f"{a}.expert_gating_func": (experts.GATING_NUMBERS["sigmoid"], "u32"),
         }  # fmt: skip
 

@@ -215,7 +215,7 @@ class GptOss(Decoder):
         layout = "rows" if stored == ((2 * ff, n_embd), (n_embd, ff)) else "columns"
         return super().to_gguf(dict(config) | {_LAYOUT: layout}, shapes)
 
-    def rebuilt(self, name: str) -> bool:
+    def is_generated(self, name: str) -> bool:
         return ".ffn_gate_exps." in name or ".ffn_up_exps." in name
 
     def to_hf(self, hparams: HParams, shapes: Mapping[str, Shape]) -> list[Piece]:
@@ -251,11 +251,11 @@ class GptOss(Decoder):
 
     def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
         found = super().numbers(keys, tensors)
-        turned = found["rope"]
-        if turned.yarn is not None:
+        scaled = found["rope"]
+        if scaled.yarn is not None:
             rounded = keys.flag("rope.scaling.yarn_truncate", False)
-            turned = replace(turned, yarn=replace(turned.yarn, truncate=rounded))
-        return found | experts.numbers(keys, tensors, ff=found["n_ff"]) | {"rope": turned, "normalises": True}
+            scaled = replace(scaled, yarn=replace(scaled.yarn, truncate=rounded))
+        return found | experts.numbers(keys, tensors, ff=found["n_ff"]) | {"rope": scaled, "normalises": True}
 
     def attention(self, hp: HParams, i: int) -> Attention:
         return replace(

@@ -22,7 +22,7 @@ class MiniMaxM2(Decoder):
     hf = ("MiniMaxM2ForCausalLM",)
     model_type = "minimax_m2"
     rope_style = "neox"
-    turned = 1.0
+    rotary_fraction = 1.0
     defaults = {"rope_theta": 5000000.0}  # noqa: RUF012  data
     own_sizes = {"q_norm": lambda s: s["q"], "k_norm": lambda s: s["k"]}  # noqa: RUF012  data
     rules = (

@@ -131,11 +131,11 @@ class Mistral3(Decoder):
 
     def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
         found = super().numbers(keys, tensors)
-        turned, multiplier = found["rope"], keys.real("rope.scaling.yarn_log_multiplier", 0.0)
-        if turned.yarn is not None and multiplier:
-            logarithm = math.log(1 / turned.scale)
+        scaled, multiplier = found["rope"], keys.real("rope.scaling.yarn_log_multiplier", 0.0)
+        if scaled.yarn is not None and multiplier:
+            logarithm = math.log(1 / scaled.scale)
             found["rope"] = replace(
-                turned, yarn=replace(turned.yarn, attn_factor=1 / (1 + 0.1 * multiplier * logarithm))
+                scaled, yarn=replace(scaled.yarn, attn_factor=1 / (1 + 0.1 * multiplier * logarithm))
             )
         if beta := keys.real("attention.temperature_scale", 0.0):
             length = keys.number("rope.scaling.original_context_length")

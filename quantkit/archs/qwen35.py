@@ -4,7 +4,7 @@ Value heads are tiled in files: head t * Hk + g is a checkpoint's head g * r + t
 head g, where there are Hk < Hv: in the values of attn_qkv and the convolution, the gates, beta, alpha, a, dt, and the
 columns of ssm_out. Positions of text are the same in all sections of rope, which is then plain.
 
-Layers that predict further tokens (`mtp.` in checkpoints) attend. Where they are kept, a file numbers them with the
+MTP layers (`mtp.` in checkpoints) attend. Where they are kept, a file numbers them with the
 main ones; what stands around them is that of the first.
 """
 
@@ -58,22 +58,22 @@ def _predicts(hp: HParams, layer: int) -> bool:
     return layer == hp.n_main
 
 
-_FURTHER = {
+_MTP_NAMES = {
     "fc": "eh_proj",
     "pre_fc_norm_embedding": "enorm",
     "pre_fc_norm_hidden": "hnorm",
     "norm": "shared_head.norm",
 }
-FURTHER_RULES = (
+MTP_RULES = (
     Rule("blk.N.nextn.eh_proj", "model.layers.N.eh_proj", layers=_predicts),
     *(
         hybrid.norm(f"blk.N.nextn.{name.replace('.', '_')}", f"model.layers.N.{name}", layers=_predicts)
-        for name in list(_FURTHER.values())[1:]
+        for name in list(_MTP_NAMES.values())[1:]
     ),
 )
 
 
-def numbered(name: str, n_main: int) -> str:
+def numbered_name(name: str, n_main: int) -> str:
     """`model.mtp.…` of a checkpoint as a tensor of a layer after the main ones; other names as they are."""
     start, _, rest = name.partition("model.mtp.")
     if start or not rest:
@@ -81,16 +81,18 @@ def numbered(name: str, n_main: int) -> str:
     if found := re.match(r"layers\.(\d+)\.", rest):
         return f"model.layers.{n_main + int(found[1])}.{rest[found.end() :]}"
     stem, _, suffix = rest.rpartition(".")
-    return f"model.layers.{n_main}.{_FURTHER[stem]}.{suffix}" if stem in _FURTHER else name
+    return f"model.layers.{n_main}.{_MTP_NAMES[stem]}.{suffix}" if stem in _MTP_NAMES else name
 
 
-def apart(name: str, n_main: int) -> str:
-    """The inverse of `numbered`, as checkpoints have it."""
+def checkpoint_name(name: str, n_main: int) -> str:
+    """The inverse of `numbered_name`, as checkpoints have it."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     if not found or int(found[1]) < n_main:
         return name
     stem, _, suffix = name[found.end() :].rpartition(".")
-    theirs = next((mine for mine, ours in _FURTHER.items() if ours == stem), f"layers.{int(found[1]) - n_main}.{stem}")
+    theirs = next(
+        (mine for mine, ours in _MTP_NAMES.items() if ours == stem), f"layers.{int(found[1]) - n_main}.{stem}"
+    )
     return f"mtp.{theirs}.{suffix}"
 
 
@@ -111,7 +113,7 @@ class Qwen35(Hybrid):
         *RECURRENT_RULES,
         *hybrid.AFTER_RULES,
         *SWIGLU_RULES[1:],
-        *FURTHER_RULES,
+        *MTP_RULES,
         *hybrid.OUTPUT_RULES,
     )
     EXAMPLE: ClassVar[dict[str, Any]] = {
@@ -149,15 +151,17 @@ class Qwen35(Hybrid):
         return super().metadata(config) | {f"{self.name}.rope.dimension_sections": (sections, "i32")}
 
     def to_gguf(self, config: Config, shapes: Mapping[str, Shape]) -> list[Piece]:
-        """As `Arch.to_gguf`; layers that predict further tokens are numbered."""
-        if not self.n_further(config):
+        """As `Arch.to_gguf`; MTP layers are numbered."""
+        if not self.n_mtp_layers(config):
             return super().to_gguf(config, shapes)
-        given = {numbered(self.canonical(name), integer(config, "num_hidden_layers")): name for name in shapes}
+        given = {numbered_name(self.canonical(name), integer(config, "num_hidden_layers")): name for name in shapes}
         found = super().to_gguf(config, {ours: shapes[theirs] for ours, theirs in given.items()})
         return [replace(piece, sources=tuple(given[source] for source in piece.sources)) for piece in found]
 
     def to_hf(self, hparams: HParams, shapes: Mapping[str, Shape]) -> list[Piece]:
-        return [replace(piece, name=apart(piece.name, hparams.n_main)) for piece in super().to_hf(hparams, shapes)]
+        return [
+            replace(piece, name=checkpoint_name(piece.name, hparams.n_main)) for piece in super().to_hf(hparams, shapes)
+        ]
 
     def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         found = super().config(metadata, tensors)

@@ -9,7 +9,7 @@ from quantkit.archs.common import hybrid
 from quantkit.archs.common.base import EMBEDDING_RULES, Config
 from quantkit.archs.common.hybrid import HybridMoE
 from quantkit.archs.common.tensors import LazyTensor, Rule
-from quantkit.archs.qwen35 import FURTHER_RULES, RECURRENT_RULES, Qwen35
+from quantkit.archs.qwen35 import MTP_RULES, RECURRENT_RULES, Qwen35
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
 
@@ -26,7 +26,7 @@ class Qwen35MoE(HybridMoE, Qwen35):
         *RECURRENT_RULES,
         *hybrid.AFTER_RULES,
         *hybrid.MOE_RULES,
-        *FURTHER_RULES,
+        *MTP_RULES,
         *hybrid.OUTPUT_RULES,
     )
     EXAMPLE: ClassVar[dict[str, Any]] = _WITHOUT | {

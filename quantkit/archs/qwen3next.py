@@ -91,8 +91,8 @@ class Qwen3Next(HybridMoE):
         "tie_word_embeddings": False,
     }
 
-    def rebuilt(self, name: str) -> bool:
-        return super().rebuilt(name) or any(f".{part}." in name for part in ("attn_qkv", "attn_gate", "ssm_in"))
+    def is_generated(self, name: str) -> bool:
+        return super().is_generated(name) or any(f".{part}." in name for part in ("attn_qkv", "attn_gate", "ssm_in"))
 
     def to_hf(self, hparams: HParams, shapes: Mapping[str, Shape]) -> list[Piece]:
         """As `Arch.to_hf`; what makes queries, keys, values and gates is joined."""

@@ -37,7 +37,7 @@ class SmolLM3(Llama):
         refuse(config, "use_sliding_window", (False,))
         layers = need(config, "num_hidden_layers")
         if stated := sequence(config, "no_rope_layers"):
-            with_rope = [bool(turned) for turned in stated]
+            with_rope = [bool(flag) for flag in stated]
         else:
             interval = integer(config, "no_rope_layer_interval") or _WITHOUT
             with_rope = [(i + 1) % interval != 0 for i in range(layers)]

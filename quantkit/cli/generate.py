@@ -81,7 +81,7 @@ def _read(model: Path) -> tuple[Any, int]:
     from quantkit.tokenizers.tokenizer import Tokenizer
 
     file = gguf.require_model(gguf.open(model))
-    described = validate.described(file.metadata, file.tensors, file.path)
+    described = validate.describe(file.metadata, file.tensors, file.path)
     return Tokenizer.from_gguf(file.metadata), described.hparams.n_ctx_train
 
 

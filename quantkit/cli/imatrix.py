@@ -430,7 +430,7 @@ def merge(
     from quantkit.formats import imatrix as formats
 
     read = [formats.read(path) for path in files]
-    if formats.uncounted(read):
+    if formats.loses_counts(read):
         print(_UNCOUNTED, file=sys.stderr)
     merged = formats.merge(read, _numbers("--weights", weights, len(files)))
     merged = formats.fill_missing(merged, missing_experts)

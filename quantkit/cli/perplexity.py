@@ -215,7 +215,7 @@ def _measure(model: Any, plan: _TextRun, quiet: bool, run_chunks: Any) -> Found:
     """Perplexity over a text; returns the result and its conditions, for JSON."""
     from quantkit.evaluate import perplexity as evaluation
     from quantkit.evaluate.divergence import base_writer
-    from quantkit.formats.kld.chunk_file import Noted
+    from quantkit.formats.kld.chunk_file import LoggedChunks
 
     chunks = plan.chunks(model.tokenizer)
     n_ctx, title = chunks.n_ctx, f"perplexity over {len(chunks)} chunks of {chunks.n_ctx} tokens"
@@ -226,8 +226,8 @@ def _measure(model: Any, plan: _TextRun, quiet: bool, run_chunks: Any) -> Found:
         writer: Any = None
         if plan.base is not None:
             note = {"model": str(model.path), **conditions(model, n_ctx, len(chunks), str(plan.text))}
-            noted = None if log is None else Noted(log.logged("base").tolist(), log.together)
-            made = base_writer(plan.base, chunks.tokens, model.vocab_size, noted, target=plan.bound, note=note)
+            logged = None if log is None else LoggedChunks(log.logged("base").tolist(), log.together)
+            made = base_writer(plan.base, chunks.tokens, model.vocab_size, logged, target=plan.bound, note=note)
             writer = stack.enter_context(made)
             if log is not None:
                 log.keep(writer.done)

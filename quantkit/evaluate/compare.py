@@ -51,7 +51,7 @@ def vocabulary_of(path: Path) -> Vocabulary:
     from quantkit.tokenizers.tokenizer import Tokenizer
 
     file = gguf.require_model(gguf.open(path))
-    described = validate.described(file.metadata, file.tensors, file.path)
+    described = validate.describe(file.metadata, file.tensors, file.path)
     return Vocabulary(described.hparams.n_vocab, Tokenizer.from_gguf(file.metadata))
 
 

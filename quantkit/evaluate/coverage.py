@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from quantkit.errors import DataError
-from quantkit.formats.imatrix import Entry, Imatrix, few
+from quantkit.formats.imatrix import Entry, Imatrix, rarely_active
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _row(imatrix: Imatrix, name: str, entry: Entry, means: dict[str, np.ndarray]
     counted = imatrix.chunk_size > 0
     return Coverage(
         name, layer, kind, columns, counts, counted, entry.calls,
-        few(entry, matrices, threshold) if matrices > 1 else [],
+        rarely_active(entry, matrices, threshold) if matrices > 1 else [],
         _effective(counts) if matrices > 1 and counted else None,
         _effective_columns(entry),
         _similarity(name, means),

@@ -31,7 +31,7 @@ from quantkit.evaluate.statistics import at_share, perplexity_of
 from quantkit.evaluate.text import DEFAULT_BATCH, with_bos
 from quantkit.formats.kld.base_file import BaseReader, BaseWriter, EncodedRows, scored_rows
 from quantkit.formats.kld.bounded_file import BoundedReader, BoundedRows, BoundedWriter, is_bounded
-from quantkit.formats.kld.chunk_file import Noted
+from quantkit.formats.kld.chunk_file import LoggedChunks
 
 
 @kernel
@@ -208,12 +208,12 @@ class Divergence:
 
 
 def base_writer(
-    path: Path, tokens: np.ndarray, n_vocab: int, noted: Noted | None = None, **bounded_options: Any
+    path: Path, tokens: np.ndarray, n_vocab: int, logged: LoggedChunks | None = None, **bounded_options: Any
 ) -> BaseWriter | BoundedWriter:
     """A writer of the bounded format for names that end in `.qkld`, of ik_llama.cpp's format for others."""
     if path.suffix == ".qkld":
-        return BoundedWriter(path, tokens, n_vocab, noted=noted, **bounded_options)
-    return BaseWriter(path, tokens, n_vocab, noted=noted)
+        return BoundedWriter(path, tokens, n_vocab, logged=logged, **bounded_options)
+    return BaseWriter(path, tokens, n_vocab, logged=logged)
 
 
 def base_reader(path: Path) -> BaseReader | BoundedReader:

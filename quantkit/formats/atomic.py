@@ -1,17 +1,17 @@
-"""Files that appear whole or not at all.
+"""Atomic files: an output appears under its name complete, or not at all.
 
-A file is written as `NAME.partial-<pid>` beside its final name, made durable with fsync, and renamed with `os.replace`.
-Until then nothing stands under the final name, whatever kills the process; an exception removes the partial file. Some
-writers do without the fsync (stream.py says when).
+A file is written as `NAME.partial-<pid>` beside its final name, synced, and renamed with `os.replace`. Until then there
+is no file under the final name, whatever kills the process. An exception removes the partial file. Some writers do
+without the sync (stream.py says when).
 
-A writer holds a lock (flock) on its partial file. The kernel drops the lock when the process dies, so a later writer of
-the same name can tell a dead writer's leavings, which it removes, from those of a live one, which it leaves alone.
+A writer holds a lock (flock) on its partial file. The kernel drops the lock when the process dies. So a later writer of
+the same name removes the partial files of dead writers and leaves those of live ones alone.
 
-A file that is `kept` is written as `NAME.partial-job` and stays when its writer ends early, for the next one to resume;
-`NAME.partial-job.journal` (journal.py) says what in it is done.
+A `resumable` file is written as `NAME.partial-job` and stays when its writer ends early, for the next one to resume.
+`NAME.partial-job.journal` (journal.py) lists the parts that are complete.
 
-Names of partial files can be guessed: owned.py says which existing files are opened under them. An output that replaces
-a file gets its permissions and its group; a new one gets what the umask leaves. Where the output's name is a symbolic
+Others can guess the names of partial files: owned.py says which existing files are opened. An output that replaces a
+file gets its permissions and its group; a new one gets those that the umask leaves. If the output's name is a symbolic
 link, all of this happens beside the file that it points to, and the link stays.
 """
 
@@ -39,11 +39,11 @@ try:
 except ImportError:  # Windows: no locks there, so partial files of dead writers are left for the user to remove
     fcntl = None  # type: ignore[assignment]
 
-KEPT = ".partial-job"  # after the name of a file that is to be gone on with
-JOURNAL = ".journal"  # after that
+PARTIAL_JOB = ".partial-job"  # suffix of a resumable partial file
+JOURNAL = ".journal"  # suffix of its journal, after that
 _BUFFER = 1 << 20
-# Bytes of a write. Of larger ones Linux makes larger pieces of its cache, which it takes from memory long unused. Under
-# a hypervisor that may have been given back: fetching it takes three times as long as all the rest of a write.
+# Bytes of a write. For larger ones Linux allocates larger folios of page cache, from memory that was long unused. Under
+# a hypervisor that memory may have been given back: fetching it takes three times as long as the rest of the write.
 _AT_ONCE = 1 << 18
 
 
@@ -59,29 +59,29 @@ def os_errors(path: Path, doing: str) -> Iterator[None]:
 class AtomicFile:
     """A file being written. `stream` takes the bytes; `publish` or `discard` ends it.
 
-    Of one that is `kept` there may be something already: what an earlier writer left of it. A file of quantkit's `own`
-    has a name that the user did not choose: it replaces nothing but such a file.
+    resumable   the partial file stays after `discard(keep=True)`, and one that an earlier writer left is opened
+    own         quantkit chose the name, not the user: the file replaces only a file that an earlier run left
     """
 
-    def __init__(self, path: str | os.PathLike[str], kept: bool = False, own: bool = False):
+    def __init__(self, path: str | os.PathLike[str], resumable: bool = False, own: bool = False):
         named = Path(path)
         self.path = named if own else followed(named)
         refuse_irregular(self.path)  # what `replace` would find out only when all is written
-        self.temporary = self.path.with_name(self.path.name + (KEPT if kept else f".partial-{os.getpid()}"))
+        self.temporary = self.path.with_name(self.path.name + (PARTIAL_JOB if resumable else f".partial-{os.getpid()}"))
         with os_errors(self.path, "write"):
             if self.path == named:  # where a link leads nowhere, a disk may be missing
                 self.path.parent.mkdir(parents=True, exist_ok=True)
             if own:
                 require_own(self.path)
-            if not kept:
+            if not resumable:
                 remove_stale(self.path)
-            self.stream: BinaryIO = _create(self.temporary, kept, _mode_of(self.path))
+            self.stream: BinaryIO = _create(self.temporary, resumable, _mode_of(self.path))
         self._writing = threading.Lock()
 
     def reserve(self, nbytes: int) -> None:
-        """Give the empty file its size, and the blocks of the disk where the file system can.
+        """Give the empty file its size, and allocate its blocks if the file system can.
 
-        A disk that is too full is told at once, and the writes are spared a sixth of their time.
+        A full disk is an OSError at once, and writes take a sixth less time.
         """
         descriptor = self.stream.fileno()
         if (fallocate := _fallocate()) and fallocate(descriptor, 0, 0, nbytes):
@@ -91,9 +91,10 @@ class AtomicFile:
         os.ftruncate(descriptor, nbytes)
 
     def write_at(self, offset: int, data: memoryview) -> None:
-        """Write bytes at an offset. Several threads may; the place of `stream` is undefined afterwards.
+        """Write bytes at an offset. Several threads may; the position of `stream` is undefined afterwards.
 
-        One writes at a time, as the system would have it anyway: its waiting threads spin, ours let others work.
+        One thread writes at a time. The system would serialize the writes anyway, with spinning threads; a lock lets
+        the others work.
         """
         with self._writing:
             if not hasattr(os, "pwrite"):  # Windows
@@ -105,7 +106,7 @@ class AtomicFile:
                 data, offset = data[done:], offset + done
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        """Bytes at an offset, fewer where the file ends."""
+        """Bytes at an offset, fewer at the end of the file."""
         if not hasattr(os, "pread"):  # Windows
             with open(self.temporary, "rb") as stream:
                 stream.seek(offset)
@@ -113,12 +114,12 @@ class AtomicFile:
         return os.pread(self.stream.fileno(), nbytes, offset)
 
     def seal(self, durable: bool = True) -> None:
-        """Have the system take what was written and, if `durable`, keep it on the disk."""
+        """Flush the stream and, if `durable`, sync the file."""
         with os_errors(self.temporary, "write"):
             self.stream.flush()
             if durable:
                 os.fsync(self.stream.fileno())
-            else:  # file systems of a network tell when a descriptor is closed what could not be written
+            else:  # network file systems report failed writes when a descriptor is closed
                 os.close(os.dup(self.stream.fileno()))
 
     def replace(self) -> None:
@@ -133,8 +134,8 @@ class AtomicFile:
     def discard(self, keep: bool = False) -> None:
         """Close the partial file and, unless it is to `keep`, remove it. Does nothing after `replace`."""
         if not self.stream.closed:
-            # Closing flushes what is buffered, which may fail, on a full disk for one. The file is closed all the same,
-            # and its bytes are unwanted.
+            # Closing flushes the buffer, which may fail, for example on a full disk. The file is closed all the same,
+            # and its bytes are not needed.
             with suppress(OSError):
                 self.stream.close()
             if not keep:
@@ -142,9 +143,9 @@ class AtomicFile:
 
 
 def publish(files: Sequence[AtomicFile], durable: bool = True) -> None:
-    """Make all files durable, then rename them, the last one first, and make the renames durable.
+    """Sync all files, rename them, the last one first, and sync their directories.
 
-    The first file of a set is what readers open, so it appears when all others are in place.
+    Readers open the first file of a set, so it appears when all others are in place.
     """
     for file in files:
         file.seal(durable)
@@ -157,9 +158,9 @@ def publish(files: Sequence[AtomicFile], durable: bool = True) -> None:
 
 @contextmanager
 def writing(path: str | os.PathLike[str], own: bool = False) -> Iterator[BinaryIO]:
-    """`with writing(path) as stream:` for a file that is written in one go; `own` as for AtomicFile.
+    """`with writing(path) as stream:` writes a whole file atomically; `own` is as for AtomicFile.
 
-    An OSError that names no file is that of the stream, whose disk may be full: it becomes a QuantkitError.
+    An OSError without a file name comes from the stream, whose disk may be full: it becomes a QuantkitError.
     """
     file = AtomicFile(path, own=own)
     try:
@@ -175,11 +176,11 @@ def writing(path: str | os.PathLike[str], own: bool = False) -> Iterator[BinaryI
 
 
 def remove_stale(path: Path) -> None:
-    """Remove the partial files that dead writers of `path` left behind, those that were to be resumed too."""
+    """Remove the partial files that dead writers of `path` left, resumable ones included."""
     for name in glob.glob(glob.escape(str(followed(path))) + ".partial-*"):
-        if name.endswith(JOURNAL):  # goes with its file
+        if name.endswith(JOURNAL):  # removed with its file
             continue
-        with suppress(OSError, QuantkitError):  # gone by now, or no file of ours
+        with suppress(OSError, QuantkitError):  # removed meanwhile, or not a file of ours
             fd = open_own(Path(name), os.O_RDWR)
             try:
                 if _lock(fd) is True and os.path.samestat(os.fstat(fd), os.lstat(name)):
@@ -190,23 +191,23 @@ def remove_stale(path: Path) -> None:
 
 
 def refuse_directory(path: Path) -> None:
-    """QuantkitError where a directory has the name that a file is to get."""
+    """QuantkitError if `path`, a file to be written, is a directory."""
     if path.is_dir():
         raise QuantkitError(f"{path}: this is a directory; name the file to write in it")
 
 
 def refuse_irregular(path: Path) -> None:
-    """QuantkitError where the name that a file is to get has a directory, a device or a pipe."""
+    """QuantkitError if `path`, a file to be written, is a directory, a device or a pipe."""
     refuse_directory(path)
-    if path.exists() and not path.is_file():  # /dev/null, which root's `replace` would do away with
-        raise QuantkitError(f"{path}: exists and is no regular file; write to another name")
+    if path.exists() and not path.is_file():  # such as /dev/null, which root would replace
+        raise QuantkitError(f"{path}: exists and is not a regular file; write to another name")
 
 
 def refuse_live(path: Path) -> None:
-    """QuantkitError where another writer is writing the partial file at `path`, or no writer left what is there."""
+    """QuantkitError if a live writer holds the partial file at `path`, or if no writer left it (`owned`)."""
     try:
         fd = open_own(path, os.O_RDWR)
-    except OSError:  # not there
+    except OSError:  # there is none
         return
     try:
         if _lock(fd) is False:
@@ -216,7 +217,7 @@ def refuse_live(path: Path) -> None:
 
 
 def require_space(directory: Path, nbytes: int) -> None:
-    """Raise QuantkitError when the file system of `directory` has not `nbytes` free: better now than after hours."""
+    """QuantkitError if the file system of `directory` has less than `nbytes` free: better now than after hours."""
     while not directory.exists():
         directory = directory.parent
     free = shutil.disk_usage(directory).free
@@ -228,7 +229,7 @@ def require_space(directory: Path, nbytes: int) -> None:
 
 
 def allow_open_files(count: int) -> None:
-    """Raise this process's limit of open files so that `count` more fit; QuantkitError when the system forbids it."""
+    """Raise this process's limit of open files so that `count` more fit; QuantkitError if the system forbids it."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
@@ -246,7 +247,7 @@ def allow_open_files(count: int) -> None:
 
 @functools.cache
 def _fallocate() -> Callable[[int, int, int, int], int] | None:
-    """Linux's fallocate(fd, mode, offset, length). (Where a file system has none, os.posix_fallocate writes zeros.)"""
+    """Linux's fallocate(fd, mode, offset, length); None elsewhere. (os.posix_fallocate may write zeros instead.)"""
     if not sys.platform.startswith("linux") or sys.maxsize < 1 << 32:
         return None
     function = ctypes.CDLL(None, use_errno=True).fallocate
@@ -255,7 +256,7 @@ def _fallocate() -> Callable[[int, int, int, int], int] | None:
 
 
 def _lock(fd: int) -> bool | None:
-    """Try to lock an open file: True when got, False when another writer has it, None where locks do not exist."""
+    """Try to lock an open file: True if locked, False if another writer holds the lock, None if there are no locks."""
     if fcntl is None:
         return None
     try:
@@ -267,8 +268,8 @@ def _lock(fd: int) -> bool | None:
         return None
 
 
-def _create(path: Path, kept: bool, mode: int) -> BinaryIO:
-    """Create `path`, lock it and open it empty, or as it is."""
+def _create(path: Path, resumable: bool, mode: int) -> BinaryIO:
+    """Create `path` or open the existing file, lock it, and empty it unless it is resumable."""
     while True:
         try:
             fd = open_new(path, mode)
@@ -281,11 +282,11 @@ def _create(path: Path, kept: bool, mode: int) -> BinaryIO:
             os.close(fd)
             raise QuantkitError(f"{path}: another writer is writing this file")
         try:
-            # Between open and lock another process may have taken it for stale and removed it.
+            # Between open and lock another process may have removed the file as stale.
             if os.path.samestat(os.fstat(fd), os.lstat(path)):
-                # Of files that were cut ext4 begins to write all out when they are closed, and close waits for half of
-                # it: only what a dead writer left is cut.
-                if not kept and os.fstat(fd).st_size:
+                # When a truncated file is closed, ext4 starts to write it out, and close waits for half of it. So only
+                # a file that a dead writer left is truncated.
+                if not resumable and os.fstat(fd).st_size:
                     os.ftruncate(fd, 0)
                 return os.fdopen(fd, "wb", buffering=_BUFFER)
         except FileNotFoundError:
@@ -294,7 +295,7 @@ def _create(path: Path, kept: bool, mode: int) -> BinaryIO:
 
 
 def _mode_of(path: Path) -> int:
-    """The permissions that a partial file may have at most: no more than the file that it is to replace."""
+    """Permissions of a partial file: at most those of the file that it will replace."""
     try:
         return stat.S_IMODE(os.stat(path).st_mode) & 0o777 | stat.S_IRUSR | stat.S_IWUSR
     except OSError:  # a new file
@@ -302,7 +303,7 @@ def _mode_of(path: Path) -> int:
 
 
 def _take_permissions(fd: int, path: Path) -> None:
-    """Give an open file the permissions and the group of the file that it is to replace, if there is one."""
+    """Give an open file the permissions and the group of the file that it will replace, if there is one."""
     if not hasattr(os, "fchmod"):  # Windows
         return
     try:
@@ -314,13 +315,13 @@ def _take_permissions(fd: int, path: Path) -> None:
     if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
         try:
             os.fchown(fd, old.st_uid if os.geteuid() == 0 else -1, old.st_gid)
-        except OSError:  # not a member of that group: the own group gets no more than others have
+        except OSError:  # not a member of that group: the user's group gets no more than others have
             mode = mode & ~0o070 | (mode & 0o007) << 3 & mode
     os.fchmod(fd, mode)
 
 
 def sync_directory(directory: Path) -> None:
-    """fsync a directory, so that a rename in it survives a power cut. Not all systems can."""
+    """Sync a directory, so that a rename in it survives a power loss. Not all systems can."""
     try:
         fd = os.open(directory, os.O_RDONLY)
     except OSError:
@@ -334,20 +335,22 @@ def sync_directory(directory: Path) -> None:
 
 
 def check_outputs(outputs: Iterable[Path | None], inputs: Iterable[Path]) -> None:
-    """QuantkitError, before the work, where a file cannot be made under its name or would take an input's."""
+    """QuantkitError, before the work starts, if an output cannot be written or would replace an input."""
     given = [path for path in inputs if path.exists()]
     for path in outputs:
         if path is not None:
             path = followed(path)
             refuse_irregular(path)
             refuse_inputs([path], given)
-            above = next(parent for parent in path.absolute().parents if parent.exists())  # the others are made
+            above = next(parent for parent in path.absolute().parents if parent.exists())  # missing ones are created
             if not (above.is_dir() and os.access(above, os.W_OK)):
-                raise QuantkitError(f"{path}: cannot be written: {above} is no directory that can be written to")
+                raise QuantkitError(
+                    f"{path}: cannot be written: {above} is not a directory that this user can write to"
+                )
 
 
 def refuse_inputs(outputs: Iterable[Path], inputs: Sequence[Path]) -> None:
-    """QuantkitError where an output that exists is one of the inputs."""
+    """QuantkitError if an existing output is one of the inputs."""
     for path in outputs:
         if path.exists() and any(os.path.samefile(path, other) for other in inputs):
             raise QuantkitError(f"{path}: this is the input; write to another name")

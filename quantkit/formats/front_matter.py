@@ -1,8 +1,8 @@
 """The front matter of a model card: YAML between two lines `---` at the beginning of a README.md.
 
-Every value is the text that stands in the file: of `language: [en, no]` the second one is Norwegian, not false, and a
-version 1.10 does not become 1.1. The card may be anybody's, so what only a hostile one has is refused: aliases (which
-multiply), tags, deep nesting, a block of more than MOST_BYTES.
+Every scalar is read as text: in `language: [en, no]` the second value is Norwegian, not false, and a version 1.10 does
+not become 1.1. Cards come from strangers. Aliases (which multiply), tags, deep nesting and blocks of more than
+MOST_BYTES are refused.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 from quantkit.errors import FormatError
@@ -24,9 +25,9 @@ Value = None | str | list[Any] | dict[str, Any]
 
 
 def read(path: str | os.PathLike[str]) -> Mapping[str, Value]:
-    """The front matter of a card, empty where it has none; FormatError for one that is not plain YAML.
+    """The front matter of a card, empty if it has none; FormatError if it is not plain YAML.
 
-    Values are text, lists and mappings of values, and None where nothing is said.
+    Values are text, lists, mappings, and None where the value is empty or null.
     """
     data = read_beginning(path, MOST_BYTES + 16)
     block = _BLOCK.match(data)
@@ -46,11 +47,11 @@ def read(path: str | os.PathLike[str]) -> Mapping[str, Value]:
 
 
 class _Refused(Exception):
-    """What is wrong, and in which line of the block."""
+    """What is wrong, and in which line of the file."""
 
 
 def _parsed(text: str) -> Value:
-    """The document in a text; _Refused for none, several, or one that is not plain."""
+    """The YAML document in a text, None if there is none; _Refused for several, or for one that is not plain."""
     import yaml
 
     builder = _Builder()
@@ -63,14 +64,15 @@ def _parsed(text: str) -> Value:
 
 
 class _Builder:
-    """Builds values of a parser's events, without recursion."""
+    """Builds values from the events of a YAML parser, without recursion."""
 
     def __init__(self) -> None:
         self.documents: list[Value] = []
         self._open: list[list[Any] | dict[str, Any]] = []
-        self._keys: list[str | None] = []  # of each that is open the key whose value comes next; of lists None
+        self._keys: list[str | None] = []  # for each open mapping the key whose value comes next; None for lists
 
-    def add(self, event: Any, yaml: Any) -> None:
+    def add(self, event: Any, yaml: ModuleType) -> None:
+        """Take the next event of `yaml.parse`; _Refused for aliases, anchors, tags and nesting beyond the limit."""
         line = event.start_mark.line + 2  # the first line is that of the dashes
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise _Refused(f"line {line}: anchors and aliases are not read")
@@ -91,7 +93,7 @@ class _Builder:
             self._keys.pop()
 
     def _put(self, value: Value, text: str | None, line: int) -> None:
-        """Put a value where it belongs; in a mapping scalars are keys and values by turns."""
+        """Append a value to the innermost list, or take it as the next key or value of the innermost mapping."""
         if not self._open:
             if self.documents:
                 raise _Refused(f"line {line}: a second document")
@@ -102,7 +104,7 @@ class _Builder:
             inner.append(value)
         elif key is None:
             if text is None:
-                raise _Refused(f"line {line}: a key that is no text")
+                raise _Refused(f"line {line}: a key that is not text")
             if text in inner:
                 raise _Refused(f"line {line}: a second key {text!r}")
             self._keys[-1] = text

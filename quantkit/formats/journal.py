@@ -1,11 +1,11 @@
-"""A journal beside a file that is being written: what in it is done and on the disk, whatever kills the process.
+"""A journal beside a file that is being written: which parts are complete on the disk, so that a run can be resumed.
 
-    {"journal": 1, "job": "…", …}          the job, by a digest of all that decides its bytes
+    {"journal": 1, "job": "…", …}          the job, by a digest of everything that decides its bytes
     {"name": "blk.0.attn_q.weight", …}     an entry for each part that is done
 
-Lines of JSON. An entry is written after the data it stands for were synced, then synced itself; a thread does both, a
-few times a second, so the work does not wait. What a crash left of a last line is cut off when the job goes on. (The
-lines of evaluate/chunk_log.py are results, not promises about another file: they need no sync, and no thread.)
+Lines of JSON. An entry is written after its data were synced, then synced itself. A thread does both a few times a
+second, so the work does not wait. An incomplete last line, left by a crash, is cut off when the run is resumed. (The
+lines of evaluate/chunk_log.py are results, not statements about another file: they need no sync and no thread.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _EVERY = 0.2  # seconds between two syncs
 
 @dataclass(frozen=True)
 class Found:
-    """A journal that was there: its first line, its entries by name, the bytes that hold them."""
+    """A journal that an earlier run left: its first line, its entries by name, and `size`, the bytes of these lines."""
 
     header: Json
     entries: Mapping[str, Json]
@@ -38,9 +38,9 @@ class Found:
 
 
 def read(path: Path) -> Found | None:
-    """The journal at a path, up to the first line that is not whole; None where there is none, or nothing of it.
+    """Read the journal at a path, up to the first incomplete line; None if it is missing, empty or of another version.
 
-    QuantkitError where the file is no earlier run's.
+    QuantkitError if no earlier run left the file (`owned`).
     """
     try:
         data = read_own(path)
@@ -74,7 +74,7 @@ def _lines(entries: Sequence[Json]) -> bytes:
 
 
 class Journal:
-    """Writes a journal. `sync` makes durable all data written so far; `close` before the data's files are closed."""
+    """Writes a journal. `sync` syncs all data written so far. Call `close` before the data's files are closed."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Journal:
         found: Found | None = None,
         entries: Sequence[Json] = (),
     ):
-        """Go on with a journal that was `found`, or begin one with the `entries` of what is done and durable."""
+        """Resume the journal `found`, or start a new one with `entries` for what is done and synced already."""
         self.path = path
         self.count = len(found.entries if found else entries)  # of entries in the file
         self._sync = sync
@@ -104,7 +104,7 @@ class Journal:
         self._thread.start()
 
     def add(self, entry: Json) -> None:
-        """Note what is done. Raises what the thread met with."""
+        """Record a part as done. Raises the exception of the thread, if it had one."""
         with self._change:
             if self._failed is not None:
                 raise self._failed
@@ -112,7 +112,7 @@ class Journal:
             self._change.notify()
 
     def close(self) -> None:
-        """Write what is noted and end."""
+        """Write all recorded entries and end the thread. Raises its exception, if it had one."""
         with self._change:
             self._closing = True
             self._change.notify()
@@ -140,6 +140,6 @@ class Journal:
                 with self._change:
                     self.count += len(entries)
                     self._change.wait_for(lambda: self._closing, _EVERY)
-        except BaseException as error:  # told by whoever notes the next entry
+        except BaseException as error:  # raised by the next `add`, or by `close`
             with self._change:
                 self._failed = error

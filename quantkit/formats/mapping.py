@@ -1,9 +1,9 @@
-"""A file as read-only memory.
+"""Memory-mapped files: read-only uint8 arrays, checks that the file was not truncated, release of pages.
 
-Memory of a mapped file is the file's own. If another program makes the file shorter, touching what is gone ends the
-process with SIGBUS, which Python cannot catch. `require_whole` looks at the size again, with one system call; readers
-call it when a tensor's bytes are asked for, a chunk is read or a batch begins. So a file that became shorter before
-such a moment is a FormatError. One that becomes shorter while its bytes are being used still ends the process.
+If another program truncates a mapped file, touching the missing pages ends the process with SIGBUS, which Python cannot
+catch. `require_whole` checks the size again, with one system call. Readers call it when a tensor's bytes are asked for,
+when a chunk is read and when a batch begins. So a file that was truncated before is a FormatError. A file that is
+truncated while its bytes are being used still ends the process.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from quantkit.errors import FormatError
 
 
 def map_file(path: Path) -> np.ndarray:
-    """The bytes of a regular file as read-only uint8[size], mapped, not read. The mapping lives as long as its views.
+    """Map a regular file: read-only uint8[size]. The mapping lives as long as its views.
 
-    FormatError for what is missing, unreadable, empty or not a regular file (opening a pipe would wait for ever).
+    FormatError if the file is missing, unreadable, empty or not regular (opening a pipe would wait for ever).
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -38,7 +38,7 @@ def map_file(path: Path) -> np.ndarray:
 
 
 def require_whole(view: np.ndarray, path: Path) -> None:
-    """FormatError where the mapped file behind `view` is shorter now than when it was opened."""
+    """FormatError if the mapped file behind `view` is shorter now than when it was opened."""
     mapped = _mapping(_whole(view))
     if mapped is not None and (size := mapped.size()) < len(mapped):
         raise FormatError(
@@ -47,16 +47,16 @@ def require_whole(view: np.ndarray, path: Path) -> None:
         )
 
 
-# A page that is touched brings up to 2 MiB around it along, so also some that were let go of before.
+# Touching a page may map up to 2 MiB around it, so also pages that were released before.
 _AROUND = 4 << 20
 
 
 def release(view: np.ndarray) -> None:
-    """Let go of the memory behind a view of a mapped file, which is read again where it is touched again.
+    """Remove the pages of a view of a mapped file from this process's memory; touching the view maps them again.
 
-    Pages of a mapping count as a process's memory once they were touched, however large the file. Those of the view,
-    and of what lies shortly before it, are taken out of it and stay in the system's cache. So whoever walks over a file
-    and releases what is behind needs little. Of other arrays than such views nothing is done.
+    Touched pages count as memory of the process, however large the file. The pages of the view and of the 4 MiB before
+    it are unmapped and stay in the system's page cache. So a reader that goes through a file and releases what it has
+    read needs little memory. Arrays that are no views of a mapped file are left alone.
     """
     mapped, start = _behind(view)
     if mapped is None or not view.nbytes or not hasattr(mmap, "MADV_DONTNEED"):  # Windows
@@ -71,20 +71,20 @@ def is_mapped(view: np.ndarray) -> bool:
 
 
 def _behind(view: np.ndarray) -> tuple[mmap.mmap | None, int]:
-    """The mapping that an array is a view of, and the byte of it where the view begins."""
+    """The mapping that an array is a view of, and the offset in it where the view begins; (None, 0) for others."""
     whole = _whole(view)
     mapped = _mapping(whole)
     return (mapped, view.ctypes.data - whole.ctypes.data) if mapped is not None else (None, 0)
 
 
 def _whole(view: np.ndarray) -> np.ndarray:
-    """The array that a view is a part of."""
+    """The array that a view was made from, through all views between."""
     while isinstance(view.base, np.ndarray):
         view = view.base
     return view
 
 
 def _mapping(whole: np.ndarray) -> mmap.mmap | None:
-    """The mapping whose bytes an array is; None where it has memory of its own."""
+    """The mapping that holds an array's bytes; None if the array has its own memory."""
     mapped = whole.base.obj if isinstance(whole.base, memoryview) else None
     return mapped if isinstance(mapped, mmap.mmap) else None

@@ -1,7 +1,7 @@
-"""Opening files that quantkit names itself: partial files, journals, saved runs. Their names can be guessed.
+"""Opening files whose names quantkit chooses: partial files, journals, saved runs. Others can guess these names.
 
 In a folder that others can write to, such as /tmp, somebody may have put a link, a pipe or a file of their own under
-such a name. So a file of this kind is created with O_EXCL, and one that exists is opened only if it is
+such a name. So quantkit creates such a file with O_EXCL. It opens an existing one only if the file is
 
 - no symbolic link (O_NOFOLLOW) and no pipe, socket or device; opening never waits (O_NONBLOCK);
 - a regular file with one name: writing to a hard link would change the file behind its other name;
@@ -9,8 +9,8 @@ such a name. So a file of this kind is created with O_EXCL, and one that exists 
 
 Anything else is a QuantkitError that says what is there; nothing is changed or removed.
 
-Outputs have names that the user chose. A symbolic link there stays a link: the file it points to is written, as `cp`
-and `llama-quantize` do it. As the kernel does for `open`, links of other users in folders like /tmp are refused.
+The user chooses the names of outputs. A symbolic link there stays a link: the file it points to is written, as `cp`
+and `llama-quantize` do. Links of other users in folders like /tmp are refused, as the kernel refuses them for `open`.
 """
 
 from __future__ import annotations
@@ -30,23 +30,27 @@ _SAFELY = (
     | getattr(os, "O_CLOEXEC", 0)
     | getattr(os, "O_BINARY", 0)
 )
-_NOT_FOLLOWED = (errno.ELOOP, errno.EMLINK, getattr(errno, "EFTYPE", errno.ELOOP))  # what systems say of links
+_NOT_FOLLOWED = (
+    errno.ELOOP,
+    errno.EMLINK,
+    getattr(errno, "EFTYPE", errno.ELOOP),
+)  # errors of `open` for a symbolic link
 
 
 def open_new(path: Path, mode: int = 0o666) -> int:
-    """Create a file and open it for reading and writing; FileExistsError where there is anything under the name."""
+    """Create a file and open it for reading and writing; FileExistsError if the name is taken."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFELY, mode)
 
 
 def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a file that an earlier run left. FileNotFoundError where there is none; QuantkitError for anything else."""
+    """Open a file that an earlier run left. FileNotFoundError if there is none; QuantkitError for any other file."""
     try:
         fd = os.open(path, flags | _SAFELY)
     except OSError as error:
         if error.errno in _NOT_FOLLOWED:
             raise _foreign(path, "is a symbolic link") from None
         if error.errno == errno.ENXIO:  # a pipe or a socket without another end
-            raise _foreign(path, "is no regular file") from None
+            raise _foreign(path, "is not a regular file") from None
         raise
     try:
         _require_own(path, os.fstat(fd))
@@ -57,13 +61,13 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_own(path: Path) -> bytes:
-    """The content of a file that an earlier run left; errors as of `open_own`."""
+    """The content of a file that an earlier run left. Errors as of `open_own`."""
     with os.fdopen(open_own(path), "rb") as file:
         return file.read()
 
 
 def require_own(path: Path) -> None:
-    """QuantkitError where something is under the name that no run of this user left."""
+    """QuantkitError if there is a file of this name that no run of this user left."""
     try:
         os.close(open_own(path))
     except FileNotFoundError:
@@ -71,12 +75,12 @@ def require_own(path: Path) -> None:
 
 
 def followed(path: Path) -> Path:
-    """The file that an output's name stands for: where symbolic links lead, whether there is a file yet or not."""
+    """The path to write for an output: `path` with symbolic links resolved, whether the file exists or not."""
     named = path
     for _ in range(_MAX_LINKS):
         try:
             found = os.lstat(path)
-        except OSError:  # not there, or told when the file is opened
+        except OSError:  # missing; other errors come up when the file is opened
             return path
         if not stat.S_ISLNK(found.st_mode):
             return path
@@ -92,7 +96,7 @@ def followed(path: Path) -> Path:
 
 def _require_own(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise _foreign(path, "is no regular file")
+        raise _foreign(path, "is not a regular file")
     if found.st_nlink > 1:
         raise _foreign(path, f"is one of {found.st_nlink} names of the same file")
     if not _trusted(found, os.stat(path.parent)):
@@ -100,7 +104,7 @@ def _require_own(path: Path, found: os.stat_result) -> None:
 
 
 def _trusted(found: os.stat_result, folder: os.stat_result) -> bool:
-    """Whether a file belongs to this user, to root or to the owner of its folder. On Windows all do."""
+    """Whether a file belongs to this user, to root or to the owner of its folder. Always true on Windows."""
     return not hasattr(os, "geteuid") or found.st_uid in (os.geteuid(), 0, folder.st_uid)
 
 

@@ -1,8 +1,8 @@
-"""The streaming loops, with progress and an ETA: pieces are made on several threads and written in order (`pump`), or
-each by the thread that made it (`spread`).
+"""Streaming loops over pieces of tensors, with a progress bar: several threads make the pieces. `pump` writes them in
+order; with `spread` each thread writes its own.
 
-Only a few pieces exist at a time, so memory is bounded by their size, whatever the size of the file, and what is
-written does not depend on the number of threads.
+Only a few pieces exist at a time, so memory does not grow with the file. The output does not depend on the number of
+threads.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
 PIECE_ELEMENTS = 1 << 20
-_KEPT = 8 << 20  # bytes; larger than pieces are, and no more than what glibc would go up to
+_FREED = 8 << 20  # bytes; more than a piece, and below the largest threshold that glibc adapts to
 
-Job = tuple[str, Callable[[], np.ndarray]]  # tensor to append to, what makes its next bytes
+Job = tuple[str, Callable[[], np.ndarray]]  # name of a tensor, function that makes its next bytes
 
 
 def pump(
     jobs: Iterable[Job], write: Callable[[str, np.ndarray], None], total: int, *, threads: int | None, progress: bool
 ) -> None:
-    """Run jobs on `threads` threads and `write(name, bytes)` what each gives, in their order.
+    """Run jobs on `threads` threads and call `write(name, bytes)` with their results, in the order of the jobs.
 
-    `total` is the number of bytes that all of them give; `progress` shows a bar where stderr is a terminal. The first
-    exception of a job ends it all.
+    `total` is the number of bytes of all results. `progress` shows a bar if stderr is a terminal. The first exception
+    of a job ends the loop.
     """
     from concurrent.futures import ThreadPoolExecutor
 
-    _keep_what_is_freed()
+    _keep_freed_memory()
     threads = threads or thread_pool.default_threads()
     with Bar(total, progress) as bar, ThreadPoolExecutor(threads, thread_name_prefix="quantkit-pump") as pool:
         for name, data in _in_order(pool, jobs, ahead=2 * threads):
             write(name, data)
-            release(data)  # of what is only copied, a view of the input
+            release(data)  # a job that only copies gives a view of the input
             bar.update(data.nbytes, name)
 
 
 def spread(
     tasks: Iterable[Callable[[], int]], total: int, *, threads: int | None, progress: bool, unit: str = "B"
 ) -> None:
-    """Run tasks on `threads` threads, of which this is one, in any order; each returns the bytes that it wrote.
+    """Run tasks on `threads` threads, including this one, in any order; each returns the number of bytes it wrote.
 
-    `total` and `progress` as of `pump`; what is counted may have another `unit`. After the first exception no other
-    task is begun.
+    `total` and `progress` are as for `pump`; `unit` is what the tasks count if not bytes. After the first exception no
+    further task starts, and the exception is raised here.
     """
-    _keep_what_is_freed()
+    _keep_freed_memory()
     pending, lock = iter(tasks), threading.Lock()
     failed: list[BaseException] = []
 
@@ -70,7 +70,7 @@ def spread(
                 done = task()
                 with lock:
                     bar.update(done)
-        except BaseException as error:  # an interrupt too: the other threads have to hear of it
+        except BaseException as error:  # an interrupt too: the other threads have to stop
             failed.append(error)
 
     with Bar(total, progress, unit) as bar:
@@ -84,16 +84,17 @@ def spread(
         raise failed[0]
 
 
-def _keep_what_is_freed() -> None:
-    """Freeing an array has glibc keep what is freed from now on in arrays up to its size, for the next piece.
+def _keep_freed_memory() -> None:
+    """Make glibc keep freed arrays of up to 8 MiB in the process, for the next piece.
 
-    Without, much of it goes back to the system, which clears it anew for every piece: a tenth of the time of repacking.
+    glibc raises its threshold for returning memory when a large array is freed. Without this, memory goes back to the
+    system, which clears it again for every piece: a tenth of the time of repacking.
     """
-    np.empty(_KEPT, np.uint8)
+    np.empty(_FREED, np.uint8)
 
 
 class Bar:
-    """A progress bar of bytes where it is wanted and stderr is a terminal, else nothing; tqdm takes time to load."""
+    """A progress bar, shown if it is wanted and stderr is a terminal. tqdm is imported only then."""
 
     def __init__(self, total: int, wanted: bool, unit: str = "B"):
         self._bar: Any = None
@@ -103,6 +104,7 @@ class Bar:
             self._bar = tqdm(total=total, unit=unit if unit == "B" else f" {unit}", unit_scale=unit == "B")
 
     def update(self, nbytes: int, name: str = "") -> None:
+        """Advance by `nbytes`; `name` is shown before the bar."""
         if self._bar is not None:
             self._bar.set_description_str(printable(name), refresh=False)
             self._bar.update(nbytes)
@@ -116,7 +118,7 @@ class Bar:
 
 
 def _in_order(pool: ThreadPoolExecutor, jobs: Iterable[Job], ahead: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Results in the order of jobs, of which at most `ahead` are begun and not yet taken."""
+    """Results in the order of the jobs; at most `ahead` jobs are started and not yet consumed."""
     flying: deque[tuple[str, Future[np.ndarray]]] = deque()
     try:
         for name, make in jobs:
@@ -133,9 +135,9 @@ def _in_order(pool: ThreadPoolExecutor, jobs: Iterable[Job], ahead: int) -> Iter
 
 
 def row_ranges(shape: tuple[int, ...], step: int, elements: int = 0) -> Iterator[tuple[int, int]]:
-    """Ranges of about so many elements, or PIECE_ELEMENTS, that start at multiples of `step` and cover a tensor's rows.
+    """Ranges (start, stop) that cover the rows of a tensor, in pieces of about `elements` (or PIECE_ELEMENTS) elements.
 
-    A vector is one range over its elements, as transforms count them.
+    Each range starts at a multiple of `step`. A vector is one range over its elements, as transforms count them.
     """
     if len(shape) <= 1:
         yield 0, math.prod(shape)

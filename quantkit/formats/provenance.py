@@ -1,29 +1,30 @@
-"""What a tensor of an output was made of, as hashes: what tells whether it has to be made again.
+"""Hashes of the inputs of each tensor of an output. They tell which tensors have to be requantized.
 
-    source      the type and the bytes of the tensor that was read: of a checkpoint those that `convert` would write, so
-                that a detour over a converted file is the same source
-    importance  the float32 values that weighed its columns, "-" for none
-    codec       the version of what encoded it (below); "copy" where the bits were kept
+    source      the type and the bytes of the tensor that was read. For a checkpoint, the bytes that `convert` would
+                write, so that quantizing a checkpoint and quantizing the converted file have the same source
+    importance  the float32 importance of its columns, "-" for none
+    codec       the version of the encoder (below); "copy" if the bits were copied
     data        the bytes that were written
 
-An output has them in its metadata, a `Record` a line:
+An output has them in its metadata, one line a `Record`:
 
     quantkit.tensors            ["blk.0.attn_q.weight TYPE SOURCE IMPORTANCE CODEC DATA", …]
     quantkit.source.sha256      of the names and sources of all tensors
-    quantkit.imatrix.sha256     of the whole importance matrix; not with --hide-imatrix, and IMPORTANCE is "hidden" then
+    quantkit.imatrix.sha256     of the whole importance matrix. With --hide-imatrix it is absent, and IMPORTANCE is
+                                "hidden"
 
-They stay when the file is copied, split or repacked, so TYPE may be the one before that.
+The records stay when the file is copied, split or repacked, so TYPE may be the type before repacking.
 
-Hashes of tensors are the first 128 bits of SHA-256 over those of their pieces (`row_pieces`), so that threads hash the
-pieces that they have in hand anyway, and nothing is read for it alone. It costs a thread about a nanosecond a byte: a
-tenth of the CPU time of F16 to Q4_K_M, a sixth of that to Q8_0, and less the longer a type is searched for.
+The hash of a tensor is the first 128 bits of SHA-256 over the hashes of its pieces (`row_pieces`). So threads hash the
+pieces that they work on anyway, and nothing is read only to be hashed. Hashing costs about a nanosecond a byte: a tenth
+of the CPU time of F16 to Q4_K_M, a sixth of that to Q8_0, and less the longer an encoder searches.
 
-**The version of a codec** is a hash of what it encodes a fixed probe to (`codec`). A number in each type's file would
-be forgotten, and a hash of the sources changes with every comment and with each file they import, so that all would
-be made again after any update. What the probe becomes changes when the bytes of files change, and only then; it covers
-what a hash of sources does not, the compiler. It can miss a change that touches none of its 1024 blocks of 32, so it
-has rows of many kinds, with importance and without: normal, heavy-tailed, sparse, ternary, tiny and huge weights,
-outliers, rows off centre.
+**The version of a codec** is a hash of the bytes to which it encodes a fixed probe (`codec`). A version number in each
+type's file would be forgotten. A hash of the sources changes with every comment and every imported file, so that any
+update would requantize everything. The bytes of the probe change if and only if the bytes of files change. They also
+cover the compiler, which a hash of sources does not. A change that touches none of the probe's 1024 blocks of 32 is
+missed. So the probe has rows of many kinds, with importance and without: normal, heavy-tailed, sparse, ternary, tiny
+and huge weights, outliers, rows off centre.
 """
 
 from __future__ import annotations
@@ -45,27 +46,30 @@ SOURCE = "quantkit.source.sha256"
 IMATRIX = "quantkit.imatrix.sha256"
 
 NONE, HIDDEN, COPY = "-", "hidden", "copy"
-_UNKNOWN = "0" * 32  # a hash that is not known yet
+_UNKNOWN = "0" * 32  # placeholder for a hash that is not known yet
 
 PIECE_ELEMENTS = 1 << 19  # 2 MiB of float32: stays in a core's cache from decoding to encoding
-_GROUP = 16  # rows; every interleaving divides it
+_GROUP = 16  # rows; a multiple of the rows that any type interleaves
 
 
 class Rows(Protocol):
-    """A tensor of a file, or of a checkpoint as it would be in one."""
+    """A tensor of a GGUF file, or a tensor of a checkpoint as `convert` would write it."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Rows last but one, columns last."""
 
     @property
-    def type(self) -> QuantType: ...
+    def type(self) -> QuantType:
+        """The type of the bytes that `rows` gives."""
 
-    def rows(self, start: int, stop: int) -> np.ndarray: ...
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """uint8[stop - start, row_bytes]: some rows as stored."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """A tensor's type and what it was made of. Hashes are 32 hexadecimal digits, of a codec 16."""
+    """A tensor's type and the hashes of its inputs: 32 hexadecimal digits, 16 for the codec."""
 
     name: str
     type: str
@@ -79,33 +83,34 @@ class Record:
 
     @classmethod
     def parse(cls, line: str) -> Record | None:
+        """The record of a line; None if the line has not six fields."""
         parts = line.rsplit(" ", 5)
         return cls(*parts) if len(parts) == 6 else None
 
     def hidden(self) -> Record:
-        """The record without a trace of which importance it was."""
+        """The record without the hash of the importance."""
         return self if self.importance == NONE else replace(self, importance=HIDDEN)
 
     def made_like(self, other: Record) -> bool:
-        """Whether the same codec made both of the same importance; of which sources is another question."""
+        """Whether type, importance and codec are the same; sources are not compared. False for hidden importance."""
         mine, others = ((record.type, record.importance, record.codec) for record in (self, other))
         return mine == others and self.importance != HIDDEN
 
 
 def records(metadata: Mapping[str, object]) -> dict[str, Record]:
-    """The records that a file carries, by tensor."""
+    """The records in a file's metadata, by tensor name."""
     lines = metadata.get(TENSORS)
     found = [Record.parse(line) for line in lines if isinstance(line, str)] if isinstance(lines, list) else []
     return {record.name: record for record in found if record}
 
 
 def unknown(name: str, kind: str, importance: str, codec_: str) -> Record:
-    """A record of what is still to be read and written, as long as it will be."""
+    """A record with placeholders for the hashes of source and data. It is as long as the final record."""
     return Record(name, kind, _UNKNOWN, importance, codec_, _UNKNOWN)
 
 
 def of_sources(made: Iterable[Record]) -> str:
-    """SHA-256 of the names and the sources of all tensors, in their order."""
+    """SHA-256 of the names and source hashes of all tensors, in order."""
     return hashlib.sha256(
         "".join(f"{r.name} {r.source}\n" for r in made).encode("utf-8", "surrogateescape")
     ).hexdigest()
@@ -115,7 +120,7 @@ def of_sources(made: Iterable[Record]) -> str:
 
 
 def row_pieces(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of rows that a tensor is encoded and hashed by: whole groups, all of one matrix of it."""
+    """Ranges of rows in which a tensor is encoded and hashed: whole groups of 16 rows, never across two matrices."""
     rows = shape[-2] if len(shape) > 1 else 1
     step = max(1, PIECE_ELEMENTS // shape[-1] // _GROUP) * _GROUP
     matrices = 1
@@ -126,21 +131,22 @@ def row_pieces(shape: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def of_piece(data: np.ndarray) -> bytes:
+    """SHA-256 of the bytes of one piece."""
     return hashlib.sha256(np.ascontiguousarray(data).data).digest()
 
 
 def of_pieces(kind: str, pieces: Iterable[bytes]) -> str:
-    """The hash of a tensor of a type from those of its pieces."""
+    """The hash of a tensor, from its type and the hashes of its pieces."""
     return hashlib.sha256(kind.encode() + b"\n" + b"".join(pieces)).hexdigest()[:32]
 
 
 def of_importance(values: np.ndarray | None) -> str:
-    """Of float32[matrices, n], or of none."""
+    """The hash of importance values, float32[matrices, n]; "-" for None."""
     return NONE if values is None else hashlib.sha256(np.ascontiguousarray(values, "<f4").data).hexdigest()[:32]
 
 
 def of_imatrix(matrix: Imatrix) -> str:
-    """SHA-256 of the names and the values of all entries, whatever the form of their file."""
+    """SHA-256 of the names and values of all entries; the same for both file formats."""
     digest = hashlib.sha256()
     for name, entry in sorted(matrix.entries.items()):
         digest.update(f"{name} {entry.values.size}\n".encode("utf-8", "surrogateescape"))
@@ -153,7 +159,7 @@ def of_imatrix(matrix: Imatrix) -> str:
 
 @functools.cache
 def codec(name: str, effort: str) -> str:
-    """The version of a type's encoder: what it makes of the probe, as 16 hexadecimal digits."""
+    """The version of a type's encoder: a hash of the encoded probe, 16 hexadecimal digits."""
     kind, digest = types.get(name), hashlib.sha256()
     x, importance = _probe()
     for weights in (None, importance):
@@ -164,7 +170,7 @@ def codec(name: str, effort: str) -> str:
 
 @functools.cache
 def _probe() -> tuple[np.ndarray, np.ndarray]:
-    """float32[64, 512] and the importance of its columns, by integer arithmetic, so the same everywhere."""
+    """The probe, float32[64, 512], and the importance of its columns. Integer arithmetic: the same on every machine."""
     bits = _mixed(64 * 512)
     drawn = bits[:, None] >> np.array([0, 16, 32, 48], np.uint64) & np.uint64(0xFFFF)
     x = (drawn.astype(np.float32).sum(1) - 131070) / 2**15  # nearly normal, and exact

@@ -1,13 +1,12 @@
-"""Streaming into files whose layout is known in full before the first byte: what GGUF and safetensors writers share.
+"""`StreamWriter`, the base of the GGUF and safetensors writers: files whose layout is known before the first byte.
 
-Each file gets its final size and its header when it is begun; tensors are then put at their offsets, in the order of
-the layout, in as many pieces as the caller likes, or by several threads at once, each piece at its place (`put`).
-Memory stays at one piece. The disk works meanwhile: what was written is synced from time to time by a thread, so that
-the sync at the end, which makes the file durable, finds little to do.
+Each file gets its final size and its header when it is started. `write` appends tensors in the order of the layout, in
+as many pieces as the caller likes. With `put`, several threads write pieces at their offsets. Memory stays at one
+piece. A thread syncs the written data from time to time, so that the sync at the end has little left to do.
 
-Not durable are files that can be made again at once from what they were made of: nothing is synced, as `cp` does not,
-and the system writes them in its own time. A process that dies leaves no file under a final name either way; after a
-loss of power within the next half minute or so, such a file may be there and not hold all it should.
+`durable=False` is for files that can be made again from their inputs: nothing is synced, as with `cp`, and the system
+writes the data in its own time. In both cases a process that dies leaves no file under a final name. After a power loss
+within the next half minute or so, a file that is not durable may exist with data missing.
 """
 
 from __future__ import annotations
@@ -17,16 +16,19 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
 from quantkit.errors import DataError
-from quantkit.formats.atomic import KEPT, AtomicFile, allow_open_files, os_errors, publish, require_space
+from quantkit.formats.atomic import PARTIAL_JOB, AtomicFile, allow_open_files, os_errors, publish, require_space
 from quantkit.formats.owned import followed
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
+
+Bytes = np.ndarray | bytes | bytearray | memoryview
+"""What `write` and `put` take: uint8 of any shape."""
 
 Self = TypeVar("Self", bound="StreamWriter")
 
@@ -35,7 +37,7 @@ _sync_data = getattr(os, "fdatasync", os.fsync)  # which macOS and Windows lack
 
 
 class Slot(NamedTuple):
-    """Where a tensor goes in its file."""
+    """The place of a tensor in its file."""
 
     name: str
     nbytes: int
@@ -44,7 +46,7 @@ class Slot(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """One file: what stands at its start, the tensors in the order they will come, its size."""
+    """One file: its header, its tensors in the order in which they are written, its size in bytes."""
 
     path: Path
     header: bytes
@@ -55,17 +57,17 @@ class Layout(NamedTuple):
 class StreamWriter:
     """Writes the files of `layouts`; they appear together when all are complete, the first one last.
 
-    Used as a context manager: leaving the block completes the files; an exception in it, or a tensor that is not
-    complete, removes what was written.
+    Used as a context manager: leaving the block completes the files. An exception in it, or an incomplete tensor,
+    removes the partial files.
 
-    With `kept`, what is written stays in its partial files instead, for another writer of the same layouts to go on
-    with: it tells by `skip` which tensors are there already.
+    With `resumable` the partial files stay instead. Another writer of the same layouts resumes them; `skip` names the
+    tensors that are complete.
     """
 
-    def __init__(self, path: Path, layouts: Sequence[Layout], durable: bool = True, kept: bool = False):
+    def __init__(self, path: Path, layouts: Sequence[Layout], durable: bool = True, resumable: bool = False):
         self.path = path
         self.durable = durable
-        self.kept = kept
+        self.resumable = resumable
         self.paths = [layout.path for layout in layouts]
         self._layouts = layouts
         self._slots = [(slot, i) for i, layout in enumerate(layouts) for slot in layout.slots]
@@ -79,8 +81,8 @@ class StreamWriter:
         if len(set(names)) < len(names):
             twice = next(name for i, name in enumerate(names) if name in names[:i])
             raise DataError(f"{path}: tensor {twice} is to be written twice")
-        there = sum(_blocks(partial(layout.path)) for layout in layouts) if kept else 0
-        require_space(path.parent, sum(layout.size for layout in layouts) - there)
+        allocated = sum(_blocks(partial(layout.path)) for layout in layouts) if resumable else 0
+        require_space(path.parent, sum(layout.size for layout in layouts) - allocated)
         allow_open_files(len(layouts))
         try:
             self._begin(0)
@@ -89,32 +91,32 @@ class StreamWriter:
             raise
 
     def skip(self, names: Collection[str]) -> None:
-        """Count tensors as written."""
+        """Count tensors as written: an interrupted run completed them."""
         for name in names:
             index = self._number[name]
             self._written[index] = self._slots[index][0].nbytes
 
     def sync(self) -> None:
-        """Make durable what was written so far. Other threads may write meanwhile."""
+        """Sync the data written so far. Other threads may write meanwhile."""
         with self._lock:
             files = list(self._files)
         for file in files:
             _sync_data(file.stream.fileno())
 
     def rewrite_headers(self, headers: Sequence[bytes]) -> None:
-        """Put others in the place of the headers, of the same sizes."""
+        """Replace the header of each file by one of the same size."""
         self._begin(len(self._layouts) - 1)
         for layout, file, header in zip(self._layouts, self._files, headers, strict=True):
             if len(header) != len(layout.header):
-                raise DataError(f"{layout.path}: a header of {len(header)} bytes, {len(layout.header)} are left for it")
+                raise DataError(f"{layout.path}: a header of {len(header)} bytes, its place has {len(layout.header)}")
             with os_errors(file.temporary, "write the header"):
                 file.stream.flush()
                 file.write_at(0, memoryview(header))
 
-    def write(self, name: str, data: Any) -> None:
-        """Append bytes, uint8 of any shape, to tensor `name`: the one begun, or the next in order.
+    def write(self, name: str, data: Bytes) -> None:
+        """Append bytes, uint8 of any shape, to tensor `name`: the incomplete one, or the next in order.
 
-        DataError when it is another's turn or when it gets more bytes than it has.
+        DataError if another tensor comes next, or if the tensor gets more bytes than it has.
         """
         data = self._bytes(name, data)
         if data.nbytes == 0:
@@ -125,15 +127,15 @@ class StreamWriter:
         slot, _ = self._slots[self._index]
         if name != slot.name:
             raise DataError(
-                f"{self.path}: it is the turn of tensor {slot.name} ({self._written[self._index]} of {slot.nbytes} "
-                f"bytes written), not of {name}"
+                f"{self.path}: tensor {slot.name} comes next ({self._written[self._index]} of {slot.nbytes} "
+                f"bytes written), not {name}"
             )
         self.put(name, self._written[self._index], data)
 
-    def put(self, name: str, start: int, data: Any) -> None:
-        """Write bytes to tensor `name` from its byte `start` on. Several threads may, each its own part.
+    def put(self, name: str, start: int, data: Bytes) -> None:
+        """Write bytes of tensor `name`, from its byte `start` on. Several threads may, each its own part.
 
-        Each byte is to be written once: a tensor is complete when it got as many as it has. DataError for more.
+        Write each byte once: a tensor counts as complete when it got as many bytes as it has. DataError for more.
         """
         data = self._bytes(name, data)
         if data.nbytes == 0 and name in self._number:
@@ -145,10 +147,10 @@ class StreamWriter:
                 with self._lock:
                     self._syncer.wrote(file, data.nbytes)
 
-    def straight(self, name: str, start: int, nbytes: int, send: Callable[[int, int], bool]) -> bool:
-        """Have `send(descriptor, offset)` write bytes of tensor `name` itself.
+    def put_direct(self, name: str, start: int, nbytes: int, send: Callable[[int, int], bool]) -> bool:
+        """Let `send(descriptor, offset)` write bytes of tensor `name` to the open file itself.
 
-        False where it did not write them all, or files are durable: then `put` has to. DataError as of `put`.
+        False if it did not write all of them, or if the files are durable: then call `put`. DataError as for `put`.
         """
         if self.durable:
             return False
@@ -160,7 +162,7 @@ class StreamWriter:
         return False
 
     def _claim(self, name: str, start: int, nbytes: int) -> tuple[AtomicFile, int]:
-        """Count bytes of a tensor as written; the file they go to and where."""
+        """Count bytes of a tensor as written; returns their file and the offset in it."""
         if name not in self._number:
             raise DataError(f"{self.path}: there is no tensor {name} to write")
         index = self._number[name]
@@ -172,7 +174,7 @@ class StreamWriter:
             self._written[index] += nbytes
             return self._begin(number), slot.offset + start
 
-    def _bytes(self, name: str, data: Any) -> np.ndarray:
+    def _bytes(self, name: str, data: Bytes) -> np.ndarray:
         if isinstance(data, (bytes, bytearray, memoryview)):
             data = np.frombuffer(data, np.uint8)
         if not isinstance(data, np.ndarray) or data.dtype != np.uint8:
@@ -199,10 +201,10 @@ class StreamWriter:
             self.abort()
 
     def abort(self) -> None:
-        """Remove what was written, or leave it in its partial files. Does nothing to files that are complete."""
+        """Remove the partial files, or leave them if they are resumable. Complete files stay."""
         self._syncer.abandon()
         for file in self._files:
-            file.discard(self.kept)
+            file.discard(self.resumable)
 
     def __enter__(self: Self) -> Self:
         return self
@@ -216,46 +218,46 @@ class StreamWriter:
             self.abort()
 
     def _skip_complete(self) -> None:
-        """Pass over tensors that are complete, as those of no bytes are from the start."""
+        """Move on to the first incomplete tensor. Tensors of no bytes are complete from the start."""
         while self._index < len(self._slots) and self._written[self._index] == self._slots[self._index][0].nbytes:
             self._index += 1
 
     def _begin(self, number: int) -> AtomicFile:
-        """File `number`, begun together with all before it."""
+        """File `number`, started together with all files before it."""
         while len(self._files) <= number:
             layout = self._layouts[len(self._files)]
-            file = AtomicFile(layout.path, self.kept)
+            file = AtomicFile(layout.path, self.resumable)
             self._files.append(file)
             with os_errors(file.temporary, "write the header"):
-                file.reserve(layout.size)  # padding is there without being written
+                file.reserve(layout.size)  # so padding need not be written
                 file.stream.write(layout.header)
         return self._files[number]
 
 
 def partial(path: Path) -> Path:
-    """The partial file of a final name, where it is kept."""
+    """The name of the resumable partial file of an output."""
     path = followed(path)
-    return path.with_name(path.name + KEPT)
+    return path.with_name(path.name + PARTIAL_JOB)
 
 
 def _blocks(path: Path) -> int:
-    """Bytes of the disk that a file has, 0 of one that is not there."""
+    """Bytes that a file occupies on the disk; 0 if there is no such file."""
     try:
         return path.stat().st_blocks * 512
-    except (FileNotFoundError, AttributeError):  # Windows does not tell
+    except (FileNotFoundError, AttributeError):  # Windows has no st_blocks
         return 0
 
 
 class _Syncer:
-    """Has a thread make durable what was written to a file, whenever that is much and the thread is idle."""
+    """Syncs a file in a thread, whenever 64 MiB were written since the last sync and the thread is idle."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
-        self._behind = 0  # bytes written since the last sync was begun
+        self._behind = 0  # bytes written since the last sync was started
 
     def wrote(self, file: AtomicFile, nbytes: int) -> None:
-        """Note what was written to `file`. Raises the OSError of a sync that failed: the system tells it only once."""
+        """Count bytes written to `file`. Raises the OSError of a failed sync: the system reports it only once."""
         self._behind += nbytes
         if self._behind < _SYNC_EVERY or not (self._running is None or self._running.done()):
             return
@@ -268,13 +270,13 @@ class _Syncer:
         self._behind = 0
 
     def finish(self) -> None:
-        """Wait for the sync that is running."""
+        """Wait for the running sync; raises its OSError."""
         if self._running is not None:
             self._running.result()
         self.abandon()
 
     def abandon(self) -> None:
-        """Wait without asking how it went: the files are unwanted, but may not be closed under a running sync."""
+        """Wait for the running sync and ignore its result: no file may be closed while it is being synced."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None

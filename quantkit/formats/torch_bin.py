@@ -1,9 +1,9 @@
-"""Checkpoints that torch saved: pytorch_model.bin, or several with pytorch_model.bin.index.json.
+"""Checkpoints that torch saved: `pytorch_model.bin`, or several files with `pytorch_model.bin.index.json`.
 
 A .bin is a zip file: a pickle of the tensors' names, dtypes and shapes, and their data, not compressed. torch reads the
-pickle, by its `weights_only` unpickler, which runs no code of the file, and says where the data lie; they are then read
-from a mapping of the file, like those of safetensors, after the zip directory was checked (`torch_zip`). So torch is
-needed to open a checkpoint, memory for none of it.
+pickle with its `weights_only` unpickler, which runs no code from the file, and says where the data are. The data are
+then read from a mapping of the file, like those of safetensors, after `torch_zip` has checked the zip directory. So
+torch is needed to open a checkpoint, and the data take no memory.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F
 
 
 def is_bin(directory: Path) -> bool:
-    """Whether a checkpoint is of torch's files and has none of safetensors."""
+    """Whether a directory has pytorch_model*.bin and no safetensors files."""
     return not any(directory.glob("*.safetensors*")) and any(directory.glob("pytorch_model*.bin"))
 
 
 def open_bin(directory: Path) -> Checkpoint:
-    """Open the checkpoint of torch's files in a directory: those of the index, else all pytorch_model*.bin.
+    """Open a directory of torch files: those that the index names, else all pytorch_model*.bin.
 
-    UnsupportedError without torch, for a file from before torch 1.6 and for tensors that are no plain arrays;
-    FormatError for what is no checkpoint.
+    UnsupportedError without torch, for a file from before torch 1.6 and for tensors that are not contiguous arrays;
+    FormatError if a file is not a checkpoint.
     """
     if not (directory / _INDEX).exists():
         return join(directory, map(_File, paths := sorted(directory.glob("pytorch_model*.bin"))), paths)
@@ -55,7 +55,7 @@ class _File:
         self._storages = {at.start: at.nbytes for name, at in found.items() if name.startswith("data/") and at.nbytes}
         self.tensors = [self._tensor(name, tensor) for name, tensor in _described(path).items()]
 
-    def _tensor(self, name: Any, tensor: Any) -> CheckpointTensor:
+    def _tensor(self, name: object, tensor: Any) -> CheckpointTensor:
         what = f"{self.path}: entry {repr(name)[:300]}"
         if not isinstance(name, str) or not hasattr(tensor, "untyped_storage"):
             raise FormatError(f"{what} is a {type(tensor).__name__}; a checkpoint is a dict of tensors by name")
@@ -70,15 +70,15 @@ class _File:
         return CheckpointTensor(name, dtype, tuple(tensor.shape), start, nbytes, self.path, self.bytes)
 
     def _storage(self, what: str, storage: Any, first: int, nbytes: int) -> int:
-        """Where a storage begins in the file. FormatError unless there is a record of its size, with the tensor in it.
+        """The offset of a storage in the file. FormatError unless a record of its size is there and holds the tensor.
 
-        torch takes a storage from where its record begins, however long that is; and in newer files from where a record
-        would begin if torch had written the file.
+        torch itself does not compare the size of a storage with that of its record. In newer files it computes where
+        the record would begin if torch had written the file, and does not look.
         """
         start, size = getattr(storage, "_checkpoint_offset", None), storage.nbytes()
         if start is None:
             raise UnsupportedError(
-                f"{what}: this torch does not say where its data lie, newer ones do: pip install -U torch"
+                f"{what}: this torch does not say where its data are, newer ones do: pip install -U torch"
             )
         if self._storages.get(start) != size:
             there = f"has {self._storages[start]} bytes" if start in self._storages else "is not in the zip directory"
@@ -99,7 +99,7 @@ def _require_zip(path: Path) -> None:
 
 
 def _described(path: Path) -> dict[Any, Any]:
-    """The tensors of a file, without their data."""
+    """The tensors of a file as fake tensors, without their data."""
     try:
         import torch
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -111,7 +111,7 @@ def _described(path: Path) -> dict[Any, Any]:
     try:
         with FakeTensorMode():
             found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of any kind, as the pickle is any
+    except Exception as error:  # of any kind: the pickle may be anything
         reason = printable(str(error).split("\n")[0][:200])
         raise FormatError(f"{path}: torch cannot read it: {type(error).__name__}: {reason}") from None
     if not isinstance(found, dict):

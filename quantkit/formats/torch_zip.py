@@ -1,8 +1,8 @@
-"""Where the records of a file saved by torch lie: its zip directory, read strictly.
+"""The zip directory of a file saved by torch: where its records are, checked strictly.
 
-torch writes each record once, stored as it is. So a compressed record, one that is there twice, two that overlap and
-one that reaches beyond the file are errors here, before anything is read by what the directory says: a compressed
-record would be read as if it were stored, and a small one may inflate without end.
+torch writes each record once, without compression. So compressed records, two records of one name, records that overlap
+and records beyond the end of the file are errors. They are found before any data are read: a compressed record would be
+read as if it were not, and a small one may inflate without end.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 
 
 class Record(NamedTuple):
-    """The bytes of a record in its file."""
+    """A record's place in its file: first byte and size."""
 
     start: int
     nbytes: int
 
 
 def records(path: Path, data: np.ndarray) -> dict[str, Record]:
-    """The records of the file at `path`, whose mapped bytes are `data`, by their names without the archive's folder.
+    """The records of the file at `path`, whose mapped bytes are `data`, by name without the archive's folder.
 
-    FormatError for a directory that torch would not write, UnsupportedError for numbers in big-endian order.
+    FormatError for a directory that torch would not write, UnsupportedError for big-endian files.
     """
     found: dict[str, Record] = {}
     ends = []
@@ -48,7 +48,7 @@ def records(path: Path, data: np.ndarray) -> dict[str, Record]:
         if end > begin:
             raise FormatError(f"{path}: record {name!r} ends at byte {end}, {other!r} begins at {begin}: they overlap")
     if "data.pkl" not in found:
-        raise FormatError(f"{path}: has no record data.pkl; it is no checkpoint of torch")
+        raise FormatError(f"{path}: has no record data.pkl; it is not a checkpoint of torch")
     if (size := found["data.pkl"].nbytes) > MAX_PICKLE:
         raise FormatError(f"{path}: data.pkl has {size} bytes, quantkit reads up to {MAX_PICKLE}")
     if order := found.get("byteorder"):
@@ -62,7 +62,7 @@ def records(path: Path, data: np.ndarray) -> dict[str, Record]:
 
 
 def _entries(path: Path) -> list[zipfile.ZipInfo]:
-    """The directory's entries, each stored as it is, all in one folder."""
+    """The entries of the zip directory; FormatError unless all are uncompressed and in one folder."""
     try:
         with zipfile.ZipFile(path) as file:
             entries = file.infolist()
@@ -71,18 +71,18 @@ def _entries(path: Path) -> list[zipfile.ZipInfo]:
     if len(entries) > MAX_RECORDS:
         raise FormatError(f"{path}: {len(entries)} records, quantkit reads up to {MAX_RECORDS}")
     if len({entry.filename.partition("/")[0] for entry in entries}) > 1:
-        raise FormatError(f"{path}: its records are not all in one folder; it is no checkpoint of torch")
+        raise FormatError(f"{path}: its records are not all in one folder; it is not a checkpoint of torch")
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or entry.flag_bits & 1:
             raise FormatError(
                 f"{path}: record {entry.filename!r} is compressed or encrypted ({entry.compress_size} bytes "
-                f"for {entry.file_size}); torch stores records as they are: load and save it with torch"
+                f"for {entry.file_size}); torch does not compress records: load and save it with torch"
             )
     return entries
 
 
 def _start_of_data(path: Path, data: np.ndarray, entry: zipfile.ZipInfo) -> int:
-    """Where a record's bytes begin, behind its own header, which has to agree with the directory."""
+    """The offset of a record's data, after its local header; FormatError if that disagrees with the directory."""
     what = f"{path}: record {entry.filename!r}"
     at = entry.header_offset
     if not 0 <= at <= data.size - _LOCAL_HEADER.size:

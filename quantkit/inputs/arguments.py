@@ -16,13 +16,13 @@ from quantkit.errors import DataError
 _MOST_THREADS = 4096  # more is a mistake: each of them has a stack
 
 
-def integer(value: Any, what: str, least: int | None = None, most: int | None = None) -> int:
-    """`value` as an int from `least` to `most`. A bool or a float is none."""
+def integer(value: object, what: str, least: int | None = None, most: int | None = None) -> int:
+    """`value` as an int from `least` to `most`; DataError for anything else, a bool or a float included."""
     if type(value) is not int:
         if isinstance(value, (bool, np.bool_)):
             raise DataError(f"{what} is {value!r}; it must be an integer")
         try:
-            value = operator.index(value)
+            value = operator.index(value)  # type: ignore[arg-type]  # a TypeError where it has no index
         except TypeError:
             raise DataError(f"{what} is {value!r:.80}; it must be an integer") from None
     if (least is not None and value < least) or (most is not None and value > most):
@@ -32,13 +32,13 @@ def integer(value: Any, what: str, least: int | None = None, most: int | None = 
     return int(value)
 
 
-def threads(value: Any) -> int | None:
-    """A number of threads; None leaves it to the library."""
+def threads(value: object) -> int | None:
+    """A number of threads from 1 to 4096, or None: the library chooses."""
     return None if value is None else integer(value, "threads", 1, _MOST_THREADS)
 
 
 def array(values: Any, what: str) -> np.ndarray:
-    """`values` as an array of a plain dtype. Nested lists of unequal lengths and arbitrary objects are refused."""
+    """`values` as an array of numbers; DataError for nested lists of unequal lengths and for other objects."""
     if hasattr(values, "detach"):  # a torch tensor, which numpy refuses with a gradient
         values = values.detach().cpu()
     try:
@@ -51,7 +51,7 @@ def array(values: Any, what: str) -> np.ndarray:
 
 
 def _are_numbers(values: np.ndarray) -> bool:
-    """Whether an array of objects holds Python's own numbers, as one with an integer beyond 64 bits does."""
+    """Whether an array of objects holds Python numbers only. numpy makes one of a list with an int beyond 64 bits."""
     return all(isinstance(value, (int, float, np.number)) for value in values.reshape(-1))
 
 
@@ -71,7 +71,7 @@ def integers(values: Any, what: str, below: int) -> np.ndarray:
 
 
 def real_numbers(values: Any, what: str) -> np.ndarray:
-    """`values` as contiguous float32 in native byte order. What float32 cannot hold becomes Inf."""
+    """`values` as contiguous float32 in native byte order. Values beyond its range become Inf."""
     if hasattr(values, "detach"):  # numpy has no bfloat16
         values = values.detach().cpu().float()
     found = array(values, what)
@@ -82,7 +82,7 @@ def real_numbers(values: Any, what: str) -> np.ndarray:
 
 
 def encoded(values: Any, what: str) -> np.ndarray:
-    """`values` as contiguous uint8. Integers from 0 to 255 are converted; others would become something else."""
+    """`values` as contiguous uint8. Other integer dtypes are converted if all values are from 0 to 255."""
     found = array(values, what)
     if found.dtype != np.uint8 and not (
         found.dtype.kind in "ui" and (not found.size or 0 <= found.min() <= found.max() < 256)

@@ -1,16 +1,16 @@
-r"""Regular expressions of users and of files, which may be hostile: searching is bounded, whatever the pattern.
+r"""Regular expressions from users and files, which may be hostile: the time of a search is bounded for any pattern.
 
     pattern = compile("ffn_(up|gate)_exps", "--custom-q")
-    pattern.search("blk.0.ffn_up_exps.weight")      as re's, with a match object or None
+    pattern.search("blk.0.ffn_up_exps.weight")      a match object or None, as from re
 
-Python's `re` backtracks: `([a-z_.0-9]*)*!` takes years on a name of 30 characters, and `re` cannot be stopped. So the
-number of ways in which a pattern can match is bounded first, from its text alone (`_Scan`). Nearly all patterns that
-people write have few ways on names as long as tensors', and `re` searches them. The others, and names too long for the
-bound, go to RE2, whose time is linear. It has no lookahead, lookbehind or back references: a pattern that needs these
-and has too many ways is refused, with the reason.
+Python's `re` backtracks: `([a-z_.0-9]*)*!` takes years on a name of 30 characters, and `re` cannot be stopped. So
+`_Scan` first bounds, from the pattern's text alone, in how many ways it can match. Nearly all patterns that people
+write have few ways on names as long as those of tensors, and `re` searches them. RE2, whose time is linear, searches
+for the others, and in longer names. It has no lookahead, lookbehind or back references: a pattern that needs these and
+has too many ways is refused, with the reason.
 
-`regex` with a time limit was tried instead: each search takes ten times as long, and `(a{65000}){65000}` fills the
-memory while it is compiled, where its limit does not count.
+The package `regex` with a time limit is no alternative: each search takes ten times as long, and `(a{65000}){65000}`
+fills the memory while it is compiled, where the limit does not apply.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from quantkit.errors import DataError, QuantkitError, printable
 MAX_LENGTH = 1 << 13  # characters of a pattern
 _MAX_DEPTH = 50  # groups within groups
 _MAX_WAYS = 10**6  # steps that `re` may take for a search, at worst: some milliseconds
-_LONGEST = 1 << 16  # of texts; nothing has names longer than that
+_LONGEST = 1 << 16  # characters of a text for `re`; names are shorter
 _COUNTED = re.compile(r"\{(\d*)(,?)(\d*)\}")
 _PLAIN_GROUP = re.compile(r"\((?:\?(?:[:=!]|<[=!]|P<\w+>))?")
 _FOR_RE2 = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))", re.DOTALL)
 
 
 class Pattern:
-    """A compiled pattern. Errors name it and `where` it stands."""
+    """A compiled pattern. Errors quote it and name `where` it comes from."""
 
     __slots__ = ("_compiled", "_error", "_linear", "_longest", "_text", "_where", "_written")
 
@@ -60,7 +60,7 @@ class Pattern:
         return (self._compiled if len(text) <= self._longest else self._by_re2(text)).match(text)
 
     def _by_re2(self, text: str) -> Any:
-        """The pattern as RE2 has it; an error, which names the text, where it cannot express the pattern."""
+        """The pattern compiled by RE2; an error that quotes the text if RE2 cannot express the pattern."""
         if self._linear is None:
             import re2
 
@@ -91,15 +91,15 @@ def compile(
 
     where    what the pattern is part of, for errors; they are of type `error`
     ascii    whether \d, \w, \s and \b mean ASCII
-    written  the pattern as the user wrote it, where that is another
+    written  the pattern as the user wrote it, if `text` was made from it
     """
     return Pattern(text, where, ascii, error, written)
 
 
 def repeats(text: str) -> float:
-    """How many parts of an expression repeat without limit, one after the other; infinite for one within another.
+    """How many parts of an expression repeat without limit, one after the other; infinite if one is inside another.
 
-    Other engines that backtrack take the length of a text to the power of that, and one, on it.
+    With n such parts, an engine that backtracks takes time proportional to length^(n + 1) on a text.
     """
     if len(text) > MAX_LENGTH:
         return float("inf")
@@ -118,7 +118,7 @@ def _escape_of_re2(found: re.Match[str]) -> str:
 
 @dataclass(frozen=True)
 class _Ways:
-    """How many ways lead through a part of a pattern: at most `factor` times those to place `spans` spans in a text."""
+    """In how many ways a part of a pattern can match: at most `factor` times the ways to place `spans` spans."""
 
     factor: int = 1
     spans: float = 0  # infinite where the number may grow exponentially
@@ -153,9 +153,9 @@ def _longest(ways: _Ways) -> int:
 
 
 class _Scan:
-    """Reads a pattern once, without understanding more of it than how it may branch and repeat.
+    """Reads a pattern once and counts how it may branch and repeat.
 
-    What it does not know, such as inline flags, counts as endless. Errors of syntax are left to `re`.
+    Syntax that it does not know, such as inline flags, counts as endless. Syntax errors are left to `re`.
     """
 
     def __init__(self, text: str):
@@ -166,7 +166,7 @@ class _Scan:
         return found if self._at == len(self._text) else _ENDLESS  # a ) too many, which `re` refuses
 
     def _alternatives(self) -> _Ways:
-        """Up to a ) or the end. Of alternatives that begin with different characters only one can be taken."""
+        """Alternatives up to a ) or the end. Of those that begin with different characters only one can match."""
         of_start: dict[str, list[_Ways]] = {}
         while True:
             start = self._first()
@@ -181,7 +181,7 @@ class _Scan:
         return _Ways(min(factor, _MAX_WAYS), max(ways.spans for ways in every), any(ways.empty for ways in every))
 
     def _first(self) -> str:
-        """The character that an alternative begins with; "" where that is not one for certain."""
+        """The character that an alternative begins with; "" if that is not one certain character."""
         text, at = self._text, self._at
         size = 2 if text[at : at + 1] == "\\" and not text[at + 1 : at + 2].isalnum() else 1
         found, behind = text[at : at + size], text[at + size : at + size + 1]
@@ -225,7 +225,7 @@ class _Scan:
         return _Ways(inside.factor, inside.spans, inside.empty or looks)
 
     def _pass_class(self) -> None:
-        """A [ up to its ]; the first ] of a class is a character of it."""
+        """Skip a [ up to its ]. A ] that comes first is a character of the class."""
         at = self._at + 1
         at += self._text[at : at + 1] == "^"
         at += self._text[at : at + 1] == "]"
@@ -234,13 +234,13 @@ class _Scan:
         self._at = at + 1
 
     def _repeated(self, part: _Ways) -> _Ways:
-        """A part with the quantifiers behind it."""
+        """A part with the quantifiers after it."""
         while quantifier := self._quantifier():
             part = _repeat(part, *quantifier)
         return part
 
     def _quantifier(self) -> tuple[int, int | None] | None:
-        """The least and the greatest number of repetitions, None for any; None where no quantifier stands here."""
+        """The least and the greatest number of repetitions (None: no limit); None if no quantifier is here."""
         character = self._text[self._at : self._at + 1]
         if character in ("*", "+", "?"):
             self._at += 1

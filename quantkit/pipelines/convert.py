@@ -213,7 +213,7 @@ def prepare(
         config = arch.with_mtp(config, mtp, names)
         pieces = arch.to_gguf(config, {name: tensor.shape for name, tensor in checkpoint.tensors.items()})
         generated = arch.generated(config)
-        left_out = arch.left_out(config, names)
+        left_out = arch.dropped_tensors(config, names)
         keys = arch.metadata(config)
         tokenizer = vocab.read(directory, config, pre)
         wanted = arch.shapes(config, [piece.name for piece in pieces])
@@ -312,7 +312,7 @@ def _send(tensor: Converted, start: int, stop: int, writer: Writer) -> int:
         return source.send(tensor.type.name, first, last, descriptor, offset)
 
     nbytes = (stop - start) * width
-    if not writer.straight(tensor.name, start * width, nbytes, send):
+    if not writer.put_direct(tensor.name, start * width, nbytes, send):
         return 0
     source.forget(first, last)
     return nbytes

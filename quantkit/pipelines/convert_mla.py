@@ -146,7 +146,7 @@ def plan(source: GGUF, layout: str, kind: str | None = None) -> Relayout:
 
 
 def _sizes(source: GGUF) -> HeadSizes:
-    hp = validate.described(source.metadata, source.tensors, source.path).hparams
+    hp = validate.describe(source.metadata, source.tensors, source.path).hparams
     if not isinstance(hp, LatentHParams):
         raise UnsupportedError(f"{source.path}: {hp.arch} has no latent attention; convert-mla has nothing to change")
     return HeadSizes(hp.n_head, hp.nope, hp.head_dim_v, hp.kv_lora, hp.rope.dim)

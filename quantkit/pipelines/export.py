@@ -94,7 +94,7 @@ def export(
 
 def prepare(source: GGUF, directory: str | os.PathLike[str], dtype: str = "auto") -> Export:
     """Plan the checkpoint of an open GGUF; `dtype` as in `export`."""
-    described = validate.described(source.metadata, source.tensors, source.path)
+    described = validate.describe(source.metadata, source.tensors, source.path)
     arch, hparams = described.arch, described.hparams
     try:
         pieces = arch.to_hf(hparams, {tensor.name: tensor.shape for tensor in source.tensors.values()})

@@ -157,7 +157,7 @@ def quantize(
     job.find(_about(metadata, source), fresh)
     if partial_requant and (there := [layout.path for layout in job.layouts if layout.path.exists()]):
         old = resume.open_parts(there)
-    with Writer(out, metadata, specs, *limits, kept=True) as writer:
+    with Writer(out, metadata, specs, *limits, resumable=True) as writer:
         try:
             for line in job.check(source.tensors, plan.tensors, old, threads=threads, progress=progress):
                 on_message(line)
@@ -169,7 +169,7 @@ def quantize(
                 _set_records(metadata, run.records(), hide_imatrix)
                 writer.rewrite(metadata)
         except BaseException:
-            writer.kept = job.abort()
+            writer.resumable = job.abort()
             raise
         paths = writer.paths
     job.remove_leftovers()

@@ -88,7 +88,7 @@ class RepackedTensor(NamedTuple):
         if not self.changed or not isinstance(group, Interleaved) or width != data.shape[-1]:
             return 0
         send = functools.partial(group.write_rows, data, forward)
-        return data.nbytes if writer.straight(self.tensor.name, start * width, data.nbytes, send) else 0
+        return data.nbytes if writer.put_direct(self.tensor.name, start * width, data.nbytes, send) else 0
 
     def _converted(self, data: np.ndarray) -> np.ndarray:
         """Rows in the new type, in this thread's buffer."""

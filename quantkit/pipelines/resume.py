@@ -29,7 +29,7 @@ import numpy as np
 
 from quantkit.errors import FormatError
 from quantkit.formats import gguf, journal, provenance
-from quantkit.formats.atomic import JOURNAL, KEPT, refuse_live, remove_stale
+from quantkit.formats.atomic import JOURNAL, PARTIAL_JOB, refuse_live, remove_stale
 from quantkit.formats.mapping import map_file, release
 from quantkit.formats.pipeline import spread
 from quantkit.formats.provenance import Record, Rows
@@ -302,14 +302,14 @@ def unfinished(out: Path) -> tuple[int, int] | None:
 
 def _stale(path: Path) -> Path:
     """The name that a partial file or a journal gets when it belongs to another job."""
-    return path.with_name(path.name.replace(KEPT, STALE))
+    return path.with_name(path.name.replace(PARTIAL_JOB, STALE))
 
 
 def _files(journal_path: Path, found: journal.Found) -> list[Path]:
     """The partial files that a journal describes."""
     names = found.header.get("files")
     listed = [Path(str(name)).name for name in names] if isinstance(names, list) else []
-    return [journal_path.with_name(name) for name in listed if name.endswith((KEPT, STALE))]
+    return [journal_path.with_name(name) for name in listed if name.endswith((PARTIAL_JOB, STALE))]
 
 
 def _mark_stale(journal_path: Path, found: journal.Found) -> None:
@@ -352,7 +352,7 @@ def _discard(journal_path: Path) -> None:
     """Delete a journal and the partial files that it describes."""
     found = journal.read(journal_path)
     for path in _files(journal_path, found) if found else ():
-        (path if journal_path.name.endswith(KEPT + JOURNAL) else _stale(path)).unlink(missing_ok=True)
+        (path if journal_path.name.endswith(PARTIAL_JOB + JOURNAL) else _stale(path)).unlink(missing_ok=True)
     journal_path.unlink(missing_ok=True)
 
 

@@ -251,7 +251,7 @@ def of_metadata(
     experts_by: str = "number",
 ) -> dict[str, Cut]:
     """`of_model` of a model that may not be here: its blocks follow from the metadata and the names of its tensors."""
-    found = validate.described(metadata, tensors)
+    found = validate.describe(metadata, tensors)
     return of_model(found.blocks, found.head, tensors, sliced, shares, experts_by, found.hparams.n_layer)
 
 

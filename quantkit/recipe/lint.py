@@ -14,8 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from quantkit.formats.imatrix import Imatrix
-from quantkit.formats.imatrix import few as few_seen
+from quantkit.formats.imatrix import Imatrix, rarely_active
 from quantkit.recipe import layers
 from quantkit.recipe.layers import listed
 from quantkit.recipe.patterns import advice, loose_ends
@@ -248,7 +247,7 @@ def _unseen_experts(planned: Sequence[PlannedTensor], imatrix: Imatrix) -> str:
     for t in planned:
         if t.importance is None or len(t.shape) < 3 or "_exps" not in t.name:
             continue
-        few = few_seen(imatrix[t.importance], t.shape[0], FEW_TOKENS)
+        few = rarely_active(imatrix[t.importance], t.shape[0], FEW_TOKENS)
         tensors += bool(few)
         if len(few) > unseen:
             unseen, worst = len(few), f"{t.name} has {len(few)} of {t.shape[0]}, as expert {few[0]}"

@@ -91,7 +91,7 @@ def load(
     attention = AttentionOptions(flash_attention, attention_mib)
     kind = cache_type_of(cache_type, numerics, attention)
     file = gguf.require_model(gguf.open(path))
-    described = validate.described(file.metadata, file.tensors, file.path)
+    described = validate.describe(file.metadata, file.tensors, file.path)
     rules = (override_tensor,) if isinstance(override_tensor, str) else tuple(override_tensor)
     asked = parse_devices(devices) if isinstance(devices, str) else tuple(devices) or (CPU,)
     there = _with_memory(asked)

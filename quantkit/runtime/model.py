@@ -105,7 +105,7 @@ class Model(BlockRunner, Locked):
     def __init__(
         self,
         file: gguf.GGUF,
-        described: validate.Described,
+        described: validate.Description,
         placement: Placement,
         *,
         numerics: str = "exact",

@@ -54,7 +54,7 @@ SAMPLING = {
 # A JSON object; of a tokenizer.json where GGUF's own keys would make something else: "normalizer", "pre_tokenizer",
 # "ignore_merges", "byte_fallback"; "added_tokens", id -> flags that are not false, and the text where GGUF's differs;
 # "unmerged", ids of tokens that no merge makes although two tokens spell them.
-EXACT = "quantkit.tokenizer"
+OVERRIDES = "quantkit.tokenizer"
 SCORES = "quantkit.tokenizer.scores"  # f64, where f32 does not hold the scores of a unigram model
 FIXED_SCORES = {UNUSED: -10000.0, USER_DEFINED: -1000.0, CONTROL: 0.0, UNKNOWN: 0.0, BYTE: 0.0}
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
@@ -111,9 +111,9 @@ def tokenizer_json(metadata: Mapping[str, object]) -> dict[str, Any]:
     for key in needed:
         if key not in metadata:
             raise FormatError(f"metadata key {key} is missing; a {kind} tokenizer needs it")
-    exact = _stated_exactly(metadata)
+    exact = _overrides(metadata)
     parts = _PARTS[kind](metadata, exact)
-    where = EXACT if "normalizer" in exact or "pre_tokenizer" in exact else "the tokenizer in the metadata"
+    where = OVERRIDES if "normalizer" in exact or "pre_tokenizer" in exact else "the tokenizer in the metadata"
     check_normalizer(parts["normalizer"], f"{where}, normalizer")
     if kind != "gpt2":  # of which the table knows them
         check_pre_tokenizer(parts["pre_tokenizer"], f"{where}, pre_tokenizer")
@@ -128,19 +128,19 @@ def tokenizer_json(metadata: Mapping[str, object]) -> dict[str, Any]:
     return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added} | parts
 
 
-def _stated_exactly(metadata: Mapping[str, object]) -> dict[str, Any]:
-    """What EXACT says; {} where the file has none."""
-    stated = metadata.get(EXACT, "{}")
+def _overrides(metadata: Mapping[str, object]) -> dict[str, Any]:
+    """What OVERRIDES says; {} where the file has none."""
+    stated = metadata.get(OVERRIDES, "{}")
     if not isinstance(stated, str):
-        raise FormatError(f"metadata key {EXACT} is {checked.brief(stated)}; it should be JSON, a string")
-    found = json_input.parse(stated, f"metadata key {EXACT}")
+        raise FormatError(f"metadata key {OVERRIDES} is {checked.brief(stated)}; it should be JSON, a string")
+    found = json_input.parse(stated, f"metadata key {OVERRIDES}")
     if not isinstance(found, dict):
-        raise FormatError(f"metadata key {EXACT} is {found!r}; it should be a JSON object")
+        raise FormatError(f"metadata key {OVERRIDES} is {found!r}; it should be a JSON object")
     flags, unmerged = found.get("added_tokens", {}), found.get("unmerged", [])
     if not isinstance(flags, dict) or not all(isinstance(each, dict) for each in flags.values()):
-        raise FormatError(f"metadata key {EXACT}: added_tokens should be an object of objects")
+        raise FormatError(f"metadata key {OVERRIDES}: added_tokens should be an object of objects")
     if not isinstance(unmerged, list) or not all(isinstance(each, int) for each in unmerged):
-        raise FormatError(f"metadata key {EXACT}: unmerged should be a list of the numbers of tokens")
+        raise FormatError(f"metadata key {OVERRIDES}: unmerged should be a list of the numbers of tokens")
     return found
 
 

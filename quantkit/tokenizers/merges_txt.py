@@ -16,7 +16,7 @@ from quantkit.inputs.json_input import MAX_BYTES, Json, read_object
 from quantkit.inputs.regular_file import read_text
 from quantkit.tokenizers import pretokenizers
 
-_CUTTING = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
+_BY_CLASS = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
 _COMPOSED = ("Qwen2Tokenizer",)
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _END = "<|endoftext|>"  # what both classes have as special tokens unless they are told others
@@ -31,14 +31,14 @@ def find(directory: Path) -> Path | None:
 def tokenizer_json(path: Path, settings: Json, pre: str | None = None) -> dict[str, Any]:
     """The tokenizer.json that says what the files beside `path` and `settings`, tokenizer_config.json, say.
 
-    `pre` names the way of cutting instead of the class. UnsupportedError for a class whose way is not known.
+    `pre` names the pre-tokenizer instead of the class. UnsupportedError for a class whose way is not known.
     """
-    kind = pretokenizers.class_of(path, settings, _CUTTING, pre)
+    kind = pretokenizers.class_of(path, settings, _BY_CLASS, pre)
     vocab = {str(token): int(i) for token, i in read_object(path).items()}
     return {
         "model": {"type": "BPE", "vocab": vocab, "merges": _merges(path.with_name("merges.txt"), vocab)},
         "normalizer": {"type": "NFC"} if kind in _COMPOSED else None,
-        "pre_tokenizer": pretokenizers.to_json(pretokenizers.get(pre or _CUTTING[kind])),
+        "pre_tokenizer": pretokenizers.to_json(pretokenizers.get(pre or _BY_CLASS[kind])),
         "added_tokens": [{"id": i, **token} for i, token in sorted(_added(path, vocab, settings).items())],
     }
 

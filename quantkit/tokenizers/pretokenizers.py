@@ -1,6 +1,6 @@
 """How byte-level BPE tokenizers cut text into words, by the name that GGUF keeps in `tokenizer.ggml.pre`.
 
-A way of cutting is a list of regular expressions, applied one after the other: each match becomes a piece of its own
+A pre-tokenizer is a list of regular expressions, applied one after the other: each match becomes a piece of its own
 and so does what lies between. The same table recognises a tokenizer.json and builds the runtime's tokenizer. The
 names are those that the loaders of llama.cpp and ik_llama.cpp know; names that cut alike are one entry.
 """
@@ -116,7 +116,7 @@ _BY_NAME = {name: entry for entry in TABLE for name in entry.names}
 
 
 def get(name: str) -> PreTokenizer:
-    """The way of cutting that GGUF calls `name`. UnknownNameError lists the nearest."""
+    """The pre-tokenizer that GGUF calls `name`. UnknownNameError lists the nearest."""
     if name not in _BY_NAME:
         raise UnknownNameError("pre-tokenizer (tokenizer.ggml.pre)", name, _BY_NAME)
     return _BY_NAME[name]
@@ -127,16 +127,16 @@ def known(name: str) -> bool:
     return name in _BY_NAME
 
 
-def class_of(path: Path, settings: Json, cutting: Mapping[str, str], pre: str | None) -> str:
+def class_of(path: Path, settings: Json, by_class: Mapping[str, str], pre: str | None) -> str:
     """The class that `settings`, tokenizer_config.json, name for the files at `path`.
 
     UnsupportedError where `cutting`, names by class, lacks it and no `pre` stands in.
     """
     kind = str(settings.get("tokenizer_class", "")).removesuffix("Fast")
-    if pre is None and kind not in cutting:
+    if pre is None and kind not in by_class:
         raise UnsupportedError(
             f"{path}: how the class {kind or '(not named)'} cuts text is not known here. If you know what llama.cpp "
-            f"calls it, say --pre NAME; known are the classes {', '.join(cutting)}"
+            f"calls it, say --pre NAME; known are the classes {', '.join(by_class)}"
         )
     return kind
 
@@ -174,10 +174,10 @@ def _splits(step: Json) -> list[str]:
 
 
 def recognise(tokenizer: Json) -> str:
-    """The GGUF name of a byte-level tokenizer.json's way of cutting; UnsupportedError shows it when there is none.
+    """The GGUF name of a byte-level tokenizer.json's pre-tokenizer; UnsupportedError shows it when there is none.
 
     The expressions must be the same. Among entries that share them, the one that agrees best in composing and in
-    ignoring merges is taken; where it does not agree, vocab.EXACT says so. A family's own name comes before that of
+    ignoring merges is taken; where it does not agree, vocab.OVERRIDES says so. A family's own name comes before that of
     one that cuts alike.
     """
     steps = normalizers(tokenizer)

@@ -2,7 +2,7 @@
 
 Such a tokenizer merges the neighbours whose joint token has the lowest rank; a word that is a token is that token. The
 merges that say the same: every token is made of the two parts that its own bytes come down to when only tokens of lower
-rank may be made. A token whose bytes come down to more parts is no one's merge, only a whole word. The way of cutting
+rank may be made. A token whose bytes come down to more parts is no one's merge, only a whole word. The pre-tokenizer
 is in the checkpoint's Python file, which is not run; it is known by the class that tokenizer_config.json names.
 """
 
@@ -20,7 +20,7 @@ from quantkit.inputs.regular_file import read_bytes
 from quantkit.tokenizers import pretokenizers
 from quantkit.tokenizers.checks import MAX_TOKEN
 
-_CUTTING = {"TikTokenTokenizer": "kimi-k2", "HYTokenizer": "hunyuan"}
+_BY_CLASS = {"TikTokenTokenizer": "kimi-k2", "HYTokenizer": "hunyuan"}
 _RESERVED = {"TikTokenTokenizer": 256}  # control tokens after the ranks: <|reserved_token_ID|> if nothing else
 
 
@@ -32,9 +32,9 @@ def find(directory: Path) -> Path | None:
 def tokenizer_json(path: Path, settings: Json, pre: str | None = None) -> dict[str, Any]:
     """The tokenizer.json that says what the file of ranks and `settings`, tokenizer_config.json, say.
 
-    `pre` names the way of cutting instead of recognising it. UnsupportedError for a class whose way is not known.
+    `pre` names the pre-tokenizer instead of recognising it. UnsupportedError for a class whose way is not known.
     """
-    kind = pretokenizers.class_of(path, settings, _CUTTING, pre)
+    kind = pretokenizers.class_of(path, settings, _BY_CLASS, pre)
     ranks = _ranks(path)
     alphabet = byte_alphabet()
     text = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
@@ -47,7 +47,7 @@ def tokenizer_json(path: Path, settings: Json, pre: str | None = None) -> dict[s
         added.setdefault(i, {"content": f"<|reserved_token_{i}|>", "special": True})
     return {
         "model": model | {"ignore_merges": True},
-        "pre_tokenizer": pretokenizers.to_json(pretokenizers.get(pre or _CUTTING[kind])),
+        "pre_tokenizer": pretokenizers.to_json(pretokenizers.get(pre or _BY_CLASS[kind])),
         "added_tokens": [{"id": i, **token} for i, token in sorted(added.items())],
     }
 

@@ -1,9 +1,9 @@
 """Tokenizers: Hugging Face's files <-> GGUF's `tokenizer.*` keys. Data only; no library is needed.
 
-Three families. "gpt2" is byte-level BPE: tokens in the printable alphabet of GPT-2, merges, a named way of cutting
+Three families. "gpt2" is byte-level BPE: tokens in the printable alphabet of GPT-2, merges, a named pre-tokenizer
 (tokenizers/pretokenizers.py). "llama" is SentencePiece's BPE: tokens with U+2581 for the space, single bytes as <0xHH>,
 and a score for each token instead of merges: of all neighbours, the pair whose joint token scores highest merges first.
-"t5" is SentencePiece's unigram model: of all ways of cutting a text into tokens, that of the highest sum of scores.
+"t5" is SentencePiece's unigram model: of all pre-tokenizer a text into tokens, that of the highest sum of scores.
 
     read(directory, vocab_size, ...)   files -> keys
     sampling(directory)                generation_config.json -> keys
@@ -13,11 +13,12 @@ tokenizers/hf_tokenizer.py is the way back, which also builds the runtime's toke
 A checkpoint without tokenizer.json is read from tokenizer.model (tokenizers/sentencepiece.py), from a file of
 tiktoken's (tokenizers/tiktoken.py) or from vocab.json and merges.txt (tokenizers/merges_txt.py).
 
-What GGUF's keys cannot say is kept under EXACT, so that quantkit's own runtime tokenizes as the checkpoint does; other
-readers do not see it, and for the texts concerned (rare ones, such as uncomposed accents) they give other ids.
+What GGUF's keys cannot express is stored under the key OVERRIDES, so that quantkit's own runtime tokenizes as the
+checkpoint does. Other readers ignore that key. For the texts concerned (rare ones, such as uncomposed accents) they
+give other ids.
 
 Between scores and merges: merge k of a tokenizer.json makes a token; the n-th new token made scores -n. Those are the
-scores of Llama's own tokenizer.model. Back, each token gives a merge for every way of cutting it into two tokens.
+scores of Llama's own tokenizer.model. Back, each token gives a merge for every pre-tokenizer it into two tokens.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from quantkit.tokenizers.hf_tokenizer import (
     BYTE_TOKEN,
     CONTROL,
     ENDS,
-    EXACT,
     FIXED_SCORES,
     NORMAL,
+    OVERRIDES,
     SAMPLING,
     SCORES,
     SPACE,
@@ -89,7 +90,7 @@ def read(directory: Path, config: Json, pre: str | None = None) -> Entries:
                 "or vocab.json and merges.txt)"
             )
         entries = entries | _settings(directory, tokenizer, settings, config, entries["tokenizer.ggml.tokens"][0])
-        return entries | (_exact(tokenizer, entries) if tokenizer else {})
+        return entries | (_made_overrides(tokenizer, entries) if tokenizer else {})
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
         raise FormatError(
             f"{path}: not the tokenizer of a BPE or unigram model ({error!r} while reading it)"
@@ -218,12 +219,12 @@ def _as_bpe(entries: Entries, model: sentencepiece.Model) -> Entries:
     steps = normalizer_steps(model.charsmap, model.removes_spaces)
     if steps:
         after = space_steps(model.adds_space)
-        kept[EXACT] = (json.dumps({"normalizer": {"type": "Sequence", "normalizers": [*steps, *after]}}), "str")
+        kept[OVERRIDES] = (json.dumps({"normalizer": {"type": "Sequence", "normalizers": [*steps, *after]}}), "str")
     return kept
 
 
-def _exact(tokenizer: Json, entries: Entries) -> Entries:
-    """EXACT, where the keys alone would make another tokenizer than this tokenizer.json; else nothing."""
+def _made_overrides(tokenizer: Json, entries: Entries) -> Entries:
+    """OVERRIDES, where the keys alone would make another tokenizer than this tokenizer.json; else nothing."""
     metadata = {key: value for key, (value, _) in entries.items()}
     kind = metadata["tokenizer.ggml.model"]
     if kind == "gpt2" and not pretokenizers.known(metadata["tokenizer.ggml.pre"]):
@@ -247,7 +248,7 @@ def _exact(tokenizer: Json, entries: Entries) -> Entries:
         found["added_tokens"] = {i: changed for i, changed in flags.items() if changed}
     if kind == "llama" and (unmerged := _unmerged(made, model)):
         found["unmerged"] = unmerged
-    return {EXACT: (json.dumps(found, ensure_ascii=False), "str")} if found else {}
+    return {OVERRIDES: (json.dumps(found, ensure_ascii=False), "str")} if found else {}
 
 
 def _flags(token: Json, names: Sequence[str], text: str) -> dict[str, Any]:

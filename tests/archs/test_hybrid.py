@@ -12,7 +12,7 @@ import pytest
 import quantkit
 from quantkit import archs
 from quantkit.archs.common.transforms import Chain, Elementwise, Gather, ShuffleColumns
-from quantkit.archs.qwen35 import apart, numbered
+from quantkit.archs.qwen35 import checkpoint_name, numbered_name
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats import gguf
 from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
@@ -153,8 +153,8 @@ def test_layers_that_predict_further_tokens_are_dropped_or_kept(tmp_path: Path, 
     rewritten(tmp_path / "hf", tmp_path / "mtp", with_further, {"mtp_num_hidden_layers": 1})
     convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
     dropped = convert(tmp_path / "mtp", tmp_path / "dropped.gguf", "f32")
-    assert list(dropped.left_out) == ["layers that predict further tokens"]
-    assert len(dropped.left_out["layers that predict further tokens"]) > 10
+    assert list(dropped.left_out) == ["MTP layers"]
+    assert len(dropped.left_out["MTP layers"]) > 10
     kept = convert(tmp_path / "mtp", tmp_path / "kept.gguf", "f32", mtp="keep")
     assert not kept.left_out
     plain, less, more = (gguf.open(tmp_path / f"{name}.gguf") for name in ("m", "dropped", "kept"))
@@ -176,15 +176,15 @@ def test_layers_that_predict_further_tokens_are_dropped_or_kept(tmp_path: Path, 
 def test_qwen3next_has_no_names_for_them(tmp_path: Path) -> None:
     tiny(tmp_path / "hf", arch="qwen3next")
     rewritten(tmp_path / "hf", tmp_path / "mtp", with_further)
-    assert "layers that predict further tokens" in prepare(tmp_path / "mtp", "f32").left_out
+    assert "MTP layers" in prepare(tmp_path / "mtp", "f32").left_out
     with pytest.raises(UnsupportedError, match="files of qwen3next have no names for it; say --mtp drop"):
         prepare(tmp_path / "mtp", "f32", mtp="keep")
 
 
 @pytest.mark.parametrize("name", ["model.layers.3.mlp.up_proj.weight", "lm_head.weight", "model.mtp.other.weight"])
 def test_other_names_stay(name: str) -> None:
-    assert numbered(name, 4) == name
-    assert apart(name, 4) == name
+    assert numbered_name(name, 4) == name
+    assert checkpoint_name(name, 4) == name
 
 
 @pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])

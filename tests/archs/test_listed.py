@@ -10,7 +10,7 @@ import pytest
 
 from quantkit import archs
 from quantkit.archs.common import base
-from quantkit.archs.common.shapes import Sizes, listed
+from quantkit.archs.common.shapes import Sizes, expected_tensors
 from quantkit.archs.deepseek2 import in_layout
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.pipelines.convert import prepare
@@ -101,9 +101,9 @@ def test_what_is_missing_is_named() -> None:
     with pytest.raises(FormatError, match="kv_lora_rank"):
         archs.from_hf(DEEPSEEK).tensors({k: v for k, v in DEEPSEEK.items() if k != "kv_lora_rank"})
     with pytest.raises(FormatError, match=r"llama\.expert_count"):
-        listed(["blk.0.ffn_up_exps.weight"], Sizes("llama", {"llama.embedding_length": 64}))
+        expected_tensors(["blk.0.ffn_up_exps.weight"], Sizes("llama", {"llama.embedding_length": 64}))
     with pytest.raises(UnsupportedError, match=r"blk\.0\.foo\.weight: the shape"):
-        listed(["blk.0.foo.weight"], Sizes("llama", {}))
+        expected_tensors(["blk.0.foo.weight"], Sizes("llama", {}))
     with pytest.raises(UnsupportedError, match="Qwen9ForCausalLM is not an architecture quantkit converts"):
         archs.from_hf({"architectures": ["Qwen9ForCausalLM"]})
     kinds = ["linear_attention", "full_attention", "full_attention"]

@@ -1,4 +1,4 @@
-"""What of a checkpoint a language model's file gets: layers that predict further tokens, models inside larger ones."""
+"""What of a checkpoint a language model's file gets: MTP layers, models inside larger ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quantkit.pipelines.convert import convert, prepare
 from quantkit.pipelines.export import export
 from tests.archs.checkpoints import byte_level, tiny, write_tokenizer
 
-# ----------------------------------------------------------------------------------- layers that predict further tokens
+# ----------------------------------------------------------------------------------- MTP layers
 
 
 def with_further(directory: Path, arch: str, rng: np.random.Generator) -> Path:
@@ -58,7 +58,7 @@ def test_kept_or_dropped(tmp_path: Path, rng: np.random.Generator, arch: str, us
         kept = policy == "keep"
         assert done.n_mtp_layers == made.metadata.get(f"{arch}.nextn_predict_layers", 0) == int(kept)
         assert ("blk.3.nextn.eh_proj.weight" in made.tensors) == kept
-        assert list(done.left_out) == ([] if kept else ["layer 3, which predicts the next token but 1"])
+        assert list(done.left_out) == ([] if kept else ["MTP layer 3"])
         np.testing.assert_array_equal(quantkit.load(tmp_path / f"{policy}.gguf").logits(tokens), expected)
     made = prepare(source, "f32")
     assert [s.name for s in made.specs] == list(open_gguf(tmp_path / f"{usual}.gguf").tensors)
@@ -80,7 +80,7 @@ def test_keeping_where_there_is_nothing_to_keep(tmp_path: Path, rng: np.random.G
     with CheckpointWriter(source, [CheckpointSpec(t.name, t.shape, t.dtype) for t in kept]) as writer:
         for name, x in data.items():
             writer.write(name, x)
-    with pytest.raises(FormatError, match=r"speaks of 1 layer.* --mtp drop"):
+    with pytest.raises(FormatError, match=r"speaks of 1 MTP layer.* --mtp drop"):
         prepare(source, mtp="keep")
     assert prepare(source).n_mtp_layers == 0
 
@@ -95,7 +95,7 @@ def test_layers_without_names_in_files(tmp_path: Path) -> None:
     ) as w:
         for name, (_, x) in found.items():
             w.write(name, x)
-    assert prepare(tmp_path / "a").left_out == {"layers that predict further tokens": ["model.mtp.fc.weight"]}
+    assert prepare(tmp_path / "a").left_out == {"MTP layers": ["model.mtp.fc.weight"]}
     with pytest.raises(UnsupportedError, match=r"cannot be kept: files of qwen3 .* --mtp drop"):
         prepare(tmp_path / "a", mtp="keep")
     with pytest.raises(UnknownNameError, match="--mtp 'some'"):

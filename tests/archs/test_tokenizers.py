@@ -217,7 +217,7 @@ def test_same_ids_as_transformers(tmp_path: Path, name: str, count: int) -> None
     if name in BYTE_LEVEL:
         assert ours._metadata["tokenizer.ggml.pre"] == name.split()[0]
         kept = name != name.split()[0]
-        assert (hf_tokenizer.EXACT in ours._metadata) == kept
+        assert (hf_tokenizer.OVERRIDES in ours._metadata) == kept
 
 
 CLASSES = {
@@ -326,7 +326,7 @@ def test_a_directory_with_only_tokenizer_model(tmp_path: Path, kind: str) -> Non
     write_tokenizer(tmp_path / "json", definition)
     ours = through(tmp_path / "model", size)
     assert_same(ours, tmp_path / "json", [*strings(300), "<tool>a <|x|> b</s>c"])
-    assert hf_tokenizer.EXACT not in ours._metadata
+    assert hf_tokenizer.OVERRIDES not in ours._metadata
     wanted = {"bpe": (1, 2), "unigram": (None, 1), "unigram, bytes": (None, 1)}[kind]
     assert (ours.bos_id, ours.eos_id) == wanted
     assert ours.adds_bos == (kind == "bpe")
@@ -359,7 +359,7 @@ def test_compiled_replacements(tmp_path: Path, kind: str, source: str) -> None:
     assert ours.encode("the Quick", bos=False) == ours.encode("the quick", bos=False)
     if kind == "unigram":
         assert bytes(ours._metadata["tokenizer.ggml.precompiled_charsmap"]) == charsmap()
-        assert (hf_tokenizer.EXACT in ours._metadata) == (source == "tokenizer.json")
+        assert (hf_tokenizer.OVERRIDES in ours._metadata) == (source == "tokenizer.json")
 
 
 def test_a_broken_tokenizer_model_is_refused(tmp_path: Path) -> None:

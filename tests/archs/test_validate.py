@@ -34,7 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_files_of_every_architecture_agree_with_themselves(arch: str, tmp_path: Path) -> None:
     file = gguf.open(written(tmp_path / "m.gguf", arch, tokenizer=True))
     assert validate.problems(file.metadata, file.tensors) == []
-    found = validate.described(file.metadata, file.tensors, file.path)
+    found = validate.describe(file.metadata, file.tensors, file.path)
     assert len(found.blocks) == found.hparams.n_main
 
 
@@ -135,7 +135,7 @@ def test_keys_that_cannot_be(
     path = changed(models[model], tmp_path / "m.gguf", {key: value})
     file = gguf.open(path)
     with pytest.raises(FormatError, match=rf"(?s){path}: .*{match}.*(metadata set|get it again)"):
-        validate.described(file.metadata, file.tensors, path)
+        validate.describe(file.metadata, file.tensors, path)
     assert validate.problems(file.metadata, file.tensors) or key.endswith(".block_count")
 
 
@@ -159,19 +159,19 @@ def test_tensors_that_cannot_be(
 ) -> None:
     file = gguf.open(reshaped(models[model], tmp_path / "m.gguf", name, shape))
     with pytest.raises(FormatError, match=match):
-        validate.described(file.metadata, file.tensors, file.path)
+        validate.describe(file.metadata, file.tensors, file.path)
 
 
 def test_a_dropped_bias_is_missed(models: dict[str, Path], tmp_path: Path) -> None:
     file = gguf.open(changed(models["biased"], tmp_path / "m.gguf", {}, drop="blk.1.attn_k.bias"))
     with pytest.raises(FormatError, match=r"blk\.1\.attn_k\.bias is missing"):
-        validate.described(file.metadata, file.tensors, file.path)
+        validate.describe(file.metadata, file.tensors, file.path)
 
 
 def test_layers_that_differ_are_unsupported(models: dict[str, Path], tmp_path: Path) -> None:
     file = gguf.open(changed(models["llama"], tmp_path / "m.gguf", {"llama.attention.head_count_kv": ([2, 1], "u32")}))
     with pytest.raises(UnsupportedError, match=r"head_count_kv differs between layers \(\[1, 2\]\)"):
-        validate.described(file.metadata, file.tensors, file.path)
+        validate.describe(file.metadata, file.tensors, file.path)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_what_other_writers_leave_out_or_spell_otherwise(
     models: dict[str, Path], tmp_path: Path, model: str, keys: dict[str, Any]
 ) -> None:
     file = gguf.open(changed(models[model], tmp_path / "m.gguf", keys))
-    assert validate.described(file.metadata, file.tensors, file.path).hparams.n_main
+    assert validate.describe(file.metadata, file.tensors, file.path).hparams.n_main
 
 
 def test_what_is_no_model_has_no_problems(tmp_path: Path, models: dict[str, Path]) -> None:

@@ -144,7 +144,7 @@ def test_only_regular_files_are_replaced(tmp_path):
     """A pipe here, /dev/null in practice: renaming over a device would remove it."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", ""):
-        with pytest.raises(QuantkitError, match=r"no regular file|this is a directory"):
+        with pytest.raises(QuantkitError, match=r"not a regular file|this is a directory"):
             atomic.AtomicFile(path)
     with pytest.raises(QuantkitError, match="this is a directory"):
         Writer("", {}, SPECS, split_max_tensors=2)

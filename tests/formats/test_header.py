@@ -121,7 +121,7 @@ def test_nothing_is_left_when_it_fails(tmp_path, path, monkeypatch):
 
 def test_alignment_and_headers_that_no_reader_takes_are_refused(path):
     before = path.read_bytes()
-    with pytest.raises(QuantkitError, match=r"general\.alignment is 32 and says where the tensors are"):
+    with pytest.raises(QuantkitError, match=r"general\.alignment is 32, and the offsets of the tensors depend on it"):
         change(path, general__alignment=(64, "u32"))
     with pytest.raises(QuantkitError, match="readers would refuse a header of"):
         change(path, long="x" * (41 << 20))
@@ -167,10 +167,10 @@ def test_assignments(text, expected):
     [
         ("nothing", "is not KEY=TYPE:VALUE"),
         ("=u32:1", "is not KEY=TYPE:VALUE"),
-        ("a=5", "a is new: say its type"),
+        ("a=5", "a is new: give its type"),
         ("a=u32:x", "'x' is not a value of kind u32"),
         ("a=bool:maybe", "'maybe' is not a value of kind bool"),
-        ("a=i32[]:[1,", "is no JSON list"),
+        ("a=i32[]:[1,", "is not a JSON list"),
     ],
 )
 def test_assignments_that_are_none(text, message):

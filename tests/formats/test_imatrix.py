@@ -309,7 +309,7 @@ def test_merging_experts_weighs_each_by_what_it_saw(rng):
         ([("q", [1e38, 2.0], [1e-10])], [], r"q\.in_sum2: matrix 0 has sums up to 1e\+38 and a count of 1e-10"),
         ([], [], "no tensor NAME"),
         ([("q", [1.0], [1.0])], [raw.pair("quantkit.imatrix.filled", "str[]", ["q:4"])], r"names matrices \[4\] of q"),
-        ([("q", [1.0], [1.0])], [raw.pair("quantkit.imatrix.filled", "str[]", ["q"])], "it lists NAME:3,17"),
+        ([("q", [1.0], [1.0])], [raw.pair("quantkit.imatrix.filled", "str[]", ["q"])], "it should list NAME:3,17"),
     ],
 )
 def test_gguf_files_that_lie(file, entries, pairs, message):

@@ -104,7 +104,7 @@ def test_readers_of_json_refuse_deep_documents(tmp_path: Path) -> None:
         lambda: read_config(tmp_path),
         lambda: vocab.read(tmp_path, {"vocab_size": 5}),
         lambda: merges_txt.tokenizer_json(tmp_path / "vocab.json", {}, None),
-        lambda: hf_tokenizer.tokenizer_json({hf_tokenizer.EXACT: DEEP, "tokenizer.ggml.model": "gpt2"}),
+        lambda: hf_tokenizer.tokenizer_json({hf_tokenizer.OVERRIDES: DEEP, "tokenizer.ggml.model": "gpt2"}),
         lambda: conversations(tmp_path / "a.jsonl"),
     ]
     for read in readers:

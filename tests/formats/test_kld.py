@@ -88,7 +88,7 @@ def test_layout(base, logits):
 def test_nothing_appears_when_chunks_are_missing_or_wrong(tmp_path, logits):
     tokens = np.zeros((2, N_CTX), np.int32)
     writer = base_file.BaseWriter(tmp_path / "x", tokens, N_VOCAB)
-    with pytest.raises(DataError, match="1 chunks written, 2 announced"), writer:
+    with pytest.raises(DataError, match="1 chunks written of 2"), writer:
         writer.write(logits[0])
     with pytest.raises(DataError, match="expected logits"), writer:
         writer.write(logits[0, 1:])

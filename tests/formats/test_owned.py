@@ -17,7 +17,7 @@ from quantkit.evaluate.chunk_log import ChunkLog
 from quantkit.evaluate.collect_imatrix import Saved
 from quantkit.formats import atomic, gguf, journal, owned
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer, header
-from quantkit.formats.kld.chunk_file import ChunkFile, Noted
+from quantkit.formats.kld.chunk_file import ChunkFile, LoggedChunks
 from quantkit.pipelines.resume import unfinished
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has no such links, pipes and owners")
@@ -28,11 +28,11 @@ OTHER_USER = 54321
 # What each writer makes under a name of its own, given the output's path.
 WRITERS = {
     "output": lambda out: atomic.AtomicFile(out).discard(),
-    "kept": lambda out: atomic.AtomicFile(out, kept=True).discard(),
+    "kept": lambda out: atomic.AtomicFile(out, resumable=True).discard(),
     "journal": lambda out: journal.Journal(out, {}, lambda: None).close(),
     "journal-read": lambda out: journal.read(out),
     "unfinished": unfinished,
-    "chunks": lambda out: ChunkFile(out, b"head", Noted([], 1), lambda read, at: 0).leave(),
+    "chunks": lambda out: ChunkFile(out, b"head", LoggedChunks([], 1), lambda read, at: 0).leave(),
     "saved": lambda out: Saved("run").save(out),
     "saved-read": lambda out: Saved.load(out),
     "log": lambda out: ChunkLog(out, "run", 1, 1, {}),
@@ -90,7 +90,7 @@ from tests.formats.test_owned import WRITERS
 try:
     WRITERS[{writer!r}](Path(sys.argv[1]))
 except QuantkitError as error:
-    sys.exit("no regular file" not in str(error))
+    sys.exit("not a regular file" not in str(error))
 sys.exit(2)
 """
     if writer == "output":  # of another process's number

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantkit.archs.common.shapes import Listed
+from quantkit.archs.common.shapes import ExpectedTensor
 from quantkit.archs.deepseek2 import in_layout
 from quantkit.formats import imatrix
 from quantkit.formats.gguf import TensorSpec, Writer
@@ -52,7 +52,7 @@ class Case:
     def write(self, folder: Path) -> Path:
         specs, metadata = from_config(self.config)
         arch = metadata["general.architecture"]
-        kept = {t.name for t in in_layout([Listed(s.name, s.shape, False) for s in specs], self.layout)}
+        kept = {t.name for t in in_layout([ExpectedTensor(s.name, s.shape, False) for s in specs], self.layout)}
         specs = [s for s in specs if s.name in kept]
         if self.layout == "split":
             specs = [TensorSpec(s.name, _UPSTREAM.get(s.name.split(".")[-2], s.shape), s.type) for s in specs]

@@ -24,9 +24,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from quantkit.archs.common import checked, wrapper
-from quantkit.archs.common import mtp as further
+from quantkit.archs.common import mtp as mtp_layers
 from quantkit.archs.common.blocks import Block, Head, HParams, Norm
-from quantkit.archs.common.shapes import Listed, Sizes, has_shape, listed
+from quantkit.archs.common.shapes import ExpectedTensor, Sizes, expected_tensors, has_shape
 from quantkit.archs.common.tensors import (
     LazyTensor,
     Piece,
@@ -113,8 +113,10 @@ class Arch(ABC):
     ties_by_default: ClassVar[bool] = False  # what transformers assumes where config.json has no tie_word_embeddings
     defaults: ClassVar[Mapping[str, object]] = {}  # further ones, which config.json may omit
     defaults_of: ClassVar[Mapping[str, Mapping[str, object]]] = {}  # those of some of the classes in `hf` only
-    turned: ClassVar[float | None] = None  # which part of a head rope turns, unless config.json says; None: always all
-    mtp: ClassVar[str] = ""  # "keep" or "drop" layers that predict further tokens; "": files have no names for them
+    rotary_fraction: ClassVar[float | None] = (
+        None  # which part of a head rope turns, unless config.json says; None: always all
+    )
+    mtp: ClassVar[str] = ""  # "keep" or "drop" MTP layers; "": files have no names for them
     own_sizes: ClassVar[Mapping[str, Callable[[Sizes], int]]] = {}  # numbers that mean something else here, see shapes
     EXAMPLE: ClassVar[dict[str, Any]]  # a tiny config.json
 
@@ -144,11 +146,11 @@ class Arch(ABC):
         """Tensors float32 that follow from config.json alone."""
         return {}
 
-    def rebuilt(self, name: str) -> bool:
+    def is_generated(self, name: str) -> bool:
         """Whether the GGUF tensor `name` is one of `generated`, so that a checkpoint leaves it out."""
         return False
 
-    def tensors(self, config: Config) -> list[Listed]:
+    def tensors(self, config: Config) -> list[ExpectedTensor]:
         """The tensors that the checkpoint of a config.json becomes, in the order they are written.
 
         By default those that the rules require, with the biases that `has_bias` tells.
@@ -166,14 +168,14 @@ class Arch(ABC):
                 known = rule.names("gguf")
                 names += [fill_name(name, i) for name in known[: 2 if self.has_bias(rule, config) else 1]]
         names += [rule.names("gguf")[0] for rule in rules[first:] if rule not in of_layers]
-        generated = [Listed(name, x.shape, True) for name, x in self.generated(config).items()]
-        return generated + listed(names, sizes)
+        generated = [ExpectedTensor(name, x.shape, True) for name, x in self.generated(config).items()]
+        return generated + expected_tensors(names, sizes)
 
     def shapes(self, config: Config, names: Iterable[str]) -> dict[str, Shape]:
         """Those of the tensors among `names` whose shape follows from a config.json."""
         keys = {key: value for key, (value, _) in self.metadata(config).items()}
         sizes = Sizes(self.name, {f"{self.name}.vocab_size": vocab_size(config)} | keys, self.own_sizes)
-        return {t.name: t.shape for t in listed((name for name in names if has_shape(name)), sizes)}
+        return {t.name: t.shape for t in expected_tensors((name for name in names if has_shape(name)), sizes)}
 
     def rules_of(self, config: Config) -> tuple[Rule, ...]:
         """The rules, with what config.json says of tensors that only some models have."""
@@ -183,36 +185,36 @@ class Arch(ABC):
         """Whether what a rule names comes with a bias where it may: config.json's attention_bias or mlp_bias."""
         return bool(config.get("mlp_bias" if ".ffn_" in rule.gguf else "attention_bias"))
 
-    def left_out(self, config: Config, names: Collection[str]) -> dict[str, list[str]]:
+    def dropped_tensors(self, config: Config, names: Collection[str]) -> dict[str, list[str]]:
         """Tensors of a checkpoint that its GGUF does not get, by what they are; the names as the rules spell them."""
-        found = wrapper.outside(names)
-        return found if self.n_further(config) else found | further.tensors(config, names)
+        found = wrapper.encoder_tensors(names)
+        return found if self.n_mtp_layers(config) else found | mtp_layers.tensors(config, names)
 
-    def n_further(self, config: Config) -> int:
-        """Layers that predict further tokens and are kept, after the main ones."""
-        return further.count(config) if self.mtp and config.get(further.MTP, self.mtp) == "keep" else 0
+    def n_mtp_layers(self, config: Config) -> int:
+        """MTP layers and are kept, after the main ones."""
+        return mtp_layers.count(config) if self.mtp and config.get(mtp_layers.MTP, self.mtp) == "keep" else 0
 
     def with_mtp(self, config: Config, policy: str, names: Collection[str]) -> dict[str, Any]:
-        """config.json with what is done about layers that predict further tokens, one of `further.POLICIES`.
+        """config.json with what is done about MTP layers, one of `mtp_layers.POLICIES`.
 
         `names` are the checkpoint's, as the rules spell them. By "auto" they are kept where the architecture's files
         usually have them and the checkpoint has them. An error says why they cannot be kept.
         """
-        there = further.tensors(config, names)
+        there = mtp_layers.tensors(config, names)
         if policy == "keep" and there and not self.mtp:
             what, tensors = next(iter(there.items()))
             raise UnsupportedError(
                 f"{what} ({len(tensors)} tensors, {tensors[0]} …) cannot be kept: files of {self.name} have no names "
                 "for it; say --mtp drop"
             )
-        if policy == "keep" and not there and further.count(config):
+        if policy == "keep" and not there and mtp_layers.count(config):
             raise FormatError(
-                f"config.json speaks of {further.count(config)} layer(s) that predict further tokens, of which the "
+                f"config.json speaks of {mtp_layers.count(config)} MTP layer(s), of which the "
                 "checkpoint has no tensors; say --mtp drop"
             )
         if policy == "auto":
             policy = self.mtp if there and self.mtp else "drop"
-        return {**config, further.MTP: policy}
+        return {**config, mtp_layers.MTP: policy}
 
     def canonical(self, name: str) -> str:
         """A checkpoint's name for a tensor as the rules spell it; checkpoints of bare models leave out `model.`."""
@@ -226,7 +228,7 @@ class Arch(ABC):
         out where the config ties it to the embedding, as transformers ignores it there.
         """
         stored = {self.canonical(name): name for name in shapes if not IGNORED.search(name)}
-        for names in self.left_out(config, stored).values():
+        for names in self.dropped_tensors(config, stored).values():
             for name in names:
                 del stored[name]
         if is_tied(config, self.ties_by_default):
@@ -245,7 +247,7 @@ class Arch(ABC):
 
     def to_hf(self, hparams: HParams, shapes: Mapping[str, Shape]) -> list[Piece]:
         """The checkpoint tensors that a GGUF's tensors make."""
-        kept = {name: shape for name, shape in shapes.items() if not self.rebuilt(name)}
+        kept = {name: shape for name, shape in shapes.items() if not self.is_generated(name)}
         found = pieces(self.rules, kept, hparams, to_gguf=False)
         self._check(self.rules, kept, found, hparams, "GGUF")
         return found

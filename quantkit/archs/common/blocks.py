@@ -283,7 +283,7 @@ class HParams:
     has_choice_bias: bool = False  # see Experts
     recurrence: Recurrence | None = None
     recurrent: frozenset[int] = frozenset()  # the layers that are
-    n_further: int = 0  # of n_layer so many, the last ones, predict further tokens and are not run
+    n_mtp_layers: int = 0  # of n_layer so many, the last ones, are MTP layers and are not run
     tensors: frozenset[str] = frozenset()  # names in the file: says which optional ones there are
 
     @property
@@ -293,7 +293,7 @@ class HParams:
 
     @property
     def n_main(self) -> int:
-        return self.n_layer - self.n_further
+        return self.n_layer - self.n_mtp_layers
 
     @property
     def rope_dim(self) -> int:

@@ -184,7 +184,7 @@ _OBJECTS = ("rope_scaling", "rope_parameters", "quantization_config")
 # ---------------------------------------------------------------------------------------------------------- config.json
 
 
-def check(config: Mapping[str, object]) -> None:
+def check_config(config: Mapping[str, object]) -> None:
     """FormatError naming the first key whose value cannot be one; null is as good as absent."""
     classes = config.get("architectures")
     if classes is not None and not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):

@@ -31,7 +31,7 @@ class Decoder(Arch):
     def rope_dim(self, config: Config) -> int:
         """Elements of a head that rope turns."""
         part = real(config, "partial_rotary_factor") or real(rope_parameters(config), "partial_rotary_factor")
-        return int(self.head_dim(config) * (part or self.turned or 1))
+        return int(self.head_dim(config) * (part or self.rotary_fraction or 1))
 
     def head_lengths(self, config: Config) -> Entries:
         """The keys of heads that are not n_embd / n_head wide."""
@@ -41,11 +41,11 @@ class Decoder(Arch):
     def metadata(self, config: Config) -> Entries:
         refuse(config, "hidden_act", ("silu", "swish"))
         parameters = rope_parameters(config)
-        if self.turned is None:
+        if self.rotary_fraction is None:
             refuse(parameters, "partial_rotary_factor", (1, 1.0))
         heads = need(config, "num_attention_heads")
         values: Entries = {
-            "block_count": (need(config, "num_hidden_layers") + self.n_further(config), "u32"),
+            "block_count": (need(config, "num_hidden_layers") + self.n_mtp_layers(config), "u32"),
             "context_length": (need(config, "max_position_embeddings"), "u32"),
             "embedding_length": (need(config, "hidden_size"), "u32"),
             "feed_forward_length": (need(config, "intermediate_size"), "u32"),
@@ -55,9 +55,9 @@ class Decoder(Arch):
             "attention.layer_norm_rms_epsilon": (float(need(config, "rms_norm_eps")), "f32"),
             "vocab_size": (need(config, "vocab_size"), "u32"),
         }
-        if self.n_further(config):
-            values["nextn_predict_layers"] = (self.n_further(config), "u32")
-        if self.turned is not None:
+        if self.n_mtp_layers(config):
+            values["nextn_predict_layers"] = (self.n_mtp_layers(config), "u32")
+        if self.rotary_fraction is not None:
             values["rope.dimension_count"] = (self.rope_dim(config), "u32")
         entries = {f"{self.name}.{key}": entry for key, entry in values.items()}
         return entries | rope.scaling_entries(self.name, parameters)
@@ -68,12 +68,12 @@ class Decoder(Arch):
             return {}
         return {rope.FACTORS: rope.llama3_factors(parameters, self.rope_dim(config))}
 
-    def rebuilt(self, name: str) -> bool:
+    def is_generated(self, name: str) -> bool:
         return name == rope.FACTORS
 
     def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         hp, keys = self.hparams(metadata, tensors.keys()), Keys(self.name, metadata)
-        if hp.head_dim_k != hp.head_dim_v or (hp.rope_dim != hp.head_dim_k and self.turned is None):
+        if hp.head_dim_k != hp.head_dim_v or (hp.rope_dim != hp.head_dim_k and self.rotary_fraction is None):
             raise UnsupportedError(
                 f"{self.name} with key length {hp.head_dim_k}, value length {hp.head_dim_v}, {hp.rope_dim} rotary "
                 f"dims: {self.hf[0]} of transformers has one head_dim for all three"
@@ -95,8 +95,8 @@ class Decoder(Arch):
             "attention_bias": all_or_none(hp, self.biased, self.hf[0]),
         }
         if self.mtp:
-            found["num_nextn_predict_layers"] = hp.n_further
-        if self.turned is not None:
+            found["num_nextn_predict_layers"] = hp.n_mtp_layers
+        if self.rotary_fraction is not None:
             found["partial_rotary_factor"] = hp.rope_dim / hp.head_dim_k
         if hp.rope_freq_factors:
             factors = tensors[hp.rope_freq_factors].dequantize()
@@ -119,7 +119,7 @@ class Decoder(Arch):
         return {
             "arch": self.name,
             "n_layer": keys.number("block_count"),
-            "n_further": keys.number("nextn_predict_layers", 0),
+            "n_mtp_layers": keys.number("nextn_predict_layers", 0),
             "n_ctx_train": keys.number("context_length"),
             "n_embd": keys.number("embedding_length"),
             "n_ff": keys.number("feed_forward_length"),
@@ -136,7 +136,7 @@ class Decoder(Arch):
 
     def rotary(self, keys: Keys, head_dim: int) -> int:
         """Elements of a head that rope turns. Only where that may be all of them is the key optional."""
-        return keys.number("rope.dimension_count", head_dim if self.turned in (None, 1.0) else None)
+        return keys.number("rope.dimension_count", head_dim if self.rotary_fraction in (None, 1.0) else None)
 
     def blocks(self, hparams: HParams) -> list[Block]:
         return [Block(i, (self.attention(hparams, i), self.feed_forward(hparams, i))) for i in range(hparams.n_main)]

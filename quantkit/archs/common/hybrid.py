@@ -136,7 +136,7 @@ class Hybrid(Decoder):
     """`tiled` says which key head a value head reads, see blocks.DeltaNet."""
 
     rope_style = "neox"
-    turned = 0.25
+    rotary_fraction = 0.25
     tiled: bool
     own_sizes = {"q": lambda s: 2 * s["heads"] * s["key"]}  # noqa: RUF012  data
 
@@ -195,7 +195,7 @@ class Hybrid(Decoder):
             head_dim_v=inner // values,
         )
         every = keys.number("full_attention_interval", _INTERVAL)
-        recurrent = frozenset(i for i in range(found["n_layer"] - found["n_further"]) if (i + 1) % every)
+        recurrent = frozenset(i for i in range(found["n_layer"] - found["n_mtp_layers"]) if (i + 1) % every)
         return found | {"recurrence": sizes, "recurrent": recurrent}
 
     def blocks(self, hparams: HParams) -> list[Block]:

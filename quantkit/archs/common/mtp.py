@@ -1,4 +1,4 @@
-"""Layers that predict further tokens (multi-token prediction): they stand after the main ones and are not run.
+"""MTP (multi-token prediction) layers: they stand after the main ones and are not run.
 
 GGUF has them as layers block_count - nextn_predict_layers …, with tensors of their own under `nextn`. Whether a file
 gets them is the architecture's `mtp`, or what `convert --mtp` says: the key MTP of a config, "keep" or "drop".
@@ -20,13 +20,13 @@ _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"
 _APART = ("model.mtp.", "model.mtp_")  # of checkpoints that do not number such layers with the main ones
 
 
-def _is_further(hp: HParams, layer: int) -> bool:
+def _is_mtp_layer(hp: HParams, layer: int) -> bool:
     return layer >= hp.n_main
 
 
 def _rule(name: str) -> Rule:
     ours = name.replace(".", "_")
-    return Rule(f"blk.N.nextn.{ours}", f"model.layers.N.{name}", layers=_is_further, f32=ours.endswith("norm"))
+    return Rule(f"blk.N.nextn.{ours}", f"model.layers.N.{name}", layers=_is_mtp_layer, f32=ours.endswith("norm"))
 
 
 RULES = tuple(_rule(name) for name in _PARTS)
@@ -46,7 +46,7 @@ def tensors(config: Mapping[str, object], names: Collection[str]) -> dict[str, l
     for name in names:
         layer = layers[name]
         if name.startswith(_APART):
-            found.setdefault("layers that predict further tokens", []).append(name)
+            found.setdefault("MTP layers", []).append(name)
         elif n_layer <= layer and layer in marked:
-            found.setdefault(f"layer {layer}, which predicts the next token but {layer - n_layer + 1}", []).append(name)
+            found.setdefault(f"MTP layer {layer}", []).append(name)
     return found

@@ -1,7 +1,7 @@
 """Shapes of tensors by their GGUF names: what a name is the same for every architecture, so one table does for all.
 
     sizes = Sizes("qwen3moe", metadata)                      the numbers, from GGUF keys
-    listed(["token_embd.weight", "blk.0.attn_q.weight"], sizes)    [Listed(name, shape, f32)]
+    expected_tensors(["token_embd.weight", "blk.0.attn_q.weight"], sizes)    [ExpectedTensor(name, shape, f32)]
 
 Shapes are numpy's, rows first. A dimension of the table is the name of a number of `Sizes`, or a product "2*embd".
 """
@@ -81,7 +81,7 @@ _FLOAT32 = ("_norm.weight", "ffn_gate_inp.weight", "ssm_conv1d.weight")
 
 
 @dataclass(frozen=True)
-class Listed:
+class ExpectedTensor:
     """A tensor that a model of some config.json has. `f32`: it is stored in float32, whatever the others are."""
 
     name: str
@@ -160,9 +160,9 @@ _NUMBERS: dict[str, Callable[[Sizes], int]] = {
 }
 
 
-def listed(names: Iterable[str], sizes: Sizes) -> list[Listed]:
+def expected_tensors(names: Iterable[str], sizes: Sizes) -> list[ExpectedTensor]:
     """The tensors of these names; a bias has the rows of its weight. UnsupportedError for a name of unknown shape."""
-    return [_listed(name, sizes) for name in names]
+    return [_expected_tensor(name, sizes) for name in names]
 
 
 def has_shape(name: str) -> bool:
@@ -176,7 +176,7 @@ def _dims(name: str) -> tuple[list[str] | None, str]:
     return _SHAPES.get(stem.removeprefix("blk.N.")) or _SHAPES.get(name.rpartition(".")[2]), suffix
 
 
-def _listed(name: str, sizes: Sizes) -> Listed:
+def _expected_tensor(name: str, sizes: Sizes) -> ExpectedTensor:
     dims, suffix = _dims(name)
     if dims is None:
         raise UnsupportedError(
@@ -186,4 +186,4 @@ def _listed(name: str, sizes: Sizes) -> Listed:
     if suffix == "bias":
         shape = shape[:-1] if len(shape) > 1 else shape
     f32 = len(shape) < 2 or suffix != "weight" or any(part in name for part in _FLOAT32)
-    return Listed(name, shape, f32)
+    return ExpectedTensor(name, shape, f32)

@@ -1,10 +1,10 @@
 """Does a GGUF agree with itself: hyperparameters with each other, with the tensors and with the tokenizer.
 
-    found = validate.described(file.metadata, file.tensors, file.path)    found.hparams, found.blocks, found.head
+    found = validate.describe(file.metadata, file.tensors, file.path)    found.hparams, found.blocks, found.head
     validate.problems(file.metadata, file.tensors)                        what contradicts what, a sentence each
 
 Kernels take sizes from hyperparameters and addresses from tensors, so nothing runs and nothing is allocated before
-`described` has returned. Values are not looked at, and what only the numbers of a forward pass would tell is not found:
+`describe` has returned. Values are not looked at, and what only the numbers of a forward pass would tell is not found:
 a base of rope or a factor of experts that another model has.
 """
 
@@ -27,11 +27,11 @@ from quantkit.errors import FormatError, QuantkitError, UnsupportedError
 REMEDY = "correct a wrong key with `quantkit metadata set FILE KEY=TYPE:VALUE`; if the file is damaged, get it again"
 _OPTIONAL = ("bias", "scale")
 _IGNORED = re.compile(r"blk\.\d+\.(attn_rot_embd|rope_freqs)\.weight")  # of old files; what they say is computed
-_FURTHER = "nextn.eh_proj"
+_MTP_MARK = "nextn.eh_proj"
 
 
 @dataclass(frozen=True)
-class Described:
+class Description:
     """A model whose numbers and tensors agree."""
 
     arch: Arch
@@ -40,9 +40,9 @@ class Described:
     head: Head
 
 
-def described(
+def describe(
     metadata: Mapping[str, object], tensors: Mapping[str, Shaped], path: str | os.PathLike[str] = "the model"
-) -> Described:
+) -> Description:
     """What the architecture says of a model. FormatError or UnsupportedError where file and model contradict."""
     try:
         found = _read(metadata, tensors)
@@ -58,7 +58,7 @@ def described(
 
 
 def problems(metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> list[str]:
-    """What `described` would refuse; nothing for a file that is no model of a known architecture."""
+    """What `describe` would refuse; nothing for a file that is no model of a known architecture."""
     name = metadata.get("general.architecture")
     if not is_model(metadata) or name not in _names():
         return []
@@ -95,7 +95,7 @@ def is_model(metadata: Mapping[str, object]) -> bool:
 # ---------------------------------------------------------------------------------------------------------------- parts
 
 
-def _read(metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> Described:
+def _read(metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> Description:
     name = metadata.get("general.architecture")
     if not isinstance(name, str):
         raise FormatError("metadata has no general.architecture; the file is not a model")
@@ -104,7 +104,7 @@ def _read(metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> Desc
     checked.check_tokenizer(metadata)
     _check_layers(name, metadata, tensors)
     hp = arch.hparams(metadata, tensors.keys())
-    return Described(arch, hp, arch.blocks(hp), arch.head(hp))
+    return Description(arch, hp, arch.blocks(hp), arch.head(hp))
 
 
 def _check_layers(name: str, metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> None:
@@ -112,25 +112,27 @@ def _check_layers(name: str, metadata: Mapping[str, object], tensors: Mapping[st
     key, value = f"{name}.block_count", metadata.get(f"{name}.block_count")
     if not isinstance(value, int):
         raise FormatError(f"metadata key {key} is missing; the file is not a complete {name} model")
-    further = metadata.get(f"{name}.nextn_predict_layers") or 0
-    if not isinstance(further, int) or further >= value:
-        raise FormatError(f"metadata key {name}.nextn_predict_layers = {further}, {key} = {value}: no layer is run")
+    n_mtp_layers = metadata.get(f"{name}.nextn_predict_layers") or 0
+    if not isinstance(n_mtp_layers, int) or n_mtp_layers >= value:
+        raise FormatError(
+            f"metadata key {name}.nextn_predict_layers = {n_mtp_layers}, {key} = {value}: no layer is run"
+        )
     there = {layer for stem, layer, _ in map(split_name, tensors) if layer is not None and stem.startswith("blk.")}
     if there and max(there) >= value:
         raise FormatError(f"metadata key {key} = {value}, but there are tensors of blk.{max(there)}")
-    main = value - further
+    main = value - n_mtp_layers
     absent = next((i for i in range(main) if i not in there), None)
     if absent is not None:
         raise FormatError(f"metadata key {key} = {value}, but there are no tensors of blk.{absent}")
-    marked = {split_name(tensor)[1] for tensor in tensors if f".{_FURTHER}." in tensor}
+    marked = {split_name(tensor)[1] for tensor in tensors if f".{_MTP_MARK}." in tensor}
     if there and max(there) >= main and main not in marked:
         raise FormatError(
-            f"metadata key {name}.nextn_predict_layers = {further} makes blk.{main} a layer of multi-token prediction, "
-            f"but there is no tensor blk.{main}.{_FURTHER}.weight"
+            f"metadata key {name}.nextn_predict_layers = {n_mtp_layers} makes blk.{main} an MTP layer, "
+            f"but there is no tensor blk.{main}.{_MTP_MARK}.weight"
         )
 
 
-def _contradictions(found: Described, metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> Iterator[str]:
+def _contradictions(found: Description, metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> Iterator[str]:
     for block in found.blocks:
         for part in block.parts:
             yield from (f"blk.{block.layer}: {sentence}" for sentence in _of_part(found, part))
@@ -150,7 +152,7 @@ def _contradictions(found: Described, metadata: Mapping[str, object], tensors: M
         )
 
 
-def _of_part(found: Described, part: blocks.Part) -> Iterator[str]:
+def _of_part(found: Description, part: blocks.Part) -> Iterator[str]:
     """What of a part cannot be computed, whatever its tensors."""
     if isinstance(part, blocks.Attention):
         if part.heads % part.kv_heads:
@@ -160,7 +162,7 @@ def _of_part(found: Described, part: blocks.Part) -> Iterator[str]:
             )
         if part.window is not None and part.window < 1:
             yield f"attention.sliding_window = {part.window}; a token sees itself, so it has to be 1 or more"
-        yield from _of_rope(part.rope, part.head_dim_k, found.arch.turned is None)
+        yield from _of_rope(part.rope, part.head_dim_k, found.arch.rotary_fraction is None)
     elif isinstance(part, blocks.LatentAttention):
         if part.kv_lora < 1:
             yield f"attention.kv_lora_rank = {part.kv_lora}; it has to be 1 or more"
@@ -188,7 +190,7 @@ def _of_rope(rope: blocks.Rope, head_dim: int, whole: bool) -> Iterator[str]:
         )
 
 
-def _unknown(found: Described, wanted: Mapping[str, object], tensors: Mapping[str, Shaped]) -> Iterator[str]:
+def _unknown(found: Description, wanted: Mapping[str, object], tensors: Mapping[str, Shaped]) -> Iterator[str]:
     """Tensors that nothing would be computed with, so that the result would be another model's."""
     hp = found.hparams
     for name in tensors:
@@ -198,7 +200,7 @@ def _unknown(found: Described, wanted: Mapping[str, object], tensors: Mapping[st
             yield f"tensor {name} is not one that quantkit computes {hp.arch} with; the model is a variant of it"
 
 
-def _uneven(found: Described, tensors: Mapping[str, Shaped]) -> Iterator[str]:
+def _uneven(found: Description, tensors: Mapping[str, Shaped]) -> Iterator[str]:
     """Biases and scales that some layers have and others, with the same matrix, lack."""
     layers: dict[tuple[str, str], set[int]] = {}
     for name in tensors:

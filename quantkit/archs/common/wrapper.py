@@ -22,13 +22,13 @@ _ENCODERS = {
 }
 
 
-def text_part(config: Mapping[str, object]) -> Mapping[str, object] | None:
+def text_config(config: Mapping[str, object]) -> Mapping[str, object] | None:
     """What config.json says of the language model inside; None where there is none inside."""
     parts = (config.get(key) for key in _PARTS)
     return next((part for part in parts if isinstance(part, dict)), None)
 
 
-def joined(config: Mapping[str, object], text: Mapping[str, object]) -> dict[str, Any]:
+def merge_text_config(config: Mapping[str, object], text: Mapping[str, object]) -> dict[str, Any]:
     """A language model's config.json, with what only the whole's says. Whether embeddings are tied the whole says."""
     found = {key: config[key] for key in _WHOLE if key in config} | dict(text)
     tied = [part["tie_word_embeddings"] for part in (config, text) if part.get("tie_word_embeddings") is not None]
@@ -43,7 +43,7 @@ def inner_name(name: str) -> str:
     return rest if rest.startswith("lm_head.") else f"model.{rest}"
 
 
-def outside(names: Iterable[str]) -> dict[str, list[str]]:
+def encoder_tensors(names: Iterable[str]) -> dict[str, list[str]]:
     """Tensors that are not the language model's, by what they are."""
     found: dict[str, list[str]] = {}
     for name in names:

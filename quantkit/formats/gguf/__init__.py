@@ -1,7 +1,7 @@
-"""GGUF files: `open` one to read metadata and lazy tensors, `Writer` streams one.
+"""GGUF files: `open` reads metadata and lazy tensors, `Writer` streams a file.
 
-Takes and gives numpy arrays and `quantkit.types`; knows nothing of models. Imports `errors`, `types` and the other
-modules of `formats`.
+The package takes and returns numpy arrays and `quantkit.types`, and knows nothing of models. It imports `errors`,
+`inputs`, `types` and the other modules of `formats`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""How two GGUF files differ: keys, and tensor by tensor types, shapes, bytes and decoded values.
+"""Differences between two GGUF files: keys, and for each tensor type, shape, bytes and decoded values.
 
-Errors of values x of A and y of B, over all values of a tensor, in float64:
+Figures over all values of a tensor, x in file A and y in file B, in float64:
 
-    rms       sqrt(sum (x - y)² / sum x²): the relative error, as a root of mean squares
-    weighted  sqrt(sum w (x - y)² / sum w x²): the same with the importance w of each column, which is what quantizers
-              with an importance matrix make small
-    largest   max |x - y|, at `place` (row of the tensor seen as a matrix, column)
+    rms       sqrt(sum (x - y)² / sum x²): the relative root-mean-square error
+    weighted  sqrt(sum w (x - y)² / sum w x²): the same with the importance w of each column, which quantizers with an
+              importance matrix minimize
+    largest   max |x - y|, at `place` (row of the tensor as a matrix, column)
     cosine    sum x y / sqrt(sum x² sum y²)
 
-They are taken over the places where both values are finite; `nonfinite` counts the others. 0/0 is no error.
+They cover the positions where both values are finite; `nonfinite` counts the others. An error of 0/0 is 0.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from quantkit.formats.gguf.metadata import Value
 from quantkit.formats.gguf.reader import GGUF, Metadata, Tensor
 from quantkit.formats.mapping import release
 from quantkit.formats.pipeline import spread
@@ -30,14 +31,14 @@ _PIECE_ELEMENTS = 1 << 19
 _MISSING = object()
 
 Weights = Callable[[str, int, int], "np.ndarray | None"]
-"""Importance of a tensor: of name, matrices, columns; float[matrices, columns], or None where there is none."""
+"""(name, matrices, columns) -> importance of a tensor, float[matrices, columns], or None if there is none."""
 
 
 @dataclass
 class Difference:
-    """One tensor of two files; `a` and `b` are None where a file has no such tensor, figures where not measured.
+    """One tensor of two files. `a` or `b` is None if the file lacks it; figures are None if not measured.
 
-    status: "same", "bytes", "type", "shape", "only in a", "only in b"; the first that holds of shape, type, bytes.
+    status: "only in a", "only in b", or the first difference of "shape", "type", "bytes"; "same" if there is none.
     """
 
     name: str
@@ -52,8 +53,8 @@ class Difference:
     nonfinite: int = 0
 
     @property
-    def badness(self) -> tuple[float, ...]:
-        """What is worse sorts later: equal tensors, those measured, those that cannot be compared."""
+    def severity(self) -> tuple[float, ...]:
+        """Sort key: equal tensors first, then those measured by their error, then those that cannot be compared."""
         if self.status == "same":
             return (0.0,)
         if self.rms is None:
@@ -63,17 +64,17 @@ class Difference:
 
 @dataclass(frozen=True)
 class KeyDifference:
-    """A key: "added" in B, "removed" (only in A) or "changed"; values and kinds are None on the side without it."""
+    """A key that is "added" (only in B), "removed" (only in A) or "changed"; None on the side without it."""
 
     key: str
     status: str
-    a: Any
-    b: Any
+    a: Value | None
+    b: Value | None
     kinds: tuple[str | None, str | None]
 
 
 def of_metadata(a: Metadata, b: Metadata) -> list[KeyDifference]:
-    """Keys whose value or kind differs, those of A first."""
+    """Keys whose value or kind differs; those of A first."""
     found = []
     for key in dict.fromkeys([*a, *b]):
         x, y = (m.get(key, _MISSING) for m in (a, b))
@@ -87,7 +88,7 @@ def of_metadata(a: Metadata, b: Metadata) -> list[KeyDifference]:
 
 
 def _equal(x: Any, y: Any) -> bool:
-    """Equal, NaN to NaN too."""
+    """Whether values are equal; NaN equals NaN."""
     return x == y or repr(x) == repr(y)
 
 
@@ -100,12 +101,12 @@ def of_tensors(
     threads: int | None = None,
     progress: bool = False,
 ) -> list[Difference]:
-    """All tensors of two files, the worst first, equal ones last in A's order.
+    """Compare all tensors of two files. The largest difference comes first, equal tensors last, in A's order.
 
-    Without `values` no tensor is decoded, but bytes of tensors of one type are still compared. Memory is bounded by a
+    Without `values` no tensor is decoded; bytes of tensors of the same type are still compared. Memory is bounded by a
     few pieces a thread.
     """
-    found = [_kept(a, b, name) for name in dict.fromkeys([*a.tensors, *b.tensors])]
+    found = [_compare_infos(a, b, name) for name in dict.fromkeys([*a.tensors, *b.tensors])]
     alike = [d for d in found if d.status == "same"]
     differing: set[str] = set()
     compared = (task for d in alike for task in _byte_tasks(d, differing))
@@ -115,11 +116,11 @@ def of_tensors(
             d.status = "bytes"
     if values:
         _measure([d for d in found if d.status in ("bytes", "type")], weights, threads, progress)
-    return sorted(found, key=lambda d: d.badness, reverse=True)
+    return sorted(found, key=lambda d: d.severity, reverse=True)
 
 
-def _kept(a: GGUF, b: GGUF, name: str) -> Difference:
-    """What is known of a tensor without its data; "same" where shape and type are."""
+def _compare_infos(a: GGUF, b: GGUF, name: str) -> Difference:
+    """Compare presence, shape and type of a tensor, not its data; "same" if they agree."""
     x, y = a.tensors.get(name), b.tensors.get(name)
     if x is None or y is None:
         return Difference(name, x, y, "only in b" if x is None else "only in a")
@@ -147,7 +148,7 @@ def _compare_bytes(x: Tensor, y: Tensor, start: int, differing: set[str]) -> int
 
 @dataclass
 class _Sums:
-    """What a piece adds to the figures of its tensor."""
+    """The sums of one piece, from which the figures of its tensor are made."""
 
     error: float = 0.0
     x: float = 0.0
@@ -162,14 +163,14 @@ class _Sums:
 
 @dataclass
 class _Measured:
-    """The sums of a tensor's pieces by their place, so that their order does not depend on threads."""
+    """The sums of a tensor's pieces by first row, so that the result does not depend on the order of threads."""
 
     weights: np.ndarray | None
     pieces: dict[int, _Sums] = field(default_factory=dict)
 
 
 def _measure(found: Iterable[Difference], weights: Weights | None, threads: int | None, progress: bool) -> None:
-    """Fill in the figures of tensors that differ, where both types can be decoded."""
+    """Measure the tensors that differ, if both types can be decoded."""
     chosen: list[tuple[Difference, _Measured]] = []
     for d in found:
         if d.a is None or d.b is None or not (d.a.type.has_codec and d.b.type.has_codec):
@@ -183,7 +184,7 @@ def _measure(found: Iterable[Difference], weights: Weights | None, threads: int 
 
 
 def _value_tasks(d: Difference, measured: _Measured) -> Iterator[Callable[[], int]]:
-    """Pieces of whole groups of rows, none of two matrices."""
+    """Tasks for pieces of whole interleaved groups, none across two matrices."""
     assert d.a is not None
     assert d.b is not None
     rows = d.a.shape[-2] if len(d.a.shape) > 1 else 1
@@ -206,7 +207,7 @@ def _compare_values(x: Tensor, y: Tensor, start: int, stop: int, matrix: int, me
 
 
 def _sums(p: np.ndarray, q: np.ndarray, start: int, weights: np.ndarray | None) -> _Sums:
-    """Of float64[rows, n] each, rows from `start` on."""
+    """The sums of a piece: float64[rows, n] of each file, whose first row is row `start` of the tensor."""
     made = _Sums()
     bad = ~(np.isfinite(p) & np.isfinite(q))
     made.nonfinite = int(bad.sum())

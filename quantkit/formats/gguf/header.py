@@ -1,14 +1,15 @@
-"""Changing a GGUF file's metadata without touching its tensors.
+"""`rewrite`: changes a GGUF file's metadata without touching its tensors.
 
     changed = Metadata(...)                       # keys to set, with their kinds
     rewrite(path, changed, removed=["general.url"])
 
-Keys that are not named keep their bytes, so what quantkit would not write itself (text that is no UTF-8, a NaN's
-payload) survives, and so do tensor infos, alignment, gaps and the version. Keys keep their places, new ones come last.
+Keys that are not named keep their bytes. So data that quantkit itself would not write (text that is not UTF-8, the
+payload of a NaN) survive, and so do tensor infos, alignment, gaps and the version. Keys keep their order; new ones come
+last.
 
-Where the new header ends in the same block of alignment as the old, tensors need not move: then only the bytes that
-differ are written, into the file itself, if they are few (`IN_PLACE`), in one write that is synced. Else the file is
-written anew beside itself and takes its place when it is complete.
+If the new header ends in the same block of alignment as the old one, tensors do not move. Then the bytes that differ
+are written into the file itself, in one synced write, if they span at most `IN_PLACE` bytes. Otherwise a new file is
+written beside the old one and replaces it when it is complete.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from quantkit.formats.gguf.writer import pair_bytes
 from quantkit.formats.mapping import release, require_whole
 from quantkit.formats.pipeline import Bar
 
-IN_PLACE = 4096  # bytes: as many as a disk writes at once, so that a power cut leaves the old or the new
+IN_PLACE = 4096  # bytes that a disk writes at once, so that a power loss leaves the old or the new
 _PIECE = 8 << 20
 
 
 def rewrite(path: Path, changed: Metadata, removed: Iterable[str] = (), *, progress: bool = False) -> bool:
-    """Set and remove keys of one file; True if that was done in place, False if the file was written anew.
+    """Set and remove keys of one file; True if it was changed in place, False if it was replaced.
 
-    QuantkitError for a change of general.alignment, from which follows where the tensors are.
+    QuantkitError for a change of general.alignment, on which the offsets of the tensors depend.
     """
     shard = Shard(path)
     removed = set(removed)
     if "general.alignment" in removed or changed.get("general.alignment", shard.alignment) != shard.alignment:
         raise QuantkitError(
-            f"{path}: general.alignment is {shard.alignment} and says where the tensors are; `quantkit split` and "
-            "`quantkit merge` write files of alignment 32"
+            f"{path}: general.alignment is {shard.alignment}, and the offsets of the tensors depend on it; `quantkit "
+            "split` and `quantkit merge` write files of alignment 32"
         )
     header = _header(shard, changed, removed)
     length = -(-len(header) // shard.alignment) * shard.alignment
@@ -62,7 +63,7 @@ def rewrite(path: Path, changed: Metadata, removed: Iterable[str] = (), *, progr
 
 
 def _header(shard: Shard, changed: Metadata, removed: set[str]) -> bytes:
-    """The new header up to its padding."""
+    """The new header without its padding."""
     kept = [key for key in shard.metadata if key not in removed]
     new = [key for key in changed if key not in shard.metadata]
     start = shard.bytes[:24].tobytes()
@@ -87,14 +88,14 @@ def _patch(path: Path, offset: int, data: bytes) -> None:
         try:
             os.lseek(file, offset, os.SEEK_SET)
             if os.write(file, data) != len(data):
-                raise OSError("the system wrote a part only")
+                raise OSError("the system wrote only a part")
             os.fsync(file)
         finally:
             os.close(file)
 
 
 def _replace(shard: Shard, header: bytes, progress: bool) -> None:
-    """The same file with another header, under its name when it is complete."""
+    """Write the file with another header; it replaces the old one when it is complete."""
     require_whole(shard.bytes, shard.path)
     data = shard.bytes[shard.data_start :]
     require_space(shard.path.parent, len(header) + data.size)

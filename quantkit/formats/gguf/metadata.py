@@ -1,9 +1,9 @@
-"""GGUF metadata: a dict that remembers the GGUF value type ("kind") of each value.
+"""`Metadata`: the keys of a GGUF file, a dict that remembers the GGUF value type ("kind") of each value.
 
-Readers of GGUF are strict about kinds (a u32 key stored as i32 is refused), so a value that is read, changed and
-written must keep the kind it had.
+Readers of GGUF are strict about kinds: they refuse a u32 key stored as i32. So a value that is read, changed and
+written keeps its kind.
 
-Kinds, by id: u8 i8 u16 i16 u32 i32 f32 bool str (array) u64 i64 f64. A list is an array of one kind, that of its
+Kinds, by id: u8 i8 u16 i16 u32 i32 f32 bool str (array) u64 i64 f64. A list is an array; its kind is that of its
 elements.
 """
 
@@ -36,11 +36,15 @@ _OF_DTYPE = {dtype: kind for kind, dtype in DTYPES.items() if kind != "bool"} | 
 _MISSING = object()
 
 
-Entries = dict[str, tuple[Any, str]]  # key: (value, kind)
+Value = bool | int | float | str | list[bool] | list[int] | list[float] | list[str]
+"""What a key holds. Readers give these types; `Metadata.set` also takes numpy's and tuples."""
+
+Entries = dict[str, tuple[Any, str]]
+"""Keys to write: value and kind by key."""
 
 
 def shortest(value: float) -> float:
-    """The shortest decimal that is this float32: 9.999999747e-06 -> 1e-05, as config.json had it."""
+    """The shortest decimal that rounds to this float32: 9.999999747e-06 -> 1e-05, as config.json had it."""
     return float(str(np.float32(value)))
 
 
@@ -57,11 +61,11 @@ class Metadata(dict[str, Any]):
         self.update(values, **more)
 
     def kind(self, key: str) -> str:
-        """The kind of a value, for a list that of its elements."""
+        """The kind of a key's value; for a list the kind of its elements. KeyError if the key is missing."""
         return self._kinds[key]
 
     def set(self, key: str, value: Any, kind: str | None = None) -> None:
-        """Store a value. DataError when it does not fit `kind`, or has no GGUF form."""
+        """Store a value. DataError if it does not fit `kind`, or if GGUF cannot hold it."""
         if not isinstance(key, str):
             raise DataError(f"metadata keys are strings, got {key!r}")
         natural = _OF_DTYPE.get(value.dtype.newbyteorder("<")) if isinstance(value, (np.ndarray, np.generic)) else None
@@ -80,18 +84,19 @@ class Metadata(dict[str, Any]):
         self._put(key, value, kind)
 
     def _put(self, key: str, value: Any, kind: str) -> None:
-        """Store what is known to fit."""
+        """Store a value that is known to fit."""
         super().__setitem__(key, value)
         self._kinds[key] = kind
 
     def copy(self) -> Metadata:
+        """A copy with the same kinds; lists are shared."""
         return Metadata(self)
 
     def __reduce__(self) -> Any:
         return _restore, (dict(self), self._kinds)
 
     def update(self, values: Any = (), **more: Any) -> None:  # type: ignore[override]
-        """As dict.update; kinds come along from another Metadata."""
+        """As dict.update; another Metadata's kinds are copied too."""
         kinds = values._kinds if isinstance(values, Metadata) else {}
         for key, value in dict(values, **more).items():
             self.set(key, value, kinds.get(key))
@@ -100,6 +105,7 @@ class Metadata(dict[str, Any]):
         self.set(key, value)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
+        """As dict.setdefault."""
         if key not in self:
             self.set(key, default)
         return self[key]
@@ -113,6 +119,7 @@ class Metadata(dict[str, Any]):
         del self._kinds[key]
 
     def pop(self, key: str, default: Any = _MISSING) -> Any:
+        """As dict.pop."""
         if key not in self and default is not _MISSING:
             return default
         value = self[key]
@@ -120,11 +127,13 @@ class Metadata(dict[str, Any]):
         return value
 
     def popitem(self) -> tuple[str, Any]:
+        """As dict.popitem."""
         key, value = super().popitem()
         del self._kinds[key]
         return key, value
 
     def clear(self) -> None:
+        """Remove all keys."""
         super().clear()
         self._kinds.clear()
 
@@ -140,7 +149,7 @@ def _fits(value: Any, kind: str) -> bool:
     """Whether a value, or every element of a list, can be stored as `kind`."""
     values = value if isinstance(value, list) else [value]
     expected = _PYTHON_TYPES.get(kind, (int,))
-    found = set(map(type, values))  # quick with long lists; only where there are others each value is looked at
+    found = set(map(type, values))  # fast for long lists; each value is checked only if there are other types
     odd = () if found <= set(expected) else values
     if not all(isinstance(v, expected) and (bool in expected or not isinstance(v, bool)) for v in odd):
         return False
@@ -159,8 +168,8 @@ def _fits(value: Any, kind: str) -> bool:
     return bool(limits.min <= min(values) and max(values) <= limits.max)
 
 
-def _infer(key: str, value: Any) -> str:
-    """The kind of a value that nobody gave one."""
+def _infer(key: str, value: object) -> str:
+    """The usual kind of a value, the first that it fits."""
     if isinstance(value, list):
         if not value:
             raise DataError(f"metadata key {key}: an empty list needs a kind")
@@ -169,21 +178,23 @@ def _infer(key: str, value: Any) -> str:
         candidates = ("bool", "str", "u32", "i32", "u64", "i64", "f32", "f64")
     integers = all(isinstance(v, int) for v in (value if isinstance(value, list) else [value]))
     for kind in candidates:
-        if _fits(value, kind) and not (integers and kind in _FLOATS):  # an int too large for any kind is no float
+        if _fits(value, kind) and not (
+            integers and kind in _FLOATS
+        ):  # an int too large for any kind does not become a float
             return kind
-    raise DataError(f"metadata key {key}: {_brief(value)} has no GGUF form")
+    raise DataError(f"metadata key {key}: GGUF cannot hold {_brief(value)}")
 
 
-def _brief(value: Any) -> str:
+def _brief(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# ------------------------------------------------------------------------------------------------- changes by the user
+# ------------------------------------------------------------------------------------------- assignments by the user
 
 _INTEGERS = ("u8", "i8", "u16", "i16", "u32", "i32", "u64", "i64")
 _ALIASES = {"int": _INTEGERS, "float": _FLOATS, "string": ("str",)}
-"""Names that leave the size open: that of the key that exists, else the usual one."""
+"""Type names without a size: the size is that of the existing key, else the usual one."""
 
 _LAYOUT = ("general.architecture", "general.alignment", "tokenizer.ggml.tokens")
 _SHAPES = frozenset((
@@ -198,28 +209,28 @@ _SHAPES = frozenset((
 
 
 def holds_tensors(key: str) -> bool:
-    """Whether names, shapes or places of tensors follow from a key, so that another value makes the file unreadable."""
+    """Whether names, shapes or offsets of tensors depend on a key, so that a change makes the file unreadable."""
     if key in _LAYOUT or key.startswith("split."):
         return True
     return not key.startswith(("general.", "tokenizer.")) and key.partition(".")[2] in _SHAPES
 
 
 def assignment(text: str, existing: Metadata) -> tuple[str, Any, str | None]:
-    """Key, value and kind (None: the usual) of `KEY=TYPE:VALUE`.
+    """Parse `KEY=TYPE:VALUE`: key, value and kind (None: the usual kind).
 
-    TYPE is a kind as u32, f32, bool or str; int or float, of the size that the key has; with [] an array, whose VALUE
-    is a JSON list, or what is parted by commas. Without TYPE the key keeps its kind.
+    TYPE is a kind such as u32, f32, bool or str, or int or float with the size that the key has. With [] it is an
+    array: VALUE is a JSON list, or comma-separated. Without TYPE the key keeps its kind.
     """
     key, equals, rest = text.partition("=")
     if not key or not equals:
-        raise DataError(f"{_brief(text)} is not KEY=TYPE:VALUE, as general.name=str:Foo or x.list=i32[]:[1,2]")
+        raise DataError(f"{_brief(text)} is not KEY=TYPE:VALUE, such as general.name=str:Foo or x.list=i32[]:[1,2]")
     kind, colon, value = rest.partition(":")
     name = kind.removesuffix("[]")
     known = name in IDS and name != "array"
     if not colon or not (known or name in _ALIASES):
         if key not in existing:
             raise DataError(
-                f"metadata key {key} is new: say its type, as {key}=str:{rest} (types: {', '.join(DTYPES)})"
+                f"metadata key {key} is new: give its type, as in {key}=str:{rest} (types: {', '.join(DTYPES)})"
             )
         is_list = isinstance(existing[key], list)
         return key, _parsed(key, rest, existing.kind(key), is_list), existing.kind(key)
@@ -232,7 +243,7 @@ def assignment(text: str, existing: Metadata) -> tuple[str, Any, str | None]:
 
 
 def _parsed(key: str, text: str, kind: str, is_list: bool) -> Any:
-    """Text as a value of a kind."""
+    """A text as a value, or a list of values, of a kind."""
     if not is_list:
         return _scalar(key, text, kind)
     if not text.lstrip().startswith("["):
@@ -240,7 +251,7 @@ def _parsed(key: str, text: str, kind: str, is_list: bool) -> Any:
     try:
         values = json_input.parse(text, "the value")
     except FormatError as error:
-        raise DataError(f"metadata key {key}: {_brief(text)} is no JSON list: {error}") from None
+        raise DataError(f"metadata key {key}: {_brief(text)} is not a JSON list: {error}") from None
     return [float(v) if kind in _FLOATS and type(v) is int else v for v in values]
 
 

@@ -1,20 +1,20 @@
-"""GGUF files: metadata and lazy tensors over a read-only mapping, versions 2 and 3, shards joined.
+"""Reading GGUF files: metadata and lazy tensors over a read-only mapping, versions 2 and 3, sets of shards.
 
     header       "GGUF", u32 version, u64 tensors, u64 keys
     each key     string key; u32 kind; value             kinds: quantkit.formats.gguf.metadata
     each tensor  string name; u32 n_dims; n_dims x u64 dims; u32 type id; u64 offset
-    zeros        up to a multiple of the alignment (u32 general.alignment, else 32): here the data start
-    data         each tensor at its offset from the data start, a multiple of the alignment
+    zeros        up to a multiple of the alignment (u32 general.alignment, else 32): the start of the data
+    data         each tensor at its offset from the start of the data, a multiple of the alignment
 
     string       u64 length, UTF-8 bytes          array   u32 kind of the elements, u64 count, elements
 
-All numbers are little-endian. dims run from the fastest; here shapes are numpy's, the reverse. A row is one run of the
+All numbers are little-endian. dims are fastest first; shapes here are numpy's, the reverse. A row is one run of the
 last axis, `row_meta + blocks`; a tensor's data are its rows in order.
 
-A set of shards is `PREFIX-00001-of-00003.gguf` ...: the first holds all metadata, every one holds the keys split.no,
-split.count and split.tensors.count. Spec: spec/tools.md 1.
+A set of shards is `PREFIX-00001-of-00003.gguf` …: the first holds all metadata, each holds the keys split.no,
+split.count and split.tensors.count. The format is llama.cpp's; type ids are those of ik_llama.cpp.
 
-Every number of a file is checked against the file's size before it is used, so corrupt and hostile files end in a
+Every number of a file is checked against the file's size before it is used. So corrupt and hostile files end in a
 FormatError that names file, byte and both numbers, in time and memory bounded by the MAX_* below.
 """
 
@@ -46,8 +46,8 @@ MAX_TENSORS = 1 << 17  # 61 layers of 256 separate experts are 46848
 MAX_KEY_BYTES = 65535
 MAX_NAME_BYTES = 1024
 
-_KEY_MIN = 8 + 4 + 1  # bytes that any key takes
-_TENSOR_MIN = 8 + 4 + 8 + 4 + 8
+_KEY_MIN = 8 + 4 + 1  # bytes that a key takes at least
+_TENSOR_MIN = 8 + 4 + 8 + 4 + 8  # bytes that a tensor info takes at least
 _SHARD_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _u32 = struct.Struct("<I").unpack_from
 _u64 = struct.Struct("<Q").unpack_from
@@ -57,12 +57,12 @@ _u64 = struct.Struct("<Q").unpack_from
 
 
 class Tensor:
-    """A tensor in a file. Nothing is read before its data are asked for.
+    """A lazy tensor of a file. Nothing is read before its data are asked for.
 
-    name    as in the file                 type    its QuantType
+    name    as in the file                     type    its QuantType
     shape   numpy order, rows last but one; (n,) for a vector
-    nbytes  of its data                    n_rows  product of all but the last axis
-    path    of the file that holds it      offset  of its data in that file
+    nbytes  size of its data                   n_rows  product of all but the last axis
+    path    the file that holds it             offset  of its data in that file
     """
 
     __slots__ = ("_file", "name", "nbytes", "offset", "path", "shape", "type")
@@ -77,6 +77,7 @@ class Tensor:
 
     @property
     def n_rows(self) -> int:
+        """Product of all but the last axis; 1 for a vector."""
         rows = 1
         for n in self.shape[:-1]:
             rows *= n
@@ -84,16 +85,17 @@ class Tensor:
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of a row as stored."""
         return self.type.row_bytes(self.shape[-1])
 
     @property
     def data(self) -> np.ndarray:
-        """uint8[n_rows, row_bytes]: a read-only view of the mapping, rows in file order, no copy (of i2_s a copy)."""
+        """uint8[n_rows, row_bytes]: a read-only view of the mapping, rows in file order (for i2_s a copy)."""
         return self._rows(0, self.n_rows)
 
     @property
     def stored(self) -> np.ndarray:
-        """uint8[nbytes]: a read-only view of the mapping, for those who only copy."""
+        """uint8[nbytes]: a read-only view of the mapping, for callers that only copy."""
         require_whole(self._file, self.path)
         return self._file[self.offset : self.offset + self.nbytes]
 
@@ -101,7 +103,10 @@ class Tensor:
         return self.type.rows_of(self.stored, self.shape[-1], start, stop)
 
     def rows(self, start: int, stop: int) -> np.ndarray:
-        """uint8[stop - start, row_bytes]: a view of some rows. Whole groups only of interleaved types."""
+        """uint8[stop - start, row_bytes]: a view of some rows; of interleaved types only whole groups.
+
+        DataError for rows that the tensor does not have, and for parts of a group.
+        """
         group = self.type.interleave
         if not 0 <= start <= stop <= self.n_rows:
             raise DataError(f"{self.path}: tensor {self.name} has rows 0 to {self.n_rows}, not {start} to {stop}")
@@ -113,13 +118,16 @@ class Tensor:
         return self._rows(start, stop)
 
     def decode_rows(self, start: int, stop: int) -> np.ndarray:
-        """float32[stop - start, shape[-1]]: the exact values of some rows."""
+        """float32[stop - start, shape[-1]]: the exact values of some rows. Errors as of `rows`.
+
+        UnsupportedError for a type without a decoder.
+        """
         if not self.type.has_codec:
             raise UnsupportedError(f"{self.path}: tensor {self.name}: quantkit cannot decode {self.type.name}")
         return self.type.dequantize(self.rows(start, stop), self.shape[-1])
 
     def dequantize(self) -> np.ndarray:
-        """float32[shape]: the exact values."""
+        """float32[shape]: the exact values of the whole tensor."""
         return self.decode_rows(0, self.n_rows).reshape(self.shape)
 
 
@@ -129,7 +137,7 @@ class Tensor:
 class GGUF:
     """An open GGUF file, or all shards of one.
 
-    path      what was opened                   paths    every file of it, in order
+    path      the file that was opened          paths    all files, in order
     metadata  Metadata of the first shard       tensors  dict name -> Tensor, in file order
     version   of the format                     size     bytes of all files
     shards    number of tensors in each file
@@ -154,11 +162,11 @@ class GGUF:
 
 
 def open(path: str | os.PathLike[str]) -> GGUF:
-    """Open a GGUF file; of a set of shards any member. FormatError when anything in it does not hold together."""
+    """Open a GGUF file, or any member of a set of shards with all others. FormatError if anything is inconsistent."""
     path = Path(path)
     opened = Shard(path)
     count = opened.split_key("split.count", default=0)
-    if count <= 1:  # 0 is what merging tools leave behind
+    if count <= 1:  # merging tools leave 0
         return GGUF(path, [opened])
     paths = _shard_paths(opened, count)
     allow_open_files(count)
@@ -181,31 +189,31 @@ def open(path: str | os.PathLike[str]) -> GGUF:
                 f"{shard.path}: {held} tensors up to this shard, split.tensors.count is {total} there and in "
                 f"{path.name}; these shards are not of one file"
             )
-        if number:  # what else others than the first may hold counts for nothing
+        if number:  # only the first shard's metadata count
             shard.metadata.clear()
     joined = GGUF(path, shards)
     if len(joined.tensors) != total:
         raise FormatError(
             f"{path}: the {count} shards to {paths[-1].name} hold {len(joined.tensors)} tensors, split.tensors.count "
-            f"is {total}; one of them is of another file, or was cut otherwise"
+            f"is {total}; one of them is of another file or of another split"
         )
     return joined
 
 
 def require_model(file: GGUF) -> GGUF:
-    """The file; FormatError for an importance matrix in GGUF form."""
+    """Return the file; FormatError if it is an importance matrix in GGUF form."""
     if file.metadata.get("general.type") == "imatrix":
         raise FormatError(f"{file.path}: an importance matrix (general.type), not a model; it goes with --imatrix")
     return file
 
 
 def open_parts(paths: Sequence[str | os.PathLike[str]]) -> GGUF:
-    """Some files of a set as if they were all, whichever others are missing."""
+    """Open some shards of a set; the others may be missing. Metadata are those of the first path."""
     return GGUF(Path(paths[0]), [Shard(Path(path)) for path in paths])
 
 
 def _shard_paths(shard: Shard, count: int) -> list[Path]:
-    """Names of all members of the set that `shard` belongs to; FormatError when one is missing."""
+    """Paths of all shards of the set that `shard` belongs to; FormatError if one is missing."""
     match = _SHARD_NAME.fullmatch(shard.path.name)
     if match is None or int(match[3]) != count:
         raise FormatError(
@@ -230,9 +238,9 @@ def _some(numbers: list[int]) -> str:
 class Shard:
     """One file, parsed and checked.
 
-    spans       where each key stands with its value: first byte and the one after
-    infos       the same of all tensor infos
-    data_start  what offsets of tensors count from
+    spans       place of each key with its value: first byte, and the byte after the last
+    infos       place of all tensor infos, likewise
+    data_start  the byte that offsets of tensors count from
     """
 
     def __init__(self, path: Path):
@@ -259,9 +267,10 @@ class Shard:
         return value
 
     def split_key(self, key: str, default: int | None = None) -> int:
+        """The number in a `split.*` key; FormatError if it is missing without a default, or not a number."""
         value = self.metadata.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise FormatError(f"{self.path}: metadata key {key} is {value!r}; a shard's is a number")
+            raise FormatError(f"{self.path}: metadata key {key} is {value!r}; it must be a number")
         return value
 
 
@@ -269,7 +278,7 @@ class Shard:
 
 
 class _Cursor:
-    """A place in the header. Every read checks that the bytes are there and moves on."""
+    """A position in the header. Each read checks that the bytes are there and moves on."""
 
     def __init__(self, path: Path, data: np.ndarray):
         self.path = path
@@ -283,7 +292,7 @@ class _Cursor:
         return FormatError(f"{self.path}: at byte {self.pos if pos is None else pos}: {message}")
 
     def take(self, nbytes: int, what: str) -> int:
-        """Move over `nbytes` and return where they begin."""
+        """Move over `nbytes` and return the position where they begin."""
         pos = self.pos
         if nbytes > self.end - pos:
             if self.end < self.size:
@@ -301,7 +310,7 @@ class _Cursor:
         return int(_u64(self.view, self.take(8, what))[0])
 
     def count(self, what: str, item_bytes: int, limit: int) -> int:
-        """A u64: how many items of at least `item_bytes` follow. They must fit the rest of the file, and `limit`."""
+        """Read a u64, the number of items that follow; FormatError if they exceed the rest of the file, or `limit`."""
         pos = self.pos
         count = self.u64(what)
         if count * item_bytes > self.size - self.pos:
@@ -324,7 +333,7 @@ class _Cursor:
             raise self.error(f"{what} is not UTF-8: {error.reason}", start + error.start) from None
 
     def strings(self, count: int, what: str) -> list[str]:
-        """`count` strings. Vocabularies have hundreds of thousands, hence the bare loop."""
+        """Read `count` strings. The loop is inlined: vocabularies have hundreds of thousands."""
         view, pos, end = self.view, self.pos, self.end
         found: list[str] = []
         for _ in range(count):
@@ -332,7 +341,7 @@ class _Cursor:
             pos = start + _u64(view, pos)[0] if start <= end else end + 1
             if pos > end:
                 self.pos = start - 8
-                self.string(f"element {len(found)} of {what}", MAX_HEADER)  # raises: it says which number is wrong
+                self.string(f"element {len(found)} of {what}", MAX_HEADER)  # raises an error that names the number
             found.append(str(view[start:pos], "utf-8", "surrogateescape"))
         self.pos = pos
         return found
@@ -351,7 +360,7 @@ def _version(cursor: _Cursor) -> int:
         raise cursor.error(
             f"version {version:#x} is {swapped} byte-swapped: a big-endian file; convert it to little-endian", 4
         )
-    raise cursor.error(f"version {version} is not read, versions 2 and 3 are; convert the model anew", 4)
+    raise cursor.error(f"version {version} is not read, versions 2 and 3 are; convert the model again", 4)
 
 
 def _read_metadata(cursor: _Cursor, count: int, spans: dict[str, tuple[int, int]]) -> Metadata:
@@ -410,7 +419,7 @@ def _read_numbers(cursor: _Cursor, kind: str, count: int, what: str) -> list[Any
 
 
 def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tensor]:
-    """All tensor infos, with offsets from the start of the file, checked against each other and the file's size."""
+    """Read all tensor infos. Offsets become those in the file; they are checked for overlaps and the file's size."""
     tensors: dict[str, Tensor] = {}
     for i in range(count):
         pos = cursor.pos

@@ -1,11 +1,11 @@
-"""Cutting a GGUF file into shards, and joining shards to one file: bytes of tensors are copied, whatever their types.
+"""`split` and `merge`: a GGUF file to shards and back. Bytes of tensors are copied, whatever their types.
 
     split(open("model.gguf"), "out.gguf", split_counts(file, max_bytes=50 * 10**9))   # out-00001-of-0000N.gguf, …
     merge(open("model-00001-of-00003.gguf"), "model.gguf")
 
-Shards hold tensors in the file's order. The first holds all metadata, each the keys split.no, split.count and
-split.tensors.count (spec/tools.md 1.5). What is written has the alignment 32 that all readers take. Splitting and
-merging a file that quantkit wrote gives its bytes again.
+Shards hold tensors in the file's order. The first holds all metadata, each holds the keys split.no, split.count and
+split.tensors.count, as those of llama.cpp's gguf-split. Outputs have the alignment 32 that all readers take. Splitting
+and merging a file that quantkit wrote gives its bytes again.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _PIECE_BYTES = 4 << 20
 def split_counts(
     file: GGUF, max_bytes: int | None = None, max_tensors: int | None = None, bare_first: bool = False
 ) -> list[int]:
-    """The number of tensors of each shard, cut as gguf-split does: a shard is filled until the next tensor would pass
-    the limit. Sizes are of tensors padded to 32 bytes, without headers; a tensor above the limit gets its own shard.
+    """The number of tensors of each shard, as gguf-split chooses it: a shard is filled up to the limit.
 
-    `bare_first` begins with a shard of metadata alone.
+    Sizes are those of tensors padded to 32 bytes, without headers. A tensor above the limit gets its own shard.
+    `bare_first` starts with a shard of metadata alone.
     """
     for name, limit in (("bytes", max_bytes), ("tensors", max_tensors)):
         if limit is not None and limit < 1:
@@ -57,14 +57,15 @@ def split(
     threads: int | None = None,
     progress: bool = False,
 ) -> list[Path]:
-    """Write shards of so many tensors each; they appear when all are complete. Returns their paths."""
+    """Write shards with `counts` tensors each; they appear when all are complete. Returns their paths."""
     return _copy(file, Path(out), counts, True, threads, progress)
 
 
 def merge(file: GGUF, out: str | os.PathLike[str], *, threads: int | None = None, progress: bool = False) -> Path:
-    """Write one file of all shards of `file`, which `gguf.open` has checked to be all and to belong together.
+    """Write the tensors of all shards of `file` into one file; returns its path.
 
-    FormatError where norms of one shard are not as wide as the first shard's metadata say: it is another model's.
+    `gguf.open` has checked that the set is complete and consistent. FormatError if the norms in a shard do not have the
+    width that the first shard's metadata give: then it belongs to another model.
     """
     _check_one_model(file)
     return _copy(file, Path(out), [len(file.tensors)], False, threads, progress)[0]
@@ -83,7 +84,7 @@ def _copy(
 
 
 def _tasks(tensor: Tensor, writer: Writer) -> Iterator[Callable[[], int]]:
-    """What copies a tensor, in pieces."""
+    """Tasks that copy a tensor in pieces."""
     for start in range(0, tensor.nbytes, _PIECE_BYTES):
         yield functools.partial(_move, tensor, start, writer)
 
@@ -96,7 +97,7 @@ def _move(tensor: Tensor, start: int, writer: Writer) -> int:
 
 
 def _check_one_model(file: GGUF) -> None:
-    """The norm before attention spans the hidden state in every layer of every architecture that has one."""
+    """FormatError unless all shards are of one model: attn_norm of each layer must have embedding_length elements."""
     width = file.metadata.get(f"{file.metadata.get('general.architecture')}.embedding_length")
     norms = [t for t in file.tensors.values() if re.fullmatch(r"blk\.\d+\.attn_norm\.weight", t.name)]
     for tensor in norms:

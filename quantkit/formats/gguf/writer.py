@@ -1,6 +1,6 @@
-"""Writing GGUF: all shapes and types are known first, so the header is written once and data follow in row chunks.
+"""`Writer`: writes a GGUF file or a set of shards. All shapes and types are given first, then data in pieces of rows.
 
-Files and whole sets of shards appear under their final names only when complete (stream.py, atomic.py).
+Files, and sets of shards, appear under their final names only when they are complete (stream.py, atomic.py).
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from quantkit import types
 from quantkit.errors import DataError
-from quantkit.formats.gguf.metadata import ARRAY, DTYPES, IDS, Metadata
+from quantkit.formats.gguf.metadata import ARRAY, DTYPES, IDS, Metadata, Value
 from quantkit.formats.stream import Layout, Slot, StreamWriter
 from quantkit.types import QuantType
 
 VERSION = 3
-ALIGNMENT = 32  # the only one that every reader takes, so general.alignment is never written
+ALIGNMENT = 32  # the default, which every reader takes; so general.alignment is never written
 MAX_DIMS = 4
-MAX_NAME_BYTES = 63  # readers cut longer names without a word
+MAX_NAME_BYTES = 63  # readers truncate longer names silently
 MAX_SHARDS = 65535  # split.count is u16
 
 _SHARD_SUFFIX = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
@@ -32,7 +31,11 @@ _SHARD_SUFFIX = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, shape (numpy order, rows last but one) and type of a tensor to be written."""
+    """Name, shape (numpy order, rows last but one) and type of a tensor to be written.
+
+    DataError if a reader could not take the tensor: the length of the name, the dimensions, rows that are not a
+    multiple of the type's block, row counts that are not a multiple of its interleaved group.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -48,11 +51,13 @@ class TensorSpec:
         if not 1 <= len(self.shape) <= MAX_DIMS or min(self.shape) < 1:
             raise DataError(f"tensor {self.name}: shape {self.shape} has not 1 to {MAX_DIMS} dimensions of at least 1")
         if self.type.whole_tensor and self.n_rows > 1:
-            raise DataError(f"tensor {self.name}: {self.type.name} is only read; convert it, to iq2_bn without loss")
+            raise DataError(
+                f"tensor {self.name}: {self.type.name} can only be read; convert it, to iq2_bn without loss"
+            )
         group = self.type.interleave
         if group > 1 and (len(self.shape) == 1 or self.shape[-2] % group):
             raise DataError(
-                f"tensor {self.name}: {self.type.name} needs rows by the {group}, the shape is {self.shape}"
+                f"tensor {self.name}: {self.type.name} needs a multiple of {group} rows, the shape is {self.shape}"
             )
         if self.shape[-1] % self.type.block_size:
             raise DataError(
@@ -62,6 +67,7 @@ class TensorSpec:
 
     @property
     def n_rows(self) -> int:
+        """Product of all but the last axis."""
         rows = 1
         for n in self.shape[:-1]:
             rows *= n
@@ -69,18 +75,20 @@ class TensorSpec:
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of an encoded row."""
         return self.type.row_bytes(self.shape[-1])
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the encoded tensor, without padding."""
         return self.n_rows * self.row_bytes
 
 
 def partition(sizes: Sequence[int], max_bytes: int | None = None, max_tensors: int | None = None) -> list[int]:
-    """Cut a list of tensor sizes into runs: the number of tensors of each shard.
+    """Divide tensors, given by their sizes in bytes, into shards: the number of tensors of each.
 
-    As few shards as the limits allow and, with that many, the largest as small as can be. A tensor above `max_bytes`
-    gets a shard of its own.
+    The number of shards is the smallest that the limits allow; with that number, the largest shard is as small as
+    possible. A tensor above `max_bytes` gets a shard of its own.
     """
     if not sizes:
         return [0]
@@ -88,7 +96,7 @@ def partition(sizes: Sequence[int], max_bytes: int | None = None, max_tensors: i
         if limit is not None and limit < 1:
             raise DataError(f"a shard's limit must be at least 1, not {limit}")
 
-    # A tensor above the limit counts as one that fills a shard, so that nothing joins it and the limit holds elsewhere.
+    # A tensor above the limit counts as one that fills a shard: no other joins it, and the limit holds for the rest.
     sizes = [min(size, max_bytes or size) for size in sizes]
 
     def cut(cap: int) -> list[int]:
@@ -102,7 +110,7 @@ def partition(sizes: Sequence[int], max_bytes: int | None = None, max_tensors: i
             filled += size
         return counts
 
-    # Filling greedily up to a cap takes the fewest runs, and fewer the higher the cap, so the cap can be bisected.
+    # Filling greedily up to a cap needs the fewest shards, and no more with a higher cap: the cap can be bisected.
     low, high = max(sizes), min(sum(sizes), max_bytes or sum(sizes))
     fewest = len(cut(high))
     while low < high:
@@ -118,17 +126,18 @@ class Writer(StreamWriter):
     """Writes one GGUF file, or a set of shards when a limit asks for more than one.
 
         with Writer(path, metadata, specs, split_max_bytes=50 * 10**9) as w:
-            w.write(name, data)     # uint8 rows; tensors in the order of specs, each in as many pieces as you like
+            w.write(name, data)     # uint8 rows; tensors in the order of specs, each in any number of pieces
 
-    metadata         Metadata or a dict; general.alignment and split.* are left out, the writer sets its own
-    split_max_bytes  limit on the tensor bytes of a shard (padded to 32; the header is not counted)
-    shards           instead of limits the number of tensors of each shard, as `GGUF.shards` of another file
-    numbered         name and mark a single file as shard 1 of 1, too
-    durable          whether the files are synced before they appear, see stream.py
-    kept             whether the partial files stay when the block is left early, to be gone on with, see stream.py
+    metadata         Metadata or a dict; general.alignment and split.* are ignored, the writer sets its own
+    split_max_bytes  limit on the tensor bytes of a shard (padded to 32, without the header)
+    split_max_tensors  limit on the tensors of a shard
+    shards           instead of limits: the number of tensors of each shard, such as `GGUF.shards` of another file
+    numbered         name and mark even a single file as shard 1 of 1
+    durable          whether the files are synced before they appear (stream.py)
+    resumable        whether the partial files stay when the block is left early (stream.py)
     paths            final names: `path`, or PREFIX-00001-of-0000N.gguf for each of N > 1 shards (N >= 1 if numbered)
 
-    Leaving the block completes the files; an exception in it, or tensors that are missing, remove what was written.
+    Leaving the block completes the files. An exception in it, or a missing tensor, removes the partial files.
     """
 
     def __init__(
@@ -141,15 +150,15 @@ class Writer(StreamWriter):
         shards: Sequence[int] | None = None,
         durable: bool = True,
         numbered: bool = False,
-        kept: bool = False,
+        resumable: bool = False,
     ):
         path = Path(path)
         self.specs, self._numbered = list(specs), numbered
         found = layouts(path, metadata, self.specs, split_max_bytes, split_max_tensors, shards, numbered)
-        super().__init__(path, found, durable, kept)
+        super().__init__(path, found, durable, resumable)
 
     def rewrite(self, metadata: Mapping[str, object]) -> None:
-        """Put other metadata, of the same size, in the place of those that were given."""
+        """Replace the metadata by others of the same size."""
         counts = [len(layout.slots) for layout in self._layouts]
         self.rewrite_headers(_headers(metadata, self.specs, counts, self._numbered))
 
@@ -163,7 +172,7 @@ def layouts(
     shards: Sequence[int] | None = None,
     numbered: bool = False,
 ) -> list[Layout]:
-    """Every file that a Writer of the same arguments writes: its final name, its header, where its tensors go."""
+    """The layout of every file that a Writer with these arguments writes: name, header, offsets of the tensors."""
     counts = _counts(path, specs, max_bytes, max_tensors, shards)
     paths = [path] if len(counts) == 1 and not numbered else shard_names(path, len(counts))
     headers = _headers(metadata, specs, counts, numbered)
@@ -183,7 +192,7 @@ def _counts(
     if shards is None:
         return partition([_padded(spec.nbytes) for spec in specs], max_bytes, max_tensors)
     if max_bytes is not None or max_tensors is not None:
-        raise DataError(f"{path}: shards are given by their tensors or by a limit, not by both")
+        raise DataError(f"{path}: give the tensors of each shard or a limit, not both")
     if sum(shards) != len(specs) or min(shards, default=-1) < 0:
         raise DataError(f"{path}: shards of {sum(shards)} tensors in all for a file of {len(specs)}")
     return list(shards)
@@ -197,7 +206,7 @@ def _padded(nbytes: int) -> int:
 
 
 def _layout(path: Path, header: bytes, specs: Sequence[TensorSpec]) -> Layout:
-    """The data follow the header, every tensor padded, the last one too."""
+    """The layout of one file: the data follow the header, each tensor padded, the last one too."""
     slots, offset = [], len(header)
     for spec in specs:
         slots.append(Slot(spec.name, spec.nbytes, offset, f"{spec.type.name} data of shape {spec.shape}"))
@@ -206,7 +215,7 @@ def _layout(path: Path, header: bytes, specs: Sequence[TensorSpec]) -> Layout:
 
 
 def shard_names(path: Path, count: int) -> list[Path]:
-    """PREFIX-00001-of-0000N.gguf and the others, of a path with or without such an ending."""
+    """Names of a set of shards, PREFIX-00001-of-0000N.gguf …; `path` may have such an ending, which is replaced."""
     if count > MAX_SHARDS:
         raise DataError(f"{path}: {count} shards, a set has at most {MAX_SHARDS}; raise the limit of a shard's size")
     if not path.name:
@@ -216,7 +225,7 @@ def shard_names(path: Path, count: int) -> list[Path]:
 
 
 def _bare(metadata: Mapping[str, object]) -> Metadata:
-    """A copy without the keys that speak of the file's layout: the writer has its own."""
+    """A copy without the keys that describe the file's layout."""
     common = Metadata(metadata) if not isinstance(metadata, Metadata) else metadata.copy()
     for key in [k for k in common if k == "general.alignment" or k.startswith("split.")]:
         del common[key]
@@ -226,7 +235,7 @@ def _bare(metadata: Mapping[str, object]) -> Metadata:
 def _headers(
     metadata: Mapping[str, object], specs: Sequence[TensorSpec], counts: Sequence[int], numbered: bool
 ) -> list[bytes]:
-    """The header of every shard: all metadata in the first, the split keys in each; of one file that has none alone."""
+    """The header of every file: all metadata in the first shard, split keys in each; none in a single file."""
     if len(counts) == 1 and not numbered:
         return [_header(_bare(metadata), specs)]
     headers, first = [], 0
@@ -254,15 +263,15 @@ def _header(metadata: Metadata, specs: Sequence[TensorSpec]) -> bytes:
 
 
 def pair_bytes(metadata: Metadata, key: str) -> bytes:
-    """A key and its value as they stand in a file."""
+    """A key and its value as bytes of a file."""
     return _string(key, key) + _value(key, metadata[key], metadata.kind(key))
 
 
-def _value(key: str, value: Any, kind: str) -> bytes:
-    """A value with its kind before it."""
+def _value(key: str, value: Value, kind: str) -> bytes:
+    """A value as bytes of a file, its kind first."""
     values = value if isinstance(value, list) else [value]
     if kind == "str":
-        data = _strings(values, key)
+        data = _strings([str(text) for text in values], key)
     else:
         data = np.array(values, DTYPES[kind]).tobytes()
     if isinstance(value, list):
@@ -275,8 +284,8 @@ def _string(text: str, key: str) -> bytes:
 
 
 def _strings(texts: Sequence[str], key: str) -> bytes:
-    """Each with its length before it. Vocabularies have hundreds of thousands."""
-    try:  # bytes that were no UTF-8 when read come out as they were
+    """Texts as bytes of a file, each after its length. Vocabularies have hundreds of thousands."""
+    try:  # surrogates stand for bytes that were not UTF-8 when they were read
         encoded = [text.encode("utf-8", "surrogateescape") for text in texts]
     except UnicodeEncodeError as error:
         raise DataError(f"{key}: {error.object[:40]!r} cannot be written as UTF-8: {error.reason}") from None

@@ -1,7 +1,8 @@
-"""Importance matrices: of each weight, the mean square of what enters its columns, and how much text that was.
+"""Importance matrices: for each weight the mean square of the activations that enter its columns, and their number.
 
-`read` and `write` know both forms of file, llama.cpp's GGUF (`gguf_form`) and the older `.dat` (`legacy_form`);
-`matrix` has the record and what is done with several. Imports `errors`, `types` and the other modules of `formats`.
+`read` and `write` know both file formats, llama.cpp's GGUF (`gguf_form`) and the older `.dat` (`legacy_form`). `matrix`
+has the record, merging, and values for experts that saw no tokens. The package imports `errors`, `types` and the other
+modules of `formats`.
 """
 
 from __future__ import annotations
@@ -18,36 +19,46 @@ from quantkit.formats.imatrix.matrix import (
     Entry,
     Imatrix,
     check_policy,
-    few,
     fill_missing,
+    loses_counts,
     merge,
-    uncounted,
+    rarely_active,
 )
 from quantkit.formats.mapping import map_file
 
-__all__ = ["POLICIES", "Entry", "Imatrix", "check_policy", "few", "fill_missing", "form_of", "merge", "read",
-           "uncounted", "write"]  # fmt: skip
+__all__ = [
+    "POLICIES",
+    "Entry",
+    "Imatrix",
+    "check_policy",
+    "fill_missing",
+    "form_of",
+    "loses_counts",
+    "merge",
+    "rarely_active",
+    "read",
+    "write",
+]  # fmt: skip
 
 
 def read(path: str | os.PathLike[str]) -> Imatrix:
-    """Read an importance matrix of either form.
+    """Read an importance matrix in either format.
 
-    Every entry of a legacy file comes as one matrix; `Entry.columns(n)` parts it by row length.
+    An entry of a legacy file is one matrix; `Entry.columns(n)` divides it into rows of `n` columns.
     """
     is_gguf = map_file(Path(path))[:4].tobytes() == b"GGUF"
     return gguf_form.read(path) if is_gguf else legacy_form.read(path)
 
 
 def form_of(path: str | os.PathLike[str]) -> str:
-    """The form that a file of this name gets: "gguf" where it ends so, else "legacy"."""
+    """The format for a file name: "gguf" if it ends in .gguf, else "legacy"."""
     return "gguf" if Path(path).suffix == ".gguf" else "legacy"
 
 
 def write(path: str | os.PathLike[str], imatrix: Imatrix, form: str = "") -> None:
-    """Write an importance matrix, atomically, as "gguf" or "legacy"; by default what its name says (`form_of`).
+    """Write an importance matrix atomically, as "gguf" or "legacy"; the default follows from the name (`form_of`).
 
-    The same matrix gives the same bytes. DataError for values that no reader could use, among them those of experts
-    that saw nothing and were not filled in.
+    The same matrix gives the same bytes. DataError for values that are negative or not finite.
     """
     if not imatrix.entries:
         raise DataError(f"{path}: an importance matrix needs at least one entry, this one has none")

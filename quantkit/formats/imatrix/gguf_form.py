@@ -1,17 +1,18 @@
-"""Importance matrices as GGUF files, llama.cpp's form, both ways.
+"""Importance matrices as GGUF files, llama.cpp's current format: reading and writing them.
 
 Keys:      general.type = "imatrix"; imatrix.datasets str[]; imatrix.chunk_count u32; imatrix.chunk_size u32, tokens
-Tensors:   two of f32 a weight, NAME.in_sum2 of dims [columns, matrices], sums of squares of what entered each column,
-           and NAME.counts of dims [1, matrices], vectors that entered. One matrix has sums of dims [columns].
+Tensors:   two f32 tensors a weight: NAME.in_sum2 with dims [columns, matrices], sums of squares of the activations that
+           entered each column, and NAME.counts with dims [1, matrices], numbers of vectors. A single matrix has sums
+           with dims [columns].
 
-Readers divide sums by counts and take ones where a count is 0. So a matrix that saw nothing is written as zeros when
-its values are ones, and otherwise (`fill_missing`, layer-mean) as its values with a count of one, so that all readers
-use them. Two more keys say what was done: quantkit.imatrix.missing_experts, the policy, and quantkit.imatrix.filled,
-a str[] of "NAME:3,17", the matrices whose count is not to be believed.
+Readers divide sums by counts and use ones where a count is 0. So a matrix that saw nothing is written as zeros if its
+values are ones. Otherwise (`fill_missing`, layer-mean) its values are written with a count of one, so that all readers
+use them. Two more keys say so: quantkit.imatrix.missing_experts, the policy, and quantkit.imatrix.filled, a str[] of
+"NAME:3,17", the matrices whose count is not real.
 
-Older files call the sums NAME.sums. Files that were made of legacy ones hold all matrices of a weight as one row with
-one count; nobody counted their vectors, so each call is written as a chunk of 512, and quantkit.imatrix.counted = false
-says that this is no count.
+Older files call the sums NAME.sums. Files that were converted from legacy files hold all matrices of a weight as one
+row with one count. Their vectors were not counted: each call is written as a chunk of 512, and
+quantkit.imatrix.counted = false says that the counts are not real.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from quantkit.formats import gguf
 from quantkit.formats.gguf import GGUF, Metadata, Tensor, TensorSpec, Writer
 from quantkit.formats.imatrix.matrix import POLICIES, Entry, Imatrix
 
-DEFAULT_CHUNK = 512  # tokens; what a matrix of unknown counts, of a legacy file, is taken to have seen at once
+DEFAULT_CHUNK = 512  # tokens a call, assumed for legacy files, which have no counts
 _MOST_SEEN = 2.0**53  # vectors of a matrix; float32 counts beyond are no counts
 _SUMS = (".in_sum2", ".sums")
 _COUNTS = ".counts"
 
 
 def read(path: str | os.PathLike[str]) -> Imatrix:
-    """Read an importance matrix; FormatError for other GGUF files and for numbers that cannot be."""
+    """Read an importance matrix; FormatError for other GGUF files and for impossible numbers."""
     file = gguf.open(path)
     kind = file.metadata.get("general.type")
     if kind != "imatrix":
@@ -65,7 +66,7 @@ def _count(file: GGUF, key: str) -> int:
 
 
 def _sums(file: GGUF) -> Iterator[tuple[str, Tensor]]:
-    """Names of weights with their sums; what other tensors there are, is of others."""
+    """Names of weights with their sums; other tensors are skipped."""
     for tensor in file.tensors.values():
         for ending in _SUMS:
             if tensor.name.endswith(ending) and len(tensor.name) > len(ending):
@@ -80,8 +81,8 @@ def _entry(file: GGUF, name: str, sums: Tensor, chunks: int, chunk_size: int, fi
     total = _values(file, sums).astype(np.float64)
     if total.size % seen.size:
         raise FormatError(
-            f"{file.path}: {sums.name} has {total.size} values, {counts.name} {seen.size} counts; of one weight they "
-            "are columns x matrices, and matrices"
+            f"{file.path}: {sums.name} has {total.size} values, {counts.name} {seen.size} counts; they should be "
+            "columns x matrices, and matrices"
         )
     total = total.reshape(seen.size, -1) if seen.size > 1 else total.reshape(-1, total.shape[-1])
     if seen.max() > _MOST_SEEN:
@@ -128,11 +129,11 @@ def _filled(file: GGUF) -> dict[str, list[int]]:
         parts = [text.rpartition(":") for text in listed]
         return {name: [int(number) for number in numbers.split(",")] for name, _, numbers in parts}
     except (AttributeError, TypeError, ValueError):
-        raise FormatError(f"{file.path}: quantkit.imatrix.filled is {listed!r:.60}; it lists NAME:3,17") from None
+        raise FormatError(f"{file.path}: quantkit.imatrix.filled is {listed!r:.60}; it should list NAME:3,17") from None
 
 
 def write(path: str | os.PathLike[str], imatrix: Imatrix) -> None:
-    """Write an importance matrix; it appears when it is complete, and the same matrix gives the same bytes."""
+    """Write an importance matrix atomically; the same matrix gives the same bytes."""
     path = Path(path)
     metadata = Metadata()
     metadata.set("general.type", "imatrix", "str")
@@ -162,12 +163,12 @@ def write(path: str | os.PathLike[str], imatrix: Imatrix) -> None:
 
 
 def _not_ones(entry: Entry) -> list[int]:
-    """Matrices that saw nothing and whose values are not what readers take them for."""
+    """Numbers of the matrices that saw nothing and whose values are not the ones that readers assume."""
     return [i for i in entry.missing if not (entry.values[i] == 1).all()]
 
 
 def _stored(imatrix: Imatrix, entry: Entry) -> tuple[np.ndarray, np.ndarray]:
-    """Sums and counts as they are stored, in float64."""
+    """Sums and counts as they are stored, float64[matrices, n] and float64[matrices]."""
     counts = entry.counts.astype(np.float64) * (1 if imatrix.chunk_size else DEFAULT_CHUNK)
     if not imatrix.chunk_size and not counts.any():  # a legacy entry of no calls: its values are as they are
         counts[:] = DEFAULT_CHUNK

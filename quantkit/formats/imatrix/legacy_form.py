@@ -1,4 +1,4 @@
-"""Importance matrices as legacy `.dat` files, which ik_llama.cpp and llama.cpp read: reading and writing them.
+"""Importance matrices as legacy `.dat` files, which ik_llama.cpp and llama.cpp read and write.
 
 The file, little-endian, without alignment:
 
@@ -6,16 +6,16 @@ The file, little-endian, without alignment:
     n_entries times:
       i32      length of the name
       bytes    name, no terminator: a weight, "blk.0.ffn_up.weight"
-      i32      ncall: graph evaluations that touched the weight (one a chunk where a chunk is one batch)
+      i32      ncall: graph evaluations that used the weight (one a chunk if a chunk is one batch)
       i32      nval (>= 1): columns x matrices, matrix (expert, head) after matrix
-      f32      x nval: mean square of what entered each column, times ncall
+      f32      x nval: mean square of the activations that entered each column, times ncall
     optional:
       i32      last_call: the largest ncall of the run, taken as its number of chunks
       i32      length of the dataset's name
       bytes    dataset's name
 
-The file does not tell how many matrices an entry has, nor how many vectors each of them saw. The policy for experts
-that saw none follows the dataset's name, as " (missing experts: layer-mean)": readers copy that name.
+The file does not say how many matrices an entry has, nor how many vectors each of them saw. The policy for experts
+that saw none is appended to the dataset's name, as " (missing experts: layer-mean)": readers copy that name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 
 from quantkit.errors import FormatError
 from quantkit.formats.atomic import writing
-from quantkit.formats.imatrix.matrix import SAID, Entry, Imatrix
+from quantkit.formats.imatrix.matrix import DESCRIBED_DATASET, Entry, Imatrix
 from quantkit.formats.mapping import map_file
 
 _LONGEST_NAME = 4096  # GGUF keeps names in 63 bytes; a longer length is a sign of desynchronised data
@@ -38,7 +38,7 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass
 class _Cursor:
-    """A position in the file's bytes, with errors that say where it is and what it wanted."""
+    """A position in the file's bytes; errors name the entry, the offset and the field."""
 
     path: Path
     data: np.ndarray  # uint8, mapped
@@ -75,9 +75,9 @@ class _Cursor:
 
 
 def read(path: str | os.PathLike[str]) -> Imatrix:
-    """Read an importance matrix of either form.
+    """Read a legacy file. Each entry is one matrix; `Entry.columns(n)` divides it into rows of `n` columns.
 
-    Every entry of a legacy file comes as one matrix; `Entry.columns(n)` parts it by row length.
+    FormatError names the entry and the offset of what is wrong.
     """
     path = Path(path)
     data = map_file(path)
@@ -98,7 +98,7 @@ def read(path: str | os.PathLike[str]) -> Imatrix:
     dataset = cursor.text("dataset name", 0, 1 << 16)
     if cursor.left:
         raise cursor.fail(f"{cursor.left} bytes follow the end")
-    said = SAID.fullmatch(dataset)
+    said = DESCRIBED_DATASET.fullmatch(dataset)
     return Imatrix(entries, chunks, said[1], policy=said[2]) if said else Imatrix(entries, chunks, dataset)
 
 
@@ -119,11 +119,7 @@ def _read_entry(cursor: _Cursor) -> Entry:
 
 
 def write(path: str | os.PathLike[str], imatrix: Imatrix) -> None:
-    """Write an importance matrix, atomically, as "gguf" or "legacy"; by default what its name says (`form_of`).
-
-    The same matrix gives the same bytes. DataError for values that no reader could use, among them those of experts
-    that saw nothing and were not filled in.
-    """
+    """Write a legacy file atomically; the same matrix gives the same bytes."""
     with writing(path) as file:
         file.write(struct.pack("<i", len(imatrix)))
         for name, entry in imatrix.entries.items():

@@ -1,8 +1,8 @@
-"""Importance matrices in memory: entries, merging several, filling in experts that saw no tokens.
+"""Importance matrices in memory: entries, merging, values for experts that saw no tokens.
 
-Imatrix    entries by weight name, number of chunks, dataset
-merge      the weighted mean of several
-fill_missing, POLICIES    what experts that saw no tokens get
+Imatrix          entries by weight name, number of chunks, dataset
+merge            the weighted mean of several
+fill_missing     values for experts that saw no tokens, by one of POLICIES
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import numpy as np
 from quantkit.errors import DataError
 
 POLICIES = ("weight-one", "layer-mean", "error")
-SAID = re.compile(r"(.*) \(missing experts: (weight-one|layer-mean)\)", re.DOTALL)
+DESCRIBED_DATASET = re.compile(r"(.*) \(missing experts: (weight-one|layer-mean)\)", re.DOTALL)
 
 
 @dataclass
 class Entry:
-    """What entered one weight.
+    """The activations that entered one weight (a matrix, or one matrix for each expert or head).
 
-    values: float32[matrices, n], mean square of each column over the vectors seen; of a matrix that saw none what
-            `fill_missing` put there.
-    counts: int64[matrices], vectors seen by each matrix; what a legacy file gives is its `calls` for want of better.
-    calls:  graph evaluations behind the values, their weight when matrices of unknown counts are merged.
+    values: float32[matrices, n], mean square of each column over the vectors seen. A matrix that saw none has the
+            values that `fill_missing` gave it.
+    counts: int64[matrices], vectors seen by each matrix. Legacy files do not have them; then they are `calls`.
+    calls:  graph evaluations behind the values: the weight in a merge if counts are not known.
     """
 
     values: np.ndarray
@@ -35,7 +35,7 @@ class Entry:
 
     @property
     def missing(self) -> list[int]:
-        """Matrices that saw nothing."""
+        """Numbers of the matrices that saw no vectors."""
         return np.flatnonzero(self.counts == 0).tolist()
 
     def columns(self, n: int) -> np.ndarray:
@@ -47,10 +47,10 @@ class Entry:
 
 @dataclass
 class Imatrix:
-    """Entries by weight name, in the order in which the weights were first met.
+    """Entries by weight name, in the order in which the weights were first used.
 
-    chunks      of text that were seen            chunk_size  tokens of each; 0 where counts are not known
-    dataset     names of the texts, joined by +   policy      what `fill_missing` did, "" where it had nothing to do
+    chunks      number of chunks of text          chunk_size  tokens of a chunk; 0 if counts are not known
+    dataset     names of the texts, joined by +   policy      what `fill_missing` applied, "" if no values were missing
     """
 
     entries: dict[str, Entry]
@@ -61,7 +61,7 @@ class Imatrix:
 
     @property
     def described(self) -> str:
-        """The dataset with what was done about experts that saw none of it."""
+        """The dataset, followed by the policy for experts that saw no tokens, if one was applied."""
         return f"{self.dataset} (missing experts: {self.policy})" if self.policy else self.dataset
 
     def __getitem__(self, name: str) -> Entry:
@@ -75,12 +75,12 @@ class Imatrix:
 
 
 def merge(imatrices: Iterable[Imatrix], weights: Sequence[float] | None = None) -> Imatrix:
-    """The mean of several importance matrices, each times its weight of `weights`.
+    """The weighted mean of several importance matrices; `weights` are 1 by default.
 
-    Each entry counts as often as vectors entered it, matrix by matrix, so that an expert's values come from those who
-    saw it; where some counts are not known (legacy files), as often as it was evaluated. Entries that only some have
-    are kept. Values without calls (a file may say 0) count as one call. Chunks add up; the dataset is all of theirs,
-    joined by "+".
+    Each matrix of an entry is weighted by the number of vectors that entered it. So the values of an expert come from
+    the runs that used it. If some counts are not known (legacy files), the weight is the number of evaluations. Entries
+    that only some have are included. Entries with 0 calls count as one call. Chunks are added up; datasets are joined
+    by "+". DataError for other weights, and for matrices of different models.
     """
     matrices = list(imatrices)
     shares = [1.0] * len(matrices) if weights is None else list(weights)
@@ -96,20 +96,20 @@ def merge(imatrices: Iterable[Imatrix], weights: Sequence[float] | None = None) 
     counted = 0 not in sizes
     entries = {name: _mean(name, parts, counted) for name, parts in found.items()}
     datasets = list(dict.fromkeys(m.dataset for m in matrices if m.dataset))
-    policy = min((m.policy for m in matrices if m.policy), key=POLICIES.index, default="")  # whatever their order
+    policy = min((m.policy for m in matrices if m.policy), key=POLICIES.index, default="")  # independent of their order
     if counted and not any(entry.missing for entry in entries.values()):
-        policy = ""  # what one lacked another saw
+        policy = ""  # what one run lacked another saw
     chunks = sum(m.chunks for m in matrices)
     return Imatrix(entries, chunks, "+".join(datasets), max(sizes) if counted else 0, policy)
 
 
-def uncounted(imatrices: Iterable[Imatrix]) -> bool:
-    """Whether counts of some are lost in a merge, because others have none."""
+def loses_counts(imatrices: Iterable[Imatrix]) -> bool:
+    """Whether a merge loses the counts of some, because others have none."""
     return len({m.chunk_size > 0 for m in imatrices}) > 1
 
 
 def _mean(name: str, parts: list[tuple[float, Entry]], counted: bool) -> Entry:
-    """Weighted mean of one weight's entries, in the shape of the one that tells most about its matrices."""
+    """The weighted mean of one weight's entries, with as many matrices as the entry that has most."""
     sizes = {entry.values.size for _, entry in parts}
     if len(sizes) > 1:
         raise DataError(f"entry {name!r} has {sorted(sizes)} values: these matrices are of different models")
@@ -121,7 +121,7 @@ def _mean(name: str, parts: list[tuple[float, Entry]], counted: bool) -> Entry:
         weight = share * (seen if counted else max(1, entry.calls) * (seen > 0))
         total += weight
         values += weight[:, None] * entry.values.reshape(shape).astype(np.float64)
-    filled = np.mean([entry.values.reshape(shape) for _, entry in parts], axis=0)  # where nobody saw anything
+    filled = np.mean([entry.values.reshape(shape) for _, entry in parts], axis=0)  # for matrices that saw nothing
     known = total[:, None] > 0
     values = np.where(known, values / np.where(known, total[:, None], 1), filled)
     calls = sum(max(1, entry.calls) for _, entry in parts)
@@ -130,24 +130,24 @@ def _mean(name: str, parts: list[tuple[float, Entry]], counted: bool) -> Entry:
 
 
 def _spread(counts: np.ndarray, matrices: int) -> np.ndarray:
-    """Counts of each matrix, of an entry that has one for all."""
+    """One count for each matrix, of an entry that may have one for all."""
     return np.broadcast_to(counts, (matrices,))
 
 
 def check_policy(policy: str) -> None:
-    """DataError for what is no policy."""
+    """DataError unless `policy` is one of POLICIES."""
     if policy not in POLICIES:
         raise DataError(f"unknown policy for missing experts '{policy}'; known are {', '.join(POLICIES)}")
 
 
 def fill_missing(imatrix: Imatrix, policy: str) -> Imatrix:
-    """An importance matrix in which experts that saw nothing have values, and which says how they got them.
+    """The importance matrix with values for experts that saw no tokens; its `policy` says how they were chosen.
 
     weight-one   ones: every column counts the same, as without an importance matrix; what llama.cpp does
-    layer-mean   the mean of the layer's other experts, by the vectors that each saw
+    layer-mean   the mean of the layer's other experts, weighted by the vectors that each saw
     error        a DataError that names them
 
-    Entries of which no matrix saw anything are left out, as quantizers then do without.
+    Entries of which no matrix saw a vector are dropped: such tensors are quantized without importance.
     """
     check_policy(policy)
     entries, used = {}, ""
@@ -170,9 +170,12 @@ def fill_missing(imatrix: Imatrix, policy: str) -> Imatrix:
     return replace(imatrix, entries=entries, policy=used)
 
 
-def few(entry: Entry, matrices: int, threshold: int) -> list[int]:
-    """Matrices (experts) that saw fewer vectors than `threshold`: by their counts where they were counted one by one,
-    else those of which a matrix says nothing, all ones or zeros as its maker fills in."""
+def rarely_active(entry: Entry, matrices: int, threshold: int) -> list[int]:
+    """Numbers of the matrices (experts) that saw fewer vectors than `threshold`.
+
+    Without counts for each matrix, those whose values are all one or all zero: other programs fill in these for experts
+    that saw nothing.
+    """
     if len(entry.counts) == matrices > 1 and not (entry.counts == entry.calls).all():
         return np.flatnonzero(entry.counts < threshold).tolist()
     values = entry.values.reshape(matrices, -1)

@@ -1,4 +1,4 @@
-"""Base files of KL divergence: a model's log-probabilities over a text, 16 bits each, in the reference's format.
+"""Base files for KL divergence in ik_llama.cpp's format: a model's log-probabilities over a text, 16 bits each.
 
 Little-endian:
 
@@ -6,8 +6,8 @@ Little-endian:
     8        i32      n_ctx, tokens of a chunk
     12       i32      n_vocab
     16       i32      n_chunk
-    20       i32      x n_chunk * n_ctx: the text's own tokens (a BOS put in front of a chunk is not recorded)
-    then n_chunk times K = n_ctx - 1 - n_ctx // 2 rows; row r belongs to the logits at position n_ctx // 2 + r:
+    20       i32      x n_chunk * n_ctx: the text's tokens (without a BOS that replaces the first of a chunk)
+    then n_chunk times K = n_ctx - 1 - n_ctx // 2 rows; row r is that of the logits at position n_ctx // 2 + r:
       f32    scale
       f32    min_log_prob
       u16    x n_vocab codes, one more unused where n_vocab is odd
@@ -18,7 +18,7 @@ A row of logits l is encoded with top = max l, low = max(min l, top - 24) and Z 
 
     scale = (top - low) / 65535    min_log_prob = low - top - Z    code_i = round((l_i - low) / scale), 0 below low
 
-where round takes ties to even. Everything further than 24 nats below the top is lifted to there.
+where round takes ties to even. Logits more than 24 nats below the top are raised to that bound.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from quantkit.codegen import jit, thread_pool
 from quantkit.codegen.jit import kernel
 from quantkit.errors import DataError, FormatError
 from quantkit.formats.atomic import require_space
-from quantkit.formats.kld.chunk_file import ChunkFile, Noted
+from quantkit.formats.kld.chunk_file import ChunkFile, LoggedChunks
 from quantkit.formats.mapping import map_file, require_whole
 from quantkit.inputs import arguments
 
@@ -46,18 +46,18 @@ _ROW_HEADER_WORDS = 4
 
 
 def scored_rows(n_ctx: int) -> slice:
-    """Positions of a chunk whose logits are scored: the second half, each predicting the token after it."""
+    """Positions of a chunk whose logits are scored: those in the second half that predict a token of the chunk."""
     return slice(n_ctx // 2, n_ctx - 1)
 
 
 def row_words(n_vocab: int) -> int:
-    """16-bit words of a row."""
+    """Number of 16-bit words of a row."""
     return 2 * ((n_vocab + 1) // 2) + _ROW_HEADER_WORDS
 
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """Rows of a base file: log p = scale[:, None] * codes + min_log_prob[:, None]. Views; nothing is copied.
+    """Rows of a base file: log p = scale[:, None] * codes + min_log_prob[:, None]. Properties are views.
 
     words: uint16[rows, row_words(n_vocab)], as in the file.
     """
@@ -67,28 +67,28 @@ class EncodedRows:
 
     @property
     def scale(self) -> np.ndarray:
-        """float32[rows]."""
+        """float32[rows]: nats a code."""
         return self.words[:, :_ROW_HEADER_WORDS].view("<f4")[:, 0]
 
     @property
     def min_log_prob(self) -> np.ndarray:
-        """float32[rows]."""
+        """float32[rows]: the log-probability of code 0, in nats."""
         return self.words[:, :_ROW_HEADER_WORDS].view("<f4")[:, 1]
 
     @property
     def codes(self) -> np.ndarray:
-        """uint16[rows, n_vocab]."""
+        """uint16[rows, n_vocab]: the codes."""
         return self.words[:, _ROW_HEADER_WORDS : _ROW_HEADER_WORDS + self.n_vocab]
 
     def log_probs(self) -> np.ndarray:
-        """float32[rows, n_vocab]."""
+        """float32[rows, n_vocab]: log-probabilities in nats."""
         steps: np.ndarray = self.scale[:, None] * self.codes.astype(np.float32)
         return np.asarray(steps + self.min_log_prob[:, None])
 
 
 @kernel
 def _encode_rows(logits: np.ndarray, out: np.ndarray) -> None:
-    """float32[rows, n_vocab] -> uint16[rows, row_words]; the formula stands at the top of this file."""
+    """float32[rows, n_vocab] -> uint16[rows, row_words], by the formula at the top of this file."""
     rows, n = logits.shape
     for r in range(rows):
         row = logits[r]
@@ -115,7 +115,7 @@ def _encode_rows(logits: np.ndarray, out: np.ndarray) -> None:
 
 
 def encode_rows(logits: np.ndarray) -> EncodedRows:
-    """Encode float32[rows, n_vocab]. NaN or Inf is a DataError."""
+    """Encode logits, float32[rows, n_vocab]. DataError for NaN or Inf."""
     logits = arguments.real_numbers(logits, "logits")
     if logits.ndim != 2 or not logits.shape[1]:
         raise DataError(f"expected logits[rows, n_vocab], got shape {logits.shape}")
@@ -162,10 +162,11 @@ class BaseReader:
 
     @property
     def rows_per_chunk(self) -> int:
+        """Number of scored rows of a chunk."""
         return rows_per_chunk(self.n_ctx)
 
     def chunk(self, index: int) -> EncodedRows:
-        """The rows of one chunk; FormatError when a row's two numbers cannot be those of log-probabilities."""
+        """The rows of one chunk; FormatError if scale or min_log_prob of a row cannot be those of log-probabilities."""
         rows, words = self.rows_per_chunk, row_words(self.n_vocab)
         start = _HEADER_BYTES + 4 * self.tokens.size + 2 * words * rows * index
         require_whole(self._bytes, self.path)
@@ -189,38 +190,40 @@ def rows_per_chunk(n_ctx: int) -> int:
 
 
 def file_bytes(n_ctx: int, n_vocab: int, n_chunk: int) -> int:
-    """Size of a base file."""
+    """Size of a base file in bytes."""
     return _HEADER_BYTES + 4 * n_chunk * n_ctx + 2 * n_chunk * rows_per_chunk(n_ctx) * row_words(n_vocab)
 
 
 class BaseWriter:
-    """Writes a base file chunk by chunk; it appears under its name when the `with` block ends and every chunk is in.
+    """Writes a base file chunk by chunk; it appears when the `with` block ends and all chunks are written.
 
-    tokens: int[n_chunk, n_ctx], the text's own tokens.
-    noted: what a log says of an earlier run's chunks, `.done` of which are there and are not written again; None where
-    there is no log. With one, what is written stays when the block is left early.
+    tokens   int[n_chunk, n_ctx], the text's tokens
+    logged   the chunks that a log says an earlier run wrote; None without a log. With a log, the partial file stays
+             when the block is left early. `done` counts the chunks that are there and need not be written again.
     """
 
-    def __init__(self, path: str | os.PathLike[str], tokens: np.ndarray, n_vocab: int, *, noted: Noted | None = None):
+    def __init__(
+        self, path: str | os.PathLike[str], tokens: np.ndarray, n_vocab: int, *, logged: LoggedChunks | None = None
+    ):
         self.path = Path(path)
         n_vocab = arguments.integer(n_vocab, f"{path}: the size of the vocabulary", 2, 2**31 - 1)
         self.tokens = arguments.integers(tokens, f"{path}: tokens of a vocabulary of {n_vocab}", n_vocab).astype("<i4")
         if self.tokens.ndim != 2:
             raise DataError(f"{path}: expected tokens[n_chunk, n_ctx], got shape {self.tokens.shape}")
-        self.n_vocab, self._noted = n_vocab, noted
+        self.n_vocab, self._logged = n_vocab, logged
 
     def __enter__(self) -> BaseWriter:
         n_chunk, n_ctx = self.tokens.shape
         require_space(self.path.parent, file_bytes(n_ctx, self.n_vocab, n_chunk))
         head = MAGIC + struct.pack("<iii", n_ctx, self.n_vocab, n_chunk) + self.tokens.tobytes()
         size = 2 * rows_per_chunk(n_ctx) * row_words(self.n_vocab)
-        self._file = ChunkFile(self.path, head, self._noted, lambda read, offset: size)
+        self._file = ChunkFile(self.path, head, self._logged, lambda read, offset: size)
         self.done = len(self._file.places)
         return self
 
     @property
     def digest(self) -> str:
-        """Of the chunk that was written last, for a log."""
+        """The digest of the last chunk, for a log."""
         return self._file.places[-1][2]
 
     def write(self, logits: np.ndarray) -> None:
@@ -236,7 +239,7 @@ class BaseWriter:
         try:
             if kind is None:
                 if (written := len(self._file.places)) != len(self.tokens):
-                    raise DataError(f"{self.path}: {written} chunks written, {len(self.tokens)} announced")
+                    raise DataError(f"{self.path}: {written} chunks written of {len(self.tokens)}")
                 self._file.finish()
         finally:
             self._file.leave()

@@ -1,31 +1,31 @@
-"""Bounded base files of KL divergence (`.qkld`): a model's distributions over a text, in a twentieth of the size.
+"""Bounded base files for KL divergence (`.qkld`): a model's distributions over a text, in a twentieth of the size.
 
-A base of the reference takes 16 bits a token of the vocabulary. With p the base's probabilities, q a candidate's and
-e = log p - log q, a divergence is KLD = sum p e. Here p is rounded at random to few values: each token's by itself, to
-one of the two next values that can be stored, with such chances that it is p on average. With r what p became,
+ik_llama.cpp's base file takes 16 bits for each token of the vocabulary. With p the base's probabilities, q a
+candidate's and e = log p - log q, the divergence is KLD = sum p e. Here each token's p is rounded at random to one of
+the two nearest values that can be stored, such that the expected value is p. With r the rounded p,
 
     KLD  =  sum r log p  +  sum r (-log q)  -  sum (r - p) e
 
-The first sum is a number of the row, stored exactly. The second needs r and the candidate. The third is what is not
-known: a sum of independent terms that are zero on average, whatever the candidate is, each as small as its e. So a
-candidate near the base is measured almost exactly, and over many tokens the error falls with their root. That a sum of
-bounded independent terms stays within a few of its deviations is a theorem (Bernstein's), not an estimate: the bound
-that is printed is missed with a probability below 1e-9 (of the rounding's dice, which no candidate knows). Without dice
-no file of this size could promise as much: tokens of about the same p may change places and give the same file.
+The first sum is one number a row, stored exactly. The second needs r and the candidate. The third is unknown: a sum of
+independent terms with mean zero, whatever the candidate is, each as small as its e. So a candidate near the base is
+measured almost exactly, and over many tokens the error falls with the square root of their number. Bernstein's
+inequality bounds the sum: the printed bound fails with a probability below 1e-9 (over the random bits of the rounding,
+on which no candidate depends). Without random rounding no file of this size could give such a bound: tokens of about
+the same p may change places and give the same file.
 
 With a step s, the same for all rows of a chunk, and v = p / s, a token becomes
 
-    not kept      v < 2^-20      mass and sum p log p of these are stored
+    not stored    v < 2^-20      mass and sum p log p of these are stored
     0 or s        v < 1          s with probability v: ids of few of the unlikely tokens, v to an eighth octave
     2^(j/8) s     v < 12         one of the two neighbours
     n s           v < 76         one of the two neighbours
     p             v >= 76        as float32
 
-About as many bits buy as much anywhere in this table, which is why one s for all rows and sizes of p is right; the
-number k of kept tokens follows from it, row by row: a few where the model is sure, thousands where it is not. s is the
-largest for which 256 tokens (or all, if there are fewer) would have the bound aimed at, with e of one nat, but not so
-small that the chunk is larger than its share of 1/20 of the reference's format. How the bound is worked out stands in
-evaluate/bounded.py.
+A bit reduces the error about equally anywhere in this table, so one s for all rows and sizes of p is right. The number
+of stored tokens follows from it, row by row: a few where the model is certain, thousands where it is not. s is the
+largest step for which 256 tokens (or all, if there are fewer) are expected to reach the target bound with e of one nat,
+but not so small that the chunk exceeds its share of 1/20 of ik_llama.cpp's format. evaluate/bounded.py computes the
+bound.
 
 Little-endian:
 
@@ -56,26 +56,26 @@ from quantkit.codegen import jit, thread_pool
 from quantkit.codegen.jit import kernel
 from quantkit.errors import DataError, FormatError
 from quantkit.formats.kld.base_file import row_words, rows_per_chunk, scored_rows
-from quantkit.formats.kld.chunk_file import ChunkFile, Noted, digest
+from quantkit.formats.kld.chunk_file import ChunkFile, LoggedChunks, digest
 from quantkit.formats.mapping import map_file, require_whole
 from quantkit.inputs import arguments, json_input
 from quantkit.inputs.regular_file import read_beginning
 
 MAGIC = b"QKLDv2\0\0"
-SMALLER = 20  # times than the reference's format, at least
-FROM_VOCABULARY = 8192  # tokens, from which it holds: in small ones a row's own numbers weigh more
-TARGET = 1e-3  # nats
-_TOKENS = 256  # over which a bound is to be the target
-MISSED = 1e-9  # probability that a bound is
-LOG_ODDS = math.log(3 / MISSED)  # of three things that can go wrong
+SMALLER = 20  # a file is at least so many times smaller than in ik_llama.cpp's format
+FROM_VOCABULARY = 8192  # tokens; in smaller vocabularies the numbers of a row alone take more than that share
+TARGET = 1e-3  # nats, the default bound
+_TOKENS = 256  # over which the bound should reach the target
+MISSED = 1e-9  # probability that a bound fails
+LOG_ODDS = math.log(3 / MISSED)  # the bound needs three inequalities
 _BINS = 160  # half octaves of p below 1
-_ESCAPE = 255  # gap of ids that does not fit a byte
-_REACH = 20.0  # nats, of e: for what a bound is expected to be
+_ESCAPE = 255  # a gap of ids that does not fit a byte
+_REACH = 20.0  # nats: the largest e that the expected bound assumes
 _STREAMS = 7
 _INDEX_BYTES, _INDEX_RATIO = 64 << 20, 32  # what an index may expand to: so much, and so many times its size
 _MOST_VOCAB = 1 << 24
 
-# Classes of a token, a byte: 0 not kept; 1 … 160 below s, by eighths of octaves; 161 … 254 of the grid; 255 as float32.
+# Class of a token, a byte: 0 not stored; 1 … 160 below s, by eighths of octaves; 161 … 254 of the grid; 255 as float32.
 TAIL = 160
 LARGE = 255
 GRID = np.array([*(2.0 ** (np.arange(29) / 8)), *np.arange(12.0, 77.0)])  # in steps
@@ -102,7 +102,7 @@ def _probabilities(row: np.ndarray, out: np.ndarray) -> float:
 
 @kernel
 def _survey_rows(logits: np.ndarray, counts: np.ndarray, masses: np.ndarray) -> None:
-    """Tokens and their probability by half octaves below 1, of each row; int64 and float64[rows, _BINS]."""
+    """Count tokens and sum their probability by half octaves below 1; int64 and float64[rows, _BINS]."""
     p = np.empty(logits.shape[1], np.float64)
     for r in range(logits.shape[0]):
         _probabilities(logits[r], p)
@@ -114,8 +114,8 @@ def _survey_rows(logits: np.ndarray, counts: np.ndarray, masses: np.ndarray) -> 
 
 
 @kernel
-def _dice(seed: np.uint64, i: int) -> float:
-    """A number in [0, 1) for the token i of a row: splitmix64."""
+def _uniform(seed: np.uint64, i: int) -> float:
+    """A random number in [0, 1) for token i of a row: SplitMix64."""
     z = seed + np.uint64(i + 1) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -124,7 +124,7 @@ def _dice(seed: np.uint64, i: int) -> float:
 
 @kernel
 def _class_of(v: float, u: float, grid: np.ndarray) -> int:
-    """Of a token of v steps, given a number u of the dice."""
+    """The class of a token of v steps, with a random number u in [0, 1)."""
     if v < 1.0:
         return 1 + min(159, int(-8.0 * np.log2(v))) if u < v else 0
     if v >= grid[-1]:
@@ -162,7 +162,7 @@ def _round_rows(
                 dust += p[i]
                 dust_entropy += p[i] * log_p
             else:
-                c = _class_of(v, _dice(seeds[r], i), grid)
+                c = _class_of(v, _uniform(seeds[r], i), grid)
                 if c > 0 and c < 255:
                     known += step * (grid[c - 161] if c > 160 else 1.0) * log_p
             classes[r, i] = c
@@ -177,9 +177,9 @@ def _round_rows(
 class BoundedRows:
     """The rows of a chunk.
 
-    classes  uint8[rows, n_vocab]: 0 not kept, 1 … 160 tail, 161 … 254 grid, 255 as float32
-    large    float32[n]: the probabilities of the latter, row by row in the order of ids
-    numbers  float64[rows, 4]: sum r log p; sum p log p and mass of what is never kept; nll of the target
+    classes  uint8[rows, n_vocab]: 0 not stored, 1 … 160 tail, 161 … 254 grid, 255 as float32
+    large    float32[n]: the probabilities of class 255, row by row in the order of ids
+    numbers  float64[rows, 4]: sum r log p; sum p log p and mass of tokens below 2^-20 steps; NLL of the target
     top      uint32[rows]: the token with the largest logit, the first of equals
     step     s
     """
@@ -197,7 +197,7 @@ class BoundedRows:
 
 
 def encode_rows(logits: np.ndarray, targets: np.ndarray, step: float, seed: int = 0) -> BoundedRows:
-    """Classes of float32[rows, n_vocab] logits with steps of `step`; `seed` is the dice's."""
+    """Classes of float32[rows, n_vocab] logits with steps of `step`; `seed` is that of the random numbers."""
     logits = arguments.real_numbers(logits, "logits")
     if logits.ndim != 2 or not logits.size or np.shape(targets) != logits.shape[:1]:
         raise DataError(f"expected logits[rows, n_vocab] and targets[rows], got {logits.shape} and {np.shape(targets)}")
@@ -221,10 +221,10 @@ def encode_rows(logits: np.ndarray, targets: np.ndarray, step: float, seed: int 
 
 
 def steps(logits: np.ndarray, target: float, over: int, most: float = math.inf) -> float:
-    """The largest step, a power of sqrt 2, with which the bound over `over` such rows is expected to be the target.
+    """The largest step, a power of sqrt 2, for which the expected bound over `over` such rows is the target.
 
-    See the top of this file. It is made coarser where the chunk would take more than about `most` bytes: an id costs
-    what a place in a list of such density does, a class five bits.
+    See the top of this file. The step is larger if the chunk would take more than about `most` bytes: an id costs as
+    much as a position in a list of that density, a class five bits.
     """
     rows, n = logits.shape
     counts, masses = np.zeros((rows, _BINS), np.int64), np.zeros((rows, _BINS))
@@ -249,7 +249,7 @@ def steps(logits: np.ndarray, target: float, over: int, most: float = math.inf) 
 
 
 def _compressed(data: np.ndarray) -> bytes:
-    """zlib; symbols only, no repetitions, where the data are bytes of classes and gaps, which have none."""
+    """Compress with zlib; only Huffman codes for bytes of classes and gaps, which have no repetitions."""
     strategy = zlib.Z_HUFFMAN_ONLY if data.dtype == np.uint8 else zlib.Z_DEFAULT_STRATEGY
     machine = zlib.compressobj(9, strategy=strategy)
     return machine.compress(np.ascontiguousarray(data).tobytes()) + machine.flush()
@@ -270,15 +270,15 @@ def _pack(rows: BoundedRows) -> bytes:
 
 
 def _size_at(read: Callable[[int, int], bytes], offset: int) -> int:
-    """Bytes of the chunk at an offset; 0 where there is none."""
+    """Size of the chunk at an offset in bytes; 0 if there is none."""
     lengths = read(offset, 4 * _STREAMS)
     return 4 * _STREAMS + sum(struct.unpack(f"<{_STREAMS}I", lengths)) if len(lengths) == 4 * _STREAMS else 0
 
 
 def _unpack(data: bytes, rows: int, n: int) -> BoundedRows:
-    """The inverse; ValueError or zlib.error for bytes that `_pack` did not write.
+    """The inverse of `_pack`; ValueError or zlib.error for bytes that it did not write.
 
-    No stream is expanded further than what comes before it says that it has.
+    No stream is expanded beyond the size that the streams before it imply.
     """
     lengths = struct.unpack_from(f"<{_STREAMS}I", data)
     if 4 * _STREAMS + sum(lengths) != len(data):
@@ -308,7 +308,7 @@ def _unpack(data: bytes, rows: int, n: int) -> BoundedRows:
 
 
 def _expanded(data: bytes, most: int, *, exactly: bool = False) -> bytes:
-    """What one zlib stream holds: `most` bytes, or fewer unless `exactly`. ValueError for any more."""
+    """Expand one zlib stream: `most` bytes, or fewer unless `exactly`. ValueError if there are more."""
     machine = zlib.decompressobj()
     found = machine.decompress(data, most + 1)  # of 0 bytes, zlib takes no limit
     if len(found) > most or not machine.eof or machine.unused_data or (exactly and len(found) < most):
@@ -320,16 +320,16 @@ def _expanded(data: bytes, most: int, *, exactly: bool = False) -> bytes:
 
 
 class BoundedWriter:
-    """Writes a `.qkld` chunk by chunk; the use of `files.kld.BaseWriter`.
+    """Writes a `.qkld` chunk by chunk; used like `BaseWriter`.
 
-    tokens   int[n_chunk, n_ctx], the text's own
-    target   nats: the bound to aim at, see the top of this file
-    note     what the file was made of, kept in it and shown with results
-    noted    as of BaseWriter
+    tokens   int[n_chunk, n_ctx], the text's tokens
+    target   nats: the bound to reach, see the top of this file
+    note     a JSON object about the origin of the file, stored in it and shown with results
+    logged   as for BaseWriter
     """
 
     def __init__(self, path: str | os.PathLike[str], tokens: np.ndarray, n_vocab: int, *, target: float = TARGET,
-                 note: dict[str, Any] | None = None, noted: Noted | None = None):  # fmt: skip
+                 note: dict[str, Any] | None = None, logged: LoggedChunks | None = None):  # fmt: skip
         self.path = Path(path)
         n_vocab = arguments.integer(n_vocab, f"{path}: the size of the vocabulary", 2, _MOST_VOCAB)
         self.tokens = arguments.integers(tokens, f"{path}: tokens of a vocabulary of {n_vocab}", n_vocab).astype("<i4")
@@ -337,16 +337,16 @@ class BoundedWriter:
             raise DataError(f"{path}: expected tokens[n_chunk, n_ctx], got shape {self.tokens.shape}")
         if not target > 0:
             raise DataError(f"{path}: a bound of {target} nats; it must be larger than 0")
-        self.n_vocab, self.target, self.note, self._noted = n_vocab, target, note or {}, noted
+        self.n_vocab, self.target, self.note, self._logged = n_vocab, target, note or {}, logged
 
     def __enter__(self) -> BoundedWriter:
-        self._file = ChunkFile(self.path, MAGIC + bytes(8), self._noted, _size_at)
+        self._file = ChunkFile(self.path, MAGIC + bytes(8), self._logged, _size_at)
         self.done = len(self._file.places)
         return self
 
     @property
     def digest(self) -> str:
-        """Of the chunk that was written last, for a log."""
+        """The digest of the last chunk, for a log."""
         return self._file.places[-1][2]
 
     def write(self, logits: np.ndarray) -> None:
@@ -360,10 +360,10 @@ class BoundedWriter:
         self._file.append(self._fitting(np.asarray(logits, np.float32), index))
 
     def _fitting(self, logits: np.ndarray, index: int) -> bytes:
-        """A chunk with the finest step that the target asks for and the size allows.
+        """Encode a chunk with the largest step that reaches the target, or a larger one if the size demands it.
 
-        The size is no limit for small vocabularies, where the numbers of a row alone take more. The dice are the
-        text's: the same file comes of the same model and text, and of candidates they know nothing.
+        The size does not limit small vocabularies, where the numbers of a row alone take more. The seed of the random
+        numbers is a hash of the text: the same model and text give the same file, and no candidate depends on it.
         """
         tokens = self.tokens[index]
         targets = tokens[scored_rows(len(tokens)).start + 1 :]
@@ -376,14 +376,14 @@ class BoundedWriter:
             data = _pack(encode_rows(logits, targets, step, seed))
             if len(data) <= most or step > 0.1:
                 return data
-            # Halving what is kept takes about one octave; the square root aims just below the limit.
+            # Halving the stored tokens takes about one octave; the square root aims just below the limit.
             step = min(0.5, step * max(2**0.125, (len(data) / most) ** 0.5))
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
             if kind is None:
                 if (written := len(self._file.places)) != len(self.tokens):
-                    raise DataError(f"{self.path}: {written} chunks written, {len(self.tokens)} announced")
+                    raise DataError(f"{self.path}: {written} chunks written of {len(self.tokens)}")
                 self._finish()
                 self._file.finish()
         finally:
@@ -442,17 +442,18 @@ class BoundedReader:
 
     @property
     def rows_per_chunk(self) -> int:
+        """Number of scored rows of a chunk."""
         return rows_per_chunk(self.n_ctx)
 
     @property
     def ratio(self) -> float:
-        """How many times larger the reference's format would be."""
+        """How many times larger ik_llama.cpp's format would be."""
         from quantkit.formats.kld.base_file import file_bytes
 
         return file_bytes(self.n_ctx, self.n_vocab, self.n_chunk) / self._bytes.size
 
     def chunk(self, index: int) -> BoundedRows:
-        """The rows of one chunk."""
+        """The rows of one chunk; FormatError if its checksum is wrong."""
         start, size, expected = self._index[index]
         require_whole(self._bytes, self.path)
         data = self._bytes[start : start + size].tobytes()

@@ -1,7 +1,7 @@
 """Checkpoints in safetensors: `open_checkpoint` reads a directory, `CheckpointWriter` streams one.
 
-Takes and gives numpy arrays; weights stored as codes and scales are read as the matrices they stand for
-(`quantized_checkpoint`). Imports `errors`, `types` and the other modules of `formats`.
+The package takes and returns numpy arrays. Weights stored as codes and scales are read as the matrices they encode
+(`quantized_checkpoint`). It imports `errors`, `inputs`, `types` and the other modules of `formats`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A strict pull parser for JSON that strangers wrote: the reader asks for what it expects and gets that or an error.
+"""`Scanner`: a strict pull parser for large JSON headers from strangers. The caller asks for the value it expects.
 
-Nothing is built but what was asked for, so memory is bounded by the caller's limits; nesting is never recursion;
-duplicate keys are errors; every error names the byte. Only what headers need: strings, naturals, lists of naturals,
-objects, and skipping over any value.
+Only the values asked for are built, so the caller's limits bound the memory. Nesting is never recursion, duplicate keys
+are errors, and every error names the byte. It reads what headers need: strings, naturals, lists of naturals, objects.
+It can skip any value.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _PLAIN = re.compile(rb'[^"\\\x00-\x1f]*')
 _NATURAL = re.compile(rb"(?:0|[1-9][0-9]{0,18})(?![0-9.eE])")
 _SCALAR = re.compile(rb"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
 MAX_DEPTH = 64
-MAX_SKIPPED_BYTES = 1 << 18  # of a value that nobody asked for
+MAX_SKIPPED_BYTES = 1 << 18  # of a skipped value
 
 
 class Scanner:
-    """A place in a JSON text. `first_byte` is where the text begins in its file, for messages."""
+    """A position in a JSON text. `first_byte` is the offset of the text in its file, for messages."""
 
     def __init__(self, path: Path, text: bytes, first_byte: int):
         self.path = path
@@ -35,10 +35,11 @@ class Scanner:
         self._first_byte = first_byte
 
     def error(self, message: str, pos: int | None = None) -> FormatError:
+        """An error that names the file and the byte: `pos` in the text, or the current position."""
         return FormatError(f"{self.path}: at byte {self._first_byte + (self.pos if pos is None else pos)}: {message}")
 
     def members(self, what: str, max_key: int) -> Iterator[str]:
-        """The keys of an object. The caller takes each key's value before it asks for the next key."""
+        """Iterate over the keys of an object. The caller reads each key's value before it asks for the next key."""
         self._expect(b"{", what)
         seen: set[str] = set()
         if self._accept(b"}"):
@@ -57,10 +58,10 @@ class Scanner:
             self._expect(b",", what)
 
     def string(self, what: str, limit: int) -> str:
-        """A string of at most `limit` bytes."""
+        """Read a string of at most `limit` bytes."""
         self._expect(b'"', what)
         start = self.pos
-        end = _PLAIN.match(self.text, start).end()  # type: ignore[union-attr]  # it matches nothing at least
+        end = _PLAIN.match(self.text, start).end()  # type: ignore[union-attr]  # it matches at least the empty string
         while self.text[end : end + 1] == b"\\" and end - start <= limit:
             end = _PLAIN.match(self.text, end + 2).end()  # type: ignore[union-attr]
         if end - start > limit:
@@ -74,13 +75,13 @@ class Scanner:
             text = token.decode()
             if "\\" in text:
                 text = json.loads(f'"{text}"')
-                text.encode()  # half a surrogate pair is no text
+                text.encode()  # half a surrogate pair is an error
             return text
         except ValueError as error:  # UnicodeError and JSONDecodeError are ValueErrors
             raise self.error(f"{what} is not a JSON string: {error}", start) from None
 
     def natural(self, what: str) -> int:
-        """An integer from 0 to below 10^19, which is beyond any file's size."""
+        """Read an integer from 0 to below 10^19, which is beyond the size of any file."""
         self._skip_space()
         match = _NATURAL.match(self.text, self.pos)
         if match is None:
@@ -89,7 +90,7 @@ class Scanner:
         return int(match[0])
 
     def integers(self, what: str, limit: int) -> list[int]:
-        """A list of at most `limit` naturals."""
+        """Read a list of at most `limit` naturals."""
         self._expect(b"[", what)
         found: list[int] = []
         if self._accept(b"]"):
@@ -103,13 +104,13 @@ class Scanner:
             self._expect(b",", what)
 
     def skip(self) -> None:
-        """Pass over one value of any kind."""
+        """Skip one value of any kind."""
         closers: list[bytes] = []
         start = self.pos
         while True:
             self._skip_space()
             if self.pos - start > MAX_SKIPPED_BYTES:
-                raise self.error(f"a value of no use here is longer than {MAX_SKIPPED_BYTES} bytes", start)
+                raise self.error(f"a value that is not used here is longer than {MAX_SKIPPED_BYTES} bytes", start)
             here = self.text[self.pos : self.pos + 1]
             if here in (b"{", b"["):
                 self.pos += 1
@@ -135,10 +136,10 @@ class Scanner:
             self._skip_key(closers[-1])
 
     def finish(self) -> None:
-        """Nothing but space may follow: safetensors headers are padded with it."""
+        """FormatError unless only spaces follow: safetensors headers are padded with them."""
         self._skip_space()
         if self.pos != len(self.text):
-            raise self.error(f"after the end of the JSON stands {self._next()}")
+            raise self.error(f"the JSON is followed by {self._next()}")
 
     def _skip_key(self, closer: bytes) -> None:
         if closer == b"}":

@@ -1,19 +1,20 @@
-"""Checkpoints whose weights are stored as codes and scales, read as the matrices they stand for.
+"""Quantized checkpoints: weights stored as codes and scales, read as the matrices they encode.
 
-    fp8     NAME.weight F8_E4M3 or F8_E5M2 with NAME.weight_scale_inv (also weight_scale), by which it is multiplied:
-            one number, one a row, or one for each block of rows and columns, 128 x 128 where config.json says no other
-            size. The last block of an axis may be cut off.
-    mxfp4   NAME_blocks U8[…, rows, n / 32, 16] with NAME_scales U8[…, rows, n / 32], as gpt-oss has its experts: byte j
-            of a block holds elements 2j (low bits) and 2j + 1, of the values of E2M1; a scale e is 2^(e - 127).
-    ints    of compressed-tensors: NAME.weight_packed I32[rows, words], codes of 1 to 8 bits from the low bits of a word
-            up, with NAME.weight_shape (rows, n), or NAME.weight I8[rows, n]; NAME.weight_scale [rows, groups]; and
-            maybe NAME.weight_zero_point I8[rows, groups], packed along rows where weights are packed, and
-            NAME.weight_g_idx I32[n], the group of each column. config.json says bits and size of groups, for all
-            modules or by their names.
-    bitnet  NAME.weight U8[rows / 4, n], packed, with NAME.weight_scale of one number; or floats that become ternary
+    fp8     NAME.weight F8_E4M3 or F8_E5M2, multiplied by NAME.weight_scale_inv (or weight_scale): one number, one a
+            row, or one for each block of rows and columns. Blocks are 128 x 128 unless config.json gives a size. The
+            last block of an axis may be incomplete.
+    mxfp4   NAME_blocks U8[…, rows, n / 32, 16] with NAME_scales U8[…, rows, n / 32], as in gpt-oss's experts: byte j
+            of a block holds elements 2j (low bits) and 2j + 1 as E2M1 codes; a scale e means 2^(e - 127).
+    ints    compressed-tensors: NAME.weight_packed I32[rows, words], codes of 1 to 8 bits from the low bits of a word
+            up, with NAME.weight_shape (rows, n); or NAME.weight I8[rows, n]. NAME.weight_scale [rows, groups];
+            optional NAME.weight_zero_point I8[rows, groups], packed along rows if weights are packed; optional
+            NAME.weight_g_idx I32[n], the group of each column. config.json gives bits and group size, for all modules
+            or by their names.
+    bitnet  NAME.weight U8[rows / 4, n], packed, with NAME.weight_scale of one number; or floats that are rounded to
+            ternary values when the model runs
 
-`unscaled` hides codes and scales and shows `ScaledTensor`s (scaled.py) in their place, which have what a
-CheckpointTensor has but for `raw`. No more is decoded than is asked for.
+`unscaled` replaces codes and scales by `ScaledTensor`s (`quantized_matrix`), which have the interface of
+`CheckpointTensor` except for `raw`. Rows are decoded when they are asked for.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _BLOCK = (128, 128)
 _PACKED = ".weight_packed"
 _SCALES = (".weight_scale_inv", ".weight_scale")
 _OF_INTEGERS = (".weight_shape", ".weight_zero_point", ".weight_g_idx")
-# Scales of activations and caches, which weights do not need.
+# Scales of activations and caches, which decoding weights does not need.
 _OF_ACTIVATIONS = (".activation_scale", ".input_scale", ".output_scale", ".k_scale", ".v_scale", ".kv_scale",
                    ".input_zero_point", ".output_zero_point")  # fmt: skip
 _COMPRESSED = "compressed-tensors"
@@ -58,12 +59,13 @@ _FORMATS = (None, "dense", "pack-quantized", "int-quantized", "naive-quantized",
 
 
 def unscaled(checkpoint: Checkpoint, config: Json) -> Checkpoint:
-    """The checkpoint with its weights as matrices, read as the `quantization_config` of its config.json says.
+    """The checkpoint with its quantized weights as matrices, decoded as `quantization_config` in config.json says.
 
-    Without one it is as it was. UnsupportedError for other methods; FormatError where scales are missing or do not fit.
+    Without that setting the checkpoint is returned unchanged. UnsupportedError for other methods; FormatError if scales
+    are missing or do not fit.
     """
     settings: Json = mapping(config, "quantization_config")
-    if config.get("weight_bits") == 1 and not settings:  # of the first BitNets, whose own class makes them ternary
+    if config.get("weight_bits") == 1 and not settings:  # the first BitNets, whose own class makes weights ternary
         settings = {"quant_method": _BITNET, "quantization_mode": "online"}
     if not settings.get("quant_method"):
         return checkpoint
@@ -78,7 +80,7 @@ def unscaled(checkpoint: Checkpoint, config: Json) -> Checkpoint:
                 used.add(made.scales.name)
     for name in checkpoint.tensors:
         if name.endswith(_SCALES) and name not in used:
-            raise FormatError(f"{checkpoint.path}: {name} scales nothing: there are no codes of that name")
+            raise FormatError(f"{checkpoint.path}: {name} has no codes that it scales")
     dropped = used.union(name for name in checkpoint.tensors if name.endswith((*_OF_ACTIVATIONS, *_OF_INTEGERS)))
     kept = [tensors.get(name, tensor) for name, tensor in checkpoint.tensors.items() if name not in dropped]
     shown: dict[str, Any] = {tensor.name: tensor for tensor in kept}
@@ -86,7 +88,7 @@ def unscaled(checkpoint: Checkpoint, config: Json) -> Checkpoint:
 
 
 def _made_of(checkpoint: Checkpoint, tensor: CheckpointTensor, settings: Json) -> ScaledTensor | None:
-    """What a tensor holds the codes of; None if it holds none."""
+    """The matrix whose codes a tensor holds; None if it holds no codes."""
     name = tensor.name
     if name.endswith("_blocks"):
         return _mxfp4(checkpoint, name.removesuffix("_blocks"), tensor)
@@ -101,7 +103,7 @@ def _made_of(checkpoint: Checkpoint, tensor: CheckpointTensor, settings: Json) -
 
 
 def _refuse_other_methods(settings: Json, where: Path) -> None:
-    """UnsupportedError for a quantization_config whose weights are read by other rules."""
+    """UnsupportedError for a quantization_config of a method or format that is not known here."""
     method = settings.get("quant_method")
     if method not in _METHODS:
         raise UnsupportedError(
@@ -120,11 +122,11 @@ def _refuse_other_methods(settings: Json, where: Path) -> None:
 
 
 def _block_size(settings: Json) -> tuple[int, int]:
-    """Rows and columns that share a scale; `_BLOCK` where nothing is said."""
+    """Rows and columns that share a scale; `_BLOCK` if config.json gives no size."""
     structures = [mapping(group, "weights").get("block_structure") for group in _groups(settings)]
     size: Any = settings.get("weight_block_size") or next(filter(None, structures), None) or _BLOCK
     if not isinstance(size, Sequence) or len(size) != 2 or not all(isinstance(n, int) and n > 0 for n in size):
-        raise FormatError(f"config.json: weight_block_size is {size!r}; it has to be two numbers, as [128, 128]")
+        raise FormatError(f"config.json: weight_block_size is {size!r}; it has to be two numbers, such as [128, 128]")
     return size[0], size[1]
 
 
@@ -173,7 +175,7 @@ def _mxfp4(checkpoint: Checkpoint, name: str, codes: CheckpointTensor) -> MXFP4T
 
 
 def _bitnet(checkpoint: Checkpoint, tensor: CheckpointTensor, settings: Json) -> ScaledTensor | None:
-    """A ternary matrix: packed, or floats that layers make ternary where they are said to do so when they run."""
+    """A ternary matrix: packed, or floats that the layers round to ternary values when they run ("online")."""
     name = f"{tensor.name}_scale"
     scales = checkpoint.tensors.get(name)
     if tensor.dtype != "U8":
@@ -224,7 +226,7 @@ def _integers(checkpoint: Checkpoint, codes: CheckpointTensor, settings: Json) -
 
 
 def _of_module(settings: Json, module: str) -> Json:
-    """The `weights` of the group of config_groups that a module is in: one that names it, else one of its class."""
+    """`weights` of the config_groups entry of a module: of one that names it, else of one that names its class."""
     groups = list(_groups(settings))
     by_name = [g for g in groups if any(_matches(target, module) for target in sequence(g, "targets"))]
     by_class = [g for g in groups if "Linear" in sequence(g, "targets")]
@@ -232,13 +234,13 @@ def _of_module(settings: Json, module: str) -> Json:
     if not found or any(weights != found[0] for weights in found):
         raise UnsupportedError(
             f"config.json: quantization_config.config_groups has {len(found)} groups that {module} may be in, which "
-            "differ; quantkit tells groups apart by the names of modules"
+            "differ; quantkit assigns groups by the names of modules"
         )
     return found[0]
 
 
 def _matches(target: object, module: str) -> bool:
-    """Whether a target, a name or "re:" and a regex for its beginning, is a module's."""
+    """Whether a target matches a module: its name, or "re:" and a regex that matches the beginning of its name."""
     if not isinstance(target, str):
         raise FormatError(f"{_TARGETS}: {target!r}; a target is a module's name, a class, or re: and a pattern")
     if not target.startswith("re:"):
@@ -266,7 +268,7 @@ def _shape(codes: CheckpointTensor, stated: CheckpointTensor | None, bits: int) 
 
 
 def _zero_points(stored: CheckpointTensor, scales: CheckpointTensor, bits: int) -> Callable[[], np.ndarray]:
-    """What reads them: int8[rows, groups], one for each scale."""
+    """A function that reads the zero points: int8[rows, groups], one for each scale."""
     rows, groups = (*scales.shape, 1, 1)[:2]
     if stored.dtype == "I8" and math.prod(stored.shape) == rows * groups:
         return lambda: stored.raw().view(np.int8).reshape(rows, groups)
@@ -284,7 +286,7 @@ def _zero_points(stored: CheckpointTensor, scales: CheckpointTensor, bits: int) 
 
 
 def _order(stored: CheckpointTensor | None, n: int, count: int) -> np.ndarray | None:
-    """int[n]: the group of each column, where that is not its neighbours'."""
+    """int[n]: the group of each column; None if groups are runs of neighbouring columns."""
     if stored is None:
         return None
     wide = stored.dtype == "I64"

@@ -1,12 +1,12 @@
-"""Matrices that checkpoints store as codes and scales, decoded as rows are asked for; safetensors_scaled.py finds them.
+"""Matrices that checkpoints store as codes and scales; rows are decoded when asked for (see `quantized_checkpoint`).
 
-    FP8Tensor      codes of 8 bits, each times the scale of its block of rows and columns, or of all
+    FP8Tensor      codes of 8 bits, each times the scale of its block of rows and columns, or of the matrix
     MXFP4Tensor    codes of 4 bits, 32 to a scale that is a power of two
-    IntegerTensor  integers of 1 to 8 bits, less a zero point, times the scale of their group of columns
+    IntegerTensor  integers of 1 to 8 bits, minus a zero point, times the scale of their group of columns
     TernaryTensor  BitNet's packed -1, 0 and 1, times one scale
-    Ternarized     floats that become such: s clip(round(w / s), -1, 1), s the mean of |w|
+    Ternarized     floats rounded to ternary values: s clip(round(w / s), -1, 1), s the mean of |w|
 
-Values are float32 products, rounded once: of MXFP4, and of integers with 16-bit scales, they are exact.
+Values are float32 products, rounded once. For MXFP4, and for integers with 16-bit scales, they are exact.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ScaledTensor(ABC):
         return math.prod(self.shape[:-1])
 
     def rows(self, start: int, stop: int) -> np.ndarray:
-        """float32[stop - start, shape[-1]]: some rows; all leading axes count as one."""
+        """float32[stop - start, shape[-1]]: the values of some rows; all leading axes count as one."""
         if not 0 <= start <= stop <= self.n_rows:
             raise DataError(f"{self.path}: tensor {self.name} has rows 0 to {self.n_rows}, not {start} to {stop}")
         return self._rows(start, stop)
@@ -56,11 +56,11 @@ class ScaledTensor(ABC):
     def _rows(self, start: int, stop: int) -> np.ndarray: ...
 
     def dequantize(self) -> np.ndarray:
-        """float32[shape]."""
+        """float32[shape]: the values of the whole tensor."""
         return self.rows(0, self.n_rows).reshape(self.shape)
 
     def forget(self, start: int, stop: int) -> None:
-        """Let go of the memory behind some rows, of their scales too."""
+        """Release the mapped pages of some rows and of their scales."""
         for part in (self.codes, self.scales):
             release(part.raw()[part.nbytes * start // self.n_rows : part.nbytes * stop // self.n_rows])
 
@@ -81,21 +81,21 @@ class FP8Tensor(ScaledTensor):
             matrix, row = divmod(first, rows)
             last = min(first + high - row % high, first + rows - row, stop)
             line = grid[matrix * -(-rows // high) + row // high]
-            with np.errstate(over="ignore"):  # what float32 cannot hold is Inf, which whoever reads it refuses
+            with np.errstate(over="ignore"):  # values beyond float32 become Inf, which callers refuse
                 x[first - start : last - start] *= np.repeat(line, wide)[:n]
             first = last
         return x
 
     def encodes(self, kind: str) -> bool:
-        """Whether `encoded` gives this type's rows: not for odd numbers of columns."""
+        """Whether `encoded` can give rows of type `kind`: the number of columns must suit the vectorized loop."""
         from quantkit.types.native import recode
 
         return kind in recode.TARGETS and self.shape[-1] % recode.LANES == 0 == self.block[1] % recode.LANES
 
     def encoded(self, kind: str, start: int, stop: int) -> tuple[np.ndarray, bool]:
-        """uint8[stop - start, bytes]: the same rows in f32, f16 or bf16, each product rounded, ties to even.
+        """(uint8[stop - start, bytes], fits): rows as f32, f16 or bf16, each product rounded, ties to even.
 
-        And whether all are numbers that the type holds; otherwise the bytes are of no use.
+        `fits` is False if a value is not finite in that type; then the bytes must not be used.
         """
         from quantkit.types.native import recode
 
@@ -107,7 +107,7 @@ class FP8Tensor(ScaledTensor):
         return out, fits
 
     def send(self, kind: str, start: int, stop: int, descriptor: int, offset: int) -> bool:
-        """Write what `encoded` gives to a file. False where that is of no use, or was not written."""
+        """Write the rows of `encoded` to an open file. False if a value did not fit, or if not all were written."""
         from quantkit.types.native import recode
 
         source, width = self.dtype.lower(), self.shape[-1] * recode.ITEM_BYTES[kind]
@@ -118,8 +118,8 @@ class FP8Tensor(ScaledTensor):
         return True
 
     def _matrices(self, start: int, stop: int) -> Iterator[tuple[int, np.ndarray, np.ndarray, int]]:
-        """Of each matrix that some rows are of: the first of them; their codes; scales, from the line on that is for
-        it; and how many rows below the first of that line it is."""
+        """Split rows by matrix; for each: its first row, its codes, its scales from the line of that row on, and how
+        many rows that row is below the first row of the line."""
         (rows, n), (high, wide) = self.shape[-2:], self.block
         codes = self.codes.raw().reshape(self.n_rows, n)
         grid = self.scales.dequantize().reshape(-1, -(-n // wide))
@@ -170,11 +170,11 @@ class MXFP4Tensor(ScaledTensor):
 class IntegerTensor(ScaledTensor):
     """Integers of `bits` bits, as compressed-tensors has them: (code - zero point) * scale of the column's group.
 
-    codes         I8[rows, n], signed; or packed, I32[rows, ceil(n / k)] of k = 32 // bits codes a word, low bits first,
+    codes         I8[rows, n], signed; or packed I32[rows, ceil(n / k)] of k = 32 // bits codes a word, low bits first,
                   unsigned with an offset of 2^(bits - 1)
-    scales        [rows, groups], one a row, or one for all
-    zero_points   int8 as many as scales: `() -> array`, asked for once; None: 0
-    groups        int[n], the group of each column; None: neighbours share one, all groups but the last of `size`
+    scales        [rows, groups], one a row, or one for the matrix
+    zero_points   function that reads int8[rows, groups], called once; None: 0
+    groups        int[n], the group of each column; None: groups are runs of `size` columns, the last may be shorter
     """
 
     def __init__(
@@ -197,12 +197,12 @@ class IntegerTensor(ScaledTensor):
         if self._zero_points is not None:
             whole = self._zero_points()
             x -= self._wide((whole if len(whole) == 1 else whole[start:stop]).astype(np.float32))
-        with np.errstate(over="ignore"):  # what float32 cannot hold is Inf, which whoever reads it refuses
+        with np.errstate(over="ignore"):  # values beyond float32 become Inf, which callers refuse
             x *= self._wide(self._scales(start, stop))
         return x
 
     def _scales(self, start: int, stop: int) -> np.ndarray:
-        """float32[rows, groups], or [1, 1] of one for all."""
+        """float32[rows, groups], or [1, 1] for one scale."""
         if len(self.scales.shape) == 2 and self.scales.shape[0] > 1:
             return self.scales.rows(start, stop)
         whole = self.scales.dequantize().reshape(-1, 1 if len(self.scales.shape) < 2 else self.scales.shape[1])
@@ -217,7 +217,7 @@ class IntegerTensor(ScaledTensor):
         return unpack(data, self.bits)[:, :n]
 
     def _wide(self, x: np.ndarray) -> np.ndarray:
-        """A number for each column of [rows, groups]."""
+        """Expand [rows, groups] to one number for each column."""
         n = self.shape[-1]
         if self.groups is not None:
             return x[:, self.groups]
@@ -246,7 +246,7 @@ class TernaryTensor(ScaledTensor):
 
 
 class Ternarized(ScaledTensor):
-    """A matrix of floats as the layers of a BitNet that is ternary only when it runs see it. `scales` is `codes`."""
+    """A matrix of floats, rounded to ternary values as an online BitNet does when it runs. `scales` is `codes`."""
 
     def __init__(self, weights: CheckpointTensor):
         super().__init__(weights.name, "TERNARY", weights.shape, weights, weights)
@@ -260,7 +260,7 @@ class Ternarized(ScaledTensor):
         return np.clip(np.rint(self.codes.rows(start, stop) * scale), -1, 1) / scale
 
     def _mean(self) -> float:
-        """Of the elements' sizes, at least 1e-5."""
+        """The mean of |w|, at least 1e-5."""
         step, total = max(1, (1 << 20) // self.shape[-1]), 0.0
         for start in range(0, self.n_rows, step):
             total += float(np.abs(self.codes.rows(start, min(self.n_rows, start + step))).sum(dtype=np.float64))
@@ -278,9 +278,9 @@ def _fields(bits: int) -> np.ndarray:
 def unpack(data: np.ndarray, bits: int) -> np.ndarray:
     """float32[rows, k * words] of the codes in uint8[rows, 4 * words], k = 32 // bits to a little-endian word.
 
-    They have `bits` bits each and an offset of 2^(bits - 1), which is taken off.
+    Codes have `bits` bits and an offset of 2^(bits - 1), which is subtracted.
     """
-    if 8 % bits == 0:  # no code lies in two bytes
+    if 8 % bits == 0:  # no code spans two bytes
         codes: np.ndarray = _fields(bits)[data]
         return codes.reshape(len(data), -1)
     words = np.ascontiguousarray(data).view("<u4")

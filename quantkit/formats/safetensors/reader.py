@@ -1,4 +1,4 @@
-"""Checkpoints in safetensors: lazy tensors over read-only mappings, exact float32 without torch, and a writer.
+"""Reading safetensors checkpoints: lazy tensors over read-only mappings, exact float32 values without torch.
 
     u64 N; N bytes of JSON; data
 
@@ -8,7 +8,8 @@ data. The tensors fill the data without holes or overlaps. Little-endian, row-ma
 
 A sharded checkpoint has model.safetensors.index.json, whose "weight_map" names the file of each tensor.
 
-Every number is checked against the file before use; what is wrong is a FormatError with file, place and both numbers.
+Every number is checked against the file before it is used; a wrong one is a FormatError with file, byte and both
+numbers.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def _bf16(raw: np.ndarray) -> np.ndarray:
 
 
 def _e5m2(raw: np.ndarray) -> np.ndarray:
-    """The upper byte of a half."""
+    """The upper byte of a float16."""
     return (raw.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
 
 
@@ -94,7 +95,7 @@ def _code_values(dtype: str) -> np.ndarray:
 
 
 class CheckpointTensor:
-    """A tensor of a checkpoint. Nothing is read before its data are asked for.
+    """A lazy tensor of a checkpoint. Nothing is read before its data are asked for.
 
     name, dtype ("BF16", "F8_E4M3" …), shape (numpy order, () for a scalar), nbytes, path (of its file), offset (in it)
     """
@@ -161,14 +162,14 @@ class CheckpointTensor:
         return recode.send(source, kind, self.raw()[start * width : stop * width], descriptor, offset)
 
     def forget(self, start: int, stop: int) -> None:
-        """Let go of the memory behind some rows, which are read again where they are asked for again."""
+        """Release the mapped pages of some rows; they are read again when they are asked for again."""
         width = self.nbytes // max(1, self.n_rows)
         release(self.raw()[start * width : stop * width])
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An open checkpoint: `tensors` by name, in order of files and of each file's header."""
+    """An open checkpoint: `tensors` by name, in the order of files and of each file's header."""
 
     path: Path
     paths: list[Path]
@@ -183,7 +184,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
     """Open the checkpoint of a Hugging Face directory, or one .safetensors file.
 
     In a directory: the files of model.safetensors.index.json, else model.safetensors, else all *.safetensors. Files are
-    taken in order of name. FormatError when anything does not hold together.
+    read in order of name. FormatError if anything is inconsistent.
     """
     path = Path(directory)
     if path.is_file():
@@ -205,7 +206,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
 
 
 class File(Protocol):
-    """What this needs of an opened file."""
+    """An opened file, as `join` needs it."""
 
     path: Path
     metadata: dict[str, str]
@@ -213,7 +214,7 @@ class File(Protocol):
 
 
 def join(path: Path, files: Iterable[File], paths: list[Path]) -> Checkpoint:
-    """The checkpoint of some files, which are opened as they are taken."""
+    """Join files, which the iterable opens one by one, to a checkpoint. FormatError if a tensor is in two of them."""
     allow_open_files(len(paths))
     metadata: dict[str, str] = {}
     tensors: dict[str, CheckpointTensor] = {}
@@ -229,7 +230,7 @@ def join(path: Path, files: Iterable[File], paths: list[Path]) -> Checkpoint:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """weight_map of an index: tensor name -> name of a file beside it, which there has to be."""
+    """The weight_map of an index: tensor name -> file name. FormatError if one of these files is missing."""
     data = map_file(path)
     if data.size > MAX_HEADER:
         raise FormatError(f"{path}: {data.size} bytes, an index has up to {MAX_HEADER}")
@@ -244,7 +245,7 @@ def read_index(path: Path) -> dict[str, str]:
             at = scan.pos
             file = scan.string(f"file of tensor {name!r}", MAX_NAME_BYTES)
             if file != os.path.basename(file) or file in ("", ".", "..") or set(file) & set("/\\:\0"):
-                raise scan.error(f"tensor {name!r} is said to be in {file!r}, which is no plain file name", at)
+                raise scan.error(f"tensor {name!r} is said to be in {file!r}, which is not a plain file name", at)
             weight_map[name] = file
             if len(weight_map) > MAX_TENSORS:
                 raise scan.error(f"{len(weight_map)} tensors up to here, quantkit reads up to {MAX_TENSORS}")
@@ -259,7 +260,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def check_index(path: Path, weight_map: dict[str, str], checkpoint: Checkpoint) -> None:
-    """FormatError where an index and the files it names differ."""
+    """FormatError if an index and the tensors of its files differ."""
     for name, file in weight_map.items():
         tensor = checkpoint.tensors.get(name)
         if tensor is None or tensor.path.name != file:
@@ -335,7 +336,7 @@ class _File:
         return CheckpointTensor(name, dtype, tuple(shape), self.start + start, expected, self.path, self.bytes)
 
     def _check_coverage(self) -> None:
-        """The data must be the tensors, one after the other, and nothing else."""
+        """FormatError unless the tensors fill the data, one after the other."""
         end, previous = self.start, "the header"
         for tensor in sorted(self.tensors, key=lambda t: (t.offset, t.nbytes)):
             if tensor.offset != end:

@@ -1,4 +1,4 @@
-"""Writing safetensors: one file or a set with its index, streamed, appearing only when complete (stream.py)."""
+"""`CheckpointWriter`: writes safetensors, one file or a set with its index. They appear when complete (stream.py)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ITEM_BYTES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0"
 
 @dataclass(frozen=True)
 class CheckpointSpec:
-    """Name, shape (numpy order) and dtype ("BF16" …) of a tensor to be written."""
+    """Name, shape (numpy order) and dtype ("BF16" …) of a tensor to be written; DataError for others."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,6 +37,7 @@ class CheckpointSpec:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor's data."""
         size = ITEM_BYTES[self.dtype]
         for n in self.shape:
             size *= n
@@ -47,13 +48,13 @@ class CheckpointWriter(StreamWriter):
     """Writes a checkpoint into a directory: model.safetensors, or model-00001-of-0000N.safetensors and an index.
 
         with CheckpointWriter(directory, specs, {"format": "pt"}) as w:
-            w.write(name, data)     # uint8 bytes; tensors in the order of specs, each in as many pieces as you like
+            w.write(name, data)     # uint8 bytes; tensors in the order of specs, each in any number of pieces
 
     max_shard_bytes  limit on the tensor bytes of a file
     paths            final names, the index first
 
     A directory that holds other safetensors files is refused (DataError): readers would mix the two checkpoints.
-    Leaving the block completes the files; an exception in it, or tensors that are missing, remove what was written.
+    Leaving the block completes the files. An exception in it, or a missing tensor, removes the partial files.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class CheckpointWriter(StreamWriter):
         files = [self.specs[stop - count : stop] for stop, count in zip(stops, counts)]
         layouts = [_layout(directory / name, file, metadata) for name, file in zip(names, files)]
         if len(names) > 1:
-            # First in the list means last to appear: the index is what readers open.
+            # The first file appears last, and readers open the index.
             layouts.insert(0, _index(directory / INDEX_NAME, names, files))
         _check_directory(directory, {layout.path.name for layout in layouts})
         super().__init__(directory / names[0], layouts)
@@ -94,7 +95,7 @@ def _check_directory(directory: Path, names: set[str]) -> None:
 
 
 def _layout(path: Path, specs: Sequence[CheckpointSpec], metadata: Mapping[str, str] | None) -> Layout:
-    """Wide dtypes lie first, so that every tensor is aligned for its dtype, which torch's loader needs."""
+    """The layout of one file. Wide dtypes come first, so that each tensor is aligned, as torch's loader needs it."""
     offsets: dict[str, int] = {}
     end = 0
     for spec in sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype]):

@@ -95,7 +95,7 @@ def test_iq1_m_of_zeros(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("inside", [0x10, 0x21, 0x4A, 0x01])
-def test_iq1_m_that_cannot_be_told_names_the_row(inside: int, rng: np.random.Generator) -> None:
+def test_iq1_m_that_cannot_be_converted_names_the_row(inside: int, rng: np.random.Generator) -> None:
     data = groups_of("iq1_m_r4", rng, 12, 768)
     multipliers(data)[...] |= 0x11
     multipliers(data)[1, 8 + 5, 2] = inside
@@ -106,7 +106,7 @@ def test_iq1_m_that_cannot_be_told_names_the_row(inside: int, rng: np.random.Gen
     assert repack.why_not(types.get("iq1_m_r4"), data[8:], 768) == ""
 
 
-def test_a_scale_that_would_leave_its_range_is_not_told(rng: np.random.Generator) -> None:
+def test_a_scale_that_would_leave_its_range_is_not_converted(rng: np.random.Generator) -> None:
     data = groups_of("iq1_m_r4", rng, 4, 256)
     multipliers(data)[...] = 0x88
     heads(data)[0] = 1, 2, 8192, 3

@@ -149,8 +149,10 @@ def test_one_pass_is_two(target: str, wide: Path, tmp_path: Path) -> None:
     back = write(plan_unpack(quantkit.open(one)), tmp_path / "back.gguf")[0]
     assert assert_same_tensors(back, base) == 0
     there, back_there = (quantkit.open(path).metadata for path in (base, back))
-    told = ("quantkit.recipe", "quantkit.tensors")
-    assert {k: v for k, v in back_there.items() if k not in told} == {k: v for k, v in there.items() if k not in told}
+    descriptive = ("quantkit.recipe", "quantkit.tensors")
+    assert {k: v for k, v in back_there.items() if k not in descriptive} == {
+        k: v for k, v in there.items() if k not in descriptive
+    }
 
 
 def test_patterns_and_the_plan(wide: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Repacking files: what changes, what stays and why, the way back, and the reference's own repacking."""
+"""Repacking files: what changes, what stays and why, unpacking, and comparison with the reference."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def split_keys(path: Path) -> dict[str, tuple[int, str]]:
 
 
 def test_shards_in_and_out(tmp_path: Path, rng: np.random.Generator) -> None:
-    """Any member opens the set; the split is kept, made anew or undone, and the way back gives the very files."""
+    """Any member opens the set; the shards are kept, remade or merged, and unpacking gives the original files."""
     last = model(tmp_path / "in.gguf", rng, shards=3)
     source = quantkit.open(last)
     assert [path.name for path in source.paths] == [f"in-0000{i}-of-00003.gguf" for i in (1, 2, 3)]

@@ -81,8 +81,8 @@ def test_no_byte_outside_is_touched(rng):
         data = base_rows(t, rng, 3, 512)
         around = np.full(data.size + 512, 77, np.uint8)
         inside = around[256:-256].reshape(data.shape)
-        for way, given in ((t.permutation.forward, data), (t.permutation.backward, t.interleave_rows(data))):
-            way(given, inside)
+        for move, given in ((t.permutation.forward, data), (t.permutation.backward, t.interleave_rows(data))):
+            move(given, inside)
             assert (around[:256] == 77).all()
             assert (around[-256:] == 77).all()
         np.testing.assert_array_equal(inside, data)
@@ -100,7 +100,7 @@ SENT = [t for t in INTERLEAVED if type(t.permutation) is Permutation and not t.p
 
 
 @pytest.mark.parametrize("t", SENT, ids=lambda t: t.name)
-def test_rows_sent_to_a_file(t, rng, tmp_path):
+def test_write_rows_to_a_file(t, rng, tmp_path):
     """There and back, several slices and one group: the bytes that arrays get, at their place."""
     for groups, n in ((1, 512), (800 // t.interleave, 4096)):
         data = base_rows(t, rng, groups, n)
@@ -114,7 +114,7 @@ def test_rows_sent_to_a_file(t, rng, tmp_path):
 
 
 def test_offsets_that_two_threads_make_are_those_of_the_first():
-    """Functions are told their addresses: they must not go away when another thread comes later with its own."""
+    """Native functions hold the arrays' addresses: the first thread's arrays stay when another thread makes its own."""
     firsts = np.arange(17)
 
     class Raced(dict):
@@ -128,7 +128,7 @@ def test_offsets_that_two_threads_make_are_those_of_the_first():
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
-def test_what_cannot_be_sent_is_told(rng):
+def test_write_rows_returns_false_where_it_cannot_write(rng):
     assert len(SENT) > 20
     for t in INTERLEAVED:
         data = base_rows(t, rng, 2, 512)
@@ -194,7 +194,7 @@ def test_lines_must_hold_every_column():
 
 
 # What the reference lacks or does wrong (spec/repack.md 5.26, 7, 11): checked against the vectors and the base type.
-NOT_ENCODED = {"bf16_r16": "it cuts bf16 off instead of rounding", "mxfp4_r8": "its build does not know the type"}
+NOT_ENCODED = {"bf16_r16": "it truncates to bf16 instead of rounding", "mxfp4_r8": "its build does not know the type"}
 NOT_DECODED = NOT_ENCODED | dict.fromkeys(("bf16_r16", "q4_0_4x4", "q4_0_4x8", "q4_0_8x8"), "it has no decoder")
 
 

@@ -60,7 +60,7 @@ def _real(model: Path, rng: np.random.Generator, count: int, n: int, rotated: bo
 
 
 def importance(seed: int, n: int) -> np.ndarray:
-    """float32[n]: chi-squared with one degree of freedom, as mean squares of activations are, and a floor."""
+    """float32[n]: chi-squared with one degree of freedom, as mean squares of activations are, and a least value."""
     return (np.random.default_rng([seed, 99]).chisquare(1, n) + 0.05).astype(np.float32)
 
 
@@ -75,7 +75,7 @@ def tame_bytes(t: QuantType, rng: np.random.Generator, count: int, n: int) -> np
     if isinstance(t, Interleaved):
         return t.interleave_rows(tame_bytes(t.base_type, rng, count, n))
     data = random_bytes(t, rng, count, n)
-    blocks = 1 if t.row_meta_bytes or t.interleave > 1 else n // t.block_size  # that are drawn anew one by one
+    blocks = 1 if t.row_meta_bytes or t.interleave > 1 else n // t.block_size  # that are drawn again one by one
     drawn = data.reshape(count // t.interleave * blocks, -1)
     width = t.row_meta_bytes * t.interleave or drawn.shape[1]
     for _ in range(1000):

@@ -115,7 +115,7 @@ def test_encoding_again_changes_little(t):
 
 
 def edge_blocks(n: int) -> dict[str, np.ndarray]:
-    """Rows of n that are awkward in one way each."""
+    """Rows of n elements, each with one difficulty."""
     rng = np.random.default_rng(8)
     g = rng.standard_normal(n).astype(np.float32)
     spike = np.zeros(n, np.float32)

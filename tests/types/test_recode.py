@@ -91,7 +91,7 @@ def test_codes_times_scales(source: str, target: str, high: int, begin: int, rng
     fits = recode.rescale(source, target, codes, scales, (high, 64), begin, out)
     agree(target, out, fits, x.reshape(-1))
     few = codes & 0x87 | 0x30  # from 1/8 to 1
-    huge = np.full_like(scales, 3e38)  # 256 of which are Inf: told not to fit, though some would
+    huge = np.full_like(scales, 3e38)  # 256 times this is Inf: reported as too large, though some would fit
     assert not (source == "f8_e4m3" and recode.rescale(source, target, few, huge, (high, 64), begin, out))
     fits = recode.rescale(source, target, few, np.ones_like(scales), (high, 64), begin, out)
     agree(target, out, fits, torch.from_numpy(few).view(code_of).float().numpy().reshape(-1))
@@ -100,7 +100,7 @@ def test_codes_times_scales(source: str, target: str, high: int, begin: int, rng
 @pytest.mark.parametrize("source", FLOATS)
 @pytest.mark.parametrize("target", FLOATS)
 def test_floats_sent_to_a_file(source: str, target: str, rng: np.random.Generator, tmp_path: Path) -> None:
-    """Several slices and a rest; the bytes around are left alone; one odd value in the rest is told."""
+    """Several slices and a rest; the bytes around stay unchanged; one odd value in the rest is reported."""
     count = 2 * recode.SLICE + 3 * recode.LANES
     data = recode.recode("f32", source, rng.standard_normal((1, count), np.float32).view(np.uint8))[0].reshape(-1)
     wanted, _ = recode.recode(source, target, data[None])

@@ -1,4 +1,4 @@
-"""Types whose groups of 32 share a super-scale: known answers, and searches beside trying everything."""
+"""Types whose groups of 32 share a super-scale: known answers, and the search compared with an exhaustive one."""
 
 from __future__ import annotations
 

@@ -129,7 +129,8 @@ def _require_number(largest: float) -> None:
 
 def _softmax(logits: np.ndarray) -> np.ndarray:
     e = np.exp(logits.astype(np.float64) - np.float64(logits.max()))
-    return e / e.sum()
+    found: np.ndarray = e / e.sum()
+    return found
 
 
 @dataclass

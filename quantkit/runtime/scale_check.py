@@ -100,7 +100,7 @@ def _counted(tensor: Tensor, threads: int | None) -> np.ndarray:
 
 
 @kernel
-def _count_halves(data, block, at, found):
+def _count_halves(data: np.ndarray, block: int, at: int, found: np.ndarray) -> None:
     """Count the f16 at the byte `at` of each block of uint8[rows, bytes] by exponent, into found[32]; 0: of zeros."""
     for r in range(data.shape[0]):
         for start in range(at, data.shape[1], block):
@@ -111,11 +111,11 @@ def _count_halves(data, block, at, found):
 def _largest(flat: np.ndarray) -> np.ndarray:
     """[1]: the largest magnitude, NaN above all; by bits, which are in the order of magnitudes."""
     if flat.dtype == np.uint8:
-        return flat.max(keepdims=True)
+        return np.asarray(flat.max(keepdims=True))
     half = flat.dtype == np.float16
     bits: np.ndarray = flat.view(np.uint16 if half else np.uint32)
     magnitudes = np.bitwise_and(bits, bits.dtype.type(0x7FFF if half else 0x7FFFFFFF))
-    return magnitudes.max(keepdims=True).view(flat.dtype)
+    return np.asarray(magnitudes.max(keepdims=True)).view(flat.dtype)
 
 
 def _exponents(strip: np.ndarray) -> np.ndarray:

@@ -60,7 +60,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> AllReduce:
 def test_gpus_add_up_in_their_memory(nccl: AllReduce) -> None:
     given = [torch.full((2, 3), float(rank + 1)) for rank in range(3)]
     for _ in range(3):
-        for found in nccl.each(lambda rank: nccl.sum(rank, given[rank])):
+        for found in nccl.run_on_all(lambda rank: nccl.sum(rank, given[rank])):
             assert found.dtype == torch.float32
             assert found.tolist() == [[6.0] * 3] * 2
     assert [float(x[0, 0]) for x in given] == [1, 2, 3]

@@ -151,6 +151,7 @@ class BlockRunner:
     # ---------------------------------------------- what a kind of device that has arrays of its own does with kernels
 
     def rms_norm(self, x: np.ndarray, norm: blocks.Norm) -> np.ndarray:
+        """x / sqrt(mean(x^2) + eps) * weight, by rows of the weight's length."""
         return float_ops.rms_norm(x, self.vector(norm.weight), norm.eps, self.threads)
 
     def activate(self, name: str, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
@@ -158,6 +159,7 @@ class BlockRunner:
         return float_ops.activate(name, gate, up, self.threads)
 
     def sigmoid(self, x: np.ndarray) -> np.ndarray:
+        """1 / (1 + e^-x)."""
         return float_ops.sigmoid(x)
 
     def without_gates(self, projected: np.ndarray, heads: int) -> np.ndarray:
@@ -165,9 +167,11 @@ class BlockRunner:
         return float_ops.without_gates(projected, heads)
 
     def apply_gates(self, x: np.ndarray, projected: np.ndarray, dim: int) -> None:
+        """Multiply attention's output by sigmoids of its gates, in place; see `float_ops.apply_gates`."""
         float_ops.apply_gates(x, projected, dim, self.threads)
 
     def scale_queries(self, q: np.ndarray, temperature: tuple[float, int], spans: list[Span]) -> None:
+        """Scale queries by their position, in place; see `float_ops.scale_queries`."""
         float_ops.scale_queries(q, *temperature, spans)
 
     def append_rows(self, k: np.ndarray, v: np.ndarray | None, cache: Cache, layer: int) -> None:
@@ -182,9 +186,11 @@ class BlockRunner:
     def latent_attention(
         self, part: blocks.LatentAttention, layer: int, x: np.ndarray, spans: list[Span]
     ) -> np.ndarray:
+        """What a latent attention block adds; see `latent.attention`."""
         return latent.attention(self, part, layer, x, spans)
 
     def delta_net(self, part: blocks.DeltaNet, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        """What a recurrent block adds; see `recurrent.delta_net`."""
         return recurrent.delta_net(self, part, layer, x, spans)
 
     def is_finite(self, y: np.ndarray) -> bool:
@@ -201,11 +207,13 @@ class BlockRunner:
         return self.norm(norm, x.reshape(-1, dim)).reshape(x.shape)
 
     def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
+        """`rms_norm` with the tensors that a block names, and the non-finite check."""
         y = self.rms_norm(x, norm)
         self.check(norm.weight, y)
         return y
 
     def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray:
+        """float32[tokens, rows]: the product with a weight matrix, its bias and scale, and the non-finite check."""
         self.observe(linear.weight, x)
         y = self._weight(linear)(x)
         self.check(linear.weight, y)

@@ -24,7 +24,8 @@ ROWS_TOGETHER = 16  # the largest group; matrices of all types are cut at multip
 
 def vector(tensor: Tensor) -> np.ndarray:
     """float32[n] of a norm's weight, a bias or rope factors."""
-    return jit.readonly(np.ascontiguousarray(tensor.dequantize().reshape(-1)))
+    found: np.ndarray = jit.readonly(np.ascontiguousarray(tensor.dequantize().reshape(-1)))
+    return found
 
 
 class Linear:
@@ -113,4 +114,5 @@ def embed(tensor: Tensor, tokens: np.ndarray) -> np.ndarray:
     wanted, place = np.unique(tokens // group, return_inverse=True)
     data = tensor.data.reshape(-1, group, tensor.data.shape[1])[wanted]
     rows = tensor.type.dequantize(data.reshape(-1, data.shape[2]), tensor.shape[1])
-    return rows[place.reshape(-1) * group + tokens % group]
+    found: np.ndarray = rows[place.reshape(-1) * group + tokens % group]
+    return found

@@ -47,6 +47,7 @@ def _over_tokens(task: Callable[[int, int], None], x: np.ndarray, threads: int) 
 
 
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float, threads: int) -> np.ndarray:
+    """x / sqrt(mean(x^2) + eps) * weight, of rows float32[rows, n]; weight float32[n]."""
     out = np.empty_like(x)
     _over_tokens(lambda a, b: reference.rms_norm(x[a:b], weight, eps, out[a:b]), x, threads)
     return out
@@ -79,8 +80,10 @@ def apply_gates(x: np.ndarray, projected: np.ndarray, dim: int, threads: int) ->
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
+    """1 / (1 + e^-x) of an array of any shape."""
     with ignore_nonfinite():
-        return 1 / (1 + np.exp(-x))
+        found: np.ndarray = 1 / (1 + np.exp(-x))
+        return found
 
 
 def rope_tables(rope: blocks.Rope, n_ctx: int, factors: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:

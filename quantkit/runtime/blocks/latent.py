@@ -43,8 +43,11 @@ class Observed(Protocol):
     """What `observe` uses of a runner."""
 
     @property
-    def weights(self) -> Weights: ...
-    def observe(self, name: str, x: np.ndarray, *which: int) -> None: ...
+    def weights(self) -> Weights:
+        """Tensors by name."""
+
+    def observe(self, name: str, x: np.ndarray, *which: int) -> None:
+        """Call the observer, if there is one."""
 
 
 class Run(Observed, Protocol):
@@ -54,20 +57,34 @@ class Run(Observed, Protocol):
     attention: AttentionOptions
     mla: int
 
-    def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray: ...
-    def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray: ...
-    def apply_rope(self, x: np.ndarray, rope: blocks.Rope, dim: int, spans: list[Span]) -> None: ...
-    def check(self, what: str, y: np.ndarray) -> None: ...
-    def head_projections(self, part: blocks.LatentAttention) -> HeadProjections: ...
+    def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray:
+        """The product with a weight matrix."""
+
+    def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
+        """RMS norm."""
+
+    def apply_rope(self, x: np.ndarray, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
+        """RoPE in place, of heads of `dim` elements."""
+
+    def check(self, what: str, y: np.ndarray) -> None:
+        """Non-finite check of `what`."""
+
+    def head_projections(self, part: blocks.LatentAttention) -> HeadProjections:
+        """The matrices between latents and heads."""
+
     def attend(
         self, heads: Heads, layer: int, q: np.ndarray, spans: list[Span], attention: AttentionOptions | None = None
-    ) -> np.ndarray: ...
+    ) -> np.ndarray:
+        """Attention over what the caches hold."""
+
     def attend_latents(
         self, part: blocks.LatentAttention, layer: int, q: np.ndarray, latents: np.ndarray, spans: list[Span]
-    ) -> np.ndarray: ...
+    ) -> np.ndarray:
+        """`attend` of this module, on the device of the cache."""
 
 
 def is_latent(parts: Sequence[blocks.Block]) -> bool:
+    """Whether a model has latent attention (MLA)."""
     return any(isinstance(part, blocks.LatentAttention) for block in parts for part in block.parts)
 
 
@@ -215,6 +232,7 @@ def full(part: blocks.LatentAttention) -> Heads:
 
 
 def attention(run: Run, part: blocks.LatentAttention, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+    """What a latent attention block adds to x float32[tokens, n_embd]."""
     y = run.norm(part.norm, x)
     q = y
     if part.q_a is not None and part.q_a_norm is not None:

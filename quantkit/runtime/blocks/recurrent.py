@@ -38,10 +38,17 @@ class Run(Protocol):
 
     threads: int
 
-    def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray: ...
-    def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray: ...
-    def vector(self, name: str) -> np.ndarray: ...
-    def check(self, what: str, y: np.ndarray) -> None: ...
+    def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray:
+        """The product with a weight matrix."""
+
+    def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
+        """RMS norm."""
+
+    def vector(self, name: str) -> np.ndarray:
+        """A tensor with one dimension, decoded."""
+
+    def check(self, what: str, y: np.ndarray) -> None:
+        """Non-finite check of `what`."""
 
 
 def delta_net(run: Run, part: blocks.DeltaNet, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:

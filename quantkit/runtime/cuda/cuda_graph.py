@@ -9,12 +9,16 @@ or depends on a number that the host computes: see `can_capture`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.archs.common import blocks
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.cuda.gpu_context import GpuContext
 from quantkit.runtime.kernels.cuda import routing
+from quantkit.runtime.kv.cache import Cache
+
+if TYPE_CHECKING:
+    import torch
 
 
 def can_capture(part: blocks.Part, exact: bool) -> bool:
@@ -35,7 +39,7 @@ def can_capture(part: blocks.Part, exact: bool) -> bool:
 class CapturedStep:
     """One token through blocks whose tensors and cache are on one GPU. The cache must outlive this object."""
 
-    def __init__(self, worker: GpuContext, layers: Sequence[blocks.Block], x: Any, cache: Any):
+    def __init__(self, worker: GpuContext, layers: Sequence[blocks.Block], x: torch.Tensor, cache: Cache):
         gpu = worker.gpu
         self._x, self._position = x.clone(), gpu.torch.full((1,), cache.length, dtype=gpu.torch.int32, device=gpu.place)
         spans = [Span(0, 1, cache)]
@@ -49,7 +53,7 @@ class CapturedStep:
             self._graph = gpu.capture(step)
         self._rope_tables = worker.rope_tables()  # a reference: a longer context replaces the worker's tables
 
-    def replay(self, x: Any, position: int) -> Any:
+    def replay(self, x: torch.Tensor, position: int) -> Any:
         """float32[1, n_embd] that leaves the blocks, valid until the next replay."""
         self._x.copy_(x)
         self._position.fill_(position)

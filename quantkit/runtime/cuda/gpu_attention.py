@@ -38,7 +38,7 @@ def require_cache(device: str, kind: CacheType, dim_k: int, dim_v: int) -> None:
         )
     attention.check((kind.k, kind.v if dim_v else kind.k), (dim_k, dim_v or dim_k))
     for name in (kind.k, kind.v) if dim_v else (kind.k,):
-        attention.remember(name)
+        attention.append(name)
 
 
 def append_rows(worker: GpuContext, k: torch.Tensor, v: torch.Tensor | None, cache: Cache, layer: int) -> None:
@@ -54,7 +54,7 @@ def append_rows(worker: GpuContext, k: torch.Tensor, v: torch.Tensor | None, cac
         dim = x.shape[1] // heads
         positions = worker.next_positions(cache, tokens)
         warps = tokens * heads * -(-dim // 32)
-        worker.gpu.launch_each(attention.remember(kind), 32 * warps, attention.THREADS, x.contiguous(), heads, dim,
+        worker.gpu.launch_each(attention.append(kind), 32 * warps, attention.THREADS, x.contiguous(), heads, dim,
                                row_bytes, n_ctx, positions, tokens, rows)  # fmt: skip
 
 
@@ -84,24 +84,25 @@ def attend(worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache:
     )  # fmt: skip
     out = gpu.empty(tokens, heads.heads * heads.head_dim_v)
     sinks = gpu.empty(1) if heads.sinks is None else heads.sinks
-    gpu.launch(attention.combine(heads.sinks is not None), (rows, heads.kv_heads), attention.THREADS, maximum,
+    gpu.launch(attention.merge(heads.sinks is not None), (rows, heads.kv_heads), attention.THREADS, maximum,
                denominator, acc, splits, heads.heads, group, tokens, heads.head_dim_v, sinks, out)  # fmt: skip
     return out
 
 
 def _attend_with_torch(worker: GpuContext, heads: Heads, layer: int, q: torch.Tensor, cache: Cache) -> torch.Tensor:
     """`attend` of many tokens over a cache of floats."""
-    torch, place = worker.gpu.torch, worker.gpu.place
+    library, place = worker.gpu.torch, worker.gpu.place
     tokens, first = len(q), cache.length
     seen, group = first + tokens, heads.heads // heads.kv_heads
     stored = (cache.k[layer], cache.type.k), (cache.v[layer], cache.type.v)
-    k, v = (x.view(getattr(torch, TORCH_DTYPES[kind]))[None, :, :seen] for x, kind in stored)
+    k, v = (x.view(getattr(library, TORCH_DTYPES[kind]))[None, :, :seen] for x, kind in stored)
     k, v = (x.to(k.dtype).repeat_interleave(group, dim=1) for x in (k, v))
     q = q.view(tokens, heads.heads, -1).transpose(0, 1)[None].to(k.dtype)
     mask, window = None, heads.window or seen
     if first or window < tokens:
-        behind = torch.arange(first, seen, device=place)[:, None] - torch.arange(seen, device=place)
+        behind = library.arange(first, seen, device=place)[:, None] - library.arange(seen, device=place)
         mask = (behind >= 0) & (behind < window)
-    attention = torch.nn.functional.scaled_dot_product_attention
+    attention = library.nn.functional.scaled_dot_product_attention
     found = attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=heads.scale)
-    return found[0].transpose(0, 1).reshape(tokens, -1).float()
+    result: torch.Tensor = found[0].transpose(0, 1).reshape(tokens, -1).float()
+    return result

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 class GpuContext(Protocol):
     """`gpu_worker.CudaWorker`. Activations are float32 tensors [tokens, n] on its GPU.
 
+    `Any` stands for a tensor where the worker inherits a method of `BlockRunner`, which is annotated for arrays.
+
     exact      whether weights are decoded to float32
     device     of the placement
     """
@@ -48,7 +50,7 @@ class GpuContext(Protocol):
     def observes(self) -> bool:
         """Whether an observer wants what enters matrices."""
 
-    def vector(self, name: str) -> Any:
+    def vector(self, name: str) -> torch.Tensor:
         """float32[n] of a tensor with one dimension, decoded."""
 
     def matrices(self, name: str, rows: int | None = None) -> Matrices:
@@ -60,34 +62,36 @@ class GpuContext(Protocol):
     def linear(self, linear: blocks.Linear, x: Any) -> Any:
         """The product with a weight matrix."""
 
-    def activate(self, name: str, gate: Any, up: Any) -> Any:
+    def activate(self, name: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """act(gate) * up; overwrites `gate`."""
 
-    def sigmoid(self, x: Any) -> Any:
+    def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
         """Elementwise."""
 
-    def apply_rope(self, x: Any, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
+    def apply_rope(self, x: torch.Tensor, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
         """RoPE in place, of heads of `dim` elements."""
 
-    def append_rows(self, k: Any, v: Any, cache: Any, layer: int) -> None:
+    def append_rows(self, k: torch.Tensor, v: torch.Tensor | None, cache: Cache, layer: int) -> None:
         """Append keys and values to a cache."""
 
-    def attend(self, heads: Heads, layer: int, q: Any, spans: list[Span]) -> Any:
+    def attend(self, heads: Heads, layer: int, q: torch.Tensor, spans: list[Span]) -> torch.Tensor:
         """Attention of all spans."""
 
-    def attend_latents(self, part: blocks.LatentAttention, layer: int, q: Any, latents: Any, spans: list[Span]) -> Any:
+    def attend_latents(
+        self, part: blocks.LatentAttention, layer: int, q: torch.Tensor, latents: torch.Tensor, spans: list[Span]
+    ) -> torch.Tensor:
         """Attention over latents, on the device of the layer's cache."""
 
     def check(self, what: str, y: Any) -> None:
         """DataError where y is not finite and each operation is checked."""
 
-    def observe(self, name: str, x: Any, *which: int) -> None:
+    def observe(self, name: str, x: np.ndarray, *which: int) -> None:
         """Call the observer, if there is one."""
 
     def run_block(self, block: blocks.Block, x: Any, spans: list[Span]) -> Any:
         """What leaves a block."""
 
-    def copy_to_cpu(self, x: Any) -> np.ndarray:
+    def copy_to_cpu(self, x: torch.Tensor) -> np.ndarray:
         """A copy in the host's memory, counted as a transfer."""
 
     def copy_from_cpu(self, x: np.ndarray) -> torch.Tensor:

@@ -76,7 +76,7 @@ class GpuExperts:
         hidden = worker.activate(part.activation, gate, up)
         self._observe(part, y, ids, hidden)
         made = self._of_experts(part.down, hidden, ids).contiguous()
-        out = gpu.torch.empty((tokens, made.shape[2]), device=gpu.place)
+        out: torch.Tensor = gpu.torch.empty((tokens, made.shape[2]), device=gpu.place)
         gpu.launch_each(elementwise.mix(), out.numel(), elementwise.THREADS, made, weights, used, out.shape[1], tokens,
                         out)  # fmt: skip
         return out
@@ -102,7 +102,7 @@ class GpuExperts:
             staging.send(index, [t._rows(first, first + t.shape[1]) for t, first in zip(tensors, begin)])
             worker.ledger.moved(CPU.name, worker.device.name, sum(sizes))
 
-        out = gpu.torch.zeros(len(y), tensors[2].shape[1], device=gpu.place)
+        out: torch.Tensor = gpu.torch.zeros(len(y), tensors[2].shape[1], device=gpu.place)
         stop = 0
         for index, number in enumerate(numbers):
             if not index:

@@ -46,6 +46,7 @@ class HeadProjections(latent.HeadProjections):
         return self.part.k_b is not None and self.part.v_b is not None
 
     def queries(self, q: Any) -> Any:
+        """As `latent.HeadProjections.queries`, of tensors."""
         part, torch = self.part, self._worker.gpu.torch
         plain = q[:, :, : part.nope]
         if self._pair:
@@ -56,6 +57,7 @@ class HeadProjections(latent.HeadProjections):
         return torch.cat([made, q[:, :, part.nope :]], dim=2).reshape(len(q), -1)
 
     def values(self, attended: Any) -> Any:
+        """As `latent.HeadProjections.values`, of tensors."""
         part, torch = self.part, self._worker.gpu.torch
         latents = attended.view(-1, part.heads, part.kv_lora)
         if self._pair:
@@ -66,6 +68,7 @@ class HeadProjections(latent.HeadProjections):
         return made.reshape(len(latents), -1)
 
     def expanded(self, latents: Any, first: int, stop: int) -> Any:
+        """As `latent.HeadProjections.expanded`, of tensors."""
         part, torch = self.part, self._worker.gpu.torch
         k, v = (x[first:stop] for x in self._both())
         c, turned = latents[:, : part.kv_lora], latents[:, part.kv_lora :]
@@ -124,7 +127,8 @@ def attend(
     found: Any
     if not worker.mla:
         found = worker.attend(heads, layer, q.reshape(len(q), -1), spans)
-        return found
+        result: torch.Tensor = found
+        return result
     found = worker.attend(heads, layer, projections.queries(q), spans)  # type: ignore[arg-type]  # as above
     _observe(worker, part.v_b, found.view(len(q), part.heads, -1))
     return projections.values(found)  # type: ignore[return-value]  # as above

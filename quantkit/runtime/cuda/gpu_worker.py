@@ -100,19 +100,24 @@ class CudaWorker(Worker):
     # ------------------------------------------------------------------------------------------------ arrays, transfers
 
     def receive(self, x: Any, source: Worker) -> Any:
+        """A copy of x of another device on this GPU."""
         return x.to(self.gpu.place) if isinstance(source, CudaWorker) else self.gpu.array(x)
 
     def to_host(self, x: Any) -> np.ndarray:
+        """A copy of x of this GPU in the host's memory."""
         found: np.ndarray = x.to("cpu", copy=True).numpy()
         return found
 
     def zeros(self, shape: tuple[int, ...], kind: str) -> torch.Tensor:
+        """A tensor of this GPU; `kind` names its type."""
         return self.gpu.zeros(shape, kind)
 
     def bind_thread(self) -> None:
+        """Make the GPU the calling thread's own."""
         self.gpu.bind_thread()
 
     def synchronize(self) -> None:
+        """Wait for the GPU where time is measured."""
         if self._split.profile:
             self.gpu.synchronize()
 
@@ -124,6 +129,7 @@ class CudaWorker(Worker):
         return found
 
     def drop_cached(self, names: Any) -> None:
+        """Drop copies of these tensors, and all captured steps."""
         names = list(names)
         super().drop_cached(names)
         for name in names:
@@ -164,6 +170,8 @@ class CudaWorker(Worker):
     # --------------------------------------------------------------------------------------- steps that are replayed
 
     def can_capture(self, block: blocks.Block) -> bool:
+        """Whether one token of a block can be captured: all of it is computed here. See `cuda_graph.can_capture`."""
+
         from quantkit.runtime.cuda import cuda_graph
 
         latent_cache = self.mla > 0 or not any(isinstance(part, blocks.LatentAttention) for part in block.parts)
@@ -176,6 +184,7 @@ class CudaWorker(Worker):
         )
 
     def can_replay(self, layers: Sequence[blocks.Block], cache: Any) -> bool:
+        """Whether the next token can replay these blocks. The first one in a cache runs them by launches."""
         if self.observer is not None or self._checking or self.expert_reduction is not None:
             return False
         steps, first = self._steps.setdefault(cache, {}), layers[0].layer
@@ -185,6 +194,8 @@ class CudaWorker(Worker):
         return True
 
     def replay(self, layers: Sequence[blocks.Block], x: Any, cache: Any) -> Any:
+        """float32[1, n_embd] that leaves the blocks, captured by the first call for a cache."""
+
         from quantkit.runtime.cuda.cuda_graph import CapturedStep
 
         steps, first = self._steps[cache], layers[0].layer
@@ -209,6 +220,8 @@ class CudaWorker(Worker):
     # ------------------------------------------------------------------------------------------- what stands in between
 
     def rms_norm(self, x: Any, norm: blocks.Norm) -> Any:
+        """As `BlockRunner.rms_norm`, by a kernel."""
+
         from quantkit.runtime.kernels.cuda import elementwise
 
         x, weight = x.contiguous(), self.vector(norm.weight)
@@ -218,6 +231,8 @@ class CudaWorker(Worker):
         return out
 
     def activate(self, name: str, gate: Any, up: Any) -> Any:
+        """As `BlockRunner.activate`, by a kernel; relu2 by torch."""
+
         from quantkit.runtime.kernels.cuda import elementwise
 
         if name not in elementwise.ACTIVATIONS:  # relu2
@@ -228,22 +243,28 @@ class CudaWorker(Worker):
         return gate
 
     def sigmoid(self, x: Any) -> Any:
+        """1 / (1 + e^-x)."""
         return x.sigmoid()
 
     def without_gates(self, projected: Any, heads: int) -> Any:
+        """As `float_ops.without_gates`."""
         both = projected.view(len(projected), heads, 2, -1)
         return both[:, :, 0].reshape(len(projected), -1).contiguous()
 
     def apply_gates(self, x: Any, projected: Any, dim: int) -> None:
+        """As `float_ops.apply_gates`."""
         gates = projected.view(len(x), -1, 2, dim)[:, :, 1]
         x.mul_(gates.reshape(len(x), -1).sigmoid())
 
     def scale_queries(self, q: Any, temperature: tuple[float, int], spans: list[Span]) -> None:
+        """As `float_ops.scale_queries`; the host computes the factors."""
         factors = np.ones((len(q), 1), np.float32)
         float_ops.scale_queries(factors, *temperature, spans)
         q.mul_(self.gpu.array(factors))
 
     def apply_rope(self, x: Any, rope: blocks.Rope, dim: int, spans: list[Span]) -> None:
+        """As `BlockRunner.apply_rope`, by a kernel; tables and positions stay on the GPU."""
+
         from quantkit.runtime.kernels.cuda import elementwise
 
         positions, most = self._positions(spans)
@@ -272,14 +293,16 @@ class CudaWorker(Worker):
         """int32[tokens] on the GPU: the positions that a cache's next tokens get."""
         if self._captured_position is not None:
             return self._captured_position[0]
-        torch = self.gpu.torch
-        return torch.arange(cache.length, cache.length + tokens, dtype=torch.int32, device=self.gpu.place)
+        stop, dtype = cache.length + tokens, self.gpu.torch.int32
+        found: torch.Tensor = self.gpu.torch.arange(cache.length, stop, dtype=dtype, device=self.gpu.place)
+        return found
 
     def position_bound(self, cache: Any, tokens: int) -> int:
         """All positions of a cache's next tokens are below this."""
         return int(cache.length) + tokens if self._captured_position is None else self._captured_position[1]
 
     def is_finite(self, y: Any) -> bool:
+        """As `BlockRunner.is_finite`, of an array or a tensor. Waits for the GPU."""
         return super().is_finite(y) if isinstance(y, np.ndarray) else self.tripwire == "off" or bool(y.isfinite().all())
 
     def _require_finite(self, what: str, y: Any) -> None:
@@ -287,6 +310,7 @@ class CudaWorker(Worker):
             super()._require_finite(what, self.to_host(y))
 
     def observe(self, name: str, x: Any, *which: int) -> None:
+        """As `BlockRunner.observe`; x is copied to the host for it."""
         if self.observes:
             super().observe(name, x if isinstance(x, np.ndarray) else self.copy_to_cpu(x), *which)
 
@@ -312,16 +336,22 @@ class CudaWorker(Worker):
     # ------------------------------------------------------------------------------------------------------ attention
 
     def require_cache(self, kind: CacheType, heads: int, dim_k: int, dim_v: int) -> None:
+        """UnsupportedError for caches without kernels; see `gpu_attention.require_cache`."""
+
         from quantkit.runtime.cuda import gpu_attention
 
         gpu_attention.require_cache(self.device.name, kind, dim_k, dim_v)
 
     def append_rows(self, k: Any, v: Any, cache: Any, layer: int) -> None:
+        """As `gpu_attention.append_rows`."""
+
         from quantkit.runtime.cuda import gpu_attention
 
         gpu_attention.append_rows(self, k, v, cache, layer)
 
     def attend(self, heads: Heads, layer: int, q: Any, spans: list[Span], attention: Any = None) -> Any:
+        """As `gpu_attention.attend`, of all spans."""
+
         from quantkit.runtime.cuda import gpu_attention
 
         with self._timed("attention"):
@@ -331,16 +361,22 @@ class CudaWorker(Worker):
     # ------------------------------------------------------------------------------------------- other kinds of parts
 
     def delta_net(self, part: blocks.DeltaNet, layer: int, x: Any, spans: list[Span]) -> Any:
+        """As `gpu_recurrent.delta_net`."""
+
         from quantkit.runtime.cuda import gpu_recurrent
 
         return gpu_recurrent.delta_net(self, part, layer, x, spans)
 
     def latent_attention(self, part: blocks.LatentAttention, layer: int, x: Any, spans: list[Span]) -> Any:
+        """As `gpu_latent.attention`."""
+
         from quantkit.runtime.cuda import gpu_latent
 
         return gpu_latent.attention(self, part, layer, x, spans)
 
     def attend_latents(self, part: blocks.LatentAttention, layer: int, q: Any, latents: Any, spans: list[Span]) -> Any:
+        """As `gpu_latent.attend`, on the device of the layer's cache."""
+
         from quantkit.runtime.cuda import gpu_latent
 
         if self._split.attends(layer, self) is not self:
@@ -348,6 +384,8 @@ class CudaWorker(Worker):
         return gpu_latent.attend(self, self.head_projections(part), part, layer, q, latents, spans)
 
     def local_head_projections(self, part: blocks.LatentAttention) -> latent.HeadProjections:
+        """Those of `gpu_latent`."""
+
         from quantkit.runtime.cuda import gpu_latent
 
         return gpu_latent.HeadProjections(part, self)
@@ -375,6 +413,7 @@ class CudaWorker(Worker):
         return shared + self.copy_from_cpu(self._host.run_experts(part, given[0], ids, given[1]))
 
     def run_experts(self, part: blocks.Experts, y: Any, chosen: Any, weights: Any) -> Any:
+        """As `BlockRunner.run_experts`: here, offloaded here, or on the devices of their matrices."""
         holders = self._holders(part)
         if holders == {self}:
             with self._timed("experts"):
@@ -400,4 +439,5 @@ class CudaWorker(Worker):
         return not self.observes and self._split.offload.offloads_experts(tokens, part.count, part.used)
 
     def expert_product(self, linear: blocks.Linear, number: int) -> Any:
+        """As `GpuExperts.product`."""
         return self._gpu_experts.product(linear, number)

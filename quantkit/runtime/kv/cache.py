@@ -57,6 +57,7 @@ class CacheShape(NamedTuple):
 
     @classmethod
     def of(cls, hparams: HParams, devices: tuple[Any, ...] = ()) -> CacheShape:
+        """The shape of a model's caches."""
         return cls(hparams.n_layer, hparams.n_head_kv, hparams.head_dim_k, hparams.head_dim_v, hparams.recurrent,
                    hparams.recurrence, devices)  # fmt: skip
 
@@ -112,6 +113,7 @@ class Cache:
 
     @property
     def n_ctx(self) -> int:
+        """Tokens that fit."""
         return self._n_ctx
 
     @property
@@ -121,12 +123,14 @@ class Cache:
 
     @length.setter
     def length(self, value: int) -> None:
+        """Tokens that are filled."""
         if type(value) is not int or not 0 <= value <= self._n_ctx:
             value = arguments.integer(value, f"the length of a cache of {self._n_ctx} tokens", 0, self._n_ctx)
         self._length = value
 
     @property
     def cache_type(self) -> str:
+        """The text of `type`."""
         return str(self.type)
 
     def reserve(self, tokens: int) -> None:
@@ -160,6 +164,7 @@ class Cache:
             self._mark = None
 
     def clear(self) -> None:
+        """Forget all tokens and the mark."""
         self.length, self._mark = 0, None
 
     def mark(self) -> None:

@@ -29,11 +29,13 @@ class LayerState:
 
     @classmethod
     def zero(cls, sizes: Recurrence, zeros: Zeros = np.zeros) -> LayerState:
+        """The state before the first token; `zeros` makes its arrays."""
         shape = (sizes.value_heads, sizes.head_dim_k, sizes.head_dim_v)
         return cls(zeros((sizes.kernel - 1, sizes.channels), "float32"), zeros(shape, "float32"))
 
     @property
     def nbytes(self) -> int:
+        """Bytes of both arrays."""
         return self.inputs.nbytes + self.heads.nbytes
 
     def take(self, other: LayerState) -> None:
@@ -59,5 +61,6 @@ class State:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all arrays."""
         rows = sum(x.nbytes for x in (*self.k, *self.v))
         return rows + sum(state.nbytes for state in self.states.values())

@@ -46,10 +46,12 @@ class ShardedState:
 
     @property
     def length(self) -> int:
+        """Tokens of the sequence."""
         return max((part.length for part in self.parts.values()), default=0)
 
     @property
     def nbytes(self) -> int:
+        """Bytes on all devices."""
         return sum(part.nbytes for part in self.parts.values())
 
 
@@ -77,24 +79,29 @@ class ShardedCache(Cache):
         self.nbytes = sum(part.nbytes for part in self.parts.values())
 
     def truncate(self, length: int) -> None:
+        """As `Cache.truncate`, on all devices."""
         length = arguments.integer(length, "the length to truncate a cache to", 0, self.length)
         for part in self.parts.values():
             part.truncate(length)
         self.length = length
 
     def clear(self) -> None:
+        """As `Cache.clear`, on all devices."""
         self.length = 0
         for part in self.parts.values():
             part.clear()
 
     def mark(self) -> None:
+        """As `Cache.mark`, on all devices."""
         for part in self.parts.values():
             part.mark()
 
     def save(self) -> ShardedState:  # type: ignore[override]
+        """As `Cache.save`, on all devices."""
         return ShardedState({device: part.save() for device, part in self.parts.items()})
 
     def restore(self, state: State | ShardedState) -> None:
+        """As `Cache.restore`; the state was saved under the same placement."""
         if not isinstance(state, (State, ShardedState)):
             raise DataError(f"restore takes what save() gave, not a {type(state).__name__}")
         theirs = state.parts if isinstance(state, ShardedState) else {}

@@ -87,7 +87,7 @@ class AllReduce:
             raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
         return [cast(T, future.result()) for future in futures]
 
-    def _wait(self, futures: Sequence[Future]) -> None:
+    def _wait(self, futures: Sequence[Future[T | None]]) -> None:
         """Until all are done, also after an interrupt; a second one ends the waiting, and this object."""
         try:
             wait(futures)
@@ -159,6 +159,7 @@ class Nccl:
         self._of = threads.run_on_all(group)
 
     def place(self, rank: int) -> Any:
+        """The GPU of a rank."""
         return self._places[rank]
 
     def allreduce(self, rank: int, x: Any) -> None:

@@ -24,6 +24,7 @@ class Ledger:
         self.clear()
 
     def clear(self) -> None:
+        """Set all sums to zero."""
         self.seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self.bytes: dict[tuple[str, str], int] = defaultdict(int)
         self.transfers: dict[tuple[str, str], int] = defaultdict(int)
@@ -31,6 +32,7 @@ class Ledger:
         self.passes = self.tokens = 0
 
     def spent(self, device: str, kind: str, seconds: float) -> None:
+        """Add seconds of a device to a kind of work, one of KINDS."""
         with self._lock:
             self.seconds[device][kind] += seconds
 
@@ -52,12 +54,14 @@ class Ledger:
             self.weights[device] += nbytes
 
     def ran(self, tokens: int) -> None:
+        """Count a forward pass of so many tokens."""
         with self._lock:
             self.passes += 1
             self.tokens += tokens
 
     @property
     def moved_bytes(self) -> int:
+        """Bytes moved between all devices."""
         return sum(self.bytes.values())
 
     def bound(self) -> str:
@@ -76,6 +80,7 @@ class Ledger:
         return f"{device} spends {100 * seconds / total:.0f}% of its time on {kind}: the run is bound by {said}"
 
     def to_json(self) -> dict[str, Any]:
+        """All sums, as the commands' --json prints them."""
         return {
             "passes": self.passes,
             "tokens": self.tokens,

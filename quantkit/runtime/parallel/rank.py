@@ -33,6 +33,7 @@ class Rank(Worker):
         self.weights = self._sharded(owner, owner.weights)
 
     def sync(self, owner: BlockRunner) -> None:
+        """As `Worker.sync`; weights are this rank's shards, and nothing is observed."""
         self._checking, self.expert_reduction = owner._checking, owner.expert_reduction
 
     def _sharded(self, owner: BlockRunner, names: Iterable[str]) -> dict[str, Tensor]:
@@ -64,6 +65,7 @@ class Rank(Worker):
         return self._shared(part.shared, part.shared_gate, self.norm(part.norm, x))
 
     def run_experts(self, part: blocks.Experts, y: Any, chosen: Any, weights: Any) -> Any:
+        """As `Worker.run_experts`, of the experts or columns of this rank."""
         cut = self._split.cuts.get(part.down.weight)
         if cut is None:
             return super().run_experts(part, y, chosen, weights)

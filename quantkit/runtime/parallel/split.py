@@ -113,6 +113,7 @@ class Split:
 
     @property
     def reduce(self) -> str | None:
+        """The data type of the all-reduce of `-sm graph`; None otherwise."""
         return self._all_reduce.kind if self._all_reduce else None
 
     def describe(self) -> dict[str, Any]:
@@ -133,6 +134,7 @@ class Split:
         return found
 
     def worker(self, device: Device) -> Worker:
+        """The worker of a device."""
         return self._workers[device.name]
 
     def attends(self, layer: int, worker: Worker) -> Worker:
@@ -241,7 +243,8 @@ class Split:
 
         def task(number: int) -> np.ndarray:
             rank = self.ranks[number]
-            return rank.run_sharded(block, given[number], _of_device(spans, rank.device), all_reduce)
+            found: np.ndarray = rank.run_sharded(block, given[number], _of_device(spans, rank.device), all_reduce)
+            return found
 
         self._copies = all_reduce.run_on_all(task)
         self._last_output = self._copies[0], self.ranks[0]

@@ -37,9 +37,11 @@ class Context(Protocol):
     offload: Offload
     profile: bool
 
-    def worker(self, device: Device) -> Worker: ...
+    def worker(self, device: Device) -> Worker:
+        """The worker of a device."""
 
-    def attends(self, layer: int, worker: Worker) -> Worker: ...
+    def attends(self, layer: int, worker: Worker) -> Worker:
+        """The worker that has the cache of a layer that `worker` runs."""
 
 
 class Worker(BlockRunner):
@@ -143,6 +145,7 @@ class Worker(BlockRunner):
     # ------------------------------------------------------------------------------------------------------ operations
 
     def linear(self, linear: blocks.Linear, x: np.ndarray) -> np.ndarray:
+        """As `BlockRunner.linear`, on the device of the matrix."""
         other = self._of(linear.weight)
         if other is not self:
             return self._run_on(other, lambda x: other.linear(linear, x), x)
@@ -151,6 +154,7 @@ class Worker(BlockRunner):
             return super().linear(linear, x)
 
     def norm(self, norm: blocks.Norm, x: np.ndarray) -> np.ndarray:
+        """As `BlockRunner.norm`, on the device of the norm's weight."""
         other = self._of(norm.weight)
         if other is not self:
             return self._run_on(other, lambda x: other.norm(norm, x), x)
@@ -165,12 +169,14 @@ class Worker(BlockRunner):
         spans: list[Span],
         attention: AttentionOptions | None = None,
     ) -> np.ndarray:
+        """As `BlockRunner.attend`; counts the time."""
         with self._timed("attention"):
             return super().attend(heads, layer, q, spans, attention)
 
     def append_and_attend(
         self, part: blocks.Attention, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, spans: list[Span]
     ) -> np.ndarray:
+        """As `BlockRunner.append_and_attend`, on the device of the layer's cache."""
         other = self._split.attends(layer, self)
         if other is self:
             return super().append_and_attend(part, layer, q, k, v, spans)
@@ -179,12 +185,14 @@ class Worker(BlockRunner):
     def attend_latents(
         self, part: blocks.LatentAttention, layer: int, q: np.ndarray, latents: np.ndarray, spans: list[Span]
     ) -> np.ndarray:
+        """As `BlockRunner.attend_latents`, on the device of the layer's cache."""
         other = self._split.attends(layer, self)
         if other is self:
             return super().attend_latents(part, layer, q, latents, spans)
         return self._run_on(other, lambda q, c: other.attend_latents(part, layer, q, c, spans), q, latents)
 
     def head_projections(self, part: blocks.LatentAttention) -> latent.HeadProjections:
+        """As `BlockRunner.head_projections`, on the device of the matrices."""
         return _RoutedHeadProjections(part, self)
 
     def local_head_projections(self, part: blocks.LatentAttention) -> latent.HeadProjections:
@@ -192,6 +200,7 @@ class Worker(BlockRunner):
         return latent.HeadProjections(part, self.weights, self.threads)
 
     def run_part(self, part: blocks.Part, layer: int, x: np.ndarray, spans: list[Span]) -> np.ndarray:
+        """As `BlockRunner.run_part`; counts the time of recurrent layers."""
         if not isinstance(part, blocks.DeltaNet):
             return super().run_part(part, layer, x, spans)
         begin, counted = time.perf_counter(), self._counted()
@@ -205,6 +214,7 @@ class Worker(BlockRunner):
         return self._split.ledger.total()
 
     def run_experts(self, part: blocks.Experts, y: np.ndarray, chosen: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """As `BlockRunner.run_experts`, on the device of the experts."""
         other, *others = (self._of(linear.weight) for linear in (part.gate, part.up, part.down))
         if any(worker is not other for worker in others):
             return self._experts_apart(part, y, chosen, weights)

@@ -54,7 +54,7 @@ def attended(run: Run, q, k, v, k_kind, v_kind, dims, positions, window, scale, 
         np.float32(scale), shares, top, total, acc)  # fmt: skip
     out = np.zeros((tokens, heads, dim_v), np.float32)
     sink = np.zeros(1, np.float32) if sinks is None else sinks
-    run(attention.combine(sinks is not None), (rows, kv_heads), attention.THREADS, top, total, acc, shares, heads,
+    run(attention.merge(sinks is not None), (rows, kv_heads), attention.THREADS, top, total, acc, shares, heads,
         group, tokens, dim_v, sink, out.reshape(-1))  # fmt: skip
     return out
 
@@ -101,7 +101,7 @@ def test_rows_of_caches(run: Run, kind: str) -> None:
     row_bytes = types.get(kind).row_bytes(dim)
     cache = np.full((heads, n_ctx, row_bytes), 7, np.uint8)
     blocks = -(-tokens * heads * (dim // 32) // (attention.THREADS // 32))
-    run(attention.remember(kind), blocks, attention.THREADS, x.reshape(-1), heads, dim, row_bytes, n_ctx, positions,
+    run(attention.append(kind), blocks, attention.THREADS, x.reshape(-1), heads, dim, row_bytes, n_ctx, positions,
         tokens, cache.reshape(-1))  # fmt: skip
     right = np.full_like(cache, 7)
     rows = kv_rounding.encode(kind, x.reshape(-1, dim)).reshape(tokens, heads, row_bytes)
@@ -115,4 +115,4 @@ def test_what_there_is_no_kernel_for() -> None:
     with pytest.raises(UnsupportedError, match="heads of 80 elements in q8_0"):
         attention.attend("q8_0", "f16", 80, 128)
     with pytest.raises(UnsupportedError, match="writes a cache of q4_0"):
-        attention.remember("q4_0")
+        attention.append("q4_0")

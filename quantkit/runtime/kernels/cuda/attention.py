@@ -2,12 +2,13 @@
 
 A cache of a layer is uint8[kv heads, n_ctx, row bytes] (`runtime/kv/cache.py`), of a float type or of one whose blocks
 are 32 columns. The query rows of a key/value head are its `group` heads for each token, row r being token r // group. A
-block takes ROWS of them and a share of the keys, KEYS at a time, which it decodes into shared memory; `combine` adds
-the shares up by the streaming softmax's rule:
+block takes ROWS of them and a split of the keys, KEYS at a time, which it decodes into shared memory; `merge`
+adds the splits up (split-KV merge). Both use the online-softmax update:
 
-    top' = max(top, new);  total, acc times e^(top - top');  each key adds e^(score - top') and that times its value
+    m' = max(m, new);  denominator and acc are multiplied by e^(m - m');  each key adds e^(score - m') to
+    denominator, and that times its value to acc
 
-Grid of `attend`: (shares, query rows / ROWS, kv heads). Positions come from memory, so that a graph can be replayed.
+Grid of `attend`: (splits, query rows / ROWS, kv heads). Positions come from memory, so that a graph can be replayed.
 With one latent for keys and values (`values_in_keys`) the values are the keys' first elements.
 """
 
@@ -39,7 +40,7 @@ from quantkit.runtime.kernels.cuda.hardware import (
 )
 from quantkit.runtime.kernels.cuda.kernel import Kernel
 
-THREADS = 128  # of `combine` and `remember`, and the fewest of `attend`
+THREADS = 128  # of `merge` and `append`, and the fewest of `attend`
 ROWS = 8
 SHARED_FLOATS = 10_000  # of 12288 that every GPU gives a block unasked
 MOST_DIM = 640
@@ -76,17 +77,17 @@ def _reader(kind: str) -> Any:
 
         return read
     codec = CODECS[types.get(kind).ggml_type]
-    unit, floor = hardware.unit(codec), codec.floor
+    read_packed, has_min = hardware.sub_block_reader(codec), codec.has_min
 
     @inlined
-    def read_unit(data, at, row_bytes, c, dim, out, first):
-        codes, scales, floors = unit(data, at, row_bytes, 0, c)
+    def read_sub_block(data, at, row_bytes, c, dim, out, first):
+        codes, scales, mins = read_packed(data, at, row_bytes, 0, c)
         for q in range(8):
             for i in range(4):
                 value = times(scales[0], np.float32((codes[q] << (24 - 8 * i)) >> 24))
-                out[first + 32 * c + 4 * q + i] = plus(value, floors[0]) if floor else value
+                out[first + 32 * c + 4 * q + i] = plus(value, mins[0]) if has_min else value
 
-    return read_unit
+    return read_sub_block
 
 
 def check(kinds: tuple[str, str], dims: tuple[int, int]) -> None:
@@ -103,33 +104,49 @@ def check(kinds: tuple[str, str], dims: tuple[int, int]) -> None:
 
 @functools.cache
 def attend(k_kind: str, v_kind: str, dim_k: int, dim_v: int, values_in_keys: bool = False) -> Kernel:
-    """(q, k, v, k_bytes, v_bytes, n_ctx, heads, group, tokens, positions, window, scale, shares, top, total, acc)
+    """(q, k, v, k_bytes, v_bytes, n_ctx, heads, group, tokens, positions, window, scale, splits, maximum, denominator,
+    acc)
 
     q float32[tokens, heads, dim_k]; k, v uint8 of a layer; k_bytes, v_bytes of their rows; positions int32[tokens],
-    neighbours; the `window` keys up to and including its own position are seen by a token. Results of each share:
-    top, total float32[shares, kv heads, tokens * group], acc with [.., dim_v].
+    neighbours; the `window` keys up to and including its own position are seen by a token. Results of each split:
+    maximum, denominator float32[splits, kv heads, tokens * group], acc with [.., dim_v].
     """
     check((k_kind, v_kind), (dim_k, dim_v))
     keys = keys_together(max(dim_k, dim_v))
     pitch = max(dim_k, dim_v) | 1
     tile_size, query_size, score_size = keys * pitch, ROWS * dim_k, ROWS * 32
     read_k, read_v = _reader(k_kind), _reader(v_kind)
-    units_k, units_v = -(-dim_k // 32), -(-dim_v // 32)
+    runs_k, runs_v = -(-dim_k // 32), -(-dim_v // 32)
     threads = threads_of(dim_v)
     warps = threads // 32
     rounds = -(-ROWS // warps)
 
     def kernel(
-        q, k, v, k_bytes, v_bytes, n_ctx, heads, group, tokens, positions, window, scale, shares, top, total, acc
+        q,
+        k,
+        v,
+        k_bytes,
+        v_bytes,
+        n_ctx,
+        heads,
+        group,
+        tokens,
+        positions,
+        window,
+        scale,
+        splits,
+        maximum,
+        denominator,
+        acc,
     ):
         tile = cuda.shared.array(tile_size, np.float32)
         query = cuda.shared.array(query_size, np.float32)
         score = cuda.shared.array(score_size, np.float32)
-        shrink = cuda.shared.array(ROWS, np.float32)
+        rescale = cuda.shared.array(ROWS, np.float32)
         so_far = cuda.shared.array(ROWS, np.float32)
         weight = cuda.shared.array(ROWS, np.float32)
         thread, lane, warp = cuda.threadIdx.x, cuda.threadIdx.x % 32, cuda.threadIdx.x // 32
-        share, head = cuda.blockIdx.x, cuda.blockIdx.z
+        split, head = cuda.blockIdx.x, cuda.blockIdx.z
         rows = tokens * group
         first_row = cuda.blockIdx.y * ROWS
         last_row = min(first_row + ROWS, rows) - 1
@@ -145,15 +162,15 @@ def attend(k_kind: str, v_kind: str, dim_k: int, dim_v: int, values_in_keys: boo
         column = min(thread, dim_v - 1)
         low = max(0, positions[first_row // group] + 1 - window)
         count = positions[last_row // group] + 1 - low
-        each = ((count + shares - 1) // shares + keys - 1) // keys * keys
-        begin = low + share * each
+        each = ((count + splits - 1) // splits + keys - 1) // keys * keys
+        begin = low + split * each
         end = min(begin + each, low + count)
         for start in range(begin, end, keys):
             here = min(keys, end - start)
             cuda.syncthreads()
-            for i in range(thread, here * units_k, threads):
-                row_at = (np.int64(head) * n_ctx + start + i // units_k) * k_bytes
-                read_k(k, row_at, k_bytes, i % units_k, dim_k, tile, i // units_k * pitch)
+            for i in range(thread, here * runs_k, threads):
+                row_at = (np.int64(head) * n_ctx + start + i // runs_k) * k_bytes
+                read_k(k, row_at, k_bytes, i % runs_k, dim_k, tile, i // runs_k * pitch)
             cuda.syncthreads()
             for i in range(thread, ROWS * keys, threads):
                 row, key = i // keys, i % keys
@@ -176,26 +193,26 @@ def attend(k_kind: str, v_kind: str, dim_k: int, dim_v: int, values_in_keys: boo
                 if mine and lane < keys:
                     score[row * 32 + lane] = portion
                 if mine and lane == 0:
-                    shrink[row] = (
+                    rescale[row] = (
                         np.float32(math.exp(so_far[row] - new)) if weight[row] > np.float32(0) else np.float32(0)
                     )
-                    weight[row] = weight[row] * shrink[row] + whole
+                    weight[row] = weight[row] * rescale[row] + whole
                     so_far[row] = new
             if not values_in_keys:
                 cuda.syncthreads()
-                for i in range(thread, here * units_v, threads):
-                    row_at = (np.int64(head) * n_ctx + start + i // units_v) * v_bytes
-                    read_v(v, row_at, v_bytes, i % units_v, dim_v, tile, i // units_v * pitch)
+                for i in range(thread, here * runs_v, threads):
+                    row_at = (np.int64(head) * n_ctx + start + i // runs_v) * v_bytes
+                    read_v(v, row_at, v_bytes, i % runs_v, dim_v, tile, i // runs_v * pitch)
             cuda.syncthreads()
             for row in range(ROWS):
-                value = held[row] * shrink[row]
+                value = held[row] * rescale[row]
                 for key in range(here):
                     value += score[row * 32 + key] * tile[key * pitch + column]
                 held[row] = value
         cuda.syncthreads()
-        result = (np.int64(share) * cuda.gridDim.z + head) * rows + first_row
+        result = (np.int64(split) * cuda.gridDim.z + head) * rows + first_row
         if thread < ROWS and first_row + thread <= last_row:
-            top[result + thread], total[result + thread] = so_far[thread], weight[thread]
+            maximum[result + thread], denominator[result + thread] = so_far[thread], weight[thread]
         for row in range(ROWS):
             if thread < dim_v and first_row + row <= last_row:
                 acc[(result + row) * dim_v + thread] = held[row]
@@ -206,40 +223,40 @@ def attend(k_kind: str, v_kind: str, dim_k: int, dim_v: int, values_in_keys: boo
 
 
 @functools.cache
-def combine(sinks: bool) -> Kernel:
-    """(top, total, acc, shares, heads, group, tokens, dim_v, sink, out): the shares as one, over the sum of weights.
+def merge(sinks: bool) -> Kernel:
+    """(maximum, denominator, acc, splits, heads, group, tokens, dim_v, sink, out): merge the splits of the keys.
 
     out float32[tokens, heads, dim_v]; sink float32[heads] counts as a key without a value. Grid: (rows, kv heads).
     """
 
-    def kernel(top, total, acc, shares, heads, group, tokens, dim_v, sink, out):
+    def kernel(maximum, denominator, acc, splits, heads, group, tokens, dim_v, sink, out):
         row, head = cuda.blockIdx.x, cuda.blockIdx.y
         rows = tokens * group
         query_head = head * group + row % group
         most = sink[query_head] if sinks else _LEAST
-        for s in range(shares):
+        for s in range(splits):
             at = (np.int64(s) * cuda.gridDim.y + head) * rows + row
-            if total[at] > np.float32(0) or total[at] != total[at]:
-                most = max(most, top[at])
+            if denominator[at] > np.float32(0) or denominator[at] != denominator[at]:
+                most = max(most, maximum[at])
         whole = np.float32(math.exp(sink[query_head] - most)) if sinks else np.float32(0)
-        for s in range(shares):
+        for s in range(splits):
             at = (np.int64(s) * cuda.gridDim.y + head) * rows + row
-            if total[at] > np.float32(0) or total[at] != total[at]:
-                whole += total[at] * np.float32(math.exp(top[at] - most))
+            if denominator[at] > np.float32(0) or denominator[at] != denominator[at]:
+                whole += denominator[at] * np.float32(math.exp(maximum[at] - most))
         for d in range(cuda.threadIdx.x, dim_v, THREADS):
             value = np.float32(0)
-            for s in range(shares):
+            for s in range(splits):
                 at = (np.int64(s) * cuda.gridDim.y + head) * rows + row
-                if total[at] > np.float32(0) or total[at] != total[at]:
-                    value += acc[at * dim_v + d] * np.float32(math.exp(top[at] - most))
+                if denominator[at] > np.float32(0) or denominator[at] != denominator[at]:
+                    value += acc[at * dim_v + d] * np.float32(math.exp(maximum[at] - most))
             out[(np.int64(row // group) * heads + query_head) * dim_v + d] = value / whole
 
-    name = "combine_sinks" if sinks else "combine"
+    name = "merge_sinks" if sinks else "merge"
     return Kernel(name, kernel, "f32[] f32[] f32[] i32 i32 i32 i32 i32 f32[] f32[]")
 
 
 @functools.cache
-def remember(kind: str) -> Kernel:
+def append(kind: str) -> Kernel:
     """(x, heads, dim, row_bytes, n_ctx, positions, tokens, cache): float32[tokens, heads, dim] to rows of a cache.
 
     A warp takes 32 columns. q8_0 as `runtime/kernels/kv_rounding.py` has it, but for scales next to the end of a
@@ -277,4 +294,4 @@ def remember(kind: str) -> Kernel:
             for i in range(size):
                 cache[at + size * column + i] = np.uint8(word >> np.uint32(8 * i) & np.uint32(255))
 
-    return Kernel(f"remember_{kind}", kernel, "f32[] i32 i32 i64 i32 i32[] i32 u8[]")
+    return Kernel(f"append_{kind}", kernel, "f32[] i32 i32 i64 i32 i32[] i32 u8[]")

@@ -85,30 +85,42 @@ class Gpu:
         """A copy of a numpy array, of as many dimensions; unsigned ones as torch knows them, by their bits."""
         values = np.ascontiguousarray(values)
         bits = {"u2": np.int16, "u4": np.int32}.get(values.dtype.str[1:])
-        return self.torch.from_numpy(values.view(bits) if bits else values.copy()).to(self.place)
+        found: torch.Tensor = self.torch.from_numpy(values.view(bits) if bits else values.copy()).to(self.place)
+        return found
 
     def empty(self, *shape: int, kind: str = "float32") -> torch.Tensor:
-        return self.torch.empty(shape, dtype=getattr(self.torch, kind), device=self.place)
+        """A tensor of this GPU, not initialized; `kind` is the name of a torch dtype."""
+        result: torch.Tensor = self.torch.empty(shape, dtype=getattr(self.torch, kind), device=self.place)
+        return result
 
     def zeros(self, shape: Sequence[int], kind: str = "float32") -> torch.Tensor:
-        return self.torch.zeros(tuple(shape), dtype=getattr(self.torch, kind), device=self.place)
+        """A tensor of zeros on this GPU."""
+        found: torch.Tensor = self.torch.zeros(tuple(shape), dtype=getattr(self.torch, kind), device=self.place)
+        return found
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """uint8 memory of the host that the GPU reads by itself."""
-        return self.torch.empty(nbytes, dtype=self.torch.uint8, pin_memory=True)
+        result: torch.Tensor = self.torch.empty(nbytes, dtype=self.torch.uint8, pin_memory=True)
+        return result
 
     def stream(self) -> torch.cuda.Stream:
-        return self.torch.cuda.Stream(self.place)
+        """A new stream."""
+        found: torch.cuda.Stream = self.torch.cuda.Stream(self.place)
+        return found
 
     def current_stream(self) -> torch.cuda.Stream:
-        return self.torch.cuda.current_stream(self.place)
+        """The stream of the calling thread, on which `launch` puts kernels."""
+        result: torch.cuda.Stream = self.torch.cuda.current_stream(self.place)
+        return result
 
     def on(self, stream: torch.cuda.Stream) -> Any:
         """A context in which work goes to a stream."""
         return self.torch.cuda.stream(stream)
 
     def event(self) -> torch.cuda.Event:
-        return self.torch.cuda.Event()
+        """A new event."""
+        found: torch.cuda.Event = self.torch.cuda.Event()
+        return found
 
     def free_bytes(self) -> int:
         """Of memory that nobody holds."""
@@ -159,7 +171,8 @@ class Gpu:
         graph = self.torch.cuda.CUDAGraph()
         with self.torch.cuda.graph(graph, stream=stream):
             step()
-        return graph
+        found: torch.cuda.CUDAGraph = graph
+        return found
 
     def matrices(self, data: np.ndarray, kind: QuantType, rows: int, n: int) -> Matrices:
         """Packed matrices of `rows` rows each, uint8 of any shape, on this GPU."""
@@ -299,6 +312,6 @@ class Matrices:
             if count:
                 self._many(sorted_x[start : start + count], number, sorted_out[start : start + count])
             start += count
-        out = torch.empty_like(sorted_out)
+        out = self.gpu.empty(tokens * used, self.rows)
         out[order] = sorted_out
         return out.view(tokens, used, self.rows)

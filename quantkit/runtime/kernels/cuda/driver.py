@@ -49,6 +49,7 @@ def load(code: bytes) -> ctypes.c_void_p:
 
 
 def function_of(module: ctypes.c_void_p, entry: str) -> ctypes.c_void_p:
+    """The kernel of this name in a module."""
     function = ctypes.c_void_p()
     _call("cuModuleGetFunction", ctypes.byref(function), module, entry.encode())
     return function

@@ -49,7 +49,7 @@ def _sums(weights: Sequence[int], count: int) -> np.ndarray:
     return bits @ np.array(weights, np.int64).reshape(-1)
 
 
-def woven(width: int, count: int, rows: int, group: Placement) -> Place:
+def interleaved(width: int, count: int, rows: int, group: Placement) -> Place:
     """Of elements that a group of rows keeps as a placement of `types/families/interleave.py` says."""
     return place(width, group.addresses(rows, width, count))
 
@@ -61,13 +61,13 @@ def in_base(field: Field) -> Place:
 
 def in_group(field: Field, rows: int) -> Place:
     """A field in a block of a group of rows."""
-    return woven(field.width, len(field.base), rows, field.group)
+    return interleaved(field.width, len(field.base), rows, field.group)
 
 
-def both(interleaved: type[Interleaved]) -> dict[str, tuple[Place, ...]]:
+def both(kind: type[Interleaved]) -> dict[str, tuple[Place, ...]]:
     """The fields of an interleaved type and of its base type, by their names."""
-    fields = interleaved.fields
+    fields = kind.fields
     return {
-        interleaved.of.name: tuple(in_base(f) for f in fields),
-        interleaved.name: tuple(in_group(f, interleaved.interleave) for f in fields),
+        kind.of.name: tuple(in_base(f) for f in fields),
+        kind.name: tuple(in_group(f, kind.interleave) for f in fields),
     }

@@ -46,11 +46,11 @@ def _element(name: str) -> Any:
 
         return inlined(brain)
 
-    def woven(data, start, n, row, column):
+    def interleaved(data, start, n, row, column):
         group = start + np.int64(row // _ROWS) * _ROWS * n
         return float_of_bfloat(data[group + np.int64(column // 2) * 2 * _ROWS + row % _ROWS * 2 + column % 2])
 
-    return inlined(woven)
+    return inlined(interleaved)
 
 
 def _width(name: str) -> str:

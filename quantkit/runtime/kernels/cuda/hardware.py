@@ -1,13 +1,14 @@
-"""The door to numba.cuda: what kernels use of the hardware, and what the simulator does instead.
+"""The only module that imports numba.cuda: what kernels use of the hardware, and what the simulator does instead.
 
-Where NUMBA_ENABLE_CUDASIM is set, kernels are plain Python: there a unit is read by `words.Plain`, sums over a warp go
-through shared memory (threads of a simulated warp do not run in step), and the bytes of a word are added up one by one.
+Where NUMBA_ENABLE_CUDASIM is set, kernels are plain Python: there `words.SimulatedWords` reads a sub-block,
+sums over a warp go through shared memory (threads of a simulated warp do not run in step), and the bytes of a word are
+added up one by one.
 Nothing but this module and `words.py` knows which of the two runs. `cuda` and `types` are numba's.
 
     inlined                       decorator of device functions
     SIMULATED                     whether kernels are simulated
-    unit(codec)                   device function (data, start, row_bytes, row, number) -> codes, scales, floors of unit
-                                  `number` of a row of the tensor that begins at data[start]: tuples of 8, 2 and 2
+    sub_block_reader(codec)       device function (data, start, row_bytes, row, number) -> codes, scales, mins of
+                                  sub-block `number` of a row of the tensor at data[start]: tuples of 8, 2 and 2
     dot4(a, b, c)                 c + the products of four signed bytes
     bits_of, float_of_bits, half_of, bfloat_of, float_of_half, float_of_bfloat
     times(a, b), plus(a, b)       rounded each: never fused
@@ -23,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from quantkit.codegen import numba_loader
-from quantkit.runtime.kernels.cuda.reader import Codec, Reader, Unit
-from quantkit.runtime.kernels.cuda.words import Device, Plain
+from quantkit.runtime.kernels.cuda.reader import Codec, Reader, SubBlock
+from quantkit.runtime.kernels.cuda.words import DeviceWords, SimulatedWords
 
 numba_loader.refuse_numba_config()  # before the import that would read the file
 
@@ -36,10 +37,12 @@ WARP = 32
 FULL = 0xFFFFFFFF
 
 
-def read_unit(ir: Any, codec: Codec, start: Any, row_bytes: Any, row: Any, unit: Any, split: Callable) -> Unit:
+def read_sub_block(
+    ir: Any, codec: Codec, start: Any, row_bytes: Any, row: Any, number: Any, split: Callable
+) -> SubBlock:
     """Run a codec; `split(value, n)` gives quotient and remainder, of powers of two."""
     group, of_group = split(row, codec.rows)
-    block, of_block = split(unit, codec.columns // 32)
+    block, of_block = split(number, codec.columns // 32)
     first = start + ir.wide(group) * (row_bytes * codec.rows)
     at = first + codec.head + ir.wide(block) * codec.nbytes
     return codec.read(Reader(ir, codec, first, at, of_group, of_block, row_bytes))
@@ -51,18 +54,18 @@ def inlined(function: Callable) -> Any:
 
 
 def _two(values: Sequence[Any]) -> tuple:
-    """A value for each half of a unit, of one or two; () of none."""
+    """A value for each half of a sub-block, of one or two; () of none."""
     return (values[0], values[-1]) if values else ()
 
 
 if SIMULATED:
 
-    def unit(codec: Codec) -> Callable[..., tuple]:
+    def sub_block_reader(codec: Codec) -> Callable[..., tuple]:
         def read(data, start, row_bytes, row, number):
-            e = Plain(data)
-            found = read_unit(e, codec, int(start), int(row_bytes), e.word(row), e.word(number), _split_plain)
+            e = SimulatedWords(data)
+            found = read_sub_block(e, codec, int(start), int(row_bytes), e.word(row), e.word(number), _split_plain)
             codes = tuple(np.uint32(c).view(np.int32) for c in found.codes)
-            return codes, _two(found.scales), _two(found.floors) or (np.float32(0),) * 2
+            return codes, _two(found.scales), _two(found.mins) or (np.float32(0),) * 2
 
         return read
 
@@ -70,7 +73,7 @@ if SIMULATED:
         return type(value)(int(value) // n), type(value)(int(value) % n)
 
     def dot4(a, b, c):
-        return np.uint32(Plain(None).dot(a, b, c)).view(np.int32)
+        return np.uint32(SimulatedWords(None).dot(a, b, c)).view(np.int32)
 
     def bits_of(value):
         return np.float32(value).view(np.uint32)
@@ -130,7 +133,7 @@ else:
 
     from quantkit.codegen.ir_values import F32, I32, Value
 
-    def unit(codec: Codec) -> Callable[..., tuple]:
+    def sub_block_reader(codec: Codec) -> Callable[..., tuple]:
         pair = types.UniTuple(types.float32, 2)
         result = types.Tuple((types.UniTuple(types.int32, 8), pair, pair))
 
@@ -140,11 +143,11 @@ else:
 
             def generate(context, builder, signature, args):
                 array = cgutils.create_struct_proxy(signature.args[0])(context, builder, args[0])
-                e = Device(builder, array.data)
+                e = DeviceWords(builder, array.data)
                 start, row_bytes, row, number = (Value(e, a) for a in args[1:])
-                found = read_unit(e, codec, start, row_bytes, row, number, _split)
-                floors = _two(found.floors) or (e.constant(F32, 0.0),) * 2
-                parts = zip(signature.return_type, (found.codes, _two(found.scales), floors))
+                found = read_sub_block(e, codec, start, row_bytes, row, number, _split)
+                mins = _two(found.mins) or (e.constant(F32, 0.0),) * 2
+                parts = zip(signature.return_type, (found.codes, _two(found.scales), mins))
                 tuples = [context.make_tuple(builder, kind, [v.ir for v in values]) for kind, values in parts]
                 return context.make_tuple(builder, signature.return_type, tuples)
 

@@ -51,7 +51,7 @@ class Kernel:
             for p in self.parameters
         )
         text, _ = cuda.compile_ptx(self.function, kinds, cc=capability)
-        return text
+        return str(text)
 
     def cubin(self, capability: tuple[int, int]) -> tuple[bytes, str]:
         """Machine code for a compute capability and the name of its entry, from disk where it was made before."""

@@ -41,5 +41,5 @@ def others() -> Iterator[Kernel]:
     yield from (make() for make in (elementwise.argmax, elementwise.sample, delta.step))
     yield from (routing.route(sigmoid, biased) for sigmoid in (False, True) for biased in (False, True))
     yield from (attention.attend(*which) for which in ATTENTIONS)
-    yield from (attention.combine(sinks) for sinks in (False, True))
-    yield from (attention.remember(kind) for kind in ("f32", "f16", "bf16", "q8_0"))
+    yield from (attention.merge(sinks) for sinks in (False, True))
+    yield from (attention.append(kind) for kind in ("f32", "f16", "bf16", "q8_0"))

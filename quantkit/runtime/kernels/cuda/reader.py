@@ -1,10 +1,10 @@
-"""What a codec reads a unit with: 32 columns of a row, as eight words of four signed bytes and a scale or two.
+"""What a codec reads a sub-block with: 32 columns of a row, as eight words of four signed bytes and a scale or two.
 
-    y[c] = scale[c // 16] * code[c] + floor[c // 16]         c in 0 .. 31
+    y[c] = scale[c // 16] * code[c] + min[c // 16]         c in 0 .. 31
 
-where scale and floor are one for all 32 columns in types whose `group` is 32. A codec is a function of a `Reader`,
-which gives it the type's fields (`fields.Place`), bound to the row and the unit that a thread works on, and the words
-of `words.py`. It returns a `Unit`.
+where scale and min are one for all 32 columns in types whose `group` is 32. A codec is a function of a `Reader`,
+which gives it the type's fields (`fields.Place`), bound to the row and the sub-block that a thread works on, and the
+operations of `words.py`. It returns a `SubBlock`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,17 @@ ONES, LOW, SIGNS = 0x01010101, 0x0F0F0F0F, 0x80808080
 MOST = 16  # bytes of the widest load
 
 
-class Unit(NamedTuple):
+class SubBlock(NamedTuple):
+    """32 columns of a row.
+
+    codes    8 words of four signed bytes
+    scales   1 or 2 float32
+    mins     as many, or none
+    """
+
     codes: list[Any]  # 8 words
     scales: list[Any]  # 1 or 2 float32
-    floors: list[Any]  # as many, or none
+    mins: list[Any]  # as many, or none
 
 
 @dataclass(frozen=True)
@@ -31,30 +38,33 @@ class Codec:
     """How a GPU reads a type."""
 
     name: str
-    read: Callable[[Reader], Unit]
+    read: Callable[[Reader], SubBlock]
     fields: tuple[Place, ...]
     columns: int  # of a block
     nbytes: int  # of a block, of all rows of a group
     group: int = 32  # columns of a scale
-    floor: bool = False
+    has_min: bool = False
     rows: int = 1  # of a group
     head: int = 0  # bytes before the blocks, of all rows of a group
     tail: int = 0  # and after them
 
 
 class Reader:
-    """One unit of one row. `e` is words.Device or words.Plain, offsets are 64-bit values, `row` and `unit` words.
+    """Reads one sub-block of one row.
 
-    `row` counts in its group, `unit` in its block; `start` is where the group begins, `block` where the block does.
+    ir                words.DeviceWords or words.SimulatedWords
+    row, sub_block    numbers within the group of rows and within the block, as words
+    start, block      offsets of the group and of the block, 64 bits
     """
 
-    def __init__(self, ir: Any, codec: Codec, start: Any, block: Any, row: Any, unit: Any, row_bytes: Any):
+    def __init__(self, ir: Any, codec: Codec, start: Any, block: Any, row: Any, sub_block: Any, row_bytes: Any):
         self.ir, self.codec = ir, codec
-        self.start, self.block, self.row, self.unit, self.row_bytes = start, block, row, unit, row_bytes
+        self.start, self.block, self.row, self.sub_block, self.row_bytes = start, block, row, sub_block, row_bytes
         self.align = math.gcd(codec.nbytes, codec.head, codec.tail, MOST)
         self.fields = [Stored(self, place) for place in codec.fields]
 
     def half(self, word: Any) -> Any:
+        """float32 of the 16 bits of an f16."""
         return self.ir.half(word)
 
     def head_half(self) -> Any:
@@ -72,6 +82,7 @@ class Reader:
         return self.ir.float_of(self.ir.load(32, self.start + self.row_bytes - self.codec.tail, 4))
 
     def words(self, *numbers: int) -> list[Any]:
+        """Constants as words."""
         return [self.ir.word(number) for number in numbers]
 
     def minus(self, word: Any, offset: int) -> Any:
@@ -149,7 +160,7 @@ def load_half(ir: Any, offset: Any, align: int) -> Any:
 
 
 class Stored:
-    """A field, of the row and the unit that a reader reads."""
+    """A field, of the row and the sub-block that a reader reads."""
 
     def __init__(self, reader: Reader, place: Place):
         self.reader, self.place = reader, place
@@ -169,11 +180,11 @@ class Stored:
         return total
 
     def _address(self, pitch: int, number: int) -> tuple[Any, int, int, Any, int]:
-        """Of element pitch * unit + number: bytes that vary, bytes that do not, alignment; bits that vary, and not."""
+        """Of element pitch * sub_block + number: variable and fixed bytes, alignment, variable and fixed bits."""
         place, reader = self.place, self.reader
         step = pitch.bit_length() - 1 if pitch else len(place.columns)
         fixed = place.first + sum(w for b, w in enumerate(place.columns[:step]) if number >> b & 1)
-        terms = [(reader.unit, b, w) for b, w in enumerate(place.columns[step:])]
+        terms = [(reader.sub_block, b, w) for b, w in enumerate(place.columns[step:])]
         terms += [(reader.row, b, w) for b, w in enumerate(place.rows)]
         far = [(word, bit, w // 8) for word, bit, w in terms if abs(w) >= 8]
         near = [(word, bit, w % 8 if w > 0 else w) for word, bit, w in terms if w % 8]
@@ -186,7 +197,7 @@ class Stored:
         return (block if varying is None else block + self.reader.ir.wide(varying)) + fixed
 
     def at(self, pitch: int = 0, number: int = 0) -> Any:
-        """Element pitch * unit + number; `pitch` a power of two above `number`, or 0."""
+        """Element pitch * sub_block + number; `pitch` a power of two above `number`, or 0."""
         e, width = self.reader.ir, self.place.width
         varying, fixed, align, shift, least = self._address(pitch, number)
         offset = self._offset(varying, fixed)
@@ -199,7 +210,7 @@ class Stored:
         return word if width == 8 else word & (1 << width) - 1
 
     def quads(self, count: int = 8, pitch: int = 32) -> list[Any]:
-        """Elements pitch * unit + 4 q .. + 3 of q < count, each four as the bytes of a word."""
+        """Elements pitch * sub_block + 4 q .. + 3 of q < count, each four as the bytes of a word."""
         mask = ONES * ((1 << self.place.width) - 1)
         if self.place.columns[1] == 2 * self.place.columns[0] == 2:  # single bits, packed
             return self._packed_bits(count, pitch)
@@ -213,7 +224,7 @@ class Stored:
         return quads
 
     def looked_up(self, table: Sequence[Any]) -> list[Any]:
-        """Of a table of 16 bytes those that the unit's codes name, nibbles, each four as the bytes of a word."""
+        """Of a table of 16 bytes those that the sub-block's codes name, nibbles, each four as the bytes of a word."""
         found, words = self._words(8, 32)
         places = [(fixed, least) for _, fixed, _, _, least in found]
         whole = {(fixed, least) for fixed in words for least in (0, 4)}
@@ -234,7 +245,7 @@ class Stored:
         return word >> (varying + fixed)
 
     def _packed_bits(self, count: int, pitch: int) -> list[Any]:
-        """Of single bits one after the other; a unit's 32 are a word."""
+        """Of single bits one after the other; a sub-block's 32 are a word."""
         if (count, pitch) != (8, 32):
             raise TypeError("packed bits are read a word at a time")
         varying, fixed, align, _, _ = self._address(pitch, 0)
@@ -259,4 +270,4 @@ class Stored:
 
     @staticmethod
     def _aligned(found: list[Any], offset: int) -> int:
-        return next(align for _, fixed, align, _, _ in found if fixed == offset)
+        return int(next(align for _, fixed, align, _, _ in found if fixed == offset))

@@ -1,12 +1,12 @@
 """Kernels over packed weights: decoding them, and their products with few vectors. One of each kind a type.
 
-A thread decodes a unit of 32 columns (`reader.py`). Activations are 8-bit (`activations.py`): eight words, a scale and,
-for each 16, the scale times the sum of codes, which types with a floor need:
+A thread decodes a sub-block of 32 columns (`reader.py`). Activations are 8-bit (`activations.py`): eight words, a scale
+and, for each 16, the scale times the sum of codes, which types with a min need:
 
     y += xs * (s0 * dot(first 16) + s1 * dot(last 16)) + f0 * xm[0] + f1 * xm[1]
 
 `data` holds matrices, `matrix_bytes` apart; ids[slot] says which one blockIdx.y takes: experts, or all 0.
-Grids: dequantize (units of 32 columns / THREADS, rows), matvec (rows / ROWS_OF_BLOCK, slots).
+Grids: dequantize (sub-blocks of 32 columns / THREADS, rows), matvec (rows / ROWS_OF_BLOCK, slots).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def dequantize(ggml_type: int, output: str) -> Kernel:
 
 
 def _dequantize(codec: Codec, output: str) -> Callable[..., None]:
-    read, floor, single = hardware.unit(codec), codec.floor, output == "f32"
+    read, has_min, single = hardware.sub_block_reader(codec), codec.has_min, output == "f32"
     convert = hardware.bits_of if single else half_of if output == "f16" else bfloat_of
     words = 32 if single else 16
     pitch, size = (
@@ -53,14 +53,14 @@ def _dequantize(codec: Codec, output: str) -> Callable[..., None]:
         here = min(units - first, THREADS)
         for row in range(cuda.blockIdx.y, rows, cuda.gridDim.y):
             if thread < here:
-                codes, scales, floors = read(data, start, row_bytes, row, first + thread)
+                codes, scales, mins = read(data, start, row_bytes, row, first + thread)
                 for q in range(8):
                     scale = scales[0] if q < 4 else scales[1]
-                    least = floors[0] if q < 4 else floors[1]
+                    least = mins[0] if q < 4 else mins[1]
                     for pair in range(2):
                         low = times(scale, np.float32((codes[q] << (24 - 16 * pair)) >> 24))
                         high = times(scale, np.float32((codes[q] << (16 - 16 * pair)) >> 24))
-                        if floor:
+                        if has_min:
                             low, high = plus(low, least), plus(high, least)
                         if single:
                             shared[thread * pitch + 4 * q + 2 * pair] = convert(low)
@@ -91,11 +91,11 @@ def matvec(ggml_type: int, tokens: int) -> Kernel:
 
 
 def _matvec(codec: Codec, tokens: int) -> Callable[..., None]:
-    read, floor, halves = hardware.unit(codec), codec.floor, codec.group == 16
+    read, has_min, halves = hardware.sub_block_reader(codec), codec.has_min, codec.group == 16
 
     @hardware.inlined
     def add(data, start, row_bytes, row, number, units, vector, xq, xs, xm, total):
-        codes, scales, floors = read(data, start, row_bytes, row, number)
+        codes, scales, mins = read(data, start, row_bytes, row, number)
         for t in range(tokens):
             at = np.int64(vector + t) * units + number
             a0, a1, a2, a3 = load_words(xq, 8 * at)
@@ -109,8 +109,8 @@ def _matvec(codec: Codec, tokens: int) -> Callable[..., None]:
                 low = dot4(codes[7], a7, dot4(codes[6], a6, dot4(codes[5], a5, dot4(codes[4], a4, low))))
                 value = scales[0] * np.float32(low)
             total[t] += xs[at] * value
-            if floor:
-                total[t] += floors[0] * xm[2 * at] + floors[1] * xm[2 * at + 1]
+            if has_min:
+                total[t] += mins[0] * xm[2 * at] + mins[1] * xm[2 * at + 1]
 
     def kernel(data, matrix_bytes, ids, row_bytes, rows, n, xq, xs, xm, share, out):
         lane, warp = cuda.threadIdx.x % 32, cuda.threadIdx.x // 32

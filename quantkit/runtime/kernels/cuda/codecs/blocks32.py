@@ -1,4 +1,7 @@
-"""q4_0, q4_1, q5_0, q5_1, q6_0, q8_0, iq4_nl and mxfp4, interleaved or not; q1_0_g128."""
+"""CUDA codecs of types with blocks of 32 columns: q4_0, q4_1, q5_0, q5_1, q6_0, q8_0, iq4_nl, mxfp4; and q1_0_g128.
+
+The byte maps are in the types' files: `types/q4_0.py`, and of interleaved rows `types/q4_0_r8.py`, and so on.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.runtime.kernels.cuda.codecs.base import by_bytes, codecs, own
+from quantkit.runtime.kernels.cuda.codecs.base import as_words, codecs, own
 from quantkit.runtime.kernels.cuda.fields import Place, both, place
-from quantkit.runtime.kernels.cuda.reader import LOW, ONES, Reader, Unit
+from quantkit.runtime.kernels.cuda.reader import LOW, ONES, Reader, SubBlock
 from quantkit.types.families.codebooks import K4
 from quantkit.types.families.interleave import packed, planes
 from quantkit.types.iq4_nl_r4 import IQ4_NL_R4
@@ -19,8 +22,8 @@ from quantkit.types.q5_0_r4 import Q5_0_R4
 from quantkit.types.q6_0_r4 import Q6_0_R4
 from quantkit.types.q8_0_r8 import Q8_0_R8
 
-_K4 = by_bytes(K4.values[:16])  # iq4_nl has the same values
-_E2M1 = by_bytes(E2M1)
+_K4 = as_words(K4.values[:16])  # iq4_nl has the same values
+_E2M1 = as_words(E2M1)
 
 
 def _halves(words: list[Any]) -> list[Any]:
@@ -29,10 +32,11 @@ def _halves(words: list[Any]) -> list[Any]:
 
 
 @codecs(both(Q4_0_R8))
-def q4_0(r: Reader) -> Unit:
+def q4_0(r: Reader) -> SubBlock:
+    """`types/q4_0.py`: codes 0 to 15 minus 8."""
     d, packed_bytes = r.fields
     codes = _halves(packed_bytes.quads(4, 16))
-    return Unit([r.minus(c, 8) for c in codes], [r.half(d.at())], [])
+    return SubBlock([r.minus(c, 8) for c in codes], [r.half(d.at())], [])
 
 
 def _runs(rows: int, run: int) -> tuple[Place, Place]:
@@ -42,63 +46,71 @@ def _runs(rows: int, run: int) -> tuple[Place, Place]:
 
 
 @codecs({"q4_0_4x4": _runs(4, 4), "q4_0_4x8": _runs(4, 8), "q4_0_8x8": _runs(8, 8)})
-def q4_0_runs(r: Reader) -> Unit:
+def q4_0_runs(r: Reader) -> SubBlock:
     """With nibbles in two's complement."""
     d, packed_bytes = r.fields
     codes = _halves(packed_bytes.quads(4, 16))
-    return Unit([r.minus(c ^ 8 * ONES, 8) for c in codes], [r.half(d.at())], [])
+    return SubBlock([r.minus(c ^ 8 * ONES, 8) for c in codes], [r.half(d.at())], [])
 
 
-@codecs({"q4_1": (own(16, [0]), own(16, [16]), own(8, packed(8, 16, at=4)))}, floor=True)
-def q4_1(r: Reader) -> Unit:
+@codecs({"q4_1": (own(16, [0]), own(16, [16]), own(8, packed(8, 16, at=4)))}, has_min=True)
+def q4_1(r: Reader) -> SubBlock:
+    """`types/q4_1.py`: codes 0 to 15, and a min."""
     d, least, packed_bytes = r.fields
-    return Unit(_halves(packed_bytes.quads(4, 16)), [r.half(d.at())], [r.half(least.at())])
+    return SubBlock(_halves(packed_bytes.quads(4, 16)), [r.half(d.at())], [r.half(least.at())])
 
 
 @codecs(both(Q5_0_R4))
-def q5_0(r: Reader) -> Unit:
+def q5_0(r: Reader) -> SubBlock:
+    """`types/q5_0.py`: codes 0 to 31 minus 16."""
     d, fifths, nibbles = r.fields
     codes = [low | high << 4 for low, high in zip(nibbles.quads(), fifths.quads())]
-    return Unit([r.minus(c, 16) for c in codes], [r.half(d.at())], [])
+    return SubBlock([r.minus(c, 16) for c in codes], [r.half(d.at())], [])
 
 
 @codecs(
-    {"q5_1": (own(16, [0]), own(16, [16]), own(1, packed(1, 32, at=4)), own(4, planes(4, 16, 32, at=8)))}, floor=True
+    {"q5_1": (own(16, [0]), own(16, [16]), own(1, packed(1, 32, at=4)), own(4, planes(4, 16, 32, at=8)))}, has_min=True
 )
-def q5_1(r: Reader) -> Unit:
+def q5_1(r: Reader) -> SubBlock:
+    """`types/q5_1.py`: codes 0 to 31, and a min."""
     d, least, fifths, nibbles = r.fields
     codes = [low | high << 4 for low, high in zip(nibbles.quads(), fifths.quads())]
-    return Unit(codes, [r.half(d.at())], [r.half(least.at())])
+    return SubBlock(codes, [r.half(d.at())], [r.half(least.at())])
 
 
 @codecs(both(Q6_0_R4))
-def q6_0(r: Reader) -> Unit:
+def q6_0(r: Reader) -> SubBlock:
+    """`types/q6_0.py`: codes 0 to 63 minus 32."""
     d, high_bits, nibbles = r.fields
     codes = [low | high << 4 for low, high in zip(nibbles.quads(), high_bits.quads())]
-    return Unit([r.minus(c, 32) for c in codes], [r.half(d.at())], [])
+    return SubBlock([r.minus(c, 32) for c in codes], [r.half(d.at())], [])
 
 
 @codecs(both(Q8_0_R8))
-def q8_0(r: Reader) -> Unit:
+def q8_0(r: Reader) -> SubBlock:
+    """`types/q8_0.py`: signed bytes."""
     d, codes = r.fields
-    return Unit(codes.quads(), [r.half(d.at())], [])
+    return SubBlock(codes.quads(), [r.half(d.at())], [])
 
 
 @codecs(both(IQ4_NL_R4))
-def iq4_nl(r: Reader) -> Unit:
+def iq4_nl(r: Reader) -> SubBlock:
+    """`types/iq4_nl.py`: codes name values of a codebook."""
     d, nibbles = r.fields
     table = r.words(*_K4)
-    return Unit(nibbles.looked_up(table), [r.half(d.at())], [])
+    return SubBlock(nibbles.looked_up(table), [r.half(d.at())], [])
 
 
 @codecs(both(MXFP4_R8))
-def mxfp4(r: Reader) -> Unit:
+def mxfp4(r: Reader) -> SubBlock:
+    """`types/mxfp4.py`: codes name E2M1 values, the scale is a power of two."""
     exponent, packed_bytes = r.fields
     table = r.words(*_E2M1)
-    return Unit(r.lookup_halves(table, packed_bytes.quads(4, 16)), [r.ir.power(exponent.at())], [])
+    return SubBlock(r.lookup_halves(table, packed_bytes.quads(4, 16)), [r.ir.power(exponent.at())], [])
 
 
 @codecs({"q1_0_g128": (own(16, [0]), own(1, packed(1, 128, at=2)))})
-def q1_0_g128(r: Reader) -> Unit:
+def q1_0_g128(r: Reader) -> SubBlock:
+    """`types/q1_0_g128.py`: a bit is 1 or -1."""
     d, plus = r.fields
-    return Unit([(ones ^ ONES) * 255 | ones for ones in plus.quads()], [r.half(d.at())], [])
+    return SubBlock([(ones ^ ONES) * 255 | ones for ones in plus.quads()], [r.half(d.at())], [])

@@ -1,4 +1,8 @@
-"""iq2_xxs, iq2_xs, iq2_s, iq3_xxs, iq3_s, and the ternary iq1_s and iq1_m: points of grids, and signs or a shift."""
+"""CUDA codecs of types whose codes are points of a grid: iq2_xxs, iq2_xs, iq2_s, iq3_xxs, iq3_s, iq1_s and iq1_m.
+
+The byte maps are in the types' files: `types/iq2_xxs.py` and so on. A point is 4 or 8 magnitudes under signs; iq1_s and
+iq1_m have ternary points plus a shift of 1/8 for each sub-block.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from quantkit.runtime.kernels.cuda.codecs.base import codecs, own
-from quantkit.runtime.kernels.cuda.fields import woven
-from quantkit.runtime.kernels.cuda.reader import Reader, Unit
+from quantkit.runtime.kernels.cuda.fields import interleaved
+from quantkit.runtime.kernels.cuda.reader import Reader, SubBlock
 from quantkit.types.families.grid_points import grid
 from quantkit.types.families.interleave import Slots, packed
 from quantkit.types.families.iq1 import LEVELS
@@ -24,6 +28,7 @@ _TERNARY = _table(8 * LEVELS + 8)  # in eighths, as the shift is, and none negat
 
 
 def bytes_of(word: Any) -> list[Any]:
+    """The four bytes of a word, as words."""
     return [word >> 8 * i & 255 for i in range(4)]
 
 
@@ -53,21 +58,23 @@ def odd(r: Reader, d: Any, number: Any, unit: float) -> Any:
 
 
 @codecs({"iq2_xxs": (own(16, [0]), own(32, packed(32, 16, at=2)))})
-def iq2_xxs(r: Reader) -> Unit:
+def iq2_xxs(r: Reader) -> SubBlock:
+    """`types/iq2_xxs.py`."""
     d, words = r.fields
     word = words.at(2, 1)
     signs = [_with_parity(word >> 7 * i & 127) for i in range(4)]
     codes = signed(r, "iq2_xxs", bytes_of(words.at(2)), signs)
-    return Unit(codes, [odd(r, r.half(d.at()), word >> 28, 0.125)], [])
+    return SubBlock(codes, [odd(r, r.half(d.at()), word >> 28, 0.125)], [])
 
 
 @codecs({"iq2_xs": (own(16, [0]), own(16, packed(16, 32, at=2)), own(4, packed(4, 16, at=66)))}, group=16)
-def iq2_xs(r: Reader) -> Unit:
+def iq2_xs(r: Reader) -> SubBlock:
+    """`types/iq2_xs.py`."""
     d, words, numbers = r.fields
     each = [words.at(4, i) for i in range(4)]
     codes = signed(r, "iq2_xs", [w & 511 for w in each], [_with_parity(w >> 9) for w in each])
     scale = r.half(d.at())
-    return Unit(codes, [odd(r, scale, numbers.at(2, h), 0.125) for h in range(2)], [])
+    return SubBlock(codes, [odd(r, scale, numbers.at(2, h), 0.125) for h in range(2)], [])
 
 
 _IQ2_S = (
@@ -77,22 +84,24 @@ _IQ2_S = (
 
 
 @codecs({"iq2_s": _IQ2_S}, group=16)
-def iq2_s(r: Reader) -> Unit:
+def iq2_s(r: Reader) -> SubBlock:
+    """`types/iq2_s.py`."""
     d, low, signs, high, numbers = r.fields
     top = high.at(1)
     points = [a | (top >> 2 * i & 3) << 8 for i, a in enumerate(bytes_of(low.quads(1, 4)[0]))]
     codes = signed(r, "iq2_s", points, bytes_of(signs.quads(1, 4)[0]))
     scale = r.half(d.at())
-    return Unit(codes, [odd(r, scale, numbers.at(2, h), 0.125) for h in range(2)], [])
+    return SubBlock(codes, [odd(r, scale, numbers.at(2, h), 0.125) for h in range(2)], [])
 
 
 @codecs({"iq3_xxs": (own(16, [0]), own(8, packed(8, 64, at=2)), own(32, packed(32, 8, at=66)))})
-def iq3_xxs(r: Reader) -> Unit:
+def iq3_xxs(r: Reader) -> SubBlock:
+    """`types/iq3_xxs.py`."""
     d, low, words = r.fields
     word = words.at(1)
     points = [point for quad in low.quads(2, 8) for point in bytes_of(quad)]
     signs = [_with_parity(word >> 7 * i & 127) for i in range(4)]
-    return Unit(signed(r, "iq3_xxs", points, signs), [odd(r, r.half(d.at()), word >> 28, 0.25)], [])
+    return SubBlock(signed(r, "iq3_xxs", points, signs), [odd(r, r.half(d.at()), word >> 28, 0.25)], [])
 
 
 _IQ3_S = (
@@ -102,13 +111,14 @@ _IQ3_S = (
 
 
 @codecs({"iq3_s": _IQ3_S})
-def iq3_s(r: Reader) -> Unit:
+def iq3_s(r: Reader) -> SubBlock:
+    """`types/iq3_s.py`."""
     d, low, high, signs, numbers = r.fields
     top = high.at(1)
     points = [point for quad in low.quads(2, 8) for point in bytes_of(quad)]
     points = [point | (top >> i & 1) << 8 for i, point in enumerate(points)]
     codes = signed(r, "iq3_s", points, bytes_of(signs.quads(1, 4)[0]))
-    return Unit(codes, [odd(r, r.half(d.at()), numbers.at(1), 1.0)], [])
+    return SubBlock(codes, [odd(r, r.half(d.at()), numbers.at(1), 1.0)], [])
 
 
 def _ternary(r: Reader, points: list[Any], negative: list[Any]) -> list[Any]:
@@ -122,25 +132,28 @@ def _ternary(r: Reader, points: list[Any], negative: list[Any]) -> list[Any]:
 
 
 @codecs({"iq1_s": (own(16, [0]), own(8, packed(8, 32, at=2)), own(16, packed(16, 8, at=34)))})
-def iq1_s(r: Reader) -> Unit:
+def iq1_s(r: Reader) -> SubBlock:
+    """`types/iq1_s.py`."""
     d, low, high = r.fields
     return _sub_block(r, r.half(d.at()), bytes_of(low.quads(1, 4)[0]), high.at(1))
 
 
-def _sub_block(r: Reader, d: Any, low: list[Any], word: Any) -> Unit:
+def _sub_block(r: Reader, d: Any, low: list[Any], word: Any) -> SubBlock:
     points = [a | (word >> 3 * i & 7) << 8 for i, a in enumerate(low)]
     codes = _ternary(r, points, [word >> 15 & 1] * 4)
-    return Unit(codes, [odd(r, d, word >> 12 & 7, 0.125)], [])
+    return SubBlock(codes, [odd(r, d, word >> 12 & 7, 0.125)], [])
 
 
-@codecs({"iq1_s_r4": (woven(8, 4, 4, Slots(0, at=0)), woven(16, 1, 4, Slots(0, at=16)))})
-def iq1_s_r4(r: Reader) -> Unit:
+@codecs({"iq1_s_r4": (interleaved(8, 4, 4, Slots(0, at=0)), interleaved(16, 1, 4, Slots(0, at=16)))})
+def iq1_s_r4(r: Reader) -> SubBlock:
+    """`types/iq1_s_r4.py`."""
     low, high = r.fields
     return _sub_block(r, r.head_half(), [low.at(0, i) for i in range(4)], high.at())
 
 
 @codecs({"iq1_m": (own(8, packed(8, 32)), own(8, packed(8, 16, at=32)), own(16, packed(16, 4, at=48)))}, group=16)
-def iq1_m(r: Reader) -> Unit:
+def iq1_m(r: Reader) -> SubBlock:
+    """`types/iq1_m.py`: the f16 scale is in the top four bits of four words."""
     low, high, words = r.fields
     bits = r.ir.word(0)
     for j in range(4):
@@ -148,19 +161,24 @@ def iq1_m(r: Reader) -> Unit:
     d = r.half(bits)
     nibbles = [high.at(2, g // 2) >> 4 * (g % 2) & 15 for g in range(4)]
     points = [a | (n & 7) << 8 for a, n in zip(bytes_of(low.quads(1, 4)[0]), nibbles)]
-    numbers = r.ir.load(16, r.block + 48 + r.ir.wide((r.unit >> 1) * 2), 2) >> (r.unit & 1) * 6
+    numbers = r.ir.load(16, r.block + 48 + r.ir.wide((r.sub_block >> 1) * 2), 2) >> (r.sub_block & 1) * 6
     scales = [odd(r, d, numbers >> 3 * h & 7, 0.125) for h in range(2)]
-    return Unit(_ternary(r, points, [n & 8 for n in nibbles]), scales, [])
+    return SubBlock(_ternary(r, points, [n & 8 for n in nibbles]), scales, [])
 
 
-_IQ1_M_R4 = woven(8, 4, 4, Slots(0, at=0)), woven(8, 2, 4, Slots(0, at=16)), woven(8, 1, 4, Slots(0, at=24))
+_IQ1_M_R4 = (
+    interleaved(8, 4, 4, Slots(0, at=0)),
+    interleaved(8, 2, 4, Slots(0, at=16)),
+    interleaved(8, 1, 4, Slots(0, at=24)),
+)
 
 
 @codecs({"iq1_m_r4": _IQ1_M_R4}, group=16)
-def iq1_m_r4(r: Reader) -> Unit:
+def iq1_m_r4(r: Reader) -> SubBlock:
+    """`types/iq1_m_r4.py`."""
     low, high, multipliers = r.fields
     d, both = r.head_half(), multipliers.at()
     nibbles = [high.at(0, g // 2) >> 4 * (g % 2) & 15 for g in range(4)]
     points = [low.at(0, g) | (n & 7) << 8 for g, n in enumerate(nibbles)]
     scales = [d * r.ir.real(both >> 4 * h & 15) * 0.125 for h in range(2)]
-    return Unit(_ternary(r, points, [n & 8 for n in nibbles]), scales, [])
+    return SubBlock(_ternary(r, points, [n & 8 for n in nibbles]), scales, [])

@@ -1,12 +1,15 @@
-"""q2_K to q6_K, interleaved or not."""
+"""CUDA codecs of the k-quants, q2_K to q6_K, interleaved or not.
+
+The byte maps are in the types' files: `types/q2_k.py`, and of interleaved rows `types/q2_k_r4.py`, and so on.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from quantkit.runtime.kernels.cuda.codecs.base import centred, codecs
+from quantkit.runtime.kernels.cuda.codecs.base import codecs, minus_offset
 from quantkit.runtime.kernels.cuda.fields import both
-from quantkit.runtime.kernels.cuda.reader import Reader, Unit
+from quantkit.runtime.kernels.cuda.reader import Reader, SubBlock
 from quantkit.types.q2_k_r4 import Q2_K_R4
 from quantkit.types.q3_k_r4 import Q3_K_R4
 from quantkit.types.q4_k_r4 import Q4_K_R4
@@ -14,12 +17,13 @@ from quantkit.types.q5_k_r4 import Q5_K_R4
 from quantkit.types.q6_k_r4 import Q6_K_R4
 
 
-@codecs(both(Q2_K_R4), group=16, floor=True)
-def q2_k(r: Reader) -> Unit:
+@codecs(both(Q2_K_R4), group=16, has_min=True)
+def q2_k(r: Reader) -> SubBlock:
+    """`types/q2_k.py`: scale and min are four bits each."""
     d, least, numbers, codes = r.fields
     scale, minimum = r.half(d.at()), r.half(least.at()) * -1.0
     both_halves = [numbers.at(2, h) for h in range(2)]
-    return Unit(
+    return SubBlock(
         codes.quads(),
         [scale * r.ir.real(n & 15) for n in both_halves],
         [minimum * r.ir.real(n >> 4) for n in both_halves],
@@ -27,36 +31,40 @@ def q2_k(r: Reader) -> Unit:
 
 
 @codecs(both(Q3_K_R4), group=16)
-def q3_k(r: Reader) -> Unit:
+def q3_k(r: Reader) -> SubBlock:
+    """`types/q3_k.py`: codes 0 to 7 minus 4."""
     d, high, low, thirds, codes = r.fields
     scale = r.half(d.at())
-    scales = [scale * centred(r, low.at(2, h) | high.at(2, h) << 4, 32) for h in range(2)]
-    return Unit([r.minus(c | t << 2, 4) for c, t in zip(codes.quads(), thirds.quads())], scales, [])
+    scales = [scale * minus_offset(r, low.at(2, h) | high.at(2, h) << 4, 32) for h in range(2)]
+    return SubBlock([r.minus(c | t << 2, 4) for c, t in zip(codes.quads(), thirds.quads())], scales, [])
 
 
-def _scale_and_floor(r: Reader) -> tuple[list[Any], list[Any]]:
+def _scale_and_min(r: Reader) -> tuple[list[Any], list[Any]]:
     """Of q4_K and q5_K."""
     d, least, high, high_least, low, low_least, *_ = r.fields
     scale = r.half(d.at()) * r.ir.real(low.at(1) | high.at(1) << 4)
     return [scale], [r.half(least.at()) * -1.0 * r.ir.real(low_least.at(1) | high_least.at(1) << 4)]
 
 
-@codecs(both(Q4_K_R4), floor=True)
-def q4_k(r: Reader) -> Unit:
-    return Unit(r.fields[6].quads(), *_scale_and_floor(r))
+@codecs(both(Q4_K_R4), has_min=True)
+def q4_k(r: Reader) -> SubBlock:
+    """`types/q4_k.py`."""
+    return SubBlock(r.fields[6].quads(), *_scale_and_min(r))
 
 
-@codecs(both(Q5_K_R4), floor=True)
-def q5_k(r: Reader) -> Unit:
+@codecs(both(Q5_K_R4), has_min=True)
+def q5_k(r: Reader) -> SubBlock:
+    """`types/q5_k.py`."""
     fifths, nibbles = r.fields[6:]
     codes = [low | high << 4 for low, high in zip(nibbles.quads(), fifths.quads())]
-    return Unit(codes, *_scale_and_floor(r))
+    return SubBlock(codes, *_scale_and_min(r))
 
 
 @codecs(both(Q6_K_R4), group=16)
-def q6_k(r: Reader) -> Unit:
+def q6_k(r: Reader) -> SubBlock:
+    """`types/q6_k.py`: codes 0 to 63 minus 32."""
     d, numbers, crumbs, nibbles = r.fields
     scale = r.half(d.at())
     scales = [scale * r.ir.real(r.ir.signed_byte(numbers.at(2, h))) for h in range(2)]
     codes = [low | high << 4 for low, high in zip(nibbles.quads(), crumbs.quads())]
-    return Unit([r.minus(c, 32) for c in codes], scales, [])
+    return SubBlock([r.minus(c, 32) for c in codes], scales, [])

@@ -1,12 +1,16 @@
-"""iq2_k to iq6_k, interleaved or not: values from a book, or from the one raised by a shift where a flag is set."""
+"""CUDA codecs of iq2_k to iq6_k, interleaved or not: codes name values of a codebook.
+
+The byte maps are in the types' files: `types/iq2_k.py`, and of interleaved rows `types/iq2_k_r4.py`, and so on. Each 16
+columns have a flag that selects the codebook or its shifted form (`types/families/codebooks.py`).
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from quantkit.runtime.kernels.cuda.codecs.base import by_bytes, centred, codecs, own
+from quantkit.runtime.kernels.cuda.codecs.base import as_words, codecs, minus_offset, own
 from quantkit.runtime.kernels.cuda.fields import both
-from quantkit.runtime.kernels.cuda.reader import ONES, SIGNS, Reader, Unit
+from quantkit.runtime.kernels.cuda.reader import ONES, SIGNS, Reader, SubBlock
 from quantkit.types.families.codebooks import K2, K3, K4, K5, K6, Book
 from quantkit.types.families.interleave import packed, planes
 from quantkit.types.iq2_k_r4 import IQ2_K_R4
@@ -15,19 +19,19 @@ from quantkit.types.iq4_k_r4 import IQ4_K_R4
 from quantkit.types.iq5_k_r4 import IQ5_K_R4
 
 
-def book_of(r: Reader, book: Book, flag: Any) -> list[Any]:
+def codebook_words(r: Reader, book: Book, flag: Any) -> list[Any]:
     """The words of a book, or of the raised one where the flag is not 0."""
-    words = by_bytes(book.values)
+    words = as_words(book.values)
     plain, raised = (r.words(*half) for half in (words[: len(words) // 2], words[len(words) // 2 :]))
     return [r.ir.choose(flag, b, a) for a, b in zip(plain, raised)]
 
 
-def looked_up(r: Reader, book: Book, codes: list[Any], flags: list[Any]) -> list[Any]:
-    """Values of a unit's codes; of `flags` there is one for every part of the codes, a word that is 0 or not."""
+def lookup_codes(r: Reader, book: Book, codes: list[Any], flags: list[Any]) -> list[Any]:
+    """Values of a sub-block's codes; of `flags` there is one for every part of the codes, a word that is 0 or not."""
     values = []
     each = len(codes) // len(flags)
     for i, flag in enumerate(flags):
-        table = book_of(r, book, flag)
+        table = codebook_words(r, book, flag)
         values += [r.lookup(table, c) for c in codes[each * i : each * i + each]]
     return values
 
@@ -37,43 +41,46 @@ def _flags(r: Reader) -> list[Any]:
 
 
 @codecs(both(IQ2_K_R4), group=16)
-def iq2_k(r: Reader) -> Unit:
+def iq2_k(r: Reader) -> SubBlock:
+    """`types/iq2_k.py`."""
     d, _, numbers, crumbs = r.fields
     scale = r.half(d.at())
-    scales = [scale * centred(r, numbers.at(2, h), 8) for h in range(2)]
-    return Unit(looked_up(r, K2, crumbs.quads(), _flags(r)), scales, [])
+    scales = [scale * minus_offset(r, numbers.at(2, h), 8) for h in range(2)]
+    return SubBlock(lookup_codes(r, K2, crumbs.quads(), _flags(r)), scales, [])
 
 
 @codecs(both(IQ3_K_R4), group=16)
-def iq3_k(r: Reader) -> Unit:
+def iq3_k(r: Reader) -> SubBlock:
+    """`types/iq3_k.py`."""
     d, _, signs, numbers, crumbs, high = r.fields
     scale, scales = r.half(d.at()), []
     for h in range(2):
         size = numbers.at(2, h) * 2 + 1
         scales.append(scale * r.ir.real(r.ir.choose(signs.at(2, h), size * -1, size)))
     codes = [c | top << 2 for c, top in zip(crumbs.quads(), high.quads())]
-    return Unit(looked_up(r, K3, codes, _flags(r)), scales, [])
+    return SubBlock(lookup_codes(r, K3, codes, _flags(r)), scales, [])
 
 
 def _six_bits(r: Reader) -> list[Any]:
     d, _, high, low, *_ = r.fields
     scale = r.half(d.at())
-    return [scale * centred(r, low.at(2, h) | high.at(2, h) << 4, 32) for h in range(2)]
+    return [scale * minus_offset(r, low.at(2, h) | high.at(2, h) << 4, 32) for h in range(2)]
 
 
 @codecs(both(IQ4_K_R4), group=16)
-def iq4_k(r: Reader) -> Unit:
+def iq4_k(r: Reader) -> SubBlock:
     """A word's two nibbles are of both sub-blocks: the shift is added to what the plain book has, plus 128."""
-    table = r.words(*by_bytes(K4.values[:16] + 128))
+    table = r.words(*as_words(K4.values[:16] + 128))
     values, shifts = r.fields[4].looked_up(table), [flag * (4 * ONES) for flag in _flags(r)]
-    return Unit([(v + shifts[q // 4]) ^ SIGNS for q, v in enumerate(values)], _six_bits(r), [])
+    return SubBlock([(v + shifts[q // 4]) ^ SIGNS for q, v in enumerate(values)], _six_bits(r), [])
 
 
 @codecs(both(IQ5_K_R4), group=16)
-def iq5_k(r: Reader) -> Unit:
+def iq5_k(r: Reader) -> SubBlock:
+    """`types/iq5_k.py`."""
     nibbles, fifths = r.fields[4:]
     codes = [low | high << 4 for low, high in zip(nibbles.quads(), fifths.quads())]
-    return Unit(looked_up(r, K5, codes, _flags(r)), _six_bits(r), [])
+    return SubBlock(lookup_codes(r, K5, codes, _flags(r)), _six_bits(r), [])
 
 
 _IQ6_K = (
@@ -83,10 +90,10 @@ _IQ6_K = (
 
 
 @codecs({"iq6_k": _IQ6_K}, group=16)
-def iq6_k(r: Reader) -> Unit:
+def iq6_k(r: Reader) -> SubBlock:
     """With the integers that products use, not the row decoder's cubic."""
     d, _, numbers, nibbles, crumbs = r.fields
     scale = r.half(d.at())
     scales = [scale * r.ir.real(r.ir.signed_byte(numbers.at(2, h))) for h in range(2)]
     codes = [low | high << 4 for low, high in zip(nibbles.quads(), crumbs.quads())]
-    return Unit(looked_up(r, K6, codes, _flags(r)), scales, [])
+    return SubBlock(lookup_codes(r, K6, codes, _flags(r)), scales, [])

@@ -1,4 +1,8 @@
-"""iq4_xs and the types with a scale for each row: iq2_ks to iq5_ks, iq4_kss, iq2_kl, 8-bit rows, ternary rows."""
+"""CUDA codecs of iq4_xs and of types with a scale for each row.
+
+These are iq2_ks to iq5_ks, iq4_kss, iq2_kl, q8_KV, q8_k_r8, q8_k_r16, iq2_bn, i2_s and iq1_bn. The byte maps are in the
+types' files: `types/iq4_xs.py`, and of interleaved rows `types/iq4_xs_r8.py`, and so on.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.runtime.kernels.cuda.codecs.base import by_bytes, centred, codecs, own
-from quantkit.runtime.kernels.cuda.codecs.nonlinear import book_of, looked_up
-from quantkit.runtime.kernels.cuda.fields import Place, both, woven
-from quantkit.runtime.kernels.cuda.reader import Reader, Unit
+from quantkit.runtime.kernels.cuda.codecs.base import as_words, codecs, minus_offset, own
+from quantkit.runtime.kernels.cuda.codecs.nonlinear import codebook_words, lookup_codes
+from quantkit.runtime.kernels.cuda.fields import Place, both, interleaved
+from quantkit.runtime.kernels.cuda.reader import Reader, SubBlock
 from quantkit.types.families.codebooks import K2, K3, K4, K5
 from quantkit.types.families.interleave import QUAD, Lines, Slots, packed, planes
 from quantkit.types.iq2_bn_r4 import IQ2_BN_R4
@@ -20,11 +24,12 @@ from quantkit.types.iq5_ks_r4 import IQ5_KS_R4
 
 
 @codecs(both(IQ4_XS_R8))
-def iq4_xs(r: Reader) -> Unit:
+def iq4_xs(r: Reader) -> SubBlock:
+    """`types/iq4_xs.py`."""
     d, high, low, nibbles = r.fields
-    scale = r.half(d.at()) * centred(r, low.at(1) | high.at(1) << 4, 32)
-    table = r.words(*by_bytes(K4.values[:16]))
-    return Unit(nibbles.looked_up(table), [scale], [])
+    scale = r.half(d.at()) * minus_offset(r, low.at(1) | high.at(1) << 4, 32)
+    table = r.words(*as_words(K4.values[:16]))
+    return SubBlock(nibbles.looked_up(table), [scale], [])
 
 
 _IQ2_KS = (
@@ -39,43 +44,47 @@ _IQ3_KS = (
 
 def _five_bits(r: Reader) -> list[Any]:
     _, high, low, *_ = r.fields
-    return [r.head_half() * centred(r, low.at(1) | high.at(1) << 4, 16)]
+    return [r.head_half() * minus_offset(r, low.at(1) | high.at(1) << 4, 16)]
 
 
 @codecs({"iq2_ks": _IQ2_KS})
-def iq2_ks(r: Reader) -> Unit:
-    return Unit(looked_up(r, K2, r.fields[3].quads(), [r.fields[0].at(1)]), _five_bits(r), [])
+def iq2_ks(r: Reader) -> SubBlock:
+    """`types/iq2_ks.py`."""
+    return SubBlock(lookup_codes(r, K2, r.fields[3].quads(), [r.fields[0].at(1)]), _five_bits(r), [])
 
 
 @codecs({"iq3_ks": _IQ3_KS})
-def iq3_ks(r: Reader) -> Unit:
+def iq3_ks(r: Reader) -> SubBlock:
+    """`types/iq3_ks.py`."""
     crumbs, high = r.fields[3:]
     codes = [c | top << 2 for c, top in zip(crumbs.quads(), high.quads())]
-    return Unit(looked_up(r, K3, codes, [r.fields[0].at(1)]), _five_bits(r), [])
+    return SubBlock(lookup_codes(r, K3, codes, [r.fields[0].at(1)]), _five_bits(r), [])
 
 
 def _odd(r: Reader, number: Any) -> tuple[list[Any], list[Any]]:
     """d * m of a byte that holds an odd m from -127 on over a flag, and the flag."""
-    return [r.head_float() * centred(r, number & 254, 127)], [number & 1]
+    return [r.head_float() * minus_offset(r, number & 254, 127)], [number & 1]
 
 
 @codecs(both(IQ4_KS_R4))
-def iq4_ks(r: Reader) -> Unit:
+def iq4_ks(r: Reader) -> SubBlock:
+    """`types/iq4_ks.py`."""
     numbers, nibbles = r.fields
     scales, flags = _odd(r, numbers.at(1))
-    return Unit(nibbles.looked_up(book_of(r, K4, flags[0])), scales, [])
+    return SubBlock(nibbles.looked_up(codebook_words(r, K4, flags[0])), scales, [])
 
 
 @codecs(both(IQ5_KS_R4))
-def iq5_ks(r: Reader) -> Unit:
+def iq5_ks(r: Reader) -> SubBlock:
+    """`types/iq5_ks.py`."""
     numbers, nibbles, fifths = r.fields
     scales, flags = _odd(r, numbers.at(1))
     codes = [low | high << 4 for low, high in zip(nibbles.quads(), fifths.quads())]
-    return Unit(looked_up(r, K5, codes, flags), scales, [])
+    return SubBlock(lookup_codes(r, K5, codes, flags), scales, [])
 
 
 @codecs({"iq4_kss": (own(8, packed(8, 128)),)})
-def iq4_kss(r: Reader) -> Unit:
+def iq4_kss(r: Reader) -> SubBlock:
     """Halves of words: four codes in the upper 15 bits; their lowest bits make the multiplier."""
     words = r.fields[0].quads(4, 16)
     number = r.ir.word(0)
@@ -84,7 +93,7 @@ def iq4_kss(r: Reader) -> Unit:
     scales, flags = _odd(r, number)
     even = [word & 0xFFFEFFFE for word in words]
     mixed = [word ^ (word >> 1 & 0x7FFF7FFF) for word in even]
-    return Unit(r.lookup_halves(book_of(r, K4, flags[0]), mixed), scales, [])
+    return SubBlock(r.lookup_halves(codebook_words(r, K4, flags[0]), mixed), scales, [])
 
 
 _IQ2_KL = (
@@ -94,61 +103,66 @@ _IQ2_KL = (
 
 
 @codecs({"iq2_kl": _IQ2_KL})
-def iq2_kl(r: Reader) -> Unit:
+def iq2_kl(r: Reader) -> SubBlock:
     """A code names the values of two neighbours."""
     high, low, nibbles, fifths = r.fields
-    scale = r.head_half() * centred(r, low.at(1) | high.at(1) << 4, 32)
-    first, second = (r.words(*by_bytes(PAIRS[:, element])) for element in range(2))
+    scale = r.head_half() * minus_offset(r, low.at(1) | high.at(1) << 4, 32)
+    first, second = (r.words(*as_words(PAIRS[:, element])) for element in range(2))
     codes = []
     for nibble, fifth in zip(nibbles.quads(4, 16), fifths.quads(4, 16)):
         a, b = (r.lookup(table, nibble | fifth << 4) for table in (first, second))
         codes += [r.ir.permute(a, b, r.ir.word(order)) for order in (0x5140, 0x7362)]
-    return Unit(codes, [scale], [])
+    return SubBlock(codes, [scale], [])
 
 
 @codecs({"q8_KV": (own(8, packed(8, 32)),)})
-def q8_kv(r: Reader) -> Unit:
-    return Unit(r.fields[0].quads(), [r.head_float(8)], [])
+def q8_kv(r: Reader) -> SubBlock:
+    """`types/q8_kv.py`: signed bytes."""
+    return SubBlock(r.fields[0].quads(), [r.head_float(8)], [])
 
 
-@codecs({"q8_KV_r8": (woven(8, 32, 8, Lines(QUAD, at=0)),)})
-def q8_kv_r8(r: Reader) -> Unit:
-    return Unit(r.fields[0].quads(), [r.head_float()], [])
+@codecs({"q8_KV_r8": (interleaved(8, 32, 8, Lines(QUAD, at=0)),)})
+def q8_kv_r8(r: Reader) -> SubBlock:
+    """`types/q8_kv_r8.py`."""
+    return SubBlock(r.fields[0].quads(), [r.head_float()], [])
 
 
 def _rows_of_bytes(rows: int) -> tuple[Place, Place]:
-    return woven(16, 1, rows, Slots(0, at=0)), woven(8, 256, rows, Lines(QUAD, at=2 * rows))
+    return interleaved(16, 1, rows, Slots(0, at=0)), interleaved(8, 256, rows, Lines(QUAD, at=2 * rows))
 
 
 @codecs({"q8_k_r8": _rows_of_bytes(8)})
-def q8_k_r8(r: Reader) -> Unit:
+def q8_k_r8(r: Reader) -> SubBlock:
+    """`types/q8_k_r8.py`."""
     d, codes = r.fields
-    return Unit(codes.quads(), [r.half(d.at())], [])
+    return SubBlock(codes.quads(), [r.half(d.at())], [])
 
 
 @codecs({"q8_k_r16": _rows_of_bytes(16)})
-def q8_k_r16(r: Reader) -> Unit:
+def q8_k_r16(r: Reader) -> SubBlock:
     """Bytes are codes + 128."""
     d, codes = r.fields
-    return Unit([c ^ 0x80808080 for c in codes.quads()], [r.half(d.at())], [])
+    return SubBlock([c ^ 0x80808080 for c in codes.quads()], [r.half(d.at())], [])
 
 
 @codecs(both(IQ2_BN_R4))
-def iq2_bn(r: Reader) -> Unit:
-    return Unit([r.minus(c, 1) for c in r.fields[0].quads()], [r.head_float()], [])
+def iq2_bn(r: Reader) -> SubBlock:
+    """`types/iq2_bn.py`: codes 0 to 2 minus 1."""
+    return SubBlock([r.minus(c, 1) for c in r.fields[0].quads()], [r.head_float()], [])
 
 
 @codecs({"i2_s": (own(2, 8 * (np.arange(128) % 32) + 6 - 2 * (np.arange(128) // 32)),)}, tail=32)
-def i2_s(r: Reader) -> Unit:
-    return Unit([r.minus(c, 1) for c in r.fields[0].quads()], [r.tail_float()], [])
+def i2_s(r: Reader) -> SubBlock:
+    """`types/i2_s.py`."""
+    return SubBlock([r.minus(c, 1) for c in r.fields[0].quads()], [r.tail_float()], [])
 
 
 @codecs({"iq1_bn": (own(8, packed(8, 8)), own(8, packed(8, 1, at=12)))})
-def iq1_bn(r: Reader) -> Unit:
+def iq1_bn(r: Reader) -> SubBlock:
     """Sixteen columns are three bytes of five digits, and one digit of the last byte."""
     packed_bytes = [_byte(r, 6, t) for t in range(6)]
     last = r.fields[1].at()
-    second = r.unit * -1
+    second = r.sub_block * -1
     digits = []
     for h in range(2):
         for t in range(3):
@@ -156,12 +170,12 @@ def iq1_bn(r: Reader) -> Unit:
         of_first, of_second = (r.ir.word(3 ** (4 - 2 * u - h)) for u in range(2))
         digits.append(_digit(last, r.ir.choose(second, of_second, of_first)))
     words = [r.join(digits[i : i + 4]) for i in range(0, 32, 4)]
-    return Unit([r.minus(w, 1) for w in words], [r.head_half()], [])
+    return SubBlock([r.minus(w, 1) for w in words], [r.head_half()], [])
 
 
 def _byte(r: Reader, pitch: int, number: int) -> Any:
     """A byte of the block, at pitch * unit + number."""
-    return r.ir.load(8, r.block + number + r.ir.wide(r.unit * pitch), 1)
+    return r.ir.load(8, r.block + number + r.ir.wide(r.sub_block * pitch), 1)
 
 
 def _digit(byte: Any, power: Any) -> Any:

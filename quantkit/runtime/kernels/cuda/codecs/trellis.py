@@ -1,11 +1,14 @@
-"""iq1_kt to iq4_kt: values of a generator, from the index of a group on."""
+"""CUDA codecs of the trellis types iq1_kt to iq4_kt: an index seeds a generator, which gives 4 or 8 values.
+
+The byte maps are in the types' files: `types/iq1_kt.py` and so on.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from quantkit.runtime.kernels.cuda.codecs.base import by_bytes, codecs, own
-from quantkit.runtime.kernels.cuda.reader import ONES, Reader, Unit
+from quantkit.runtime.kernels.cuda.codecs.base import as_words, codecs, own
+from quantkit.runtime.kernels.cuda.reader import ONES, Reader, SubBlock
 from quantkit.types.families.interleave import packed, planes
 from quantkit.types.families.trellis_code import BOOK, OFFSET, POWERS
 
@@ -18,8 +21,8 @@ def _values(r: Reader, seed: Any, first: int) -> list[Any]:
     return [r.ir.dot(seed * int(POWERS[first + k]) & _SIXES, ones, middle) for k in range(4)]
 
 
-def _book_scale(r: Reader, code: Any) -> list[Any]:
-    table = r.words(*by_bytes(BOOK))
+def _codebook_scale(r: Reader, code: Any) -> list[Any]:
+    table = r.words(*as_words(BOOK))
     return [r.head_float() * r.ir.real(r.ir.signed_byte(r.lookup(table, code)))]
 
 
@@ -34,14 +37,15 @@ _IQ4_KT = own(32, packed(32, 8)), own(8, packed(8, 64, at=32)), own(4, planes(4,
 
 
 @codecs({"iq1_kt": _IQ1_KT})
-def iq1_kt(r: Reader) -> Unit:
+def iq1_kt(r: Reader) -> SubBlock:
+    """`types/iq1_kt.py`."""
     subs, low, high = r.fields
     sub, codes = subs.at(1), []
     indices = low.quads(1, 4)[0], high.quads(1, 4)[0]
     for i, (a, b) in enumerate(zip(*map(_bytes, indices))):
         seed = (a | b << 8 | (sub >> 4 + i & 1) << 12) + OFFSET
         codes += [r.join(_values(r, seed, first)) for first in (0, 4)]
-    return Unit(codes, _book_scale(r, sub & 15), [])
+    return SubBlock(codes, _codebook_scale(r, sub & 15), [])
 
 
 def _seeds(r: Reader) -> list[Any]:
@@ -49,13 +53,14 @@ def _seeds(r: Reader) -> list[Any]:
 
 
 @codecs({"iq2_kt": _IQ2_KT})
-def iq2_kt(r: Reader) -> Unit:
+def iq2_kt(r: Reader) -> SubBlock:
+    """`types/iq2_kt.py`."""
     codes = [r.join(_values(r, seed, first)) for seed in _seeds(r) for first in (0, 4)]
-    return Unit(codes, _book_scale(r, r.fields[0].at(1)), [])
+    return SubBlock(codes, _codebook_scale(r, r.fields[0].at(1)), [])
 
 
 @codecs({"iq3_kt": _IQ3_KT})
-def iq3_kt(r: Reader) -> Unit:
+def iq3_kt(r: Reader) -> SubBlock:
     """Magnitudes of the generator's values, under signs of their own."""
     codes, signs = [], r.fields[2].quads()
     for i, seed in enumerate(_seeds(r)):
@@ -65,11 +70,12 @@ def iq3_kt(r: Reader) -> Unit:
                 wrong = value >> 31 ^ negative  # the value's sign is not the one stored
                 values.append((value ^ wrong * -1) + wrong)
             codes.append(r.join(values))
-    return Unit(codes, [r.head_float() * r.ir.real(r.fields[0].at(1))], [])
+    return SubBlock(codes, [r.head_float() * r.ir.real(r.fields[0].at(1))], [])
 
 
 @codecs({"iq4_kt": _IQ4_KT})
-def iq4_kt(r: Reader) -> Unit:
+def iq4_kt(r: Reader) -> SubBlock:
+    """`types/iq4_kt.py`."""
     words, low, high = r.fields
     word, codes = words.at(1), []
     offset = ((word & 1) << 15) + OFFSET
@@ -78,4 +84,4 @@ def iq4_kt(r: Reader) -> Unit:
     for i, (a, b) in enumerate(indices):
         seed = (a | b << 8 | (word >> 8 + 3 * i & 7) << 12) + offset
         codes.append(r.join(_values(r, seed, 0)))
-    return Unit(codes, [r.head_float() * r.ir.real((word >> 1 & 127) - 64)], [])
+    return SubBlock(codes, [r.head_float() * r.ir.real((word >> 1 & 127) - 64)], [])

@@ -52,9 +52,8 @@ def all() -> list[Arch]:
 def language_model(config: Config) -> dict[str, Any]:
     """What config.json says of the language model, with what its class has by default where that is omitted.
 
-    FormatError where a number is none.
-    Where it describes a larger model, "architectures" become the class of the language model in it: the one that is
-    named, else that of its model_type, else the class of the whole.
+    For a multimodal model, "architectures" becomes the class of the language model in it: the one that is named, else
+    that of its model_type, else the class of the whole. FormatError if a setting has another type or is out of bounds.
     """
     text = wrapper.text_config(config)
     found = dict(config) if text is None else wrapper.merge_text_config(config, text)

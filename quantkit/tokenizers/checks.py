@@ -1,8 +1,8 @@
-"""What of a file's tokenizer is checked before the `tokenizers` library gets it.
+"""Checks of a file's tokenizer before the `tokenizers` library gets it.
 
-The library trusts its input: a table of replacements that contradicts itself makes it panic or abort the process, a
-chain of replacements turns ten characters into ten million, an expression that backtracks runs for days. So only steps
-that are known here are passed on, within limits that published tokenizers are far from:
+The library trusts its input: an inconsistent table of replacements makes it panic or abort the process, a chain of
+replacements turns ten characters into ten million, and an expression that backtracks runs for days. So only known steps
+are passed on, within limits that published tokenizers do not approach:
 
     tokens            MAX_TOKEN characters; the longest published ones have about 256
     steps             MAX_STEPS, of the library's kinds; MAX_GROWTH characters for one, by all steps together

@@ -73,6 +73,8 @@ _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}")
 
 @dataclass(frozen=True)
 class PreTokenizer:
+    """How text is split into words, and the settings of tokenizers that split so."""
+
     names: tuple[str, ...]  # the first is the one written
     splits: tuple[str, ...]
     nfc: bool = False  # text is brought to Unicode's composed form first

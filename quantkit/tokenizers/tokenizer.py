@@ -59,6 +59,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
+        """Number of tokens."""
         return len(self._tokens)
 
     @functools.cached_property
@@ -119,6 +120,7 @@ class Tokenizer:
         return text.encode()  # a word added to the vocabulary as it is
 
     def is_control(self, token: int) -> bool:
+        """Whether a token is a control, unknown or unused token, which stands for no text of its own."""
         return self._types[token] in (hf_tokenizer.CONTROL, hf_tokenizer.UNKNOWN, hf_tokenizer.UNUSED)
 
     def decode(self, ids: Iterable[int], special: bool = True) -> str:

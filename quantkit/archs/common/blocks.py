@@ -1,4 +1,4 @@
-"""What a model is made of, as the runtime is told it: a list of blocks, each a list of parts, each naming its tensors.
+"""The description of a model that the runtime executes: a list of blocks, each a list of parts that name their tensors.
 
     Model = embedding, Block(Attention, FeedForward or Experts) x n_layer, output norm, output
 
@@ -239,6 +239,8 @@ Part = Attention | LatentAttention | DeltaNet | FeedForward | Experts
 
 @dataclass(frozen=True)
 class Block:
+    """One layer: its number and its parts, in the order in which they are computed."""
+
     layer: int
     parts: tuple[Part, ...]
 
@@ -293,6 +295,7 @@ class HParams:
 
     @property
     def n_main(self) -> int:
+        """Layers without the MTP layers."""
         return self.n_layer - self.n_mtp_layers
 
     @property
@@ -318,6 +321,7 @@ class HParams:
         return Linear(f"{stem}.weight", bias, scale)
 
     def norm(self, stem: str) -> Norm:
+        """The norm with weight `stem`.weight and the model's epsilon."""
         return Norm(f"{stem}.weight", self.norm_eps)
 
     def feed_forward(self, i: int, norm: str = "ffn_norm", suffix: str = "", ff: int | None = None) -> FeedForward:

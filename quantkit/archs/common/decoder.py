@@ -1,5 +1,5 @@
-"""What llama, qwen3 and their kin share: RMS norms before attention and feed-forward, grouped-query attention with rope
-over whole heads, SwiGLU. An architecture derives from Decoder and says what it does otherwise.
+"""`Decoder`: the base of llama, qwen3 and related architectures. RMS norms before attention and feed-forward,
+grouped-query attention with RoPE over whole heads, SwiGLU. An architecture derives from it and overrides what differs.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Decoder(Arch):
         return integer(config, "head_dim") or int(need(config, "hidden_size") // need(config, "num_attention_heads"))
 
     def rope_dim(self, config: Config) -> int:
-        """Elements of a head that rope turns."""
+        """Elements of a head that get RoPE."""
         part = real(config, "partial_rotary_factor") or real(rope_parameters(config), "partial_rotary_factor")
         return int(self.head_dim(config) * (part or self.rotary_fraction or 1))
 
     def head_lengths(self, config: Config) -> Entries:
-        """The keys of heads that are not n_embd / n_head wide."""
+        """Keys for the length of heads, needed if it is not n_embd / n_head."""
         width = (self.head_dim(config), "u32")
         return {f"{self.name}.attention.key_length": width, f"{self.name}.attention.value_length": width}
 
@@ -135,7 +135,7 @@ class Decoder(Arch):
         }
 
     def rotary(self, keys: Keys, head_dim: int) -> int:
-        """Elements of a head that rope turns. Only where that may be all of them is the key optional."""
+        """Elements of a head that get RoPE. The key is optional only if all of them may."""
         return keys.number("rope.dimension_count", head_dim if self.rotary_fraction in (None, 1.0) else None)
 
     def blocks(self, hparams: HParams) -> list[Block]:
@@ -162,7 +162,7 @@ class Decoder(Arch):
 
 
 def head_length(keys: Keys, key: str) -> int:
-    """Elements of a head's key or value; where no key says it the heads share the embedding's."""
+    """Elements of a head's key or value; without a key, embedding_length / head_count."""
     if keys.get(key) is not None:
         return keys.number(key)
     embd, heads = keys.number("embedding_length"), keys.number("attention.head_count")
@@ -175,12 +175,12 @@ def head_length(keys: Keys, key: str) -> int:
 
 
 def with_head_norms(part: Attention, hp: HParams, i: int) -> Attention:
-    """The same, its queries and keys RMS-normed."""
+    """The part with RMS norms of queries and keys, head by head."""
     return replace(part, q_norm=hp.norm(f"blk.{i}.attn_q_norm"), k_norm=hp.norm(f"blk.{i}.attn_k_norm"))
 
 
 def all_or_none(hp: HParams, stems: tuple[str, ...], hf: str) -> bool:
-    """Whether these tensors have biases in every layer; some of them only is more than config.json can say."""
+    """Whether these tensors have biases in every layer. UnsupportedError if only some layers have."""
     names = [f"blk.{i}.{stem}.bias" for i in range(hp.n_layer) for stem in stems]
     present = [name for name in names if name in hp.tensors]
     if present and len(present) < len(names):

@@ -1,4 +1,4 @@
-"""MTP (multi-token prediction) layers: they stand after the main ones and are not run.
+"""MTP (multi-token prediction) layers: they come after the main layers and are not run.
 
 GGUF has them as layers block_count - nextn_predict_layers …, with tensors of their own under `nextn`. Whether a file
 gets them is the architecture's `mtp`, or what `convert --mtp` says: the key MTP of a config, "keep" or "drop".
@@ -33,12 +33,12 @@ RULES = tuple(_rule(name) for name in _PARTS)
 
 
 def count(config: Mapping[str, object]) -> int:
-    """The layers that config.json speaks of."""
+    """The number of MTP layers in config.json."""
     return next((found for key in _COUNTS if (found := integer(config, key))), 0)
 
 
 def tensors(config: Mapping[str, object], names: Collection[str]) -> dict[str, list[str]]:
-    """A checkpoint's tensors of such layers, by what they are: those that config.json counts or with an eh_proj."""
+    """A checkpoint's tensors of MTP layers, by layer: layers that config.json counts, and layers with an eh_proj."""
     n_layer = integer(config, "num_hidden_layers")
     layers = {name: split_name(name)[1] or 0 for name in names}
     marked = {layers[name] for name in names if ".eh_proj." in name} | set(range(n_layer, n_layer + count(config)))

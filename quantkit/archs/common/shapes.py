@@ -1,4 +1,4 @@
-"""Shapes of tensors by their GGUF names: what a name is the same for every architecture, so one table does for all.
+"""Shapes of tensors by their GGUF names. A name means the same in every architecture, so one table serves all.
 
     sizes = Sizes("qwen3moe", metadata)                      the numbers, from GGUF keys
     expected_tensors(["token_embd.weight", "blk.0.attn_q.weight"], sizes)    [ExpectedTensor(name, shape, f32)]

@@ -1,4 +1,4 @@
-"""Language models inside larger ones: what of a config.json and of a checkpoint is theirs.
+"""Language models inside multimodal ones: their part of a config.json and of a checkpoint.
 
 Classes named …ForConditionalGeneration hold a language model and encoders of images or sound. Their config.json has the
 language model's in `text_config`, often without what the class has by default; their tensors are named
@@ -23,20 +23,20 @@ _ENCODERS = {
 
 
 def text_config(config: Mapping[str, object]) -> Mapping[str, object] | None:
-    """What config.json says of the language model inside; None where there is none inside."""
+    """The config of the language model inside a multimodal one; None if config.json has none."""
     parts = (config.get(key) for key in _PARTS)
     return next((part for part in parts if isinstance(part, dict)), None)
 
 
 def merge_text_config(config: Mapping[str, object], text: Mapping[str, object]) -> dict[str, Any]:
-    """A language model's config.json, with what only the whole's says. Whether embeddings are tied the whole says."""
+    """The language model's config with the settings that only the whole has. tie_word_embeddings is the whole's."""
     found = {key: config[key] for key in _WHOLE if key in config} | dict(text)
     tied = [part["tie_word_embeddings"] for part in (config, text) if part.get("tie_word_embeddings") is not None]
     return found | ({"tie_word_embeddings": tied[0]} if tied else {})
 
 
 def inner_name(name: str) -> str:
-    """A tensor's name as a checkpoint of the language model alone has it."""
+    """A tensor's name in a checkpoint of the language model alone."""
     if not (match := _PREFIX.match(name)):
         return name
     rest = name[match.end() :]
@@ -44,7 +44,7 @@ def inner_name(name: str) -> str:
 
 
 def encoder_tensors(names: Iterable[str]) -> dict[str, list[str]]:
-    """Tensors that are not the language model's, by what they are."""
+    """Tensors of the encoders, by encoder."""
     found: dict[str, list[str]] = {}
     for name in names:
         for what, pattern in _ENCODERS.items():

@@ -210,9 +210,9 @@ def test_the_rule_itself(source: str, count: int) -> None:
 
 def test_the_nearest_of_many_centroids(rng: np.random.Generator) -> None:
     """Scratch memory of this size is unmapped as soon as it is freed: using it afterwards would crash."""
-    from quantkit.types.native import trellis_search
+    from quantkit.types.native import trellis_index
 
     points = rng.integers(-100, 100, (20, 8)).astype(np.int8)
     centroids = rng.integers(-100, 100, (16 * 60000, 8)).astype(np.int8)
     wanted = [((point.astype(np.int32) - centroids) ** 2).sum(axis=1).argmin() for point in points]
-    np.testing.assert_array_equal(trellis_search._nearest(points, centroids), wanted)
+    np.testing.assert_array_equal(trellis_index._nearest(points, centroids), wanted)

@@ -344,7 +344,7 @@ def test_a_link_to_a_file_is_not_read(cache: Path, tmp_path: Path) -> None:
 
 @POSIX
 def test_kernels_are_not_loaded_from_a_directory_that_others_can_write(factory: Path) -> None:
-    assert alone(factory, 3)[1] == ""
+    assert "is not used" not in alone(factory, 3)[1]
     (factory / "cache").chmod(0o770)
     for _ in range(2):
         hits, said = alone(factory, 3)

@@ -25,7 +25,7 @@ from quantkit.inputs import arguments
 
 _by_id: dict[int, QuantType] = {}
 ids: dict[str, int] = {}  # of names in lower case, with and without codec
-_unread: dict[int, str] = {}  # the file of this package with an id's codec, while nobody asked for it
+codec_modules: dict[int, str] = {}  # of this package, by id: `layouts` fills it, `by_id` imports them
 
 EFFORTS = ("fast", "normal", "best")  # of an encoder; a kernel gets the index
 FAST, NORMAL, BEST = range(3)
@@ -280,12 +280,20 @@ def _scale_importance(weights: np.ndarray) -> np.ndarray:
 
 
 def by_id(ggml_type: int) -> QuantType:
-    """The type (with or without codec) of one of `ids`, whose file is read when it is first asked for."""
-    file = _unread.get(ggml_type)
-    if file:
-        importlib.import_module(f"{__package__}.{file}")  # which another thread that comes here waits for
-        _unread.pop(ggml_type, None)
+    """The type (with or without codec) of one of `ids`. The first use imports its module, which registers it."""
+    if ggml_type in codec_modules and not _by_id[ggml_type].has_codec:
+        _import_codec(ggml_type)
     return _by_id[ggml_type]
+
+
+def _import_codec(ggml_type: int) -> None:
+    """Import the module that the table in `layouts` names for an id. Other threads wait for the import."""
+    module = f"{__package__}.{codec_modules[ggml_type]}"
+    importlib.import_module(module)
+    if not _by_id[ggml_type].has_codec:
+        raise TypeError(
+            f"{module} defines no QuantType with ggml_type = {ggml_type}; the table in types/layouts.py names it"
+        )
 
 
 def names() -> list[str]:
@@ -299,12 +307,12 @@ def layouts() -> list[QuantType]:
 
 
 def define_layout(
-    file: str, ggml_type: int, name: str, block_size: int, block_bytes: int, row_meta_bytes: int = 0
+    module: str, ggml_type: int, name: str, block_size: int, block_bytes: int, row_meta_bytes: int = 0
 ) -> None:
-    """Enter an id that files may hold; `file`, of this package, has its codec, "" where there is none."""
+    """Register an id that files may hold. `module`, of this package, has its codec; "" where there is none."""
     made = QuantType()
     made.ggml_type, made.name = ggml_type, name
     made.block_size, made.block_bytes, made.row_meta_bytes = block_size, block_bytes, row_meta_bytes
     _by_id[ggml_type], ids[name.lower()] = made, ggml_type
-    if file:
-        _unread[ggml_type] = file
+    if module:
+        codec_modules[ggml_type] = module

@@ -2,7 +2,7 @@
 
 A reader must know the size of a tensor to find the next one, whether or not it can decode it. The numbers are those of
 ik_llama.cpp (spec/tools.md 1.2). The file of a type replaces its line here by a record with codecs; the two must agree.
-That file is read when the type is first used. It is named like the type, except for those in _FILES.
+That file is read when the type is first used. It is named like the type, except for those in _MODULES.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ _TABLE = """
 """
 
 
-# The types of files that hold several; those of "" have no codec.
-_FILES = {
+# Modules with the codecs of several types; types under "" have no codec. All others: a module of the type's own name.
+_MODULES = {
     "": ["i8", "i16", "i32", "i64", "f64"],
     "floats": ["f32", "f16", "bf16"],
     "q4_0_4x4": ["q4_0_4x4", "q4_0_4x8", "q4_0_8x8"],
@@ -118,8 +118,8 @@ _FILES = {
 
 def define() -> None:
     """Enter every type of the table in the registry."""
-    files = {name: file for file, names in _FILES.items() for name in names}
+    modules = {name: module for module, names in _MODULES.items() for name in names}
     for line in _TABLE.split("\n"):
         if line:
             number, name, *sizes = line.split()
-            define_layout(files.get(name, name.lower()), int(number), name, *(int(size) for size in sizes))
+            define_layout(modules.get(name, name.lower()), int(number), name, *(int(size) for size in sizes))

@@ -43,11 +43,11 @@ def test_tables_are_what_the_generator_gives(bits, group, offset):
 @by_name
 def test_every_index_can_be_found(name):
     """The index of the search holds every point of every table, under its own number."""
-    from quantkit.types.native import trellis_search as search
+    from quantkit.types.native import trellis_index
 
     t = type(types.get(name))
     tables = np.stack([trellis_code.code_values(t.index_bits, t.group, offset) for offset in t.offsets])
-    _, points, names, _, _ = search.build(tables, t.clusters)
+    _, points, names, _, _ = trellis_index.build(tables, t.clusters)
     for table, chunks, numbers in zip(tables, points, names):
         assert np.array_equal(np.unique(numbers), np.arange(len(table)))
         stored = chunks.transpose(0, 2, 1, 3).reshape(-1, t.group)

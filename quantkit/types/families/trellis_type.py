@@ -75,9 +75,9 @@ def _index(cls: type[TrellisType]) -> tuple[np.ndarray, ...]:
     """The index of a type's points; made by the first thread that needs it, or found on disk."""
     with _building:
         if cls.name not in _indices:
-            from quantkit.types.native import trellis_search as search
+            from quantkit.types.native import trellis_index
 
             values = np.stack([code_values(cls.index_bits, cls.group, offset) for offset in cls.offsets])
-            built = disk_cached(search.build, np.abs(values) if cls.folded else values, cls.clusters)
+            built = disk_cached(trellis_index.build, np.abs(values) if cls.folded else values, cls.clusters)
             _indices[cls.name] = tuple(readonly(a) for a in built)
     return _indices[cls.name]

@@ -1,26 +1,30 @@
-"""The search of the grid types (`types/families/grids.py`): super-scale, multipliers, grid points and signs of every
-block.
+"""The search of the grid types (`types/families/grid_type.py`): super-scale, multipliers, grid points and signs.
 
     minimise  sum over the block of  w (x - y)^2        y = s * magnitude * sign,  s = d * m / divisor
 
-With the signs of x the error is sum w x^2 - s (2 P - s R), P = sum w |x| g, R = sum w g^2 over the magnitudes g; a
-sign that parity forces to be wrong lowers P by 2 w |x| g. So codes are known by two sums, which tell their error under
-every scale, and a sub-block's best error is the envelope of such *lines*.
+A block of 256 has the super-scale d; each sub-block has the multiplier m; each group of 4 or 8 elements has a grid
+point (its magnitudes) and signs. With the signs of x, a group's error under scale s is
 
-`nearest` finds for 16 groups at once, one per SIMD lane, the grid point of least error under each lane's scale, all
-points compared: costs of coordinates add up to those of halves (81), two of which are a point. Where a sign must
-flip, a half has a second cost, with its cheapest flip, and the flip is in one half or the other; so point and flip are
-chosen together. Costs of second halves carry the half's code in the low byte of their mantissa, so that a minimum over
-them also tells which it was; beside the cost of first halves that rounding is below 2^-15.
+    sum w x^2 - s (2 P - s R)        P = sum w |x| g,  R = sum w g^2        over its magnitudes g
 
-A block then goes like this:
-1. Lines of every sub-block for a few scales between what its mean square and its largest element suggest.
-2. The super-scale, of a grid rounded to what a half holds, whose best multipliers on these lines leave least error.
-3. Nearest points under that choice, which are new lines; back to 2 with a finer grid around the last super-scale.
-Errors of 2 are those of known codes, so every round can only improve (but for what the key bytes round off).
+A sign that is wrong because parity forces it lowers P by 2 w |x| g. So a point is known by P and R, which give its
+error under every scale: a *line*. The least error of a sub-block under a scale is the envelope of its lines.
 
-iq3_xxs shares a parity between two groups of four: both are searched with and without a flip. Effort "fast" leaves
-parity out of step 1.
+The plain search computes s (s R - 2 P) of every grid point and takes the least. `nearest` does that for 16 groups at
+once, one per SIMD lane, each under its own scale. The cost of a point is the sum of the costs of its coordinates. So
+`_half_costs` makes the costs of all 81 halves of points, and `_scan` adds two halves for each point. Where a sign must
+flip, a half has a second cost, that of its cheapest flip, and the flip is in one half or the other; so point and flip
+are chosen together. The low byte of the mantissa of a second half's cost holds the code of the half, so that the
+minimum also tells which half it was. That rounds the cost by less than 2^-15 of itself.
+
+A block (`_search_block`):
+1. Lines of every sub-block for a few scales between those that its mean square and its largest element suggest.
+2. The super-scale, of a grid rounded to what a half holds, whose best multipliers on these lines leave the least error.
+3. The nearest points under these scales, which are new lines; back to 2 with a finer grid around the last super-scale.
+The errors in 2 are those of known points, so every round can only improve (apart from the rounding above).
+
+iq3_xxs shares one parity between two groups of four: both are searched with and without a flip. Effort "fast" ignores
+parity in step 1.
 """
 
 from __future__ import annotations
@@ -97,7 +101,7 @@ def _half_costs(ir, flips, tables, half, scale, odd, out):
                 ir.store(keyed, at + (b * stride + i * _ROW))
 
 
-class _Best:
+class _RunningBest:
     """The least cost so far in each lane, and the codes of its point."""
 
     def __init__(self, ir):
@@ -106,8 +110,8 @@ class _Best:
 
     def offer(self, cost, key, first):
         better = _less(self.ir, cost, self.cost.get())
-        for kept, new in ((self.cost, cost), (self.key, key), (self.first, first)):
-            kept.set(self.ir.choose(better, new, kept.get()))
+        for best, new in ((self.cost, cost), (self.key, key), (self.first, first)):
+            best.set(self.ir.choose(better, new, best.get()))
 
     def code(self):
         return (self.first.get() << 8) | (self.key.get().view(_I) & 0xFF)
@@ -116,7 +120,7 @@ class _Best:
 def _scan(ir, rule, first, second, halves, chunks):
     """The codes, 256 * first + second, of the points of least cost: with a flip or without; for _PAIRS of both."""
     stride = _ROW if rule == _FREE else 2 * _ROW
-    best, flipped = _Best(ir), _Best(ir) if rule == _PAIRS else None
+    best, flipped = _RunningBest(ir), _RunningBest(ir) if rule == _PAIRS else None
     with ir.loop(0, chunks) as i:
         at = halves + i * (4 * (2 + _CHUNK))
         rows = [ir.load(I32, at + 8 + 4 * k).signed(I64) * stride + second for k in range(_CHUNK)]
@@ -186,8 +190,11 @@ def nearest(
     space: Value,
     out: Value,
 ) -> None:
-    """Codes int32[16], then P, R and whether a sign is wrong, float32[16], of the nearest points under scales
-    float32[16] to `out`. What makes a sign wrong, where `odd` is 1, is up to `rule`."""
+    """Find the nearest points of 16 groups under scales float32[16].
+
+    `out` gets their codes int32[16], then P, R and whether a sign is wrong, float32[16]. `rule` says what makes a sign
+    wrong where `odd` is 1.
+    """
     scale = ir.load(_F, scales)
     second = space + VALUES * VALUES * 2 * _ROW
     wrong = {_FREE: ir.zero(_F), _EACH: ir.load(_F, odd), _PAIRS: ir.constant(_F, 1.0)}[rule]
@@ -223,8 +230,8 @@ _ROUND = np.float32(3 << 22)  # adding and subtracting it rounds |t| < 2^22 to a
 
 
 @subkernel
-def _arrange(xs, w, rule, elements, odd):
-    """Lay a block out in lanes: w |x|, w and flip costs, by set of 16 groups and coordinate; which lanes are odd."""
+def _to_lanes(xs, w, rule, elements, odd):
+    """Transpose a block into lanes: w |x|, w and flip costs by set of 16 groups and coordinate; which lanes are odd."""
     length = 256 // (len(elements) * _LANES)
     for g in range(256 // length):
         lane = g % _LANES
@@ -248,8 +255,8 @@ def _arrange(xs, w, rule, elements, odd):
 
 
 @subkernel
-def _guess(xs, w, top, low, high):
-    """Ends of the inverse scales of step 1 for every sub-block."""
+def _scale_range(xs, w, top, low, high):
+    """Lowest and highest inverse scale of step 1 for every sub-block."""
     count = len(low)
     length = 256 // count
     largest = np.float32(0)
@@ -269,8 +276,10 @@ def _guess(xs, w, top, low, high):
 
 @subkernel
 def _evaluate(wanted, rule, state, halves, p, r):
-    """Nearest points of all groups under a scale for each sub-block: they stay in `found`, P and R of sub-blocks go to
-    p and r."""
+    """Find the nearest points of all groups, under a scale for each sub-block.
+
+    The points go to `found`, P and R of sub-blocks to p and r.
+    """
     elements, tables, odd, scales, space, found = state
     groups = len(odd)
     each = groups // len(wanted)
@@ -323,7 +332,7 @@ def _gains(p, r, lines, steps, lanes):
 
 
 @subkernel
-def _settle(p, r, lines, step, wanted):
+def _choose_scales(p, r, lines, step, wanted):
     """The scales of the sub-blocks under a step."""
     for s in range(p.shape[1]):
         best = -_HUGE
@@ -367,13 +376,13 @@ def _best_scales(p, r, lines, scales):
 
 @subkernel
 def _search_block(xs, w, unit, effort, rule, divisor, levels, halves, state, lines, lanes):
-    """The step d / divisor of a block; scales of sub-blocks are left in lines[2, 0]. 0 where zeros are best."""
+    """The step d / divisor of a block; scales of sub-blocks go to lines[2, 0]. 0 where zeros are best."""
     p, r, wanted, low, high = lines[0], lines[1], lines[2, 0], lines[2, 1], lines[2, 2]
     elements, tables, odd = state[0], state[1], state[2]
-    _arrange(xs, w, rule, elements, odd)
+    _to_lanes(xs, w, rule, elements, odd)
     for s in range(len(elements)):
         tabulate(np.int64(elements[s].ctypes.data), np.int64(levels.ctypes.data), np.int64(tables[s].ctypes.data))
-    _guess(xs, w, levels[VALUES - 1, 0], low, high)
+    _scale_range(xs, w, levels[VALUES - 1, 0], low, high)
     family = 0 if len(elements) == 2 else 1
     count = _COARSE[family][effort]
     for k in range(count):
@@ -392,7 +401,7 @@ def _search_block(xs, w, unit, effort, rule, divisor, levels, halves, state, lin
     step = np.float32(0)
     for k in range(count, count + _ROUNDS[effort]):
         step = _find_step(p, r, k, first, last, unit, divisor, lanes)
-        _settle(p, r, k, step, wanted)
+        _choose_scales(p, r, k, step, wanted)
         _evaluate(wanted, rule, state, halves, p[k], r[k])
         first, last = step * (np.float32(1) - _NEAR), step * (np.float32(1) + _NEAR)
     gain = np.float32(0)
@@ -402,7 +411,7 @@ def _search_block(xs, w, unit, effort, rule, divisor, levels, halves, state, lin
     return step if gain > np.float32(0) else np.float32(0)
 
 
-# ----------------------------------------------------------------------------------------------------------- its fields
+# ----------------------------------------------------------------------------------------------- fields of the block
 
 
 @subkernel
@@ -419,8 +428,8 @@ def _cheapest_flip(w, xs, levels, code, first, length):
 
 
 @subkernel
-def _keep(xs, w, step, levels, numbers, state, wanted, multipliers, points, signs):
-    """The fields of a block from what _search_block left."""
+def _write_fields(xs, w, step, levels, numbers, state, wanted, multipliers, points, signs):
+    """Write the fields of a block from the results of `_search_block`."""
     found = state[5]
     codes = found.view(np.int32)
     length = 256 // len(points)
@@ -444,7 +453,7 @@ def _keep(xs, w, step, levels, numbers, state, wanted, multipliers, points, sign
 
 @subkernel
 def _workspace(sets):
-    """What a search works in: arrays that begin at cache lines."""
+    """Scratch arrays of a search, each aligned to a cache line."""
     sizes = (
         sets * 4 * 6 * _LANES,
         sets * 4 * VALUES * 3 * _LANES,
@@ -497,4 +506,4 @@ def search(x, importance, effort, levels, halves, numbers, divisor, even, alone,
         step = _search_block(xs, w, unit, effort, rule, np.float32(divisor), levels, halves, state, lines, lanes)
         if step > np.float32(0):
             scales[b] = float_to_half(step * np.float32(divisor) * unit)
-            _keep(xs, w, step, levels, numbers, state, lines[2, 0], multipliers[b], points[b], signs[b])
+            _write_fields(xs, w, step, levels, numbers, state, lines[2, 0], multipliers[b], points[b], signs[b])

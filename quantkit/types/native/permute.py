@@ -1,4 +1,4 @@
-"""Moving the bits of sixteen blocks at a time, each in a SIMD lane of its own: the machine under
+"""Permute the bits of 16 blocks at a time, each in a SIMD lane of its own: the native function of
 `types/families/interleave.py`.
 
     gather    four neighbouring words of each lane's block -> four vectors with one word of every lane, again and again
@@ -6,7 +6,7 @@
     scatter   what gather does, backwards
 
 A block is read and written in units of 16 bytes at given offsets. Units may overlap; what is written later stays.
-All of it is one C function that needs no numba (`machine`): repacking a file takes less than importing that.
+All of it is one native function (`codegen.native`): repacking a file takes less time than importing numba.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def _store(ir: IrBuilder, target: str, x: Value, address: Value, most: Variable)
 
 
 def _named(name: str, body: Callable) -> Function:
-    """Object code is kept by the name of a function, and these come from the same lines."""
+    """A native function of this name. Cache files are told apart by it: these bodies share their source lines."""
     body.__name__ = body.__qualname__ = name
     return function(body)
 

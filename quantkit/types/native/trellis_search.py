@@ -1,25 +1,20 @@
-"""The search of the trellis types (`types/families/trellis.py`): row scale, multipliers and indices.
+"""The search of the trellis types (`types/families/trellis_type.py`): row scale, multipliers and indices.
 
-With y = s v the error of a group is sum w x^2 - s (2 B - s A), A = sum w v^2, B = sum w x v; both are sums of products
-of small integers when w and w x are rounded to 13 and 15 bits (relative to the group's largest), so `measure` makes
-them for 16 points in a few instructions, exactly, on every CPU; a scale is then two products more.
+    minimise  sum over the row of  w (x - y)^2        y = d * m * v
 
-Where the points worth measuring lie tells an index, built once (`build`):
-  * groups of 8: clusters of some 64 points (Lloyd's algorithm in integers). A and B of all centroids are made once for
-    a group and tell the best clusters under any scale of either sign;
-  * groups of 4: boxes of 16 points in 64 boxes of boxes, halved along their widest sides; the weighted distances from
-    the boxes, roughly and in integers, tell the nearest. Weights within a group differ a lot; boxes take them as they
-    are.
-How many clusters or boxes is the `rank`: the 16 lanes each have a best one of a sixteenth of them, and those are taken
-that are no worse than the rank-th best of these. So rank r takes about 16 (1/16 + 1/15 + ... of r terms).
+d is the row's scale, m the multiplier of a sub-block of 32, v the point (an entry of the trellis table) of a group of
+4 or 8 elements. The plain search would try every d, every m, and every point for each group. This one goes in steps:
 
-1. Every sub-block is matched at `scales` scales, 0.75 to 1.5 times what its largest element suggests, of either sign
-   and with either table where these are free; eight at a time share the points measured. That gives its gain (what its
-   error loses) as a function of the scale. It is rugged: each scale is another chance for the groups to fit. To
-   find the largest, elements of less than average weight count less, by its fourth root. Rank 0 takes a usual profile.
-2. Of a grid of d the best `ds` are taken whose multipliers gain most by these functions.
-3. Under each, the `finalists`, by these functions, of every sub-block's multipliers are matched again, looking at more
-   points; the best are kept, d is refitted to them. The best row wins.
+1. **Profiles** (`_profile`). Match every sub-block at `scales` scales, 0.75 to 1.5 times the scale that its largest
+   element suggests, with either sign and either table where the type is free to choose. Eight scales share the
+   candidates. The result is the gain (by how much the error falls) as a function of the scale. This function is rugged:
+   each scale is another chance for the groups to fit. To find the largest element, elements of less than average
+   weight count less, by the fourth root of their weight. Rank 0 assumes an average profile instead.
+2. **Row scales** (`_choose_ds`). Of a grid of d take the best `ds`: those whose multipliers gain most by the profiles.
+3. **Multipliers** (`_choose_multiplier`). Under each d, match the `finalists` of every sub-block again, with more
+   candidates, and keep the best. Refit d to the result in closed form (`_add_sums`). The best row wins.
+
+`trellis_candidates` has the matching of a group, `trellis_index` the index of points.
 """
 
 from __future__ import annotations
@@ -32,287 +27,16 @@ from quantkit.codegen.jit import kernel, subkernel
 from quantkit.codegen.simd import load_int, store_int
 from quantkit.types.families.superblock import power_below
 from quantkit.types.families.trellis_code import Kind, weigh
-from quantkit.types.native.trellis_lanes import (
-    add_largest,
-    at_least,
-    fill,
-    lowest,
-    measure,
-    measure_boxes,
-    measure_leaves,
-    ranked,
-    score,
+from quantkit.types.native.trellis_candidates import (
+    candidate_sums,
+    centroid_sums,
+    round_weights,
+    row_of,
+    scratch_for,
+    space_of,
 )
-
-_ROW = 64  # bytes of 16 float32
-# ----------------------------------------------------------------------------------------------------------- the index
-
-_PASSES = 6  # of Lloyd's algorithm
-_NODES, _LEAVES = 64, 32  # boxes of boxes, and boxes of 16 points in each
-
-
-def _halves(points: np.ndarray, parts: int) -> np.ndarray:
-    """Parts of one size of int8 points, int64[parts, size]: halved where they are widest, again and again."""
-    members, columns = np.arange(len(points))[None], points.T.astype(np.int32)
-    while len(members) < parts:
-        of, size = columns[:, members], members.shape[1]
-        spread = size * (of * of).sum(axis=2, dtype=np.int64) - of.sum(axis=2, dtype=np.int64) ** 2
-        key = of[spread.argmax(axis=0), np.arange(len(members))].astype(np.int8)  # which numpy sorts by counting
-        members = np.take_along_axis(members, key.argsort(axis=1, kind="stable"), axis=1).reshape(-1, size // 2)
-    return members
-
-
-def _shuffled(count: int) -> np.ndarray:
-    """A permutation that spreads neighbours: lanes are to be samples of all clusters or boxes."""
-    return (np.arange(count, dtype=np.uint32) * np.uint32(2654435761)).argsort()
-
-
-def _laid_out(points: np.ndarray) -> np.ndarray:
-    """int8[16 k, G] as `measure` reads them."""
-    return np.ascontiguousarray(points.reshape(-1, 16, points.shape[1] // 2, 2).transpose(0, 2, 1, 3))
-
-
-@kernel(inline="always")
-def address(array):
-    """Where an array's elements are.
-
-    numba frees an array after its last use, of which this may be one: the array must be the caller's, who holds it.
-    """
-    return np.int64(array.ctypes.data)
-
-
-@subkernel
-def find(scores, most):
-    """The first of float32 scores, a multiple of 64, that is at least `most`; there is one."""
-    first = 0
-    while True:
-        mask = at_least(scores + 4 * first, most)
-        if mask != 0:
-            return first + lowest(mask)
-        first += 64
-
-
-@kernel
-def _assign(points, centroids, u, t, space, nearest):
-    """The centroid nearest to each point, the first of several.
-
-    u, t int16[group] are weights and room for a point; space float32[3, centroids].
-    """
-    count, group = points.shape
-    chunks = len(centroids)
-    at, a, b, scores = address(centroids), address(space[0]), address(space[1]), address(space[2])
-    for i in range(count):
-        for j in range(group):
-            t[j] = points[i, j]
-        measure(4, at, chunks, address(u), address(t), a, b)
-        nearest[i] = find(scores, score(a, b, chunks, np.float32(2), np.float32(1), 1, scores))
-
-
-def _nearest(table: np.ndarray, centroids: np.ndarray) -> np.ndarray:
-    """int32[points]: the centroid nearest to each point."""
-    group, laid_out, nearest = table.shape[1], _laid_out(centroids), np.empty(len(table), np.int32)
-    space = np.empty((3, 16 * len(laid_out)), np.float32)
-    _assign(table, laid_out, np.ones(group, np.int16), np.empty(group, np.int16), space, nearest)
-    return nearest
-
-
-def _clusters(table: np.ndarray, count: int) -> tuple[np.ndarray, ...]:
-    """Integer centroids, the points' order, and the first chunk of 16 of each cluster.
-
-    Each cluster is filled up to a multiple of 16 with copies of its first point.
-    """
-    centroids = np.rint(table[_halves(table, count)[_shuffled(count)]].mean(axis=1)).astype(np.int8)
-    for _ in range(_PASSES):
-        nearest = _nearest(table, centroids)
-        sizes = np.bincount(nearest, minlength=count)
-        sums = np.stack([np.bincount(nearest, weights=x, minlength=count) for x in table.T], axis=1)
-        filled = sizes > 0
-        centroids[filled] = np.rint(sums[filled] / sizes[filled, None]).astype(np.int8)
-    nearest = _nearest(table, centroids)
-    sizes = np.bincount(nearest, minlength=count)
-    chunks = -(-sizes // 16)
-    place = np.arange(16 * chunks.sum()) - np.repeat(16 * (np.cumsum(chunks) - chunks), 16 * chunks)
-    owner = np.repeat(np.arange(count), 16 * chunks)
-    begin = np.cumsum(sizes) - sizes
-    order = nearest.argsort(kind="stable")[begin[owner] + np.where(place < sizes[owner], place, 0)]
-    return _laid_out(centroids), order, np.concatenate([[0], np.cumsum(chunks)])
-
-
-def _boxes(table: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Lower and upper corners of nodes, then of leaves; the points' order, leaf by leaf."""
-    members = _halves(table, _NODES * _LEAVES).reshape(_NODES, _LEAVES, 16)
-    members = members[_shuffled(_NODES)][:, _shuffled(_LEAVES)]
-    corners = []
-    for points in (table[members].reshape(_NODES, -1, table.shape[1]), table[members.reshape(-1, 16)]):
-        corners += [_laid_out(points.min(axis=1)), _laid_out(points.max(axis=1))]
-    return np.concatenate(corners), members.reshape(-1), np.zeros(1, np.int64)
-
-
-def build(values: np.ndarray, clusters: int) -> tuple[np.ndarray, ...]:
-    """The index of tables int8[tables, points, G], of which there is one where G is 8.
-
-    Centroids or boxes, points, their numbers, where clusters begin, the tables themselves.
-    """
-    parts = [_boxes(table) if table.shape[1] == 4 else _clusters(table, clusters) for table in values]
-    coarse, orders, firsts = zip(*parts)
-    return (np.stack(coarse), np.stack([_laid_out(table[order]) for table, order in zip(values, orders)]),
-            np.stack(orders).astype(np.uint16), np.stack(firsts).astype(np.int64), values)  # fmt: skip
-
-
-# -------------------------------------------------------------------------------------------------- points worth a look
-
-_LARGEST_U, _LARGEST_T = np.float32(8191), np.float32(32767)  # 8 products of u and v^2 must fit 31 bits
-_LARGEST_R = np.float32(90)  # four squares of r times a gap must
-_FURTHEST = np.float32(130)  # z beyond is as good as z here
-_LEAST = np.float32(1e-30)  # weights below are rounded to nothing: their quotients would overflow
-_NODE_RANK = 6
-
-
-class Space(NamedTuple):
-    """Addresses."""
-
-    scores: int
-    a: int  # sums of the points measured last
-    b: int
-    runs: int  # int64[:, 2]: number in the index of a run of their chunks of 16, and number of its first one here
-    nodes: int  # of the boxes found
-    near: int  # float32[groups of a sub-block, 2, clusters]: A and B of centroids
-    coarse: int  # the index
-    points: int
-    firsts: int
-
-
-class Row(NamedTuple):
-    """A row, in units of a power of two."""
-
-    x: np.ndarray
-    w: np.ndarray
-    ints: np.ndarray  # int16[groups, 4, 8]: u, t, r as `measure` and `measure_boxes` take them, and z
-    by: np.ndarray  # float32[groups, 2]: what makes sum w v^2 of A and 2 sum w x v of B
-
-
-def scratch_for(kind: Kind, index: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
-    """What a `Space` points into: scores and sums, those of centroids, runs, nodes."""
-    count = index[2].shape[1]
-    return (np.empty((3, count + 64), np.float32), np.empty((4, 2, kind.clusters), np.float32),
-            np.empty((count // 16 + 1, 2), np.int64), np.empty(_NODES, np.int64))  # fmt: skip
-
-
-@subkernel
-def space_of(scratch, index):
-    coarse, points, _, firsts, _ = index
-    scores, near, runs, nodes = scratch
-    return Space(
-        address(scores[0]), address(scores[1]), address(scores[2]), address(runs), address(nodes),
-        address(near), address(coarse), address(points), address(firsts),
-    )  # fmt: skip
-
-
-@subkernel
-def row_of(n, group):
-    return Row(
-        np.empty(n, np.float32), np.empty(n, np.float32),
-        np.zeros((n // group, 4, 8), np.int16), np.empty((n // group, 2), np.float32),
-    )  # fmt: skip
-
-
-@subkernel
-def round_weights(group, row):
-    """Integer weights of all groups."""
-    for g in range(len(row.by)):
-        x, w, ints = row.x[group * g : group * g + group], row.w[group * g : group * g + group], row.ints[g]
-        most_u = most_t = np.float32(0)
-        for j in range(group):
-            most_u, most_t = max(most_u, w[j]), max(most_t, abs(w[j] * x[j]))
-        by_u = np.float32(1) / most_u if most_u > _LEAST else np.float32(0)
-        by_t = _LARGEST_T / most_t if most_t > _LEAST else np.float32(0)
-        for j in range(group):
-            relative = w[j] * by_u
-            ints[0, j] = np.int16(relative * _LARGEST_U + np.float32(0.5))
-            ints[1, j] = np.int16(np.floor(w[j] * x[j] * by_t + np.float32(0.5)))
-            ints[2, j] = max(np.int16(np.sqrt(relative) * _LARGEST_R), np.int16(1))
-        row.by[g, 0], row.by[g, 1] = most_u / _LARGEST_U, (most_t + most_t) / _LARGEST_T
-
-
-@subkernel
-def _look_in_clusters(space, near, ints, clusters, twice, square, rank):
-    """Measure the points of the best clusters under a scale; how many chunks of 16."""
-    least = score(near, near + 4 * clusters, clusters // 16, twice, square, rank, space.scores)
-    count, run = 0, space.runs
-    for first in range(0, clusters, 64):
-        mask = at_least(space.scores + 4 * first, least)
-        while mask != 0:
-            entry = space.firsts + 8 * (first + lowest(mask))
-            mask &= mask - 1
-            begin = load_int(entry)
-            chunks = load_int(entry + 8) - begin
-            measure(
-                4, space.points + 128 * begin, chunks, ints, ints + 16, space.a + _ROW * count, space.b + _ROW * count
-            )
-            store_int(begin, run)
-            store_int(count, run + 8)
-            run += 16
-            count += chunks
-    store_int(count, run + 8)
-    return count
-
-
-@subkernel
-def _look_in_boxes(space, table, ints, rank):
-    """The same for groups of 4, in the boxes nearest to z."""
-    coarse, scores = space.coarse + table * (8 * (_NODES + _NODES * _LEAVES)), space.scores
-    r, z = ints + 32, ints + 48
-    measure_boxes(coarse, coarse + 4 * _NODES, _NODES // 16, z, r, scores)
-    mask = at_least(scores, ranked(scores, _NODES // 16, _NODE_RANK))
-    low = coarse + 8 * _NODES
-    high = low + 4 * _NODES * _LEAVES
-    found = 0
-    while mask != 0:
-        first = _LEAVES * lowest(mask)
-        mask &= mask - 1
-        store_int(first, space.nodes + 8 * found)
-        measure_boxes(low + 4 * first, high + 4 * first, _LEAVES // 16, z, r, scores + 4 * _LEAVES * found)
-        found += 1
-    least = ranked(scores, _LEAVES // 16 * found, rank)
-    fill(scores + 4 * _LEAVES * found, _LEAVES // 16)
-    count = 0
-    for first in range(0, _LEAVES * found, 64):
-        mask = at_least(scores + 4 * first, least)
-        while mask != 0:
-            i = first + lowest(mask)
-            mask &= mask - 1
-            store_int(load_int(space.nodes + 8 * (i // _LEAVES)) + i % _LEAVES, space.runs + 16 * count)
-            store_int(count, space.runs + 16 * count + 8)
-            count += 1
-    store_int(count, space.runs + 16 * count + 8)
-    points = space.points + table * (_ROW * _NODES * _LEAVES)
-    measure_leaves(points, space.runs, count, ints, ints + 16, space.a, space.b)
-    return count
-
-
-@subkernel
-def look(kind, space, row, g, table, s, rank):
-    """Measure the points of group g that are worth it under scale s; how many chunks of 16."""
-    group, ints = kind.group, row.ints[g]
-    if group == 8:
-        near = space.near + 8 * kind.clusters * (g % 4)
-        twice, square = s * row.by[g, 1], s * s * row.by[g, 0]
-        return _look_in_clusters(space, near, address(ints), kind.clusters, twice, square, rank)
-    inverse = np.float32(1) / s
-    for j in range(group):
-        z = min(max(row.x[group * g + j] * inverse, -_FURTHEST), _FURTHEST)
-        ints[3, j] = np.int16(np.floor(z + np.float32(0.5)))
-    return _look_in_boxes(space, table, address(ints), rank)
-
-
-@subkernel
-def ask_centroids(kind, space, row, groups):
-    """A and B of all centroids under the weights of a sub-block's groups."""
-    if kind.group == 8:
-        for g in groups:
-            ints, a = address(row.ints[g]), space.near + 8 * kind.clusters * (g % 4)
-            measure(4, space.coarse, kind.clusters // 16, ints, ints + 16, a, a + 4 * kind.clusters)
-
+from quantkit.types.native.trellis_index import address, find
+from quantkit.types.native.trellis_simd import add_largest, score
 
 # ----------------------------------------------------------------------------------------------------------- profiles
 
@@ -334,7 +58,7 @@ class Profiles(NamedTuple):
 
 
 @subkernel
-def _tried(k, count):
+def _trial_scale(k, count):
     """Scale k of `count`, in parts of the own scale: in the middle of its part of the range."""
     return np.int32(_LOW_BITS + (2 * k + 1) * (_OCTAVE // (2 * count))).view(np.float32)
 
@@ -344,17 +68,17 @@ def _profile(kind, space, row, s, own, factors, gains):
     """Fill the gains of sub-block s."""
     each, count = 32 // kind.group, kind.scales
     groups = range(each * s, each * s + each)
-    ask_centroids(kind, space, row, groups)
+    centroid_sums(kind, space, row, groups)
     gains[:] = np.float32(0)
     for way in range(0, 2 * kind.tables, 1 + kind.folded):
         sign = -own if way % 2 else own
         for first in range(0, count, 8):
-            middle = sign * (np.float32(0.5) * (_tried(first + 3, count) + _tried(first + 4, count)))
+            middle = sign * (np.float32(0.5) * (_trial_scale(first + 3, count) + _trial_scale(first + 4, count)))
             for g in groups:
                 for k in range(8):
-                    scale = sign * _tried(first + k, count)
+                    scale = sign * _trial_scale(first + k, count)
                     factors[0, k], factors[1, k] = scale * row.by[g, 1], scale * scale * row.by[g, 0]
-                chunks = look(kind, space, row, g, way // 2, middle, kind.rank)
+                chunks = candidate_sums(kind, space, row, g, way // 2, middle, kind.rank)
                 add_largest(space.a, space.b, chunks, address(factors), address(gains[way, first:]))
 
 
@@ -362,7 +86,7 @@ def _profile(kind, space, row, s, own, factors, gains):
 def _assume(kind, energy, gains):
     """The profile that sub-blocks have on average, roughly: for efforts that measure none."""
     for k in range(kind.scales):
-        r = _tried(k, kind.scales)
+        r = _trial_scale(k, kind.scales)
         off = r - _USUAL if r > _USUAL else np.float32(2) * (_USUAL / r - np.float32(1))
         gains[:, k] = energy - energy * (_LOSS + _LOSS * (off * off))
 
@@ -444,8 +168,8 @@ def _rate(steps, profiles, ds, totals):
 
 
 @subkernel
-def _hope(kind, steps, d, profiles, s, hopes):
-    """hopes[way * multipliers + j]: what multiplier j is expected to gain; its sign is fixed unless `both`."""
+def _expected_gains(kind, steps, d, profiles, s, expected):
+    """expected[way * multipliers + j]: what multiplier j is expected to gain; its sign is fixed unless `both`."""
     own, energy = profiles.own[s], profiles.energies[s]
     for j in range(len(steps)):
         r = min(max(d * abs(steps[j]) / own, _LEAST_R), _MOST_R) if own > np.float32(0) else np.float32(1)
@@ -453,15 +177,15 @@ def _hope(kind, steps, d, profiles, s, hopes):
         for way in range(2 * kind.tables):
             exists = kind.both or way % 2 == (steps[j] < np.float32(0))
             gain = energy - (energy - profiles.gains[s, way, k]) * growth
-            hopes[way * len(steps) + j] = gain if exists else np.float32(-np.inf)
+            expected[way * len(steps) + j] = gain if exists else np.float32(-np.inf)
 
 
 @subkernel
-def _match(kind, space, row, s, table, scale, names, found):
+def _match_groups(kind, space, row, s, table, scale, names, found):
     """Find the best points of a sub-block's groups under a scale, looking at more of them; their gain."""
     total, each = np.float32(0), 32 // kind.group
     for g in range(each * s, each * s + each):
-        chunks = look(kind, space, row, g, table, scale, kind.final_rank)
+        chunks = candidate_sums(kind, space, row, g, table, scale, kind.final_rank)
         fours = (chunks + 3) // 4 * 4  # chunks are scored and looked through four at a time
         for i in range(chunks * 8, fours * 8):
             store_int(load_int(space.a), space.a + 8 * i)
@@ -486,17 +210,17 @@ def _first_largest(values):
 
 
 @subkernel
-def _settle(kind, steps, space, row, s, d, hopes, names, found):
+def _choose_multiplier(kind, steps, space, row, s, d, expected, names, found):
     """The multiplier and table of sub-block s under d; found[0] gets its numbers."""
     best = np.float32(0) if kind.zero else np.float32(-np.inf)
     multiplier = table = 0
     found[0] = np.uint16(0)
     for _ in range(kind.finalists):
-        candidate = _first_largest(hopes)
-        hopes[candidate] = np.float32(-np.inf)
+        candidate = _first_largest(expected)
+        expected[candidate] = np.float32(-np.inf)
         way, j = candidate // len(steps), candidate % len(steps)
         m = abs(steps[j]) * np.float32(-1 if way % 2 else 1)
-        total = _match(kind, space, row, s, way // 2, d * m, names, found[1])
+        total = _match_groups(kind, space, row, s, way // 2, d * m, names, found[1])
         if total > best:
             best, multiplier, table = total, int(m), way // 2
             found[0] = found[1]
@@ -533,15 +257,15 @@ def _search_row(kind, steps, space, row, profiles, names, values, kept):
     """The best d, refitted; its place in `kept`, numbers, multipliers and tables under each d; its largest |m v|."""
     numbers, multipliers, tables = kept
     each, ds = 32 // kind.group, np.empty(kind.ds, np.float32)
-    hopes, found = np.empty(2 * kind.tables * len(steps), np.float32), np.empty((2, each), np.uint16)
+    expected, found = np.empty(2 * kind.tables * len(steps), np.float32), np.empty((2, each), np.uint16)
     sums = np.zeros((kind.ds, 3), np.float32)
     _choose_ds(kind, steps, profiles, ds)
     for s in range(len(profiles.own)):
         groups = range(each * s, each * s + each)
-        ask_centroids(kind, space, row, groups)
+        centroid_sums(kind, space, row, groups)
         for k in range(kind.ds):
-            _hope(kind, steps, ds[k], profiles, s, hopes)
-            m, table = _settle(kind, steps, space, row, s, ds[k], hopes, names, found)
+            _expected_gains(kind, steps, ds[k], profiles, s, expected)
+            m, table = _choose_multiplier(kind, steps, space, row, s, ds[k], expected, names, found)
             multipliers[k, s], tables[k, s] = m, table
             for g in groups:
                 numbers[k, g] = found[0, g - each * s]

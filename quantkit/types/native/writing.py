@@ -1,4 +1,4 @@
-"""Writing to a file from within a C function, of what it has just made."""
+"""Write to a file from inside a native function, while the data is still in the CPU's cache."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import functools
 from quantkit.codegen.ir_builder import IrBuilder
 from quantkit.codegen.ir_values import Value, Variable
 
-SLICE_BYTES = 1 << 19  # that are made and then written: they are still in a core's cache
+SLICE_BYTES = 1 << 19  # computed, then written: a core's cache holds them
 
 
 @functools.cache
 def pwrite_address() -> int:
-    """Of the C library's function; 0 where there is none (Windows)."""
+    """Address of the C library's `pwrite`; 0 where there is none (Windows)."""
     try:
         return ctypes.cast(ctypes.CDLL(None).pwrite, ctypes.c_void_p).value or 0
     except (AttributeError, OSError, TypeError):
@@ -21,6 +21,6 @@ def pwrite_address() -> int:
 
 
 def write(ir: IrBuilder, to: tuple[Value, Value], x: Value, nbytes: Value, offset: Value, missing: Variable) -> None:
-    """Write bytes by pwrite, of which `to` is the address, and the file's descriptor; `missing` counts what was not."""
+    """Write bytes by pwrite. `to` is its address and the file's descriptor; `missing` counts bytes not written."""
     pwrite, descriptor = to
     missing.set(missing.get() + nbytes - ir.call_address_int64(pwrite, descriptor, x, nbytes, offset))

@@ -1,7 +1,7 @@
-"""Points of the trellis types measured in SIMD lanes: the innermost loops of `types/native/trellis_search.py`.
+"""The innermost loops of the trellis search, as SIMD intrinsics: sums of points, scores, distances of boxes.
 
-Points are 16 side by side, their coordinates in pairs, int8[count, pairs, 16, 2]; weights are 16-bit integers, so sums
-are exact and the same on every CPU.
+Points are stored 16 at a time with their coordinates in pairs, int8[count, pairs, 16, 2]. Weights are 16-bit integers,
+so sums are exact and the same on every CPU.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _LOWEST = float("-inf")
 
 
 def _lanes(ir):
-    """How many points are measured at once."""
+    """Number of points that one vector holds."""
     return 16 if ir.isa.startswith("avx512") else 8
 
 
 def _pairs_of(ir, address, pairs):
-    """Neighbouring int16 at an address, each pair in every lane."""
+    """Pairs of neighbouring int16 at an address, each pair in all lanes."""
     wide = vector(2 * _lanes(ir), I16)
     return [ir.splat(ir.load(I32, address + 4 * p), _lanes(ir)).view(wide) for p in range(pairs)]
 
@@ -42,7 +42,7 @@ def _sums(ir, pairs, points, us, ts, a, b):
 
 
 @simd_intrinsic("void")
-def measure(ir: IrBuilder, pairs: int, points: Value, count: Value, u: Value, t: Value, a: Value, b: Value) -> None:
+def point_sums(ir: IrBuilder, pairs: int, points: Value, count: Value, u: Value, t: Value, a: Value, b: Value) -> None:
     """A and B, float32[16 * count], of 16 * count points under weights u and t, int16[2 * pairs].
 
     Points are int8[count, pairs, 16, 2].
@@ -53,7 +53,7 @@ def measure(ir: IrBuilder, pairs: int, points: Value, count: Value, u: Value, t:
 
 
 @simd_intrinsic("void")
-def measure_leaves(ir, points, leaves, count, u, t, a, b):
+def leaf_sums(ir, points, leaves, count, u, t, a, b):
     """The same of `count` chunks of 16 points of 4 coordinates, whose numbers are int64[count, 2] at `leaves`."""
     us, ts = _pairs_of(ir, u, 2), _pairs_of(ir, t, 2)
     with ir.loop(0, count) as i:
@@ -61,7 +61,7 @@ def measure_leaves(ir, points, leaves, count, u, t, a, b):
 
 
 @simd_intrinsic("void")
-def measure_boxes(ir, low, high, count, z, r, out):
+def box_distances(ir, low, high, count, z, r, out):
     """Minus the weighted squared distances, float32[16 * count], of z from 16 * count boxes of 4 coordinates.
 
     z and r, the weights' roots, are int16[4]; low and high int8[count, 2, 16, 2].
@@ -105,7 +105,7 @@ def score(
 
     `count` is a multiple of 4.
     """
-    twice, square = ir.splat(twice, 16), ir.splat(square, 16)  # type: ignore[arg-type,assignment]  # `float` tells `emitted` the kind; a Value comes
+    twice, square = ir.splat(twice, 16), ir.splat(square, 16)  # type: ignore[arg-type,assignment]  # the annotation `float` makes it a float32 value
     most = [ir.variable(ir.constant(_F, _LOWEST)) for _ in range(4)]
     with ir.loop(0, count, 4) as i:
         for k, so_far in enumerate(most):
@@ -157,6 +157,6 @@ def lowest(ir, mask):
 
 @simd_intrinsic("void")
 def fill(ir, scores, count):
-    """Write 16 * count scores that nothing is below."""
+    """Write 16 * count scores of -Inf."""
     with ir.loop(0, count) as i:
         ir.store(ir.constant(_F, _LOWEST), scores + i * _ROW)

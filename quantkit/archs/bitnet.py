@@ -31,6 +31,8 @@ _FIRST_NAMES = {".inner_attn_ln.": ".attn_sub_norm.", ".ffn_layernorm.": ".ffn_s
 
 
 class BitNet(Decoder):
+    """BitNet b1.58 with squared-ReLU gates."""
+
     name = "bitnet-b1.58"
     hf = ("BitNetForCausalLM", "BitnetForCausalLM")
     model_type = "bitnet"
@@ -98,6 +100,8 @@ class BitNet(Decoder):
 
 
 class FirstBitNet(BitNet):
+    """The first BitNets, with SiLU gates."""
+
     name = "bitnet"
     defaults: ClassVar[dict[str, Any]] = {}
     gate = "silu"

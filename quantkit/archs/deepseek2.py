@@ -160,6 +160,8 @@ def _low_rank(hp: LatentHParams, layer: int) -> bool:
 
 
 class DeepSeek2(Decoder):
+    """DeepSeek V2, V3 and R1, Kimi K2."""
+
     name = "deepseek2"
     hf = ("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM")
     model_type = "deepseek_v3"

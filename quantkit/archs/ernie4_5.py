@@ -25,6 +25,8 @@ _ATTENTION = (
 
 
 class Ernie45(Decoder):
+    """ERNIE 4.5, dense."""
+
     name = "ernie4_5"
     hf: ClassVar[tuple[str, ...]] = ("Ernie4_5ForCausalLM",)
     model_type = "ernie4_5"
@@ -62,6 +64,8 @@ class Ernie45(Decoder):
 
 
 class Ernie45MoE(Ernie45):
+    """ERNIE 4.5 with experts."""
+
     name = "ernie4_5-moe"
     hf = ("Ernie4_5_MoeForCausalLM",)
     model_type = "ernie4_5_moe"

@@ -32,6 +32,8 @@ def _norm(ours: str, theirs: str) -> Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class GemmaHParams(HParams):
+    """HParams with the RoPE of layers with a window, their pattern and the factor of the scores."""
+
     local_rope: Rope
     pattern: int  # of so many layers the last one attends to all tokens
     score_scale: float
@@ -41,6 +43,8 @@ class GemmaHParams(HParams):
 
 
 class Gemma3(Decoder):
+    """Gemma 3, its text model."""
+
     name = "gemma3"
     hf = ("Gemma3ForCausalLM",)
     model_type = "gemma3_text"

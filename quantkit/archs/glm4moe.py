@@ -20,6 +20,8 @@ from quantkit.formats.gguf.metadata import Entries
 
 
 class Glm4Moe(Decoder):
+    """GLM-4.5 and 4.6."""
+
     name = "glm4moe"
     hf = ("Glm4MoeForCausalLM",)
     model_type = "glm4_moe"

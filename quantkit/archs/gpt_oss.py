@@ -142,6 +142,8 @@ _BEFORE = (
 
 
 class GptOss(Decoder):
+    """gpt-oss."""
+
     name = "gpt-oss"
     hf = ("GptOssForCausalLM",)
     model_type = "gpt_oss"

@@ -21,6 +21,8 @@ from quantkit.inputs.settings import integer
 
 
 class HunyuanMoE(Decoder):
+    """Hunyuan A13B."""
+
     name = "hunyuan-moe"
     hf = ("HunYuanMoEV1ForCausalLM",)
     model_type = "hunyuan_v1_moe"

@@ -25,6 +25,8 @@ def rope_order(hparams: HParams) -> Transform:
 
 
 class Llama(Decoder):
+    """Llama 1 to 3.x, SmolLM2, Mistral 7B, Mixtral."""
+
     name = "llama"
     hf: ClassVar[tuple[str, ...]] = ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM")
     model_type = "llama"

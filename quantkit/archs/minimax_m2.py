@@ -18,6 +18,8 @@ from quantkit.inputs.settings import integer
 
 
 class MiniMaxM2(Decoder):
+    """MiniMax M2."""
+
     name = "minimax-m2"
     hf = ("MiniMaxM2ForCausalLM",)
     model_type = "minimax_m2"

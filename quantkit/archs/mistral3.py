@@ -35,10 +35,14 @@ _MSCALE = ("mscale", "mscale_all_dim")
 
 @dataclass(frozen=True, kw_only=True)
 class Mistral3HParams(HParams):
+    """HParams with the temperature of queries."""
+
     temperature: tuple[float, int] | None = None  # beta and length
 
 
 class Mistral3(Decoder):
+    """Ministral 3, its text model."""
+
     name = "mistral3"
     hf = ("Ministral3ForCausalLM",)
     model_type = "ministral3"

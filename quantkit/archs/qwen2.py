@@ -18,6 +18,8 @@ _BIASED = ("attn_q", "attn_k", "attn_v")
 
 
 class Qwen2(Decoder):
+    """Qwen2 and Qwen2.5, dense."""
+
     name = "qwen2"
     hf = ("Qwen2ForCausalLM",)
     model_type = "qwen2"

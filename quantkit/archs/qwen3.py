@@ -29,6 +29,8 @@ ATTENTION_RULES = (
 
 
 class Qwen3(Decoder):
+    """Qwen3, dense."""
+
     name = "qwen3"
     hf = ("Qwen3ForCausalLM",)
     model_type = "qwen3"

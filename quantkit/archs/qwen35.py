@@ -102,6 +102,8 @@ def is_tiled(hp: HParams) -> bool:
 
 
 class Qwen35(Hybrid):
+    """Qwen3.5, its text model."""
+
     name = "qwen35"
     hf: ClassVar[tuple[str, ...]] = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
     model_type = "qwen3_5_text"

@@ -17,6 +17,8 @@ _WITHOUT = {key: value for key, value in Qwen35.EXAMPLE.items() if key != "inter
 
 
 class Qwen35MoE(HybridMoE, Qwen35):
+    """Qwen3.5 with experts."""
+
     name = "qwen35moe"
     hf: ClassVar[tuple[str, ...]] = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
     model_type = "qwen3_5_moe_text"

@@ -20,6 +20,8 @@ from quantkit.formats.gguf.metadata import Entries
 
 
 class Qwen3MoE(Qwen3):
+    """Qwen3 with experts in every layer."""
+
     name = "qwen3moe"
     hf = ("Qwen3MoeForCausalLM",)
     model_type = "qwen3_moe"

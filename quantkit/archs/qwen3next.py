@@ -43,6 +43,8 @@ def _joined(hp: HParams) -> Runs:
 
 
 class Qwen3Next(HybridMoE):
+    """Qwen3-Next."""
+
     name = "qwen3next"
     hf = ("Qwen3NextForCausalLM",)
     model_type = "qwen3_next"

@@ -18,6 +18,8 @@ _WITHOUT = 4  # of so many layers the last one is without rope, as all runtimes 
 
 
 class SmolLM3(Llama):
+    """SmolLM3."""
+
     name = "smollm3"
     hf = ("SmolLM3ForCausalLM",)
     model_type = "smollm3"

@@ -20,6 +20,8 @@ from quantkit.inputs.settings import integer, real
 
 
 class Decoder(Arch):
+    """The base of most architectures; see the top of this file."""
+
     rope_style: ClassVar[str]  # "norm" or "neox", see blocks.Rope
     biased: ClassVar[tuple[str, ...]] = ("attn_q", "attn_k", "attn_v", "attn_output")  # what attention_bias means
 

@@ -28,8 +28,10 @@ from quantkit.codegen import cpu_target
 from quantkit.codegen.jit import kernel
 from quantkit.placement import kernel_sizes
 from quantkit.runtime.kernels import dispatch
-from quantkit.runtime.kernels.cpu import activations, gemm, thread_team
+from quantkit.runtime.kernels.cpu import activations, gemm
+from quantkit.runtime.kernels.cpu.float_gemm import MultiplyParameters
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
+from quantkit.runtime.kernels.cpu.op_list import OpList
 from tests.types.data import tame_bytes
 
 TABLE = Table(
@@ -80,15 +82,17 @@ def vector(kind: types.QuantType, data: np.ndarray, n: int, repeat: int) -> floa
 
 
 def batch(kind: types.QuantType, data: np.ndarray, n: int, repeat: int) -> float:
-    ops = thread_team.OpList(1)
+    ops = OpList(1)
     x = np.random.default_rng(1).standard_normal((TOKENS, n)).astype(np.float32)
     out = np.zeros((TOKENS, len(data)), np.float32)
     tokens = ops.keep(np.array([TOKENS])).ctypes.data
     tiles = ops.buffer("tiles", kernel_sizes.tiles_bytes(n, TOKENS))
-    ops.add(gemm.quantize_tiles.address, gemm.QUANTIZE, wait=True, x=x.ctypes.data, n=n, tokens=tokens, tiles=tiles)
-    scratch, stride = ops.private("scratch", gemm.scratch_bytes(FORMATS[kind.ggml_type], n))
-    ops.add(gemm.multiply(kind.ggml_type, 0).address, gemm.MULTIPLY, weights=data.ctypes.data, n=n, rows=len(data),
-            tokens=tokens, x=tiles, out=out.ctypes.data, scratch=scratch, private_stride=stride)  # fmt: skip
+    quantize = gemm.QuantizeParameters(x=x.ctypes.data, n=n, tokens=tokens, tiles=tiles)
+    ops.add(gemm.quantize_tiles, quantize, barrier=True)
+    scratch, stride = ops.private_buffer("scratch", gemm.scratch_bytes(FORMATS[kind.ggml_type], n))
+    multiply = MultiplyParameters(weights=data.ctypes.data, n=n, rows=len(data), tokens=tokens, x=tiles,
+                                  out=out.ctypes.data, bias=0, scratch=scratch, private_stride=stride)  # fmt: skip
+    ops.add(gemm.multiply(kind.ggml_type, 0), multiply)
     return seconds(ops.run, repeat)
 
 

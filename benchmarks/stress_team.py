@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from quantkit.codegen.callbacks import callback
 from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import atomic_add, call3, load_int, pause, store_int
 from quantkit.runtime.kernels.cpu import thread_team
+from quantkit.runtime.kernels.cpu.op_list import OpList
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record
 
 _RANDOM = thread_team.YIELD + 8  # place in the sync block of what the delays are drawn from
 _KERNELS = ("_wait_while", "_barrier", "_execute", "_lead", "_work")
@@ -55,18 +57,22 @@ def delayed_kernels() -> SimpleNamespace:
     return SimpleNamespace(**{name: names[name] for name in _KERNELS})
 
 
-CHAIN = ("source", "target")
 LINE = 64  # bytes from the number of one thread to that of the next
 
 
-@callback("void(int64, int64, int64)")
-def chain(p, thread, threads):
+class ChainParameters(NamedTuple):
+    source: int
+    target: int
+
+
+@callback(OPERATION)
+def chain(parameters, thread, threads):
     """Each thread writes the sum of all threads' numbers, plus its own number plus one."""
-    source, target = load_int(p), load_int(p + 8)
+    p = load_record(ChainParameters, parameters)
     total = 0
     for i in range(threads):
-        total += load_int(source + LINE * i)
-    store_int((total + thread + 1) & 0xFFFFFF, target + LINE * thread)
+        total += load_int(p.source + LINE * i)
+    store_int((total + thread + 1) & 0xFFFFFF, p.target + LINE * thread)
 
 
 class Chain:
@@ -74,10 +80,10 @@ class Chain:
 
     def __init__(self, threads: int, operations: int):
         self.threads, self.operations = threads, operations
-        self.ops = thread_team.OpList(threads)
+        self.ops = OpList(threads)
         self.buffers = [self.ops.keep(np.zeros(LINE // 8 * threads, np.int64)) for _ in range(operations + 1)]
         for source, target in zip(self.buffers, self.buffers[1:]):
-            self.ops.add(chain.address, CHAIN, wait=True, source=source.ctypes.data, target=target.ctypes.data)
+            self.ops.add(chain, ChainParameters(source.ctypes.data, target.ctypes.data), barrier=True)
         self.array = np.array(self.ops._ops, np.int64)
         self.array[-1, 2] = 0  # the end of a list is a barrier in any case
 

@@ -195,3 +195,20 @@ def halves(address, n):
 def integers(address, n):
     """The n int64 at an address as an array."""
     return carray(_int_pointer(address), n)
+
+
+@intrinsic
+def load_record(typingctx: Any, declaration: Any, address: Any) -> Any:
+    """In kernels: `load_record(Declaration, address)` is the record at an address, as a named tuple of int64.
+
+    `Declaration` is a NamedTuple of ints; its fields stand in memory one after another.
+    """
+    fields = declaration.instance_class._fields
+    record = types.NamedUniTuple(types.int64, len(fields), declaration.instance_class)
+
+    def generate(context: Any, builder: llvm.IRBuilder, signature: Any, values: Any) -> Any:
+        first = builder.inttoptr(values[1], llvm.IntType(64).as_pointer())
+        loaded = [builder.load(builder.gep(first, [llvm.IntType(64)(i)])) for i in range(len(fields))]
+        return context.make_tuple(builder, record, loaded)
+
+    return record(declaration, types.int64), generate

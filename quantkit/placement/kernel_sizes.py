@@ -1,7 +1,7 @@
-"""Sizes that kernels and plans share: how many tokens, columns and rows are worked on together, and what that takes.
+"""Block sizes that CPU kernels and plans share, and the bytes of working memory that follow from them.
 
-Pure: plans of models that are not here (placement/workspace.py) read these without loading a kernel. The kernels'
-modules pass theirs on under their own names.
+Pure functions: `placement/workspace.py` predicts the memory of models that are not loaded, without numba. "Per thread"
+sizes are for one thread's buffer.
 """
 
 from __future__ import annotations
@@ -10,93 +10,100 @@ import functools
 
 from quantkit.codegen import cpu_target
 
-BATCH_TOKENS = 512  # of a prompt at a time: the weights are unpacked once for all of them
+BATCH_TOKENS = 512  # prompt tokens per batch: weights are unpacked once for all of them
+CACHE_LINE = 64
 
-# gemm: products of batches in integers
-LANES = 16  # rows of a panel
-PANELS = 2  # worked on together
-TILE_TOKENS = 6  # of a tile: their sums stay in registers (on AVX2 those of one panel)
-RECORD = 88  # bytes of 32 columns in a tile, times its tokens
+# gemm.py: integer products of batches
+PANEL_ROWS = 16  # weight rows in a panel
+PANELS = 2  # panels multiplied together
+TILE_TOKENS = 6  # tokens in a tile: their sums stay in registers (on AVX2 those of one panel)
+RECORD_BYTES = 88  # bytes in a tile for 32 columns of one token
 
-# floats: the same in float32
-FLOAT_ROWS = 6  # tokens worked on together
+# float_gemm.py: float32 products of batches
+FLOAT_TILE_TOKENS = 6
 
-# attention
-CHUNK = 64  # positions of one token's; a multiple of 16
-QUERIES = 192  # rows of q (tokens times heads of a group) in a piece: decoding the keys for them is a small part
-KEYS = 128  # positions of a prompt's decoded at a time; a multiple of 32
+# decode_attention.py and prefill_attention.py
+DECODE_SPAN = 64  # positions per online-softmax step when decoding; a multiple of 16
+PIECE_QUERIES = 192  # query rows (tokens times heads of a group) per piece: enough to make decoding keys cheap
+KEY_BLOCK = 128  # positions decoded at a time in prefill; a multiple of 32
 
-# experts
-EXPERT_ROWS = 32  # of a unit of work
-FEW = 3  # tokens of an expert for which vectors are multiplied one by one
-LIST = 40  # byte offset in a plan of what is listed: three counters and two more stand before it
+# prefill_experts.py
+EXPERT_ROWS = 32  # rows of an expert's matrix per unit of work
+FEW_TOKENS = 3  # an expert with at most this many tokens multiplies them one by one
+ASSIGNMENT_HEADER = 40  # bytes before the runs of an assignment of tokens to experts
+RUN_BYTES = 24  # bytes of a run: one expert's entries
+
+
+def whole_lines(nbytes: int) -> int:
+    """Round a size up to whole cache lines."""
+    return -(-nbytes // CACHE_LINE) * CACHE_LINE
 
 
 def activation_bytes(n: int) -> int:
-    """Of a vector in all the forms that kernels read (activations.py)."""
+    """Activation buffer of n columns, with all forms that kernels read (activations.py)."""
     return 11 * n + n // 8
 
 
 def tiles_bytes(n: int, tokens: int) -> int:
-    """Of the tiles of so many tokens."""
-    return -(-tokens // TILE_TOKENS) * RECORD * TILE_TOKENS * (n // 32)
+    """Integer tiles of a batch."""
+    return -(-tokens // TILE_TOKENS) * RECORD_BYTES * TILE_TOKENS * (n // 32)
 
 
 def panels_bytes(n: int, record: int) -> int:
-    """Of each thread: the panels, of records of so many bytes, then a tile of results."""
-    return PANELS * (n // 32 * record + 4 * LANES * TILE_TOKENS)
+    """Per thread: unpacked panels with `record` bytes per 32 columns, then a tile of results."""
+    return PANELS * (n // 32 * record + 4 * PANEL_ROWS * TILE_TOKENS)
 
 
 @functools.cache
 def float_lanes() -> int:
-    """Two vectors of this CPU."""
+    """Weight rows in a float32 panel: two vectors of this CPU."""
     return 32 if cpu_target.isa().startswith("avx512") else 16
 
 
 def float_scratch_bytes(n: int) -> int:
-    """Of each thread: decoded rows, their panel, a tile of x, a tile of results."""
-    return 4 * (2 * float_lanes() * n + FLOAT_ROWS * n + FLOAT_ROWS * float_lanes())
+    """Per thread: decoded rows, their panel, a tile of x, a tile of results."""
+    return 4 * (2 * float_lanes() * n + FLOAT_TILE_TOKENS * n + FLOAT_TILE_TOKENS * float_lanes())
 
 
-def step_scratch_bytes(heads: int, dim_k: int, group: int, span: int) -> int:
-    """Of each thread in one token's attention: queries, and the scores of a group's."""
+def decode_attention_bytes(heads: int, dim_k: int, group: int, span: int) -> int:
+    """Per thread, when decoding: queries, and the scores of one group of heads for `span` positions."""
     return 4 * (heads * dim_k + group * span)
 
 
 def piece_rows(group: int, tokens: int) -> int:
-    """Rows of a piece of a prompt's attention, whole tiles."""
-    return -(-tokens * group // FLOAT_ROWS) * FLOAT_ROWS
+    """Query rows of a piece of prefill attention, rounded up to whole tiles."""
+    return -(-tokens * group // FLOAT_TILE_TOKENS) * FLOAT_TILE_TOKENS
 
 
-def piece_bytes(group: int, dim_k: int, dim_v: int, tokens: int, span: int) -> int:
-    """Of each thread: keys decoded and transposed, values decoded, queries, scores, results, tops and sums.
+def prefill_attention_bytes(group: int, dim_k: int, dim_v: int, tokens: int, span: int) -> int:
+    """Per thread, in prefill: decoded and transposed keys, decoded values, queries, scores, results, softmax states.
 
-    For pieces of `tokens` tokens and `span` positions at a time, a multiple of KEYS.
+    For pieces of `tokens` tokens and `span` positions per online-softmax step, a multiple of KEY_BLOCK.
     """
-    rows, wide = piece_rows(group, tokens), -(-dim_v // 32) * 32
-    return 4 * (2 * KEYS * dim_k + KEYS * wide + rows * (dim_k + span + wide + 2))
+    rows, width = piece_rows(group, tokens), -(-dim_v // 32) * 32
+    return 4 * (2 * KEY_BLOCK * dim_k + KEY_BLOCK * width + rows * (dim_k + span + width + 2))
 
 
-def picked_bytes(experts: int, used: int) -> int:
-    """Of the experts of one token."""
+def selected_experts_bytes(experts: int, used: int) -> int:
+    """Per thread: the selected experts of one token, see decode_experts.py."""
     return 8 + 12 * used + 4 * experts
 
 
-def most_entries(tokens: int, experts: int, used: int, multiple: int) -> int:
-    """Tokens of all experts, those of each filled up to a multiple."""
+def max_entries(tokens: int, experts: int, used: int, multiple: int) -> int:
+    """Entries of an assignment of tokens to experts, each expert's padded to a multiple."""
     return tokens * used + experts * (multiple - 1)
 
 
-def rows_at(experts: int, most: int) -> int:
-    """Where in a plan the addresses of rows begin."""
-    return LIST + 24 * experts + 8 * most
+def row_addresses_offset(experts: int, entries: int) -> int:
+    """Offset in an assignment of the addresses of the entries' rows."""
+    return ASSIGNMENT_HEADER + RUN_BYTES * experts + 8 * entries
 
 
-def plan_bytes(tokens: int, experts: int, used: int, multiple: int) -> int:
-    """Of the plan which expert gets which tokens."""
-    return LIST + 24 * experts + 20 * most_entries(tokens, experts, used, multiple)
+def assignment_bytes(tokens: int, experts: int, used: int, multiple: int) -> int:
+    """Assignment of tokens to experts, see prefill_experts.py."""
+    return ASSIGNMENT_HEADER + RUN_BYTES * experts + 20 * max_entries(tokens, experts, used, multiple)
 
 
-def unit_bytes(n: int, tokens: int, panel: int) -> int:
-    """Of each thread in products of experts: panels of gate and up, tiles of their results, addresses."""
+def expert_panels_bytes(n: int, tokens: int, panel: int) -> int:
+    """Per thread, in products of experts: panels of gate and up, tiles of their results, row addresses."""
     return 2 * (n // 32 * panel + 4 * tokens * EXPERT_ROWS) + 8 * tokens

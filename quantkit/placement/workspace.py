@@ -1,12 +1,12 @@
 """Predict the runtime's working memory, without weights and KV cache, from tensor names and shapes. Pure functions.
 
-It is the memory of the buffers that `runtime/compiled/plans.py` allocates for `fast` numerics: one op list for prompts,
+It is the memory of the buffers that `runtime/compiled` allocates for `fast` numerics: one op list for prompts,
 BATCH tokens at a time, and one for single tokens. Operations that use a buffer of the same name and size share it, in
 all layers, so the sum is over distinct buffers. With B = 512 tokens, T threads, and E, q, k, v and F the widths of the
 hidden state, queries, keys, values and the feed-forward:
 
     prompts   4 B (2 E + 2 q + k + v + 2 F)     x, its norm, q, k, v, the attention output, gate and up
-              RECORD/32 B n for n of E, q, F    the same as integer tiles, if the weights are quantized
+              RECORD_BYTES/32 B n for n of E, q, F    the same as integer tiles, if the weights are quantized
               T panels(n)                       unpacked rows of 32 weights, for each thread and width
               T pieces                          keys and values of 128 positions, queries, scores
               experts: most = B used + 5 count tile entries of E and F, three vectors per expert, lists
@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from quantkit.placement import kernel_sizes
-from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes
+from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes, whole_lines
 from quantkit.types import QuantType
 
 _PANEL_RECORD = 640  # bytes of 16 rows of 32 columns, unpacked: 576 to 768, by the type's scales
@@ -131,12 +131,14 @@ def _attention(prompt: _Buffers, step: _Buffers, own: Mapping[str, Weight], head
     prompt.add("attended", 4 * BATCH_TOKENS * heads * dim_v)
     _read(prompt, [q, k, v], embd, threads)
     _read(prompt, [out], heads * dim_v, threads)
-    pieces = kernel_sizes.piece_bytes(group, dim_k, dim_v, max(1, kernel_sizes.QUERIES // group), kernel_sizes.KEYS)
+    pieces = kernel_sizes.prefill_attention_bytes(
+        group, dim_k, dim_v, max(1, kernel_sizes.PIECE_QUERIES // group), kernel_sizes.KEY_BLOCK
+    )
     prompt.private("pieces", pieces, threads)
     step.private("normed", activation_bytes(embd), threads)
-    step.private("scratch", kernel_sizes.step_scratch_bytes(heads, dim_k, group, kernel_sizes.CHUNK), threads)
+    step.private("scratch", kernel_sizes.decode_attention_bytes(heads, dim_k, group, kernel_sizes.DECODE_SPAN), threads)
     step.add("partial", 4 * threads * heads * (dim_v + 2))
-    step.private("joined", activation_bytes(heads * dim_v), threads)
+    step.private("merged", activation_bytes(heads * dim_v), threads)
     step.add("added", 4 * embd)
 
 
@@ -155,24 +157,24 @@ def _experts(prompt: _Buffers, step: _Buffers, own: Mapping[str, Weight], used: 
     router = own["ffn_gate_inp.weight"]
     gate, up, down = (own[f"ffn_{name}_exps.weight"] for name in ("gate", "up", "down"))
     count, ff, embd = gate.shape
-    most = kernel_sizes.most_entries(BATCH_TOKENS, count, used, kernel_sizes.TILE_TOKENS)
+    most = kernel_sizes.max_entries(BATCH_TOKENS, count, used, kernel_sizes.TILE_TOKENS)
     _read(prompt, [router], embd, threads)
     prompt.add("router", 4 * BATCH_TOKENS * count)
-    prompt.add("plan", kernel_sizes.plan_bytes(BATCH_TOKENS, count, used, kernel_sizes.TILE_TOKENS))
-    prompt.add("chosen", 8 * BATCH_TOKENS * used)
-    prompt.add("shares", 4 * BATCH_TOKENS * used)
+    prompt.add("assignment", kernel_sizes.assignment_bytes(BATCH_TOKENS, count, used, kernel_sizes.TILE_TOKENS))
+    prompt.add("selected", 8 * BATCH_TOKENS * used)
+    prompt.add("expert weights", 4 * BATCH_TOKENS * used)
     if not {gate.type.name, up.type.name} <= _FLOATS:
-        prompt.add("gathered", most * kernel_sizes.RECORD * (embd // 32))
-    prompt.add("activated", most * (4 * ff if down.type.name in _FLOATS else kernel_sizes.RECORD * (ff // 32)))
+        prompt.add("gathered", most * kernel_sizes.RECORD_BYTES * (embd // 32))
+    prompt.add("activated", most * (4 * ff if down.type.name in _FLOATS else kernel_sizes.RECORD_BYTES * (ff // 32)))
     for name, n in (("vectors", embd), ("activated vectors", ff)):
-        prompt.add(name, count * kernel_sizes.FEW * (-(-activation_bytes(n) // 64) * 64))
+        prompt.add(name, count * kernel_sizes.FEW_TOKENS * whole_lines(activation_bytes(n)))
     if gate.type is not up.type:
         for i in range(2):
             prompt.add(f"product {i}", 4 * most * ff)
     for t in (gate, up, down):
         panel = 8 * kernel_sizes.EXPERT_ROWS * 32 if t.type.name in _FLOATS else 2 * _PANEL_RECORD
-        prompt.private("panels", kernel_sizes.unit_bytes(t.shape[2], kernel_sizes.TILE_TOKENS, panel), threads)
+        prompt.private("panels", kernel_sizes.expert_panels_bytes(t.shape[2], kernel_sizes.TILE_TOKENS, panel), threads)
     step.add("router", 4 * count)
-    step.private("picked", kernel_sizes.picked_bytes(count, used), threads)
-    step.add("experts", used * (-(-activation_bytes(ff) // 64) * 64))
+    step.private("selected", kernel_sizes.selected_experts_bytes(count, used), threads)
+    step.add("experts", used * whole_lines(activation_bytes(ff)))
     step.add("products", 8 * used * ff)

@@ -6,7 +6,7 @@
     m.forward_sequences(chunks, rows)    many fresh sequences at once, logits of the positions `rows` only
 
 Here the model runs layer by layer: Python around multi-threaded kernels and BLAS. With `fast` numerics `forward` hands
-the tokens to runtime/compiled/plans.py, where the model is one operation list; `fallback_reason` says why where it
+the tokens to runtime/compiled, where the model is one operation list; `fallback_reason` says why where it
 cannot.
 """
 
@@ -39,7 +39,7 @@ from quantkit.runtime.repacking import Repacked
 from quantkit.runtime.scale_check import ScaleChecks
 
 if TYPE_CHECKING:
-    from quantkit.runtime.compiled.plans import Fast
+    from quantkit.runtime.compiled.compiled_model import CompiledModel
     from quantkit.runtime.parallel.split import Split
     from quantkit.tokenizers.tokenizer import Tokenizer
 
@@ -168,7 +168,7 @@ class Model(BlockRunner, Locked):
             self.split.caches.require(kind)
         self._cache_shape = CacheShape.of(self._cached) if self.split is None else self.split.caches.shape
         self.fitted: str | None = None
-        self._fast: Fast | None = None
+        self._fast: CompiledModel | None = None
         self.fallback_reason: str | None = None
         if numerics == "fast":
             self._fast, self.fallback_reason = self._compiled()
@@ -280,7 +280,7 @@ class Model(BlockRunner, Locked):
         before = [span.cache.length for span in spans]
         if self._fast is not None and self.observer is None:
             self._scales.require_all()
-            x = self._fast.prompt(ids, spans)
+            x = self._fast.prefill(ids, spans)
             if self.is_finite(x):
                 return x
             for span, length in zip(spans, before):  # layer by layer, to name the bad tensor
@@ -357,26 +357,27 @@ class Model(BlockRunner, Locked):
 
     # ------------------------------------------------------------------------------------------ compiled, or by layers
 
-    def _compiled(self) -> tuple[Fast | None, str | None]:
-        """The model as a compiled.plans.Fast, or None and the reason."""
-        from quantkit.runtime.compiled import plans, unsupported
+    def _compiled(self) -> tuple[CompiledModel | None, str | None]:
+        """The model as a CompiledModel, or None and the reason."""
+        from quantkit.runtime.compiled import compiled_model, plan_base, unsupported
 
         if self.split is not None:
             return None, "a model on several devices, or one that is profiled, runs layer by layer"
         reason = unsupported.unsupported_feature(self.weights, self.blocks, self.head)
         if reason is not None:
             return None, reason
-        routing = plans.Routing(self.fused_experts, self.expert_reduction)
-        return plans.Fast(self.weights, self.blocks, self.head, self.threads, self.attention, routing), None
+        options = plan_base.ExpertOptions(self.fused_experts, self.expert_reduction)
+        parts = plan_base.ModelParts(self.weights, self.blocks, self.head, self.threads, self.attention, options)
+        return compiled_model.CompiledModel(parts), None
 
-    def _forward_fast(self, fast: Fast, ids: np.ndarray, cache: Cache, logits: str) -> np.ndarray | None:
+    def _forward_fast(self, fast: CompiledModel, ids: np.ndarray, cache: Cache, logits: str) -> np.ndarray | None:
         """What `forward` gives; None when something on the way is not finite."""
         self._scales.require_all()
         if logits == "last" or len(ids) == 1:
-            last = fast.last(ids, cache)
+            last = fast.last_logits(ids, cache)
             return last if self.is_finite(last) else None
         rows = []
-        for x in fast.hidden(ids, cache):
+        for x in fast.hidden_states(ids, cache):
             if not self.is_finite(x):
                 return None
             rows.append(self.project(x))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +19,8 @@ from quantkit.runtime.blocks import float_attention, float_ops
 from quantkit.runtime.blocks.float_attention import AttentionOptions
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.kernels import kv_rounding
-from quantkit.runtime.kernels.cpu import attention, kv_rows, prefill_ops
-from quantkit.runtime.kernels.cpu.thread_team import OpList
+from quantkit.runtime.kernels.cpu import decode_attention, kv_rows, prefill_attention, prefill_ops
+from quantkit.runtime.kernels.cpu.op_list import OpList
 from quantkit.runtime.kv.cache import Cache
 from quantkit.runtime.kv.cache_type import CacheType
 from tests.runtime.other_cpus import is_other_cpu, run_tests, test_that_this_is_the_path  # noqa: F401
@@ -49,7 +48,7 @@ def keeper(ggml_type: int, dim: int, size: int) -> Callable:
     @kernel
     def run(x, out, count):
         for row in range(count):
-            kv_rows.keep(ggml_type, x + row * dim * 4, dim, out + row * size)
+            kv_rows.store_row(ggml_type, x + row * dim * 4, dim, out + row * size)
 
     return run
 
@@ -154,59 +153,64 @@ class Compiled:
         self.heads = kv_rows.Heads(part.heads // part.kv_heads, part.head_dim_k, part.head_dim_v, k, v, *rotations)
         self.part, self.threads, self.span, self.tokens = part, threads, span, tokens
 
-    def _values(self, laid: OpList, q: np.ndarray, k: np.ndarray, v: np.ndarray, caches: list[Cache]) -> dict[str, Any]:
-        q, k, v = (laid.keep(x.copy()) for x in (q, k, v))
-        places = [(c.k[0].ctypes.data, c.v[0].ctypes.data, c.n_ctx) for c in caches]
-        n_ctx, rope = max(c.n_ctx for c in caches), self.part.rope
-        tables = [laid.keep(x) for x in float_ops.rope_tables(rope, n_ctx)]
-        return {
-            "q": q.ctypes.data, "k": k.ctypes.data, "v": v.ctypes.data, "cos": tables[0].ctypes.data,
-            "sin": tables[1].ctypes.data, "rope_dim": rope.dim, "step": 1, "pair": rope.dim // 2,
-            "kv_heads": self.part.kv_heads, "scale": laid.constant(self.part.scale),
-            "places": laid.keep(np.array(places, np.int64)).ctypes.data, "window": self.part.window or n_ctx,
-            "span": self.span,
-        }  # fmt: skip
+    def _view(self, ops: OpList, caches: list[Cache]) -> int:
+        records = [kv_rows.LayerCache(c.k[0].ctypes.data, c.v[0].ctypes.data, c.n_ctx) for c in caches]
+        n_ctx = max(c.n_ctx for c in caches)
+        cos, sin = (ops.keep(x).ctypes.data for x in float_ops.rope_tables(self.part.rope, n_ctx))
+        places = ops.keep(np.array(records, np.int64)).ctypes.data
+        return ops.record(kv_rows.LayerView(cos, sin, places, self.part.window or n_ctx)).address
+
+    def _heads(self, ops: OpList, *arrays: np.ndarray) -> dict[str, int]:
+        q, k, v = (ops.keep(x.copy()).ctypes.data for x in arrays)
+        rope = {"rope_dim": self.part.rope.dim, "pair_step": 1, "pair_stride": self.part.rope.dim // 2}
+        return {"q": q, "k": k, "v": v, "kv_heads": self.part.kv_heads, "scale": ops.constant(self.part.scale), **rope}
 
     def token(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, cache: Cache) -> np.ndarray:
-        part, laid = self.part, OpList(self.threads)
-        values = self._values(laid, q, k, v, [cache])
-        values["cache"] = values.pop("places")
-        state = laid.keep(np.array([cache.length], np.int64)).ctypes.data
-        nbytes = kernel_sizes.step_scratch_bytes(part.heads, part.head_dim_k, self.heads.group, self.span)
-        scratch, stride = laid.private("scratch", nbytes)
-        partial = laid.buffer("partial", 4 * self.threads * part.heads * (part.head_dim_v + 2))
-        kernel = attention.attention(self.heads)
-        laid.add(
-            kernel.address, attention.PARAMETERS, True, state=state, partial=partial, scratch=scratch,
-            private_stride=stride, **values,
+        part, ops = self.part, OpList(self.threads)
+        position = ops.keep(np.array([cache.length], np.int64)).ctypes.data
+        nbytes = kernel_sizes.decode_attention_bytes(part.heads, part.head_dim_k, self.heads.group, self.span)
+        scratch, stride = ops.private_buffer("scratch", nbytes)
+        partial = ops.buffer("partial", 4 * self.threads * part.heads * (part.head_dim_v + 2))
+        attention = decode_attention.AttentionParameters(
+            position=position, layer_view=self._view(ops, [cache]), span=self.span, partial=partial, scratch=scratch,
+            private_stride=stride, **self._heads(ops, q, k, v),
         )  # fmt: skip
+        ops.add(decode_attention.attention(self.heads), attention, barrier=True)
         width = part.heads * part.head_dim_v
-        nbytes = -(-kernel_sizes.activation_bytes(width) // 64) * 64
-        joined = laid.keep(np.zeros((self.threads, nbytes // 4), np.float32))
-        laid.add(
-            attention.combine(self.heads.rotate_v).address, attention.COMBINE, partial=partial, heads=part.heads,
-            dim=part.head_dim_v, buffer=joined.ctypes.data, private_stride=nbytes,
-        )  # fmt: skip
-        laid.run()
-        for each in joined[1:]:  # every thread has all of it
-            np.testing.assert_array_equal(each, joined[0])
-        return joined[:1, :width]
+        nbytes = kernel_sizes.whole_lines(kernel_sizes.activation_bytes(width))
+        merged = ops.keep(np.zeros((self.threads, nbytes // 4), np.float32))
+        merge = decode_attention.MergeParameters(
+            partial=partial, heads=part.heads, dim=part.head_dim_v, buffer=merged.ctypes.data, private_stride=nbytes
+        )
+        ops.add(decode_attention.merge(self.heads.rotate_v), merge)
+        ops.run()
+        for each in merged[1:]:  # every thread has all of it
+            np.testing.assert_array_equal(each, merged[0])
+        return merged[:1, :width]
 
     def prompt(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, spans: list[Span]) -> np.ndarray:
-        part, laid = self.part, OpList(self.threads)
-        values = self._values(laid, q, k, v, [span.cache for span in spans])
-        values["caches"] = values.pop("places")
-        table = [x for span in spans for x in (span.start, span.stop - span.start, span.cache.length)]
-        values["state"] = laid.keep(np.array([len(q), 0, len(spans), *table], np.int64)).ctypes.data
-        out = laid.keep(np.zeros((len(q), part.heads * part.head_dim_v), np.float32))
-        scratch, stride = laid.private("s", prefill_ops.attention_scratch_bytes(self.heads, self.tokens, self.span))
-        values |= {"out": out.ctypes.data, "scratch": scratch, "private_stride": stride}
-        for operation, names in (
-            (prefill_ops.rope(self.heads), prefill_ops.ROPE),
-            (prefill_ops.attention(self.heads, self.tokens), prefill_ops.ATTENTION),
-        ):
-            laid.add(operation.address, names, True, **{name: values[name] for name in names})
-        laid.run()
+        part, ops = self.part, OpList(self.threads)
+        view, heads = self._view(ops, [span.cache for span in spans]), self._heads(ops, q, k, v)
+        records = [prefill_ops.SpanState(span.start, span.stop - span.start, span.cache.length) for span in spans]
+        header = prefill_ops.BatchState(tokens=len(q), next_piece=0, spans=len(spans))
+        table = [x for record in (header, *records) for x in record]
+        state = ops.keep(np.array(table, np.int64)).ctypes.data
+        ops.add(
+            prefill_ops.rope(self.heads),
+            prefill_ops.RopeParameters(state=state, layer_view=view, **heads),
+            barrier=True,
+        )
+        out = ops.keep(np.zeros((len(q), part.heads * part.head_dim_v), np.float32))
+        nbytes = kernel_sizes.prefill_attention_bytes(
+            self.heads.group, self.heads.dim_k, self.heads.dim_v, self.tokens, self.span
+        )
+        scratch, stride = ops.private_buffer("scratch", nbytes)
+        attention = prefill_attention.AttentionParameters(
+            state=state, q=heads["q"], kv_heads=part.kv_heads, layer_view=view, span=self.span, out=out.ctypes.data,
+            scratch=scratch, private_stride=stride,
+        )  # fmt: skip
+        ops.add(prefill_attention.attention(self.heads, self.tokens), attention, barrier=True)
+        ops.run()
         return out
 
 

@@ -13,8 +13,9 @@ from quantkit.codegen.jit import kernel
 from quantkit.placement import kernel_sizes
 from quantkit.repack import repack
 from quantkit.runtime.kernels import dispatch
-from quantkit.runtime.kernels.cpu import activations, dequantize, float_gemm, gemm, matvec, thread_team
+from quantkit.runtime.kernels.cpu import activations, dequantize, float_gemm, gemm, matvec
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
+from quantkit.runtime.kernels.cpu.op_list import OpList
 from quantkit.types import QuantType
 from tests.runtime.other_cpus import CPUS, is_other_cpu, run_tests
 from tests.runtime.other_cpus import test_that_this_is_the_path as test_that_this_is_the_path  # collected here too
@@ -173,9 +174,9 @@ def multiply(
     add: np.ndarray | None = None,
     threads: int = 2,
 ) -> np.ndarray:
-    """float32[tokens, rows] of an operation of gemm.py or floats.py, on several threads; `add` is what was there."""
+    """float32[tokens, rows] of a product of gemm.py or float_gemm.py, on several threads; `add` is what was there."""
     rows, (count, n) = len(data), x.shape
-    ops = thread_team.OpList(threads)
+    ops = OpList(threads)
     tokens = ops.keep(np.array([count])).ctypes.data
     out = np.full((count + 1, rows), 7, np.float32)
     if add is not None:
@@ -183,16 +184,17 @@ def multiply(
     given = x.ctypes.data
     if module is gemm:
         tiles = ops.buffer("tiles", kernel_sizes.tiles_bytes(n, count))
-        ops.add(gemm.quantize_tiles.address, gemm.QUANTIZE, wait=True, x=given, n=n, tokens=tokens, tiles=tiles)
-        scratch, stride = ops.private("scratch", gemm.scratch_bytes(FORMATS[kind.ggml_type], n))
+        quantize = gemm.QuantizeParameters(x=given, n=n, tokens=tokens, tiles=tiles)
+        ops.add(gemm.quantize_tiles, quantize, barrier=True)
+        scratch, stride = ops.private_buffer("scratch", gemm.scratch_bytes(FORMATS[kind.ggml_type], n))
         given = tiles
     else:
-        scratch, stride = ops.private("scratch", kernel_sizes.float_scratch_bytes(n))
-    run = module.multiply(kind.ggml_type, int(add is not None))
-    ops.add(
-        run.address, module.MULTIPLY, weights=data.ctypes.data, n=n, rows=rows, tokens=tokens, x=given,
-        out=out.ctypes.data, scratch=scratch, private_stride=stride,
+        scratch, stride = ops.private_buffer("scratch", kernel_sizes.float_scratch_bytes(n))
+    parameters = float_gemm.MultiplyParameters(
+        weights=data.ctypes.data, n=n, rows=rows, tokens=tokens, x=given, out=out.ctypes.data, bias=0, scratch=scratch,
+        private_stride=stride,
     )  # fmt: skip
+    ops.add(module.multiply(kind.ggml_type, int(add is not None)), parameters)
     ops.run()
     assert np.all(out[count] == 7), "wrote beyond the last token"
     return out[:count]

@@ -10,7 +10,7 @@ import pytest
 from quantkit import types
 from quantkit.errors import DataError
 from quantkit.formats import gguf
-from quantkit.runtime.compiled import plans
+from quantkit.runtime.compiled import prefill_plan
 from quantkit.runtime.loading import load
 from quantkit.runtime.model import Model
 from tests.runtime.conftest import FF, KV_HEADS, LAYERS, rewrite
@@ -180,7 +180,7 @@ def test_last_logits_are_the_last_of_all(tiny: Path) -> None:
 
 
 def test_prompts_longer_than_a_batch(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "BATCH_TOKENS", 32)
+    monkeypatch.setattr(prefill_plan, "BATCH_TOKENS", 32)
     wanted = load(tiny, cache_type="f32").logits(TOKENS)
     fast = load(tiny, numerics="fast", cache_type="f32")
     assert spread(fast.logits(TOKENS), wanted) < 1e-5

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -19,6 +22,8 @@ from quantkit.codegen.callbacks import callback
 from quantkit.codegen.simd import call3, load_int, store_int
 from quantkit.errors import KernelError
 from quantkit.runtime.kernels.cpu import decode_ops, thread_team
+from quantkit.runtime.kernels.cpu.op_list import OpList
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record
 
 
 @pytest.fixture
@@ -42,33 +47,43 @@ def run_python(text: str, timeout: float = 300) -> subprocess.CompletedProcess:
     )
 
 
-NOTE = ("place", "log", "next")
+class NoteParameters(NamedTuple):
+    place: int
+    log: int
+    next: int
 
 
-@callback("void(int64, int64, int64)")
-def note(p, thread, threads):
+@callback(OPERATION)
+def note(parameters, thread, threads):
     """log[next++] = place, by thread 0."""
+    p = load_record(NoteParameters, parameters)
     if thread == 0:
-        at = load_int(load_int(p + 16))
-        store_int(load_int(p), load_int(p + 8) + 8 * at)
-        store_int(at + 1, load_int(p + 16))
+        at = load_int(p.next)
+        store_int(p.place, p.log + 8 * at)
+        store_int(at + 1, p.next)
 
 
-@callback("void(int64, int64, int64)")
-def gather(p, thread, threads):
+class GatherParameters(NamedTuple):
+    source: int
+    target: int
+
+
+@callback(OPERATION)
+def gather(parameters, thread, threads):
     """Each thread writes the sum of all threads' numbers, plus one, beside them."""
+    p = load_record(GatherParameters, parameters)
     total = 0
     for i in range(threads):
-        total += load_int(load_int(p) + 64 * i)
-    store_int(total + 1, load_int(p + 8) + 64 * thread)
+        total += load_int(p.source + 64 * i)
+    store_int(total + 1, p.target + 64 * thread)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_operations_run_in_order(threads: int) -> None:
-    ops = thread_team.OpList(threads)
+    ops = OpList(threads)
     log, at = np.zeros(40, np.int64), np.zeros(1, np.int64)
     for place in range(40):
-        ops.add(note.address, NOTE, wait=place % 3 == 0, place=place, log=log.ctypes.data, next=at.ctypes.data)
+        ops.add(note, NoteParameters(place, log.ctypes.data, at.ctypes.data), barrier=place % 3 == 0)
     ops.run()
     np.testing.assert_array_equal(log, range(40))
 
@@ -76,11 +91,11 @@ def test_operations_run_in_order(threads: int) -> None:
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads_see_what_the_others_wrote(threads: int) -> None:
     """x -> threads * x + 1, back and forth between two buffers, each step needing all of the last."""
-    ops = thread_team.OpList(threads)
+    ops = OpList(threads)
     a, b = ops.buffer("a", 64 * threads), ops.buffer("b", 64 * threads)
     for step in range(12):
         source, target = (a, b) if step % 2 == 0 else (b, a)
-        ops.add(gather.address, ("source", "target"), wait=True, source=source, target=target)
+        ops.add(gather, GatherParameters(source, target), barrier=True)
     ops.run()
     wanted = 0
     for _ in range(12):
@@ -90,9 +105,9 @@ def test_threads_see_what_the_others_wrote(threads: int) -> None:
 
 
 def test_an_idle_team_uses_no_processor_and_wakes() -> None:
-    ops = thread_team.OpList(2)
+    ops = OpList(2)
     log, at = np.zeros(2, np.int64), np.zeros(1, np.int64)
-    ops.add(note.address, NOTE, wait=True, place=5, log=log.ctypes.data, next=at.ctypes.data)
+    ops.add(note, NoteParameters(5, log.ctypes.data, at.ctypes.data), barrier=True)
     ops.run()
     time.sleep(0.5)
     before = time.process_time()
@@ -105,9 +120,9 @@ def test_an_idle_team_uses_no_processor_and_wakes() -> None:
 def test_several_callers_take_turns() -> None:
     lists = []
     for _ in range(4):
-        ops, log, at = thread_team.OpList(2), np.zeros(500, np.int64), np.zeros(1, np.int64)
+        ops, log, at = OpList(2), np.zeros(500, np.int64), np.zeros(1, np.int64)
         for place in range(100):
-            ops.add(note.address, NOTE, wait=True, place=place, log=log.ctypes.data, next=at.ctypes.data)
+            ops.add(note, NoteParameters(place, log.ctypes.data, at.ctypes.data), barrier=True)
         lists.append((ops, log, at))
     callers = [threading.Thread(target=lambda ops=ops: [ops.run() for _ in range(5)]) for ops, _, _ in lists]
     for caller in callers:
@@ -152,51 +167,58 @@ def test_an_empty_list_and_the_one_after_it(new_team) -> None:
         mine.run(chain.array)
         chain.check(first)
     assert mine.epoch == 300
-    empty = thread_team.OpList(2)
-    empty.wait()
+    empty = OpList(2)
+    empty.add_barrier()
     empty.run()
 
 
 # ------------------------------------------------------------------------------------------------ kernels that raise
 
-RAISE = ("who", "place", "bytes")
+
+class RaiseParameters(NamedTuple):
+    place: int
+    who: int = 0
+    bytes: int = 0
 
 
-@callback("void(int64, int64, int64)")
-def raises(p, thread, threads):
+@callback(OPERATION)
+def raises(parameters, thread, threads):
     """Raise on one thread, note on the others."""
-    if thread == load_int(p):
+    p = load_record(RaiseParameters, parameters)
+    if thread == p.who:
         raise ValueError("no")
-    store_int(1, load_int(p + 8) + 8 * thread)
+    store_int(1, p.place + 8 * thread)
 
 
-@callback("void(int64, int64, int64)")
-def allocates(p, thread, threads):
+@callback(OPERATION)
+def allocates(parameters, thread, threads):
     """Take so much memory."""
-    x = np.empty(load_int(p + 16), np.uint8)
+    p = load_record(RaiseParameters, parameters)
+    x = np.empty(p.bytes, np.uint8)
     x[0] = 1
-    store_int(int(x[0]), load_int(p + 8) + 8 * thread)
+    store_int(int(x[0]), p.place + 8 * thread)
 
 
-@callback("void(int64, int64, int64)")
-def steps(p, thread, threads):
+@callback(OPERATION)
+def steps(parameters, thread, threads):
     """A range's step of 0 is an error that numba raises."""
-    for i in range(0, 8, load_int(p)):
-        store_int(1, load_int(p + 8) + 8 * (i % threads))
+    p = load_record(RaiseParameters, parameters)
+    for i in range(0, 8, p.who):
+        store_int(1, p.place + 8 * (i % threads))
 
 
-@callback("void(int64, int64, int64)")
-def calls(p, thread, threads):
+@callback(OPERATION)
+def calls(parameters, thread, threads):
     """What is called through an address raises, not this."""
-    call3(load_int(p + 16), p, thread, threads)
+    call3(load_record(RaiseParameters, parameters).bytes, parameters, thread, threads)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("who", ["leader", "worker"])
 def test_an_exception_in_a_kernel_is_an_error(threads: int, who: str, capfd: pytest.CaptureFixture) -> None:
     number = 0 if who == "leader" else threads - 1
-    laid, noted = thread_team.OpList(threads), np.zeros(threads, np.int64)
-    laid.add(raises.address, RAISE, who=number, place=noted.ctypes.data)
+    laid, noted = OpList(threads), np.zeros(threads, np.int64)
+    laid.add(raises, RaiseParameters(noted.ctypes.data, who=number))
     for _ in range(2):
         with pytest.raises(KernelError, match=rf"{threads} threads .* incomplete: tests\.runtime\.test_team\.raises;"):
             laid.run()
@@ -210,9 +232,9 @@ def test_an_exception_in_a_kernel_is_an_error(threads: int, who: str, capfd: pyt
 @pytest.mark.parametrize("name", ["allocates", "steps", "calls"])
 def test_whatever_raises_is_seen(name: str) -> None:
     noted = np.zeros(2, np.int64)
-    laid = thread_team.OpList(2)
+    laid = OpList(2)
     given = {"allocates": {"bytes": 1 << 60}, "steps": {"who": 0}, "calls": {"who": 1, "bytes": raises.address}}[name]
-    laid.add(globals()[name].address, RAISE, place=noted.ctypes.data, **given)
+    laid.add(globals()[name], RaiseParameters(noted.ctypes.data, **given))
     with pytest.raises(KernelError, match="raises" if name == "calls" else name):
         laid.run()
 
@@ -227,10 +249,35 @@ def test_what_raises_outside_of_a_list_is_shown(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_threads_do_not_write_one_buffer() -> None:
-    laid = thread_team.OpList(2)
+    laid = OpList(2)
     with pytest.raises(AssertionError, match="2 threads would write one buffer"):
-        laid.add(decode_ops.norm.address, decode_ops.NORM, buffer=laid.buffer("normed", 64))
-    thread_team.OpList(1).add(decode_ops.norm.address, decode_ops.NORM)
+        laid.add(decode_ops.norm, decode_ops.NormParameters(0, 0, 0, 0, buffer=laid.buffer("n", 64), private_stride=0))
+    OpList(1).add(decode_ops.norm, decode_ops.NormParameters(0, 0, 0, 0, 0, private_stride=0))
+
+
+def test_parameters_must_be_complete() -> None:
+    """A field that is missing or unknown is an error when the plan is built; stored ones are changed by name."""
+    fields = {"gate": 1, "up": 2, "n": 3, "multiple": 4, "buffer": 5}
+    stored = OpList(1).add(decode_ops.swiglu, decode_ops.SwigluParameters(**fields))
+    for wrong in ({"bufer": 5}, {"out": 6}):
+        with pytest.raises(TypeError):
+            decode_ops.SwigluParameters(**{name: fields[name] for name in ("gate", "up", "n", "multiple")}, **wrong)
+    stored.set(n=7)
+    values = np.ctypeslib.as_array(ctypes.cast(stored.address, ctypes.POINTER(ctypes.c_int64)), (5,))
+    np.testing.assert_array_equal(values, [1, 2, 7, 4, 5])
+    with pytest.raises(ValueError, match="not in tuple"):
+        stored.set(m=7)
+
+
+def test_kernels_read_parameters_by_name() -> None:
+    """No offsets counted by hand: what a kernel loads from an address plus a number is a field of a record."""
+    folder = Path(thread_team.__file__).parent
+    found = []
+    for path in sorted(folder.rglob("*.py")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if re.search(r"load_int\(\w+ \+ \d+\)", line):
+                found.append(f"{path.name}:{number}: {line.strip()}")
+    assert found == []
 
 
 # ------------------------------------------------------------------------------- threads that do not come, interrupts

@@ -1,16 +1,16 @@
-"""Which kernel computes with which type on this machine's CPU.
+"""Which CPU kernel computes with which type on this machine.
 
-product(type)               weights times one vector, a C function of kernels/cpu/matvec.py; None where there is none
-batch(type)                 how a batch is multiplied: in integers (gemm.py), or in float32 (floats.py) where the
-                            weights are floats
-linear(tensor, threads)     a callable for batches that quantizes activations; None where decoded panels and BLAS
-                            are as fast, or the type has no kernel
+product(type)              matrix-vector product, a C function of cpu/matvec.py; None if the type has no kernel
+batch(type)                batch product: in integers (cpu/gemm.py), or in float32 (cpu/float_gemm.py) for F32, F16
+                           and BF16
+linear(tensor, threads)    a callable for batches that quantizes activations; None where decoded weights and BLAS
+                           are as fast, or the type has no kernel
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,26 +18,29 @@ from quantkit.codegen.callbacks import Callback
 from quantkit.formats.gguf import Tensor
 from quantkit.placement import kernel_sizes
 from quantkit.runtime.kernels.cpu import float_gemm, gemm, matvec
+from quantkit.runtime.kernels.cpu.float_gemm import MultiplyParameters
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
-from quantkit.runtime.kernels.cpu.thread_team import OpList
+from quantkit.runtime.kernels.cpu.op_list import OpList
 from quantkit.types import QuantType
+
+FloatArray = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def product(kind: QuantType) -> Callback | None:
-    """`void(weights, n, first, last, activations, out)`."""
+    """The function `void(weights, n, first, last, activations, out)` of a type."""
     return matvec.product(kind.ggml_type)
 
 
 class Batch(NamedTuple):
-    """`kernel(add)` is the operation out (+)= W x; `quantized`: x are tiles of gemm.py, not float32 rows."""
+    """How a batch is multiplied: `kernel(add)` is the operation out (+)= W x, with MultiplyParameters."""
 
-    quantized: bool
+    quantized: bool  # x is tiles of gemm.py; otherwise float32 rows
     kernel: Callable[[int], Callback]
-    scratch_bytes: Callable[[int], int]  # of each thread, for rows of n
+    scratch_bytes: Callable[[int], int]  # per thread, for n columns
 
 
 def batch(kind: QuantType) -> Batch:
-    """For types that have a `product`."""
+    """The batch product of a type that has a `product`."""
     number = kind.ggml_type
     found = FORMATS.get(number)
     if found is not None:
@@ -45,8 +48,8 @@ def batch(kind: QuantType) -> Batch:
     return Batch(False, lambda add: float_gemm.multiply(number, add), kernel_sizes.float_scratch_bytes)
 
 
-def linear(tensor: Tensor, threads: int) -> Callable[[np.ndarray, np.ndarray], None] | None:
-    """`run(x, out)`: out float32[tokens, rows] = x W^T for x float32[tokens, n], with activations quantized.
+def linear(tensor: Tensor, threads: int) -> Callable[[FloatArray, FloatArray], None] | None:
+    """`run(x, out)`: out float32[tokens, rows] = x W^T for x float32[tokens, n], with quantized activations.
 
     Several Python threads may call it at once.
     """
@@ -58,23 +61,25 @@ def linear(tensor: Tensor, threads: int) -> Callable[[np.ndarray, np.ndarray], N
         return None
     ops, data = OpList(threads), tensor.data
     count = ops.keep(np.zeros(1, np.int64))
-    scratch, stride = ops.private("scratch", how.scratch_bytes(n))
+    scratch, stride = ops.private_buffer("scratch", how.scratch_bytes(n))
     tokens = count.ctypes.data
-    quantize = ops.add(gemm.quantize_tiles.address, gemm.QUANTIZE, wait=True, n=n, tokens=tokens)
+    quantize = ops.add(gemm.quantize_tiles, gemm.QuantizeParameters(x=0, n=n, tokens=tokens, tiles=0), barrier=True)
     multiply = ops.add(
-        how.kernel(0).address, gemm.MULTIPLY, weights=data.ctypes.data, n=n, rows=rows, tokens=tokens,
-        scratch=scratch, private_stride=stride,
+        how.kernel(0),
+        MultiplyParameters(
+            weights=data.ctypes.data, n=n, rows=rows, tokens=tokens, x=0, out=0, bias=0, scratch=scratch,
+            private_stride=stride,
+        ),
     )  # fmt: skip
 
-    def run(x: np.ndarray, out: np.ndarray) -> None:
+    def run(x: FloatArray, out: FloatArray) -> None:
         x = np.ascontiguousarray(x, np.float32)
         tiles = np.empty(kernel_sizes.tiles_bytes(n, len(x)), np.uint8)
 
-        def prepare() -> None:  # several Python threads may run the one list
+        def prepare() -> None:  # several Python threads may run this list
             count[0] = len(x)
-            quantize[gemm.QUANTIZE.index("x")] = x.ctypes.data
-            quantize[gemm.QUANTIZE.index("tiles")] = multiply[gemm.MULTIPLY.index("x")] = tiles.ctypes.data
-            multiply[gemm.MULTIPLY.index("out")] = out.ctypes.data
+            quantize.set(x=x.ctypes.data, tiles=tiles.ctypes.data)
+            multiply.set(x=tiles.ctypes.data, out=out.ctypes.data)
 
         ops.run(prepare)
 

@@ -1,39 +1,31 @@
-"""The operations of a single token's pass, as C functions `void(parameters, thread, threads)` for team.py.
+"""Operations of the decode plan, except attention and experts: norms, matrix-vector products, SwiGLU.
 
-Each reads its parameters, int64s named below, and does the share of `thread`. What is small (a norm, the activations'
-quantization) every thread does for itself in a buffer of its own: that is cheaper than waiting for another to do it.
-Such buffers are given as base and `private_stride`, which is never 0. An operation that only reads one takes `stride`;
-0 is a buffer that all share.
+Small work (a norm, quantizing activations) is repeated by every thread in a buffer of its own: that is cheaper than
+waiting for another thread. Such a buffer is given as an address and a `private_stride`, the bytes from one thread's
+copy to the next one's, which is never 0. An operation that only reads a buffer takes a `stride`, which is 0 where all
+threads read the same bytes.
 
-`split` cuts rows between threads; operations that pass rows on without a wait between them must cut alike.
+`split` divides rows between threads. Operations that pass rows on without a barrier must use the same `multiple`.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
 from quantkit.codegen.callbacks import callback
 from quantkit.codegen.jit import kernel
-from quantkit.codegen.simd import F32, call6, floats, load_float, load_int, simd_intrinsic, vector
+from quantkit.codegen.simd import F32, call6, floats, load_float, simd_intrinsic, vector
 from quantkit.runtime.kernels.cpu.activations import quantize, quantize_range
-
-SIGNATURE = "void(int64, int64, int64)"
-
-
-@kernel(inline="always")
-def split(rows, multiple, thread, threads):
-    """Where the share of a thread begins; shares are multiples of `multiple` rows, but for the last."""
-    return min(rows, -(-rows // multiple) * thread // threads * multiple)
-
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
 
 # ------------------------------------------------------------------------------------------------------------- rms norm
 
-NORM = ("x", "weight", "n", "eps", "buffer", "private_stride")  # eps points to a float32
-
 
 @simd_intrinsic("float32")
-def _squares(ir, x, n):
-    """Their sum, in an order of its own: that of 32 lanes, then what is left."""
+def _sum_of_squares(ir, x, n):
+    """Sum of squares of float32[n], in a fixed order on every CPU: 32 lanes, then the rest."""
     kind, whole = vector(32, F32), n & -32
     lanes, rest = ir.variable(ir.zero(kind)), ir.variable(ir.constant(F32, 0.0))
     with ir.loop(0, whole, 32) as i:
@@ -46,76 +38,98 @@ def _squares(ir, x, n):
 
 
 @kernel
-def norm_into(x, weight, n, eps, out):
+def rms_norm_into(x, weight, n, eps, out):
     """out = x / sqrt(mean(x^2) + eps) * weight, float32[n]."""
-    total = _squares(x, n)
+    total = _sum_of_squares(x, n)
     x, weight, y = floats(x, n), floats(weight, n), floats(out, n)
     scale = np.float32(1) / np.sqrt(total / np.float32(n) + eps)
     for i in range(n):
         y[i] = x[i] * scale * weight[i]
 
 
-@callback(SIGNATURE)
-def norm(p, thread, threads):
-    """buffer = norm of x, quantized; by every thread for itself."""
-    n = load_int(p + 16)
-    buffer = load_int(p + 32) + thread * load_int(p + 40)
-    norm_into(load_int(p), load_int(p + 8), n, load_float(load_int(p + 24)), buffer)
-    quantize(buffer, n)
+class NormParameters(NamedTuple):
+    x: int  # float32[n]
+    weight: int  # float32[n]
+    n: int
+    eps: int  # address of a float32
+    buffer: int  # activation buffer
+    private_stride: int
 
 
-HEAD_NORM = ("x", "weight", "rows", "dim", "eps", "multiple")
+@callback(OPERATION)
+def norm(parameters, thread, threads):
+    """Write norm(x), quantized, to the thread's activation buffer."""
+    p = load_record(NormParameters, parameters)
+    buffer = p.buffer + thread * p.private_stride
+    rms_norm_into(p.x, p.weight, p.n, load_float(p.eps), buffer)
+    quantize(buffer, p.n)
 
 
-@callback(SIGNATURE)
-def head_norm(p, thread, threads):
-    """Every head of x float32[rows / dim, dim] normed in place; shares are whole heads."""
-    rows, dim, multiple = load_int(p + 16), load_int(p + 24), load_int(p + 40)
-    eps = load_float(load_int(p + 32))
-    for row in range(split(rows, multiple, thread, threads), split(rows, multiple, thread + 1, threads), dim):
-        norm_into(load_int(p) + row * 4, load_int(p + 8), dim, eps, load_int(p) + row * 4)
+class HeadNormParameters(NamedTuple):
+    x: int  # float32[rows / dim, dim]
+    weight: int  # float32[dim]
+    rows: int
+    dim: int
+    eps: int  # address of a float32
+    multiple: int
+
+
+@callback(OPERATION)
+def head_norm(parameters, thread, threads):
+    """Normalize every head of x in place. Shares are whole heads."""
+    p = load_record(HeadNormParameters, parameters)
+    eps = load_float(p.eps)
+    for row in range(split(p.rows, p.multiple, thread, threads), split(p.rows, p.multiple, thread + 1, threads), p.dim):
+        rms_norm_into(p.x + row * 4, p.weight, p.dim, eps, p.x + row * 4)
 
 
 # ------------------------------------------------------------------------------------------------------- matrix-vector
 
-MATVEC = ("kernel", "weights", "n", "rows", "multiple", "buffer", "stride", "out", "bias", "residual")
+
+class MatvecParameters(NamedTuple):
+    product: int  # function of matvec.py for the type of the weights
+    weights: int
+    n: int  # columns
+    rows: int
+    multiple: int
+    buffer: int  # activation buffer
+    stride: int
+    out: int  # float32[rows]
+    bias: int  # float32[rows], or 0
+    residual: int  # float32[rows] that the result is added to, or 0
 
 
-@callback(SIGNATURE)
-def matvec(p, thread, threads):
-    """out = W buffer (+ bias) for the thread's rows; residual += out where there is one. Absent: address 0."""
-    rows, multiple = load_int(p + 24), load_int(p + 32)
-    first = split(rows, multiple, thread, threads)
-    last = split(rows, multiple, thread + 1, threads)
-    address = load_int(p + 56)
-    call6(
-        load_int(p),
-        load_int(p + 8),
-        load_int(p + 16),
-        first,
-        last,
-        load_int(p + 40) + thread * load_int(p + 48),
-        address,
-    )
-    out = floats(address, rows)
-    if load_int(p + 64) != 0:
-        bias = floats(load_int(p + 64), rows)
+@callback(OPERATION)
+def matvec(parameters, thread, threads):
+    """out = W x (+ bias); residual += out. Each thread computes its rows."""
+    p = load_record(MatvecParameters, parameters)
+    first, last = split(p.rows, p.multiple, thread, threads), split(p.rows, p.multiple, thread + 1, threads)
+    call6(p.product, p.weights, p.n, first, last, p.buffer + thread * p.stride, p.out)
+    out = floats(p.out, p.rows)
+    if p.bias != 0:
+        bias = floats(p.bias, p.rows)
         for i in range(first, last):
             out[i] += bias[i]
-    if load_int(p + 72) != 0:
-        residual = floats(load_int(p + 72), rows)
+    if p.residual != 0:
+        residual = floats(p.residual, p.rows)
         for i in range(first, last):
             residual[i] += out[i]
 
 
 # -------------------------------------------------------------------------------------------------------------- swiglu
 
-SWIGLU = ("gate", "up", "n", "multiple", "buffer")
+
+class SwigluParameters(NamedTuple):
+    gate: int  # float32[n]
+    up: int  # float32[n]
+    n: int
+    multiple: int
+    buffer: int  # activation buffer
 
 
 @simd_intrinsic("void")
 def swiglu_range(ir, gate, up, first, last, out):
-    """out = gate / (1 + e^-gate) * up, n a multiple of 32."""
+    """out = gate / (1 + e^-gate) * up for elements first .. last - 1, multiples of 16."""
     kind = vector(16, F32)
     with ir.loop(first, last, 16) as i:
         g = ir.load(kind, gate + i * 4)
@@ -123,11 +137,10 @@ def swiglu_range(ir, gate, up, first, last, out):
         ir.store(g * sigmoid * ir.load(kind, up + i * 4), out + i * 4)
 
 
-@callback(SIGNATURE)
-def swiglu(p, thread, threads):
-    """buffer = gate * sigmoid(gate) * up, quantized: the thread's rows only."""
-    n, multiple, buffer = load_int(p + 16), load_int(p + 24), load_int(p + 32)
-    first = split(n, multiple, thread, threads)
-    last = split(n, multiple, thread + 1, threads)
-    swiglu_range(load_int(p), load_int(p + 8), first, last, buffer)
-    quantize_range(buffer, n, first, last)
+@callback(OPERATION)
+def swiglu(parameters, thread, threads):
+    """Write the thread's rows of gate * sigmoid(gate) * up, quantized, to an activation buffer that threads share."""
+    p = load_record(SwigluParameters, parameters)
+    first, last = split(p.n, p.multiple, thread, threads), split(p.n, p.multiple, thread + 1, threads)
+    swiglu_range(p.gate, p.up, first, last, p.buffer)
+    quantize_range(p.buffer, p.n, first, last)

@@ -1,16 +1,18 @@
-"""Rows of weights as float32, from the same descriptions as the integer kernels: y = scale * (code - offset) + floor.
+"""Decode rows of weights to float32, through the same format descriptions as the integer kernels.
 
-Each product is rounded before the floor is added, so the values are those of the types' own `decode_rows`, bit for bit.
+y = scale * (code - offset) + minimum. The product is rounded before the minimum is added, so the values are those of
+the types' own `decode_rows`, bit for bit.
 """
 
 from __future__ import annotations
 
 from quantkit.codegen.simd import F32, I16, I32, IrBuilder, Value, simd_intrinsic, vector
-from quantkit.runtime.kernels.cpu.formats.base import LaneUnit
+from quantkit.runtime.kernels.cpu.formats.base import InterleavedSubBlock
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
 
 FLOAT_TYPES = {0: "f32", 1: "f16", 30: "bf16"}
 _FLOATS4, _FLOATS16, _FLOATS32 = vector(4, F32), vector(16, F32), vector(32, F32)
+_LANE_OF_COLUMN = [column // 4 for column in range(32)]
 
 
 def load_floats(ir: IrBuilder, ggml_type: int, address: Value) -> Value:
@@ -22,8 +24,8 @@ def load_floats(ir: IrBuilder, ggml_type: int, address: Value) -> Value:
     return ir.half_to_float(bits) if name == "f16" else (bits.unsigned(I32) << 16).view(_FLOATS16)
 
 
-def decoded(ir: IrBuilder, ggml_type: int, weights: Value, n: Value, rows: Value | int, out: Value) -> None:
-    """float32[rows, n] at `out`; rows a multiple of the rows a group has, n of the block and of 32."""
+def decode_rows_into(ir: IrBuilder, ggml_type: int, weights: Value, n: Value, rows: Value | int, out: Value) -> None:
+    """Decode to float32[rows, n]; `rows` is a multiple of the rows interleaved, n of the block and of 32."""
     if ggml_type in FLOAT_TYPES:
         width = 4 if FLOAT_TYPES[ggml_type] == "f32" else 2
         with ir.loop(0, n * rows, 16) as at:
@@ -32,26 +34,31 @@ def decoded(ir: IrBuilder, ggml_type: int, weights: Value, n: Value, rows: Value
     f = FORMATS[ggml_type]
     blocks = n >> (f.columns.bit_length() - 1)
     with ir.loop(0, rows, f.rows) as row, ir.loop(0, blocks) as b:
-        group = weights + f.group_bytes(blocks) * (row >> (f.rows.bit_length() - 1))
-        for i, unit in enumerate(f.units(ir, group, b)):
+        group = weights + f.row_group_bytes(blocks) * (row >> (f.rows.bit_length() - 1))
+        for i, sub_block in enumerate(f.sub_blocks(ir, group, b)):
             place = out + (row * n + b * f.columns + 32 * i) * 4
-            if isinstance(unit, LaneUnit):
-                _store_lanes(ir, unit, f.offset, f.rows, n, place)
+            if isinstance(sub_block, InterleavedSubBlock):
+                _store_interleaved(ir, sub_block, f.offset, f.rows, n, place)
                 continue
-            lanes = [c // 4 for c in range(32)]
-            values = (unit.codes.unsigned(I32) - f.offset).real() * ir.shuffle(unit.scale, None, lanes)
-            ir.store(values + ir.shuffle(unit.floor, None, lanes) if unit.floor else values, place)
+            codes = (sub_block.codes.unsigned(I32) - f.offset).real()
+            values = codes * ir.shuffle(sub_block.scale, None, _LANE_OF_COLUMN)
+            if sub_block.minimum:
+                values = values + ir.shuffle(sub_block.minimum, None, _LANE_OF_COLUMN)
+            ir.store(values, place)
 
 
-decode_rows = simd_intrinsic("void")(decoded)
+decode_rows = simd_intrinsic("void")(decode_rows_into)
 
 
-def _store_lanes(ir: IrBuilder, unit: LaneUnit, offset: int, rows: int, n: Value, place: Value) -> None:
-    for codes, low, high in unit.steps:
-        scale = ir.shuffle(unit.scale, None, [c // 4 for c in range(32)])
+def _store_interleaved(
+    ir: IrBuilder, sub_block: InterleavedSubBlock, offset: int, rows: int, n: Value, place: Value
+) -> None:
+    """Store 32 columns of `rows` interleaved rows, each at its row of float32[rows, n]."""
+    for codes, low, high in sub_block.steps:
+        scale = ir.shuffle(sub_block.scale, None, _LANE_OF_COLUMN)
         values = (codes.unsigned(I32) - offset).real() * scale
-        if unit.floor:
-            values = values + ir.shuffle(unit.floor, None, [c // 4 for c in range(32)])
+        if sub_block.minimum:
+            values = values + ir.shuffle(sub_block.minimum, None, _LANE_OF_COLUMN)
         for lane in range(8):
             column = low if lane < 4 else high
             ir.store(ir.part(values, 4 * lane, 4), place + n * (4 * (lane % rows)) + 4 * column)

@@ -1,34 +1,36 @@
-"""Products of float32 batches: one inner loop for weights, for scores and for values of attention.
+"""Float32 products of a batch: one inner loop for weights, and for scores and values of attention.
 
-`float_tile` multiplies ROWS rows of A, read one number at a time, by a panel of B, read in whole vectors:
+`float_tile` multiplies FLOAT_TILE_TOKENS rows of A, read one number at a time, by a panel of B, read in whole vectors:
 
-    c[i, lane] (+)= sum over j of a[i, j] * b[j, lane]        i in 0 .. ROWS - 1, lane in 0 .. LANES - 1
+    c[i, lane] (+)= sum over j of a[i, j] * b[j, lane]        i < FLOAT_TILE_TOKENS, lane < float_lanes()
 
-The sums stay in registers. Weights become panels of LANES rows, transposed: b[j, lane] is column j of row `lane`.
+The sums stay in registers. Weights become transposed panels of float_lanes() rows: b[j, lane] is column j of row
+`lane`.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 from quantkit.codegen.callbacks import Callback, callback
 from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import F32, IrBuilder, Value, floats, load_int, simd_intrinsic, vector
-from quantkit.placement.kernel_sizes import FLOAT_ROWS as ROWS
-from quantkit.placement.kernel_sizes import float_lanes as lanes
-from quantkit.runtime.kernels.cpu.decode_ops import SIGNATURE, split
+from quantkit.placement.kernel_sizes import FLOAT_TILE_TOKENS, float_lanes
 from quantkit.runtime.kernels.cpu.dequantize import FLOAT_TYPES, decode_rows
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
 
 _FLOATS16 = vector(16, F32)
 
 
 @simd_intrinsic("int64")
-def tile_lanes(ir):
-    return ir.integer(lanes())
+def panel_rows(ir):
+    """In kernels: `float_lanes()`."""
+    return ir.integer(float_lanes())
 
 
-def tile_of_rows(
+def multiply_rows(
     ir: IrBuilder,
     rows: list[Value],
     b: Value,
@@ -39,7 +41,7 @@ def tile_of_rows(
     add: int,
 ) -> None:
     """The formula above for rows of A at these addresses, over their n columns; strides in bytes."""
-    wide = lanes() // 2
+    wide = float_lanes() // 2
     kind = vector(wide, F32)
     places = [(i, v) for i in range(len(rows)) for v in range(2)]
     targets = {(i, v): c + c_stride * i + 4 * wide * v for i, v in places}
@@ -59,44 +61,41 @@ def float_tile(
     ir: IrBuilder, a: Value, a_stride: Value, b: Value, b_stride: Value, n: Value, c: Value, c_stride: Value, add: int
 ) -> None:
     """The formula above over n columns of A; strides in bytes."""
-    tile_of_rows(ir, [a + a_stride * i for i in range(ROWS)], b, b_stride, n, c, c_stride, add)
+    multiply_rows(ir, [a + a_stride * i for i in range(FLOAT_TILE_TOKENS)], b, b_stride, n, c, c_stride, add)
 
 
-def transpose16(ir: IrBuilder, v: list[Value]) -> list[Value]:
-    """16 vectors of 16: in four rounds, swap blocks of 8, 4, 2 and 1 across the diagonal."""
+def transposed_vectors(ir: IrBuilder, v: list[Value]) -> list[Value]:
+    """Transpose 16 vectors of 16 lanes: in four rounds, swap blocks of 8, 4, 2 and 1 across the diagonal."""
     for w in (8, 4, 2, 1):
-        keep = [j if not j & w else j - w + 16 for j in range(16)]
-        other = [j + w if not j & w else j + 16 for j in range(16)]
+        first = [j if not j & w else j - w + 16 for j in range(16)]
+        second = [j + w if not j & w else j + 16 for j in range(16)]
         for i in (i for i in range(16) if not i & w):
             a, b = v[i], v[i + w]
-            v[i], v[i + w] = ir.shuffle(a, b, keep), ir.shuffle(a, b, other)
+            v[i], v[i + w] = ir.shuffle(a, b, first), ir.shuffle(a, b, second)
     return v
 
 
-def transposed(ir: IrBuilder, x: Value, x_stride: Value, y: Value, y_stride: Value | int) -> None:
+def transpose16x16(ir: IrBuilder, x: Value, x_stride: Value, y: Value, y_stride: Value | int) -> None:
     """y[j, i] = x[i, j] for 16 x 16 float32; strides in bytes."""
     rows = [ir.load(_FLOATS16, x + x_stride * i) for i in range(16)]
-    for j, column in enumerate(transpose16(ir, rows)):
+    for j, column in enumerate(transposed_vectors(ir, rows)):
         ir.store(column, y + y_stride * j)
 
 
-transpose_block = simd_intrinsic("void")(transposed)
+transpose_block = simd_intrinsic("void")(transpose16x16)
 
 
 @kernel
 def transpose_rows(x, n, rows, y, y_stride):
-    """Panel y[j, i] = x[i, j] of x float32[rows, n], rows a multiple of 16; n of 16."""
+    """Panel y[j, i] = x[i, j] of x float32[rows, n]; rows and n multiples of 16."""
     for i in range(0, rows, 16):
         for j in range(0, n, 16):
             transpose_block(x + (i * n + j) * 4, n * 4, y + j * y_stride + i * 4, y_stride)
 
 
-MULTIPLY = ("weights", "n", "rows", "tokens", "x", "out", "bias", "scratch", "private_stride")
-
-
 @kernel
 def copy_tile(source, source_width, out, width, tokens, rows, add):
-    """The part of a tile float32[tokens, source_width] that is wanted, put (or added) into rows of `width`."""
+    """Copy (or add) the first `rows` columns of a tile float32[tokens, source_width] to rows of `width` floats."""
     for t in range(tokens):
         x, y = floats(source + t * source_width * 4, rows), floats(out + t * width * 4, rows)
         for i in range(rows):
@@ -112,39 +111,53 @@ def add_bias(bias, out, first, last, rows, tokens):
             y[t * rows + row] += b[row]
 
 
+class MultiplyParameters(NamedTuple):
+    """Parameters of the product of a batch, here and in gemm.py."""
+
+    weights: int
+    n: int  # columns
+    rows: int
+    tokens: int  # address of an int64
+    x: int  # float32[tokens, n], or tiles of gemm.py
+    out: int  # float32[tokens, rows]
+    bias: int  # float32[rows], or 0
+    scratch: int
+    private_stride: int
+
+
 @functools.cache
 def multiply(ggml_type: int, add: int) -> Callback:
-    """The operation out[token, row] (+)= W x (+ bias) in float32; `tokens` points to an int64."""
+    """The operation out[token, row] (+)= W x (+ bias) in float32, with MultiplyParameters."""
     if ggml_type in FLOAT_TYPES:
         block, nbytes, head = 1, 4 if FLOAT_TYPES[ggml_type] == "f32" else 2, 0
     else:
         f = FORMATS[ggml_type]
         block, nbytes, head = f.columns, f.nbytes // f.rows, f.head // f.rows
 
-    @callback(SIGNATURE)
-    def run(p, thread, threads):
-        weights, n, rows = load_int(p), load_int(p + 8), load_int(p + 16)
-        count, x, step = load_int(load_int(p + 24)), load_int(p + 32), tile_lanes()
-        decoded = load_int(p + 56) + thread * load_int(p + 64)
+    @callback(OPERATION)
+    def run(parameters, thread, threads):
+        p = load_record(MultiplyParameters, parameters)
+        n, rows, count, step = p.n, p.rows, load_int(p.tokens), panel_rows()
+        decoded = p.scratch + thread * p.private_stride
         panel = decoded + step * n * 4
-        spare = panel + step * n * 4
-        results = spare + ROWS * n * 4
+        padded_x = panel + step * n * 4
+        results = padded_x + FLOAT_TILE_TOKENS * n * 4
         for first in range(split(rows, step, thread, threads), split(rows, step, thread + 1, threads), step):
             here = min(step, rows - first)
-            decode_rows(ggml_type, weights + first * (n // block * nbytes + head), n, here, decoded)
+            decode_rows(ggml_type, p.weights + first * (n // block * nbytes + head), n, here, decoded)
             transpose_rows(decoded, n, step, panel, step * 4)
-            for token in range(0, count, ROWS):
-                many = min(ROWS, count - token)
-                given, out = x + token * n * 4, load_int(p + 40) + (token * rows + first) * 4
-                if many == ROWS and here == step:
-                    float_tile(given, n * 4, panel, step * 4, n, out, rows * 4, add)
+            for token in range(0, count, FLOAT_TILE_TOKENS):
+                many = min(FLOAT_TILE_TOKENS, count - token)
+                x, out = p.x + token * n * 4, p.out + (token * rows + first) * 4
+                if many == FLOAT_TILE_TOKENS and here == step:
+                    float_tile(x, n * 4, panel, step * 4, n, out, rows * 4, add)
                 else:
-                    if many < ROWS:
-                        copy_tile(given, n, spare, n, many, n, 0)
-                        given = spare
-                    float_tile(given, n * 4, panel, step * 4, n, results, step * 4, 0)
+                    if many < FLOAT_TILE_TOKENS:
+                        copy_tile(x, n, padded_x, n, many, n, 0)
+                        x = padded_x
+                    float_tile(x, n * 4, panel, step * 4, n, results, step * 4, 0)
                     copy_tile(results, step, out, rows, many, here, add)
-            if load_int(p + 48) != 0:
-                add_bias(load_int(p + 48), load_int(p + 40), first, first + here, rows, count)
+            if p.bias != 0:
+                add_bias(p.bias, p.out, first, first + here, rows, count)
 
     return run

@@ -1,8 +1,7 @@
-"""Rows of a cache: floats in, floats out, and the rotation before and after.
+"""Rows of a KV cache: store floats, load floats, and rotate them before and after.
 
-A row is one head's key or value, `Heads` what the kernels of attention are made for. `keep` writes what
-`rounding.encode` gives, to the byte; `row_floats` reads the types through the descriptions that weights are read by.
-Types are ggml type ids, constants where the code is made.
+A row is one head's key or value. `store_row` writes the bytes that `kv_rounding.encode` gives; `row_floats` reads the
+cache types through the format descriptions of the weights. Types are ggml type ids, constants at compile time.
 """
 
 from __future__ import annotations
@@ -14,38 +13,63 @@ from quantkit.codegen.simd import F32, I8, I16, I32, IrBuilder, Value, simd_intr
 from quantkit.runtime.kernels import kv_rounding
 from quantkit.runtime.kernels.cpu.dequantize import FLOAT_TYPES, load_floats
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
+from quantkit.runtime.kernels.cpu.operation import record_bytes
 from quantkit.types import layout
 
 NAMES = {layout(name).ggml_type: name for name in kv_rounding.FLOATS + kv_rounding.QUANTIZED}
 _FLOATS16, _FLOATS32 = vector(16, F32), vector(32, F32)
 
 
+class LayerCache(NamedTuple):
+    """Where one layer's rows of one KV cache are."""
+
+    k: int  # [kv_heads, n_ctx] rows
+    v: int
+    n_ctx: int  # rows per head
+
+
+CACHE_BYTES = record_bytes(LayerCache)
+
+
+class LayerView(NamedTuple):
+    """What attention of one layer reads besides its inputs; set when a plan runs with other caches."""
+
+    cos: int  # float32[positions, rope_dim / 2]
+    sin: int
+    caches: int  # LayerCache of each sequence
+    window: int  # positions that a token sees, its own included
+
+
 class Heads(NamedTuple):
-    """`group` query heads share a key/value head; dimensions are multiples of 16, of 32 for quantized rows."""
+    """The shape that attention kernels are compiled for: `group` query heads share a key/value head.
+
+    Dimensions are multiples of 16; of 32 for quantized cache types.
+    """
 
     group: int
     dim_k: int
     dim_v: int
     k_type: int  # ggml type ids
     v_type: int
-    rotate_k: int  # elements rotated together, 0: none
+    rotate_k: int  # elements rotated together; 0: not rotated
     rotate_v: int
 
     @property
     def k_bytes(self) -> int:
-        """Of a row."""
+        """Bytes of a row of keys."""
         return layout(NAMES[self.k_type]).row_bytes(self.dim_k)
 
     @property
     def v_bytes(self) -> int:
+        """Bytes of a row of values."""
         return layout(NAMES[self.v_type]).row_bytes(self.dim_v)
 
 
-# ----------------------------------------------------------------------------------------------------------- reading
+# ----------------------------------------------------------------------------------------------------------- loading
 
 
 def row_floats(ir: IrBuilder, ggml_type: int, row: Value, first: int, stop: int) -> Iterator[tuple[int, Value]]:
-    """(column, 16 floats from there) of the columns first … stop of the row at an address; multiples of 16, or 32."""
+    """Yield (column, 16 floats from there on) of columns first .. stop - 1, multiples of 16, or of 32 if quantized."""
     if ggml_type in FLOAT_TYPES:
         width = layout(NAMES[ggml_type]).row_bytes(1)
         for c in range(first, stop, 16):
@@ -53,37 +77,40 @@ def row_floats(ir: IrBuilder, ggml_type: int, row: Value, first: int, stop: int)
         return
     f = FORMATS[ggml_type]
     for c in range(first, stop, 32):
-        (unit,) = f.units(ir, row, ir.integer(c // 32))
+        (sub_block,) = f.sub_blocks(ir, row, ir.integer(c // 32))
         lanes = [j // 4 for j in range(32)]
-        codes = (unit.codes - f.offset).signed(I32)  # subtracted as bytes: all types' codes less their offset fit
-        values = codes.real() * ir.shuffle(unit.scale, None, lanes)
-        if unit.floor:
-            values = values + ir.shuffle(unit.floor, None, lanes)
+        codes = (sub_block.codes - f.offset).signed(I32)  # subtracted as bytes: in all cache types the difference fits
+        values = codes.real() * ir.shuffle(sub_block.scale, None, lanes)
+        if sub_block.minimum:
+            values = values + ir.shuffle(sub_block.minimum, None, lanes)
         yield c, ir.part(values, 0, 16)
         yield c + 16, ir.part(values, 16, 16)
 
 
-# ----------------------------------------------------------------------------------------------------------- writing
+# ----------------------------------------------------------------------------------------------------------- storing
 
 
 def _inverse(ir: IrBuilder, d: Value) -> Value:
+    """1 / d, or 0 for scales too small to divide by."""
     is_zero = ir.builder.fcmp_ordered("<", ir.absolute(d).ir, ir.constant(F32, float(kv_rounding.LEAST)).ir)
     return Value(ir, ir.builder.select(is_zero, ir.zero(F32).ir, (ir.constant(F32, 1.0) / d).ir))
 
 
 def _bounds(ir: IrBuilder, x: Value) -> tuple[Value, Value]:
-    """Least and largest of the lanes, NaN where any is not finite."""
-    spoiled = ir.sum(x - x)
-    return ir.largest(x * -1.0) * -1.0 + spoiled, ir.largest(x) + spoiled
+    """Smallest and largest of the lanes; NaN if any lane is not finite."""
+    not_finite = ir.sum(x - x)  # 0, or NaN
+    return ir.largest(x * -1.0) * -1.0 + not_finite, ir.largest(x) + not_finite
 
 
 def _extreme(ir: IrBuilder, x: Value) -> Value:
+    """The lane of the largest magnitude, with its sign."""
     low, high = _bounds(ir, x)
     is_high = ir.builder.fcmp_unordered(">=", high.ir, (low * -1.0).ir)
     return Value(ir, ir.builder.select(is_high, high.ir, low.ir))
 
 
 def _codes(ir: IrBuilder, x: Value, inverse: Value, offset: int, largest: int) -> Value:
+    """min(round(x * inverse) + offset, largest), as bytes."""
     y = ir.nearest(x * ir.splat(inverse, 32)) + offset
     over = ir.builder.icmp_signed(">", y.ir, ir.constant(y.type, largest).ir)
     return ir.choose(Value(ir, over), ir.constant(y.type, largest), y).narrow(I8)
@@ -93,37 +120,37 @@ def _store_half(ir: IrBuilder, x: Value, address: Value) -> None:
     ir.store(ir.float_to_half(ir.splat(x, 8)).lane(0), address)
 
 
-def _store_nibbles(ir: IrBuilder, codes: Value, address: Value) -> None:
+def _pack_nibbles(ir: IrBuilder, codes: Value, address: Value) -> None:
     low = codes & 15
     ir.store(ir.part(low, 0, 16) | (ir.part(low, 16, 16) << 4), address)
 
 
-def _store_five(ir: IrBuilder, codes: Value, address: Value) -> None:
+def _pack_five_bits(ir: IrBuilder, codes: Value, address: Value) -> None:
     ir.store(ir.integer_of(codes, 16), address)
-    _store_nibbles(ir, codes, address + 4)
+    _pack_nibbles(ir, codes, address + 4)
 
 
-def _store_six(ir: IrBuilder, codes: Value, address: Value) -> None:
+def _pack_six_bits(ir: IrBuilder, codes: Value, address: Value) -> None:
     high = codes >> 4
     a, b, c, d = (ir.part(high, first, 8) for first in (0, 16, 8, 24))
     ir.store(a | (b << 2) | (c << 4) | (d << 6), address)
-    _store_nibbles(ir, codes, address + 8)
+    _pack_nibbles(ir, codes, address + 8)
 
 
-def _keep_q8(ir: IrBuilder, x: Value, block: Value) -> None:
+def _store_q8_0(ir: IrBuilder, x: Value, block: Value) -> None:
     d = ir.absolute(_extreme(ir, x)) * (1 / 127)
     _store_half(ir, d, block)
     ir.store(_codes(ir, x, _inverse(ir, d), 0, 127), block + 2)
 
 
-def _keep_symmetric(ir: IrBuilder, x: Value, block: Value, bits: int, pack: Callable) -> None:
+def _store_symmetric(ir: IrBuilder, x: Value, block: Value, bits: int, pack: Callable) -> None:
     offset = 1 << bits - 1
     d = _extreme(ir, x) * (-1 / offset)
     _store_half(ir, d, block)
     pack(ir, _codes(ir, x, _inverse(ir, d), offset, 2 * offset - 1), block + 2)
 
 
-def _keep_affine(ir: IrBuilder, x: Value, block: Value, bits: int, pack: Callable) -> None:
+def _store_affine(ir: IrBuilder, x: Value, block: Value, bits: int, pack: Callable) -> None:
     levels = (1 << bits) - 1
     low, high = _bounds(ir, x)
     d = (high - low) * (1 / levels)
@@ -132,34 +159,34 @@ def _keep_affine(ir: IrBuilder, x: Value, block: Value, bits: int, pack: Callabl
     pack(ir, _codes(ir, x - ir.splat(low, 32), _inverse(ir, d), 0, levels), block + 4)
 
 
-def _keep_nonlinear(ir: IrBuilder, x: Value, block: Value) -> None:
+def _store_nonlinear(ir: IrBuilder, x: Value, block: Value) -> None:
     y = x * ir.splat(_inverse(ir, _extreme(ir, x) * (-1 / 127)), 32)
     code, entry = ir.zero(vector(32, I32)), ir.constant(y.type, float(kv_rounding.CODEBOOK[0]))
     for middle, value in zip(kv_rounding.MIDDLES, kv_rounding.CODEBOOK[1:]):
         above = Value(ir, ir.builder.fcmp_ordered(">", y.ir, ir.constant(y.type, float(middle)).ir))
         code = code + above.unsigned(I32)
         entry = ir.choose(above, ir.constant(y.type, float(value)), entry)
-    weighed = x * x * entry
-    size = ir.sum(weighed * entry)
+    weighted = x * x * entry
+    size = ir.sum(weighted * entry)
     is_zero = ir.builder.fcmp_ordered("==", size.ir, ir.zero(F32).ir)
-    d = Value(ir, ir.builder.select(is_zero, ir.zero(F32).ir, (ir.sum(weighed * x) / size).ir))
+    d = Value(ir, ir.builder.select(is_zero, ir.zero(F32).ir, (ir.sum(weighted * x) / size).ir))
     _store_half(ir, d, block)
-    _store_nibbles(ir, code.narrow(I8), block + 2)
+    _pack_nibbles(ir, code.narrow(I8), block + 2)
 
 
-_KEEP: dict[str, Callable[[IrBuilder, Value, Value], None]] = {
-    "q8_0": _keep_q8,
-    "q6_0": lambda ir, x, block: _keep_symmetric(ir, x, block, 6, _store_six),
-    "q5_0": lambda ir, x, block: _keep_symmetric(ir, x, block, 5, _store_five),
-    "q5_1": lambda ir, x, block: _keep_affine(ir, x, block, 5, _store_five),
-    "q4_0": lambda ir, x, block: _keep_symmetric(ir, x, block, 4, _store_nibbles),
-    "q4_1": lambda ir, x, block: _keep_affine(ir, x, block, 4, _store_nibbles),
-    "iq4_nl": _keep_nonlinear,
+_STORE_BLOCK: dict[str, Callable[[IrBuilder, Value, Value], None]] = {
+    "q8_0": _store_q8_0,
+    "q6_0": lambda ir, x, block: _store_symmetric(ir, x, block, 6, _pack_six_bits),
+    "q5_0": lambda ir, x, block: _store_symmetric(ir, x, block, 5, _pack_five_bits),
+    "q5_1": lambda ir, x, block: _store_affine(ir, x, block, 5, _pack_five_bits),
+    "q4_0": lambda ir, x, block: _store_symmetric(ir, x, block, 4, _pack_nibbles),
+    "q4_1": lambda ir, x, block: _store_affine(ir, x, block, 4, _pack_nibbles),
+    "iq4_nl": _store_nonlinear,
 }
 
 
-def _keep_row(ir: IrBuilder, x: Value, dim: int, row: Value) -> None:
-    """Q8_KV: one scale and the sum of the codes before them."""
+def _store_q8_kv(ir: IrBuilder, x: Value, dim: int, row: Value) -> None:
+    """Encode a row as Q8_KV: one scale and the sum of the codes, then the codes."""
     vectors = [ir.load(_FLOATS32, x + 4 * c) for c in range(0, dim, 32)]
     top = ir.absolute(_extreme(ir, vectors[0]))
     for v in vectors[1:]:  # NaN stays: `max` keeps its first operand, and what is first may be either
@@ -184,19 +211,19 @@ def _to_bfloat(ir: IrBuilder, x: Value) -> Value:
 
 
 @simd_intrinsic("void")
-def keep(ir: IrBuilder, ggml_type: int, x: Value, dim: int, row: Value) -> None:
-    """Write the row of `dim` floats at x; dim a multiple of 16, or of 32 for quantized types."""
+def store_row(ir: IrBuilder, ggml_type: int, x: Value, dim: int, row: Value) -> None:
+    """Encode `dim` floats to a row of the cache; dim is a multiple of 16, or of 32 for quantized types."""
     name = NAMES[ggml_type]
     if name in kv_rounding.FLOATS:
         rounded = {"f32": lambda v: v, "f16": ir.float_to_half, "bf16": lambda v: _to_bfloat(ir, v)}[name]
         for c in range(0, dim, 16):
             ir.store(rounded(ir.load(_FLOATS16, x + 4 * c)), row + c * (4 if name == "f32" else 2))
     elif name == "q8_KV":
-        _keep_row(ir, x, dim, row)
+        _store_q8_kv(ir, x, dim, row)
     else:
         nbytes = FORMATS[ggml_type].nbytes
         for c in range(0, dim, 32):
-            _KEEP[name](ir, ir.load(_FLOATS32, x + 4 * c), row + c // 32 * nbytes)
+            _STORE_BLOCK[name](ir, ir.load(_FLOATS32, x + 4 * c), row + c // 32 * nbytes)
 
 
 # ---------------------------------------------------------------------------------------------------------- rotating
@@ -204,7 +231,7 @@ def keep(ir: IrBuilder, ggml_type: int, x: Value, dim: int, row: Value) -> None:
 
 @simd_intrinsic("void")
 def rotate(ir: IrBuilder, x: Value, dim: Value, block: int) -> None:
-    """Every `block` (16, 32, … 512; 0: none) of `dim` floats times `rounding.rotation(block)`, in place."""
+    """Multiply every `block` (16, 32, … 512; 0: none) of `dim` floats by `kv_rounding.rotation(block)`, in place."""
     if not block:
         return
     with ir.loop(0, dim, block) as first:

@@ -1,23 +1,23 @@
-"""Weights times one vector: for each type a C function over rows first .. last - 1,
+"""Products of a matrix with one vector: for each type a C function for rows first .. last - 1,
 
     void(weights, n, first, last, activations, out)     out[row] = sum over j of y[row, j] * x[j]
 
-with all arguments int64 (addresses are integers), `activations` a buffer of activations.py with codes filled, n a
-multiple of the type's block and of 32, and `out` float32 of which [first, last) is written. For an interleaved type
-`first` and `last` are multiples of its rows.
+All arguments are int64; addresses are integers. `activations` is an activation buffer (activations.py), n a multiple of
+the type's block and of 32, and `out` float32, of which [first, last) is written. For an interleaved type `first` and
+`last` are multiples of its rows.
 
-The plain formula, for a block of 32 with weights scale * (code - offset) + floor and activations s * a:
+The formula for a sub-block of 32 columns, with weights scale * (code - offset) + minimum and activations s * a:
 
-    s * scale * (sum code * a  -  offset * sum a)  +  floor * s * sum a
+    s * scale * (sum code * a  -  offset * sum a)  +  minimum * s * sum a
 
-for each four of its columns with fine activations; for all 32 with wide ones (interleaved rows), where the first sum
-is 256 * sum code * high + sum code * low.
+for each four of its columns with int8 activations; for all 32 with int16 activations (interleaved rows), where the
+first sum is 256 * sum code * high + sum code * low.
 
-The bracket is exact in int32. Scales that are small integers times a number d of the block stay integers with it: the
-sum of s * multiplier * bracket over the block is multiplied by d once.
+The bracket is exact in int32. Scales that are small integers times a block scale d stay integers with it: the sum of
+s * multiplier * bracket over the block is multiplied by d once.
 
-The kernels are bound by memory, so what counts is that each byte of the weights is read once, in order, and that what
-is done to it fits in the time it takes to arrive.
+The kernels are bound by memory bandwidth. So each byte of the weights is read once, in order, and the work per byte
+fits in the time in which it arrives.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from collections.abc import Callable
 from quantkit.codegen.callbacks import Callback, callback
 from quantkit.codegen.simd import F32, I8, I32, IrBuilder, Value, Variable, simd_intrinsic, vector
 from quantkit.runtime.kernels.cpu.activations import (
-    FINE,
-    FINE_SCALES,
-    FINE_SUMS,
-    WIDE,
-    WIDE_SCALES,
-    WIDE_SUMS,
-    fine_floors,
+    INT8_CODES,
+    INT8_SCALES,
+    INT8_SUMS,
+    INT16_CODES,
+    INT16_SCALES,
+    INT16_SUMS,
+    scaled_sums,
 )
 from quantkit.runtime.kernels.cpu.dequantize import FLOAT_TYPES, load_floats
-from quantkit.runtime.kernels.cpu.formats.base import Format, Picked
+from quantkit.runtime.kernels.cpu.formats.base import Format, SpreadLanes
 from quantkit.runtime.kernels.cpu.formats.registry import FORMATS
 
 SIGNATURE = "void(int64, int64, int64, int64, int64, int64)"
-ROWS = 4  # in flight: one load of the activations serves them all, and four sums hide the latency of one
+ROWS_TOGETHER = 4  # one load of the activations serves them all, and four sums hide the latency of one
 
 _INTS8, _FLOATS8, _FLOATS16 = vector(8, I32), vector(8, F32), vector(16, F32)
 
@@ -50,116 +50,119 @@ _INTS8, _FLOATS8, _FLOATS16 = vector(8, I32), vector(8, F32), vector(16, F32)
 def integer_product(
     ir: IrBuilder, ggml_type: int, weights: Value, n: Value, first: Value, last: Value, activations: Value, out: Value
 ) -> None:
+    """The function above for a type of FORMATS."""
     f = FORMATS[ggml_type]
     blocks = n >> (f.columns.bit_length() - 1)
     if f.rows > 1:
         with ir.loop(first, last, f.rows) as row:
-            group = weights + f.group_bytes(blocks) * (row >> (f.rows.bit_length() - 1))
-            _lane_rows(ir, f, group, blocks, n, activations, out + row * 4)
+            group = weights + f.row_group_bytes(blocks) * (row >> (f.rows.bit_length() - 1))
+            _interleaved_rows(ir, f, group, blocks, n, activations, out + row * 4)
         return
 
     def rows_at(row: Value, count: int) -> None:
-        size = f.group_bytes(blocks)
+        size = f.row_group_bytes(blocks)
         addresses = [weights + size * (row + r) for r in range(count)]
         _rows(ir, f, addresses, blocks, n, activations, out + row * 4)
 
-    _in_steps(ir, first, last, rows_at)
+    _for_each_rows(ir, first, last, rows_at)
 
 
-def _ask_ahead(ir: IrBuilder, start: Value, steps: Value, step: Value, nbytes: int) -> None:
-    """Prefetch, while a tile of `steps` steps of `nbytes` is read, the tile after the next, at the same pace.
+def _prefetch_tile(ir: IrBuilder, start: Value, steps: Value, step: Value, nbytes: int) -> None:
+    """Prefetch two tiles ahead, at the pace at which a tile of `steps` steps of `nbytes` bytes is read.
 
-    The hardware follows one stream well, but rows in flight are several short ones: this made reading 1.1 to 3 times
-    faster, as rows crossed more pages.
+    The hardware prefetcher follows one stream well, but rows read together are several short ones: this made reading
+    1.1 to 3 times faster, more so where rows cross more pages.
     """
     ahead = start + steps * (2 * nbytes) + step * nbytes
     for line in range(0, nbytes, 64):
         ir.prefetch(ahead + line)
 
 
-def _in_steps(ir: IrBuilder, first: Value, last: Value, rows_at: Callable[[Value, int], None]) -> None:
-    """`rows_at(row, ROWS)` as far as that goes, the rest with `rows_at(row, 1)`."""
-    middle = last - ((last - first) & (ROWS - 1))
-    with ir.loop(first, middle, ROWS) as row:
-        rows_at(row, ROWS)
+def _for_each_rows(ir: IrBuilder, first: Value, last: Value, rows_at: Callable[[Value, int], None]) -> None:
+    """Call `rows_at(row, ROWS_TOGETHER)` for whole groups of rows, then `rows_at(row, 1)` for the rest."""
+    middle = last - ((last - first) & (ROWS_TOGETHER - 1))
+    with ir.loop(first, middle, ROWS_TOGETHER) as row:
+        rows_at(row, ROWS_TOGETHER)
     with ir.loop(middle, last, 1) as row:
         rows_at(row, 1)
 
 
 def _rows(ir: IrBuilder, f: Format, addresses: list[Value], blocks: Value, n: Value, x: Value, out: Value) -> None:
+    """Products of the plain rows at these addresses, together."""
     totals = [ir.variable(ir.zero(_FLOATS8)) for _ in addresses]
     with ir.loop(0, blocks) as b:
-        _ask_ahead(ir, addresses[0], blocks, b, f.nbytes * len(addresses))
-        readers = [f.units(ir, address, b) for address in addresses]
+        _prefetch_tile(ir, addresses[0], blocks, b, f.nbytes * len(addresses))
+        readers = [f.sub_blocks(ir, address, b) for address in addresses]
         first = b * f.columns
-        kept = _Scales(ir)
-        inner: list[Value] = []  # of each row with small scales: its units without what the block has in common
+        scale_cache = _ScaleCache(ir)
+        without_d: list[Value] = []  # per row with integer scales: its sum over the block, not yet times d
         last = f.columns // 32 - 1
-        for unit in range(last + 1):
-            at = first + 32 * unit
-            codes, scales = ir.load(vector(32, I8), x + n * FINE + at), ir.load(_FLOATS8, x + n * FINE_SCALES + at)
-            start = ir.load(_INTS8, x + n * FINE_SUMS + at) * -f.offset if f.offset else ir.zero(_INTS8)
+        for i in range(last + 1):
+            column = first + 32 * i
+            codes = ir.load(vector(32, I8), x + n * INT8_CODES + column)
+            scales = ir.load(_FLOATS8, x + n * INT8_SCALES + column)
+            start = ir.load(_INTS8, x + n * INT8_SUMS + column) * -f.offset if f.offset else ir.zero(_INTS8)
             for r, (reader, total) in enumerate(zip(readers, totals)):
                 weight = next(reader)
-                if small := weight.small:
-                    product = ir.multiply_pairs(ir.byte_pairs(small.codes, codes), small.words).real()
-                    lower = scales * 2.0**-small.up
-                    if unit == 0:
-                        inner.append(product * lower)
+                if integer := weight.integer_scales:
+                    product = ir.multiply_pairs(ir.byte_pairs(integer.codes, codes), integer.multipliers).real()
+                    lower = scales * 2.0**-integer.shift
+                    if i == 0:
+                        without_d.append(product * lower)
                     else:
-                        inner[r] = ir.fma(product, lower, inner[r])
-                    if unit == last:
-                        total.set(ir.fma(inner[r], small.d, total.get()))
+                        without_d[r] = ir.fma(product, lower, without_d[r])
+                    if i == last:
+                        total.set(ir.fma(without_d[r], integer.d, total.get()))
                 else:
                     product = ir.dot4(start, weight.codes, codes, f.largest).real()
-                    total.set(ir.fma(product, kept.scale(weight.scale) * scales, total.get()))
-                if weight.floor:
-                    _add_floor(ir, total, weight.floor, unit, fine_floors(x, n, at, f.group))
+                    total.set(ir.fma(product, scale_cache.load(weight.scale) * scales, total.get()))
+                if weight.minimum:
+                    _add_minimum(ir, total, weight.minimum, i, scaled_sums(x, n, column, f.scale_columns))
     for r, total in enumerate(totals):
         ir.store(ir.sum(total.get()), out + 4 * r)
 
 
-class _Scales:
-    """Scales of a block's units. One that fills eight lanes comes from memory where it was picked from a vector: that
-    costs a load, of which there are few, not a shuffle, of which there are many.
+class _ScaleCache:
+    """Scales of a block's sub-blocks. One that fills eight lanes is loaded from memory, to which its source vector is
+    written once: that costs a load, of which there are few, not a shuffle, of which there are many.
     """
 
     def __init__(self, ir: IrBuilder):
         self.ir = ir
-        self.kept: dict[int, tuple[Value, Value]] = {}  # what scales were picked from, and its address
+        self.stored: dict[int, tuple[Value, Value]] = {}  # sources of scales, and their addresses
 
-    def scale(self, scale: Value) -> Value:
-        if not isinstance(scale, Picked) or len(scale.which) > 1:
+    def load(self, scale: Value) -> Value:
+        if not isinstance(scale, SpreadLanes) or len(scale.lanes_used) > 1:
             return scale
-        key = id(scale.scales)
-        if key not in self.kept:
-            self.kept[key] = scale.scales, self.ir.in_memory(scale.scales)
-        return self.ir.splat(self.ir.load(F32, self.kept[key][1] + 4 * scale.which[0]), 8)
+        key = id(scale.source)
+        if key not in self.stored:
+            self.stored[key] = scale.source, self.ir.in_memory(scale.source)
+        return self.ir.splat(self.ir.load(F32, self.stored[key][1] + 4 * scale.lanes_used[0]), 8)
 
 
-def _add_floor(ir: IrBuilder, total: Variable, floor: Value, unit: int, floors: Value) -> None:
-    """Add floor times the activations' floors of the unit, at an address; of floors picked from eight, all at once."""
-    if isinstance(floor, Picked):
-        lane = unit * len(floor.which) % 8
-        if floor.which[0] != lane:
-            raise ValueError(f"unit {unit} picks floors from {floor.which[0]}, not from {lane} on: they are in order")
+def _add_minimum(ir: IrBuilder, total: Variable, minimum: Value, sub_block: int, sums: Value) -> None:
+    """Add minimum * scaled sums of the activations at an address; where minimums are lanes of a vector, 8 at once."""
+    if isinstance(minimum, SpreadLanes):
+        lane = sub_block * len(minimum.lanes_used) % 8
+        if minimum.lanes_used[0] != lane:
+            raise ValueError(f"sub-block {sub_block} spreads minimum {minimum.lanes_used[0]}, not {lane}: not in order")
         if lane == 0:
-            total.set(ir.fma(floor.scales, ir.load(_FLOATS8, floors), total.get()))
+            total.set(ir.fma(minimum.source, ir.load(_FLOATS8, sums), total.get()))
     else:  # one that fills eight lanes
-        total.set(ir.fma(floor, ir.insert(ir.zero(_FLOATS8), 0, ir.load(F32, floors)), total.get()))
+        total.set(ir.fma(minimum, ir.insert(ir.zero(_FLOATS8), 0, ir.load(F32, sums)), total.get()))
 
 
-def _lane_rows(ir: IrBuilder, f: Format, group: Value, blocks: Value, n: Value, x: Value, out: Value) -> None:
-    """A group of interleaved rows, one a lane."""
+def _interleaved_rows(ir: IrBuilder, f: Format, group: Value, blocks: Value, n: Value, x: Value, out: Value) -> None:
+    """Products of a group of interleaved rows, one lane each."""
     total = ir.variable(ir.zero(_FLOATS8))
     with ir.loop(0, blocks) as b:
-        _ask_ahead(ir, group, blocks, b, f.nbytes)
-        for unit, weight in enumerate(f.units(ir, group, b)):
-            at = b * f.columns + 32 * unit
-            sums = _lane_sums(ir, f, ir.load(_INTS8, x + n * WIDE_SUMS + at))
+        _prefetch_tile(ir, group, blocks, b, f.nbytes)
+        for i, weight in enumerate(f.sub_blocks(ir, group, b)):
+            column = b * f.columns + 32 * i
+            sums = _interleaved_sums(ir, f, ir.load(_INTS8, x + n * INT16_SUMS + column))
             product = ir.zero(_INTS8)
-            for plane in (0, 32):
-                codes = x + n * WIDE + at * 2 + plane
+            for plane in (0, 32):  # high bytes, low bytes
+                codes = x + n * INT16_CODES + column * 2 + plane
                 for weights, left, right in weight.steps:
                     if left == right:  # a load fills all lanes
                         four = ir.splat(ir.load(I32, codes + left), 8)
@@ -168,9 +171,9 @@ def _lane_rows(ir: IrBuilder, f: Format, group: Value, blocks: Value, n: Value, 
                     product = ir.dot4(product, weights, four.view(vector(32, I8)), f.largest)
                 if plane == 0:
                     product = (product << 8) + sums * -f.offset
-            scale = ir.splat(ir.load(F32, x + n * WIDE_SCALES + (at >> 3)), 8)
+            scale = ir.splat(ir.load(F32, x + n * INT16_SCALES + (column >> 3)), 8)
             partial = ir.fma(product.real(), weight.scale * scale, total.get())
-            total.set(ir.fma(sums.real() * scale, weight.floor, partial) if weight.floor else partial)
+            total.set(ir.fma(sums.real() * scale, weight.minimum, partial) if weight.minimum else partial)
     lanes = total.get()
     while lanes.lanes > f.rows:
         half = lanes.lanes // 2
@@ -178,8 +181,8 @@ def _lane_rows(ir: IrBuilder, f: Format, group: Value, blocks: Value, n: Value, 
     ir.store(lanes, out)
 
 
-def _lane_sums(ir: IrBuilder, f: Format, fours: Value) -> Value:
-    """Of the sums of four activation codes, what each lane sees: all 32 columns, or 16 and 16."""
+def _interleaved_sums(ir: IrBuilder, f: Format, fours: Value) -> Value:
+    """Sums of activation codes over the columns of each lane, from sums of four: all 32 columns, or 16 and 16."""
     for distance in (1, 2, 4) if f.rows == 8 else (1, 2):
         fours = fours + ir.shuffle(fours, None, [lane ^ distance for lane in range(8)])
     return fours
@@ -189,13 +192,14 @@ def _lane_sums(ir: IrBuilder, f: Format, fours: Value) -> Value:
 def float_product(
     ir: IrBuilder, ggml_type: int, weights: Value, n: Value, first: Value, last: Value, activations: Value, out: Value
 ) -> None:
+    """The function above for F32, F16 and BF16, with float32 activations."""
     width = 4 if FLOAT_TYPES[ggml_type] == "f32" else 2
 
     def rows_at(row: Value, count: int) -> None:
         start = weights + row * n * width
         totals = [[ir.variable(ir.zero(_FLOATS16)) for _ in range(2)] for _ in range(count)]
         with ir.loop(0, n, 32) as i:
-            _ask_ahead(ir, start, n >> 5, i >> 5, 32 * width * count)
+            _prefetch_tile(ir, start, n >> 5, i >> 5, 32 * width * count)
             for half in range(2):
                 x = ir.load(_FLOATS16, activations + (i + 16 * half) * 4)
                 for r in range(count):
@@ -204,12 +208,12 @@ def float_product(
         for r, (a, b) in enumerate(totals):
             ir.store(ir.sum(a.get() + b.get()), out + row * 4 + 4 * r)
 
-    _in_steps(ir, first, last, rows_at)
+    _for_each_rows(ir, first, last, rows_at)
 
 
 @functools.cache
 def product(ggml_type: int) -> Callback | None:
-    """The compiled function of a type; None for types without one."""
+    """The compiled function of a type, or None for types without one."""
     if ggml_type in FLOAT_TYPES:
 
         @callback(SIGNATURE)

@@ -1,19 +1,18 @@
 """A team of threads that executes operation lists together.
 
 A forward pass is hundreds of operations of some microseconds. Handing each to a thread pool costs more than many of
-them take, so the threads are handed the whole list: each executes it from end to end, does its share of every operation
-and waits at a barrier where the next operation needs what the others made.
+them take. So the threads get the whole list: each executes it from end to end, does its share of every operation and
+waits at a barrier where the next operation needs the results of the others.
 
-    ops      int64[count, 3]: address of a C function `void(parameters, thread, threads)`, address of its parameters
-             (int64s; what they mean is the function's own affair), 1 where all must wait for each other afterwards
-    sync     int64[SYNC]: what the threads share; fields on cache lines of their own
+    ops      a ListedOperation for each operation
+    sync     int64[SYNC]: shared by the threads; fields are on cache lines of their own
 
 The thread that calls `ThreadTeam.run` is the leader, with number 0. It publishes a list by advancing the epoch; the
 others run a worker loop that waits for the next epoch. The last operation of a list always ends with a barrier, so
 when `run` returns, nobody reads the list any more.
 
-A waiting thread first spins, then gives its core to any other process that wants it at every look. Between lists
-it does so for about a millisecond and then sleeps, so an idle process uses no CPU.
+A waiting thread first spins, then yields its core to other processes each time it polls. Between lists it does so for
+about a millisecond and then sleeps, so an idle process uses no CPU.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,28 +31,36 @@ from quantkit.codegen import callbacks
 from quantkit.codegen.jit import kernel
 from quantkit.codegen.simd import atomic_add, atomic_load, atomic_store, call3, load_int, pause, store_int
 from quantkit.errors import KernelError
+from quantkit.runtime.kernels.cpu.operation import load_record, record_bytes
 
 ARRIVED, PHASE, EPOCH, OPS, COUNT, YIELD = 0, 64, 128, 192, 200, 208  # byte offsets in sync
 SYNC = 32
-SPINS = 2000  # looks before giving way; some tens of microseconds
-IDLE_SPINS = 4000  # looks before a thread without work goes to sleep
+SPINS = 2000  # polls before a waiting thread yields its core; some tens of microseconds
+IDLE_SPINS = 4000  # polls before a thread without work goes to sleep
 
-_OP = 24
+
+class ListedOperation(NamedTuple):
+    function: int  # C function `void(parameters, thread, threads)`, see operation.py
+    parameters: int
+    barrier: int  # 1 if all threads wait for each other afterwards
+
+
+_LISTED_BYTES = record_bytes(ListedOperation)
 
 
 @kernel(inline="always")
 def _sync_point(sync):
-    """Nothing. Stress tests compile these kernels with a random delay here instead."""
+    """Does nothing. Stress tests compile these kernels with a random delay here."""
 
 
 @kernel
-def _wait_while(address, value, looks, sync):
-    """Wait until the int64 at `address` is no longer `value`; at most so many looks if `looks` > 0."""
+def _wait_while(address, value, polls, sync):
+    """Wait until the int64 at `address` is no longer `value`; at most `polls` polls if `polls` > 0."""
     done = 0
     while atomic_load(address) == value:
         _sync_point(sync)
         done += 1
-        if done == looks:
+        if done == polls:
             return
         pause()
         if done > SPINS:
@@ -61,7 +69,7 @@ def _wait_while(address, value, looks, sync):
 
 @kernel
 def _barrier(sync, threads):
-    """Return when all threads are here, and what they wrote can be seen."""
+    """Return when all threads have arrived; their writes are visible."""
     phase = atomic_load(sync + PHASE)
     _sync_point(sync)
     if atomic_add(1, sync + ARRIVED) == threads - 1:
@@ -76,17 +84,18 @@ def _barrier(sync, threads):
 
 @kernel
 def _execute(ops, count, sync, thread, threads):
+    """Execute a list as one of its threads."""
     for i in range(count):
-        op = ops + i * _OP
+        op = load_record(ListedOperation, ops + i * _LISTED_BYTES)
         _sync_point(sync)
-        call3(load_int(op), load_int(op + 8), thread, threads)
-        if threads > 1 and (load_int(op + 16) != 0 or i == count - 1):
+        call3(op.function, op.parameters, thread, threads)
+        if threads > 1 and (op.barrier != 0 or i == count - 1):
             _barrier(sync, threads)
 
 
 @kernel
 def _lead(sync, ops, count, threads):
-    """Publish a list and execute it with the workers. One call, so that no signal leaves them alone with it."""
+    """Publish a list and execute it with the workers. One call, so that no signal leaves workers without a leader."""
     store_int(ops, sync + OPS)
     _sync_point(sync)
     store_int(count, sync + COUNT)
@@ -110,7 +119,7 @@ def _work(sync, thread, threads, seen):
 
 
 def _yield_function() -> int:
-    """Address of the C function that gives the rest of a time slice away. Called with arguments that it ignores."""
+    """Address of the C function that yields the rest of a time slice. It is called with arguments that it ignores."""
     if sys.platform == "win32":
         function = ctypes.windll.kernel32.SwitchToThread
     else:
@@ -121,10 +130,10 @@ def _yield_function() -> int:
 
 
 class ThreadTeam:
-    """`threads` threads that run lists together: the caller's, and threads - 1 workers, started at the first list.
+    """`threads` threads that run lists together: the caller's, and threads - 1 workers, started by the first list.
 
-    `_lock` is taken by itself, not through the Condition: its methods are Python code, where an interrupt can come
-    between taking a lock and the promise to release it.
+    `_lock` is taken itself, not through the Condition: the methods of Condition are Python code, where an interrupt can
+    come between taking the lock and the block that releases it.
     """
 
     def __init__(self, threads: int):
@@ -134,27 +143,27 @@ class ThreadTeam:
         self._fields = self._memory[(self._sync - self._memory.ctypes.data) // 8 :]
         self._fields[YIELD // 8] = _yield_function()
         self._busy = threading.Lock()  # held by the leader, from before the workers start to the end of its list
-        self._lock = threading.Lock()  # guards all that follows
+        self._lock = threading.Lock()  # guards the fields below
         self._wake = threading.Condition(self._lock)
         self._announced = 0  # number of the last list: the epoch, once it is published
         self._asleep = 0
-        self._workers: dict[int, threading.Thread] = {}  # by number, who is in the worker loop
-        self._attempt = 0  # to start the workers
+        self._workers: dict[int, threading.Thread] = {}  # by number: threads that are in the worker loop
+        self._attempt = 0  # number of times that workers were started
         self._closed = False
-        self._failures: list[str] = []  # kernels that raised in the list that runs
+        self._failures: list[str] = []  # names of kernels that raised during the current list
 
     @property
     def epoch(self) -> int:
-        """How many lists were published."""
+        """Number of lists published."""
         return int(self._fields[EPOCH // 8])
 
     def run(self, ops: np.ndarray, prepare: Callable[[], None] | None = None) -> None:
-        """Run ops int64[count, 3], C-contiguous; the parameters they point to must stay alive meanwhile.
+        """Run int64[count, 3], C-contiguous ListedOperations; the parameters they point to must stay alive meanwhile.
 
-        `prepare` is called first, when no other list runs: to set parameters that other callers set too.
+        `prepare` is called first, while no other list runs, to set parameters that other callers set too.
 
-        An interrupt is raised before the list begins or after its end. KernelError where an operation raised an
-        exception: the list went on to its end, with incomplete numbers.
+        An interrupt is raised before the list begins or after it ends. KernelError if an operation raised an exception:
+        the list ran to its end, with incomplete results.
         """
         if not len(ops):  # without operations there is no barrier
             return
@@ -171,7 +180,7 @@ class ThreadTeam:
                     if self._asleep:
                         self._wake.notify_all()
                 _lead(self._sync, ops.ctypes.data, len(ops), self.threads)
-            finally:  # an interrupt may have come before it was published; nobody need stay awake for it then
+            finally:  # an interrupt may have come before the list was published: no worker has to stay awake for it
                 self._announced = self.epoch
                 callbacks.report_failures_to(None)
             if self._failures:
@@ -182,11 +191,11 @@ class ThreadTeam:
                 )
 
     def _start(self) -> None:
-        """Start the workers that are missing: all of them at first, and again what an earlier attempt did not reach."""
+        """Start the missing workers: all of them at first; later those that an earlier attempt could not start."""
         if self._closed:
             raise KernelError("the interpreter is shutting down: its threads have ended, no kernels run any more")
         epoch = self.epoch
-        _work(self._sync, self.threads, self.threads, epoch)  # compiled here, so that no thread comes late for that
+        _work(self._sync, self.threads, self.threads, epoch)  # compile it here, so that no thread is late because of it
         self._attempt += 1
         for number in range(1, self.threads):
             if number in self._workers:
@@ -205,14 +214,14 @@ class ThreadTeam:
     def _worker_loop(self, number: int, seen: int, attempt: int) -> None:
         with self._lock:
             if attempt != self._attempt or number in self._workers or self._closed:
-                return  # an interrupted attempt left this thread behind, and another has its place
+                return  # an interrupted attempt started this thread, and another one has its place
             self._workers[number] = threading.current_thread()
         callbacks.report_failures_to(self._failures)
         try:
             while not self._closed:
                 seen = _work(self._sync, number, self.threads, seen)
                 with self._lock:
-                    # However late a list is published after it was announced, its workers stay awake.
+                    # Workers stay awake from the announcement of a list until it is published.
                     while self._announced == seen and not self._closed:
                         self._asleep += 1
                         try:
@@ -224,7 +233,7 @@ class ThreadTeam:
                 del self._workers[number]
 
     def close(self) -> None:
-        """End the workers, after the list that runs. No other can be run."""
+        """End the workers after the current list. No other list can be run."""
         with self._busy:
             with self._lock:
                 self._closed = True
@@ -239,7 +248,7 @@ _teams_lock = threading.Lock()
 
 
 def team(threads: int) -> ThreadTeam:
-    """The team of so many threads; one for the whole process, whose lists run one after another."""
+    """The process-wide team of `threads` threads; its lists run one after another."""
     found = _teams.get(threads)
     if found is None:
         with _teams_lock:
@@ -249,13 +258,13 @@ def team(threads: int) -> ThreadTeam:
 
 @atexit.register
 def _close_teams() -> None:
-    """A daemon thread may be leading a list: end before the interpreter takes apart what the list reads."""
+    """A daemon thread may be leading a list: end before the interpreter frees what the list reads."""
     for each in list(_teams.values()):
         each.close()
 
 
 def _after_fork() -> None:
-    """A forked child has none of our threads, and locks may be held by some that it does not have."""
+    """A forked child has none of these threads, and its locks may be held by threads that it does not have."""
     global _teams_lock
     _teams_lock = threading.Lock()
     _teams.clear()
@@ -263,69 +272,3 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
-
-
-class OpList:
-    """A builder of an operation list, and the memory it points to.
-
-    Parameters named `private_stride` are strides of a buffer that every thread writes for itself. 0 would have all
-    threads write the same bytes.
-    """
-
-    def __init__(self, threads: int):
-        self.threads = threads
-        self._ops: list[tuple[int, int, int]] = []
-        self._alive: list[np.ndarray] = []
-        self._buffers: dict[tuple[str, int], np.ndarray] = {}
-        self._array: np.ndarray | None = None
-
-    def add(self, function: int, names: tuple[str, ...], wait: bool = False, **values: int) -> np.ndarray:
-        """Append an operation. Parameters that are not given are 0; the array of all is returned, to be changed."""
-        unknown = set(values) - set(names)
-        assert not unknown, f"no parameters {unknown} among {names}"
-        assert self.threads == 1 or "private_stride" not in names or values.get("private_stride", 0) > 0, (
-            f"{self.threads} threads would write one buffer: private_stride is {values.get('private_stride', 0)}"
-        )
-        parameters = self.keep(np.array([values.get(name, 0) for name in names], np.int64))
-        self._ops.append((function, parameters.ctypes.data, int(wait)))
-        self._array = None
-        return parameters
-
-    def wait(self) -> None:
-        """Let all threads wait for each other after the last operation."""
-        if self._ops:
-            function, parameters, _ = self._ops[-1]
-            self._ops[-1] = function, parameters, 1
-            self._array = None
-
-    def run(self, prepare: Callable[[], None] | None = None) -> None:
-        """Execute the list; see `ThreadTeam.run`."""
-        array = self._array
-        if array is None:
-            array = self._array = np.array(self._ops, np.int64).reshape(-1, 3)
-        team(self.threads).run(array, prepare)
-
-    def keep(self, array: np.ndarray) -> np.ndarray:
-        self._alive.append(array)
-        return array
-
-    def constant(self, value: float) -> int:
-        """Address of a float32."""
-        return self.keep(np.array([value], np.float32)).ctypes.data
-
-    def buffer(self, name: str, nbytes: int) -> int:
-        """Address of working memory, zero at first; operations that name the same buffer share it."""
-        key = (name, nbytes)
-        if key not in self._buffers:
-            self._buffers[key] = np.zeros(nbytes // 8 + 1, np.int64)
-        return self._buffers[key].ctypes.data
-
-    @property
-    def nbytes(self) -> int:
-        """Of all working memory."""
-        return sum(array.nbytes for array in self._buffers.values())
-
-    def private(self, name: str, nbytes: int) -> tuple[int, int]:
-        """Address and stride of a buffer for each thread, on cache lines of their own."""
-        stride = -(-nbytes // 64) * 64
-        return self.buffer(name, self.threads * stride), stride

@@ -1,18 +1,19 @@
-"""What a type's blocks are to the CPU kernels: small integers and scales. The one description that all of them share.
+"""How CPU kernels see a type's blocks: small integer codes and scales. All kernels share this one description.
 
-A row is read in units of 32 columns. A format's reader yields the units of one block,
+A row is read in sub-blocks of 32 columns, whatever the type's own groups of columns with one scale (16, 32 or more). A
+format's reader yields the sub-blocks of one block:
 
-    y[j] = scale[j] * (codes[j] - offset) + floor[j]          j in 0 .. 31
+    y[j] = scale[j] * (codes[j] - offset) + minimum[j]          j in 0 .. 31
 
-with `codes` 32 unsigned bytes in column order and `scale`, `floor` float32 x 8, lane i for columns 4i .. 4i+3 (the
-four that one 32-bit lane of a byte product sums up). The byte maps stand in `quantkit/types`.
+`codes` are 32 unsigned bytes in column order. `scale` and `minimum` are float32 x 8: lane i is for columns 4i .. 4i+3,
+the four that one 32-bit lane of a byte product sums. The byte maps are in `quantkit/types`.
 
-An interleaved type has a reader of its own kind: 8 lanes are 8 rows, or 4 rows twice, and a unit is steps of 32 bytes,
-lane i of a step holding four columns of row i % rows. With 4 rows, lanes 0..3 stand in the unit's first 16 columns and
-lanes 4..7 in its last.
+A reader of an interleaved type yields `InterleavedSubBlock`s: 8 lanes are 8 rows, or 4 rows twice. A sub-block is a
+list of steps of 32 bytes; lane i of a step holds four columns of row i % rows. With 4 rows, lanes 0..3 are in the
+sub-block's first 16 columns and lanes 4..7 in its last.
 
-Readers are called with (e, block) or, for types whose rows have a header, with (e, block, head): addresses.
-`runtime/kernels/cpu/formats/registry.py` has them all, by type.
+Readers are called as `read(ir, block)` or, for types whose rows have a header, `read(ir, block, header)`; both are
+addresses. `formats/registry.py` finds them by type.
 """
 
 from __future__ import annotations
@@ -29,64 +30,65 @@ INTS4, INTS8, INTS16 = (vector(lanes, I32) for lanes in (4, 8, 16))
 
 
 @dataclass(frozen=True)
-class Small:
-    """32 columns whose scales are small integers times what the block has in common: products stay integers for longer.
+class IntegerScales:
+    """A sub-block whose scales are small integers times a block scale: products stay integers for longer.
 
-    Codes stand `up` bits higher in their bytes, where that saves a shift; two products of bytes must fit in 16 bits.
+    Codes may be shifted left by `shift` bits, where that saves an instruction; the sum of two products of bytes must
+    fit in 16 bits.
     """
 
-    codes: Value  # of the unit, times 2^up
-    up: int
-    words: Value  # int16 x 16, of two columns each: scale = words * d
+    codes: Value  # times 2^shift
+    shift: int
+    multipliers: Value  # int16 x 16, for two columns each: scale = multiplier * d
     d: Value  # float32 x 8, of the block
 
 
 @dataclass(frozen=True)
-class Unit:
-    """32 columns of one row; `floor` is None for formats without one, `small` for most of those with an offset."""
+class SubBlock:
+    """32 columns of one row. `minimum` is None in formats without minimums, `integer_scales` in most formats."""
 
     codes: Value
     scale: Value
-    floor: Value | None = None
-    small: Small | None = None
+    minimum: Value | None = None
+    integer_scales: IntegerScales | None = None
 
 
 @dataclass(frozen=True)
-class LaneUnit:
-    """32 columns of `rows` rows: each step is (codes, first column of lanes 0..3, of lanes 4..7)."""
+class InterleavedSubBlock:
+    """32 columns of `Format.rows` rows. A step is (codes, first column of lanes 0..3, first column of lanes 4..7)."""
 
     steps: list[tuple[Value, int, int]]
     scale: Value
-    floor: Value | None = None
+    minimum: Value | None = None
 
 
 @dataclass(frozen=True)
 class Format:
-    """A type as kernels see it. `rows` rows share a group; `group` columns share a scale, and a floor."""
+    """A type as CPU kernels read it. A row group is `rows` interleaved rows, or one row."""
 
     name: str
-    read: Callable[..., Iterator]
+    read: Callable[..., Iterator[Any]]
     columns: int  # of a block
-    nbytes: int  # of a block, times `rows` for a group of rows
+    nbytes: int  # of a block, of all rows of a group
     offset: int
     largest: int  # code
-    group: int = 32
-    floor: bool = False
+    scale_columns: int = 32  # columns that share a scale, and a minimum: 16 or 32
+    has_minimum: bool = False
     rows: int = 1
-    head: int = 0  # bytes before the blocks of a row, of all rows of a group
+    head: int = 0  # bytes of the header of a row group
 
-    def group_bytes(self, blocks: Value) -> Value:
-        """Bytes of a group of rows, or of a row, with so many blocks."""
+    def row_group_bytes(self, blocks: Value) -> Value:
+        """Bytes of a row group with this number of blocks."""
         return blocks * self.nbytes + self.head
 
-    def units(self, ir: IrBuilder, group: Value, b: Value) -> Iterator:
-        """The units of block b of the group, or row, at an address."""
+    def sub_blocks(self, ir: IrBuilder, group: Value, b: Value) -> Iterator[Any]:
+        """Yield the sub-blocks of block b of the row group at an address."""
         block = group + b * self.nbytes + self.head
         return self.read(ir, block, group) if self.head else self.read(ir, block)
 
 
-def format_of(name: str, **numbers: Any) -> Callable[[Callable[..., Iterator]], Format]:
-    """Decorator: make a Format of its reader. Collected in table.py by the type's name."""
+def format_of(name: str, **numbers: Any) -> Callable[[Callable[..., Iterator[Any]]], Format]:
+    """Decorator: make a Format of a reader. `registry.py` collects them by type."""
     return lambda read: Format(name, read, **numbers)
 
 
@@ -94,34 +96,36 @@ def format_of(name: str, **numbers: Any) -> Callable[[Callable[..., Iterator]], 
 
 
 def load_half(ir: IrBuilder, address: Value) -> Value:
+    """A float16 at an address, as float32."""
     return ir.half_to_float(ir.load(I16, address))
 
 
 def load_halves(ir: IrBuilder, address: Value, lanes: int) -> Value:
+    """Several float16 at an address, as float32."""
     return ir.half_to_float(ir.load(vector(lanes, I16), address))
 
 
 def low_then_high(ir: IrBuilder, packed: Value) -> Value:
-    """All low nibbles of 16 bytes, then all high ones."""
+    """All low nibbles of 16 bytes, then all high nibbles."""
     return low_and_high(ir, ir.shuffle(packed, None, [*range(16), *range(16)]))
 
 
 def low_and_high(ir: IrBuilder, packed: Value) -> Value:
-    """Low nibbles of the first 16 bytes, high ones of the others."""
+    """The low nibbles of the first 16 of 32 bytes, the high nibbles of the others."""
     return (packed.view(INTS8) >> ir.constant(INTS8, [0, 0, 0, 0, 4, 4, 4, 4])).view(BYTES32) & 15
 
 
-class Picked(Value):
-    """What `pick` gives, with what it was picked from: kernels can first do to all scales what they do to each."""
+class SpreadLanes(Value):
+    """The result of `spread`, with its source: a kernel may apply one operation to all source lanes at once."""
 
-    __slots__ = ("scales", "which")
+    __slots__ = ("lanes_used", "source")
 
-    def __init__(self, ir: IrBuilder, spread: Value, scales: Value, which: tuple[int, ...]):
+    def __init__(self, ir: IrBuilder, spread: Value, source: Value, lanes_used: tuple[int, ...]):
         super().__init__(ir, spread.ir)
-        self.scales, self.which = scales, which
+        self.source, self.lanes_used = source, lanes_used
 
 
-def pick(ir: IrBuilder, scales: Value, *lanes: int) -> Picked:
-    """Eight lanes filled in equal shares by these lanes of `scales`."""
+def spread(ir: IrBuilder, source: Value, *lanes: int) -> SpreadLanes:
+    """Eight lanes filled in equal shares by these lanes of `source`."""
     each = 8 // len(lanes)
-    return Picked(ir, ir.shuffle(scales, None, [lane for lane in lanes for _ in range(each)]), scales, lanes)
+    return SpreadLanes(ir, ir.shuffle(source, None, [lane for lane in lanes for _ in range(each)]), source, lanes)

@@ -1,4 +1,4 @@
-"""Formats of iq1_bn, iq2_bn, q1_0_g128, mxfp4, q8_KV and, interleaved, iq2_bn_r4: few levels, or one scale a row."""
+"""Formats of iq1_bn, iq2_bn, q1_0_g128, mxfp4, q8_KV and interleaved iq2_bn_r4: few levels, or one scale per row."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from quantkit.runtime.kernels.cpu.formats.base import (
     BYTES32,
     FLOATS4,
     INTS8,
-    LaneUnit,
-    Unit,
+    InterleavedSubBlock,
+    SubBlock,
     format_of,
     load_half,
     low_then_high,
@@ -24,20 +24,23 @@ _POWERS = [(k - 1) << 23 if k > 1 else 0x200000 << k for k in range(256)]  # bit
 
 
 def powers(ir: IrBuilder, exponents: Value) -> Value:
-    """2^(k - 128) of eight numbers 0..255."""
+    """2^(k - 128) of eight exponents k in 0 .. 255."""
     small = ir.between(exponents, ir.zero(INTS8), ir.constant(INTS8, 2))
     bits = ir.choose(small, (exponents + 1) << 21, (exponents - 1) << 23)
     return bits.view(vector(8, F32))
 
 
 def _digit(column: int) -> tuple[int, int]:
-    """Byte and place of a column's digit in a block of iq1_bn."""
+    """Byte, and place in it, of a column's ternary digit in a block of iq1_bn."""
     i, j = divmod(column, 16)
     return (12, i) if j == 15 else (3 * i + j // 5, j % 5)
 
 
 def _digits(ir: IrBuilder, packed: Value, columns: list[int]) -> Value:
-    """16 words 0..2, as bytes. The block's bytes go to their upper halves, so that a product is modulo 256 there."""
+    """Ternary digits of 16 columns, as the bytes of 16-bit words.
+
+    The block's bytes become the upper halves of words, so that a product is modulo 256 there.
+    """
     places = [_digit(c) for c in columns]
     loaded = [(byte if byte < 8 else byte + 3) + i // 8 * 16 for i, (byte, _) in enumerate(places)]
     words = ir.shuffle(packed, ir.zero(BYTES32), [i for byte in loaded for i in (32, byte)]).view(_SHORTS16)
@@ -47,13 +50,15 @@ def _digits(ir: IrBuilder, packed: Value, columns: list[int]) -> Value:
 
 @format_of("iq1_bn", columns=64, nbytes=13, offset=1, largest=2, head=2)
 def _iq1_bn(ir, block, head):
-    packed = ir.join(ir.load(BYTES8, block), ir.load(BYTES8, block + 5))  # 16 bytes might end beyond the tensor
+    packed = ir.join(
+        ir.load(BYTES8, block), ir.load(BYTES8, block + 5)
+    )  # a load of 16 bytes could end beyond the tensor
     packed, scale = ir.join(packed, packed), ir.splat(load_half(ir, head), 8)
-    # Words of two vectors become bytes in the halves of both in turn: one instruction, and no lane crosses over.
+    # Words of two vectors become bytes, halves of both in turn: one instruction, without crossing 128-bit lanes.
     order = [16 * half + 32 * part + 2 * i for half in range(2) for part in range(2) for i in range(8)]
     for first in (0, 32):
         columns = [[first + 8 * part + c + c // 8 * 8 for c in range(16)] for part in range(2)]
-        yield Unit(ir.shuffle(*(_digits(ir, packed, each) for each in columns), order), scale)
+        yield SubBlock(ir.shuffle(*(_digits(ir, packed, each) for each in columns), order), scale)
 
 
 @format_of("iq2_bn", columns=64, nbytes=16, offset=1, largest=3, head=4)
@@ -61,7 +66,7 @@ def _iq2_bn(ir, block, head):
     packed = ir.load(BYTES16, block)
     scale = ir.splat(ir.load(F32, head), 8)
     for shift in (0, 4):
-        yield Unit(ir.join(packed >> shift, packed >> shift + 2) & 3, scale)
+        yield SubBlock(ir.join(packed >> shift, packed >> shift + 2) & 3, scale)
 
 
 @format_of("iq2_bn_r4", columns=64, nbytes=64, offset=1, largest=3, rows=4, head=16)
@@ -70,7 +75,7 @@ def _iq2_bn_r4(ir, block, head):
     for half in range(2):
         packed = ir.load(BYTES32, block + 32 * half)
         steps = [(packed >> 2 * t & 3, 4 * t, 4 * t + 16) for t in range(4)]
-        yield LaneUnit(steps, ir.join(d, d))
+        yield InterleavedSubBlock(steps, ir.join(d, d))
 
 
 @format_of("q1_0_g128", columns=128, nbytes=18, offset=1, largest=2)
@@ -78,16 +83,16 @@ def _q1_0_g128(ir, block):
     scale = ir.splat(load_half(ir, block), 8)
     for i in range(4):
         plus = ir.bits(ir.load(I32, block + 2 + 4 * i))
-        yield Unit(ir.choose(plus, ir.constant(BYTES32, 2), ir.zero(BYTES32)), scale)
+        yield SubBlock(ir.choose(plus, ir.constant(BYTES32, 2), ir.zero(BYTES32)), scale)
 
 
 @format_of("q8_KV", columns=32, nbytes=32, offset=128, largest=255, head=8)
 def _q8_kv(ir, block, head):
-    yield Unit(ir.load(BYTES32, block) ^ -128, ir.splat(ir.load(F32, head), 8))
+    yield SubBlock(ir.load(BYTES32, block) ^ -128, ir.splat(ir.load(F32, head), 8))
 
 
 @format_of("mxfp4", columns=32, nbytes=17, offset=E2M1_OFFSET, largest=24)
 def _mxfp4(ir, block):
     place = ir.table(_POWERS, I32) + (ir.load(I8, block).unsigned(I64) << 2)
     codes = ir.lookup(E2M1_CODES, low_then_high(ir, ir.load(BYTES16, block + 1)))
-    yield Unit(codes, ir.splat(ir.load(F32, place), 8))
+    yield SubBlock(codes, ir.splat(ir.load(F32, place), 8))

@@ -1,14 +1,14 @@
-"""Formats of iq2_xxs, iq2_xs, iq2_s, iq3_xxs and iq3_s: grid points by number, and a sign for each column.
+"""Formats of iq2_xxs, iq2_xs, iq2_s, iq3_xxs and iq3_s: indices of grid points, and a sign per column.
 
-The tables have magnitudes plus the offset; a negative column's code is twice the offset less that. What is not in the
-block as it is needed, numbers of points and signs, is made for the whole block at once.
+The tables hold magnitude + offset; the code of a negative column is 2 * offset minus that. Indices and signs that are
+not indices_in_memory ready to use are computed for the whole block at once.
 """
 
 from __future__ import annotations
 
 from quantkit.codegen.simd import I8, I16, I32, IrBuilder, Value, vector
-from quantkit.runtime.kernels.cpu.formats.base import BYTES16, BYTES32, INTS8, Unit, format_of, load_half, pick
-from quantkit.runtime.kernels.cpu.formats.points import codes_of, grid_table, stored
+from quantkit.runtime.kernels.cpu.formats.base import BYTES16, BYTES32, INTS8, SubBlock, format_of, load_half, spread
+from quantkit.runtime.kernels.cpu.formats.points import codes_of, grid_table, indices_in_memory
 
 OFFSET, OFFSET_3S = 64, 16  # largest magnitudes are 43, and 62 of iq3_xxs; 15 of iq3_s
 IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS = (grid_table(name, OFFSET) for name in ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs"))
@@ -18,30 +18,30 @@ _SHORTS16 = vector(16, I16)
 
 
 def negated(ir: IrBuilder, codes: Value, where: Value, offset: int) -> Value:
-    """Codes of the negative values where it holds."""
+    """Codes of the negated values where `where` holds."""
     return ir.choose(where, 2 * offset - codes, codes)
 
 
-def odd_multiples(numbers: Value, unit: Value) -> Value:
-    """(2 l + 1) * unit of integers l; exact, so d * ((l + 0.5) / 4) is this with d / 8."""
-    return (numbers + numbers + 1).real() * unit
+def odd_multiples(numbers: Value, d: Value) -> Value:
+    """(2 l + 1) * d of integers l. It is exact, so d * ((l + 0.5) / 4) equals this with d / 8."""
+    return (numbers + numbers + 1).real() * d
 
 
 def _with_parity(ir: IrBuilder, signs: Value) -> Value:
-    """Bytes of seven bits with, on top, the bit that makes the number of ones even."""
+    """Bytes of seven sign bits, with a top bit that makes the number of ones even."""
     return signs | ir.lookup(_ODD_NIBBLES, (signs ^ signs >> 4) & 15)
 
 
 def _signs_of_words(ir: IrBuilder, words: Value) -> Value:
-    """Bytes of the signs that 8 words of four times seven bits stand for."""
+    """Sign bytes of 8 words that each store four times seven sign bits."""
     spread = [words << i & 0x7F << 8 * i for i in range(4)]
     return _with_parity(ir, (spread[0] | spread[1] | (spread[2] | spread[3])).view(BYTES32))
 
 
-def _nibble_scales(ir: IrBuilder, address: Value, unit: Value) -> Value:
-    """Of eight sub-blocks whose l are nibbles one after the other."""
+def _nibble_scales(ir: IrBuilder, address: Value, d: Value) -> Value:
+    """Scales (2 l + 1) * d of eight groups of columns, whose l are the nibbles of 4 bytes."""
     nibbles = ir.splat(ir.load(I32, address), 8) >> ir.constant(INTS8, [4 * i for i in range(8)]) & 15
-    return odd_multiples(nibbles, ir.splat(unit, 8))
+    return odd_multiples(nibbles, ir.splat(d, 8))
 
 
 @format_of("iq2_xxs", columns=256, nbytes=66, offset=OFFSET, largest=107)
@@ -52,39 +52,41 @@ def _iq2_xxs(ir, block):
     for s in range(8):
         codes = codes_of(ir, IQ2_XXS, (block + 2 + 8 * s).__add__, range(4), I8)
         negative = ir.bits(ir.load(I32, signs + 4 * s))
-        yield Unit(negated(ir, codes, negative, OFFSET), pick(ir, scales, s))
+        yield SubBlock(negated(ir, codes, negative, OFFSET), spread(ir, scales, s))
 
 
-@format_of("iq2_xs", columns=256, nbytes=74, offset=OFFSET, largest=107, group=16)
+@format_of("iq2_xs", columns=256, nbytes=74, offset=OFFSET, largest=107, scale_columns=16)
 def _iq2_xs(ir, block):
     d = load_half(ir, block) * 0.125
     scales = [_nibble_scales(ir, block + 66 + 4 * half, d) for half in range(2)]
     words = [ir.load(_SHORTS16, block + 2 + 32 * half) for half in range(2)]
-    at = stored(ir, [part & 511 for part in words])
+    at = indices_in_memory(ir, [part & 511 for part in words])
     high = ir.shuffle(*((part >> 9).view(BYTES32) for part in words), range(0, 64, 2))
     signs = ir.in_memory(_with_parity(ir, high))
     for s in range(8):
         codes = codes_of(ir, IQ2_XS, at, range(4 * s, 4 * s + 4))
         negative = ir.bits(ir.load(I32, signs + 4 * s))
-        yield Unit(negated(ir, codes, negative, OFFSET), pick(ir, scales[s // 4], 2 * s % 8, 2 * s % 8 + 1))
+        yield SubBlock(negated(ir, codes, negative, OFFSET), spread(ir, scales[s // 4], 2 * s % 8, 2 * s % 8 + 1))
 
 
-def crumbs_above(ir: IrBuilder, crumbs: Value) -> Value:
-    """Four times four bytes of four crumbs: 16 words with a crumb each as bits 8 and 9."""
-    words = ir.shuffle(crumbs, None, [g // 4 for g in range(16)]).unsigned(I16)
+def pairs_as_high_bits(ir: IrBuilder, packed: Value) -> Value:
+    """16 words with one bit pair each as bits 8 and 9, from four bytes of four pairs."""
+    words = ir.shuffle(packed, None, [g // 4 for g in range(16)]).unsigned(I16)
     return words << ir.constant(_SHORTS16, [8, 6, 4, 2] * 4) & 0x300
 
 
-@format_of("iq2_s", columns=256, nbytes=82, offset=OFFSET, largest=107, group=16)
+@format_of("iq2_s", columns=256, nbytes=82, offset=OFFSET, largest=107, scale_columns=16)
 def _iq2_s(ir, block):
     d = load_half(ir, block) * 0.125
     scales = [_nibble_scales(ir, block + 74 + 4 * half, d) for half in range(2)]
-    high = [crumbs_above(ir, ir.load(vector(4, I8), block + 66 + 4 * half)) for half in range(2)]
-    at = stored(ir, [ir.load(BYTES16, block + 2 + 16 * half).unsigned(I16) | high[half] for half in range(2)])
+    high = [pairs_as_high_bits(ir, ir.load(vector(4, I8), block + 66 + 4 * half)) for half in range(2)]
+    at = indices_in_memory(
+        ir, [ir.load(BYTES16, block + 2 + 16 * half).unsigned(I16) | high[half] for half in range(2)]
+    )
     for s in range(8):
         codes = codes_of(ir, IQ2_S, at, range(4 * s, 4 * s + 4))
         negative = ir.bits(ir.load(I32, block + 34 + 4 * s))
-        yield Unit(negated(ir, codes, negative, OFFSET), pick(ir, scales[s // 4], 2 * s % 8, 2 * s % 8 + 1))
+        yield SubBlock(negated(ir, codes, negative, OFFSET), spread(ir, scales[s // 4], 2 * s % 8, 2 * s % 8 + 1))
 
 
 @format_of("iq3_xxs", columns=256, nbytes=98, offset=OFFSET, largest=126)
@@ -95,12 +97,12 @@ def _iq3_xxs(ir, block):
     for s in range(8):
         codes = codes_of(ir, IQ3_XXS, (block + 2 + 8 * s).__add__, range(8), I8)
         negative = ir.bits(ir.load(I32, signs + 4 * s))
-        yield Unit(negated(ir, codes, negative, OFFSET), pick(ir, scales, s))
+        yield SubBlock(negated(ir, codes, negative, OFFSET), spread(ir, scales, s))
 
 
-def ninth_bit(ir: IrBuilder, numbers: Value, where: Value) -> Value:
-    """16 numbers of a byte as words, 256 more where it holds."""
-    words = numbers.unsigned(I16)
+def ninth_bit(ir: IrBuilder, indices: Value, where: Value) -> Value:
+    """16 bytes as words, with bit 8 set where `where` holds."""
+    words = indices.unsigned(I16)
     return ir.choose(where, words | 256, words)
 
 
@@ -108,8 +110,10 @@ def ninth_bit(ir: IrBuilder, numbers: Value, where: Value) -> Value:
 def _iq3_s(ir, block):
     scales = _nibble_scales(ir, block + 106, load_half(ir, block))
     high = [ir.bits(ir.load(I16, block + 66 + 2 * part)) for part in range(4)]
-    at = stored(ir, [ninth_bit(ir, ir.load(BYTES16, block + 2 + 16 * part), high[part]) for part in range(4)])
+    at = indices_in_memory(
+        ir, [ninth_bit(ir, ir.load(BYTES16, block + 2 + 16 * part), high[part]) for part in range(4)]
+    )
     for s in range(8):
         codes = codes_of(ir, IQ3_S, at, range(8 * s, 8 * s + 8))
         negative = ir.bits(ir.load(I32, block + 74 + 4 * s))
-        yield Unit(negated(ir, codes, negative, OFFSET_3S), pick(ir, scales, s))
+        yield SubBlock(negated(ir, codes, negative, OFFSET_3S), spread(ir, scales, s))

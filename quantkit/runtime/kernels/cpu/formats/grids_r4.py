@@ -1,10 +1,10 @@
 """Formats of iq2_xxs_r4, iq2_xs_r4, iq2_s_r4, iq3_xxs_r4 and iq3_s_r4: those of grids.py, four rows interleaved.
 
-A step has four columns of each row from the unit's first 16 columns, then from its last. Points of four columns are
-its lanes; those of eight lie in two steps.
+A step has four columns of each row in the sub-block's first 16 columns, then in its last 16. A grid point of four
+columns is one lane of a step; one of eight columns lies in two steps.
 
-Signs that the base types store as seven bits and a parity are here the byte v of which bit 0 means something else and
-v >> 1 has their running exclusive-or: they are v & 0xFE ^ v >> 1.
+Where the base types store seven signs and a parity, these types store a byte v. Bit 0 has another meaning; v >> 1 is
+the running exclusive-or of the signs. The signs are v & 0xFE ^ v >> 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quantkit.runtime.kernels.cpu.formats.base import (
     BYTES16,
     BYTES32,
     INTS8,
-    LaneUnit,
+    InterleavedSubBlock,
     format_of,
     load_halves,
 )
@@ -29,23 +29,26 @@ from quantkit.runtime.kernels.cpu.formats.grids import (
     IQ3_XXS,
     OFFSET,
     OFFSET_3S,
-    crumbs_above,
     negated,
     ninth_bit,
     odd_multiples,
+    pairs_as_high_bits,
 )
-from quantkit.runtime.kernels.cpu.formats.points import Table, codes_of, stored
+from quantkit.runtime.kernels.cpu.formats.points import Table, codes_of, indices_in_memory
 
-Steps = list[tuple[Value, int, int]]  # of a LaneUnit
+Steps = list[tuple[Value, int, int]]  # of an InterleavedSubBlock
 
 
-def wide_steps(
+def steps_of_eight(
     ir: IrBuilder, table: Table, at: Callable[[int], Value], row: int, column: int, kind: IntType = I16
 ) -> Steps:
-    """Steps of points of eight columns; numbers go up by `row` places a row, by `column` places 8 columns on."""
+    """Steps of grid points of eight columns.
+
+    The index of a point stands at `at(row * r + column * c)` for row r and columns 8 c .. 8 c + 7.
+    """
     steps = []
     for g in range(2):
-        # Of rows 0 and 1, and 2 and 3: the points of columns 8 g .. + 7, then those 16 columns on; two dwords each.
+        # Rows 0 and 1, then 2 and 3: the points of columns 8 g .. 8 g + 7, then of columns 16 further; two words each.
         first, last = (
             codes_of(ir, table, at, [row * r + column * c for c in (g, g + 2) for r in rows], kind).view(INTS8)
             for rows in ((0, 1), (2, 3))
@@ -58,7 +61,7 @@ def wide_steps(
 
 
 def _signed(ir: IrBuilder, steps: Steps, signs: Value) -> Steps:
-    """The steps with signs: 16 bytes for eight columns each, four of each row in turn."""
+    """Apply signs to steps. `signs` are 16 bytes, each for eight columns of a row: four rows, then the next columns."""
     found = []
     for codes, low, high in steps:
         flags = ir.shuffle(signs, None, [4 * (c // 4 % 4) + low // 8 + 2 * (c // 16) for c in range(32)])
@@ -68,24 +71,24 @@ def _signed(ir: IrBuilder, steps: Steps, signs: Value) -> Steps:
 
 
 def _from_running(packed: Value) -> Value:
-    """Bytes of signs from those that have seven as their running exclusive-or."""
+    """Sign bytes from bytes that store the running exclusive-or of seven signs."""
     return packed & 0xFE ^ packed >> 1
 
 
 def row_scales(ir: IrBuilder, address: Value, factor: float) -> Value:
-    """A factor times each row's half, for both halves of a unit."""
+    """`factor` times each row's float16 scale, for both halves of a sub-block."""
     d = load_halves(ir, address, 4) * factor
     return ir.join(d, d)
 
 
 def row_nibbles(ir: IrBuilder, address: Value) -> Value:
-    """The nibbles of a byte of each row, the low ones for the unit's first half."""
+    """The nibbles of one byte per row: low ones for the sub-block's first half, high ones for its last."""
     packed = ir.splat(ir.load(I32, address), 8)
     return packed >> ir.constant(INTS8, [0, 8, 16, 24, 4, 12, 20, 28]) & 15
 
 
 def _bit_scales(ir: IrBuilder, signs: Value, d: Value) -> Value:
-    """Of 16 bytes, four of each row in turn, whose lowest bits are those of a number, for all columns of the unit."""
+    """Scales of four rows from the lowest bits of 16 bytes: bit k of a row's number is in its byte k."""
     bits = ir.join(signs, signs) & 1
     return odd_multiples(ir.dot4(ir.zero(INTS8), bits, ir.constant(BYTES32, [1, 2, 4, 8] * 8), 1), d)
 
@@ -95,28 +98,28 @@ def _iq2_xxs_r4(ir, block):
     d = row_scales(ir, block, 0.125)
     for b in range(8):
         packed = ir.load(BYTES16, block + 8 + 16 * b)
-        steps = wide_steps(ir, IQ2_XXS, (block + 136 + 16 * b).__add__, 4, 1, I8)
-        yield LaneUnit(_signed(ir, steps, _from_running(packed)), _bit_scales(ir, packed, d))
+        steps = steps_of_eight(ir, IQ2_XXS, (block + 136 + 16 * b).__add__, 4, 1, I8)
+        yield InterleavedSubBlock(_signed(ir, steps, _from_running(packed)), _bit_scales(ir, packed, d))
 
 
-@format_of("iq2_xs_r4", columns=256, nbytes=296, offset=OFFSET, largest=107, group=16, rows=4)
+@format_of("iq2_xs_r4", columns=256, nbytes=296, offset=OFFSET, largest=107, scale_columns=16, rows=4)
 def _iq2_xs_r4(ir, block):
     d = row_scales(ir, block, 0.125)
     for b in range(8):
         words = ir.load(vector(16, I16), block + 8 + 32 * b)
-        steps = wide_steps(ir, IQ2_XS, stored(ir, [words & 511]), 4, 1)
+        steps = steps_of_eight(ir, IQ2_XS, indices_in_memory(ir, [words & 511]), 4, 1)
         steps = _signed(ir, steps, _from_running((words >> 8).narrow(I8)))
-        yield LaneUnit(steps, odd_multiples(row_nibbles(ir, block + 264 + 4 * b), d))
+        yield InterleavedSubBlock(steps, odd_multiples(row_nibbles(ir, block + 264 + 4 * b), d))
 
 
-@format_of("iq2_s_r4", columns=256, nbytes=328, offset=OFFSET, largest=107, group=16, rows=4)
+@format_of("iq2_s_r4", columns=256, nbytes=328, offset=OFFSET, largest=107, scale_columns=16, rows=4)
 def _iq2_s_r4(ir, block):
     d = row_scales(ir, block, 0.125)
     for b in range(8):
-        high = crumbs_above(ir, ir.load(BYTES4, block + 136 + 4 * b))
-        at = stored(ir, [ir.load(BYTES16, block + 8 + 16 * b).unsigned(I16) | high])
-        steps = _signed(ir, wide_steps(ir, IQ2_S, at, 4, 1), ir.load(BYTES16, block + 168 + 16 * b))
-        yield LaneUnit(steps, odd_multiples(row_nibbles(ir, block + 296 + 4 * b), d))
+        high = pairs_as_high_bits(ir, ir.load(BYTES4, block + 136 + 4 * b))
+        at = indices_in_memory(ir, [ir.load(BYTES16, block + 8 + 16 * b).unsigned(I16) | high])
+        steps = _signed(ir, steps_of_eight(ir, IQ2_S, at, 4, 1), ir.load(BYTES16, block + 168 + 16 * b))
+        yield InterleavedSubBlock(steps, odd_multiples(row_nibbles(ir, block + 296 + 4 * b), d))
 
 
 @format_of("iq3_xxs_r4", columns=256, nbytes=392, offset=OFFSET, largest=126, rows=4)
@@ -128,7 +131,7 @@ def _iq3_xxs_r4(ir, block):
             places = [8 * row + s + half for half in (0, 4) for row in range(4)]
             codes = codes_of(ir, IQ3_XXS, (block + 136 + 32 * b).__add__, places, I8)
             steps.append((codes, 4 * s, 4 * s + 16))
-        yield LaneUnit(_signed(ir, steps, _from_running(packed)), _bit_scales(ir, packed, d))
+        yield InterleavedSubBlock(_signed(ir, steps, _from_running(packed)), _bit_scales(ir, packed, d))
 
 
 @format_of("iq3_s_r4", columns=256, nbytes=440, offset=OFFSET_3S, largest=31, rows=4)
@@ -137,15 +140,15 @@ def _iq3_s_r4(ir, block):
     slots = [ir.part(nibbles, 8 * half, 8).unsigned(I32) for nibbles in (packed & 15, packed >> 4) for half in range(2)]
     scales = [odd_multiples(part, ir.join(d, d)) for part in slots]
     for b in range(8):
-        # Byte 4 p + row is of point 0, 4, 1, 5, 2, 6, 3, 7 [p]: the lanes of a step side by side.
+        # Byte 4 p + row is for point (0, 4, 1, 5, 2, 6, 3, 7)[p]: the lanes of a step are side by side.
         flags = ir.splat(ir.load(I32, block + 264 + 4 * b), 4).view(BYTES16)
         numbers = [ir.load(BYTES16, block + 8 + 32 * b + 16 * half) for half in range(2)]
         bits = [[1 << 2 * half + i // 8 + 4 * (i // 4 % 2) for i in range(16)] for half in range(2)]
-        at = stored(ir, [ninth_bit(ir, numbers[half], ir.any_bits(flags, bits[half])) for half in range(2)])
+        at = indices_in_memory(ir, [ninth_bit(ir, numbers[half], ir.any_bits(flags, bits[half])) for half in range(2)])
         signs = ir.load(BYTES16, block + 296 + 16 * b)
         steps = []
         for s in range(4):
             codes = codes_of(ir, IQ3_S, at, range(8 * s, 8 * s + 8))
             negative = ir.any_bits(ir.join(signs, signs), [1 << s + 4 * (c // 16) for c in range(32)])
             steps.append((negated(ir, codes, negative, OFFSET_3S), 4 * s, 4 * s + 16))
-        yield LaneUnit(steps, ir.shuffle(scales[b // 2], None, [4 * (b % 2) + k % 4 for k in range(8)]))
+        yield InterleavedSubBlock(steps, ir.shuffle(scales[b // 2], None, [4 * (b % 2) + k % 4 for k in range(8)]))

@@ -9,56 +9,58 @@ from quantkit.runtime.kernels.cpu.formats.base import (
     BYTES16,
     BYTES32,
     INTS8,
-    Picked,
-    Small,
-    Unit,
+    IntegerScales,
+    SpreadLanes,
+    SubBlock,
     format_of,
     load_half,
     load_halves,
-    pick,
+    spread,
 )
-from quantkit.runtime.kernels.cpu.formats.nonlinear import WORDS16, centred, moved
+from quantkit.runtime.kernels.cpu.formats.nonlinear import WORDS16, float_minus, shift_words
 
 
-def _pair(ir: IrBuilder, scales: list[Value], unit: int) -> Picked:
-    """The numbers of a unit's two sub-blocks, of two vectors of 8 (one of 16 slows the CPU, see `nonlinear`)."""
-    return pick(ir, scales[unit // 4], 2 * unit % 8, 2 * unit % 8 + 1)
+def _pair(ir: IrBuilder, scales: list[Value], j: int) -> SpreadLanes:
+    """The scales of the two halves of sub-block j, from two vectors of 8 (one of 16 slows the CPU, see `nonlinear`)."""
+    return spread(ir, scales[j // 4], 2 * j % 8, 2 * j % 8 + 1)
 
 
-@format_of("q2_K", columns=256, nbytes=84, offset=0, largest=3, group=16, floor=True)
+@format_of("q2_K", columns=256, nbytes=84, offset=0, largest=3, scale_columns=16, has_minimum=True)
 def _q2_k(ir, block):
     both = load_halves(ir, block + 80, 2)
-    d, least = ir.shuffle(both, None, [0] * 8), ir.shuffle(both, None, [1] * 8) * -1.0
+    d, d_min = ir.shuffle(both, None, [0] * 8), ir.shuffle(both, None, [1] * 8) * -1.0
     packed = [ir.load(BYTES8, block + 8 * half).unsigned(I32) for half in range(2)]
-    scales, floors = [(v & 15).real() * d for v in packed], [(v >> 4).real() * least for v in packed]
+    scales, minimums = [(v & 15).real() * d for v in packed], [(v >> 4).real() * d_min for v in packed]
     multipliers = ir.shuffle(ir.load(BYTES16, block), None, [*range(16)] * 2) & 15
-    for unit in range(8):
-        t = unit % 4
-        crumbs = ir.load(BYTES32, block + 16 + 32 * (unit // 4))
-        codes = moved(crumbs, -2 * t) & 3
-        words = ir.shuffle(multipliers, ir.zero(BYTES32), [2 * unit, 32] * 8 + [17 + 2 * unit, 48] * 8).view(WORDS16)
-        small = Small(codes, 0, words, d) if t == 3 else Small(crumbs & (3 << 2 * t), 2 * t, words, d)
-        yield Unit(codes, _pair(ir, scales, unit), _pair(ir, floors, unit), small)
+    for j in range(8):
+        t = j % 4
+        bit_pairs = ir.load(BYTES32, block + 16 + 32 * (j // 4))
+        codes = shift_words(bit_pairs, -2 * t) & 3
+        words = ir.shuffle(multipliers, ir.zero(BYTES32), [2 * j, 32] * 8 + [17 + 2 * j, 48] * 8).view(WORDS16)
+        integer_scales = (
+            IntegerScales(codes, 0, words, d) if t == 3 else IntegerScales(bit_pairs & (3 << 2 * t), 2 * t, words, d)
+        )
+        yield SubBlock(codes, _pair(ir, scales, j), _pair(ir, minimums, j), integer_scales)
 
 
-@format_of("q3_K", columns=256, nbytes=110, offset=4, largest=7, group=16)
+@format_of("q3_K", columns=256, nbytes=110, offset=4, largest=7, scale_columns=16)
 def _q3_k(ir, block):
     d = ir.splat(load_half(ir, block + 108), 8)
     low = ir.load(BYTES8, block + 96).unsigned(I32)
     high = ir.shuffle(ir.load(BYTES4, block + 104), None, [0, 1, 2, 3] * 2).unsigned(I32) << 4
     scales = []
-    for half in range(2):  # sub-block s has the pair of bits s // 4 of byte s % 4
+    for half in range(2):  # the scale of columns 16 s .. has bit pair s // 4 of byte s % 4
         pairs = high >> ir.constant(INTS8, [4 * half] * 4 + [4 * half + 2] * 4)
-        scales.append(centred(low >> 4 * half & 15 | pairs & 0x30, 32) * d)
-    thirds = ir.load(BYTES32, block)
-    for unit in range(8):
-        crumbs = ir.load(BYTES32, block + 32 + 32 * (unit // 4))
-        codes = moved(crumbs, -2 * (unit % 4)) & 3 | moved(thirds, 2 - unit) & 4
-        yield Unit(codes, _pair(ir, scales, unit))
+        scales.append(float_minus(low >> 4 * half & 15 | pairs & 0x30, 32) * d)
+    third_bits = ir.load(BYTES32, block)
+    for j in range(8):
+        bit_pairs = ir.load(BYTES32, block + 32 + 32 * (j // 4))
+        codes = shift_words(bit_pairs, -2 * (j % 4)) & 3 | shift_words(third_bits, 2 - j) & 4
+        yield SubBlock(codes, _pair(ir, scales, j))
 
 
-def _scales_and_floors(ir: IrBuilder, block: Value) -> tuple[Value, Value]:
-    """The eight scales of a block of q4_K or q5_K, and the eight floors.
+def _scales_and_minimums(ir: IrBuilder, block: Value) -> tuple[Value, Value]:
+    """The eight scales of a block of q4_K or q5_K, and its eight minimums.
 
     Twelve bytes hold eight 6-bit multipliers of d and eight of dmin: bytes 0..3 and 4..7 the first four of each with,
     in their top two bits, the high bits of the last four, whose low nibbles share bytes 8..11.
@@ -70,31 +72,31 @@ def _scales_and_floors(ir: IrBuilder, block: Value) -> tuple[Value, Value]:
     return scales, second.unsigned(I32).real() * ir.splat(load_half(ir, block + 2) * -1.0, 8)
 
 
-@format_of("q4_K", columns=256, nbytes=144, offset=0, largest=15, floor=True)
+@format_of("q4_K", columns=256, nbytes=144, offset=0, largest=15, has_minimum=True)
 def _q4_k(ir, block):
-    scales, floors = _scales_and_floors(ir, block)
-    for unit in range(8):
-        packed = ir.load(BYTES32, block + 16 + 32 * (unit // 2))
-        yield Unit(moved(packed, -4 * (unit % 2)) & 15, pick(ir, scales, unit), pick(ir, floors, unit))
+    scales, minimums = _scales_and_minimums(ir, block)
+    for j in range(8):
+        packed = ir.load(BYTES32, block + 16 + 32 * (j // 2))
+        yield SubBlock(shift_words(packed, -4 * (j % 2)) & 15, spread(ir, scales, j), spread(ir, minimums, j))
 
 
-@format_of("q5_K", columns=256, nbytes=176, offset=0, largest=31, floor=True)
+@format_of("q5_K", columns=256, nbytes=176, offset=0, largest=31, has_minimum=True)
 def _q5_k(ir, block):
-    scales, floors = _scales_and_floors(ir, block)
-    fifths = ir.load(BYTES32, block + 16)
-    for unit in range(8):
-        packed = ir.load(BYTES32, block + 48 + 32 * (unit // 2))
-        codes = moved(packed, -4 * (unit % 2)) & 15 | moved(fifths, 4 - unit) & 16
-        yield Unit(codes, pick(ir, scales, unit), pick(ir, floors, unit))
+    scales, minimums = _scales_and_minimums(ir, block)
+    fifth_bits = ir.load(BYTES32, block + 16)
+    for j in range(8):
+        packed = ir.load(BYTES32, block + 48 + 32 * (j // 2))
+        codes = shift_words(packed, -4 * (j % 2)) & 15 | shift_words(fifth_bits, 4 - j) & 16
+        yield SubBlock(codes, spread(ir, scales, j), spread(ir, minimums, j))
 
 
-@format_of("q6_K", columns=256, nbytes=210, offset=32, largest=63, group=16)
+@format_of("q6_K", columns=256, nbytes=210, offset=32, largest=63, scale_columns=16)
 def _q6_k(ir, block):
     d = ir.splat(load_half(ir, block + 208), 8)
     scales = [ir.load(BYTES8, block + 192 + 8 * half).signed(I32).real() * d for half in range(2)]
-    for unit in range(8):
-        part, t = divmod(unit, 4)
+    for j in range(8):
+        part, t = divmod(j, 4)
         packed = ir.load(BYTES32, block + 64 * part + 32 * (t % 2))
-        crumbs = ir.load(BYTES32, block + 128 + 32 * part)
-        codes = moved(packed, -4 * (t // 2)) & 15 | moved(crumbs, 4 - 2 * t) & 48
-        yield Unit(codes, _pair(ir, scales, unit))
+        bit_pairs = ir.load(BYTES32, block + 128 + 32 * part)
+        codes = shift_words(packed, -4 * (t // 2)) & 15 | shift_words(bit_pairs, 4 - 2 * t) & 48
+        yield SubBlock(codes, _pair(ir, scales, j))

@@ -1,8 +1,8 @@
-"""Points of grids, looked up by their numbers: for grids.py, grids_r4.py and iq1.py.
+"""Look up grid points by index: for grids.py, grids_r4.py and iq1.py.
 
-A point is one load of 4 or 8 bytes. Its number is a load as well, from the block or, where it has to be put together,
-from memory to which many were written at once; extracting lanes would take longer, and gathers are slow on many CPUs.
-Vectors are of 256 bits at most: wider ones take a port from all vector instructions around them.
+A point is one load of 4 or 8 bytes. Its index is a load as well: from the block or, where it has to be computed, from
+memory to which many indices were written at once. Extracting lanes would take longer, and gathers are slow on many
+CPUs. Vectors have at most 256 bits: wider ones take a port from all vector instructions around them.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from quantkit.types.families.grid_points import grid
 
 
 class Table(NamedTuple):
-    """Points as integers of so many bits, the first column's code lowest."""
+    """Grid points as integers of 32 or 64 bits; the first column's code is the lowest byte."""
 
     points: list[int]
     element: IntType
 
 
 def table(codes: np.ndarray) -> Table:
-    """Of uint8[points, 8 or 4]."""
+    """Table of uint8[points, 8 or 4]."""
     wide = codes.shape[1] == 8
     return Table(codes.view(np.uint64 if wide else np.uint32)[:, 0].tolist(), I64 if wide else I32)
 
 
 def grid_table(name: str, offset: int) -> Table:
-    """Of the magnitudes of a type's grid plus the offset."""
+    """Table of the magnitudes of a type's grid, plus the offset."""
     return table(grid(name).points.astype(np.uint8) + np.uint8(offset))
 
 
-def stored(ir: IrBuilder, numbers: Iterable[Value]) -> Callable[[int], Value]:
-    """The address of each of many numbers, words in vectors of 16."""
-    starts = [ir.in_memory(part) for part in numbers]
+def indices_in_memory(ir: IrBuilder, indices: Iterable[Value]) -> Callable[[int], Value]:
+    """Write vectors of 16 indices (16-bit words) to memory; returns index number -> address."""
+    starts = [ir.in_memory(part) for part in indices]
     return lambda i: starts[i // 16] + 2 * (i % 16)
 
 
 def codes_of(
     ir: IrBuilder, found: Table, at: Callable[[int], Value], places: Iterable[int], kind: IntType = I16
 ) -> Value:
-    """32 bytes: side by side the points whose numbers, of this kind, stand at at(place)."""
+    """32 bytes: side by side the grid points whose indices, integers of type `kind`, are at at(place)."""
     start, size = ir.table(found.points, found.element), found.element.width // 8
     joined = ir.zero(vector(32 // size, found.element))
     for i, place in enumerate(places):

@@ -1,4 +1,4 @@
-"""All formats, by ggml type id."""
+"""Formats by ggml type id: collected from the families' modules."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Formats of iq4_xs and of the types with a scale for each row: iq2_ks, iq3_ks, iq4_ks, iq5_ks, iq4_kss, iq2_kl.
+"""Formats of iq4_xs and of the types with a scale per row: iq2_ks, iq3_ks, iq4_ks, iq5_ks, iq4_kss, iq2_kl.
 
-Blocks of 256, groups of 32: a unit has one multiplier, and one flag where there are flags.
+Blocks of 256: a sub-block of 32 columns has one multiplier and, in types with flags, one flag.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from quantkit.runtime.kernels.cpu.formats.base import (
     BYTES16,
     BYTES32,
     INTS8,
-    Unit,
+    SubBlock,
     format_of,
     load_half,
     low_and_high,
     low_then_high,
-    pick,
+    spread,
 )
 from quantkit.runtime.kernels.cpu.formats.nonlinear import (
     K2_CODES,
@@ -23,41 +23,41 @@ from quantkit.runtime.kernels.cpu.formats.nonlinear import (
     K4_CODES,
     K5_CODES,
     WORDS16,
-    centred,
-    moved,
+    float_minus,
     nibbles,
+    shift_words,
     six_bits,
 )
 from quantkit.types.iq2_kl import PAIRS
 
 
 def _five_bits(ir: IrBuilder, low: Value, high: Value) -> Value:
-    """Eight 5-bit numbers minus 16: nibbles, with rubbish above them, under the bits of the byte at `high`.
+    """Eight 5-bit numbers minus 16: low nibbles, and high bits from the byte at `high`.
 
-    The byte is loaded with the one before it, so that all are shifted right.
+    That byte is loaded with the one before it, so that all bits are shifted right.
     """
     bits = ir.splat(ir.load(I32, high - 1), 8) >> ir.constant(INTS8, range(4, 12))
-    return centred(low & 15 | bits & 16, 16)
+    return float_minus(low & 15 | bits & 16, 16)
 
 
 def _flags(ir: IrBuilder, address: Value, number: int) -> Value:
-    """Address of words, one a group: `number` in all bytes where the group's bit of a byte is set, else 0."""
+    """Address of eight words, one per sub-block: `number` in all bytes if the sub-block's flag is set, else 0."""
     return ir.in_memory(ir.where_bits(ir.splat(ir.load(I8, address), 32), [1 << c // 4 for c in range(32)], number))
 
 
-def _of_unit(ir: IrBuilder, flags: Value, unit: int) -> Value:
-    """A unit's word in all lanes: a load does that, and there are fewer loads than shuffles."""
-    return ir.splat(ir.load(I32, flags + 4 * unit), 8).view(BYTES32)
+def _of_sub_block(ir: IrBuilder, flags: Value, j: int) -> Value:
+    """The word of sub-block j in all lanes: by a load, because there are fewer loads than shuffles."""
+    return ir.splat(ir.load(I32, flags + 4 * j), 8).view(BYTES32)
 
 
 def _odd_scales(ir: IrBuilder, d: Value, multipliers: Value) -> Value:
-    """d * m of eight bytes that hold odd m from -127 on over a flag."""
-    return centred(multipliers.unsigned(I32) & 254, 127) * d
+    """d * m of eight bytes: bits 1..7 give odd m from -127 on, bit 0 is a flag."""
+    return float_minus(multipliers.unsigned(I32) & 254, 127) * d
 
 
 def _odd_flags(ir: IrBuilder, multipliers: Value, shift: int) -> Value:
-    """What `_flags` gives of 2^shift and the bytes' lowest bits."""
-    return ir.in_memory(moved(ir.shuffle(multipliers, None, [c // 4 for c in range(32)]), shift) & 1 << shift)
+    """As `_flags`, with the bytes' lowest bits as flags and 2^shift as number."""
+    return ir.in_memory(shift_words(ir.shuffle(multipliers, None, [c // 4 for c in range(32)]), shift) & 1 << shift)
 
 
 @format_of("iq4_xs", columns=256, nbytes=136, offset=127, largest=240)
@@ -65,7 +65,7 @@ def _iq4_xs(ir, block):
     scales = six_bits(ir, nibbles(ir, block + 4), block + 2) * ir.splat(load_half(ir, block), 8)
     for g in range(8):
         codes = ir.lookup(K4_CODES, low_then_high(ir, ir.load(BYTES16, block + 8 + 16 * g)))
-        yield Unit(codes, pick(ir, scales, g))
+        yield SubBlock(codes, spread(ir, scales, g))
 
 
 @format_of("iq2_ks", columns=256, nbytes=70, offset=31, largest=53, head=2)
@@ -76,8 +76,8 @@ def _iq2_ks(ir, block, head):
         packed = ir.load(BYTES32, block + 6 + 32 * part)
         for t in range(4):
             g = 4 * part + t
-            index = moved(packed, -2 * t) & 3 | _of_unit(ir, flags, g)
-            yield Unit(ir.lookup(K2_CODES, index), pick(ir, scales, g))
+            index = shift_words(packed, -2 * t) & 3 | _of_sub_block(ir, flags, g)
+            yield SubBlock(ir.lookup(K2_CODES, index), spread(ir, scales, g))
 
 
 @format_of("iq3_ks", columns=256, nbytes=102, offset=63, largest=114, head=2)
@@ -89,8 +89,8 @@ def _iq3_ks(ir, block, head):
         packed = ir.load(BYTES32, block + 6 + 32 * part)
         for t in range(4):
             g = 4 * part + t
-            index = moved(packed, -2 * t) & 3 | moved(high, 2 - g) & 4 ^ _of_unit(ir, flags, g)
-            yield Unit(ir.lookup(K3_CODES, index), pick(ir, scales, g))
+            index = shift_words(packed, -2 * t) & 3 | shift_words(high, 2 - g) & 4 ^ _of_sub_block(ir, flags, g)
+            yield SubBlock(ir.lookup(K3_CODES, index), spread(ir, scales, g))
 
 
 @format_of("iq4_ks", columns=256, nbytes=136, offset=127, largest=244, head=4)
@@ -99,7 +99,7 @@ def _iq4_ks(ir, block, head):
     scales, flags = _odd_scales(ir, ir.splat(ir.load(F32, head), 8), multipliers), _odd_flags(ir, multipliers, 2)
     for g in range(8):
         codes = ir.lookup(K4_CODES, low_then_high(ir, ir.load(BYTES16, block + 8 + 16 * g)))
-        yield Unit(codes + _of_unit(ir, flags, g), pick(ir, scales, g))
+        yield SubBlock(codes + _of_sub_block(ir, flags, g), spread(ir, scales, g))
 
 
 @format_of("iq5_ks", columns=256, nbytes=168, offset=127, largest=250, head=4)
@@ -111,31 +111,31 @@ def _iq5_ks(ir, block, head):
         packed = ir.load(BYTES32, block + 8 + 32 * pair)
         for t in range(2):
             g = 2 * pair + t
-            code = moved(packed, -4 * t) & 15 | moved(high, 4 - g) & ~15
-            yield Unit(ir.lookup(K5_CODES, code) + _of_unit(ir, flags, g), pick(ir, scales, g))
+            code = shift_words(packed, -4 * t) & 15 | shift_words(high, 4 - g) & ~15
+            yield SubBlock(ir.lookup(K5_CODES, code) + _of_sub_block(ir, flags, g), spread(ir, scales, g))
 
 
 @format_of("iq4_kss", columns=256, nbytes=128, offset=127, largest=244, head=4)
 def _iq4_kss(ir, block, head):
-    # A word has four codes in its upper 15 bits; the lowest bits of a group's words make its multiplier.
+    # A word has four codes in its upper 15 bits; the lowest bits of a sub-block's words are its multiplier.
     multipliers = _lowest_bits(ir, block)
     scales, flags = _odd_scales(ir, ir.splat(ir.load(F32, head), 8), multipliers), _odd_flags(ir, multipliers, 2)
     for g in range(8):
         words = ir.shuffle(ir.load(BYTES16, block + 16 * g), None, [*range(16), *range(16)]).view(WORDS16)
         packed = ((words >> 1) ^ (words & -2)).view(BYTES32)
         codes = ir.lookup(K4_CODES, low_and_high(ir, packed))
-        yield Unit(codes + _of_unit(ir, flags, g), pick(ir, scales, g))
+        yield SubBlock(codes + _of_sub_block(ir, flags, g), spread(ir, scales, g))
 
 
 def _lowest_bits(ir: IrBuilder, block: Value) -> Value:
-    """Eight bytes: of each group of 8 words their lowest bits.
+    """Eight bytes: the lowest bits of the 8 words of each sub-block.
 
-    Groups 0, 1, 4, 5 and 2, 3, 6, 7 are done together, as neighbours would become one vector of 512 bits.
+    Sub-blocks 0, 1, 4, 5 and 2, 3, 6, 7 are computed together: neighbours would become one vector of 512 bits.
     """
     found = ir.zero(vector(2, I32))
     for i in range(2):
         a, b = (ir.load(BYTES32, block + 32 * i + 64 * j) & ir.constant(BYTES32, [1, 0] * 16) for j in range(2))
-        # Lower bytes of the first eight words of both, then of the last: what one instruction packs.
+        # Low bytes of the first eight words of both, then of the last eight: one pack instruction.
         lowest = ir.shuffle(a, b, [32 * (c // 8 % 2) + 16 * (c // 16) + 2 * (c % 8) for c in range(32)])
         found = ir.insert(found, i, ir.integer_of(lowest, 1))
     return ir.shuffle(found.view(vector(8, I8)), None, [0, 2, 4, 6, 1, 3, 5, 7])
@@ -149,12 +149,12 @@ def _iq2_kl(ir, block, head):
     # Nibble s / 4 of sl[s % 4] is the multiplier of sub-block s.
     low = ir.splat(ir.load(I32, block + 2), 8) >> ir.constant(INTS8, [s % 4 * 8 + s // 4 * 4 for s in range(8)])
     scales = six_bits(ir, low, block) * ir.splat(load_half(ir, head), 8)
-    # Each code stands at both of its elements: the second ones look in the second half of the table.
+    # Each code is repeated for its two columns; the second one looks up the second half of the table.
     twice, second = [j // 2 for j in range(32)], ir.constant(BYTES32, [0, 32] * 16)
     high = ir.shuffle(ir.load(BYTES16, block + 70), None, twice)
     for pair in range(4):
         packed = ir.shuffle(ir.load(BYTES16, block + 6 + 16 * pair), None, twice)
         for t in range(2):
             s = 2 * pair + t
-            code = moved(packed, -4 * t) & 15 | moved(high, 4 - s) & ~15
-            yield Unit(ir.lookup(PAIR_CODES, code & 31 | second), pick(ir, scales, s))
+            code = shift_words(packed, -4 * t) & 15 | shift_words(high, 4 - s) & ~15
+            yield SubBlock(ir.lookup(PAIR_CODES, code & 31 | second), spread(ir, scales, s))

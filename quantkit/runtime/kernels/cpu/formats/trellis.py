@@ -1,7 +1,7 @@
-"""Formats of iq1_kt, iq2_kt, iq3_kt and iq4_kt: values of a generator, from the index of a group on.
+"""Formats of iq1_kt, iq2_kt, iq3_kt and iq4_kt: a group's values come from a generator, seeded by its index.
 
-Value k of a group is 126 less than the sum of the bytes of x & 0x3F3F3F3F, x = seed * POWERS[k] modulo 2^32. That sum
-is the code. The product is made in halves of 16 bits, of 32 columns at a time.
+Value k of a group is the sum of the bytes of x & 0x3F3F3F3F, minus 126, where x = seed * POWERS[k] modulo 2^32. That
+sum is the code. The product is computed in halves of 16 bits, for 32 columns at a time.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from quantkit.runtime.kernels.cpu.formats.base import (
     BYTES16,
     BYTES32,
     INTS8,
-    Unit,
+    SubBlock,
     format_of,
     low_then_high,
-    pick,
+    spread,
 )
 from quantkit.types.families.trellis_code import BOOK, OFFSET, POWERS
 
@@ -25,18 +25,18 @@ _BOOK = [int(m) for m in BOOK]
 
 
 def _sums(ir: IrBuilder, seeds: Value, group: int = 8, wrap: bool = True) -> Value:
-    """The codes of 32 columns, whose groups' seeds stand in all their lanes, modulo 2^16 if they `wrap`."""
+    """The codes of 32 columns. `seeds` has the seed of the column's group in every lane, modulo 2^16 if they `wrap`."""
     powers = [int(POWERS[c % group]) for c in range(32)]
     low, high = (ir.constant(_SHORTS32, [p >> shift & 0xFFFF for p in powers]) for shift in (0, 16))
     upper = ir.multiply_high(seeds, low) + seeds * high
-    if wrap:  # a seed is at least OFFSET: less is left of one that is 2^16 more
+    if wrap:  # seeds are at least OFFSET: one below it has wrapped around 2^16
         upper = ir.choose(ir.below(seeds, OFFSET), upper + low, upper)
     sixes = (seeds * low & 0x3F3F) + (upper & 0x3F3F)
     return ir.byte_pairs(sixes.view(_BYTES64), ir.constant(_BYTES64, 1)).narrow(I8)
 
 
 def _four_seeds(ir: IrBuilder, address: Value) -> Value:
-    """Of the four indices of a unit that stand at an address."""
+    """Seeds of the four groups of a sub-block, whose indices are at an address."""
     words = ir.splat(ir.load(I64, address), 8).view(_SHORTS32)
     return ir.shuffle(words, None, [c // 8 * 8 + c // 8 for c in range(32)]) + OFFSET
 
@@ -46,7 +46,7 @@ def _row_scale(ir: IrBuilder, head: Value, lanes: int = 8) -> Value:
 
 
 def _book_scales(ir: IrBuilder, codes: Value, head: Value) -> Value:
-    """d * BOOK[code] of 8 codes."""
+    """Scales d * BOOK[code] of 8 codes."""
     found = ir.part(ir.lookup(_BOOK, ir.join(codes, codes)), 0, 8)
     return found.signed(I32).real() * _row_scale(ir, head)
 
@@ -62,7 +62,7 @@ def _iq1_kt(ir, block, head):
     seeds = (ir.load(BYTES32, block + 8).unsigned(I16) | high) + top
     for s in range(8):
         codes = _sums(ir, ir.shuffle(seeds, None, [4 * s + c // 8 for c in range(32)]), wrap=False)
-        yield Unit(codes, pick(ir, scales, s))
+        yield SubBlock(codes, spread(ir, scales, s))
 
 
 @format_of("iq2_kt", columns=256, nbytes=68, offset=126, largest=252, head=4)
@@ -70,7 +70,7 @@ def _iq2_kt(ir, block, head):
     packed = ir.load(BYTES4, block)
     scales = _book_scales(ir, ir.join(packed & 15, packed >> 4), head)
     for s in range(8):
-        yield Unit(_sums(ir, _four_seeds(ir, block + 4 + 8 * s)), pick(ir, scales, s))
+        yield SubBlock(_sums(ir, _four_seeds(ir, block + 4 + 8 * s)), spread(ir, scales, s))
 
 
 @format_of("iq3_kt", columns=256, nbytes=100, offset=126, largest=252, head=4)
@@ -81,7 +81,7 @@ def _iq3_kt(ir, block, head):
     for s in range(8):
         codes = _sums(ir, _four_seeds(ir, block + 4 + 8 * s))
         wrong = ir.any_bits(signs, [1 << s] * 32) ^ ir.below(codes, 126)  # the value's sign is not the one stored
-        yield Unit(ir.choose(wrong, 252 - codes, codes), pick(ir, scales, s))
+        yield SubBlock(ir.choose(wrong, 252 - codes, codes), spread(ir, scales, s))
 
 
 @format_of("iq4_kt", columns=256, nbytes=128, offset=126, largest=252, head=4)
@@ -91,7 +91,7 @@ def _iq4_kt(ir, block, head):
     nibbles = ir.load(BYTES32, block + 96).unsigned(I16)
     for part in range(2):
         words = ir.load(BYTES16, block + 16 * part)
-        # Lane g of a sub-block gets the two bytes from that on in which its three bits, 8 + 3 g .. + 2, begin.
+        # Lane g of a sub-block gets two bytes, the first of which has the first of its bits 8 + 3 g .. 8 + 3 g + 2.
         lanes = [4 * (g // 8) + min(1 + 3 * (g % 8) // 8 + byte, 3) for g in range(32) for byte in range(2)]
         top = ir.shuffle(words, None, lanes).view(_SHORTS32)
         top = top << ir.constant(_SHORTS32, [12 - 3 * (g % 8) % 8 for g in range(32)]) & 0x7000
@@ -100,4 +100,4 @@ def _iq4_kt(ir, block, head):
         seeds = (ir.load(BYTES32, block + 32 + 32 * part).unsigned(I16) | high | top) + table + OFFSET
         for s in range(4):
             codes = _sums(ir, ir.shuffle(seeds, None, [8 * s + c // 4 for c in range(32)]), group=4)
-            yield Unit(codes, pick(ir, scales, 4 * part + s))
+            yield SubBlock(codes, spread(ir, scales, 4 * part + s))

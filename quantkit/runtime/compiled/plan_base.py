@@ -1,0 +1,229 @@
+"""What the decode plan and the prefill plan share: building an operation list for a model, pointing it to KV caches.
+
+A plan builds its list when it first runs, and again for caches of another type. Operations on a cache read the layer's
+`LayerView` record (kernels/cpu/kv_rows.py), so running with other caches of the same type only rewrites these records.
+
+Weights are read as they are in the file. Activations are quantized before each product with a quantized matrix
+(kernels/cpu/activations.py); products with F32, F16 and BF16 matrices take them in float32.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from quantkit import types
+from quantkit.archs.common import blocks
+from quantkit.formats.gguf import Tensor
+from quantkit.runtime.blocks import float_attention, float_linear, float_ops
+from quantkit.runtime.blocks.experts import Reduction
+from quantkit.runtime.blocks.float_attention import AttentionOptions
+from quantkit.runtime.kernels import dispatch
+from quantkit.runtime.kernels.cpu.decode_experts import Routing
+from quantkit.runtime.kernels.cpu.kv_rows import Heads, LayerCache, LayerView
+from quantkit.runtime.kernels.cpu.op_list import OpList
+from quantkit.runtime.kernels.cpu.operation import StoredRecord
+from quantkit.runtime.kv.cache import Cache
+from quantkit.runtime.kv.cache_type import CacheType
+
+SPLIT_ROWS = 32  # threads split matrices at multiples of this: whole sub-blocks of what is quantized next
+
+Array = np.ndarray[Any, Any]
+
+
+class ExpertOptions(NamedTuple):
+    """How experts run: `fused` as in `load`; `reduction` leaves experts out (runtime/blocks/experts.py)."""
+
+    fused: bool = True
+    reduction: Reduction | None = None
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """What plans are built from."""
+
+    weights: Mapping[str, Tensor]
+    block_list: Sequence[blocks.Block]
+    head: blocks.Head
+    threads: int
+    attending: AttentionOptions
+    expert_options: ExpertOptions
+
+    @property
+    def vocab(self) -> int:
+        return self.weights[self.head.embedding].shape[0]
+
+    @property
+    def n_embd(self) -> int:
+        return self.weights[self.head.embedding].shape[1]
+
+    def embed(self, tokens: Array) -> Array:
+        """float32[tokens, n_embd]: rows of the embedding."""
+        return float_linear.embed(self.weights[self.head.embedding], tokens)
+
+
+class CacheShape(NamedTuple):
+    """What the caches that a list is built for have in common."""
+
+    type: CacheType
+    n_ctx: int  # of the largest cache; only plain attention depends on it
+
+    def heads(self, part: blocks.Attention) -> Heads:
+        """The shape that attention kernels are compiled for."""
+        k, v = (types.get(name).ggml_type for name in (self.type.k, self.type.v))
+        rotations = self.type.rotations(part.head_dim_k, part.head_dim_v)
+        return Heads(part.heads // part.kv_heads, part.head_dim_k, part.head_dim_v, k, v, *rotations)
+
+    def span(self, attending: AttentionOptions, flash: int) -> int:
+        """Positions per softmax step: `flash` for flash attention, all positions for plain attention."""
+        return (
+            flash
+            if attending.flash
+            else -(-self.n_ctx // float_attention.KEYS_TOGETHER) * float_attention.KEYS_TOGETHER
+        )
+
+
+class ExpertTensor(NamedTuple):
+    """The matrices of all experts: a tensor, its address, and bytes from one expert to the next."""
+
+    tensor: Tensor
+    address: int
+    expert_bytes: int
+
+
+class PlanOps(OpList):
+    """An operation list for a model, with what operations of all blocks need: weights, constants, records."""
+
+    def __init__(self, model: ModelParts):
+        super().__init__(model.threads)
+        self.model = model
+        self.views: list[tuple[int, blocks.Attention, StoredRecord]] = []  # a LayerView per attention layer
+
+    def tensor(self, linear: blocks.Linear) -> Tensor:
+        return self.model.weights[linear.weight]
+
+    def rows(self, linear: blocks.Linear) -> int:
+        """Output features of a matrix."""
+        return self.tensor(linear).shape[0]
+
+    def data(self, linear: blocks.Linear) -> int:
+        """Address of a matrix as it is in the file."""
+        return self.keep(self.tensor(linear).data).ctypes.data
+
+    def vector(self, name: str | None) -> int:
+        """Address of a norm's weight or a bias as float32; 0 for None."""
+        return self.keep(float_linear.vector(self.model.weights[name])).ctypes.data if name else 0
+
+    def matvec_function(self, linear: blocks.Linear) -> int:
+        """Address of the function of kernels/cpu/matvec.py for a matrix."""
+        function = dispatch.product(self.tensor(linear).type)
+        assert function is not None
+        return function.address
+
+    def experts_of(self, linear: blocks.Linear) -> ExpertTensor:
+        """A tensor that stacks the matrices of all experts."""
+        tensor = self.tensor(linear)
+        data = self.keep(tensor.data)
+        return ExpertTensor(tensor, data.ctypes.data, data.nbytes // tensor.shape[0])
+
+    def routing(self, part: blocks.Experts) -> int:
+        """Address of the Routing record of a block with experts."""
+        min_used, min_share = self.model.expert_options.reduction or (part.used, 0.0)
+        record = Routing(
+            experts=part.count,
+            used=part.used,
+            min_used=min_used,
+            min_share=self.constant(min_share),
+            normalize=int(part.normalise),
+            scale=self.constant(part.scale),
+            bias=self.vector(part.choice_bias),
+            sigmoid=int(part.gating == "sigmoid"),
+            groups=part.groups,
+            groups_used=part.groups_used,
+        )
+        return self.record(record).address
+
+    def layer_view(self, layer: int, part: blocks.Attention) -> int:
+        """Address of the layer's LayerView record, which `Plan.point_to` fills."""
+        view = self.record(LayerView(cos=0, sin=0, caches=0, window=0))
+        self.views.append((layer, part, view))
+        return view.address
+
+
+def rope_fields(part: blocks.Attention) -> dict[str, int]:
+    """Parameters of operations that apply RoPE: which elements of a head are rotated together."""
+    adjacent = part.rope.style == "norm"
+    return {
+        "rope_dim": part.rope.dim,
+        "pair_step": 2 if adjacent else 1,
+        "pair_stride": 1 if adjacent else part.rope.dim // 2,
+    }
+
+
+class Plan(ABC):
+    """An operation list that is built on first use and pointed to the caches of each run."""
+
+    def __init__(self, model: ModelParts):
+        self.model = model
+        self._ops: PlanOps | None = None  # the whole list, for caches of `_shape`
+        self._shape: CacheShape | None = None
+        self._caches: list[Cache] = []  # that the list points to; none while it is being pointed elsewhere
+        self._cache_records: list[Array] = []  # per layer, a LayerCache per cache
+        self._rope_tables: dict[blocks.Rope, tuple[Array, Array]] = {}
+
+    @abstractmethod
+    def _build(self, shape: CacheShape) -> PlanOps:
+        """The whole list."""
+
+    def _point_to(self, caches: list[Cache]) -> PlanOps:
+        """The list, pointed to these caches; it is built first if needed.
+
+        An interrupt in between leaves no state that the next call takes for complete.
+        """
+        same = len(caches) == len(self._caches) and all(a is b for a, b in zip(caches, self._caches))
+        if self._ops is not None and same:
+            return self._ops
+        self._caches = []
+        n_ctx = max(cache.n_ctx for cache in caches)
+        ops = self._ops
+        if ops is None or not self._fits(caches[0].type, n_ctx):
+            self._ops = None
+            self._shape = CacheShape(caches[0].type, n_ctx)
+            ops = self._ops = self._build(self._shape)
+        self._cache_records = [
+            np.array([LayerCache(c.k[layer].ctypes.data, c.v[layer].ctypes.data, c.n_ctx) for c in caches], np.int64)
+            for layer in range(len(caches[0].k))
+        ]
+        for layer, part, view in ops.views:
+            cos, sin = self._tables(part.rope, n_ctx)
+            view.set(
+                cos=cos.ctypes.data,
+                sin=sin.ctypes.data,
+                caches=self._cache_records[layer].ctypes.data,
+                window=part.window or n_ctx,
+            )
+        self._caches = caches
+        return ops
+
+    def _fits(self, kind: CacheType, n_ctx: int) -> bool:
+        """Whether the list was built for such caches."""
+        assert self._shape is not None
+        return kind == self._shape.type and (self.model.attending.flash or n_ctx <= self._shape.n_ctx)
+
+    def _tables(self, rope: blocks.Rope, n_ctx: int) -> tuple[Array, Array]:
+        """cos and sin float32[positions, dim / 2] for at least n_ctx positions."""
+        tables = self._rope_tables.get(rope)
+        if tables is None or len(tables[0]) < n_ctx:
+            factors = float_linear.vector(self.model.weights[rope.factors]) if rope.factors else None
+            tables = self._rope_tables[rope] = float_ops.rope_tables(rope, n_ctx, factors)
+        return tables
+
+    @property
+    def work_bytes(self) -> int:
+        """Bytes of working memory allocated so far, beside weights and caches."""
+        tables = sum(table.nbytes for pair in self._rope_tables.values() for table in pair)
+        return tables + (0 if self._ops is None else self._ops.nbytes)

@@ -1,0 +1,368 @@
+"""The prefill plan: a batch of tokens through all blocks, as one operation list.
+
+Operations per block, with barriers where | stands:
+
+    attention       norm | q, k, v | RoPE, append to the caches | attention | quantize | out, add to x |
+    feed-forward    norm | gate, up | SwiGLU | down, add to x |
+    experts         norm | router | route | group | gather | gate, up, SwiGLU | down, add to x |
+
+A shared expert runs as a feed-forward after the routed ones, on the same norm.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from quantkit.archs.common import blocks
+from quantkit.placement import kernel_sizes
+from quantkit.placement.kernel_sizes import BATCH_TOKENS, activation_bytes, whole_lines
+from quantkit.runtime.blocks.spans import Span
+from quantkit.runtime.compiled.plan_base import Array, CacheShape, ModelParts, Plan, PlanOps, rope_fields
+from quantkit.runtime.kernels import dispatch
+from quantkit.runtime.kernels.cpu import gemm, prefill_attention, prefill_experts, prefill_ops
+from quantkit.runtime.kernels.cpu.expert_panels import ExpertKernels, expert_kernels
+from quantkit.runtime.kernels.cpu.float_gemm import MultiplyParameters
+from quantkit.runtime.kernels.cpu.operation import StoredRecord
+from quantkit.runtime.kv.cache import Cache
+
+
+class Rows(NamedTuple):
+    """Input of products: addresses of float32 rows, and of their tiles (0 if no product reads tiles)."""
+
+    floats: int
+    tiles: int
+
+
+class PrefillPlan(Plan):
+    """`plan(tokens, spans)` is float32[tokens, n_embd] before the output norm; the caches then hold the tokens."""
+
+    def __init__(self, model: ModelParts):
+        super().__init__(model)
+        nbytes = prefill_ops.STATE_BYTES + prefill_ops.SPAN_BYTES * BATCH_TOKENS
+        self._state = np.zeros(nbytes // 8, np.int64)
+        self._x = np.zeros((BATCH_TOKENS, model.n_embd), np.float32)
+
+    def __call__(self, tokens: Array, spans: Sequence[Span]) -> Array:
+        """At most BATCH_TOKENS tokens; a view that the next call overwrites. All caches have one type."""
+        ops = self._point_to([span.cache for span in spans])
+        count = len(tokens)
+        self._x[:count] = self.model.embed(tokens)
+        records = [prefill_ops.SpanState(span.start, span.stop - span.start, span.cache.length) for span in spans]
+        header = prefill_ops.BatchState(tokens=count, next_piece=0, spans=len(spans))
+        state = np.array([*header, *itertools.chain.from_iterable(records)], np.int64)
+        self._state[: len(state)] = state
+        ops.run()
+        for span in spans:
+            span.cache.length += span.stop - span.start
+        return self._x[:count]
+
+    def batches(self, ids: Array, cache: Cache) -> Iterator[Array]:
+        """Run int64[tokens] in batches; yields each batch's hidden states, valid until the next one."""
+        for start in range(0, len(ids), BATCH_TOKENS):
+            part = ids[start : start + BATCH_TOKENS]
+            yield self(part, [Span(0, len(part), cache)])
+
+    def _build(self, shape: CacheShape) -> PlanOps:
+        ops = PrefillOps(self.model, self._x, self._state)
+        for block in self.model.block_list:
+            for part in block.parts:
+                add_part(ops, block.layer, part, shape)
+        return ops
+
+    @property
+    def work_bytes(self) -> int:
+        return super().work_bytes + self._x.nbytes + self._state.nbytes
+
+
+class PrefillOps(PlanOps):
+    """Operations on the residual streams x float32[BATCH_TOKENS, n_embd] of a batch."""
+
+    def __init__(self, model: ModelParts, x: Array, state: Array):
+        super().__init__(model)
+        self.x, self.state = self.keep(x).ctypes.data, self.keep(state).ctypes.data
+        self.token_count = self.state + prefill_ops.TOKENS  # address of the number of tokens
+        self.n_embd = model.n_embd
+
+    def floats(self, name: str, n: int) -> int:
+        """Address of a buffer float32[BATCH_TOKENS, n]."""
+        return self.buffer(name, 4 * BATCH_TOKENS * n)
+
+    def is_quantized(self, linear: blocks.Linear) -> bool:
+        """Whether products with a matrix read tiles."""
+        return dispatch.batch(self.tensor(linear).type).quantized
+
+    def norm(self, norm: blocks.Norm, readers: Sequence[blocks.Linear]) -> Rows:
+        """Append the norm of x, as the matrices `readers` multiply it."""
+        out = self.floats("normed", self.n_embd)
+        parameters = prefill_ops.NormParameters(
+            state=self.state,
+            x=self.x,
+            weight=self.vector(norm.weight),
+            n=self.n_embd,
+            eps=self.constant(norm.eps),
+            out=out,
+        )
+        self.add(prefill_ops.norm, parameters)
+        return self.quantize(out, self.n_embd, readers)
+
+    def quantize(self, x: int, n: int, readers: Sequence[blocks.Linear]) -> Rows:
+        """Append a barrier, and before it the quantization of x float32[tokens, n] if a reader multiplies tiles."""
+        if not any(map(self.is_quantized, readers)):
+            self.add_barrier()
+            return Rows(x, 0)
+        tiles = self.buffer("tiles", kernel_sizes.tiles_bytes(n, BATCH_TOKENS))
+        parameters = gemm.QuantizeParameters(x=x, n=n, tokens=self.token_count, tiles=tiles)
+        self.add(gemm.quantize_tiles, parameters, barrier=True)
+        return Rows(x, tiles)
+
+    def multiply(self, linear: blocks.Linear, x: Rows, out: int, *, add: bool = False, barrier: bool = False) -> None:
+        """Append out (+)= W x (+ bias)."""
+        rows, n = self.tensor(linear).shape
+        batch = dispatch.batch(self.tensor(linear).type)
+        scratch, stride = self.private_buffer("panels", batch.scratch_bytes(n))
+        parameters = MultiplyParameters(
+            weights=self.data(linear),
+            n=n,
+            rows=rows,
+            tokens=self.token_count,
+            x=x.tiles if batch.quantized else x.floats,
+            out=out,
+            bias=self.vector(linear.bias),
+            scratch=scratch,
+            private_stride=stride,
+        )
+        self.add(batch.kernel(int(add)), parameters, barrier)
+
+    def add_to_residual(self, linear: blocks.Linear, x: Rows) -> None:
+        """Append x += W x', the end of a block."""
+        self.multiply(linear, x, self.x, add=True, barrier=True)
+
+
+# --------------------------------------------------------------------------------------------------------------- blocks
+
+
+def add_part(ops: PrefillOps, layer: int, part: blocks.Part, shape: CacheShape) -> None:
+    """Append the operations of a part of a block."""
+    if isinstance(part, blocks.Attention):
+        add_attention(ops, layer, part, shape)
+    elif isinstance(part, blocks.Experts):
+        add_experts(ops, part)
+    elif isinstance(part, blocks.FeedForward):
+        add_gated(ops, part, ops.norm(part.norm, (part.gate, part.up)))
+    else:
+        raise AssertionError(f"layer {layer}: the prefill plan has no operations for {type(part).__name__}")
+
+
+def add_attention(ops: PrefillOps, layer: int, part: blocks.Attention, shape: CacheShape) -> None:
+    normed = ops.norm(part.norm, (part.q, part.k, part.v))
+    q, k, v = (ops.floats(name, ops.rows(getattr(part, name))) for name in "qkv")
+    ops.multiply(part.q, normed, q)
+    ops.multiply(part.k, normed, k)
+    ops.multiply(part.v, normed, v, barrier=True)
+    for norm, x, count in ((part.q_norm, q, part.heads), (part.k_norm, k, part.kv_heads)):
+        if norm is not None:
+            head_norm = prefill_ops.HeadNormParameters(
+                state=ops.state,
+                x=x,
+                weight=ops.vector(norm.weight),
+                heads=count,
+                dim=part.head_dim_k,
+                eps=ops.constant(norm.eps),
+            )
+            ops.add(prefill_ops.head_norm, head_norm)
+    heads, span = shape.heads(part), shape.span(ops.model.attending, kernel_sizes.KEY_BLOCK)
+    view = ops.layer_view(layer, part)
+    rope = prefill_ops.RopeParameters(
+        state=ops.state,
+        q=q,
+        k=k,
+        v=v,
+        kv_heads=part.kv_heads,
+        scale=ops.constant(part.scale),
+        layer_view=view,
+        **rope_fields(part),
+    )
+    ops.add(prefill_ops.rope(heads), rope, barrier=True)
+    rows = ops.model.attending.query_rows(heads.group, shape.n_ctx, ops.threads)
+    tokens = max(1, min(kernel_sizes.PIECE_QUERIES, rows) // heads.group)
+    nbytes = kernel_sizes.prefill_attention_bytes(heads.group, heads.dim_k, heads.dim_v, tokens, span)
+    scratch, stride = ops.private_buffer("pieces", nbytes)
+    width = part.heads * part.head_dim_v
+    out = ops.floats("attended", width)
+    attention = prefill_attention.AttentionParameters(
+        state=ops.state,
+        q=q,
+        kv_heads=part.kv_heads,
+        layer_view=view,
+        span=span,
+        out=out,
+        scratch=scratch,
+        private_stride=stride,
+    )
+    ops.add(prefill_attention.attention(heads, tokens), attention, barrier=True)
+    ops.add_to_residual(part.out, ops.quantize(out, width, (part.out,)))
+
+
+def add_gated(ops: PrefillOps, part: blocks.FeedForward, normed: Rows) -> None:
+    """Append a gated feed-forward, or a shared expert, whose norm is computed."""
+    n_ff = ops.rows(part.gate)
+    gate, up = ops.floats("gate", n_ff), ops.floats("up", n_ff)
+    ops.multiply(part.gate, normed, gate)
+    ops.multiply(part.up, normed, up, barrier=True)
+    ops.add(prefill_ops.swiglu, prefill_ops.SwigluParameters(state=ops.state, gate=gate, up=up, n=n_ff, out=gate))
+    ops.add_to_residual(part.down, ops.quantize(gate, n_ff, (part.down,)))
+
+
+# -------------------------------------------------------------------------------------------------------------- experts
+
+
+class Entries(NamedTuple):
+    """Input of products of experts: one entry per token of an expert, see kernels/cpu/prefill_experts.py."""
+
+    x: int  # tiles, or addresses of float32 rows
+    entry_bytes: int
+    vectors: int  # activation buffers of experts with few tokens
+    vector_bytes: int
+
+
+def add_experts(ops: PrefillOps, part: blocks.Experts) -> None:
+    normed = ops.norm(part.norm, (part.router,))
+    logits = ops.floats("router", part.count)
+    ops.multiply(part.router, normed, logits, barrier=True)
+    selected = ops.buffer("selected", 8 * BATCH_TOKENS * part.used)
+    weights = ops.floats("expert weights", part.used)
+    route = prefill_experts.RouteParameters(
+        tokens=ops.token_count, logits=logits, routing=ops.routing(part), selected=selected, weights=weights
+    )
+    ops.add(prefill_experts.route_batch, route, barrier=True)
+    gate, up, down = (_kernels(ops, linear) for linear in (part.gate, part.up, part.down))
+    multiple = math.lcm(gate.tokens, up.tokens, down.tokens)
+    entries = kernel_sizes.max_entries(BATCH_TOKENS, part.count, part.used, multiple)
+    nbytes = kernel_sizes.assignment_bytes(BATCH_TOKENS, part.count, part.used, multiple)
+    assignment = ops.buffer("assignment", nbytes)
+    group = prefill_experts.GroupParameters(
+        tokens=ops.token_count,
+        x=normed.floats,
+        n=ops.n_embd,
+        experts=part.count,
+        used=part.used,
+        selected=selected,
+        weights=weights,
+        assignment=assignment,
+        max_entries=entries,
+        multiple=multiple,
+    )
+    ops.add(prefill_experts.group_tokens, group, barrier=True)
+    vectors = _vectors(ops, "vectors", part.count, ops.n_embd)
+    rows = Entries(assignment + kernel_sizes.row_addresses_offset(part.count, entries), 8, *vectors)
+    tile_bytes = kernel_sizes.RECORD_BYTES * (ops.n_embd // 32)  # of one entry
+    tiles = ops.buffer("gathered", entries * tile_bytes) if gate.quantized or up.quantized else 0
+    gather = prefill_experts.GatherParameters(
+        assignment=assignment,
+        experts=part.count,
+        max_entries=entries,
+        n=ops.n_embd,
+        tiles=tiles,
+        tile_tokens=kernel_sizes.TILE_TOKENS,
+        vectors=rows.vectors,
+        vector_bytes=rows.vector_bytes,
+    )
+    ops.add(prefill_experts.gather, gather, barrier=True)
+    quantized = rows._replace(x=tiles, entry_bytes=tile_bytes)
+    hidden_bytes = kernel_sizes.RECORD_BYTES * (part.ff // 32) if down.quantized else 4 * part.ff
+    hidden = Entries(
+        ops.buffer("activated", entries * hidden_bytes),
+        hidden_bytes,
+        *_vectors(ops, "activated vectors", part.count, part.ff),
+    )
+    target = prefill_experts.HiddenBuffers(
+        hidden=hidden.x,
+        tile_tokens=down.tokens if down.quantized else 0,
+        vectors=hidden.vectors,
+        vector_bytes=hidden.vector_bytes,
+    )
+    inputs = (quantized if gate.quantized else rows, quantized if up.quantized else rows)
+    _add_gate_up(ops, part, assignment, entries, inputs, ops.record(target))
+    add_down = prefill_experts.AddDownParameters(
+        matrix=_expert_matrix(ops, part.down, assignment, hidden),
+        weights=ops.experts_of(part.down).address,
+        out=ops.x,
+        max_entries=entries,
+        quantized=int(down.quantized),
+    )
+    ops.add(prefill_experts.add_down, add_down, barrier=True)
+    if part.shared is not None:  # the norm is still there, but its tiles may have been overwritten
+        add_gated(ops, part.shared, ops.quantize(normed.floats, ops.n_embd, (part.shared.gate, part.shared.up)))
+
+
+def _add_gate_up(
+    ops: PrefillOps, part: blocks.Experts, assignment: int, entries: int, inputs: tuple[Entries, Entries],
+    target: StoredRecord,
+) -> None:  # fmt: skip
+    """Append act(gate) * up of all entries: one operation, or three where gate and up differ in type."""
+    gate, up = ops.experts_of(part.gate), ops.experts_of(part.up)
+    if ops.model.expert_options.fused and gate.tensor.type is up.tensor.type:
+        gate_up = prefill_experts.GateUpParameters(
+            matrix=_expert_matrix(ops, part.gate, assignment, inputs[0]),
+            gate=gate.address,
+            up=up.address,
+            hidden=target.address,
+        )
+        ops.add(prefill_experts.gate_up, gate_up, barrier=True)
+        return
+    products = [ops.buffer(f"product {i}", 4 * entries * part.ff) for i in range(2)]
+    counters = (prefill_experts.NEXT_GATE, prefill_experts.NEXT_UP)
+    for linear, x, out, counter in zip((part.gate, part.up), inputs, products, counters):
+        multiply = prefill_experts.MultiplyParameters(
+            matrix=_expert_matrix(ops, linear, assignment, x),
+            weights=ops.experts_of(linear).address,
+            out=out,
+            counter=counter,
+        )
+        ops.add(prefill_experts.multiply, multiply)
+    ops.add_barrier()
+    activate = prefill_experts.ActivateParameters(
+        assignment=assignment, gate=products[0], up=products[1], ff=part.ff, hidden=target.address
+    )
+    ops.add(prefill_experts.activate, activate, barrier=True)
+
+
+def _expert_matrix(ops: PrefillOps, linear: blocks.Linear, assignment: int, x: Entries) -> int:
+    """Address of the ExpertMatrix record of a product with all experts."""
+    matrices, kernels = ops.experts_of(linear), _kernels(ops, linear)
+    count, rows, n = matrices.tensor.shape
+    scratch, stride = ops.private_buffer("panels", kernels.scratch_bytes(n))
+    record = prefill_experts.ExpertMatrix(
+        assignment=assignment,
+        experts=count,
+        unpack=kernels.unpack.address,
+        product=kernels.product.address,
+        tile_tokens=kernels.tokens,
+        panel_bytes=kernels.panel_bytes,
+        expert_bytes=matrices.expert_bytes,
+        n=n,
+        rows=rows,
+        x=x.x,
+        entry_bytes=x.entry_bytes,
+        scratch=scratch,
+        private_stride=stride,
+        matvec=ops.matvec_function(linear),
+        vectors=x.vectors,
+        vector_bytes=x.vector_bytes,
+    )
+    return ops.record(record).address
+
+
+def _kernels(ops: PrefillOps, linear: blocks.Linear) -> ExpertKernels:
+    return expert_kernels(ops.tensor(linear).type.ggml_type, ops.is_quantized(linear))
+
+
+def _vectors(ops: PrefillOps, name: str, count: int, n: int) -> tuple[int, int]:
+    """Activation buffers of experts with few tokens: address, and bytes of each."""
+    nbytes = whole_lines(activation_bytes(n))
+    return ops.buffer(name, count * kernel_sizes.FEW_TOKENS * nbytes), nbytes

@@ -1,0 +1,260 @@
+"""Attention of one token over a KV cache, with the positions split between threads (split-KV).
+
+For a query q of a head and the keys k and values v it sees, out = softmax(q k^T * scale) v. Each thread works on its
+share of the positions, `span` at a time, with an online softmax. Per query head it keeps
+
+    float32[dim_v]   sum of e^(score - maximum) * value
+    float32          running maximum of the scores
+    float32          denominator: sum of e^(score - maximum)
+
+and rescales the sums by e^(old maximum - new maximum) when the maximum grows. With a span of DECODE_SPAN positions all
+of it stays in the L1 cache. With a span of the whole cache it is plain attention, where all scores are there before the
+softmax. `merge` combines the threads' partial results by the same rule.
+
+Query heads that share a key/value head are computed together, so a key or value is read once for all of them (from L1
+once for every HEADS_TOGETHER) and becomes floats in registers. The last thread, whose share ends with the current
+position, first appends the token's own key and value to the cache. With a rotated K cache the queries are rotated
+too; with a rotated V cache the result is rotated back.
+
+The kernel is bound by multiply-adds: the inner loops have one for each query head and 16 elements of a row, from
+registers. All cache types but those of five and six bits take the same time while the cache is not in slower memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from quantkit.codegen.callbacks import Callback, callback
+from quantkit.codegen.jit import kernel
+from quantkit.codegen.simd import F32, IrBuilder, Value, floats, load_float, load_int, simd_intrinsic, vector
+from quantkit.runtime.kernels.cpu.activations import quantize
+from quantkit.runtime.kernels.cpu.kv_rows import Heads, LayerCache, LayerView, rotate, row_floats, store_row
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record
+from quantkit.runtime.kernels.reference import exp
+
+HEADS_TOGETHER = 8  # query heads for which a key or value is read once; four positions of them fill the registers
+_MASKED = -1e30  # below any score
+_FLOATS16 = vector(16, F32)
+
+
+@kernel
+def apply_rope(x, out, dim, cos, sin, rope_dim, pair_step, pair_stride, scale):
+    """out = x rotated by the angles of a position, times scale; float32[dim], cos and sin float32[rope_dim / 2].
+
+    Pair j is elements j * pair_step and j * pair_step + pair_stride.
+    """
+    for i in range(rope_dim, dim):
+        out[i] = x[i] * scale
+    for j in range(rope_dim // 2):
+        a, b = x[j * pair_step], x[j * pair_step + pair_stride]
+        out[j * pair_step] = (a * cos[j] - b * sin[j]) * scale
+        out[j * pair_step + pair_stride] = (a * sin[j] + b * cos[j]) * scale
+
+
+@simd_intrinsic("void")
+def span_scores(
+    ir: IrBuilder,
+    q: Value,
+    keys: Value,
+    stride: int,
+    count: Value,
+    group: int,
+    dim: int,
+    kind: int,
+    scores: Value,
+    row: Value,
+) -> None:
+    """scores[g, i] = q[g] . key i, for `group` queries float32[dim] and `count` keys of ggml type `kind`.
+
+    In bytes: `stride` from key to key, `row` from the scores of a query to those of the next.
+    """
+
+    def positions(i, many, heads):
+        sums: dict[tuple[int, int], Value] = {}
+        for rows in zip(*(row_floats(ir, kind, keys + (i + r) * stride, 0, dim) for r in range(many))):
+            c = rows[0][0]
+            queries = {g: ir.load(_FLOATS16, q + 4 * (g * dim + c)) for g in heads}
+            for r, (_, key) in enumerate(rows):
+                for g, query in queries.items():
+                    sums[g, r] = ir.fma(query, key, sums[g, r]) if c else query * key
+        for g in heads:
+            four = [sums[g, r] for r in range(many)]
+            ir.store(ir.sum4(*four) if many == 4 else ir.sum(four[0]), scores + i * 4 + row * g)
+
+    middle = count & -4
+    for start in range(0, group, HEADS_TOGETHER):
+        heads = range(start, min(group, start + HEADS_TOGETHER))
+        with ir.loop(0, middle, 4) as i:
+            positions(i, 4, heads)
+        with ir.loop(middle, count) as i:
+            positions(i, 1, heads)
+
+
+@simd_intrinsic("void")
+def span_softmax(ir: IrBuilder, scores: Value, row: Value, count: Value, group: int, dim: int, out: Value) -> None:
+    """Online-softmax update: scores become e^(score - maximum); out float32[group, dim + 2] is rescaled to match.
+
+    out holds per head the weighted sum, the running maximum and the denominator.
+    """
+    masked = ir.constant(F32, _MASKED)
+    for g in range(group):
+        head_scores, result = scores + row * g, out + 4 * g * (dim + 2)
+        with ir.loop(count, (count + 15) & -16) as i:  # pad to whole vectors
+            ir.store(masked, head_scores + i * 4)
+        old = ir.load(F32, result + 4 * dim)
+        maximum = ir.variable(ir.splat(old, 16))
+        with ir.loop(0, count, 16) as i:
+            maximum.set(ir.max(maximum.get(), ir.load(_FLOATS16, head_scores + i * 4)))
+        new = ir.largest(maximum.get())
+        rescale = ir.exp(ir.splat(old - new, 16))
+        denominator = ir.variable(ir.zero(_FLOATS16))
+        with ir.loop(0, count, 16) as i:
+            weights = ir.exp(ir.load(_FLOATS16, head_scores + i * 4) - ir.splat(new, 16))
+            ir.store(weights, head_scores + i * 4)
+            denominator.set(denominator.get() + weights)
+        for c in range(0, dim, 16):
+            ir.store(ir.load(_FLOATS16, result + 4 * c) * rescale, result + 4 * c)
+        ir.store(new, result + 4 * dim)
+        before = ir.load(F32, result + 4 * dim + 4) * rescale.lane(0)
+        ir.store(before + ir.sum(denominator.get()), result + 4 * dim + 4)
+
+
+@simd_intrinsic("void")
+def span_values(
+    ir: IrBuilder, weights: Value, row: Value, values: Value, stride: int, count: Value, group: int, dim: int,
+    kind: int, out: Value,
+) -> None:  # fmt: skip
+    """out[g] += sum over i of weights[g, i] * value i. As many columns at a time as sums of all heads fit registers."""
+    together = min(group, HEADS_TOGETHER)
+    columns = 32 * max(1, 8 // together)
+    for start in range(0, group, together):
+        heads = range(start, min(group, start + together))
+        for first in range(0, dim, columns):
+            stop = min(dim, first + columns)
+            places = [(g, c, out + 4 * (g * (dim + 2) + c)) for g in heads for c in range(first, stop, 16)]
+            sums = {(g, c): ir.variable(ir.load(_FLOATS16, address)) for g, c, address in places}
+            with ir.loop(0, count) as i:
+                for c, value in row_floats(ir, kind, values + i * stride, first, stop):
+                    for g in heads:
+                        weight = ir.splat(ir.load(F32, weights + i * 4 + row * g), 16)
+                        sums[g, c].set(ir.fma(weight, value, sums[g, c].get()))
+            for g, c, address in places:
+                ir.store(sums[g, c].get(), address)
+
+
+class AttentionParameters(NamedTuple):
+    position: int  # address of an int64: the token's position
+    q: int  # float32[heads, dim_k]
+    k: int  # float32[kv_heads, dim_k], overwritten
+    v: int  # float32[kv_heads, dim_v], overwritten
+    rope_dim: int
+    pair_step: int  # RoPE pair j is elements j * pair_step and j * pair_step + pair_stride
+    pair_stride: int
+    kv_heads: int
+    scale: int  # address of a float32
+    layer_view: int  # address of a LayerView of one cache
+    span: int  # positions per online-softmax step, a multiple of 16
+    partial: int  # float32[threads, heads, dim_v + 2]
+    scratch: int  # kernel_sizes.decode_attention_bytes per thread
+    private_stride: int
+
+
+@functools.cache
+def attention(shape: Heads) -> Callback:
+    """The operation that appends k and v to the cache and writes the thread's share of attention to `partial`."""
+    group, dim_k, dim_v, k_type, v_type, rotate_k, rotate_v = shape
+    k_bytes, v_bytes = shape.k_bytes, shape.v_bytes
+
+    @callback(OPERATION)
+    def run(parameters, thread, threads):
+        p = load_record(AttentionParameters, parameters)
+        view = load_record(LayerView, p.layer_view)
+        cache = load_record(LayerCache, view.caches)
+        position, rope_dim, pair_step, pair_stride = load_int(p.position), p.rope_dim, p.pair_step, p.pair_stride
+        cos = floats(view.cos + position * rope_dim * 2, rope_dim // 2)
+        sin = floats(view.sin + position * rope_dim * 2, rope_dim // 2)
+        scale, span = load_float(p.scale), p.span
+        heads = p.kv_heads * group
+        queries = p.scratch + thread * p.private_stride
+        scores = queries + heads * dim_k * 4
+        for head in range(heads):
+            x, y = floats(p.q + head * dim_k * 4, dim_k), floats(queries + head * dim_k * 4, dim_k)
+            apply_rope(x, y, dim_k, cos, sin, rope_dim, pair_step, pair_stride, scale)
+        rotate(queries, heads * dim_k, rotate_k)
+        if thread == threads - 1:
+            for head in range(p.kv_heads):
+                x = floats(p.k + head * dim_k * 4, dim_k)
+                apply_rope(x, x, dim_k, cos, sin, rope_dim, pair_step, pair_stride, np.float32(1))
+            rotate(p.k, p.kv_heads * dim_k, rotate_k)
+            rotate(p.v, p.kv_heads * dim_v, rotate_v)
+            for head in range(p.kv_heads):
+                row = head * cache.n_ctx + position
+                store_row(k_type, p.k + head * dim_k * 4, dim_k, cache.k + row * k_bytes)
+                store_row(v_type, p.v + head * dim_v * 4, dim_v, cache.v + row * v_bytes)
+        first = max(0, position + 1 - view.window)
+        count = position + 1 - first
+        begin, end = first + count * thread // threads, first + count * (thread + 1) // threads
+        partial = p.partial + thread * heads * (dim_v + 2) * 4
+        out = floats(partial, heads * (dim_v + 2))
+        for head in range(heads):
+            out[head * (dim_v + 2) : (head + 1) * (dim_v + 2)] = 0
+            out[head * (dim_v + 2) + dim_v] = _MASKED
+        for head in range(p.kv_heads):
+            result = partial + head * group * (dim_v + 2) * 4
+            head_queries = queries + head * group * dim_k * 4
+            for start in range(begin, end, span):
+                many, row = min(span, end - start), head * cache.n_ctx + start
+                keys, values = cache.k + row * k_bytes, cache.v + row * v_bytes
+                span_scores(head_queries, keys, k_bytes, many, group, dim_k, k_type, scores, span * 4)
+                span_softmax(scores, span * 4, many, group, dim_v, result)
+                span_values(scores, span * 4, values, v_bytes, many, group, dim_v, v_type, result)
+
+    return run
+
+
+class MergeParameters(NamedTuple):
+    partial: int  # float32[threads, heads, dim + 2], from `attention`
+    heads: int
+    dim: int
+    buffer: int  # activation buffer
+    private_stride: int
+
+
+@functools.cache
+def merge(rotation: int) -> Callback:
+    """The split-KV merge: every thread writes the whole attention output, quantized, to its activation buffer.
+
+    `rotation` elements are rotated back together; 0 for a V cache that is not rotated.
+    """
+
+    @callback(OPERATION)
+    def run(parameters, thread, threads):
+        p = load_record(MergeParameters, parameters)
+        heads, dim = p.heads, p.dim
+        width = dim + 2
+        partial = floats(p.partial, threads * heads * width)
+        buffer = p.buffer + thread * p.private_stride
+        y = floats(buffer, heads * dim)
+        for head in range(heads):
+            maximum = np.float32(_MASKED)
+            for t in range(threads):
+                maximum = max(maximum, partial[(t * heads + head) * width + dim])
+            denominator = np.float32(0)
+            out = y[head * dim : head * dim + dim]
+            out[:] = np.float32(0)
+            for t in range(threads):
+                part = partial[(t * heads + head) * width : (t * heads + head + 1) * width]
+                rescale = exp(part[dim] - maximum)
+                denominator += rescale * part[dim + 1]
+                for i in range(dim):
+                    out[i] += rescale * part[i]
+            inverse = np.float32(1) / denominator
+            for i in range(dim):
+                out[i] *= inverse
+        rotate(buffer, heads * dim, rotation)
+        quantize(buffer, heads * dim)
+
+    return run

@@ -1,0 +1,154 @@
+"""Mixture of experts for one token: top-k routing, then products with the matrices of the selected experts only.
+
+The matrices of all experts lie one after another: gate and up [experts, ff, n], down [experts, n, ff].
+
+`select_experts` runs in every thread for itself and writes that thread's record of selected experts:
+
+    offset                bytes       content
+    0                     8           int64: number of selected experts
+    8                     8 used      int64[used]: their numbers
+    8 + 8 used            4 used      float32[used]: their weights
+    8 + 12 used           4 experts   float32[experts]: probabilities, scratch
+
+`gate_up` treats the gate rows of all selected experts as one matrix and splits its rows between the threads, so that
+each thread reads long runs of memory. Rows of up are split alike, and a row's activation act(gate) * up is computed
+where both were. It is quantized, as `down` reads it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quantkit.codegen.callbacks import callback
+from quantkit.codegen.jit import kernel
+from quantkit.codegen.simd import call6, floats, integers, load_float, load_int, store_int
+from quantkit.runtime.kernels.cpu.activations import quantize_range
+from quantkit.runtime.kernels.cpu.decode_ops import swiglu_range
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, split
+from quantkit.runtime.kernels.reference import route
+
+
+class Routing(NamedTuple):
+    """How experts are selected: the arguments of `reference.route`."""
+
+    experts: int
+    used: int
+    min_used: int
+    min_share: int  # address of a float32
+    normalize: int  # 0 or 1
+    scale: int  # address of a float32
+    bias: int  # float32[experts], or 0
+    sigmoid: int  # 0: softmax
+    groups: int
+    groups_used: int
+
+
+@kernel
+def route_token(routing, logits, selected, weights):
+    """Number of experts selected for one token's logits float32[experts], which are overwritten."""
+    bias = floats(routing.bias, routing.experts if routing.bias != 0 else 0)
+    return route(
+        logits, bias, routing.sigmoid != 0, routing.groups, routing.groups_used, routing.used, routing.min_used,
+        load_float(routing.min_share), routing.normalize != 0, load_float(routing.scale), selected, weights,
+    )  # fmt: skip
+
+
+class SelectParameters(NamedTuple):
+    logits: int  # float32[experts], of the router
+    routing: int  # address of a Routing
+    selected: int
+    private_stride: int
+
+
+@callback(OPERATION)
+def select_experts(parameters, thread, threads):
+    """Write the token's selected experts and their weights to the thread's record."""
+    p = load_record(SelectParameters, parameters)
+    routing = load_record(Routing, p.routing)
+    experts, used = routing.experts, routing.used
+    selected = p.selected + thread * p.private_stride
+    probabilities = floats(selected + 8 + 12 * used, experts)
+    probabilities[:] = floats(p.logits, experts)
+    count = route_token(routing, probabilities, integers(selected + 8, used), floats(selected + 8 + 8 * used, used))
+    store_int(count, selected)
+
+
+GATE, UP, ACTIVATE = 1, 2, 4  # the steps of `gate_up`
+
+
+class GateUpParameters(NamedTuple):
+    steps: int  # sum of GATE, UP and ACTIVATE
+    gate_product: int  # function of matvec.py for the type of gate
+    gate: int
+    gate_bytes: int  # of one expert's matrix
+    up_product: int
+    up: int
+    up_bytes: int
+    n: int  # columns
+    ff: int  # rows
+    multiple: int
+    selected: int
+    selected_stride: int
+    x: int  # activation buffer
+    x_stride: int
+    products: int  # float32[used, 2, ff]: results of gate and up
+    hidden: int  # an activation buffer per selected expert
+    hidden_bytes: int
+
+
+@callback(OPERATION)
+def gate_up(parameters, thread, threads):
+    """hidden[i] = act(gate x) * (up x) of the i-th selected expert, quantized; or those steps of it."""
+    p = load_record(GateUpParameters, parameters)
+    steps, n, ff = p.steps, p.n, p.ff
+    selected = p.selected + thread * p.selected_stride
+    x = p.x + thread * p.x_stride
+    rows = load_int(selected) * ff
+    first, last = split(rows, p.multiple, thread, threads), split(rows, p.multiple, thread + 1, threads)
+    while first < last:
+        i = first // ff
+        begin = first - i * ff
+        end = min(ff, begin + last - first)
+        expert = load_int(selected + 8 + 8 * i)
+        gate = p.products + i * 2 * ff * 4
+        hidden = p.hidden + i * p.hidden_bytes
+        if steps & GATE:
+            call6(p.gate_product, p.gate + expert * p.gate_bytes, n, begin, end, x, gate)
+        if steps & UP:
+            call6(p.up_product, p.up + expert * p.up_bytes, n, begin, end, x, gate + ff * 4)
+        if steps & ACTIVATE:
+            swiglu_range(gate, gate + ff * 4, begin, end, hidden)
+            quantize_range(hidden, ff, begin, end)
+        first += end - begin
+
+
+class DownParameters(NamedTuple):
+    product: int  # function of matvec.py for the type of down
+    weights: int
+    expert_bytes: int  # of one expert's matrix
+    n: int  # columns
+    rows: int
+    multiple: int
+    selected: int
+    selected_stride: int
+    used: int
+    hidden: int  # an activation buffer per selected expert
+    hidden_bytes: int
+    out: int  # float32[rows], scratch
+    residual: int  # float32[rows]
+
+
+@callback(OPERATION)
+def down(parameters, thread, threads):
+    """residual += sum over the selected experts of weight * (down hidden). Each thread computes its rows."""
+    p = load_record(DownParameters, parameters)
+    selected, used, rows = p.selected + thread * p.selected_stride, p.used, p.rows
+    weights = floats(selected + 8 + 8 * used, used)
+    first, last = split(rows, p.multiple, thread, threads), split(rows, p.multiple, thread + 1, threads)
+    out, residual = floats(p.out, rows), floats(p.residual, rows)
+    for i in range(load_int(selected)):
+        matrix = p.weights + load_int(selected + 8 + 8 * i) * p.expert_bytes
+        call6(p.product, matrix, p.n, first, last, p.hidden + i * p.hidden_bytes, p.out)
+        weight = weights[i]
+        for row in range(first, last):
+            residual[row] += weight * out[row]

@@ -1,0 +1,424 @@
+"""Mixture of experts for a batch: top-k routing, grouping tokens by expert, products of each expert with its tokens.
+
+`group_tokens` writes the assignment of tokens to experts. An entry is one token of one expert; a run is the entries of
+one expert, padded to whole tiles:
+
+    field            type                  content
+    header           AssignmentHeader      counts, and counters of the work that threads take
+    runs             Run[experts]          one for each expert that has tokens
+    tokens           int64[entries]        the entry's token, -1 for padding
+    row addresses    int64[entries]        address of the token's float32 row
+    weights          float32[entries]      of the expert for this token
+
+A unit of work is EXPERT_ROWS rows of one expert. A thread unpacks them to its scratch and multiplies them by the
+expert's tiles (expert_panels.py). In `add_down` a unit is EXPERT_ROWS rows of all experts, so that no two threads add
+to the same element and sums have one order. The EXPERT_ROWS rows of gate and up are the 32 columns of one block of what
+`down` reads, so `gate_up` writes its result there directly.
+
+Unpacking takes as long as three matrix-vector products. So a run of at most FEW_TOKENS tokens is multiplied token by
+token with the functions of matvec.py; its activation buffers are in `vectors`, FEW_TOKENS for each run.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quantkit.codegen.callbacks import callback
+from quantkit.codegen.jit import kernel
+from quantkit.codegen.simd import (
+    F32,
+    IrBuilder,
+    Value,
+    atomic_add,
+    call3,
+    call6,
+    floats,
+    integers,
+    load_int,
+    simd_intrinsic,
+    store_int,
+    vector,
+)
+from quantkit.placement.kernel_sizes import ASSIGNMENT_HEADER, EXPERT_ROWS, FEW_TOKENS, RECORD_BYTES, RUN_BYTES
+from quantkit.runtime.kernels.cpu.activations import quantize_range
+from quantkit.runtime.kernels.cpu.decode_experts import Routing, route_token
+from quantkit.runtime.kernels.cpu.decode_ops import swiglu_range
+from quantkit.runtime.kernels.cpu.gemm import quantize_token, token_share
+from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record, offset_of, record_bytes
+
+_FLOATS16 = vector(16, F32)
+
+
+class AssignmentHeader(NamedTuple):
+    entries: int
+    runs: int
+    next_gate: int  # next unit of work of `gate_up`, or of `multiply` with gate
+    next_up: int  # of `multiply` with up
+    next_down: int  # of `add_down`
+
+
+class Run(NamedTuple):
+    """The entries of one expert."""
+
+    expert: int
+    first: int
+    tokens: int
+
+
+assert record_bytes(AssignmentHeader) == ASSIGNMENT_HEADER
+assert record_bytes(Run) == RUN_BYTES
+ENTRIES, RUNS, NEXT_GATE, NEXT_UP, NEXT_DOWN = (offset_of(AssignmentHeader, f) for f in AssignmentHeader._fields)
+
+
+@kernel(inline="always")
+def _run_count(assignment):
+    return load_record(AssignmentHeader, assignment).runs
+
+
+@kernel(inline="always")
+def _run(assignment, i):
+    return load_record(Run, assignment + ASSIGNMENT_HEADER + i * RUN_BYTES)
+
+
+@kernel(inline="always")
+def _tokens_of(assignment, experts, entries):
+    return integers(assignment + ASSIGNMENT_HEADER + experts * RUN_BYTES, entries)
+
+
+@kernel(inline="always")
+def _row_addresses(assignment, experts, entries):
+    return integers(assignment + ASSIGNMENT_HEADER + experts * RUN_BYTES + entries * 8, entries)
+
+
+@kernel(inline="always")
+def _weights_of(assignment, experts, entries):
+    return floats(assignment + ASSIGNMENT_HEADER + experts * RUN_BYTES + entries * 16, entries)
+
+
+# --------------------------------------------------------------------------------------------- routing and grouping
+
+
+class RouteParameters(NamedTuple):
+    tokens: int  # address of an int64
+    logits: int  # float32[tokens, experts] of the router, overwritten
+    routing: int  # address of a Routing
+    selected: int  # int64[tokens, used], -1 where fewer are selected
+    weights: int  # float32[tokens, used]
+
+
+@callback(OPERATION)
+def route_batch(parameters, thread, threads):
+    """Select the experts of every token, and their weights."""
+    p = load_record(RouteParameters, parameters)
+    routing = load_record(Routing, p.routing)
+    experts, used = routing.experts, routing.used
+    first, last = token_share(load_int(p.tokens), thread, threads)
+    for token in range(first, last):
+        selected = integers(p.selected + token * used * 8, used)
+        weights = floats(p.weights + token * used * 4, used)
+        count = route_token(routing, floats(p.logits + token * experts * 4, experts), selected, weights)
+        selected[count:] = -1
+
+
+class GroupParameters(NamedTuple):
+    tokens: int  # address of an int64
+    x: int  # float32[tokens, n]
+    n: int
+    experts: int
+    used: int
+    selected: int  # int64[tokens, used]
+    weights: int  # float32[tokens, used]
+    assignment: int
+    max_entries: int
+    multiple: int  # runs begin at multiples of it
+
+
+@callback(OPERATION)
+def group_tokens(parameters, thread, threads):
+    """Write the assignment of tokens to experts: a counting sort, by thread 0 (some microseconds per batch)."""
+    if thread != 0:
+        return
+    p = load_record(GroupParameters, parameters)
+    tokens, experts, used, assignment = load_int(p.tokens), p.experts, p.used, p.assignment
+    selected, weights = integers(p.selected, tokens * used), floats(p.weights, tokens * used)
+    runs = integers(assignment + ASSIGNMENT_HEADER, experts * 3)  # here of every expert: number, next entry, tokens
+    token_of = _tokens_of(assignment, experts, p.max_entries)
+    row_of = _row_addresses(assignment, experts, p.max_entries)
+    weight_of = _weights_of(assignment, experts, p.max_entries)
+    runs[:] = 0
+    for i in range(tokens * used):
+        if selected[i] >= 0:
+            runs[3 * selected[i] + 2] += 1
+    entries = 0
+    for e in range(experts):
+        runs[3 * e + 1] = entries
+        entries += -(-runs[3 * e + 2] // p.multiple) * p.multiple
+    token_of[:entries] = -1
+    row_of[:entries] = p.x  # padding reads some valid row
+    for i in range(tokens * used):
+        e = selected[i]
+        if e >= 0:
+            at = runs[3 * e + 1]
+            runs[3 * e + 1] += 1
+            token_of[at], row_of[at], weight_of[at] = i // used, p.x + i // used * p.n * 4, weights[i]
+    count = 0
+    for e in range(experts):
+        many = runs[3 * e + 2]
+        if many > 0:
+            runs[3 * count], runs[3 * count + 1], runs[3 * count + 2] = e, runs[3 * e + 1] - many, many
+            count += 1
+    store_int(entries, assignment + ENTRIES)
+    store_int(count, assignment + RUNS)
+    store_int(0, assignment + NEXT_GATE)
+    store_int(0, assignment + NEXT_UP)
+    store_int(0, assignment + NEXT_DOWN)
+
+
+class GatherParameters(NamedTuple):
+    assignment: int
+    experts: int
+    max_entries: int
+    n: int
+    tiles: int  # tiles of gemm.py, or 0 for none
+    tile_tokens: int
+    vectors: int  # activation buffers of runs with few tokens
+    vector_bytes: int
+
+
+@callback(OPERATION)
+def gather(parameters, thread, threads):
+    """Quantize the rows of all entries: to tiles, and to activation buffers for runs with few tokens."""
+    p = load_record(GatherParameters, parameters)
+    row_of = _row_addresses(p.assignment, p.experts, p.max_entries)
+    tile_bytes = RECORD_BYTES * p.tile_tokens * (p.n // 32)
+    for i in range(_run_count(p.assignment)):
+        run = _run(p.assignment, i)
+        if run.tokens > FEW_TOKENS and p.tiles == 0:
+            continue
+        for at in range(run.first + thread, run.first + run.tokens, threads):
+            if run.tokens <= FEW_TOKENS:
+                buffer = p.vectors + (i * FEW_TOKENS + at - run.first) * p.vector_bytes
+                floats(buffer, p.n)[:] = floats(row_of[at], p.n)
+                quantize_range(buffer, p.n, 0, p.n)
+            else:
+                quantize_token(row_of[at], p.n, p.tiles + at // p.tile_tokens * tile_bytes, at % p.tile_tokens)
+
+
+# ----------------------------------------------------------------------------------------------------------- products
+
+
+class ExpertMatrix(NamedTuple):
+    """What a product with one matrix of all experts reads: the kernels of its type, its shape, its input, scratch."""
+
+    assignment: int
+    experts: int
+    unpack: int  # functions of expert_panels.py
+    product: int
+    tile_tokens: int
+    panel_bytes: int  # of 32 columns
+    expert_bytes: int  # from one expert's matrix to the next
+    n: int  # columns
+    rows: int
+    x: int  # tiles of gemm.py, or addresses of float32 rows
+    entry_bytes: int  # of x
+    scratch: int
+    private_stride: int
+    matvec: int  # function of matvec.py
+    vectors: int  # activation buffers of runs with few tokens
+    vector_bytes: int
+
+
+class HiddenBuffers(NamedTuple):
+    """Where act(gate) * up goes, as `add_down` reads it."""
+
+    hidden: int  # tiles of gemm.py, or float32[entries, ff]
+    tile_tokens: int  # 0: float32 rows
+    vectors: int  # activation buffers of runs with few tokens
+    vector_bytes: int
+
+
+@simd_intrinsic("void")
+def _add_scaled(ir: IrBuilder, x: Value, weight: float, out: Value) -> None:
+    """out[0 .. 31] += weight * x[0 .. 31]."""
+    for i in range(0, EXPERT_ROWS, 16):
+        scaled = ir.load(_FLOATS16, x + 4 * i) * ir.splat(weight, 16)  # type: ignore[arg-type]  # a Value in the body
+        ir.store(ir.load(_FLOATS16, out + 4 * i) + scaled, out + 4 * i)
+
+
+@simd_intrinsic("void")
+def _copy(ir: IrBuilder, x: Value, out: Value) -> None:
+    """Copy EXPERT_ROWS floats."""
+    for i in range(0, EXPERT_ROWS, 16):
+        ir.store(ir.load(_FLOATS16, x + 4 * i), out + 4 * i)
+
+
+@kernel
+def _store_hidden(x, hidden, ff, entry, column, tile_tokens):
+    """Store columns column .. column + 31 of an entry's activation, in its tile or as float32 (`tile_tokens` 0)."""
+    if tile_tokens == 0:
+        _copy(x, hidden + (entry * ff + column) * 4)
+    else:
+        record = hidden + (entry // tile_tokens * (ff // 32) + column // 32) * RECORD_BYTES * tile_tokens
+        quantize_token(x, EXPERT_ROWS, record, entry % tile_tokens)
+
+
+@kernel
+def _multiply_few(matvec, matrix, n, row, many, vectors, vector_bytes, out, stride):
+    """out[t, 0 .. 31] = EXPERT_ROWS rows of an expert's matrix times each of `many` vectors; strides in bytes."""
+    for t in range(many):
+        call6(matvec, matrix, n, row, row + EXPERT_ROWS, vectors + t * vector_bytes, out + t * stride - row * 4)
+
+
+class GateUpParameters(NamedTuple):
+    matrix: int  # address of an ExpertMatrix that describes gate and up alike
+    gate: int
+    up: int
+    hidden: int  # address of HiddenBuffers
+
+
+@callback(OPERATION)
+def gate_up(parameters, thread, threads):
+    """hidden = act(gate x) * (up x) for all entries; gate and up are of one type."""
+    p = load_record(GateUpParameters, parameters)
+    m, target = load_record(ExpertMatrix, p.matrix), load_record(HiddenBuffers, p.hidden)
+    n, ff, tokens = m.n, m.rows, m.tile_tokens
+    blocks, panel_bytes = ff // EXPERT_ROWS, n // 32 * m.panel_bytes
+    panels = m.scratch + thread * m.private_stride
+    results, result_bytes = panels + 2 * panel_bytes, tokens * EXPERT_ROWS * 4
+    units = _run_count(m.assignment) * blocks
+    while True:
+        unit = atomic_add(1, m.assignment + NEXT_GATE)
+        if unit >= units:
+            break
+        i, row = unit // blocks, unit % blocks * EXPERT_ROWS
+        run = _run(m.assignment, i)
+        gate, up = p.gate + run.expert * m.expert_bytes, p.up + run.expert * m.expert_bytes
+        if run.tokens <= FEW_TOKENS:
+            vectors, vector_bytes = m.vectors + i * FEW_TOKENS * m.vector_bytes, m.vector_bytes
+            for which in range(2):
+                matrix, out = up if which else gate, results + which * result_bytes
+                _multiply_few(m.matvec, matrix, n, row, run.tokens, vectors, vector_bytes, out, EXPERT_ROWS * 4)
+            for t in range(run.tokens):
+                result, buffer = (
+                    results + t * EXPERT_ROWS * 4,
+                    target.vectors + (i * FEW_TOKENS + t) * target.vector_bytes,
+                )
+                swiglu_range(result, result + result_bytes, 0, EXPERT_ROWS, buffer + row * 4)
+                quantize_range(buffer, ff, row, row + EXPERT_ROWS)
+            continue
+        for which in range(2):
+            start = (up if which else gate) + row * (m.expert_bytes // ff)
+            call3(m.unpack, start, n, panels + which * panel_bytes)
+        for at in range(run.first, run.first + run.tokens, tokens):
+            x = m.x + at * m.entry_bytes
+            for which in range(2):
+                out = results + which * result_bytes
+                call6(m.product, panels + which * panel_bytes, n, x, out, EXPERT_ROWS * 4, 0)
+            for t in range(min(tokens, run.first + run.tokens - at)):
+                result = results + t * EXPERT_ROWS * 4
+                swiglu_range(result, result + result_bytes, 0, EXPERT_ROWS, result)
+                _store_hidden(result, target.hidden, ff, at + t, row, target.tile_tokens)
+
+
+class MultiplyParameters(NamedTuple):
+    matrix: int  # address of an ExpertMatrix
+    weights: int
+    out: int  # float32[entries, rows]
+    counter: int  # NEXT_GATE or NEXT_UP
+
+
+@callback(OPERATION)
+def multiply(parameters, thread, threads):
+    """out = W x for all entries."""
+    p = load_record(MultiplyParameters, parameters)
+    m = load_record(ExpertMatrix, p.matrix)
+    n, rows, tokens = m.n, m.rows, m.tile_tokens
+    blocks = rows // EXPERT_ROWS
+    panel = m.scratch + thread * m.private_stride
+    units = _run_count(m.assignment) * blocks
+    while True:
+        unit = atomic_add(1, m.assignment + p.counter)
+        if unit >= units:
+            break
+        i, row = unit // blocks, unit % blocks * EXPERT_ROWS
+        run = _run(m.assignment, i)
+        matrix, out = p.weights + run.expert * m.expert_bytes, p.out + row * 4
+        if run.tokens <= FEW_TOKENS:
+            vectors, vector_bytes = m.vectors + i * FEW_TOKENS * m.vector_bytes, m.vector_bytes
+            first_out = out + run.first * rows * 4
+            _multiply_few(m.matvec, matrix, n, row, run.tokens, vectors, vector_bytes, first_out, rows * 4)
+            continue
+        call3(m.unpack, matrix + row * (m.expert_bytes // rows), n, panel)
+        for at in range(run.first, run.first + run.tokens, tokens):
+            call6(m.product, panel, n, m.x + at * m.entry_bytes, out + at * rows * 4, rows * 4, 0)
+
+
+class ActivateParameters(NamedTuple):
+    assignment: int
+    gate: int  # float32[entries, ff], overwritten
+    up: int  # float32[entries, ff]
+    ff: int
+    hidden: int  # address of HiddenBuffers
+
+
+@callback(OPERATION)
+def activate(parameters, thread, threads):
+    """hidden = act(gate) * up for all entries."""
+    p = load_record(ActivateParameters, parameters)
+    target, ff = load_record(HiddenBuffers, p.hidden), p.ff
+    for i in range(_run_count(p.assignment)):
+        run = _run(p.assignment, i)
+        for entry in range(run.first + thread, run.first + run.tokens, threads):
+            gate, up = p.gate + entry * ff * 4, p.up + entry * ff * 4
+            if run.tokens <= FEW_TOKENS:
+                buffer = target.vectors + (i * FEW_TOKENS + entry - run.first) * target.vector_bytes
+                swiglu_range(gate, up, 0, ff, buffer)
+                quantize_range(buffer, ff, 0, ff)
+                continue
+            swiglu_range(gate, up, 0, ff, gate)
+            for column in range(0, ff, EXPERT_ROWS):
+                _store_hidden(gate + column * 4, target.hidden, ff, entry, column, target.tile_tokens)
+
+
+class AddDownParameters(NamedTuple):
+    matrix: int  # address of an ExpertMatrix
+    weights: int
+    out: int  # float32[tokens, rows]
+    max_entries: int
+    quantized: int  # 1: x of the matrix is tiles of gemm.py; 0: float32 rows one after another
+
+
+@callback(OPERATION)
+def add_down(parameters, thread, threads):
+    """out[token] += weight * (W x) for all entries, expert by expert."""
+    p = load_record(AddDownParameters, parameters)
+    m = load_record(ExpertMatrix, p.matrix)
+    n, rows, tokens = m.n, m.rows, m.tile_tokens
+    token_of = _tokens_of(m.assignment, m.experts, p.max_entries)
+    weight_of = _weights_of(m.assignment, m.experts, p.max_entries)
+    panel = m.scratch + thread * m.private_stride
+    results = panel + n // 32 * m.panel_bytes
+    addresses = integers(results + tokens * EXPERT_ROWS * 4, tokens)
+    while True:
+        row = atomic_add(1, m.assignment + NEXT_DOWN) * EXPERT_ROWS
+        if row >= rows // EXPERT_ROWS * EXPERT_ROWS:
+            break
+        for i in range(_run_count(m.assignment)):
+            run = _run(m.assignment, i)
+            matrix = p.weights + run.expert * m.expert_bytes
+            if run.tokens > FEW_TOKENS:
+                call3(m.unpack, matrix + row * (m.expert_bytes // rows), n, panel)
+            for at in range(run.first, run.first + run.tokens, tokens):
+                x = m.x + at * m.entry_bytes
+                if run.tokens <= FEW_TOKENS:
+                    vectors, vector_bytes = m.vectors + i * FEW_TOKENS * m.vector_bytes, m.vector_bytes
+                    _multiply_few(m.matvec, matrix, n, row, run.tokens, vectors, vector_bytes, results, EXPERT_ROWS * 4)
+                else:
+                    if p.quantized == 0:
+                        for t in range(tokens):
+                            addresses[t] = x + t * m.entry_bytes
+                        x = results + tokens * EXPERT_ROWS * 4
+                    call6(m.product, panel, n, x, results, EXPERT_ROWS * 4, 0)
+                for t in range(min(tokens, run.first + run.tokens - at)):
+                    place = p.out + (token_of[at + t] * rows + row) * 4
+                    _add_scaled(results + t * EXPERT_ROWS * 4, weight_of[at + t], place)

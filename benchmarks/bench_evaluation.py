@@ -28,8 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import records
 from benchmarks.records import Column, Table
 from quantkit.codegen import cpu_target
-from quantkit.evaluate.collect_imatrix import collect
-from quantkit.evaluate.perplexity import negative_log_likelihood, perplexity
+from quantkit.evaluate.imatrix.collect import collect
+from quantkit.evaluate.nll import negative_log_likelihood
+from quantkit.evaluate.perplexity import perplexity_of_chunks
 from quantkit.evaluate.text import Chunks, chunked
 from quantkit.runtime.loading import load
 from tests.conformance.libllama import C, Llama
@@ -95,11 +96,13 @@ def measure(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     chunks = chunked(fast.tokenizer, options.file, options.ctx, options.chunks)
     tokens = len(chunks) * chunks.n_ctx
     with Llama(path, options.ctx, options.threads, cache_types=("f16", "f16")) as reference:
-        theirs, ours = reference_nll(reference, chunks), float(perplexity(fast, chunks).nll.mean())
+        theirs, ours = reference_nll(reference, chunks), float(perplexity_of_chunks(fast, chunks).nll.mean())
         if abs(theirs - ours) > 0.01 * ours:
             raise RuntimeError(f"{path}: mean nll {ours:.4f}, of the reference {theirs:.4f}")
-        speed = by_turns(lambda: perplexity(fast, chunks), lambda: reference_nll(reference, chunks), options.repeat)
-    added = by_turns(lambda: perplexity(exact, chunks), lambda: collect(exact, chunks), options.repeat)
+        speed = by_turns(
+            lambda: perplexity_of_chunks(fast, chunks), lambda: reference_nll(reference, chunks), options.repeat
+        )
+    added = by_turns(lambda: perplexity_of_chunks(exact, chunks), lambda: collect(exact, chunks), options.repeat)
     return {
         "model": path.stem, "nll": ours, "nll_reference": theirs, "tokens_s": tokens / speed["first"],
         "tokens_s_reference": tokens / speed["second"], "ratio": speed["ratio"], "cpu_ratio": speed["cpu_ratio"],

@@ -30,8 +30,8 @@ import quantkit
 from benchmarks import records
 from benchmarks.records import Column, Table
 from quantkit import recipe
-from quantkit.evaluate import collect_imatrix as collecting
-from quantkit.evaluate.perplexity import negative_log_likelihood
+from quantkit.evaluate.imatrix import collect as collecting
+from quantkit.evaluate.nll import negative_log_likelihood
 from quantkit.evaluate.text import Chunks, chunked
 from quantkit.formats import imatrix as matrices
 from quantkit.formats.kld.base_file import scored_rows

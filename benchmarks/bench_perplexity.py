@@ -30,9 +30,9 @@ from benchmarks import records
 from benchmarks.bench_types import Reference
 from benchmarks.records import Column, Table
 from quantkit import types
-from quantkit.evaluate import collect_imatrix as collecting
-from quantkit.evaluate.divergence import divergence
-from quantkit.evaluate.perplexity import perplexity
+from quantkit.evaluate.divergence import divergence_from_base
+from quantkit.evaluate.imatrix import collect as collecting
+from quantkit.evaluate.perplexity import perplexity_of_chunks
 from quantkit.evaluate.text import chunked
 from quantkit.formats import gguf
 from quantkit.formats import imatrix as matrices
@@ -76,7 +76,7 @@ def prepare(folder: Path, calibrate: Path | None, texts: list[Path], chunks: int
             if not base.exists():
                 parts = chunked(loaded.tokenizer, text, 512, chunks)
                 with BaseWriter(base, parts.tokens, loaded.vocab_size) as writer:
-                    perplexity(loaded, parts, base=writer)
+                    perplexity_of_chunks(loaded, parts, base=writer)
     return model, matrix, [base for _, base in missing]
 
 
@@ -140,7 +140,7 @@ def main() -> None:
             seconds = write(model, out, t, importance, side, options)
             loaded = quantkit.load(str(out))
             for base in bases:
-                d = divergence(loaded, BaseReader(base))
+                d = divergence_from_base(loaded, BaseReader(base))
                 row = {"type": name, "side": side, "text": base.stem, "ppl": d.ppl.value, "ppl_base": d.ppl_base.value,
                        "ln_ratio": d.ln_ratio.value, "kld": d.mean_kld.value, "kld_error": d.mean_kld.error,
                        "seconds": seconds}  # fmt: skip

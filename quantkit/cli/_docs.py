@@ -23,8 +23,8 @@ from quantkit.cli._shared import table
 DOCS = Path(__file__).parents[2] / "docs"
 README, FIGURES, PICTURE = DOCS.parent / "README.md", DOCS / "demo.json", DOCS / "demo.png"
 _BLOCK = re.compile(r"(<!-- what `make demo` prints, kept by `make readme` -->\n```\n).*?(\n```\n)", re.DOTALL)
-_FIGURES = ("file", "size_bytes", "bits_per_weight", "ppl", "ppl_error", "kld", "kld_error", "same_top",
-         "prompt_tokens_per_second", "generation_tokens_per_second")  # fmt: skip
+_FIGURES = ("path", "bytes", "bits_per_weight", "ppl", "ppl_error_over_tokens", "kld", "kld_error_over_chunks",
+            "same_top", "prompt_tokens_per_second", "generation_tokens_per_second")  # fmt: skip
 WIDTH = 100
 _MADE = "<!-- made by `python -m quantkit.cli._docs` with typer {}; do not edit -->\n"
 
@@ -75,6 +75,8 @@ def store_figures(results: Path) -> None:
     """Copy the results of a demo, and the picture beside them, to docs for README.md."""
     found = json.loads(results.read_text(encoding="utf-8"))
     models = [{key: model[key] for key in _FIGURES if key in model} for model in found["models"]]
+    for model in models:
+        model["path"] = Path(model["path"]).name
     stored = {"models": models, "conditions": found["conditions"] | {"text": Path(found["conditions"]["text"]).name}}
     FIGURES.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     if (picture := results.with_name("comparison.png")).exists():

@@ -1,10 +1,8 @@
-"""Shared parts of the commands that run a model: options, loading, conditions, --profile."""
+"""Shared parts of the commands that run a model: options, loading, --profile."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import platform
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,7 +15,11 @@ from quantkit.errors import UnknownNameError, printable
 
 if TYPE_CHECKING:
     from quantkit.placement.rules import Flags
+    from quantkit.runtime.kv.cache_type import CacheType
+    from quantkit.runtime.model import Model
     from quantkit.runtime.parallel.ledger import Ledger
+    from quantkit.runtime.repacking import Repacked
+    from quantkit.tokenizers.tokenizer import Tokenizer
 
 GpuLayers = Annotated[
     int | None,
@@ -265,10 +267,10 @@ class Launch:
         numerics: str,
         threads: int | None,
         n_ctx: int | None,
-        cache_type: Any = None,
+        cache_type: CacheType | None = None,
         repack: bool | None = None,
-        tokenizer: Any = None,
-    ) -> Any:
+        tokenizer: Tokenizer | None = None,
+    ) -> Model:
         """Load a model (`runtime.loading.load`); print to stderr what was repacked and which rules decide nothing.
 
         n_ctx: tokens of the longest sequence, which must fit in memory; None: the model's context length.
@@ -306,7 +308,7 @@ class Launch:
         for rule in model.placement.idle:
             print(f"warning: {printable(rule.text)} decides no tensor", file=sys.stderr)
         if model.repacked is not None:
-            _print_repacked(model)
+            _print_repacked(model.repacked, model.numerics)
         return model
 
     def print_profiles(self) -> None:
@@ -323,7 +325,7 @@ class Launch:
 
             cache_type_of(kind, "exact", AttentionOptions(_FLASH[self._given["flash_attn"]], 0))
 
-    def _cache_type(self, numerics: str) -> Any:
+    def _cache_type(self, numerics: str) -> CacheType | None:
         """The CacheType; None if no option sets it."""
         both, k, v = (self._given[name] for name in ("cache_type", "cache_type_k", "cache_type_v"))
         khad, vhad = self._given["k_cache_hadamard"], self._given["v_cache_hadamard"]
@@ -344,41 +346,6 @@ def runs_a_model(command: Callable[..., None]) -> Callable[..., None]:
         launch.print_profiles()
 
     return with_options(run, "launch", _OPTIONS, Launch)
-
-
-def conditions(model: Any) -> dict[str, Any]:
-    """The conditions of a run that its results depend on, besides the file: options, CPU, versions."""
-    from quantkit import __version__
-    from quantkit.codegen import cpu_target
-
-    found = {
-        "numerics": model.numerics,
-        "cache_type": model.cache_type,
-        "flash_attention": "on" if model.attention.flash else f"off, -amb {model.attention.work_mib}",
-        "threads": model.threads,
-        "cpu": cpu_name(),
-        "isa": cpu_target.isa(),
-        "quantkit": __version__,
-    }
-    if model.has_latents:
-        found["mla"] = model.mla
-    if model.repacked is not None:
-        found["repacked"] = len(model.repacked)
-    if model.expert_reduction is not None:
-        least, share = model.expert_reduction
-        found["expert reduction"] = f"{least},{share:g}"
-    if model.split is not None:
-        found |= model.split.describe()
-    return found | ({"layer_by_layer": model.fallback_reason} if model.fallback_reason else {})
-
-
-def cpu_name() -> str:
-    """The CPU's model name."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _require_gpus(devices: str | None) -> None:
@@ -403,10 +370,10 @@ def _reduction(text: str | None) -> tuple[int, float] | None:
         raise typer.BadParameter(f"-ser {text}: write K,T, for example 6,0.4") from None
 
 
-def _print_repacked(model: Any) -> None:
-    done = model.repacked
+def _print_repacked(done: Repacked, numerics: str) -> None:
+    """Print to stderr what -rtr did, and a warning for types that it makes slower."""
     print(f"repacked {len(done)} tensors, {mib(done.nbytes)}, in {done.seconds:.2f} s", file=sys.stderr)
-    for (before, after), count in done.slower.items() if model.numerics == "fast" else ():
+    for (before, after), count in done.slower.items() if numerics == "fast" else ():
         print(
             f"warning: -rtr makes {count} tensors slower: {after} has no fast kernel here, {before} has one",
             file=sys.stderr,

@@ -7,17 +7,19 @@ import gc
 import math
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli._runtime import Launch, conditions, runs_a_model
+from quantkit.cli._runtime import Launch, runs_a_model
 from quantkit.cli._shared import Json, checked_threads, gib, print_json
 from quantkit.errors import QuantkitError, UnknownNameError
 
 if TYPE_CHECKING:
-    from quantkit.evaluate.bench import Case
+    from quantkit.evaluate.bench import Case, Speed
+    from quantkit.runtime.model import Model
 
 FastNumerics = Annotated[
     str,
@@ -71,6 +73,7 @@ def bench(
     bytes.
     """
     from quantkit.evaluate import bench as measure
+    from quantkit.evaluate.conditions import run_conditions
 
     form = "json" if json else output
     if form not in _FORMATS:
@@ -80,10 +83,10 @@ def bench(
     counts = [checked_threads(count) for count in (_numbers("-t", threads, 1) if threads else [None])]
     rows: list[dict[str, Any]] = []
 
-    def timed(path: Path, model: Any) -> None:
+    def timed(path: Path, model: Model) -> None:
         memory = measure.read_speed(model)
-        about = conditions(model) | {"repetitions": repetitions}
-        print(f"{path}: {conditions_line(about, memory)}", file=sys.stderr)
+        about = run_conditions(model) | {"repetitions": repetitions}
+        print(f"{path}: {bench_conditions_line(about, memory)}", file=sys.stderr)
         for speed in measure.bench(model, cases, repetitions, warmup=warmup):
             row = _model_record(model, path) | about | record(speed, memory)
             rows.append(row)
@@ -98,6 +101,7 @@ def bench(
 
 
 def _cases(prompts: str, answers: str, depths: str, both: list[str], after: list[str]) -> list[Case]:
+    """The tests of -p, -n and -d, then those of -pg and -gp."""
     from quantkit.evaluate.bench import Case
 
     cases = []
@@ -128,14 +132,14 @@ def _pair(option: str, text: str) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def _model_record(model: Any, path: Path) -> dict[str, Any]:
+def _model_record(model: Model, path: Path) -> dict[str, Any]:
     """The model as a record with llama-bench's keys."""
     count = sum(math.prod(tensor.shape) for tensor in model.weights.values())
     return {"model_filename": str(path), "model_type": model.hparams.arch, "model_size": model.size_bytes,
             "model_n_params": count, "backend": "CPU"}  # fmt: skip
 
 
-def record(speed: Any, memory: float) -> dict[str, Any]:
+def record(speed: Speed, memory: float) -> dict[str, Any]:
     """A measured speed as a record with llama-bench's keys and our own; `memory` in bytes/s."""
     rates = [speed.tokens / seconds for seconds in speed.samples]
     gb = speed.gb_per_second
@@ -155,8 +159,8 @@ def record(speed: Any, memory: float) -> dict[str, Any]:
     }
 
 
-def conditions_line(about: dict[str, Any], memory: float) -> str:
-    """The conditions as one line."""
+def bench_conditions_line(about: Mapping[str, object], memory: float) -> str:
+    """The conditions and the memory bandwidth in one line."""
     return ", ".join(f"{key} {value}" for key, value in about.items()) + f"; memory {memory / 1e9:.1f} GB/s"
 
 

@@ -191,7 +191,7 @@ def demo_steps(model: Path, folder: Path, calibration: Path, test: Path, picture
     packed = folder / f"{recipe}-repacked.gguf"
     yield Step("Export the model to a Hugging Face directory, the form of a published checkpoint",
                ["export", str(model), str(hf), "--dtype", "bf16"], [model], [hf])  # fmt: skip
-    yield Step("Convert the checkpoint to GGUF in BF16: the reference of the comparison",
+    yield Step("Convert the checkpoint to GGUF in BF16: the reference model of the comparison",
                ["convert", str(hf), str(bf16), "--outtype", "bf16"], [hf], [bf16])  # fmt: skip
     yield Step("Collect the importance matrix: mean squared activations for each column of each weight",
                ["imatrix", str(bf16), "-f", str(calibration), "-o", str(matrix), "--chunks", str(_CALIBRATION_CHUNKS)],
@@ -274,9 +274,9 @@ def results_table(results: dict[str, Any]) -> str:
     for r in results["models"]:
         compared = "kld" in r
         rows.append([
-            r["file"], f"{r['size_bytes'] / 2**30:.3f}", f"{r['bits_per_weight']:.2f}",
-            f"{r['ppl']:.3f} ± {r['ppl_error']:.3f}",
-            f"{r['kld']:.5f} ± {r['kld_error']:.5f}" if compared else "reference",
+            Path(r["path"]).name, f"{r['bytes'] / 2**30:.3f}", f"{r['bits_per_weight']:.2f}",
+            f"{r['ppl']:.3f} ± {r['ppl_error_over_tokens']:.3f}",
+            f"{r['kld']:.5f} ± {r['kld_error_over_chunks']:.5f}" if compared else "reference",
             f"{100 * r['same_top']:.2f} %" if compared else "",
             f"{r['prompt_tokens_per_second']:.0f}", f"{r['generation_tokens_per_second']:.1f}",
         ])  # fmt: skip

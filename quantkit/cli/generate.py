@@ -5,13 +5,18 @@ from __future__ import annotations
 import secrets
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli._runtime import Launch, conditions, runs_a_model
+from quantkit.cli._runtime import Launch, runs_a_model
 from quantkit.cli._shared import Json, Threads, print_json
 from quantkit.errors import QuantkitError
+
+if TYPE_CHECKING:
+    from quantkit.runtime.generate import Generated, Sampling
+    from quantkit.runtime.model import Model
+    from quantkit.tokenizers.tokenizer import Tokenizer
 
 
 @runs_a_model
@@ -74,7 +79,7 @@ def generate(
     print(_summary(loaded, result, sampling), file=sys.stderr)
 
 
-def _read(model: Path) -> tuple[Any, int]:
+def _read(model: Path) -> tuple[Tokenizer, int]:
     """The tokenizer and the trained context length of a model, without loading it."""
     from quantkit.archs.common import validate
     from quantkit.formats import gguf
@@ -96,7 +101,7 @@ def _prompt(text: str | None, file: Path | None) -> str:
         raise QuantkitError(f"{file}: offset {error.start}: not UTF-8 ({error.reason})") from None
 
 
-def _tokens(tokenizer: Any, text: str, chat: bool, system: str | None) -> list[int]:
+def _tokens(tokenizer: Tokenizer, text: str, chat: bool, system: str | None) -> list[int]:
     if not chat:
         if system is not None:
             raise QuantkitError("--system needs --chat; a prompt without a chat template has no messages")
@@ -110,7 +115,7 @@ def _show(piece: str) -> None:
     print(piece, end="", flush=True)
 
 
-def _summary(model: Any, result: Any, sampling: Any) -> str:
+def _summary(model: Model, result: Generated, sampling: Sampling) -> str:
     attention = "" if model.attention.flash else ", flash attention off"
     ended = {"end": "the reply ended", "length": "-n reached", "context": "the context is full (-c)"}[result.stopped]
     return (
@@ -120,16 +125,18 @@ def _summary(model: Any, result: Any, sampling: Any) -> str:
     )
 
 
-def _record(path: Path, model: Any, result: Any, sampling: Any) -> dict[str, Any]:
+def _record(path: Path, model: Model, result: Generated, sampling: Sampling) -> dict[str, Any]:
     from dataclasses import asdict
 
+    from quantkit.evaluate.conditions import run_conditions
+
     return {
-        "model": path,
+        "path": path,
         "text": result.text,
         "tokens": result.tokens,
         "stopped": result.stopped,
         "prompt_tokens": len(result.prompt_tokens),
         "prompt_tokens_per_second": result.prompt_rate,
         "tokens_per_second": result.predict_rate,
-        "conditions": {**conditions(model), "sampling": asdict(sampling)},
+        "conditions": {**run_conditions(model), "sampling": asdict(sampling)},
     }

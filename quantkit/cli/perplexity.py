@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,19 +14,20 @@ from quantkit.cli._evaluation import (
     Numerics,
     Running,
     TextFile,
-    conditions,
-    conditions_line,
+    on_message,
     required_text,
-    result_conditions,
 )
 from quantkit.cli._runtime import Launch, runs_a_model
 from quantkit.cli._shared import Json, Threads, print_json
 from quantkit.errors import QuantkitError
 
-Found = tuple[dict[str, Any], dict[str, Any]]  # a result and its n_ctx, chunks and text, for JSON
+if TYPE_CHECKING:
+    from quantkit.evaluate.divergence import Divergence, DivergenceOptions
+    from quantkit.evaluate.perplexity import Perplexity, PerplexityOptions
+    from quantkit.evaluate.progress import ChunkProgress
+    from quantkit.evaluate.tasks import Score
 
 _MIN_POSITIONS = 100
-_SAME_TOKENIZER = 0.98  # share of tokens that the same tokenizer gives again; other tokenizers give 0.9
 
 
 @runs_a_model
@@ -103,211 +100,117 @@ def perplexity(
     A base file named .qkld has 1/20 of the size or less, and results from it include a bound on the error against an
     exact base. With --jsonl, an interrupted base file is resumed too.
     """
-    from quantkit.formats.atomic import check_outputs
+    from quantkit.evaluate.conditions import conditions_line
+    from quantkit.evaluate.divergence import DivergenceOptions
+    from quantkit.evaluate.perplexity import PerplexityOptions
 
-    chosen = [(name, limit) for name, wanted, limit in (
+    tasks = [(name, limit) for name, wanted, limit in (
         ("hellaswag", hellaswag, hellaswag_tasks), ("winogrande", winogrande, winogrande_tasks),
         ("multiple-choice", multiple_choice, multiple_choice_tasks),
     ) if wanted]  # fmt: skip
-    if len(chosen) + kl_divergence > 1:
+    if len(tasks) + kl_divergence > 1:
         raise typer.BadParameter("--hellaswag, --winogrande, --multiple-choice and --kl-divergence: pass only one")
-    written = [jsonl, None if kl_divergence else kl_divergence_base]
-    check_outputs(written, [model, *filter(None, (file, binary_file, kl_divergence_base if kl_divergence else None))])
-    job: _Tasks | _Divergence | _TextRun
-    if chosen:
-        name, limit = chosen[0]
-        source = binary_file or file if name == "multiple-choice" else file
-        job = _Tasks.read(name, required_text(source, name), limit, model)
+    schema = "quantkit.perplexity/1"
+    found: Perplexity | Divergence | Score
+    if tasks:
+        schema = "quantkit.perplexity-tasks/1"
+        name, limit = tasks[0]
+        text = required_text(binary_file or file if name == "multiple-choice" else file, name)
+        found = _score(model, name, text, limit, numerics, threads, launch, quiet=json)
     elif kl_divergence:
+        schema = "quantkit.perplexity-kl-divergence/1"
         if kl_divergence_base is None:
             raise QuantkitError("--kl-divergence needs the base to compare with: --kl-divergence-base FILE")
-        job = _Divergence.read(kl_divergence_base, batch_size, jsonl)
-    else:
-        text = required_text(file, "perplexity")
-        job = _TextRun(text, ctx_size, chunks, batch_size, ppl_stride, jsonl, kl_divergence_base, kl_divergence_bound,
-                    ppl_output_type)  # fmt: skip
-    loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=job.longest, tokenizer=job.tokenizer)
-    result, facts = job.run(loaded, json, _chunk_runner(by_layer))
-    how = conditions(loaded, facts["n_ctx"], facts["chunks"], facts["text"])
-    if json:
-        kind = "perplexity-tasks" if chosen else "perplexity-kl-divergence" if kl_divergence else "perplexity"
-        print_json(f"quantkit.{kind}/1", {"model": model, **result, "conditions": how})
-    else:
-        print(conditions_line(how), file=sys.stderr)
-
-
-@dataclass(frozen=True)
-class _TextRun:
-    """A perplexity run over a text: chunks, log and base file."""
-
-    text: Path
-    n_ctx: int
-    limit: int | None
-    n_batch: int
-    stride: int
-    jsonl: Path | None
-    base: Path | None
-    bound: float
-    style: int
-    tokenizer: None = None
-
-    @property
-    def longest(self) -> int:
-        """Tokens per evaluated chunk."""
-        return self.n_ctx + self.stride // 2
-
-    def run(self, model: Any, quiet: bool, run_chunks: Any) -> Found:
-        return _measure(model, self, quiet, run_chunks)
-
-    def chunks(self, tokenizer: Any) -> Any:
-        from quantkit.evaluate.text import chunked, windows
-
-        if not self.stride:
-            return chunked(tokenizer, self.text, self.n_ctx, self.limit)
-        if self.base is not None:
-            raise QuantkitError(
-                "--ppl-stride and --kl-divergence-base exclude each other: base files contain second halves of chunks"
-            )
-        return windows(tokenizer, self.text, self.n_ctx, self.stride, self.limit)
-
-    def log(self, model: Any, chunks: Any) -> Any:
-        """The ChunkLog, or None."""
-        if self.jsonl is None:
-            return None
-        settings: dict[str, Any] = {"stride": self.stride}
-        if self.base is not None:
-            settings |= {"base": self.base.suffix, "bound": self.bound}
-        rows = chunks.rows
-        return _log(self.jsonl, model, self.text, chunks.n_ctx, len(chunks), rows.stop - rows.start, self.n_batch,
-                    settings)  # fmt: skip
-
-
-def _log(path: Path, model: Any, text: Path, n_ctx: int, chunks: int, positions: int, n_batch: int,
-         more: dict[str, Any]) -> Any:  # fmt: skip
-    """The ChunkLog of a run over a text or a base file."""
-    from quantkit.evaluate.chunk_log import ChunkLog
-    from quantkit.evaluate.collect_imatrix import fingerprint
-    from quantkit.formats import gguf
-
-    how = conditions(model, n_ctx, chunks, str(text))
-    settings = result_conditions(how) | {"n_batch": n_batch, **more}
-    run = fingerprint([*gguf.open(model.path).paths, text], settings)
-    return ChunkLog(path, run, positions, max(1, n_batch // n_ctx), how)
-
-
-def _chunk_runner(by_layer: bool) -> Any:
-    """The function that evaluates chunks."""
-    if not by_layer:
-        from quantkit.evaluate.perplexity import evaluate_chunks
-
-        return evaluate_chunks
-    from functools import partial
-
-    from quantkit.evaluate.streamed import streamed_chunks
-
-    def on_layer(done: int, layers: int) -> None:
-        print(f"layer {done} of {layers}", file=sys.stderr, flush=True)
-
-    return partial(streamed_chunks, on_layer=on_layer)
-
-
-def _measure(model: Any, plan: _TextRun, quiet: bool, run_chunks: Any) -> Found:
-    """Perplexity over a text; returns the result and its conditions, for JSON."""
-    from quantkit.evaluate import perplexity as evaluation
-    from quantkit.evaluate.divergence import base_writer
-    from quantkit.formats.kld.chunk_file import LoggedChunks
-
-    chunks = plan.chunks(model.tokenizer)
-    n_ctx, title = chunks.n_ctx, f"perplexity over {len(chunks)} chunks of {chunks.n_ctx} tokens"
-    print(f"{title}, batch {plan.n_batch}", file=sys.stderr)
-    running = Running(len(chunks), n_ctx, plan.n_batch)
-    with contextlib.ExitStack() as stack:
-        log = plan.log(model, chunks)
-        writer: Any = None
-        if plan.base is not None:
-            note = {"model": str(model.path), **conditions(model, n_ctx, len(chunks), str(plan.text))}
-            logged = None if log is None else LoggedChunks(log.logged("base").tolist(), log.together)
-            made = base_writer(plan.base, chunks.tokens, model.vocab_size, logged, target=plan.bound, note=note)
-            writer = stack.enter_context(made)
-            if log is not None:
-                log.keep(writer.done)
-        done = _resume_log(stack, log)
-
-        def show(so_far: evaluation.Perplexity) -> None:
-            index = len(so_far.nll)
-            if log is not None:
-                log.add(so_far.nll[-1], **({"base": writer.digest} if writer else {}))
-            if quiet:
-                running.tick(index)
-            elif plan.style == 0:
-                running.value(index, so_far.value)
-            else:
-                mean, error = so_far.nll.mean(), so_far.mean_error
-                print(f"{(index - 1) * n_ctx:8d}  {so_far.value:.4f}  {mean:4f}  {error:4f}", flush=True)
-                running.tick(index)
-
-        found = evaluation.perplexity(
-            model, chunks, n_batch=plan.n_batch, base=writer, on_chunk=show, done=done, run=run_chunks
+        compared = DivergenceOptions(
+            batch_size=batch_size, jsonl=jsonl, by_layer=by_layer, numerics=numerics, threads=threads
         )
+        found = _diverge(model, kl_divergence_base, compared, launch, quiet=json)
+    else:
+        options = PerplexityOptions(
+            ctx_size=ctx_size, chunks=chunks, batch_size=batch_size, ppl_stride=ppl_stride, jsonl=jsonl,
+            kl_divergence_base=kl_divergence_base, kl_divergence_bound=kl_divergence_bound, by_layer=by_layer,
+            numerics=numerics, threads=threads,
+        )  # fmt: skip
+        found = _measure(model, required_text(file, "perplexity"), options, launch, ppl_output_type, quiet=json)
+    if json:
+        record = {"path": model, **found.record(), "seconds": found.seconds, "conditions": found.conditions}
+        print_json(schema, record)
+    else:
+        on_message(conditions_line(found.conditions))
+
+
+def _measure(
+    model: Path, text: Path, options: PerplexityOptions, launch: Launch, style: int, quiet: bool
+) -> Perplexity:
+    """Measure the perplexity and print it, unless quiet; `style` is --ppl-output-type."""
+    from quantkit.evaluate.perplexity import perplexity as measure
+
+    running = Running()
+
+    def show(progress: ChunkProgress[Perplexity]) -> None:
+        so_far = progress.so_far
+        if quiet:
+            running.tick(progress)
+        elif style == 0:
+            running.value(progress, so_far.value)
+        else:
+            mean, error = so_far.nll.mean(), so_far.mean_error
+            tokens = (progress.done - 1) * so_far.n_ctx
+            print(f"{tokens:8d}  {so_far.value:.4f}  {mean:4f}  {error:4f}", flush=True)
+            running.tick(progress)
+
+    found = measure(model, text, options, progress=show, on_message=on_message, open_model=launch.open)
     if not quiet:
-        estimate = f"Final estimate: PPL over {len(chunks)} chunks for n_ctx={n_ctx} = {found}"
-        print(f"\n{estimate}" if not plan.stride else "")
-    running_values = [found.after(i + 1).value for i in range(len(chunks))]
-    result = {"ppl": found.value, "ppl_error": found.error, "running": running_values, "seconds": running.seconds}
-    return result, {"n_ctx": n_ctx, "chunks": len(chunks), "text": str(plan.text)}
+        estimate = f"Final estimate: PPL over {len(found.nll)} chunks for n_ctx={found.n_ctx} = {found}"
+        print("" if options.ppl_stride else f"\n{estimate}")
+    return found
 
 
-def _resume_log(stack: contextlib.ExitStack, log: Any) -> Any:
-    """Open the log, if there is one, and return the chunks of an earlier run."""
-    if log is None:
-        return None
-    stack.enter_context(log)
-    if len(log.done):
-        print(f"{len(log.done)} chunks are already in {log.path}", file=sys.stderr)
-    return log.done
+def _diverge(model: Path, base: Path, options: DivergenceOptions, launch: Launch, quiet: bool) -> Divergence:
+    """Measure the divergence from a base file and print it, unless quiet."""
+    from quantkit.evaluate.divergence import divergence
+    from quantkit.evaluate.report import divergence_text
+
+    running = Running()
+
+    def show(progress: ChunkProgress[Divergence]) -> None:
+        if not quiet:
+            if progress.done == 1 + progress.resumed:
+                print(f"\n{divergence_text.CHUNK_HEADER}")
+            print(divergence_text.chunk_line(progress.done, progress.so_far), flush=True)
+        running.tick(progress)
+
+    found = divergence(model, base, None, options, progress=show, on_message=on_message, open_model=launch.open)
+    if quiet:
+        return found
+    if len(found) >= _MIN_POSITIONS:
+        print(f"\n{divergence_text.report(found)}")
+    else:
+        print(
+            f"\nPPL of the base {found.ppl_base.value:.4f} ± {found.ppl_base.error:.4f}; {len(found)} positions, "
+            f"the full report needs at least {_MIN_POSITIONS}"
+        )
+    if found.bound_terms is not None:
+        low, high = found.limits
+        span = f"from an exact base {low:.6f} to {high:.6f}"
+        print(f"\nKLD {found.mean_kld.value:.6f}; {span}: within {found.bound:.6f}")
+    return found
 
 
-@dataclass(frozen=True)
-class _Tasks:
-    """A multiple-choice benchmark."""
+def _score(
+    model: Path, name: str, file: Path, limit: int, numerics: str, threads: int | None, launch: Launch, quiet: bool
+) -> Score:
+    """Score the tasks of a file and print the score, unless quiet."""
+    from quantkit.evaluate.tasks import score_tasks
 
-    name: str
-    path: Path
-    tasks: Sequence[Any]
-    tokenizer: Any
-    longest: int
-
-    @classmethod
-    def read(cls, name: str, path: Path, limit: int, model: Path) -> _Tasks:
-        """Read the tasks of a file, and count the tokens of the longest choice."""
-        from quantkit.evaluate import tasks as evaluation
-        from quantkit.formats import gguf
-        from quantkit.tokenizers.tokenizer import Tokenizer
-
-        read = {"hellaswag": evaluation.hellaswag, "winogrande": evaluation.winogrande,
-                "multiple-choice": evaluation.multiple_choice}[name]  # fmt: skip
-        tasks = read(path, limit)
-        if not tasks:
-            raise QuantkitError(f"{path} contains no tasks")
-        tokenizer = Tokenizer.from_gguf(gguf.require_model(gguf.open(model)).metadata)
-        longest = max(len(tokenizer.encode(text, bos=None)) for task in tasks for text in task.texts)
-        return cls(name, path, tasks, tokenizer, longest)
-
-    def run(self, model: Any, quiet: bool, run_chunks: Any) -> Found:
-        return _score(model, self, quiet)
-
-
-def _score(model: Any, job: _Tasks, quiet: bool) -> Found:
-    """Returns the result and its conditions, for JSON."""
-    from quantkit.evaluate import tasks as evaluation
-
-    name, tasks = job.name, job.tasks
-    print(f"{name}: {len(tasks)} tasks of {job.path}", file=sys.stderr)
-    score = None
-    for score in evaluation.evaluate(model, tasks):
+    def show(score: Score) -> None:
         if not quiet:
             print(f"{score.tasks}\t{100 * score.accuracy:.8f}", flush=True)
-    assert score is not None
+
+    score = score_tasks(
+        model, name, file, limit, numerics=numerics, threads=threads, progress=show, on_message=on_message,
+        open_model=launch.open,
+    )  # fmt: skip
     value, error = 100 * score.accuracy, 100 * score.error
     if not quiet and name == "winogrande" and score.tasks >= _MIN_POSITIONS:
         print(f"\nFinal Winogrande score({score.tasks} tasks): {value:.4f} +/- {error:.4f}")
@@ -315,78 +218,4 @@ def _score(model: Any, job: _Tasks, quiet: bool) -> Found:
         spread = 100 * (score.chance * (1 - score.chance) / max(1, score.tasks - 1)) ** 0.5
         print(f"\nFinal result: {value:.4f} +/- {error:.4f}")
         print(f"Random chance: {100 * score.chance:.4f} +/- {spread:.4f}")
-    result = {"task": name, "accuracy": score.accuracy, "accuracy_error": score.error, "tasks": score.tasks,
-              "chance": score.chance}  # fmt: skip
-    return result, {"n_ctx": model.n_ctx_train, "chunks": len(tasks), "text": str(job.path)}
-
-
-@dataclass(frozen=True)
-class _Divergence:
-    """KL divergence from a base file."""
-
-    base: Any
-    path: Path
-    n_batch: int
-    jsonl: Path | None
-    tokenizer: None = None
-
-    @classmethod
-    def read(cls, path: Path, n_batch: int, jsonl: Path | None) -> _Divergence:
-        from quantkit.evaluate.divergence import base_reader
-
-        return cls(base_reader(path), path, n_batch, jsonl)
-
-    @property
-    def longest(self) -> int:
-        return int(self.base.n_ctx)
-
-    def run(self, model: Any, quiet: bool, run_chunks: Any) -> Found:
-        return _diverge(model, self, quiet, run_chunks)
-
-
-def _diverge(model: Any, job: _Divergence, quiet: bool, run_chunks: Any) -> Found:
-    """Returns the result and its conditions, for JSON."""
-    from quantkit.evaluate import divergence
-    from quantkit.formats.kld.bounded_file import BoundedReader
-
-    base, path, n_batch, jsonl = job.base, job.path, job.n_batch, job.jsonl
-    print(f"KL divergence over {base.n_chunk} chunks of {base.n_ctx} tokens from {path}", file=sys.stderr)
-    if (share := divergence.known_share(base.tokens, model.tokenizer)) < _SAME_TOKENIZER:
-        print(
-            f"warning: {path}: decoding its tokens and encoding them again with the tokenizer of {model.path} gives "
-            f"{100 * share:.1f} % of the same tokens: the base file has another tokenizer or is not from a text",
-            file=sys.stderr,
-        )
-    running, k, log = Running(base.n_chunk, base.n_ctx, n_batch), base.rows_per_chunk, None
-    if jsonl is not None:
-        log = _log(jsonl, model, path, base.n_ctx, base.n_chunk, k, n_batch, {})
-    names = [name for name in divergence.RowFigures._fields if name != "doubts" or isinstance(base, BoundedReader)]
-
-    def show(index: int, so_far: divergence.Divergence) -> None:
-        if log is not None:
-            log.add(**{name: getattr(so_far, name)[-k:] for name in names})
-        if not quiet:
-            if index == 1 + before:
-                print(f"\n{divergence.CHUNK_HEADER}")
-            print(divergence.chunk_line(index, so_far), flush=True)
-        running.tick(index)
-
-    with contextlib.ExitStack() as stack:
-        done = _resume_log(stack, log)
-        before = 0 if done is None else len(done)
-        noted = {name: log.logged(name) for name in names} if log is not None and before else None
-        found = divergence.divergence(model, base, n_batch=n_batch, on_chunk=show, run=run_chunks, done=noted)
-    if not quiet:
-        if len(found) >= _MIN_POSITIONS:
-            print(f"\n{divergence.report(found)}")
-        else:
-            print(
-                f"\nPPL of the base {found.ppl_base.value:.4f} ± {found.ppl_base.error:.4f}; {len(found)} positions, "
-                f"the full report needs at least {_MIN_POSITIONS}"
-            )
-        if found.doubts is not None:
-            low, high = found.limits
-            span = f"from an exact base {low:.6f} to {high:.6f}"
-            print(f"\nKLD {found.mean_kld.value:.6f}; {span}: within {found.bound:.6f}")
-    result = {**divergence.summary(found), "seconds": running.seconds}
-    return result, {"n_ctx": base.n_ctx, "chunks": base.n_chunk, "text": f"of {path}"}
+    return score

@@ -5,14 +5,17 @@ from __future__ import annotations
 import resource
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli._runtime import Launch, conditions, runs_a_model
+from quantkit.cli._runtime import Launch, runs_a_model
 from quantkit.cli._shared import Json, Threads, print_json
-from quantkit.cli.bench import FastNumerics, conditions_line, record, shares
+from quantkit.cli.bench import FastNumerics, bench_conditions_line, record, shares
 from quantkit.errors import UnknownNameError
+
+if TYPE_CHECKING:
+    from quantkit.evaluate.bench import Speed
 
 _HEADER = "|    PP |     TG |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s | TG GB/s | of mem |"
 _MEMORY = "  RSS HWM |"
@@ -53,18 +56,19 @@ def sweep_bench(
     they only sum the model's bytes. Rows are printed as they are measured.
     """
     from quantkit.evaluate import bench as measure
+    from quantkit.evaluate.conditions import run_conditions
 
     if output_format not in _FORMATS:
         raise UnknownNameError("output format", output_format, _FORMATS)
     if plot is not None:
-        from quantkit.evaluate.plots import require_picture
+        from quantkit.evaluate.report.plots import require_plot_file
 
-        require_picture(plot)
+        require_plot_file(plot)
     loaded = launch.open(model, numerics=numerics, threads=threads, n_ctx=ctx_size)
     memory = measure.read_speed(loaded)
-    about = conditions(loaded) | {"n_kv_max": ctx_size, "n_ubatch": batch_size, "repeat": repeat}
+    about = run_conditions(loaded) | {"n_kv_max": ctx_size, "n_ubatch": batch_size, "repeat": repeat}
     about["warmup"] = "a batch" if warmup_batch else "a token"
-    print(f"{model}: {conditions_line(about, memory)}", file=sys.stderr)
+    print(f"{model}: {bench_conditions_line(about, memory)}", file=sys.stderr)
     rows, steps = [], []
     how: dict[str, Any] = {
         "n_generate": n_predict,
@@ -86,16 +90,16 @@ def sweep_bench(
     if json:
         print_json(
             "quantkit.sweep-bench/1",
-            {"model": model, "size": loaded.size_bytes, **about, "memory": memory, "steps": steps},
+            {"path": model, "bytes": loaded.size_bytes, **about, "memory_bytes_per_second": memory, "steps": steps},
         )
     if plot is not None:
-        from quantkit.evaluate.plots import plot_sweep
+        from quantkit.evaluate.report.plots import plot_sweep
 
         plot_sweep(plot, rows, memory, f"{model.name}: {loaded.threads} threads, {about['isa']}, {about['cache_type']}")
         print(f"plot: {plot}", file=sys.stderr)
 
 
-def _step(prompt: Any, generation: Any, memory: float) -> dict[str, Any]:
+def _step(prompt: Speed, generation: Speed, memory: float) -> dict[str, Any]:
     """A row with the keys of ik_llama.cpp's JSON lines, plus the records of prompt and generation."""
     generated = record(generation, memory)
     return {

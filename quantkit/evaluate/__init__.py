@@ -1,5 +1,13 @@
 """Measure models: importance matrices, perplexity, KL divergence, comparison, throughput.
 
-The functions take models (`runtime`) and texts, and return results with errors, tables, plots and HTML pages. Only
-`cli` imports this package.
+The functions take models (`runtime`) or paths of GGUF files, texts and options, and return results with errors and
+conditions. Only `cli` imports this package; it never imports `pipelines`.
+
+    perplexity, divergence, compare, imatrix.run   the public functions; `quantkit.perplexity` and so on
+    bench, tasks                                   throughput; multiple-choice tasks
+    text, chunk_runs, nll, progress, models        chunks of tokens and running a model over them
+    statistics, bounded                            errors over chunks; bounds for bounded base files
+    chunk_log, fingerprint, base_files             resuming; base files
+    conditions                                     what figures depend on besides the file
+    imatrix, layers, report                        packages: importance matrices; one layer at a time; tables and plots
 """

@@ -16,13 +16,17 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quantkit.archs.common import blocks
 from quantkit.codegen import jit, thread_pool
 from quantkit.errors import DataError
+
+if TYPE_CHECKING:
+    from quantkit.runtime.kv.cache import Cache
+    from quantkit.runtime.model import Model
 
 _PIECE = 1 << 22  # bytes that a thread reads at a time
 
@@ -40,11 +44,13 @@ class Case:
 
     @property
     def name(self) -> str:
+        """The test's name."""
         parts = [f"pp{self.prompt}"] * bool(self.prompt) + [f"tg{self.generate}"] * bool(self.generate)
         return "+".join(parts) + (f"@pp{self.depth}" if self.depth else "")
 
     @property
     def n_ctx(self) -> int:
+        """Tokens of the cache that the test needs."""
         return self.depth + self.prompt + self.generate
 
 
@@ -60,10 +66,12 @@ class Speed:
 
     @property
     def seconds(self) -> float:
+        """Median time, in seconds."""
         return statistics.median(self.samples)
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens per second, from the median time."""
         return self.tokens / self.seconds
 
     @property
@@ -73,10 +81,11 @@ class Speed:
 
     @property
     def gb_per_second(self) -> float | None:
+        """Memory traffic of generation, in 10^9 bytes/s; None for prompts."""
         return None if self.bytes_read is None else self.bytes_read * self.tokens_per_second / 1e9
 
 
-def bytes_per_token(model: Any, n_kv: int) -> int:
+def bytes_per_token(model: Model, n_kv: int) -> int:
     """Bytes read to generate one token: all weights, one row of the embedding, the selected experts, the filled part of
     the KV cache, and the states of recurrent layers. With smart expert reduction (-ser) a lower bound: only the experts
     that always run are counted."""
@@ -95,14 +104,14 @@ def bytes_per_token(model: Any, n_kv: int) -> int:
 
 
 @jit.kernel
-def _sum(words):
+def _sum(words: np.ndarray) -> np.uint64:
     total = np.uint64(0)
     for i in range(len(words)):
         total += words[i]
     return total
 
 
-def read_speed(model: Any, repeat: int = 3) -> float:
+def read_speed(model: Model, repeat: int = 3) -> float:
     """Bytes/s at which the model's threads sum its weights with vector instructions; the best of `repeat` passes."""
     pieces = []
     for tensor in model.weights.values():
@@ -122,7 +131,7 @@ def read_speed(model: Any, repeat: int = 3) -> float:
     return sum(piece.nbytes for piece in pieces) / min(seconds[1:])
 
 
-def bench(model: Any, cases: Sequence[Case], repeat: int, *, warmup: bool = True, seed: int = 0) -> Iterator[Speed]:
+def bench(model: Model, cases: Sequence[Case], repeat: int, *, warmup: bool = True, seed: int = 0) -> Iterator[Speed]:
     """Time each case in turn: `repeat` samples, after an untimed run if `warmup` is set."""
     longest = max(case.n_ctx for case in cases)
     tokens = np.random.default_rng(seed).integers(0, model.vocab_size, longest)
@@ -137,7 +146,7 @@ def bench(model: Any, cases: Sequence[Case], repeat: int, *, warmup: bool = True
 
 
 def sweep(
-    model: Any,
+    model: Model,
     n_ctx: int,
     n_batch: int,
     *,
@@ -179,7 +188,7 @@ def sweep(
         )
 
 
-def _run(model: Any, cache: Any, case: Case, tokens: np.ndarray) -> float:
+def _run(model: Model, cache: Cache, case: Case, tokens: np.ndarray) -> float:
     """Seconds of a case. The first `depth` tokens of the cache stay."""
     seconds, at = 0.0, case.depth
     if case.prompt:
@@ -190,14 +199,14 @@ def _run(model: Any, cache: Any, case: Case, tokens: np.ndarray) -> float:
     return seconds
 
 
-def _prompt(model: Any, cache: Any, tokens: np.ndarray, n_kv: int) -> float:
+def _prompt(model: Model, cache: Cache, tokens: np.ndarray, n_kv: int) -> float:
     cache.truncate(n_kv)
     begin = time.perf_counter()
     model.forward(tokens, cache, logits="last")
     return time.perf_counter() - begin
 
 
-def _generation(model: Any, cache: Any, tokens: np.ndarray, n_kv: int) -> float:
+def _generation(model: Model, cache: Cache, tokens: np.ndarray, n_kv: int) -> float:
     cache.truncate(n_kv)
     begin = time.perf_counter()
     for token in tokens:

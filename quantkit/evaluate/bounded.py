@@ -26,7 +26,7 @@ import numpy as np
 
 from quantkit.codegen import jit, thread_pool
 from quantkit.codegen.jit import kernel
-from quantkit.evaluate.perplexity import first_largest, log_total
+from quantkit.evaluate.nll import first_largest, log_total
 from quantkit.formats.kld.bounded_file import GRID, LARGE, LOG_ODDS, TAIL, BoundedRows
 
 BOUND_TERMS = 4  # numbers per row that `bound` takes
@@ -50,7 +50,10 @@ def _table(step: float) -> np.ndarray:
 
 
 @kernel
-def _compare_rows(logits, classes, large, starts, numbers, top, step, table, targets, out, same_top):
+def _compare_rows(
+    logits: np.ndarray, classes: np.ndarray, large: np.ndarray, starts: np.ndarray, numbers: np.ndarray,
+    top: np.ndarray, step: float, table: np.ndarray, targets: np.ndarray, out: np.ndarray, same_top: np.ndarray,
+) -> None:  # fmt: skip
     """Fill out[r] = nll, nll of the base, KLD and the terms of the bound; and same_top[r]."""
     ceiling, floor = np.log(step), np.log(step) - 20.0 * np.log(2.0)
     for r in range(logits.shape[0]):

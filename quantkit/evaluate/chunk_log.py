@@ -23,7 +23,11 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from quantkit.errors import DataError, FormatError
+from quantkit.evaluate.conditions import Conditions, result_conditions
+from quantkit.evaluate.fingerprint import fingerprint
+from quantkit.evaluate.models import OnMessage
 from quantkit.evaluate.statistics import perplexity_of
+from quantkit.formats import gguf
 from quantkit.formats.atomic import os_errors, writing
 from quantkit.formats.owned import followed, open_own, read_own
 from quantkit.inputs import json_input
@@ -38,7 +42,9 @@ class ChunkLog:
     Raises DataError for a file of another run and FormatError for any other file, which stays unchanged.
     """
 
-    def __init__(self, path: str | os.PathLike[str], run: str, positions: int, together: int, about: Mapping[str, Any]):
+    def __init__(
+        self, path: str | os.PathLike[str], run: str, positions: int, together: int, about: Mapping[str, object]
+    ):
         self.path, self._positions = followed(Path(path)), positions
         self._head = {"run": run, "positions": positions, **about}
         lines = self._read(run) if self.path.exists() else []
@@ -82,6 +88,12 @@ class ChunkLog:
             self._stream: BinaryIO = os.fdopen(open_own(self.path, os.O_WRONLY | os.O_APPEND), "ab")
         return self
 
+    def resumed(self, on_message: OnMessage) -> np.ndarray:
+        """`done`; `on_message` gets a line that counts the chunks of an earlier run."""
+        if len(self.done):
+            on_message(f"{len(self.done)} chunks are already in {self.path}")
+        return self.done
+
     def add(self, nll: np.ndarray, **more: np.ndarray | str) -> None:
         """Append a chunk: its nll float64[positions], and further fields (arrays or text)."""
         self._total, self._count = self._total + float(nll.sum()), self._count + nll.size
@@ -96,5 +108,26 @@ class ChunkLog:
         self._stream.close()
 
 
-def _line(record: Mapping[str, Any]) -> bytes:
+def run_log(
+    path: str | os.PathLike[str],
+    model: Path,
+    text: Path,
+    positions: int,
+    n_batch: int,
+    conditions: Conditions,
+    settings: Mapping[str, object],
+) -> ChunkLog:
+    """The log of a model's run over a text or a base file.
+
+    An earlier run's lines are used if model, text, `settings`, batch size and the conditions that change results are
+    the same.
+    """
+    known = result_conditions(conditions) | {"n_batch": n_batch, **settings}
+    run = fingerprint([*gguf.open(model).paths, text], known)
+    n_ctx = conditions["n_ctx"]
+    assert isinstance(n_ctx, int)
+    return ChunkLog(path, run, positions, max(1, n_batch // n_ctx), conditions)
+
+
+def _line(record: Mapping[str, object]) -> bytes:
     return json.dumps(record, default=str).encode() + b"\n"

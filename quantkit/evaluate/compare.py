@@ -1,9 +1,9 @@
 """Compare models with one reference model over the same tokens: size, perplexity, divergence, throughput.
 
-The reference model's distributions are written to a temporary base file (16 bits per logit; the rounding adds less than
-1e-8 to a mean KLD). So only one model is open at a time; tokenizers are compared first, without opening models. All
-statistics are paired by token, and their errors are computed over chunks (`statistics.py`). Only a PPL by itself has
-its error over tokens, for comparison with llama-perplexity's.
+The reference is the model that the others were made from. Its distributions are written to a temporary base file (16
+bits per logit; the rounding adds less than 1e-8 to a mean KLD). So only one model is open at a time; tokenizers are
+compared first, without opening models. All statistics are paired by token, and their errors are computed over chunks
+(`statistics.py`). Only a PPL by itself has its error over tokens, for comparison with llama-perplexity's.
 """
 
 from __future__ import annotations
@@ -12,30 +12,35 @@ import gc
 import math
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from quantkit.archs.common import validate
-from quantkit.errors import DataError, printable
-from quantkit.evaluate import divergence as kld
+from quantkit.errors import DataError, QuantkitError, printable
 from quantkit.evaluate.bench import Case, bench
-from quantkit.evaluate.divergence import Divergence, Estimate
-from quantkit.evaluate.perplexity import Perplexity, perplexity
-from quantkit.evaluate.statistics import LEAST_UNITS, Interval, Rank, Sample, rank
+from quantkit.evaluate.conditions import Conditions, evaluation_conditions
+from quantkit.evaluate.divergence import Divergence, Estimate, divergence_from_base
+from quantkit.evaluate.layers.tensor_errors import TensorError, tensor_errors
+from quantkit.evaluate.models import ChunkModel, OnMessage, OpenModel, no_message, open_model
+from quantkit.evaluate.perplexity import Perplexity, perplexity_of_chunks
+from quantkit.evaluate.statistics import Interval, Rank, Sample, rank
 from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, Chunks, chunked, read_text
 from quantkit.formats import gguf
 from quantkit.formats.kld.base_file import BaseReader, BaseWriter
+from quantkit.runtime.kv.cache_type import CacheType
+from quantkit.tokenizers.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from quantkit.runtime.model import Model
 
 TIMED_TOKENS = 512  # tokens of the timed prompt
 _COMPARED_LETTERS = 1 << 16  # characters of each text that tokenizers are compared on
 
-Opener = Callable[[Path], Any]
-OnMessage = Callable[[str], None]
 Result = TypeVar("Result")
 
 
@@ -43,20 +48,18 @@ class Vocabulary(NamedTuple):
     """A model's tokenizer and vocabulary size."""
 
     size: int
-    tokenizer: Any
+    tokenizer: Tokenizer
 
 
 def vocabulary_of(path: Path) -> Vocabulary:
     """The vocabulary in a file's metadata; the model is not opened."""
-    from quantkit.tokenizers.tokenizer import Tokenizer
-
     file = gguf.require_model(gguf.open(path))
     described = validate.describe(file.metadata, file.tensors, file.path)
     return Vocabulary(described.hparams.n_vocab, Tokenizer.from_gguf(file.metadata))
 
 
 class Throughput(NamedTuple):
-    """Tokens a second."""
+    """Speed in tokens per second."""
 
     prompt: float
     generation: float
@@ -79,6 +82,7 @@ class Paired:
 
     @cached_property
     def figures(self) -> dict[str, Interval]:
+        """The figures by name: ln_ratio, kld and its quantiles, same_top, mean_dp, rms_dp."""
         d, s = self.divergence, self.sample
         found = {"ln_ratio": s.mean(d.nll - d.nll_base), "kld": s.mean(d.kld)}
         shares = (("kld_median", 0.5), ("kld_p90", 0.9), ("kld_p95", 0.95), ("kld_p99", 0.99), ("kld_p999", 0.999))
@@ -87,6 +91,7 @@ class Paired:
 
     @property
     def largest(self) -> float:
+        """The largest KLD of a token, in nats."""
         return float(self.divergence.kld.max())
 
     def of(self, domain: Domain) -> Paired:
@@ -97,6 +102,7 @@ class Paired:
         return Paired(part, Sample(domain.chunks, self.sample.per_chunk))
 
     def record(self) -> dict[str, Any]:
+        """The figures, errors and intervals by name, for JSON."""
         found: dict[str, Any] = {"positions": len(self.divergence)}
         for name, figure in self.figures.items():
             found |= _named(name, figure)
@@ -116,7 +122,7 @@ class Paired:
 def _named(name: str, figure: Interval) -> dict[str, Any]:
     """A figure for JSON: null in place of NaN, which JSON lacks."""
     value, error, low, high = (x if math.isfinite(x) else None for x in figure)
-    return {name: value, f"{name}_error": error, f"{name}_95": [low, high]}
+    return {name: value, f"{name}_error_over_chunks": error, f"{name}_interval_95": [low, high]}
 
 
 @dataclass(frozen=True)
@@ -133,21 +139,23 @@ class Candidate:
 
     @property
     def name(self) -> str:
+        """The name in tables."""
         return printable(self.shown or self.path.stem)  # a file name need not be UTF-8
 
     @property
     def divergence(self) -> Divergence | None:
+        """The divergence from the reference; None for the reference itself."""
         return None if self.paired is None else self.paired.divergence
 
     def record(self, domains: Sequence[Domain] = ()) -> dict[str, Any]:
         """The figures by name, for JSON."""
-        found: dict[str, Any] = {"file": self.path.name, "path": str(self.path), "size_bytes": self.size_bytes,
+        found: dict[str, Any] = {"name": self.name, "path": str(self.path), "bytes": self.size_bytes,
                                  "bits_per_weight": self.bits_per_weight}  # fmt: skip
         if self.paired is not None:
             found |= self.paired.record()
             if len(domains) > 1:
                 found["domains"] = {d.name: self.paired.of(d).record() for d in domains}
-        found |= {"ppl": self.ppl.value, "ppl_error": self.ppl.error}
+        found |= {"ppl": self.ppl.value, "ppl_error_over_tokens": self.ppl.error}
         if self.throughput is not None:
             found |= {"prompt_tokens_per_second": self.throughput.prompt,
                       "generation_tokens_per_second": self.throughput.generation}  # fmt: skip
@@ -155,7 +163,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Noise:
+class NoiseFloor:
     """The noise floor: the reference against itself with other numerics. Smaller differences are not significant."""
 
     how: str
@@ -164,17 +172,30 @@ class Noise:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The reference first, then the models in the order given."""
+    """The result of `compare`.
+
+    candidates   the reference first, then the models in the order given
+    n_ctx        tokens per chunk
+    chunks       number of chunks of all texts
+    positions    number of scored tokens
+    domains      the texts and their ranges of chunks
+    noise        the reference against itself
+    layers       by model, the error that each tensor adds, if it was measured
+    conditions   what the figures depend on besides the files
+    """
 
     candidates: list[Candidate]
     n_ctx: int
     chunks: int
     positions: int
     domains: list[Domain] = field(default_factory=list)
-    noise: Noise | None = None
+    noise: NoiseFloor | None = None
+    layers: Mapping[str, Sequence[TensorError]] = field(default_factory=dict)
+    conditions: Conditions = field(default_factory=dict)
 
     @property
     def sample(self) -> Sample:
+        """Chunks and positions, for statistics."""
         return Sample(self.chunks, self.positions // self.chunks)
 
     @cached_property
@@ -184,93 +205,190 @@ class Comparison:
 
     def record(self) -> dict[str, Any]:
         """The comparison as JSON data."""
-        found: dict[str, Any] = {"models": [c.record(self.domains) for c in self.candidates]}
+        found: dict[str, Any] = {
+            "reference": str(self.candidates[0].path),
+            "models": [c.record(self.domains) for c in self.candidates],
+        }
         if self.noise is not None:
             found["noise_floor"] = {"how": self.noise.how, **self.noise.paired.record()}
         found["ranks"] = [
-            {"file": self.candidates[r.model + 1].path.name, "name": self.candidates[r.model + 1].name,
+            {"name": self.candidates[r.model + 1].name, "path": str(self.candidates[r.model + 1].path),
              "place": r.place,
              "difference_to_next": None if r.to_next is None else _named("kld", r.to_next.difference),
              "separated_from_next": None if r.to_next is None else r.to_next.separated,
              "more_tokens": None if r.to_next is None else r.to_next.more_tokens}
             for r in self.ranks
         ]  # fmt: skip
-        return found
+        if self.layers:
+            found["layers"] = {name: [error._asdict() for error in errors] for name, errors in self.layers.items()}
+        return found | {"conditions": self.conditions}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """Options of `compare`: the flags of `quantkit compare`.
+
+    ctx_size            tokens per chunk
+    chunks              at most this many chunks of each text; None: all
+    batch_size          tokens per batch, in whole chunks
+    noise_floor         also compare the reference with itself under other numerics ("fast", "exact") or a cache type
+                        such as "q8_0"; "auto": the other numerics; "off": do not
+    layers              also measure the error that each tensor adds, on the first chunk of the first text
+    speed               also time a prompt of 512 tokens and generation, with numerics fast
+    numerics, threads   "exact" or "fast", number of threads
+    """
+
+    ctx_size: int = DEFAULT_CONTEXT
+    chunks: int | None = None
+    batch_size: int = DEFAULT_BATCH
+    noise_floor: str = "auto"
+    layers: bool = False
+    speed: bool = False
+    numerics: str = "exact"
+    threads: int | None = None
 
 
 def compare(
     reference: str | os.PathLike[str],
     models: Sequence[str | os.PathLike[str]],
-    texts: Sequence[str | os.PathLike[str]],
+    texts: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    options: CompareOptions | None = None,
     *,
-    open_model: Opener,
-    open_fast: Opener | None = None,
-    noise: tuple[str, Opener] | None = None,
-    n_ctx: int = DEFAULT_CONTEXT,
-    limit: int | None = None,
-    n_batch: int = DEFAULT_BATCH,
-    on_message: OnMessage = lambda line: None,
+    on_message: OnMessage = no_message,
+    open_model: OpenModel = open_model,
     read_vocabulary: Callable[[Path], Vocabulary] = vocabulary_of,
 ) -> Comparison:
-    """Measure every model against the reference. One model is open at a time.
+    """Compare models with a reference model on the same texts: size, perplexity, KL divergence, same top token, speed.
 
-    texts       each is a domain of its own, with at most `limit` chunks
-    open_model  opens a model to measure its quality
-    open_fast   if given, opens a model to measure its throughput; if it is the same function as `open_model`, each
-                model is opened once for both
-    noise       (label, opener): opens the reference with other numerics, for the noise floor
-    on_message  called with a line of text before each step
+    All differences are paired by token. Their errors and 95 % intervals are computed over chunks (`statistics.Sample`).
+    One model is open at a time.
+
+    reference, models   GGUF files; the models must tokenize as the reference does
+    texts               one or several text files, UTF-8; each is a domain of its own
+    on_message          called with a line of text before each step
+    open_model          opens a file
+    read_vocabulary     reads the tokenizer and the size of the vocabulary from a file
+
+    Raises DataError, before any model is opened, for a model with another tokenizer, and for a text that is too short.
     """
-    first = Path(reference)
+    o, first = options or CompareOptions(), Path(reference)
+    paths = [Path(text) for text in ([texts] if isinstance(texts, (str, os.PathLike)) else texts)]
+    noise = _noise(o)
     vocabulary = read_vocabulary(first)
     for other in map(Path, models):  # checked first, because the measurements take hours
-        _require_one_tokenizer(other, read_vocabulary(other), first, vocabulary, texts)
-    chunks, domains = _gathered(vocabulary.tokenizer, texts, n_ctx, limit)
+        _require_one_tokenizer(other, read_vocabulary(other), first, vocabulary, paths)
+    chunks, domains = _gathered(vocabulary.tokenizer, paths, o.ctx_size, o.chunks)
+    longest = max(o.ctx_size, TIMED_TOKENS) if o.speed and o.numerics == "fast" else o.ctx_size
+    how: dict[str, object] = {}
+
+    def opened(path: Path) -> Model:
+        model = open_model(path, numerics=o.numerics, threads=o.threads, n_ctx=longest)
+        how.update(evaluation_conditions(model, o.ctx_size, len(chunks), ", ".join(map(str, paths))))
+        return model
+
+    def opened_fast(path: Path) -> Model:
+        return open_model(path, numerics="fast", threads=o.threads, n_ctx=TIMED_TOKENS)
+
+    timed = None if not o.speed else opened if o.numerics == "fast" else opened_fast
     with tempfile.TemporaryDirectory(prefix="quantkit-compare-") as folder:
-        path = Path(folder) / "base.kld"
+        base_path = Path(folder) / "base.kld"
 
-        def measured(model: Any) -> Perplexity:
-            with BaseWriter(path, chunks.tokens, model.vocab_size) as writer:
-                return perplexity(model, chunks, n_batch=n_batch, base=writer)
+        def write_base(model: ChunkModel) -> Perplexity:
+            with BaseWriter(base_path, chunks.tokens, model.vocab_size) as writer:
+                return perplexity_of_chunks(model, chunks, n_batch=o.batch_size, base=writer)
 
-        on_message(f"{first.name}: perplexity over {len(chunks)} chunks of {n_ctx} tokens")
-        found, speed = _run(first, measured, open_model, open_fast, on_message)
-        base = BaseReader(path)
+        on_message(f"{first.name}: perplexity over {len(chunks)} chunks of {o.ctx_size} tokens")
+        found, speed = _run(first, write_base, opened, timed, on_message)
+        base = BaseReader(base_path)
         sample = Sample(len(chunks), found.nll.shape[1])
 
-        def against(model: Any) -> Divergence:  # the base rounds each token's probability, by up to 0.0002
-            return replace(kld.divergence(model, base, n_batch=n_batch), nll_base=found.nll.reshape(-1))
+        def against(model: ChunkModel) -> Divergence:  # the base rounds each token's probability, by up to 0.0002
+            measured = divergence_from_base(model, base, n_batch=o.batch_size)
+            return replace(measured, nll_base=found.nll.reshape(-1))
 
         candidates = [Candidate(first, *size_of(first), Estimate(found.value, found.error), None, speed)]
-        floor = None
+        noise_floor = None
         if noise is not None:
-            on_message(f"{first.name}: noise floor, {noise[0]}")
-            floor = Noise(noise[0], Paired(_run(first, against, noise[1], None, on_message)[0], sample))
+            on_message(f"{first.name}: noise floor, {noise.how}")
+
+            def opened_again(path: Path) -> Model:
+                return open_model(
+                    path, numerics=noise.numerics, threads=o.threads, n_ctx=o.ctx_size, cache_type=noise.cache_type
+                )
+
+            again = _run(first, against, opened_again, None, on_message)[0]
+            noise_floor = NoiseFloor(noise.how, Paired(again, sample))
         for other in map(Path, models):
             on_message(f"{other.name}: KL divergence from {first.name}")
-            divergence, speed = _run(other, against, open_model, open_fast, on_message)
-            candidates.append(Candidate(other, *size_of(other), divergence.ppl, Paired(divergence, sample), speed))
+            measured, speed = _run(other, against, opened, timed, on_message)
+            candidates.append(Candidate(other, *size_of(other), measured.ppl, Paired(measured, sample), speed))
     names = unique_names([c.path for c in candidates])
     candidates = [replace(c, shown=name) for c, name in zip(candidates, names)]
-    return Comparison(candidates, n_ctx, len(chunks), found.nll.size, domains, floor)
+    added = {}
+    if o.layers:
+        added = _layers(first, dict(zip(names[1:], map(Path, models))), paths[0], o, open_model, on_message)
+    return Comparison(candidates, o.ctx_size, len(chunks), found.nll.size, domains, noise_floor, added, how)
+
+
+class _Noise(NamedTuple):
+    """How the reference runs again for the noise floor."""
+
+    how: str
+    numerics: str
+    cache_type: CacheType | None
+
+
+def _noise(o: CompareOptions) -> _Noise | None:
+    """The second run of the reference; None for none. Raises QuantkitError if it would be the same as the first."""
+    kind = o.noise_floor
+    if kind == "off":
+        return None
+    if kind == "auto":
+        kind = "fast" if o.numerics == "exact" else "exact"
+    if kind == o.numerics:
+        raise QuantkitError(
+            f"--noise-floor {kind}: the models already run with these numerics; name others or a cache type"
+        )
+    if kind in ("fast", "exact"):
+        return _Noise(f"numerics {kind}", kind, None)
+    return _Noise(f"cache {kind}", o.numerics, CacheType(kind, kind))
+
+
+def _layers(
+    reference: Path, models: Mapping[str, Path], text: Path, o: CompareOptions, open_model: OpenModel,
+    on_message: OnMessage,
+) -> dict[str, list[TensorError]]:  # fmt: skip
+    """By model, the error that each of its tensors adds in the reference, on the first chunk of a text."""
+    # without -rtr: the tensors are compared in the files' types
+    model = open_model(reference, numerics=o.numerics, threads=o.threads, n_ctx=o.ctx_size, repack=False)
+    tokens = chunked(model.tokenizer, text, o.ctx_size, 1).inputs
+    found = {}
+    for name, path in models.items():
+        on_message(f"{name}: error of each tensor over {tokens.size} tokens")
+        found[name] = tensor_errors(model, gguf.open(path), tokens)
+    return found
 
 
 def _run(
-    path: Path, measure: Callable[[Any], Result], opener: Opener, open_fast: Opener | None, on_message: OnMessage
+    path: Path,
+    measure: Callable[[Model], Result],
+    opener: Callable[[Path], Model],
+    timed_opener: Callable[[Path], Model] | None,
+    on_message: OnMessage,
 ) -> tuple[Result, Throughput | None]:
-    """The result of `measure` for a model, and its throughput if `open_fast` is given. No model stays open."""
+    """The result of `measure` for a model, and its throughput if `timed_opener` is given. No model stays open."""
 
-    def timed(model: Any) -> Throughput:
+    def timed(model: Model) -> Throughput:
         on_message(f"{path.name}: throughput")
         return throughput(model)
 
-    if open_fast is opener:
+    if timed_opener is opener:  # one model for both
         return _closing(opener, path, lambda model: (measure(model), timed(model)))
     found = _closing(opener, path, measure)
-    return found, None if open_fast is None else _closing(open_fast, path, timed)
+    return found, None if timed_opener is None else _closing(timed_opener, path, timed)
 
 
-def _closing(opener: Opener, path: Path, use: Callable[[Any], Result]) -> Result:
+def _closing(opener: Callable[[Path], Model], path: Path, use: Callable[[Model], Result]) -> Result:
     """Open a model, apply `use` to it and free its memory, which the next model needs."""
     try:
         return use(opener(path))
@@ -296,12 +414,12 @@ def _require_one_tokenizer(
             )
 
 
-def _without_bos(tokenizer: Any, ids: list[int]) -> list[int]:
+def _without_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     return ids[1:] if tokenizer.adds_bos and ids[:1] == [tokenizer.bos_id] else ids
 
 
 def _gathered(
-    tokenizer: Any, texts: Sequence[str | os.PathLike[str]], n_ctx: int, limit: int | None
+    tokenizer: Tokenizer, texts: Sequence[str | os.PathLike[str]], n_ctx: int, limit: int | None
 ) -> tuple[Chunks, list[Domain]]:
     """The chunks of all texts in order, and the range of each text."""
     if not texts:
@@ -329,115 +447,7 @@ def size_of(path: Path) -> tuple[int, float]:
     return file.size, 8 * sum(t.nbytes for t in file.tensors.values()) / max(1, weights)
 
 
-def throughput(model: Any, n_prompt: int = TIMED_TOKENS, n_generate: int = 64, repeat: int = 3) -> Throughput:
+def throughput(model: Model, n_prompt: int = TIMED_TOKENS, n_generate: int = 64, repeat: int = 3) -> Throughput:
     """Median speed of a prompt of random tokens and of generation, each from an empty cache."""
     prompt, generation = bench(model, [Case(min(n_prompt, model.n_ctx_train), 0), Case(0, n_generate)], repeat)
     return Throughput(prompt.tokens_per_second, generation.tokens_per_second)
-
-
-# -------------------------------------------------------------------------------------------------------------- tables
-
-
-def table_header(comparison: Comparison) -> list[str]:
-    timed = any(c.throughput for c in comparison.candidates)
-    return ["file", "GiB", "bpw", "PPL", "PPL - ref", "ln(PPL/ref)", "KLD mean", "median", "p90", "p99", "max",
-            "same top %", "RMS Δp %", *(["PP t/s", "TG t/s"] if timed else []), "place"]  # fmt: skip
-
-
-def table_rows(comparison: Comparison) -> list[list[str]]:
-    """One row of text per candidate, and one for the noise floor; `±` is one standard error."""
-    timed = any(c.throughput for c in comparison.candidates)
-    places = {r.model + 1: str(r.place) for r in comparison.ranks}
-    rows = []
-    for i, c in enumerate(comparison.candidates):
-        cells = [c.name, f"{c.size_bytes / 2**30:.3f}", f"{c.bits_per_weight:.3f}",
-                 f"{c.ppl.value:.4f} ± {c.ppl.error:.4f}", *_paired_cells(c.paired)]  # fmt: skip
-        if timed:
-            speed = c.throughput
-            cells += [f"{speed.prompt:.0f}", f"{speed.generation:.1f}"] if speed else ["-", "-"]
-        rows.append([*cells, places.get(i, "-")])
-    if comparison.noise is not None:
-        d = comparison.noise.paired
-        ppl = d.divergence.ppl
-        cells = [f"noise floor: {comparison.noise.how}", "-", "-", f"{ppl.value:.4f} ± {ppl.error:.4f}"]
-        rows.insert(1, [*cells, *_paired_cells(d), *(["-", "-"] if timed else []), "-"])
-    return rows
-
-
-def _paired_cells(paired: Paired | None) -> list[str]:
-    """The cells from PPL - ref to RMS Δp."""
-    if paired is None:
-        return ["reference", *["-"] * 8]
-    f, difference = paired.figures, paired.ppl_difference
-    return [
-        f"{difference.value:+.4f} ± {difference.error:.4f}",
-        f"{f['ln_ratio'].value:+.5f} ± {f['ln_ratio'].error:.5f}",
-        f"{f['kld'].value:.6f} ± {f['kld'].error:.6f}",
-        *(f"{f[name].value:.6f}" for name in ("kld_median", "kld_p90", "kld_p99")),
-        f"{paired.largest:.6f}",
-        *(f"{100 * f[name].value:.2f} ± {100 * f[name].error:.2f}" for name in ("same_top", "rms_dp")),
-    ]
-
-
-def domain_rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """A header, and one row per text and model; no rows for a single text."""
-    header = ["text", "file", "tokens", "PPL", "PPL - ref", "ln(PPL/ref)", "KLD mean", "median", "p90", "p99", "max",
-              "same top %", "RMS Δp %"]  # fmt: skip
-    rows = []
-    for domain in comparison.domains if len(comparison.domains) > 1 else ():
-        for c in comparison.candidates:
-            if c.paired is not None:
-                part = c.paired.of(domain)
-                ppl = part.divergence.ppl
-                rows.append([domain.name, c.name, str(len(part.divergence)), f"{ppl.value:.4f} ± {ppl.error:.4f}",
-                             *_paired_cells(part)])  # fmt: skip
-    return header, rows
-
-
-def verdicts(comparison: Comparison) -> list[str]:
-    """Sentences: which model is closer, which are indistinguishable, and which are within the noise floor."""
-    said, names = [], [c.name for c in comparison.candidates[1:]]
-    for r, following in zip(comparison.ranks, comparison.ranks[1:]):
-        a, b, s = names[r.model], names[following.model], r.to_next
-        assert s is not None
-        margin = f"{s.difference.value:.6f} ± {s.difference.error:.6f} nats a token"
-        if s.separated:
-            said.append(f"{a} is closer to the reference than {b}: by {margin}")
-        elif s.more_tokens:
-            said.append(
-                f"{a} and {b} are indistinguishable: {margin}; about {s.more_tokens:,} more tokens would separate them"
-            )
-        else:
-            said.append(f"{a} and {b} are indistinguishable: {margin}; even 100 times the tokens would not suffice")
-    if comparison.noise is not None:
-        floor = max(0.0, comparison.noise.paired.figures["kld"].value)  # a base that rounds gives tiny negatives
-        said += [
-            f"{c.name} is within the noise floor of {floor:.6f} nats: other numerics change the reference as much"
-            for c in comparison.candidates
-            if c.paired is not None and c.paired.figures["kld"].value <= floor
-        ]
-    if comparison.chunks < LEAST_UNITS:
-        said.append(
-            f"errors are too small: {comparison.chunks} chunks do not show how passages differ; use {LEAST_UNITS} or "
-            "more (--chunks, shorter chunks with -c, or a longer text)"
-        )
-    return said
-
-
-def model_card(comparison: Comparison, conditions: str) -> str:
-    """A Markdown block for a model card: sizes, quality figures and all their conditions."""
-    lines = []
-    for c in comparison.candidates[1:]:
-        lines += [f"## {c.name} {c.size_bytes / 2**30:.3f} GiB ({c.bits_per_weight:.3f} BPW)", ""]
-        lines += [f"Final estimate: PPL = {c.ppl.value:.4f} +/- {c.ppl.error:.5f}", ""]
-        assert c.paired is not None
-        f = c.paired.figures
-        low, high = f["kld"].low, f["kld"].high
-        lines += [
-            f"KLD from {comparison.candidates[0].name}: {f['kld'].value:.6f} (95 %: {low:.6f} to {high:.6f}), "
-            f"p99 {f['kld_p99'].value:.6f}, same top token {100 * f['same_top'].value:.2f} %, "
-            f"RMS Δp {100 * f['rms_dp'].value:.2f} %",
-            "",
-        ]
-    lines += [f"- {line}" for line in verdicts(comparison)]
-    return "\n".join([*lines, "", f"Measured over {comparison.positions} tokens; {conditions}."])

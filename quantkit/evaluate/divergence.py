@@ -1,4 +1,4 @@
-"""KL divergence of a model from a base, token by token, and the statistics that ik_llama.cpp's llama-perplexity prints.
+"""KL divergence of a model from a base, token by token, with the statistics of ik_llama.cpp's llama-perplexity.
 
 At every scored position, with q the model's probabilities and b the base's:
 
@@ -13,29 +13,49 @@ the same tokens, so their difference uses cov(x, y) = (mean xy - mean x mean y) 
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
+import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from quantkit.codegen import jit, thread_pool
 from quantkit.codegen.jit import kernel
-from quantkit.errors import DataError
+from quantkit.errors import DataError, QuantkitError
 from quantkit.evaluate import bounded
-from quantkit.evaluate.perplexity import Run, evaluate_chunks, first_largest, log_total
+from quantkit.evaluate.base_files import base_reader, is_base_file
+from quantkit.evaluate.chunk_log import run_log
+from quantkit.evaluate.chunk_runs import RunChunks, evaluate_chunks
+from quantkit.evaluate.conditions import Conditions, evaluation_conditions
+from quantkit.evaluate.models import ChunkModel, OnMessage, OpenModel, no_message, open_model
+from quantkit.evaluate.nll import first_largest, log_total
+from quantkit.evaluate.perplexity import PerplexityOptions, chunk_runner, perplexity
+from quantkit.evaluate.progress import ChunkClock, ChunkProgress
 from quantkit.evaluate.statistics import at_share, perplexity_of
-from quantkit.evaluate.text import DEFAULT_BATCH, with_bos
-from quantkit.formats.kld.base_file import BaseReader, BaseWriter, EncodedRows, scored_rows
-from quantkit.formats.kld.bounded_file import BoundedReader, BoundedRows, BoundedWriter, is_bounded
-from quantkit.formats.kld.chunk_file import LoggedChunks
+from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, with_bos
+from quantkit.formats.atomic import check_outputs
+from quantkit.formats.kld.base_file import BaseReader, EncodedRows, scored_rows
+from quantkit.formats.kld.bounded_file import BoundedReader, BoundedRows
+
+if TYPE_CHECKING:
+    from quantkit.runtime.model import Model
+    from quantkit.tokenizers.tokenizer import Tokenizer
+
+_SAME_TOKENIZER = 0.98  # share of tokens that the same tokenizer gives again; other tokenizers give 0.9
 
 
 @kernel
-def _compare_rows(logits, words, targets, nll, nll_base, kld, same_top):
+def _compare_rows(
+    logits: np.ndarray, words: np.ndarray, targets: np.ndarray, nll: np.ndarray, nll_base: np.ndarray,
+    kld: np.ndarray, same_top: np.ndarray,
+) -> None:  # fmt: skip
     """Compare float32[rows, n] logits with the base's uint16[rows, 4 + n] words (padded); fill 4 arrays of [rows]."""
     rows, n = logits.shape
     for r in range(rows):
@@ -57,23 +77,23 @@ def _compare_rows(logits, words, targets, nll, nll_base, kld, same_top):
 class RowFigures(NamedTuple):
     """Figures of scored positions, one row per position: float64, and bool for same_top.
 
-    doubts: float64[rows, bounded.BOUND_TERMS], the terms of the KLD's bound; None for an exact base.
+    bound_terms: float64[rows, bounded.BOUND_TERMS], the terms of the KLD's bound; None for an exact base.
     """
 
     nll: np.ndarray
     nll_base: np.ndarray
     kld: np.ndarray
     same_top: np.ndarray
-    doubts: np.ndarray | None = None
+    bound_terms: np.ndarray | None = None
 
 
 def compare_rows(logits: np.ndarray, base: EncodedRows | BoundedRows, targets: np.ndarray) -> RowFigures:
     """Figures of float32[rows, n_vocab] logits against the base's rows; targets int[rows]."""
     rows = len(logits)
     if isinstance(base, BoundedRows):
-        values, doubts, same_top = bounded.compare_rows(logits, base, targets)
+        values, bound_terms, same_top = bounded.compare_rows(logits, base, targets)
         nll, nll_base, value = values.T
-        return RowFigures(nll, nll_base, value, same_top, doubts)
+        return RowFigures(nll, nll_base, value, same_top, bound_terms)
     figures = (np.empty(rows), np.empty(rows), np.empty(rows), np.empty(rows, np.bool_))
     inputs = (np.ascontiguousarray(logits), base.words, np.asarray(targets, np.int32))
     frozen = [jit.readonly(array) for array in inputs]
@@ -108,13 +128,19 @@ def mean_covariance(x: np.ndarray, y: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Result of a comparison: arrays of [n], one value per scored position, in the text's order."""
+    """The divergence of a model from a base: arrays of [n], one value per scored position, in the text's order.
+
+    The properties are figures with standard errors over tokens, as llama-perplexity prints them. `seconds` is the time
+    of the run, without opening the model; `conditions` are what the figures depend on besides the files.
+    """
 
     nll: np.ndarray  # float64, nats
     nll_base: np.ndarray  # float64, nats
     kld: np.ndarray  # float64, nats
     same_top: np.ndarray  # bool
-    doubts: np.ndarray | None = None  # float64[n, bounded.BOUND_TERMS]; None for an exact base
+    bound_terms: np.ndarray | None = None  # float64[n, bounded.BOUND_TERMS]; None for an exact base
+    seconds: float = 0.0
+    conditions: Conditions = field(default_factory=dict)
 
     def __len__(self) -> int:
         return self.nll.size
@@ -122,15 +148,18 @@ class Divergence:
     @property
     def dp(self) -> np.ndarray:
         """Difference of the target's probability, model minus base."""
-        return np.exp(-self.nll) - np.exp(-self.nll_base)
+        found: np.ndarray = np.exp(-self.nll) - np.exp(-self.nll_base)
+        return found
 
     @property
     def ppl(self) -> Estimate:
+        """Perplexity of the model."""
         value = perplexity_of(self.nll.mean())
         return Estimate(value, value * mean_error(self.nll))
 
     @property
     def ppl_base(self) -> Estimate:
+        """Perplexity of the base."""
         value = perplexity_of(self.nll_base.mean())
         return Estimate(value, value * mean_error(self.nll_base))
 
@@ -149,6 +178,7 @@ class Divergence:
 
     @property
     def ratio(self) -> Estimate:
+        """PPL / PPL of the base, paired."""
         value = perplexity_of(self.ln_ratio.value)
         return Estimate(value, value * self.ln_ratio.error)
 
@@ -161,6 +191,7 @@ class Divergence:
 
     @property
     def mean_kld(self) -> Estimate:
+        """Mean KL divergence, in nats."""
         return Estimate(float(self.kld.mean()), mean_error(self.kld))
 
     @property
@@ -169,20 +200,22 @@ class Divergence:
 
         It fails with a probability of at most `bounded_file.MISSED`.
         """
-        return 0.0 if self.doubts is None else bounded.bound(self.doubts)
+        return 0.0 if self.bound_terms is None else bounded.bound(self.bound_terms)
 
     @property
     def limits(self) -> tuple[float, float]:
         """The interval that holds the mean KLD with an exact base."""
         mean = float(self.kld.mean())
-        return (mean, mean) if self.doubts is None else (max(0.0, mean - self.bound), mean + self.bound)
+        return (mean, mean) if self.bound_terms is None else (max(0.0, mean - self.bound), mean + self.bound)
 
     @property
     def mean_dp(self) -> Estimate:
+        """Mean difference of the token's probability, model minus base."""
         return Estimate(float(self.dp.mean()), mean_error(self.dp))
 
     @property
     def rms_dp(self) -> Estimate:
+        """Root mean square of the difference of the token's probability."""
         squares = self.dp**2
         value = math.sqrt(squares.mean())
         return Estimate(value, mean_error(squares) / (2 * value) if value else 0.0)
@@ -194,34 +227,157 @@ class Divergence:
         return Estimate(p, math.sqrt(p * (1 - p) / (len(self) - 1)) if len(self) > 1 else 0.0)
 
     def sorted_kld(self) -> np.ndarray:
+        """float32[n], ascending."""
         return np.sort(self.kld.astype(np.float32))
 
     def sorted_dp(self) -> np.ndarray:
+        """float32[n], ascending."""
         return np.sort(self.dp.astype(np.float32))
 
     def first(self, n: int) -> Divergence:
         """The result over the first n positions."""
-        return replace(self, **{f.name: a[:n] for f in fields(self) if (a := getattr(self, f.name)) is not None})
+        terms = None if self.bound_terms is None else self.bound_terms[:n]
+        return replace(
+            self, nll=self.nll[:n], nll_base=self.nll_base[:n], kld=self.kld[:n], same_top=self.same_top[:n],
+            bound_terms=terms,
+        )  # fmt: skip
+
+    def record(self) -> dict[str, float]:
+        """The figures by name, for JSON: nats, shares of 1, errors over tokens."""
+        kld = self.sorted_kld()
+        figures = {"ppl": self.ppl, "ppl_base": self.ppl_base, "ln_ratio": self.ln_ratio, "kld": self.mean_kld,
+                   "mean_dp": self.mean_dp, "rms_dp": self.rms_dp, "same_top": self.top_agreement}  # fmt: skip
+        found: dict[str, float] = {
+            "positions": len(self),
+            "kld_bound": self.bound,
+            "kld_low": self.limits[0],
+            "kld_high": self.limits[1],
+        }
+        for name, estimate in figures.items():
+            found |= {name: estimate.value, f"{name}_error_over_tokens": estimate.error}
+        percentiles = {
+            "kld_median": 0.5,
+            "kld_p90": 0.9,
+            "kld_p95": 0.95,
+            "kld_p99": 0.99,
+            "kld_p999": 0.999,
+            "kld_max": 1,
+        }
+        return found | {name: at_share(kld, f) for name, f in percentiles.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation
 
 
-def base_writer(
-    path: Path, tokens: np.ndarray, n_vocab: int, logged: LoggedChunks | None = None, **bounded_options: Any
-) -> BaseWriter | BoundedWriter:
-    """A writer of the bounded format for names that end in `.qkld`, of ik_llama.cpp's format for others."""
-    if path.suffix == ".qkld":
-        return BoundedWriter(path, tokens, n_vocab, logged=logged, **bounded_options)
-    return BaseWriter(path, tokens, n_vocab, logged=logged)
+@dataclass(frozen=True, kw_only=True)
+class DivergenceOptions:
+    """Options of `divergence`: the flags of `quantkit perplexity --kl-divergence`.
+
+    batch_size          tokens per batch, in whole chunks
+    jsonl               write a JSON line per chunk to this file, and resume from it
+    by_layer            run all chunks through one layer before the next; for models larger than memory
+    numerics, threads   for models given by their paths: "exact" or "fast", number of threads
+    ctx_size, chunks    for a base that is a model: tokens per chunk, at most this many chunks; a base file has its own
+    """
+
+    batch_size: int = DEFAULT_BATCH
+    jsonl: Path | None = None
+    by_layer: bool = False
+    numerics: str = "exact"
+    threads: int | None = None
+    ctx_size: int = DEFAULT_CONTEXT
+    chunks: int | None = None
 
 
-def base_reader(path: Path) -> BaseReader | BoundedReader:
-    """Open a base file of either format, detected by its first bytes."""
-    return BoundedReader(path) if is_bounded(path) else BaseReader(path)
+def divergence(
+    model: Model | str | os.PathLike[str],
+    base: Model | str | os.PathLike[str],
+    text: str | os.PathLike[str] | None = None,
+    options: DivergenceOptions | None = None,
+    *,
+    progress: Callable[[ChunkProgress[Divergence]], None] | None = None,
+    on_message: OnMessage = no_message,
+    open_model: OpenModel = open_model,
+) -> Divergence:
+    """KL divergence of a model from a base, token by token, in nats.
+
+    KLD = sum over the vocabulary of p log(p / q), with p the base's and q the model's probabilities. The result also
+    has both perplexities, the difference of the token's probability, and the share of equal top tokens.
+
+    model        an open model, or the path of a GGUF file, which `open_model` opens
+    base         a base file that `perplexity` wrote (its path), or a model (its path, or open) to run over `text`;
+                 a base model given by its path is closed before the other model is opened
+    text         for a base that is a model: a text file, UTF-8
+    progress     called after each chunk, with the divergence so far
+    on_message   called with lines for people: what begins, what is resumed, warnings
+
+    Raises DataError if the vocabularies differ in size, and QuantkitError if a text is missing or given twice.
+    """
+    o = options or DivergenceOptions()
+    path = Path(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else model.path
+    if isinstance(base, (str, os.PathLike)) and is_base_file(Path(base)):
+        if text is not None:
+            raise QuantkitError(f"{os.fspath(base)}: a base file has its own tokens; {os.fspath(text)} has no use")
+        return _from_file(model, Path(base), o, progress, on_message, open_model)
+    if text is None:
+        raise QuantkitError(f"{path}: the divergence from a model needs a text; name one, or a base file")
+    with tempfile.TemporaryDirectory(prefix="quantkit-divergence-") as folder:
+        file = Path(folder) / "base.kld"
+        over = PerplexityOptions(
+            ctx_size=o.ctx_size, chunks=o.chunks, batch_size=o.batch_size, kl_divergence_base=file,
+            by_layer=o.by_layer, numerics=o.numerics, threads=o.threads,
+        )  # fmt: skip
+        if o.jsonl is not None:
+            raise QuantkitError(f"{o.jsonl}: only runs from a base file can be resumed; write one with `perplexity`")
+        perplexity(base, text, over, on_message=on_message, open_model=open_model)
+        gc.collect()  # a model and its parts refer to each other; the next one needs its memory
+        return _from_file(model, file, o, progress, on_message, open_model)
 
 
-def known_share(tokens: np.ndarray, tokenizer: Any, at_most: int = 4096) -> float:
+def _from_file(
+    model: Model | str | os.PathLike[str],
+    path: Path,
+    o: DivergenceOptions,
+    progress: Callable[[ChunkProgress[Divergence]], None] | None,
+    on_message: OnMessage,
+    open_model: OpenModel,
+) -> Divergence:
+    """`divergence` from a base file."""
+    model_path = Path(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else model.path
+    check_outputs([o.jsonl], [model_path, path])
+    base = base_reader(path)
+    if isinstance(model, (str, os.PathLike)):
+        model = open_model(model_path, numerics=o.numerics, threads=o.threads, n_ctx=base.n_ctx)
+    on_message(f"KL divergence over {base.n_chunk} chunks of {base.n_ctx} tokens from {path}")
+    if (share := known_share(base.tokens, model.tokenizer)) < _SAME_TOKENIZER:
+        on_message(
+            f"warning: {path}: decoding its tokens and encoding them again with the tokenizer of {model.path} gives "
+            f"{100 * share:.1f} % of the same tokens: the base file has another tokenizer or is not from a text"
+        )
+    k = base.rows_per_chunk
+    names = [name for name in RowFigures._fields if name != "bound_terms" or isinstance(base, BoundedReader)]
+    conditions = evaluation_conditions(model, base.n_ctx, base.n_chunk, f"of {path}")
+    with contextlib.ExitStack() as stack:
+        log, done = None, None
+        if o.jsonl is not None:
+            known = conditions | {"text": str(path)}
+            log = stack.enter_context(run_log(o.jsonl, model.path, path, k, o.batch_size, known, {}))
+            if len(log.resumed(on_message)):
+                done = {name: log.logged(name) for name in names}
+        resumed = 0 if done is None else len(done["nll"])
+        clock = ChunkClock(base.n_chunk, resumed, o.batch_size, base.n_ctx, str(path))
+
+        def after_chunk(chunks: int, so_far: Divergence) -> None:
+            if log is not None:
+                log.add(**{name: getattr(so_far, name)[-k:] for name in names})
+            clock.report(progress, chunks, so_far)
+
+        run = chunk_runner(o.by_layer, on_message)
+        found = divergence_from_base(model, base, n_batch=o.batch_size, on_chunk=after_chunk, run=run, done=done)
+    return replace(found, seconds=clock.seconds, conditions=conditions)
+
+
+def known_share(tokens: np.ndarray, tokenizer: Tokenizer, at_most: int = 4096) -> float:
     """Share of int[n_chunk, n_ctx] tokens that a tokenizer reproduces after detokenizing them, in any order."""
     ids = tokens.reshape(-1)[:at_most].tolist()
     text = b"".join(tokenizer.token_bytes(i) for i in ids if i < tokenizer.vocab_size).decode(errors="replace")
@@ -229,22 +385,22 @@ def known_share(tokens: np.ndarray, tokenizer: Any, at_most: int = 4096) -> floa
     return (Counter(ids) & again).total() / len(ids)
 
 
-def divergence(
-    model: Any,
+def divergence_from_base(
+    model: ChunkModel,
     base: BaseReader | BoundedReader,
     *,
     n_batch: int = DEFAULT_BATCH,
     on_chunk: Callable[[int, Divergence], None] | None = None,
-    run: Run = evaluate_chunks,
+    run: RunChunks = evaluate_chunks,
     done: Mapping[str, np.ndarray] | None = None,
 ) -> Divergence:
-    """Compare a model with a base file (ik_llama.cpp's format or a bounded one) over the file's tokens.
+    """Divergence of a model from an open base file, over the file's tokens.
 
-    run: runs the chunks, as in `perplexity.perplexity`.
-    done: the arrays of a Divergence by name, [k, positions, …], for the first k chunks (whole batches).
+    run        runs the chunks, as in `perplexity.perplexity_of_chunks`
+    done       the arrays of a Divergence by name, [k, positions, …], for the first k chunks (whole batches)
+    on_chunk   called after each chunk with the number of chunks done and the result so far
 
-    `on_chunk(chunks done, result so far)` is called after each chunk. Raises DataError for a base with another
-    vocabulary.
+    Raises DataError for a base with another vocabulary.
     """
     if model.vocab_size != base.n_vocab:
         raise DataError(
@@ -257,7 +413,7 @@ def divergence(
     n = base.n_chunk * k
     result = Divergence(np.empty(n), np.empty(n), np.empty(n), np.empty(n, np.bool_))
     if isinstance(base, BoundedReader):
-        result = replace(result, doubts=np.empty((n, bounded.BOUND_TERMS)))
+        result = replace(result, bound_terms=np.empty((n, bounded.BOUND_TERMS)))
     done = done or {}
     first = len(done.get("nll", ()))
     for name, figures in done.items():
@@ -272,82 +428,3 @@ def divergence(
         if on_chunk is not None:
             on_chunk(index + 1, result.first((index + 1) * k))
     return result
-
-
-# -------------------------------------------------------------------------------------------------------- printed form
-
-
-def summary(d: Divergence) -> dict[str, float]:
-    """The figures of the report by name, in nats and probabilities."""
-    kld = d.sorted_kld()
-    figures = {"ppl": d.ppl, "ppl_base": d.ppl_base, "ln_ratio": d.ln_ratio, "kld": d.mean_kld, "mean_dp": d.mean_dp,
-               "rms_dp": d.rms_dp, "same_top": d.top_agreement}  # fmt: skip
-    found: dict[str, float] = {
-        "positions": len(d),
-        "kld_bound": d.bound,
-        "kld_low": d.limits[0],
-        "kld_high": d.limits[1],
-    }
-    for name, estimate in figures.items():
-        found |= {name: estimate.value, f"{name}_error": estimate.error}
-    percentiles = {"kld_median": 0.5, "kld_p90": 0.9, "kld_p95": 0.95, "kld_p99": 0.99, "kld_p999": 0.999, "kld_max": 1}
-    return found | {name: at_share(kld, f) for name, f in percentiles.items()}
-
-
-CHUNK_HEADER = (
-    "chunk             PPL               ln(PPL(Q)/PPL(base))          KL Divergence"
-    "              Δp RMS            Same top p"
-)
-
-
-def chunk_line(index: int, so_far: Divergence) -> str:
-    """The line that llama-perplexity prints after each chunk: running values."""
-    ppl, ratio, kld, rms, top = so_far.ppl, so_far.ln_ratio, so_far.mean_kld, so_far.rms_dp, so_far.top_agreement
-    return (
-        f"{index:4d}    {ppl.value:9.4f} ± {ppl.error:9.4f}    {ratio.value:10.5f} ± {ratio.error:10.5f}"
-        f"    {kld.value:10.5f} ± {kld.error:10.5f}    {100 * rms.value:6.3f} ± {100 * rms.error:6.3f} %"
-        f"    {100 * top.value:6.3f} ± {100 * top.error:6.3f} %"
-    )
-
-
-def _bound_line(d: Divergence) -> str:
-    low, high = d.limits
-    return f"Bound of KLD: {d.bound:9.6f} (an exact base gives {low:.6f} to {high:.6f})"
-
-
-def report(d: Divergence) -> str:
-    """The final report of llama-perplexity, with the same labels, which other tools parse."""
-
-    def with_error(label: str, e: Estimate) -> str:
-        return f"{label:<30}: {e.value:10.6f} ± {e.error:10.6f}"
-
-    kld, dp = d.sorted_kld(), 100 * d.sorted_dp()
-    lines = [
-        "====== Perplexity statistics ======",
-        with_error("Mean PPL(Q)", d.ppl),
-        with_error("Mean PPL(base)", d.ppl_base),
-        f"{'Cor(ln(PPL(Q)), ln(PPL(base)))':<30}: {100 * d.correlation:6.2f}%",
-        with_error("Mean ln(PPL(Q)/PPL(base))", d.ln_ratio),
-        with_error("Mean PPL(Q)/PPL(base)", d.ratio),
-        with_error("Mean PPL(Q)-PPL(base)", d.difference),
-        "",
-        "====== KL divergence statistics ======",
-        f"Mean    KLD: {d.mean_kld.value:10.6f} ± {d.mean_kld.error:10.6f}",
-        *([] if d.doubts is None else [_bound_line(d)]),
-        f"Maximum KLD: {kld[-1]:10.6f}",
-        *(f"{100 * f:4.1f}%   KLD: {at_share(kld, f):10.6f}" for f in (0.999, 0.99, 0.95, 0.9)),
-        f"Median  KLD: {at_share(kld, 0.5):10.6f}",
-        *(f"{100 * f:4.1f}%   KLD: {at_share(kld, f):10.6f}" for f in (0.1, 0.05, 0.01, 0.001)),
-        f"Minimum KLD: {kld[0]:10.6f}",
-        "",
-        "====== Token probability statistics ======",
-        f"Mean    Δp: {100 * d.mean_dp.value:6.3f} ± {100 * d.mean_dp.error:5.3f} %",
-        f"Maximum Δp: {dp[-1]:6.3f}%",
-        *(f"{100 * f:4.1f}%   Δp: {at_share(dp, f):6.3f}%" for f in (0.999, 0.99, 0.95, 0.9, 0.75)),
-        f"Median  Δp: {at_share(dp, 0.5):6.3f}%",
-        *(f"{100 * f:4.1f}%   Δp: {at_share(dp, f):6.3f}%" for f in (0.25, 0.1, 0.05, 0.01, 0.001)),
-        f"Minimum Δp: {dp[0]:6.3f}%",
-        f"RMS Δp    : {100 * d.rms_dp.value:6.3f} ± {100 * d.rms_dp.error:5.3f} %",
-        f"Same top p: {100 * d.top_agreement.value:6.3f} ± {100 * d.top_agreement.error:5.3f} %",
-    ]
-    return "\n".join(lines)

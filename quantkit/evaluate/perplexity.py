@@ -10,171 +10,215 @@ predict the tokens first + 1 … n_ctx - 1. Over all scored tokens,
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quantkit.codegen import jit, thread_pool
-from quantkit.codegen.jit import kernel
-from quantkit.errors import DataError
+from quantkit.errors import QuantkitError
+from quantkit.evaluate.base_files import base_writer
+from quantkit.evaluate.chunk_log import ChunkLog, run_log
+from quantkit.evaluate.chunk_runs import RunChunks, evaluate_chunks
+from quantkit.evaluate.conditions import Conditions, evaluation_conditions
+from quantkit.evaluate.layers.layer_by_layer import chunks_layer_by_layer
+from quantkit.evaluate.models import ChunkModel, OnMessage, OpenModel, no_message, open_model
+from quantkit.evaluate.nll import negative_log_likelihood
+from quantkit.evaluate.progress import ChunkClock, ChunkProgress
 from quantkit.evaluate.statistics import perplexity_of
-from quantkit.evaluate.text import DEFAULT_BATCH, Chunks
-from quantkit.formats.kld.base_file import BaseWriter, scored_rows
+from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, Chunks, chunked, windows
+from quantkit.formats.atomic import check_outputs
+from quantkit.formats.kld.base_file import BaseWriter
 from quantkit.formats.kld.bounded_file import BoundedWriter
-from quantkit.runtime.kernels.reference import exp
+from quantkit.formats.kld.chunk_file import LoggedChunks
 
-# Kernels work on blocks this long: exponentials go to a scratch array in a loop that vectorises, then are summed.
-BLOCK = 1024
-
-
-@kernel(fastmath={"reassoc", "nnan", "nsz"})
-def _largest(row):
-    top = row[0]
-    for i in range(row.shape[0]):
-        top = max(top, row[i])
-    return top
-
-
-@kernel
-def _exponentials(row, top, out):
-    for i in range(row.shape[0]):
-        out[i] = exp(row[i] - top)
-
-
-@kernel(fastmath={"reassoc"})
-def total(values):
-    """Sum of float32[n] in float64."""
-    found = 0.0
-    for i in range(values.shape[0]):
-        found += np.float64(values[i])
-    return found
-
-
-@kernel
-def log_sum_exp(row, scratch):
-    """log sum exp of finite float32[n] as (largest value, log of the sum of exponentials relative to it).
-
-    `scratch` is a float32[BLOCK] work buffer.
-    """
-    top = _largest(row)
-    n = row.shape[0]
-    found = 0.0
-    for start in range(0, n, BLOCK):
-        size = min(BLOCK, n - start)
-        _exponentials(row[start : start + size], top, scratch[:size])
-        found += total(scratch[:size])
-    return top, np.log(found)
-
-
-@kernel
-def log_total(row):
-    """log sum exp of float32[n], in float64: figures are printed to the sixth digit of differences between these."""
-    top = row[0]
-    for i in range(row.shape[0]):
-        top = max(top, row[i])
-    found = 0.0
-    for i in range(row.shape[0]):
-        found += np.exp(np.float64(row[i]) - np.float64(top))
-    return np.float64(top) + np.log(found)
-
-
-@kernel
-def first_largest(values):
-    best = 0
-    for i in range(values.shape[0]):
-        if values[i] > values[best]:
-            best = i
-    return best
-
-
-@kernel
-def _nll_rows(logits, targets, out):
-    scratch = np.empty(BLOCK, np.float32)
-    for r in range(logits.shape[0]):
-        top, log_sum = log_sum_exp(logits[r], scratch)
-        out[r] = log_sum - (np.float64(logits[r, targets[r]]) - np.float64(top))
-
-
-def negative_log_likelihood(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """float64[rows]: -log softmax(logits)[target] of float32[rows, n_vocab] logits and int[rows] targets."""
-    out = np.empty(len(logits), np.float64)
-    logits, targets = jit.readonly(np.ascontiguousarray(logits)), jit.readonly(np.asarray(targets, np.int32))
-    thread_pool.over_rows(lambda a, b: _nll_rows(logits[a:b], targets[a:b], out[a:b]), len(logits))
-    return out
+if TYPE_CHECKING:
+    from quantkit.runtime.model import Model
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Result: nll float64[n_chunk, rows_per_chunk] in nats, one per scored token."""
+    """The perplexity of a model on a text.
+
+    nll          float64[n_chunk, positions]: negative log-likelihood of each scored token, in nats
+    n_ctx        tokens per chunk
+    seconds      time of the run, without opening the model
+    conditions   what the figures depend on besides the file: text, options, CPU, versions
+    """
 
     nll: np.ndarray
     n_ctx: int
+    seconds: float = 0.0
+    conditions: Conditions = field(default_factory=dict)
 
     @property
     def value(self) -> float:
+        """The perplexity: exp of the mean nll."""
         return perplexity_of(float(self.nll.mean()))
 
     @property
     def mean_error(self) -> float:
-        """Standard error of the mean nll."""
+        """Standard error of the mean nll over tokens, in nats."""
         flat = self.nll.reshape(-1)
         variance = float(np.mean(flat**2) - flat.mean() ** 2)
         return math.sqrt(variance / (flat.size - 1)) if variance > 0 and flat.size > 1 else 0.0
 
     @property
     def error(self) -> float:
+        """Standard error of the perplexity over tokens, as llama-perplexity prints it."""
         return self.value * self.mean_error
+
+    @property
+    def running(self) -> list[float]:
+        """The perplexity over the first chunk, the first two chunks, and so on."""
+        return [self.after(i + 1).value for i in range(len(self.nll))]
 
     def after(self, chunks: int) -> Perplexity:
         """The result over the first `chunks` chunks."""
-        return Perplexity(self.nll[:chunks], self.n_ctx)
+        return replace(self, nll=self.nll[:chunks])
+
+    def record(self) -> dict[str, object]:
+        """The figures by name, for JSON; the error is over tokens."""
+        return {"ppl": self.value, "ppl_error_over_tokens": self.error, "running": self.running}
 
     def __str__(self) -> str:
         return f"{self.value:.4f} +/- {self.error:.5f}"
 
 
-def evaluate_chunks(
-    model: Any, inputs: np.ndarray, n_batch: int = DEFAULT_BATCH, rows: slice | None = None, first: int = 0
-) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (index, float32[k, n_vocab] logits of a chunk's positions `rows`, by default the scored ones) in order.
+@dataclass(frozen=True, kw_only=True)
+class PerplexityOptions:
+    """Options of `perplexity`: the flags of `quantkit perplexity`.
 
-    Chunks are run `n_batch` tokens at a time, starting at chunk `first`; only one chunk's logits are in memory.
+    ctx_size              tokens per chunk
+    chunks                evaluate at most this many chunks; None: all
+    batch_size            tokens per batch, in whole chunks
+    ppl_stride            0: score the second half of each chunk. Else windows of ctx_size + ppl_stride / 2 tokens,
+                          ppl_stride apart, of which the last ppl_stride tokens are scored
+    jsonl                 write a JSON line per chunk to this file, and resume from it
+    kl_divergence_base    write the log-probabilities to this base file, for `divergence`
+    kl_divergence_bound   for a base file named .qkld: target error of the mean KLD, in nats
+    by_layer              run all chunks through one layer before the next; for models larger than memory
+    numerics, threads     for a model given by its path: "exact" or "fast", number of threads
     """
-    n_chunk, n_ctx = inputs.shape
-    check_context(model, n_ctx)
-    together = max(1, n_batch // n_ctx)
-    for start in range(first, n_chunk, together):
-        hidden = model.hidden_sequences(inputs[start : start + together], rows or scored_rows(n_ctx))
-        for index, states in enumerate(hidden, start):
-            yield index, model.project(states)
 
-
-Run = Callable[..., Iterator[tuple[int, np.ndarray]]]  # same parameters as `evaluate_chunks`
-
-
-def check_context(model: Any, n_ctx: int) -> None:
-    """Raise DataError if the chunks are longer than the model's training context."""
-    if model.n_ctx_train and n_ctx > model.n_ctx_train:
-        raise DataError(f"chunks of {n_ctx} tokens, but the model was trained with {model.n_ctx_train}; lower -c")
+    ctx_size: int = DEFAULT_CONTEXT
+    chunks: int | None = None
+    batch_size: int = DEFAULT_BATCH
+    ppl_stride: int = 0
+    jsonl: Path | None = None
+    kl_divergence_base: Path | None = None
+    kl_divergence_bound: float = 1e-3
+    by_layer: bool = False
+    numerics: str = "exact"
+    threads: int | None = None
 
 
 def perplexity(
-    model: Any,
+    model: Model | str | os.PathLike[str],
+    text: str | os.PathLike[str],
+    options: PerplexityOptions | None = None,
+    *,
+    progress: Callable[[ChunkProgress[Perplexity]], None] | None = None,
+    on_message: OnMessage = no_message,
+    open_model: OpenModel = open_model,
+) -> Perplexity:
+    """Perplexity of a model on a text file (UTF-8), by llama-perplexity's protocol.
+
+    PPL = exp(mean nll) over the scored tokens, with nll = -log softmax(logits)[token] in nats. Figures are comparable
+    for the same text, context and tokenizer.
+
+    model        an open model, or the path of a GGUF file, which `open_model` opens
+    progress     called after each chunk, with the perplexity so far
+    on_message   called with lines for people: what begins, what is resumed
+
+    Raises DataError for a text that is too short for one chunk, a context longer than the model's, or NaN and Inf, with
+    the tensor that they come from.
+    """
+    o, text = options or PerplexityOptions(), Path(text)
+    path = Path(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else model.path
+    check_outputs([o.jsonl, o.kl_divergence_base], [path, text])
+    if o.ppl_stride and o.kl_divergence_base is not None:
+        raise QuantkitError(
+            "--ppl-stride and --kl-divergence-base exclude each other: base files contain second halves of chunks"
+        )
+    if isinstance(model, (str, os.PathLike)):
+        longest = o.ctx_size + o.ppl_stride // 2
+        model = open_model(path, numerics=o.numerics, threads=o.threads, n_ctx=longest)
+    if o.ppl_stride:
+        chunks = windows(model.tokenizer, text, o.ctx_size, o.ppl_stride, o.chunks)
+    else:
+        chunks = chunked(model.tokenizer, text, o.ctx_size, o.chunks)
+    on_message(f"perplexity over {len(chunks)} chunks of {chunks.n_ctx} tokens, batch {o.batch_size}")
+    conditions = evaluation_conditions(model, chunks.n_ctx, len(chunks), str(text))
+    with contextlib.ExitStack() as stack:
+        log = None if o.jsonl is None else _log(o.jsonl, o, model, text, chunks, conditions)
+        base: BaseWriter | BoundedWriter | None = None
+        if o.kl_divergence_base is not None:
+            logged = None if log is None else LoggedChunks(log.logged("base").tolist(), log.together)
+            note = {"model": str(model.path), **conditions}
+            base = base_writer(
+                o.kl_divergence_base, chunks.tokens, model.vocab_size, logged, target=o.kl_divergence_bound, note=note
+            )
+            stack.enter_context(base)
+            if log is not None:
+                log.keep(base.done)
+        done = None
+        if log is not None:
+            done = stack.enter_context(log).resumed(on_message)
+        clock = ChunkClock(len(chunks), 0 if done is None else len(done), o.batch_size, chunks.n_ctx, str(text))
+
+        def after_chunk(so_far: Perplexity) -> None:
+            if log is not None:
+                log.add(so_far.nll[-1], **({"base": base.digest} if base is not None else {}))
+            clock.report(progress, len(so_far.nll), so_far)
+
+        found = perplexity_of_chunks(
+            model, chunks, n_batch=o.batch_size, base=base, on_chunk=after_chunk, done=done,
+            run=chunk_runner(o.by_layer, on_message),
+        )  # fmt: skip
+    return replace(found, seconds=clock.seconds, conditions=conditions)
+
+
+def _log(
+    path: Path, options: PerplexityOptions, model: Model, text: Path, chunks: Chunks, conditions: Conditions
+) -> ChunkLog:
+    settings: dict[str, object] = {"stride": options.ppl_stride}
+    if options.kl_divergence_base is not None:
+        settings |= {"base": options.kl_divergence_base.suffix, "bound": options.kl_divergence_bound}
+    positions = chunks.rows.stop - chunks.rows.start
+    return run_log(path, model.path, text, positions, options.batch_size, conditions, settings)
+
+
+def chunk_runner(by_layer: bool, on_message: OnMessage = no_message) -> RunChunks:
+    """The function that runs a model over chunks: all layers at once, or one layer at a time."""
+    if not by_layer:
+        return evaluate_chunks
+
+    def on_layer(done: int, layers: int) -> None:
+        on_message(f"layer {done} of {layers}")
+
+    return functools.partial(chunks_layer_by_layer, on_layer=on_layer)
+
+
+def perplexity_of_chunks(
+    model: ChunkModel,
     chunks: Chunks,
     *,
     n_batch: int = DEFAULT_BATCH,
     base: BaseWriter | BoundedWriter | None = None,
     on_chunk: Callable[[Perplexity], None] | None = None,
     done: np.ndarray | None = None,
-    run: Run = evaluate_chunks,
+    run: RunChunks = evaluate_chunks,
 ) -> Perplexity:
     """Perplexity of a model over chunks.
 
     done: float64[k, positions], the nll of the first k chunks (whole batches) from an earlier run.
-    run: runs the chunks: `evaluate_chunks` or `streamed.streamed_chunks`.
+    run: runs the chunks: `evaluate_chunks` or `layers.layer_by_layer.chunks_layer_by_layer`.
 
     `base` also gets every chunk's logits. `on_chunk` is called after each chunk with the result so far. The model
     itself reports NaN and Inf and names the tensor that caused them.

@@ -1,18 +1,18 @@
-"""Errors and intervals of figures that are means over tokens, and whether data can tell two models apart.
+"""Standard errors and intervals of means over tokens, and tests of whether data separate two models.
 
-Tokens of a chunk are not independent: a hard passage is hard for all of its tokens, and hard for every model. A
-standard error over tokens, as the reference prints it, is then too small. Here the unit is the chunk, a fresh sequence
-of its own passage: a figure's error is that of the mean of the chunks' means,
+Tokens of a chunk are not independent: a hard passage is hard for all of its tokens, and for every model. A standard
+error over tokens, as llama-perplexity prints it, is then too small. Here the unit is the chunk, a fresh sequence with a
+passage of its own. A figure's error is that of the mean of U chunk means,
 
     error = s / sqrt(U),   s² = sum (m_u - mean)² / (U - 1)
 
-and its 95 % interval t(U - 1) errors to either side, by Student. Nothing about what goes on inside a chunk is supposed.
-With fewer than LEAST_UNITS chunks each is cut into blocks of neighbouring tokens, so that there are as many: what
-correlation there is over the edge of a block is then missed, a little where blocks are long. A bootstrap over chunks
-gives the same to the second digit, and takes thousands of times as long.
+and its 95 % interval is t(U - 1) errors to either side (Student's t). No independence inside a chunk is assumed. With
+fewer than LEAST_UNITS chunks, each chunk is cut into blocks of neighbouring tokens, so that there are LEAST_UNITS
+units. The correlation between neighbouring blocks is then neglected. A bootstrap over chunks gives the same errors to
+the second digit, and takes thousands of times as long.
 
-Quantiles have Woodruff's interval: the share of tokens below the quantile is a mean over chunks with an error of its
-own, and the quantiles at the two ends of the share's interval are the interval's ends.
+Quantiles have Woodruff's interval: the share of tokens below the quantile is a mean over chunks with an error, and the
+quantiles at the ends of the share's interval are the ends of the interval.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Interval(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def student(degrees: int, level: float = LEVEL) -> float:
-    """The two-sided quantile of Student's t, to 1e-9 of itself for up to 200 degrees and levels to 0.9999, 1e-8 above.
+    """Two-sided quantile of Student's t. Relative error: 1e-9 up to 200 degrees and levels to 0.9999, 1e-8 above.
 
-    Up to 200 degrees the probability is a finite sum, which is solved for t; above, the quantile is expanded about the
-    normal one.
+    Up to 200 degrees the probability is a finite sum, which is solved for t by bisection. Above, the quantile is an
+    expansion about that of the normal distribution.
     """
     if degrees > _SUMMED:
         return _expanded(degrees, level)
@@ -75,16 +75,16 @@ def _expanded(n: int, level: float) -> float:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
-    return z + sum(term / n**i for i, term in enumerate(terms, 1))
+    return z + sum(term / float(n) ** i for i, term in enumerate(terms, 1))
 
 
 def perplexity_of(nll: float) -> float:
-    """exp of a mean negative log-likelihood; inf where a float cannot hold it, as of broken models; NaN of NaN."""
+    """exp of a mean negative log-likelihood; inf if it overflows a float, as for broken models; NaN for NaN."""
     return math.inf if nll >= 700 else math.exp(nll)
 
 
 def at_share(ordered: np.ndarray, share: float) -> float:
-    """The quantile of sorted values, linear between them."""
+    """The quantile of sorted values at a share from 0 to 1, with linear interpolation."""
     x = share * (ordered.size - 1)
     k = int(x)
     return float((1 - (x - k)) * ordered[k] + (x - k) * ordered[min(k + 1, ordered.size - 1)])
@@ -92,26 +92,26 @@ def at_share(ordered: np.ndarray, share: float) -> float:
 
 @dataclass(frozen=True)
 class Sample:
-    """How the tokens of a measurement hang together: `chunks` of `per_chunk` scored tokens each, one after another."""
+    """The structure of a measurement: `chunks` of `per_chunk` scored tokens each, one after another."""
 
     chunks: int
     per_chunk: int
 
     @property
     def starts(self) -> np.ndarray:
-        """int[units]: where each unit begins."""
+        """int[units]: the first token of each unit."""
         blocks = min(max(1, -(-LEAST_UNITS // self.chunks)), self.per_chunk)
         within = np.arange(blocks) * self.per_chunk // blocks
         return (np.arange(self.chunks)[:, None] * self.per_chunk + within).reshape(-1)
 
     def means(self, x: np.ndarray) -> np.ndarray:
-        """float64[units] of x[tokens]."""
+        """Means over the units of x[tokens]: float64[units]."""
         starts = self.starts
         sizes = np.diff(starts, append=len(x))
         return np.add.reduceat(np.asarray(x, np.float64), starts) / sizes
 
     def mean(self, x: np.ndarray, level: float = LEVEL) -> Interval:
-        """Of x[tokens]."""
+        """The mean of x[tokens], with its interval."""
         means, value = self.means(x), float(np.mean(x))
         if len(means) < 3:
             return Interval(value, math.nan, math.nan, math.nan)
@@ -120,7 +120,7 @@ class Sample:
         return Interval(value, error, value - reach, value + reach)
 
     def quantile(self, x: np.ndarray, share: float) -> Interval:
-        """Of x[tokens]; an end that the data do not reach is NaN."""
+        """The quantile of x[tokens] at a share, with its interval. An end that the data do not give is NaN."""
         ordered = np.sort(x)
         value = at_share(ordered, share)
         below = self.mean(x <= value)
@@ -131,6 +131,7 @@ class Sample:
         return Interval(value, (high - low) / 2 / student(len(self.starts) - 1), low, high)
 
     def root_mean_square(self, x: np.ndarray) -> Interval:
+        """The root mean square of x[tokens], with its interval."""
         square = self.mean(np.square(x, dtype=np.float64))
         value = math.sqrt(square.value)
         low, high = (math.sqrt(max(0.0, end)) for end in (square.low, square.high))
@@ -141,9 +142,9 @@ class Separation(NamedTuple):
     """Whether a figure of one model is smaller than another's, on the same tokens.
 
     difference   second minus first, paired by token
-    separated    its interval does not hold 0
-    more_tokens  0 where separated; else about how many more would do if the difference is what it seems; None where
-                 it is 0, or where even a hundred times the tokens would not
+    separated    its interval does not contain 0
+    more_tokens  0 if separated; else an estimate of how many more tokens would separate them, if the measured
+                 difference is the true one; None if it is 0, or if even 100 times the tokens would not suffice
     """
 
     difference: Interval
@@ -152,7 +153,7 @@ class Separation(NamedTuple):
 
 
 def separate(sample: Sample, first: np.ndarray, second: np.ndarray, level: float = LEVEL) -> Separation:
-    """Of two figures float[tokens] of the same tokens."""
+    """Compare two figures float[tokens] of the same tokens."""
     found = sample.mean(np.asarray(second) - np.asarray(first), level)
     if not math.isfinite(found.error):
         return Separation(found, False, None)
@@ -160,13 +161,13 @@ def separate(sample: Sample, first: np.ndarray, second: np.ndarray, level: float
         return Separation(found, True, 0)
     tokens, value = sample.chunks * sample.per_chunk, abs(found.value)
     reach = (found.high - found.low) / 2
-    # The error falls with the root of the tokens, the quantile towards the normal one; a tenth more than break-even.
+    # The error falls with the root of the number of tokens. Add a tenth to be above break-even.
     factor = 1.1 * (reach / value) ** 2 if value else math.inf
     return Separation(found, False, math.ceil(tokens * (factor - 1)) if factor <= 100 else None)
 
 
 class Rank(NamedTuple):
-    """Of a model, by its number; those that the data cannot tell from each other share a place, counted from 1."""
+    """The rank of a model, given by its index. Models that the data do not separate share a place, counted from 1."""
 
     model: int
     place: int
@@ -176,8 +177,8 @@ class Rank(NamedTuple):
 def rank(sample: Sample, figures: Sequence[np.ndarray]) -> list[Rank]:
     """Order models by the mean of a figure float[tokens] of each, smallest first.
 
-    Neighbours in the order are compared, each at a level that makes all comparisons together right with 95 %
-    (Bonferroni). One that cannot be told from the next shares its place.
+    Neighbours in the order are compared, each at a level that gives all comparisons together 95 % confidence
+    (Bonferroni). Neighbours that are not separated share a place.
     """
     order = sorted(range(len(figures)), key=lambda i: float(np.mean(figures[i])))
     level = 1 - (1 - LEVEL) / max(1, len(order) - 1)

@@ -1,8 +1,8 @@
-"""Tasks with choices, by the reference's file formats: hellaswag, winogrande, multiple choice.
+"""Multiple-choice tasks in llama-perplexity's file formats: HellaSwag, Winogrande, multiple choice.
 
-A choice's score is the mean log-probability of its tokens after those that all choices of the task begin with; the
-choice with the largest score, the first of equals, is the prediction. Where tokens are scored that follow the choice
-(winogrande), it is they that tell which fits.
+A choice's score is the mean log-probability of its tokens after the common beginning of all choices of the task. The
+prediction is the choice with the largest score, the first of equals. In Winogrande the tokens after the choice are
+scored, because they tell which choice fits.
 """
 
 from __future__ import annotations
@@ -11,26 +11,33 @@ import csv
 import math
 import os
 import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from quantkit.errors import DataError, FormatError
-from quantkit.evaluate.perplexity import check_context, negative_log_likelihood
+from quantkit.errors import DataError, FormatError, QuantkitError, UnknownNameError
+from quantkit.evaluate.chunk_runs import check_context
+from quantkit.evaluate.conditions import Conditions, evaluation_conditions
+from quantkit.evaluate.models import ChunkModel, OnMessage, OpenModel, no_message, open_model
+from quantkit.evaluate.nll import negative_log_likelihood
 from quantkit.evaluate.text import read_text
+from quantkit.formats import gguf
 from quantkit.formats.atomic import os_errors
+from quantkit.tokenizers.tokenizer import Tokenizer
 
-_TRAILING = 3  # winogrande: with more tokens than that behind what is shared, the choice itself is not scored
+_TRAILING = 3  # Winogrande: with more tokens than this after the common beginning, the choice itself is not scored
 
 
 @dataclass(frozen=True)
 class Task:
-    """Texts of which one is right. `heads`: where the tokens that are not scored end in each text, or None.
+    """A task: texts of which the one at index `right` is right.
 
-    heads: the texts up to and with the choice's own word
+    heads   per text, its beginning up to and including the choice, which is not scored; None: the common beginning of
+            the texts is not scored
     """
 
     texts: tuple[str, ...]
@@ -38,43 +45,56 @@ class Task:
     heads: tuple[str, ...] | None = None
 
 
-class Score(NamedTuple):
-    """`right` of `tasks`; `chance` the share that guessing gets."""
+@dataclass(frozen=True)
+class Score:
+    """The result over some tasks: `right` predictions of `tasks`; `chance` is the expected accuracy of guessing."""
 
     right: int
     tasks: int
     chance: float
+    name: str = ""
+    seconds: float = 0.0
+    conditions: Conditions = field(default_factory=dict)
 
     @property
     def accuracy(self) -> float:
+        """Share of right predictions."""
         return self.right / self.tasks
 
     @property
     def error(self) -> float:
-        """Standard error of the accuracy; NaN for one task."""
+        """Standard error of the accuracy over tasks; NaN for one task."""
         p = self.accuracy
         return math.sqrt(p * (1 - p) / (self.tasks - 1)) if self.tasks > 1 else math.nan
+
+    def record(self) -> dict[str, object]:
+        """The figures by name, for JSON."""
+        return {"task": self.name, "accuracy": self.accuracy, "accuracy_error_over_tasks": self.error,
+                "tasks": self.tasks, "chance": self.chance}  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------------- files
 
 
 def hellaswag(path: str | os.PathLike[str], limit: int = 400) -> list[Task]:
-    """Six lines a task: context, number of the right ending, four endings. Drawn as the reference draws them."""
+    """Read HellaSwag tasks: six lines each (context, number of the right ending, four endings).
+
+    At most `limit` tasks, sampled as in llama-perplexity.
+    """
     lines = read_text(path).splitlines()
     if not lines or len(lines) % 6:
-        raise FormatError(f"{path}: {len(lines)} lines; hellaswag has six a task")
+        raise FormatError(f"{path}: {len(lines)} lines; HellaSwag tasks have six lines each")
     tasks = []
     for i in range(0, len(lines), 6):
         context, right, *endings = lines[i : i + 6]
         if right.strip() not in ("0", "1", "2", "3"):
             raise FormatError(f"{path}: line {i + 2}: '{right}' is not the number of an ending, 0 to 3")
         tasks.append(Task(tuple(f"{context} {ending}" for ending in endings), int(right)))
-    return drawn(tasks, limit)
+    return sampled(tasks, limit)
 
 
 def winogrande(path: str | os.PathLike[str], limit: int = 0) -> list[Task]:
-    """CSV: index, sentence with _, choice, choice, answer (1 or 2). The first `limit`; 0: all."""
+    """Read the first `limit` Winogrande tasks (0: all): CSV, index, sentence with _, choice, choice, answer 1 or 2."""
     tasks = []
     for number, row in enumerate(csv.reader(read_text(path).splitlines()), 1):
         if len(row) < 5 or row[-1].strip() not in ("1", "2"):
@@ -89,7 +109,7 @@ def winogrande(path: str | os.PathLike[str], limit: int = 0) -> list[Task]:
 
 
 def multiple_choice(path: str | os.PathLike[str], limit: int = 0) -> list[Task]:
-    """The binary file: u32 tasks, their places, then question and answers. The first `limit`; 0: all."""
+    """Read a binary task file: u32 count, offsets, then questions and answers. The first `limit`; 0: all."""
     with os_errors(Path(path), "read"):
         data = Path(path).read_bytes()
     reader = _Reader(Path(path), data)
@@ -100,7 +120,7 @@ def multiple_choice(path: str | os.PathLike[str], limit: int = 0) -> list[Task]:
         start = reader.at
         question = reader.text()
         answers, labels = reader.answers()
-        reader.answers()  # of these several may be right: not asked for
+        reader.answers()  # the answers of which several may be right are not used
         if sum(labels) != 1 or set(labels) - {0, 1}:
             raise FormatError(f"{path}: task {index}, offset {start}: labels {labels}; one answer must be right")
         tasks.append(Task(tuple(f"{question} {answer}" for answer in answers), labels.index(1)))
@@ -108,7 +128,7 @@ def multiple_choice(path: str | os.PathLike[str], limit: int = 0) -> list[Task]:
 
 
 class _Reader:
-    """Takes numbers and strings from bytes; FormatError where they end too soon."""
+    """Reads numbers and strings from bytes. Raises FormatError at a premature end."""
 
     def __init__(self, path: Path, data: bytes):
         self.path, self._data, self.at = path, data, 0
@@ -134,11 +154,11 @@ class _Reader:
         return texts, list(struct.unpack(f"<{n}i", self.take(4 * n)))
 
 
-def drawn(tasks: Sequence[Task], limit: int) -> list[Task]:
-    """`limit` of the tasks without replacement, all of them at most, in the order the reference draws them.
+def sampled(tasks: Sequence[Task], limit: int) -> list[Task]:
+    """Sample `limit` of the tasks (0: all) without replacement, in llama-perplexity's order.
 
-    That is std::mt19937 with seed 1, and numbers below n from its 32 bits by multiplying and rejecting, as libstdc++
-    does (Lemire 2019).
+    Random numbers come from std::mt19937 with seed 1; numbers below n are made of its 32 bits by multiplication and
+    rejection, as in libstdc++ (Lemire 2019).
     """
     twister: Any = np.random.MT19937()
     twister._legacy_seeding(1)  # the seeding of std::mt19937
@@ -157,8 +177,8 @@ def drawn(tasks: Sequence[Task], limit: int) -> list[Task]:
 # ------------------------------------------------------------------------------------------------------------- scoring
 
 
-def evaluate(model: Any, tasks: Sequence[Task]) -> Iterator[Score]:
-    """Score task after task; yields how it stands after each."""
+def evaluate(model: ChunkModel, tasks: Sequence[Task]) -> Iterator[Score]:
+    """Score task after task and yield the score so far."""
     right, chance = 0, 0.0
     for done, task in enumerate(tasks, 1):
         right += int(np.argmax(scores(model, task))) == task.right
@@ -166,11 +186,11 @@ def evaluate(model: Any, tasks: Sequence[Task]) -> Iterator[Score]:
         yield Score(right, done, chance / done)
 
 
-def scores(model: Any, task: Task) -> np.ndarray:
-    """float64[texts]: mean log-probability of the tokens that are scored."""
+def scores(model: ChunkModel, task: Task) -> np.ndarray:
+    """float64[texts]: mean log-probability of each text's scored tokens."""
     ids = [model.tokenizer.encode(text, bos=None) for text in task.texts]
     if len(ids) < 2:
-        raise DataError(f"a task of {len(ids)} choices: '{task.texts[:1]}'")
+        raise DataError(f"a task has {len(ids)} choices, at least 2 are needed: '{task.texts[:1]}'")
     shared = _shared(ids)
     spans = [_scored(i, sequence, shared, task, ids, model) for i, sequence in enumerate(ids)]
     longest = max(map(len, ids))
@@ -186,7 +206,7 @@ def scores(model: Any, task: Task) -> np.ndarray:
 
 
 def _shared(ids: Sequence[Sequence[int]]) -> int:
-    """Tokens that all begin with; at least one, because the first cannot be scored, and less than any has."""
+    """Length of the common beginning; at least 1, since the first token cannot be scored, and less than any length."""
     shortest = min(map(len, ids))
     if shortest < 2:
         raise DataError("a choice of less than two tokens cannot be scored")
@@ -195,7 +215,7 @@ def _shared(ids: Sequence[Sequence[int]]) -> int:
 
 
 def _scored(
-    i: int, sequence: Sequence[int], shared: int, task: Task, ids: Sequence[Sequence[int]], model: Any
+    i: int, sequence: Sequence[int], shared: int, task: Task, ids: Sequence[Sequence[int]], model: ChunkModel
 ) -> tuple[int, int]:
     """The tokens start … stop - 1 of text i are scored."""
     if task.heads is None:
@@ -204,3 +224,45 @@ def _scored(
     if all(len(other) - shared > _TRAILING for other in ids):
         start = min(len(model.tokenizer.encode(task.heads[i], bos=None)), len(sequence) - 1)
     return start, len(sequence) - (len(sequence) - start > 1)
+
+
+_READERS = {"hellaswag": hellaswag, "winogrande": winogrande, "multiple-choice": multiple_choice}
+
+
+def score_tasks(
+    model: str | os.PathLike[str],
+    kind: str,
+    file: str | os.PathLike[str],
+    limit: int,
+    *,
+    numerics: str = "exact",
+    threads: int | None = None,
+    progress: Callable[[Score], None] | None = None,
+    on_message: OnMessage = no_message,
+    open_model: OpenModel = open_model,
+) -> Score:
+    """Score a model on the multiple-choice tasks of a file.
+
+    kind      "hellaswag", "winogrande" or "multiple-choice"
+    limit     number of tasks; 0: all
+    progress  called after each task, with the score so far
+
+    Raises FormatError for a file of another format and DataError for tasks longer than the model's context.
+    """
+    if kind not in _READERS:
+        raise UnknownNameError("kind of tasks", kind, _READERS)
+    path, file = Path(model), Path(file)
+    tasks = _READERS[kind](file, limit)
+    if not tasks:
+        raise QuantkitError(f"{file} contains no tasks")
+    tokenizer = Tokenizer.from_gguf(gguf.require_model(gguf.open(path)).metadata)
+    longest = max(len(tokenizer.encode(text, bos=None)) for task in tasks for text in task.texts)
+    loaded = open_model(path, numerics=numerics, threads=threads, n_ctx=longest, tokenizer=tokenizer)
+    on_message(f"{kind}: {len(tasks)} tasks of {file}")
+    conditions = evaluation_conditions(loaded, loaded.n_ctx_train, len(tasks), str(file))
+    started = time.monotonic()
+    score = Score(0, 0, 0.0)
+    for score in evaluate(loaded, tasks):
+        if progress is not None:
+            progress(score)
+    return replace(score, name=kind, seconds=time.monotonic() - started, conditions=conditions)

@@ -1,11 +1,11 @@
-"""From a text file to the chunks that the reference's tools evaluate.
+"""Cut a text file into the chunks of tokens that llama.cpp's tools evaluate.
 
-The whole text is tokenized once, with the tokenizer's own BOS and without parsing special tokens; one newline at its
-end is dropped, and so is the remainder that does not fill a chunk. In front of every chunk stands BOS *instead of* the
-chunk's first token, if the model adds BOS; what is scored are still the text's own tokens.
+The whole text is tokenized once, with the tokenizer's own BOS and without parsing special tokens. One newline at its
+end is removed, and so are the last tokens that do not fill a chunk. If the model adds BOS, the first token of every
+chunk's input is replaced by BOS; the scored tokens are still the text's own.
 
-Conversations (`chat`) are written out by the model's chat template, one behind the other, and tokenized with its
-control tokens; then they are cut like any text.
+With `chat`, the model's chat template formats conversations. The results are joined, tokenized with special tokens, and
+cut like any text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,16 +23,21 @@ from quantkit.formats.atomic import os_errors
 from quantkit.formats.kld.base_file import scored_rows
 from quantkit.inputs import json_input
 
+if TYPE_CHECKING:
+    from quantkit.tokenizers.tokenizer import Tokenizer
+
 DEFAULT_CONTEXT = 512
 DEFAULT_BATCH = 2048
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """A text cut into equal chunks.
+    """A text cut into chunks of equal length.
 
-    tokens: int32[n_chunk, n_ctx], the text's own. inputs: the same with BOS in front, what the model is fed.
-    scored: how many tokens at the end of each are scored; None for its second half.
+    tokens   int32[n_chunk, n_ctx], the text's own
+    inputs   int32[n_chunk, n_ctx], what the model gets: the same, with BOS as first token if the model adds one
+    source   name of the text
+    scored   number of tokens at the end of each chunk that are scored; None: its second half
     """
 
     tokens: np.ndarray
@@ -45,6 +50,7 @@ class Chunks:
 
     @property
     def n_ctx(self) -> int:
+        """Tokens per chunk."""
         return int(self.tokens.shape[1])
 
     @property
@@ -55,7 +61,7 @@ class Chunks:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The file's text without the one newline at its end. Bytes that are not UTF-8 are a DataError."""
+    """Read a UTF-8 text file, without the newline at its end. Raises DataError for other bytes."""
     with os_errors(Path(path), "read"):
         data = Path(path).read_bytes().removesuffix(b"\n")
     try:
@@ -64,8 +70,8 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise DataError(f"{path}: offset {error.start}: not UTF-8 ({error.reason}); convert the text first") from None
 
 
-def with_bos(tokens: np.ndarray, tokenizer: Any) -> np.ndarray:
-    """int[n_chunk, n_ctx] with every first token replaced by BOS, if this tokenizer adds one."""
+def with_bos(tokens: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """Replace the first token of each chunk of int[n_chunk, n_ctx] by BOS, if the tokenizer adds one."""
     if not tokenizer.adds_bos:
         return tokens
     inputs = tokens.copy()
@@ -74,7 +80,7 @@ def with_bos(tokens: np.ndarray, tokenizer: Any) -> np.ndarray:
 
 
 def chunked(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     path: str | os.PathLike[str],
     n_ctx: int = DEFAULT_CONTEXT,
     limit: int | None = None,
@@ -83,23 +89,23 @@ def chunked(
 ) -> Chunks:
     """Tokenize a file and cut it into chunks of `n_ctx` tokens, after the first `skip` chunks and at most `limit`.
 
-    With `chat` the file holds conversations (`conversations`), which the model's chat template writes out.
+    With `chat` the file holds conversations (see `conversations`), which the model's chat template formats.
     """
     if n_ctx < 4:
-        raise DataError(f"chunks of {n_ctx} tokens are too short to score anything; take at least 4 (-c)")
+        raise DataError(f"chunks of {n_ctx} tokens are too short to score; use at least 4 (-c)")
     if limit is not None and limit < 1:
-        raise DataError(f"{limit} chunks were asked for; ask for at least one (--chunks)")
+        raise DataError(f"a limit of {limit} chunks; use at least 1 (--chunks)")
     if chat:
         ids = []
         for messages in conversations(path):
-            written = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
-            ids += tokenizer.encode(written, bos=False, special=True)
+            formatted = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+            ids += tokenizer.encode(formatted, bos=False, special=True)
     else:
         ids = tokenizer.encode(read_text(path), bos=None)
     if len(ids) < (2 + skip) * n_ctx:
         raise DataError(
             f"{path}: {len(ids)} tokens, chunks of {n_ctx} need at least {(2 + skip) * n_ctx}; "
-            "take a longer text or shorter chunks (-c)"
+            "use a longer text or shorter chunks (-c)"
         )
     n_chunk = len(ids) // n_ctx - skip
     n_chunk = n_chunk if limit is None else min(n_chunk, limit)
@@ -107,18 +113,20 @@ def chunked(
     return Chunks(tokens, with_bos(tokens, tokenizer), str(path))
 
 
-def windows(tokenizer: Any, path: str | os.PathLike[str], n_ctx: int, stride: int, limit: int | None = None) -> Chunks:
-    """Windows of n_ctx + stride / 2 tokens that begin `stride` apart; of each the last `stride` tokens are scored.
+def windows(
+    tokenizer: Tokenizer, path: str | os.PathLike[str], n_ctx: int, stride: int, limit: int | None = None
+) -> Chunks:
+    """Windows of n_ctx + stride / 2 tokens that begin `stride` apart; the last `stride` tokens of each are scored.
 
-    The reference's older protocol (--ppl-stride): every token but those before the first is scored once, with more
-    before it than half a chunk. No BOS is put in front of windows: it stands at the text's beginning only.
+    This is llama-perplexity's older protocol (--ppl-stride). Every token after the first window's unscored beginning is
+    scored once. BOS is only at the beginning of the text.
     """
     if not 1 <= stride < n_ctx:
         raise DataError(f"a stride of {stride} tokens, windows of {n_ctx}; it must be at least 1 and less than -c")
     ids = np.asarray(tokenizer.encode(read_text(path), bos=None), np.int32)
     window = n_ctx + stride // 2
     if len(ids) <= window:
-        raise DataError(f"{path}: {len(ids)} tokens, one window takes {window}; take a longer text or a smaller -c")
+        raise DataError(f"{path}: {len(ids)} tokens, one window needs {window}; use a longer text or a smaller -c")
     count = -(-(len(ids) - window) // stride)
     count = count if limit is None else min(count, limit)
     tokens = np.stack([ids[i * stride : i * stride + window] for i in range(count)])
@@ -131,13 +139,13 @@ _ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "ass
 
 
 def conversations(path: str | os.PathLike[str]) -> list[list[dict[str, Any]]]:
-    """Conversations as lists of messages with "role" and "content".
+    """Read conversations as lists of messages with "role" and "content".
 
-    Of a file whose name ends in .jsonl, one a line: a list of messages, an object with "messages", or one with
-    "conversations" of "from" and "value". Of any other text its paragraphs (parted by blank lines) two by two: what
-    the user says, and the answer. DataError that names the line that is none of this.
+    A .jsonl file has one per line: a list of messages, an object with "messages", or an object with "conversations" of
+    "from" and "value". In any other text, paragraphs (separated by blank lines) alternate between user and assistant.
+    Raises DataError that names the first line of another form.
     """
-    text = read_text(path).removeprefix("\ufeff")  # a mark of some editors, no part of what anybody said
+    text = read_text(path).removeprefix("\ufeff")  # a byte order mark is not part of the text
     if Path(path).suffix != ".jsonl":
         paragraphs = [part.strip() for part in re.split(r"\n\s*\n", text) if part.strip()]
         pairs = [paragraphs[i : i + 2] for i in range(0, len(paragraphs), 2)]
@@ -161,6 +169,6 @@ def _conversation(path: str | os.PathLike[str], number: int, line: str) -> list[
     except (FormatError, KeyError, TypeError):
         pass
     raise DataError(
-        f'{path}: line {number} is no conversation: it must be a list of {{"role": …, "content": …}}, or an object '
+        f'{path}: line {number} is not a conversation: it must be a list of {{"role": …, "content": …}}, or an object '
         'with such "messages"'
     )

@@ -77,4 +77,4 @@ def test_a_picture_of_a_form_that_is_not_drawn(capsys, tmp_path, name) -> None:
     pytest.importorskip("matplotlib")
     matrix = written(tmp_path / "i.gguf", {"a": 1})
     said = refused(capsys, "imatrix", "show", matrix, "--plot", tmp_path / name)
-    assert f"{name}: a picture's name ends in .png, .svg or .pdf" in said
+    assert f"{name}: a plot's file name must end in .png, .svg or .pdf" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -32,6 +33,10 @@ class FakeModel:
         self.tokenizer = FakeTokenizer(adds_bos)
         self.observer: Callable[[str, np.ndarray], None] | None = None
         self.calls: list[np.ndarray] = []
+        # conditions of a run
+        self.numerics, self.cache_type, self.threads, self.has_latents = "exact", "f32", 1, False
+        self.attention = SimpleNamespace(flash=True)
+        self.repacked = self.expert_reduction = self.split = self.fallback_reason = None
 
     def hidden_sequences(self, tokens: np.ndarray, rows: slice) -> np.ndarray:
         assert tokens.ndim == 2

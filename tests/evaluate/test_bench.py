@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from quantkit.errors import DataError
-from quantkit.evaluate import bench, plots
+from quantkit.evaluate import bench
 from quantkit.evaluate.bench import Case, Speed
+from quantkit.evaluate.report import plots
 
 
 class Room:

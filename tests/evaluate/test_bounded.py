@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from quantkit.errors import DataError, FormatError
-from quantkit.evaluate import bounded, divergence
+from quantkit.evaluate import base_files, bounded, divergence
+from quantkit.evaluate.report import divergence_text
 from quantkit.formats.kld import bounded_file
 from quantkit.formats.kld.base_file import BaseWriter, file_bytes
 from tests.evaluate.fake import FakeModel
@@ -132,17 +133,18 @@ def test_a_model_is_read_against_it(rng, tmp_path):
     tokens = rng.integers(0, 31, (3, 64)).astype(np.int32)
     logits = reference.hidden_sequences(tokens, slice(32, 63))
     for name in ("x.kld", "x.qkld"):
-        with divergence.base_writer(tmp_path / name, tokens, 31) as writer:
+        with base_files.base_writer(tmp_path / name, tokens, 31) as writer:
             for chunk in logits:
                 writer.write(chunk)
     plain, small = (
-        divergence.divergence(candidate, divergence.base_reader(tmp_path / name)) for name in ("x.kld", "x.qkld")
+        divergence.divergence_from_base(candidate, base_files.base_reader(tmp_path / name))
+        for name in ("x.kld", "x.qkld")
     )
     assert plain.bound == 0
     assert abs(small.mean_kld.value - plain.mean_kld.value) < small.bound + 1e-4
-    assert "Bound of KLD" in divergence.report(small)
+    assert "Bound of KLD" in divergence_text.report(small)
     np.testing.assert_array_equal(small.same_top, plain.same_top)
-    assert len(small.first(31).doubts) == 31
+    assert len(small.first(31).bound_terms) == 31
 
 
 def test_damage_is_named_with_its_place(rng, tmp_path):

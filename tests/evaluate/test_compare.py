@@ -11,9 +11,10 @@ import pytest
 
 from quantkit import types
 from quantkit.errors import QuantkitError
-from quantkit.evaluate import compare, html_report, plots
+from quantkit.evaluate import compare
 from quantkit.evaluate.bench import Case, Speed
-from quantkit.evaluate.layer_errors import TensorError
+from quantkit.evaluate.layers.tensor_errors import TensorError
+from quantkit.evaluate.report import html_page, plots, tables
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 from tests.evaluate import browser
 from tests.evaluate.fake import FakeModel
@@ -22,6 +23,10 @@ from tests.evaluate.fake import FakeModel
 def fake_vocabulary(path, **options):
     model = FakeModel(**options)
     return compare.Vocabulary(model.vocab_size, model.tokenizer)
+
+
+SHORT = compare.CompareOptions(ctx_size=32, chunks=10)
+QUIET = dataclasses.replace(SHORT, noise_floor="off")
 
 
 @pytest.fixture
@@ -43,10 +48,11 @@ def compared(files, tmp_path):
     text.write_text("pack my box with five dozen liquor jugs " * 12)
     noise = {"ref.gguf": 0.0, "near.gguf": 0.02, "far.gguf": 0.3}
     said = []
-    found = compare.compare(files["ref"], [files["near"], files["far"]], [text, text], n_ctx=32, limit=10,
-                            open_model=lambda path: FakeModel(noise=noise[path.name]), on_message=said.append,
-                            noise=("a trifle", lambda path: FakeModel(noise=0.05)),
-                            read_vocabulary=fake_vocabulary)  # fmt: skip
+    found = compare.compare(
+        files["ref"], [files["near"], files["far"]], [text, text], SHORT, on_message=said.append,
+        open_model=lambda path, numerics, **_: FakeModel(noise=0.05 if numerics == "fast" else noise[path.name]),
+        read_vocabulary=fake_vocabulary,
+    )  # fmt: skip
     assert len(said) == 4
     return found
 
@@ -69,7 +75,7 @@ def test_another_vocabulary_is_refused_before_any_work(files, tmp_path):
         pytest.fail(f"work began: {line}")
 
     with pytest.raises(QuantkitError, match=r"near\.gguf: has a vocabulary of 7, .*ref\.gguf has 9"):
-        compare.compare(files["ref"], [files["near"]], [tmp_path / "text"], n_ctx=32, on_message=refuse,
+        compare.compare(files["ref"], [files["near"]], [tmp_path / "text"], SHORT, on_message=refuse,
                         open_model=refuse,
                         read_vocabulary=lambda path: fake_vocabulary(path, vocab=vocab[path.name]))  # fmt: skip
 
@@ -85,9 +91,9 @@ def test_another_tokenizer_of_as_many_tokens_is_refused(files, tmp_path):
         return found
 
     with pytest.raises(QuantkitError, match=r"near\.gguf: tokenizes .*letters\.txt to 304 tokens, .*ref\.gguf to 304"):
-        compare.compare(files["ref"], [files["near"]], [text], n_ctx=32, open_model=pytest.fail, read_vocabulary=read)
+        compare.compare(files["ref"], [files["near"]], [text], SHORT, open_model=pytest.fail, read_vocabulary=read)
     found = compare.compare(  # a flag of the file, which does not make the text another one
-        files["ref"], [files["near"]], [text], n_ctx=32, open_model=lambda path: FakeModel(),
+        files["ref"], [files["near"]], [text], QUIET, open_model=lambda path, **_: FakeModel(),
         read_vocabulary=lambda path: read(path, adds_bos=path.name == "near.gguf"),
     )  # fmt: skip
     assert found.chunks == 9
@@ -100,22 +106,22 @@ def test_files_and_texts_of_one_name_are_told_apart(files, tmp_path):
         (tmp_path / folder / "t.txt").write_text("the five boxing wizards jump quickly " * (6 if folder == "a" else 9))
     models, texts = ([tmp_path / folder / name for folder in "ab"] for name in ("x.gguf", "t.txt"))
     noise = {models[0]: 0.02, models[1]: 0.3}
-    found = compare.compare(files["ref"], models, texts, n_ctx=32, limit=8,
-                            open_model=lambda path: FakeModel(noise=noise.get(path, 0)),
+    found = compare.compare(files["ref"], models, texts, QUIET,
+                            open_model=lambda path, **_: FakeModel(noise=noise.get(path, 0)),
                             read_vocabulary=fake_vocabulary)  # fmt: skip
-    assert [row[0] for row in compare.table_rows(found)] == ["ref", *map(str, models)]
+    assert [row[0] for row in tables.table_rows(found)] == ["ref", *map(str, models)]
     assert set(found.record()["models"][1]["domains"]) == set(map(str, texts))
     assert [r["name"] for r in found.record()["ranks"]] == list(map(str, models))
-    assert str(models[0]) in compare.verdicts(found)[0]
-    same = compare.compare(files["ref"], [files["ref"]], texts[:1], n_ctx=32, open_model=lambda path: FakeModel(),
+    assert str(models[0]) in tables.verdicts(found)[0]
+    same = compare.compare(files["ref"], [files["ref"]], texts[:1], QUIET, open_model=lambda path, **_: FakeModel(),
                            read_vocabulary=fake_vocabulary)  # fmt: skip
     assert abs(same.candidates[1].paired.ppl_difference.value) < 1e-5  # the base's rounding is not in it
 
 
 def test_records_and_rows_say_the_same(compared):
-    header, rows = compare.table_header(compared), compare.table_rows(compared)
+    header, rows = tables.table_header(compared), tables.table_rows(compared)
     assert [len(row) for row in rows] == [len(header)] * 4
-    assert rows[1][0] == "noise floor: a trifle"
+    assert rows[1][0] == "noise floor: numerics fast"
     assert "PP t/s" not in header
     record = compared.candidates[2].record()
     assert f"{record['kld']:.6f}" in rows[3][header.index("KLD mean")]
@@ -124,20 +130,20 @@ def test_records_and_rows_say_the_same(compared):
 
 
 def test_texts_are_domains_of_their_own(compared):
-    header, rows = compare.domain_rows(compared)
+    header, rows = tables.domain_rows(compared)
     assert [len(row) for row in rows] == [len(header)] * 4
     assert rows[0] == rows[2]  # the same text twice
     record = compared.record()
     near = record["models"][1]
     assert near["domains"]["letters.txt"]["kld"] == pytest.approx(near["kld"])
-    assert near["kld_95"][0] < near["kld"] < near["kld_95"][1]
-    assert record["ranks"][0]["difference_to_next"]["kld_95"][0] > 0
-    assert json.loads(json.dumps(record, allow_nan=False))["noise_floor"]["how"] == "a trifle"
+    assert near["kld_interval_95"][0] < near["kld"] < near["kld_interval_95"][1]
+    assert record["ranks"][0]["difference_to_next"]["kld_interval_95"][0] > 0
+    assert json.loads(json.dumps(record, allow_nan=False))["noise_floor"]["how"] == "numerics fast"
 
 
 def test_ranks_and_what_is_within_the_noise(compared):
     assert [(r.model, r.place) for r in compared.ranks] == [(0, 1), (1, 2)]
-    first, second = compare.verdicts(compared)
+    first, second = tables.verdicts(compared)
     assert first.startswith("near is closer to the reference than far: by 0.")
     assert second.startswith("near is within the noise floor")
 
@@ -146,16 +152,16 @@ def test_what_cannot_be_told_apart_is_not_ranked(compared):
     reference, near, _ = compared.candidates
     again = dataclasses.replace(compared, candidates=[reference, near, near], noise=None)
     assert [r.place for r in again.ranks] == [1, 1]
-    assert "are indistinguishable" in compare.verdicts(again)[0]
+    assert "are indistinguishable" in tables.verdicts(again)[0]
 
 
 def test_few_chunks_are_said_to_be_few(compared):
-    assert "errors are too small: 4 chunks" in compare.verdicts(dataclasses.replace(compared, chunks=4))[-1]
-    assert not any("too small" in line for line in compare.verdicts(compared))
+    assert "errors are too small: 4 chunks" in tables.verdicts(dataclasses.replace(compared, chunks=4))[-1]
+    assert not any("too small" in line for line in tables.verdicts(compared))
 
 
 def test_model_card_says_all(compared):
-    card = compare.model_card(compared, "n_ctx 32")
+    card = tables.model_card(compared, "n_ctx 32")
     assert "## near 0.000 GiB (8.500 BPW)" in card
     assert "Final estimate: PPL = " in card
     assert "300 tokens; n_ctx 32." in card
@@ -189,7 +195,7 @@ def test_report_is_one_file_that_loads_nothing(compared):
             TensorError("blk.1.<b>", 1, "q8_0", 0.02, 0.8),
         ]
     }
-    text = html_report.page(compared, {"n_ctx": 32, "cpu": "<x>"}, added)
+    text = html_page.page(dataclasses.replace(compared, layers=added, conditions={"n_ctx": 32, "cpu": "<x>"}))
     page = Page()
     page.feed(text)
     assert not page.open
@@ -199,7 +205,7 @@ def test_report_is_one_file_that_loads_nothing(compared):
     assert "@import" not in text
     assert "<x>" not in text
     assert "<b>" not in text
-    assert "noise floor: a trifle" in text
+    assert "noise floor: numerics fast" in text
     assert "nan" not in text.lower().replace("financ", "")
 
 
@@ -227,7 +233,8 @@ def test_the_browser_s_ears(chromium, tmp_path):
 def test_a_browser_shows_the_report_quietly(chromium, compared: compare.Comparison, tmp_path, width):
     added = {"near": [TensorError(f"blk.{i}.attn_q.weight", i, "q8_0", 0.01 + i, 0.2) for i in range(4)]}
     path = tmp_path / "report.html"
-    path.write_text(html_report.page(compared, {"n_ctx": 32, "cpu": "a long name of a processor " * 8}, added))
+    conditions = {"n_ctx": 32, "cpu": "a long name of a processor " * 8}
+    path.write_text(html_page.page(dataclasses.replace(compared, layers=added, conditions=conditions)))
     seen = chromium.open(path, width)
     assert seen.requests == [path.resolve().as_uri(), "data:,"][: len(seen.requests)]
     assert seen.messages == []
@@ -241,16 +248,16 @@ def test_a_browser_shows_the_report_quietly(chromium, compared: compare.Comparis
 
 
 def test_picture(compared, tmp_path):
-    plots.plot(tmp_path / "x.png", compared.candidates, "title")
+    plots.plot_comparison(tmp_path / "x.png", compared)
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(QuantkitError, match="nothing to draw"):
-        plots.plot(tmp_path / "y.png", compared.candidates[:1], "title")
+        plots.plot_comparison(tmp_path / "y.png", dataclasses.replace(compared, candidates=compared.candidates[:1]))
 
 
 def test_without_matplotlib_one_line_says_how(compared, tmp_path, monkeypatch):
     monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(plots.MissingPlots, match=r"pip install 'quantkit\[plots\]'"):
-        plots.plot(tmp_path / "x.png", compared.candidates, "title")
+        plots.plot_comparison(tmp_path / "x.png", compared)
 
 
 def test_throughput_is_the_bench_s(monkeypatch):

@@ -94,9 +94,9 @@ def test_without_the_wheel_one_line_says_how(monkeypatch, tmp_path):
 
 
 def test_results_table():
-    result = {"file": "a.gguf", "size_bytes": 2**30, "bits_per_weight": 4.5, "ppl": 10, "ppl_error": 0.5,
+    result = {"path": "demo/a.gguf", "bytes": 2**30, "bits_per_weight": 4.5, "ppl": 10, "ppl_error_over_tokens": 0.5,
               "prompt_tokens_per_second": 100, "generation_tokens_per_second": 20}  # fmt: skip
-    compared = result | {"kld": 0.01, "kld_error": 0.001, "same_top": 0.97}
+    compared = result | {"kld": 0.01, "kld_error_over_chunks": 0.001, "same_top": 0.97}
     lines = demo.results_table(json.loads(json.dumps({"models": [result, compared]}))).splitlines()
     assert lines[0].split() == ["file", "GiB", "bpw", "PPL", "KLD", "top-1", "PP", "TG"]
     assert "reference" in lines[2]

@@ -14,8 +14,9 @@ import subprocess
 import numpy as np
 import pytest
 
-from quantkit.evaluate import collect_imatrix, divergence
-from quantkit.evaluate.perplexity import perplexity
+from quantkit.evaluate import divergence
+from quantkit.evaluate.imatrix import collect as collect_imatrix
+from quantkit.evaluate.perplexity import perplexity_of_chunks
 from quantkit.evaluate.text import chunked
 from quantkit.formats import gguf
 from quantkit.formats import imatrix as files
@@ -68,7 +69,7 @@ def test_the_reference_quantizes_alike_with_our_matrix_and_golden_s(golden, f16_
 
 
 def test_the_same_model_read_against_golden_s_base(golden, f16_model):
-    found = divergence.divergence(load(f16_model), BaseReader(golden / "smollm2-135m-f16.c64.kld"))
+    found = divergence.divergence_from_base(load(f16_model), BaseReader(golden / "smollm2-135m-f16.c64.kld"))
     assert abs(found.ppl_base.value - 30.5198) < 6e-4  # a code's rounding, 31 times
     assert abs(found.ppl.value / 30.5198 - 1) < 1e-3
     assert abs(found.mean_kld.value) < 1e-4
@@ -76,7 +77,7 @@ def test_the_same_model_read_against_golden_s_base(golden, f16_model):
 
 
 def test_q8_0_diverges_less_than_in_the_reference(golden, q8_0_model):
-    found = divergence.divergence(load(q8_0_model), BaseReader(golden / "smollm2-135m-f16.c64.kld"))
+    found = divergence.divergence_from_base(load(q8_0_model), BaseReader(golden / "smollm2-135m-f16.c64.kld"))
     assert 0 < found.mean_kld.value < 0.00375  # what the reference's own kernels make of the same weights
     assert abs(found.ppl.value / 30.7851 - 1) < 0.02
     assert found.top_agreement.value >= 0.96774
@@ -86,5 +87,5 @@ def test_q8_0_diverges_less_than_in_the_reference(golden, q8_0_model):
 def test_q4_1_as_shipped_is_as_good_as_its_f16_form(golden, golden_ppl, smollm2_q4_1):
     """The reference gives 46.9446 here: on CPUs without VNNI its Q4_1 product is broken."""
     model = load(smollm2_q4_1)
-    found = perplexity(model, chunked(model.tokenizer, golden / "eval.txt", limit=4))
+    found = perplexity_of_chunks(model, chunked(model.tokenizer, golden / "eval.txt", limit=4))
     assert abs(found.value / golden_ppl[3] - 1) < 0.01

@@ -19,9 +19,11 @@ import pytest
 
 from quantkit import cli, recipe
 from quantkit.errors import DataError, FormatError
-from quantkit.evaluate import collect_imatrix as collecting
 from quantkit.evaluate import text as text_of
-from quantkit.evaluate.coverage import coverage, split_by_matrix
+from quantkit.evaluate.fingerprint import fingerprint
+from quantkit.evaluate.imatrix import collect as collecting
+from quantkit.evaluate.imatrix import saved_run
+from quantkit.evaluate.imatrix.coverage import coverage, split_by_matrix
 from quantkit.formats import gguf, imatrix
 from quantkit.formats.imatrix import Entry, Imatrix
 from quantkit.pipelines import quantize
@@ -127,7 +129,7 @@ def test_collect_show_convert_and_quantize_with_experts(run, model, text, tmp_pa
     assert "layer 0: " in said
     assert "experts saw fewer than 12 tokens (ffn_gate_exps, ffn_up_exps, ffn_down_exps)" in said
     record = json.loads(run("imatrix", "show", out, "--threshold", 12, "--json"))
-    row = next(e for e in record["entries"] if e["name"] == "blk.0.ffn_up_exps.weight")
+    row = next(e for e in record["tensors"] if e["name"] == "blk.0.ffn_up_exps.weight")
     assert row["counts"] == up.counts.tolist()
     assert row["few"] == np.flatnonzero(up.counts < 12).tolist()
     share = up.counts[up.counts > 0] / up.counts.sum()
@@ -197,7 +199,7 @@ def test_texts_weigh_as_their_shares_say(tmp_path) -> None:
 def test_a_run_goes_on_where_it_was_saved(tmp_path, with_perplexity) -> None:
     model, cut = Letters(tmp_path).model, Letters(tmp_path).cuts[0]
     whole, ppl = collecting.collect(model, cut, n_batch=48, with_perplexity=with_perplexity)
-    saved = collecting.Saved("run", [collecting.Progress(collecting.Collector())])
+    saved = saved_run.SavedRun("run", [collecting.TextState(collecting.Collector())])
     batches = []
 
     class Killed(Exception):
@@ -210,15 +212,11 @@ def test_a_run_goes_on_where_it_was_saved(tmp_path, with_perplexity) -> None:
             raise Killed
 
     with pytest.raises(Killed):
-        collecting.collect(
-            model, cut, n_batch=48, with_perplexity=with_perplexity, on_batch=save, progress=saved.texts[0]
-        )
-    again = collecting.Saved.load(tmp_path / "r")
+        collecting.collect(model, cut, n_batch=48, with_perplexity=with_perplexity, on_batch=save, state=saved.texts[0])
+    again = saved_run.SavedRun.load(tmp_path / "r")
     assert (again.run, again.texts[0].done, batches) == ("run", 6, [3, 6])
     model.calls.clear()
-    found, ppl_again = collecting.collect(
-        model, cut, n_batch=48, with_perplexity=with_perplexity, progress=again.texts[0]
-    )
+    found, ppl_again = collecting.collect(model, cut, n_batch=48, with_perplexity=with_perplexity, state=again.texts[0])
     assert sum(map(len, model.calls)) == len(cut) - 6
     for suffix in ("dat", "gguf"):
         imatrix.write(tmp_path / f"a.{suffix}", whole)
@@ -231,7 +229,7 @@ def test_saved_runs_that_are_none(tmp_path) -> None:
     for data in (b"", b"PK\3\4 no zip", b"hello"):
         (tmp_path / "r").write_bytes(data)
         with pytest.raises(FormatError, match="not a saved run"):
-            collecting.Saved.load(tmp_path / "r")
+            saved_run.SavedRun.load(tmp_path / "r")
 
 
 def test_killed_and_run_again(run, model, golden, tmp_path) -> None:
@@ -254,7 +252,7 @@ def test_killed_and_run_again(run, model, golden, tmp_path) -> None:
     process.wait()
     if process.returncode == 0:
         pytest.skip("the run was over before it could be killed")
-    done = [text.done for text in collecting.Saved.load(resume).texts]
+    done = [text.done for text in saved_run.SavedRun.load(resume).texts]
     assert sum(done) >= 4
     assert "saved by a run with another model" in run(*args, out, "--process-output", status=1)
     run(*args, out)
@@ -367,7 +365,7 @@ def test_a_full_disk_is_said_of_a_file(run, model, prose, tmp_path, monkeypatch,
         return call
 
     if name.endswith(".resume"):
-        monkeypatch.setattr(collecting.Saved, "save", around(collecting.Saved.save, small, large))
+        monkeypatch.setattr(saved_run.SavedRun, "save", around(saved_run.SavedRun.save, small, large))
         said = run(*args, "-ofreq", 2, status=1)
     else:
         monkeypatch.setattr(imatrix, "write", around(imatrix.write, small, large))
@@ -391,7 +389,7 @@ def test_what_was_measured_is_kept_where_experts_are_missing(run, model, text, t
     args = ("imatrix", model, "-f", text, "-c", 8, "--chunks", 1, "--no-ppl", "-o", tmp_path / "x.gguf")
     assert "the measurements are saved in" in run(*args, "--missing-experts", "error", status=1)
     assert not (tmp_path / "x.gguf").exists()
-    assert [t.done for t in collecting.Saved.load(tmp_path / "x.gguf.resume").texts] == [1]
+    assert [t.done for t in saved_run.SavedRun.load(tmp_path / "x.gguf.resume").texts] == [1]
     run(*args, "--missing-experts", "layer-mean")
     again = tmp_path / "y.gguf"
     run(*args[:-1], again, "--missing-experts", "layer-mean")
@@ -413,12 +411,12 @@ def test_a_saved_run_is_that_of_its_files(tmp_path, size) -> None:
     path = tmp_path / "f"
     with path.open("wb") as file:
         file.truncate(size)
-    first = collecting.fingerprint([path], {"n": 1})
-    assert collecting.fingerprint([path], {"n": 1}) == first != collecting.fingerprint([path], {"n": 2})
+    first = fingerprint([path], {"n": 1})
+    assert fingerprint([path], {"n": 1}) == first != fingerprint([path], {"n": 2})
     with path.open("r+b") as file:  # neither the beginning nor the end
         file.seek(size // 2)
         file.write(bytes(range(256)) * (size // 1000 // 256 + 1))
-    assert collecting.fingerprint([path], {"n": 1}) != first
+    assert fingerprint([path], {"n": 1}) != first
 
 
 # ------------------------------------------------------------------------------------------------------- conversations
@@ -448,7 +446,7 @@ def test_conversations_go_through_the_chat_template(smollm2_q4_1, tmp_path) -> N
 )
 def test_lines_that_are_no_conversation(tmp_path, line) -> None:
     (tmp_path / "c.jsonl").write_text(f'[{{"role": "user", "content": "a"}}]\n{line}')
-    with pytest.raises(DataError, match=r"c\.jsonl: line 2 is no conversation"):
+    with pytest.raises(DataError, match=r"c\.jsonl: line 2 is not a conversation"):
         text_of.conversations(tmp_path / "c.jsonl")
 
 

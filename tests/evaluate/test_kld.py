@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from quantkit.evaluate import divergence
+from quantkit.evaluate.report import divergence_text
 from quantkit.evaluate.statistics import at_share
 from quantkit.formats.kld.base_file import encode_rows
 
@@ -107,11 +108,11 @@ def test_percentile_interpolates():
 
 
 def test_printed_form(result):
-    line = divergence.chunk_line(7, result)
+    line = divergence_text.chunk_line(7, result)
     assert line.startswith("   7    ")
     assert line.count("±") == 5
     assert f"{result.ppl.value:9.4f} ± {result.ppl.error:9.4f}" in line
-    text = divergence.report(result)
+    text = divergence_text.report(result)
     labels = ["Mean PPL(Q)", "Mean PPL(base)", "Cor(ln(PPL(Q)), ln(PPL(base)))", "Mean ln(PPL(Q)/PPL(base))",
               "Mean PPL(Q)/PPL(base)", "Mean PPL(Q)-PPL(base)", "Mean    KLD:", "Maximum KLD:", "99.9%   KLD:",
               "99.0%   KLD:", "95.0%   KLD:", "90.0%   KLD:", "Median  KLD:", "10.0%   KLD:", " 5.0%   KLD:",

@@ -15,6 +15,7 @@ import pytest
 from quantkit.evaluate import compare
 from quantkit.formats import gguf
 from quantkit.formats.gguf import header
+from quantkit.runtime import loading
 from quantkit.runtime import model as runtime
 from tests.evaluate import test_imatrix
 from tests.runtime.conftest import rewrite
@@ -30,8 +31,8 @@ class Opened:
         self.most = 0
         self.times: Counter[tuple[str, str]] = Counter()
         self.contexts: list[int | None] = []
-        self._load = runtime.load
-        monkeypatch.setattr(runtime, "load", self.load)
+        self._load = loading.load
+        monkeypatch.setattr(loading, "load", self.load)
 
     def load(self, path: Path, **options: object) -> runtime.Model:
         self.most = max(self.most, 1 + sum(ref() is not None for ref in self.alive))

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from quantkit.errors import DataError, QuantkitError
-from quantkit.evaluate import collect_imatrix, divergence, perplexity, text
+from quantkit.evaluate import divergence, perplexity, text
+from quantkit.evaluate.imatrix import collect as collect_imatrix
 from quantkit.formats.kld.base_file import BaseReader, BaseWriter
 from tests.evaluate.fake import FakeModel, FakeTokenizer
 
@@ -67,7 +68,7 @@ def test_perplexity_follows_the_protocol(letters, adds_bos, n_batch):
     model = FakeModel(adds_bos=adds_bos)
     chunks = text.chunked(model.tokenizer, letters, N_CTX)
     running = []
-    found = perplexity.perplexity(model, chunks, n_batch=n_batch, on_chunk=lambda p: running.append(p.value))
+    found = perplexity.perplexity_of_chunks(model, chunks, n_batch=n_batch, on_chunk=lambda p: running.append(p.value))
     expected = naive_nll(model, chunks)
     np.testing.assert_allclose(found.nll, expected, rtol=1e-5)
     assert found.value == pytest.approx(math.exp(expected.mean()), rel=1e-6)
@@ -80,7 +81,7 @@ def test_too_long_a_context_is_an_error(letters):
     model = FakeModel()
     model.n_ctx_train = 8
     with pytest.raises(DataError, match="chunks of 16 tokens, but the model was trained with 8"):
-        perplexity.perplexity(model, text.chunked(model.tokenizer, letters, N_CTX))
+        perplexity.perplexity_of_chunks(model, text.chunked(model.tokenizer, letters, N_CTX))
 
 
 def test_base_and_divergence(letters, tmp_path):
@@ -88,16 +89,16 @@ def test_base_and_divergence(letters, tmp_path):
     chunks = text.chunked(model.tokenizer, letters, N_CTX)
     path = tmp_path / "base.kld"
     with BaseWriter(path, chunks.tokens, model.vocab_size) as writer:
-        base_ppl = perplexity.perplexity(base_model, chunks, base=writer)
+        base_ppl = perplexity.perplexity_of_chunks(base_model, chunks, base=writer)
     base = BaseReader(path)
     assert np.array_equal(base.tokens, chunks.tokens)  # not the BOS
     seen = []
-    found = divergence.divergence(model, base, on_chunk=lambda i, d: seen.append((i, len(d))))
+    found = divergence.divergence_from_base(model, base, on_chunk=lambda i, d: seen.append((i, len(d))))
     assert seen == [(i + 1, 7 * (i + 1)) for i in range(8)]
     assert found.ppl_base.value == pytest.approx(base_ppl.value, rel=1e-4)
-    assert found.ppl.value == pytest.approx(perplexity.perplexity(model, chunks).value, rel=1e-6)
+    assert found.ppl.value == pytest.approx(perplexity.perplexity_of_chunks(model, chunks).value, rel=1e-6)
     assert 0 < found.mean_kld.value < 0.1
-    same = divergence.divergence(base_model, base)
+    same = divergence.divergence_from_base(base_model, base)
     assert abs(same.mean_kld.value) < 1e-4
     assert same.top_agreement.value == 1
 
@@ -106,9 +107,9 @@ def test_a_base_of_another_vocabulary_is_an_error(letters, tmp_path):
     model = FakeModel()
     chunks = text.chunked(model.tokenizer, letters, N_CTX)
     with BaseWriter(tmp_path / "base.kld", chunks.tokens, model.vocab_size) as writer:
-        perplexity.perplexity(model, chunks, base=writer)
+        perplexity.perplexity_of_chunks(model, chunks, base=writer)
     with pytest.raises(DataError, match="vocabulary of 31, the model has 40"):
-        divergence.divergence(FakeModel(vocab=40), BaseReader(tmp_path / "base.kld"))
+        divergence.divergence_from_base(FakeModel(vocab=40), BaseReader(tmp_path / "base.kld"))
 
 
 @pytest.mark.parametrize("n_batch", [16, 2048])
@@ -135,11 +136,11 @@ def test_importance_with_and_without_perplexity(letters):
     model = FakeModel()
     chunks = text.chunked(model.tokenizer, letters, N_CTX)
     values = []
-    with_it, ppl = collect_imatrix.collect(model, chunks, on_chunk=lambda i, p, c: values.append(p.value))
+    with_it, ppl = collect_imatrix.collect(model, chunks, on_chunk=lambda i, p: values.append(p.value))
     assert ppl is not None
-    assert values[-1] == ppl.value == pytest.approx(perplexity.perplexity(model, chunks).value)
+    assert values[-1] == ppl.value == pytest.approx(perplexity.perplexity_of_chunks(model, chunks).value)
     without, no_ppl = collect_imatrix.collect(
-        model, chunks, with_perplexity=False, on_chunk=lambda i, p, c: values.append(p)
+        model, chunks, with_perplexity=False, on_chunk=lambda i, p: values.append(p)
     )
     assert values[-1] is no_ppl is None
     for name, entry in with_it.entries.items():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from quantkit.evaluate import divergence
+from quantkit.evaluate.report import divergence_text
 from quantkit.formats.kld.base_file import BaseReader, BaseWriter
 from tests.evaluate.fake import FakeModel
 
@@ -107,5 +108,5 @@ def test_every_line_is_a_plain_implementation_s(rng, tmp_path, noise):
     with BaseWriter(path, tokens, VOCAB) as writer:
         for chunk in tokens:
             writer.write(reference.hidden_sequences(chunk[None], slice(N_CTX // 2, N_CTX - 1))[0])
-    found = divergence.divergence(candidate, BaseReader(path))
-    assert divergence.report(found).split("\n") == plain_report(plain_rows(path.read_bytes(), candidate))
+    found = divergence.divergence_from_base(candidate, BaseReader(path))
+    assert divergence_text.report(found).split("\n") == plain_report(plain_rows(path.read_bytes(), candidate))

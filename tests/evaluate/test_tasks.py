@@ -12,7 +12,7 @@ import pytest
 from quantkit.errors import DataError, FormatError
 from quantkit.evaluate import tasks
 from quantkit.evaluate.chunk_log import ChunkLog
-from quantkit.evaluate.perplexity import perplexity
+from quantkit.evaluate.perplexity import perplexity_of_chunks
 from quantkit.evaluate.text import Chunks, windows
 from tests.evaluate.fake import FakeModel
 
@@ -42,10 +42,10 @@ def test_the_first_draws_are_std_mt19937_s():
     twister._legacy_seeding(1)
     assert int(twister.random_raw()) == 1791095845  # the first number of std::mt19937 with seed 1
     made = [tasks.Task((str(i),), 0) for i in range(10)]
-    first = tasks.drawn(made, 4)
+    first = tasks.sampled(made, 4)
     assert first[0].texts == (str(1791095845 * 10 >> 32),)
-    assert tasks.drawn(made, 9)[:4] == first
-    assert sorted(t.texts for t in tasks.drawn(made, 99)) == sorted(t.texts for t in made)
+    assert tasks.sampled(made, 9)[:4] == first
+    assert sorted(t.texts for t in tasks.sampled(made, 99)) == sorted(t.texts for t in made)
 
 
 def test_hellaswag(model, tmp_path):
@@ -62,7 +62,7 @@ def test_hellaswag(model, tmp_path):
     assert (last.tasks, last.chance) == (2, 0.25)
     assert last.right == 2 * (int(np.argmax(wanted)) == 2)
     path.write_text("a\n2\nb\nc\n")
-    with pytest.raises(FormatError, match="4 lines; hellaswag has six"):
+    with pytest.raises(FormatError, match="4 lines; HellaSwag tasks have six"):
         tasks.hellaswag(path)
     path.write_text("a\n7\nb\nc\nd\ne\n")
     with pytest.raises(FormatError, match="line 2: '7'"):
@@ -129,7 +129,7 @@ def test_windows_score_every_token_once(model, tmp_path):
     chunks = windows(model.tokenizer, path, 16, 6)
     assert chunks.n_ctx == 19
     assert len(chunks) == -(-(len(ids) - 19) // 6)
-    found = perplexity(model, chunks)
+    found = perplexity_of_chunks(model, chunks)
     wanted = [
         -log_softmax(model.hidden_sequences(ids[None, i * 6 : i * 6 + 19], slice(None))[0, j - 1])[ids[i * 6 + j]]
         for i in range(len(chunks))
@@ -154,9 +154,9 @@ def test_a_run_goes_on_from_its_lines(rng, tmp_path):
                     raise KeyboardInterrupt
                 log.add(so_far.nll[-1])
 
-            return len(log.done), perplexity(model, chunks, n_batch=32, on_chunk=add, done=log.done)
+            return len(log.done), perplexity_of_chunks(model, chunks, n_batch=32, on_chunk=add, done=log.done)
 
-    whole = perplexity(model, chunks, n_batch=32)
+    whole = perplexity_of_chunks(model, chunks, n_batch=32)
     with pytest.raises(KeyboardInterrupt):
         run(stop_after=6)
     with path.open("ab") as stream:

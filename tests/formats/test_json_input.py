@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from quantkit.errors import FormatError, QuantkitError
-from quantkit.evaluate.collect_imatrix import Saved
+from quantkit.evaluate.imatrix.saved_run import SavedRun
 from quantkit.evaluate.text import conversations
 from quantkit.formats import front_matter, journal
 from quantkit.formats.kld.bounded_file import is_bounded
@@ -132,4 +132,4 @@ def test_a_saved_run_that_would_inflate_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("about.npy", bytes(64 << 20))
     with pytest.raises(FormatError, match="a member is compressed"):
-        Saved.load(path)
+        SavedRun.load(path)

@@ -14,7 +14,7 @@ import pytest
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluate.chunk_log import ChunkLog
-from quantkit.evaluate.collect_imatrix import Saved
+from quantkit.evaluate.imatrix.saved_run import SavedRun
 from quantkit.formats import atomic, gguf, journal, owned
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer, header
 from quantkit.formats.kld.chunk_file import ChunkFile, LoggedChunks
@@ -33,8 +33,8 @@ WRITERS = {
     "journal-read": lambda out: journal.read(out),
     "unfinished": unfinished,
     "chunks": lambda out: ChunkFile(out, b"head", LoggedChunks([], 1), lambda read, at: 0).leave(),
-    "saved": lambda out: Saved("run").save(out),
-    "saved-read": lambda out: Saved.load(out),
+    "saved": lambda out: SavedRun("run").save(out),
+    "saved-read": lambda out: SavedRun.load(out),
     "log": lambda out: ChunkLog(out, "run", 1, 1, {}),
     "quantize": lambda out: quantize(out),
 }

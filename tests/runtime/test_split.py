@@ -287,7 +287,7 @@ def test_without_torch_graph_split_says_what_is_missing(
 
 def test_parts_of_a_model_with_other_tensors(models: dict[str, Path], tmp_path: Path) -> None:
     """What `compare_layers` does: a block with tensors of another file, on devices."""
-    from quantkit.evaluate.blockwise import parts
+    from quantkit.evaluate.layers.parts import parts
 
     other = gguf.open(rewrite(models["llama"], tmp_path / "q.gguf", "f16")).tensors
     for how in ({}, {"split_mode": "graph"}):

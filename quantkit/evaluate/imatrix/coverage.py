@@ -47,9 +47,11 @@ class Coverage:
 
     @property
     def covered(self) -> float:
+        """Share of the matrices (experts) with enough vectors."""
         return 1 - len(self.few) / len(self.counts)
 
-    def to_json(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
+        """The statistics by name, for JSON."""
         tokens = {"min": int(self.counts.min()), "median": float(np.median(self.counts)), "max": int(self.counts.max())}
         return {
             "name": self.name,

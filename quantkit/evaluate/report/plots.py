@@ -1,7 +1,6 @@
-"""Pictures: of a comparison, divergence against size and its spread over the tokens; of a sweep, speed against depth;
-of an importance matrix, tokens of experts and how alike layers are.
+"""Plots with matplotlib: a comparison, the speed of a sweep over depth, an importance matrix.
 
-matplotlib is an extra; `MissingPlots` says how to get it.
+matplotlib is an extra; `MissingPlots` tells how to install it.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ import numpy as np
 
 from quantkit.errors import QuantkitError, printable
 from quantkit.evaluate.bench import Speed
-from quantkit.evaluate.compare import Candidate
-from quantkit.evaluate.coverage import Coverage
+from quantkit.evaluate.compare import Candidate, Comparison
 from quantkit.evaluate.divergence import Divergence
+from quantkit.evaluate.imatrix.coverage import Coverage
 from quantkit.evaluate.statistics import at_share
 from quantkit.formats.atomic import writing
 
 _COLOURS = ("#2f6db3", "#d1662b", "#3a9157", "#8a4fa3", "#b8a02c", "#4aa3a8", "#c2477d", "#6b6b6b")
-_LEAST_KLD = 1e-6  # nats; less is the rounding of a base file
+_LEAST_KLD = 1e-6  # nats; smaller values are rounding errors of the base file
 
 
 class MissingPlots(QuantkitError):
@@ -33,29 +32,35 @@ class MissingPlots(QuantkitError):
 
 
 def require_matplotlib() -> None:
+    """Raise MissingPlots if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise MissingPlots("no picture without matplotlib: pip install 'quantkit[plots]'")
+        raise MissingPlots("no plot without matplotlib: pip install 'quantkit[plots]'")
 
 
-def require_picture(path: Path) -> None:
-    """QuantkitError, before the work, where a picture of this name cannot be drawn."""
+def require_plot_file(path: Path) -> None:
+    """Raise QuantkitError, before any work, if no plot can be written to a file of this name."""
     require_matplotlib()
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise QuantkitError(f"{path}: a picture's name ends in .png, .svg or .pdf")
+        raise QuantkitError(f"{path}: a plot's file name must end in .png, .svg or .pdf")
 
 
 def _save(figure: Any, path: str | os.PathLike[str]) -> None:
-    """Write a picture in the format of its name's ending; it appears whole or not at all."""
+    """Write a figure in the format of the name's extension. The file appears when it is complete."""
     with writing(path) as file:
         figure.savefig(file, format=Path(path).suffix[1:].lower())
 
 
-def plot(path: str | os.PathLike[str], candidates: Sequence[Candidate], title: str) -> None:
-    """Write a picture (PNG, SVG or PDF by the name's ending) of the candidates that have a divergence."""
+def plot_comparison(path: str | os.PathLike[str], comparison: Comparison) -> None:
+    """Plot a comparison to a PNG, SVG or PDF file: KLD over size, and the distribution of KLD over tokens.
+
+    Raises QuantkitError if no model was compared with the reference.
+    """
     require_matplotlib()
-    points = _points(candidates)
+    points = _points(comparison.candidates)
     if not points:
         raise QuantkitError(f"{path}: nothing to draw, no model was compared with the reference")
+    text = Path(str(comparison.conditions.get("text", "the texts"))).name
+    title = f"Divergence from {comparison.candidates[0].name}: {comparison.positions} tokens of {text}"
     figure = _figure(title, 5.4)
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
     _draw_sizes(left, points)
@@ -64,9 +69,9 @@ def plot(path: str | os.PathLike[str], candidates: Sequence[Candidate], title: s
 
 
 def plot_sweep(path: str | os.PathLike[str], rows: Sequence[tuple[Speed, Speed]], memory: float, title: str) -> None:
-    """Write a picture of a sweep: tokens/s of prompts and of generation against what the cache holds before them.
+    """Plot a sweep: tokens/s of prompts and of generation over the number of tokens in the cache.
 
-    `memory` is the speed of memory in bytes/s; under it lies what generation could reach if it did nothing but read.
+    `memory` is the memory bandwidth in bytes/s, which bounds generation.
     """
     require_matplotlib()
     figure = _figure(title, 4.6)
@@ -77,7 +82,7 @@ def plot_sweep(path: str | os.PathLike[str], rows: Sequence[tuple[Speed, Speed]]
                       capsize=3, label=f"{side[0].tokens} tokens, measured")  # fmt: skip
         if side[0].bytes_read:
             bound = [memory / speed.bytes_read for speed in side]
-            axes.plot(depth, bound, color="#999999", linestyle=":", label="the same bytes at the speed of memory")
+            axes.plot(depth, bound, color="#999999", linestyle=":", label="memory bandwidth bound")
         axes.set_ylim(bottom=0)
         axes.set_xlabel("tokens in the cache before (N_KV)")
         axes.set_ylabel("tokens/s")
@@ -88,8 +93,8 @@ def plot_sweep(path: str | os.PathLike[str], rows: Sequence[tuple[Speed, Speed]]
 
 
 def plot_importance(path: str | os.PathLike[str], rows: Sequence[Coverage], title: str) -> None:
-    """Write a picture of an importance matrix: how tokens spread over experts, layer by layer, where there are any,
-    else how columns share the importance; and how alike neighbouring layers are."""
+    """Plot an importance matrix: tokens by expert and layer, or the effective columns of a model without experts; and
+    the similarity of neighbouring layers."""
     require_matplotlib()
     figure = _figure(title, 5.4)
     left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
@@ -98,16 +103,16 @@ def plot_importance(path: str | os.PathLike[str], rows: Sequence[Coverage], titl
         _draw_experts(figure, left, stacked)
     else:
         _draw_lines(left, rows, lambda row: 100 * row.effective_columns)
-        left.set_ylabel("columns that share the importance, %")
-        left.set_title("Columns (the fewer, the more a quantizer gains by the matrix)", fontsize=10)
+        left.set_ylabel("effective columns, %")
+        left.set_title("Columns (fewer: the matrix matters more to a quantizer)", fontsize=10)
     _draw_lines(right, rows, lambda row: row.similarity)
     right.set_ylabel("cosine with the layer before")
-    right.set_title("Likeness of neighbouring layers", fontsize=10)
+    right.set_title("Similarity of neighbouring layers", fontsize=10)
     _save(figure, path)
 
 
 def _draw_experts(figure: Any, axes: Any, rows: Sequence[Coverage]) -> None:
-    """Tokens of each expert in each layer, relative to an even share; of one class, as the others see the same."""
+    """Tokens of each expert in each layer, relative to an even share; of one weight, since all see the same tokens."""
     from matplotlib.ticker import MaxNLocator
 
     kind = rows[0].kind
@@ -116,8 +121,8 @@ def _draw_experts(figure: Any, axes: Any, rows: Sequence[Coverage]) -> None:
     for row in chosen:
         counts[row.layer or 0, : len(row.counts)] = row.counts / max(1e-9, row.counts.mean())
     shown = np.log2(np.maximum(counts, 2.0**-6))
-    picture = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap="RdBu_r", vmin=-6, vmax=6, origin="lower")
-    bar = figure.colorbar(picture, ax=axes, ticks=[-6, -3, 0, 3, 6])
+    image = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap="RdBu_r", vmin=-6, vmax=6, origin="lower")
+    bar = figure.colorbar(image, ax=axes, ticks=[-6, -3, 0, 3, 6])
     bar.ax.set_yticklabels(["1/64 or less", "1/8", "even", "x 8", "x 64"], fontsize=8)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("expert")
@@ -129,7 +134,7 @@ def _draw_lines(axes: Any, rows: Sequence[Coverage], value: Callable[[Coverage],
     """A line for each class of tensors, over the layers."""
     from matplotlib.ticker import MaxNLocator
 
-    lines: dict[tuple[tuple[int, float], ...], list[str]] = {}  # those that see the same input coincide
+    lines: dict[tuple[tuple[int, float], ...], list[str]] = {}  # weights with the same input have the same line
     for kind in dict.fromkeys(row.kind for row in rows):
         points = [(row.layer, y) for row in rows if row.kind == kind and row.layer is not None and (y := value(row))]
         if points:
@@ -155,13 +160,13 @@ def _figure(title: str, height: float) -> Any:
 
 
 def _plain(text: str) -> str:
-    """Text that matplotlib draws as it is: no mathematics between dollars, no control characters, no surrogates."""
+    """Text that matplotlib draws literally: dollar signs escaped, no control characters, no surrogates."""
     return printable(text).replace("$", r"\$")
 
 
 @dataclass
 class _Point:
-    """Candidates that lie on each other, such as a file and its repacked form, drawn as one."""
+    """Candidates with equal size and KLD, such as a file and its repacked form, drawn as one point."""
 
     names: list[str]
     size: float  # GiB
@@ -199,7 +204,7 @@ def _draw_sizes(axes: Any, points: Sequence[_Point]) -> None:
     for p in points:
         error = min(p.divergence.mean_kld.error, 0.95 * p.kld)
         axes.errorbar(p.size, p.kld, yerr=error, fmt="o", color=p.colour, capsize=3, markersize=7)
-        side = 1 if p.size <= middle else -1  # labels point to the inside
+        side = 1 if p.size <= middle else -1  # labels are on the inner side
         axes.annotate(
             "\n".join([*p.names, f"{p.bits:.2f} bpw, KLD {p.kld:.2g}"]), (p.size, p.kld), textcoords="offset points",
             xytext=(10 * side, 0), ha="left" if side > 0 else "right", va="center", fontsize=8.5, color=p.colour,

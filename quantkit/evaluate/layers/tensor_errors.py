@@ -1,4 +1,4 @@
-"""Measure the error that each tensor of a quantized model adds, compared with the reference model.
+"""Measure the error that each tensor of a quantized model adds, relative to a reference model.
 
 The reference model runs over some tokens, one block at a time. For each block with output y, one tensor after another
 is replaced by the other model's; y' is the output with the replaced tensor:
@@ -12,13 +12,16 @@ way, by their outputs. `share` is a tensor's share of the sum of all squared err
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from quantkit.errors import DataError
-from quantkit.evaluate.blockwise import parts
-from quantkit.formats.gguf import GGUF
+from quantkit.evaluate.layers.parts import parts
+from quantkit.formats.gguf import GGUF, Tensor
+
+if TYPE_CHECKING:
+    from quantkit.runtime.model import Model
 
 
 class TensorError(NamedTuple):
@@ -31,7 +34,7 @@ class TensorError(NamedTuple):
     share: float
 
 
-def compare_layers(reference: Any, file: GGUF, tokens: np.ndarray) -> list[TensorError]:
+def tensor_errors(reference: Model, file: GGUF, tokens: np.ndarray) -> list[TensorError]:
     """The error that each tensor of a file adds to a model, over new sequences int[n_seq, len], in the model's order.
 
     The file's tensors replace those of the reference, so the file is not opened as a model. Tensors that are equal byte
@@ -61,7 +64,7 @@ def compare_layers(reference: Any, file: GGUF, tokens: np.ndarray) -> list[Tenso
     return [TensorError(name, layer, kind, error, error**2 / total) for name, layer, kind, error in found]
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: Tensor, b: Tensor) -> bool:
     return a.type is b.type and np.array_equal(a.data, b.data)
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
 
 import numpy as np
 
-from quantkit.evaluate.compare import Comparison, domain_rows, model_card, table_header, table_rows, verdicts
-from quantkit.evaluate.layer_errors import TensorError
-from quantkit.evaluate.svg import SERIES, Series, plot
+from quantkit.evaluate.compare import Comparison
+from quantkit.evaluate.conditions import conditions_line
+from quantkit.evaluate.layers.tensor_errors import TensorError
+from quantkit.evaluate.report.svg import SERIES, Series, plot
+from quantkit.evaluate.report.tables import domain_rows, model_card, table_header, table_rows, verdicts
 
 _LIGHT = ("#2f6db3", "#c9581b", "#2e8450", "#8a4fa3", "#94780a", "#218289", "#c2477d", "#6b6b6b")
 _DARK = ("#6fa8e8", "#f0915a", "#69c48b", "#c595dd", "#d9c04c", "#6cc8cf", "#ee8fb8", "#b0b0b0")
@@ -67,14 +68,9 @@ dd{margin:0;overflow-wrap:anywhere}
 )
 
 
-def page(
-    comparison: Comparison,
-    conditions: Mapping[str, Any],
-    layers: Mapping[str, Sequence[TensorError]] | None = None,
-) -> str:
-    """The HTML text. `layers`: results of `layer_errors.compare_layers` by model name."""
-    name = comparison.candidates[0].name
-    said = ", ".join(f"{key} {value}" for key, value in conditions.items())
+def page(comparison: Comparison) -> str:
+    """The HTML text of a comparison."""
+    name, layers, conditions = comparison.candidates[0].name, comparison.layers, comparison.conditions
     parts = [
         f"<h1>Distance from {escape(name)}: {comparison.positions:,} tokens</h1>",
         _table(table_header(comparison), table_rows(comparison), figures=True),
@@ -82,12 +78,13 @@ def page(
         "llama-perplexity prints it. KLD in nats. These data cannot distinguish models that share a place.</p>",
         _list("Verdicts", verdicts(comparison)),
         _legend([c.name for c in comparison.candidates[1:]]),
-        f'<div class="plots">{"".join(_figures(comparison, layers or {}))}</div>',
+        f'<div class="plots">{"".join(_figures(comparison))}</div>',
     ]
     parts += _texts(*domain_rows(comparison))
     if layers:
         parts += ["<h2>Tensors that add most error</h2>", f'<div class="several">{_worst(layers)}</div>']
-    parts += ["<h2>Model card</h2>", f"<pre>{escape(model_card(comparison, said))}</pre>", "<h2>Conditions</h2>"]
+    card = escape(model_card(comparison, conditions_line(conditions)))
+    parts += ["<h2>Model card</h2>", f"<pre>{card}</pre>", "<h2>Conditions</h2>"]
     pairs = "".join(f"<dt>{escape(str(k))}</dt><dd>{escape(str(v))}</dd>" for k, v in conditions.items())
     parts.append(f"<dl>{pairs}</dl>")
     return (
@@ -100,7 +97,7 @@ def page(
     )
 
 
-def _figures(comparison: Comparison, layers: Mapping[str, Sequence[TensorError]]) -> list[str]:
+def _figures(comparison: Comparison) -> list[str]:
     models = [(c, c.paired) for c in comparison.candidates if c.paired is not None]
     sizes = [
         Series(c.name, [c.size_bytes / 2**30], [max(p.figures["kld"].value, _LEAST_KLD)], "point",
@@ -122,9 +119,9 @@ def _figures(comparison: Comparison, layers: Mapping[str, Sequence[TensorError]]
         _figure("Tokens by their KLD", plot(spread, "KLD of a token, nats", "tokens, %", x_log=True)),
         _figure("KLD by position in the chunk", plot(position, "position", "mean KLD, nats", y_log=True)),
     ]
-    if layers:
+    if comparison.layers:
         series = []
-        for model, added in layers.items():
+        for model, added in comparison.layers.items():
             blocks = sorted({a.layer for a in added if a.layer is not None})
             sums = [sum(a.error**2 for a in added if a.layer == layer) ** 0.5 for layer in blocks]
             series.append(Series(model, blocks, sums))

@@ -1,6 +1,6 @@
-"""Small plots as SVG text: lines and points with axes, nothing loaded and no script. Drawn for a width of 420 pixels.
+"""Small plots as SVG text, 420 pixels wide: lines, steps and points with axes; no script and no external resource.
 
-Colours are classes of the page's style sheet (html.py): `s0` … `s7` the series, `axis` and `grid`.
+Colours are classes of the page's style sheet (html_page.py): `s0` … `s7` for series, and `grid`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SERIES = 8
 
 @dataclass(frozen=True)
 class Series:
-    """x, y of equal length; `kind` "line", "step" or "point" (with `error` either way, if given)."""
+    """A data series: x and y of equal length, drawn as "line", "step" or "point" (with error bars, if given)."""
 
     name: str
     x: Sequence[float] | np.ndarray
@@ -29,12 +29,12 @@ class Series:
 
 
 def plot(series: Sequence[Series], x_label: str, y_label: str, *, x_log: bool = False, y_log: bool = False) -> str:
-    """An <svg> of the series, coloured in their order. Values that a logarithmic axis cannot show are left out."""
+    """An <svg> element with the series. Values that a logarithmic axis cannot show are skipped."""
     shown = [_visible(s, x_log, y_log) for s in series]
     xs = np.concatenate([x for x, _, _ in shown] or [np.zeros(0)])
     ys = np.concatenate([y for _, y, _ in shown] or [np.zeros(0)])
     if not xs.size:
-        return '<p class="note">nothing to draw</p>'
+        return '<p class="note">no data</p>'
     across = _Axis(xs, x_log, _LEFT, WIDTH - _RIGHT)
     up = _Axis(ys, y_log, HEIGHT - _BOTTOM, _TOP)
     parts = [
@@ -85,7 +85,7 @@ def _drawn(s: Series, colour: int, x: np.ndarray, y: np.ndarray, ends: list[np.n
 
 
 class _Axis:
-    """From values to pixels between `start` and `stop`, with ticks."""
+    """Maps values to pixels between `start` and `stop`, and gives ticks."""
 
     def __init__(self, values: np.ndarray, log: bool, start: float, stop: float):
         self._log = log
@@ -99,6 +99,7 @@ class _Axis:
         return self._start + (v - self._low) / (self._high - self._low) * (self._stop - self._start)
 
     def ticks(self) -> list[tuple[float, str]]:
+        """Values and labels of the ticks."""
         span = self._high - self._low
         if self._log and span >= 1.3:
             every = max(1, math.ceil(span / 6))

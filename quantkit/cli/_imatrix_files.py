@@ -1,0 +1,171 @@
+"""`quantkit imatrix show`, `merge` and `convert`: commands on the files of importance matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quantkit.cli._evaluation import on_message
+from quantkit.cli._shared import Json, print_json, table
+
+if TYPE_CHECKING:
+    from quantkit.evaluate.imatrix.coverage import Coverage
+    from quantkit.formats.imatrix import Imatrix
+
+FEW_TOKENS = 32  # the mean of 32 squares of normal numbers has a relative error of 1/4; as in recipe.lint
+
+Output = Annotated[
+    Path, typer.Option("--output", "-o", help="Output file: llama.cpp's GGUF format for .gguf, else the legacy format.")
+]
+Missing = Annotated[
+    str,
+    typer.Option(
+        metavar="POLICY",
+        help="For experts without tokens: weight-one, layer-mean (mean of the layer's other experts) or error.",
+    ),
+]
+TheModel = Annotated[
+    Path | None, typer.Option("--model", "-m", metavar="GGUF", help="The model, to split legacy entries by expert.")
+]
+
+
+def show(
+    file: Annotated[Path, typer.Argument(help="Importance matrix, GGUF or legacy.")],
+    model: TheModel = None,
+    threshold: Annotated[
+        int, typer.Option(metavar="N", help="List experts with fewer than N tokens.", min=1)
+    ] = FEW_TOKENS,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a plot as PNG, SVG or PDF.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show the contents of an importance matrix: token counts by weight and expert, and the spread over columns.
+
+    tokens: minimum / median / maximum over experts; covered: share of experts with enough tokens; experts: effective
+    number of experts (2 to the power of the entropy of the token counts); columns: effective number of columns, as a
+    share of all; similar: cosine similarity with the previous layer.
+    """
+    from quantkit.evaluate.imatrix.coverage import coverage, split_by_matrix
+    from quantkit.formats.imatrix import read
+
+    if plot is not None:
+        from quantkit.evaluate.report.plots import require_plot_file
+
+        require_plot_file(plot)
+    found = read(file)
+    if model is not None:
+        import quantkit
+
+        found = split_by_matrix(found, {t.name: t.shape for t in quantkit.open(model).tensors.values()})
+    rows = coverage(found, threshold)
+    if plot is not None:
+        title = f"{file.name}: {len(found)} entries, {found.chunks} chunks of {found.dataset or 'an unnamed text'}"
+        from quantkit.evaluate.report.plots import plot_importance
+
+        plot_importance(plot, rows, title)
+    if json:
+        about = {"chunks": found.chunks, "chunk_size": found.chunk_size, "dataset": found.dataset,
+                 "missing_experts": found.policy or None, "threshold": threshold}  # fmt: skip
+        print_json("quantkit.imatrix-show/1", {"path": file, **about, "tensors": [row.record() for row in rows]})
+        return
+    _print_rows(rows)
+    for line in few_experts_lines(rows, threshold):
+        print(line)
+    print(_summary(found))
+
+
+def _print_rows(rows: Sequence[Coverage]) -> None:
+    header = ("weight", "matrices", "columns", "tokens", "covered", "experts", "columns", "similar", "mean", "top 1 %")
+    cells = []
+    for r in rows:
+        few, most, middle = int(r.counts.min()), int(r.counts.max()), int(sorted(r.counts)[len(r.counts) // 2])
+        tokens = "" if not r.counted else str(most) if few == most else f"{few} / {middle} / {most}"
+        stacked = len(r.counts) > 1
+        cells.append((
+            r.name, len(r.counts), r.columns, tokens, f"{100 * r.covered:.1f} %" if stacked else "",
+            "" if r.effective_experts is None else f"{r.effective_experts:.1f}", f"{100 * r.effective_columns:.1f} %",
+            "" if r.similarity is None else f"{r.similarity:.3f}", f"{r.mean:.4g}", f"{100 * r.share_of_top:.1f} %",
+        ))  # fmt: skip
+    print(table(header, cells), end="\n\n")
+
+
+def _summary(found: Imatrix) -> str:
+    size = f" of {found.chunk_size} tokens" if found.chunk_size else " without token counts"
+    policy = f", experts without tokens: {found.policy}" if found.policy else ""
+    return f"{len(found)} entries, {found.chunks} chunks{size}, dataset {found.dataset or 'unnamed'}{policy}"
+
+
+def merge(
+    files: Annotated[list[Path], typer.Argument(help="Importance matrices of the same model, GGUF or legacy.")],
+    output: Output = Path("imatrix.dat"),
+    weights: Annotated[str | None, typer.Option(metavar="N,N,…", help="Extra weight of each file; default: 1.")] = None,
+    missing_experts: Missing = "weight-one",
+) -> None:
+    """Merge importance matrices of one model: the mean, each expert weighted by its tokens.
+
+    Legacy files have no token counts. If one is among the files, entries are weighted by their calls.
+    """
+    from quantkit.evaluate.imatrix.run import UNCOUNTED
+    from quantkit.formats import imatrix as formats
+
+    read = [formats.read(path) for path in files]
+    if formats.loses_counts(read):
+        on_message(UNCOUNTED)
+    merged = formats.merge(read, numbers("--weights", weights, len(files)))
+    merged = formats.fill_missing(merged, missing_experts)
+    formats.write(output, merged)
+    print(f"{output}: {len(merged)} entries, {merged.chunks} chunks from {len(files)} files")
+
+
+def convert(
+    file: Annotated[Path, typer.Argument(metavar="IN", help="Importance matrix, GGUF or legacy.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="Output file: GGUF for .gguf, else legacy.")],
+    model: TheModel = None,
+) -> None:
+    """Convert an importance matrix between the GGUF and the legacy format.
+
+    Legacy files do not store the number of experts of an entry; --model gives it, so that the GGUF file has values per
+    expert. They store no token counts either; each call counts as 512 tokens.
+    """
+    from quantkit.evaluate.imatrix.coverage import split_by_matrix
+    from quantkit.formats import imatrix as formats
+
+    found = formats.read(file)
+    if model is not None:
+        import quantkit
+
+        found = split_by_matrix(found, {t.name: t.shape for t in quantkit.open(model).tensors.values()})
+    formats.write(output, found)
+    print(f"{output}: {_summary(found)}")
+
+
+def few_experts_lines(rows: Sequence[Coverage], threshold: int) -> list[str]:
+    """One line per layer for experts with too few tokens; weights with the same experts share a line."""
+    groups: dict[tuple[int | None, tuple[int, ...], int], list[str]] = {}
+    for row in rows:
+        if row.few:
+            groups.setdefault((row.layer, tuple(row.few), len(row.counts)), []).append(row.kind)
+    lines = []
+    for (layer, experts, count), kinds in groups.items():
+        place = f"layer {layer}: " if layer is not None else ""
+        named = ", ".join(map(str, experts[:24])) + (", …" if len(experts) > 24 else "")
+        lines.append(f"{place}{len(experts)} of {count} experts saw fewer than {threshold} tokens "
+                     f"({', '.join(kinds)}): {named}")  # fmt: skip
+    return lines
+
+
+def numbers(flag: str, text: str | None, count: int) -> list[float] | None:
+    """The numbers of an option with one positive number per file; bad usage for others."""
+    if text is None:
+        return None
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if len(found) != count or any(not 0 < value < float("inf") for value in found):
+        raise typer.BadParameter(f"{flag} '{text}': write {count} positive numbers, comma-separated, one for each file")
+    return found

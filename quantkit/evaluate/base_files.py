@@ -1,0 +1,45 @@
+"""Open and create base files of KL divergence, in the format that the name or the first bytes tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantkit.formats.atomic import os_errors
+from quantkit.formats.kld.base_file import BaseReader, BaseWriter
+from quantkit.formats.kld.bounded_file import BoundedReader, BoundedWriter, is_bounded
+from quantkit.formats.kld.chunk_file import LoggedChunks
+
+
+def base_writer(
+    path: Path,
+    tokens: np.ndarray,
+    n_vocab: int,
+    logged: LoggedChunks | None = None,
+    *,
+    target: float = 1e-3,
+    note: dict[str, Any] | None = None,
+) -> BaseWriter | BoundedWriter:
+    """A writer of a base file over int[n_chunk, n_ctx] tokens: the bounded format for names that end in `.qkld`,
+    ik_llama.cpp's format for others.
+
+    logged    what a log says of chunks written before
+    target   bounded format: target error of the mean KLD, in nats
+    note     bounded format: what the file is made of
+    """
+    if path.suffix == ".qkld":
+        return BoundedWriter(path, tokens, n_vocab, target=target, note=note, logged=logged)
+    return BaseWriter(path, tokens, n_vocab, logged=logged)
+
+
+def base_reader(path: Path) -> BaseReader | BoundedReader:
+    """Open a base file of either format, detected by its first bytes."""
+    return BoundedReader(path) if is_bounded(path) else BaseReader(path)
+
+
+def is_base_file(path: Path) -> bool:
+    """Whether a file is a base file rather than a GGUF model. Raises FormatError for a file that cannot be read."""
+    with os_errors(path, "read"), path.open("rb") as file:
+        return file.read(4) != b"GGUF"

@@ -1,0 +1,281 @@
+"""`quantkit.imatrix`: collect an importance matrix over texts, save the state on the way, write the file."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantkit.errors import QuantkitError
+from quantkit.evaluate.conditions import Conditions, evaluation_conditions, result_conditions
+from quantkit.evaluate.fingerprint import fingerprint
+from quantkit.evaluate.imatrix.collect import Collector, TextState, collect, pooled
+from quantkit.evaluate.imatrix.coverage import split_by_matrix
+from quantkit.evaluate.imatrix.saved_run import SavedRun
+from quantkit.evaluate.models import OnMessage, OpenModel, no_message, open_model
+from quantkit.evaluate.perplexity import Perplexity
+from quantkit.evaluate.progress import ChunkClock, ChunkProgress
+from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, Chunks, chunked
+from quantkit.formats import gguf
+from quantkit.formats import imatrix as files
+from quantkit.formats.atomic import check_outputs
+from quantkit.formats.imatrix import Imatrix, merge
+
+if TYPE_CHECKING:
+    from quantkit.runtime.model import Model
+
+UNCOUNTED = ("note: a legacy importance matrix has no token counts per expert, so a merged one has none either; "
+             "entries are weighted by their calls")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImatrixOptions:
+    """Options of `imatrix`: the flags of `quantkit imatrix`.
+
+    shares             weight of each text; None: its length
+    chat               format texts with the model's chat template: .jsonl of messages, or paragraphs
+    ctx_size           tokens per chunk
+    chunks             at most this many chunks of each text; None: all
+    from_chunk         skip the first chunks of each text
+    process_output     also collect for output.weight
+    missing_experts    for experts without tokens: "weight-one", "layer-mean" or "error"
+    no_ppl             do not compute the perplexity
+    in_file            importance matrices to add to
+    output_frequency   save the state to OUTPUT.resume and the matrix to OUTPUT.partial every so many chunks
+    save_frequency     save a copy of the matrix as OUTPUT.at_CHUNKS every so many chunks; 0: none
+    restart            discard the state of an interrupted run
+    batch_size         tokens per batch, in whole chunks
+    numerics, threads  for a model given by its path: "exact" or "fast", number of threads
+    """
+
+    shares: Sequence[float] | None = None
+    chat: bool = False
+    ctx_size: int = DEFAULT_CONTEXT
+    chunks: int | None = None
+    from_chunk: int = 0
+    process_output: bool = False
+    missing_experts: str = "weight-one"
+    no_ppl: bool = False
+    in_file: Sequence[Path] = ()
+    output_frequency: int = 10
+    save_frequency: int = 0
+    restart: bool = False
+    batch_size: int = DEFAULT_BATCH
+    numerics: str = "exact"
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class ImatrixRun:
+    """The result of `imatrix`: the file's path, its matrix, the perplexity of each text, time and conditions."""
+
+    path: Path
+    matrix: Imatrix
+    perplexities: dict[str, Perplexity]  # by the text's path; empty with no_ppl
+    seconds: float
+    conditions: Conditions
+
+
+def imatrix(
+    model: Model | str | os.PathLike[str],
+    texts: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    options: ImatrixOptions | None = None,
+    *,
+    progress: Callable[[ChunkProgress[Perplexity | None]], None] | None = None,
+    on_message: OnMessage = no_message,
+    open_model: OpenModel = open_model,
+) -> ImatrixRun:
+    """Collect an importance matrix and write it: the mean squared activation of each column of each weight over texts.
+
+    Stacked experts have values and token counts of their own. `output` appears when the run is complete: in llama.cpp's
+    GGUF format if its name ends in .gguf, else in the legacy format. An interrupted run leaves OUTPUT.resume, from
+    which the same call resumes and gives the same bytes, and OUTPUT.partial, the matrix of the chunks so far.
+
+    model        an open model, or the path of a GGUF file, which `open_model` opens
+    texts        one or several text files, UTF-8
+    progress     called after each chunk, with the perplexity of the text so far, or None with no_ppl
+    on_message   called with lines for people: what begins, what is resumed, what was saved
+
+    Raises DataError for a text that is too short, NaN or Inf in a weight's input, or (missing_experts="error") experts
+    without tokens; QuantkitError if a file would overwrite an input, or saved state is of another run.
+    """
+    o, output = options or ImatrixOptions(), Path(output)
+    paths = [Path(text) for text in ([texts] if isinstance(texts, (str, os.PathLike)) else texts)]
+    path = Path(os.fspath(model)) if isinstance(model, (str, os.PathLike)) else model.path
+    if not paths:
+        raise QuantkitError("imatrix needs a text: pass it with -f FILE")
+    files.check_policy(o.missing_experts)
+    if o.shares is not None and (len(o.shares) != len(paths) or any(not 0 < share < math.inf for share in o.shares)):
+        raise QuantkitError(f"shares {list(o.shares)}: {len(paths)} texts need {len(paths)} positive numbers")
+    model_paths = gguf.open(path).paths
+    _check_names(output, [*model_paths, *paths], o.in_file, o.save_frequency)
+    before = [files.read(file) for file in o.in_file]
+    if any(matrix.chunk_size == 0 for matrix in before):
+        on_message(UNCOUNTED)
+    for file, matrix in zip(o.in_file, before):  # before the run, not after it
+        _require_fit(file, matrix, path)
+    if isinstance(model, (str, os.PathLike)):
+        model = open_model(path, numerics=o.numerics, threads=o.threads, n_ctx=o.ctx_size)
+    chunk_sets = [chunked(model.tokenizer, text, o.ctx_size, o.chunks, o.from_chunk, o.chat) for text in paths]
+    conditions = evaluation_conditions(model, o.ctx_size, sum(map(len, chunk_sets)), ", ".join(map(str, paths)))
+    settings = result_conditions(conditions) | {
+        "texts": paths, "shares": o.shares, "chunk": o.from_chunk, "output": o.process_output, "ppl": not o.no_ppl,
+        "batch": o.batch_size, "chat": o.chat, "each": [len(chunks) for chunks in chunk_sets],
+    }  # fmt: skip
+    run = fingerprint([*model_paths, *paths, *o.in_file], settings)
+    checkpointer = _Checkpointer(output, run, chunk_sets, before, o, on_message)
+    started = time.monotonic()
+    parts: list[Imatrix] = []
+    perplexities: dict[str, Perplexity] = {}
+    for number, chunks in enumerate(chunk_sets):
+        state = checkpointer.text(number)
+        size = f"{len(chunks)} chunks of {o.ctx_size} tokens"
+        on_message(f"importance matrix over {size} of {chunks.source}, batch {o.batch_size}")
+        clock = ChunkClock(len(chunks), state.done, o.batch_size, o.ctx_size, chunks.source)
+        with checkpointer.interrupted():
+            part, ppl = collect(
+                model, chunks, process_output=o.process_output, with_perplexity=not o.no_ppl, n_batch=o.batch_size,
+                on_chunk=functools.partial(clock.report, progress),
+                on_batch=functools.partial(checkpointer.after_batch, number), state=state,
+            )  # fmt: skip
+        parts.append(part)
+        if ppl is not None:
+            perplexities[chunks.source] = ppl
+    made = checkpointer.finish(parts)
+    return ImatrixRun(output, made, perplexities, time.monotonic() - started, conditions)
+
+
+def _require_fit(path: Path, matrix: Imatrix, model: Path) -> None:
+    """Raise QuantkitError if an importance matrix was measured on another model."""
+    try:
+        split_by_matrix(matrix, {tensor.name: tensor.shape for tensor in gguf.open(model).tensors.values()})
+    except QuantkitError as error:
+        raise QuantkitError(f"{path}: {error}") from None
+
+
+class _Checkpointer:
+    """Saves the state of a run beside its output, resumes it, and writes the output.
+
+    OUTPUT.resume    the run's state, saved every `output_frequency` chunks and at the end of a text
+    OUTPUT.partial   the importance matrix of the chunks so far; both are removed when OUTPUT is written
+    OUTPUT.at_N      with `save_frequency`, the matrix of the first N chunks, named as in llama-imatrix; not removed
+    """
+
+    def __init__(
+        self, output: Path, run: str, chunk_sets: Sequence[Chunks], before: Sequence[Imatrix], options: ImatrixOptions,
+        on_message: OnMessage,
+    ):  # fmt: skip
+        self.output, self.chunk_sets, self.before, self.options = output, chunk_sets, list(before), options
+        self.path, self.partial = _beside(output, "resume"), _beside(output, "partial")
+        self._on_message = on_message
+        self.saved = SavedRun(run)
+        if self.path.exists() and not options.restart:
+            self.saved = self._resumed(run)
+        self._seen = self.done
+
+    @property
+    def done(self) -> int:
+        """Number of chunks done, over all texts."""
+        return sum(text.done for text in self.saved.texts)
+
+    def _resumed(self, run: str) -> SavedRun:
+        saved = SavedRun.load(self.path)
+        if saved.run != run:
+            raise QuantkitError(
+                f"{self.path}: saved by a run with another model, text, version or options; run that command again "
+                "to resume it, or add --restart to discard it"
+            )
+        done = " and ".join(str(text.done) for text in saved.texts)
+        self._on_message(f"{self.path}: resumed after {done} chunks")
+        return saved
+
+    def text(self, number: int) -> TextState:
+        """The state of a text, added to the saved run if new."""
+        if number == len(self.saved.texts):
+            self.saved.texts.append(TextState(Collector(self.options.process_output)))
+        return self.saved.texts[number]
+
+    def after_batch(self, number: int, state: TextState) -> None:
+        """After a batch, save what is due: a copy, the state, the matrix so far."""
+        before, self._seen = self._seen, self.done
+        every, copies = self.options.output_frequency, self.options.save_frequency
+        if copies and self._seen // copies > before // copies:
+            self._write_so_far(_beside(self.output, f"at_{self._seen}"))
+        ended = state.done == len(self.chunk_sets[number])
+        if ended and number + 1 == len(self.chunk_sets):
+            return  # the output is next
+        if ended or self._seen // every > before // every:
+            self.saved.save(self.path)
+            self._write_so_far(self.partial)
+
+    def _write_so_far(self, path: Path) -> None:
+        """Write the matrix so far; not if the policy is `error` and experts still lack tokens."""
+        parts = [
+            text.collector.result(chunks.source, chunks.n_ctx)
+            for text, chunks in zip(self.saved.texts, self.chunk_sets)
+        ]
+        merged = self._merged(parts)
+        if self.options.missing_experts == "error" and any(entry.missing for entry in merged.entries.values()):
+            self._on_message(f"{path}: not written, experts lack tokens so far (--missing-experts error)")
+            return
+        self._write(path, merged)
+
+    def _merged(self, parts: Sequence[Imatrix]) -> Imatrix:
+        shares = self.options.shares
+        merged = pooled(parts, shares[: len(parts)] if shares else None)
+        return merge([*self.before, merged]) if self.before else merged
+
+    def _write(self, path: Path, merged: Imatrix) -> Imatrix:
+        result = files.fill_missing(merged, self.options.missing_experts)
+        files.write(path, result, files.form_of(self.output))
+        return result
+
+    def finish(self, parts: Sequence[Imatrix]) -> Imatrix:
+        """Write the matrix of all texts and remove the saved state. If that fails, save the state instead."""
+        try:
+            result = self._write(self.output, self._merged(parts))
+        except QuantkitError as error:
+            self.saved.save(self.path)
+            raise QuantkitError(
+                f"{error}; the measurements are saved in {self.path}: fix the cause and run the command again "
+                "(--missing-experts may differ), or discard them with --restart"
+            ) from None
+        self.path.unlink(missing_ok=True)
+        self.partial.unlink(missing_ok=True)
+        return result
+
+    @contextlib.contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """On an interrupt, report what is saved and where."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self.path.exists():
+                matrix = f", their importance matrix is {self.partial}" if self.partial.exists() else ""
+                self._on_message(f"\n{self.path}: contains the saved chunks{matrix}; run the same command to resume")
+            raise
+
+
+def _beside(output: Path, what: str) -> Path:
+    """The path OUTPUT.what."""
+    return output.with_name(f"{output.name}.{what}")
+
+
+def _check_names(output: Path, inputs: Sequence[Path], in_files: Sequence[Path], copies: int) -> None:
+    """Raise QuantkitError, before the run, if the run would write to one of its input files.
+
+    The output itself may be one of `in_files`, since it is written last. The files saved during the run may not.
+    """
+    check_outputs([output], inputs)
+    check_outputs([_beside(output, "resume"), _beside(output, "partial")], [*inputs, *in_files])
+    taken = _beside(output.resolve(), "at_").name
+    for path in in_files if copies else ():
+        if path.resolve().parent == output.resolve().parent and path.resolve().name.startswith(taken):
+            raise QuantkitError(f"{path}: --save-frequency writes files with such names; rename it or the output")

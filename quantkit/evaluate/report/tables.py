@@ -1,0 +1,112 @@
+"""A comparison as text: the table's header and rows, verdicts in sentences, a block for a model card."""
+
+from __future__ import annotations
+
+from quantkit.evaluate.compare import Comparison, Paired
+from quantkit.evaluate.statistics import LEAST_UNITS
+
+
+def table_header(comparison: Comparison) -> list[str]:
+    """The column titles of `table_rows`."""
+    timed = any(c.throughput for c in comparison.candidates)
+    return ["file", "GiB", "bpw", "PPL", "PPL - ref", "ln(PPL/ref)", "KLD mean", "median", "p90", "p99", "max",
+            "same top %", "RMS Δp %", *(["PP t/s", "TG t/s"] if timed else []), "place"]  # fmt: skip
+
+
+def table_rows(comparison: Comparison) -> list[list[str]]:
+    """One row of text per candidate, and one for the noise floor; `±` is one standard error."""
+    timed = any(c.throughput for c in comparison.candidates)
+    places = {r.model + 1: str(r.place) for r in comparison.ranks}
+    rows = []
+    for i, c in enumerate(comparison.candidates):
+        cells = [c.name, f"{c.size_bytes / 2**30:.3f}", f"{c.bits_per_weight:.3f}",
+                 f"{c.ppl.value:.4f} ± {c.ppl.error:.4f}", *_paired_cells(c.paired)]  # fmt: skip
+        if timed:
+            speed = c.throughput
+            cells += [f"{speed.prompt:.0f}", f"{speed.generation:.1f}"] if speed else ["-", "-"]
+        rows.append([*cells, places.get(i, "-")])
+    if comparison.noise is not None:
+        d = comparison.noise.paired
+        ppl = d.divergence.ppl
+        cells = [f"noise floor: {comparison.noise.how}", "-", "-", f"{ppl.value:.4f} ± {ppl.error:.4f}"]
+        rows.insert(1, [*cells, *_paired_cells(d), *(["-", "-"] if timed else []), "-"])
+    return rows
+
+
+def _paired_cells(paired: Paired | None) -> list[str]:
+    """The cells from PPL - ref to RMS Δp."""
+    if paired is None:
+        return ["reference", *["-"] * 8]
+    f, difference = paired.figures, paired.ppl_difference
+    return [
+        f"{difference.value:+.4f} ± {difference.error:.4f}",
+        f"{f['ln_ratio'].value:+.5f} ± {f['ln_ratio'].error:.5f}",
+        f"{f['kld'].value:.6f} ± {f['kld'].error:.6f}",
+        *(f"{f[name].value:.6f}" for name in ("kld_median", "kld_p90", "kld_p99")),
+        f"{paired.largest:.6f}",
+        *(f"{100 * f[name].value:.2f} ± {100 * f[name].error:.2f}" for name in ("same_top", "rms_dp")),
+    ]
+
+
+def domain_rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """A header, and one row per text and model; no rows for a single text."""
+    header = ["text", "file", "tokens", "PPL", "PPL - ref", "ln(PPL/ref)", "KLD mean", "median", "p90", "p99", "max",
+              "same top %", "RMS Δp %"]  # fmt: skip
+    rows = []
+    for domain in comparison.domains if len(comparison.domains) > 1 else ():
+        for c in comparison.candidates:
+            if c.paired is not None:
+                part = c.paired.of(domain)
+                ppl = part.divergence.ppl
+                rows.append([domain.name, c.name, str(len(part.divergence)), f"{ppl.value:.4f} ± {ppl.error:.4f}",
+                             *_paired_cells(part)])  # fmt: skip
+    return header, rows
+
+
+def verdicts(comparison: Comparison) -> list[str]:
+    """Sentences: which model is closer, which are indistinguishable, and which are within the noise floor."""
+    lines, names = [], [c.name for c in comparison.candidates[1:]]
+    for r, following in zip(comparison.ranks, comparison.ranks[1:]):
+        a, b, s = names[r.model], names[following.model], r.to_next
+        assert s is not None
+        margin = f"{s.difference.value:.6f} ± {s.difference.error:.6f} nats a token"
+        if s.separated:
+            lines.append(f"{a} is closer to the reference than {b}: by {margin}")
+        elif s.more_tokens:
+            lines.append(
+                f"{a} and {b} are indistinguishable: {margin}; about {s.more_tokens:,} more tokens would separate them"
+            )
+        else:
+            lines.append(f"{a} and {b} are indistinguishable: {margin}; even 100 times the tokens would not suffice")
+    if comparison.noise is not None:
+        floor = max(0.0, comparison.noise.paired.figures["kld"].value)  # a base that rounds gives tiny negatives
+        lines += [
+            f"{c.name} is within the noise floor of {floor:.6f} nats: other numerics change the reference as much"
+            for c in comparison.candidates
+            if c.paired is not None and c.paired.figures["kld"].value <= floor
+        ]
+    if comparison.chunks < LEAST_UNITS:
+        lines.append(
+            f"errors are too small: {comparison.chunks} chunks do not show how passages differ; use {LEAST_UNITS} or "
+            "more (--chunks, shorter chunks with -c, or a longer text)"
+        )
+    return lines
+
+
+def model_card(comparison: Comparison, conditions: str) -> str:
+    """A Markdown block for a model card: sizes, quality figures and all their conditions."""
+    lines = []
+    for c in comparison.candidates[1:]:
+        lines += [f"## {c.name} {c.size_bytes / 2**30:.3f} GiB ({c.bits_per_weight:.3f} BPW)", ""]
+        lines += [f"Final estimate: PPL = {c.ppl.value:.4f} +/- {c.ppl.error:.5f}", ""]
+        assert c.paired is not None
+        f = c.paired.figures
+        low, high = f["kld"].low, f["kld"].high
+        lines += [
+            f"KLD from {comparison.candidates[0].name}: {f['kld'].value:.6f} (95 %: {low:.6f} to {high:.6f}), "
+            f"p99 {f['kld_p99'].value:.6f}, same top token {100 * f['same_top'].value:.2f} %, "
+            f"RMS Δp {100 * f['rms_dp'].value:.2f} %",
+            "",
+        ]
+    lines += [f"- {line}" for line in verdicts(comparison)]
+    return "\n".join([*lines, "", f"Measured over {comparison.positions} tokens; {conditions}."])

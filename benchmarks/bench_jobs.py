@@ -161,7 +161,8 @@ def fp8(x: np.ndarray) -> np.ndarray:
     code = np.arange(127)
     values = np.where(code < 8, code * 2.0**-9, (8 + code % 8) * 2.0 ** (code // 8 - 10.0))
     nearest = np.searchsorted((values[1:] + values[:-1]) / 2, np.abs(x)).astype(np.uint8)
-    return nearest | (x < 0).astype(np.uint8) << 7
+    codes: np.ndarray = nearest | (x < 0).astype(np.uint8) << 7
+    return codes
 
 
 # --------------------------------------------------------------------------------------------------------- watched runs

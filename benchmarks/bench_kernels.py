@@ -49,7 +49,7 @@ TOKENS = 192
 
 
 @kernel
-def _quantize(address, n):
+def _quantize(address: int, n: int) -> None:
     activations.quantize(address, n)
 
 

@@ -29,12 +29,12 @@ from quantkit.runtime.kernels.cpu import thread_team
 from quantkit.runtime.kernels.cpu.op_list import OpList
 from quantkit.runtime.kernels.cpu.operation import OPERATION, load_record
 
-_RANDOM = thread_team.YIELD + 8  # place in the sync block of what the delays are drawn from
+_RANDOM = thread_team.YIELD + 8  # offset of the delay counter in the sync block
 _KERNELS = ("_wait_while", "_barrier", "_execute", "_lead", "_work")
 
 
 @kernel
-def delay(sync):
+def delay(sync: int) -> None:
     """Nothing, some pauses, or a time slice given away: what a hash of a shared counter says."""
     x = atomic_add(1, sync + _RANDOM) * 0x9E3779B97F4A7C1
     x = (x ^ (x >> 29)) * 0xBF58476D1CE4E5B
@@ -66,7 +66,7 @@ class ChainParameters(NamedTuple):
 
 
 @callback(OPERATION)
-def chain(parameters, thread, threads):
+def chain(parameters: Any, thread: int, threads: int) -> None:
     """Each thread writes the sum of all threads' numbers, plus its own number plus one."""
     p = load_record(ChainParameters, parameters)
     total = 0
@@ -88,7 +88,7 @@ class Chain:
         self.array[-1, 2] = 0  # the end of a list is a barrier in any case
 
     def check(self, first: int) -> None:
-        """Compare all that the operations made of the number `first` of each thread."""
+        """Compare the results of all operations with those expected for the number `first` of each thread."""
         step = LINE // 8
         wanted = np.full(self.threads, first)
         for number, buffer in enumerate(self.buffers):
@@ -98,7 +98,7 @@ class Chain:
             wanted = (wanted.sum() + np.arange(1, self.threads + 1)) & 0xFFFFFF
 
 
-def stress(threads: int, lists: int, seed: int, say: Callable[[str], None] = lambda text: None) -> None:
+def stress(threads: int, lists: int, seed: int, on_message: Callable[[str], None] = lambda text: None) -> None:
     """Run so many lists of one to five operations, by a team whose kernels are delayed; check each."""
     kernels = delayed_kernels()
     before = {name: getattr(thread_team, name) for name in ("_lead", "_work")}
@@ -117,7 +117,7 @@ def stress(threads: int, lists: int, seed: int, say: Callable[[str], None] = lam
                 chosen.check(int(first))
                 if nap == 0:
                     time.sleep(0.0005)  # long enough to fall asleep
-            say(f"{threads} threads: {start + 10000} lists, {time.perf_counter() - begin:.0f} s")
+            on_message(f"{threads} threads: {start + 10000} lists, {time.perf_counter() - begin:.0f} s")
         mine.close()
     finally:
         thread_team._lead, thread_team._work = before["_lead"], before["_work"]

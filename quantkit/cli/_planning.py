@@ -394,7 +394,7 @@ def missing_imatrix(plan: Plan) -> str:
     needing = [
         t
         for t in plan.tensors
-        if not (t.copied or t.relaid) and (t.type.requires_imatrix or is_very_low(t.name, t.type, plan.file_type))
+        if not (t.copied or t.reordered) and (t.type.requires_imatrix or is_very_low(t.name, t.type, plan.file_type))
     ]
     if not needing:
         return ""
@@ -484,7 +484,7 @@ def _reasons(budget: Budget) -> list[tuple[Any, ...]]:
     placement = budget.placement
     grouped: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, device in placement.devices.items():
-        where = "/".join(d.name for d in placement.graph) if name in placement.sliced else device.name
+        where = "/".join(d.name for d in placement.graph) if name in placement.sharded else device.name
         why = re.sub(r"layer \d+", "layer", placement.reasons[name])
         grouped[where, why if len(why) < 80 else f"{why[:78]} …"].append(name)
     return [(kind, where, why, count) for (where, why), names in grouped.items()

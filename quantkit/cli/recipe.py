@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,7 +75,7 @@ def show(
         raise UnknownNameError("form", form, FORMS)
     found = find(source, read_settings(settings))
     if json:
-        print_json("quantkit.recipe-show/1", _document(found))
+        print_json("quantkit.recipe-show/1", {"name": _name(source), **_document(found)})
     elif form == "thireus":
         if model is None:
             raise typer.BadParameter("--as thireus names every tensor of a model: pass --model")
@@ -129,6 +130,15 @@ def _plan(found: Recipe, model: Model, imatrix: Imatrix | None = None) -> Plan:
 
     options = Options(allow_requantize=True, ignore_imatrix_rules=True)
     return plan(model.tensors, "Q8_0", found, metadata=model.metadata, imatrix=imatrix, options=options)
+
+
+def _name(source: str) -> str | None:
+    """The name of a shipped recipe or of a file; None for the text of rules."""
+    from quantkit.recipe import shipped
+
+    if source in shipped():
+        return source
+    return Path(source).name if os.path.isfile(source) else None  # also false for a text too long for a path
 
 
 def _document(found: Recipe) -> dict[str, object]:

@@ -243,7 +243,7 @@ class _Run:
             matrix = start // planned.shape[-2] if len(planned.shape) > 1 else 0
             importance = self._imatrix[planned.importance].columns(planned.shape[-1])[matrix]
         # Copied float tensors, above all norms, are checked too: a NaN in them breaks the model like any other.
-        same_bits = planned.copied or planned.relaid
+        same_bits = planned.copied or planned.reordered
         verbatim = same_bits and (self._plan.file_type.default is None or planned.source.name not in _FLOATS)
         tensor = self._source.tensors[planned.name]
         return _Piece(planned, tensor, start, stop, importance, self._effort, verbatim, progress, number)
@@ -293,7 +293,7 @@ class _Piece:
         x = self.planned.source.dequantize(data, self.planned.shape[-1], threads=1)
         try:
             check_finite(x, self.start, self.planned.type.overflow, self.planned.type.name)
-            if self.planned.copied or self.planned.relaid:
+            if self.planned.copied or self.planned.reordered:
                 return self._same_bits(data)
             encoded = self.planned.type.quantize(x, self.importance, effort=self.effort, threads=1)
         except DataError as error:
@@ -337,7 +337,7 @@ def _wanted(plan: Plan, imatrix: Imatrix | None, effort: str) -> dict[str, prove
     found = {}
     for planned in plan.tensors:
         importance, codec = provenance.NONE, provenance.COPY
-        if not planned.copied and not planned.relaid:
+        if not planned.copied and not planned.reordered:
             codec = provenance.codec(planned.type.name, effort)
             values = None
             if imatrix is not None and planned.importance is not None and planned.type.uses_imatrix:
@@ -398,7 +398,7 @@ def output_metadata(
             made.set("quantkit.effort", effort, "str")
         made.pop(FILE_TYPE_BEFORE, None)  # describes the input
         made.set("general.file_type", plan.file_type.number, "u32")
-    rename_repacked(made, plan.became())
+    rename_repacked(made, plan.type_changes())
     return made
 
 

@@ -22,6 +22,7 @@ from quantkit.codegen import thread_pool
 from quantkit.errors import DataError, UnknownNameError
 from quantkit.placement import kv_size, sharding, workspace
 from quantkit.placement.devices import CPU, Device, canonical
+from quantkit.placement.kernel_sizes import BATCH_TOKENS
 from quantkit.placement.offload import Offload
 from quantkit.placement.rules import RUNTIMES, Flags, Placement, located, without_kernels
 from quantkit.recipe.layers import expand
@@ -60,6 +61,7 @@ class Cache:
                 raise UnknownNameError(f"cache type, {flag}", name, kv_size.TYPES)
 
     def of_layers(self, metadata: Mapping[str, Any]) -> list[int]:
+        """Bytes of the cache of each layer."""
         keys, values = types.layout(self.keys), types.layout(self.values)
         return kv_size.of_layers(metadata, self.n_ctx, keys, values, self.mla)
 
@@ -85,10 +87,12 @@ class Load:
 
     @property
     def total(self) -> int:
+        """Weights, cache and buffers."""
         return self.weights + self.cache + self.buffers
 
     @property
     def left(self) -> int | None:
+        """Free bytes beside the margin, negative if the load does not fit; None without a limit."""
         return None if self.limit is None else self.limit - self.margin - self.total
 
     def to_json(self) -> dict[str, Any]:
@@ -140,7 +144,7 @@ class Budget:
             "split": {
                 "mode": self.placement.mode,
                 "devices": [device.name for device in self.placement.graph],
-                "shared": sorted(self.placement.sliced),
+                "shared": sorted(self.placement.sharded),
             },
         }
 
@@ -189,7 +193,7 @@ def budget(
         _notes(placement, metadata, cache, offload or Offload()),
     )
     if buffers:
-        notes.append(f"buffers: quantkit's runtime with batches of {workspace.BATCH_TOKENS} tokens, {threads} threads")
+        notes.append(f"buffers: quantkit's runtime with batches of {BATCH_TOKENS} tokens, {threads} threads")
     return Budget(tuple(loads), placement, cache, tuple(warnings), tuple(notes), runtime=flags.runtime)
 
 
@@ -202,10 +206,10 @@ def _held(
 ) -> tuple[dict[tuple[str, str], int], dict[str, int]]:
     """Bytes of weights by (device, tensor), and bytes of KV cache by device."""
     graph = [device.name for device in placement.graph]
-    found = sharding.of_metadata(tensors, metadata, placement.sliced, placement.shares) if graph else {}
+    found = sharding.of_metadata(tensors, metadata, placement.sharded, placement.shares) if graph else {}
     held: dict[tuple[str, str], int] = {}
     for name, tensor in tensors.items():
-        if name in placement.sliced:
+        if name in placement.sharded:
             held |= {(d, name): size for d, size in zip(graph, sharding.bytes_of(tensor, found.get(name), len(graph)))}
         else:
             held[placement[name].name, name] = tensor.type.tensor_bytes(tensor.shape)
@@ -295,7 +299,7 @@ def _warnings(placement: Placement, tensors: Mapping[str, Weight], loads: Sequen
         if not ordered[index].names:
             found.append(f"{rule.text} matches none of the {len(names)} tensors{_plain(advice(rule.pattern, names))}")
         elif late := shadow(ordered, index):
-            found += [] if late.harmless else [f"{rule.text} {late.said}"]
+            found += [] if late.harmless else [f"{rule.text} {late.text}"]
         elif text := advice(rule.pattern, names, taken):
             found.append(f"{rule.text}{_plain(text)}")
         free = [name for name in free if name not in ordered[index].names]

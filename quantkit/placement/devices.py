@@ -27,13 +27,14 @@ class Device:
     memory: int | None = field(default=None, compare=False)  # bytes
 
     @property
-    def is_virtual(self) -> bool:
+    def is_simulated(self) -> bool:
+        """Whether it is simulated on the CPU."""
         return self.name.startswith("cpu:")
 
     @property
     def runs_here(self) -> bool:
         """Whether it computes on this machine's CPU."""
-        return self.name == "CPU" or self.is_virtual
+        return self.name == "CPU" or self.is_simulated
 
     @property
     def gpu(self) -> int | None:
@@ -76,17 +77,17 @@ def parse_devices(text: str) -> tuple[Device, ...]:
     return (found.pop(CPU.name, CPU), *found.values())
 
 
-def find(name: str, available: Collection[Device], said: str) -> Device:
-    """The device of `available` with this name; UnsupportedError that lists the valid devices if there is none."""
+def find(name: str, available: Collection[Device], label: str) -> Device:
+    """The device of `available` with this name. UnsupportedError if there is none; it begins with `label`."""
     valid = f"valid devices: {', '.join(device.name for device in available)}"
     try:
         wanted = canonical(name)
     except UnsupportedError:
-        raise UnsupportedError(f"{said}: '{name}' is not a device; {valid}") from None
+        raise UnsupportedError(f"{label}: '{name}' is not a device; {valid}") from None
     for device in available:
         if device.name == wanted:
             return device
-    raise UnsupportedError(f"{said}: device '{name}' is not available; {valid}")
+    raise UnsupportedError(f"{label}: device '{name}' is not available; {valid}")
 
 
 def proportions(gpus: Iterable[Device], given: Iterable[float] = ()) -> tuple[float, ...]:

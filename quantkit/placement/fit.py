@@ -1,20 +1,20 @@
-"""--fit: a placement that fills the devices there are, as flags that say the same when they are given back. Pure.
+"""--fit: fill the available devices, and give the placement as flags that reproduce it. Pure functions.
 
     found = fit(tensors, metadata, parse_devices("cpu=256GiB,cuda:0=24GiB"), caches)
-    found.text       -ngl 62 -ot '^blk\\.(12|13|…)\\.ffn_(down|gate|up)_exps\\.weight$=CPU'
-    found.flags      the same, as Flags
+    found.text       -ngl 62 -ot '^blk\\.(1[2-9]|2[0-9])\\.ffn_(down|gate|up)_exps\\.weight$=CPU'
+    found.flags      the same as a Flags object
 
-What matters most for a byte of a GPU comes first: attention, its cache, norms, routers, shared experts and the output
-are read for every token, routed experts are read by used / count of the tokens. So all layers are kept on GPUs if these
-parts of them fit, else the last ones that do; what is left is filled with experts (of models without: feed-forwards),
-layer by layer and at last tensor by tensor. The rest stays on the CPU.
+Attention, its cache, norms, routers, shared experts and the output come first, because every token reads them. It reads
+only used / count of the routed experts. So the base of all layers goes to GPUs if it fits, else that of the last layers
+that fit. The remaining memory takes experts (in dense models: feed-forwards), whole layers first, then single tensors.
+The rest stays on the CPU.
 
-    layer   the ranges of layers are those, of all there are, with which the GPUs hold the most; of these the most even
-    graph   each device has its share of every layer; experts are kept from the last layer down, a layer's together
+    layer   the ranges of layers with which the GPUs hold the most bytes; among these, the most even loads
+    graph   each device has its share of every layer; experts are placed from the last layer down, whole layers
 
-The reference moves experts of whole layers and takes the ranges as they are. Room for working memory is counted
-(work_size.device_bytes), and `margin` more is left of each GPU. Tensors of types that
-`flags.runtime` has no CUDA kernel for stay on the CPU.
+ik_llama.cpp moves experts of whole layers and keeps the ranges of layers. Working memory is counted
+(`workspace.device_bytes`), and `margin` further bytes of each GPU stay free. Tensors of types that `flags.runtime` has
+no CUDA kernel for stay on the CPU.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from quantkit.errors import DataError
 from quantkit.placement import sharding, workspace
 from quantkit.placement.devices import CPU, Device, proportions
 from quantkit.placement.rules import Flags, Info, Placement, gpu_kernels, place_model
+from quantkit.recipe.layers import regex_of
 
 GIB = 1 << 30
 _LAYER = re.compile(r"blk\.(\d+)\.(.*)")
@@ -57,7 +58,7 @@ class Fitted:
 
 
 class _Model:
-    """What a fit goes by: bytes of each layer, of what every token reads (`base`, its cache with it) and of `bulk`."""
+    """Sizes by layer: `base`, which every token reads, and `bulk`, experts or the feed-forwards of a dense model."""
 
     def __init__(
         self,
@@ -87,6 +88,7 @@ class _Model:
                 (self.bulk if is_bulk else self.base)[layer].append(name)
 
     def layer(self, name: str) -> int | None:
+        """The layer of a tensor; the output is the layer after the last; None for embeddings."""
         found = _LAYER.match(name)
         return int(found[1]) if found else self.layers if name.startswith("output") else None
 
@@ -107,20 +109,18 @@ def fit(
     flags: Flags | None = None,
     mla: int = 3,
 ) -> Fitted:
-    """The placement that fills `devices`, each with its memory, with a model's tensors and `caches`, bytes by layer.
+    """Place a model's tensors and `caches` (bytes by layer) so that they fill the memory of `devices`.
 
-    `flags` may say the split mode and -nkvo. DataError where nothing fits: what, by how much, and what to change.
+    `flags` may contain the split mode and -nkvo. DataError if nothing fits: what, by how much, and the remedy.
     """
     flags = flags or Flags()
     if flags.override_tensor or flags.n_cpu_moe or flags.gpu_layers is not None or any(flags.tensor_split):
-        raise DataError("--fit decides -ngl, -ot, --n-cpu-moe and -ts itself; leave them out, or leave --fit out")
+        raise DataError("--fit decides -ngl, -ot, --n-cpu-moe and -ts itself; omit them, or omit --fit")
     gpus = [device for device in devices if device != CPU]
     unknown = [device.name for device in gpus if device.memory is None]
     if not gpus or unknown:
-        raise DataError(
-            f"--fit fills devices to their memory, and {', '.join(unknown) or 'none'} has one that is known: say "
-            "--vram GIB,… or --devices cuda:0=24GiB"
-        )
+        lacks = f"that of {', '.join(unknown)} is not known" if unknown else "there is none"
+        raise DataError(f"--fit needs the memory of GPUs, and {lacks}; pass --vram GIB,… or --devices cuda:0=24GiB")
     on_gpus = any(not device.runs_here for device in gpus)
     model = _Model(tensors, metadata, () if flags.kv_on_cpu else caches, on_gpus, flags.runtime)
     if flags.split_mode == "none":
@@ -143,7 +143,7 @@ def _ranges(model: _Model, gpus: Sequence[Device], margin: int, flags: Flags, ml
     base.append(out + max(0, model.work(name for name in model.tensors if model.layer(name) is not None) - body))
     bulk = [sum(map(model.size.__getitem__, model.bulk[i])) for i in range(last + 1)]
     first, counts = _partition(base, bulk, room)
-    if first > 0:  # the output goes with all layers or stays
+    if first > 0:  # the output is on the GPUs only if all layers are
         first, counts = _partition(base[:last], bulk[:last], room)
         if first == last:
             _refuse(base[:last], room, gpus, margin)
@@ -155,13 +155,14 @@ def _ranges(model: _Model, gpus: Sequence[Device], margin: int, flags: Flags, ml
         start += count
     split = tuple(float(count) for count in counts) if len(gpus) > 1 else ()
     layers = last + 1 if first == 0 and sum(counts) > last else last - first
-    return replace(flags, gpu_layers=layers, override_tensor=_rules(on_cpu, model), tensor_split=split)
+    return replace(flags, gpu_layers=layers, override_tensor=_rules(on_cpu), tensor_split=split)
 
 
 def _partition(base: Sequence[int], bulk: Sequence[int], room: Sequence[int]) -> tuple[int, list[int]]:
-    """(first, how many of the items from it on each device takes), each a range of neighbours, so that `first` is the
-    least, then what devices hold of `bulk` beside `base` the most, then their loads the most even. `first` is
-    len(base) where nothing fits.
+    """Divide layers among devices, one range each. Returns (first layer, number of layers of each device).
+
+    Minimizes `first`, then maximizes the bytes of `bulk` on devices, then evens the loads. `first` is len(base) if
+    nothing fits. Dynamic programming over (device, first layer of its range).
     """
     n = len(base)
     before = [[0] * (n + 1) for _ in range(2)]
@@ -169,7 +170,7 @@ def _partition(base: Sequence[int], bulk: Sequence[int], room: Sequence[int]) ->
         for i, size in enumerate(sizes):
             sums[i + 1] = sums[i] + size
     nothing = (-math.inf, 0.0)
-    # best[d][i]: the best that devices d … make of items i …, and where the first of them stops
+    # best[d][i]: the best score of devices d … with layers i …, and the end of the range of device d
     best: list[list[tuple[tuple[float, float], int]]] = [[(nothing, n)] * n + [((0.0, 0.0), n)]]
     for free in reversed(room):
         row = []
@@ -196,7 +197,7 @@ def _partition(base: Sequence[int], bulk: Sequence[int], room: Sequence[int]) ->
 
 
 def _fill(model: _Model, layers: Iterable[int], free: int) -> set[str]:
-    """The bulk tensors of these layers that fit: whole layers from the first one on, then single ones, the largest."""
+    """The bulk tensors of these layers that fit in `free` bytes: whole layers in order, then single tensors by size."""
     kept: set[str] = set()
     left: list[str] = []
     for layer in layers:
@@ -218,7 +219,7 @@ def _fill(model: _Model, layers: Iterable[int], free: int) -> set[str]:
 
 
 def _graph(model: _Model, gpus: Sequence[Device], margin: int, flags: Flags, mla: int) -> Flags:
-    """Every device has its share of all layers that fit; of their experts, those of the last layers."""
+    """Shard all layers that fit over all devices, and the experts of the last of them."""
     last, shares = model.layers, proportions(gpus)
     split = tuple(float(f"{share / max(shares):.6g}") for share in shares)
     shares = proportions(gpus, split)
@@ -237,7 +238,7 @@ def _graph(model: _Model, gpus: Sequence[Device], margin: int, flags: Flags, mla
         return total
 
     def taken(order: Iterable[int]) -> tuple[list[int], list[int]]:
-        """The layers, in this order, whose base fits, and what is then free."""
+        """The layers, in this order, whose base fits, and the free bytes of each device after them."""
         found, left = [], free
         for layer in order:
             need = needs(model.base[layer], layer if layer < last else None)
@@ -248,7 +249,7 @@ def _graph(model: _Model, gpus: Sequence[Device], margin: int, flags: Flags, mla
         return found, left
 
     kept, rest = taken(range(last, -1, -1))
-    if len(kept) <= last:  # the output goes with all layers or stays
+    if len(kept) <= last:  # the output is on the GPUs only if all layers are
         kept, rest = taken(range(last - 1, -1, -1))
     if not kept:
         _refuse([sum(map(model.size.__getitem__, model.base[i])) for i in range(last)], free, gpus, margin)
@@ -260,14 +261,14 @@ def _graph(model: _Model, gpus: Sequence[Device], margin: int, flags: Flags, mla
             free = [room - size for room, size in zip(free, need)]
         else:
             on_cpu += model.bulk[layer]
-    return replace(flags, gpu_layers=len(kept), override_tensor=_rules(on_cpu, model), tensor_split=split)
+    return replace(flags, gpu_layers=len(kept), override_tensor=_rules(on_cpu), tensor_split=split)
 
 
 # ----------------------------------------------------------------------------------------------------- rules and errors
 
 
-def _rules(names: Iterable[str], model: _Model) -> tuple[str, ...]:
-    """-ot that puts exactly these tensors on the CPU: kinds of tensors that share their layers are one rule."""
+def _rules(names: Iterable[str]) -> tuple[str, ...]:
+    """The -ot rules that put exactly these tensors on the CPU. Kinds of tensors with the same layers share a rule."""
     layers: dict[str, list[int]] = defaultdict(list)
     alone = []
     for name in names:
@@ -279,7 +280,7 @@ def _rules(names: Iterable[str], model: _Model) -> tuple[str, ...]:
     for kind, numbers in layers.items():
         kinds[tuple(sorted(numbers))].append(kind)
     return tuple(f"^{re.escape(name)}$={CPU.name}" for name in alone) + tuple(
-        rf"^blk\.({'|'.join(map(str, numbers))})\.({'|'.join(re.escape(kind) for kind in sorted(mine))})$={CPU.name}"
+        rf"^blk\.({regex_of(numbers)})\.({'|'.join(re.escape(kind) for kind in sorted(mine))})$={CPU.name}"
         for numbers, mine in sorted(kinds.items())
     )
 
@@ -289,7 +290,7 @@ def _refuse(base: Sequence[int], room: Sequence[int], gpus: Sequence[Device], ma
     names = ", ".join(f"{gpu.name} {(gpu.memory or 0) / GIB:.3f} GiB" for gpu in gpus)
     raise DataError(
         f"--fit: not even the smallest layer's attention and cache, {least / GIB:.3f} GiB, fit a device: of {names} "
-        f"{max(0, most) / GIB:.3f} GiB is left after working memory and a margin of {margin / GIB:.3f}: "
+        f"{max(0, most) / GIB:.3f} GiB remains after working memory and a margin of {margin / GIB:.3f}: "
         f"{(least - most) / GIB:.3f} GiB are missing; take a smaller --fit-margin, a shorter or quantized cache "
         "(-c, -ctk, -ctv), or -ngl 0"
     )
@@ -298,7 +299,7 @@ def _refuse(base: Sequence[int], room: Sequence[int], gpus: Sequence[Device], ma
 def _require_ram(
     found: Fitted, model: _Model, devices: Sequence[Device], caches: Sequence[int], kv_on_cpu: bool
 ) -> None:
-    """DataError where the CPU cannot hold what is left to it."""
+    """Raise DataError if the CPU cannot hold the tensors that are not on GPUs."""
     ram = next((device.memory for device in devices if device == CPU), None)
     if ram is None:
         return

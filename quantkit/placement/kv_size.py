@@ -12,7 +12,7 @@ Sliding windows do not reduce the size: like ik_llama.cpp, the runtime allocates
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from quantkit.errors import DataError, FormatError
@@ -52,7 +52,7 @@ def of_layers(
     return found
 
 
-def _state(number: Any) -> int:
+def _state(number: Callable[[str], int]) -> int:
     """Number of float32 values in a recurrent layer's state."""
     inner, state, rank = number("ssm.inner_size"), number("ssm.state_size"), number("ssm.time_step_rank")
     if not rank:

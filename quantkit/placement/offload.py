@@ -51,6 +51,7 @@ class Offload:
         return None if None in found else max(least for least in found if least)
 
     def offloads_experts(self, tokens: int, experts: int, used: int) -> bool:
+        """Whether a batch of so many tokens runs the CPU's experts on a GPU."""
         least = self.least_of_experts(experts, used)
         return least is not None and tokens >= least
 

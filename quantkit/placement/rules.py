@@ -35,6 +35,7 @@ from typing import Any, Protocol
 from quantkit.errors import DataError, UnknownNameError, UnsupportedError
 from quantkit.inputs.safe_regex import Pattern, compile
 from quantkit.placement.devices import CPU, Device, canonical, find, parse_devices, proportions
+from quantkit.recipe.layers import ranges, regex_of
 from quantkit.types import QuantType
 
 MODES = ("none", "layer", "graph")
@@ -73,6 +74,7 @@ class Rule:
         return f"{self.pattern}={self.device}"
 
     def matches(self, name: str) -> bool:
+        """Whether the pattern is found in a tensor's name."""
         return self._regex.search(name) is not None
 
     @property
@@ -130,6 +132,7 @@ class Flags:
 
     @property
     def rules(self) -> list[Rule]:
+        """The parsed -ot rules, in order."""
         return [rule for text in self.override_tensor for rule in parse_rules(text)]
 
 
@@ -191,7 +194,7 @@ class Placement:
     of_layer   the GPU of each layer, before rules; layer `n_layers` is the output
     mode       none, layer or graph
     graph      with -sm graph the GPUs that share layers, else empty
-    sliced     names of the sharded tensors; `devices` has the first GPU for them
+    sharded    names of the sharded tensors; `devices` has the first GPU for them
     shares     for each layer the share of each GPU in `graph`; they add up to 1
     kv_on_cpu  the KV cache stays on the CPU
     """
@@ -203,7 +206,7 @@ class Placement:
     reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
     mode: str = "layer"
     graph: tuple[Device, ...] = ()
-    sliced: frozenset[str] = frozenset()
+    sharded: frozenset[str] = frozenset()
     shares: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     kv_on_cpu: bool = False
 
@@ -221,6 +224,7 @@ class Placement:
         return all(device == CPU for device in (*self.devices.values(), *self.of_layer.values()))
 
     def on_cpu(self, name: str) -> bool:
+        """Whether a tensor is on the CPU."""
         return self.devices[name] == CPU
 
     def of_activations(self, layer: int) -> Device:
@@ -271,7 +275,7 @@ def place(
         rules = [*rules, _experts_rule(names, n_cpu_moe, of_layer, n_layers - mtp_layers)]
         targets.append(CPU)
     decided = [0] * len(rules)
-    found, reasons, sliced = {}, {}, set()
+    found, reasons, sharded = {}, {}, set()
     for name in names:
         layer = _layer(name)
         if layer is None and name.startswith("output"):
@@ -286,10 +290,10 @@ def place(
             found[name] = gpu or CPU
             reasons[name] = _reason(layer, gpu, n_layers, wanted, graph, split_mode)
             if graph and gpu is not None:
-                sliced.add(name)
+                sharded.add(name)
     shares = _shares(graph, sorted(of_layer), tensor_split, max_gpus) if graph else {}
     return Placement(
-        found, tuple(rules), tuple(decided), of_layer, reasons, split_mode, graph, frozenset(sliced), shares, kv_on_cpu
+        found, tuple(rules), tuple(decided), of_layer, reasons, split_mode, graph, frozenset(sharded), shares, kv_on_cpu
     )
 
 
@@ -374,7 +378,7 @@ def _experts_rule(names: Iterable[str], count: int, of_layer: Mapping[int, Devic
         chosen += [layer for layer in reversed(part) if layer in with_experts][:mine]
         before = after
     flag = "--cpu-moe" if count == ALL_LAYERS else f"--n-cpu-moe {count}"
-    return Rule(rf"^blk\.({'|'.join(map(str, sorted(chosen)))}){_EXPERTS}", CPU.name, flag)
+    return Rule(rf"^blk\.({regex_of(chosen)}){_EXPERTS}", CPU.name, flag)
 
 
 # ------------------------------------------------------------------------------------- plans for GPUs that are not here
@@ -468,7 +472,7 @@ def without_kernels(placement: Placement, tensors: Mapping[str, Info], runtime: 
     for name in wrong:
         classes[_form(name), tensors[name].type.name, placement[name].name].append(_layer(name) or 0)
     lines = (
-        f"\n  {form.replace('#', f'({_ranges(layers)})')}  {kind}  {device}"
+        f"\n  {form.replace('#', f'({ranges(layers)})')}  {kind}  {device}"
         for (form, kind, device), layers in classes.items()
     )
     return (
@@ -483,25 +487,17 @@ def _form(name: str) -> str:
     return _LAYER.sub("blk.#.", name)
 
 
-def _ranges(numbers: Iterable[int]) -> str:
-    """Numbers as ranges: `0-2,5` for 0, 1, 2, 5."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
 def _keeping(names: Iterable[str], of: Iterable[str]) -> str:
     """An -ot rule that puts exactly these tensors of a model on the CPU."""
-    layers: dict[str, list[str]] = defaultdict(list)
+    layers: dict[str, list[int]] = defaultdict(list)
     for name in names:
-        layers[_form(name)].append(str(_layer(name)))
+        if (layer := _layer(name)) is not None:
+            layers[_form(name)].append(layer)
+        else:
+            layers[name] = []
     there = Counter(map(_form, of))
     patterns = [
-        re.escape(form).replace(r"\#", r"\d+" if len(mine) == there[form] else f"({'|'.join(mine)})")
+        re.escape(form).replace(r"\#", r"\d+" if len(mine) == there[form] else f"({regex_of(mine)})")
         for form, mine in layers.items()
     ]
     return f"^({'|'.join(patterns)})$={CPU.name}"

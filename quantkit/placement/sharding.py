@@ -1,17 +1,16 @@
-"""How the tensors of a layer are cut among devices that share it (-sm graph): pure functions of shapes, types, shares.
+"""Tensor parallelism (-sm graph): which part of each tensor of a layer is on which device. Pure functions.
 
-    recurrent   by key heads, with their value heads: of queries, keys and values, one behind the other in qkv and in
-                the convolution, each its own; columns of out
-    attention   by groups of query heads that share a key/value head: rows of q, k and v, columns of out, sinks
-    latents     by heads: rows of q, kv_b, k_b and v_b, columns of out; the latents and what makes them are on all
+    recurrent   by key head with its value heads: queries, keys and values in qkv and the convolution, columns of out
+    attention   by group of query heads with one KV head: rows of q, k and v, columns of out, sinks
+    latents     by head: rows of q, kv_b, k_b and v_b, columns of out; latents and their projections are replicated
     feed-forward, shared experts   rows of gate and up, columns of down
-    experts     by number, or by columns as a feed-forward
-    output      by rows, so by tokens of the vocabulary
-    the rest    norms, routers, biases of what is added up: on all, whole
+    experts     by number, or by column as a feed-forward
+    output      by row, which is a token of the vocabulary
+    the rest    norms, routers and biases of sums are replicated
 
-What a device makes of its part is added up over all. Cuts are at whole blocks of quantized rows and at whole groups of
-interleaved ones, the nearest ones to the shares; where there is none, an error says which tensor is in the way. Devices
-that get no head of a layer, because there are fewer than devices, attend to nothing there.
+The partial results of the devices are summed (all-reduce). A tensor is split at whole blocks of quantized rows and at
+whole groups of interleaved rows, as close to the shares as possible; if that is impossible, an error names the tensor.
+With fewer heads than devices, some devices have no head of a layer.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from quantkit.types import QuantType
 
 
 class Info(Protocol):
-    """What is asked of a tensor."""
+    """The attributes of a tensor that sharding uses."""
 
     @property
     def type(self) -> QuantType: ...
@@ -37,28 +36,33 @@ class Info(Protocol):
 
 
 @dataclass(frozen=True)
-class Cut:
-    """What each device has of an axis of a tensor's shape: of each segment (offset, size) the units bounds[i] …
-    bounds[i + 1], of `size` elements each, one segment after another."""
+class Sharding:
+    """How an axis of a tensor is split over devices.
+
+    Device i has the units bounds[i] to bounds[i + 1] of each segment (offset, size), of `size` elements each; its part
+    is the concatenation over segments.
+    """
 
     axis: int
     bounds: tuple[int, ...]
     segments: tuple[tuple[int, int], ...] = ((0, 1),)
 
     def ranges(self, device: int) -> list[tuple[int, int]]:
-        """The elements that a device has."""
+        """(start, stop) of the elements of a device on the axis, one pair per segment."""
         first, stop = self.bounds[device], self.bounds[device + 1]
         return [(at + first * size, at + stop * size) for at, size in self.segments]
 
     def width(self, device: int) -> int:
+        """The number of elements of a device on the axis."""
         return sum(stop - first for first, stop in self.ranges(device))
 
     def shape(self, whole: Sequence[int], device: int) -> tuple[int, ...]:
+        """The shape of a device's part of a tensor of shape `whole`."""
         return (*whole[: self.axis], self.width(device), *whole[self.axis + 1 :])
 
 
 Segments = tuple[tuple[int, int], ...]
-Side = tuple[str, int, Segments]  # a tensor's name, its axis, and of that axis what goes with each unit
+Side = tuple[str, int, Segments]  # a tensor's name, the axis that is split, and its segments
 
 
 def _side(name: str, axis: int, size: int) -> Side:
@@ -69,40 +73,40 @@ def of_model(
     parts: Sequence[blocks.Block],
     head: blocks.Head,
     tensors: Mapping[str, Info],
-    sliced: Iterable[str],
+    sharded: Iterable[str],
     shares: Mapping[int, Sequence[float]],
     experts_by: str = "number",
     n_layers: int | None = None,
-) -> dict[str, Cut]:
-    """The cut of each tensor of `sliced` that is cut; those that are not are on every device of their layer, whole.
+) -> dict[str, Sharding]:
+    """The sharding of each tensor of `sharded` that is split. The others are replicated on the devices of their layer.
 
-    shares      of each layer, and of the output as the layer after the last
+    shares      the share of each device, by layer; the output is the layer after the last
     experts_by  "number" or "columns"
-    n_layers    the number of the output, where there are more layers than are run
+    n_layers    the index of the output, if the file has more layers than run
 
-    UnsupportedError for layers of a kind that is not cut, and where alignment leaves no cut.
+    UnsupportedError for a kind of layer that cannot be sharded, and if alignment allows no split.
     """
-    mine, found = set(sliced), dict[str, Cut]()
+    mine, found = set(sharded), dict[str, Sharding]()
     for block in parts:
         for part in block.parts if block.layer in shares else ():
-            for sides, count in _cuttable(part, block.layer, tensors, experts_by):
+            for sides, count in _groups(part, block.layer, tensors, experts_by):
                 if sides[0][0] in mine:
-                    found |= _cut(sides, count, tensors, shares[block.layer])
+                    found |= _split(sides, count, tensors, shares[block.layer])
     last = n_layers or len(parts)
     if last in shares and head.output.weight in mine:
         rows = tensors[head.output.weight].shape[0]
-        found |= _cut(_with_bias(head.output, 0, 1), rows, tensors, shares[last])
+        found |= _split(_with_bias(head.output, 0, 1), rows, tensors, shares[last])
     return {name: cut for name, cut in found.items() if name in mine}
 
 
-def _cuttable(
+def _groups(
     part: blocks.Part, layer: int, tensors: Mapping[str, Info], experts_by: str
 ) -> list[tuple[list[Side], int]]:
-    """Tensors that are cut alike, and the number of units they have: heads, columns, experts."""
+    """Groups of tensors that are split together, with their number of units (heads, columns or experts)."""
     if isinstance(part, (blocks.Attention, blocks.FeedForward)) and part.sub_norm is not None:
         raise UnsupportedError(
-            f"{part.sub_norm.weight}: what all heads or columns make is normed together, which -sm graph does not cut; "
-            "take -sm layer"
+            f"{part.sub_norm.weight}: the outputs of all heads or columns are normalized together, which -sm graph "
+            "cannot shard; use -sm layer"
         )
     if isinstance(part, blocks.Attention):
         return [(_attention(part, tensors), part.kv_heads)]
@@ -115,9 +119,7 @@ def _cuttable(
     if isinstance(part, blocks.Experts):
         found = [_experts(part, tensors, experts_by)]
         return found if part.shared is None else [*found, _gated(part.shared, tensors)]
-    raise UnsupportedError(
-        f"blk.{layer}: -sm graph cannot cut {type(part).__name__} layers among devices yet; take -sm layer"
-    )
+    raise UnsupportedError(f"blk.{layer}: -sm graph cannot shard {type(part).__name__} layers yet; use -sm layer")
 
 
 def _attention(part: blocks.Attention, tensors: Mapping[str, Info]) -> list[Side]:
@@ -126,14 +128,14 @@ def _attention(part: blocks.Attention, tensors: Mapping[str, Info]) -> list[Side
     if part.norms_together:
         norm = part.q_norm or part.k_norm
         raise UnsupportedError(
-            f"{norm.weight if norm else part.q.weight}: queries of all heads are normed together, which -sm graph does "
-            "not cut; take -sm layer"
+            f"{norm.weight if norm else part.q.weight}: queries of all heads are normalized together, which -sm graph "
+            "cannot shard; use -sm layer"
         )
     each = group * part.head_dim_k * (2 if part.gated else 1)
     if rows != part.kv_heads * each:
         raise UnsupportedError(
             f"{part.q.weight} has {rows} rows, {part.heads} heads of {part.head_dim_k} are "
-            f"{part.kv_heads * each}: -sm graph does not cut queries with more in them; take -sm layer"
+            f"{part.kv_heads * each}: -sm graph cannot shard queries with other rows; use -sm layer"
         )
     return [
         *_with_bias(part.q, 0, each),
@@ -145,14 +147,14 @@ def _attention(part: blocks.Attention, tensors: Mapping[str, Info]) -> list[Side
 
 
 def _recurrent(part: blocks.DeltaNet, tensors: Mapping[str, Info]) -> list[Side]:
-    """By key heads. Value heads of a key head stand together, or with `tiled` one in each of so many rounds."""
+    """By key head. The value heads of a key head are adjacent, or, if `tiled`, one key-head count apart."""
     sizes = part.sizes
     each = sizes.value_heads // sizes.key_heads
 
     def values(dim: int, at: int = 0) -> Segments:
         if not part.tiled or each == 1:
             return ((at, each * dim),)
-        return tuple((at + turn * sizes.key_heads * dim, dim) for turn in range(each))
+        return tuple((at + i * sizes.key_heads * dim, dim) for i in range(each))
 
     keys, dim = sizes.head_dim_k, sizes.head_dim_v
     mixed = ((0, keys), (sizes.keys, keys), *values(dim, 2 * sizes.keys))
@@ -197,8 +199,10 @@ def _with_bias(linear: blocks.Linear, axis: int, size: int) -> list[Side]:
     return [_side(linear.weight, axis, size), *([_side(linear.bias, axis, size)] if linear.bias else [])]
 
 
-def _cut(sides: Sequence[Side], count: int, tensors: Mapping[str, Info], shares: Sequence[float]) -> dict[str, Cut]:
-    """The cuts of tensors that go together, `count` units of them."""
+def _split(
+    sides: Sequence[Side], count: int, tensors: Mapping[str, Info], shares: Sequence[float]
+) -> dict[str, Sharding]:
+    """The shardings of tensors that are split together into `count` units."""
     unit = 1
     for name, axis, segments in sides:
         align = _alignment(name, axis, tensors)
@@ -212,11 +216,11 @@ def _cut(sides: Sequence[Side], count: int, tensors: Mapping[str, Info], shares:
         align, kind = _alignment(name, axis, tensors), tensors[name].type
         what = "columns" if _is_last(name, axis, tensors) else "rows"
         raise UnsupportedError(
-            f"{name}: {kind.name} can be cut at multiples of {align} {what}, and its {tensors[name].shape[axis]} "
-            f"cannot be shared by {asked} devices so; take -sm layer, or for this tensor a type of smaller blocks"
+            f"{name}: {kind.name} can be split at multiples of {align} {what}, so its {tensors[name].shape[axis]} "
+            f"cannot be shared by {asked} devices; use -sm layer, or a type with smaller blocks for this tensor"
         )
     return {
-        name: Cut(axis, bounds, segments) if len(segments) > 1 else Cut(axis, _times(bounds, segments[0][1]))
+        name: Sharding(axis, bounds, segments) if len(segments) > 1 else Sharding(axis, _times(bounds, segments[0][1]))
         for name, axis, segments in sides
     }
 
@@ -230,13 +234,13 @@ def _is_last(name: str, axis: int, tensors: Mapping[str, Info]) -> bool:
 
 
 def _alignment(name: str, axis: int, tensors: Mapping[str, Info]) -> int:
-    """Cuts of an axis of a tensor are at multiples of this."""
+    """An axis of a tensor can be split at multiples of this."""
     kind, shape = tensors[name].type, tensors[name].shape
     if kind.whole_tensor:
         return shape[axis]
     if _is_last(name, axis, tensors):
         return kind.block_size
-    between = math.prod(shape[axis + 1 : -1])  # rows that one element of the axis stands for
+    between = math.prod(shape[axis + 1 : -1])  # rows per element of the axis
     return kind.interleave // math.gcd(kind.interleave, between)
 
 
@@ -246,25 +250,25 @@ def _alignment(name: str, axis: int, tensors: Mapping[str, Info]) -> int:
 def of_metadata(
     tensors: Mapping[str, Info],
     metadata: Mapping[str, Any],
-    sliced: Iterable[str],
+    sharded: Iterable[str],
     shares: Mapping[int, Sequence[float]],
     experts_by: str = "number",
-) -> dict[str, Cut]:
-    """`of_model` of a model that may not be here: its blocks follow from the metadata and the names of its tensors."""
+) -> dict[str, Sharding]:
+    """`of_model` from metadata and tensor names, without the weights."""
     found = validate.describe(metadata, tensors)
-    return of_model(found.blocks, found.head, tensors, sliced, shares, experts_by, found.hparams.n_layer)
+    return of_model(found.blocks, found.head, tensors, sharded, shares, experts_by, found.hparams.n_layer)
 
 
-def bytes_of(tensor: Info, cut: Cut | None, count: int) -> list[int]:
-    """Bytes of a tensor on each of `count` devices; without a cut each has all of it."""
+def bytes_of(tensor: Info, cut: Sharding | None, count: int) -> list[int]:
+    """Bytes of a tensor on each of `count` devices; without a sharding it is replicated."""
     if cut is None:
         return [tensor.type.tensor_bytes(tensor.shape)] * count
     shapes = (cut.shape(tensor.shape, i) for i in range(count))
     return [tensor.type.tensor_bytes(shape) if math.prod(shape) else 0 for shape in shapes]
 
 
-def cache_shares(layer: int, found: Mapping[str, Cut], count: int, mla: int) -> list[float]:
-    """How much of what a layer remembers each device has: of its heads; of latents all, where it has a head."""
+def cache_shares(layer: int, found: Mapping[str, Sharding], count: int, mla: int) -> list[float]:
+    """The share of a layer's KV cache on each device: by heads; latents are replicated on devices with a head."""
     keys, out = found.get(f"blk.{layer}.attn_k.weight"), found.get(f"blk.{layer}.ssm_out.weight")
     cut = keys or out or found.get(f"blk.{layer}.attn_q_b.weight") or found.get(f"blk.{layer}.attn_q.weight")
     if cut is None:

@@ -40,6 +40,7 @@ class Speed:
 
     @property
     def lines(self) -> list[str]:
+        """The prediction as printed, then one line per assumption."""
         return [
             f"predicted: at most {self.tokens:.1f} tok/s generation, {self.prompt:.0f} tok/s prompt in batches of "
             f"{self.batch}; bound by {self.bound}",
@@ -90,7 +91,7 @@ def predict(
     for name, device, nbytes, part in _pieces(tensors, metadata, placement):
         if name == "token_embd.weight" and "output.weight" in tensors:
             continue  # a token reads only one row
-        key, is_expert = (device, name in placement.sliced), "_exps." in name
+        key, is_expert = (device, name in placement.sharded), "_exps." in name
         once[key] += nbytes * (share if is_expert else 1)
         whole[key] += nbytes * (1 - (1 - share) ** batch if is_expert else 1)
         weights[key] += part * math.prod(tensors[name].shape) * (share if is_expert else 1)
@@ -123,10 +124,10 @@ def _pieces(
     tensors: Mapping[str, Info], metadata: Mapping[str, Any], placement: Placement
 ) -> Iterable[tuple[str, str, int, float]]:
     """Yield (tensor name, device, bytes on the device, share of the tensor)."""
-    found = sharding.of_metadata(tensors, metadata, placement.sliced, placement.shares) if placement.graph else {}
+    found = sharding.of_metadata(tensors, metadata, placement.sharded, placement.shares) if placement.graph else {}
     for name, tensor in tensors.items():
         nbytes = tensor.type.tensor_bytes(tensor.shape)
-        if name not in placement.sliced:
+        if name not in placement.sharded:
             yield name, placement[name].name, nbytes, 1.0
             continue
         for device, size in zip(placement.graph, sharding.bytes_of(tensor, found.get(name), len(placement.graph))):

@@ -34,8 +34,10 @@ from quantkit.types import QuantType
 _SETTING = re.compile(r"\s*([A-Za-z]\w*)\s*:=\s*(.*)")
 _USE = re.compile(r"\$\{(\w*)\}")
 _RULES = re.compile(rf"(?:{layers.SHORTHAND.pattern}|[^,\s])+")
+# A lookbehind lets a search start only where a run begins: without it, long runs take quadratic time.
+_NOTE = re.compile(r"(?<!\s)\s+#\s*")
 # Text in a comment that can only be a rule: REGEX=TYPE.
-_HIDDEN = re.compile(r"[^,\s=]+\s*=\s*(?:(?:i?q|tq|b?f|mxfp)\d\w*|\$\{\w+\})", re.IGNORECASE)
+_HIDDEN = re.compile(r"(?<![^,\s=])[^,\s=]+\s*=\s*(?:(?:i?q|tq|b?f|mxfp)\d\w*|\$\{\w+\})", re.IGNORECASE)
 _JOINED = "where lines are joined to one, remove comments before that (sed 's/ *#.*//'), or pass the file itself"
 
 
@@ -63,6 +65,7 @@ class Rule:
 
     @functools.cached_property
     def regex(self) -> Pattern:
+        """The compiled pattern."""
         return compile_pattern(self.expanded)
 
     @property
@@ -71,6 +74,7 @@ class Rule:
         return layers.expand(self.pattern)
 
     def matches(self, name: str) -> bool:
+        """Whether the pattern is found in a tensor's name."""
         return self.regex.search(name) is not None
 
     def __str__(self) -> str:
@@ -198,13 +202,13 @@ class _Parser:
             return
         if self.about is None:
             self.about = self._remark()
-        statement, *notes = re.split(r"\s+#\s*", line, maxsplit=1)
+        statement, *notes = _NOTE.split(line, maxsplit=1)
         note = notes[0] if notes else ""
         self._refuse_hidden_rules(note)
         if setting := _SETTING.fullmatch(statement):
             self._setting(setting[1], setting[2].strip(), note)
             return
-        items = [found[0] for found in _RULES.finditer(re.sub(r"\s*=\s*", "=", statement))]
+        items = [found[0] for found in _RULES.finditer("=".join(part.strip() for part in statement.split("=")))]
         self.rules += [self._rule(item, note if item is items[-1] else "") for item in items]
 
     def _refuse_hidden_rules(self, comment: str) -> None:

@@ -70,7 +70,7 @@ class _Linter:
 
     def rule(self, index: int) -> None:
         """Record the warnings and notes about one rule."""
-        use, label = self.uses[index], self.ordered[index].said
+        use, label = self.uses[index], self.ordered[index].label
         taken = [name for name in use.matched if name in self.free]
         self.free.difference_update(use.matched)
         if self._means_absent_output(use):
@@ -112,8 +112,8 @@ class _Linter:
             return ""  # the rule that matches them is already reported
         if found := shadow(self.ordered, index):
             if not found.harmless:
-                return found.said
-            self.notes.append(f"{self.ordered[index].said} {found.said}")
+                return found.text
+            self.notes.append(f"{self.ordered[index].label} {found.text}")
             return ""
         others = [t for name in use.candidates if (t := self.of_name[name]).wanted is not use.rule.type]
         if use.decided or not others:
@@ -224,7 +224,7 @@ def _missing_importance(planned: Sequence[PlannedTensor]) -> str:
     without = [
         t.name
         for t in planned
-        if not (t.copied or t.relaid) and t.type.uses_imatrix and t.importance is None and t.name not in _UNMEASURED
+        if not (t.copied or t.reordered) and t.type.uses_imatrix and t.importance is None and t.name not in _UNMEASURED
     ]
     if not without:
         return ""

@@ -36,28 +36,28 @@ _EMBEDDING = {name: kind for kind, names in _EMBEDDINGS.items() for name in name
 
 
 @dataclass(frozen=True)
-class Small:
-    """What a small file type gives to the tensors that matter most; None: its default type."""
+class SmallMix:
+    """The types that a small file type gives to the most important tensors. None: the default type."""
 
-    values: tuple[str, str, str]  # attn_v with 4 queries a key or 4 experts, with 2 queries, otherwise
-    many: str  # attn_k and attn_q beside 8 experts and more
+    values: tuple[str, str, str]  # attn_v: with 4 queries per key or 4 experts, with 2 queries, otherwise
+    many: str  # attn_k and attn_q of models with 8 experts or more
     qkv: str
     down: str  # ffn_down of the first eighth
-    out: tuple[str, str | None]  # attn_output with 4 experts and more, otherwise
-    first: str | None = None  # the first layer's experts, where there are 8 and more
+    out: tuple[str, str | None]  # attn_output: with 4 experts or more, otherwise
+    first: str | None = None  # experts of the first layer, if there are 8 or more
     shared: str | None = None  # shared experts
-    counted: bool = False  # the first eighth of ffn_down is counted in tensors, not in layers, with experts too
+    counted: bool = False  # the first eighth of ffn_down counts tensors, not layers, also with experts
     two_experts: bool = False  # attn_v: 2 experts count as 2 queries
 
 
-_A = Small(("iq4_k_r4", "iq3_k_r4", "q2_k_r4"), "q4_k_r4", "iq2_k_r4", "q2_k_r4", ("q5_k_r4", "iq2_k_r4"),
+_A = SmallMix(("iq4_k_r4", "iq3_k_r4", "q2_k_r4"), "q4_k_r4", "iq2_k_r4", "q2_k_r4", ("q5_k_r4", "iq2_k_r4"),
            "iq3_k_r4", "iq4_k_r4")  # fmt: skip
-_B = Small(("iq4_k", "iq3_k", "q2_K"), "q4_K", "iq3_k", "iq3_k", ("q5_K", "iq3_k"), "iq3_k", "iq4_k")
+_B = SmallMix(("iq4_k", "iq3_k", "q2_K"), "q4_K", "iq3_k", "iq3_k", ("q5_K", "iq3_k"), "iq3_k", "iq4_k")
 _C = {
-    out: Small(("iq4_k", "iq3_k", "q2_K"), "q4_K", "iq2_k", "q2_K", ("q5_K", out), counted=True, two_experts=True)
+    out: SmallMix(("iq4_k", "iq3_k", "q2_K"), "q4_K", "iq2_k", "q2_K", ("q5_K", out), counted=True, two_experts=True)
     for out in ("iq2_k", None)
 }
-_C_HIGH = Small(("iq4_k", "iq3_k", "iq3_s"), "q4_K", "iq3_xxs", "iq3_s", ("q5_K", "iq3_s"), counted=True,
+_C_HIGH = SmallMix(("iq4_k", "iq3_k", "iq3_s"), "q4_K", "iq3_xxs", "iq3_s", ("q5_K", "iq3_s"), counted=True,
                 two_experts=True)  # fmt: skip
 _SMALL = {
     "IQ1_S_R4": _A, "IQ1_M_R4": _A, "IQ2_KT": _B, "IQ1_S": _C["iq2_k"], "IQ1_M": _C["iq2_k"], "IQ2_XXS": _C[None],
@@ -67,7 +67,7 @@ _SMALL = {
 
 # ------------------------------------------------------------------------------------------------ all others (G1 to G7)
 
-# G1, attn_v by queries a key: the first pair whose number is reached decides.
+# G1, attn_v by queries per key: the first pair with at most that many queries decides.
 _VALUES: dict[str, tuple[tuple[int, str], ...]] = {
     "Q2_K": ((4, "q4_K"), (0, "q3_K")), "IQ2_K": ((2, "iq4_k"), (0, "iq3_k")),
     "IQ2_K_R4": ((2, "iq4_k_r4"), (0, "iq3_k_r4")), "Q2_K_S": ((4, "q4_K"),), "Q2_K_R4": ((4, "q4_k_r4"),),
@@ -91,7 +91,7 @@ _TRADED = {"Q5_K_S": ("q6_K", "q4_K"), "IQ5_K": ("iq6_k", "iq4_k"), "IQ5_KS": ("
 
 _KEYS_AND_QUERIES = {"IQ3_XS": "iq3_xxs", "IQ3_XXS": "iq2_s", "IQ3_XXS_R4": "iq2_s"}  # G2, G3
 
-# G4, ffn_down: of every layer; of the first eighth, without and with an importance matrix; without one, front and rest.
+# G4, ffn_down: all layers; the first eighth, without and with an importance matrix; without one, first eighth and rest.
 _DOWN = {"Q2_K": "q3_K"}
 _DOWN_FRONT = {"Q2_K_S": "q4_K", "Q2_K_R4": "q4_k_r4", "IQ3_M": "iq4_k"}
 _DOWN_FRONT_PLAIN = {"IQ4_KS_R4": "q5_k_r4"} | dict.fromkeys(
@@ -101,7 +101,7 @@ _DOWN_FRONT_WEIGHED = {"Q4_0": "q4_1", "Q5_0": "q5_1", "Q4_0_R8": "iq4_nl_r4"}
 _DOWN_PLAIN = {"IQ3_XXS": ("q4_K", "q3_K"), "IQ3_KT": ("iq4_k", "iq3_k"), "IQ3_XXS_R4": ("q4_k_r4", "iq3_k_r4")}
 _DOWN_MORE = {"Q4_K_M": "q6_K", "Q5_K_M": "q6_K", "IQ3_KL": "iq4_ks"}  # where `more_bits`
 
-# G5: attn_output with 4 experts and more, and with less.
+# G5: attn_output with 4 experts or more, and with fewer.
 _OUT_OF_EXPERTS = {"IQ2_KL": "iq4_ks"} | dict.fromkeys(
     ("Q2_K", "Q2_K_R4", "Q3_K_S", "Q3_K_M", "Q3_K_R4", "Q4_K_S", "Q4_K_M", "Q4_K_R4", "IQ2_K", "IQ2_K_R4", "IQ3_XXS",
      "IQ3_XXS_R4", "IQ3_XS", "IQ3_S", "IQ3_S_R4", "IQ3_M", "IQ3_K", "IQ3_K_R4", "IQ3_KS", "IQ3_KL", "IQ3_KT", "IQ4_NL",
@@ -117,7 +117,7 @@ CLASSES = (("attn_v.weight", "attn_v"), ("attn_k", "attn_k"), ("attn_q", "attn_q
 
 
 def tensor_class(name: str) -> str | None:
-    """The class whose block, and whose --CLASS-type flag, a tensor obeys."""
+    """The class of a tensor, which selects its block of rules and its --CLASS-type flag; None if it has none."""
     return next((found for part, found in CLASSES if part in name), None)
 
 
@@ -136,6 +136,7 @@ class Model:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any], names: Iterable[str]) -> Model:
+        """The properties of a model with this metadata and these tensor names."""
         from quantkit.archs.common import validate
 
         validate.check_sizes(metadata)
@@ -199,7 +200,7 @@ class Mix:
         return chosen or self.default
 
     def _place(self, name: str, kind: str | None) -> tuple[int, int]:
-        """How many of its class came before a tensor; and the layer that rules go by, which is that without experts."""
+        """(number of tensors of the class before this one, index that rules go by: the layer or that number)."""
         if kind is None:
             return 0, 0
         before = self._seen[kind]
@@ -219,8 +220,8 @@ class Mix:
             return "iq5_k"
         return self.default if self.default in _FINE_OUTPUTS else "q6_K"
 
-    def _small(self, mix: Small, name: str, count: int, layer: int) -> str | None:
-        """Blocks A, B and C: what a name contains is looked at in this order."""
+    def _small(self, mix: SmallMix, name: str, count: int, layer: int) -> str | None:
+        """Blocks A, B and C, tested in this order."""
         experts, queries = self.model.experts, self.model.queries_per_key
         if "attn_v.weight" in name:
             much, some = experts >= 4 or queries >= 4, queries >= 2 or (mix.two_experts and experts >= 2)

@@ -38,16 +38,16 @@ class Advice:
     `wrong` are the names that the pattern takes beside those that were meant, `right`.
     """
 
-    said: str = ""
+    text: str = ""
     better: str = ""
     wrong: tuple[str, ...] = ()
     right: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.said)
+        return bool(self.text)
 
     def __str__(self) -> str:
-        return f"{self.said}{' ' if self.better else ''}{self.better}"
+        return f"{self.text}{' ' if self.better else ''}{self.better}"
 
 
 _NO_ADVICE = Advice()
@@ -66,6 +66,7 @@ def advice(pattern: str, names: Sequence[str], matched: Sequence[str] | None = N
 
 
 def search(pattern: str) -> Callable[[str], Any]:
+    """The compiled `search` of a pattern with shorthand."""
     return compile_pattern(expand(pattern)).search
 
 

@@ -22,9 +22,9 @@ from quantkit.types import QuantType
 class PlannedTensor:
     """One tensor of the output.
 
-    shape is numpy's: rows of `shape[-1]` columns, experts first. `wanted` is the type before the shape had its say, and
-    differs from `type` where a fallback took place. `importance` names the entry of the importance matrix that is used.
-    `repacked`: --repack interleaved what was decided; `row_type` is what that was.
+    shape is numpy's: rows of `shape[-1]` columns, experts first. `wanted` is the type that was chosen; it differs from
+    `type` if the shape needs a fallback. `importance` names the entry of the importance matrix that is used.
+    `repacked`: --repack interleaves the tensor; `row_type` is its type before.
     """
 
     name: str
@@ -39,19 +39,22 @@ class PlannedTensor:
 
     @property
     def copied(self) -> bool:
+        """Whether the output has the source's bytes."""
         return self.type is self.source
 
     @property
-    def relaid(self) -> bool:
-        """The source's bits in another order: interleaved, or rows of what is interleaved in the source."""
+    def reordered(self) -> bool:
+        """Whether the output has the bits of the source in another order: interleaved, or no longer interleaved."""
         return self.source.name == self.type.base or self.type.name == self.source.base
 
     @property
     def row_type(self) -> QuantType:
+        """The type before --repack."""
         return types.layout(self.type.base) if self.repacked and self.type.base else self.type
 
     @property
     def elements(self) -> int:
+        """The number of elements of the tensor."""
         return math.prod(self.shape)
 
     def _bytes(self, t: QuantType) -> int:
@@ -59,13 +62,16 @@ class PlannedTensor:
 
     @property
     def bytes_before(self) -> int:
+        """Bytes of the tensor in the source."""
         return self._bytes(self.source)
 
     @property
     def bytes_after(self) -> int:
+        """Bytes of the tensor in the output."""
         return self._bytes(self.type)
 
     def to_json(self) -> dict[str, Any]:
+        """The tensor in the JSON of `quantkit plan --json`; `replay` reads it."""
         return {
             "name": self.name,
             "shape": list(self.shape),
@@ -91,6 +97,7 @@ class RuleUse:
     decided: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
+        """The rule with counts, and the tensors that it decides by class."""
         return {
             "rule": str(self.rule),
             "matched": len(self.matched),
@@ -111,9 +118,11 @@ class TypeUse:
 
     @property
     def bits_per_weight(self) -> float:
+        """Bits per element."""
         return 8 * self.bytes / max(1, self.elements)
 
     def to_json(self) -> dict[str, Any]:
+        """The counts as JSON values."""
         numbers = {name: getattr(self, name) for name in ("tensors", "elements", "bytes", "bits_per_weight")}
         return {"type": self.type.name} | numbers
 
@@ -138,6 +147,7 @@ class Plan:
 
     @property
     def bytes_before(self) -> int:
+        """Bytes of tensor data in the source."""
         return sum(t.bytes_before for t in self.tensors)
 
     @property
@@ -147,19 +157,21 @@ class Plan:
 
     @property
     def elements(self) -> int:
+        """The number of elements of all tensors."""
         return sum(t.elements for t in self.tensors)
 
     @property
     def bits_per_weight(self) -> float:
+        """Bits per element of the output."""
         return 8 * self.bytes_after / max(1, self.elements)
 
     @property
     def written_type(self) -> FileType:
-        """What general.file_type of the output names: `file_type`, or what --repack made of most of its main type."""
-        return repacked_type(self.file_type, self.became())
+        """The output's `general.file_type`: the interleaved one if --repack interleaves most of its main type."""
+        return repacked_type(self.file_type, self.type_changes())
 
-    def became(self) -> list[TypeChange]:
-        """What --repack did to each tensor; nothing, without it."""
+    def type_changes(self) -> list[TypeChange]:
+        """(name, type before --repack, type, bytes) of each tensor."""
         return [(t.name, t.row_type, t.type, t.bytes_after) for t in self.tensors]
 
     @property
@@ -168,7 +180,7 @@ class Plan:
         return [t for t in self.tensors if t.wanted is not None and t.row_type is not t.wanted]
 
     def by_type(self) -> list[TypeUse]:
-        """What each type is used for, the one of most bytes first."""
+        """The tensors, elements and bytes of each type, the type with the most bytes first."""
         found = {t.type.name: TypeUse(t.type) for t in self.tensors}
         for t in self.tensors:
             use = found[t.type.name]
@@ -178,12 +190,12 @@ class Plan:
         return sorted(found.values(), key=lambda use: -use.bytes)
 
     def types(self) -> Counter[str]:
-        """How many tensors get each type."""
+        """The number of tensors of each type."""
         return Counter(t.type.name for t in self.tensors)
 
     def require_codecs(self) -> None:
         """UnsupportedError when a tensor must be encoded to, or decoded from, a type that quantkit cannot."""
-        changed = [t for t in self.tensors if not t.copied and not t.relaid]
+        changed = [t for t in self.tensors if not t.copied and not t.reordered]
         self._refuse("encode", [(t, t.type) for t in changed if t.type.encode_rows is None or t.type.activation])
         self._refuse("decode", [(t, t.source) for t in changed if t.source.decode_rows is None])
 
@@ -208,6 +220,7 @@ class Plan:
         return str(replace(self.recipe, about="\n".join([about, *description]).strip("\n")))
 
     def to_json(self) -> dict[str, Any]:
+        """The document of `quantkit plan --json`, without its schema; `replay` reads it."""
         return {
             "file_type": self.file_type.name,
             "written_as": self.written_type.name,

@@ -246,7 +246,7 @@ class _Planner:
         fitted, why = _fit(choice.type, t)
         reason = f"{choice.reason}; {why}" if why else choice.reason
         planned = PlannedTensor(t.name, t.shape, t.type, fitted, reason, choice.type, choice.rule)
-        if planned.copied or planned.relaid:
+        if planned.copied or planned.reordered:
             return planned
         importance = self._importance(t, fitted)
         if importance is None:
@@ -405,7 +405,7 @@ def importance_entry(name: str, imatrix: Imatrix) -> str | None:
 
 def refuse_requantizing(planned: Iterable[PlannedTensor], repack: bool) -> None:
     """Raise DataError for a plan that quantizes tensors that are quantized already."""
-    again = [t for t in planned if not (t.copied or t.relaid) and t.source.block_size > 1]
+    again = [t for t in planned if not (t.copied or t.reordered) and t.source.block_size > 1]
     if again:
         names = ", ".join(f"{t.name} ({t.source.name} to {t.type.name})" for t in again[:3])
         more = f" and {len(again) - 3} more" if len(again) > 3 else ""

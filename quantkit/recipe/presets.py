@@ -46,6 +46,7 @@ class FileType:
 
     @property
     def is_float(self) -> bool:
+        """Whether its default type is F32, F16 or BF16."""
         return self.default is not None and self.default.block_size == 1
 
 
@@ -61,6 +62,7 @@ def _made(name: str) -> FileType:
 
 
 def file_types() -> list[FileType]:
+    """All file types, COPY last."""
     return [_made(name) for name in (*_BY_NAME, COPY)]
 
 
@@ -72,6 +74,7 @@ def file_type(name: str | int) -> FileType:
 
 
 def is_file_type(name: str | int) -> bool:
+    """Whether `file_type` knows a name or number."""
     found = _canonical(name)
     return found in _BY_NAME or found == COPY
 

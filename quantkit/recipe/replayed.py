@@ -87,7 +87,7 @@ def _refuse_other_tensors(planned: Mapping[str, Any], names: list[str], where: s
 
 
 def _check_importance(t: PlannedTensor, imatrix: Imatrix | None, where: str) -> None:
-    if t.importance is None or t.copied or t.relaid:
+    if t.importance is None or t.copied or t.reordered:
         return
     if imatrix is None or t.importance not in imatrix:
         lacks = "none is given; pass --imatrix FILE" if imatrix is None else "it has no such entry"

@@ -1,8 +1,8 @@
 """Find shadowed rules: the first match decides, so an earlier rule may leave no tensors to a later one.
 
-    exps=CPU, blk.(3|4).ffn_.*=CUDA0      the second was meant for the experts, which the first has taken
+    exps=CPU, blk.(3|4).ffn_.*=CUDA0      the second is for experts, which the first takes
     attn_v=q8_0, attn_v.weight=q6_K       both match the same tensors
-    blk.1.ffn=q8_0, ffn=q4_0              as it should be: the narrower rule comes first
+    blk.1.ffn=q8_0, ffn=q4_0              correct: the narrower rule comes first
 
 This serves the rules of recipes and of -ot.
 """
@@ -17,23 +17,23 @@ from quantkit.recipe.layers import listed
 
 @dataclass(frozen=True)
 class Ordered:
-    """A rule among others: how it is named, the tensors it matches, and what it makes of them."""
+    """A rule in a list of rules: how messages name it, the names it matches, and the type or device it gives them."""
 
-    said: str
+    label: str
     names: frozenset[str]
     outcome: str
 
 
 @dataclass(frozen=True)
 class Shadow:
-    """What is said of a rule that comes too late; `harmless` where nothing would be otherwise without the order."""
+    """The message about a rule that comes too late. `harmless`: another order would change nothing."""
 
-    said: str
+    text: str
     harmless: bool = False
 
 
 def shadow(rules: Sequence[Ordered], index: int) -> Shadow | None:
-    """What earlier rules leave of a rule; None where it gets what it can be meant for."""
+    """What is wrong with the position of rule `index`; None if it decides what it is probably meant for."""
     own = rules[index]
     earlier = _deciders(rules[:index])
     takers = sorted({earlier[name] for name in own.names if name in earlier})
@@ -50,29 +50,31 @@ def shadow(rules: Sequence[Ordered], index: int) -> Shadow | None:
         return Shadow(f"decides nothing, as {_and(rules, takers)} take all that it matches", harmless=True)
     come = "which comes" if len(takers) == 1 else "which come"
     if all(any(earlier.get(name) == j and name not in own.names for name in rules[j].names) for j in takers):
-        return Shadow(f"is shadowed by {_and(rules, takers)}, {come} first; put it in front of {rules[takers[0]].said}")
+        return Shadow(
+            f"is shadowed by {_and(rules, takers)}, {come} first; put it in front of {rules[takers[0]].label}"
+        )
     return Shadow(f"is shadowed by {_and(rules, takers)}, {come} first; drop it, or narrow what comes first")
 
 
 def _lost_experts(rules: Sequence[Ordered], index: int, earlier: dict[str, int], left: Sequence[str]) -> Shadow | None:
-    """A rule for feed-forward parts of some layers whose experts, nearly all of the bytes, were taken before."""
+    """A shadow if earlier rules match the experts of a feed-forward rule, which are nearly all of its bytes."""
     own = rules[index]
     experts = {name for name in own.names if "_exps." in name}
     takers = sorted({earlier[name] for name in experts if name in earlier})
     if not experts or not experts <= earlier.keys() or all(rules[j].outcome == own.outcome for j in takers):
         return None
     if any(".ffn_" not in name and ".exp_probs_b" not in name for name in left):
-        return None  # of whole layers: meant for their attention
+        return None  # the rule matches whole layers: it is for their attention
     if all({name for name in rules[j].names if "_exps." in name} <= experts for j in takers):
         return None  # the wider rule comes last, as it should
     return Shadow(
         f"gets no experts: {_and(rules, takers)} comes first and takes {listed(experts)}, so only {listed(left)} is "
-        f"left; put it in front of {rules[takers[0]].said}"
+        f"left; put it in front of {rules[takers[0]].label}"
     )
 
 
 def _deciders(rules: Sequence[Ordered]) -> dict[str, int]:
-    """By tensor, the first rule that matches it."""
+    """The first rule that matches each tensor."""
     found: dict[str, int] = {}
     for j, rule in enumerate(rules):
         for name in rule.names:
@@ -81,7 +83,7 @@ def _deciders(rules: Sequence[Ordered]) -> dict[str, int]:
 
 
 def _and(rules: Sequence[Ordered], which: Sequence[int]) -> str:
-    said = [rules[j].said for j in which]
-    if len(said) > 3:
-        said = [*said[:2], f"{len(said) - 2} more rules"]
-    return " and ".join(filter(None, (", ".join(said[:-1]), said[-1])))
+    labels = [rules[j].label for j in which]
+    if len(labels) > 3:
+        labels = [*labels[:2], f"{len(labels) - 2} more rules"]
+    return " and ".join(filter(None, (", ".join(labels[:-1]), labels[-1])))

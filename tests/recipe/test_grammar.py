@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -323,6 +326,38 @@ custom=$(
     assert str(made) == "# For one GPU\n# Attention\n" + "blk\\..*\\.attn_q\\.weight=iq6_k\n# Experts\nexps=iq4_k\n"
     with pytest.raises(RecipeError, match="line 8"):
         parse(text.replace("iq4_k", "iq9_k"), "x")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ffn=q8_0" + " " * 200_000 + "x",
+        "ffn" + " " * 200_000 + "x=q8_0",
+        "ffn=q8_0 # " + "a" * 200_000,
+        "ffn=q8_0 # " + "a " * 100_000,
+    ],
+)
+def test_long_runs_take_linear_time(text: str) -> None:
+    """A quadratic search of these takes minutes."""
+    begin = time.process_time()
+    with contextlib.suppress(RecipeError):
+        parse(text)
+    assert time.process_time() - begin < 5
+
+
+@pytest.mark.parametrize(
+    ("line", "pattern", "note"),
+    [("a=q8_0 # n", "a", "n"), ("a  =\tq8_0  #n", "a", "n"), ("a=q8_0", "a", ""), ("a#b=q8_0", "a#b", "")],
+)
+def test_blanks_and_notes(line: str, pattern: str, note: str) -> None:
+    (rule,) = parse(line).rules
+    assert (rule.pattern, rule.note) == (pattern, note)
+
+
+@given(st.sets(st.integers(0, 1299), min_size=1, max_size=80))
+def test_a_regex_of_layers_matches_these_layers_only(chosen: set[int]) -> None:
+    pattern = re.compile(rf"^blk\.({layers.regex_of(chosen)})\.ffn$")
+    assert {n for n in range(1300) if pattern.search(f"blk.{n}.ffn")} == chosen
 
 
 def test_the_recipe_of_a_file(tmp_path: Path) -> None:

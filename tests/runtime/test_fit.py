@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from quantkit import archs, recipe
 from quantkit.errors import DataError
@@ -15,7 +17,7 @@ from quantkit.placement import fit as fitting
 from quantkit.placement.budget import GIB, Budget, Cache, budget
 from quantkit.placement.devices import CPU, Device
 from quantkit.placement.fit import Fitted, fit
-from quantkit.placement.rules import Flags, parse_flags, place_model
+from quantkit.placement.rules import Flags, parse_flags, parse_rules, place_model
 from quantkit.placement.speed import ASSUMED, parse_rates, predict
 from quantkit.recipe.models import from_config
 from tests.recipe.configs import DEEPSEEK_V3, LLAMA_8B, QWEN3_30B, QWEN3_235B, QWEN35_27B
@@ -44,7 +46,7 @@ def fitted(which: str, there: tuple[Device, ...], cache: Cache | None, **more: A
     again = place_model(tensors, parse_flags(found.text), metadata, there)
     assert again.devices == found.placement.devices
     assert again.of_layer == found.placement.of_layer
-    assert again.sliced == found.placement.sliced
+    assert again.sharded == found.placement.sharded
     assert again.shares == found.placement.shares
     assert not again.idle
     margin = more.get("margin", GIB)
@@ -160,9 +162,9 @@ def test_what_cannot_fit_is_said_with_numbers() -> None:
         fit(tensors, metadata, devices([24], 128), cache)
     with pytest.raises(DataError, match=r"not even the smallest layer.*CUDA0 1.000 GiB.*GiB are missing"):
         fit(tensors, metadata, devices([1], 512), cache)
-    with pytest.raises(DataError, match="say --vram"):
+    with pytest.raises(DataError, match="pass --vram"):
         fit(tensors, metadata, (CPU, Device("CUDA0")), cache)
-    with pytest.raises(DataError, match="leave them out"):
+    with pytest.raises(DataError, match="or omit --fit"):
         fit(tensors, metadata, devices([24], 512), cache, flags=parse_flags("-ot exps=CPU"))
 
 
@@ -225,3 +227,21 @@ def test_speeds_follow_from_bytes() -> None:
     for wrong in ("cpu", "cpu=x", "cpu=0"):
         with pytest.raises(DataError, match="--bandwidth"):
             parse_rates(wrong, "--bandwidth", 1e9)
+
+
+@given(st.sets(st.tuples(st.integers(0, 93), st.sampled_from(["ffn_up_exps.weight", "ffn_down_exps.weight"]))))
+def test_rules_match_exactly_the_tensors_that_stay(chosen: set[tuple[int, str]]) -> None:
+    """Ranges of layers instead of lists: the same tensors, and each rule is short where layers follow each other."""
+    every = [f"blk.{i}.{kind}" for i in range(94) for kind in ("ffn_up_exps.weight", "ffn_down_exps.weight")]
+    names = [f"blk.{i}.{kind}" for i, kind in sorted(chosen)]
+    texts = fitting._rules([*names, "output.weight"])
+    rules = [rule for text in texts for rule in parse_rules(text)]
+    assert all(rule.device == CPU.name for rule in rules)
+    assert [name for name in [*every, "output.weight"] if any(rule.matches(name) for rule in rules)] == [
+        name for name in [*every, "output.weight"] if name in {*names, "output.weight"}
+    ]
+
+
+def test_a_range_of_layers_is_a_short_rule() -> None:
+    (text,) = fitting._rules([f"blk.{i}.ffn_up_exps.weight" for i in range(20, 36)])
+    assert text == r"^blk\.(2[0-9]|3[0-5])\.(ffn_up_exps\.weight)$=CPU"

@@ -345,7 +345,7 @@ def test_one_gpu_of_several() -> None:
 
 def test_layers_that_are_shared() -> None:
     found = place(layer_names(3), parse_rules("exps=CPU"), VIRTUAL, split_mode="graph")
-    assert found.sliced == {f"blk.{i}.attn_q.weight" for i in range(3)} | {"output_norm.weight", "output.weight"}
+    assert found.sharded == {f"blk.{i}.attn_q.weight" for i in range(3)} | {"output_norm.weight", "output.weight"}
     assert found.shares == dict.fromkeys(range(4), (0.25, 0.75))
     assert "is shared by cpu:0, cpu:1 (-sm graph)" in found.reasons["blk.1.attn_q.weight"]
     assert place(layer_names(3), (), VIRTUAL, 2, split_mode="graph", tensor_split=(1, 1)).shares == {

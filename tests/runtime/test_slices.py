@@ -64,7 +64,7 @@ def attention(heads: int, kv_heads: int, dim: int) -> blocks.Attention:
     )
 
 
-def attention_cuts(heads: int, kv_heads: int, dim: int, kind: str, shares: list[float]) -> dict[str, sharding.Cut]:
+def attention_cuts(heads: int, kv_heads: int, dim: int, kind: str, shares: list[float]) -> dict[str, sharding.Sharding]:
     n = heads * dim
     tensors = {t.name: t for t in (spec("q", kind, n, n), spec("k", kind, kv_heads * dim, n),
                                    spec("v", kind, kv_heads * dim, n), spec("o", kind, n, n))}  # fmt: skip
@@ -76,9 +76,9 @@ def attention_cuts(heads: int, kv_heads: int, dim: int, kind: str, shares: list[
 
 def test_attention_is_cut_between_groups_of_heads_at_whole_blocks() -> None:
     found = attention_cuts(64, 4, 128, "q4_K", [0.5, 0.5])
-    assert found["q"] == sharding.Cut(0, (0, 4096, 8192))
-    assert found["o"] == sharding.Cut(1, (0, 4096, 8192))
-    assert found["k"] == found["v"] == sharding.Cut(0, (0, 256, 512))
+    assert found["q"] == sharding.Sharding(0, (0, 4096, 8192))
+    assert found["o"] == sharding.Sharding(1, (0, 4096, 8192))
+    assert found["k"] == found["v"] == sharding.Sharding(0, (0, 256, 512))
     assert found["k"].shape((512, 8192), 1) == (256, 8192)
     # Heads of 64, each of its own: only every fourth begins at a block of 256.
     assert attention_cuts(12, 12, 64, "q4_K", [0.5, 0.5])["o"].bounds == (0, 512, 768)
@@ -89,12 +89,12 @@ def test_attention_is_cut_between_groups_of_heads_at_whole_blocks() -> None:
 
 
 def test_where_alignment_leaves_no_cut_the_tensor_and_the_numbers_are_named() -> None:
-    with pytest.raises(UnsupportedError, match=r"o: q4_K can be cut at multiples of 256 columns, and its 256 cannot"):
+    with pytest.raises(UnsupportedError, match=r"o: q4_K can be split at multiples of 256 columns, so its 256 cannot"):
         attention_cuts(4, 4, 64, "q4_K", [0.5, 0.5])
     assert attention_cuts(4, 1, 64, "q4_K", [0.5, 0.5])["o"].bounds == (0, 0, 256)  # one head: nothing to cut
 
 
-def recurrent_cuts(kind: str, tiled: bool, shares: list[float]) -> dict[str, sharding.Cut]:
+def recurrent_cuts(kind: str, tiled: bool, shares: list[float]) -> dict[str, sharding.Sharding]:
     """Of a recurrent layer of Qwen3.5-27B."""
     norm, linear, sizes = blocks.Norm("n", 1e-6), blocks.Linear, blocks.Recurrence(4, 16, 48, 128, 128)
     rates = None, linear("beta"), linear("alpha"), "conv", "a", "dt"

@@ -211,7 +211,7 @@ def test_quantized_rows_are_cut_at_blocks(kind: str, tiny: Path, tmp_path: Path)
     check(path, devices="cpu:0,cpu:1", split_mode="graph")
     whole = rewrite(tiny, tmp_path / "whole.gguf", "q4_K")
     with pytest.raises(
-        UnsupportedError, match=r"blk.0.attn_output.weight: q4_K can be cut at multiples of 256 columns"
+        UnsupportedError, match=r"blk.0.attn_output.weight: q4_K can be split at multiples of 256 columns"
     ):
         load(whole, devices="cpu:0,cpu:1", split_mode="graph")
 
@@ -333,7 +333,7 @@ def test_every_architecture_on_devices(arch: str, tmp_path: Path) -> None:
         try:
             check(path, devices="cpu:0,cpu:1", **how)
         except UnsupportedError as error:  # the one way that is refused
-            assert "normed together" in str(error)  # noqa: PT017
+            assert "normalized together" in str(error)  # noqa: PT017
             assert how == {"split_mode": "graph"}
 
 

@@ -89,7 +89,7 @@ class CudaWorker(Worker):
     def _require_kernels(self, placement: Placement) -> None:
         """UnsupportedError for a tensor of this device, or one that it shares, of a type without kernels."""
         for name, tensor in self.weights.items():
-            shared = name in placement.sliced and self.device in placement.graph
+            shared = name in placement.sharded and self.device in placement.graph
             if (shared or placement[name] == self.device) and len(tensor.shape) > 1 and not product(tensor.type):
                 raise UnsupportedError(
                     f"{self.path}: {name} is {tensor.type.name}, for which {self.device.name} has no kernels; keep "

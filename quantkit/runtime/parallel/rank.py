@@ -52,13 +52,13 @@ class Rank(Worker):
         self.drop_cached(names)
 
     def _of(self, name: str) -> Worker:
-        return self if name in self._split.placement.sliced else super()._of(name)
+        return self if name in self._split.placement.sharded else super()._of(name)
 
     def _counted(self) -> float:
         return self._split.ledger.total(self.device.name)  # the others run at the same time
 
     def _experts(self, part: blocks.Experts, x: Any) -> Any:
-        if self.rank == 0 or part.down.weight in self._split.placement.sliced:
+        if self.rank == 0 or part.down.weight in self._split.placement.sharded:
             return super()._experts(part, x)
         if part.shared is None:  # elsewhere, once for all
             return self.zeros(tuple(x.shape), "float32")

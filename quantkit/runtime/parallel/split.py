@@ -28,7 +28,7 @@ from quantkit.placement import sharding
 from quantkit.placement.devices import CPU, Device
 from quantkit.placement.offload import Offload
 from quantkit.placement.rules import Placement
-from quantkit.placement.sharding import Cut
+from quantkit.placement.sharding import Sharding
 from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.kv.sharded_cache import ShardedCache
@@ -76,7 +76,7 @@ class Split:
         self._owner, self._parts, self._head, self._cached = owner, parts, head, cached
         used = {device.name: device for device in (CPU, *placement.devices.values(), *placement.of_layer.values())}
         split_checks.require_known(parts)
-        self.cuts: dict[str, Cut] = {}
+        self.cuts: dict[str, Sharding] = {}
         self._workers = {name: new_worker(device, self, owner, owner.threads) for name, device in used.items()}
         self.ranks: list[Rank] = []
         self._all_reduce: AllReduce | None = None
@@ -84,7 +84,7 @@ class Split:
             split_checks.require_shardable(parts, placement)
             by = experts_by
             self.cuts = sharding.of_model(
-                parts, head, owner.weights, placement.sliced, placement.shares, by, cached.n_layer
+                parts, head, owner.weights, placement.sharded, placement.shares, by, cached.n_layer
             )
             threads = max(1, owner.threads // len(placement.graph))
             self.ranks = [new_rank(i, device, self, owner, threads) for i, device in enumerate(placement.graph)]
@@ -121,7 +121,7 @@ class Split:
         placement = self.placement
         counts: dict[str, int] = {}
         for name, device in placement.devices.items():
-            names = [d.name for d in placement.graph] if name in placement.sliced else [device.name]
+            names = [d.name for d in placement.graph] if name in placement.sharded else [device.name]
             for each in names:
                 counts[each] = counts.get(each, 0) + 1
         found: dict[str, Any] = {"split_mode": placement.mode, "devices": counts}

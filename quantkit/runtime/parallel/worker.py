@@ -18,7 +18,7 @@ from quantkit.archs.common import blocks
 from quantkit.placement.devices import Device
 from quantkit.placement.offload import Offload
 from quantkit.placement.rules import Placement
-from quantkit.placement.sharding import Cut
+from quantkit.placement.sharding import Sharding
 from quantkit.runtime.blocks import experts, latent
 from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.blocks.float_attention import AttentionOptions, Heads
@@ -33,7 +33,7 @@ class Context(Protocol):
 
     placement: Placement
     ledger: Ledger
-    cuts: dict[str, Cut]
+    cuts: dict[str, Sharding]
     offload: Offload
     profile: bool
 

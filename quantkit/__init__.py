@@ -1,9 +1,13 @@
 """quantkit: quantize, evaluate and run GGUF models.
 
-    quantkit.types.get("iq4_k")        a tensor type: quantize, dequantize, sizes
-    quantkit.repack                    row interleaving and its inverse
     quantkit.open("model.gguf")        a file: metadata, lazy tensors, shards joined
     quantkit.load("model.gguf")        a model that runs
+
+    quantkit.convert, export, plan, quantize, repack_file, unpack_file, verify
+                                       the commands of the same names: paths and options in, a result out
+
+    quantkit.types.get("iq4_k")        a tensor type: quantize, dequantize, sizes
+    quantkit.repack.repack, unpack     row interleaving of arrays, and its inverse
 
 Importing quantkit imports neither numba nor torch; each name above loads its part when it is first used.
 """
@@ -14,19 +18,67 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["load", "open", "repack", "types"]
 
 if TYPE_CHECKING:
-    from quantkit import repack, types
+    from quantkit import errors, repack, types
     from quantkit.formats.gguf import open
+    from quantkit.formats.pipeline import Progress
+    from quantkit.pipelines.api import convert, export, plan, quantize, repack_file, unpack_file, verify
+    from quantkit.pipelines.options import (
+        ConvertOptions,
+        ExportOptions,
+        PlanOptions,
+        QuantizeOptions,
+        RepackOptions,
+        VerifyOptions,
+    )
+    from quantkit.repack import unpack
     from quantkit.runtime.loading import load
 
-_FUNCTIONS = {"open": "quantkit.formats.gguf", "load": "quantkit.runtime.loading"}
+__all__ = [
+    "ConvertOptions",
+    "ExportOptions",
+    "PlanOptions",
+    "Progress",
+    "QuantizeOptions",
+    "RepackOptions",
+    "VerifyOptions",
+    "convert",
+    "errors",
+    "export",
+    "load",
+    "open",
+    "plan",
+    "quantize",
+    "repack",
+    "repack_file",
+    "types",
+    "unpack",
+    "unpack_file",
+    "verify",
+]
+
+# The module of each public name; a module that is itself public stands for its own name.
+_MODULES = {
+    "quantkit.errors": ("errors",),
+    "quantkit.formats.gguf": ("open",),
+    "quantkit.formats.pipeline": ("Progress",),
+    "quantkit.pipelines.api": ("convert", "export", "plan", "quantize", "repack_file", "unpack_file", "verify"),
+    "quantkit.pipelines.options": ("ConvertOptions", "ExportOptions", "PlanOptions", "QuantizeOptions",
+                                   "RepackOptions", "VerifyOptions"),
+    "quantkit.repack": ("repack", "unpack"),
+    "quantkit.runtime.loading": ("load",),
+    "quantkit.types": ("types",),
+}  # fmt: skip
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FUNCTIONS:
-        return getattr(importlib.import_module(_FUNCTIONS[name]), name)
-    if name in __all__:
-        return importlib.import_module(f"quantkit.{name}")
-    raise AttributeError(f"module 'quantkit' has no attribute '{name}'")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'quantkit' has no attribute '{name}'")
+    module = importlib.import_module(_MODULE_OF[name])
+    return module if module.__name__ == f"quantkit.{name}" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

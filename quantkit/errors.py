@@ -21,6 +21,10 @@ class DataError(QuantkitError):
     """Values that quantkit cannot use: NaN, Inf, a shape that does not fit a type, an option out of range."""
 
 
+class OptionError(QuantkitError):
+    """Options that contradict each other or lack one that they need. The command line exits with 2."""
+
+
 class UnsupportedError(QuantkitError):
     """Valid input that quantkit recognizes but does not support."""
 

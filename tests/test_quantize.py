@@ -326,6 +326,7 @@ def test_a_dry_run_is_the_real_plan_and_tells_the_real_sizes(
     assert not out.exists()
     assert main(args) == 0
     real = json.loads(capsys.readouterr().out)
+    assert (dry.pop("schema"), real["schema"]) == ("quantkit.plan/1", "quantkit.quantize/1")
     assert {key: real[key] for key in dry} == dry
     tensors = quantkit.open(out).tensors
     assert {t["name"]: (t["type"], t["bytes_after"]) for t in dry["tensors"]} == {

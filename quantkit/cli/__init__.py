@@ -26,7 +26,7 @@ from typer.core import TyperGroup
 
 from quantkit import __version__
 from quantkit.cli._terminal import message, showing_controls
-from quantkit.errors import QuantkitError, printable
+from quantkit.errors import OptionError, QuantkitError, printable
 
 # The order of the help page, by when a user needs them. A command that is not listed comes last.
 _ORDER = ("demo", "convert", "export", "imatrix", "recipe", "plan", "quantize", "repack", "unpack", "perplexity",
@@ -51,7 +51,9 @@ def subcommands(command: str) -> list[str]:
 def load(command: str, *subcommand: str) -> Callable[..., None]:
     """The function that a command, or a subcommand of it, runs."""
     module = _module(command)
-    return module.SUBCOMMANDS[subcommand[0]] if subcommand else getattr(module, command.replace("-", "_"))
+    function: Callable[..., None]
+    function = module.SUBCOMMANDS[subcommand[0]] if subcommand else getattr(module, command.replace("-", "_"))
+    return function
 
 
 def _similar(name: str) -> str:
@@ -139,6 +141,8 @@ def _translated(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
+        except OptionError as error:
+            raise typer.BadParameter(str(error)) from None
         except QuantkitError as error:
             print(f"error: {message(str(error))}", file=sys.stderr)
             raise SystemExit(1) from None

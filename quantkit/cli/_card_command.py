@@ -34,11 +34,11 @@ class _Command(NamedTuple):
 
     def plan(self, file: GGUF, importance: bool) -> Plan:
         """The plan of this command for the model in BF16."""
-        from quantkit.cli._planning import Model, complete_imatrix
+        from quantkit.pipelines.planning import complete_imatrix
         from quantkit.recipe import plan
 
         source = _bf16(file)
-        imatrix = complete_imatrix(Model(source, file.metadata, None)) if importance else None
+        imatrix = complete_imatrix(source) if importance else None
         return plan(source, self.kind, self.recipe, metadata=file.metadata, imatrix=imatrix, options=self.options)
 
     def reproduces(self, file: GGUF, importance: bool) -> bool:

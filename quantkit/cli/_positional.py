@@ -61,6 +61,14 @@ def _is_like_a_type(word: str) -> bool:
     return not os.path.dirname(word) and _LIKE_A_TYPE.fullmatch(word) is not None
 
 
+def refuse_type(out: str, name: str, remedy: str) -> None:
+    """Bad usage for an output whose name is a type, as of `convert HF_DIR q8_0`: the output is missing there."""
+    if _is_like_a_type(out) or out == "auto":
+        raise typer.BadParameter(
+            f"'{out}' is a type, and {name} is missing: {remedy}; for a file of that name write .{os.sep}{out}"
+        )
+
+
 def _require_file_type(name: str, as_file: str) -> None:
     from quantkit.recipe import file_type
 

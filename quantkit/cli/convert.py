@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quantkit.cli._positional import refuse_type
 from quantkit.cli._shared import Json, Threads, gib, parse_size, print_json, print_left_out, table
 from quantkit.errors import UnsupportedError
 
@@ -23,7 +24,7 @@ def convert(
             metavar="HF_DIR", help="Directory with config.json, tokenizer files and weights.", show_default=False
         ),
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The output file.", show_default=False)],
+    out: Annotated[str, typer.Argument(metavar="OUT.gguf", help="The output file.", show_default=False)],
     outtype: Annotated[
         str, typer.Option(metavar="TYPE", help="auto, bf16, f16, f32 or q8_0; auto: bf16 or f16, by the checkpoint.")
     ] = "auto",
@@ -56,14 +57,15 @@ def convert(
     Matrices get the outtype; norms, biases and vectors are f32. A float32 checkpoint becomes f16 unless you say
     --outtype f32. Memory use does not grow with the model's size. The output file appears only when it is complete.
     """
-    from quantkit.pipelines.convert import convert as run
+    from quantkit.pipelines import api
+    from quantkit.pipelines.options import ConvertOptions
 
+    refuse_type(out, "OUT.gguf", "the type of the matrices is --outtype")
     if vision != "drop":
         raise UnsupportedError(f"--vision {vision}: image and audio encoders are not converted; only drop is supported")
     size = None if split_max_size is None else parse_size(split_max_size)
     started = time.monotonic()
-    choices: dict[str, Any] = {"pre": pre, "mtp": mtp, "split_max_bytes": size, "dry_run": dry_run}
-    done = run(source, out, outtype, **choices, threads=threads, progress=not json)
+    done = api.convert(source, out, outtype, ConvertOptions(pre, mtp, size, dry_run, threads), progress=not json)
     record = _record(done, time.monotonic() - started)
     if json:
         print_json("quantkit.convert/1", record)

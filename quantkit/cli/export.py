@@ -33,18 +33,12 @@ def export(
     Float tensors keep their dtype and bits; quantized ones are decoded exactly. The directory loads in transformers
     (AutoModelForCausalLM, AutoTokenizer), and `quantkit convert` turns it into the same GGUF.
     """
-    from quantkit.pipelines.export import export as run
+    from quantkit.pipelines import api
+    from quantkit.pipelines.options import ExportOptions
 
     started = time.monotonic()
-    done = run(
-        source,
-        directory,
-        dtype,
-        max_shard_bytes=parse_size(max_shard_size),
-        dry_run=dry_run,
-        threads=threads,
-        progress=not json,
-    )
+    options = ExportOptions(dtype, parse_size(max_shard_size), dry_run, threads)
+    done = api.export(source, directory, options, progress=not json)
     seconds = time.monotonic() - started
     sizes: dict[str, list[int]] = {}
     for spec in done.specs:

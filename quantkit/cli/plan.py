@@ -7,17 +7,13 @@ from typing import Annotated
 
 import typer
 
+from quantkit.cli._plan_tables import print_imatrix, print_plan
 from quantkit.cli._planning import (
-    PlanOptions,
-    Strict,
     Verbose,
-    document,
-    open_source,
-    print_plan,
-    require_clean,
     takes_plan_options,
 )
 from quantkit.cli._shared import Json, print_json
+from quantkit.pipelines.options import PlanOptions
 
 
 @takes_plan_options()
@@ -40,7 +36,6 @@ def plan(
     ] = None,
     options: PlanOptions = PlanOptions(),  # noqa: B008  immutable
     explain: Annotated[bool, typer.Option("--explain", help="Show the reason for each tensor's device.")] = False,
-    strict: Strict = False,
     verbose: Verbose = False,
     json: Json = False,
 ) -> None:
@@ -52,14 +47,11 @@ def plan(
     --fit fills the devices and prints the equivalent flags and predicted speeds.
     `quantkit quantize IN OUT --plan FILE` executes the plan that --json prints.
     """
-    if file_type is None:
-        options.require_no_type_options()
-    model = open_source(source)
-    made = options.plan_only(model, file_type or "COPY")
-    budget = options.budget(made, model.metadata)
-    if strict:
-        require_clean(made, budget)
+    from quantkit.pipelines import api
+
+    found = api.plan(source, file_type, options)
+    print_imatrix(options.imatrix, found.imatrix)
     if json:
-        print_json("quantkit.plan/1", document(made, budget))
+        print_json("quantkit.plan/1", found.to_json())
     else:
-        print_plan(made, verbose, budget, explain)
+        print_plan(found.plan, verbose, found.devices, explain)

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.cli._planning import (
-    Model,
-    PlanOptions,
-    Strict,
-    Verbose,
-    conflicts_with_plan,
-    document,
-    open_source,
-    print_plan,
-    require_clean,
-    takes_plan_options,
-)
+from quantkit.cli._plan_tables import print_imatrix, print_plan
+from quantkit.cli._planning import Verbose, takes_plan_options
 from quantkit.cli._positional import default_out
 from quantkit.cli._positional import read as read_positional
 from quantkit.cli._shared import (
@@ -35,13 +24,10 @@ from quantkit.cli._shared import (
     print_left_out,
     split_limit,
 )
-from quantkit.errors import QuantkitError
-from quantkit.inputs import json_input
+from quantkit.pipelines.options import PlanOptions, QuantizeOptions
 
 if TYPE_CHECKING:
-    from quantkit.formats.imatrix import Imatrix
-    from quantkit.pipelines.quantize import Written
-    from quantkit.recipe import Plan
+    from quantkit.pipelines.api import QuantizeResult
 
 
 @takes_plan_options("fit", "bandwidth", "compute", "offload_threshold", "offload_policy")
@@ -91,7 +77,6 @@ def quantize(
     split_max_size: SplitMaxSize = None,
     split_max_tensors: SplitMaxTensors = None,
     keep_split: KeepSplit = False,
-    strict: Strict = False,
     partial_requant: Annotated[
         bool,
         typer.Option(
@@ -127,80 +112,45 @@ def quantize(
     source, importance or codec differs from what OUT records, and copies the rest; `quantkit verify` lists them. If OUT
     does not exist, it quantizes all tensors.
     """
-    if partial_requant and reuse:
-        raise typer.BadParameter(
-            "--partial-requant copies tensors from OUT and --reuse from another file: pass one of them"
-        )
-    from quantkit.pipelines import resume
-    from quantkit.pipelines.quantize import Override
-    from quantkit.pipelines.quantize import quantize as run
-    from quantkit.types import effort_level
+    from quantkit.pipelines import api, planning
 
-    effort_level(effort)  # an unknown level fails before any file is read
     positional = read_positional((out, file_type, thread_count))
-    thread_limit = _thread_limit(threads, positional.threads)
-    model = open_source(source, not dry_run, pre)
-    if model.file is None and not dry_run:
-        raise QuantkitError(f"{source} contains no weights; pass its directory or a GGUF file")
-    matrix = options.read_imatrix()
-    overrides = [Override.parse(text) for text in override_kv or []]
-    size = split_limit(split_max_size, split_max_tensors, keep_split)
-    made = _plan(options, positional.file_type, plan, model, matrix)
-    made.require_codecs()
-    budget = options.budget(made, model.metadata)
-    if strict:
-        require_clean(made, budget)
+    given = QuantizeOptions(
+        **api.type_options(options),
+        plan=plan,
+        pre=pre,
+        override_kv=override_kv or (),
+        hide_imatrix=hide_imatrix,
+        effort=effort,
+        threads=_thread_limit(threads, positional.threads),
+        fresh=fresh,
+        partial_requant=partial_requant,
+        reuse=reuse,
+        split_max_size=split_limit(split_max_size, split_max_tensors, keep_split),
+        split_max_tensors=split_max_tensors,
+        keep_split=keep_split,
+    )
+    job = api.prepare_quantize(source, positional.file_type, given, weights=not dry_run)
+    devices = planning.plan_devices(options, job.plan, job.model.metadata)
+    if options.strict:
+        planning.require_clean(job.plan, devices)
+    print_imatrix(options.imatrix, job.imatrix)
     if not json:
-        print_left_out(getattr(model.file, "left_out", {}), getattr(model.file, "warnings", ()))
-        print_plan(made, verbose, budget)
-    path = positional.out or default_out(source, made.file_type.name)
+        print_left_out(getattr(job.model.file, "left_out", {}), getattr(job.model.file, "warnings", ()))
+        print_plan(job.plan, verbose, devices)
+    path = positional.out or default_out(source, job.plan.file_type.name)
     if positional.out is None and not json:
         print(f"OUT is not given: the output is {path}")
-    if dry_run or model.file is None:
+    if dry_run:
         if json:
-            print_json("quantkit.plan/1", document(made, budget))
+            print_json("quantkit.plan/1", api.PlanResult(job.plan, devices, job.imatrix).to_json())
         return
-    started = time.perf_counter()
     try:
-        written = run(
-            model.file,
-            path,
-            made,
-            imatrix=matrix,
-            imatrix_file=str(options.imatrix or ""),
-            hide_imatrix=hide_imatrix,
-            overrides=overrides,
-            effort=effort,
-            threads=thread_limit,
-            split_max_bytes=size,
-            split_max_tensors=split_max_tensors,
-            keep_split=keep_split,
-            progress=True,
-            fresh=fresh,
-            old=resume.open_old(reuse) if reuse else None,
-            partial_requant=partial_requant,
-            on_message=(lambda line: None) if json else print,
-        )
+        result = job.write(path, progress=True, on_message=(lambda line: None) if json else print)
     except BaseException:
         _print_unfinished(path)
         raise
-    _report(made, written, time.perf_counter() - started, json)
-
-
-def _plan(options: PlanOptions, file_type: str | None, path: Path | None, model: Model, matrix: Imatrix | None) -> Plan:
-    """The plan for this model: from a file type, or replayed from the file of --plan."""
-    from quantkit.recipe import replay
-
-    if path is None:
-        if file_type is None:
-            raise typer.BadParameter("TYPE is missing: give a file type such as Q4_K_M, its number, or COPY")
-        return options.plan(model, file_type, matrix)
-    if file_type is not None:
-        raise conflicts_with_plan("TYPE")
-    options.refuse_type_options()
-    return replay(
-        json_input.read(path), model.tensors, matrix, allow_requantize=options.allow_requantize, where=str(path)
-    )
+    _report(result, json)
 
 
 def _print_unfinished(out: Path) -> None:
@@ -222,13 +172,12 @@ def _thread_limit(option: int | None, positional: int | None) -> int | None:
     return option or checked_threads(positional if positional and positional > 0 else None)
 
 
-def _report(plan: Plan, written: Written, seconds: float, json: bool) -> None:
+def _report(result: QuantizeResult, json: bool) -> None:
     if json:
-        counts = {"resumed": written.resumed, "reused": written.reused, "seconds": seconds}
-        record = plan.to_json() | {"paths": written.paths, "bytes": written.size} | counts
-        print_json("quantkit.quantize/1", record)
+        record = {"paths": result.paths, "bytes": result.bytes, "resumed": result.resumed, "reused": result.reused}
+        print_json("quantkit.quantize/1", result.plan.to_json() | record | {"seconds": result.seconds})
         return
-    for path in written.paths:
+    for path in result.paths:
         print(f"wrote {path}")
-    speed = plan.bytes_before / max(seconds, 1e-9) / 2**20
-    print(f"{gib(written.size)} in {seconds:.1f} s, {speed:.0f} MiB/s of input")
+    speed = result.plan.bytes_before / max(result.seconds, 1e-9) / 2**20
+    print(f"{gib(result.bytes)} in {result.seconds:.1f} s, {speed:.0f} MiB/s of input")

@@ -8,22 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.cli._planning import (
-    ImatrixFile,
-    PlanOptions,
-    Set,
-    Strict,
-    complete_imatrix,
-    missing_imatrix,
-    open_source,
-    read_settings,
-)
+from quantkit.cli._plan_tables import print_imatrix
+from quantkit.cli._planning import ImatrixFile, Set, Strict, read_settings
 from quantkit.cli._shared import Json, print_json, table
 from quantkit.cli._terminal import message
 
 if TYPE_CHECKING:
-    from quantkit.cli._planning import Model
     from quantkit.formats.imatrix import Imatrix
+    from quantkit.pipelines.planning import Model
     from quantkit.recipe import Plan, Recipe
 
 Source = Annotated[
@@ -79,7 +71,9 @@ def show(
     elif form == "thireus":
         if model is None:
             raise typer.BadParameter("--as thireus names every tensor of a model: pass --model")
-        print(thireus(_plan(found, open_source(model)), str(model)), end="")
+        from quantkit.pipelines.planning import open_model
+
+        print(thireus(_plan(found, open_model(model)), str(model)), end="")
     else:
         print(format_recipe(found, form), end="")
 
@@ -103,12 +97,16 @@ def lint(
     missing tensors and experts with too few tokens are reported too; without it, a complete importance matrix is
     assumed.
     """
+    from quantkit.pipelines import planning
+    from quantkit.pipelines.options import TypeOptions
     from quantkit.recipe import RecipeError, find
 
-    found, about = find(source, read_settings(settings)), open_source(model)
-    made = _plan(found, about, PlanOptions(imatrix=imatrix).read_imatrix() if imatrix else complete_imatrix(about))
+    found, about = find(source, read_settings(settings)), planning.open_model(model)
+    matrix = planning.read_imatrix(TypeOptions(imatrix=imatrix))
+    print_imatrix(imatrix, matrix)
+    made = _plan(found, about, matrix or planning.complete_imatrix(about.tensors))
     warnings = list(made.warnings)
-    if imatrix is None and (lacks := missing_imatrix(made)):
+    if imatrix is None and (lacks := planning.missing_imatrix(made)):
         warnings.append(lacks)
     if strict and warnings:
         raise RecipeError("; ".join(warnings))

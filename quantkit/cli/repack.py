@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,7 +19,6 @@ from quantkit.cli._shared import (
     SplitMaxSize,
     SplitMaxTensors,
     Threads,
-    comma_separated,
     gib,
     mib,
     print_json,
@@ -31,9 +28,9 @@ from quantkit.cli._shared import (
 from quantkit.errors import printable
 
 if TYPE_CHECKING:
-    from quantkit.formats.gguf import GGUF
+    from quantkit.pipelines.api import RepackResult
+    from quantkit.pipelines.options import RepackOptions
     from quantkit.pipelines.repack_file import Repacking
-    from quantkit.placement.rules import Placement
 
 
 def repack(
@@ -70,64 +67,34 @@ def repack(
     because that would lose bits. Interleaved tensors are for the CPU: pass the flags of the later run with --for, or
     select tensors with --repack-pattern. If nothing would change, no file is written.
     """
-    from quantkit.formats import gguf
-    from quantkit.pipelines.repack_file import plan_repack
+    from quantkit.pipelines.options import RepackOptions
 
-    split = Split(split_limit(split_max_size, split_max_tensors, keep_split), split_max_tensors, keep_split)
-    file = gguf.require_model(gguf.open(source))
-    placement = _placement(file, placed, runtime) if placed is not None else None
-    job = plan_repack(file, comma_separated(repack_pattern), placement)
-    run_repacking("repack", job, out, split, dry_run, threads, json)
+    size = split_limit(split_max_size, split_max_tensors, keep_split)
+    options = RepackOptions(
+        repack_pattern or (), placed, runtime, size, split_max_tensors, keep_split, dry_run, threads
+    )
+    run_repacking(source, out, options, json, unpack=False)
 
 
-def _placement(file: GGUF, text: str, runtime: str) -> Placement:
-    """The placement under these flags; UnsupportedError for an interleaved tensor that a GPU cannot use."""
-    from quantkit.placement.rules import parse_flags, plan
+def run_repacking(source: Path, out: Path, options: RepackOptions, json: bool, *, unpack: bool) -> None:
+    """Repack or unpack a file; print the changes first, then what was written."""
+    from quantkit.pipelines import api
 
-    found = plan(file.tensors, replace(parse_flags(text), runtime=runtime), file.metadata, file.path)
-    for rule in found.idle:
+    job = api.prepare_repack(source, options, unpack=unpack)
+    for rule in job.placement.idle if job.placement else ():
         print(f"warning: {printable(rule.text)} decides no tensor", file=sys.stderr)
-    return found
-
-
-class Split(NamedTuple):
-    """Sharding of the output: maximum bytes or tensors per shard, or the shards of the input."""
-
-    max_bytes: int | None
-    max_tensors: int | None
-    keep: bool
-
-
-def run_repacking(
-    command: str, job: Repacking, out: Path, split: Split, dry_run: bool, threads: int | None, json: bool
-) -> None:
-    """Print the changes that `command`, repack or unpack, makes, and write the file unless nothing changes."""
-    from quantkit.pipelines.repack_file import write
-
-    paths: list[Path] = []
-    started = time.perf_counter()
     if not json:
         print(_summary(job), end="\n\n")
-    if job.changed and not dry_run:
-        paths = write(
-            job,
-            out,
-            split_max_bytes=split.max_bytes,
-            split_max_tensors=split.max_tensors,
-            keep_split=split.keep,
-            threads=threads,
-            progress=not json,
-        )
-    seconds = time.perf_counter() - started
+    done = api.write_repacked(job, out, options, progress=not json)
     if json:
-        print_json(f"quantkit.{command}/1", _record(job, paths, seconds))
+        print_json(f"quantkit.{'unpack' if unpack else 'repack'}/1", _record(done))
     elif not job.changed:
         print(f"nothing to do: no tensor of {job.source.path} would change; no file is written")
-    elif paths:
-        for path in paths:
+    elif done.paths:
+        for path in done.paths:
             print(f"wrote {path}")
-        speed = job.nbytes / max(seconds, 1e-9) / 2**20
-        print(f"{len(job.changed)} tensors changed; {gib(job.nbytes)} in {seconds:.1f} s, {speed:.0f} MiB/s")
+        speed = done.bytes / max(done.seconds, 1e-9) / 2**20
+        print(f"{len(job.changed)} tensors changed; {gib(done.bytes)} in {done.seconds:.1f} s, {speed:.0f} MiB/s")
 
 
 def _summary(job: Repacking) -> str:
@@ -145,12 +112,13 @@ def _file_types(job: Repacking) -> list[object]:
     return [metadata.get("general.file_type") for metadata in (job.source.metadata, job.metadata)]
 
 
-def _record(job: Repacking, paths: list[Path], seconds: float) -> dict[str, object]:
+def _record(done: RepackResult) -> dict[str, object]:
+    job = done.job
     return {
         "source": job.source.path,
-        "paths": paths,
-        "bytes": job.nbytes,
-        "seconds": seconds,
+        "paths": done.paths,
+        "bytes": done.bytes,
+        "seconds": done.seconds,
         "file_type": _file_types(job),
         "changed": len(job.changed),
         "tensors": [

@@ -13,7 +13,7 @@ from quantkit.cli._shared import (
     Threads,
     split_limit,
 )
-from quantkit.cli.repack import Split, run_repacking
+from quantkit.cli.repack import run_repacking
 
 
 def unpack(
@@ -33,8 +33,14 @@ def unpack(
     IQ1_M_R4 becomes IQ1_M if that can store its scales; the values of these stay the same, but their sizes change. If
     nothing would change, no file is written.
     """
-    from quantkit.formats import gguf
-    from quantkit.pipelines.repack_file import plan_unpack
+    from quantkit.pipelines.options import RepackOptions
 
-    split = Split(split_limit(split_max_size, split_max_tensors, keep_split), split_max_tensors, keep_split)
-    run_repacking("unpack", plan_unpack(gguf.require_model(gguf.open(source))), out, split, dry_run, threads, json)
+    size = split_limit(split_max_size, split_max_tensors, keep_split)
+    options = RepackOptions(
+        split_max_size=size,
+        split_max_tensors=split_max_tensors,
+        keep_split=keep_split,
+        dry_run=dry_run,
+        threads=threads,
+    )
+    run_repacking(source, out, options, json, unpack=True)

@@ -35,14 +35,10 @@ def verify(
     input tensors are hashed too, and tensors whose source, importance or encoder has changed are listed:
     `quantkit quantize --partial-requant` would quantize these again. Exit status 1 means damage.
     """
-    from quantkit.cli._planning import open_source
-    from quantkit.formats import imatrix as imatrices
-    from quantkit.formats.gguf import open as open_gguf
-    from quantkit.pipelines.verify import verify as run
+    from quantkit.pipelines import api
+    from quantkit.pipelines.options import VerifyOptions
 
-    opened = open_source(source, weights=True).file if source else None
-    matrix = imatrices.read(imatrix) if imatrix else None
-    found = run(open_gguf(file), opened, matrix, threads=threads, progress=not json)
+    found = api.verify(file, VerifyOptions(source, imatrix, threads), progress=not json)
     if json:
         print_json("quantkit.verify/1", found.to_json())
     else:

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -26,16 +26,32 @@ if TYPE_CHECKING:
 PIECE_ELEMENTS = 1 << 20
 _FREED = 8 << 20  # bytes; more than a piece, and below the largest threshold that glibc adapts to
 
+
+class Progress(Protocol):
+    """What callers may pass as `progress`: a function that is called after each piece, from one thread at a time."""
+
+    def __call__(self, done: int, total: int, label: str) -> None:
+        """`done` of `total` bytes are done (or tensors, while those of an interrupted run are checked).
+
+        `label` is the name of the tensor, or "".
+        """
+
+
 Job = tuple[str, Callable[[], np.ndarray]]  # name of a tensor, function that makes its next bytes
 
 
 def pump(
-    jobs: Iterable[Job], write: Callable[[str, np.ndarray], None], total: int, *, threads: int | None, progress: bool
+    jobs: Iterable[Job],
+    write: Callable[[str, np.ndarray], None],
+    total: int,
+    *,
+    threads: int | None,
+    progress: Progress | bool,
 ) -> None:
     """Run jobs on `threads` threads and call `write(name, bytes)` with their results, in the order of the jobs.
 
-    `total` is the number of bytes of all results. `progress` shows a bar if stderr is a terminal. The first exception
-    of a job ends the loop.
+    `total` is the number of bytes of all results. `progress` is True for a bar on stderr where that is a terminal. The
+    first exception of a job ends the loop.
     """
     from concurrent.futures import ThreadPoolExecutor
 
@@ -49,7 +65,7 @@ def pump(
 
 
 def spread(
-    tasks: Iterable[Callable[[], int]], total: int, *, threads: int | None, progress: bool, unit: str = "B"
+    tasks: Iterable[Callable[[], int]], total: int, *, threads: int | None, progress: Progress | bool, unit: str = "B"
 ) -> None:
     """Run tasks on `threads` threads, including this one, in any order; each returns the number of bytes it wrote.
 
@@ -94,17 +110,25 @@ def _keep_freed_memory() -> None:
 
 
 class Bar:
-    """A progress bar, shown if it is wanted and stderr is a terminal. tqdm is imported only then."""
+    """Counts the work that is done and reports it: to a `Progress`, to a bar on a terminal, or not at all.
 
-    def __init__(self, total: int, wanted: bool, unit: str = "B"):
+    tqdm is imported only where it draws, because loading it takes time.
+    """
+
+    def __init__(self, total: int, progress: Progress | bool, unit: str = "B"):
         self._bar: Any = None
-        if wanted and sys.stderr.isatty():
+        self._report = None if isinstance(progress, bool) else progress
+        self._done, self._total = 0, total
+        if progress is True and sys.stderr.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(total=total, unit=unit if unit == "B" else f" {unit}", unit_scale=unit == "B")
 
     def update(self, nbytes: int, name: str = "") -> None:
-        """Advance by `nbytes`; `name` is shown before the bar."""
+        """Add `nbytes` (or other units) of the tensor `name`."""
+        self._done += nbytes
+        if self._report is not None:
+            self._report(self._done, self._total, name)
         if self._bar is not None:
             self._bar.set_description_str(printable(name), refresh=False)
             self._bar.update(nbytes)

@@ -36,7 +36,7 @@ from quantkit.errors import DataError, FormatError, UnknownNameError, Unsupporte
 from quantkit.formats import front_matter
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 from quantkit.formats.mapping import is_mapped, release
-from quantkit.formats.pipeline import row_ranges, spread
+from quantkit.formats.pipeline import Progress, row_ranges, spread
 from quantkit.formats.safetensors import Checkpoint, CheckpointTensor, open_checkpoint
 from quantkit.formats.safetensors.quantized_checkpoint import FP8, INTEGERS, unscaled
 from quantkit.formats.safetensors.quantized_matrix import FP8Tensor, MXFP4Tensor, ScaledTensor
@@ -68,11 +68,30 @@ class Converted:
     sources: Sequence[PieceSource]
     x: np.ndarray | None = None
 
-    name = property(lambda self: self.spec.name)
-    shape = property(lambda self: self.spec.shape)
-    type = property(lambda self: self.spec.type)
-    nbytes = property(lambda self: self.spec.nbytes)
-    n_rows = property(lambda self: self.spec.n_rows)
+    @property
+    def name(self) -> str:
+        """Name in the GGUF file."""
+        return self.spec.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape with rows first."""
+        return self.spec.shape
+
+    @property
+    def type(self) -> QuantType:
+        """Type in the GGUF file."""
+        return self.spec.type
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the GGUF file."""
+        return self.spec.nbytes
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of all its matrices."""
+        return self.spec.n_rows
 
     def rows(self, start: int, stop: int) -> np.ndarray:
         """Rows as uint8[stop - start, row_bytes].
@@ -172,7 +191,7 @@ def convert(
     split_max_bytes: int | None = None,
     dry_run: bool = False,
     threads: int | None = None,
-    progress: bool = False,
+    progress: Progress | bool = False,
 ) -> Conversion:
     """Write the checkpoint in directory `source` as the GGUF `out`, or as shards of at most `split_max_bytes`.
 

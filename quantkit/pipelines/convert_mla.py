@@ -34,7 +34,7 @@ from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
 from quantkit.formats import provenance
 from quantkit.formats.atomic import refuse_inputs
 from quantkit.formats.gguf import GGUF, Metadata, Tensor, TensorSpec, Writer
-from quantkit.formats.pipeline import Job, pump, row_ranges
+from quantkit.formats.pipeline import Job, Progress, pump, row_ranges
 from quantkit.types import QuantType
 
 LAYOUTS = {"kv_b": ("kv",), "k_b+v_b": ("k", "v"), "both": ("kv", "k", "v")}
@@ -242,7 +242,7 @@ def write(
     split_max_tensors: int | None = None,
     keep_split: bool = False,
     threads: int | None = None,
-    progress: bool = False,
+    progress: Progress | bool = False,
 ) -> list[Path]:
     """Write the planned file and return its paths. It appears under its name when it is complete."""
     counts = [sum(change.shard == i for change in job.changes) for i in range(len(job.source.shards))]

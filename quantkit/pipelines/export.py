@@ -27,7 +27,7 @@ from quantkit.errors import DataError, FormatError, UnknownNameError, Unsupporte
 from quantkit.formats.atomic import writing
 from quantkit.formats.gguf import GGUF, Tensor
 from quantkit.formats.gguf import open as open_gguf
-from quantkit.formats.pipeline import Job, pump, row_ranges
+from quantkit.formats.pipeline import Job, Progress, pump, row_ranges
 from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter
 from quantkit.tokenizers import hf_tokenizer, vocab
 
@@ -69,7 +69,7 @@ def export(
     max_shard_bytes: int = 5 * 10**9,
     dry_run: bool = False,
     threads: int | None = None,
-    progress: bool = False,
+    progress: Progress | bool = False,
 ) -> Export:
     """Write the GGUF `source` as a Hugging Face checkpoint in `directory`, which is created if it does not exist.
 

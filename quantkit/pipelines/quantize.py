@@ -28,7 +28,7 @@ from quantkit.formats.gguf.writer import layouts
 from quantkit.formats.imatrix import Imatrix
 from quantkit.formats.mapping import release
 from quantkit.formats.owned import followed
-from quantkit.formats.pipeline import Job, pump
+from quantkit.formats.pipeline import Job, Progress, pump
 from quantkit.pipelines import resume
 from quantkit.recipe import Plan, PlannedTensor
 from quantkit.recipe.interleaving import FILE_TYPE_BEFORE, rename_repacked
@@ -120,7 +120,7 @@ def quantize(
     split_max_bytes: int | None = None,
     split_max_tensors: int | None = None,
     keep_split: bool = False,
-    progress: bool = False,
+    progress: Progress | bool = False,
     fresh: bool = False,
     old: resume.Old | None = None,
     partial_requant: bool = False,
@@ -178,7 +178,7 @@ def quantize(
 
 
 def _shards(source: QuantizeSource) -> list[int]:
-    shards = getattr(source, "shards", None)
+    shards: list[int] | None = getattr(source, "shards", None)
     if shards is None:
         raise QuantkitError(f"{source.paths[0]}: a checkpoint has no GGUF shards to keep; use --split-max-size")
     return shards

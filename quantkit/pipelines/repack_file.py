@@ -35,7 +35,7 @@ import numpy as np
 from quantkit.formats.atomic import refuse_inputs
 from quantkit.formats.gguf import GGUF, Metadata, Tensor, TensorSpec, Writer
 from quantkit.formats.mapping import release
-from quantkit.formats.pipeline import row_ranges, spread
+from quantkit.formats.pipeline import Progress, row_ranges, spread
 from quantkit.recipe.interleaving import Selection, rename_repacked, rename_unpacked
 from quantkit.repack import row_form, to_rows, why_not
 from quantkit.types import QuantType
@@ -102,15 +102,17 @@ class RepackedTensor(NamedTuple):
 def _buffer(nbytes: int) -> np.ndarray:
     if not hasattr(_thread, "buffer") or _thread.buffer.size < nbytes:
         _thread.buffer = np.empty(nbytes, np.uint8)
-    return _thread.buffer[:nbytes]
+    buffer: np.ndarray = _thread.buffer
+    return buffer[:nbytes]
 
 
 class Repacking(NamedTuple):
-    """A planned repacking: the source file, the tensors of the output and its metadata."""
+    """A planned repacking: the source file, the tensors of the output, its metadata, the placement if one was given."""
 
     source: GGUF
     changes: list[RepackedTensor]
     metadata: Metadata
+    placement: Placement | None = None
 
     @property
     def changed(self) -> list[RepackedTensor]:
@@ -137,7 +139,7 @@ def plan_repack(source: GGUF, patterns: Sequence[str] = (), placement: Placement
         changes.append(RepackedTensor(tensor, form or tensor.type, reason))
     metadata = Metadata(source.metadata)
     rename_repacked(metadata, _type_changes(changes))
-    return Repacking(source, changes, metadata)
+    return Repacking(source, changes, metadata, placement)
 
 
 def plan_unpack(source: GGUF) -> Repacking:
@@ -170,7 +172,7 @@ def write(
     split_max_tensors: int | None = None,
     keep_split: bool = False,
     threads: int | None = None,
-    progress: bool = False,
+    progress: Progress | bool = False,
 ) -> list[Path]:
     """Write the planned file and return its paths. It appears under its name when it is complete.
 

@@ -30,7 +30,7 @@ from quantkit.formats import provenance
 from quantkit.formats.gguf import GGUF, Tensor
 from quantkit.formats.imatrix import Imatrix
 from quantkit.formats.mapping import release
-from quantkit.formats.pipeline import spread
+from quantkit.formats.pipeline import Progress, spread
 from quantkit.formats.provenance import Record, Rows
 from quantkit.pipelines.resume import hash_of
 from quantkit.recipe import importance_entry
@@ -69,7 +69,7 @@ def verify(
     imatrix: Imatrix | None = None,
     *,
     threads: int | None = None,
-    progress: bool = False,
+    progress: Progress | bool = False,
 ) -> Verified:
     """Check a file. With `source`, and `imatrix` if one was used, also check whether a rerun would reproduce it."""
     found = Verified(file)

@@ -61,9 +61,11 @@ def row_form(t: QuantType) -> QuantType | None:
 
 
 def unpack(data: Any, type_name: str, n: int, *, threads: int | None = None) -> tuple[np.ndarray, str]:
-    """Undo `repack`: uint8[…, rows, row_bytes(n)] of an interleaved type as rows of its base type.
+    """Undo `repack`: convert the rows of an interleaved type to its base type.
 
-    DataError names the first row of IQ1_S_R4 or IQ1_M_R4 that IQ1_S or IQ1_M cannot hold.
+    `data` is uint8[…, rows, row_bytes(n)] of type `type_name` with n columns; `threads` defaults to the CPUs that this
+    process may use. Returns the array in the base type, and that type's name. DataError names the first
+    row of IQ1_S_R4 or IQ1_M_R4 that IQ1_S or IQ1_M cannot hold.
     """
     t = types.get(type_name)
     base = row_form(t)

@@ -54,7 +54,7 @@ def load(
     offload: Offload | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> Model:
-    """Open a GGUF file, or any shard of a set, as a Model. Tensors are read when they are needed.
+    """Open the GGUF file `path`, or any shard of a set, as a Model. Tensors are read when they are needed.
 
     numerics    "exact": weights are decoded exactly, activations are float32. "fast": activations are quantized where
                 that is faster.

@@ -101,3 +101,13 @@ def test_nothing_is_written_for_words_that_are_asked_about(source: Path, capsys:
 def test_a_checkpoints_directory_gets_the_file_inside(tmp_path: Path) -> None:
     assert default_out(tmp_path, "Q8_0") == tmp_path / "ggml-model-Q8_0.gguf"
     assert default_out(tmp_path / "model.gguf", "Q8_0") == tmp_path / "ggml-model-Q8_0.gguf"
+
+
+@pytest.mark.parametrize("name", ["q8_0", "BF16", "auto"])
+def test_convert_refuses_a_type_as_its_output(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`convert HF_DIR q8_0` lacks the output; `./q8_0` is a file, and the missing HF_DIR is found next."""
+    monkeypatch.chdir(tmp_path)
+    assert f"'{name}' is a type, and OUT.gguf is missing" in refused(capsys, "convert", "HF_DIR", name, status=2)
+    assert "not a directory" in refused(capsys, "convert", "HF_DIR", f"./{name}")

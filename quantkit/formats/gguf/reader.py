@@ -162,7 +162,7 @@ class GGUF:
 
 
 def open(path: str | os.PathLike[str]) -> GGUF:
-    """Open a GGUF file, or any member of a set of shards with all others. FormatError if anything is inconsistent."""
+    """Open the GGUF file `path`, or all shards of its set. FormatError if anything is inconsistent."""
     path = Path(path)
     opened = Shard(path)
     count = opened.split_key("split.count", default=0)

@@ -1,0 +1,421 @@
+"""The public functions for files: convert, export, plan, quantize, repack_file, unpack_file, verify.
+
+    quantkit.convert("HF_DIR", "model-bf16.gguf")
+    quantkit.quantize("model-bf16.gguf", "model-q4.gguf", "Q4_K_M", QuantizeOptions(imatrix="imatrix.dat"))
+
+Each function opens what its caller names, runs a pipeline and returns a result. The commands of the same names parse
+flags, call these functions and print the results. `prepare_quantize` and `prepare_repack` are their first half: they
+decide everything and write nothing.
+
+`progress` is True for a bar on stderr where that is a terminal, or a `Progress`: a function of the bytes done, the
+bytes in all, and the name of a tensor. Errors derive from `QuantkitError`; OptionError is raised for options that
+contradict each other, before any weight is read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit.pipelines.options import (
+    ConvertOptions,
+    ExportOptions,
+    PathLike,
+    PlanOptions,
+    QuantizeOptions,
+    RepackOptions,
+    TypeOptions,
+    VerifyOptions,
+    comma_separated,
+    texts,
+)
+
+if TYPE_CHECKING:
+    from quantkit.formats.gguf import GGUF
+    from quantkit.formats.imatrix import Imatrix
+    from quantkit.formats.pipeline import Progress
+    from quantkit.pipelines.convert import Conversion
+    from quantkit.pipelines.export import Export
+    from quantkit.pipelines.planning import Model
+    from quantkit.pipelines.repack_file import Repacking
+    from quantkit.pipelines.verify import Verified
+    from quantkit.placement.budget import Budget
+    from quantkit.recipe import Plan
+
+
+# -------------------------------------------------------------------------------------------------- convert and export
+
+
+def convert(
+    source: PathLike,
+    output: PathLike,
+    type: str = "auto",
+    options: ConvertOptions | None = None,
+    *,
+    progress: Progress | bool = False,
+) -> Conversion:
+    """Convert the Hugging Face checkpoint in directory `source` to the GGUF file `output`.
+
+    `type` is the type of matrices: "bf16", "f16", "f32", "q8_0", or "auto" for the checkpoint's own 16-bit type. Norms,
+    biases and vectors are f32. `options` are the command's flags, and `progress` reports bytes. The file appears under
+    its name when it is complete.
+
+    Returns the Conversion: `written` (the output files), `specs` (name, shape and type of each tensor), `metadata`,
+    `nbytes`, `n_params`, `left_out` and `warnings`. Raises FormatError or UnsupportedError with the file, tensor or
+    setting that cannot be converted, and DataError for a value that the type cannot hold.
+    """
+    from quantkit.pipelines.convert import convert as run
+
+    options = options or ConvertOptions()
+    return run(
+        source,
+        output,
+        type,
+        pre=options.pre,
+        mtp=options.mtp,
+        split_max_bytes=options.split_max_size,
+        dry_run=options.dry_run,
+        threads=options.threads,
+        progress=progress,
+    )
+
+
+def export(
+    source: PathLike,
+    output: PathLike,
+    options: ExportOptions | None = None,
+    *,
+    progress: Progress | bool = False,
+) -> Export:
+    """Export the GGUF file `source` to the Hugging Face directory `output`, which transformers loads.
+
+    Float tensors keep their dtype and bits; quantized ones are decoded exactly and stored as `options.dtype`.
+    `progress` reports bytes. The weights appear under their names when they are complete.
+
+    Returns the Export: `paths` (the output files), `specs` (name, shape and dtype of each tensor) and `nbytes`. Raises
+    UnsupportedError for an architecture or a tokenizer that cannot be exported.
+    """
+    from quantkit.pipelines.export import export as run
+
+    options = options or ExportOptions()
+    return run(
+        source,
+        output,
+        options.dtype,
+        max_shard_bytes=options.max_shard_size,
+        dry_run=options.dry_run,
+        threads=options.threads,
+        progress=progress,
+    )
+
+
+# --------------------------------------------------------------------------------------------------- plan and quantize
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    """The result of `plan`.
+
+    Fields:
+
+        plan     type, reason and size in bytes of every tensor (`plan.tensors`), effects of the rules, warnings, sums
+        devices  what each device holds and whether it fits; None without an option about devices, memory or cache
+        imatrix  the importance matrix that was used
+    """
+
+    plan: Plan
+    devices: Budget | None
+    imatrix: Imatrix | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `quantkit plan --json` prints and `QuantizeOptions.plan` takes."""
+        return self.plan.to_json() | ({"budget": self.devices.to_json()} if self.devices else {})
+
+
+def plan(source: PathLike | GGUF | Model, type: str | None = None, options: PlanOptions | None = None) -> PlanResult:
+    """Decide the type and the device of every tensor of `source`. No weights are read.
+
+    `source` is a GGUF file, a checkpoint directory or a config.json; `type` a file type such as "Q4_K_M". Without a
+    type and without options that choose types, tensors keep theirs. A type that needs an importance matrix is planned
+    without one, with a warning in `plan.warnings`.
+
+    Raises RecipeError for rules that cannot be read or, with `options.strict`, for any warning; DataError for an
+    importance matrix that does not fit the model; OptionError for options that contradict each other.
+    """
+    from quantkit.pipelines import planning
+
+    options = options or PlanOptions()
+    target = planning.require_file_type(options, type)
+    model = planning.open_model(source)
+    matrix = planning.read_imatrix(options)
+    made = planning.plan_types_assuming_imatrix(model, target, options, matrix)
+    devices = planning.plan_devices(options, made, model.metadata)
+    if options.strict:
+        planning.require_clean(made, devices)
+    return PlanResult(made, devices, matrix)
+
+
+@dataclass(frozen=True)
+class QuantizeResult:
+    """The result of `quantize`.
+
+    Fields:
+
+        plan     type and reason of every tensor
+        paths    the files
+        bytes    their size, with headers and padding
+        resumed  number of tensors that an interrupted run had finished
+        reused   number of tensors that were copied from an older file
+        seconds  time taken
+    """
+
+    plan: Plan
+    paths: list[Path]
+    bytes: int
+    resumed: int
+    reused: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """A planned quantization: the opened input, the plan, the importance matrix. `write` executes it."""
+
+    model: Model
+    plan: Plan
+    imatrix: Imatrix | None
+    options: QuantizeOptions
+
+    def write(
+        self,
+        output: PathLike,
+        *,
+        progress: Progress | bool = False,
+        on_message: Callable[[str], None] = lambda text: None,
+    ) -> QuantizeResult:
+        """Write the file. Parameters, result and errors are those of `quantize`."""
+        from quantkit.errors import FormatError
+        from quantkit.pipelines import resume
+        from quantkit.pipelines.quantize import Override
+        from quantkit.pipelines.quantize import quantize as run
+
+        options, started = self.options, time.perf_counter()
+        if self.model.file is None:
+            raise FormatError("the input contains no weights; pass its directory or a GGUF file")
+        written = run(
+            self.model.file,
+            output,
+            self.plan,
+            imatrix=self.imatrix,
+            imatrix_file=str(options.imatrix) if isinstance(options.imatrix, (str, Path)) else "",
+            hide_imatrix=options.hide_imatrix,
+            overrides=[Override.parse(text) for text in texts(options.override_kv)],
+            effort=options.effort,
+            threads=options.threads,
+            split_max_bytes=options.split_max_size,
+            split_max_tensors=options.split_max_tensors,
+            keep_split=options.keep_split,
+            progress=progress,
+            fresh=options.fresh,
+            old=resume.open_old(Path(options.reuse)) if options.reuse else None,
+            partial_requant=options.partial_requant,
+            on_message=on_message,
+        )
+        seconds = time.perf_counter() - started
+        return QuantizeResult(self.plan, written.paths, written.size, written.resumed, written.reused, seconds)
+
+
+def prepare_quantize(
+    source: PathLike | GGUF | Conversion,
+    type: str | None,
+    options: QuantizeOptions | None = None,
+    *,
+    weights: bool = True,
+) -> Quantization:
+    """Plan a quantization without writing it; parameters and errors as of `quantize`.
+
+    Without `weights`, `source` may be a config.json, and the plan can only be read.
+    """
+    from quantkit.errors import FormatError, OptionError
+    from quantkit.pipelines import planning
+    from quantkit.pipelines.quantize import Override
+    from quantkit.types import effort_level
+
+    options = options or QuantizeOptions()
+    effort_level(options.effort)  # an unknown level fails before any file is read
+    if options.partial_requant and options.reuse:
+        raise OptionError("--partial-requant copies tensors from OUT and --reuse from another file: pass one of them")
+    if type is None and options.plan is None:
+        raise OptionError("TYPE is missing: give a file type such as Q4_K_M, its number, or COPY")
+    if type is not None and options.plan is not None:
+        raise planning.conflicts_with_plan("TYPE")
+    model = planning.open_model(source, weights, options.pre)
+    if model.file is None and weights:
+        raise FormatError(f"{source} contains no weights; pass its directory or a GGUF file")
+    matrix = planning.read_imatrix(options)
+    for text in texts(options.override_kv):
+        Override.parse(text)
+    if type is None:
+        made = planning.replay_plan(model, options, matrix)
+    else:
+        made = planning.plan_types(model, type, options, matrix)
+    made.require_codecs()
+    return Quantization(model, made, matrix, options)
+
+
+def quantize(
+    source: PathLike | GGUF | Conversion,
+    output: PathLike,
+    type: str | None,
+    options: QuantizeOptions | None = None,
+    *,
+    progress: Progress | bool = False,
+    on_message: Callable[[str], None] = lambda text: None,
+) -> QuantizeResult:
+    """Quantize a GGUF file or a checkpoint directory to the GGUF file `output`.
+
+        source      a GGUF file, a checkpoint directory, or what `quantkit.open` returned
+        output      the file, or the prefix of its shards; it appears under its name when it is complete
+        type        a file type such as "Q4_K_M"; None if `options.plan` decides every type
+        options     the command's flags: importance matrix, rules, encoder effort, shards
+        progress    reports bytes
+        on_message  called with a line of text that says how many tensors are resumed or reused
+
+    An interrupted run leaves `OUTPUT.partial-job`; the same call resumes it. Raises ImportanceError if a type needs an
+    importance matrix, RecipeError for rules that cannot be read and, with `options.strict`, for any warning, and
+    DataError with file, tensor, row and column of a value that is not finite.
+    """
+    job = prepare_quantize(source, type, options)
+    if job.options.strict:
+        job.plan.require_clean()
+    return job.write(output, progress=progress, on_message=on_message)
+
+
+# --------------------------------------------------------------------------------------------------- repack and unpack
+
+
+@dataclass(frozen=True)
+class RepackResult:
+    """The result of `repack_file` and `unpack_file`.
+
+    Fields:
+
+        job      what was planned: `job.changes` has each tensor with its new type, or the reason why it is copied
+        paths    the files; empty if no tensor would change, or with `dry_run`
+        bytes    tensor data of the output
+        seconds  time taken
+    """
+
+    job: Repacking
+    paths: list[Path]
+    bytes: int
+    seconds: float
+
+
+def prepare_repack(source: PathLike | GGUF, options: RepackOptions | None = None, *, unpack: bool = False) -> Repacking:
+    """Plan to interleave the rows of a file's tensors, or to undo it, without writing anything."""
+    from quantkit.formats import gguf
+    from quantkit.pipelines.repack_file import plan_repack, plan_unpack
+
+    options = options or RepackOptions()
+    file = gguf.require_model(source if isinstance(source, gguf.GGUF) else gguf.open(source))
+    if unpack:
+        return plan_unpack(file)
+    placement = None
+    if options.placement is not None:
+        from quantkit.placement import rules
+
+        flags = options.placement
+        parsed = rules.parse_flags(flags) if isinstance(flags, str) else flags
+        parsed = replace(parsed, runtime=options.runtime)
+        placement = rules.plan(file.tensors, parsed, file.metadata, file.path)
+    return plan_repack(file, comma_separated(options.repack_pattern), placement)
+
+
+def write_repacked(
+    job: Repacking, output: PathLike, options: RepackOptions | None = None, *, progress: Progress | bool = False
+) -> RepackResult:
+    """Write what `prepare_repack` planned, unless nothing changes or `options.dry_run` is set."""
+    from quantkit.pipelines.repack_file import write
+
+    options = options or RepackOptions()
+    started, paths = time.perf_counter(), list[Path]()
+    if job.changed and not options.dry_run:
+        paths = write(
+            job,
+            output,
+            split_max_bytes=options.split_max_size,
+            split_max_tensors=options.split_max_tensors,
+            keep_split=options.keep_split,
+            threads=options.threads,
+            progress=progress,
+        )
+    return RepackResult(job, paths, job.nbytes, time.perf_counter() - started)
+
+
+def repack_file(
+    source: PathLike | GGUF,
+    output: PathLike,
+    options: RepackOptions | None = None,
+    *,
+    progress: Progress | bool = False,
+) -> RepackResult:
+    """Interleave the rows of the tensors of `source`, because CPU kernels read them faster, and write `output`.
+
+    Values do not change, and `unpack_file` restores the file. `options` are the command's flags; `progress` reports
+    bytes. If nothing would change, no file is written. Raises QuantkitError for a pattern that matches no tensor's
+    name, and UnsupportedError for an interleaved tensor that a GPU of `options.placement` cannot use.
+    """
+    return write_repacked(prepare_repack(source, options), output, options, progress=progress)
+
+
+def unpack_file(
+    source: PathLike | GGUF,
+    output: PathLike,
+    options: RepackOptions | None = None,
+    *,
+    progress: Progress | bool = False,
+) -> RepackResult:
+    """Convert the interleaved tensors of `source` to their base types, without losing a bit, and write `output`.
+
+    `options` are the command's flags; `progress` reports bytes. If nothing would change, no file is written. A tensor
+    that cannot be unpacked is copied, and `job.changes` of the result says why. Raises FormatError for a file that is
+    no model.
+    """
+    return write_repacked(prepare_repack(source, options, unpack=True), output, options, progress=progress)
+
+
+# -------------------------------------------------------------------------------------------------------------- verify
+
+
+def verify(
+    source: PathLike | GGUF, options: VerifyOptions | None = None, *, progress: Progress | bool = False
+) -> Verified:
+    """Check a GGUF file: its structure, values and recorded hashes, and whether a rerun would give the same bytes.
+
+    `source` is the file to check; `options` name the input that it was made from; `progress` reports bytes.
+
+    Returns Verified: `damage` (one sentence for each defect; empty if the file is sound), `changes` (for each tensor
+    that a rerun would change: why), `notes`, and `rerun` (None if the input was not compared). Raises FormatError for
+    a file whose structure is broken.
+    """
+    from quantkit.formats import gguf, imatrix
+    from quantkit.formats.imatrix import Imatrix
+    from quantkit.pipelines.planning import open_model
+    from quantkit.pipelines.verify import verify as run
+
+    options = options or VerifyOptions()
+    original = open_model(options.source, weights=True).file if options.source is not None else None
+    matrix = options.imatrix
+    if matrix is not None and not isinstance(matrix, Imatrix):
+        matrix = imatrix.read(matrix)
+    file = source if isinstance(source, gguf.GGUF) else gguf.open(source)
+    return run(file, original, matrix, threads=options.threads, progress=progress)
+
+
+def type_options(options: TypeOptions) -> dict[str, Any]:
+    """The values of the fields that `PlanOptions` and `QuantizeOptions` share."""
+    return {f.name: getattr(options, f.name) for f in fields(TypeOptions)}

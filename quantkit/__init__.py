@@ -5,6 +5,8 @@
 
     quantkit.convert, export, plan, quantize, repack_file, unpack_file, verify
                                        the commands of the same names: paths and options in, a result out
+    quantkit.imatrix, perplexity, divergence, compare
+                                       a model, a text and options in, a result with its conditions out
 
     quantkit.types.get("iq4_k")        a tensor type: quantize, dequantize, sizes
     quantkit.repack.repack, unpack     row interleaving of arrays, and its inverse
@@ -21,6 +23,10 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from quantkit import errors, repack, types
+    from quantkit.evaluate.compare import CompareOptions, compare
+    from quantkit.evaluate.divergence import DivergenceOptions, divergence
+    from quantkit.evaluate.imatrix.run import ImatrixOptions, imatrix
+    from quantkit.evaluate.perplexity import PerplexityOptions, perplexity
     from quantkit.formats.gguf import open
     from quantkit.formats.pipeline import Progress
     from quantkit.pipelines.api import convert, export, plan, quantize, repack_file, unpack_file, verify
@@ -36,18 +42,26 @@ if TYPE_CHECKING:
     from quantkit.runtime.loading import load
 
 __all__ = [
+    "CompareOptions",
     "ConvertOptions",
+    "DivergenceOptions",
     "ExportOptions",
+    "ImatrixOptions",
+    "PerplexityOptions",
     "PlanOptions",
     "Progress",
     "QuantizeOptions",
     "RepackOptions",
     "VerifyOptions",
+    "compare",
     "convert",
+    "divergence",
     "errors",
     "export",
+    "imatrix",
     "load",
     "open",
+    "perplexity",
     "plan",
     "quantize",
     "repack",
@@ -61,6 +75,10 @@ __all__ = [
 # The module of each public name; a module that is itself public stands for its own name.
 _MODULES = {
     "quantkit.errors": ("errors",),
+    "quantkit.evaluate.compare": ("CompareOptions", "compare"),
+    "quantkit.evaluate.divergence": ("DivergenceOptions", "divergence"),
+    "quantkit.evaluate.imatrix.run": ("ImatrixOptions", "imatrix"),
+    "quantkit.evaluate.perplexity": ("PerplexityOptions", "perplexity"),
     "quantkit.formats.gguf": ("open",),
     "quantkit.formats.pipeline": ("Progress",),
     "quantkit.pipelines.api": ("convert", "export", "plan", "quantize", "repack_file", "unpack_file", "verify"),

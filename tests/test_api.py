@@ -50,7 +50,7 @@ def test_repack_is_a_package_and_unpack_its_function() -> None:
 
 
 def test_names_load_their_part_only() -> None:
-    """In a new process: `dir` imports nothing; only `load` imports numba or torch before it is called."""
+    """In a new process: `dir` imports nothing; only what runs models imports numba before it is called, none torch."""
     code = """
 import sys
 import quantkit
@@ -58,10 +58,12 @@ before = set(sys.modules)
 dir(quantkit)
 assert set(sys.modules) == before
 for name in quantkit.__all__:
-    if name == "load":  # its module imports kernels
-        continue
+    if not quantkit._MODULE_OF[name].startswith(("quantkit.evaluate", "quantkit.runtime")):
+        getattr(quantkit, name)
+        assert "numba" not in sys.modules, name
+for name in quantkit.__all__:
     getattr(quantkit, name)
-    assert not {"numba", "torch"} & set(sys.modules), name
+    assert "torch" not in sys.modules, name
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -199,6 +201,51 @@ def test_repack_and_unpack_files(folder: Path, tmp_path: Path) -> None:
 def test_load_and_open(folder: Path) -> None:
     model = quantkit.load(folder / "bf16.gguf")
     assert model.logits([1, 2]).shape == (2, quantkit.open(folder / "bf16.gguf").tensors["token_embd.weight"].shape[0])
+
+
+@pytest.fixture
+def text(folder: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("A text of some words, said again and again. " * 60, encoding="utf-8")
+    return path
+
+
+def test_imatrix_and_quantize(folder: Path, tmp_path: Path, text: Path) -> None:
+    reports: list[int] = []
+    run = quantkit.imatrix(
+        folder / "bf16.gguf", text, tmp_path / "i.dat", quantkit.ImatrixOptions(ctx_size=64, chunks=2),
+        progress=lambda report: reports.append(report.done),
+    )  # fmt: skip
+    assert run.path == tmp_path / "i.dat"
+    assert reports == [1, 2]
+    assert run.perplexities[str(text)].nll.shape[0] == 2
+    options = quantkit.QuantizeOptions(imatrix=run.matrix)
+    assert quantkit.quantize(folder / "bf16.gguf", tmp_path / "q.gguf", "IQ4_NL", options).bytes > 0
+
+
+def test_perplexity_and_divergence(folder: Path, tmp_path: Path, text: Path) -> None:
+    """A base file and a model as base give the same; a model from itself has none; perplexities agree."""
+    base, q = folder / "bf16.gguf", tmp_path / "q.gguf"
+    quantkit.quantize(base, q, "Q4_0")
+    saved = tmp_path / "base.dat"
+    ppl = quantkit.PerplexityOptions(ctx_size=64, chunks=2)
+    wanted = quantkit.perplexity(base, text, dataclasses.replace(ppl, kl_divergence_base=saved))
+    options = quantkit.DivergenceOptions(ctx_size=64, chunks=2)
+    by_model = quantkit.divergence(q, base, text, options)
+    by_file = quantkit.divergence(q, saved)
+    assert by_model.mean_kld.value > 1e-6
+    assert by_file.mean_kld.value == pytest.approx(by_model.mean_kld.value, rel=1e-2)
+    assert np.exp(by_model.nll_base.mean()) == pytest.approx(wanted.value, rel=1e-5)
+    assert np.exp(by_model.nll.mean()) == pytest.approx(quantkit.perplexity(q, text, ppl).value, rel=1e-5)
+    assert quantkit.divergence(quantkit.load(base), base, text, options).mean_kld.value == pytest.approx(0, abs=1e-6)
+
+
+def test_compare(folder: Path, tmp_path: Path, text: Path) -> None:
+    quantkit.quantize(folder / "bf16.gguf", tmp_path / "q.gguf", "Q8_0")
+    options = quantkit.CompareOptions(ctx_size=64, chunks=2, noise_floor="off")
+    found = quantkit.compare(folder / "bf16.gguf", [tmp_path / "q.gguf"], text, options)
+    assert [c.path.name for c in found.candidates] == ["bf16.gguf", "q.gguf"]
+    assert found.conditions["n_ctx"] == 64
 
 
 def test_every_option_has_a_flag() -> None:

@@ -265,6 +265,7 @@ def compare(
 
     reference, models   GGUF files; the models must tokenize as the reference does
     texts               one or several text files, UTF-8; each is a domain of its own
+    options             the command's flags; None for the defaults
     on_message          called with a line of text before each step
     open_model          opens a file
     read_vocabulary     reads the tokenizer and the size of the vocabulary from a file

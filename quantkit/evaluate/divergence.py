@@ -308,6 +308,7 @@ def divergence(
     base         a base file that `perplexity` wrote (its path), or a model (its path, or open) to run over `text`;
                  a base model given by its path is closed before the other model is opened
     text         for a base that is a model: a text file, UTF-8
+    options      the command's flags; None for the defaults
     progress     called after each chunk, with the divergence so far
     on_message   called with lines for people: what begins, what is resumed, warnings
 

@@ -133,6 +133,7 @@ def perplexity(
     for the same text, context and tokenizer.
 
     model        an open model, or the path of a GGUF file, which `open_model` opens
+    options      the command's flags; None for the defaults
     progress     called after each chunk, with the perplexity so far
     on_message   called with lines for people: what begins, what is resumed
 

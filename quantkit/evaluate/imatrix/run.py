@@ -100,6 +100,7 @@ def imatrix(
 
     model        an open model, or the path of a GGUF file, which `open_model` opens
     texts        one or several text files, UTF-8
+    options      the command's flags; None for the defaults
     progress     called after each chunk, with the perplexity of the text so far, or None with no_ppl
     on_message   called with lines for people: what begins, what is resumed, what was saved
 

@@ -15,8 +15,8 @@ from quantkit.inputs import safe_regex
 from quantkit.inputs.safe_regex import compile
 from quantkit.placement.rules import Rule
 from quantkit.recipe import registry
-from quantkit.recipe.ecmascript import compile_pattern
-from quantkit.recipe.interleaving import Selection
+from quantkit.recipe.planning.interleaving import Selection
+from quantkit.recipe.rules.ecmascript import compile_pattern
 
 NAMES = [
     f"blk.{layer}.{part}.weight"

@@ -12,7 +12,7 @@ from quantkit.cli._card_command import HIDDEN, argument, base, requantize
 from quantkit.cli._evaluation import markdown
 from quantkit.cli._shared import gib
 from quantkit.errors import printable
-from quantkit.recipe.layers import ranges
+from quantkit.recipe.rules.layers import ranges
 
 if TYPE_CHECKING:
     from quantkit.formats.gguf import GGUF, Tensor

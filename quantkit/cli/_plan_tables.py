@@ -86,7 +86,7 @@ def print_budget(budget: Budget, explain: bool = False) -> None:
 
 def _reasons(budget: Budget) -> list[tuple[Any, ...]]:
     """One row per class of tensors with the same device and reason, layers as ranges."""
-    from quantkit.recipe.layers import summarised
+    from quantkit.recipe.rules.layers import summarised
 
     placement = budget.placement
     grouped: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -100,7 +100,7 @@ def _reasons(budget: Budget) -> list[tuple[Any, ...]]:
 
 def _examples(names: Sequence[str]) -> str:
     """Up to three classes of the tensors that a rule decided, layers as ranges."""
-    from quantkit.recipe.layers import summarised
+    from quantkit.recipe.rules.layers import summarised
 
     classes = list(summarised(names))
     shown = classes if len(classes) < 4 else classes[:2]
@@ -108,7 +108,7 @@ def _examples(names: Sequence[str]) -> str:
 
 
 def _fallbacks(plan: Plan) -> list[tuple[Any, ...]]:
-    from quantkit.recipe.layers import summarised
+    from quantkit.recipe.rules.layers import summarised
 
     found: dict[tuple[str, int, str], list[str]] = defaultdict(list)
     for t in plan.fallbacks:
@@ -128,7 +128,7 @@ def _names(plan: Plan) -> str:
 
 def _classes(plan: Plan) -> list[tuple[Any, ...]]:
     """One row per class of tensors with the same source, type and reason; * stands for all layers."""
-    from quantkit.recipe.layers import ranges
+    from quantkit.recipe.rules.layers import ranges
 
     grouped: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
     layers: dict[Any, set[int]] = defaultdict(set)

@@ -47,7 +47,7 @@ from quantkit.recipe import (
     replay,
 )
 from quantkit.recipe import plan as decide
-from quantkit.recipe.planner import Tensor, is_very_low
+from quantkit.recipe.planning.planner import Tensor, is_very_low
 
 if TYPE_CHECKING:
     from quantkit.pipelines.convert import Conversion

@@ -31,7 +31,7 @@ from quantkit.formats.owned import followed
 from quantkit.formats.pipeline import Job, Progress, pump
 from quantkit.pipelines import resume
 from quantkit.recipe import Plan, PlannedTensor
-from quantkit.recipe.interleaving import FILE_TYPE_BEFORE, rename_repacked
+from quantkit.recipe.planning.interleaving import FILE_TYPE_BEFORE, rename_repacked
 from quantkit.types import check_finite, effort_level
 from quantkit.types.families.interleave import Interleaved
 

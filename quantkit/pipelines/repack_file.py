@@ -36,7 +36,7 @@ from quantkit.formats.atomic import refuse_inputs
 from quantkit.formats.gguf import GGUF, Metadata, Tensor, TensorSpec, Writer
 from quantkit.formats.mapping import release
 from quantkit.formats.pipeline import Progress, row_ranges, spread
-from quantkit.recipe.interleaving import Selection, rename_repacked, rename_unpacked
+from quantkit.recipe.planning.interleaving import Selection, rename_repacked, rename_unpacked
 from quantkit.repack import row_form, to_rows, why_not
 from quantkit.types import QuantType
 from quantkit.types.families.interleave import Interleaved

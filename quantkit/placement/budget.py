@@ -25,9 +25,9 @@ from quantkit.placement.devices import CPU, Device, canonical
 from quantkit.placement.kernel_sizes import BATCH_TOKENS
 from quantkit.placement.offload import Offload
 from quantkit.placement.rules import RUNTIMES, Flags, Placement, located, without_kernels
-from quantkit.recipe.layers import expand
-from quantkit.recipe.patterns import Advice, advice
-from quantkit.recipe.shadows import Ordered, shadow
+from quantkit.recipe.rules.layers import expand
+from quantkit.recipe.rules.patterns import Advice, advice
+from quantkit.recipe.rules.shadows import Ordered, shadow
 from quantkit.types import QuantType
 
 GIB = 1 << 30

@@ -31,7 +31,7 @@ from quantkit.errors import DataError
 from quantkit.placement import sharding, workspace
 from quantkit.placement.devices import CPU, Device, proportions
 from quantkit.placement.rules import Flags, Info, Placement, gpu_kernels, place_model
-from quantkit.recipe.layers import regex_of
+from quantkit.recipe.rules.layers import regex_of
 
 GIB = 1 << 30
 _LAYER = re.compile(r"blk\.(\d+)\.(.*)")

@@ -35,7 +35,7 @@ from typing import Any, Protocol
 from quantkit.errors import DataError, UnknownNameError, UnsupportedError
 from quantkit.inputs.safe_regex import Pattern, compile
 from quantkit.placement.devices import CPU, Device, canonical, find, parse_devices, proportions
-from quantkit.recipe.layers import ranges, regex_of
+from quantkit.recipe.rules.layers import ranges, regex_of
 from quantkit.types import QuantType
 
 MODES = ("none", "layer", "graph")

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quantkit.recipe.errors import ImportanceError, RecipeError
-    from quantkit.recipe.grammar import Recipe, Rule, parse
     from quantkit.recipe.models import from_config, is_config, read_config
-    from quantkit.recipe.planned import Plan, PlannedTensor, RuleUse
-    from quantkit.recipe.planner import Options, importance_entry, plan
-    from quantkit.recipe.presets import FileType, file_type, file_types
+    from quantkit.recipe.planning.planned import Plan, PlannedTensor, RuleUse
+    from quantkit.recipe.planning.planner import Options, importance_entry, plan
+    from quantkit.recipe.planning.presets import FileType, file_type, file_types
+    from quantkit.recipe.planning.replay import replay
     from quantkit.recipe.registry import find, shipped
-    from quantkit.recipe.replayed import replay
+    from quantkit.recipe.rules.grammar import Recipe, Rule, parse
 
 __all__ = ["FileType", "ImportanceError", "Options", "Plan", "PlannedTensor", "Recipe", "RecipeError", "Rule",
            "RuleUse", "file_type", "file_types", "find", "from_config", "importance_entry", "is_config", "parse",
@@ -29,12 +29,12 @@ __all__ = ["FileType", "ImportanceError", "Options", "Plan", "PlannedTensor", "R
 
 _NAMES_OF_MODULE = {
     "errors": ("ImportanceError", "RecipeError"),
-    "grammar": ("Recipe", "Rule", "parse"),
+    "rules.grammar": ("Recipe", "Rule", "parse"),
     "models": ("from_config", "is_config", "read_config"),
-    "planned": ("Plan", "PlannedTensor", "RuleUse"),
-    "planner": ("Options", "importance_entry", "plan"),
-    "presets": ("FileType", "file_type", "file_types"),
-    "replayed": ("replay",),
+    "planning.planned": ("Plan", "PlannedTensor", "RuleUse"),
+    "planning.planner": ("Options", "importance_entry", "plan"),
+    "planning.presets": ("FileType", "file_type", "file_types"),
+    "planning.replay": ("replay",),
     "registry": ("find", "shipped"),
 }
 _MODULE_OF = {name: file for file, names in _NAMES_OF_MODULE.items() for name in names}

@@ -14,9 +14,9 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
-from quantkit.recipe.grammar import Recipe, Rule
-from quantkit.recipe.layers import regex_of
-from quantkit.recipe.planned import Plan
+from quantkit.recipe.planning.planned import Plan
+from quantkit.recipe.rules.grammar import Recipe, Rule
+from quantkit.recipe.rules.layers import regex_of
 from quantkit.types import QuantType
 
 FORMS = ("file", "custom-q", "tensor-types", "thireus")

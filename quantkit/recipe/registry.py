@@ -10,7 +10,7 @@ from quantkit.errors import UnknownNameError
 from quantkit.formats import gguf
 from quantkit.recipe.errors import RecipeError
 from quantkit.recipe.forms import rules_for_types
-from quantkit.recipe.grammar import Recipe, parse
+from quantkit.recipe.rules.grammar import Recipe, parse
 
 _HERE = Path(__file__).parent
 SUFFIX = ".recipe"

@@ -13,7 +13,7 @@ import quantkit
 from quantkit import recipe, types
 from quantkit.errors import DataError
 from quantkit.formats import imatrix
-from quantkit.recipe.presets import file_types
+from quantkit.recipe.planning.presets import file_types
 from tests.conformance.ggml import QUANTIZE_TOOL
 from tests.recipe.synthetic import Shape
 

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from quantkit import types
 from quantkit.errors import QuantkitError, UnknownNameError
 from quantkit.formats.gguf import TensorSpec, Writer
-from quantkit.recipe import Recipe, RecipeError, Rule, find, layers, parse, plan, shipped
-from quantkit.recipe.ecmascript import compile_pattern
+from quantkit.recipe import Recipe, RecipeError, Rule, find, parse, plan, shipped
 from quantkit.recipe.forms import format_recipe, rules_for_types, thireus
+from quantkit.recipe.rules import layers
+from quantkit.recipe.rules.ecmascript import compile_pattern
 
 WRITTEN = r"""
 # IQ2_K_R4 mix

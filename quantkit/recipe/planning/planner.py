@@ -36,14 +36,14 @@ import numpy as np
 from quantkit import types
 from quantkit.errors import DataError
 from quantkit.formats.imatrix import Imatrix
-from quantkit.recipe import lint
 from quantkit.recipe.errors import ImportanceError, RecipeError
-from quantkit.recipe.fallback import fit_columns, interleaved_rows, row_by_row
-from quantkit.recipe.grammar import Recipe, Rule
-from quantkit.recipe.interleaving import Selection
-from quantkit.recipe.mixes import CLASSES, Mix, Model, tensor_class
-from quantkit.recipe.planned import Plan, PlannedTensor, RuleUse
-from quantkit.recipe.presets import FileType, file_type
+from quantkit.recipe.planning import lint
+from quantkit.recipe.planning.fallback import fit_columns, interleaved_rows, row_by_row
+from quantkit.recipe.planning.interleaving import Selection
+from quantkit.recipe.planning.mixes import CLASSES, Mix, Model, tensor_class
+from quantkit.recipe.planning.planned import Plan, PlannedTensor, RuleUse
+from quantkit.recipe.planning.presets import FileType, file_type
+from quantkit.recipe.rules.grammar import Recipe, Rule
 from quantkit.types import QuantType
 
 EMBEDDING, OUTPUT, LAYER_EMBEDDING = "token_embd.weight", "output.weight", "per_layer_token_embd.weight"

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from quantkit.formats.imatrix import Imatrix, rarely_active
-from quantkit.recipe import layers
-from quantkit.recipe.layers import listed
-from quantkit.recipe.patterns import advice, loose_ends
-from quantkit.recipe.planned import PlannedTensor, RuleUse
-from quantkit.recipe.shadows import Ordered, shadow
+from quantkit.recipe.planning.planned import PlannedTensor, RuleUse
+from quantkit.recipe.rules import layers
+from quantkit.recipe.rules.layers import listed
+from quantkit.recipe.rules.patterns import advice, loose_ends
+from quantkit.recipe.rules.shadows import Ordered, shadow
 
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 # imatrix does not measure these by default, so a missing entry is not a mistake.

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.recipe.ecmascript import compile_pattern
 from quantkit.recipe.errors import RecipeError
-from quantkit.recipe.layers import expand, listed, regex_of
+from quantkit.recipe.rules.ecmascript import compile_pattern
+from quantkit.recipe.rules.layers import expand, listed, regex_of
 
 _CLASS = re.compile(r"\[([0-9|,\- ]+)\]")
 _RANGE = re.compile(r"(\d{1,3})-(\d{1,3})")

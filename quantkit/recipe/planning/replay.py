@@ -12,11 +12,11 @@ from typing import Any
 from quantkit import types
 from quantkit.errors import DataError, FormatError
 from quantkit.formats.imatrix import Imatrix
-from quantkit.recipe.fallback import interleaved_rows
-from quantkit.recipe.grammar import parse
-from quantkit.recipe.planned import Plan, PlannedTensor, RuleUse
-from quantkit.recipe.planner import Tensor, refuse_requantizing
-from quantkit.recipe.presets import file_type
+from quantkit.recipe.planning.fallback import interleaved_rows
+from quantkit.recipe.planning.planned import Plan, PlannedTensor, RuleUse
+from quantkit.recipe.planning.planner import Tensor, refuse_requantizing
+from quantkit.recipe.planning.presets import file_type
+from quantkit.recipe.rules.grammar import parse
 
 SCHEMAS = ("quantkit.plan/1", "quantkit.quantize/1")  # `quantize --json` prints a plan and what was written
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.recipe.presets import FileType
+from quantkit.recipe.planning.presets import FileType
 from quantkit.types import QuantType
 
 # ---------------------------------------------------------------------------------------- outputs and embeddings (O, E)

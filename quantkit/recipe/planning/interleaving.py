@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterable, Sequence
 
 from quantkit.errors import UnknownNameError
 from quantkit.formats.gguf.metadata import Metadata
-from quantkit.recipe.ecmascript import compile_pattern
 from quantkit.recipe.errors import RecipeError
-from quantkit.recipe.presets import FileType, file_type
+from quantkit.recipe.planning.presets import FileType, file_type
+from quantkit.recipe.rules.ecmascript import compile_pattern
 from quantkit.repack import interleaved_form, row_form
 from quantkit.repack.eligible import EMBEDDINGS, interleaved
 from quantkit.types import QuantType

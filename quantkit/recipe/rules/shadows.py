@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantkit.recipe.layers import listed
+from quantkit.recipe.rules.layers import listed
 
 
 @dataclass(frozen=True)

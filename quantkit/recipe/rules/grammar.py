@@ -26,9 +26,9 @@ from dataclasses import dataclass, field, replace
 from quantkit import types
 from quantkit.errors import QuantkitError, UnknownNameError
 from quantkit.inputs.safe_regex import Pattern
-from quantkit.recipe import layers
-from quantkit.recipe.ecmascript import compile_pattern
 from quantkit.recipe.errors import RecipeError
+from quantkit.recipe.rules import layers
+from quantkit.recipe.rules.ecmascript import compile_pattern
 from quantkit.types import QuantType
 
 _SETTING = re.compile(r"\s*([A-Za-z]\w*)\s*:=\s*(.*)")

@@ -11,10 +11,10 @@ from typing import Any
 from quantkit import types
 from quantkit.errors import UnsupportedError
 from quantkit.recipe.errors import RecipeError
-from quantkit.recipe.grammar import Recipe, Rule
-from quantkit.recipe.interleaving import TypeChange, repacked_type
-from quantkit.recipe.layers import summarised
-from quantkit.recipe.presets import FileType, is_file_type
+from quantkit.recipe.planning.interleaving import TypeChange, repacked_type
+from quantkit.recipe.planning.presets import FileType, is_file_type
+from quantkit.recipe.rules.grammar import Recipe, Rule
+from quantkit.recipe.rules.layers import summarised
 from quantkit.types import QuantType
 
 

@@ -83,11 +83,11 @@ class _Heads:
 class KeyHalf(Transform):
     """attn_k_b of attn_kv_b."""
 
-    keeps_bits = False
+    copies_rows = False
 
     def __init__(self, sizes: _Heads):
         self.sizes = sizes
-        self.step = sizes.kv_lora
+        self.row_multiple = sizes.kv_lora
 
     def shape(self, *sources: Shape) -> Shape:
         self.sizes.check(sources[0])
@@ -106,7 +106,7 @@ class ValueHalf(Transform):
 
     def __init__(self, sizes: _Heads):
         self.sizes = sizes
-        self.step = sizes.v
+        self.row_multiple = sizes.v
 
     def shape(self, *sources: Shape) -> Shape:
         self.sizes.check(sources[0])
@@ -123,23 +123,23 @@ class ValueHalf(Transform):
 class JoinHalves(Transform):
     """attn_kv_b of attn_k_b and attn_v_b, of two dimensions or three."""
 
-    keeps_bits = False
+    copies_rows = False
 
     def __init__(self, sizes: _Heads):
         self.sizes = sizes
-        self.step = sizes.nope + sizes.v
+        self.row_multiple = sizes.nope + sizes.v
 
     def shape(self, *sources: Shape) -> Shape:
-        return (self.sizes.heads * self.step, self.sizes.kv_lora)
+        return (self.sizes.heads * self.row_multiple, self.sizes.kv_lora)
 
     def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
         s, (keys, values) = self.sizes, sources
-        first, last = start // self.step, -(-stop // self.step)
+        first, last = start // self.row_multiple, -(-stop // self.row_multiple)
         parts = []
         for head in range(first, last):
             parts.append(keys(head * s.kv_lora, (head + 1) * s.kv_lora).reshape(s.kv_lora, s.nope).T)
             parts.append(values(head * s.v, (head + 1) * s.v).reshape(s.v, s.kv_lora))
-        return np.concatenate(parts)[start - first * self.step : stop - first * self.step]
+        return np.concatenate(parts)[start - first * self.row_multiple : stop - first * self.row_multiple]
 
 
 def in_layout(tensors: Iterable[ExpectedTensor], layout: str) -> list[ExpectedTensor]:
@@ -177,8 +177,15 @@ class DeepSeek2(Decoder):
         Rule("blk.N.attn_kv_a_mqa", "model.layers.N.self_attn.kv_a_proj_with_mqa", bias=True),
         Rule("blk.N.attn_kv_a_norm", "model.layers.N.self_attn.kv_a_layernorm", f32=True),
         Rule("blk.N.attn_kv_b", "model.layers.N.self_attn.kv_b_proj"),
-        Rule("blk.N.attn_k_b", "model.layers.N.self_attn.kv_b_proj", lambda hp: KeyHalf(_Heads.of(hp)), one_way=True),
-        Rule("blk.N.attn_v_b", "model.layers.N.self_attn.kv_b_proj", lambda hp: ValueHalf(_Heads.of(hp)), one_way=True),
+        Rule(
+            "blk.N.attn_k_b", "model.layers.N.self_attn.kv_b_proj", lambda hp: KeyHalf(_Heads.of(hp)), to_gguf_only=True
+        ),
+        Rule(
+            "blk.N.attn_v_b",
+            "model.layers.N.self_attn.kv_b_proj",
+            lambda hp: ValueHalf(_Heads.of(hp)),
+            to_gguf_only=True,
+        ),
         Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
         Rule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
         *experts.RULES,

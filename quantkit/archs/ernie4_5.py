@@ -12,7 +12,7 @@ from quantkit.archs.common.base import EMBEDDING_RULES, OUTPUT_RULES, SWIGLU_RUL
 from quantkit.archs.common.blocks import HParams, Part
 from quantkit.archs.common.decoder import Decoder
 from quantkit.archs.common.tensors import LazyTensor, Rule
-from quantkit.archs.common.transforms import OneRow
+from quantkit.archs.common.transforms import RowToVector
 from quantkit.formats.gguf.metadata import Entries
 
 _ATTENTION = (
@@ -74,7 +74,7 @@ class Ernie45MoE(Ernie45):
         *_ATTENTION,
         Rule("blk.N.ffn_norm", "model.layers.N.post_attention_layernorm", f32=True),
         *experts.dense_rules(),
-        experts.choice_rule("mlp.moe_statics.e_score_correction_bias", lambda hp: OneRow(hp.n_expert)),
+        experts.choice_rule("mlp.moe_statics.e_score_correction_bias", lambda hp: RowToVector(hp.n_expert)),
         *experts.routed_rules(),
         *experts.shared_rules(),
         *OUTPUT_RULES,

@@ -43,35 +43,35 @@ class Slice(Transform):
 
     def __init__(self, n: int, columns: int, layout: str, first: int = 0, stride: int = 1):
         self.n, self.columns, self.layout, self.first, self.stride = n, columns, layout, first, stride
-        self.keeps_bits = layout == "rows"
-        self.step = n // stride
+        self.copies_rows = layout == "rows"
+        self.row_multiple = n // stride
 
     def shape(self, *sources: Shape) -> Shape:
-        stored = (self.n, self.columns) if self.keeps_bits else (self.columns, self.n)
+        stored = (self.n, self.columns) if self.copies_rows else (self.columns, self.n)
         if len(sources[0]) != 3 or sources[0][1:] != stored:
             raise FormatError(f"experts of shape {sources[0]}; config.json makes each {stored}")
-        return (sources[0][0], self.step, self.columns)
+        return (sources[0][0], self.row_multiple, self.columns)
 
     def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
-        first, last = start // self.step, -(-stop // self.step)
-        tall = self.n if self.keeps_bits else self.columns
+        first, last = start // self.row_multiple, -(-stop // self.row_multiple)
+        tall = self.n if self.copies_rows else self.columns
         parts = []
         for expert in range(first, last):
             stored = sources[0](expert * tall, (expert + 1) * tall)
-            matrix = stored if self.keeps_bits else stored.reshape(self.columns, self.n).T
+            matrix = stored if self.copies_rows else stored.reshape(self.columns, self.n).T
             parts.append(matrix[self.first :: self.stride])
-        found = np.concatenate(parts)[start - first * self.step : stop - first * self.step]
+        found = np.concatenate(parts)[start - first * self.row_multiple : stop - first * self.row_multiple]
         return np.ascontiguousarray(found)
 
     def inverse(self) -> Transform:
         assert self.stride == 1
-        return self if self.keeps_bits else Slice(self.columns, self.n, self.layout)
+        return self if self.copies_rows else Slice(self.columns, self.n, self.layout)
 
 
 class Columns(Transform):
     """Every other element of each row, from `first` on."""
 
-    keeps_bits = False
+    copies_rows = False
 
     def __init__(self, first: int):
         self.first = first
@@ -86,25 +86,25 @@ class Columns(Transform):
 class Alternating(Transform):
     """gate and up of all experts as one tensor, transposed; of biases: as they are."""
 
-    keeps_bits = False
+    copies_rows = False
 
     def __init__(self, ff: int, columns: int | None):
         self.ff, self.columns = ff, columns
-        self.step = columns or 1
+        self.row_multiple = columns or 1
 
     def shape(self, *sources: Shape) -> Shape:
         return (sources[0][0], self.columns, 2 * self.ff) if self.columns else (sources[0][0], 2 * self.ff)
 
     def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
         tall = self.ff if self.columns else 1
-        first, last = start // self.step, -(-stop // self.step)
+        first, last = start // self.row_multiple, -(-stop // self.row_multiple)
         parts = []
         for expert in range(first, last):
             gate, up = (source(expert * tall, (expert + 1) * tall) for source in sources)
-            both = np.empty((self.step, 2 * self.ff), np.float32)
+            both = np.empty((self.row_multiple, 2 * self.ff), np.float32)
             both[:, 0::2], both[:, 1::2] = (gate.T, up.T) if self.columns else (gate, up)
             parts.append(both)
-        return np.concatenate(parts)[start - first * self.step : stop - first * self.step]
+        return np.concatenate(parts)[start - first * self.row_multiple : stop - first * self.row_multiple]
 
 
 def _expert_rules(layout: str) -> tuple[Rule, ...]:
@@ -118,13 +118,13 @@ def _expert_rules(layout: str) -> tuple[Rule, ...]:
             return Columns(first)
 
         weight, bare = f"blk.N.ffn_{ours}_exps.weight", f"blk.N.ffn_{ours}_exps.bias"
-        rules.append(Rule(weight, f"{_THERE}.gate_up_proj", half, whole=True, one_way=True))
-        rules.append(Rule(bare, f"{_THERE}.gate_up_proj_bias", bias, whole=True, one_way=True, f32=True))
+        rules.append(Rule(weight, f"{_THERE}.gate_up_proj", half, full_names=True, to_gguf_only=True))
+        rules.append(Rule(bare, f"{_THERE}.gate_up_proj_bias", bias, full_names=True, to_gguf_only=True, f32=True))
     return (
         *rules,
         Rule("blk.N.ffn_down_exps.weight", f"{_THERE}.down_proj",
-             lambda hp: Slice(hp.n_embd, hp.n_ff_expert, layout), whole=True),
-        Rule("blk.N.ffn_down_exps.bias", f"{_THERE}.down_proj_bias", whole=True, f32=True),
+             lambda hp: Slice(hp.n_embd, hp.n_ff_expert, layout), full_names=True),
+        Rule("blk.N.ffn_down_exps.bias", f"{_THERE}.down_proj_bias", full_names=True, f32=True),
     )  # fmt: skip
 
 
@@ -134,7 +134,7 @@ _BEFORE = (
     Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", bias=True),
     Rule("blk.N.attn_k", "model.layers.N.self_attn.k_proj", bias=True),
     Rule("blk.N.attn_v", "model.layers.N.self_attn.v_proj", bias=True),
-    Rule("blk.N.attn_sinks.weight", "model.layers.N.self_attn.sinks", whole=True, f32=True),
+    Rule("blk.N.attn_sinks.weight", "model.layers.N.self_attn.sinks", full_names=True, f32=True),
     Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
     Rule("blk.N.post_attention_norm", "model.layers.N.post_attention_layernorm", f32=True),
     Rule("blk.N.ffn_gate_inp", "model.layers.N.mlp.router", bias=True, f32=True),

@@ -32,7 +32,7 @@ class Llama(Decoder):
     model_type = "llama"
     defaults_of: ClassVar[dict[str, dict[str, Any]]] = {"MixtralForCausalLM": {"rope_theta": 1000000.0}}
     rope_style = "norm"
-    own_sizes = {"eff": lambda s: s["ff"]}  # noqa: RUF012  data
+    size_overrides = {"eff": lambda s: s["ff"]}  # noqa: RUF012  data
     rules = (
         *EMBEDDING_RULES,
         Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),

@@ -26,7 +26,7 @@ class MiniMaxM2(Decoder):
     rope_style = "neox"
     rotary_fraction = 1.0
     defaults = {"rope_theta": 5000000.0}  # noqa: RUF012  data
-    own_sizes = {"q_norm": lambda s: s["q"], "k_norm": lambda s: s["k"]}  # noqa: RUF012  data
+    size_overrides = {"q_norm": lambda s: s["q"], "k_norm": lambda s: s["k"]}  # noqa: RUF012  data
     rules = (
         *EMBEDDING_RULES,
         Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),

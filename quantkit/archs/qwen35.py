@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 from quantkit.archs.common import hybrid
 from quantkit.archs.common.base import EMBEDDING_RULES, SWIGLU_RULES, Config, Keys, rope_parameters
 from quantkit.archs.common.blocks import HParams
-from quantkit.archs.common.hybrid import Hybrid, channels, of_recurrent, runs_of_heads, sizes_of
+from quantkit.archs.common.hybrid import Hybrid, conv_rows, head_runs, recurrence_of, recurrent_rule
 from quantkit.archs.common.tensors import COPY, LazyTensor, Piece, Rule, Shape, Transform
-from quantkit.archs.common.transforms import Gather, ShuffleColumns
+from quantkit.archs.common.transforms import GatherRows, ShuffleColumns
 from quantkit.formats.gguf.metadata import Entries
 from quantkit.inputs.settings import integer, sequence
 
@@ -29,28 +29,28 @@ _SECTIONS = [11, 11, 10]  # transformers' default
 
 def tiled(hp: HParams) -> list[int]:
     """The value heads of a checkpoint in the order of files."""
-    sizes = sizes_of(hp)
+    sizes = recurrence_of(hp)
     each = sizes.value_heads // sizes.key_heads
     return [group * each + t for t in range(each) for group in range(sizes.key_heads)]
 
 
 def _rows(hp: HParams) -> Transform:
     """Of a matrix with a row for each value head."""
-    return Gather(runs_of_heads(tiled(hp), 1))
+    return GatherRows(head_runs(tiled(hp), 1))
 
 
 def _columns(hp: HParams) -> Transform:
-    dim = sizes_of(hp).head_dim_v
+    dim = recurrence_of(hp).head_dim_v
     return ShuffleColumns(head * dim + i for head in tiled(hp) for i in range(dim))
 
 
 RECURRENT_RULES = (
-    of_recurrent("attn_qkv", "in_proj_qkv", lambda hp: Gather(channels(hp, tiled(hp)))),
-    of_recurrent("attn_gate", "in_proj_z", lambda hp: Gather(runs_of_heads(tiled(hp), sizes_of(hp).head_dim_v))),
+    recurrent_rule("attn_qkv", "in_proj_qkv", lambda hp: GatherRows(conv_rows(hp, tiled(hp)))),
+    recurrent_rule("attn_gate", "in_proj_z", lambda hp: GatherRows(head_runs(tiled(hp), recurrence_of(hp).head_dim_v))),
     *hybrid.recurrent_rules(tiled),
-    of_recurrent("ssm_beta", "in_proj_b", _rows),
-    of_recurrent("ssm_alpha", "in_proj_a", _rows),
-    of_recurrent("ssm_out", "out_proj", lambda hp: _columns(hp) if is_tiled(hp) else COPY),
+    recurrent_rule("ssm_beta", "in_proj_b", _rows),
+    recurrent_rule("ssm_alpha", "in_proj_a", _rows),
+    recurrent_rule("ssm_out", "out_proj", lambda hp: _columns(hp) if is_tiled(hp) else COPY),
 )
 
 
@@ -67,7 +67,7 @@ _MTP_NAMES = {
 MTP_RULES = (
     Rule("blk.N.nextn.eh_proj", "model.layers.N.eh_proj", layers=_predicts),
     *(
-        hybrid.norm(f"blk.N.nextn.{name.replace('.', '_')}", f"model.layers.N.{name}", layers=_predicts)
+        hybrid.norm_rule(f"blk.N.nextn.{name.replace('.', '_')}", f"model.layers.N.{name}", layers=_predicts)
         for name in list(_MTP_NAMES.values())[1:]
     ),
 )
@@ -98,7 +98,7 @@ def checkpoint_name(name: str, n_main: int) -> str:
 
 def is_tiled(hp: HParams) -> bool:
     """Whether the two orders differ."""
-    return sizes_of(hp).value_heads != sizes_of(hp).key_heads
+    return recurrence_of(hp).value_heads != recurrence_of(hp).key_heads
 
 
 class Qwen35(Hybrid):
@@ -113,7 +113,7 @@ class Qwen35(Hybrid):
         *EMBEDDING_RULES,
         *hybrid.ATTENTION_RULES,
         *RECURRENT_RULES,
-        *hybrid.AFTER_RULES,
+        *hybrid.FFN_NORM_RULES,
         *SWIGLU_RULES[1:],
         *MTP_RULES,
         *hybrid.OUTPUT_RULES,

@@ -26,7 +26,7 @@ class Qwen35MoE(HybridMoE, Qwen35):
         *EMBEDDING_RULES,
         *hybrid.ATTENTION_RULES,
         *RECURRENT_RULES,
-        *hybrid.AFTER_RULES,
+        *hybrid.FFN_NORM_RULES,
         *hybrid.MOE_RULES,
         *MTP_RULES,
         *hybrid.OUTPUT_RULES,

@@ -15,25 +15,25 @@ from typing import Any, ClassVar
 from quantkit.archs.common import hybrid
 from quantkit.archs.common.base import EMBEDDING_RULES
 from quantkit.archs.common.blocks import DeltaNet, HParams
-from quantkit.archs.common.hybrid import HybridMoE, Runs, of_recurrent, sizes_of
+from quantkit.archs.common.hybrid import HybridMoE, RowRuns, recurrence_of, recurrent_rule
 from quantkit.archs.common.tensors import COPY, Piece, Rule, Shape
-from quantkit.archs.common.transforms import Gather
+from quantkit.archs.common.transforms import GatherRows
 
 _FUSED = "in_proj_qkvz"
 
 
-def _parts(hp: HParams) -> tuple[Runs, Runs]:
+def _parts(hp: HParams) -> tuple[RowRuns, RowRuns]:
     """Rows of in_proj_qkvz that are attn_qkv, and those that are attn_gate."""
-    sizes = sizes_of(hp)
+    sizes = recurrence_of(hp)
     dim, each = sizes.head_dim_k, sizes.inner // sizes.key_heads
     starts = [head * 2 * (dim + each) for head in range(sizes.key_heads)]
     qkv = [(0, start + at, n) for at, n in ((0, dim), (dim, dim), (2 * dim, each)) for start in starts]
     return qkv, [(0, start + 2 * dim + each, each) for start in starts]
 
 
-def _joined(hp: HParams) -> Runs:
+def _joined(hp: HParams) -> RowRuns:
     """Rows of attn_qkv, source 0, and attn_gate, source 1, as in_proj_qkvz has them."""
-    sizes = sizes_of(hp)
+    sizes = recurrence_of(hp)
     dim, each = sizes.head_dim_k, sizes.inner // sizes.key_heads
     runs = []
     for head in range(sizes.key_heads):
@@ -52,12 +52,12 @@ class Qwen3Next(HybridMoE):
     rules: ClassVar[tuple[Rule, ...]] = (
         *EMBEDDING_RULES,
         *hybrid.ATTENTION_RULES,
-        of_recurrent("attn_qkv", _FUSED, lambda hp: Gather(_parts(hp)[0]), one_way=True),
-        of_recurrent("attn_gate", _FUSED, lambda hp: Gather(_parts(hp)[1]), one_way=True),
+        recurrent_rule("attn_qkv", _FUSED, lambda hp: GatherRows(_parts(hp)[0]), to_gguf_only=True),
+        recurrent_rule("attn_gate", _FUSED, lambda hp: GatherRows(_parts(hp)[1]), to_gguf_only=True),
         *hybrid.recurrent_rules(),
-        of_recurrent("ssm_ba", "in_proj_ba"),
-        of_recurrent("ssm_out", "out_proj"),
-        *hybrid.AFTER_RULES,
+        recurrent_rule("ssm_ba", "in_proj_ba"),
+        recurrent_rule("ssm_out", "out_proj"),
+        *hybrid.FFN_NORM_RULES,
         *hybrid.MOE_RULES,
         *hybrid.OUTPUT_RULES,
     )
@@ -102,8 +102,8 @@ class Qwen3Next(HybridMoE):
         for i in sorted(hparams.recurrent):
             fused = f"blk.{i}.ssm_in.weight"
             sources: tuple[str, ...] = (f"blk.{i}.attn_qkv.weight", f"blk.{i}.attn_gate.weight")
-            transform, sources = (COPY, (fused,)) if fused in shapes else (Gather(_joined(hparams)), sources)
-            hybrid.require(sources, shapes)
+            transform, sources = (COPY, (fused,)) if fused in shapes else (GatherRows(_joined(hparams)), sources)
+            hybrid.require_tensors(sources, shapes)
             shape = transform.shape(*(shapes[source] for source in sources))
             found.append(Piece(f"model.layers.{i}.linear_attn.{_FUSED}.weight", shape, sources, transform, False))
         return found

@@ -110,7 +110,7 @@ class Converted:
     @functools.cached_property
     def _as_bytes(self) -> bool:
         """Whether the sources already give rows of the type, so that the transform only moves bytes."""
-        moves = self.piece is not None and self.piece.transform.keeps_bits
+        moves = self.piece is not None and self.piece.transform.copies_rows
         return moves and all(_gives_rows_of(tensor, self.type.name) for tensor in self.sources)
 
     @functools.cached_property
@@ -118,7 +118,7 @@ class Converted:
         """Whether the sources can write the rows directly: floats, unchanged or converted to another float type."""
         if self.piece is None or self.type.name not in FLOATS or len(self.shape) < 2 or not self._as_bytes:
             return False
-        return self.piece.transform.place(0, 1) is not None
+        return self.piece.transform.locate(0, 1) is not None
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def _automatic(checkpoint: Checkpoint, otherwise: str) -> str:
 
 def _type_of(piece: Piece, checkpoint: Checkpoint, outtype: QuantType) -> QuantType:
     """The output type of a piece. MXFP4 stays MXFP4: another type would be larger or less accurate."""
-    if piece.transform.keeps_bits and all(checkpoint.tensors[name].dtype == "MXFP4" for name in piece.sources):
+    if piece.transform.copies_rows and all(checkpoint.tensors[name].dtype == "MXFP4" for name in piece.sources):
         return types.get("mxfp4")
     if piece.f32 or len(piece.shape) <= 1 or not piece.name.endswith(".weight"):
         return types.get("f32")
@@ -321,7 +321,7 @@ def _put(tensor: Converted, start: int, stop: int, writer: Writer) -> int:
 def _send(tensor: Converted, start: int, stop: int, writer: Writer) -> int:
     """Let the source write rows natively, without Python between its slices; the byte count, 0 if it did not."""
     assert tensor.piece is not None
-    if (place := tensor.piece.transform.place(start, stop)) is None:
+    if (place := tensor.piece.transform.locate(start, stop)) is None:
         return 0
     (number, first), width = place, tensor.spec.row_bytes
     source, last = tensor.sources[number], first + stop - start
@@ -412,9 +412,9 @@ _SENT = 1 << 23  # elements of a piece that a source writes natively
 
 def _ranges(spec: TensorSpec, piece: Piece, sends: bool) -> Iterator[tuple[int, int]]:
     """Ranges of rows, one per task. No range spans two stacked sources, so that an error names the right one."""
-    each, elements = piece.transform.each, _SENT if sends else 0
+    each, elements = piece.transform.source_rows, _SENT if sends else 0
     if each is None:
-        yield from row_ranges(spec.shape, piece.transform.step, elements)
+        yield from row_ranges(spec.shape, piece.transform.row_multiple, elements)
         return
     for first in range(0, each * len(piece.sources), each):
         yield from ((first + start, first + stop) for start, stop in row_ranges((each, spec.shape[-1]), 1, elements))
@@ -456,7 +456,7 @@ def _encode(
         else:
             data = kind.quantize(rows(None).reshape(-1, n), threads=1)
     except DataError as error:
-        number, begin = divmod(start, piece.transform.each) if piece.transform.each else (0, start)
+        number, begin = divmod(start, piece.transform.source_rows) if piece.transform.source_rows else (0, start)
         source, first = sources[number], f" (rows counted from row {begin})" if begin else ""
         raise DataError(f"{source.path}: tensor {source.name}: {error}{first}") from None
     if not is_mapped(data):

@@ -56,7 +56,7 @@ class Export:
         """The checkpoint's bytes in order, in pieces of bounded size."""
         for spec, piece in zip(self.specs, self.pieces):
             sources = [self.source.tensors[name] for name in piece.sources]
-            step = math.lcm(piece.transform.step, *(tensor.type.interleave for tensor in sources))
+            step = math.lcm(piece.transform.row_multiple, *(tensor.type.interleave for tensor in sources))
             for start, stop in row_ranges(spec.shape, step):
                 yield spec.name, functools.partial(_decode, spec, piece, sources, start, stop)
 
@@ -159,7 +159,7 @@ def _reader(tensor: Tensor, raw: bool) -> ReadRows:
 
 def _decode(spec: CheckpointSpec, piece: Piece, sources: list[Tensor], start: int, stop: int) -> np.ndarray:
     """Rows `start` to `stop` of a checkpoint tensor, as bytes. Rows that keep their dtype are not decoded."""
-    same = piece.transform.keeps_bits and all(tensor.type.name.upper() == spec.dtype for tensor in sources)
+    same = piece.transform.copies_rows and all(tensor.type.name.upper() == spec.dtype for tensor in sources)
     data = piece.transform.rows([_reader(tensor, same) for tensor in sources], start, stop)
     if same:
         return data

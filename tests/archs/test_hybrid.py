@@ -11,7 +11,7 @@ import pytest
 
 import quantkit
 from quantkit import archs
-from quantkit.archs.common.transforms import Chain, Elementwise, Gather, ShuffleColumns
+from quantkit.archs.common.transforms import Chain, Elementwise, GatherRows, ShuffleColumns
 from quantkit.archs.qwen35 import checkpoint_name, numbered_name
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats import gguf
@@ -43,13 +43,13 @@ def rewritten(source: Path, target: Path, change: Any, config: dict[str, Any] | 
 def test_rows_are_gathered_in_any_pieces_and_back() -> None:
     x = np.arange(40, dtype=np.float32).reshape(10, 4)
     y = -np.arange(8, dtype=np.float32).reshape(2, 4)
-    order = Gather([(0, 7, 3), (0, 0, 2), (0, 2, 5)])
+    order = GatherRows([(0, 7, 3), (0, 0, 2), (0, 2, 5)])
     made = order.rows([lambda a, b: x[a:b]], 0, 10)
     assert np.array_equal(made, x[[7, 8, 9, 0, 1, 2, 3, 4, 5, 6]])
     for start, stop in ((0, 1), (2, 4), (4, 9), (9, 10)):
         assert np.array_equal(order.rows([lambda a, b: x[a:b]], start, stop), made[start:stop])
     assert np.array_equal(order.inverse().rows([lambda a, b: made[a:b]], 0, 10), x)
-    both = Gather([(1, 0, 2), (0, 3, 1)], (3,))
+    both = GatherRows([(1, 0, 2), (0, 3, 1)], (3,))
     assert both.shape((10, 4), (2, 4)) == (3, 4)
     assert np.array_equal(both.rows([lambda a, b: x[a:b], lambda a, b: y[a:b]], 0, 3), np.concatenate([y, x[3:4]]))
     with pytest.raises(FormatError, match=r"a tensor of 9 rows \(shape \(9, 4\)\) where config.json makes it 10"):
@@ -177,7 +177,7 @@ def test_qwen3next_has_no_names_for_them(tmp_path: Path) -> None:
     tiny(tmp_path / "hf", arch="qwen3next")
     rewritten(tmp_path / "hf", tmp_path / "mtp", with_further)
     assert "MTP layers" in prepare(tmp_path / "mtp", "f32").left_out
-    with pytest.raises(UnsupportedError, match="files of qwen3next have no names for it; say --mtp drop"):
+    with pytest.raises(UnsupportedError, match="files of qwen3next have no names for it; use --mtp drop"):
         prepare(tmp_path / "mtp", "f32", mtp="keep")
 
 

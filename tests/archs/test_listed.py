@@ -107,7 +107,10 @@ def test_what_is_missing_is_named() -> None:
     with pytest.raises(UnsupportedError, match="Qwen9ForCausalLM is not an architecture quantkit converts"):
         archs.from_hf({"architectures": ["Qwen9ForCausalLM"]})
     kinds = ["linear_attention", "full_attention", "full_attention"]
-    with pytest.raises(UnsupportedError, match=r"layer_types\[2\] = 'full_attention' where every 2th layer"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"layer_types\[2\] = 'full_attention'; full_attention has to be the last of every 2",
+    ):
         archs.from_hf(QWEN35).metadata({**QWEN35, "full_attention_interval": 2, "layer_types": kinds})
 
 

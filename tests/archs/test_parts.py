@@ -80,7 +80,7 @@ def test_keeping_where_there_is_nothing_to_keep(tmp_path: Path, rng: np.random.G
     with CheckpointWriter(source, [CheckpointSpec(t.name, t.shape, t.dtype) for t in kept]) as writer:
         for name, x in data.items():
             writer.write(name, x)
-    with pytest.raises(FormatError, match=r"speaks of 1 MTP layer.* --mtp drop"):
+    with pytest.raises(FormatError, match=r"has 1 MTP layer.* --mtp drop"):
         prepare(source, mtp="keep")
     assert prepare(source).n_mtp_layers == 0
 

@@ -117,7 +117,7 @@ def test_experts_that_are_missing_too_many_or_unlike() -> None:
     with pytest.raises(FormatError, match=r"says 6 experts, the checkpoint has 7 \(numbers 0 to 6\)"):
         MOE.to_gguf(MOE.EXAMPLE, given | {"model.layers.0.mlp.experts.6.up_proj.weight": (32, 64)})
     with pytest.raises(
-        FormatError, match=r"experts\.2\.up_proj\.weight is \(31, 64\).* experts must be matrices alike"
+        FormatError, match=r"experts\.2\.up_proj\.weight is \(31, 64\).* experts must be matrices of one shape"
     ):
         MOE.to_gguf(MOE.EXAMPLE, given | {"model.layers.0.mlp.experts.2.up_proj.weight": (31, 64)})
     for count in (5, 7, 1 << 16):

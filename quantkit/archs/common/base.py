@@ -1,16 +1,8 @@
-"""`Arch`: one description of an architecture, read by the converter, the exporter and the runtime.
+"""`Arch`: the description of an architecture, read by the converter, the exporter, the planner and the runtime.
 
-    metadata(config)              config.json -> GGUF keys
-    config(metadata, tensors)     GGUF keys -> config.json
-    to_gguf(config, shapes)       checkpoint tensors -> GGUF tensors, as Pieces
-    to_hf(hparams, shapes)        GGUF tensors -> checkpoint tensors, as Pieces
-    generated(config)             tensors that a checkpoint has no counterpart of
-    tensors(config)               every GGUF tensor's name and shape, by config.json alone
-    hparams(metadata, tensors)    the numbers of a model, for to_hf and the runtime
-    blocks(hparams), head(hparams)  what is computed
-
-An architecture derives from Arch in a file of its own, which registers it; see archs/llama.py for the pattern. Keys are
-`Entries`: name -> (value, kind), kind being a GGUF type ("u32", "f32", "bool", "str", ...).
+`Arch` documents every method and what an architecture overrides. Each architecture is a class in a file of its own;
+defining the class registers it. `archs/llama.py` shows the pattern. GGUF keys are `Entries`: name -> (value, kind), and
+the kind is a GGUF type ("u32", "f32", "bool", "str", ...).
 """
 
 from __future__ import annotations
@@ -46,16 +38,20 @@ Config = Mapping[str, object]
 
 _by_name: dict[str, Arch] = {}
 
-# Buffers that old checkpoints saved; every implementation computes them.
-IGNORED = re.compile(r"\.(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
+# Buffers that old checkpoints saved. Every implementation computes them.
+IGNORED_BUFFERS = re.compile(r"\.(rotary_emb\.inv_freq|attention\.bias|attention\.masked_bias)$")
 
 
 def registered() -> dict[str, Arch]:
+    """Every architecture by its name in `general.architecture`."""
     return _by_name
 
 
 class Keys:
-    """Reads one architecture's keys from metadata, all of which are checked first. Errors name the key."""
+    """The metadata keys of one architecture, `ARCH.KEY`; all are checked against their bounds first.
+
+    The methods take KEY, without the architecture. Errors name the whole key.
+    """
 
     def __init__(self, arch: str, metadata: Mapping[str, object]):
         self.arch = arch
@@ -63,10 +59,12 @@ class Keys:
         checked.check_keys(arch, metadata)
 
     def get(self, key: str, default: Any = None) -> Any:
-        checked.bound_of(key)  # a key that nothing bounds is not read
+        """The value of a key, or the default."""
+        checked.bound_of(key)  # raises for a key without bounds: such a key was not checked
         return self.metadata.get(f"{self.arch}.{key}", default)
 
     def need(self, key: str) -> Any:
+        """The value of a key; FormatError if it is missing."""
         value = self.get(key)
         if value is None:
             raise FormatError(
@@ -75,14 +73,14 @@ class Keys:
         return value
 
     def number(self, key: str, default: int | None = None) -> int:
-        """A count. An array of equal counts, one a layer, is that count; other arrays are refused."""
+        """An integer. An array with the same number for every layer is that number; other arrays are refused."""
         value = self.need(key) if default is None else self.get(key, default)
         if isinstance(value, (list, tuple, np.ndarray)):
             value = self._alike(key, [int(v) for v in value])
         return int(value)
 
     def _alike(self, key: str, values: Sequence[int]) -> int:
-        """What an array says of every layer alike."""
+        """The one number in an array with an entry for each layer. UnsupportedError if layers differ."""
         layers = self.get("block_count")
         if isinstance(layers, int) and len(values) != layers:
             raise FormatError(
@@ -97,27 +95,80 @@ class Keys:
         return distinct[0]
 
     def real(self, key: str, default: float | None = None) -> float:
+        """A float. Without a default the key is required."""
         return float(self.need(key) if default is None else self.get(key, default))
 
     def flag(self, key: str, default: bool) -> bool:
+        """A boolean."""
         return bool(self.get(key, default))
 
 
 class Arch(ABC):
-    """An architecture. Its one instance is found with `archs.get(name)` or `archs.from_hf(config)`."""
+    """One architecture. Its only instance is found with `archs.get(name)` or `archs.from_hf(config)`.
+
+    Override what differs from the base class; most architectures derive from `decoder.Decoder`, which implements the
+    abstract methods for models like Llama and adds finer hooks (last group).
+
+    Identity:
+
+    | override | for |
+    | --- | --- |
+    | `name`, `hf`, `model_type` | the names of the architecture in GGUF and in config.json (required) |
+    | `accepts` | two architectures that share a class name in config.json |
+    | `EXAMPLE` | the tiny config.json from which the tests build a model (required) |
+
+    Tensor names and transforms:
+
+    | override | for |
+    | --- | --- |
+    | `rules` | names on both sides, with the transform of rows (required) |
+    | `rules_of` | tensors that depend on a setting in config.json |
+    | `has_bias` | biases under another condition than attention_bias and mlp_bias |
+    | `canonical` | checkpoints that spell names in more than one way |
+    | `generated`, `is_generated` | GGUF tensors without a counterpart in the checkpoint |
+    | `size_overrides` | a tensor with another shape than the table in `shapes` says |
+    | `mtp` | files that have names for MTP layers |
+    | `to_gguf`, `to_hf` | tensors that rules cannot express; call `super()` first or last |
+
+    Metadata, both ways:
+
+    | override | for |
+    | --- | --- |
+    | `metadata` | config.json -> GGUF keys (abstract) |
+    | `config` | GGUF keys -> config.json (abstract) |
+    | `defaults`, `defaults_of`, `ties_by_default`, `rotary_fraction` | settings that config.json may omit |
+
+    Computed blocks:
+
+    | override | for |
+    | --- | --- |
+    | `hparams` | the numbers of a model, from GGUF keys (abstract) |
+    | `blocks` | the layers (abstract) |
+    | `head` | embedding and output other than RMS norm and a matrix |
+
+    Added by `Decoder`:
+
+    | override | for |
+    | --- | --- |
+    | `numbers` | fields of HParams beyond the common ones |
+    | `head_dim`, `rope_dim`, `rotary` | the size of a head, and how much of it gets RoPE |
+    | `rope_style`, `biased` | "norm" or "neox"; the matrices that attention_bias gives a bias |
+    | `attention`, `feed_forward` | the two parts of a layer |
+
+    The callers use `tensors`, `shapes`, `dropped_tensors`, `n_mtp_layers` and `with_mtp` as well; these follow from the
+    above.
+    """
 
     name: ClassVar[str]  # general.architecture
-    hf: ClassVar[tuple[str, ...]]  # names in config.json "architectures"; the first is the one `export` writes
-    model_type: ClassVar[str]  # config.json "model_type" of that first name
+    hf: ClassVar[tuple[str, ...]]  # class names in config.json "architectures"; export writes the first
+    model_type: ClassVar[str]  # config.json "model_type" of the first class
     rules: ClassVar[tuple[Rule, ...]]
-    ties_by_default: ClassVar[bool] = False  # what transformers assumes where config.json has no tie_word_embeddings
-    defaults: ClassVar[Mapping[str, object]] = {}  # further ones, which config.json may omit
-    defaults_of: ClassVar[Mapping[str, Mapping[str, object]]] = {}  # those of some of the classes in `hf` only
-    rotary_fraction: ClassVar[float | None] = (
-        None  # which part of a head rope turns, unless config.json says; None: always all
-    )
-    mtp: ClassVar[str] = ""  # "keep" or "drop" MTP layers; "": files have no names for them
-    own_sizes: ClassVar[Mapping[str, Callable[[Sizes], int]]] = {}  # numbers that mean something else here, see shapes
+    ties_by_default: ClassVar[bool] = False  # what transformers assumes if config.json has no tie_word_embeddings
+    defaults: ClassVar[Mapping[str, object]] = {}  # other settings that config.json may omit
+    defaults_of: ClassVar[Mapping[str, Mapping[str, object]]] = {}  # the same for single classes in `hf`
+    rotary_fraction: ClassVar[float | None] = None  # default fraction of a head that gets RoPE; None: always all of it
+    mtp: ClassVar[str] = ""  # "keep" or "drop" MTP layers by default; "": files have no names for them
+    size_overrides: ClassVar[Mapping[str, Callable[[Sizes], int]]] = {}  # sizes of `shapes.Sizes` that differ here
     EXAMPLE: ClassVar[dict[str, Any]]  # a tiny config.json
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -132,31 +183,31 @@ class Arch(ABC):
 
     @abstractmethod
     def metadata(self, config: Config) -> Entries:
-        """GGUF keys of a config.json. UnsupportedError names what cannot be expressed."""
+        """The GGUF keys of a config.json. UnsupportedError names a setting that GGUF cannot express."""
 
     @abstractmethod
     def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
-        """config.json of a GGUF's metadata and tensors; of a lazy tensor only `dequantize()` is used, if anything."""
+        """The config.json of a GGUF's metadata and tensors. Few architectures decode a tensor for it."""
 
     def accepts(self, config: Config) -> bool:
-        """Whether a config.json of one of the classes in `hf` is this architecture's: those may share a class."""
+        """Whether a config.json with a class in `hf` is of this architecture. Architectures may share a class."""
         return True
 
     def generated(self, config: Config) -> dict[str, np.ndarray]:
-        """Tensors float32 that follow from config.json alone."""
+        """GGUF tensors, float32 by name, that follow from config.json alone."""
         return {}
 
     def is_generated(self, name: str) -> bool:
-        """Whether the GGUF tensor `name` is one of `generated`, so that a checkpoint leaves it out."""
+        """Whether the GGUF tensor `name` has no counterpart in a checkpoint."""
         return False
 
     def tensors(self, config: Config) -> list[ExpectedTensor]:
-        """The tensors that the checkpoint of a config.json becomes, in the order they are written.
+        """The GGUF tensors of a model, from its config.json alone, in the order in which they are written.
 
-        By default those that the rules require, with the biases that `has_bias` tells.
+        These are the generated tensors and those that the rules require, with a bias where `has_bias` is true.
         """
         keys = {key: value for key, (value, _) in self.metadata(config).items()}
-        sizes = Sizes(self.name, {f"{self.name}.vocab_size": vocab_size(config)} | keys, self.own_sizes)
+        sizes = Sizes(self.name, {f"{self.name}.vocab_size": vocab_size(config)} | keys, self.size_overrides)
         hp = self.hparams(dict(sizes.metadata))
         tied = is_tied(config, self.ties_by_default)
         rules = [rule for rule in self.rules_of(config) if rule.required or (rule.gguf == "output" and not tied)]
@@ -172,62 +223,63 @@ class Arch(ABC):
         return generated + expected_tensors(names, sizes)
 
     def shapes(self, config: Config, names: Iterable[str]) -> dict[str, Shape]:
-        """Those of the tensors among `names` whose shape follows from a config.json."""
+        """Shapes of the GGUF tensors among `names` that follow from a config.json."""
         keys = {key: value for key, (value, _) in self.metadata(config).items()}
-        sizes = Sizes(self.name, {f"{self.name}.vocab_size": vocab_size(config)} | keys, self.own_sizes)
+        sizes = Sizes(self.name, {f"{self.name}.vocab_size": vocab_size(config)} | keys, self.size_overrides)
         return {t.name: t.shape for t in expected_tensors((name for name in names if has_shape(name)), sizes)}
 
     def rules_of(self, config: Config) -> tuple[Rule, ...]:
-        """The rules, with what config.json says of tensors that only some models have."""
+        """The rules for a config.json, which may say that a model has further tensors."""
         return self.rules
 
     def has_bias(self, rule: Rule, config: Config) -> bool:
-        """Whether what a rule names comes with a bias where it may: config.json's attention_bias or mlp_bias."""
+        """Whether the tensor of a rule with `bias=True` has one: attention_bias or mlp_bias in config.json."""
         return bool(config.get("mlp_bias" if ".ffn_" in rule.gguf else "attention_bias"))
 
     def dropped_tensors(self, config: Config, names: Collection[str]) -> dict[str, list[str]]:
-        """Tensors of a checkpoint that its GGUF does not get, by what they are; the names as the rules spell them."""
+        """Tensors of a checkpoint that its GGUF leaves out, by what they are. Names are `canonical` ones."""
         found = wrapper.encoder_tensors(names)
         return found if self.n_mtp_layers(config) else found | mtp_layers.tensors(config, names)
 
     def n_mtp_layers(self, config: Config) -> int:
-        """MTP layers and are kept, after the main ones."""
+        """The number of MTP layers that the GGUF keeps, after the main layers."""
         return mtp_layers.count(config) if self.mtp and config.get(mtp_layers.MTP, self.mtp) == "keep" else 0
 
     def with_mtp(self, config: Config, policy: str, names: Collection[str]) -> dict[str, Any]:
-        """config.json with what is done about MTP layers, one of `mtp_layers.POLICIES`.
+        """A config.json with an entry that says whether MTP layers are kept.
 
-        `names` are the checkpoint's, as the rules spell them. By "auto" they are kept where the architecture's files
-        usually have them and the checkpoint has them. An error says why they cannot be kept.
+        `policy` is one of `mtp_layers.POLICIES`; "auto" keeps them if files of the architecture usually have them and
+        the checkpoint has them. `names` are the checkpoint's tensors, `canonical`. An error says why "keep" is not
+        possible.
         """
         there = mtp_layers.tensors(config, names)
         if policy == "keep" and there and not self.mtp:
             what, tensors = next(iter(there.items()))
             raise UnsupportedError(
                 f"{what} ({len(tensors)} tensors, {tensors[0]} …) cannot be kept: files of {self.name} have no names "
-                "for it; say --mtp drop"
+                "for it; use --mtp drop"
             )
         if policy == "keep" and not there and mtp_layers.count(config):
             raise FormatError(
-                f"config.json speaks of {mtp_layers.count(config)} MTP layer(s), of which the "
-                "checkpoint has no tensors; say --mtp drop"
+                f"config.json has {mtp_layers.count(config)} MTP layer(s), but the checkpoint has no tensors of them; "
+                "use --mtp drop"
             )
         if policy == "auto":
             policy = self.mtp if there and self.mtp else "drop"
         return {**config, mtp_layers.MTP: policy}
 
     def canonical(self, name: str) -> str:
-        """A checkpoint's name for a tensor as the rules spell it; checkpoints of bare models leave out `model.`."""
+        """A checkpoint's tensor name as the rules spell it. Checkpoints of bare models leave out `model.`."""
         name = wrapper.inner_name(name)
         return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
 
     def to_gguf(self, config: Config, shapes: Mapping[str, Shape]) -> list[Piece]:
-        """The GGUF tensors that a checkpoint's tensors make, in the order they are written.
+        """The GGUF tensors to make from a checkpoint's tensors, in the order in which they are written.
 
-        Every tensor must be known and every needed one present; the error names those that are not. `lm_head` is left
-        out where the config ties it to the embedding, as transformers ignores it there.
+        Errors name tensors that no rule knows and required ones that are missing. `lm_head` is left out if config.json
+        ties it to the embedding, because transformers ignores it then.
         """
-        stored = {self.canonical(name): name for name in shapes if not IGNORED.search(name)}
+        stored = {self.canonical(name): name for name in shapes if not IGNORED_BUFFERS.search(name)}
         for names in self.dropped_tensors(config, stored).values():
             for name in names:
                 del stored[name]
@@ -246,10 +298,10 @@ class Arch(ABC):
         return [replace(piece, sources=tuple(stored[source] for source in piece.sources)) for piece in found]
 
     def to_hf(self, hparams: HParams, shapes: Mapping[str, Shape]) -> list[Piece]:
-        """The checkpoint tensors that a GGUF's tensors make."""
-        kept = {name: shape for name, shape in shapes.items() if not self.is_generated(name)}
-        found = pieces(self.rules, kept, hparams, to_gguf=False)
-        self._check(self.rules, kept, found, hparams, "GGUF")
+        """The checkpoint tensors to make from a GGUF's tensors. Errors are those of `to_gguf`."""
+        stored = {name: shape for name, shape in shapes.items() if not self.is_generated(name)}
+        found = pieces(self.rules, stored, hparams, to_gguf=False)
+        self._check(self.rules, stored, found, hparams, "GGUF")
         return found
 
     def _check(
@@ -274,19 +326,20 @@ class Arch(ABC):
 
     @abstractmethod
     def hparams(self, metadata: Mapping[str, object], tensors: Collection[str] = ()) -> HParams:
-        """The model's numbers. `tensors` are the names in the file, which tell biases, rope factors and tying."""
+        """The model's numbers. `tensors`, the names in the file, tell biases, RoPE factors and a tied output."""
 
     @abstractmethod
     def blocks(self, hparams: HParams) -> list[Block]:
-        """The layers, first to last."""
+        """What the layers compute, first to last, without MTP layers."""
 
     def head(self, hparams: HParams) -> Head:
+        """The embedding, the last norm and the output matrix."""
         output = "token_embd" if hparams.tied else "output"
         return Head("token_embd.weight", Norm("output_norm.weight", hparams.norm_eps), hparams.linear(output))
 
 
 def _check_experts(rules: Sequence[Rule], names: Collection[str], hp: HParams) -> None:
-    """FormatError where config.json counts other experts than a checkpoint numbers."""
+    """FormatError if config.json says another number of experts than the checkpoint has."""
     found = numbered_experts(rules, names)
     needed = any(rule.is_needed(hp, i) for rule in rules if ".E." in rule.hf for i in range(hp.n_layer))
     if (found or needed) and len(found) != hp.n_expert:
@@ -313,11 +366,12 @@ SWIGLU_RULES = (
 
 
 def vocab_size(config: Config) -> int:
+    """The rows of the embedding. FormatError if config.json does not say it."""
     return int(need(config, "vocab_size"))
 
 
 def is_tied(config: Config, by_default: bool = False) -> bool:
-    """Whether the embedding is the output matrix too."""
+    """Whether the embedding is also the output matrix."""
     return bool(config.get("tie_word_embeddings", by_default))
 
 
@@ -330,7 +384,7 @@ def need(config: Config, key: str) -> Any:
 
 
 def refuse(config: Config, key: str, accepted: Collection[Any]) -> None:
-    """UnsupportedError when config.json gives `key` a value that is not accepted; an absent key is."""
+    """UnsupportedError if config.json gives `key` a value that is not in `accepted`. An absent key is accepted."""
     value = config.get(key)
     if value is not None and value not in accepted:
         raise UnsupportedError(
@@ -339,10 +393,10 @@ def refuse(config: Config, key: str, accepted: Collection[Any]) -> None:
 
 
 def rope_parameters(config: Config) -> dict[str, Any]:
-    """`rope_theta`, `rope_type` and the scaling's own values, from either form of config.json.
+    """`rope_theta`, `rope_type` and the values of the scaling, from either form of config.json.
 
-    transformers 5 writes `rope_parameters`; before, there were `rope_theta` and `rope_scaling` (with `type`). Where
-    they do not say the original context, it is that of the whole config, which is what the model was made for.
+    transformers 5 writes `rope_parameters`; earlier versions wrote `rope_theta` and `rope_scaling` (with `type`). The
+    original context of llama3 and yarn is the config's, else the scaling's, else max_position_embeddings.
     """
     merged: dict[str, Any] = {**mapping(config, "rope_scaling"), **mapping(config, "rope_parameters")}
     if merged.get("rope_theta") is None:

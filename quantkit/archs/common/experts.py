@@ -23,7 +23,7 @@ from typing import Any
 from quantkit.archs.common.base import Config, Keys, need
 from quantkit.archs.common.blocks import Experts, FeedForward, HParams
 from quantkit.archs.common.tensors import Rule, Transform
-from quantkit.archs.common.transforms import Gather
+from quantkit.archs.common.transforms import GatherRows
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries, shortest
 from quantkit.inputs.settings import integer, real
@@ -81,22 +81,22 @@ def stacked_rules(block: str = "mlp") -> tuple[Rule, ...]:
         def made(hp: HParams) -> Transform:
             ff = hp.n_ff_expert
             runs = ((0, (2 * expert + first) * ff, ff) for expert in range(hp.n_expert))
-            return Gather(runs, (hp.n_expert, ff))
+            return GatherRows(runs, (hp.n_expert, ff))
 
         return made
 
     pairs = (
-        Rule(f"blk.N.ffn_{ours}_exps.weight", f"{there}.gate_up_proj", part(first), layers=_has_experts, whole=True,
-             one_way=True)
+        Rule(f"blk.N.ffn_{ours}_exps.weight", f"{there}.gate_up_proj", part(first), layers=_has_experts,
+             full_names=True, to_gguf_only=True)
         for first, ours in enumerate(_OURS[:2])
     )  # fmt: skip
-    return (*pairs, Rule("blk.N.ffn_down_exps.weight", f"{there}.down_proj", layers=_has_experts, whole=True))
+    return (*pairs, Rule("blk.N.ffn_down_exps.weight", f"{there}.down_proj", layers=_has_experts, full_names=True))
 
 
 def choice_rule(name: str = "mlp.gate.e_score_correction_bias", transform: Any = None) -> Rule:
     """Of the bias that only chooses."""
     there = f"model.layers.N.{name}"
-    return Rule("blk.N.exp_probs_b.bias", there, transform, layers=_has_choice_bias, whole=True, f32=True)
+    return Rule("blk.N.exp_probs_b.bias", there, transform, layers=_has_choice_bias, full_names=True, f32=True)
 
 
 def shared_rules(block: str = "mlp.shared_experts") -> tuple[Rule, ...]:

@@ -1,15 +1,18 @@
-"""What qwen3next, qwen35 and qwen35moe share: three layers of four are recurrent (a gated delta rule, blocks.DeltaNet),
-every fourth attends with gated heads and rope of part of each.
+"""What qwen3next, qwen35 and qwen35moe share: recurrent layers, and attention in every fourth layer.
+
+Recurrent layers compute a gated delta rule (`blocks.DeltaNet`). Attention layers have gated heads and apply RoPE to
+part of each head.
 
     config.json                 GGUF, after the architecture's name
     linear_conv_kernel_dim      ssm.conv_kernel
     linear_key_head_dim         ssm.state_size
     linear_num_key_heads        ssm.group_count
     linear_num_value_heads      ssm.time_step_rank
-    linear_value_head_dim       ssm.inner_size, times the value heads
+    linear_value_head_dim       ssm.inner_size = linear_value_head_dim * linear_num_value_heads
     full_attention_interval     full_attention_interval; newer configs list layer_types instead
 
-Checkpoints store norm weights less 1, but for that of a recurrent layer's heads, and the logarithm of -a.
+Checkpoints store norm weights minus 1, except the norm of a recurrent layer's heads, and `A_log` = ln(-a); GGUF stores
+the weights and a themselves.
 """
 
 from __future__ import annotations
@@ -25,106 +28,117 @@ from quantkit.archs.common.base import Config, Keys, need, refuse
 from quantkit.archs.common.blocks import Attention, Block, DeltaNet, HParams, Part, Recurrence
 from quantkit.archs.common.decoder import Decoder, with_head_norms
 from quantkit.archs.common.tensors import LazyTensor, Piece, Rule, Shape, Transform
-from quantkit.archs.common.transforms import Chain, Elementwise, Flat, Gather, OneRow, add
+from quantkit.archs.common.transforms import Chain, Elementwise, GatherRows, RowToVector, SqueezeMiddle, add
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
 from quantkit.inputs.settings import integer, sequence
 
-Runs = list[tuple[int, int, int]]
+RowRuns = list[tuple[int, int, int]]  # (index of the source, first row, number of rows), see transforms.GatherRows
 
 _INTERVAL, _KERNEL = 4, 4
-_STACKED = "experts stacked"  # our own entry in a config
+_STACKED = "experts stacked"  # entry that `to_gguf` adds to a config: the checkpoint stacks the experts' matrices
 
 
-def norm(ours: str, theirs: str, **given: Any) -> Rule:
-    """Of a norm whose weight is stored less 1."""
+def norm_rule(ours: str, theirs: str, **given: Any) -> Rule:
+    """The rule of a norm whose checkpoint weight is stored minus 1."""
     return Rule(ours, theirs, lambda hp: add(1), f32=True, **given)
 
 
 def is_recurrent(hp: HParams, layer: int) -> bool:
+    """Whether a layer is recurrent; MTP layers are not."""
     return layer in hp.recurrent
 
 
-def attends(hp: HParams, layer: int) -> bool:
+def is_attention(hp: HParams, layer: int) -> bool:
+    """Whether a layer has attention, as MTP layers have too."""
     return layer not in hp.recurrent
 
 
-def of_recurrent(ours: str, theirs: str, transform: Callable[[HParams], Transform] | None = None, **given: Any) -> Rule:
-    """Of a tensor that recurrent layers have, `theirs` as it stands in linear_attn."""
+def recurrent_rule(
+    ours: str, theirs: str, transform: Callable[[HParams], Transform] | None = None, **given: Any
+) -> Rule:
+    """The rule of a tensor of recurrent layers; `theirs` is its checkpoint name under `linear_attn`."""
     return Rule(f"blk.N.{ours}", f"model.layers.N.linear_attn.{theirs}", transform, layers=is_recurrent, **given)
 
 
-def _attending(ours: str, theirs: str) -> Rule:
-    return Rule(f"blk.N.{ours}", f"model.layers.N.self_attn.{theirs}", bias=True, layers=attends)
+def _attention_rule(ours: str, theirs: str) -> Rule:
+    return Rule(f"blk.N.{ours}", f"model.layers.N.self_attn.{theirs}", bias=True, layers=is_attention)
 
 
 ATTENTION_RULES = (
-    norm("blk.N.attn_norm", "model.layers.N.input_layernorm"),
-    _attending("attn_q", "q_proj"),
-    norm("blk.N.attn_q_norm", "model.layers.N.self_attn.q_norm", layers=attends),
-    _attending("attn_k", "k_proj"),
-    norm("blk.N.attn_k_norm", "model.layers.N.self_attn.k_norm", layers=attends),
-    _attending("attn_v", "v_proj"),
-    _attending("attn_output", "o_proj"),
+    norm_rule("blk.N.attn_norm", "model.layers.N.input_layernorm"),
+    _attention_rule("attn_q", "q_proj"),
+    norm_rule("blk.N.attn_q_norm", "model.layers.N.self_attn.q_norm", layers=is_attention),
+    _attention_rule("attn_k", "k_proj"),
+    norm_rule("blk.N.attn_k_norm", "model.layers.N.self_attn.k_norm", layers=is_attention),
+    _attention_rule("attn_v", "v_proj"),
+    _attention_rule("attn_output", "o_proj"),
 )
-AFTER_RULES = (norm("blk.N.post_attention_norm", "model.layers.N.post_attention_layernorm"),)
+FFN_NORM_RULES = (norm_rule("blk.N.post_attention_norm", "model.layers.N.post_attention_layernorm"),)
 SHARED_RULES = (
-    Rule("blk.N.ffn_gate_inp_shexp", "model.layers.N.mlp.shared_expert_gate", lambda hp: OneRow(hp.n_embd), f32=True),
+    Rule(
+        "blk.N.ffn_gate_inp_shexp", "model.layers.N.mlp.shared_expert_gate", lambda hp: RowToVector(hp.n_embd), f32=True
+    ),
     *experts.shared_rules("mlp.shared_expert"),
 )
 MOE_RULES = (*experts.routed_rules(), *SHARED_RULES)
-OUTPUT_RULES = (norm("output_norm", "model.norm"), Rule("output", "lm_head", required=False))
+OUTPUT_RULES = (norm_rule("output_norm", "model.norm"), Rule("output", "lm_head", required=False))
 
 
-# ------------------------------------------------------------------------------------ what stands in what order of rows
+# -------------------------------------------------------------------------------------------------------- order of rows
 
 
-def sizes_of(hp: HParams) -> Recurrence:
+def recurrence_of(hp: HParams) -> Recurrence:
+    """The sizes of the recurrent layers, which every hybrid model has."""
     assert hp.recurrence is not None
     return hp.recurrence
 
 
-def runs_of_heads(order: Iterable[int], dim: int, first: int = 0) -> Runs:
-    """The rows of heads `order`, of `dim` rows each, that begin at row `first`."""
+def head_runs(order: Iterable[int], dim: int, first: int = 0) -> RowRuns:
+    """The rows of the heads in `order`; a head has `dim` rows, and head 0 begins at row `first`."""
     return [(0, first + head * dim, dim) for head in order]
 
 
-def minus_exp(x: np.ndarray) -> np.ndarray:
+def negative_exp(x: np.ndarray) -> np.ndarray:
     """-e^x."""
     return np.asarray(-np.exp(x))
 
 
-def log_minus(x: np.ndarray) -> np.ndarray:
-    """ln(-x), the inverse of `minus_exp`."""
+def log_negative(x: np.ndarray) -> np.ndarray:
+    """ln(-x), the inverse of `negative_exp`."""
     return np.asarray(np.log(-x))
 
 
 def recurrent_rules(order: Callable[[HParams], list[int]] | None = None) -> tuple[Rule, ...]:
-    """Of the small tensors of recurrent layers; `order(hparams)` are the value heads of a checkpoint as files have
-    them."""
+    """The rules of the small tensors of recurrent layers.
+
+    `order(hparams)` lists a checkpoint's value heads in the order of the GGUF; None: the order is the same.
+    """
 
     def heads(hp: HParams, *steps: Transform) -> Transform:
-        return Chain(Gather(runs_of_heads(order(hp), 1)), *steps) if order else Chain(*steps)
+        return Chain(GatherRows(head_runs(order(hp), 1)), *steps) if order else Chain(*steps)
 
     def conv(hp: HParams) -> Transform:
-        return Chain(Flat(), Gather(channels(hp, order(hp)))) if order else Flat()
+        return Chain(SqueezeMiddle(), GatherRows(conv_rows(hp, order(hp)))) if order else SqueezeMiddle()
 
     return (
-        of_recurrent("ssm_conv1d", "conv1d", conv, f32=True),
-        of_recurrent("ssm_a", "A_log", lambda hp: heads(hp, Elementwise(minus_exp, log_minus)), whole=True, f32=True),
-        of_recurrent("ssm_dt.bias", "dt_bias", heads if order else None, whole=True, f32=True),
-        of_recurrent("ssm_norm.weight", "norm.weight", whole=True, f32=True),
+        recurrent_rule("ssm_conv1d", "conv1d", conv, f32=True),
+        recurrent_rule(
+            "ssm_a", "A_log", lambda hp: heads(hp, Elementwise(negative_exp, log_negative)), full_names=True, f32=True
+        ),
+        recurrent_rule("ssm_dt.bias", "dt_bias", heads if order else None, full_names=True, f32=True),
+        recurrent_rule("ssm_norm.weight", "norm.weight", full_names=True, f32=True),
     )
 
 
-def channels(hp: HParams, order: Iterable[int]) -> Runs:
-    """Queries, keys and the heads `order` of values, as rows of what makes all of them."""
-    sizes = sizes_of(hp)
-    return [(0, 0, 2 * sizes.keys), *runs_of_heads(order, sizes.head_dim_v, 2 * sizes.keys)]
+def conv_rows(hp: HParams, order: Iterable[int]) -> RowRuns:
+    """The rows of attn_qkv and of the convolution: all queries and keys, then the value heads in `order`."""
+    sizes = recurrence_of(hp)
+    return [(0, 0, 2 * sizes.keys), *head_runs(order, sizes.head_dim_v, 2 * sizes.keys)]
 
 
-def require(names: Iterable[str], shapes: Mapping[str, Shape]) -> None:
-    """FormatError for a tensor that a GGUF lacks."""
+def require_tensors(names: Iterable[str], shapes: Mapping[str, Shape]) -> None:
+    """FormatError if a GGUF lacks one of these tensors."""
     if absent := [name for name in names if name not in shapes]:
         raise FormatError(f"this GGUF lacks {absent[0]}; a shard is missing or the file is incomplete")
 
@@ -133,12 +147,12 @@ def require(names: Iterable[str], shapes: Mapping[str, Shape]) -> None:
 
 
 class Hybrid(Decoder):
-    """`tiled` says which key head a value head reads, see blocks.DeltaNet."""
+    """The base of the hybrid architectures. `tiled` says which key head a value head reads, see `blocks.DeltaNet`."""
 
     rope_style = "neox"
     rotary_fraction = 0.25
     tiled: bool
-    own_sizes = {"q": lambda s: 2 * s["heads"] * s["key"]}  # noqa: RUF012  data
+    size_overrides = {"q": lambda s: 2 * s["heads"] * s["key"]}  # noqa: RUF012  data
 
     # ------------------------------------------------------------------------------------------------ checkpoint side
 
@@ -155,14 +169,14 @@ class Hybrid(Decoder):
             "ssm.group_count": (config["linear_num_key_heads"], "u32"),
             "ssm.time_step_rank": (values, "u32"),
             "ssm.inner_size": (values * need(config, "linear_value_head_dim"), "u32"),
-            "full_attention_interval": (interval(config), "u32"),
+            "full_attention_interval": (attention_interval(config), "u32"),
         }
         entries = super().metadata(config) | self.head_lengths(config)
         return entries | {f"{a}.{key}": entry for key, entry in found.items()}
 
     def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         hp, keys = self.hparams(metadata, tensors.keys()), Keys(self.name, metadata)
-        sizes = sizes_of(hp)
+        sizes = recurrence_of(hp)
         return super().config(metadata, tensors) | {
             "head_dim": hp.head_dim_k,
             "linear_conv_kernel_dim": sizes.kernel,
@@ -185,7 +199,8 @@ class Hybrid(Decoder):
             )
         if found["head_dim_k"] != found["head_dim_v"]:
             raise UnsupportedError(
-                f"{self.name}: gated heads, keys of {found['head_dim_k']}, values of {found['head_dim_v']} elements"
+                f"{self.name}: attention.key_length = {found['head_dim_k']}, attention.value_length = "
+                f"{found['head_dim_v']}; quantkit supports gated heads with keys and values of one length"
             )
         sizes = Recurrence(
             kernel=keys.number("ssm.conv_kernel"),
@@ -202,10 +217,11 @@ class Hybrid(Decoder):
         return [Block(i, (self.mixer(hparams, i), self.feed_forward(hparams, i))) for i in range(hparams.n_main)]
 
     def mixer(self, hp: HParams, i: int) -> Part:
+        """The part of a layer that mixes tokens: the recurrence or the attention."""
         return self.delta_net(hp, i) if i in hp.recurrent else self.attention(hp, i)
 
     def delta_net(self, hp: HParams, i: int) -> DeltaNet:
-        """With projections of their own for queries, keys and values, for gates, and for both rates."""
+        """The recurrence, with separate tensors for queries, keys and values, for gates, beta and alpha."""
         stem = f"blk.{i}"
         return DeltaNet(
             norm=hp.norm(f"{stem}.attn_norm"),
@@ -219,7 +235,7 @@ class Hybrid(Decoder):
             dt=f"{stem}.ssm_dt.bias",
             out_norm=hp.norm(f"{stem}.ssm_norm"),
             out=hp.linear(f"{stem}.ssm_out"),
-            sizes=sizes_of(hp),
+            sizes=recurrence_of(hp),
             tiled=self.tiled,
         )
 
@@ -231,7 +247,7 @@ class Hybrid(Decoder):
 
 
 class HybridMoE(Hybrid):
-    """With routed experts and a shared one, which has a gate."""
+    """A hybrid architecture with routed experts and a gated shared expert in every layer."""
 
     def metadata(self, config: Config) -> Entries:
         refuse(config, "decoder_sparse_step", (1,))
@@ -249,7 +265,7 @@ class HybridMoE(Hybrid):
         return (*self.rules[: singly[0]], *experts.stacked_rules(), *self.rules[singly[-1] + 1 :])
 
     def to_gguf(self, config: Config, shapes: Mapping[str, Shape]) -> list[Piece]:
-        """As `Arch.to_gguf`; whether experts are stacked their names tell."""
+        """As `Arch.to_gguf`; the names tell whether the checkpoint stacks the experts' matrices."""
         stacked = any(name.endswith(".experts.gate_up_proj") for name in shapes)
         return super().to_gguf(dict(config) | {_STACKED: stacked}, shapes)
 
@@ -264,7 +280,7 @@ class HybridMoE(Hybrid):
         }
 
     def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
-        """As they are; no layer has a plain feed-forward, so that files need not say how wide one is."""
+        """Fields of HParams. Files may omit feed_forward_length, because no layer has a dense feed-forward."""
         keys = Keys(self.name, {f"{self.name}.feed_forward_length": 0} | dict(keys.metadata))
         return super().numbers(keys, tensors) | experts.numbers(keys, tensors)
 
@@ -272,8 +288,8 @@ class HybridMoE(Hybrid):
         return replace(experts.routed(hp, i, "post_attention_norm"), shared_gate=f"blk.{i}.ffn_gate_inp_shexp.weight")
 
 
-def interval(config: Config) -> int:
-    """Every so many-th layer attends."""
+def attention_interval(config: Config) -> int:
+    """n, if every n-th layer has attention. UnsupportedError if layer_types says otherwise."""
     every = integer(config, "full_attention_interval")
     kinds = sequence(config, "layer_types")
     if not kinds:
@@ -281,5 +297,7 @@ def interval(config: Config) -> int:
     every = every or kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
     for i, kind in enumerate(kinds):
         if (kind == "full_attention") != ((i + 1) % every == 0):
-            raise UnsupportedError(f"config.json: layer_types[{i}] = {kind!r} where every {every}th layer attends")
+            raise UnsupportedError(
+                f"config.json: layer_types[{i}] = {kind!r}; full_attention has to be the last of every {every} layers"
+            )
     return every

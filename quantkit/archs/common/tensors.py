@@ -1,7 +1,8 @@
-"""How tensors of a checkpoint become tensors of a GGUF, and back: names, order of rows, all of it streamable.
+"""Map checkpoint tensors to GGUF tensors and back: names and the order of rows.
 
-A `Rule` pairs two names. From the rules, `plan` makes a list of `Piece`, one for each tensor to write: which tensors
-it reads and the `Transform` that makes any range of its rows from rows of theirs. No piece ever needs a whole tensor.
+A `Rule` pairs a GGUF name with a checkpoint name. `pieces` turns the rules into one `Piece` for each tensor to write:
+the tensors that it reads, and the `Transform` that computes any range of its rows from their rows. So tensors stream
+in ranges of rows, and no whole tensor has to be in memory.
 """
 
 from __future__ import annotations
@@ -15,38 +16,43 @@ import numpy as np
 
 from quantkit.errors import FormatError
 
-_DIGITS = 10  # a part of a name with so many is no number of a layer or an expert
+_DIGITS = 10  # a part of a name with this many digits or more is not the number of a layer or an expert
 Shape = tuple[int, ...]
 ReadRows = Callable[[int, int], np.ndarray]  # (start, stop) -> rows, as numbers or as raw bytes
 
 
 class LazyTensor(Protocol):
-    """What `Arch.config` asks of a file's tensor: its values, when they are needed."""
+    """A tensor of a file whose values are decoded only when they are needed."""
 
-    def dequantize(self) -> np.ndarray: ...
+    def dequantize(self) -> np.ndarray:
+        """The values, float32, in the tensor's shape."""
+        ...
 
 
 class Transform:
-    """Rows of a result from rows of its sources. This one copies (COPY); others derive from it.
+    """Compute rows of a result from rows of its sources. The base class copies its one source (`COPY`).
 
-    A tensor of any shape counts as rows of its last axis; one of one axis as rows of a single element.
+    Rows run along the last axis; the other axes count as one. A vector has rows of one element.
     """
 
-    keeps_bits = True  # moves rows whole, so that they may be raw bytes of any type
-    step = 1  # ranges that start and stop at multiples of it read nothing twice
-    each: int | None = None  # rows of each source, where the result is one source after another
+    copies_rows = True  # rows are moved unchanged, so they may be raw bytes of any type
+    row_multiple = 1  # ranges that start and stop at its multiples read no source row twice
+    source_rows: int | None = None  # rows of each source, if the result is the sources one after another
 
     def shape(self, *sources: Shape) -> Shape:
+        """The result's shape, given the shapes of the sources. FormatError if they do not fit."""
         return sources[0]
 
     def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
+        """Rows `start` to `stop` of the result."""
         return sources[0](start, stop)
 
-    def place(self, start: int, stop: int) -> tuple[int, int] | None:
-        """(number of a source, first row) where rows of the result are known to lie in it as they are; else None."""
+    def locate(self, start: int, stop: int) -> tuple[int, int] | None:
+        """(index of a source, first row) if rows `start` to `stop` of the result lie in it unchanged; else None."""
         return (0, start) if self is COPY else None
 
     def inverse(self) -> Transform:
+        """The transform that undoes this one."""
         return self
 
 
@@ -54,17 +60,17 @@ COPY = Transform()
 
 
 class ShuffleRows(Transform):
-    """Row b * step + i of the result is row b * step + order[i] of the source, for every block b of `step` rows."""
+    """Permute the rows of every block b of n = len(order) rows: result row b*n + i is source row b*n + order[i]."""
 
     def __init__(self, order: Iterable[int]):
         self.order = np.array(list(order), np.intp)
-        self.step = len(self.order)
+        self.row_multiple = len(self.order)
 
     def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
-        first = start // self.step * self.step
-        last = -(-stop // self.step) * self.step
+        first = start // self.row_multiple * self.row_multiple
+        last = -(-stop // self.row_multiple) * self.row_multiple
         wanted = np.arange(start, stop)
-        index = wanted // self.step * self.step + self.order[wanted % self.step] - first
+        index = wanted // self.row_multiple * self.row_multiple + self.order[wanted % self.row_multiple] - first
         found: np.ndarray = sources[0](first, last)[index]
         return found
 
@@ -73,12 +79,12 @@ class ShuffleRows(Transform):
 
 
 class Stack(Transform):
-    """Sources [rows, n] one after another on a new first axis: the experts of a layer become [experts, rows, n]."""
+    """Stack sources [rows, n] on a new first axis: the experts of a layer become [experts, rows, n]."""
 
-    each: int
+    source_rows: int
 
     def __init__(self, rows: int):
-        self.each = rows
+        self.source_rows = rows
 
     def shape(self, *sources: Shape) -> Shape:
         return (len(sources), *sources[0])
@@ -86,19 +92,19 @@ class Stack(Transform):
     def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
         parts = []
         while start < stop:
-            source, first = divmod(start, self.each)
-            last = min(self.each, first + stop - start)
+            source, first = divmod(start, self.source_rows)
+            last = min(self.source_rows, first + stop - start)
             parts.append(sources[source](first, last))
             start += last - first
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def place(self, start: int, stop: int) -> tuple[int, int] | None:
-        source, first = divmod(start, self.each)
-        return (source, first) if first + stop - start <= self.each else None
+    def locate(self, start: int, stop: int) -> tuple[int, int] | None:
+        source, first = divmod(start, self.source_rows)
+        return (source, first) if first + stop - start <= self.source_rows else None
 
 
 class Unstack(Transform):
-    """Expert `number` of a source [experts, rows, n]; undoes Stack."""
+    """Expert `number` of a source [experts, rows, n]: one part of the inverse of `Stack`."""
 
     def __init__(self, number: int, rows: int):
         self.first = number * rows
@@ -109,45 +115,47 @@ class Unstack(Transform):
     def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
         return sources[0](self.first + start, self.first + stop)
 
-    def place(self, start: int, stop: int) -> tuple[int, int] | None:
+    def locate(self, start: int, stop: int) -> tuple[int, int] | None:
         return 0, self.first + start
 
 
 def interleave_halves(head_dim: int) -> ShuffleRows:
-    """Rows of each head from checkpoint order to that of "norm" rope: pairs (j, j + D/2) become (2j, 2j + 1)."""
+    """Reorder the rows of each head from checkpoint order to "norm" RoPE: pairs (j, j + D/2) become (2j, 2j + 1)."""
     return ShuffleRows(s * head_dim // 2 + j for j in range(head_dim // 2) for s in (0, 1))
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`gguf` is `hf` under another name; N stands for the layer. Names are without .weight and .bias, or `whole`.
+    """GGUF tensor `gguf` is checkpoint tensor `hf`. `N` stands for the layer, `E` for the expert.
 
-    `transform(hparams)` turns checkpoint rows into GGUF rows; it gets the HParams of the model. Where `hf` has an E,
-    for the expert, the matrices of all experts of a layer are stacked as one GGUF tensor; there is no transform then.
+    Names leave out `.weight` and `.bias` unless `full_names` is set. `transform(hparams)` makes the transform from
+    checkpoint rows to GGUF rows for a model's HParams. If `hf` has an `E`, the matrices of all experts of a layer are
+    stacked as one GGUF tensor; such a rule has no transform.
     """
 
     gguf: str
     hf: str
     transform: Callable[[Any], Transform] | None = None
     required: bool = True
-    bias: bool = False  # a bias may come with it
+    bias: bool = False  # the tensor may have a bias
     f32: bool = False  # always stored in float32
-    layers: Callable[[Any, int], bool] | None = None  # (hparams, layer): where it is required; None: everywhere
-    whole: bool = False  # the names are complete
-    one_way: bool = False  # a GGUF tensor that nothing of a checkpoint is made of: another one has the same numbers
+    layers: Callable[[Any, int], bool] | None = None  # (hparams, layer) -> whether it is required; None: in all layers
+    full_names: bool = False  # the names are complete
+    to_gguf_only: bool = False  # export does not use the rule: it makes the checkpoint tensor from other GGUF tensors
 
     def names(self, side: str) -> tuple[str, ...]:
-        """The names, N and E in them, that the rule knows on a side, "gguf" or "hf"."""
+        """The complete names, with `N` and `E`, on one side, "gguf" or "hf": the weight's and, if any, the bias's."""
         stem = getattr(self, side)
-        return (stem,) if self.whole else (f"{stem}.weight", f"{stem}.bias")[: 2 if self.bias else 1]
+        return (stem,) if self.full_names else (f"{stem}.weight", f"{stem}.bias")[: 2 if self.bias else 1]
 
     def is_needed(self, hparams: Any, layer: int) -> bool:
+        """Whether a model with these hyperparameters must have the tensor in this layer."""
         return self.required and (self.layers is None or self.layers(hparams, layer))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor to write: `transform` applied to `sources`, all of them names on the reading side."""
+    """One tensor to write: `transform` applied to `sources`, names of tensors to read."""
 
     name: str
     shape: Shape
@@ -157,14 +165,14 @@ class Piece:
 
 
 def split_name(name: str) -> tuple[str, int | None, str]:
-    """ "blk.3.attn_q.weight" -> ("blk.N.attn_q", 3, "weight"). The layer is the first part made of digits."""
+    """ "blk.3.attn_q.weight" -> ("blk.N.attn_q", 3, "weight"). The layer is the first part that is digits only."""
     stem, _, suffix = name.rpartition(".")
     stem, layer = _numbered(stem, "N")
     return stem, layer, suffix
 
 
 def _numbered(stem: str, letter: str) -> tuple[str, int | None]:
-    """The stem with its first part made of digits replaced, and the number."""
+    """The stem with `letter` in place of its first part that is digits only, and that number."""
     parts = stem.split(".")
     for i, part in enumerate(parts):
         if part.isascii() and part.isdigit() and len(part) < _DIGITS:
@@ -173,26 +181,28 @@ def _numbered(stem: str, letter: str) -> tuple[str, int | None]:
 
 
 def join_name(stem: str, layer: int | None, suffix: str, expert: int | None = None) -> str:
+    """The inverse of `split_name`."""
     return fill_name(f"{stem}.{suffix}", layer, expert)
 
 
 def fill_name(name: str, layer: int | None, expert: int | None = None) -> str:
-    """A name of a rule with its numbers in place of N and E."""
+    """A rule's name with the numbers in place of `N` and `E`."""
     numbers = {"N": layer, "E": expert}
     return ".".join(str(numbers[part]) if numbers.get(part) is not None else part for part in name.split("."))
 
 
 def pieces(rules: Sequence[Rule], shapes: Mapping[str, Shape], hparams: Any, *, to_gguf: bool) -> list[Piece]:
-    """A piece for every name in `shapes` that a rule knows, in the order of use: input, layers by number, output.
+    """The tensors to write, given the names and shapes of those to read.
 
-    Names that no rule knows are left out; the caller decides what they mean. The experts of a layer are one piece of a
-    GGUF, `hparams.n_expert` pieces of a checkpoint.
+    They come in the order of use: input, layers by number, output. Names that no rule knows are left out, and the
+    caller decides what that means. The experts of a layer are one piece of a GGUF and `hparams.n_expert` pieces of a
+    checkpoint.
     """
-    ours, theirs = ("hf", "gguf") if to_gguf else ("gguf", "hf")
+    source_side, target_side = ("hf", "gguf") if to_gguf else ("gguf", "hf")
     by_name: dict[str, list[tuple[int, Rule, str]]] = {}
     for place, rule in enumerate(rules):
-        if to_gguf or not rule.one_way:
-            for known, target in zip(rule.names(ours), rule.names(theirs)):
+        if to_gguf or not rule.to_gguf_only:
+            for known, target in zip(rule.names(source_side), rule.names(target_side)):
                 by_name.setdefault(known, []).append((place, rule, target))
     first_layer = next((i for i, rule in enumerate(rules) if ".N." in rule.gguf), len(rules))
     found: list[tuple[tuple[int, ...], Piece]] = []
@@ -216,7 +226,7 @@ def pieces(rules: Sequence[Rule], shapes: Mapping[str, Shape], hparams: Any, *, 
 
 
 def numbered_experts(rules: Sequence[Rule], names: Iterable[str]) -> set[int]:
-    """Numbers of the experts that names of a checkpoint have, of any layer."""
+    """The expert numbers that occur in checkpoint names, in any layer."""
     stems = {name for rule in rules if ".E." in rule.hf for name in rule.names("hf")}
     found = set()
     for name in names:
@@ -231,19 +241,23 @@ def _renamed(rule: Rule, name: str, target: str, shape: Shape, hparams: Any, to_
     if not to_gguf:
         transform = transform.inverse()
     made = transform.shape(shape)
-    if made and math.prod(made[:-1] or made) % transform.step:
+    if made and math.prod(made[:-1] or made) % transform.row_multiple:
         rows = math.prod(shape[:-1] or shape)
-        raise FormatError(f"tensor {name}: {rows} rows are not a multiple of the {transform.step} of a head")
+        raise FormatError(
+            f"tensor {name}: {rows} rows are not a multiple of the {transform.row_multiple} rows of a head"
+        )
     return Piece(target, made, (name,), transform, rule.f32 or len(shape) <= 1)
 
 
 def _stacked(rule: Rule, target: str, experts: Mapping[int, str], shapes: Mapping[str, Shape]) -> Piece:
-    """All experts that there are, by number; whether one is missing the caller finds out."""
+    """Stack the experts present, by number. The caller checks that none is missing."""
     names = tuple(name for _, name in sorted(experts.items()))
     first = shapes[names[0]]
     for name in names:
         if shapes[name] != first or len(first) != 2:
-            raise FormatError(f"tensor {name} is {shapes[name]}, {names[0]} {first}; experts must be matrices alike")
+            raise FormatError(
+                f"tensor {name} is {shapes[name]}, {names[0]} {first}; experts must be matrices of one shape"
+            )
     transform = Stack(first[0])
     return Piece(target, transform.shape(*(shapes[name] for name in names)), names, transform, rule.f32)
 
@@ -257,11 +271,11 @@ def _unstacked(rule: Rule, name: str, shape: Shape, hparams: Any) -> list[Piece]
 
 
 def missing(rules: Sequence[Rule], names: Iterable[str], hparams: Any, *, to_gguf: bool) -> list[str]:
-    """Weights that the rules require and `names` lacks, named as the reading side names them."""
+    """Weights that the rules require and `names` lacks, as the side that is read names them."""
     have = set(names)
     wanted = []
     for rule in rules:
-        if rule.required and (to_gguf or not rule.one_way):
+        if rule.required and (to_gguf or not rule.to_gguf_only):
             name = rule.names("hf" if to_gguf else "gguf")[0]
             layers: Iterable[int | None] = (
                 [i for i in range(hparams.n_layer) if rule.is_needed(hparams, i)] if ".N." in name else [None]

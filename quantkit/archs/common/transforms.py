@@ -1,4 +1,4 @@
-"""Transforms that several architectures need; archs/common/tensors.py has the plain ones."""
+"""Transforms of tensors that several architectures share. `archs/common/tensors.py` has the basic ones."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from quantkit.errors import FormatError
 
 
 class Elementwise(Transform):
-    """Each element by itself: `there`, and back again `back`, both float32 to float32."""
+    """Apply a function to every element: `forward`, with `backward` as the inverse, both float32 to float32."""
 
-    keeps_bits = False
+    copies_rows = False
 
-    def __init__(self, there: Callable[[np.ndarray], np.ndarray], back: Callable[[np.ndarray], np.ndarray]):
-        self.there, self.back = there, back
+    def __init__(self, forward: Callable[[np.ndarray], np.ndarray], backward: Callable[[np.ndarray], np.ndarray]):
+        self.forward, self.backward = forward, backward
 
     def rows(self, sources: Sequence[ReadRows], start: int, stop: int) -> np.ndarray:
-        return self.there(np.asarray(sources[0](start, stop), np.float32))
+        return self.forward(np.asarray(sources[0](start, stop), np.float32))
 
     def inverse(self) -> Transform:
-        return Elementwise(self.back, self.there)
+        return Elementwise(self.backward, self.forward)
 
 
 def add(number: float) -> Elementwise:
-    """A vector plus a number."""
+    """Add a number to every element."""
     return Elementwise(lambda x: x + np.float32(number), lambda x: x - np.float32(number))
 
 
-class OneRow(Transform):
-    """A matrix of one row as a vector, and back."""
+class RowToVector(Transform):
+    """Turn a matrix of one row into a vector; with `to_vector=False`, a vector into a matrix of one row."""
 
-    keeps_bits = False
+    copies_rows = False
 
     def __init__(self, columns: int, to_vector: bool = True):
         self.columns, self.to_vector = columns, to_vector
@@ -51,29 +51,32 @@ class OneRow(Transform):
         return sources[0](0, self.columns).reshape(1, -1)[start:stop]
 
     def inverse(self) -> Transform:
-        return OneRow(self.columns, not self.to_vector)
+        return RowToVector(self.columns, not self.to_vector)
 
 
-class Flat(Transform):
-    """The same rows, without the middle axis of length 1; and back."""
+class SqueezeMiddle(Transform):
+    """Drop the middle axis of convolution weights (channels, 1, kernel), or insert it (`has_middle=False`)."""
 
-    def __init__(self, middle: bool = True):
-        self.middle = middle
+    def __init__(self, has_middle: bool = True):
+        self.has_middle = has_middle
 
     def shape(self, *sources: Shape) -> Shape:
         first, *between, last = sources[0]
-        if between != [1] * self.middle:
-            expected = "(channels, 1, kernel)" if self.middle else "(channels, kernel)"
+        if between != [1] * self.has_middle:
+            expected = "(channels, 1, kernel)" if self.has_middle else "(channels, kernel)"
             raise FormatError(f"a convolution of shape {sources[0]}; {expected} was expected")
-        return (first, last) if self.middle else (first, 1, last)
+        return (first, last) if self.has_middle else (first, 1, last)
 
     def inverse(self) -> Transform:
-        return Flat(not self.middle)
+        return SqueezeMiddle(not self.has_middle)
 
 
-class Gather(Transform):
-    """Rows one after another from runs (source, first row, rows). `lead` is the shape of what is made but for its last
-    axis; by default all rows. The inverse is that of runs which make up one source."""
+class GatherRows(Transform):
+    """Concatenate runs of rows, each (index of the source, first row, number of rows).
+
+    `lead` is the result's shape without its last axis; by default the number of rows. The inverse exists only for runs
+    that cover one source completely.
+    """
 
     def __init__(self, runs: Iterable[tuple[int, int, int]], lead: Shape | None = None):
         self.runs = list(runs)
@@ -102,13 +105,13 @@ class Gather(Transform):
     def inverse(self) -> Transform:
         placed = sorted((first, at, count) for (_, first, count), at in zip(self.runs, self.starts))
         assert [first for first, _, _ in placed] == [0, *itertools.accumulate(count for _, _, count in placed)][:-1]
-        return Gather((0, at, count) for _, at, count in placed)
+        return GatherRows((0, at, count) for _, at, count in placed)
 
 
 class ShuffleColumns(Transform):
     """Column j of the result is column order[j] of the source."""
 
-    keeps_bits = False
+    copies_rows = False
 
     def __init__(self, order: Iterable[int]):
         self.order = np.array(list(order), np.intp)
@@ -121,11 +124,11 @@ class ShuffleColumns(Transform):
 
 
 class Chain(Transform):
-    """One after another; the first may have several sources."""
+    """Apply several transforms in turn. Only the first may have several sources."""
 
     def __init__(self, *steps: Transform):
         self.steps = steps
-        self.keeps_bits = all(step.keeps_bits for step in steps)
+        self.copies_rows = all(step.copies_rows for step in steps)
 
     def shape(self, *sources: Shape) -> Shape:
         first, *others = self.steps

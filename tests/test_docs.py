@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import doctest
 import fnmatch
+import importlib.util
 import io
 import json
 import os
@@ -83,6 +84,20 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
             r'<(?:script|img|link[^>]*stylesheet)[^>]*(?:src|href)="?(https?:[^" >]+)', page.read_text()
         )
         assert not loaded, f"{page.name} loads {loaded[0]}: the site must work offline"
+
+
+def test_lists_in_docstrings_become_markdown() -> None:
+    """A list of names, with continued lines, becomes a list; other indented text and plain text stay."""
+    spec = importlib.util.spec_from_file_location("docstrings", ROOT / "docs" / "docstrings.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    names = "    path     the file\n    a, b     two names,\n             one meaning"
+    text = f"Open a file.\n\n{names}\n\n    x = f(1)    code\n"
+    made = "Open a file.\n\n- `path`: the file\n- `a`, `b`: two names, one meaning\n\n    x = f(1)    code"
+    assert module.markdown(text) == made
+    assert module.markdown("a sentence  of\ntwo lines") == "a sentence  of\ntwo lines"
 
 
 def test_pictures_are_fresh(tmp_path: Path) -> None:

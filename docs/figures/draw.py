@@ -66,25 +66,29 @@ class Picture:
 
 def packages() -> None:
     """The packages, as `tests/test_imports.py` checks them."""
-    p = Picture(780, 560, "The packages of quantkit; imports point downwards")
+    p = Picture(780, 768, "The packages of quantkit; imports point downwards")
     rows = [
         [("cli", "one file per command")],
         [("evaluate", "importance matrix, perplexity, KL divergence, comparison, benchmarks")],
         [("pipelines", "convert, export, quantize, repack,|verify, resume"),
          ("runtime", "model, blocks, KV cache, decode plans,|kernels, several devices")],
-        [("recipe", "rules to plan, lint, mixes"), ("placement", "tensor to device, fit, memory, speed")],
+        [("recipe", "rules, mixes, plan, lint"), ("placement", "tensor to device, fit, memory, speed")],
         [("formats", "GGUF, safetensors,|imatrix, KLD"), ("archs", "one file per architecture"),
          ("tokenizers", "read, write, encode")],
         [("repack", "row interleaving and back")],
         [("types", "one file per type: byte map, encode, decode")],
         [("codegen", "numba kernels and their disk cache, IR builder, SIMD intrinsics, native functions")],
+        [("inputs", "checks of arguments, JSON and regular expressions from outside")],
+        [("errors", "the exceptions")],
     ]  # fmt: skip
     for i, row in enumerate(rows):
         width = (740 - 12 * (len(row) - 1)) // len(row)
         for j, (name, lines) in enumerate(row):
-            colors = GOLD if name in ("recipe", "placement") else GRAY if name == "codegen" else TEAL
-            p.box(20 + j * (width + 12), 16 + i * 64, width, 54, name, lines, colors)
-    p.note(390, 545, "A package imports only what is below it, or to its left in the same row. Gold: pure functions.")
+            colors = (
+                GOLD if name in ("recipe", "placement") else GRAY if name in ("codegen", "inputs", "errors") else TEAL
+            )
+            p.box(20 + j * (width + 12), 16 + i * 72, width, 62, name, lines, colors)
+    p.note(390, 753, "Imports point downwards. Within a row: archs imports formats, tokenizers both, placement recipe.")
     p.save("packages")
 
 
@@ -104,12 +108,12 @@ def quantize() -> None:
     p.note(110, 200, "decided before a byte is read")
     p.box(600, 160, 160, 70, "provenance", "hash of source and|result, encoder version")
     p.arrow((680, 100), (680, 160))
-    p.box(410, 300, 350, 70, "OUT.gguf.partial-job", "each piece goes to its place, from several threads;|"
+    p.box(370, 300, 390, 70, "OUT.gguf.partial-job", "each piece goes to its place, from several threads;|"
           "the journal names a tensor after its bytes are synced")  # fmt: skip
     p.arrow((680, 230), (680, 300))
-    p.box(60, 300, 240, 70, "OUT.gguf", "complete, or not there at all", GRAY)
-    p.arrow((410, 335), (300, 335))
-    p.note(355, 326, "os.replace")
+    p.box(20, 300, 240, 70, "OUT.gguf", "complete, or not there at all", GRAY)
+    p.arrow((370, 335), (260, 335))
+    p.note(315, 326, "os.replace")
     p.note(390, 405, "Threads take pieces; memory does not grow with the model. A killed job resumes from its journal.")
     p.save("quantize")
 

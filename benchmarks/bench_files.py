@@ -35,7 +35,7 @@ from quantkit.evaluate.nll import negative_log_likelihood
 from quantkit.evaluate.text import Chunks, chunked
 from quantkit.formats import imatrix as matrices
 from quantkit.formats.kld.base_file import scored_rows
-from quantkit.pipelines.quantize import quantize
+from quantkit.pipelines.quantize import quantize_with_plan
 from tests.conformance.embedded import embed
 from tests.conformance.ggml import QUANTIZE_TOOL
 from tests.conformance.libllama import Llama
@@ -80,7 +80,7 @@ def write(side: str, model: Path, matrix: Path, kind: str, out: Path, options: A
         file, importance = quantkit.open(model), matrices.read(matrix)
         plan = recipe.plan(file.tensors.values(), kind, metadata=file.metadata, imatrix=importance,
                            options=recipe.Options(pure=options.pure))  # fmt: skip
-        quantize(file, out, plan, imatrix=importance, effort=options.effort, threads=2)
+        quantize_with_plan(file, out, plan, imatrix=importance, effort=options.effort, threads=2)
     else:
         pure = ["--pure"] if options.pure else []
         command = [str(QUANTIZE_TOOL), *pure, "--imatrix", str(matrix), str(model), str(out), kind, "2"]

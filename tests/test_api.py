@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("api")
     checkpoints.write(folder / "HF_DIR", archs.get("llama").EXAMPLE, "BF16")
     made = quantkit.convert(folder / "HF_DIR", folder / "bf16.gguf")
-    assert made.written == [folder / "bf16.gguf"]
+    assert made.paths == [folder / "bf16.gguf"]
     return folder
 
 

@@ -17,8 +17,9 @@ import quantkit
 from quantkit import archs, recipe
 from quantkit.errors import DataError, UnsupportedError
 from quantkit.formats import gguf
-from quantkit.pipelines.convert import convert, prepare
-from quantkit.pipelines.quantize import quantize
+from quantkit.pipelines.convert import convert_checkpoint
+from quantkit.pipelines.convert_plan import plan_conversion
+from quantkit.pipelines.quantize import quantize_with_plan
 from tests.archs.checkpoints import tiny
 
 TOKENS = np.random.default_rng(3).integers(2, 320, (2, 256))
@@ -130,7 +131,7 @@ def test_logits_of_transformers_and_the_reference(tmp_path: Path, arch: str, cha
     import torch
 
     model = tiny(tmp_path / "hf", arch=arch, **change)
-    convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+    convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "f32")
     with torch.no_grad():
         wanted = log_probabilities(model(torch.tensor(TOKENS)).logits.numpy())
     ours = quantkit.load(tmp_path / "m.gguf")
@@ -205,7 +206,7 @@ def test_what_the_reference_does_not_know(tmp_path: Path, arch: str, change: dic
     import torch
 
     model = tiny(tmp_path / "hf", arch=arch, **change)
-    convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+    convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "f32")
     with torch.no_grad():
         wanted = log_probabilities(model(torch.tensor(TOKENS[:1])).logits.numpy()[0])
     assert np.abs(log_probabilities(quantkit.load(tmp_path / "m.gguf").logits(TOKENS[0])) - wanted).max() < 2e-3
@@ -217,12 +218,12 @@ def test_a_ternary_model_in_two_bits(tmp_path: Path) -> None:
     path = tmp_path / "hf" / "config.json"
     settings = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": settings}))
-    convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+    convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "f32")
     source = gguf.open(tmp_path / "m.gguf")
     x = source.tensors["blk.1.ffn_down.weight"].dequantize()
     assert len(np.unique(np.abs(x))) == 2
     rules = recipe.parse("blk.*(attn_(q|k|v|output)|ffn_(gate|up|down))=iq2_bn,.*=f32")
-    quantize(
+    quantize_with_plan(
         source, tmp_path / "q.gguf", recipe.plan(source.tensors.values(), "IQ2_BN", rules, metadata=source.metadata)
     )
     made = gguf.open(tmp_path / "q.gguf")
@@ -250,7 +251,7 @@ def test_mixtral_in_the_reference(tmp_path: Path) -> None:
     """
     libllama = pytest.importorskip("tests.conformance.libllama")
     tiny(tmp_path / "hf", arch="llama", **MIXTRAL | {"num_experts_per_tok": 8})
-    convert(tmp_path / "hf", tmp_path / "whole.gguf", "f32")
+    convert_checkpoint(tmp_path / "hf", tmp_path / "whole.gguf", "f32")
     source, tokens = gguf.open(tmp_path / "whole.gguf"), TOKENS[0][:8]
     w = {name: t.dequantize() * ("attn_output" not in name) for name, t in source.tensors.items()}
     with gguf.Writer(
@@ -284,7 +285,7 @@ def test_mixtral_in_the_reference(tmp_path: Path) -> None:
 def test_shared_experts_in_the_compiled_passes(tmp_path: Path) -> None:
     """Prompt and steps of `fast` numerics: all experts used, so that rounding turns no choice."""
     tiny(tmp_path / "hf", arch="glm4moe", num_experts_per_tok=8, n_shared_experts=2)
-    convert(tmp_path / "hf", tmp_path / "m.gguf", "q8_0")
+    convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "q8_0")
     wanted = log_probabilities(quantkit.load(tmp_path / "m.gguf").logits(TOKENS[0][:40]))
     model = quantkit.load(tmp_path / "m.gguf", numerics="fast")
     assert model.fallback_reason is None
@@ -316,7 +317,7 @@ def test_experts_as_gpt_oss_ships_them(tmp_path: Path) -> None:
         "quantization_config": {"quant_method": "mxfp4"}
     }
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+    convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "f32")
     ours = quantkit.load(tmp_path / "m.gguf")
     assert ours.weights["blk.1.ffn_up_exps.weight"].type.name == "mxfp4"
     with torch.no_grad():
@@ -328,7 +329,7 @@ def test_experts_as_gpt_oss_ships_them(tmp_path: Path) -> None:
 def test_latents_absorbed_or_not_give_the_same(tmp_path: Path, layout: str) -> None:
     """-mla 0 to 3 of each layout of a file, prompt and step by step: only what is cached differs."""
     tiny(tmp_path / "hf", arch="deepseek2")
-    convert(tmp_path / "hf", tmp_path / "all.gguf", "f32")
+    convert_checkpoint(tmp_path / "hf", tmp_path / "all.gguf", "f32")
     path = in_layout(tmp_path / "all.gguf", layout)
     wanted = quantkit.load(tmp_path / "all.gguf", mla=0).logits(TOKENS[0])
     for mla in (0, 1, 2, 3):
@@ -374,10 +375,10 @@ def test_quantized_experts_run_in_the_reference(tmp_path: Path, kind: str) -> No
     libllama = pytest.importorskip("tests.conformance.libllama")
     wide = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 8}
     tiny(tmp_path / "hf", arch="qwen3moe", **wide)
-    convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+    convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "f32")
     source = gguf.open(tmp_path / "m.gguf")
     plan = recipe.plan(source.tensors.values(), kind, metadata=source.metadata)
-    quantize(source, tmp_path / "q.gguf", plan)
+    quantize_with_plan(source, tmp_path / "q.gguf", plan)
     ours = quantkit.load(tmp_path / "q.gguf")
     types = {name: tensor.type.name for name, tensor in ours.weights.items()}
     assert types["blk.0.ffn_up_exps.weight"].lower() == kind.lower().removesuffix("_m")
@@ -397,7 +398,7 @@ def test_a_value_that_is_not_finite_is_named_by_its_expert(tmp_path: Path) -> No
         model.model.layers[1].mlp.experts.down_proj[3, 5, 7] = torch.nan
     model.save_pretrained(tmp_path / "hf")
     with pytest.raises(DataError, match=r"experts\.3\.down_proj\.weight: .*row 5, column 7 is nan"):
-        convert(tmp_path / "hf", tmp_path / "m.gguf", "q8_0")
+        convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "q8_0")
     assert not (tmp_path / "m.gguf").exists()
 
 
@@ -414,7 +415,7 @@ def test_experts_are_stacked_piece_by_piece(tmp_path: Path) -> None:
             found.append((name, start, nbytes))
             return True
 
-    for task in prepare(tmp_path / "hf", "f32").tasks(Pieces()):  # type: ignore[arg-type]
+    for task in plan_conversion(tmp_path / "hf", "f32").tasks(Pieces()):  # type: ignore[arg-type]
         task()
     stacked = [part[1:] for part in found if part[0] == "blk.1.ffn_up_exps.weight"]
     assert stacked == [(i * 32 * 64 * 4, 32 * 64 * 4) for i in range(24)]

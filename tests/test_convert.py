@@ -22,8 +22,9 @@ from quantkit.errors import DataError, FormatError, QuantkitError, UnknownNameEr
 from quantkit.formats.gguf import GGUF
 from quantkit.formats.gguf import open as open_gguf
 from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
-from quantkit.pipelines.convert import convert, prepare
-from quantkit.pipelines.export import export
+from quantkit.pipelines.convert import convert_checkpoint
+from quantkit.pipelines.convert_plan import plan_conversion
+from quantkit.pipelines.export import export_gguf
 from tests.archs.checkpoints import as_fp8, as_int4, tiny
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -63,8 +64,8 @@ def test_every_architectures_example(tmp_path: Path, arch: str) -> None:
     import transformers
 
     model = tiny(tmp_path / "hf", arch=arch)
-    convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
-    export(tmp_path / "m.gguf", tmp_path / "back")
+    convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+    export_gguf(tmp_path / "m.gguf", tmp_path / "back")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     tokens = np.random.default_rng(3).integers(2, 320, 100).tolist()
     with torch.no_grad():
@@ -87,7 +88,7 @@ def test_the_file_computes_what_transformers_does(tmp_path: Path, variant: str) 
     import torch
 
     model = tiny(tmp_path / "hf", **VARIANTS[variant])
-    convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+    convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "f32")
     tokens = np.random.default_rng(3).integers(2, 320, 100).tolist()
     with torch.no_grad():
         expected = log_probabilities(model(torch.tensor([tokens])).logits[0].numpy())
@@ -105,8 +106,8 @@ def test_the_file_computes_what_transformers_does(tmp_path: Path, variant: str) 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_checkpoints_come_back_bit_for_bit(tmp_path: Path, variant: str, dtype: str) -> None:
     tiny(tmp_path / "a", dtype, **VARIANTS[variant])
-    convert(tmp_path / "a", tmp_path / "m.gguf", "bf16" if dtype == "bfloat16" else "f32")
-    export(tmp_path / "m.gguf", tmp_path / "b")
+    convert_checkpoint(tmp_path / "a", tmp_path / "m.gguf", "bf16" if dtype == "bfloat16" else "f32")
+    export_gguf(tmp_path / "m.gguf", tmp_path / "b")
     before, after = open_checkpoint(tmp_path / "a").tensors, open_checkpoint(tmp_path / "b").tensors
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -114,7 +115,7 @@ def test_checkpoints_come_back_bit_for_bit(tmp_path: Path, variant: str, dtype: 
         np.testing.assert_array_equal(tensor.dequantize(), after[name].dequantize(), err_msg=name)
         if len(tensor.shape) > 1:
             assert tensor.dtype == after[name].dtype
-    convert(tmp_path / "b", tmp_path / "n.gguf", "bf16" if dtype == "bfloat16" else "f32")
+    convert_checkpoint(tmp_path / "b", tmp_path / "n.gguf", "bf16" if dtype == "bfloat16" else "f32")
     assert data(open_gguf(tmp_path / "n.gguf")) == data(open_gguf(tmp_path / "m.gguf"))
     # transformers writes head_dim even where it is the default; export writes it where the file says it
     assert keys(open_gguf(tmp_path / "n.gguf")) == keys(open_gguf(tmp_path / "m.gguf"))
@@ -125,8 +126,8 @@ def test_transformers_loads_what_is_exported(tmp_path: Path) -> None:
     import transformers
 
     model = tiny(tmp_path / "a", **VARIANTS["llama3"])
-    convert(tmp_path / "a", tmp_path / "m.gguf", "f32")
-    export(tmp_path / "m.gguf", tmp_path / "b")
+    convert_checkpoint(tmp_path / "a", tmp_path / "m.gguf", "f32")
+    export_gguf(tmp_path / "m.gguf", tmp_path / "b")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b")
     tokens = torch.tensor([np.random.default_rng(3).integers(2, 320, 100).tolist()])
     with torch.no_grad():
@@ -145,13 +146,13 @@ def test_transformers_loads_what_is_exported(tmp_path: Path) -> None:
 def smollm2(smollm2_q4_1: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2 exported to a directory."""
     directory = tmp_path_factory.mktemp("smollm2") / "hf"
-    export(smollm2_q4_1, directory, "bf16")
+    export_gguf(smollm2_q4_1, directory, "bf16")
     return directory
 
 
 def test_smollm2_there_and_back(smollm2: Path, smollm2_q4_1: Path, tmp_path: Path) -> None:
     """bf16 values of the file's own, and all its keys."""
-    convert(smollm2, tmp_path / "m.gguf")
+    convert_checkpoint(smollm2, tmp_path / "m.gguf")
     source, made = open_gguf(smollm2_q4_1), open_gguf(tmp_path / "m.gguf")
     assert keys(made, "general.file_type") == keys(source, "general.file_type")
     assert made.metadata["general.file_type"] == 32
@@ -166,7 +167,7 @@ def test_smollm2_there_and_back(smollm2: Path, smollm2_q4_1: Path, tmp_path: Pat
 
 def test_float32_export_loses_nothing(smollm2_q4_1: Path, tmp_path: Path) -> None:
     """Every decoded value of the quantized file is in the checkpoint; rows of q and k are in the other order."""
-    plan = export(smollm2_q4_1, tmp_path / "hf", dry_run=True)
+    plan = export_gguf(smollm2_q4_1, tmp_path / "hf", dry_run=True)
     assert {spec.dtype for spec in plan.specs} == {"F32"}
     assert not (tmp_path / "hf").exists()
     source = open_gguf(smollm2_q4_1)
@@ -193,7 +194,7 @@ def test_killed_at_any_moment_leaves_no_file(smollm2: Path, tmp_path: Path) -> N
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not out.exists()
-    convert(smollm2, out, "bf16")
+    convert_checkpoint(smollm2, out, "bf16")
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
@@ -209,7 +210,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("outtype", "file_type"), [("auto", 32), ("bf16", 32), ("f16", 1), ("f32", 0), ("q8_0", 7)])
 def test_outtypes(checkpoint: Path, tmp_path: Path, outtype: str, file_type: int) -> None:
-    done = convert(checkpoint, tmp_path / "m.gguf", outtype)
+    done = convert_checkpoint(checkpoint, tmp_path / "m.gguf", outtype)
     made = open_gguf(tmp_path / "m.gguf")
     name = "bf16" if outtype == "auto" else outtype
     assert done.outtype.name == name
@@ -223,38 +224,47 @@ def test_outtypes(checkpoint: Path, tmp_path: Path, outtype: str, file_type: int
 
 
 def test_order_is_that_of_use(checkpoint: Path) -> None:
-    names = [spec.name for spec in prepare(checkpoint).specs]
+    names = [spec.name for spec in plan_conversion(checkpoint).specs]
     assert (names[0], names[-2:]) == ("token_embd.weight", ["output_norm.weight", "output.weight"])
     assert [name for name in names if name.endswith("attn_q.weight")] == ["blk.0.attn_q.weight", "blk.1.attn_q.weight"]
 
 
 def test_rows_that_do_not_fit_become_f16(tmp_path: Path) -> None:
     tiny(tmp_path / "hf", intermediate_size=72)
-    done = convert(tmp_path / "hf", tmp_path / "m.gguf", "q8_0")
+    done = convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "q8_0")
     assert done.fallbacks == ["blk.0.ffn_down.weight", "blk.1.ffn_down.weight"]
     made = open_gguf(tmp_path / "m.gguf").tensors
     assert (made["blk.0.ffn_down.weight"].type.name, made["blk.0.ffn_up.weight"].type.name) == ("f16", "q8_0")
 
 
 def test_shards_and_threads_do_not_change_the_data(checkpoint: Path, tmp_path: Path) -> None:
-    convert(checkpoint, tmp_path / "one.gguf", "q8_0", threads=1)
-    done = convert(checkpoint, tmp_path / "many.gguf", "q8_0", split_max_bytes=40_000, threads=3)
-    assert len(done.written) > 1
-    assert data(open_gguf(done.written[0])) == data(open_gguf(tmp_path / "one.gguf"))
+    convert_checkpoint(checkpoint, tmp_path / "one.gguf", "q8_0", threads=1)
+    done = convert_checkpoint(checkpoint, tmp_path / "many.gguf", "q8_0", split_max_bytes=40_000, threads=3)
+    assert len(done.paths) > 1
+    assert data(open_gguf(done.paths[0])) == data(open_gguf(tmp_path / "one.gguf"))
 
 
 def test_small_pieces_make_the_same_file(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    convert(checkpoint, tmp_path / "a.gguf", "f16")
+    convert_checkpoint(checkpoint, tmp_path / "a.gguf", "f16")
     monkeypatch.setattr("quantkit.formats.pipeline.PIECE_ELEMENTS", 200)
-    convert(checkpoint, tmp_path / "b.gguf", "f16")
+    convert_checkpoint(checkpoint, tmp_path / "b.gguf", "f16")
     assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
 
 
 def test_dry_run_writes_nothing(checkpoint: Path, tmp_path: Path) -> None:
-    done = convert(checkpoint, tmp_path / "m.gguf", dry_run=True)
+    done = convert_checkpoint(checkpoint, tmp_path / "m.gguf", dry_run=True)
     assert done.n_params == sum(int(np.prod(spec.shape)) for spec in done.specs)
-    assert done.written == []
+    assert done.paths == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_output_may_not_replace_an_input(checkpoint: Path, tmp_path: Path) -> None:
+    weights = next(checkpoint.glob("*.safetensors"))
+    before = weights.read_bytes()
+    (tmp_path / "m.gguf").symlink_to(weights)
+    with pytest.raises(QuantkitError, match="this is the input"):
+        convert_checkpoint(checkpoint, tmp_path / "m.gguf")
+    assert weights.read_bytes() == before
 
 
 def test_model_card_and_general_keys(tmp_path: Path) -> None:
@@ -264,11 +274,11 @@ def test_model_card_and_general_keys(tmp_path: Path) -> None:
     (tmp_path / "hf" / "gguf_metadata.json").write_text(
         json.dumps({"general.author": "me", "general.languages": ["fr"]})
     )
-    metadata = prepare(tmp_path / "hf").metadata
+    metadata = plan_conversion(tmp_path / "hf").metadata
     assert metadata["general.license"] == "mit"
     assert metadata["general.author"] == "me"
     assert metadata["general.languages"] == ["fr"]
-    assert metadata["general.size_label"] == f"{prepare(tmp_path / 'hf').n_params / 1000:.0f}K"
+    assert metadata["general.size_label"] == f"{plan_conversion(tmp_path / 'hf').n_params / 1000:.0f}K"
 
 
 @pytest.mark.parametrize(("card", "keys", "warning"), [
@@ -285,7 +295,7 @@ def test_front_matter_in_the_metadata(tmp_path: Path, capsys, card: str, keys: d
     """Right or not at all; what is left out is said."""
     tiny(tmp_path / "hf")
     (tmp_path / "hf" / "README.md").write_text(f"---\n{card}---\n")
-    made = prepare(tmp_path / "hf")
+    made = plan_conversion(tmp_path / "hf")
     found = {key: made.metadata.get(f"general.{key}") for key in ("license", "languages", "tags")}
     assert {key: value for key, value in found.items() if value is not None} == keys
     assert bool(made.warnings) == bool(warning)
@@ -328,19 +338,19 @@ def test_what_cannot_be_converted_is_named(
     checkpoint: Path, tmp_path: Path, change: dict[str, Any], error: type[QuantkitError], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        convert(edit(checkpoint, tmp_path / "hf", **change), tmp_path / "m.gguf")
+        convert_checkpoint(edit(checkpoint, tmp_path / "hf", **change), tmp_path / "m.gguf")
     assert not (tmp_path / "m.gguf").exists()
 
 
 def test_bad_arguments(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="outtype 'q4_1'"):
-        convert(checkpoint, tmp_path / "m.gguf", "q4_1")
+        convert_checkpoint(checkpoint, tmp_path / "m.gguf", "q4_1")
     with pytest.raises(FormatError, match="not a directory"):
-        convert(tmp_path / "none", tmp_path / "m.gguf")
+        convert_checkpoint(tmp_path / "none", tmp_path / "m.gguf")
     with pytest.raises(FormatError, match=r"config\.json is missing"):
-        convert(tmp_path, tmp_path / "m.gguf")
+        convert_checkpoint(tmp_path, tmp_path / "m.gguf")
     with pytest.raises(UnknownNameError, match="dtype 'q8_0'"):
-        export(checkpoint, tmp_path / "x", "q8_0")
+        export_gguf(checkpoint, tmp_path / "x", "q8_0")
 
 
 BAD = "model.layers.1.mlp.up_proj.weight"
@@ -366,7 +376,7 @@ def test_values_that_are_not_finite_are_named(checkpoint: Path, tmp_path: Path, 
     """Also where bits go through unchanged: a NaN in a file is found out only by its nonsense."""
     source = with_value(checkpoint, tmp_path / "hf", np.nan)
     with pytest.raises(DataError, match=rf"{re.escape(BAD)}.*row 5, column 3 is nan"):
-        convert(source, tmp_path / "m.gguf", outtype)
+        convert_checkpoint(source, tmp_path / "m.gguf", outtype)
     assert not (tmp_path / "m.gguf").exists()
 
 
@@ -374,9 +384,9 @@ def test_values_that_overflow_are_named(checkpoint: Path, tmp_path: Path) -> Non
     """1e5 is a bfloat16 but not a half."""
     source = with_value(checkpoint, tmp_path / "hf", 1e5)
     with pytest.raises(DataError, match=re.escape(BAD)):
-        convert(source, tmp_path / "m.gguf", "f16")
+        convert_checkpoint(source, tmp_path / "m.gguf", "f16")
     assert not (tmp_path / "m.gguf").exists()
-    convert(source, tmp_path / "m.gguf", "bf16")
+    convert_checkpoint(source, tmp_path / "m.gguf", "bf16")
 
 
 def test_commands(checkpoint: Path, tmp_path: Path) -> None:
@@ -419,7 +429,7 @@ def test_fp8_becomes_what_torch_makes_of_it(fp8: Path, tmp_path: Path) -> None:
     import torch
 
     stored = open_checkpoint(fp8).tensors
-    convert(fp8, tmp_path / "m.gguf")
+    convert_checkpoint(fp8, tmp_path / "m.gguf")
     made = open_gguf(tmp_path / "m.gguf")
     assert made.metadata["general.file_type"] == types.get("bf16").file_type
     for i in range(6):
@@ -437,7 +447,7 @@ def test_fp8_becomes_what_torch_makes_of_it(fp8: Path, tmp_path: Path) -> None:
 def test_matrices_are_made_without_numba(fp8: Path, tmp_path: Path, outtype: str) -> None:
     """Its import takes as long as converting a gigabyte."""
     code = (
-        "import sys; from quantkit.pipelines.convert import convert; convert(*sys.argv[1:]); "
+        "import sys; from quantkit.pipelines.convert import convert_checkpoint; convert_checkpoint(*sys.argv[1:]); "
         "print('numba' in sys.modules)"
     )
     for source in (fp8, fp8.parent / "bf16"):
@@ -449,7 +459,7 @@ def test_experts_of_four_bits(tmp_path: Path, rng: np.random.Generator) -> None:
     """As Kimi K2 Thinking ships them: codes less 8, times the scale of their 32 columns; bf16 holds four bits more."""
     tiny(tmp_path / "bf16", "bfloat16", "deepseek2")
     source = as_int4(tmp_path / "bf16", tmp_path / "int4", rng)
-    done = convert(source, tmp_path / "m.gguf")
+    done = convert_checkpoint(source, tmp_path / "m.gguf")
     assert done.outtype.name == "bf16"
     stored, made = open_checkpoint(source).tensors, open_gguf(tmp_path / "m.gguf").tensors
     for i in (0, 7):
@@ -465,7 +475,7 @@ def test_experts_of_four_bits(tmp_path: Path, rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("target", ["Q4_K_M", "COPY", "Q8_0"])
 def test_straight_from_a_checkpoint_or_by_a_detour(fp8: Path, tmp_path: Path, target: str) -> None:
     """The same file, whichever way: mixes, rules, interleaving, rows that fall back."""
-    convert(fp8, tmp_path / "bf16.gguf")
+    convert_checkpoint(fp8, tmp_path / "bf16.gguf")
     flags = [target, "--custom-q", "attn_q=iq4_nl_r4,down_exps=q6_0", "2"] if target != "COPY" else [target]
     for source, out in ((fp8, "straight.gguf"), (tmp_path / "bf16.gguf", "detour.gguf")):
         assert main(["quantize", str(source), str(tmp_path / out), *flags]) == 0
@@ -492,7 +502,7 @@ def test_other_checkpoints_are_read_as_they_are(tmp_path: Path, dtype: str) -> N
 def test_latent_attention_straight_from_fp8(tmp_path: Path, rng: np.random.Generator) -> None:
     """Tensors that are made of parts of others, turned round."""
     source = fp8_of("deepseek2", tmp_path, rng)
-    convert(source, tmp_path / "bf16.gguf")
+    convert_checkpoint(source, tmp_path / "bf16.gguf")
     for path, out in ((source, "straight.gguf"), (tmp_path / "bf16.gguf", "detour.gguf")):
         assert main(["quantize", str(path), str(tmp_path / out), "IQ4_NL", "2"]) == 0
     straight, detour = ((tmp_path / name).read_bytes() for name in ("straight.gguf", "detour.gguf"))

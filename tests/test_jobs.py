@@ -25,10 +25,9 @@ from quantkit.formats import gguf, imatrix, journal, provenance
 from quantkit.formats.gguf import TensorSpec, Writer
 from quantkit.pipelines import quantize as loop
 from quantkit.pipelines import resume
-from quantkit.pipelines.quantize import Written, quantize
-from quantkit.pipelines.repack_file import plan_repack
-from quantkit.pipelines.repack_file import write as write_repacked
-from quantkit.pipelines.verify import verify
+from quantkit.pipelines.quantize import Written, quantize_with_plan
+from quantkit.pipelines.repack_file import plan_repack, write_repacked
+from quantkit.pipelines.verify import verify_gguf
 
 COUNT, ROWS, COLUMNS = 8, 64, 256
 NAMES = [f"blk.{i}.ffn_up.weight" for i in range(COUNT - 2)] + ["output_norm.weight", "output.weight"]
@@ -66,7 +65,7 @@ def make(
 ) -> Written:
     file = quantkit.open(model)
     plan = recipe.plan(file.tensors.values(), target, recipe.parse(rules), metadata=file.metadata, imatrix=matrix)
-    return quantize(file, out, plan, imatrix=matrix, threads=1, **options)
+    return quantize_with_plan(file, out, plan, imatrix=matrix, threads=1, **options)
 
 
 class Encodings:
@@ -498,19 +497,19 @@ def made(model: Path, tmp_path: Path) -> Path:
 
 def test_a_sound_file_and_its_rerun(made: Path, model: Path) -> None:
     file, source = quantkit.open(made), quantkit.open(model)
-    found = verify(file, source, importance())
+    found = verify_gguf(file, source, importance())
     assert (found.damage, found.changes, found.notes, found.rerun) == ([], {}, [], True)
     assert (found.decoded, found.hashed, found.recorded) == (COUNT, COUNT, COUNT)
-    blind = verify(file, source)
+    blind = verify_gguf(file, source)
     assert blind.rerun is None
     assert "pass --imatrix" in blind.notes[0]
-    assert "pass --source" in verify(file).notes[0]
+    assert "pass --source" in verify_gguf(file).notes[0]
 
 
 def test_what_a_rerun_would_change(made: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(model, changed=(NAMES[2],))
     monkeypatch.setattr(provenance, "codec", lambda name, effort: "f" * 16 if name == "f16" else _CODEC(name, effort))
-    found = verify(quantkit.open(made), quantkit.open(model), importance((NAMES[4],)))
+    found = verify_gguf(quantkit.open(made), quantkit.open(model), importance((NAMES[4],)))
     assert found.damage == []
     assert found.rerun is False
     reasons = {name: " ".join(why) for name, why in found.changes.items()}
@@ -530,7 +529,7 @@ def test_damage_is_found(made: Path, tensor: int, value: int, said: str, capsys:
     if value == 0x7E:
         data[quantkit.open(made).tensors[NAMES[tensor]].offset + 1] = value
     made.write_bytes(data)
-    found = verify(quantkit.open(made))
+    found = verify_gguf(quantkit.open(made))
     assert len(found.damage) == 1
     assert found.damage[0].startswith(f"{NAMES[tensor]}: ")
     assert said in found.damage[0]
@@ -540,13 +539,13 @@ def test_damage_is_found(made: Path, tensor: int, value: int, said: str, capsys:
 
 def test_files_that_were_made_otherwise(made: Path, model: Path, tmp_path: Path) -> None:
     """Without records; repacked and unpacked since."""
-    found = verify(quantkit.open(model), quantkit.open(model))
+    found = verify_gguf(quantkit.open(model), quantkit.open(model))
     assert (found.damage, found.recorded, found.rerun) == ([], 0, None)
     assert "no record" in found.notes[0]
     write_repacked(plan_repack(quantkit.open(made)), tmp_path / "r4.gguf")
     repacked = quantkit.open(tmp_path / "r4.gguf")
     assert repacked.tensors[NAMES[1]].type.name == "iq4_nl_r4"
-    found = verify(repacked, quantkit.open(model), importance())
+    found = verify_gguf(repacked, quantkit.open(model), importance())
     assert (found.damage, found.hashed, found.rerun) == ([], COUNT, True)
 
 

@@ -15,8 +15,8 @@ from quantkit.cli import main
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats import gguf
 from quantkit.formats.gguf import shards
-from quantkit.pipelines.convert import convert
-from quantkit.pipelines.convert_mla import COPIED, LAYOUTS, REQUANTIZED, ROWS, TRANSPOSED, plan, write
+from quantkit.pipelines.convert import convert_checkpoint
+from quantkit.pipelines.convert_mla import COPIED, LAYOUTS, REQUANTIZED, ROWS, TRANSPOSED, plan_relayout, write_relayout
 from tests.archs.checkpoints import tiny
 
 TOKENS = np.random.default_rng(4).integers(2, 320, 150).tolist()
@@ -28,13 +28,13 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of float32 as ik_llama.cpp's converter makes it."""
     directory = tmp_path_factory.mktemp("mla")
     tiny(directory / "hf", arch="deepseek2", kv_lora_rank=96, v_head_dim=64, num_nextn_predict_layers=0)
-    convert(directory / "hf", directory / "both.gguf", "f32")
+    convert_checkpoint(directory / "hf", directory / "both.gguf", "f32")
     return directory / "both.gguf"
 
 
 def laid_out(path: Path, layout: str, out: Path, kind: str | None = None) -> gguf.GGUF:
-    job = plan(gguf.open(path), layout, kind)
-    write(job, out)
+    job = plan_relayout(gguf.open(path), layout, kind)
+    write_relayout(job, out)
     return gguf.open(out)
 
 
@@ -94,8 +94,8 @@ def test_what_is_quantized_again_and_what_is_not(both: Path, tmp_path: Path, kin
     """kv_b split into keys and values: values bit for bit, keys requantized with the reported error."""
     joint = laid_out(both, "kv_b", tmp_path / "joint.gguf")
     source = gguf.open(quantized(tmp_path / "joint.gguf", tmp_path / "q.gguf", kind))
-    job = plan(source, "k_b+v_b")
-    write(job, tmp_path / "m.gguf")
+    job = plan_relayout(source, "k_b+v_b")
+    write_relayout(job, tmp_path / "m.gguf")
     made = gguf.open(tmp_path / "m.gguf")
     of_keys = "bf16" if kind == "bf16" else "q8_0"
     how = {change.spec.name.split(".")[-2]: change.how for change in job.made}
@@ -121,9 +121,9 @@ def test_halves_joined_again(both: Path, tmp_path: Path) -> None:
     laid_out(both, "k_b+v_b", tmp_path / "split.gguf")
     source = gguf.open(quantized(tmp_path / "split.gguf", tmp_path / "q.gguf", "q8_0"))
     for kind in (None, "q6_0"):
-        job = plan(source, "both", kind)
+        job = plan_relayout(source, "both", kind)
         assert {change.how for change in job.changes} == {COPIED, REQUANTIZED}
-        write(job, tmp_path / "m.gguf")
+        write_relayout(job, tmp_path / "m.gguf")
         made = gguf.open(tmp_path / "m.gguf")
         name = "blk.2.attn_kv_b.weight"
         assert made.tensors[name].type.name == (kind or "q8_0")
@@ -178,17 +178,17 @@ def test_as_typed(both: Path, tmp_path: Path, capsys: Any) -> None:
 
 def test_what_has_no_latents_or_odd_ones(both: Path, tmp_path: Path) -> None:
     tiny(tmp_path / "hf")
-    convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+    convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "f32")
     with pytest.raises(UnsupportedError, match="llama has no latent attention"):
-        plan(gguf.open(tmp_path / "m.gguf"), "kv_b")
+        plan_relayout(gguf.open(tmp_path / "m.gguf"), "kv_b")
     source = gguf.open(both)
     source.metadata.set("deepseek2.attention.value_length", 32, "u32")
     with pytest.raises(FormatError, match=r"attn_kv_b.weight has shape \(384, 96\), the metadata say \(256, 96\)"):
-        plan(source, "k_b+v_b")
+        plan_relayout(source, "k_b+v_b")
     source = gguf.open(both)
     for i in range(3):
         del source.tensors[f"blk.{i}.attn_kv_b.weight"], source.tensors[f"blk.{i}.attn_v_b.weight"]
     source.shards = [len(source.tensors)]
     with pytest.raises(FormatError, match=r"attn_kv_b.weight is missing, and so are"):
-        plan(source, "kv_b")
+        plan_relayout(source, "kv_b")
     assert types.get("q8_0").block_size == 32

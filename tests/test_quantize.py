@@ -20,7 +20,7 @@ from quantkit.errors import DataError, QuantkitError, UnknownNameError, Unsuppor
 from quantkit.formats import imatrix
 from quantkit.formats.gguf import Metadata, TensorSpec, Writer
 from quantkit.pipelines import quantize as loop
-from quantkit.pipelines.quantize import Override, quantize
+from quantkit.pipelines.quantize import Override, quantize_with_plan
 from quantkit.pipelines.resume import unfinished
 
 ROWS, COLUMNS, EXPERTS = 48, 256, 3
@@ -80,7 +80,7 @@ def test_every_tensor_is_what_its_type_makes_of_it(
     file, plan = made_of(model, "Q8_0", "attn_q=q8_0_r8,exps=iq4_nl", matrix)
     out = tmp_path / "out.gguf"
     monkeypatch.setattr("quantkit.formats.provenance.PIECE_ELEMENTS", 11 * COLUMNS)  # 16 rows, the fewest
-    written = quantize(file, out, plan, imatrix=matrix, threads=2)
+    written = quantize_with_plan(file, out, plan, imatrix=matrix, threads=2)
     back = quantkit.open(out)
     assert written.paths == [out]
     assert written.size == out.stat().st_size
@@ -108,15 +108,17 @@ def test_the_same_bytes_for_any_thread_count(
     contents = set()
     for threads in (1, 2, 5):
         file, plan = made_of(model, target, pure=True)
-        contents.add(quantize(file, tmp_path / f"{threads}.gguf", plan, threads=threads).paths[0].read_bytes())
+        contents.add(
+            quantize_with_plan(file, tmp_path / f"{threads}.gguf", plan, threads=threads).paths[0].read_bytes()
+        )
     assert len(contents) == 1
 
 
 def test_interleaved_and_row_by_row_sources_give_the_same(model: Path, tmp_path: Path) -> None:
     file, plan = made_of(model, "Q8_0", "attn_q=q8_0_r8")
-    quantize(file, tmp_path / "r8.gguf", plan)
+    quantize_with_plan(file, tmp_path / "r8.gguf", plan)
     again, plan = made_of(tmp_path / "r8.gguf", "F16", allow_requantize=True)
-    quantize(again, tmp_path / "f16.gguf", plan)
+    quantize_with_plan(again, tmp_path / "f16.gguf", plan)
     x = again.tensors["blk.0.attn_q.weight"].dequantize().astype(np.float16)
     got = quantkit.open(tmp_path / "f16.gguf").tensors["blk.0.attn_q.weight"].dequantize()
     np.testing.assert_array_equal(got, x.astype(np.float32))
@@ -124,7 +126,7 @@ def test_interleaved_and_row_by_row_sources_give_the_same(model: Path, tmp_path:
 
 def test_f16_of_the_wheel_is_decode_and_round(smollm2_q4_1: Path, tmp_path: Path) -> None:
     file, plan = made_of(smollm2_q4_1, "F16", allow_requantize=True)
-    quantize(file, tmp_path / "f16.gguf", plan)
+    quantize_with_plan(file, tmp_path / "f16.gguf", plan)
     back = quantkit.open(tmp_path / "f16.gguf")
     for name, tensor in file.tensors.items():
         x = tensor.dequantize()
@@ -140,7 +142,7 @@ def test_metadata(model: Path, tmp_path: Path, rng: np.random.Generator) -> None
     file, plan = made_of(model, "Q8_0", "attn_q=q5_0", matrix)
     overrides = [Override.parse("llama.context_length=int:4096"), Override.parse("a.new=int:-7"),
                  Override.parse("general.name=str:other"), Override.parse("a.flag=bool:true")]  # fmt: skip
-    quantize(file, tmp_path / "o.gguf", plan, imatrix=matrix, imatrix_file="x" * 300, overrides=overrides)
+    quantize_with_plan(file, tmp_path / "o.gguf", plan, imatrix=matrix, imatrix_file="x" * 300, overrides=overrides)
     got = quantkit.open(tmp_path / "o.gguf").metadata
     kinds = {key: (value, got.kind(key)) for key, value in got.items()}
     assert "general.alignment" not in got
@@ -193,7 +195,7 @@ def test_an_override_keeps_the_kind_or_is_refused(model: Path) -> None:
 def test_copy_keeps_everything(model: Path, tmp_path: Path) -> None:
     file, plan = made_of(model, "COPY")
     file.metadata["quantkit.recipe"] = "as it was"
-    quantize(file, tmp_path / "copy.gguf", plan)
+    quantize_with_plan(file, tmp_path / "copy.gguf", plan)
     back = quantkit.open(tmp_path / "copy.gguf")
     assert back.metadata["general.file_type"] == 0
     assert back.metadata["quantkit.recipe"] == "as it was"
@@ -203,15 +205,15 @@ def test_copy_keeps_everything(model: Path, tmp_path: Path) -> None:
 
 def test_shards(model: Path, tmp_path: Path) -> None:
     file, plan = made_of(model, "Q8_0")
-    whole = quantize(file, tmp_path / "one.gguf", plan).paths[0]
-    written = quantize(file, tmp_path / "many.gguf", plan, split_max_tensors=2)
+    whole = quantize_with_plan(file, tmp_path / "one.gguf", plan).paths[0]
+    written = quantize_with_plan(file, tmp_path / "many.gguf", plan, split_max_tensors=2)
     assert [path.name for path in written.paths] == ["many-00001-of-00002.gguf", "many-00002-of-00002.gguf"]
     one, many = quantkit.open(whole), quantkit.open(written.paths[1])
     assert list(one.tensors) == list(many.tensors)
     for name, tensor in one.tensors.items():
         np.testing.assert_array_equal(many.tensors[name].data, tensor.data)
     again, plan = made_of(written.paths[0], "F16", allow_requantize=True)
-    back = quantize(again, tmp_path / "joined.gguf", plan).paths[0]
+    back = quantize_with_plan(again, tmp_path / "joined.gguf", plan).paths[0]
     assert not [key for key in quantkit.open(back).metadata if key.startswith("split.")]
 
 
@@ -226,7 +228,7 @@ def test_values_that_are_not_finite(tmp_path: Path, rng: np.random.Generator, va
     bad = write_model(tmp_path / "bad.gguf", rng, ffn_up_exps=x)
     file, plan = made_of(bad, target)
     with pytest.raises(DataError) as error:
-        quantize(file, tmp_path / "out.gguf", plan, threads=2)
+        quantize_with_plan(file, tmp_path / "out.gguf", plan, threads=2)
     assert f"{bad}: blk.0.ffn_up_exps.weight: row {ROWS + 7}, column 19 is {value}" in str(error.value)
     assert not (tmp_path / "out.gguf").exists()
     assert unfinished(tmp_path / "out.gguf") == (2, 4)
@@ -234,7 +236,7 @@ def test_values_that_are_not_finite(tmp_path: Path, rng: np.random.Generator, va
     write_model(bad, np.random.default_rng(7), ffn_up_exps=x)
     file, plan = made_of(bad, target)
     said: list[str] = []
-    written = quantize(file, tmp_path / "out.gguf", plan, on_message=said.append)
+    written = quantize_with_plan(file, tmp_path / "out.gguf", plan, on_message=said.append)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.gguf", "out.gguf"]
     assert said == [f"resumed: {written.resumed} of 4 tensors were done"]
 
@@ -245,7 +247,7 @@ def test_weights_that_overflow_the_scales(tmp_path: Path, rng: np.random.Generat
     x[3, 5] = large
     file, plan = made_of(write_model(tmp_path / "bad.gguf", rng, attn_q=x), target, pure=True)
     with pytest.raises(DataError, match=r"bad\.gguf: blk\.0\.attn_q\.weight: row 3, column 5 .*(too large|not fit)"):
-        quantize(file, tmp_path / "out.gguf", plan)
+        quantize_with_plan(file, tmp_path / "out.gguf", plan)
     assert not (tmp_path / "out.gguf").exists()
 
 
@@ -255,9 +257,9 @@ def test_kept_floats_are_looked_at_and_copies_are_not(tmp_path: Path, rng: np.ra
     bad = write_model(tmp_path / "bad.gguf", rng, attn_norm=norm)
     file, plan = made_of(bad, "Q8_0")
     with pytest.raises(DataError, match=r"blk\.0\.attn_norm\.weight: row 0, column 5 is nan"):
-        quantize(file, tmp_path / "out.gguf", plan)
+        quantize_with_plan(file, tmp_path / "out.gguf", plan)
     file, plan = made_of(bad, "COPY")
-    quantize(file, tmp_path / "out.gguf", plan)
+    quantize_with_plan(file, tmp_path / "out.gguf", plan)
 
 
 def test_memory_is_bounded_whatever_the_size(tmp_path: Path) -> None:
@@ -268,7 +270,7 @@ def test_memory_is_bounded_whatever_the_size(tmp_path: Path) -> None:
     file, plan = made_of(tmp_path / "in.gguf", "Q8_0", pure=True)
     tracemalloc.start()
     try:
-        quantize(file, tmp_path / "out.gguf", plan, threads=2)
+        quantize_with_plan(file, tmp_path / "out.gguf", plan, threads=2)
         assert tracemalloc.get_traced_memory()[1] < 20 << 20 < spec.nbytes // 4
     finally:
         tracemalloc.stop()
@@ -278,7 +280,7 @@ def test_large_weights_that_fit_are_no_error(tmp_path: Path, rng: np.random.Gene
     x = rng.standard_normal((ROWS, COLUMNS))
     x[3, 5] = 60000.0
     file, plan = made_of(write_model(tmp_path / "in.gguf", rng, attn_q=x), "F16")
-    quantize(file, tmp_path / "out.gguf", plan)
+    quantize_with_plan(file, tmp_path / "out.gguf", plan)
     assert quantkit.open(tmp_path / "out.gguf").tensors["blk.0.attn_q.weight"].dequantize()[3, 5] == 60000.0
 
 
@@ -288,7 +290,7 @@ def test_the_input_is_never_overwritten(model: Path, tmp_path: Path) -> None:
     file, plan = made_of(model, "Q8_0")
     for out in (model, tmp_path / "link.gguf"):
         with pytest.raises(QuantkitError, match="this is the input"):
-            quantize(file, out, plan)
+            quantize_with_plan(file, out, plan)
     assert model.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.gguf", "link.gguf"]
 
@@ -299,17 +301,17 @@ def test_an_existing_output_is_replaced_only_by_a_complete_one(tmp_path: Path, r
     out.write_bytes(b"old")
     file, plan = made_of(write_model(tmp_path / "bad.gguf", rng, ffn_up_exps=x), "Q8_0")
     with pytest.raises(DataError):
-        quantize(file, out, plan)
+        quantize_with_plan(file, out, plan)
     assert out.read_bytes() == b"old"
     file, plan = made_of(write_model(tmp_path / "good.gguf", rng), "Q8_0")
-    quantize(file, out, plan)
+    quantize_with_plan(file, out, plan)
     assert quantkit.open(out).metadata["general.file_type"] == 7
 
 
 def test_types_without_codec_fail_before_anything_is_written(model: Path, tmp_path: Path) -> None:
     file, plan = made_of(model, "Q8_0", "attn_q=i2_s")
     with pytest.raises(UnsupportedError, match=r"attn_q\.weight.*i2_s"):
-        quantize(file, tmp_path / "out.gguf", plan)
+        quantize_with_plan(file, tmp_path / "out.gguf", plan)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.gguf"]
 
 
@@ -415,14 +417,14 @@ def test_effort_is_taken_checked_and_remembered(model, tmp_path):
     file, plan = made_of(model, "Q4_0", pure=True)
     found = {}
     for effort in ("fast", "best"):
-        quantize(file, tmp_path / effort, plan, effort=effort)
+        quantize_with_plan(file, tmp_path / effort, plan, effort=effort)
         out = quantkit.open(tmp_path / effort)
         assert out.metadata["quantkit.effort"] == effort
         found[effort] = out.tensors["blk.0.attn_q.weight"].data.tobytes()
     assert found["fast"] != found["best"]
     with pytest.raises(UnknownNameError, match="unknown effort 'quick'; known: best, fast, normal"):
-        quantize(file, tmp_path / "other", plan, effort="quick")
+        quantize_with_plan(file, tmp_path / "other", plan, effort="quick")
     assert not (tmp_path / "other").exists()
-    quantize(quantkit.open(tmp_path / "best"), tmp_path / "again", made_of(tmp_path / "best", "Q8_0", pure=True,
-             allow_requantize=True)[1])  # fmt: skip
+    again = made_of(tmp_path / "best", "Q8_0", pure=True, allow_requantize=True)[1]
+    quantize_with_plan(quantkit.open(tmp_path / "best"), tmp_path / "again", again)
     assert "quantkit.effort" not in quantkit.open(tmp_path / "again").metadata

@@ -14,7 +14,7 @@ from quantkit.cli._shared import Json, Threads, gib, parse_size, print_json, pri
 from quantkit.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from quantkit.pipelines.convert import Conversion
+    from quantkit.pipelines.convert_plan import Conversion
 
 
 def convert(
@@ -86,7 +86,7 @@ def convert(
             f"warning: rows of {len(done.fallbacks)} tensor(s) are not a multiple of {done.outtype.block_size}, so "
             f"they are f16 instead of {done.outtype.name}: {listed}"
         )
-    for path in done.written:
+    for path in done.paths:
         print(f"wrote {path} in {record['seconds']:.1f} s")
 
 
@@ -107,6 +107,6 @@ def _record(done: Conversion, seconds: float) -> dict[str, Any]:
         "warnings": done.warnings,
         "nextn_predict_layers": done.n_mtp_layers,
         "tokenizer": f"{metadata['tokenizer.ggml.model']}/{metadata['tokenizer.ggml.pre']}",
-        "paths": done.written,
+        "paths": done.paths,
         "seconds": seconds,
     }

@@ -59,14 +59,14 @@ def convert_mla(
     loses nothing in any layout. If nothing would change, no file is written.
     """
     from quantkit.formats import gguf
-    from quantkit.pipelines.convert_mla import plan, write
+    from quantkit.pipelines.convert_mla import plan_relayout, write_relayout
 
     limit = split_limit(split_max_size, split_max_tensors, keep_split)
-    job = plan(gguf.require_model(gguf.open(source)), layout, type_)
+    job = plan_relayout(gguf.require_model(gguf.open(source)), layout, type_)
     paths: list[Path] = []
     started = time.perf_counter()
     if job.changed and not dry_run:
-        paths = write(
+        paths = write_relayout(
             job,
             out,
             split_max_bytes=limit,

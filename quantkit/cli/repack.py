@@ -85,7 +85,7 @@ def run_repacking(source: Path, out: Path, options: RepackOptions, json: bool, *
         print(f"warning: {printable(rule.text)} decides no tensor", file=sys.stderr)
     if not json:
         print(_summary(job), end="\n\n")
-    done = api.write_repacked(job, out, options, progress=not json)
+    done = api.write_repacking(job, out, options, progress=not json)
     if json:
         print_json(f"quantkit.{'unpack' if unpack else 'repack'}/1", _record(done))
     elif not job.changed:

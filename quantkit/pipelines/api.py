@@ -5,7 +5,8 @@
 
 Each function opens what its caller names, runs a pipeline and returns a result. The commands of the same names parse
 flags, call these functions and print the results. `prepare_quantize` and `prepare_repack` are their first half: they
-decide everything and write nothing.
+decide everything and write nothing. The functions below this module take opened inputs, plans and single values
+instead of options: `convert_checkpoint`, `export_gguf`, `quantize_with_plan`, `verify_gguf`.
 
 `progress` is True for a bar on stderr where that is a terminal, or a `Progress`: a function of the bytes done, the
 bytes in all, and the name of a tensor. Errors derive from `QuantkitError`; OptionError is raised for options that
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from quantkit.formats.gguf import GGUF
     from quantkit.formats.imatrix import Imatrix
     from quantkit.formats.pipeline import Progress
-    from quantkit.pipelines.convert import Conversion
+    from quantkit.pipelines.convert_plan import Conversion
     from quantkit.pipelines.export import Export
     from quantkit.pipelines.planning import Model
     from quantkit.pipelines.repack_file import Repacking
@@ -63,14 +64,14 @@ def convert(
     biases and vectors are f32. `options` are the command's flags, and `progress` reports bytes. The file appears under
     its name when it is complete.
 
-    Returns the Conversion: `written` (the output files), `specs` (name, shape and type of each tensor), `metadata`,
+    Returns the Conversion: `paths` (the output files), `specs` (name, shape and type of each tensor), `metadata`,
     `nbytes`, `n_params`, `left_out` and `warnings`. Raises FormatError or UnsupportedError with the file, tensor or
     setting that cannot be converted, and DataError for a value that the type cannot hold.
     """
-    from quantkit.pipelines.convert import convert as run
+    from quantkit.pipelines.convert import convert_checkpoint
 
     options = options or ConvertOptions()
-    return run(
+    return convert_checkpoint(
         source,
         output,
         type,
@@ -98,10 +99,10 @@ def export(
     Returns the Export: `paths` (the output files), `specs` (name, shape and dtype of each tensor) and `nbytes`. Raises
     UnsupportedError for an architecture or a tokenizer that cannot be exported.
     """
-    from quantkit.pipelines.export import export as run
+    from quantkit.pipelines.export import export_gguf
 
     options = options or ExportOptions()
-    return run(
+    return export_gguf(
         source,
         output,
         options.dtype,
@@ -199,13 +200,12 @@ class Quantization:
         """Write the file. Parameters, result and errors are those of `quantize`."""
         from quantkit.errors import FormatError
         from quantkit.pipelines import resume
-        from quantkit.pipelines.quantize import Override
-        from quantkit.pipelines.quantize import quantize as run
+        from quantkit.pipelines.quantize import Override, quantize_with_plan
 
         options, started = self.options, time.perf_counter()
         if self.model.file is None:
             raise FormatError("the input contains no weights; pass its directory or a GGUF file")
-        written = run(
+        written = quantize_with_plan(
             self.model.file,
             output,
             self.plan,
@@ -335,16 +335,16 @@ def prepare_repack(source: PathLike | GGUF, options: RepackOptions | None = None
     return plan_repack(file, comma_separated(options.repack_pattern), placement)
 
 
-def write_repacked(
+def write_repacking(
     job: Repacking, output: PathLike, options: RepackOptions | None = None, *, progress: Progress | bool = False
 ) -> RepackResult:
     """Write what `prepare_repack` planned, unless nothing changes or `options.dry_run` is set."""
-    from quantkit.pipelines.repack_file import write
+    from quantkit.pipelines.repack_file import write_repacked
 
     options = options or RepackOptions()
     started, paths = time.perf_counter(), list[Path]()
     if job.changed and not options.dry_run:
-        paths = write(
+        paths = write_repacked(
             job,
             output,
             split_max_bytes=options.split_max_size,
@@ -369,7 +369,7 @@ def repack_file(
     bytes. If nothing would change, no file is written. Raises QuantkitError for a pattern that matches no tensor's
     name, and UnsupportedError for an interleaved tensor that a GPU of `options.placement` cannot use.
     """
-    return write_repacked(prepare_repack(source, options), output, options, progress=progress)
+    return write_repacking(prepare_repack(source, options), output, options, progress=progress)
 
 
 def unpack_file(
@@ -385,7 +385,7 @@ def unpack_file(
     that cannot be unpacked is copied, and `job.changes` of the result says why. Raises FormatError for a file that is
     no model.
     """
-    return write_repacked(prepare_repack(source, options, unpack=True), output, options, progress=progress)
+    return write_repacking(prepare_repack(source, options, unpack=True), output, options, progress=progress)
 
 
 # -------------------------------------------------------------------------------------------------------------- verify
@@ -405,7 +405,7 @@ def verify(
     from quantkit.formats import gguf, imatrix
     from quantkit.formats.imatrix import Imatrix
     from quantkit.pipelines.planning import open_model
-    from quantkit.pipelines.verify import verify as run
+    from quantkit.pipelines.verify import verify_gguf
 
     options = options or VerifyOptions()
     original = open_model(options.source, weights=True).file if options.source is not None else None
@@ -413,7 +413,7 @@ def verify(
     if matrix is not None and not isinstance(matrix, Imatrix):
         matrix = imatrix.read(matrix)
     file = source if isinstance(source, gguf.GGUF) else gguf.open(source)
-    return run(file, original, matrix, threads=options.threads, progress=progress)
+    return verify_gguf(file, original, matrix, threads=options.threads, progress=progress)
 
 
 def type_options(options: TypeOptions) -> dict[str, Any]:

@@ -10,8 +10,8 @@ rows of attn_kv_b unchanged, in any type. A new attn_k_b has the other rows tran
 other types are requantized, to Q8_0 unless another type is given. The same holds for the opposite direction. The
 relative error of requantized values is measured: the root mean square of the difference, divided by that of the values.
 
-    job = plan(open("model.gguf"), "k_b+v_b")      plans each tensor; writes nothing
-    write(job, "out.gguf"); job.errors             {tensor: relative error}
+    job = plan_relayout(open("model.gguf"), "k_b+v_b")      plans each tensor; writes nothing
+    write_relayout(job, "out.gguf"); job.errors             {tensor: relative error}
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from quantkit.archs.common import validate
 from quantkit.archs.deepseek2 import LatentHParams
 from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
 from quantkit.formats import provenance
-from quantkit.formats.atomic import refuse_inputs
 from quantkit.formats.gguf import GGUF, Metadata, Tensor, TensorSpec, Writer
-from quantkit.formats.pipeline import Job, Progress, pump, row_ranges
+from quantkit.formats.mapping import release
+from quantkit.formats.pipeline import Progress, row_ranges
+from quantkit.pipelines.output import WriteTask, write_gguf
 from quantkit.types import QuantType
 
 LAYOUTS = {"kv_b": ("kv",), "k_b+v_b": ("k", "v"), "both": ("kv", "k", "v")}
@@ -86,7 +87,10 @@ class RelayoutTensor:
 
 @dataclass(frozen=True)
 class Relayout:
-    """A planned change of layout: the source file, the output's tensors and its metadata. `write` sets `errors`."""
+    """A planned change of layout: the source file, the output's tensors and its metadata.
+
+    `errors` has the relative error of each requantized tensor by name; `write_relayout` sets it.
+    """
 
     source: GGUF
     layout: str
@@ -117,7 +121,7 @@ class Relayout:
 # ------------------------------------------------------------------------------------------------------------ the plan
 
 
-def plan(source: GGUF, layout: str, kind: str | None = None) -> Relayout:
+def plan_relayout(source: GGUF, layout: str, kind: str | None = None) -> Relayout:
     """Plan the conversion of a file to one of LAYOUTS; `kind` is the type of requantized tensors.
 
     Raises UnsupportedError for a file without latent attention, and for a type that is not possible here.
@@ -234,7 +238,7 @@ def _metadata(source: GGUF, layout: str, sizes: HeadSizes, changes: list[Relayou
 # ----------------------------------------------------------------------------------------------------------- the bytes
 
 
-def write(
+def write_relayout(
     job: Relayout,
     out: str | os.PathLike[str],
     *,
@@ -244,16 +248,23 @@ def write(
     threads: int | None = None,
     progress: Progress | bool = False,
 ) -> list[Path]:
-    """Write the planned file and return its paths. It appears under its name when it is complete."""
+    """Write the planned file, set `job.errors`, and return the paths. The file appears when it is complete."""
     counts = [sum(change.shard == i for change in job.changes) for i in range(len(job.source.shards))]
-    specs = [change.spec for change in job.changes]
     errors = _Errors()
-    with Writer(out, job.metadata, specs, split_max_bytes, split_max_tensors, counts if keep_split else None) as writer:
-        refuse_inputs(writer.paths, job.source.paths)
-        jobs = (piece for change in job.changes for piece in _jobs(change, job.sizes, errors))
-        pump(jobs, writer.write, job.nbytes, threads=threads, progress=progress)
-        job.errors.update(errors.relative())
-        return list(writer.paths)
+    paths = write_gguf(
+        out,
+        job.metadata,
+        [change.spec for change in job.changes],
+        lambda writer: (task for change in job.changes for task in _tasks(change, job.sizes, errors, writer)),
+        inputs=job.source.paths,
+        split_max_bytes=split_max_bytes,
+        split_max_tensors=split_max_tensors,
+        shards=counts if keep_split else None,
+        threads=threads,
+        progress=progress,
+    )
+    job.errors.update(errors.relative())
+    return paths
 
 
 class _Errors:
@@ -272,20 +283,31 @@ class _Errors:
         return {name: math.sqrt(error / (whole or 1.0)) for name, (error, whole) in self._sums.items()}
 
 
-def _jobs(change: RelayoutTensor, sizes: HeadSizes, errors: _Errors) -> Iterator[Job]:
-    """The jobs that compute a tensor's bytes: one per range of rows, or one per head."""
+def _tasks(change: RelayoutTensor, sizes: HeadSizes, errors: _Errors, writer: Writer) -> Iterator[WriteTask]:
+    """Tasks that compute and write a tensor's bytes: one per range of rows, or one per head."""
     if change.how == COPIED:
         tensor = change.sources[""]
         ranges = row_ranges(tensor.shape, tensor.type.interleave) if len(tensor.shape) > 1 else [(0, 1)]
-        yield from ((tensor.name, functools.partial(tensor.rows, start, stop)) for start, stop in ranges)
+        for start, stop in ranges:
+            rows = functools.partial(tensor.rows, start, stop)
+            yield functools.partial(_write, writer, tensor.name, start * tensor.row_bytes, rows)
         return
     kind = "k" if ".attn_k_b." in change.spec.name else "v" if ".attn_v_b." in change.spec.name else "kv"
-    make: Callable[[int], np.ndarray] = {
+    compute: Callable[[int], np.ndarray] = {
         "k": functools.partial(_keys, change, sizes, errors),
         "v": functools.partial(_values, change, sizes),
         "kv": functools.partial(_both, change, sizes, errors),
     }[kind]
-    yield from ((change.spec.name, functools.partial(make, head)) for head in range(sizes.heads))
+    nbytes = change.spec.nbytes // sizes.heads
+    for head in range(sizes.heads):
+        yield functools.partial(_write, writer, change.spec.name, head * nbytes, functools.partial(compute, head))
+
+
+def _write(writer: Writer, name: str, offset: int, compute: Callable[[], np.ndarray]) -> int:
+    data = compute()
+    writer.put(name, offset, data)
+    release(data)  # copied rows are a view of the mapped input
+    return data.nbytes
 
 
 def _keys(change: RelayoutTensor, sizes: HeadSizes, errors: _Errors, head: int) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Export a GGUF to a Hugging Face directory: config.json, generation_config.json, tokenizer files, model.safetensors.
 
-    export("smollm2-q4_1.gguf", "SmolLM2-135M")
+    export_gguf("smollm2-q4_1.gguf", "SmolLM2-135M")
 
 Weights in f32, f16 and bf16 keep their dtype and their bits. Quantized weights are decoded exactly and stored as
 `dtype`, by default F32, which holds every decoded value. `convert` restores the same tensors, and all keys that a
@@ -38,14 +38,24 @@ _REGENERATED = ("architecture", "type", "file_type", "quantization_version", "al
 
 @dataclass(frozen=True)
 class Export:
-    """A planned export: text files by name, and `specs` in order, each made by the piece at the same index."""
+    """A planned export, and its result once it is written.
+
+    Fields:
+
+        source     the opened GGUF file
+        directory  the output directory
+        files      contents of the text files, by name
+        specs      name, shape and dtype of each output tensor, in order
+        pieces     for each of `specs`: its source tensors and the transform that makes it from them
+        paths      the files; empty until they are written
+    """
 
     source: GGUF
     directory: Path
     files: dict[str, str]
     specs: list[CheckpointSpec]
     pieces: list[Piece]
-    paths: list[Path] = field(default_factory=list)  # the output files; empty until they are written
+    paths: list[Path] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +71,7 @@ class Export:
                 yield spec.name, functools.partial(_decode, spec, piece, sources, start, stop)
 
 
-def export(
+def export_gguf(
     source: str | os.PathLike[str],
     directory: str | os.PathLike[str],
     dtype: str = "auto",
@@ -78,7 +88,7 @@ def export(
     """
     if dtype not in DTYPES:
         raise UnknownNameError("dtype", dtype, DTYPES)
-    plan = prepare(open_gguf(source), directory, dtype)
+    plan = plan_export(open_gguf(source), directory, dtype)
     if dry_run:
         return plan
     plan.directory.mkdir(parents=True, exist_ok=True)
@@ -92,8 +102,8 @@ def export(
     return plan
 
 
-def prepare(source: GGUF, directory: str | os.PathLike[str], dtype: str = "auto") -> Export:
-    """Plan the checkpoint of an open GGUF; `dtype` as in `export`."""
+def plan_export(source: GGUF, directory: str | os.PathLike[str], dtype: str = "auto") -> Export:
+    """Plan the checkpoint of an open GGUF; `dtype` as in `export_gguf`."""
     described = validate.describe(source.metadata, source.tensors, source.path)
     arch, hparams = described.arch, described.hparams
     try:

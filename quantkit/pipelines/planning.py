@@ -50,7 +50,7 @@ from quantkit.recipe import plan as decide
 from quantkit.recipe.planning.planner import Tensor, is_very_low
 
 if TYPE_CHECKING:
-    from quantkit.pipelines.convert import Conversion
+    from quantkit.pipelines.convert_plan import CheckpointView, Conversion
 
 CLASSES = ("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output", "ffn_gate", "ffn_down", "ffn_up")
 # Options that choose types, in the order in which a message names them.
@@ -74,10 +74,11 @@ class Model:
 
     tensors: Sequence[Tensor]
     metadata: Mapping[str, Any]
-    file: GGUF | Conversion | None
+    file: GGUF | CheckpointView | None
 
     @classmethod
-    def of(cls, file: GGUF | Conversion) -> Model:
+    def of(cls, file: GGUF | CheckpointView) -> Model:
+        """An opened input."""
         return cls(list(file.tensors.values()), file.metadata, file)
 
 
@@ -90,12 +91,12 @@ def open_model(source: PathLike | GGUF | Conversion | Model, weights: bool = Fal
     if isinstance(source, Model):
         return source
     if not isinstance(source, (str, os.PathLike)):
-        return Model.of(source)
+        return Model.of(source if isinstance(source, GGUF) else source.as_gguf)
     path = Path(source)
     if weights and path.is_dir():
-        from quantkit.pipelines.convert import STORED, prepare
+        from quantkit.pipelines.convert_plan import STORED, plan_conversion
 
-        return Model.of(prepare(path, STORED, pre))
+        return Model.of(plan_conversion(path, STORED, pre).as_gguf)
     if is_config(path):
         tensors, metadata = from_config(read_config(path), str(path))
         return Model(list(tensors), metadata, None)

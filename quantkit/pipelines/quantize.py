@@ -94,7 +94,7 @@ class SourceTensor(provenance.Rows, Protocol):
 
 
 class QuantizeSource(Protocol):
-    """The input of `quantize`: an open GGUF, or a checkpoint as a `convert.Conversion`."""
+    """The input of `quantize_with_plan`: an open GGUF, or a checkpoint as a `CheckpointView`."""
 
     @property
     def metadata(self) -> Metadata: ...
@@ -106,7 +106,7 @@ class QuantizeSource(Protocol):
     def tensors(self) -> Mapping[str, SourceTensor]: ...
 
 
-def quantize(
+def quantize_with_plan(
     source: QuantizeSource,
     out: str | os.PathLike[str],
     plan: Plan,

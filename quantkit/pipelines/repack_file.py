@@ -2,11 +2,11 @@
 
     job = plan_repack(open("model.gguf"), ["ffn_.*_exps"])     plans each tensor with a reason; writes nothing
     job = plan_unpack(open("model-r4.gguf"))
-    write(job, "out.gguf", keep_split=True)
+    write_repacked(job, "out.gguf", keep_split=True)
 
 Tensors keep their order, names and shapes. Tensors that are not repacked are copied. The metadata stay the same except
-for `general.file_type` (`recipe.interleaving`) and the shard keys, which describe the output. Unpacking a repacked file
-restores the original file.
+for the shard keys, which describe the output, and `general.file_type` (`recipe.planning.interleaving`). Unpacking a
+repacked file restores the original file.
 
 A row of Q8_KV_R8 takes 4 + n bytes, as readers expect and as direct quantization writes it. When ik_llama.cpp repacks
 from Q8_KV, it keeps the 8 + n bytes of the base type, and readers misread all rows after the first group
@@ -17,8 +17,7 @@ slice by slice into a buffer and writes the buffer. The data are still in the CP
 clearing, and no thread waits for another's Python code. Pages of the input are released after use, so peak memory does
 not grow with the file.
 
-The output is not synced to disk before it is renamed, because a sync takes as long as the rest of the run. The file can
-be regenerated from its input, and `cp` does not sync either (see `formats/stream.py`).
+`output.py` has the loop that writes the file.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from quantkit.formats.atomic import refuse_inputs
 from quantkit.formats.gguf import GGUF, Metadata, Tensor, TensorSpec, Writer
 from quantkit.formats.mapping import release
-from quantkit.formats.pipeline import Progress, row_ranges, spread
+from quantkit.formats.pipeline import Progress, row_ranges
+from quantkit.pipelines.output import WriteTask, write_gguf
 from quantkit.recipe.planning.interleaving import Selection, rename_repacked, rename_unpacked
 from quantkit.repack import row_form, to_rows, why_not
 from quantkit.types import QuantType
@@ -65,7 +64,7 @@ class RepackedTensor(NamedTuple):
     def spec(self) -> TensorSpec:
         return TensorSpec(self.tensor.name, self.tensor.shape, self.type)
 
-    def tasks(self, writer: Writer) -> Iterator[Callable[[], int]]:
+    def tasks(self, writer: Writer) -> Iterator[WriteTask]:
         """Tasks that make the new bytes piece by piece and write them at their offsets; each returns its byte count."""
         for start, stop in _ranges(self.tensor, max(self.type.interleave, self.tensor.type.interleave)):
             yield functools.partial(self._move, start, stop, writer)
@@ -164,7 +163,7 @@ def plan_unpack(source: GGUF) -> Repacking:
     return Repacking(source, changes, metadata)
 
 
-def write(
+def write_repacked(
     job: Repacking,
     out: str | os.PathLike[str],
     *,
@@ -178,13 +177,18 @@ def write(
 
     With a limit, or with `keep_split` and an input of several shards, the paths are `PREFIX-00001-of-0000N.gguf`.
     """
-    shards = job.source.shards if keep_split else None
-    specs = [change.spec for change in job.changes]
-    with Writer(out, job.metadata, specs, split_max_bytes, split_max_tensors, shards, durable=False) as writer:
-        refuse_inputs(writer.paths, job.source.paths)
-        tasks = (task for change in job.changes for task in change.tasks(writer))
-        spread(tasks, job.nbytes, threads=threads, progress=progress)
-        return list(writer.paths)
+    return write_gguf(
+        out,
+        job.metadata,
+        [change.spec for change in job.changes],
+        lambda writer: (task for change in job.changes for task in change.tasks(writer)),
+        inputs=job.source.paths,
+        split_max_bytes=split_max_bytes,
+        split_max_tensors=split_max_tensors,
+        shards=job.source.shards if keep_split else None,
+        threads=threads,
+        progress=progress,
+    )
 
 
 def _ranges(tensor: Tensor, step: int) -> Iterator[tuple[int, int]]:

@@ -1,6 +1,6 @@
 """Verify a file: its structure, its values, its recorded hashes, and whether a rerun would reproduce it.
 
-    found = verify(open("model.gguf"), source=open("bf16.gguf"), imatrix=imatrix.read("imatrix.dat"))
+    found = verify_gguf(open("model.gguf"), source=open("bf16.gguf"), imatrix=imatrix.read("imatrix.dat"))
     found.damage          defects of the file itself, one sentence each
     found.changes         tensors that a rerun would change, and why
 
@@ -39,7 +39,7 @@ from quantkit.types.families.interleave import Interleaved
 
 
 class OriginalModel(Protocol):
-    """The input that a file was made from: an open GGUF, or a checkpoint as a `convert.Conversion`."""
+    """The input that a file was made from: an open GGUF, or a checkpoint as a `CheckpointView`."""
 
     @property
     def tensors(self) -> Mapping[str, Rows]: ...
@@ -63,7 +63,7 @@ class Verified:
         return {"path": self.file.path, "tensors": len(self.file.tensors)} | {n: getattr(self, n) for n in names}
 
 
-def verify(
+def verify_gguf(
     file: GGUF,
     source: OriginalModel | None = None,
     imatrix: Imatrix | None = None,

@@ -11,7 +11,7 @@ import pytest
 
 from quantkit import archs, recipe
 from quantkit.errors import FormatError
-from quantkit.pipelines.convert import convert
+from quantkit.pipelines.convert import convert_checkpoint
 from tests.archs.checkpoints import tiny
 
 LLAMA = archs.get("llama").EXAMPLE
@@ -47,7 +47,7 @@ def test_a_setting_that_cannot_be(tmp_path: Path, change: dict[str, Any], match:
         recipe.from_config(recipe.read_config(path))
     if "has no" not in match:  # which is found when there are weights
         with pytest.raises(FormatError, match=rf"{tmp_path}.*{match}"):
-            convert(tmp_path, tmp_path / "m.gguf")
+            convert_checkpoint(tmp_path, tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize(
@@ -102,5 +102,5 @@ def test_a_shape_that_config_does_not_say(
     with pytest.raises(
         FormatError, match=rf"model\.safetensors: tensor {name} has shape {found}.*config\.json requires {wanted}"
     ):
-        convert(tmp_path / "hf", tmp_path / "m.gguf", "f16")
+        convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "f16")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]

@@ -16,8 +16,9 @@ from quantkit.archs.qwen35 import checkpoint_name, numbered_name
 from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats import gguf
 from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
-from quantkit.pipelines.convert import convert, prepare
-from quantkit.pipelines.export import export
+from quantkit.pipelines.convert import convert_checkpoint
+from quantkit.pipelines.convert_plan import plan_conversion
+from quantkit.pipelines.export import export_gguf
 from tests.archs.checkpoints import byte_level, tiny, write_tokenizer
 from tests.test_architectures import TOKENS, log_probabilities
 
@@ -67,8 +68,8 @@ def test_checkpoints_come_back(tmp_path: Path, arch: str) -> None:
     import transformers
 
     model = tiny(tmp_path / "hf", arch=arch, linear_num_value_heads=6)
-    convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
-    export(tmp_path / "m.gguf", tmp_path / "back")
+    convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+    export_gguf(tmp_path / "m.gguf", tmp_path / "back")
     before, after = (open_checkpoint(tmp_path / name).tensors for name in ("hf", "back"))
     assert {name: t.shape for name, t in before.items()} == {name: t.shape for name, t in after.items()}
     for name, tensor in before.items():
@@ -89,7 +90,7 @@ def test_files_have_value_heads_in_their_own_order(tmp_path: Path) -> None:
     for arch, order in (("qwen35", [0, 3, 1, 4, 2, 5]), ("qwen3next", list(range(6)))):
         tiny(tmp_path / arch, arch=arch, **dims)
         stored = open_checkpoint(tmp_path / arch).tensors
-        convert(tmp_path / arch, tmp_path / "m.gguf", "f32")
+        convert_checkpoint(tmp_path / arch, tmp_path / "m.gguf", "f32")
         made = gguf.open(tmp_path / "m.gguf").tensors
         there = "model.layers.1.linear_attn."
         assert np.allclose(made["blk.1.ssm_a"].dequantize(), -np.exp(stored[f"{there}A_log"].dequantize())[order])
@@ -109,7 +110,7 @@ def test_f16_files_in_the_reference(tmp_path: Path, arch: str) -> None:
     libllama = pytest.importorskip("tests.conformance.libllama")
     change = {} if arch == "qwen35" else {"num_experts_per_tok": 8}
     tiny(tmp_path / "hf", arch=arch, linear_num_value_heads=6, **change)
-    convert(tmp_path / "hf", tmp_path / "m.gguf", "f16")
+    convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "f16")
     wanted = log_probabilities(quantkit.load(tmp_path / "m.gguf").logits(TOKENS[0]))
     with libllama.Llama(tmp_path / "m.gguf", n_ctx=256, threads=1) as llama:
         assert np.abs(log_probabilities(llama.logits(TOKENS[0])) - wanted).max() < 0.05
@@ -131,7 +132,7 @@ def test_stacked_experts(tmp_path: Path) -> None:
         return found
 
     rewritten(tmp_path / "hf", tmp_path / "stacked", stacked)
-    one, other = (convert(tmp_path / name, tmp_path / f"{name}.gguf", "f32") for name in ("hf", "stacked"))
+    one, other = (convert_checkpoint(tmp_path / name, tmp_path / f"{name}.gguf", "f32") for name in ("hf", "stacked"))
     assert [(s.name, s.shape) for s in one.specs] == [(s.name, s.shape) for s in other.specs]
     a, b = (gguf.open(tmp_path / f"{name}.gguf").tensors for name in ("hf", "stacked"))
     assert all(np.array_equal(tensor.data, b[name].data) for name, tensor in a.items())
@@ -151,11 +152,11 @@ def with_further(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def test_layers_that_predict_further_tokens_are_dropped_or_kept(tmp_path: Path, arch: str) -> None:
     tiny(tmp_path / "hf", arch=arch)
     rewritten(tmp_path / "hf", tmp_path / "mtp", with_further, {"mtp_num_hidden_layers": 1})
-    convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
-    dropped = convert(tmp_path / "mtp", tmp_path / "dropped.gguf", "f32")
+    convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+    dropped = convert_checkpoint(tmp_path / "mtp", tmp_path / "dropped.gguf", "f32")
     assert list(dropped.left_out) == ["MTP layers"]
     assert len(dropped.left_out["MTP layers"]) > 10
-    kept = convert(tmp_path / "mtp", tmp_path / "kept.gguf", "f32", mtp="keep")
+    kept = convert_checkpoint(tmp_path / "mtp", tmp_path / "kept.gguf", "f32", mtp="keep")
     assert not kept.left_out
     plain, less, more = (gguf.open(tmp_path / f"{name}.gguf") for name in ("m", "dropped", "kept"))
     assert plain.tensors.keys() == less.tensors.keys()
@@ -168,7 +169,7 @@ def test_layers_that_predict_further_tokens_are_dropped_or_kept(tmp_path: Path, 
     wanted = quantkit.load(tmp_path / "m.gguf").logits(TOKENS[0][:40])
     for name in ("dropped", "kept"):
         assert np.array_equal(quantkit.load(tmp_path / f"{name}.gguf").logits(TOKENS[0][:40]), wanted)
-    export(tmp_path / "kept.gguf", tmp_path / "back")
+    export_gguf(tmp_path / "kept.gguf", tmp_path / "back")
     assert open_checkpoint(tmp_path / "back").tensors.keys() == stored.keys()
     assert json.loads((tmp_path / "back" / "config.json").read_text())["mtp_num_hidden_layers"] == 1
 
@@ -176,9 +177,9 @@ def test_layers_that_predict_further_tokens_are_dropped_or_kept(tmp_path: Path, 
 def test_qwen3next_has_no_names_for_them(tmp_path: Path) -> None:
     tiny(tmp_path / "hf", arch="qwen3next")
     rewritten(tmp_path / "hf", tmp_path / "mtp", with_further)
-    assert "MTP layers" in prepare(tmp_path / "mtp", "f32").left_out
+    assert "MTP layers" in plan_conversion(tmp_path / "mtp", "f32").left_out
     with pytest.raises(UnsupportedError, match="files of qwen3next have no names for it; use --mtp drop"):
-        prepare(tmp_path / "mtp", "f32", mtp="keep")
+        plan_conversion(tmp_path / "mtp", "f32", mtp="keep")
 
 
 @pytest.mark.parametrize("name", ["model.layers.3.mlp.up_proj.weight", "lm_head.weight", "model.mtp.other.weight"])
@@ -205,7 +206,7 @@ def test_the_language_model_of_a_larger_one(tmp_path: Path, kind: str) -> None:
                 parameter.normal_(0, parameter.shape[-1] ** -0.5)
     model.save_pretrained(tmp_path / "hf")
     write_tokenizer(tmp_path / "hf", byte_level(320), bos_token="<|begin|>", eos_token="<|end|>")
-    done = convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+    done = convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "f32")
     assert (done.arch, list(done.left_out)) == (arch, ["the encoder of images"])
     with torch.no_grad():
         wanted = log_probabilities(model(input_ids=torch.tensor(TOKENS[:1])).logits.numpy()[0])

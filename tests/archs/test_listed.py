@@ -13,7 +13,7 @@ from quantkit.archs.common import base
 from quantkit.archs.common.shapes import Sizes, expected_tensors
 from quantkit.archs.deepseek2 import in_layout
 from quantkit.errors import FormatError, UnsupportedError
-from quantkit.pipelines.convert import prepare
+from quantkit.pipelines.convert_plan import plan_conversion
 from quantkit.recipe import from_config, read_config
 from tests.archs.checkpoints import tiny
 from tests.recipe.configs import DEEPSEEK_V3, QWEN35_27B
@@ -33,7 +33,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 def test_a_converted_checkpoint_has_these_tensors(tmp_path: Path, arch: str, changes: dict[str, Any]) -> None:
     tiny(tmp_path, "bfloat16", arch, **changes)
     specs, metadata = from_config(read_config(tmp_path))
-    made = prepare(tmp_path, "bf16")
+    made = plan_conversion(tmp_path, "bf16")
     assert [(s.name, s.shape, s.type.name) for s in specs] == [(s.name, s.shape, s.type.name) for s in made.specs]
     assert all(made.metadata.get(key, value) == value for key, value in metadata.items())
 

@@ -16,8 +16,9 @@ from quantkit.cli import main
 from quantkit.errors import FormatError, UnknownNameError, UnsupportedError
 from quantkit.formats.gguf import open as open_gguf
 from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter, open_checkpoint
-from quantkit.pipelines.convert import convert, prepare
-from quantkit.pipelines.export import export
+from quantkit.pipelines.convert import convert_checkpoint
+from quantkit.pipelines.convert_plan import plan_conversion
+from quantkit.pipelines.export import export_gguf
 from tests.archs.checkpoints import byte_level, tiny, write_tokenizer
 
 # ----------------------------------------------------------------------------------- MTP layers
@@ -49,22 +50,22 @@ def with_further(directory: Path, arch: str, rng: np.random.Generator) -> Path:
 @pytest.mark.parametrize(("arch", "usual"), [("deepseek2", "drop"), ("glm4moe", "keep")])
 def test_kept_or_dropped(tmp_path: Path, rng: np.random.Generator, arch: str, usual: str) -> None:
     source = with_further(tmp_path, arch, rng)
-    convert(tmp_path / "plain", tmp_path / "plain.gguf", "f32")
+    convert_checkpoint(tmp_path / "plain", tmp_path / "plain.gguf", "f32")
     tokens = list(range(3, 40))
     expected = quantkit.load(tmp_path / "plain.gguf").logits(tokens)
     for policy in ("keep", "drop"):
-        done = convert(source, tmp_path / f"{policy}.gguf", "f32", mtp=policy)
+        done = convert_checkpoint(source, tmp_path / f"{policy}.gguf", "f32", mtp=policy)
         made = open_gguf(tmp_path / f"{policy}.gguf")
         kept = policy == "keep"
         assert done.n_mtp_layers == made.metadata.get(f"{arch}.nextn_predict_layers", 0) == int(kept)
         assert ("blk.3.nextn.eh_proj.weight" in made.tensors) == kept
         assert list(done.left_out) == ([] if kept else ["MTP layer 3"])
         np.testing.assert_array_equal(quantkit.load(tmp_path / f"{policy}.gguf").logits(tokens), expected)
-    made = prepare(source, "f32")
+    made = plan_conversion(source, "f32")
     assert [s.name for s in made.specs] == list(open_gguf(tmp_path / f"{usual}.gguf").tensors)
     config = archs.language_model(json.loads((source / "config.json").read_text()))
     assert [t.name for t in archs.from_hf(config).tensors(config)] == [s.name for s in made.specs]
-    export(tmp_path / "keep.gguf", tmp_path / "back")
+    export_gguf(tmp_path / "keep.gguf", tmp_path / "back")
     before, after = open_checkpoint(source).tensors, open_checkpoint(tmp_path / "back").tensors
     assert {name: t.raw().tobytes() for name, t in before.items()} == {
         name: t.raw().tobytes() for name, t in after.items()
@@ -81,8 +82,8 @@ def test_keeping_where_there_is_nothing_to_keep(tmp_path: Path, rng: np.random.G
         for name, x in data.items():
             writer.write(name, x)
     with pytest.raises(FormatError, match=r"has 1 MTP layer.* --mtp drop"):
-        prepare(source, mtp="keep")
-    assert prepare(source).n_mtp_layers == 0
+        plan_conversion(source, mtp="keep")
+    assert plan_conversion(source).n_mtp_layers == 0
 
 
 def test_layers_without_names_in_files(tmp_path: Path) -> None:
@@ -95,11 +96,11 @@ def test_layers_without_names_in_files(tmp_path: Path) -> None:
     ) as w:
         for name, (_, x) in found.items():
             w.write(name, x)
-    assert prepare(tmp_path / "a").left_out == {"MTP layers": ["model.mtp.fc.weight"]}
+    assert plan_conversion(tmp_path / "a").left_out == {"MTP layers": ["model.mtp.fc.weight"]}
     with pytest.raises(UnsupportedError, match=r"cannot be kept: files of qwen3 .* --mtp drop"):
-        prepare(tmp_path / "a", mtp="keep")
+        plan_conversion(tmp_path / "a", mtp="keep")
     with pytest.raises(UnknownNameError, match="--mtp 'some'"):
-        prepare(tmp_path / "a", mtp="some")
+        plan_conversion(tmp_path / "a", mtp="some")
 
 
 # ------------------------------------------------------------------------------------------------- inside larger models

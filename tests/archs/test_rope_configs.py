@@ -11,8 +11,8 @@ import pytest
 
 import quantkit
 from quantkit.errors import UnsupportedError
-from quantkit.pipelines.convert import convert
-from quantkit.pipelines.export import export
+from quantkit.pipelines.convert import convert_checkpoint
+from quantkit.pipelines.export import export_gguf
 from tests.archs.checkpoints import tiny
 
 TOKENS = np.random.default_rng(4).integers(2, 320, 256)
@@ -72,7 +72,7 @@ def of_transformers(directory: Path) -> np.ndarray:
 def test_what_config_says_of_rope(tmp_path: Path, arch: str, said: dict[str, Any], config: dict[str, Any]) -> None:
     saved(tmp_path / "hf", arch, said, **config)
     wanted = of_transformers(tmp_path / "hf")
-    convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+    convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "f32")
     assert np.abs(log_probabilities(quantkit.load(tmp_path / "m.gguf").logits(TOKENS)) - wanted).max() < 2e-3
 
 
@@ -81,8 +81,8 @@ def test_a_factor_of_attention_in_the_reference_and_back(tmp_path: Path) -> None
     said = {"rope_scaling": YARN | {"attention_factor": 1.3}, "rope_theta": 1e4}
     saved(tmp_path / "hf", "llama", said)
     wanted = of_transformers(tmp_path / "hf")
-    convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
-    export(tmp_path / "m.gguf", tmp_path / "back", "auto")
+    convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+    export_gguf(tmp_path / "m.gguf", tmp_path / "back", "auto")
     scaling = json.loads((tmp_path / "back" / "config.json").read_text())["rope_scaling"]
     assert abs(scaling["attention_factor"] - 1.3) < 1e-6
     libllama = pytest.importorskip("tests.conformance.libllama")
@@ -101,4 +101,4 @@ def test_a_factor_of_attention_in_the_reference_and_back(tmp_path: Path) -> None
 def test_what_files_cannot_say_is_refused(tmp_path: Path, arch: str, said: dict[str, Any], match: str) -> None:
     saved(tmp_path / "hf", arch, said)
     with pytest.raises(UnsupportedError, match=match):
-        convert(tmp_path / "hf", tmp_path / "m.gguf", "f32")
+        convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "f32")

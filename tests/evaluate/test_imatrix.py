@@ -26,7 +26,7 @@ from quantkit.evaluate.imatrix import saved_run
 from quantkit.evaluate.imatrix.coverage import coverage, split_by_matrix
 from quantkit.formats import gguf, imatrix
 from quantkit.formats.imatrix import Entry, Imatrix
-from quantkit.pipelines import quantize
+from quantkit.pipelines.quantize import quantize_with_plan
 from quantkit.runtime.blocks import experts
 from quantkit.runtime.loading import load
 from quantkit.tokenizers.tokenizer import Tokenizer
@@ -155,7 +155,7 @@ def test_each_expert_is_quantized_by_its_own_importance(model, tmp_path, rng) ->
     plan = recipe.plan(
         file.tensors.values(), "Q8_0", recipe.parse("ffn_down_exps=iq4_ks"), metadata=file.metadata, imatrix=matrix
     )
-    quantize.quantize(file, tmp_path / "q.gguf", plan, imatrix=matrix)
+    quantize_with_plan(file, tmp_path / "q.gguf", plan, imatrix=matrix)
     made = gguf.open(tmp_path / "q.gguf").tensors[name]
     for e in (0, 7, EXPERTS - 1):
         rows = file.tensors[name].decode_rows(e * EMBD, (e + 1) * EMBD)

@@ -46,12 +46,12 @@ NAMES = {
 
 def quantize(out: Path) -> None:
     from quantkit import recipe
-    from quantkit.pipelines.quantize import quantize as run
+    from quantkit.pipelines.quantize import quantize_with_plan
 
     source = out.with_name("in.gguf")
     write(source)
     file = gguf.open(source)
-    run(file, out, recipe.plan(file.tensors.values(), "Q8_0", metadata=file.metadata))
+    quantize_with_plan(file, out, recipe.plan(file.tensors.values(), "Q8_0", metadata=file.metadata))
 
 
 def write(path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from quantkit.errors import FormatError, QuantkitError, UnsupportedError
 from quantkit.formats.torch_bin import is_bin, open_bin
-from quantkit.pipelines.convert import convert
+from quantkit.pipelines.convert import convert_checkpoint
 from tests.archs.checkpoints import tiny
 
 
@@ -39,10 +39,10 @@ def shards(directory: Path, model: Any, count: int) -> None:
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_same_file_as_from_safetensors(tmp_path: Path, count: int) -> None:
     model = tiny(tmp_path / "model", "bfloat16", tie_word_embeddings=count == 1)
-    convert(tmp_path / "model", tmp_path / "a.gguf")
+    convert_checkpoint(tmp_path / "model", tmp_path / "a.gguf")
     shards(tmp_path / "model", model, count)
-    done = convert(tmp_path / "model", tmp_path / "b.gguf")
-    assert len(done.paths) == count
+    done = convert_checkpoint(tmp_path / "model", tmp_path / "b.gguf")
+    assert len(done.checkpoint.paths) == count
     assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
 
 

@@ -12,7 +12,7 @@ import quantkit
 from quantkit import recipe
 from quantkit.formats import imatrix
 from quantkit.formats.gguf import GGUF, Metadata, TensorSpec, Writer
-from quantkit.pipelines.quantize import quantize
+from quantkit.pipelines.quantize import quantize_with_plan
 
 # Base types of everything the reference repacks, with the file type made of each; its build knows no MXFP4_R8, leaves
 # BF16 alone and breaks Q8_KV (spec/repack.md 11).
@@ -54,7 +54,7 @@ def quantized(source: Path, out: Path, target: str, **options: object) -> Path:
     matrix = importance(f)
     flags = recipe.Options(pure=True, allow_requantize=True, **options)  # type: ignore[arg-type]
     plan = recipe.plan(f.tensors.values(), target, metadata=f.metadata, imatrix=matrix, options=flags)
-    quantize(f, out, plan, imatrix=matrix, effort="fast")
+    quantize_with_plan(f, out, plan, imatrix=matrix, effort="fast")
     return out
 
 

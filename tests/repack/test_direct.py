@@ -12,8 +12,8 @@ import quantkit
 from quantkit import recipe, types
 from quantkit.cli import main
 from quantkit.formats import imatrix
-from quantkit.pipelines.quantize import quantize
-from quantkit.pipelines.repack_file import plan_repack, plan_unpack, write
+from quantkit.pipelines.quantize import quantize_with_plan
+from quantkit.pipelines.repack_file import plan_repack, plan_unpack, write_repacked
 from tests.conformance.embedded import embed
 from tests.repack.models import assert_same_tensors, importance, sliced
 
@@ -37,7 +37,9 @@ def narrow(smollm2_q4_1: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     folder = tmp_path_factory.mktemp("direct")
     f = quantkit.open(sliced(smollm2_q4_1, folder / "q4_1.gguf", layers=2))
     options = recipe.Options(allow_requantize=True)
-    quantize(f, folder / "f16.gguf", recipe.plan(f.tensors.values(), "F16", metadata=f.metadata, options=options))
+    quantize_with_plan(
+        f, folder / "f16.gguf", recipe.plan(f.tensors.values(), "F16", metadata=f.metadata, options=options)
+    )
     return folder / "f16.gguf"
 
 
@@ -51,7 +53,7 @@ def planned(source: Path, target: str, rules: str = "", matrix: imatrix.Imatrix 
 
 def made(source: Path, out: Path, target: str, rules: str = "", **options: object) -> Path:
     f, plan = planned(source, target, rules, importance(quantkit.open(source)), **options)
-    return quantize(f, out, plan, imatrix=importance(f), effort="fast").paths[0]
+    return quantize_with_plan(f, out, plan, imatrix=importance(f), effort="fast").paths[0]
 
 
 # ------------------------------------------------------------------------------------------------ degenerate importance
@@ -105,7 +107,7 @@ def test_bytes_where_the_encoder_has_no_choice(target: str, wide: Path, tmp_path
     """Types that round to the nearest: the reference's bytes. (Not Q8_0: ours chooses the sign of its scales.)"""
     theirs = references(wide, tmp_path / "theirs.gguf", "--pure", target)
     f, plan = planned(wide, target, pure=True)
-    quantize(f, tmp_path / "ours.gguf", plan)
+    quantize_with_plan(f, tmp_path / "ours.gguf", plan)
     ours = quantkit.open(tmp_path / "ours.gguf")
     compared = 0
     for name, tensor in ours.tensors.items():
@@ -122,7 +124,7 @@ def test_types_of_a_mix(narrow: Path, wide: Path, tmp_path: Path) -> None:
     for source in (narrow, wide):
         theirs = references(source, tmp_path / "theirs.gguf", "Q4_K_R4")
         f, plan = planned(source, "Q4_K_R4")
-        quantize(f, tmp_path / "ours.gguf", plan, effort="fast")
+        quantize_with_plan(f, tmp_path / "ours.gguf", plan, effort="fast")
         ours = quantkit.open(tmp_path / "ours.gguf")
         assert [(t.name, t.type.name, t.nbytes) for t in ours.tensors.values()] == [
             (t.name, t.type.name, t.nbytes) for t in theirs.tensors.values()
@@ -137,7 +139,7 @@ def test_types_of_a_mix(narrow: Path, wide: Path, tmp_path: Path) -> None:
 def test_one_pass_is_two(target: str, wide: Path, tmp_path: Path) -> None:
     """quantize --repack gives what quantize and then repack give, file type included; unpack gives quantize's."""
     base = made(wide, tmp_path / "base.gguf", target)
-    two = write(plan_repack(quantkit.open(base)), tmp_path / "two.gguf")[0]
+    two = write_repacked(plan_repack(quantkit.open(base)), tmp_path / "two.gguf")[0]
     one = made(wide, tmp_path / "one.gguf", target, repack=True)
     assert assert_same_tensors(one, two) == 15
     a, b = quantkit.open(one).metadata, quantkit.open(two).metadata
@@ -146,7 +148,7 @@ def test_one_pass_is_two(target: str, wide: Path, tmp_path: Path) -> None:
     a.pop("quantkit.tensors")  # of one pass the hashes of what it encoded
     assert b.pop("quantkit.tensors") == quantkit.open(base).metadata["quantkit.tensors"]
     assert dict(a) == dict(b)
-    back = write(plan_unpack(quantkit.open(one)), tmp_path / "back.gguf")[0]
+    back = write_repacked(plan_unpack(quantkit.open(one)), tmp_path / "back.gguf")[0]
     assert assert_same_tensors(back, base) == 0
     there, back_there = (quantkit.open(path).metadata for path in (base, back))
     descriptive = ("quantkit.recipe", "quantkit.tensors")
@@ -178,13 +180,13 @@ def test_patterns_and_the_plan(wide: Path, tmp_path: Path, capsys: pytest.Captur
 def test_copies_are_repacked_and_unpacked_as_they_are(wide: Path, tmp_path: Path) -> None:
     """COPY --repack is repacking; a TYPE that the tensors have in another order moves their bits and no more."""
     base = made(wide, tmp_path / "base.gguf", "Q4_K_S", pure=True)
-    repacked = write(plan_repack(quantkit.open(base)), tmp_path / "r4.gguf")[0]
+    repacked = write_repacked(plan_repack(quantkit.open(base)), tmp_path / "r4.gguf")[0]
     f, plan = planned(base, "COPY", repack=True)
-    copied = quantize(f, tmp_path / "copy.gguf", plan).paths[0]
+    copied = quantize_with_plan(f, tmp_path / "copy.gguf", plan).paths[0]
     assert copied.read_bytes() == repacked.read_bytes()
     for source, target, expected in ((base, "Q4_K_R4", repacked), (repacked, "Q4_K_S", base)):
         f, plan = planned(source, target, pure=True)
-        assert_same_tensors(quantize(f, tmp_path / "o.gguf", plan).paths[0], expected)
+        assert_same_tensors(quantize_with_plan(f, tmp_path / "o.gguf", plan).paths[0], expected)
     f, plan = planned(repacked, "Q4_K_S", pure=True, repack=True)
     assert all(t.copied for t in plan.tensors)
 
@@ -212,7 +214,7 @@ def test_interleaved_types_in_rules(wide: Path, narrow: Path, tmp_path: Path) ->
 
 def test_shards_of_the_source_are_kept(wide: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     f, plan = planned(wide, "COPY")
-    quantize(f, tmp_path / "in.gguf", plan, split_max_tensors=9)
+    quantize_with_plan(f, tmp_path / "in.gguf", plan, split_max_tensors=9)
     source = tmp_path / "in-00001-of-00003.gguf"
     args = ["quantize", str(source), str(tmp_path / "out.gguf"), "Q8_0", "--repack", "--keep-split"]
     assert main(args) == 0

@@ -19,7 +19,7 @@ from quantkit import cli, types
 from quantkit.cli import main
 from quantkit.errors import QuantkitError
 from quantkit.formats.gguf import GGUF, Metadata, TensorSpec, Writer
-from quantkit.pipelines.repack_file import plan_repack, plan_unpack, write
+from quantkit.pipelines.repack_file import plan_repack, plan_unpack, write_repacked
 from quantkit.recipe import file_types
 from quantkit.repack import interleaved_form
 from tests.recipe.synthetic import Shape
@@ -71,7 +71,7 @@ def source(tmp_path: Path, rng: np.random.Generator) -> GGUF:
 
 def test_round_trip_is_the_file_there_was(source: GGUF, tmp_path: Path) -> None:
     there, back = tmp_path / "r4.gguf", tmp_path / "back.gguf"
-    write(plan_repack(source), there, threads=2)
+    write_repacked(plan_repack(source), there, threads=2)
     repacked = quantkit.open(there)
     assert repacked.metadata["general.file_type"] == 340
     assert repacked.tensors[BIG].type.name == "iq4_k_r4"
@@ -80,7 +80,7 @@ def test_round_trip_is_the_file_there_was(source: GGUF, tmp_path: Path) -> None:
     for name in (BIG, "blk.1.attn_q.weight"):
         ours, theirs = repacked.tensors[name].dequantize(), source.tensors[name].dequantize()
         np.testing.assert_array_equal(ours.view(np.uint32), theirs.view(np.uint32))
-    write(plan_unpack(repacked), back, threads=1)
+    write_repacked(plan_unpack(repacked), back, threads=1)
     assert back.read_bytes() == source.path.read_bytes()
 
 
@@ -132,7 +132,7 @@ def test_unpacking_a_file_quantized_straight(tmp_path: Path, rng: np.random.Gene
     x = rng.standard_normal((16, 64)).astype(np.float32)
     with Writer(tmp_path / "a.gguf", {"general.file_type": 207}, [TensorSpec("a.weight", x.shape, t)]) as writer:
         writer.write("a.weight", t.quantize(x))
-    write(plan_unpack(quantkit.open(tmp_path / "a.gguf")), tmp_path / "b.gguf")
+    write_repacked(plan_unpack(quantkit.open(tmp_path / "a.gguf")), tmp_path / "b.gguf")
     unpacked = quantkit.open(tmp_path / "b.gguf")
     assert unpacked.metadata["general.file_type"] == 7
     np.testing.assert_array_equal(unpacked.tensors["a.weight"].data, types.get("q8_0").quantize(x))
@@ -173,7 +173,7 @@ def test_shards_in_and_out(tmp_path: Path, rng: np.random.Generator) -> None:
     last = model(tmp_path / "in.gguf", rng, shards=3)
     source = quantkit.open(last)
     assert [path.name for path in source.paths] == [f"in-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
-    kept = write(plan_repack(source), tmp_path / "kept.gguf", keep_split=True)
+    kept = write_repacked(plan_repack(source), tmp_path / "kept.gguf", keep_split=True)
     repacked = quantkit.open(kept[1])
     assert repacked.shards == source.shards == [len(source.tensors) - 4, 2, 2]
     total = len(source.tensors)
@@ -181,13 +181,15 @@ def test_shards_in_and_out(tmp_path: Path, rng: np.random.Generator) -> None:
         assert split_keys(path) == {
             "split.no": (number, "u16"), "split.count": (3, "u16"), "split.tensors.count": (total, "i32"),
         }  # fmt: skip
-    back = write(plan_unpack(repacked), tmp_path / "back.gguf", keep_split=True)
+    back = write_repacked(plan_unpack(repacked), tmp_path / "back.gguf", keep_split=True)
     for there, here in zip(source.paths, back):
         assert here.read_bytes() == there.read_bytes()
 
-    fewer = write(plan_repack(source), tmp_path / "fewer.gguf", split_max_tensors=total // 2 + 1)
-    limited = write(plan_unpack(quantkit.open(fewer[0])), tmp_path / "limited.gguf", split_max_bytes=source.size // 4)
-    one = write(plan_repack(quantkit.open(limited[-1])), tmp_path / "one.gguf")
+    fewer = write_repacked(plan_repack(source), tmp_path / "fewer.gguf", split_max_tensors=total // 2 + 1)
+    limited = write_repacked(
+        plan_unpack(quantkit.open(fewer[0])), tmp_path / "limited.gguf", split_max_bytes=source.size // 4
+    )
+    one = write_repacked(plan_repack(quantkit.open(limited[-1])), tmp_path / "one.gguf")
     assert (len(fewer), len(limited) > 3, len(one)) == (2, True, 1)
     assert split_keys(one[0]) == {}
     for name, tensor in quantkit.open(one[0]).tensors.items():
@@ -196,7 +198,7 @@ def test_shards_in_and_out(tmp_path: Path, rng: np.random.Generator) -> None:
 
 
 def test_one_file_has_one_shard_to_keep(source: GGUF, tmp_path: Path) -> None:
-    assert write(plan_repack(source), tmp_path / "a.gguf", keep_split=True) == [tmp_path / "a.gguf"]
+    assert write_repacked(plan_repack(source), tmp_path / "a.gguf", keep_split=True) == [tmp_path / "a.gguf"]
 
 
 def test_splitting_on_the_command_line(
@@ -222,14 +224,14 @@ def test_shards_beside_the_reference(tmp_path: Path, rng: np.random.Generator) -
 
     model(tmp_path / "in.gguf", rng, shards=3)
     first = tmp_path / "in-00001-of-00003.gguf"
-    ours = write(plan_repack(quantkit.open(first)), tmp_path / "ours.gguf", keep_split=True)
+    ours = write_repacked(plan_repack(quantkit.open(first)), tmp_path / "ours.gguf", keep_split=True)
     command = [str(QUANTIZE_TOOL), "--repack", "--keep-split", str(first), str(tmp_path / "theirs.gguf"), "Q8_0", "1"]
     assert subprocess.run(command, capture_output=True).returncode == 0
     for number, path in enumerate(ours, 1):
         theirs = tmp_path / f"theirs-0000{number}-of-00003.gguf"
         assert split_keys(theirs) == split_keys(path)
     assert_same_tensors(ours[0], tmp_path / "theirs-00001-of-00003.gguf")
-    back = write(plan_unpack(quantkit.open(ours[0])), tmp_path / "back.gguf", split_max_tensors=7)
+    back = write_repacked(plan_unpack(quantkit.open(ours[0])), tmp_path / "back.gguf", split_max_tensors=7)
     assert_same_tensors(reference_repack(back[0], tmp_path / "joined.gguf"), ours[0])
 
 
@@ -243,13 +245,13 @@ def test_q8_kv_has_the_stride_that_readers_expect(tmp_path: Path, rng: np.random
     n, x = 256, rng.standard_normal((24, 256)).astype(np.float32)
     data = types.get("q8_KV").quantize(x)
     f = one_tensor(tmp_path / "kv.gguf", "q8_KV", x.shape, data, file_type=149)
-    write(plan_repack(f), tmp_path / "r8.gguf")
+    write_repacked(plan_repack(f), tmp_path / "r8.gguf")
     repacked = quantkit.open(tmp_path / "r8.gguf")
     tensor = repacked.tensors["blk.0.ffn_up.weight"]
     assert (tensor.type.name, tensor.nbytes) == ("q8_KV_r8", 24 * (4 + n))
     assert repacked.metadata["general.file_type"] == 398
     np.testing.assert_array_equal(tensor.data, ggml.quantize("q8_KV_r8", x))
-    write(plan_unpack(repacked), tmp_path / "back.gguf")
+    write_repacked(plan_unpack(repacked), tmp_path / "back.gguf")
     assert (tmp_path / "back.gguf").read_bytes() == f.path.read_bytes()
 
 
@@ -352,7 +354,7 @@ def test_killed_in_the_middle_it_leaves_nothing(tmp_path: Path, command: str) ->
     """SIGKILL when the partial file has begun to fill, and later; a rerun succeeds and clears up."""
     source, out = big(tmp_path / "in.gguf", 150), tmp_path / "out.gguf"
     if command == "unpack":
-        write(plan_repack(quantkit.open(source)), tmp_path / "r4.gguf")
+        write_repacked(plan_repack(quantkit.open(source)), tmp_path / "r4.gguf")
         source = (tmp_path / "r4.gguf").replace(tmp_path / "in.gguf")
     arguments = [sys.executable, "-m", "quantkit", command, str(source), str(out), "--threads", "1"]
     subprocess.run(arguments, check=True, capture_output=True)  # compiles what the killed ones must not wait for
@@ -439,7 +441,7 @@ def test_against_the_references_repacking(source: GGUF, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-500:]
     ours = tmp_path / "ours.gguf"
-    write(plan_repack(source), ours)
+    write_repacked(plan_repack(source), ours)
     a, b = quantkit.open(ours), quantkit.open(theirs)
     assert list(a.tensors) == list(b.tensors)
     for name, tensor in a.tensors.items():
@@ -498,7 +500,7 @@ def test_a_rule_that_places_nothing_is_warned_about(
 def test_a_repacked_type_on_a_gpu_without_a_kernel_is_refused(
     source: GGUF, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(plan_repack(source, ["attn_q"]), tmp_path / "some.gguf")
+    write_repacked(plan_repack(source, ["attn_q"]), tmp_path / "some.gguf")
     some = quantkit.open(tmp_path / "some.gguf")
     status, said = run_for(some, tmp_path / "out.gguf", "-ngl 99", capsys)
     assert status == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import quantkit
-from quantkit.pipelines.repack_file import plan_repack, plan_unpack, write
+from quantkit.pipelines.repack_file import plan_repack, plan_unpack, write_repacked
 from tests.conformance.embedded import embed
 from tests.repack.models import NARROW, WIDE, assert_same_tensors, quantized, reference_repack, sliced
 
@@ -35,14 +35,14 @@ def whole(smollm2_q4_1: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
 def check(source: Path, target: str, folder: Path, layers: int) -> None:
     """All matrices but the embedding are interleaved, as in the reference's file, and unpacking undoes it."""
     base = quantized(source, folder / "base.gguf", target)
-    write(plan_repack(quantkit.open(base)), folder / "ours.gguf", threads=2)
+    write_repacked(plan_repack(quantkit.open(base)), folder / "ours.gguf", threads=2)
     theirs = reference_repack(base, folder / "theirs.gguf")
     f = quantkit.open(base)
     untied = "output.weight" in f.tensors
     assert assert_same_tensors(folder / "ours.gguf", theirs) == 7 * layers + untied
     ours, reference = (quantkit.open(folder / name).metadata for name in ("ours.gguf", "theirs.gguf"))
     assert ours["general.file_type"] == reference["general.file_type"]
-    write(plan_unpack(quantkit.open(folder / "ours.gguf")), folder / "back.gguf", threads=2)
+    write_repacked(plan_unpack(quantkit.open(folder / "ours.gguf")), folder / "back.gguf", threads=2)
     assert (folder / "back.gguf").read_bytes() == base.read_bytes()
 
 
@@ -62,12 +62,12 @@ def test_a_model(target: str, whole: tuple[Path, Path], tmp_path: Path) -> None:
 def test_a_mix_with_patterns(slices: tuple[Path, Path], tmp_path: Path) -> None:
     """The mix of Q4_K_M in 576 columns, where most falls back, with the reference's own idea of patterns."""
     from quantkit import recipe
-    from quantkit.pipelines.quantize import quantize
+    from quantkit.pipelines.quantize import quantize_with_plan
 
     f = quantkit.open(slices[0])
     plan = recipe.plan(f.tensors.values(), "Q4_K_M", metadata=f.metadata, options=recipe.Options(allow_requantize=True))
-    quantize(f, tmp_path / "base.gguf", plan, effort="fast")
+    quantize_with_plan(f, tmp_path / "base.gguf", plan, effort="fast")
     base = quantkit.open(tmp_path / "base.gguf")
-    write(plan_repack(base, ["ffn_(up|down)", "attn_v"]), tmp_path / "ours.gguf")
+    write_repacked(plan_repack(base, ["ffn_(up|down)", "attn_v"]), tmp_path / "ours.gguf")
     theirs = reference_repack(base.path, tmp_path / "theirs.gguf", "--repack-pattern", "ffn_(up|down),attn_v")
     assert assert_same_tensors(tmp_path / "ours.gguf", theirs) == 3

@@ -15,7 +15,7 @@ from quantkit.archs.common.blocks import DeltaNet, Linear, Norm, Recurrence
 from quantkit.errors import DataError
 from quantkit.evaluate import bench
 from quantkit.formats import gguf
-from quantkit.pipelines.quantize import quantize
+from quantkit.pipelines.quantize import quantize_with_plan
 from quantkit.placement.kv_size import of_layers
 from quantkit.runtime.blocks import recurrent
 from quantkit.runtime.kv.cache import Cache
@@ -228,7 +228,9 @@ def test_quantized_files_run_in_both_numerics(kind: str, tmp_path: Path) -> None
             "num_experts_per_tok": 8}  # fmt: skip
     path = written(tmp_path / "m.gguf", "qwen35moe", **wide)
     source = gguf.open(path)
-    quantize(source, tmp_path / "q.gguf", recipe.plan(source.tensors.values(), kind, metadata=source.metadata))
+    quantize_with_plan(
+        source, tmp_path / "q.gguf", recipe.plan(source.tensors.values(), kind, metadata=source.metadata)
+    )
     model, fast = quantkit.load(tmp_path / "q.gguf"), quantkit.load(tmp_path / "q.gguf", numerics="fast")
     assert model.weights["blk.0.ssm_out.weight"].type.name.lower() == kind.lower()
     assert model.weights["blk.0.ssm_conv1d.weight"].type.name == "f32"

@@ -10,7 +10,7 @@ import pytest
 
 import quantkit
 from quantkit.cli import main
-from quantkit.pipelines.repack_file import plan_repack, write
+from quantkit.pipelines.repack_file import plan_repack, write_repacked
 from quantkit.runtime.kernels import dispatch
 from quantkit.runtime.loading import load
 from tests.runtime.conftest import LAYERS, rewrite
@@ -36,7 +36,7 @@ def test_exact_results_are_the_same(tiny: Path, tmp_path: Path, kind: str) -> No
 @pytest.mark.parametrize("kind", ["iq4_k", "iq2_xxs"])
 def test_the_bytes_are_those_of_repack(tiny: Path, tmp_path: Path, kind: str) -> None:
     path = rewrite(tiny, tmp_path / "model.gguf", kind)
-    write(plan_repack(quantkit.open(path)), tmp_path / "r4.gguf")
+    write_repacked(plan_repack(quantkit.open(path)), tmp_path / "r4.gguf")
     wanted, model = quantkit.open(tmp_path / "r4.gguf").tensors, load(path, repack=True, threads=2)
     for name, tensor in model.weights.items():
         assert tensor.type is wanted[name].type, name

@@ -29,13 +29,13 @@ SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A random model of each architecture, in float32, with something of each layer for two devices."""
-    from quantkit.pipelines.convert import convert
+    from quantkit.pipelines.convert import convert_checkpoint
 
     found = {}
     for arch in ("llama", "qwen3moe", "deepseek2", "qwen35moe"):
         directory = tmp_path_factory.mktemp(arch)
         checkpoints.tiny(directory / "hf", "float32", arch, **(SMALL if arch in ("llama", "qwen3moe") else {}))
-        convert(directory / "hf", directory / "model.gguf", "f32")
+        convert_checkpoint(directory / "hf", directory / "model.gguf", "f32")
         found[arch] = directory / "model.gguf"
     return found
 

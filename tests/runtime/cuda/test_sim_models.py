@@ -32,7 +32,7 @@ Make = Callable[..., Path]
 @pytest.fixture(scope="session")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """A random model of an architecture, in float32 or with matrices of a type."""
-    from quantkit.pipelines.convert import convert
+    from quantkit.pipelines.convert import convert_checkpoint
 
     made: dict[str, Path] = {}
 
@@ -40,7 +40,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
         if arch not in made:
             directory = tmp_path_factory.mktemp(arch)
             checkpoints.tiny(directory / "hf", "float32", arch, **SMALL.get(arch, {}))
-            convert(directory / "hf", directory / "model.gguf", "f32")
+            convert_checkpoint(directory / "hf", directory / "model.gguf", "f32")
             made[arch] = directory / "model.gguf"
         if kind == "f32":
             return made[arch]

@@ -1,0 +1,228 @@
+"""Plan a conversion: which output tensor comes from which tensors of the checkpoint, and of which type it is.
+
+    conversion = plan_conversion("SmolLM2-135M", "auto")     reads config, tokenizer and headers; no weights
+
+Order of the tensors: RoPE factors, embedding, the layers by number (within a layer: attention, then feed-forward),
+output norm, output.
+
+Types: `outtype`, except that norms, biases and all tensors of one dimension are f32, and matrices whose rows do not
+fit q8_0's blocks of 32 are f16. "auto" is the dtype of the first matrix in bf16 or f16, and f16 for a checkpoint that
+is all float32. "stored" is the same, but f32 for an all-float32 checkpoint. Matrices stored as codes and scales (FP8,
+MXFP4) count as bf16: their float32 products are rounded to nearest, ties to even.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantkit import archs, types
+from quantkit.archs import Arch
+from quantkit.archs.common.mtp import POLICIES
+from quantkit.archs.common.tensors import Piece
+from quantkit.errors import DataError, FormatError, UnknownNameError, UnsupportedError
+from quantkit.formats.gguf import Metadata, TensorSpec, Writer
+from quantkit.formats.safetensors import Checkpoint, open_checkpoint
+from quantkit.formats.safetensors.quantized_checkpoint import FP8, INTEGERS, unscaled
+from quantkit.formats.torch_bin import is_bin, open_bin
+from quantkit.inputs.json_input import read_object
+from quantkit.pipelines.convert_metadata import general_keys
+from quantkit.pipelines.convert_tensor import ConvertedTensor, GeneratedTensor, OutputTensor
+from quantkit.pipelines.output import WriteTask
+from quantkit.tokenizers import vocab
+from quantkit.types import QuantType
+
+OUTTYPES = ("auto", "bf16", "f16", "f32", "q8_0")
+STORED = "stored"  # the lossless outtype
+_DTYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"} | dict.fromkeys((*FP8, "MXFP4", "TERNARY", *INTEGERS), "bf16")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A planned conversion, and its result once it is written.
+
+    Fields:
+
+        source      the checkpoint's directory
+        arch        the architecture
+        checkpoint  the opened input
+        outtype     type of the matrices
+        metadata    keys of the GGUF file
+        specs       name, shape and type of each output tensor, in order
+        pieces      by name of the output tensor: its source tensors and the transform that makes it from them
+        generated   by name: the values of tensors that are computed from `config.json`
+        left_out    names of tensors that are not converted, by kind
+        warnings    parts of the checkpoint that were skipped as unreadable
+        paths       the files; empty until they are written
+    """
+
+    source: Path
+    arch: Arch
+    checkpoint: Checkpoint
+    outtype: QuantType
+    metadata: Metadata
+    specs: list[TensorSpec]
+    pieces: dict[str, Piece]
+    generated: dict[str, np.ndarray]
+    left_out: dict[str, list[str]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    paths: list[Path] = field(default_factory=list)
+
+    @functools.cached_property
+    def tensors(self) -> dict[str, OutputTensor]:
+        """The output tensors by name. Their rows are computed on demand."""
+        return {spec.name: self._tensor(spec) for spec in self.specs}
+
+    def _tensor(self, spec: TensorSpec) -> OutputTensor:
+        if spec.name in self.generated:
+            return GeneratedTensor(spec, self.source / "config.json", self.generated[spec.name])
+        piece = self.pieces[spec.name]
+        sources = [self.checkpoint.tensors[name] for name in piece.sources]
+        return ConvertedTensor(spec, sources[0].path, piece, sources)
+
+    @property
+    def as_gguf(self) -> CheckpointView:
+        """The checkpoint as an input of `quantize` and `verify`."""
+        return CheckpointView(self.checkpoint.paths, self.metadata, self.tensors, self.left_out, self.warnings)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data."""
+        return sum(spec.nbytes for spec in self.specs)
+
+    @property
+    def fallbacks(self) -> list[str]:
+        """Tensors stored in f16 because their rows do not fit the blocks of the outtype."""
+        return [spec.name for spec in self.specs if spec.type.name == "f16" != self.outtype.name]
+
+    @property
+    def n_mtp_layers(self) -> int:
+        """Number of MTP (multi-token prediction) layers."""
+        return int(self.metadata.get(f"{self.arch.name}.nextn_predict_layers", 0))
+
+    @property
+    def n_params(self) -> int:
+        """Number of values in all tensors."""
+        return sum(math.prod(spec.shape) for spec in self.specs)
+
+    def tasks(self, writer: Writer) -> Iterator[WriteTask]:
+        """Tasks that compute the output in pieces of bounded size and write them at their offsets."""
+        for tensor in self.tensors.values():
+            yield from tensor.tasks(writer)
+
+
+@dataclass(frozen=True)
+class CheckpointView:
+    """A checkpoint seen as the GGUF file that it converts to: `quantize` and `verify` read it like an open GGUF.
+
+    `paths` are the checkpoint's files. Rows of the tensors are the bytes of the converted file, computed on demand.
+    """
+
+    paths: list[Path]
+    metadata: Metadata
+    tensors: Mapping[str, OutputTensor]
+    left_out: Mapping[str, list[str]]
+    warnings: list[str]
+
+
+def plan_conversion(
+    source: str | os.PathLike[str], outtype: str = "auto", pre: str | None = None, mtp: str = "auto"
+) -> Conversion:
+    """Read configuration, tokenizer and tensor names of a checkpoint and plan its GGUF.
+
+    `outtype` is one of OUTTYPES, or STORED for the checkpoint's own. `mtp` is passed to `Arch.with_mtp`.
+    """
+    directory = Path(source)
+    if outtype not in (*OUTTYPES, STORED):
+        raise UnknownNameError("outtype", outtype, OUTTYPES)
+    if mtp not in POLICIES:
+        raise UnknownNameError("policy of --mtp", mtp, POLICIES)
+    with _errors_name(directory):
+        config: Mapping[str, Any] = archs.language_model(_read_config(directory))
+        arch = archs.from_hf(config)
+    opened = open_bin(directory) if is_bin(directory) else open_checkpoint(directory)
+    checkpoint = unscaled(opened, config)
+    automatic = {"auto": "f16", STORED: "f32"}  # for a checkpoint that is all float32
+    chosen = types.get(_first_16_bit(checkpoint) or automatic[outtype] if outtype in automatic else outtype)
+    names = [arch.canonical(name) for name in checkpoint.tensors]
+    with _errors_name(directory):
+        config = arch.with_mtp(config, mtp, names)
+        pieces = arch.to_gguf(config, {name: tensor.shape for name, tensor in checkpoint.tensors.items()})
+        generated = arch.generated(config)
+        left_out = arch.dropped_tensors(config, names)
+        keys = arch.metadata(config)
+        tokenizer = vocab.read(directory, config, pre)
+        expected = arch.shapes(config, [piece.name for piece in pieces])
+    _check_tensors(checkpoint, pieces, expected)
+    specs = [TensorSpec(name, x.shape, types.get("f32")) for name, x in generated.items()]
+    specs += [TensorSpec(piece.name, piece.shape, _type_of(piece, checkpoint, chosen)) for piece in pieces]
+    by_name = {piece.name: piece for piece in pieces}
+    made = Conversion(directory, arch, checkpoint, chosen, Metadata(), specs, by_name, generated, left_out)
+    general = general_keys(directory, config, arch.name, made.n_params, chosen, made.warnings)
+    # Tokenizer keys that the architecture sets override those read from the tokenizer files.
+    overrides = {key: entry for key, entry in keys.items() if key.startswith("tokenizer.")}
+    for key, (value, kind) in (general | keys | tokenizer | overrides).items():
+        made.metadata.set(key, value, kind)
+    return made
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    if not directory.is_dir():
+        raise FormatError(f"{directory}: not a directory; `convert` needs a Hugging Face checkpoint directory")
+    config = read_object(directory / "config.json")
+    if not config:
+        raise FormatError(
+            f"{directory / 'config.json'} is missing; `convert` needs a Hugging Face checkpoint directory"
+        )
+    return config
+
+
+def _first_16_bit(checkpoint: Checkpoint) -> str | None:
+    """The first 16-bit dtype among the matrices, as stored or as read; None if there is none."""
+    matrices = [_DTYPES.get(tensor.dtype) for tensor in checkpoint.tensors.values() if len(tensor.shape) >= 2]
+    return next((name for name in matrices if name in ("bf16", "f16")), None)
+
+
+def _type_of(piece: Piece, checkpoint: Checkpoint, outtype: QuantType) -> QuantType:
+    """The output type of a piece. MXFP4 stays MXFP4: another type would be larger or less accurate."""
+    if piece.transform.copies_rows and all(checkpoint.tensors[name].dtype == "MXFP4" for name in piece.sources):
+        return types.get("mxfp4")
+    if piece.f32 or len(piece.shape) <= 1 or not piece.name.endswith(".weight"):
+        return types.get("f32")
+    return types.get("f16") if piece.shape[-1] % outtype.block_size else outtype
+
+
+@contextmanager
+def _errors_name(directory: Path) -> Iterator[None]:
+    """Prefix the checkpoint's path to errors from modules that do not know it."""
+    try:
+        yield
+    except (FormatError, UnsupportedError, DataError) as error:
+        raise error if str(directory) in str(error) else type(error)(f"{directory}: {error}") from None
+
+
+def _check_tensors(checkpoint: Checkpoint, pieces: list[Piece], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that every dtype can be read and that every shape agrees with `config.json`."""
+    for piece in pieces:
+        for name in piece.sources:
+            tensor = checkpoint.tensors[name]
+            if tensor.dtype not in _DTYPES:
+                raise UnsupportedError(
+                    f"{tensor.path}: tensor {name} is {tensor.dtype}; `convert` reads F32, F16 and BF16 weights, and "
+                    "FP8 where config.json has a quantization_config"
+                )
+        if piece.shape != expected.get(piece.name, piece.shape):
+            tensor = checkpoint.tensors[piece.sources[0]]
+            raise FormatError(
+                f"{tensor.path}: tensor {tensor.name} has shape {tensor.shape}, which makes {piece.name} "
+                f"{piece.shape}; config.json requires {expected[piece.name]}: one of the two files belongs to another "
+                "model"
+            )

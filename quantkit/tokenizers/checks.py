@@ -137,7 +137,7 @@ def _least(step: Json, where: str) -> int:
 
 def _check_expression(text: str, where: str) -> None:
     """One of the published ones, or one that repeats without limit in one place at most."""
-    if text in _OWN or any(text in (*entry.splits, *sum(entry.also, ())) for entry in pretokenizers.TABLE):
+    if text in _OWN or any(text in (*entry.splits, *sum(entry.equivalents, ())) for entry in pretokenizers.TABLE):
         return
     if "\\g" in text or "\\k" in text or repeats(text) > 1:  # calls of groups, which may recurse, and back references
         raise UnsupportedError(

@@ -1,10 +1,10 @@
-"""GGUF's `tokenizer.*` keys -> Hugging Face's tokenizer files; the runtime's tokenizer is built from the same.
+"""Convert GGUF's `tokenizer.*` keys to Hugging Face tokenizer files. The runtime builds its tokenizer from these too.
 
     tokenizer_json(metadata)           keys -> tokenizer.json
     tokenizer_config(metadata)         keys -> tokenizer_config.json
     generation_config(metadata)        keys -> generation_config.json
 
-tokenizers/vocab.py is the other direction and says what the keys mean.
+`tokenizers/vocab.py` converts in the other direction and explains the keys.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quantkit.tokenizers.checks import check_normalizer, check_pre_tokenizer, ch
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 SPACE = "\u2581"
 
-# key in tokenizer_config.json and config.json -> GGUF key, spelled as GGUF spells it
+# name in tokenizer_config.json and config.json, without "_token" -> GGUF key ("seperator" is GGUF's spelling)
 SPECIAL = {
     "bos": "tokenizer.ggml.bos_token_id",
     "eos": "tokenizer.ggml.eos_token_id",
@@ -35,8 +35,8 @@ SPECIAL = {
     "cls": "tokenizer.ggml.cls_token_id",
     "mask": "tokenizer.ggml.mask_token_id",
 }
-# further tokens that end a reply, where generation_config.json lists them
-ENDS = {
+# tokens that end a reply besides EOS, if generation_config.json lists them -> GGUF key
+END_TOKENS = {
     "<|eot_id|>": "tokenizer.ggml.eot_token_id",
     "<|im_end|>": "tokenizer.ggml.eot_token_id",
     "<|end|>": "tokenizer.ggml.eot_token_id",
@@ -51,22 +51,22 @@ SAMPLING = {
     "min_p": ("min_p", "f32"),
     "repetition_penalty": ("penalty_repeat", "f32"),
 }
-# A JSON object; of a tokenizer.json where GGUF's own keys would make something else: "normalizer", "pre_tokenizer",
-# "ignore_merges", "byte_fallback"; "added_tokens", id -> flags that are not false, and the text where GGUF's differs;
-# "unmerged", ids of tokens that no merge makes although two tokens spell them.
+# A JSON object with the parts of a tokenizer.json that GGUF's own keys would make differently: "normalizer",
+# "pre_tokenizer", "ignore_merges", "byte_fallback"; "added_tokens", id -> flags that are true, and the content if it
+# differs from GGUF's; "unmerged", ids of tokens that no merge makes although two other tokens join to them.
 OVERRIDES = "quantkit.tokenizer"
-SCORES = "quantkit.tokenizer.scores"  # f64, where f32 does not hold the scores of a unigram model
+SCORES = "quantkit.tokenizer.scores"  # f64, if float32 is not exact for the scores of a unigram model
 FIXED_SCORES = {UNUSED: -10000.0, USER_DEFINED: -1000.0, CONTROL: 0.0, UNKNOWN: 0.0, BYTE: 0.0}
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
-def as_list(value: int | Iterable[int] | None) -> list[int]:
-    """The ids of a setting that is one id, a list of ids, or absent."""
+def id_list(value: int | Iterable[int] | None) -> list[int]:
+    """A setting that is one id, a list of ids or absent, as a list."""
     return [] if value is None else [value] if isinstance(value, int) else list(value)
 
 
-def texts(metadata: Mapping[str, object]) -> list[str]:
-    """The text of every token, by id; FormatError where the file has none."""
+def token_texts(metadata: Mapping[str, object]) -> list[str]:
+    """The text of every token, by id. FormatError if the file has no tokenizer."""
     found = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(found, list):
         raise FormatError("metadata key tokenizer.ggml.tokens is missing; the file has no tokenizer")
@@ -74,19 +74,19 @@ def texts(metadata: Mapping[str, object]) -> list[str]:
 
 
 def _array(metadata: Mapping[str, object], key: str) -> list[Any] | None:
-    """The array of a key whose entries `check_tokenizer` looked at; None where there is none."""
+    """The array of a key, whose entries `check_tokenizer` has checked; None if the key is absent."""
     found = metadata.get(key)
     return found if isinstance(found, list) else None
 
 
 def _pre_tokenizer(metadata: Mapping[str, object]) -> pretokenizers.PreTokenizer:
-    """The pre-tokenizer that `tokenizer.ggml.pre` names; that called "default" where the key is absent."""
+    """The pre-tokenizer that `tokenizer.ggml.pre` names; "default" if the key is absent."""
     return pretokenizers.get(str(metadata.get("tokenizer.ggml.pre", "default")))
 
 
 def token_types(metadata: Mapping[str, object]) -> list[int]:
-    """Type of every token; NORMAL where the file does not say."""
-    count = len(texts(metadata))
+    """The type of every token, by id; all NORMAL if the file does not say."""
+    count = len(token_texts(metadata))
     stated = _array(metadata, "tokenizer.ggml.token_type")
     types: list[int] = [NORMAL] * count if stated is None else list(stated)
     if len(types) != count:
@@ -95,9 +95,9 @@ def token_types(metadata: Mapping[str, object]) -> list[int]:
 
 
 def tokenizer_json(metadata: Mapping[str, object]) -> dict[str, Any]:
-    """A tokenizer.json that tokenizes as the GGUF keys say, with the ids of the file.
+    """The tokenizer.json that is equivalent to the GGUF keys, with the same ids.
 
-    FormatError names a missing key, UnsupportedError a kind of tokenizer that is not handled.
+    FormatError names a missing key, UnsupportedError an unsupported kind of tokenizer.
     """
     checked.check_tokenizer(metadata)
     check_tokens(metadata)
@@ -111,14 +111,14 @@ def tokenizer_json(metadata: Mapping[str, object]) -> dict[str, Any]:
     for key in needed:
         if key not in metadata:
             raise FormatError(f"metadata key {key} is missing; a {kind} tokenizer needs it")
-    exact = _overrides(metadata)
-    parts = _PARTS[kind](metadata, exact)
-    where = OVERRIDES if "normalizer" in exact or "pre_tokenizer" in exact else "the tokenizer in the metadata"
+    overrides = _overrides(metadata)
+    parts = _PARTS[kind](metadata, overrides)
+    where = OVERRIDES if "normalizer" in overrides or "pre_tokenizer" in overrides else "the tokenizer in the metadata"
     check_normalizer(parts["normalizer"], f"{where}, normalizer")
-    if kind != "gpt2":  # of which the table knows them
+    if kind != "gpt2":  # whose pre-tokenizer is one of pretokenizers.TABLE
         check_pre_tokenizer(parts["pre_tokenizer"], f"{where}, pre_tokenizer")
-    flags = exact.get("added_tokens", {})
-    tokens, types = texts(metadata), token_types(metadata)
+    flags = overrides.get("added_tokens", {})
+    tokens, types = token_texts(metadata), token_types(metadata)
     added = [
         {"id": i, "content": str(token), "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
          "special": types[i] != USER_DEFINED} | flags.get(str(i), {})
@@ -129,7 +129,7 @@ def tokenizer_json(metadata: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _overrides(metadata: Mapping[str, object]) -> dict[str, Any]:
-    """What OVERRIDES says; {} where the file has none."""
+    """The parsed value of OVERRIDES; {} if the file has no such key."""
     stated = metadata.get(OVERRIDES, "{}")
     if not isinstance(stated, str):
         raise FormatError(f"metadata key {OVERRIDES} is {checked.brief(stated)}; it should be JSON, a string")
@@ -140,14 +140,14 @@ def _overrides(metadata: Mapping[str, object]) -> dict[str, Any]:
     if not isinstance(flags, dict) or not all(isinstance(each, dict) for each in flags.values()):
         raise FormatError(f"metadata key {OVERRIDES}: added_tokens should be an object of objects")
     if not isinstance(unmerged, list) or not all(isinstance(each, int) for each in unmerged):
-        raise FormatError(f"metadata key {OVERRIDES}: unmerged should be a list of the numbers of tokens")
+        raise FormatError(f"metadata key {OVERRIDES}: unmerged should be a list of token ids")
     return found
 
 
 def _vocab(metadata: Mapping[str, object]) -> dict[str, int]:
-    """Token -> id, the lowest where a text stands twice; without the padding that fills unused slots."""
+    """Token -> id, the lowest if a text occurs twice, without the padding tokens of unused ids."""
     vocab: dict[str, int] = {}
-    for i, (token, kind) in enumerate(zip(texts(metadata), token_types(metadata))):
+    for i, (token, kind) in enumerate(zip(token_texts(metadata), token_types(metadata))):
         if kind != UNUSED or token != f"[PAD{i}]":
             vocab.setdefault(str(token), i)
     return vocab
@@ -159,7 +159,7 @@ def _bpe(vocab: dict[str, int], merges: list[list[str]], **settings: Any) -> dic
     return fixed | settings | {"vocab": vocab, "merges": merges}
 
 
-def _byte_level_parts(metadata: Mapping[str, object], exact: Json) -> dict[str, Any]:
+def _byte_level_parts(metadata: Mapping[str, object], overrides: Json) -> dict[str, Any]:
     entry = _pre_tokenizer(metadata)
     vocab = _vocab(metadata)
     merges = [list(str(merge).partition(" ")[::2]) for merge in _array(metadata, "tokenizer.ggml.merges") or ()]
@@ -170,21 +170,21 @@ def _byte_level_parts(metadata: Mapping[str, object], exact: Json) -> dict[str, 
             )
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
     return {
-        "normalizer": exact.get("normalizer", {"type": "NFC"} if entry.nfc else None),
+        "normalizer": overrides.get("normalizer", {"type": "NFC"} if entry.nfc else None),
         "pre_tokenizer": pretokenizers.to_json(entry),
         "post_processor": _post_processor(metadata, byte_level),
         "decoder": byte_level,
-        "model": _bpe(vocab, merges, ignore_merges=exact.get("ignore_merges", entry.ignore_merges)),
+        "model": _bpe(vocab, merges, ignore_merges=overrides.get("ignore_merges", entry.ignore_merges)),
     }
 
 
-def _sentencepiece_parts(metadata: Mapping[str, object], exact: Json) -> dict[str, Any]:
+def _sentencepiece_parts(metadata: Mapping[str, object], overrides: Json) -> dict[str, Any]:
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    tokens, types = texts(metadata), token_types(metadata)
+    tokens, types = token_texts(metadata), token_types(metadata)
     scores = _stated_scores(metadata)
     vocab = _vocab(metadata)
     mergeable = {str(token): i for i, token in enumerate(tokens) if types[i] == NORMAL}
-    unmerged = set(exact.get("unmerged", ()))
+    unmerged = set(overrides.get("unmerged", ()))
     ranked = sorted(mergeable, key=lambda token: (-float(scores[mergeable[token]]), mergeable[token]))
     merges = [
         [token[:cut], token[cut:]]
@@ -194,36 +194,40 @@ def _sentencepiece_parts(metadata: Mapping[str, object], exact: Json) -> dict[st
     ]
     unknown = next((str(token) for token, kind in zip(tokens, types) if kind == UNKNOWN), None)
     usual = {"type": "Sequence", "normalizers": space_steps(prefix)}
-    model = _bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=exact.get("byte_fallback", True),
-                 ignore_merges=exact.get("ignore_merges", False))  # fmt: skip
+    model = _bpe(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=overrides.get("byte_fallback", True),
+                 ignore_merges=overrides.get("ignore_merges", False))  # fmt: skip
     return {
-        "normalizer": _with_charsmap(exact.get("normalizer", usual), metadata),
-        "pre_tokenizer": exact.get("pre_tokenizer"),
+        "normalizer": _with_charsmap(overrides.get("normalizer", usual), metadata),
+        "pre_tokenizer": overrides.get("pre_tokenizer"),
         "post_processor": _post_processor(metadata, None),
         "decoder": _sentencepiece_decoder(prefix),
         "model": model,
     }
 
 
-def _unigram_parts(metadata: Mapping[str, object], exact: Json) -> dict[str, Any]:
+def _unigram_parts(metadata: Mapping[str, object], overrides: Json) -> dict[str, Any]:
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    tokens, types, scores = texts(metadata), token_types(metadata), _stated_scores(metadata)
+    tokens, types, scores = token_texts(metadata), token_types(metadata), _stated_scores(metadata)
     steps = normalizer_steps(_charsmap(metadata), metadata.get("tokenizer.ggml.remove_extra_whitespaces"))
     metaspace = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "always" if prefix else "never",
                  "split": False}  # fmt: skip
-    added = (CONTROL, USER_DEFINED, UNUSED)  # are no part of a cut; their own texts are found beforehand
+    added = (
+        CONTROL,
+        USER_DEFINED,
+        UNUSED,
+    )  # the unigram model must not produce these; they are matched in the text beforehand
     plain = [[str(token), float(score) if kind not in added else FIXED_SCORES[UNUSED]]
              for token, score, kind in zip(tokens, scores, types)]  # fmt: skip
     unknown = next((i for i, kind in enumerate(types) if kind == UNKNOWN), None)
     bytes_known = sum(kind == BYTE for kind in types) == 256
     usual = {"type": "Sequence", "normalizers": steps} if steps else None
     return {
-        "normalizer": _with_charsmap(exact.get("normalizer", usual), metadata),
-        "pre_tokenizer": exact.get("pre_tokenizer", metaspace),
+        "normalizer": _with_charsmap(overrides.get("normalizer", usual), metadata),
+        "pre_tokenizer": overrides.get("pre_tokenizer", metaspace),
         "post_processor": _post_processor(metadata, None),
         "decoder": _sentencepiece_decoder(prefix),
         "model": {"type": "Unigram", "unk_id": unknown, "vocab": plain,
-                  "byte_fallback": exact.get("byte_fallback", bytes_known)},
+                  "byte_fallback": overrides.get("byte_fallback", bytes_known)},
     }  # fmt: skip
 
 
@@ -232,36 +236,36 @@ _PARTS = {"gpt2": _byte_level_parts, "llama": _sentencepiece_parts, "t5": _unigr
 
 def _stated_scores(metadata: Mapping[str, object]) -> list[float]:
     scores = _array(metadata, SCORES) or _array(metadata, "tokenizer.ggml.scores") or []
-    if len(scores) != (count := len(texts(metadata))):
+    if len(scores) != (count := len(token_texts(metadata))):
         raise FormatError(f"tokenizer.ggml.scores has {len(scores)} entries for {count} tokens")
     return scores
 
 
 def space_steps(prefix: bool) -> list[dict[str, Any]]:
-    """Normalizer: a space in front, where there is one, and U+2581 for every space."""
+    """Normalizer steps that put a space before the text, if `prefix`, and replace every space by U+2581."""
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     return [{"type": "Prepend", "prepend": SPACE}, replace] if prefix else [replace]
 
 
 def normalizer_steps(charsmap: bytes, removes_spaces: object) -> list[dict[str, Any]]:
-    """Normalizer: a compiled table of replacements, then no spaces at the ends and never two together."""
+    """Normalizer steps: the precompiled charsmap, then removal of spaces at the ends and of repeated spaces."""
     steps: list[dict[str, Any]] = []
     if charsmap:
         steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(charsmap).decode()})
     if removes_spaces:
-        ends = r"\A +| +\z"  # the step Strip would take line ends too, which SentencePiece leaves
+        ends = r"\A +| +\z"  # the step Strip would remove line ends too; SentencePiece does not
         steps.append({"type": "Replace", "pattern": {"Regex": ends}, "content": ""})
         steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
     return steps
 
 
 def _charsmap(metadata: Mapping[str, object]) -> bytes:
-    """The compiled table of replacements; b"" where the file has none."""
+    """The precompiled charsmap (table of replacements); b"" if the file has none."""
     return bytes(_array(metadata, "tokenizer.ggml.precompiled_charsmap") or ())
 
 
 def _with_charsmap(normalizer: Any, metadata: Mapping[str, object]) -> Any:
-    """A normalizer whose compiled table, where it is left to its own key, is that of the key."""
+    """A normalizer with the precompiled charsmap from its key put back; the inverse of `vocab._without_charsmap`."""
     if isinstance(normalizer, dict):
         changed = {key: _with_charsmap(value, metadata) for key, value in normalizer.items()}
         if normalizer.get("type") == "Precompiled" and normalizer.get("precompiled_charsmap") is None:
@@ -278,8 +282,8 @@ def _sentencepiece_decoder(prefix: bool) -> dict[str, Any]:
     return {"type": "Sequence", "decoders": decoders}
 
 
-def adds(metadata: Mapping[str, object], name: str) -> bool:
-    """Whether "bos" or "eos" is added to a text; the default of the tokenizer's kind where the file does not say."""
+def adds_token(metadata: Mapping[str, object], name: str) -> bool:
+    """Whether "bos" or "eos" (`name`) is added to a text; if the file does not say, the default of its tokenizer."""
     stated = metadata.get(f"tokenizer.ggml.add_{name}_token")
     if stated is not None:
         return bool(stated)
@@ -291,9 +295,9 @@ def adds(metadata: Mapping[str, object], name: str) -> bool:
 
 
 def special_id(metadata: Mapping[str, object], name: str) -> int | None:
-    """Id of "bos", "eos", "unk", ... as the file says it; SentencePiece's own 1, 2, 0 where it does not.
+    """The id of "bos", "eos", "unk", ...; None if the file does not say it. "llama" defaults to 1, 2 and 0.
 
-    FormatError for one that is no token.
+    FormatError if the id is not that of a token.
     """
     key = SPECIAL[name]
     found = metadata.get(key)
@@ -301,16 +305,16 @@ def special_id(metadata: Mapping[str, object], name: str) -> int | None:
         found = {"bos": 1, "eos": 2, "unk": 0}.get(name)
     if found is None:
         return None
-    count = len(texts(metadata))
+    count = len(token_texts(metadata))
     if not isinstance(found, int) or not 0 <= found < count:
         raise FormatError(f"metadata key {key} is {found!r}, but there are {count} tokens")
     return found
 
 
 def _post_processor(metadata: Mapping[str, object], otherwise: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What puts BOS before and EOS after a text; `otherwise` where neither is added."""
-    tokens = texts(metadata)
-    ids = {name: special_id(metadata, name) for name in ("bos", "eos") if adds(metadata, name)}
+    """The post_processor that adds BOS and EOS; `otherwise` if neither is added."""
+    tokens = token_texts(metadata)
+    ids = {name: special_id(metadata, name) for name in ("bos", "eos") if adds_token(metadata, name)}
     used = {name: i for name, i in ids.items() if i is not None}
     if not used:
         return otherwise
@@ -328,14 +332,14 @@ def _post_processor(metadata: Mapping[str, object], otherwise: dict[str, Any] | 
 
 
 def tokenizer_config(metadata: Mapping[str, object], context_length: int) -> dict[str, Any]:
-    """tokenizer_config.json: the class that reads tokenizer.json as it is, special tokens, chat templates."""
-    tokens = texts(metadata)
+    """The tokenizer_config.json: a class that takes tokenizer.json as it is, special tokens, chat templates."""
+    tokens = token_texts(metadata)
     found: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context_length,
         "clean_up_tokenization_spaces": False,
-        "add_bos_token": adds(metadata, "bos"),
-        "add_eos_token": adds(metadata, "eos"),
+        "add_bos_token": adds_token(metadata, "bos"),
+        "add_eos_token": adds_token(metadata, "eos"),
     }
     for name in SPECIAL:
         number = special_id(metadata, name)
@@ -357,14 +361,14 @@ def tokenizer_config(metadata: Mapping[str, object], context_length: int) -> dic
 
 
 def generation_config(metadata: Mapping[str, object]) -> dict[str, Any]:
-    """generation_config.json: the tokens that begin, end and pad a text, and how to sample."""
+    """The generation_config.json: ids of the BOS, EOS and padding tokens, and sampling settings."""
     found: dict[str, Any] = {}
     for name in ("bos", "eos", "pad"):
         if (number := special_id(metadata, name)) is not None:
             found[f"{name}_token_id"] = number
-    ends = [end for key in dict.fromkeys(ENDS.values()) if isinstance(end := metadata.get(key), int)]
+    ends = [end for key in dict.fromkeys(END_TOKENS.values()) if isinstance(end := metadata.get(key), int)]
     if ends:
-        found["eos_token_id"] = list(dict.fromkeys([*as_list(found.get("eos_token_id")), *ends]))
+        found["eos_token_id"] = list(dict.fromkeys([*id_list(found.get("eos_token_id")), *ends]))
     for name, (key, kind) in SAMPLING.items():
         if (value := metadata.get(f"general.sampling.{key}")) is not None:
             if not isinstance(value, (int, float)):

@@ -1,8 +1,8 @@
-"""tokenizer.model: a SentencePiece model, read without the library.
+"""Read tokenizer.model, a SentencePiece model, without the sentencepiece library.
 
-The file is one protocol-buffers message (sentencepiece_model.proto). Read are the pieces (text, score, type), the kind
-of model (unigram or BPE), the numbers of the special pieces and how text is normalized. The types of pieces have the
-same numbers as those of GGUF.
+The file is one protocol-buffers message (sentencepiece_model.proto). `read` takes from it the pieces (text, score,
+type), the kind of model (unigram or BPE), the ids of the special pieces and the normalization. The types of pieces have
+the same numbers as in GGUF.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _KINDS = {1: "unigram", 2: "bpe"}
 
 @dataclass
 class Model:
-    """What a tokenizer.model says."""
+    """The contents of a tokenizer.model."""
 
     kind: str = ""  # "unigram" or "bpe"
     pieces: list[tuple[str, float, int]] = field(default_factory=list)  # text, score, type as in GGUF
-    ids: dict[str, int] = field(default_factory=lambda: {"unk": 0, "bos": 1, "eos": 2, "pad": -1})  # -1: there is none
+    ids: dict[str, int] = field(default_factory=lambda: {"unk": 0, "bos": 1, "eos": 2, "pad": -1})  # -1: none
     charsmap: bytes = b""  # compiled table of character replacements; empty: none
-    adds_space: bool = True  # a space goes before the text
-    removes_spaces: bool = True  # spaces at the ends go, runs of them become one
+    adds_space: bool = True  # a space is put before the text
+    removes_spaces: bool = True  # spaces at the ends are removed, runs of spaces become one
 
 
 def read(path: Path) -> Model:
-    """The model in a file. FormatError where it is not one, UnsupportedError for the kinds word and char."""
+    """Read a model. FormatError if the file is not one, UnsupportedError for the kinds word and char."""
     model = Model()
     try:
         for number, value in _fields(read_bytes(path, _MAX_BYTES)):
@@ -51,7 +51,7 @@ def read(path: Path) -> Model:
     except (ValueError, IndexError, TypeError, struct.error) as error:
         raise FormatError(f"{path}: not a SentencePiece model ({error})") from None
     if not model.pieces or not model.kind:
-        missing = "settings of its training" if model.pieces else "pieces"
+        missing = "training settings" if model.pieces else "pieces"
         raise FormatError(f"{path}: not a SentencePiece model, or only its beginning (it has no {missing})")
     return model
 
@@ -69,7 +69,7 @@ def _piece(data: bytes | int) -> tuple[str, float, int]:
 
 
 def _trainer(data: bytes | int, model: Model, path: Path) -> None:
-    model.kind = "unigram"  # what the format's default is
+    model.kind = "unigram"  # the default of the format
     for number, value in _fields(data):
         if number == _MODEL_TYPE:
             if value not in _KINDS:
@@ -89,11 +89,11 @@ def _normalizer(data: bytes | int, model: Model) -> None:
             model.removes_spaces = bool(value)
 
 
-# ------------------------------------------------------------------------------------------------------------ the wire
+# --------------------------------------------------------------------------------------------------------- wire format
 
 
 def _fields(data: bytes | int) -> Iterator[tuple[int, bytes | int]]:
-    """Field numbers and values of a message: int for a varint, else bytes."""
+    """Field numbers and values of a message; a value is an int for a varint, else bytes."""
     data, at = _bytes(data), 0
     while at < len(data):
         tag, at = _varint(data, at)
@@ -115,7 +115,7 @@ def _fields(data: bytes | int) -> Iterator[tuple[int, bytes | int]]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number of 7 bits a byte, lowest first, and the place after it."""
+    """A varint (7 bits a byte, lowest first) and the offset after it."""
     value = 0
     for shift in range(0, 70, 7):
         byte = data[at + shift // 7]

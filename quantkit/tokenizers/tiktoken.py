@@ -1,9 +1,9 @@
-"""tiktoken's files (tiktoken.model, hy.tiktoken): one token a line, in base64, with its rank.
+"""tiktoken files (tiktoken.model, hy.tiktoken): one token a line, in base64, with its rank.
 
-Such a tokenizer merges the neighbours whose joint token has the lowest rank; a word that is a token is that token. The
-merges that say the same: every token is made of the two parts that its own bytes come down to when only tokens of lower
-rank may be made. A token whose bytes come down to more parts is no one's merge, only a whole word. The pre-tokenizer
-is in the checkpoint's Python file, which is not run; it is known by the class that tokenizer_config.json names.
+tiktoken repeatedly merges the neighbours whose joint token has the lowest rank. A word that is a token stays that
+token. To get equivalent merges, the bytes of each token are merged with only the tokens of lower rank. If two parts
+remain, they are the merge that makes the token. If more remain, no merge makes it, and it occurs only as a whole word.
+The pre-tokenizer is in the checkpoint's Python code, which is not run; the class in tokenizer_config.json tells it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from quantkit.tokenizers import pretokenizers
 from quantkit.tokenizers.checks import MAX_TOKEN
 
 _BY_CLASS = {"TikTokenTokenizer": "kimi-k2", "HYTokenizer": "hunyuan"}
-_RESERVED = {"TikTokenTokenizer": 256}  # control tokens after the ranks: <|reserved_token_ID|> if nothing else
+_RESERVED = {"TikTokenTokenizer": 256}  # control tokens after the ranks; named <|reserved_token_ID|> by default
 
 
 def find(directory: Path) -> Path | None:
-    """A checkpoint's file of ranks."""
+    """The path of a checkpoint's tiktoken file; None if it has none."""
     return next(iter([*directory.glob("tiktoken.model"), *sorted(directory.glob("*.tiktoken"))]), None)
 
 
 def tokenizer_json(path: Path, settings: Json, pre: str | None = None) -> dict[str, Any]:
-    """The tokenizer.json that says what the file of ranks and `settings`, tokenizer_config.json, say.
+    """The tokenizer.json equivalent to a tiktoken file (`path`) and tokenizer_config.json (`settings`).
 
-    `pre` names the pre-tokenizer instead of recognising it. UnsupportedError for a class whose way is not known.
+    `pre` names the pre-tokenizer. Without it, the class does; UnsupportedError for an unknown class.
     """
-    kind = pretokenizers.class_of(path, settings, _BY_CLASS, pre)
+    kind = pretokenizers.tokenizer_class(path, settings, _BY_CLASS, pre)
     ranks = _ranks(path)
     alphabet = byte_alphabet()
     text = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
@@ -53,7 +53,7 @@ def tokenizer_json(path: Path, settings: Json, pre: str | None = None) -> dict[s
 
 
 def _ranks(path: Path) -> dict[bytes, int]:
-    """Rank of every token, lowest first."""
+    """The rank of every token, lowest first."""
     found = {}
     for number, line in enumerate(read_bytes(path, MAX_BYTES).splitlines(), 1):
         if not line.strip():
@@ -66,12 +66,14 @@ def _ranks(path: Path) -> dict[bytes, int]:
         if len(text) > MAX_TOKEN:
             raise FormatError(f"{path}: line {number} is a token of {len(text)} bytes; up to {MAX_TOKEN} are read")
     if missing := sorted({bytes([byte]) for byte in range(256)} - set(found)):
-        raise FormatError(f"{path}: {len(missing)} single bytes are no tokens, {missing[0]!r} the first; all must be")
+        raise FormatError(
+            f"{path}: {len(missing)} single bytes are no tokens, {missing[0]!r} the first; all 256 have to be"
+        )
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
 def _parts(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
-    """The tokens of lower rank that this one's bytes come down to: two if a merge makes it."""
+    """The parts that remain when a token's bytes are merged with tokens of lower rank only; two if a merge makes it."""
     parts = [bytes([byte]) for byte in token]
     never, own = 2 * len(ranks), ranks[token]
     joined = [ranks.get(token[i : i + 2], never) for i in range(len(token) - 1)]  # rank of part i with part i + 1
@@ -86,7 +88,7 @@ def _parts(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
 
 @functools.cache
 def byte_alphabet() -> tuple[str, ...]:
-    """GPT-2's printable alphabet: printable Latin-1 stands for itself, other bytes for U+0100 onward, in order."""
+    """GPT-2's printable alphabet, a character for each byte: itself if printable in Latin-1, else from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     return tuple(chr(byte if byte in printable else next(others)) for byte in range(256))

@@ -24,7 +24,7 @@ from quantkit.inputs.json_input import Json
 from quantkit.tokenizers import hf_tokenizer, tiktoken
 
 # Control tokens that end a reply in one chat format or another, for files whose keys do not name them.
-_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "</s>")
+_END_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "</s>")
 
 
 @functools.cache
@@ -39,14 +39,14 @@ class Tokenizer:
     def __init__(self, metadata: Mapping[str, object]):
         self._metadata = metadata
         self._model = json.dumps(hf_tokenizer.tokenizer_json(metadata))
-        self._tokens = hf_tokenizer.texts(metadata)
+        self._tokens = hf_tokenizer.token_texts(metadata)
         self._types = hf_tokenizer.token_types(metadata)
         self._byte_level = metadata["tokenizer.ggml.model"] == "gpt2"
         self._strips_space = not self._byte_level and metadata.get("tokenizer.ggml.add_space_prefix", True)
         self.bos_id = hf_tokenizer.special_id(metadata, "bos")
         self.eos_id = hf_tokenizer.special_id(metadata, "eos")
-        self.adds_bos = hf_tokenizer.adds(metadata, "bos") and self.bos_id is not None
-        self.adds_eos = hf_tokenizer.adds(metadata, "eos") and self.eos_id is not None
+        self.adds_bos = hf_tokenizer.adds_token(metadata, "bos") and self.bos_id is not None
+        self.adds_eos = hf_tokenizer.adds_token(metadata, "eos") and self.eos_id is not None
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, object]) -> Tokenizer:
@@ -67,7 +67,9 @@ class Tokenizer:
         """Tokens that end a reply: EOS, EOT and EOM as the file names them, and control tokens known to mean that."""
         keys = ("eos", "eot", "eom")
         named = [self._metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys] + [self.eos_id]
-        known = {i for i, kind in enumerate(self._types) if kind == hf_tokenizer.CONTROL and self._tokens[i] in _ENDS}
+        known = {
+            i for i, kind in enumerate(self._types) if kind == hf_tokenizer.CONTROL and self._tokens[i] in _END_TOKENS
+        }
         return frozenset(known.union(i for i in named if isinstance(i, int)))
 
     # --------------------------------------------------------------------------------------------------------- encode

@@ -1,24 +1,26 @@
-"""Tokenizers: Hugging Face's files <-> GGUF's `tokenizer.*` keys. Data only; no library is needed.
+"""Convert Hugging Face tokenizer files to GGUF's `tokenizer.*` keys, without a tokenizer library.
 
-Three families. "gpt2" is byte-level BPE: tokens in the printable alphabet of GPT-2, merges, a named pre-tokenizer
-(tokenizers/pretokenizers.py). "llama" is SentencePiece's BPE: tokens with U+2581 for the space, single bytes as <0xHH>,
-and a score for each token instead of merges: of all neighbours, the pair whose joint token scores highest merges first.
-"t5" is SentencePiece's unigram model: of all pre-tokenizer a text into tokens, that of the highest sum of scores.
-
-    read(directory, vocab_size, ...)   files -> keys
+    read(directory, config)            tokenizer files -> keys
     sampling(directory)                generation_config.json -> keys
 
-tokenizers/hf_tokenizer.py is the way back, which also builds the runtime's tokenizer.
+`tokenizers/hf_tokenizer.py` converts back.
 
-A checkpoint without tokenizer.json is read from tokenizer.model (tokenizers/sentencepiece.py), from a file of
-tiktoken's (tokenizers/tiktoken.py) or from vocab.json and merges.txt (tokenizers/merges_txt.py).
+GGUF has three kinds of tokenizer:
 
-What GGUF's keys cannot express is stored under the key OVERRIDES, so that quantkit's own runtime tokenizes as the
-checkpoint does. Other readers ignore that key. For the texts concerned (rare ones, such as uncomposed accents) they
-give other ids.
+- "gpt2" is byte-level BPE: tokens in GPT-2's printable alphabet, merges, and a named pre-tokenizer
+  (`tokenizers/pretokenizers.py`).
+- "llama" is SentencePiece BPE: tokens with U+2581 for the space, single bytes as <0xHH>, and a score for each token
+  instead of merges. The neighbours whose joint token has the highest score merge first.
+- "t5" is SentencePiece unigram: a text becomes the tokens with the highest sum of scores.
 
-Between scores and merges: merge k of a tokenizer.json makes a token; the n-th new token made scores -n. Those are the
-scores of Llama's own tokenizer.model. Back, each token gives a merge for every pre-tokenizer it into two tokens.
+A checkpoint without tokenizer.json is read from a tiktoken file (`tokenizers/tiktoken.py`), from tokenizer.model
+(`tokenizers/sentencepiece.py`) or from vocab.json and merges.txt (`tokenizers/merges_txt.py`).
+
+The key `OVERRIDES` stores what GGUF's keys cannot express, so that quantkit's runtime tokenizes as the checkpoint does.
+Other programs ignore that key. They give other ids for the few texts that it concerns, such as decomposed accents.
+
+Scores follow from the merges of a tokenizer.json: the n-th new token that a merge makes has the score -n, as in Llama's
+tokenizer.model. In the other direction, each token gives a merge for every split of it into two tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from quantkit.tokenizers.hf_tokenizer import (
     BYTE,
     BYTE_TOKEN,
     CONTROL,
-    ENDS,
+    END_TOKENS,
     FIXED_SCORES,
     NORMAL,
     OVERRIDES,
@@ -52,13 +54,13 @@ from quantkit.tokenizers.hf_tokenizer import (
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
-    as_list,
+    id_list,
     normalizer_steps,
     space_steps,
     tokenizer_json,
 )
 
-METADATA_FILE = "gguf_metadata.json"  # general.* keys for which a checkpoint has no place of its own
+METADATA_FILE = "gguf_metadata.json"  # general.* keys that no other file of a checkpoint can hold
 _LOOKS_SPECIAL = re.compile(r"<pad>|<mask>|<2mass>|\[@BOS@\]|<\|.*\|>|<｜.*｜>|<unused\d+>")
 
 
@@ -68,8 +70,8 @@ _LOOKS_SPECIAL = re.compile(r"<pad>|<mask>|<2mass>|\[@BOS@\]|<\|.*\|>|<｜.*｜>
 def read(directory: Path, config: Json, pre: str | None = None) -> Entries:
     """The `tokenizer.*` keys of a checkpoint's tokenizer files.
 
-    `config` is config.json: its vocab_size is the number of tokens; slots without one are padded. `pre` names the way
-    of cutting of a byte-level tokenizer instead of recognising it.
+    `config` is config.json. Its vocab_size is the number of tokens; unused ids get padding tokens. `pre` names the
+    pre-tokenizer of a byte-level tokenizer, which is recognised otherwise.
     """
     path = directory / "tokenizer.json"
     settings = read_object(directory / "tokenizer_config.json")
@@ -86,11 +88,11 @@ def read(directory: Path, config: Json, pre: str | None = None) -> Entries:
             entries = _sentencepiece_model(path, settings, config["vocab_size"])
         else:
             raise FormatError(
-                f"{path} is missing; a GGUF needs the tokenizer (or tokenizer.model, or tiktoken's file, "
-                "or vocab.json and merges.txt)"
+                f"{path} is missing; a GGUF needs the tokenizer (or tokenizer.model, or a tiktoken "
+                "file, or vocab.json and merges.txt)"
             )
         entries = entries | _settings(directory, tokenizer, settings, config, entries["tokenizer.ggml.tokens"][0])
-        return entries | (_made_overrides(tokenizer, entries) if tokenizer else {})
+        return entries | (_override_entries(tokenizer, entries) if tokenizer else {})
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
         raise FormatError(
             f"{path}: not the tokenizer of a BPE or unigram model ({error!r} while reading it)"
@@ -129,7 +131,7 @@ def _is_byte_level(tokenizer: Json) -> bool:
 
 
 def _unigram(tokenizer: Json, vocab_size: int) -> Entries:
-    """Keys of a tokenizer.json whose model is unigram; scores are natural logarithms of probabilities."""
+    """The keys of a tokenizer.json with a unigram model. Scores are natural logarithms of probabilities."""
     tokens, types = _tokens(tokenizer, vocab_size, False)
     stated = [float(score) for _, score in tokenizer["model"]["vocab"]]
     scores = stated + [FIXED_SCORES.get(kind, 0.0) for kind in types[len(stated) :]]
@@ -155,7 +157,7 @@ def _pre_steps(tokenizer: Json) -> list[Json]:
 
 
 def _charsmap(steps: Sequence[Json]) -> bytes:
-    """The compiled table of replacements of a normalizer's steps; b"" where there is none."""
+    """The precompiled charsmap (table of replacements) in a normalizer's steps; b"" if there is none."""
     return next((base64.b64decode(step["precompiled_charsmap"] or "") for step in steps
                  if step["type"] == "Precompiled"), b"")  # fmt: skip
 
@@ -178,7 +180,7 @@ def _unigram_keys(
 
 
 def _sentencepiece_model(path: Path, settings: Json, vocab_size: int) -> Entries:
-    """Keys of a tokenizer.model, and of the tokens that added_tokens.json and tokenizer_config.json add to it."""
+    """The keys of a tokenizer.model with the tokens that added_tokens.json and tokenizer_config.json add."""
     model = sentencepiece.read(path)
     tokens = [text for text, _, _ in model.pieces]
     scores, types = [score for _, score, _ in model.pieces], [kind for _, _, kind in model.pieces]
@@ -212,23 +214,23 @@ def _sentencepiece_model(path: Path, settings: Json, vocab_size: int) -> Entries
 
 
 def _as_bpe(entries: Entries, model: sentencepiece.Model) -> Entries:
-    """The keys of a BPE model; what is done to its text beforehand has keys for the unigram model only."""
-    done = {f"tokenizer.ggml.{name}" for name in ("remove_extra_whitespaces", "precompiled_charsmap")}
-    kept = {key: entry for key, entry in entries.items() if key not in done}
-    kept["tokenizer.ggml.model"] = ("llama", "str")
+    """The keys of a BPE model. GGUF has no keys for its normalization, which goes into OVERRIDES."""
+    unigram_only = {f"tokenizer.ggml.{name}" for name in ("remove_extra_whitespaces", "precompiled_charsmap")}
+    found = {key: entry for key, entry in entries.items() if key not in unigram_only}
+    found["tokenizer.ggml.model"] = ("llama", "str")
     steps = normalizer_steps(model.charsmap, model.removes_spaces)
     if steps:
         after = space_steps(model.adds_space)
-        kept[OVERRIDES] = (json.dumps({"normalizer": {"type": "Sequence", "normalizers": [*steps, *after]}}), "str")
-    return kept
+        found[OVERRIDES] = (json.dumps({"normalizer": {"type": "Sequence", "normalizers": [*steps, *after]}}), "str")
+    return found
 
 
-def _made_overrides(tokenizer: Json, entries: Entries) -> Entries:
-    """OVERRIDES, where the keys alone would make another tokenizer than this tokenizer.json; else nothing."""
+def _override_entries(tokenizer: Json, entries: Entries) -> Entries:
+    """The key OVERRIDES if the other keys alone would make another tokenizer than this tokenizer.json; else {}."""
     metadata = {key: value for key, (value, _) in entries.items()}
     kind = metadata["tokenizer.ggml.model"]
     if kind == "gpt2" and not pretokenizers.known(metadata["tokenizer.ggml.pre"]):
-        return {}  # named by the user for other readers
+        return {}  # the user named it with --pre, for other runtimes
     made, model = tokenizer_json(metadata), tokenizer["model"]
     found: dict[str, Any] = {}
     if pretokenizers.normalizers(made) != pretokenizers.normalizers(tokenizer):
@@ -252,20 +254,20 @@ def _made_overrides(tokenizer: Json, entries: Entries) -> Entries:
 
 
 def _flags(token: Json, names: Sequence[str], text: str) -> dict[str, Any]:
-    """How an added token is looked for, where that is not as it stands and anywhere; `text` is the one of its key."""
+    """The flags of an added token that are set, and its content if it differs from `text`, its entry in the keys."""
     found: dict[str, Any] = {name: True for name in names if token.get(name)}
     return found | ({"content": token["content"]} if token["content"] != text else {})
 
 
 def _unmerged(made: Json, model: Json) -> list[int]:
-    """Tokens that the keys' merges make and those of the tokenizer.json do not."""
+    """Ids of tokens that the merges made from the keys produce, but the merges of the tokenizer.json do not."""
     merged = {"".join(merge) if isinstance(merge, list) else merge.replace(" ", "") for merge in model["merges"]}
     return sorted({made["model"]["vocab"]["".join(merge)] for merge in made["model"]["merges"]}
                   - {model["vocab"][token] for token in merged})  # fmt: skip
 
 
 def _without_charsmap(normalizer: Any) -> Any:
-    """A normalizer whose compiled table is left to its own key."""
+    """A normalizer without its precompiled charsmap, which has a key of its own."""
     if isinstance(normalizer, dict):
         changed = {key: _without_charsmap(value) for key, value in normalizer.items()}
         return changed | ({"precompiled_charsmap": None} if normalizer.get("type") == "Precompiled" else {})
@@ -273,7 +275,7 @@ def _without_charsmap(normalizer: Any) -> Any:
 
 
 def _tokens(tokenizer: Json, vocab_size: int, byte_level: bool) -> tuple[list[str], list[int]]:
-    """Text and type of every id below vocab_size."""
+    """The text and the type of every id below vocab_size."""
     model = tokenizer["model"]
     vocab = model["vocab"]
     if isinstance(vocab, list):  # unigram: pairs of token and score
@@ -304,7 +306,7 @@ def _tokens(tokenizer: Json, vocab_size: int, byte_level: bool) -> tuple[list[st
 
 
 def _scores(tokens: Sequence[str], types: Sequence[int], merges: Sequence[Sequence[str]]) -> list[float]:
-    """Scores under which SentencePiece merges in the order of `merges`; see the head of this file."""
+    """Scores with which SentencePiece merges in the order of `merges`; see the top of this file."""
     order = {token: place for place, token in enumerate(dict.fromkeys("".join(merge) for merge in merges))}
     scores = []
     for token, kind in zip(tokens, types):
@@ -313,11 +315,11 @@ def _scores(tokens: Sequence[str], types: Sequence[int], merges: Sequence[Sequen
 
 
 def _adds_space(tokenizer: Json) -> bool:
-    """Whether a SentencePiece-like tokenizer.json puts a space before the text. Both its old and its new form."""
+    """Whether a SentencePiece-like tokenizer.json puts a space before the text; in its old or its new form."""
     steps, pre = pretokenizers.normalizers(tokenizer), tokenizer.get("pre_tokenizer") or {}
     kinds = [step["type"] for step in steps]
     if pre.get("type") == "Split" and pre.get("pattern") == {"String": " "} and "Replace" in kinds:
-        pre = {}  # Gemma's: of spaces, which the normalizer has replaced
+        pre = {}  # Gemma's: no effect, because the normalizer has replaced all spaces
     if not pre and kinds in (["Prepend", "Replace"], ["Replace"]):
         return "Prepend" in kinds
     if not steps and pre.get("type") == "Metaspace":
@@ -334,7 +336,7 @@ def _settings(
     config: Json,
     tokens: list[str],
 ) -> Entries:
-    """Special ids, what is added to a text, chat templates."""
+    """Special ids, whether BOS and EOS are added, chat templates."""
     generation = read_object(directory / "generation_config.json")
     ids = {token: i for i, token in reversed(list(enumerate(tokens)))}
     settings = read_object(directory / "special_tokens_map.json") | settings
@@ -348,23 +350,25 @@ def _settings(
         number = number[0] if isinstance(number, list) else number
         if isinstance(number, int) and 0 <= number < len(tokens):
             entries[key] = (number, "u32")
-    for number in as_list(generation.get("eos_token_id")) + as_list(config.get("eos_token_id")):
-        if number < len(tokens) and tokens[number] in ENDS and (number, "u32") != entries.get(SPECIAL["eos"]):
-            entries.setdefault(ENDS[tokens[number]], (number, "u32"))
-    before, after = _template(tokenizer.get("post_processor") or {})
+    for number in id_list(generation.get("eos_token_id")) + id_list(config.get("eos_token_id")):
+        if number < len(tokens) and tokens[number] in END_TOKENS and (number, "u32") != entries.get(SPECIAL["eos"]):
+            entries.setdefault(END_TOKENS[tokens[number]], (number, "u32"))
+    before, after = _template_tokens(tokenizer.get("post_processor") or {})
     stated = {"bos": settings.get("add_bos_token"), "eos": settings.get("add_eos_token")}
     add_bos, add_eos = (bool(side) if stated[name] is None else bool(stated[name])
                         for name, side in (("bos", before), ("eos", after)))  # fmt: skip
-    if tokenizer or stated["bos"] is not None:  # readers know what SentencePiece's models are used to
+    if tokenizer or stated["bos"] is not None:  # else runtimes use SentencePiece's defaults
         entries["tokenizer.ggml.add_bos_token"] = (add_bos, "bool")
-    if add_eos or (tokenizer.get("model", {}).get("type") == "Unigram"):  # of others no reader adds EOS untold
+    if add_eos or (
+        tokenizer.get("model", {}).get("type") == "Unigram"
+    ):  # for the others, runtimes add no EOS by default
         entries["tokenizer.ggml.add_eos_token"] = (add_eos, "bool")
     if isinstance(settings.get("add_prefix_space"), bool) and _is_byte_level(tokenizer):
         entries["tokenizer.ggml.add_space_prefix"] = (settings["add_prefix_space"], "bool")
     return entries | _chat_templates(directory, settings)
 
 
-def _template(processor: Json) -> tuple[list[str], list[str]]:
+def _template_tokens(processor: Json) -> tuple[list[str], list[str]]:
     """Special tokens that a tokenizer.json's post_processor puts before and after a text."""
     for step in processor.get("processors", [processor]):
         if step.get("type") == "TemplateProcessing":
@@ -375,7 +379,7 @@ def _template(processor: Json) -> tuple[list[str], list[str]]:
 
 
 def _chat_templates(directory: Path, settings: Json) -> Entries:
-    """`tokenizer.chat_template` and its named variants, wherever the checkpoint keeps them."""
+    """`tokenizer.chat_template` and its named variants, from any of the files that may hold them."""
     found = settings.get("chat_template")
     if found is None and (directory / "chat_template.jinja").exists():
         found = read_text(directory / "chat_template.jinja")
@@ -395,7 +399,7 @@ def _chat_templates(directory: Path, settings: Json) -> Entries:
 
 
 def sampling(directory: Path) -> Entries:
-    """general.sampling.*: how generation_config.json says to sample, where it does."""
+    """The `general.sampling.*` keys of generation_config.json; {} if it does not say do_sample."""
     generation = read_object(directory / "generation_config.json")
     if not generation.get("do_sample"):
         return {}

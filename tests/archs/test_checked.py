@@ -34,7 +34,7 @@ LLAMA = archs.get("llama").EXAMPLE
         ({"rope_scaling": {"type": "llama3", "factor": None}}, "rope_scaling of type llama3 has no 'factor'"),
         ({"moe_intermediate_size": "x"}, "moe_intermediate_size = 'x'"),
         ({"intermediate_size": -96}, "intermediate_size = -96"),
-        ({"num_key_value_heads": 3}, "num_attention_heads = 4 is no multiple of num_key_value_heads = 3"),
+        ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
         ({"quantization_config": ["fp8"]}, "quantization_config"),
         ({"architectures": "LlamaForCausalLM"}, "it has to be a list of names of classes"),
         ({"num_local_experts": 1 << 40}, "num_local_experts = 1099511627776"),

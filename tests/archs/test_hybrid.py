@@ -218,7 +218,7 @@ def test_what_cannot_be_expressed_is_refused() -> None:
     config = archs.get("qwen3next").EXAMPLE
     for change, message in (
         ({"layer_types": ["full_attention", "linear_attention", "full_attention", "full_attention"]}, "layer_types"),
-        ({"linear_num_value_heads": 3}, "linear_num_value_heads = 3 is no multiple"),
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads = 3 is not a multiple"),
         ({"mlp_only_layers": [1]}, "mlp_only_layers"),
         ({"hidden_act": "gelu"}, "hidden_act"),
     ):

@@ -100,14 +100,14 @@ def test_llama3_factors_are_those_of_transformers(factor: float, dim: int) -> No
 def test_llama3_scaling_comes_back_from_the_factors() -> None:
     class Factors:
         def dequantize(self) -> np.ndarray:
-            return LLAMA.generated(config)[rope.FACTORS]
+            return LLAMA.generated(config)[rope.FREQ_FACTORS]
 
     config = LLAMA.EXAMPLE | {"head_dim": 64, "rope_theta": 500000.0, "rope_scaling": LLAMA3}
-    tensors = {**dict.fromkeys(names(config)), rope.FACTORS: Factors()}
+    tensors = {**dict.fromkeys(names(config)), rope.FREQ_FACTORS: Factors()}
     back = LLAMA.config(values(config), tensors)
     assert back["rope_scaling"] == LLAMA3
     assert rope_parameters(back) == rope_parameters(config)
-    assert LLAMA.hparams(values(config), tensors).rope.factors == rope.FACTORS
+    assert LLAMA.hparams(values(config), tensors).rope.factors == rope.FREQ_FACTORS
 
 
 def test_factors_that_no_scaling_gives_are_refused() -> None:

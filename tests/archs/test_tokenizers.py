@@ -476,7 +476,7 @@ def test_vocab_and_merges(tmp_path: Path, kind: str, pre: str) -> None:
     for text in (HARD, "a<|end|>b  2024 e\u0301 I'LL", "\n\n  x"):
         assert ours.encode(text, add_special_tokens=False).ids == theirs.encode(text, add_special_tokens=False)
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(UnsupportedError, match=r"the class \(not named\) cuts text .* --pre NAME"):
+    with pytest.raises(UnsupportedError, match=r"the pre-tokenizer of the class \(not named\) .* --pre NAME"):
         vocab.read(tmp_path, {"vocab_size": len(vocab_) + 1})
     assert vocab.read(tmp_path, {"vocab_size": len(vocab_) + 1}, "qwen2")["tokenizer.ggml.pre"][0] == "qwen2"
     (tmp_path / "merges.txt").write_text("a bcd\n")

@@ -44,7 +44,7 @@ def test_files_of_every_architecture_agree_with_themselves(arch: str, tmp_path: 
         # beyond the head: aborted, crashed, other text, 20 GB
         ("llama", "llama.rope.dimension_count", (1024, "u32"), "dimension_count = 1024, .* key has 16 elements"),
         ("llama", "llama.rope.dimension_count", (18, "u32"), "dimension_count = 18, .* key has 16 elements"),
-        ("llama", "llama.rope.dimension_count", (14, "u32"), "turns all 16 elements"),
+        ("llama", "llama.rope.dimension_count", (14, "u32"), "rotates all 16 elements"),
         ("llama", "llama.rope.dimension_count", (4294967294, "u32"), "= 4294967294; it has to be .* to 65536"),
         ("llama", "llama.rope.dimension_count", (0, "u32"), "= 0; it has to be a whole number from 1"),
         ("qwen3moe", "qwen3moe.rope.dimension_count", (512, "u32"), "dimension_count = 512, .* key has 32"),
@@ -52,8 +52,8 @@ def test_files_of_every_architecture_agree_with_themselves(arch: str, tmp_path: 
         ("qwen35", "qwen35.rope.dimension_count", None, r"qwen35\.rope\.dimension_count is missing"),
         # heads
         ("llama", "llama.attention.head_count", (8, "u32"), "dimension_count = 16, .* key has 8"),
-        ("wide", "llama.attention.head_count", (5, "u32"), "head_count = 5 is no multiple of .*head_count_kv = 2"),
-        ("llama", "llama.attention.head_count", (5, "u32"), "embedding_length = 64 is no multiple .* = 5"),
+        ("wide", "llama.attention.head_count", (5, "u32"), "head_count = 5 is not a multiple of .*head_count_kv = 2"),
+        ("llama", "llama.attention.head_count", (5, "u32"), "embedding_length = 64 is not a multiple .* = 5"),
         ("llama", "llama.attention.head_count", (0, "u32"), "head_count = 0; it has to be"),
         ("llama", "llama.attention.head_count_kv", (4, "u32"), r"attn_k.weight has shape \(32, 64\), .* \(64, 64\)"),
         ("llama", "llama.attention.head_count_kv", ([2, 2, 2], "u32"), "has 3 entries, llama.block_count is 2"),
@@ -71,11 +71,11 @@ def test_files_of_every_architecture_agree_with_themselves(arch: str, tmp_path: 
         ("llama", "llama.block_count", (4294967294, "u32"), "block_count = 4294967294"),
         ("llama", "llama.block_count", None, r"llama\.block_count is missing"),
         ("llama", "llama.nextn_predict_layers", (1, "u32"), r"blk.1 .* no tensor blk\.1\.nextn\.eh_proj"),
-        ("llama", "llama.nextn_predict_layers", (2, "u32"), "no layer is run"),
-        ("mtp", "glm4moe.nextn_predict_layers", (0, "u32"), r"tensor blk\.3\.nextn\.\w+\.weight is not one"),
+        ("llama", "llama.nextn_predict_layers", (2, "u32"), "no layer would run"),
+        ("mtp", "glm4moe.nextn_predict_layers", (0, "u32"), r"tensor blk\.3\.nextn\.\w+\.weight is not used"),
         ("mtp", "glm4moe.nextn_predict_layers", (2, "u32"), r"no tensor blk\.2\.nextn\.eh_proj"),
         # sizes
-        ("llama", "llama.embedding_length", (128, "u32"), "dimension_count = 16, .* turns all 32 elements"),
+        ("llama", "llama.embedding_length", (128, "u32"), "dimension_count = 16, .* rotates all 32 elements"),
         ("wide", "llama.embedding_length", (128, "u32"), r"token_embd.weight has shape \(320, 64\), .* \(320, 128\)"),
         ("llama", "llama.feed_forward_length", (1 << 31, "u32"), "feed_forward_length = 2147483648"),
         ("llama", "llama.context_length", (4294967295, "u32"), "context_length = 4294967295"),
@@ -94,13 +94,13 @@ def test_files_of_every_architecture_agree_with_themselves(arch: str, tmp_path: 
         ("llama", "llama.rope.freq_base", (-1.0, "f32"), "freq_base = -1.0"),
         ("llama", "llama.rope.freq_base", (1.0, "f32"), "freq_base = 1.0; it has to be a number above 1"),
         ("yarn", "llama.rope.scaling.factor", (0.0, "f32"), "scaling.factor = 0.0; .* above 0"),
-        ("yarn", "llama.rope.scaling.factor", (0.5, "f32"), "scaling.factor = 0.5; yarn lengthens"),
+        ("yarn", "llama.rope.scaling.factor", (0.5, "f32"), "scaling.factor = 0.5; yarn extends"),
         ("yarn", "llama.rope.scaling.factor", None, "rope.scaling.factor is missing"),
         ("yarn", "llama.rope.scaling.original_context_length", (0, "u32"), "original_context_length = 0"),
         ("yarn", "llama.rope.scaling.yarn_beta_slow", (99.0, "f32"), "beta_fast = 32 is below .*beta_slow = 99"),
         ("yarn", "llama.rope.scaling.type", ([1], "i32"), "it has to be a string"),
         ("llama", "llama.attention.sliding_window", (-8, "i32"), "sliding_window = -8"),
-        ("gemma3", "gemma3.attention.sliding_window", (0, "u32"), "sliding_window = 0; a token sees itself"),
+        ("gemma3", "gemma3.attention.sliding_window", (0, "u32"), "sliding_window = 0; a token attends to itself"),
         ("gemma3", "gemma3.attention.sliding_window_pattern", (0, "u32"), "sliding_window_pattern = 0"),
         ("gemma3", "gemma3.attention.scale", (0.0, "f32"), "attention.scale = 0.0"),
         # experts
@@ -111,7 +111,7 @@ def test_files_of_every_architecture_agree_with_themselves(arch: str, tmp_path: 
         ("qwen3moe", "qwen3moe.expert_weights_scale", (-1.0, "f32"), "expert_weights_scale = -1"),
         ("qwen3moe", "qwen3moe.expert_weights_norm", ("no", "str"), "expert_weights_norm = 'no'"),
         ("deepseek2", "deepseek2.leading_dense_block_count", (2, "u32"), r"blk.1.ffn_gate.weight is missing"),
-        ("deepseek2", "deepseek2.expert_shared_count", (0, "u32"), r"ffn_gate_shexp.weight is not one"),
+        ("deepseek2", "deepseek2.expert_shared_count", (0, "u32"), r"ffn_gate_shexp.weight is not used"),
         ("deepseek2", "deepseek2.expert_gating_func", None, r"expert_gating_func is missing"),
         # latent attention: negative nope, shapes
         ("deepseek2", "deepseek2.attention.key_length", (16, "u32"), "key_length = 16 leaves no elements"),
@@ -146,12 +146,12 @@ def test_keys_that_cannot_be(
         ("deepseek2", "rope_freqs.weight", (32,), r"rope_freqs.weight has shape \(32,\), the metadata say \(16,\)"),
         ("llama", "blk.1.attn_norm.weight", (63,), r"attn_norm.weight has shape \(63,\), the metadata say \(64,\)"),
         ("llama", "output_norm.weight", (1, 64), r"has shape \(1, 64\)"),
-        ("llama", "blk.0.attn_q_norm.weight", (16,), "attn_q_norm.weight is not one that quantkit computes llama with"),
+        ("llama", "blk.0.attn_q_norm.weight", (16,), "attn_q_norm.weight is not used by llama as quantkit computes it"),
         ("llama", "blk.7.attn_q.weight", (64, 64), r"block_count = 2, but there are tensors of blk\.7"),
-        ("llama", "blk.0.attn_q.bias", (64,), r"blk\.1\.attn_q\.bias is missing, which 1 other"),
+        ("llama", "blk.0.attn_q.bias", (64,), r"blk\.1\.attn_q\.bias is missing; 1 other"),
         ("qwen3moe", "blk.0.ffn_up_exps.weight", (7, 32, 64), r"ffn_up_exps.weight has shape \(7, 32, 64\)"),
-        ("llama", "blk.²⁹.attn_q.weight", (64,), "is not one"),
-        ("llama", f"blk.{'9' * 40}.x.weight", (64,), "is not one"),
+        ("llama", "blk.²⁹.attn_q.weight", (64,), "is not used"),
+        ("llama", f"blk.{'9' * 40}.x.weight", (64,), "is not used"),
     ],
 )
 def test_tensors_that_cannot_be(
@@ -245,5 +245,6 @@ def test_heads_that_do_not_share_evenly(tmp_path: Path) -> None:
     made = written(tmp_path / "m.gguf", "llama", num_attention_heads=5, head_dim=16)
     file = gguf.open(made)
     assert validate.problems(file.metadata, file.tensors)[0] == (
-        "blk.0: attention.head_count = 5 is no multiple of attention.head_count_kv = 2; each of those serves as many"
+        "blk.0: attention.head_count = 5 is not a multiple of attention.head_count_kv = 2; "
+        "each KV head serves the same number of query heads"
     )

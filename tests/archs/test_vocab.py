@@ -135,7 +135,7 @@ def test_digits_one_by_one_are_deepseek_llms_while_no_token_has_two() -> None:
     tokenizer["model"]["vocab"] = {"1": 0, "a1": 1}
     assert pretokenizers.recognise(tokenizer) == "deepseek-llm"
     tokenizer["model"]["vocab"]["12"] = 2
-    with pytest.raises(UnsupportedError, match="no name here"):
+    with pytest.raises(UnsupportedError, match="unknown pre-tokenizer"):
         pretokenizers.recognise(tokenizer)
 
 

@@ -193,8 +193,8 @@ def check_config(config: Mapping[str, object]) -> None:
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         raise FormatError(
-            f"config.json: num_attention_heads = {heads} is no multiple of num_key_value_heads = {kv_heads}; each of "
-            "those serves as many"
+            f"config.json: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}; "
+            "each KV head serves the same number of query heads"
         )
     for key in _OBJECTS:
         mapping(config, key)

@@ -68,10 +68,10 @@ class Decoder(Arch):
         parameters = rope_parameters(config)
         if parameters["rope_type"] != "llama3":
             return {}
-        return {rope.FACTORS: rope.llama3_factors(parameters, self.rope_dim(config))}
+        return {rope.FREQ_FACTORS: rope.llama3_factors(parameters, self.rope_dim(config))}
 
     def is_generated(self, name: str) -> bool:
-        return name == rope.FACTORS
+        return name == rope.FREQ_FACTORS
 
     def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
         hp, keys = self.hparams(metadata, tensors.keys()), Keys(self.name, metadata)
@@ -170,8 +170,8 @@ def head_length(keys: Keys, key: str) -> int:
     embd, heads = keys.number("embedding_length"), keys.number("attention.head_count")
     if embd % heads:
         raise FormatError(
-            f"{keys.arch}.embedding_length = {embd} is no multiple of {keys.arch}.attention.head_count = {heads}, and "
-            f"there is no {keys.arch}.{key}"
+            f"{keys.arch}.embedding_length = {embd} is not a multiple of {keys.arch}.attention.head_count = {heads}, "
+            f"and there is no {keys.arch}.{key}"
         )
     return embd // heads
 

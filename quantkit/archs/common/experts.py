@@ -1,6 +1,6 @@
-"""What architectures with routed experts share: tensor names, keys, the numbers, and the part that is computed.
+"""Routed experts: the rules, GGUF keys, hyperparameters and blocks that mixture-of-experts architectures share.
 
-    config.json                       GGUF, after the architecture's name
+    config.json                       GGUF key, after the architecture's name
     n_routed_experts, num_experts …   expert_count
     num_experts_per_tok               expert_used_count
     moe_intermediate_size             expert_feed_forward_length
@@ -9,10 +9,10 @@
     first_k_dense_replace             leading_dense_block_count
     routed_scaling_factor             expert_weights_scale
     norm_topk_prob                    expert_weights_norm
-    scoring_func                      expert_gating_func: 1 softmax, 2 sigmoid; 3 softmax of those chosen
+    scoring_func                      expert_gating_func: 1 softmax, 2 sigmoid, 3 softmax over the selected
     n_group, topk_group               expert_group_count, expert_group_used_count
 
-ik_llama.cpp knows no keys of groups and chooses among all experts; its converter writes none.
+ik_llama.cpp has no keys for groups: its converter writes none, and it selects among all experts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from quantkit.inputs.settings import integer, real
 
 _OURS = ("gate", "up", "down")
 _GATING = {1: "softmax", 2: "sigmoid"}
-_OF_CHOSEN = 3  # softmax of the logits of those chosen: that of all, divided by its sum over them
+# Softmax over the logits of the selected experts. This equals softmax over all, divided by the sum of the selected.
+_SOFTMAX_OF_SELECTED = 3
 GATING_NUMBERS = {name: number for number, name in _GATING.items()}
 
 
@@ -50,12 +51,12 @@ def _has_choice_bias(hp: HParams, layer: int) -> bool:
     return layer >= hp.n_leading_dense and hp.has_choice_bias
 
 
-GATED = ("gate_proj", "up_proj", "down_proj")  # usual names of the three matrices
-MIXTRAL = ("w1", "w3", "w2")
+GATED = ("gate_proj", "up_proj", "down_proj")  # checkpoint names of the three matrices in most models
+MIXTRAL = ("w1", "w3", "w2")  # the same in Mixtral's
 
 
 def dense_rules(*, bias: bool = False) -> tuple[Rule, ...]:
-    """Of the layers before the first one with experts."""
+    """The rules of dense layers, which come before the first layer with experts."""
     return tuple(
         Rule(f"blk.N.ffn_{ours}", f"model.layers.N.mlp.{theirs}", bias=bias, layers=_is_dense)
         for ours, theirs in zip(_OURS, GATED)
@@ -63,7 +64,7 @@ def dense_rules(*, bias: bool = False) -> tuple[Rule, ...]:
 
 
 def routed_rules(block: str = "mlp", names: tuple[str, ...] = GATED, router: str = "gate") -> tuple[Rule, ...]:
-    """Of routed experts, under what stands for `mlp` in a checkpoint."""
+    """The rules of the router and of routed experts with a matrix each. `block` stands for `mlp` in the checkpoint."""
     there = f"model.layers.N.{block}"
     matrices = (
         Rule(f"blk.N.ffn_{ours}_exps", f"{there}.experts.E.{theirs}", layers=_has_experts)
@@ -73,8 +74,11 @@ def routed_rules(block: str = "mlp", names: tuple[str, ...] = GATED, router: str
 
 
 def stacked_rules(block: str = "mlp") -> tuple[Rule, ...]:
-    """Of routed experts whose matrices a checkpoint has stacked: gate and up [experts, 2 ff, n_embd], one after the
-    other, and down [experts, n_embd, ff]."""
+    """The rules of routed experts whose matrices the checkpoint stacks.
+
+    gate_up_proj is [experts, 2 * ff, n_embd], of each expert the rows of gate, then of up; down_proj is
+    [experts, n_embd, ff].
+    """
     there = f"model.layers.N.{block}.experts"
 
     def part(first: int) -> Callable[[HParams], Transform]:
@@ -94,12 +98,13 @@ def stacked_rules(block: str = "mlp") -> tuple[Rule, ...]:
 
 
 def choice_rule(name: str = "mlp.gate.e_score_correction_bias", transform: Any = None) -> Rule:
-    """Of the bias that only chooses."""
+    """The rule of the choice bias: it is added to the scores to select experts, not to their weights."""
     there = f"model.layers.N.{name}"
     return Rule("blk.N.exp_probs_b.bias", there, transform, layers=_has_choice_bias, full_names=True, f32=True)
 
 
 def shared_rules(block: str = "mlp.shared_experts") -> tuple[Rule, ...]:
+    """The rules of the shared experts."""
     return tuple(
         Rule(f"blk.N.ffn_{ours}_shexp", f"model.layers.N.{block}.{theirs}", layers=_has_shared)
         for ours, theirs in zip(_OURS, GATED)
@@ -110,7 +115,7 @@ RULES = (*dense_rules(), choice_rule(), *routed_rules(), *shared_rules())
 
 
 def entries(name: str, config: Config) -> Entries:
-    """The keys of routed experts, under whichever of their names config.json has them."""
+    """The GGUF keys of routed experts. config.json may use any of the names in the table above."""
     count = next(
         (config[key] for key in ("n_routed_experts", "num_experts", "num_local_experts") if config.get(key)), 0
     )
@@ -138,10 +143,10 @@ def entries(name: str, config: Config) -> Entries:
 def numbers(
     keys: Keys, tensors: Collection[str], *, ff: int | None = None, biased: bool | None = None
 ) -> dict[str, Any]:
-    """The fields of HParams that tell of experts. FormatError where they cannot be.
+    """The fields of HParams about experts. FormatError if they are impossible.
 
-    `ff` is the width of an expert where no key says it. Without `tensors`, `biased` says whether a bias chooses; None:
-    where sigmoid does.
+    `ff` is the width of an expert if no key says it. `tensors` tell whether there is a choice bias. Without `tensors`,
+    `biased` does; None means that sigmoid gating has one and softmax has not.
     """
     count, used = keys.number("expert_count"), keys.number("expert_used_count")
     if not 1 <= used <= count:
@@ -151,18 +156,19 @@ def numbers(
     if count % groups or not 1 <= groups_used <= groups or used > groups_used * (count // groups):
         raise FormatError(
             f"{keys.arch}: {used} of {count} experts in {groups_used} of {groups} groups; groups must be of one size, "
-            "and those used must have experts enough"
+            "and the groups used must hold enough experts"
         )
-    chosen_by_bias = any(".exp_probs_b." in name for name in tensors)
-    told = biased is not None or not chosen_by_bias  # else softmax and sigmoid are both in use
-    number = keys.number("expert_gating_func", 0 if told else None) or 1
-    of_chosen = number == _OF_CHOSEN
-    number = 1 if of_chosen else number
+    bias_present = any(".exp_probs_b." in name for name in tensors)
+    # Models with a choice bias use softmax or sigmoid, so without `biased` their files have to say which.
+    optional = biased is not None or not bias_present
+    number = keys.number("expert_gating_func", 0 if optional else None) or 1
+    over_selected = number == _SOFTMAX_OF_SELECTED
+    number = 1 if over_selected else number
     if number not in _GATING:
         raise UnsupportedError(f"{keys.arch}.expert_gating_func = {number}; known: 1 (softmax), 2 (sigmoid)")
     ff = keys.number("expert_feed_forward_length", ff)
     if tensors or biased is None:
-        biased = chosen_by_bias if tensors else _GATING[number] == "sigmoid"
+        biased = bias_present if tensors else _GATING[number] == "sigmoid"
     return {
         "n_expert": count,
         "n_expert_used": used,
@@ -172,7 +178,7 @@ def numbers(
         "n_leading_dense": keys.number("leading_dense_block_count", 0),
         "n_expert_groups": groups,
         "n_expert_groups_used": groups_used,
-        "normalises": of_chosen or keys.flag("expert_weights_norm", True),
+        "normalises": over_selected or keys.flag("expert_weights_norm", True),
         "expert_scale": keys.real("expert_weights_scale", 0.0) or 1.0,
         "gating": _GATING[number],
         "has_choice_bias": biased,
@@ -180,7 +186,7 @@ def numbers(
 
 
 def config(hp: HParams) -> dict[str, Any]:
-    """config.json of those fields, as the models of DeepSeek and GLM name them."""
+    """The config.json of those fields, with the names that DeepSeek and GLM use."""
     return {
         "moe_intermediate_size": hp.n_ff_expert,
         "n_routed_experts": hp.n_expert,
@@ -195,12 +201,12 @@ def config(hp: HParams) -> dict[str, Any]:
 
 
 def feed_forward(hp: HParams, i: int, norm: str = "ffn_norm") -> FeedForward | Experts:
-    """The feed-forward of a layer: dense before the first one with experts."""
+    """The feed-forward of layer `i`: dense in the leading layers, then routed experts."""
     return hp.feed_forward(i, norm) if _is_dense(hp, i) else routed(hp, i, norm)
 
 
 def routed(hp: HParams, i: int, norm: str = "ffn_norm") -> Experts:
-    """The feed-forward of a layer with experts."""
+    """The routed experts of layer `i`, with the shared ones if the model has them."""
     blk = f"blk.{i}"
     return Experts(
         norm=hp.norm(f"{blk}.{norm}"),

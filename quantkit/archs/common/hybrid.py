@@ -160,7 +160,7 @@ class Hybrid(Decoder):
         a, values = self.name, need(config, "linear_num_value_heads")
         if values % need(config, "linear_num_key_heads"):
             raise FormatError(
-                f"config.json: linear_num_value_heads = {values} is no multiple of "
+                f"config.json: linear_num_value_heads = {values} is not a multiple of "
                 f"linear_num_key_heads = {config['linear_num_key_heads']}"
             )
         found: Entries = {

@@ -1,14 +1,16 @@
-"""Rope scaling between config.json, GGUF keys, and what the runtime computes. Shared by all architectures.
+"""RoPE scaling: config.json <-> GGUF keys, and GGUF keys -> `blocks.Rope`. Shared by all architectures.
+
+A is the architecture's name.
 
     config.json rope_type   GGUF
     default                 nothing
     linear                  A.rope.scaling.type "linear", .factor
     yarn                    A.rope.scaling.type "yarn", .factor, .original_context_length, betas if given, and
-                            .attn_factor where cos and sin are not multiplied by the usual 1 + 0.1 ln(factor):
-                            what they are multiplied by, over that
+                            .attn_factor: the factor of cos and sin divided by the default 1 + 0.1 ln(factor),
+                            if the two differ
     llama3                  a tensor rope_freqs.weight, float32[dim/2]: divisors of the frequencies
 
-llama3, with theta the base and f_j = theta^(-2j/dim), wavelength w = 2 pi / f_j, old the original context:
+The divisor of llama3 depends on the wavelength w = 2 pi theta^(2j/dim). With the original context `old`:
 w < old/high -> 1;  w > old/low -> factor;  else 1 / ((1 - s)/factor + s) with s = (old/w - low) / (high - low).
 """
 
@@ -27,16 +29,16 @@ from quantkit.errors import FormatError, UnsupportedError
 from quantkit.formats.gguf.metadata import Entries, shortest
 from quantkit.inputs.json_input import Json
 
-FACTORS = "rope_freqs.weight"
+FREQ_FACTORS = "rope_freqs.weight"
 
 # config.json name -> GGUF name, for yarn's optional numbers
 _YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
-_ATTENTION = "rope.scaling.attn_factor"  # the reference reads this one; newer runtimes .yarn_attn_factor as well
-_ATTENTION_TOO = "rope.scaling.yarn_attn_factor"
+_ATTN_FACTOR = "rope.scaling.attn_factor"  # ik_llama.cpp reads this key; newer runtimes also read the next one
+_YARN_ATTN_FACTOR = "rope.scaling.yarn_attn_factor"
 
 
 def llama3_factors(parameters: Json, dim: int) -> np.ndarray:
-    """Divisors of the rope frequencies, float32[dim/2], of Llama 3.1's scaling."""
+    """Divisors of the RoPE frequencies, float32[dim/2], of Llama 3.1's scaling."""
     parameters = {key: value for key, value in parameters.items() if value is not None}
     try:
         theta, factor = float(parameters["rope_theta"]), float(parameters["factor"])
@@ -57,7 +59,10 @@ def llama3_factors(parameters: Json, dim: int) -> np.ndarray:
 
 
 def llama3_parameters(factors: np.ndarray, theta: float) -> dict[str, Any]:
-    """The config.json values whose `llama3_factors` are these, found among those in use; they must fit to 1e-6."""
+    """The config.json values that give these `llama3_factors`, to a relative 1e-6, among the values in use.
+
+    UnsupportedError if no such values do.
+    """
     dim, factor = 2 * len(factors), shortest(factors.max())
     for low, high, log_old in itertools.product((1.0, 2.0), (4.0, 8.0), range(5, 25)):
         found = {
@@ -70,13 +75,13 @@ def llama3_parameters(factors: np.ndarray, theta: float) -> dict[str, Any]:
         if np.allclose(llama3_factors(found | {"rope_theta": theta}, dim), factors, rtol=1e-6, atol=0):
             return found
     raise UnsupportedError(
-        f"{FACTORS}: no llama3 rope_scaling (factor {factor}) gives these {len(factors)} factors, so config.json "
-        "cannot say them"
+        f"{FREQ_FACTORS}: no llama3 rope_scaling (factor {factor}) gives these {len(factors)} factors, so config.json "
+        "cannot express them"
     )
 
 
 def scaling_entries(arch: str, parameters: Json) -> Entries:
-    """GGUF keys of config.json's rope scaling. llama3 has none: it is a tensor."""
+    """GGUF keys of config.json's RoPE scaling. llama3 has none, because it is stored as a tensor."""
     kind, prefix = parameters["rope_type"], f"{arch}.rope.scaling"
     if kind in ("default", "llama3"):
         return {}
@@ -93,32 +98,34 @@ def scaling_entries(arch: str, parameters: Json) -> Entries:
         for name, key in _YARN.items():
             if parameters.get(name) is not None:
                 entries[f"{prefix}.{key}"] = (float(parameters[name]), "f32")
-        if (size := _size(parameters)) != (usual := _usual_size(float(parameters["factor"]))):
-            entries[f"{arch}.{_ATTENTION}"] = (size / usual, "f32")
+        attention = _attention_factor(parameters)
+        default = _default_attention_factor(float(parameters["factor"]))
+        if attention != default:
+            entries[f"{arch}.{_ATTN_FACTOR}"] = (attention / default, "f32")
         if parameters.get("truncate") not in (None, True):
             raise UnsupportedError(f"config.json: yarn with truncate = {parameters['truncate']} is not supported here")
     return entries
 
 
-def _usual_size(factor: float) -> float:
-    """What YaRN multiplies cos and sin by where nothing else is said, as runtimes compute it."""
+def _default_attention_factor(factor: float) -> float:
+    """The factor of cos and sin that runtimes use for YaRN by default."""
     return 1 + 0.1 * math.log(factor)
 
 
-def _size(parameters: Json) -> float:
-    """What YaRN multiplies cos and sin by: as config.json says, or a ratio where it has both mscale and mscale_all_dim.
+def _attention_factor(parameters: Json) -> float:
+    """YaRN's factor of cos and sin: attention_factor, or a ratio if config.json has mscale and mscale_all_dim.
 
-    It is 1 where nothing is stretched.
+    It is 1 if the context is not extended.
     """
     if parameters.get("attention_factor") is not None:
         return float(parameters["attention_factor"])
     logarithm = 0.1 * math.log(max(float(parameters["factor"]), 1.0))
-    above, below = (parameters.get(name) for name in ("mscale", "mscale_all_dim"))
-    return (1 + above * logarithm) / (1 + below * logarithm) if above and below else 1 + logarithm
+    mscale, all_dim = (parameters.get(name) for name in ("mscale", "mscale_all_dim"))
+    return (1 + mscale * logarithm) / (1 + all_dim * logarithm) if mscale and all_dim else 1 + logarithm
 
 
 def scaling_parameters(keys: Keys) -> dict[str, Any]:
-    """config.json's rope_scaling of GGUF keys; empty where there is none."""
+    """The rope_scaling of config.json for GGUF keys; {} if there is none."""
     kind = keys.get("rope.scaling.type", "none")
     if kind == "none":
         return {}
@@ -128,18 +135,21 @@ def scaling_parameters(keys: Keys) -> dict[str, Any]:
         for name, key in _YARN.items():
             if keys.get(f"rope.scaling.{key}") is not None:
                 found[name] = shortest(keys.get(f"rope.scaling.{key}"))
-        if (size := _relative_size(keys)) != 1:
-            found["attention_factor"] = shortest(size * _usual_size(found["factor"]))
+        if (attention := _relative_attention_factor(keys)) != 1:
+            found["attention_factor"] = shortest(attention * _default_attention_factor(found["factor"]))
     return found
 
 
-def _relative_size(keys: Keys) -> float:
-    """What a file has cos and sin multiplied by, over YaRN's usual."""
-    return keys.real(_ATTENTION, 1.0) * keys.real(_ATTENTION_TOO, 1.0)
+def _relative_attention_factor(keys: Keys) -> float:
+    """A file's factor of cos and sin divided by YaRN's default."""
+    return keys.real(_ATTN_FACTOR, 1.0) * keys.real(_YARN_ATTN_FACTOR, 1.0)
 
 
 def rope(keys: Keys, style: str, dim: int, tensors: Collection[str]) -> Rope:
-    """What the runtime computes, from GGUF keys and the presence of the factors."""
+    """The RoPE that the runtime computes, from GGUF keys and the names of the tensors.
+
+    `style` is "norm" or "neox"; `dim` is the number of elements of a head that get RoPE.
+    """
     kind = keys.get("rope.scaling.type", "none")
     if kind not in ("none", "linear", "yarn"):
         raise UnsupportedError(f"{keys.arch}.rope.scaling.type = {kind!r}; known: none, linear, yarn")
@@ -147,16 +157,16 @@ def rope(keys: Keys, style: str, dim: int, tensors: Collection[str]) -> Rope:
     scale = 1.0 if kind == "none" else 1.0 / keys.real("rope.scaling.factor")
     if kind == "yarn" and scale > 1:
         raise FormatError(
-            f"metadata key {keys.arch}.rope.scaling.factor = {keys.real('rope.scaling.factor'):g}; yarn lengthens the "
-            "context, its factor has to be 1 or more"
+            f"metadata key {keys.arch}.rope.scaling.factor = {keys.real('rope.scaling.factor'):g}; yarn extends the "
+            "context, so its factor has to be 1 or more"
         )
     if kind == "yarn":
         yarn = Yarn(
             original_context=keys.number("rope.scaling.original_context_length"),
             ext_factor=keys.real("rope.scaling.yarn_ext_factor", 1.0),
-            attn_factor=_relative_size(keys),
+            attn_factor=_relative_attention_factor(keys),
             beta_fast=keys.real("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=keys.real("rope.scaling.yarn_beta_slow", 1.0),
         )
     base = keys.real("rope.freq_base", 10000.0)
-    return Rope(style, dim, base, scale, FACTORS if FACTORS in tensors else None, yarn)
+    return Rope(style, dim, base, scale, FREQ_FACTORS if FREQ_FACTORS in tensors else None, yarn)

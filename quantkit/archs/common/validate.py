@@ -1,11 +1,11 @@
-"""Does a GGUF agree with itself: hyperparameters with each other, with the tensors and with the tokenizer.
+"""Check that a GGUF is consistent: hyperparameters with each other, with the tensors and with the tokenizer.
 
     found = validate.describe(file.metadata, file.tensors, file.path)    found.hparams, found.blocks, found.head
-    validate.problems(file.metadata, file.tensors)                        what contradicts what, a sentence each
+    validate.problems(file.metadata, file.tensors)                       the contradictions, one sentence each
 
 Kernels take sizes from hyperparameters and addresses from tensors, so nothing runs and nothing is allocated before
-`describe` has returned. Values are not looked at, and what only the numbers of a forward pass would tell is not found:
-a base of rope or a factor of experts that another model has.
+`describe` has returned. The values of tensors are not read. A plausible but wrong number, such as the RoPE base of
+another model, is not found.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ from quantkit.errors import FormatError, QuantkitError, UnsupportedError
 
 REMEDY = "correct a wrong key with `quantkit metadata set FILE KEY=TYPE:VALUE`; if the file is damaged, get it again"
 _OPTIONAL = ("bias", "scale")
-_IGNORED = re.compile(r"blk\.\d+\.(attn_rot_embd|rope_freqs)\.weight")  # of old files; what they say is computed
+_IGNORED_TENSORS = re.compile(
+    r"blk\.\d+\.(attn_rot_embd|rope_freqs)\.weight"
+)  # in old files; the runtime computes these values
 _MTP_MARK = "nextn.eh_proj"
 
 
 @dataclass(frozen=True)
 class Description:
-    """A model whose numbers and tensors agree."""
+    """The description of a model whose hyperparameters and tensors agree."""
 
     arch: Arch
     hparams: HParams
@@ -43,7 +45,7 @@ class Description:
 def describe(
     metadata: Mapping[str, object], tensors: Mapping[str, Shaped], path: str | os.PathLike[str] = "the model"
 ) -> Description:
-    """What the architecture says of a model. FormatError or UnsupportedError where file and model contradict."""
+    """The description of a model. FormatError or UnsupportedError if its metadata and tensors contradict each other."""
     try:
         found = _read(metadata, tensors)
         wrong = list(_contradictions(found, metadata, tensors))
@@ -58,7 +60,7 @@ def describe(
 
 
 def problems(metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> list[str]:
-    """What `describe` would refuse; nothing for a file that is no model of a known architecture."""
+    """All contradictions that `describe` would refuse; [] for a file that is not a model of a known architecture."""
     name = metadata.get("general.architecture")
     if not is_model(metadata) or name not in _names():
         return []
@@ -69,9 +71,9 @@ def problems(metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> l
 
 
 def check_sizes(metadata: Mapping[str, object], path: str | os.PathLike[str] | None = None) -> None:
-    """FormatError where a key cannot be a number of a model: what plans, budgets and mixes of types go by.
+    """FormatError if a hyperparameter is impossible. Planning needs this check, and no more.
 
-    Architectures that are not known here are planned too; some of them say 0 for what they lack, as for heads.
+    Architectures that quantkit does not know are planned too. Their keys may be 0, as some have no heads.
     """
     name = metadata.get("general.architecture")
     if not isinstance(name, str):
@@ -87,12 +89,12 @@ def _names() -> set[str]:
 
 
 def is_model(metadata: Mapping[str, object]) -> bool:
-    """Whether a file claims to be a whole model: it says how many layers there are, and is no adapter."""
+    """Whether a file claims to be a model: it has a block_count and is not an adapter."""
     name = metadata.get("general.architecture")
     return f"{name}.block_count" in metadata and metadata.get("general.type", "model") == "model"
 
 
-# ---------------------------------------------------------------------------------------------------------------- parts
+# --------------------------------------------------------------------------------------------------------------- checks
 
 
 def _read(metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> Description:
@@ -108,14 +110,14 @@ def _read(metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> Desc
 
 
 def _check_layers(name: str, metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> None:
-    """FormatError where tensors are of layers that the metadata do not count, or lack one that they do."""
+    """FormatError if a layer that the metadata count has no tensors, or a tensor belongs to a layer beyond them."""
     key, value = f"{name}.block_count", metadata.get(f"{name}.block_count")
     if not isinstance(value, int):
         raise FormatError(f"metadata key {key} is missing; the file is not a complete {name} model")
     n_mtp_layers = metadata.get(f"{name}.nextn_predict_layers") or 0
     if not isinstance(n_mtp_layers, int) or n_mtp_layers >= value:
         raise FormatError(
-            f"metadata key {name}.nextn_predict_layers = {n_mtp_layers}, {key} = {value}: no layer is run"
+            f"metadata key {name}.nextn_predict_layers = {n_mtp_layers}, {key} = {value}: no layer would run"
         )
     there = {layer for stem, layer, _ in map(split_name, tensors) if layer is not None and stem.startswith("blk.")}
     if there and max(there) >= value:
@@ -135,15 +137,15 @@ def _check_layers(name: str, metadata: Mapping[str, object], tensors: Mapping[st
 def _contradictions(found: Description, metadata: Mapping[str, object], tensors: Mapping[str, Shaped]) -> Iterator[str]:
     for block in found.blocks:
         for part in block.parts:
-            yield from (f"blk.{block.layer}: {sentence}" for sentence in _of_part(found, part))
+            yield from (f"blk.{block.layer}: {sentence}" for sentence in _part_problems(found, part))
     wanted = dict(required(found.hparams, found.blocks, found.head, tensors))
     for name, shape in wanted.items():
         if name not in tensors:
             yield f"tensor {name} is missing; the metadata make it {shape}"
         elif tensors[name].shape != shape:
             yield f"tensor {name} has shape {tensors[name].shape}, the metadata say {shape}"
-    yield from _unknown(found, wanted, tensors)
-    yield from _uneven(found, tensors)
+    yield from _unused_tensors(found, wanted, tensors)
+    yield from _incomplete_sets(found, tensors)
     tokens = metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list) and len(tokens) > found.hparams.n_vocab:
         yield (
@@ -152,17 +154,17 @@ def _contradictions(found: Description, metadata: Mapping[str, object], tensors:
         )
 
 
-def _of_part(found: Description, part: blocks.Part) -> Iterator[str]:
-    """What of a part cannot be computed, whatever its tensors."""
+def _part_problems(found: Description, part: blocks.Part) -> Iterator[str]:
+    """What cannot be computed in a part, whatever its tensors."""
     if isinstance(part, blocks.Attention):
         if part.heads % part.kv_heads:
             yield (
-                f"attention.head_count = {part.heads} is no multiple of attention.head_count_kv = {part.kv_heads}; "
-                "each of those serves as many"
+                f"attention.head_count = {part.heads} is not a multiple of attention.head_count_kv = {part.kv_heads}; "
+                "each KV head serves the same number of query heads"
             )
         if part.window is not None and part.window < 1:
-            yield f"attention.sliding_window = {part.window}; a token sees itself, so it has to be 1 or more"
-        yield from _of_rope(part.rope, part.head_dim_k, found.arch.rotary_fraction is None)
+            yield f"attention.sliding_window = {part.window}; a token attends to itself, so it has to be 1 or more"
+        yield from _rope_problems(part.rope, part.head_dim_k, found.arch.rotary_fraction is None)
     elif isinstance(part, blocks.LatentAttention):
         if part.kv_lora < 1:
             yield f"attention.kv_lora_rank = {part.kv_lora}; it has to be 1 or more"
@@ -171,18 +173,18 @@ def _of_part(found: Description, part: blocks.Part) -> Iterator[str]:
                 f"attention.key_length = {part.head_dim_k} leaves no elements without rope beside "
                 f"rope.dimension_count = {part.rope.dim}"
             )
-        yield from _of_rope(part.rope, part.head_dim_k, False)
+        yield from _rope_problems(part.rope, part.head_dim_k, False)
     if isinstance(part, (blocks.Attention, blocks.LatentAttention)) and not 0 < part.scale < math.inf:
-        yield f"scores are multiplied by {part.scale}; the metadata's scale or length of a head is wrong"
+        yield f"scores are multiplied by {part.scale}; the scale or the head length in the metadata is wrong"
 
 
-def _of_rope(rope: blocks.Rope, head_dim: int, whole: bool) -> Iterator[str]:
+def _rope_problems(rope: blocks.Rope, head_dim: int, rotates_all: bool) -> Iterator[str]:
     if rope.dim % 2:
-        yield f"rope.dimension_count = {rope.dim}; rope turns pairs, so it has to be even"
+        yield f"rope.dimension_count = {rope.dim}; RoPE rotates pairs, so it has to be even"
     if rope.dim > head_dim:
         yield f"rope.dimension_count = {rope.dim}, but a head's key has {head_dim} elements (attention.key_length)"
-    elif whole and 0 < rope.dim < head_dim:
-        yield f"rope.dimension_count = {rope.dim}, but this architecture turns all {head_dim} elements of a head"
+    elif rotates_all and 0 < rope.dim < head_dim:
+        yield f"rope.dimension_count = {rope.dim}, but this architecture rotates all {head_dim} elements of a head"
     if rope.yarn is not None and rope.yarn.beta_fast < rope.yarn.beta_slow:
         yield (
             f"rope.scaling.yarn_beta_fast = {rope.yarn.beta_fast:g} is below "
@@ -190,18 +192,18 @@ def _of_rope(rope: blocks.Rope, head_dim: int, whole: bool) -> Iterator[str]:
         )
 
 
-def _unknown(found: Description, wanted: Mapping[str, object], tensors: Mapping[str, Shaped]) -> Iterator[str]:
-    """Tensors that nothing would be computed with, so that the result would be another model's."""
+def _unused_tensors(found: Description, wanted: Mapping[str, object], tensors: Mapping[str, Shaped]) -> Iterator[str]:
+    """Tensors that the computation would not use, so that the model would not be the one in the file."""
     hp = found.hparams
     for name in tensors:
         _, layer, _ = split_name(name)
         of_mtp = layer is not None and hp.n_main <= layer < hp.n_layer
-        if name not in wanted and not of_mtp and not _IGNORED.fullmatch(name):
-            yield f"tensor {name} is not one that quantkit computes {hp.arch} with; the model is a variant of it"
+        if name not in wanted and not of_mtp and not _IGNORED_TENSORS.fullmatch(name):
+            yield f"tensor {name} is not used by {hp.arch} as quantkit computes it; the model is a variant of it"
 
 
-def _uneven(found: Description, tensors: Mapping[str, Shaped]) -> Iterator[str]:
-    """Biases and scales that some layers have and others, with the same matrix, lack."""
+def _incomplete_sets(found: Description, tensors: Mapping[str, Shaped]) -> Iterator[str]:
+    """Biases and scales that some layers have and others lack although they have the matrix."""
     layers: dict[tuple[str, str], set[int]] = {}
     for name in tensors:
         stem, layer, suffix = split_name(name)
@@ -211,6 +213,6 @@ def _uneven(found: Description, tensors: Mapping[str, Shaped]) -> Iterator[str]:
         if suffix in _OPTIONAL:
             for layer in sorted(layers.get((stem, "weight"), set()) - those):
                 yield (
-                    f"tensor {stem.replace('N', str(layer), 1)}.{suffix} is missing, which {len(those)} other layer(s) "
-                    f"have, as blk.{min(those)}"
+                    f"tensor {stem.replace('N', str(layer), 1)}.{suffix} is missing; {len(those)} other layer(s) "
+                    f"have it, blk.{min(those)} among them"
                 )

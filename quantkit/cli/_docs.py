@@ -25,7 +25,7 @@ README, FIGURES, PICTURE = DOCS.parent / "README.md", DOCS / "demo.json", DOCS /
 _BLOCK = re.compile(r"(<!-- what `make demo` prints, kept by `make readme` -->\n```\n).*?(\n```\n)", re.DOTALL)
 _FIGURES = ("path", "bytes", "bits_per_weight", "ppl", "ppl_error_over_tokens", "kld", "kld_error_over_chunks",
             "same_top", "prompt_tokens_per_second", "generation_tokens_per_second")  # fmt: skip
-WIDTH = 100
+WIDTH = 92  # characters of a code block on the site, in a window of 1,280 pixels
 _MADE = "<!-- made by `python -m quantkit.cli._docs` with typer {}; do not edit -->\n"
 
 

@@ -59,10 +59,10 @@ def compare(
     launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
     json: Json = False,
 ) -> None:
-    """Compare models with a reference on the same tokens: size, PPL, KL divergence, same top token.
+    """Compare models with a reference: size, PPL, KL divergence.
 
-    ± is one standard error of the mean over chunks. Differences are paired by token, so their errors are much smaller
-    than those of the PPLs. Models whose difference is not significant share a rank.
+    All models read the same tokens. ± is one standard error of the mean over chunks. Differences are paired by token,
+    so their errors are much smaller than those of the PPLs. Models whose difference is not significant share a rank.
     """
     from quantkit.evaluate import compare as evaluation
     from quantkit.formats import gguf

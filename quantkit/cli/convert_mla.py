@@ -51,12 +51,13 @@ def convert_mla(
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Change the layout of a DeepSeek or Kimi file's attn_kv_b, attn_k_b and attn_v_b.
+    """Change the layout of a DeepSeek or Kimi file's MLA tensors.
 
-    Tensors that both layouts have are copied bit for bit. attn_v_b consists of rows of attn_kv_b, unchanged. attn_k_b
-    consists of the other rows, transposed: f32, f16 and bf16 lose nothing; other types are quantized again to --type,
-    and the error is measured and printed, relative to the root mean square of the values. A file with all three tensors
-    loses nothing in any layout. If nothing would change, no file is written.
+    These are attn_kv_b, attn_k_b and attn_v_b. Tensors that both layouts have are copied bit for bit. attn_v_b consists
+    of rows of attn_kv_b, unchanged. attn_k_b consists of the other rows, transposed: f32, f16 and bf16 lose nothing;
+    other types are quantized again to --type, and the error is measured and printed, relative to the root mean square
+    of the values. A file with all three tensors loses nothing in any layout. If nothing would change, no file is
+    written.
     """
     from quantkit.formats import gguf
     from quantkit.pipelines.convert_mla import plan_relayout, write_relayout

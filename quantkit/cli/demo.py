@@ -222,9 +222,10 @@ def demo(
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Convert a small real model, quantize it with a recipe, repack it, and measure quality and speed.
+    """Quantize a small model and measure its quality and speed.
 
-    Every step prints its command. Steps that are up to date are skipped.
+    It is converted, quantized with a recipe, repacked and compared. Every step prints its command. Steps that are up to
+    date are skipped.
     """
     source = model or wheel_model()
     if source is None:

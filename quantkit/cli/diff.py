@@ -34,10 +34,11 @@ def diff(
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Compare two GGUF files: metadata, then types, shapes and decoded values of tensors, largest error first.
+    """Compare two GGUF files: metadata, types, shapes, values.
 
-    rms is the relative error ||A - B|| / ||A|| (root of the sum of squares); weighted is the same with each column's
-    squares times its importance; largest is the maximum of |A - B|; cosine is the cosine of the angle between A and B.
+    Values are decoded, and tensors are listed with the largest error first. rms is the relative error ||A - B|| / ||A||
+    (root of the sum of squares); weighted is the same with each column's squares times its importance; largest is the
+    maximum of |A - B|; cosine is the cosine of the angle between A and B.
     """
     import quantkit
     from quantkit.formats.gguf import difference

@@ -77,15 +77,15 @@ def imatrix(
     launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
     json: Json = False,
 ) -> None:
-    """Collect an importance matrix: the mean squared activation of each column of each weight over a text.
+    """Collect an importance matrix of a model over texts.
 
-    In models with experts, each expert has its own values. With --chat, texts are conversations: a .jsonl file has one
-    per line, with "messages" of "role" and "content"; in other texts, paragraphs alternate between user and assistant.
-    --chunks and --from-chunk count per text, --output-frequency and --save-frequency over all texts. OUTPUT appears
-    when the run is complete. An interrupted run leaves OUTPUT.resume, from which the same command resumes and gives the
-    same bytes, and OUTPUT.partial, the importance matrix of the chunks so far. `quantkit imatrix show FILE` shows the
-    contents of a matrix and the experts with too few tokens; `imatrix merge` merges several; `imatrix convert` changes
-    the format.
+    It holds the mean squared activation of each column of each weight. In models with experts, each expert has its own
+    values. With --chat, texts are conversations: a .jsonl file has one per line, with "messages" of "role" and
+    "content"; in other texts, paragraphs alternate between user and assistant. --chunks and --from-chunk count per
+    text, --output-frequency and --save-frequency over all texts. OUTPUT appears when the run is complete. An
+    interrupted run leaves OUTPUT.resume, from which the same command resumes and gives the same bytes, and
+    OUTPUT.partial, the importance matrix of the chunks so far. `quantkit imatrix show FILE` shows the contents of a
+    matrix and the experts with too few tokens; `imatrix merge` merges several; `imatrix convert` changes the format.
     """
     from quantkit.evaluate.imatrix import run
 

@@ -94,7 +94,7 @@ def perplexity(
     launch: Launch = None,  # type: ignore[assignment]  # the decorator gives it
     json: Json = False,
 ) -> None:
-    """Measure how well a model predicts a text, or how far it is from another model.
+    """Measure perplexity, or KL divergence from another model.
 
     Protocol, output and base files are those of llama-perplexity: the second half of each chunk of -c tokens is scored.
     A base file named .qkld has 1/20 of the size or less, and results from it include a bound on the error against an

@@ -39,7 +39,7 @@ def plan(
     verbose: Verbose = False,
     json: Json = False,
 ) -> None:
-    """Show the types, sizes and devices that a file type, rules and flags give, and whether the model fits.
+    """Show a plan: types, sizes, devices, and whether it fits.
 
     No weights are read; a config.json is enough. The plan shows the type of every class of tensors with the reason, the
     tensors that each rule matches, sizes, and warnings about probable mistakes. With -ngl, -ot, -ts and the related

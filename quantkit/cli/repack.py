@@ -59,7 +59,7 @@ def repack(
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Interleave the rows of a file's tensors, because CPU kernels read them faster.
+    """Interleave the rows of a file's tensors for CPU kernels.
 
     Values do not change, and `quantkit unpack` restores the file. These stay unchanged: embeddings, types without an
     interleaved form, and matrices whose number of rows is not a multiple of the number that is interleaved. BF16 is

@@ -64,7 +64,7 @@ def types(
         bool, typer.Option("--layouts", help="Also list types that are recognised but not decoded.")
     ] = False,
 ) -> None:
-    """List the tensor types: id, bits per weight, block size, kernels and codecs.
+    """List the tensor types: bits per weight, blocks, kernels.
 
     bpw counts blocks only; a row header adds to each row, as n=4096 (bytes of a row of 4096) shows. rows is the number
     of rows of the base type that the type interleaves. cpu: the matrix product reads packed weights (integer, float) or

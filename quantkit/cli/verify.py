@@ -29,11 +29,12 @@ def verify(
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Check a file's structure, values and hashes, and whether a rerun would give the same bytes.
+    """Check the structure, values and hashes of a file.
 
     Every tensor is decoded, to find NaN and Inf, and hashed if `quantkit quantize` recorded a hash. With --source, the
     input tensors are hashed too, and tensors whose source, importance or encoder has changed are listed:
-    `quantkit quantize --partial-requant` would quantize these again. Exit status 1 means damage.
+    `quantize --partial-requant` would quantize these again. If there are none, a rerun gives the same bytes. Exit
+    status 1 means damage.
     """
     from quantkit.pipelines import api
     from quantkit.pipelines.options import VerifyOptions

@@ -33,7 +33,7 @@ def model(tmp_path: Path) -> Path:
 
 def test_a_matrix_of_another_model(capsys, model, tmp_path) -> None:
     other, out = written(tmp_path / "o.dat", {"nothing.weight": 2}), tmp_path / "q.gguf"
-    needle = "none of the importance matrix's 1 entries, as nothing.weight, is for one of the 2 matrices"
+    needle = "none of the importance matrix's 1 entries, such as nothing.weight, is for one of the 2 matrices"
     assert needle in refused(capsys, "quantize", model, out, "Q8_0", "--imatrix", other)
     assert needle in refused(capsys, "plan", model, "Q8_0", "--imatrix", other)
     assert needle in refused(capsys, "recipe", "lint", "ffn=q4_0", model, "--imatrix", other)

@@ -88,13 +88,15 @@ class _Linter:
         self.warnings += [f"{label} {text}" for text in found if text]
 
     def _means_absent_output(self, use: RuleUse) -> bool:
-        """Whether a rule is for the output of a model that has none of its own; it may find attn_output.weight."""
+        """Whether a rule means output.weight in a model without it; the rule may match attn_output.weight."""
         if EMBEDDING not in self.of_name or OUTPUT in self.of_name or not use.rule.matches(OUTPUT):
             return False
         return not use.matched or loose_ends(use.rule.pattern, [*use.matched, OUTPUT]).right == (OUTPUT,)
 
     def _output_of_tied(self, index: int, taken: Sequence[str]) -> str:
-        """What is wrong with such a rule: nothing, where the embedding has the bits and no other tensor is taken."""
+        """Message about a rule for the absent output matrix; "" if the embedding gets as many bytes and no other tensor
+        is taken.
+        """
         kind, embedding = self.uses[index].rule.type, self.of_name[EMBEDDING]
         wrong = [name for name in taken if self._matters(name, index)]
         self.misplaced.update(wrong)
@@ -106,7 +108,7 @@ class _Linter:
         )
 
     def _too_late(self, index: int) -> str:
-        """What is wrong with a rule that decides nothing, or not what matters."""
+        """Message about a rule whose tensors an earlier rule or a flag decides; "" if there is none."""
         use = self.uses[index]
         if set(use.candidates) <= self.misplaced:
             return ""  # the rule that matches them is already reported
@@ -121,11 +123,12 @@ class _Linter:
         return f"is overruled: {others[0].name} is decided by {others[0].reason}; drop one of the two"
 
     def _takes_too_much(self, index: int, taken: Sequence[str]) -> str:
+        """Message about a pattern that matches other tensors than it seems to mean; "" if there are none."""
         use = self.uses[index]
         found = advice(use.rule.pattern, list(self.of_name), taken)
         wrong = [name for name in found.wrong if self._matters(name, index)]
         if found.wrong and not wrong:
-            return ""  # the same without the mistake
+            return ""  # the types would be the same without the mistake
         self.misplaced.update(wrong)
         return str(found).removeprefix(":").strip()
 
@@ -138,7 +141,7 @@ class _Linter:
 
     def _note_kept_only(self, use: RuleUse, label: str) -> None:
         if use.rule.type.block_size == 1:
-            return  # says that norms are floats, which they are
+            return  # a rule that gives norms a float type, which they have
         name = use.matched[0]
         instead = "; --ffn-gate-inp-type changes that" if "ffn_gate_inp." in name else ""
         self.notes.append(f"{label} matches only tensors that stay as they are: {self._kept_as(use.matched)}{instead}")
@@ -172,6 +175,7 @@ def _layer(name: str) -> str:
 
 
 def _absent_layers(use: RuleUse, of_name: _Tensors) -> str:
+    """Message about layers that the pattern names and the model does not have; "" if there are none."""
     named = layers.named(use.rule.pattern)
     if not named:
         return ""
@@ -183,7 +187,7 @@ def _absent_layers(use: RuleUse, of_name: _Tensors) -> str:
 
 
 def _rows(use: RuleUse, of_name: _Tensors) -> str:
-    """Tensors whose rows do not fit the type of the rule."""
+    """Message about tensors whose rows do not fit the type of the rule; "" if there are none."""
     wrong = [t for name in use.decided if (t := of_name[name]).wanted and t.shape[-1] % t.wanted.block_size]
     if not wrong:
         return ""
@@ -197,7 +201,7 @@ def _rows(use: RuleUse, of_name: _Tensors) -> str:
 
 
 def _pinned(wrong: Sequence[PlannedTensor], of_name: _Tensors) -> list[str]:
-    """Rules that ask for the types that these tensors get: all of them, and no other tensor."""
+    """Rules that give these tensors the types that they get now, and match no other tensor."""
     found: dict[tuple[str, str], set[int]] = defaultdict(set)
     for t in wrong:
         found[_stem(t.name), t.row_type.name].add(_layer_number(t.name))
@@ -220,7 +224,7 @@ def _layer_number(name: str) -> int:
 
 
 def _missing_importance(planned: Sequence[PlannedTensor]) -> str:
-    """Tensors whose type uses importance that the matrix does not have."""
+    """Message about tensors whose type uses importance and that have no entry; "" if there are none."""
     without = [
         t.name
         for t in planned
@@ -241,7 +245,7 @@ def _is_mla(name: str) -> bool:
 
 
 def _unseen_experts(planned: Sequence[PlannedTensor], imatrix: Imatrix) -> str:
-    """Experts whose importance comes from too few tokens."""
+    """Message about experts whose importance comes from too few tokens; "" if there are none."""
     unseen, worst = 0, ""
     tensors = 0
     for t in planned:

@@ -8,8 +8,8 @@ These decide a tensor's type, highest priority first (spec/tools.md 2.3):
     4. the mix of the file type, unless --pure
     5. the file type's default type
 
-and then the tensor's shape: rows that are no whole number of blocks, or too few to be interleaved, fall back. With
---repack, what was decided is interleaved where that is possible, tensors that are kept included (`interleaving`).
+and then the tensor's shape: rows that are not a whole number of blocks, or too few to be interleaved, fall back. With
+--repack, every tensor that can be is interleaved, also one that keeps its type (`interleaving`).
 
 Differences from ik_llama.cpp, on purpose:
 
@@ -119,7 +119,7 @@ class Options:
         try:
             words = shlex.split(text) if re.search("['\"]", text) else text.split()
         except ValueError as error:
-            raise RecipeError(f"'{text}' are no flags of a plan: {error}") from None
+            raise RecipeError(f"'{text}' cannot be read as flags of a plan: {error}") from None
         exact = {"output-tensor": "output_type", "token-embedding": "embedding_type", "ffn-gate-inp": "router_type"}
         classes = {name.replace("_", "-"): name for name in (*(name for _, name in CLASSES), "attn_qkv")}
         switches = ("pure", "leave-output-tensor", "ignore-imatrix-rules", "repack")
@@ -128,7 +128,7 @@ class Options:
         for word in rest:
             name, of_type = word.removeprefix("--"), word.removeprefix("--").removesuffix("-type")
             if not word.startswith("--"):
-                raise RecipeError(f"'{word}' is no flag of a plan")
+                raise RecipeError(f"'{word}' is not a flag of a plan")
             if name in switches:
                 found[name.replace("-output-tensor", "_output").replace("-", "_")] = True
             elif name == "repack-pattern":
@@ -138,12 +138,12 @@ class Options:
             elif of_type in classes:
                 found["class_types"][classes[of_type]] = types.layout(next(rest, ""))
             else:
-                raise RecipeError(f"'{word}' is no flag of a plan")
+                raise RecipeError(f"'{word}' is not a flag of a plan")
         return cls(**found)
 
     @property
     def choose(self) -> bool:
-        """Whether any of them chooses types."""
+        """Whether any of the flags chooses types."""
         return bool(self._choosing())
 
     def _choosing(self) -> list[str]:
@@ -169,9 +169,9 @@ def plan(
 ) -> Plan:
     """Decide the type of every tensor of a file.
 
-    `tensors` in file order (mixes go by it), `metadata` the file's, for the mixes. Raises RecipeError for flags that
-    contradict each other, DataError for an importance matrix that does not fit or a quantized source without
-    `allow_requantize`.
+    `tensors` are in file order, because mixes count them; mixes also read `metadata`, the file's. Raises RecipeError
+    for flags that contradict each other, DataError for an importance matrix that does not fit or a quantized source
+    without `allow_requantize`.
     """
     options = options or Options()
     recipe = recipe or Recipe()
@@ -231,7 +231,7 @@ class _Planner:
             return planned
         form, why = self.selection.form(t.name, t.shape, planned.type)
         if form is None:
-            kept = planned.wanted is None and self.target.default is not None  # and says so
+            kept = planned.wanted is None and self.target.default is not None  # its reason says so already
             return planned if kept else replace(planned, reason=f"{planned.reason}; not repacked: {why}")
         return replace(planned, type=form, reason=f"{planned.reason}; repacked", repacked=True)
 
@@ -332,7 +332,7 @@ class _Planner:
                     f"{t.name}: the importance matrix has {size} values for it, the tensor needs {matrices} x "
                     f"{columns} = {matrices * columns}; it was measured on another model"
                 )
-            entry = None  # a stand-in of another shape; an embedding, whose entry nobody should have measured
+            entry = None  # a stand-in of another shape, or an embedding, whose entry is not measured by design
         if entry is None and chosen.requires_imatrix:
             raise DataError(
                 f"{t.name}: {chosen.name} needs importance and the matrix has no entry for this tensor; choose another "
@@ -352,13 +352,13 @@ class _Planner:
             kind = ImportanceError if self.imatrix is None else DataError
             lacks = "no importance matrix is given" if self.imatrix is None else "the importance matrix lacks it"
             raise kind(
-                f"{t.name}: {chosen.name} is of little use without importance, and {lacks}; pass --imatrix FILE with "
+                f"{t.name}: {chosen.name} loses too much without importance, and {lacks}; pass --imatrix FILE with "
                 "an entry for it, choose another type, or pass --ignore-imatrix-rules"
             )
 
 
 def is_very_low(name: str, chosen: QuantType, target: FileType) -> bool:
-    """Whether a tensor of that name should never become this type without importance."""
+    """Whether a tensor of that name becomes useless in this type without importance."""
     kind = row_by_row(chosen).name
     return (kind in _VERY_LOW or (kind == "q2_K" and target.name == "Q2_K_S")) and name not in (EMBEDDING, OUTPUT)
 
@@ -388,8 +388,8 @@ def _require_of_model(imatrix: Imatrix, tensors: Sequence[Tensor]) -> None:
     matrices = [t.name for t in tensors if len(t.shape) > 1]
     if matrices and not any(importance_entry(name, imatrix) for name in matrices):
         raise DataError(
-            f"none of the importance matrix's {len(imatrix)} entries, as {next(iter(imatrix.entries))}, is for "
-            f"one of the {len(matrices)} matrices, as {matrices[0]}; it was measured on another model"
+            f"none of the importance matrix's {len(imatrix)} entries, such as {next(iter(imatrix.entries))}, is for "
+            f"one of the {len(matrices)} matrices, such as {matrices[0]}; it was measured on another model"
         )
 
 

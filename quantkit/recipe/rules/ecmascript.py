@@ -30,9 +30,9 @@ _REFUSED_GROUPS = (
 
 
 def compile_pattern(pattern: str, where: str = "") -> Pattern:
-    """What finds in a name what the ECMAScript pattern finds, in bounded time (quantkit/inputs/safe_regex.py).
+    """Compile an ECMAScript pattern to a matcher with bounded time (quantkit/inputs/safe_regex.py).
 
-    RecipeError names `where`, the pattern and the place.
+    Raises RecipeError with `where`, the pattern and the position, for what C++ `std::regex` would not accept.
     """
     if len(pattern) > MAX_LENGTH:
         raise RecipeError(f"pattern '{pattern[:80]}…' has {len(pattern)} characters; up to {MAX_LENGTH} are allowed")
@@ -40,6 +40,7 @@ def compile_pattern(pattern: str, where: str = "") -> Pattern:
 
 
 def _translate(pattern: str) -> str:
+    """The same pattern for Python's `re`."""
     out: list[str] = []
     at = 0
     while at < len(pattern):
@@ -70,7 +71,7 @@ def _group(pattern: str, at: int) -> tuple[str, int]:
 
 
 def _repeat(pattern: str, at: int) -> tuple[str, int]:
-    """A quantifier with its lazy mark."""
+    """The quantifier at `at` with its lazy mark, and the position after it."""
     end = at + 1
     if pattern[at] == "{":
         found = _QUANTIFIER.match(pattern, at)
@@ -87,7 +88,7 @@ def _repeat(pattern: str, at: int) -> tuple[str, int]:
 def _escape(pattern: str, at: int, letters: frozenset[str]) -> tuple[str, int]:
     letter = pattern[at + 1 : at + 2]
     if not letter:
-        raise _refuse(pattern, at, "the pattern ends in a lone backslash")
+        raise _refuse(pattern, at, "the pattern ends with a backslash that escapes nothing")
     if code := re.match(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[1-9])", pattern[at:]):
         return code[0], at + code.end()
     if letter.isalnum() and letter not in letters:
@@ -96,7 +97,7 @@ def _escape(pattern: str, at: int, letters: frozenset[str]) -> tuple[str, int]:
 
 
 def _class(pattern: str, at: int) -> tuple[str, int]:
-    """A bracket expression, up to the character after its end."""
+    """Translate the bracket expression at `at`; returns it and the position after it."""
     start = at
     negated = pattern[at + 1 : at + 2] == "^"
     at += 2 if negated else 1

@@ -381,18 +381,18 @@ def test_another_old_file(model: Path, tmp_path: Path, encodings: Encodings) -> 
     old, out = tmp_path / "old.gguf", tmp_path / "out.gguf"
     make(model, old)
     with_rule = r"blk\.1\.=q8_0"
-    assert encodings.of(lambda: make(model, out, with_rule, old=resume.open_old(old))) == {NAMES[1]}
+    assert encodings.of(lambda: make(model, out, with_rule, old=resume.open_old_file(old))) == {NAMES[1]}
     data = bytearray(old.read_bytes())
     data[quantkit.open(old).tensors[NAMES[3]].offset] ^= 1
     old.write_bytes(data)
-    assert encodings.of(lambda: make(model, out, with_rule, old=resume.open_old(old))) == {NAMES[1], NAMES[3]}
+    assert encodings.of(lambda: make(model, out, with_rule, old=resume.open_old_file(old))) == {NAMES[1], NAMES[3]}
     said: list[str] = []
-    assert len(encodings.of(lambda: make(model, out, old=resume.open_old(model), on_message=said.append))) == COUNT
+    assert len(encodings.of(lambda: make(model, out, old=resume.open_old_file(model), on_message=said.append))) == COUNT
     assert said == [
         f"reused: 0 of {COUNT} tensors are in {model}, which has no record of what its tensors were made from"
     ]
     done = interrupt(encodings, 6, model, old)
-    partial = resume.open_old(tmp_path / "old.gguf.partial-job")
+    partial = resume.open_old_file(tmp_path / "old.gguf.partial-job")
     assert len(encodings.of(lambda: make(model, out, old=partial))) == COUNT - done
 
 

@@ -220,7 +220,7 @@ class Quantization:
             keep_split=options.keep_split,
             progress=progress,
             fresh=options.fresh,
-            old=resume.open_old(Path(options.reuse)) if options.reuse else None,
+            old=resume.open_old_file(Path(options.reuse)) if options.reuse else None,
             partial_requant=options.partial_requant,
             on_message=on_message,
         )

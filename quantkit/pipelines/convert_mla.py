@@ -68,9 +68,11 @@ class HeadSizes:
         return {"kv": self.nope + self.v, "k": self.latent, "v": self.v}[kind]
 
     def columns(self, kind: str) -> int:
+        """Elements of a row in "kv", "k" or "v"."""
         return self.nope if kind == "k" else self.latent
 
     def shape(self, kind: str, stacked: bool) -> tuple[int, ...]:
+        """Shape of attn_KIND_b; `stacked` has the heads as its first of three dimensions."""
         rows, columns = self.rows(kind), self.columns(kind)
         return (self.heads, rows, columns) if stacked else (self.heads * rows, columns)
 
@@ -101,20 +103,24 @@ class Relayout:
 
     @property
     def changed(self) -> bool:
+        """Whether names or shapes of tensors change."""
         before = [(t.name, t.shape) for t in self.source.tensors.values()]
         return before != [(c.spec.name, c.spec.shape) for c in self.changes]
 
     @property
     def made(self) -> list[RelayoutTensor]:
+        """The tensors that are not copied."""
         return [change for change in self.changes if change.how != COPIED]
 
     @property
     def dropped(self) -> list[str]:
+        """Names of the source's tensors that the output lacks."""
         kept = {change.spec.name for change in self.changes}
         return [name for name in self.source.tensors if name not in kept]
 
     @property
     def nbytes(self) -> int:
+        """Bytes of tensor data in the output."""
         return sum(change.spec.nbytes for change in self.changes)
 
 
@@ -183,8 +189,8 @@ def _layer(
             continue
         needed = ("k", "v") if kind == "kv" else ("kv",)
         if any(part not in have for part in needed):
-            there = ", ".join(f"attn_{part}_b" for part in have)
-            raise FormatError(f"layer {block} has only {there}; it needs attn_kv_b, or attn_k_b and attn_v_b")
+            present = ", ".join(f"attn_{part}_b" for part in have)
+            raise FormatError(f"layer {block} has only {present}; it needs attn_kv_b, or attn_k_b and attn_v_b")
         sources = {part: have[part] for part in needed}
         type_, how = _type(kind, sources, sizes, chosen)
         yield TensorSpec(name, shape, type_), sources, how
@@ -206,13 +212,13 @@ def _type(
     found = {tensor.type.name for tensor in sources.values()}
     if found <= set(_FLOATS):
         return types.get(found.pop() if len(found) == 1 else "f32"), TRANSPOSED
-    wanted = chosen or types.get(_DEFAULT_TYPE)
-    if sizes.columns(kind) % wanted.block_size:
+    target = chosen or types.get(_DEFAULT_TYPE)
+    if sizes.columns(kind) % target.block_size:
         raise UnsupportedError(
-            f"rows of attn_{kind}_b have {sizes.columns(kind)} elements, which is not a multiple of {wanted.name}'s "
-            f"block size of {wanted.block_size}; choose another --type, for example bf16"
+            f"rows of attn_{kind}_b have {sizes.columns(kind)} elements, which is not a multiple of {target.name}'s "
+            f"block size of {target.block_size}; choose another --type, for example bf16"
         )
-    return wanted, REQUANTIZED
+    return target, REQUANTIZED
 
 
 def _metadata(source: GGUF, layout: str, sizes: HeadSizes, changes: list[RelayoutTensor]) -> Metadata:
@@ -296,7 +302,7 @@ def _tasks(change: RelayoutTensor, sizes: HeadSizes, errors: _Errors, writer: Wr
     compute: Callable[[int], np.ndarray] = {
         "k": functools.partial(_keys, change, sizes, errors),
         "v": functools.partial(_values, change, sizes),
-        "kv": functools.partial(_both, change, sizes, errors),
+        "kv": functools.partial(_keys_and_values, change, sizes, errors),
     }[kind]
     nbytes = change.spec.nbytes // sizes.heads
     for head in range(sizes.heads):
@@ -323,7 +329,7 @@ def _values(change: RelayoutTensor, sizes: HeadSizes, head: int) -> np.ndarray:
     return change.sources["kv"].rows(first, first + sizes.v)
 
 
-def _both(change: RelayoutTensor, sizes: HeadSizes, errors: _Errors, head: int) -> np.ndarray:
+def _keys_and_values(change: RelayoutTensor, sizes: HeadSizes, errors: _Errors, head: int) -> np.ndarray:
     """attn_kv_b of a head: attn_k_b transposed, then attn_v_b."""
     keys, values = change.sources["k"], change.sources["v"]
     k = keys.decode_rows(head * sizes.latent, (head + 1) * sizes.latent)

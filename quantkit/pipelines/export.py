@@ -3,8 +3,10 @@
     export_gguf("smollm2-q4_1.gguf", "SmolLM2-135M")
 
 Weights in f32, f16 and bf16 keep their dtype and their bits. Quantized weights are decoded exactly and stored as
-`dtype`, by default F32, which holds every decoded value. `convert` restores the same tensors, and all keys that a
-checkpoint can hold. The `general.*` keys are written to `gguf_metadata.json`, which `convert` reads.
+`dtype`, by default F32, which holds every decoded value. `quantkit convert` restores the same tensors, and all keys
+that a checkpoint can hold. The `general.*` keys are written to `gguf_metadata.json`, which `quantkit convert` reads.
+
+`quantkit.export` (`api`) is the public function: it takes `ExportOptions` and calls `export_gguf`.
 """
 
 from __future__ import annotations
@@ -103,7 +105,11 @@ def export_gguf(
 
 
 def plan_export(source: GGUF, directory: str | os.PathLike[str], dtype: str = "auto") -> Export:
-    """Plan the checkpoint of an open GGUF; `dtype` as in `export_gguf`."""
+    """Plan the checkpoint of an open GGUF: configuration, tokenizer files, and where each tensor comes from.
+
+    `dtype` is that of quantized tensors, as in `export_gguf`. Raises FormatError, DataError or UnsupportedError for
+    a model or a tokenizer that cannot be exported.
+    """
     described = validate.describe(source.metadata, source.tensors, source.path)
     arch, hparams = described.arch, described.hparams
     try:
@@ -126,7 +132,7 @@ def plan_export(source: GGUF, directory: str | os.PathLike[str], dtype: str = "a
         "generation_config.json": hf_tokenizer.generation_config(source.metadata),
         "tokenizer.json": tokenizer,
         "tokenizer_config.json": hf_tokenizer.tokenizer_config(source.metadata, hparams.n_ctx_train),
-        vocab.METADATA_FILE: _general(source),
+        vocab.METADATA_FILE: _general_keys(source),
     }
     files = {name: json.dumps(content, ensure_ascii=False, indent=2) + "\n" for name, content in contents.items()}
     return Export(source, Path(directory), files, specs, pieces)
@@ -138,7 +144,7 @@ def _dtype(tensor: Tensor, quantized: str) -> str:
     return own if own in _TORCH else quantized
 
 
-def _general(source: GGUF) -> dict[str, Any]:
+def _general_keys(source: GGUF) -> dict[str, Any]:
     """The `general.*` keys that no other file of a checkpoint holds."""
     prefix = "general."
     return {
@@ -148,7 +154,7 @@ def _general(source: GGUF) -> dict[str, Any]:
     }
 
 
-def _reader(tensor: Tensor, raw: bool) -> ReadRows:
+def _row_reader(tensor: Tensor, raw: bool) -> ReadRows:
     """A reader of a tensor's rows: the file's bytes as uint8 if `raw`, else float32.
 
     The rows of a vector are its elements. Interleaved rows are decoded in whole groups.
@@ -169,9 +175,9 @@ def _reader(tensor: Tensor, raw: bool) -> ReadRows:
 
 def _decode(spec: CheckpointSpec, piece: Piece, sources: list[Tensor], start: int, stop: int) -> np.ndarray:
     """Rows `start` to `stop` of a checkpoint tensor, as bytes. Rows that keep their dtype are not decoded."""
-    same = piece.transform.copies_rows and all(tensor.type.name.upper() == spec.dtype for tensor in sources)
-    data = piece.transform.rows([_reader(tensor, same) for tensor in sources], start, stop)
-    if same:
+    keeps_dtype = piece.transform.copies_rows and all(tensor.type.name.upper() == spec.dtype for tensor in sources)
+    data = piece.transform.rows([_row_reader(tensor, keeps_dtype) for tensor in sources], start, stop)
+    if keeps_dtype:
         return data
     try:
         return types.get(spec.dtype).quantize(data.reshape(-1, spec.shape[-1]), threads=1)

@@ -257,10 +257,10 @@ def plan_devices(options: PlanOptions, plan: Plan, metadata: Mapping[str, Any]) 
     notes = []
     if options.fit:
         gpus = flags.devices[1:] or tuple(Device(f"CUDA{i}", size) for i, size in enumerate(vram))
-        there = (Device(CPU.name, ram), *gpus)
+        devices = (Device(CPU.name, ram), *gpus)
         caches = cache.of_layers(metadata) if cache else ()
-        fitted = fit(tensors, metadata, there, caches, margin=margin, flags=flags, mla=options.mla)
-        flags, vram = dataclasses.replace(fitted.flags, devices=there), []
+        fitted = fit(tensors, metadata, devices, caches, margin=margin, flags=flags, mla=options.mla)
+        flags, vram = dataclasses.replace(fitted.flags, devices=devices), []
         notes.append(f"--fit for {flags.runtime}: equivalent to {fitted.text}")
     about = (tensors, metadata, flags, cache, vram, ram, margin)
     found = budget(*about, offload=offload)

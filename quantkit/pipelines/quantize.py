@@ -1,4 +1,4 @@
-"""Quantize a file: read, encode and write rows in small pieces, following a plan.
+"""Quantize a file: read, decode, encode and write rows in small pieces, with the types of a plan.
 
     source tensor -> pieces of rows -> decode -> encode -> check -> writer, in order
 
@@ -6,6 +6,8 @@ One thread decodes and encodes each piece. Several pieces are in flight, and the
 thread needs a constant amount of memory, tensors of all sizes keep all threads busy, and the bytes do not depend on the
 number of threads. The output appears under its final name when it is complete. An interrupted run is resumed
 (`resume.py`). The output records its source, importance matrix and codecs (`formats/provenance.py`).
+
+`quantkit.quantize` (`api`) is the public function: it plans, and calls `quantize_with_plan`.
 """
 
 from __future__ import annotations
@@ -70,10 +72,10 @@ class Override:
 
 @dataclass(frozen=True)
 class Written:
-    """The result of a run.
+    """The result of `quantize_with_plan`.
 
     paths    the files
-    size     their bytes, with headers and padding
+    size     their size in bytes, with headers and padding
     tensors  number of tensors
     resumed  tensors that an interrupted run had finished
     reused   tensors that were copied from an older file
@@ -122,7 +124,7 @@ def quantize_with_plan(
     keep_split: bool = False,
     progress: Progress | bool = False,
     fresh: bool = False,
-    old: resume.Old | None = None,
+    old: resume.OldFile | None = None,
     partial_requant: bool = False,
     on_message: Callable[[str], None] = lambda text: None,
 ) -> Written:
@@ -147,25 +149,25 @@ def quantize_with_plan(
     refuse_directory(out)
     refuse_inputs([out], source.paths)
     metadata = output_metadata(source.metadata, plan, imatrix, imatrix_file, overrides, effort, hide_imatrix)
-    job = resume.ResumableJob(out, source.paths, _wanted(plan, imatrix, effort))
-    if carries := plan.file_type.number is not None:
-        _set_records(metadata, job.wanted.values(), hide_imatrix)
+    job = resume.ResumableJob(out, source.paths, _expected_records(plan, imatrix, effort))
+    if has_records := plan.file_type.number is not None:
+        _set_records(metadata, job.expected.values(), hide_imatrix)
     specs = [TensorSpec(t.name, t.shape, t.type) for t in plan.tensors]
     limits = (split_max_bytes, split_max_tensors, _shards(source) if keep_split else None)
     job.layouts = layouts(out, metadata, specs, *limits)
     refuse_inputs([layout.path for layout in job.layouts], source.paths)
-    job.find(_about(metadata, source), fresh)
-    if partial_requant and (there := [layout.path for layout in job.layouts if layout.path.exists()]):
-        old = resume.open_parts(there)
+    job.find_interrupted(_settings(metadata, source), fresh)
+    if partial_requant and (existing := [layout.path for layout in job.layouts if layout.path.exists()]):
+        old = resume.open_old_shards(existing)
     with Writer(out, metadata, specs, *limits, resumable=True) as writer:
         try:
-            for line in job.check(source.tensors, plan.tensors, old, threads=threads, progress=progress):
-                on_message(line)
+            for message in job.find_unchanged(source.tensors, plan.tensors, old, threads=threads, progress=progress):
+                on_message(message)
             job.start(writer)
             run = _Run(source, plan, imatrix, effort, job)
             pump(run.pieces(), functools.partial(run.write, writer), run.nbytes, threads=threads, progress=progress)
             job.close()
-            if carries:
+            if has_records:
                 _set_records(metadata, run.records(), hide_imatrix)
                 writer.rewrite(metadata)
         except BaseException:
@@ -188,7 +190,7 @@ def _shards(source: QuantizeSource) -> list[int]:
 
 
 class _Run:
-    """The pieces that a run still has to make, and the provenance records of the finished tensors."""
+    """Encodes and writes the tensors that are not done yet, in pieces; collects the provenance records of all."""
 
     def __init__(
         self,
@@ -209,6 +211,7 @@ class _Run:
         return sum(t.bytes_after for t in self._plan.tensors if t.name not in self._job.done)
 
     def records(self) -> list[provenance.Record]:
+        """The records of all tensors, in the order of the output."""
         return [self._records[t.name] for t in self._plan.tensors]
 
     def write(self, writer: Writer, name: str, data: np.ndarray) -> None:
@@ -219,7 +222,7 @@ class _Run:
         if not progress.left:
             del self._in_progress[name]
             copied = self._job.copied.get(name)
-            self._records[name] = copied[1] if copied else progress.record(self._job.wanted[name])
+            self._records[name] = copied[1] if copied else progress.record(self._job.expected[name])
             self._job.finish(self._records[name])
 
     def pieces(self) -> Iterator[Job]:
@@ -257,9 +260,10 @@ class TensorProgress:
         self.left = pieces
         self.source, self.data = [b""] * pieces, [b""] * pieces
 
-    def record(self, wanted: provenance.Record) -> provenance.Record:
+    def record(self, expected: provenance.Record) -> provenance.Record:
+        """The record of the written tensor: `expected` with the hashes of its source and of its bytes."""
         source = provenance.of_pieces(self.planned.source.name, self.source)
-        return replace(wanted, source=source, data=provenance.of_pieces(self.planned.type.name, self.data))
+        return replace(expected, source=source, data=provenance.of_pieces(self.planned.type.name, self.data))
 
 
 @dataclass(frozen=True)
@@ -332,8 +336,8 @@ class _Piece:
 # ----------------------------------------------------------------------------------------------------------- provenance
 
 
-def _wanted(plan: Plan, imatrix: Imatrix | None, effort: str) -> dict[str, provenance.Record]:
-    """The provenance record of each tensor, as far as it is known before the source is read."""
+def _expected_records(plan: Plan, imatrix: Imatrix | None, effort: str) -> dict[str, provenance.Record]:
+    """The provenance record that each tensor will have; the hashes of source and output are not known yet."""
     found = {}
     for planned in plan.tensors:
         importance, codec = provenance.NONE, provenance.COPY
@@ -354,7 +358,7 @@ def _set_records(metadata: Metadata, records: Iterable[provenance.Record], hidde
     metadata.set(provenance.TENSORS, [str(record.hidden() if hidden else record) for record in listed], "str")
 
 
-def _about(metadata: Metadata, source: QuantizeSource) -> dict[str, str]:
+def _settings(metadata: Metadata, source: QuantizeSource) -> dict[str, str]:
     """The settings of a job by name, for a message that says how another job differs."""
     keys = {
         "file type": "general.file_type", "recipe": "quantkit.recipe", "version of quantkit": "quantkit.version",
@@ -379,11 +383,11 @@ def output_metadata(
     made = Metadata(source)
     made.set("general.quantization_version", QUANTIZATION_VERSION, "u32")
     for override in overrides:
-        _apply(made, override)
+        _apply_override(made, override)
     if imatrix is not None:
         entries, chunks = (0, 0) if hide_imatrix else (len(imatrix), imatrix.chunks)
         for key, text in (("file", imatrix_file), ("dataset", imatrix.described)):
-            made.set(f"quantize.imatrix.{key}", _HIDDEN if hide_imatrix else _short(text), "str")
+            made.set(f"quantize.imatrix.{key}", _HIDDEN if hide_imatrix else _truncated(text), "str")
         made.set("quantize.imatrix.entries_count", entries, "i32")
         if imatrix.chunks > 0:
             made.set("quantize.imatrix.chunks_count", chunks, "i32")
@@ -402,8 +406,8 @@ def output_metadata(
     return made
 
 
-def _apply(metadata: Metadata, override: Override) -> None:
-    """Set a key. An existing key keeps its kind, because readers reject a key of another kind."""
+def _apply_override(metadata: Metadata, override: Override) -> None:
+    """Set a metadata key. An existing key keeps its type, because readers reject a key of another type."""
     new = {"int": "i32", "float": "f32", "bool": "bool", "str": "str"}[override.kind]
     kind = metadata.kind(override.key) if override.key in metadata else new
     if isinstance(metadata.get(override.key), list) or (override.kind == "int") != (kind[0] in "ui"):
@@ -412,6 +416,6 @@ def _apply(metadata: Metadata, override: Override) -> None:
     metadata.set(override.key, override.value, kind)
 
 
-def _short(text: str) -> str:
+def _truncated(text: str) -> str:
     """The first bytes of a text, as many as readers of imatrix keys accept. Bytes that are not UTF-8 become `?`."""
     return text.encode(errors="replace")[:_LONGEST_TEXT].decode(errors="ignore")

@@ -58,10 +58,12 @@ class RepackedTensor(NamedTuple):
 
     @property
     def changed(self) -> bool:
+        """Whether the type changes."""
         return self.type is not self.tensor.type
 
     @property
     def spec(self) -> TensorSpec:
+        """Name, shape and type in the output."""
         return TensorSpec(self.tensor.name, self.tensor.shape, self.type)
 
     def tasks(self, writer: Writer) -> Iterator[WriteTask]:
@@ -115,6 +117,7 @@ class Repacking(NamedTuple):
 
     @property
     def changed(self) -> list[RepackedTensor]:
+        """The tensors whose type changes."""
         return [change for change in self.changes if change.changed]
 
     @property

@@ -1,7 +1,12 @@
-"""Resume an interrupted job, and reuse the unchanged tensors of an older file.
+"""Resume an interrupted `quantize`, and reuse the unchanged tensors of an older file.
+
+    job = ResumableJob(out, sources, expected); job.layouts = […]
+    job.find_interrupted(settings)                   partial files and journal of an earlier run
+    job.find_unchanged(source, planned, old)         fills `done` and `copied`: these tensors are not encoded
+    job.start(writer); job.finish(record); job.close(); job.remove_leftovers()
 
 A run writes `OUT.partial-job` and beside it a journal (`formats/journal.py`): the finished tensors, each with a
-`Record` of its source, importance and codec. The same command resumes from there. A tensor counts as done when
+`Record` of its source, importance and codec. The same command resumes from there. A tensor is done when
 
 - the journal belongs to this job: the headers are equal byte for byte, and so are types, recipe, options and metadata;
 - its record has the importance and the codec that a new run would use;
@@ -10,8 +15,9 @@ A run writes `OUT.partial-job` and beside it a journal (`formats/journal.py`): t
 - its bytes in the partial file have the hash of the record.
 
 If the interrupted run had other options, its files are renamed to `OUT.partial-old` and stay until the output is
-complete. Its unchanged tensors are reused like those of an older file (`Old`), whose records are in its metadata. In
-both cases the sources are always read: hashing takes at most a tenth of the time of encoding.
+complete: they are stale. Their unchanged tensors are reused like those of an older file (`OldFile`), which has its
+records in its metadata. In both cases the sources are always read: hashing takes at most a tenth of the time of
+encoding.
 """
 
 from __future__ import annotations
@@ -52,10 +58,11 @@ class PartialTensor:
     data: np.ndarray
 
     def rows(self, start: int, stop: int) -> np.ndarray:
+        """Rows in the tensor's type as uint8[stop - start, row_bytes]."""
         return self.type.rows_of(self.data, self.shape[-1], start, stop)
 
 
-def hash_of(tensor: Rows) -> str:
+def hash_tensor(tensor: Rows) -> str:
     """Read a tensor and return the hash of its type and bytes."""
 
     def pieces() -> Iterable[bytes]:
@@ -71,7 +78,7 @@ def hash_of(tensor: Rows) -> str:
 
 
 @dataclass(frozen=True)
-class Old:
+class OldFile:
     """An older file whose tensors may be reused: the tensors and their provenance records by name."""
 
     path: Path
@@ -79,17 +86,17 @@ class Old:
     records: Mapping[str, Record]
 
 
-def open_old(path: Path) -> Old:
+def open_old_file(path: Path) -> OldFile:
     """Open a file, any shard of a set, or the `OUT.partial-job` of an interrupted run."""
     found = journal.read(path.with_name(path.name + JOURNAL))
     file = gguf.open(path)
-    return Old(path, file.tensors, _records(found) if found else provenance.records(file.metadata))
+    return OldFile(path, file.tensors, _records(found) if found else provenance.records(file.metadata))
 
 
-def open_parts(paths: Sequence[Path]) -> Old:
+def open_old_shards(paths: Sequence[Path]) -> OldFile:
     """Open some shards of a set. The records are in the first shard."""
     file = gguf.open_parts(paths)
-    return Old(paths[0], file.tensors, provenance.records(file.metadata))
+    return OldFile(paths[0], file.tensors, provenance.records(file.metadata))
 
 
 def _records(found: journal.Found) -> dict[str, Record]:
@@ -105,22 +112,23 @@ def _records(found: journal.Found) -> dict[str, Record]:
 class ResumableJob:
     """A job: the files to write, and the finished tensors of earlier runs.
 
-    sources  the input files
-    layouts  the output files
-    wanted   a record of each tensor, whose hashes are not known yet
-    done     tensors that are already in the partial files
-    copied   tensors to copy from another file, each with its record
-    resumed  names of the tensors that an earlier run of this job finished
+    out       the output file, or the prefix of its shards
+    sources   the input files
+    layouts   the output files
+    expected  the record that a new run would write for each tensor; hashes of bytes are not known yet
+    done      tensors that are already in the partial files
+    copied    tensors to copy from another file, each with its record
+    resumed   names of the tensors that an earlier run of this job finished
     """
 
     out: Path
     sources: Sequence[Path]
-    wanted: Mapping[str, Record]
+    expected: Mapping[str, Record]
     layouts: Sequence[Layout] = ()
     done: dict[str, Record] = field(default_factory=dict)
     copied: dict[str, tuple[Rows, Record]] = field(default_factory=dict)
     resumed: set[str] = field(default_factory=set)
-    _about: Mapping[str, str] = field(default_factory=dict)
+    _settings: Mapping[str, str] = field(default_factory=dict)
     _stale_settings: str = ""  # how the settings of a stale job differ
     _found: journal.Found | None = None
     _partial_files: list[tuple[Layout, np.ndarray, bool]] = field(default_factory=list)
@@ -133,23 +141,24 @@ class ResumableJob:
 
     @property
     def journal_path(self) -> Path:
-        return journal_of(self.out)
+        """The journal beside the partial file."""
+        return _journal_path(self.out)
 
     @functools.cached_property
-    def number(self) -> str:
-        """A digest of all settings that decide the output's bytes, without source data and importance values."""
+    def digest(self) -> str:
+        """SHA-256 of the output's headers: all settings that decide its bytes, without source data and importance."""
         digest = hashlib.sha256()
         for layout in self.layouts:
             digest.update(f"{layout.path.name} {layout.size} {len(layout.header)}\n".encode("utf-8", "surrogateescape"))
             digest.update(layout.header)
         return digest.hexdigest()
 
-    def find(self, about: Mapping[str, str], fresh: bool = False) -> None:
-        """Look for the files of an interrupted run; with `fresh` delete them. Rename those of another job as stale.
+    def find_interrupted(self, settings: Mapping[str, str], fresh: bool = False) -> None:
+        """Look for the files of an interrupted run; with `fresh`, delete them. Rename those of another job as stale.
 
-        `about` has the job's settings by the name that a message uses.
+        `settings` are the job's, by the names that messages use.
         """
-        self._about = about
+        self._settings = settings
         for path in {self.out, *(layout.path for layout in self.layouts)}:
             refuse_live(partial(path))
         if fresh:
@@ -158,69 +167,72 @@ class ResumableJob:
             for layout in self.layouts:
                 partial(layout.path).unlink(missing_ok=True)
         found = journal.read(self.journal_path)
-        if found and found.header.get("job") != self.number:
+        if found and found.header.get("job") != self.digest:
             self._stale_settings = self._differences(found)
             _mark_stale(self.journal_path, found)
             found = None
-        if not found and (restored := _restore_stale(self.journal_path, self.number)):
+        if not found and (restored := _restore_stale(self.journal_path, self.digest)):
             found, self._stale_settings = restored, ""
         self._found = found
         self._partial_files = list(self._find_partial_files()) if found else []
 
     def _differences(self, found: journal.Found) -> str:
-        """How the settings of a found job differ from this one's."""
+        """How the settings of the journal's job differ from this job's, for a message."""
         theirs = found.header.get("about")
         theirs = theirs if isinstance(theirs, dict) else {}
         differ = [
             f"{name} {theirs[name]!r} instead of {mine!r}" if len(f"{mine}{theirs[name]}") < 80 else f"another {name}"
-            for name, mine in self._about.items()
+            for name, mine in self._settings.items()
             if name in theirs and theirs[name] != mine
         ]
         return ", ".join(differ) or "other options or other metadata"
 
-    def check(
-        self, source: Mapping[str, Rows], wanted: Sequence[PlannedTensor], old: Old | None, **options: Any
+    def find_unchanged(
+        self, source: Mapping[str, Rows], planned: Sequence[PlannedTensor], old: OldFile | None, **options: Any
     ) -> Iterator[str]:
-        """Find the `wanted` tensors that need no encoding; yield lines for the user that say how many there are.
+        """Find the `planned` tensors that need no encoding; yield messages that say how many there are.
 
         `options` are those of `pipeline.spread`.
         """
-        places = self._places(wanted)
-        known = _records(self._found) if places and self._found else {}
+        stored = self._stored_tensors(planned)
+        known = _records(self._found) if stored and self._found else {}
         unchanged = self._found is not None and self._found.header.get("sources") == _identities(self.sources)
-        olds = [each for each in (_open_stale(self.journal_path), old) if each]
+        old_files = [file for file in (_open_stale(self.journal_path), old) if file]
 
-        def look(planned: PlannedTensor) -> int:
-            name, actual = planned.name, functools.cache(lambda: hash_of(source[planned.name]))
+        def examine(tensor: PlannedTensor) -> int:
+            name, source_hash = tensor.name, functools.cache(lambda: hash_tensor(source[tensor.name]))
             record = known.get(name)
-            if record and name in places and record.made_like(self.wanted[name]):
-                where, in_place = places[name]
-                if (unchanged or actual() == record.source) and hash_of(where) == record.data:
+            if record and name in stored and record.made_like(self.expected[name]):
+                where, in_place = stored[name]
+                if (unchanged or source_hash() == record.source) and hash_tensor(where) == record.data:
                     self.resumed.add(name)
                     if in_place:
                         self.done[name] = record
                     else:
                         self.copied[name] = where, record
                     return 1
-            for each in olds:
-                record, tensor = each.records.get(name), each.tensors.get(name)
-                like = record and tensor and record.made_like(self.wanted[name]) and _alike(tensor, planned)
-                if record and tensor and like and actual() == record.source and hash_of(tensor) == record.data:
-                    self.copied[name] = tensor, record
+            for old_file in old_files:
+                old_record, old_tensor = old_file.records.get(name), old_file.tensors.get(name)
+                if old_record is None or old_tensor is None:
+                    continue
+                same_recipe = old_record.made_like(self.expected[name]) and _same_layout(old_tensor, tensor)
+                same_bytes = same_recipe and source_hash() == old_record.source
+                if same_bytes and hash_tensor(old_tensor) == old_record.data:
+                    self.copied[name] = old_tensor, old_record
                     return 1
             return 1
 
-        if known or any(each.records for each in olds):
-            spread([functools.partial(look, t) for t in wanted], len(wanted), unit="tensors", **options)
-        return self._summary(olds)
+        if known or any(old_file.records for old_file in old_files):
+            spread([functools.partial(examine, t) for t in planned], len(planned), unit="tensors", **options)
+        return self._summary(old_files)
 
-    def _summary(self, olds: Sequence[Old]) -> Iterator[str]:
-        count = len(self.wanted)
+    def _summary(self, old_files: Sequence[OldFile]) -> Iterator[str]:
+        count = len(self.expected)
         if self._found:
             yield f"resumed: {len(self.resumed)} of {count} tensors were done"
         if self._stale_settings:
             yield f"an interrupted run for {self.out} had {self._stale_settings}; its unchanged tensors are reused"
-        for old in olds:
+        for old in old_files:
             n = sum(self.copied[name][0] is old.tensors.get(name) for name in self.reused)
             why = "" if old.records else ", which has no record of what its tensors were made from"
             yield f"reused: {n} of {count} tensors are in {old.path}{why}"
@@ -236,21 +248,21 @@ class ResumableJob:
                     yield layout, map_file(path), path != layout.path
                     break
 
-    def _places(self, wanted: Iterable[PlannedTensor]) -> dict[str, tuple[PartialTensor, bool]]:
-        """Each tensor's bytes in those files, finished or not; True if they are in a partial file."""
-        kinds = {t.name: t for t in wanted}
-        places: dict[str, tuple[PartialTensor, bool]] = {}
+    def _stored_tensors(self, planned: Iterable[PlannedTensor]) -> dict[str, tuple[PartialTensor, bool]]:
+        """Each tensor's bytes in the files of the earlier run, finished or not; True if they are in a partial file."""
+        by_name = {t.name: t for t in planned}
+        stored: dict[str, tuple[PartialTensor, bool]] = {}
         for layout, data, in_place in self._partial_files:
             for slot in layout.slots:
-                kind, stored = kinds[slot.name], data[slot.offset : slot.offset + slot.nbytes]
-                places[slot.name] = PartialTensor(kind.shape, kind.type, stored), in_place
-        return places
+                tensor, rows = by_name[slot.name], data[slot.offset : slot.offset + slot.nbytes]
+                stored[slot.name] = PartialTensor(tensor.shape, tensor.type, rows), in_place
+        return stored
 
     def start(self, writer: StreamWriter) -> None:
         """Start the journal, or continue the one that was found."""
         files = [partial(layout.path).name for layout in self.layouts]
-        header = {"job": self.number, "sources": _identities(self.sources), "about": dict(self._about),
-                  "tensors": len(self.wanted), "files": files}  # fmt: skip
+        header = {"job": self.digest, "sources": _identities(self.sources), "about": dict(self._settings),
+                  "tensors": len(self.expected), "files": files}  # fmt: skip
         found = self._found
         if found and (found.header.get("sources") != header["sources"] or set(found.entries) != set(self.done)):
             found = None  # the journal is out of date: write a new one
@@ -269,7 +281,7 @@ class ResumableJob:
         self._journal.close()
 
     def abort(self) -> bool:
-        """End a run early. Returns whether there is anything to resume; if not, the journal is deleted."""
+        """Close the journal after an error or interrupt. Returns whether a later run can resume; if not, delete it."""
         if self._journal is None:  # the run ended before it started one
             return self._found is not None
         with suppress(Exception):  # the error that ended the run is the one to report
@@ -286,14 +298,14 @@ class ResumableJob:
             remove_stale(layout.path)
 
 
-def journal_of(out: Path) -> Path:
+def _journal_path(out: Path) -> Path:
     path = partial(out)
     return path.with_name(path.name + JOURNAL)
 
 
 def unfinished(out: Path) -> tuple[int, int] | None:
     """(finished tensors, all tensors) of an interrupted run for `out`; None if there is no such run."""
-    found = journal.read(journal_of(out))
+    found = journal.read(_journal_path(out))
     return (len(found.entries), int(found.header.get("tensors", 0))) if found else None
 
 
@@ -339,13 +351,13 @@ def _restore_stale(journal_path: Path, job: str) -> journal.Found | None:
     return found
 
 
-def _open_stale(journal_path: Path) -> Old | None:
+def _open_stale(journal_path: Path) -> OldFile | None:
     stale = _stale(journal_path)
     found = journal.read(stale)
     files = [path for path in map(_stale, _files(stale, found)) if path.exists()] if found else []
     if not found or not files:
         return None
-    return Old(files[0], gguf.open_parts(files).tensors, _records(found))
+    return OldFile(files[0], gguf.open_parts(files).tensors, _records(found))
 
 
 def _discard(journal_path: Path) -> None:
@@ -368,5 +380,5 @@ def _identities(paths: Sequence[Path]) -> list[list[Any]]:
     return found
 
 
-def _alike(a: Rows, b: PlannedTensor) -> bool:
+def _same_layout(a: Rows, b: PlannedTensor) -> bool:
     return a.type is b.type and tuple(a.shape) == tuple(b.shape)

@@ -32,7 +32,7 @@ from quantkit.formats.imatrix import Imatrix
 from quantkit.formats.mapping import release
 from quantkit.formats.pipeline import Progress, spread
 from quantkit.formats.provenance import Record, Rows
-from quantkit.pipelines.resume import hash_of
+from quantkit.pipelines.resume import hash_tensor
 from quantkit.recipe import importance_entry
 from quantkit.types import check_finite
 from quantkit.types.families.interleave import Interleaved
@@ -47,18 +47,31 @@ class OriginalModel(Protocol):
 
 @dataclass
 class Verified:
-    """The findings. `rerun` says whether a rerun reproduces the file; None if the sources were not compared."""
+    """The result of `verify`.
+
+    Fields:
+
+        file      the opened file
+        decoded   number of tensors whose values were checked
+        hashed    number of tensors whose bytes match the recorded hash
+        recorded  number of tensors with a record of what they were made from
+        damage    one sentence for each defect of the file; empty if it is sound
+        changes   by tensor that a rerun would change: the reasons
+        notes     what could not be compared, and why
+        rerun     whether a rerun reproduces the file; None if the sources were not compared
+    """
 
     file: GGUF
-    decoded: int = 0  # tensors whose values were checked
-    hashed: int = 0  # tensors whose bytes match the recorded hash
-    recorded: int = 0  # tensors with a record
+    decoded: int = 0
+    hashed: int = 0
+    recorded: int = 0
     damage: list[str] = field(default_factory=list)
-    changes: dict[str, list[str]] = field(default_factory=dict)  # tensor -> why a rerun would change it
+    changes: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     rerun: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
+        """The fields of `quantkit verify --json`, without its schema."""
         names = ("decoded", "hashed", "recorded", "damage", "changes", "notes", "rerun")
         return {"path": self.file.path, "tensors": len(self.file.tensors)} | {n: getattr(self, n) for n in names}
 
@@ -71,7 +84,7 @@ def verify_gguf(
     threads: int | None = None,
     progress: Progress | bool = False,
 ) -> Verified:
-    """Check a file. With `source`, and `imatrix` if one was used, also check whether a rerun would reproduce it."""
+    """Check an open file. `source`, and `imatrix` if one was used, also tell whether a rerun would reproduce it."""
     found = Verified(file)
     records = provenance.records(file.metadata)
     found.recorded = sum(name in records for name in file.tensors)
@@ -79,15 +92,17 @@ def verify_gguf(
     if absent := [name for name in records if name not in file.tensors]:
         found.damage.append(f"{len(absent)} recorded tensors are missing, for example {absent[0]}")
 
-    def work(tensor: Tensor) -> int:
+    def check_tensor(tensor: Tensor) -> int:
         record = records.get(tensor.name)
         _check_bytes(found, tensor, record)
-        if record and (reasons := _changes(record, file, source, imatrix)):
+        if record and (reasons := _reasons_to_change(record, file, source, imatrix)):
             found.changes[tensor.name] = reasons
         return tensor.nbytes
 
     total = sum(tensor.nbytes for tensor in file.tensors.values())
-    spread((functools.partial(work, t) for t in file.tensors.values()), total, threads=threads, progress=progress)
+    spread(
+        (functools.partial(check_tensor, t) for t in file.tensors.values()), total, threads=threads, progress=progress
+    )
     found.damage.sort()
     found.notes.sort()
     found.changes = {name: found.changes[name] for name in file.tensors if name in found.changes}
@@ -98,7 +113,7 @@ def verify_gguf(
 def _check_bytes(found: Verified, tensor: Tensor, record: Record | None) -> None:
     """Decode a tensor and hash it."""
     pieces = []
-    before = _layout_before(tensor, record) if record else None
+    to_recorded = _to_recorded_layout(tensor, record) if record else None
     for start, stop in provenance.row_pieces(tensor.shape):
         data = tensor.rows(start, stop)
         if tensor.type.has_codec:
@@ -107,13 +122,13 @@ def _check_bytes(found: Verified, tensor: Tensor, record: Record | None) -> None
             except DataError as error:
                 found.damage.append(f"{tensor.name}: {error}")
                 return
-        if before is not None:
-            pieces.append(provenance.of_piece(before(data)))
+        if to_recorded is not None:
+            pieces.append(provenance.of_piece(to_recorded(data)))
         release(data)
     found.decoded += tensor.type.has_codec
     if record is None:
         return
-    if before is None:
+    if to_recorded is None:
         found.notes.append(
             f"{tensor.name}: is {tensor.type.name} and was written as {record.type}, so its hash was not compared"
         )
@@ -123,7 +138,7 @@ def _check_bytes(found: Verified, tensor: Tensor, record: Record | None) -> None
         found.damage.append(f"{tensor.name}: its bytes have changed since it was written: the hash differs")
 
 
-def _layout_before(tensor: Tensor, record: Record) -> Callable[[np.ndarray], np.ndarray] | None:
+def _to_recorded_layout(tensor: Tensor, record: Record) -> Callable[[np.ndarray], np.ndarray] | None:
     """A function that converts a tensor's rows to the recorded layout, if the file was repacked; None if it cannot."""
     now, then = tensor.type, types.layout(record.type)
     if now is then:
@@ -135,7 +150,7 @@ def _layout_before(tensor: Tensor, record: Record) -> Callable[[np.ndarray], np.
     return None
 
 
-def _changes(record: Record, file: GGUF, source: OriginalModel | None, imatrix: Imatrix | None) -> list[str]:
+def _reasons_to_change(record: Record, file: GGUF, source: OriginalModel | None, imatrix: Imatrix | None) -> list[str]:
     """Why a rerun would or might change a tensor's bytes; empty if it would not."""
     reasons = []
     if record.codec != provenance.COPY:
@@ -146,7 +161,7 @@ def _changes(record: Record, file: GGUF, source: OriginalModel | None, imatrix: 
         original = source.tensors.get(record.name)
         if original is None:
             reasons.append("it is missing from the source")
-        elif hash_of(original) != record.source:
+        elif hash_tensor(original) != record.source:
             reasons.append("its source has changed")
     if source is not None and record.importance not in (provenance.NONE, provenance.HIDDEN) and imatrix is not None:
         entry = importance_entry(record.name, imatrix)

@@ -1,7 +1,7 @@
-"""Exceptions, and `printable` for names in messages. The library raises them; the command line prints them and exits
-with status 1.
+"""The exceptions that quantkit raises, and `printable` for names in messages.
 
-A message is complete by itself: it names the file, the tensor, the numbers that disagree and the remedy.
+The command line prints them and exits with status 1 (`OptionError`: 2). A message is complete: it names the file, the
+tensor, the numbers that disagree and the remedy.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class FormatError(QuantkitError):
 
 
 class DataError(QuantkitError):
-    """Values that quantkit cannot use: NaN, Inf, a shape that does not fit a type, an option out of range."""
+    """Values that quantkit cannot use: NaN, Inf, a shape that does not fit a type, an argument out of range."""
 
 
 class OptionError(QuantkitError):
-    """Options that contradict each other or lack one that they need. The command line exits with 2."""
+    """Options that contradict each other or need another option. The command line exits with status 2."""
 
 
 class UnsupportedError(QuantkitError):
@@ -30,11 +30,11 @@ class UnsupportedError(QuantkitError):
 
 
 class KernelError(QuantkitError):
-    """Compiled code raised an exception, so its output is incomplete; or its worker threads could not be started."""
+    """Compiled code failed, so its output is incomplete, or its worker threads could not be started."""
 
 
 class UnknownNameError(QuantkitError):
-    """A name that is not registered; the message lists the nearest ones."""
+    """A name that is not registered. `name` is that name, `near` the registered names that resemble it most."""
 
     def __init__(self, kind: str, name: object, known: Iterable[str]):
         import difflib

@@ -1,9 +1,9 @@
-"""Architectures: one file each, data for the converter, the exporter and the runtime alike.
+"""Architectures: one file each, read by the converter, the exporter, the planner and the runtime.
 
-get("llama")      by the name in general.architecture
-from_hf(config)   by the class named in config.json
-all()             every architecture, by name
-language_model(config)   config.json of the language model, where it describes a larger one; with the class's defaults
+get("llama")             the architecture with this name in general.architecture
+from_hf(config)          the architecture of a config.json
+all()                    every architecture, sorted by name
+language_model(config)   the config of the language model in a multimodal one, with the class's defaults
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def get(name: str) -> Arch:
 
 
 def from_hf(config: Config) -> Arch:
-    """The architecture of a config.json."""
+    """The architecture of a config.json. UnsupportedError lists the classes that quantkit knows."""
     name = _class_named(config)
     if (found := _of_class(name, config)) is not None:
         return found
@@ -45,15 +45,16 @@ def from_hf(config: Config) -> Arch:
 
 
 def all() -> list[Arch]:
-    """Every architecture, by name."""
+    """Every architecture, sorted by name."""
     return [arch for _, arch in sorted(base.registered().items())]
 
 
 def language_model(config: Config) -> dict[str, Any]:
-    """What config.json says of the language model, with what its class has by default where that is omitted.
+    """The config.json of the language model, with its class's defaults for settings that are omitted.
 
-    For a multimodal model, "architectures" becomes the class of the language model in it: the one that is named, else
-    that of its model_type, else the class of the whole. FormatError if a setting has another type or is out of bounds.
+    For a multimodal model, "architectures" becomes the class of the language model: the one that its config names, else
+    the class of its model_type, else the class of the whole model. FormatError if a setting has a wrong type or is out
+    of bounds.
     """
     text = wrapper.text_config(config)
     found = dict(config) if text is None else wrapper.merge_text_config(config, text)
@@ -80,14 +81,14 @@ def _of_class(name: str, config: Config) -> Arch | None:
 def _class_named(config: Config) -> str:
     names = _classes(config)
     if not names:
-        raise FormatError("config.json has no 'architectures'; it says which class the checkpoint is of")
+        raise FormatError("config.json has no 'architectures'; this entry names the class of the checkpoint")
     return names[0]
 
 
 def _classes(config: Config) -> list[str]:
-    """The names of classes in "architectures"; FormatError where an entry is no string."""
+    """The class names in "architectures". FormatError if an entry is not a string."""
     names = sequence(config, "architectures")
     found = [name for name in names if isinstance(name, str)]
     if len(found) < len(names):
-        raise FormatError(f"config.json: architectures = {names!r:.80}; it has to be a list of names of classes")
+        raise FormatError(f"config.json: architectures = {names!r:.80}; it has to be a list of class names")
     return found

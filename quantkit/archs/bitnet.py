@@ -1,11 +1,13 @@
-"""bitnet-b1.58 and bitnet: BitNet b1.58, ternary matrices. What heads attended to is normed before the output
-projection, and what gates let through before the projection down. Gates are squared ReLU (bitnet-b1.58: the models of
-2B and later) or SiLU (bitnet: the first ones). "neox" rope, as checkpoints have it.
+"""bitnet-b1.58 and bitnet: BitNet b1.58, with ternary matrices.
 
-A matrix is -s, 0 or s throughout, with one s of its own. Files hold these values; IQ1_BN and IQ2_BN hold them in 1.6
-and 2 bits, s with each row. Files of other converters that hold -1, 0 and 1 with s in a tensor of its own, NAME.scale,
-run as well. Checkpoints have the values packed, or floats that become ternary where config.json says so
-(formats/safetensors/quantized_checkpoint.py). Activations are not rounded to 8 bits, as the model's own layers do.
+RMS norms also come before the attention's output projection and before the feed-forward's down projection. Gates are
+squared ReLU (bitnet-b1.58: the 2B and later models) or SiLU (bitnet: the first models). RoPE is "neox", the order of
+rows in checkpoints.
+
+All weights of a matrix are -s, 0 or s, with one scale s for the matrix. GGUF files hold these values; IQ1_BN and IQ2_BN
+store them in 1.6 and 2 bits with s in each row. Files of other converters, which hold -1, 0 and 1 and store s in a
+tensor NAME.scale, run as well. Checkpoints have packed values, or floats that become ternary if config.json says so
+(`formats/safetensors/quantized_checkpoint.py`). The model's own code rounds activations to 8 bits; quantkit does not.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """deepseek2: DeepSeek V2, V3 and R1, Kimi K2. Latent attention (MLA), leading dense layers, routed and shared experts.
 
-Keys and values are read from a latent of kv_lora_rank columns and from rope elements that all heads share. With H
-heads, `nope` and `rope` elements of a head's query, `v` of its value, the tensors between latent and heads are
+Keys and values are computed from a latent of kv_lora_rank columns and from RoPE elements that all heads share. A head
+has `nope` + `rope` elements in its query and `v` in its value. With H heads, the tensors between latent and heads are
 
-    attn_kv_b   [H * (nope + v), kv_lora]   the checkpoint's: of each head the rows of its key, then of its value
+    attn_kv_b   [H * (nope + v), kv_lora]   as in checkpoints: for each head the rows of its key, then of its value
     attn_k_b    [H * kv_lora, nope]         the key rows of each head, transposed; also [H, kv_lora, nope]
     attn_v_b    [H * v, kv_lora]            the value rows of each head; also [H, v, kv_lora]
 
-Files hold the first ("joint"), the others ("split": upstream's converter, 3-D, whose head_count_kv, key_length and
-value_length are those of the latent) or all of them (ik_llama.cpp's converter, and this one). Rope turns neighbouring
-elements, as checkpoints have them. YaRN's mscale multiplies the scores, not cos and sin. The norms of the latents have
-an epsilon of their own, which transformers fixes. MTP layers are left out unless they are asked
-for: the reference does not load files that have them.
+Files hold the first ("joint"), the other two ("split") or all three ("all": ik_llama.cpp's converter and quantkit).
+llama.cpp's converter writes "split" with 3-D tensors; its head_count_kv, key_length and value_length are those of the
+latent. RoPE rotates neighbouring elements, the order of checkpoints. YaRN's mscale multiplies the scores, not cos and
+sin. The norms of the latents have their own epsilon, a constant in transformers. MTP layers are dropped by default,
+because ik_llama.cpp does not load files that have them.
 """
 
 from __future__ import annotations
@@ -44,22 +44,23 @@ _LEFT_OUT = {
 
 @dataclass(frozen=True, kw_only=True)
 class LatentHParams(HParams):
-    """head_dim_k is nope + rope, head_dim_v that of a head's value, n_head_kv = n_head, whatever the keys say."""
+    """HParams with the sizes of the latents. head_dim_k is nope + rope, head_dim_v is v, n_head_kv is n_head."""
 
-    q_lora: int  # 0: queries are projected at once
+    q_lora: int  # 0: queries have one matrix, without a latent
     kv_lora: int
     score_factor: float = 1.0  # YaRN's mscale squared
 
     @property
     def nope(self) -> int:
+        """Elements of a head's query and key without RoPE."""
         return self.head_dim_k - self.rope.dim
 
 
-# ---------------------------------------------------------------------------------------------------------- the halves
+# --------------------------------------------------------------------------------------------- attn_kv_b and its halves
 
 
 @dataclass(frozen=True)
-class _Heads:
+class _HeadSizes:
     """Sizes of attn_kv_b and its halves."""
 
     heads: int
@@ -68,7 +69,7 @@ class _Heads:
     kv_lora: int
 
     @classmethod
-    def of(cls, hp: LatentHParams) -> _Heads:
+    def of(cls, hp: LatentHParams) -> _HeadSizes:
         return cls(hp.n_head, hp.nope, hp.head_dim_v, hp.kv_lora)
 
     def check(self, shape: Shape) -> None:
@@ -81,11 +82,11 @@ class _Heads:
 
 
 class KeyHalf(Transform):
-    """attn_k_b of attn_kv_b."""
+    """Make attn_k_b from attn_kv_b: the key rows of each head, transposed."""
 
     copies_rows = False
 
-    def __init__(self, sizes: _Heads):
+    def __init__(self, sizes: _HeadSizes):
         self.sizes = sizes
         self.row_multiple = sizes.kv_lora
 
@@ -102,9 +103,9 @@ class KeyHalf(Transform):
 
 
 class ValueHalf(Transform):
-    """attn_v_b of attn_kv_b."""
+    """Make attn_v_b from attn_kv_b: the value rows of each head."""
 
-    def __init__(self, sizes: _Heads):
+    def __init__(self, sizes: _HeadSizes):
         self.sizes = sizes
         self.row_multiple = sizes.v
 
@@ -121,11 +122,11 @@ class ValueHalf(Transform):
 
 
 class JoinHalves(Transform):
-    """attn_kv_b of attn_k_b and attn_v_b, of two dimensions or three."""
+    """Make attn_kv_b from attn_k_b and attn_v_b, which may be 2-D or 3-D."""
 
     copies_rows = False
 
-    def __init__(self, sizes: _Heads):
+    def __init__(self, sizes: _HeadSizes):
         self.sizes = sizes
         self.row_multiple = sizes.nope + sizes.v
 
@@ -143,7 +144,7 @@ class JoinHalves(Transform):
 
 
 def in_layout(tensors: Iterable[ExpectedTensor], layout: str) -> list[ExpectedTensor]:
-    """Tensors as files of a layout have them: "all" of attn_kv_b, attn_k_b and attn_v_b, the "joint" one, "split"."""
+    """The tensors that a file of a layout ("all", "joint" or "split", see the top of this file) has."""
     left_out = _LEFT_OUT[layout]
     return [t for t in tensors if not any(f".{stem}." in t.name for stem in left_out)]
 
@@ -151,11 +152,11 @@ def in_layout(tensors: Iterable[ExpectedTensor], layout: str) -> list[ExpectedTe
 # ---------------------------------------------------------------------------------------------------- the architecture
 
 
-def _direct(hp: LatentHParams, layer: int) -> bool:
+def _has_direct_q(hp: LatentHParams, layer: int) -> bool:
     return not hp.q_lora
 
 
-def _low_rank(hp: LatentHParams, layer: int) -> bool:
+def _has_low_rank_q(hp: LatentHParams, layer: int) -> bool:
     return bool(hp.q_lora)
 
 
@@ -170,20 +171,23 @@ class DeepSeek2(Decoder):
     rules = (
         *EMBEDDING_RULES,
         Rule("blk.N.attn_norm", "model.layers.N.input_layernorm", f32=True),
-        Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", layers=_direct),
-        Rule("blk.N.attn_q_a", "model.layers.N.self_attn.q_a_proj", layers=_low_rank, bias=True),
-        Rule("blk.N.attn_q_a_norm", "model.layers.N.self_attn.q_a_layernorm", layers=_low_rank, f32=True),
-        Rule("blk.N.attn_q_b", "model.layers.N.self_attn.q_b_proj", layers=_low_rank),
+        Rule("blk.N.attn_q", "model.layers.N.self_attn.q_proj", layers=_has_direct_q),
+        Rule("blk.N.attn_q_a", "model.layers.N.self_attn.q_a_proj", layers=_has_low_rank_q, bias=True),
+        Rule("blk.N.attn_q_a_norm", "model.layers.N.self_attn.q_a_layernorm", layers=_has_low_rank_q, f32=True),
+        Rule("blk.N.attn_q_b", "model.layers.N.self_attn.q_b_proj", layers=_has_low_rank_q),
         Rule("blk.N.attn_kv_a_mqa", "model.layers.N.self_attn.kv_a_proj_with_mqa", bias=True),
         Rule("blk.N.attn_kv_a_norm", "model.layers.N.self_attn.kv_a_layernorm", f32=True),
         Rule("blk.N.attn_kv_b", "model.layers.N.self_attn.kv_b_proj"),
         Rule(
-            "blk.N.attn_k_b", "model.layers.N.self_attn.kv_b_proj", lambda hp: KeyHalf(_Heads.of(hp)), to_gguf_only=True
+            "blk.N.attn_k_b",
+            "model.layers.N.self_attn.kv_b_proj",
+            lambda hp: KeyHalf(_HeadSizes.of(hp)),
+            to_gguf_only=True,
         ),
         Rule(
             "blk.N.attn_v_b",
             "model.layers.N.self_attn.kv_b_proj",
-            lambda hp: ValueHalf(_Heads.of(hp)),
+            lambda hp: ValueHalf(_HeadSizes.of(hp)),
             to_gguf_only=True,
         ),
         Rule("blk.N.attn_output", "model.layers.N.self_attn.o_proj", bias=True),
@@ -257,7 +261,7 @@ class DeepSeek2(Decoder):
             f"{a}.rope.dimension_count": (rope_dim, "u32"),
             f"{a}.expert_gating_func": (experts.GATING_NUMBERS[gating], "u32"),
         }
-        entries.setdefault(f"{a}.expert_weights_norm", (gating == "sigmoid", "bool"))  # as transformers' classes do
+        entries.setdefault(f"{a}.expert_weights_norm", (gating == "sigmoid", "bool"))  # transformers' default
         if config.get("q_lora_rank"):
             entries[f"{a}.attention.q_lora_rank"] = (config["q_lora_rank"], "u32")
         if parameters["rope_type"] == "yarn":
@@ -273,9 +277,9 @@ class DeepSeek2(Decoder):
         return name.endswith((".attn_k_b.weight", ".attn_v_b.weight"))
 
     def to_hf(self, hparams: HParams, shapes: Mapping[str, Shape]) -> list[Piece]:
-        """As `Arch.to_hf`; kv_b_proj of a "split" file is joined from its halves."""
+        """As `Arch.to_hf`. The kv_b_proj of a "split" file is joined from its halves."""
         assert isinstance(hparams, LatentHParams)
-        transform = JoinHalves(_Heads.of(hparams))
+        transform = JoinHalves(_HeadSizes.of(hparams))
         halves = {}
         for i in range(hparams.n_layer):
             joint, keys, values = (f"blk.{i}.attn_{part}_b.weight" for part in ("kv", "k", "v"))
@@ -357,6 +361,7 @@ class DeepSeek2(Decoder):
         ]
 
     def latent_attention(self, hp: LatentHParams, i: int) -> LatentAttention:
+        """The attention of layer `i`, with the tensors that its file's layout has."""
         blk = f"blk.{i}"
         there = {part: hp.linear(f"{blk}.attn_{part}_b") for part in ("kv", "k", "v")}
         present = {part: linear for part, linear in there.items() if linear.weight in hp.tensors}
@@ -387,7 +392,7 @@ class DeepSeek2(Decoder):
 
 
 def _gating(config: Config) -> str:
-    """How experts are scored. What config.json does not say, transformers' class has built in."""
+    """How experts are scored, "softmax" or "sigmoid"; transformers' classes differ in their default."""
     third = "DeepseekV3ForCausalLM" in sequence(config, "architectures")
     scoring = str(config.get("scoring_func") or ("sigmoid" if third else "softmax"))
     method = config.get("topk_method") or ("noaux_tc" if third else "greedy")

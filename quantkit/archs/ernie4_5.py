@@ -1,5 +1,8 @@
-"""ernie4_5 and ernie4_5-moe: ERNIE 4.5. Grouped queries with rope of neighbouring elements, as checkpoints have them;
-SwiGLU, or after leading dense layers routed experts, chosen by softmax and a bias, and shared ones.
+"""ernie4_5 and ernie4_5-moe: ERNIE 4.5, dense and with experts.
+
+Grouped-query attention. RoPE rotates neighbouring elements, the order of checkpoints. The feed-forward is SwiGLU; with
+experts, the leading layers are dense, and the others have shared experts and routed experts selected by softmax scores
+plus a bias.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""gemma3: Gemma 3, its text model. Embeddings times sqrt(n_embd); norms before and after attention and feed-forward;
-queries and keys RMS-normed head by head before "neox" rope; GELU (tanh form) gates. Every sixth layer attends to all
-tokens, the others to a window, with a rope base of their own and without scaling.
+"""gemma3: Gemma 3, its text model.
 
-Checkpoints store norm weights less 1; files store them whole. The scores' factor is query_pre_attn_scalar^-0.5: files
-have it as attention.scale where it is not that of the head size; without the key, models of 62 layers (27B), whose
-files of other converters do not say it, take that of n_embd / n_head, as the other runtimes do.
+Embeddings are multiplied by sqrt(n_embd). RMS norms come before and after attention and feed-forward. Queries and keys
+are RMS-normed per head before "neox" RoPE. Gates are GELU (tanh form). Every sixth layer attends to all tokens; the
+others have a sliding window and their own RoPE base, without scaling.
+
+Checkpoints store norm weights minus 1, GGUF the weights themselves. Scores are times query_pre_attn_scalar^-0.5;
+attention.scale holds this factor if it is not head_dim^-0.5. Without the key, models of 62 layers (27B) use
+(n_embd / n_head)^-0.5, as other runtimes do, because files of other converters lack the key.
 """
 
 from __future__ import annotations
@@ -32,13 +34,14 @@ def _norm(ours: str, theirs: str) -> Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class GemmaHParams(HParams):
-    """HParams with the RoPE of layers with a window, their pattern and the factor of the scores."""
+    """HParams with the RoPE of local (sliding-window) layers, their pattern and the factor of the scores."""
 
     local_rope: Rope
-    pattern: int  # of so many layers the last one attends to all tokens
+    pattern: int  # the last of every `pattern` layers attends to all tokens
     score_scale: float
 
     def is_local(self, layer: int) -> bool:
+        """Whether a layer has a sliding window."""
         return (layer + 1) % self.pattern != 0
 
 
@@ -50,7 +53,7 @@ class Gemma3(Decoder):
     model_type = "gemma3_text"
     rope_style = "neox"
     ties_by_default = True
-    defaults = {  # noqa: RUF012  data; the smaller models' config.json says none of these
+    defaults = {  # noqa: RUF012  data; config.json of the smaller models omits these
         "vocab_size": 262208,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
@@ -172,7 +175,7 @@ class Gemma3(Decoder):
 
 
 def _ropes(config: Config) -> tuple[dict[str, Any], float]:
-    """Rope parameters of layers that attend to all tokens, and the base of the others, of any form of config.json."""
+    """RoPE parameters of global layers and the RoPE base of local layers, from any form of config.json."""
     given = mapping(config, "rope_parameters")
     whole: dict[str, Any] = {**mapping(given, "full_attention"), **mapping(config, "rope_scaling")}
     local = mapping(given, "sliding_attention")
@@ -186,7 +189,7 @@ def _ropes(config: Config) -> tuple[dict[str, Any], float]:
 
 
 def _pattern(config: Config) -> int:
-    """Every how many layers one attends to all tokens; UnsupportedError where layer_types say otherwise."""
+    """n, if every n-th layer attends to all tokens. UnsupportedError if layer_types says otherwise."""
     layers = integer(config, "num_hidden_layers")
     pattern = integer(config, "sliding_window_pattern") or integer(config, "_sliding_window_pattern") or _PATTERN
     kinds = sequence(config, "layer_types")

@@ -1,7 +1,9 @@
-"""glm4moe: GLM-4.5 and 4.6. Grouped queries with biases, "neox" rope of part of each head, leading dense layers, then
-routed experts, chosen by sigmoid and a bias, and a shared one. The largest models RMS-norm queries and keys.
+"""glm4moe: GLM-4.5 and 4.6.
 
-MTP layers are kept, as layers after the main ones that are not run.
+Grouped-query attention with biases and "neox" RoPE of part of each head. The leading layers are dense; the others have
+a shared expert and routed experts selected by sigmoid scores plus a bias. The largest models RMS-norm queries and keys.
+
+MTP layers are kept in files, after the main layers; they are not run.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""gpt-oss: grouped queries with biases and sinks, every other layer, the first among them, over a window; routed
-experts with biases, chosen by the largest router logits, softmax over those. Gates are clamped at 7 and go through
-x * sigmoid(1.702 x), the others are clamped at -7 and 7 and raised by 1.
+"""gpt-oss: attention with biases, sinks and sliding windows; routed experts with biases.
 
-Checkpoints have gate and up of all experts as one tensor, whose rows alternate. As shipped it is MXFP4, [experts, 2 ff,
-n_embd]; of 16 or 32 bits it is [experts, n_embd, 2 ff], and down is likewise [experts, n_embd, ff] or [experts, ff,
-n_embd]. YaRN's ramp is not rounded to whole pairs; the other runtimes round it.
+Layers 0, 2, 4, … have a sliding window. The experts with the largest router logits are selected; their weights are the
+softmax over these logits. The gate g is clamped to at most 7 and becomes g * sigmoid(1.702 g); the up projection is
+clamped to -7 … 7, plus 1.
+
+Checkpoints have gate and up of all experts as one tensor with alternating rows. In MXFP4, as published, it is
+[experts, 2 ff, n_embd]; in 16 or 32 bits it is [experts, n_embd, 2 ff]. Down is [experts, n_embd, ff] or
+[experts, ff, n_embd]. YaRN's ramp is not rounded to whole pairs of elements; other runtimes round it.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ _YARN = {
     "beta_slow": 1.0,
     "truncate": False,
     "original_max_position_embeddings": 4096,
-}  # fmt: skip  what transformers takes where config.json says nothing
-_LAYOUT = "expert layout"  # our own entry in a config: "rows" are rows of matrices, "columns" are stored transposed
-_THERE = "model.layers.N.mlp.experts"
+}  # fmt: skip  transformers' default
+_LAYOUT = "expert layout"  # entry that `to_gguf` adds to a config: "rows", or "columns" for transposed matrices
+_EXPERTS = "model.layers.N.mlp.experts"
 
 
-class Slice(Transform):
-    """Of each expert's matrix [n, columns], or stored transposed, every `stride`-th row from `first` on."""
+class ExpertRows(Transform):
+    """Every `stride`-th row from `first` on of each expert's matrix [n, columns], which may be stored transposed."""
 
     def __init__(self, n: int, columns: int, layout: str, first: int = 0, stride: int = 1):
         self.n, self.columns, self.layout, self.first, self.stride = n, columns, layout, first, stride
@@ -65,11 +67,11 @@ class Slice(Transform):
 
     def inverse(self) -> Transform:
         assert self.stride == 1
-        return self if self.copies_rows else Slice(self.columns, self.n, self.layout)
+        return self if self.copies_rows else ExpertRows(self.columns, self.n, self.layout)
 
 
-class Columns(Transform):
-    """Every other element of each row, from `first` on."""
+class AlternateColumns(Transform):
+    """Every second element of each row, from `first` on: the gate or the up biases."""
 
     copies_rows = False
 
@@ -83,8 +85,8 @@ class Columns(Transform):
         return np.ascontiguousarray(sources[0](start, stop)[:, self.first :: 2])
 
 
-class Alternating(Transform):
-    """gate and up of all experts as one tensor, transposed; of biases: as they are."""
+class InterleaveGateUp(Transform):
+    """Join gate and up of all experts in one tensor: matrices transposed (alternating columns), biases not."""
 
     copies_rows = False
 
@@ -112,19 +114,19 @@ def _expert_rules(layout: str) -> tuple[Rule, ...]:
     for first, ours in enumerate(("gate", "up")):
 
         def half(hp: HParams, first: int = first) -> Transform:
-            return Slice(2 * hp.n_ff_expert, hp.n_embd, layout, first, 2)
+            return ExpertRows(2 * hp.n_ff_expert, hp.n_embd, layout, first, 2)
 
         def bias(hp: HParams, first: int = first) -> Transform:
-            return Columns(first)
+            return AlternateColumns(first)
 
         weight, bare = f"blk.N.ffn_{ours}_exps.weight", f"blk.N.ffn_{ours}_exps.bias"
-        rules.append(Rule(weight, f"{_THERE}.gate_up_proj", half, full_names=True, to_gguf_only=True))
-        rules.append(Rule(bare, f"{_THERE}.gate_up_proj_bias", bias, full_names=True, to_gguf_only=True, f32=True))
+        rules.append(Rule(weight, f"{_EXPERTS}.gate_up_proj", half, full_names=True, to_gguf_only=True))
+        rules.append(Rule(bare, f"{_EXPERTS}.gate_up_proj_bias", bias, full_names=True, to_gguf_only=True, f32=True))
     return (
         *rules,
-        Rule("blk.N.ffn_down_exps.weight", f"{_THERE}.down_proj",
-             lambda hp: Slice(hp.n_embd, hp.n_ff_expert, layout), full_names=True),
-        Rule("blk.N.ffn_down_exps.bias", f"{_THERE}.down_proj_bias", full_names=True, f32=True),
+        Rule("blk.N.ffn_down_exps.weight", f"{_EXPERTS}.down_proj",
+             lambda hp: ExpertRows(hp.n_embd, hp.n_ff_expert, layout), full_names=True),
+        Rule("blk.N.ffn_down_exps.bias", f"{_EXPERTS}.down_proj_bias", full_names=True, f32=True),
     )  # fmt: skip
 
 
@@ -210,7 +212,7 @@ class GptOss(Decoder):
         return (*_BEFORE, *_expert_rules(str(config.get(_LAYOUT, "columns"))), *OUTPUT_RULES)
 
     def to_gguf(self, config: Config, shapes: Mapping[str, Shape]) -> list[Piece]:
-        """As `Arch.to_gguf`; whether experts are transposed their shapes tell, those of both tensors together."""
+        """As `Arch.to_gguf`. The shapes of both expert tensors together tell whether they are transposed."""
         n_embd, ff = need(config, "hidden_size"), need(config, "intermediate_size")
         prefix = "model.layers.0.mlp.experts"
         stored = tuple(shapes.get(f"{prefix}.{name}", ())[1:] for name in ("gate_up_proj", "down_proj"))
@@ -228,7 +230,7 @@ class GptOss(Decoder):
                 sources = tuple(f"blk.{i}.ffn_{ours}_exps.{suffix}" for ours in ("gate", "up"))
                 if absent := [name for name in sources if name not in shapes]:
                     raise FormatError(f"this GGUF lacks {absent[0]}; a shard is missing or the file is incomplete")
-                transform = Alternating(hparams.n_ff_expert, columns)
+                transform = InterleaveGateUp(hparams.n_ff_expert, columns)
                 name = f"model.layers.{i}.mlp.experts.gate_up_proj{'' if columns else '_bias'}"
                 shape = transform.shape(*(shapes[source] for source in sources))
                 found.append(Piece(name, shape, sources, transform, False))

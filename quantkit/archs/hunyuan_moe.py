@@ -1,7 +1,9 @@
-"""hunyuan-moe: Hunyuan A13B. Grouped queries, queries and keys RMS-normed head by head after "neox" rope; in every
-layer routed experts and a shared one, all as wide as intermediate_size.
+"""hunyuan-moe: Hunyuan A13B.
 
-The rope scaling of its checkpoints, called dynamic, is one of the base: theta * alpha^(dim / (dim - 2)).
+Grouped-query attention; queries and keys are RMS-normed per head after "neox" RoPE. Every layer has routed experts and
+a shared one, each as wide as intermediate_size.
+
+The "dynamic" RoPE scaling of its checkpoints only changes the base, to theta * alpha^(dim / (dim - 2)).
 """
 
 from __future__ import annotations
@@ -103,7 +105,7 @@ class HunyuanMoE(Decoder):
 
 
 def _alike(config: Config, key: str) -> int | None:
-    """A count that checkpoints give once or once a layer; UnsupportedError where layers differ."""
+    """A count that config.json gives once or for each layer. UnsupportedError if layers differ."""
     value = config.get(key)
     if isinstance(value, list):
         if len(set(value)) != 1:

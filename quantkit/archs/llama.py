@@ -1,8 +1,8 @@
-"""Llama 1 to 3.x, SmolLM2, Mistral 7B, Mixtral: RMS norm, grouped-query attention with rope in "norm" order, SwiGLU.
+"""llama: Llama 1 to 3.x, SmolLM2, Mistral 7B, Mixtral. RMS norm, grouped-query attention with "norm" RoPE, SwiGLU.
 
-Rows of q and k (weights and biases) are stored in the order of "norm" rope: within each head, GGUF row 2j + s is
-checkpoint row s * D/2 + j. Llama 3.1's rope scaling is the tensor rope_freqs.weight (archs/common/rope.py). With
-experts (Mixtral), each is as wide as a dense feed-forward would be.
+The rows of q and k (weights and biases) are reordered for "norm" RoPE: within each head of D rows, GGUF row 2j + s is
+checkpoint row s * D/2 + j. Llama 3.1's RoPE scaling is stored as the tensor rope_freqs.weight
+(`archs/common/rope.py`). Experts (Mixtral) are each as wide as a dense feed-forward.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from quantkit.archs.common.decoder import Decoder, all_or_none
 from quantkit.archs.common.tensors import LazyTensor, Rule, Transform, interleave_halves
 from quantkit.formats.gguf.metadata import Entries
 
-_CODE_VOCAB = 49152  # SmolLM's and Granite's: their tokenizers never add BOS, whatever their config says
+_CODE_VOCAB = 49152  # of SmolLM and Granite, whose tokenizers never add BOS although config.json has it
 
 
 def rope_order(hparams: HParams) -> Transform:
+    """The transform of q and k rows from checkpoint order to that of "norm" RoPE."""
     return interleave_halves(hparams.head_dim_k)
 
 

@@ -1,5 +1,7 @@
-"""minimax-m2: MiniMax M2. Grouped queries, queries and keys RMS-normed over all heads together, "neox" rope of part of
-each head; in every layer routed experts, chosen by sigmoid and a bias.
+"""minimax-m2: MiniMax M2.
+
+Grouped-query attention; queries and keys are RMS-normed over all heads together. "neox" RoPE of part of each head.
+Every layer has routed experts, selected by sigmoid scores plus a bias.
 """
 
 from __future__ import annotations

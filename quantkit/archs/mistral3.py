@@ -1,9 +1,11 @@
-"""mistral3: Ministral 3, its text model. Llama with YaRN, whose queries are multiplied by 1 + beta ln(1 + floor(p / n))
-at position p, n being YaRN's original context: as contexts grow, attention stays as sharp.
+"""mistral3: Ministral 3, its text model. Llama with YaRN and position-dependent query scaling.
 
-Rows of q and k are in the order of "norm" rope, as llama's. Files say beta as attention.temperature_scale.
-rope.scaling.yarn_log_multiplier is mscale_all_dim: YaRN's factor of cos and sin is
-m(mscale) / m(mscale_all_dim) then, m(x) = 1 + 0.1 x ln(factor). Mistral Small 3 is of arch llama.
+The query at position p is multiplied by 1 + beta ln(1 + floor(p / n)), with n the original context of YaRN. This keeps
+attention sharp in long contexts. GGUF stores beta as attention.temperature_scale.
+
+The rows of q and k are in the order of "norm" RoPE, as llama's. rope.scaling.yarn_log_multiplier is mscale_all_dim:
+YaRN's factor of cos and sin is m(mscale) / m(mscale_all_dim) with m(x) = 1 + 0.1 x ln(factor). Mistral Small 3 has the
+architecture llama.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ _MSCALE = ("mscale", "mscale_all_dim")
 
 @dataclass(frozen=True, kw_only=True)
 class Mistral3HParams(HParams):
-    """HParams with the temperature of queries."""
+    """HParams with the position-dependent query scaling."""
 
-    temperature: tuple[float, int] | None = None  # beta and length
+    temperature: tuple[float, int] | None = None  # (beta, original context)
 
 
 class Mistral3(Decoder):
@@ -98,7 +100,7 @@ class Mistral3(Decoder):
         beta = real(parameters, "llama_4_scaling_beta")
         parameters.pop("llama_4_scaling_beta", None)
         scales = [parameters.pop(name, None) for name in _MSCALE]
-        if parameters.get("attention_factor") is not None:  # which goes before them
+        if parameters.get("attention_factor") is not None:  # it takes precedence over mscale
             scales = [None, None]
         entries = super().metadata(dict(config) | {"rope_scaling": None, "rope_parameters": parameters})
         entries |= self.head_lengths(config) | {f"{a}.rope.dimension_count": (self.head_dim(config), "u32")}

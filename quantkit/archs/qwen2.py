@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5, dense: grouped-query attention whose queries, keys and values have biases, "neox" rope, SwiGLU.
+"""qwen2: Qwen2 and Qwen2.5, dense. Grouped-query attention with biases of q, k and v, "neox" RoPE, SwiGLU.
 
 Rows keep the checkpoint's order.
 """

@@ -1,6 +1,6 @@
-"""Qwen3: grouped-query attention whose queries and keys are RMS-normed head by head before "neox" rope, SwiGLU.
+"""qwen3: Qwen3, dense. Grouped-query attention; queries and keys RMS-normed per head before "neox" RoPE; SwiGLU.
 
-The head size is a setting of its own (128 where config.json does not say), and rows keep the checkpoint's order.
+The head size is a setting of its own, 128 by default. Rows keep the checkpoint's order.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""qwen35: Qwen3.5, its text model. Recurrent layers, every fourth attends (archs/common/hybrid.py); SwiGLU.
+"""qwen35: Qwen3.5, its text model. Recurrent layers with attention in every fourth (`archs/common/hybrid.py`); SwiGLU.
 
-Value heads are tiled in files: head t * Hk + g is a checkpoint's head g * r + t, the t-th of the r value heads of key
-head g, where there are Hk < Hv: in the values of attn_qkv and the convolution, the gates, beta, alpha, a, dt, and the
-columns of ssm_out. Positions of text are the same in all sections of rope, which is then plain.
+GGUF tiles the value heads. With Hk key heads, Hv value heads and r = Hv / Hk, GGUF head t * Hk + g is checkpoint head
+g * r + t, the t-th value head of key head g. This holds for the values in attn_qkv and in the convolution, the gates,
+beta, alpha, a, dt, and the columns of ssm_out. In text, all sections of the multimodal RoPE have the same position, so
+it is ordinary RoPE.
 
-MTP layers (`mtp.` in checkpoints) attend. Where they are kept, a file numbers them with the
-main ones; what stands around them is that of the first.
+MTP layers (`mtp.` in checkpoints) have attention. If they are kept, GGUF numbers them after the main layers; tensors
+outside their blocks belong to the first.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ _SECTIONS = [11, 11, 10]  # transformers' default
 
 
 def tiled(hp: HParams) -> list[int]:
-    """The value heads of a checkpoint in the order of files."""
+    """The checkpoint's value heads in the order of the GGUF."""
     sizes = recurrence_of(hp)
     each = sizes.value_heads // sizes.key_heads
     return [group * each + t for t in range(each) for group in range(sizes.key_heads)]
 
 
 def _rows(hp: HParams) -> Transform:
-    """Of a matrix with a row for each value head."""
+    """The transform of a matrix with one row for each value head."""
     return GatherRows(head_runs(tiled(hp), 1))
 
 
@@ -54,7 +55,7 @@ RECURRENT_RULES = (
 )
 
 
-def _predicts(hp: HParams, layer: int) -> bool:
+def _is_first_mtp_layer(hp: HParams, layer: int) -> bool:
     return layer == hp.n_main
 
 
@@ -65,16 +66,16 @@ _MTP_NAMES = {
     "norm": "shared_head.norm",
 }
 MTP_RULES = (
-    Rule("blk.N.nextn.eh_proj", "model.layers.N.eh_proj", layers=_predicts),
+    Rule("blk.N.nextn.eh_proj", "model.layers.N.eh_proj", layers=_is_first_mtp_layer),
     *(
-        hybrid.norm_rule(f"blk.N.nextn.{name.replace('.', '_')}", f"model.layers.N.{name}", layers=_predicts)
+        hybrid.norm_rule(f"blk.N.nextn.{name.replace('.', '_')}", f"model.layers.N.{name}", layers=_is_first_mtp_layer)
         for name in list(_MTP_NAMES.values())[1:]
     ),
 )
 
 
 def numbered_name(name: str, n_main: int) -> str:
-    """`model.mtp.…` of a checkpoint as a tensor of a layer after the main ones; other names as they are."""
+    """The numbered layer name of a checkpoint's `model.mtp.…` tensor; other names are returned unchanged."""
     start, _, rest = name.partition("model.mtp.")
     if start or not rest:
         return name
@@ -85,7 +86,7 @@ def numbered_name(name: str, n_main: int) -> str:
 
 
 def checkpoint_name(name: str, n_main: int) -> str:
-    """The inverse of `numbered_name`, as checkpoints have it."""
+    """The inverse of `numbered_name`, without the leading `model.`, as checkpoints have it."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     if not found or int(found[1]) < n_main:
         return name
@@ -97,7 +98,7 @@ def checkpoint_name(name: str, n_main: int) -> str:
 
 
 def is_tiled(hp: HParams) -> bool:
-    """Whether the two orders differ."""
+    """Whether the order of value heads differs between checkpoint and GGUF."""
     return recurrence_of(hp).value_heads != recurrence_of(hp).key_heads
 
 
@@ -153,7 +154,7 @@ class Qwen35(Hybrid):
         return super().metadata(config) | {f"{self.name}.rope.dimension_sections": (sections, "i32")}
 
     def to_gguf(self, config: Config, shapes: Mapping[str, Shape]) -> list[Piece]:
-        """As `Arch.to_gguf`; MTP layers are numbered."""
+        """As `Arch.to_gguf`, with MTP layers numbered."""
         if not self.n_mtp_layers(config):
             return super().to_gguf(config, shapes)
         given = {numbered_name(self.canonical(name), integer(config, "num_hidden_layers")): name for name in shapes}

@@ -13,7 +13,7 @@ from quantkit.archs.qwen35 import MTP_RULES, RECURRENT_RULES, Qwen35
 from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
 
-_WITHOUT = {key: value for key, value in Qwen35.EXAMPLE.items() if key != "intermediate_size"}
+_WITHOUT_DENSE_FFN = {key: value for key, value in Qwen35.EXAMPLE.items() if key != "intermediate_size"}
 
 
 class Qwen35MoE(HybridMoE, Qwen35):
@@ -31,7 +31,7 @@ class Qwen35MoE(HybridMoE, Qwen35):
         *MTP_RULES,
         *hybrid.OUTPUT_RULES,
     )
-    EXAMPLE: ClassVar[dict[str, Any]] = _WITHOUT | {
+    EXAMPLE: ClassVar[dict[str, Any]] = _WITHOUT_DENSE_FFN | {
         "architectures": ["Qwen3_5MoeForCausalLM"],
         "model_type": "qwen3_5_moe_text",
         "num_experts": 8,

@@ -1,9 +1,9 @@
-"""Qwen3 with experts in place of every feed-forward: softmax over all experts, the largest few taken.
+"""qwen3moe: Qwen3 with routed experts in every layer: softmax over all experts, then top-k selection.
 
-Whether their weights are divided by their sum is `norm_topk_prob` in config.json (False where it is not said) and
-`qwen3moe.expert_weights_norm` here (true where a file does not say: llama.cpp and ik_llama.cpp write no such key and
-always divide). Layers without experts among them (`mlp_only_layers`, `decoder_sparse_step`) are refused: the format's
-readers know none.
+The weights of the selected experts are divided by their sum if `norm_topk_prob` in config.json (false by default) and
+`qwen3moe.expert_weights_norm` in GGUF say so. The GGUF default is true: llama.cpp and ik_llama.cpp write no such key
+and always divide. Models with some dense layers (`mlp_only_layers`, `decoder_sparse_step`) are refused, because
+the programs that read this format support none.
 """
 
 from __future__ import annotations

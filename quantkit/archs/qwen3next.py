@@ -1,9 +1,9 @@
-"""qwen3next: Qwen3-Next. Recurrent layers, every fourth attends (archs/common/hybrid.py); routed experts and a shared
-one.
+"""qwen3next: Qwen3-Next. Recurrent layers with attention in every fourth (`archs/common/hybrid.py`); routed and shared
+experts.
 
-Value heads keep the order of checkpoints: those of a key head stand together. A checkpoint's in_proj_qkvz has of each
-key head query, key, the values and the gates of its value heads; a file has queries, keys and values as attn_qkv and
-all gates as attn_gate, or in older files the same rows as the checkpoint, as ssm_in.
+Value heads keep the checkpoint's order: the value heads of a key head are adjacent. The checkpoint's in_proj_qkvz holds
+for each key head its query, its key, and the values and gates of its value heads. GGUF has queries, keys and values as
+attn_qkv and all gates as attn_gate; older files have the checkpoint's rows as ssm_in.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FUSED = "in_proj_qkvz"
 
 
 def _parts(hp: HParams) -> tuple[RowRuns, RowRuns]:
-    """Rows of in_proj_qkvz that are attn_qkv, and those that are attn_gate."""
+    """The rows of in_proj_qkvz that make attn_qkv, and those that make attn_gate."""
     sizes = recurrence_of(hp)
     dim, each = sizes.head_dim_k, sizes.inner // sizes.key_heads
     starts = [head * 2 * (dim + each) for head in range(sizes.key_heads)]
@@ -32,7 +32,7 @@ def _parts(hp: HParams) -> tuple[RowRuns, RowRuns]:
 
 
 def _joined(hp: HParams) -> RowRuns:
-    """Rows of attn_qkv, source 0, and attn_gate, source 1, as in_proj_qkvz has them."""
+    """The rows of attn_qkv (source 0) and attn_gate (source 1) in the order of in_proj_qkvz."""
     sizes = recurrence_of(hp)
     dim, each = sizes.head_dim_k, sizes.inner // sizes.key_heads
     runs = []
@@ -97,7 +97,7 @@ class Qwen3Next(HybridMoE):
         return super().is_generated(name) or any(f".{part}." in name for part in ("attn_qkv", "attn_gate", "ssm_in"))
 
     def to_hf(self, hparams: HParams, shapes: Mapping[str, Shape]) -> list[Piece]:
-        """As `Arch.to_hf`; what makes queries, keys, values and gates is joined."""
+        """As `Arch.to_hf`. attn_qkv and attn_gate are joined in in_proj_qkvz."""
         found = super().to_hf(hparams, shapes)
         for i in sorted(hparams.recurrent):
             fused = f"blk.{i}.ssm_in.weight"

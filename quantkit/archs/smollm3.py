@@ -1,4 +1,4 @@
-"""smollm3: SmolLM3. Llama without rope in every fourth layer."""
+"""smollm3: SmolLM3. Llama without RoPE in every fourth layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quantkit.errors import UnsupportedError
 from quantkit.formats.gguf.metadata import Entries
 from quantkit.inputs.settings import integer, sequence
 
-_WITHOUT = 4  # of so many layers the last one is without rope, as all runtimes take it
+_NO_ROPE_INTERVAL = 4  # every fourth layer has no RoPE; all runtimes fix this number
 
 
 class SmolLM3(Llama):
@@ -30,7 +30,7 @@ class SmolLM3(Llama):
         "model_type": "smollm3",
         "num_hidden_layers": 5,
         "rope_theta": 2000000.0,
-        "no_rope_layer_interval": _WITHOUT,
+        "no_rope_layer_interval": _NO_ROPE_INTERVAL,
         "pad_token_id": 0,
         "tie_word_embeddings": True,
     }
@@ -41,18 +41,22 @@ class SmolLM3(Llama):
         if stated := sequence(config, "no_rope_layers"):
             with_rope = [bool(flag) for flag in stated]
         else:
-            interval = integer(config, "no_rope_layer_interval") or _WITHOUT
+            interval = integer(config, "no_rope_layer_interval") or _NO_ROPE_INTERVAL
             with_rope = [(i + 1) % interval != 0 for i in range(layers)]
-        if with_rope != [(i + 1) % _WITHOUT != 0 for i in range(layers)]:
+        if with_rope != [(i + 1) % _NO_ROPE_INTERVAL != 0 for i in range(layers)]:
             raise UnsupportedError(
-                f"config.json: no_rope_layers leave rope out elsewhere than in every {_WITHOUT}th layer, which "
-                f"{self.name} files cannot say"
+                f"config.json: no_rope_layers differs from no RoPE in every {_NO_ROPE_INTERVAL}th layer, which "
+                f"{self.name} files cannot express"
             )
         return {key.replace("llama.", "smollm3.", 1): entry for key, entry in super().metadata(config).items()}
 
     def config(self, metadata: Mapping[str, object], tensors: Mapping[str, LazyTensor]) -> dict[str, Any]:
-        return super().config(metadata, tensors) | {"no_rope_layer_interval": _WITHOUT}
+        return super().config(metadata, tensors) | {"no_rope_layer_interval": _NO_ROPE_INTERVAL}
 
     def attention(self, hp: HParams, i: int) -> Attention:
         part = super().attention(hp, i)
-        return part if (i + 1) % _WITHOUT else replace(part, rope=replace(hp.rope, dim=0, yarn=None, factors=None))
+        return (
+            part
+            if (i + 1) % _NO_ROPE_INTERVAL
+            else replace(part, rope=replace(hp.rope, dim=0, yarn=None, factors=None))
+        )

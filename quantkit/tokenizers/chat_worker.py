@@ -108,6 +108,7 @@ def _limit_memory() -> None:
 
 
 def main() -> None:
+    """Answer requests from stdin on stdout until stdin ends. Prints of templates go to stderr."""
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr
     _limit_memory()

@@ -36,7 +36,7 @@ LLAMA = archs.get("llama").EXAMPLE
         ({"intermediate_size": -96}, "intermediate_size = -96"),
         ({"num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of num_key_value_heads = 3"),
         ({"quantization_config": ["fp8"]}, "quantization_config"),
-        ({"architectures": "LlamaForCausalLM"}, "it has to be a list of names of classes"),
+        ({"architectures": "LlamaForCausalLM"}, "it has to be a list of class names"),
         ({"num_local_experts": 1 << 40}, "num_local_experts = 1099511627776"),
     ],
 )

@@ -1,4 +1,4 @@
-"""qwen3next, qwen35, qwen35moe: orders of heads, there and back, and what their checkpoints hold besides."""
+"""qwen3next, qwen35, qwen35moe: the order of heads in both directions, MTP layers, stacked experts."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ def test_stacked_experts(tmp_path: Path) -> None:
     assert all(np.array_equal(tensor.data, b[name].data) for name, tensor in a.items())
 
 
-def with_further(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """With a layer that predicts further tokens, as Qwen3.5 stores it."""
+def with_mtp_layer(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """With an MTP layer, as Qwen3.5 stores it."""
     rng = np.random.default_rng(2)
     layer = {
         f"mtp.layers.0.{name.removeprefix('model.layers.3.')}": x for name, x in tensors.items() if ".layers.3." in name
@@ -149,9 +149,9 @@ def with_further(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("arch", ["qwen35", "qwen35moe"])
-def test_layers_that_predict_further_tokens_are_dropped_or_kept(tmp_path: Path, arch: str) -> None:
+def test_mtp_layers_are_dropped_or_kept(tmp_path: Path, arch: str) -> None:
     tiny(tmp_path / "hf", arch=arch)
-    rewritten(tmp_path / "hf", tmp_path / "mtp", with_further, {"mtp_num_hidden_layers": 1})
+    rewritten(tmp_path / "hf", tmp_path / "mtp", with_mtp_layer, {"mtp_num_hidden_layers": 1})
     convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "f32")
     dropped = convert_checkpoint(tmp_path / "mtp", tmp_path / "dropped.gguf", "f32")
     assert list(dropped.left_out) == ["MTP layers"]
@@ -174,9 +174,9 @@ def test_layers_that_predict_further_tokens_are_dropped_or_kept(tmp_path: Path, 
     assert json.loads((tmp_path / "back" / "config.json").read_text())["mtp_num_hidden_layers"] == 1
 
 
-def test_qwen3next_has_no_names_for_them(tmp_path: Path) -> None:
+def test_qwen3next_has_no_names_for_mtp_layers(tmp_path: Path) -> None:
     tiny(tmp_path / "hf", arch="qwen3next")
-    rewritten(tmp_path / "hf", tmp_path / "mtp", with_further)
+    rewritten(tmp_path / "hf", tmp_path / "mtp", with_mtp_layer)
     assert "MTP layers" in plan_conversion(tmp_path / "mtp", "f32").left_out
     with pytest.raises(UnsupportedError, match="files of qwen3next have no names for it; use --mtp drop"):
         plan_conversion(tmp_path / "mtp", "f32", mtp="keep")
@@ -189,7 +189,7 @@ def test_other_names_stay(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
-def test_the_language_model_of_a_larger_one(tmp_path: Path, kind: str) -> None:
+def test_the_language_model_of_a_multimodal_one(tmp_path: Path, kind: str) -> None:
     import torch
     import transformers
 
@@ -207,7 +207,7 @@ def test_the_language_model_of_a_larger_one(tmp_path: Path, kind: str) -> None:
     model.save_pretrained(tmp_path / "hf")
     write_tokenizer(tmp_path / "hf", byte_level(320), bos_token="<|begin|>", eos_token="<|end|>")
     done = convert_checkpoint(tmp_path / "hf", tmp_path / "m.gguf", "f32")
-    assert (done.arch, list(done.left_out)) == (arch, ["the encoder of images"])
+    assert (done.arch, list(done.left_out)) == (arch, ["image encoder"])
     with torch.no_grad():
         wanted = log_probabilities(model(input_ids=torch.tensor(TOKENS[:1])).logits.numpy()[0])
     found = log_probabilities(quantkit.load(tmp_path / "m.gguf").logits(TOKENS[0]))

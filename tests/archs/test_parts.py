@@ -1,4 +1,4 @@
-"""What of a checkpoint a language model's file gets: MTP layers, models inside larger ones."""
+"""MTP layers and multimodal models: which tensors of a checkpoint a GGUF gets."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.archs.checkpoints import byte_level, tiny, write_tokenizer
 # ----------------------------------------------------------------------------------- MTP layers
 
 
-def with_further(directory: Path, arch: str, rng: np.random.Generator) -> Path:
-    """A tiny checkpoint with a layer after the main ones, which is the last one again, as DeepSeek and GLM ship it."""
+def with_mtp_layer(directory: Path, arch: str, rng: np.random.Generator) -> Path:
+    """A tiny checkpoint with an MTP layer after the main ones, a copy of the last, as DeepSeek and GLM publish it."""
     tiny(directory / "plain", "float32", arch)
     config = json.loads((directory / "plain" / "config.json").read_text())
     n_layer, n, vocab = config["num_hidden_layers"], config["hidden_size"], config["vocab_size"]
@@ -49,7 +49,7 @@ def with_further(directory: Path, arch: str, rng: np.random.Generator) -> Path:
 
 @pytest.mark.parametrize(("arch", "usual"), [("deepseek2", "drop"), ("glm4moe", "keep")])
 def test_kept_or_dropped(tmp_path: Path, rng: np.random.Generator, arch: str, usual: str) -> None:
-    source = with_further(tmp_path, arch, rng)
+    source = with_mtp_layer(tmp_path, arch, rng)
     convert_checkpoint(tmp_path / "plain", tmp_path / "plain.gguf", "f32")
     tokens = list(range(3, 40))
     expected = quantkit.load(tmp_path / "plain.gguf").logits(tokens)
@@ -72,9 +72,9 @@ def test_kept_or_dropped(tmp_path: Path, rng: np.random.Generator, arch: str, us
     }
 
 
-def test_keeping_where_there_is_nothing_to_keep(tmp_path: Path, rng: np.random.Generator) -> None:
-    """Re-uploads leave such layers out and config.json as it was."""
-    source = with_further(tmp_path, "glm4moe", rng)
+def test_keep_without_mtp_layers_is_an_error(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Re-uploads leave MTP layers out but keep config.json unchanged."""
+    source = with_mtp_layer(tmp_path, "glm4moe", rng)
     stored = open_checkpoint(source)
     kept = [t for t in stored.tensors.values() if not t.name.startswith("model.layers.3.")]
     data = {t.name: t.raw().copy() for t in kept}
@@ -86,8 +86,8 @@ def test_keeping_where_there_is_nothing_to_keep(tmp_path: Path, rng: np.random.G
     assert plan_conversion(source).n_mtp_layers == 0
 
 
-def test_layers_without_names_in_files(tmp_path: Path) -> None:
-    """A checkpoint of qwen3 has no such layers; one with `mtp.` tensors loses them aloud."""
+def test_architectures_without_mtp_names(tmp_path: Path) -> None:
+    """qwen3 has no such layers; `mtp.` tensors in its checkpoint are dropped with a message."""
     tiny(tmp_path / "a", "float32", "qwen3")
     found = {t.name: (t.shape, t.raw().copy()) for t in open_checkpoint(tmp_path / "a").tensors.values()}
     found["mtp.fc.weight"] = ((4, 4), np.zeros(64, np.uint8))
@@ -103,11 +103,11 @@ def test_layers_without_names_in_files(tmp_path: Path) -> None:
         plan_conversion(tmp_path / "a", mtp="some")
 
 
-# ------------------------------------------------------------------------------------------------- inside larger models
+# ---------------------------------------------------------------------------------------------------- multimodal models
 
 
 def inside(name: str) -> tuple[Any, str]:
-    """A tiny model with an encoder of images, of transformers, and the architecture of its language model."""
+    """A tiny multimodal model of transformers with an image encoder, and the architecture of its language model."""
     import transformers
 
     text = {key: value for key, value in archs.get("gemma3" if name == "Gemma3" else "llama").EXAMPLE.items()
@@ -128,8 +128,8 @@ def inside(name: str) -> tuple[Any, str]:
 
 @pytest.mark.parametrize("old_names", [False, True])
 @pytest.mark.parametrize("name", ["Gemma3", "Mistral3"])
-def test_the_language_model_of_a_larger_one(tmp_path: Path, name: str, old_names: bool, capsys: Any) -> None:
-    """Its logits are those of the whole for a text; the encoder is left out aloud."""
+def test_the_language_model_of_a_multimodal_one(tmp_path: Path, name: str, old_names: bool, capsys: Any) -> None:
+    """For a text it gives the multimodal model's logits; a message says that the encoder is left out."""
     import torch
 
     torch.manual_seed(3)
@@ -142,7 +142,7 @@ def test_the_language_model_of_a_larger_one(tmp_path: Path, name: str, old_names
     write_tokenizer(tmp_path / "hf", byte_level(320), bos_token="<|begin|>", eos_token="<|end|>")
     renamed(tmp_path / "hf", old_names)
     assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "m.gguf"), "--outtype", "f32"]) == 0
-    assert "left out: the encoder of images: " in capsys.readouterr().out
+    assert "left out: image encoder: " in capsys.readouterr().out
     loaded = quantkit.load(tmp_path / "m.gguf")
     assert loaded.metadata["general.architecture"] == arch
     tokens = np.random.default_rng(3).integers(2, 320, 60).tolist()

@@ -27,7 +27,7 @@ def ids(tokenizer: dict[str, Any], text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "llama without prefix"])
-def test_there_and_back(tmp_path: Path, kind: str) -> None:
+def test_round_trip(tmp_path: Path, kind: str) -> None:
     if kind == "gpt2":
         original, special = byte_level(), {"eos_token": "<|end|>"}
     else:
@@ -99,7 +99,7 @@ def hf(entry: pretokenizers.PreTokenizer) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("entry", pretokenizers.TABLE, ids=lambda entry: entry.names[0])
-def test_every_way_of_cutting_is_recognised(entry: pretokenizers.PreTokenizer) -> None:
+def test_every_pre_tokenizer_is_recognised(entry: pretokenizers.PreTokenizer) -> None:
     assert pretokenizers.recognise(hf(entry)) == entry.names[0]
 
 
@@ -139,13 +139,13 @@ def test_digits_one_by_one_are_deepseek_llms_while_no_token_has_two() -> None:
         pretokenizers.recognise(tokenizer)
 
 
-def test_families_that_cut_alike_keep_their_names() -> None:
+def test_models_with_the_same_splitting_keep_their_names() -> None:
     tokenizer = hf(pretokenizers.get("gpt-4o"))
     assert pretokenizers.recognise(tokenizer) == "gpt-4o"
     assert pretokenizers.recognise(tokenizer | {"added_tokens": [{"content": "]~!b["}]}) == "minimax-m2"
 
 
-def test_unknown_cutting_says_how_to_name_it(tmp_path: Path) -> None:
+def test_an_unknown_pre_tokenizer_says_how_to_name_it(tmp_path: Path) -> None:
     tokenizer = byte_level()
     split = {"type": "Split", "pattern": {"Regex": "[a-z]+"}, "behavior": "Isolated", "invert": False}
     steps = [split, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]
@@ -192,7 +192,7 @@ def test_bos_from_the_post_processor(tmp_path: Path) -> None:
     assert keys(tmp_path, 320)["tokenizer.ggml.add_bos_token"] is False
 
 
-def test_further_ends_of_a_reply_and_sampling(tmp_path: Path) -> None:
+def test_end_of_reply_tokens_and_sampling(tmp_path: Path) -> None:
     tokenizer = byte_level()
     end = {"id": 319, "content": "<|eot_id|>", "special": True, "normalized": False}
     tokenizer["added_tokens"].append(end | dict.fromkeys(("single_word", "lstrip", "rstrip"), False))

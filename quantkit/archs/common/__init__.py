@@ -1,6 +1,7 @@
-"""What architectures share: hyperparameters, blocks, tensor names and shapes, rope, validation.
+"""What architectures share: hyperparameters, blocks, tensor names and shapes, RoPE, validation.
 
-`base.Arch` is the record that every architecture is, `blocks` the description that the runtime executes, `tensors` and
-`transforms` how checkpoints and GGUF name and order tensors, `checked` and `validate` the bounds and relations of all
-numbers. Pure data and functions of it; imports `formats` for metadata and nothing above.
+`base.Arch` is the base class of all architectures. `blocks` describes what the runtime computes. `tensors` and
+`transforms` map tensor names and rows between checkpoints and GGUF. `checked` has the bounds of all numbers, and
+`validate` their relations. These modules hold data and pure functions; they import `formats` for metadata, and nothing
+above it.
 """

@@ -100,6 +100,7 @@ class Recurrence:
 
     @property
     def keys(self) -> int:
+        """Elements of a token's keys, all heads together."""
         return self.key_heads * self.head_dim_k
 
     @property
@@ -176,6 +177,7 @@ class LatentAttention:
 
     @property
     def head_dim_k(self) -> int:
+        """Elements of a head's query and key, with and without RoPE."""
         return self.nope + self.rope.dim
 
     @property
@@ -300,14 +302,17 @@ class HParams:
 
     @property
     def rope_dim(self) -> int:
+        """Elements of a head that get RoPE."""
         return self.rope.dim
 
     @property
     def rope_base(self) -> float:
+        """The base of the RoPE frequencies (theta)."""
         return self.rope.base
 
     @property
     def rope_freq_factors(self) -> str | None:
+        """The name of the tensor of frequency divisors, if there is one."""
         return self.rope.factors
 
     @property

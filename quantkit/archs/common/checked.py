@@ -18,9 +18,11 @@ from quantkit.inputs.settings import mapping
 
 
 class Bound(Protocol):
-    """What a value has to be; its text completes "it has to be …"."""
+    """A condition on a value. Its text completes "it has to be …"."""
 
-    def holds(self, value: Any) -> bool: ...
+    def holds(self, value: Any) -> bool:
+        """Whether the value meets the condition."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ def check_config(config: Mapping[str, object]) -> None:
     """FormatError naming the first key whose value cannot be one; null is as good as absent."""
     classes = config.get("architectures")
     if classes is not None and not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
-        raise FormatError(f"config.json: architectures = {classes!r}; it has to be a list of names of classes")
+        raise FormatError(f"config.json: architectures = {classes!r}; it has to be a list of class names")
     _check_settings(config, _OF_CONFIG, "")
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:

@@ -20,14 +20,20 @@ from quantkit.inputs.settings import integer, real
 
 
 class Decoder(Arch):
-    """The base of most architectures; see the top of this file."""
+    """The base of most architectures. `Arch` lists what to override."""
 
     rope_style: ClassVar[str]  # "norm" or "neox", see blocks.Rope
-    biased: ClassVar[tuple[str, ...]] = ("attn_q", "attn_k", "attn_v", "attn_output")  # what attention_bias means
+    biased: ClassVar[tuple[str, ...]] = (
+        "attn_q",
+        "attn_k",
+        "attn_v",
+        "attn_output",
+    )  # matrices that attention_bias gives a bias
 
     # ------------------------------------------------------------------------------------------------ checkpoint side
 
     def head_dim(self, config: Config) -> int:
+        """Elements of a head, from config.json."""
         return integer(config, "head_dim") or int(need(config, "hidden_size") // need(config, "num_attention_heads"))
 
     def rope_dim(self, config: Config) -> int:
@@ -36,7 +42,7 @@ class Decoder(Arch):
         return int(self.head_dim(config) * (part or self.rotary_fraction or 1))
 
     def head_lengths(self, config: Config) -> Entries:
-        """Keys for the length of heads, needed if it is not n_embd / n_head."""
+        """The GGUF keys of the head size, needed if it is not n_embd / n_head."""
         width = (self.head_dim(config), "u32")
         return {f"{self.name}.attention.key_length": width, f"{self.name}.attention.value_length": width}
 
@@ -113,7 +119,7 @@ class Decoder(Arch):
         return HParams(**self.numbers(Keys(self.name, metadata), tensors))
 
     def numbers(self, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
-        """The fields of HParams, for an architecture to add to."""
+        """The fields of HParams. An architecture adds its own to those of `super()`."""
         tokens = keys.metadata.get("tokenizer.ggml.tokens")
         n_tokens = len(tokens) if isinstance(tokens, list) else 0
         head_dim = head_length(keys, "attention.key_length")
@@ -137,13 +143,14 @@ class Decoder(Arch):
         }
 
     def rotary(self, keys: Keys, head_dim: int) -> int:
-        """Elements of a head that get RoPE. The key is optional only if all of them may."""
+        """Elements of a head that get RoPE, from GGUF keys. The key is required if the default is less than all."""
         return keys.number("rope.dimension_count", head_dim if self.rotary_fraction in (None, 1.0) else None)
 
     def blocks(self, hparams: HParams) -> list[Block]:
         return [Block(i, (self.attention(hparams, i), self.feed_forward(hparams, i))) for i in range(hparams.n_main)]
 
     def attention(self, hp: HParams, i: int) -> Attention:
+        """The attention of layer `i`."""
         return Attention(
             norm=hp.norm(f"blk.{i}.attn_norm"),
             q=hp.linear(f"blk.{i}.attn_q"),
@@ -160,6 +167,7 @@ class Decoder(Arch):
         )
 
     def feed_forward(self, hp: HParams, i: int) -> Part:
+        """The feed-forward of layer `i`, dense or with experts."""
         return hp.feed_forward(i)
 
 
@@ -177,7 +185,7 @@ def head_length(keys: Keys, key: str) -> int:
 
 
 def with_head_norms(part: Attention, hp: HParams, i: int) -> Attention:
-    """The part with RMS norms of queries and keys, head by head."""
+    """An attention with RMS norms of queries and keys, per head."""
     return replace(part, q_norm=hp.norm(f"blk.{i}.attn_q_norm"), k_norm=hp.norm(f"blk.{i}.attn_k_norm"))
 
 

@@ -1,7 +1,8 @@
 """MTP (multi-token prediction) layers: they come after the main layers and are not run.
 
-GGUF has them as layers block_count - nextn_predict_layers …, with tensors of their own under `nextn`. Whether a file
-gets them is the architecture's `mtp`, or what `convert --mtp` says: the key MTP of a config, "keep" or "drop".
+In GGUF they are the last nextn_predict_layers of block_count layers, with tensors of their own under `nextn`. `convert
+--mtp`, or by default the architecture's `mtp`, decides whether a file has them; the entry `MTP` ("keep" or "drop") of a
+config holds the decision.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ POLICIES = ("auto", "keep", "drop")
 
 _PARTS = ("eh_proj", "embed_tokens", "enorm", "hnorm", "shared_head.head", "shared_head.norm")
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-_APART = ("model.mtp.", "model.mtp_")  # of checkpoints that do not number such layers with the main ones
+_UNNUMBERED = ("model.mtp.", "model.mtp_")  # in checkpoints that do not number MTP layers with the main layers
 
 
 def _is_mtp_layer(hp: HParams, layer: int) -> bool:
@@ -38,14 +39,14 @@ def count(config: Mapping[str, object]) -> int:
 
 
 def tensors(config: Mapping[str, object], names: Collection[str]) -> dict[str, list[str]]:
-    """A checkpoint's tensors of MTP layers, by layer: layers that config.json counts, and layers with an eh_proj."""
+    """A checkpoint's MTP tensors by layer. MTP layers are those that config.json counts or that have an eh_proj."""
     n_layer = integer(config, "num_hidden_layers")
     layers = {name: split_name(name)[1] or 0 for name in names}
     marked = {layers[name] for name in names if ".eh_proj." in name} | set(range(n_layer, n_layer + count(config)))
     found: dict[str, list[str]] = {}
     for name in names:
         layer = layers[name]
-        if name.startswith(_APART):
+        if name.startswith(_UNNUMBERED):
             found.setdefault("MTP layers", []).append(name)
         elif n_layer <= layer and layer in marked:
             found.setdefault(f"MTP layer {layer}", []).append(name)

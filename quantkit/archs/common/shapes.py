@@ -116,6 +116,7 @@ class Sizes:
         return int(value)
 
     def need(self, key: str) -> int:
+        """The number of a metadata key. FormatError if it is missing."""
         value = self.key(key)
         if value is None:
             raise FormatError(f"metadata key {self.arch}.{key} is missing, and the shapes of tensors follow from it")
@@ -123,6 +124,7 @@ class Sizes:
 
     @functools.cached_property
     def n_layer(self) -> int:
+        """Layers, with MTP layers."""
         return self.need("block_count")
 
     def __getitem__(self, name: str) -> int:

@@ -1,8 +1,8 @@
-"""Language models inside multimodal ones: their part of a config.json and of a checkpoint.
+"""Language models inside multimodal models: their part of a config.json and of a checkpoint.
 
-Classes named …ForConditionalGeneration hold a language model and encoders of images or sound. Their config.json has the
-language model's in `text_config`, often without what the class has by default; their tensors are named
-`model.language_model.…` or `language_model.model.…`. The encoders are no part of a language model's file.
+Classes named …ForConditionalGeneration hold a language model and image or audio encoders. Their config.json has the
+language model's config in `text_config`, often without the class's defaults. Their tensors are named
+`model.language_model.…` or `language_model.model.…`. The GGUF of the language model leaves the encoders out.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ _WHOLE = ("quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_to
           "_name_or_path")  # fmt: skip
 _PREFIX = re.compile(r"^(model\.)?language_model\.(model\.)?")
 _ENCODERS = {
-    "the encoder of images": r"vision|visual|image|patch_merg|pre_mm_projector|multi_modal_projector|mm_projector"
+    "image encoder": r"vision|visual|image|patch_merg|pre_mm_projector|multi_modal_projector|mm_projector"
     r"|embed_vision|mlp1\.",
-    "the encoder of sound": r"audio|speech|sound|embed_audio",
+    "audio encoder": r"audio|speech|sound|embed_audio",
 }
 
 
 def text_config(config: Mapping[str, object]) -> Mapping[str, object] | None:
-    """The config of the language model inside a multimodal one; None if config.json has none."""
+    """The config of the language model in a multimodal one; None if config.json has none."""
     parts = (config.get(key) for key in _PARTS)
     return next((part for part in parts if isinstance(part, dict)), None)
 
 
 def merge_text_config(config: Mapping[str, object], text: Mapping[str, object]) -> dict[str, Any]:
-    """The language model's config with the settings that only the whole has. tie_word_embeddings is the whole's."""
+    """The language model's config with settings that only the outer config has. The outer tie_word_embeddings wins."""
     found = {key: config[key] for key in _WHOLE if key in config} | dict(text)
     tied = [part["tie_word_embeddings"] for part in (config, text) if part.get("tie_word_embeddings") is not None]
     return found | ({"tie_word_embeddings": tied[0]} if tied else {})
 
 
 def inner_name(name: str) -> str:
-    """A tensor's name in a checkpoint of the language model alone."""
+    """The name that a tensor has in a checkpoint of the language model alone."""
     if not (match := _PREFIX.match(name)):
         return name
     rest = name[match.end() :]

@@ -1,8 +1,8 @@
-"""Mutated models: `python -m tests.archs.fuzz 2000` runs so many and reports, as JSON, what became of them.
+"""Mutated models: `python -m tests.archs.fuzz 2000` runs 2000 of them and prints the outcomes as JSON.
 
 A mutant is a small model whose metadata or tensors were changed by one to three mutations that know what keys mean, so
 that it gets past the reader of files. `generate` and `perplexity` run it, each in a process forked from a warm one,
-with a limit on memory and time. They may finish or refuse it with an error of ours; a signal, a traceback, a time-out
+with a limit on memory and time. They may finish or refuse it with a QuantkitError; a signal, a traceback, a time-out
 and running out of memory are failures. A finish with other numbers than the model's own is listed by its mutations.
 """
 
@@ -119,7 +119,7 @@ def _change_key(model: Mutant, rng: np.random.Generator) -> str | None:
 
 
 def _other(value: Any, kind: str, rng: np.random.Generator) -> tuple[Any, str]:
-    """Another value: a neighbour, a bound, one of another kind."""
+    """Another value: a neighbour, a bound, or a value of another type."""
     draw = rng.random()
     if isinstance(value, list):
         return _pick(rng, [
@@ -212,7 +212,7 @@ def further(model: Path, text: Path, directory: Path) -> dict[str, list[str]]:
 
 
 def numbers(command: str, printed: str) -> str:
-    """What of the output is the model's."""
+    """The part of the output that depends on the model."""
     if command == "generate":
         return printed
     with contextlib.suppress(ValueError, KeyError):

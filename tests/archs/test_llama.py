@@ -1,4 +1,4 @@
-"""The llama description: keys of every kind there and back, rope scaling against transformers, clear refusals."""
+"""The llama architecture: round trip of keys, RoPE scaling against transformers, messages of refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What config.json says of rope, in every form and with what it leaves out: the logits of transformers."""
+"""RoPE settings of config.json, in every form and with omissions: the logits are those of transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIXTRAL = {
 
 
 def saved(directory: Path, arch: str, said: dict[str, Any], **config: Any) -> Path:
-    """A checkpoint whose config.json says this of rope, and nothing else."""
+    """A checkpoint whose config.json has these RoPE settings and no others."""
     tiny(directory, arch=arch, **config)
     path = directory / "config.json"
     kept = {key: value for key, value in json.loads(path.read_text()).items() if key not in SAID}

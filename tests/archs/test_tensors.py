@@ -1,4 +1,4 @@
-"""Names and row orders: any range of rows is the same as that range of the whole, and everything has an inverse."""
+"""Names and row orders: a range of rows equals that range of the whole tensor, and every transform has an inverse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers in files of others: nothing that grows without end, runs for ever or takes the process down."""
+"""Hostile tokenizers: none may exhaust memory, run forever or abort the process."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_sound_tables() -> None:
 
 @pytest.mark.parametrize("kind", ["t5", "llama", "gpt2"])
 def test_long_tokens(kind: str) -> None:
-    """All ways to cut a token in two take time with the square of its length."""
+    """Trying every split of a token in two takes time quadratic in its length."""
     started = time.perf_counter()
     with pytest.raises(FormatError, match=r"token 1 of tokenizer\.ggml\.tokens has 200000 characters, up to 1024"):
         made(model=kind, tokens=["<unk>", "a" * 200000, "b", "c"], merges=["a b"])

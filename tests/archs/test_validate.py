@@ -241,7 +241,7 @@ def test_inspect_and_verify_list_them(
 
 
 def test_heads_that_do_not_share_evenly(tmp_path: Path) -> None:
-    """All tensors fit: five heads over two read what nobody wrote."""
+    """All shapes agree, but five query heads cannot share two KV heads evenly."""
     made = written(tmp_path / "m.gguf", "llama", num_attention_heads=5, head_dim=16)
     file = gguf.open(made)
     assert validate.problems(file.metadata, file.tensors)[0] == (

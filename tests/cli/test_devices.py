@@ -58,8 +58,8 @@ def test_a_plan_explains_itself(config: Path, capsys: pytest.CaptureFixture[str]
 def test_what_does_not_go_together_is_said(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     about = ("plan", config, "Q4_0")
     assert "GiB too much" in refused(capsys, *about, "--fit", "--vram", "6", "--ram", "4")
-    assert "leave them out" in refused(capsys, *about, "--fit", "--vram", "6", "-ot", "exps=CPU")
-    assert "say --vram" in refused(capsys, *about, "--fit")
+    assert "omit them" in refused(capsys, *about, "--fit", "--vram", "6", "-ot", "exps=CPU")
+    assert "pass --vram" in refused(capsys, *about, "--fit")
     assert "drop one" in refused(capsys, *about, "--vram", "6", "--devices", "cuda:0", status=2)
     assert "split mode" in refused(capsys, *about, "--vram", "6,6", "-sm", "row")
     assert "a rate must be above 0" in refused(capsys, *about, "--bandwidth", "cpu=-1")

@@ -91,7 +91,7 @@ def test_outputs_are_refused_before_the_work(capsys, f16_model, text, tmp_path):
         ("compare", f16_model, f16_model, "-f", text, "--plot", tmp_path / "x.jpeg"),
     ):  # fmt: skip
         assert cli.main([str(a) for a in args]) == 1
-        assert re.search("this is the input|is no directory|a plot's file name", capsys.readouterr().err), args
+        assert re.search("this is the input|is not a directory|a plot's file name", capsys.readouterr().err), args
     assert text.read_bytes() == whole
 
 

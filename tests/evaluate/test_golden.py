@@ -30,7 +30,7 @@ def collected(golden, f16_model):
     model = load(f16_model)
     running: list[float] = []
     found, ppl = collect_imatrix.collect(
-        model, chunked(model.tokenizer, golden / "eval.txt"), on_chunk=lambda i, p, c: running.append(p.value)
+        model, chunked(model.tokenizer, golden / "eval.txt"), on_chunk=lambda i, p: running.append(p.value)
     )
     return found, ppl, running
 

@@ -110,7 +110,7 @@ def test_ends_of_lines_and_marks(read) -> None:
     ("\tlicense: mit", "not plain YAML"),
     ("- license: mit", "no mapping"),
     ("just text", "no mapping"),
-    ("[a]: b", "a key that is no text"),
+    ("[a]: b", "a key that is not text"),
     ("a: " + "[" * 40 + "]" * 40, "nested deeper than 32"),
     ("a: " + "[" * 200_000, "nested deeper than 32"),
     ("a: \x00b", "not plain YAML"),

@@ -73,7 +73,7 @@ def test_a_model_on_a_gpu(gpus: int, make: Make) -> None:
     assert moved["CUDA0", "CPU"] == 4 * width + 4 * 4 * model.vocab_size
     if SIMULATED:
         launched = model.split._workers["CUDA0"].gpu.launched  # type: ignore[attr-defined]
-        assert {"rms_norm", "rope", "swiglu", "combine"} < launched.keys()
+        assert {"rms_norm", "rope", "swiglu", "merge"} < launched.keys()
 
 
 def test_experts_on_the_cpu_and_the_rest_on_gpus(gpus: int, make: Make) -> None:

@@ -10,7 +10,7 @@ again. The file of each type says where each bit goes. IQ1_S_R4, IQ1_M_R4 and Q8
 order: nothing is repacked to them, and `unpack` converts them where that is exact (`conversions`).
 
 Quantizing to an interleaved type encodes to its base type and interleaves. An importance that is zero over a sub-block
-is handled by the base type's encoder; the reference's separate guard (spec/repack.md 2.7) is not needed.
+is handled by the base type's encoder; ik_llama.cpp's separate guard (spec/repack.md 2.7) is not needed.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Which tensors are interleaved, by name, type and shape, and why others are not (spec/repack.md 8.1).
 
-Three differences from the reference, each because the file would not run:
+Three differences from ik_llama.cpp, each because the file would not run:
 
-    BF16     only where it is asked for by name. The reference multiplies bf16_r16 where it was built for AVX512_BF16;
+    BF16     only where it is asked for by name. ik_llama.cpp multiplies bf16_r16 where it was built for AVX512_BF16;
              other builds compute garbage silently. (It decides by the build that repacks, not by the one that runs.)
     F16      never: bf16_r16 has 7 of its 10 bits of mantissa. Whoever wants that quantizes to it.
     tables   position_embd, token_types and attn_rel_b are looked up row by row like the embeddings, ssm_conv1d is no
-             operand of a product; the reference repacks those that happen to be quantized.
+             operand of a product; ik_llama.cpp repacks those that happen to be quantized.
 """
 
 from __future__ import annotations

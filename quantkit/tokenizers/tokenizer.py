@@ -6,7 +6,7 @@
     decoder = t.decode_stream()            decoder.push(id) -> the text that became complete; decoder.finish()
 
 Two kinds of token are found in a text before it is cut into words: user-defined ones always, control tokens
-(<|im_start|> and the like) only with `special=True`. The reference's perplexity tool does not look for them either.
+(<|im_start|> and the like) only with `special=True`. ik_llama.cpp's perplexity tool does not look for them either.
 """
 
 from __future__ import annotations

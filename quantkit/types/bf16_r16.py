@@ -2,7 +2,7 @@
 
     two columns of each row in turn
 
-Encoding rounds to the nearest BF16; the reference truncates.
+Encoding rounds to the nearest BF16; ik_llama.cpp truncates.
 """
 
 from __future__ import annotations

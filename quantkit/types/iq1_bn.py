@@ -11,7 +11,7 @@ Digits t0 ... t4 of a byte are N = t0 + 3 t1 + 9 t2 + 27 t3 + 81 t4 (t4 = 0 in e
 ceil(256 N / 243), and digit k comes back as (3 u) div 256 of u = (byte * 3^(4 - k)) mod 256.
 
 Encode: d and nearest codes that minimise sum w (x - y)^2 (`families/ternary.py`). Ternary rows lose only what d loses
-as a half. The reference's row decoder ignores the header and the scale; its matrix products, and this module, do not.
+as a half. ik_llama.cpp's row decoder ignores the header and the scale; its matrix products, and this module, do not.
 """
 
 from __future__ import annotations

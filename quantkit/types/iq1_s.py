@@ -9,7 +9,7 @@
     y = (d * (2 s + 1)) * (g + delta)       delta = 1/8 or -1/8
 
 Encode: minimise sum w (x - y)^2 with w = q, the importance; search in `families/iq1.py`. Without importance this
-type is refused, as by the reference.
+type is refused, as by ik_llama.cpp.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 
     y = (d * m) * |v|, negated where the sign says so        v the generator's values from index + 4096 on
 
-The reference's matrix products multiply by another 1.01, which files do not hold (and its row decoder does not apply).
+ik_llama.cpp's matrix products multiply by another 1.01, which files do not hold (and its row decoder does not apply).
 Generator and error are in `families/trellis_code.py`, the search in `types/native/trellis_search.py`; signs are those
 of x.
 """
@@ -68,7 +68,7 @@ class IQ3_KT(TrellisType):
     decode_rows = staticmethod(_decode)
     _pack = staticmethod(_pack)
     remark = (
-        "the reference's products multiply by another 1.01, which is not in the file. quantkit's products, encoder and "
+        "ik_llama.cpp's products multiply by another 1.01, which is not in the file. quantkit's products, encoder and "
         "`dequantize` take the bare values. Perplexity of SmolLM2, five layers of this type, eval.txt: "
         "11.94 with the bare values (KLD 0.1076), 11.99 with the factor (KLD 0.1117), of 10.60."
     )

@@ -40,7 +40,7 @@ _GRID, _COUNTS = scale_search.scale_grid((-127, 113), 0.6, 2.0, 96), (5, 36, 96)
 _STEPS = scale_search.refinement_steps(0.04, 2)
 _MEAN_SQUARE = np.float32(
     0.75
-)  # of the mean: the reference weighs by x^2 alone; this much of the mean keeps the unweighted error low
+)  # of the mean: ik_llama.cpp weighs by x^2 alone; this much of the mean keeps the unweighted error low
 
 
 @kernel

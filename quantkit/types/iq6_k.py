@@ -11,7 +11,7 @@
     m = sc                                  -127 to 127 (-128 decodes, but is not written)
     y = (d * m) * (t(q) + x)                t(q) = -127 + q (6.2568 + q (-0.11218 + q 0.0011972))
 
-Decoded values are those of the reference's row decoder: t(q) by three fused multiply-adds in float32; the sum with x
+Decoded values are those of ik_llama.cpp's row decoder: t(q) by three fused multiply-adds in float32; the sum with x
 and both products are rounded to float32. Its matrix products use the integer nearest to t(q), K6[q], instead.
 
 Encode: minimise sum w (x - y)^2 (`families/nonlinear.py`) with w = q where an importance q is given, else w = 2 v +
@@ -117,7 +117,7 @@ class IQ6_K(QuantType):
     decode_rows = staticmethod(_decode)
     product_rows = staticmethod(_decode_for_products)
     remark = (
-        "`dequantize` gives the cubic values of the reference's row decoder. Products, the reference's and quantkit's, "
+        "`dequantize` gives the cubic values of ik_llama.cpp's row decoder. Products, ik_llama.cpp's and quantkit's, "
         "use the integers nearest to them, for which codes are chosen too. On SmolLM2 (half of its layers, eval.txt) "
         "the divergence is 0.00238 with the integers, 0.00271 with the cubic."
     )

@@ -4,7 +4,7 @@
     0       8 x u8     e
     8       128 x u8   qs   four bytes of each row in turn; a byte keeps the two columns it had
 
-The reference's row decoder of this type is wrong (spec/repack.md 11.3); here values are those of MXFP4.
+ik_llama.cpp's row decoder of this type is wrong (spec/repack.md 11.3); here values are those of MXFP4.
 """
 
 from __future__ import annotations

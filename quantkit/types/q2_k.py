@@ -26,7 +26,7 @@ from quantkit.types.families.superblock import put_half
 
 BLOCK = 84
 
-# With importance: almost the importance alone. Without: the reference's weight, |x|, and a little of the mean square;
+# With importance: almost the importance alone. Without: ik_llama.cpp's weight, |x|, and a little of the mean square;
 # by magnitude alone zeros would not count, and no code is 0 by itself. It costs the other weights nothing.
 WEIGHTING = make_weighting(given=16, mean=0.1, magnitude=1)
 FORMAT = scale_min_format(subs=16, top=3, most=15, steps=(2.4, 3.9), scales=(20, 8), minima=(17, 5))

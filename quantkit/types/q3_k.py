@@ -29,8 +29,8 @@ from quantkit.types.families.superblock import put_half
 
 BLOCK = 110
 
-# With importance: almost the importance alone; the reference's `given`, 2, has a larger error weighted by importance.
-# Without: x^2 as in the reference, and enough of the mean to keep the unweighted error of heavy tails below its.
+# With importance: almost the importance alone; ik_llama.cpp's `given`, 2, has a larger error weighted by importance.
+# Without: x^2 as in ik_llama.cpp, and enough of the mean to keep the unweighted error of heavy tails below its.
 WEIGHTING = make_weighting(given=16, mean=1.5, square=1)
 FORMAT = scale_format(low=-4, high=3, least=-32, most=31, span=8)
 # Effort of `search`: fast, normal, best; then the same with importance.

@@ -4,7 +4,7 @@
     0       R x f16        d
     2 R     16 R x u8      qs   L bytes of each row in turn, every nibble q stored as q - 8 in two's complement
 
-GGUF files for ARM of 2024 hold them. They are decoded and unpacked; nothing is repacked to them. The reference only
+GGUF files for ARM of 2024 hold them. They are decoded and unpacked; nothing is repacked to them. ik_llama.cpp only
 encodes them, so decoding is tested against the byte map alone.
 """
 

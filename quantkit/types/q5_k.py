@@ -28,7 +28,7 @@ from quantkit.types.q4_k import put_scales_and_minima, scale_and_min
 
 BLOCK = 176
 
-# With importance: almost the importance alone. Without: the weights of the reference.
+# With importance: almost the importance alone. Without: the weights of ik_llama.cpp.
 WEIGHTING = make_weighting(given=16, root=1, magnitude=1)
 FORMAT = scale_min_format(subs=8, top=31, most=63, steps=(26, 33), scales=(63, 12), minima=(63, 10))
 # Effort of `search`: fast, normal, best; then the same with importance.

@@ -35,7 +35,7 @@ _GRID, _COUNTS = scale_search.scale_grid((-32, 31), 0.75, 1.2, 192), (8, 48, 192
 _STEPS = scale_search.refinement_steps(0.012, 2)
 _MEAN_SQUARE = np.float32(
     0.5
-)  # of the mean: the reference weighs by x^2 alone; this much of the mean keeps the unweighted error low
+)  # of the mean: ik_llama.cpp weighs by x^2 alone; this much of the mean keeps the unweighted error low
 
 
 @kernel

@@ -361,7 +361,7 @@ def new_space(n: int, per: int) -> Space:
 def set_weights(xs: np.ndarray, mean: np.float32, importance: np.ndarray, first: int, w: np.ndarray) -> None:
     """Fill w with the weights of a span: its importance or, without one, sqrt(2 v + x^2), v being the mean of x^2.
 
-    So larger elements count somewhat more, nearly as in the reference.
+    So larger elements count somewhat more, nearly as in ik_llama.cpp.
     """
     if not relative_importance(importance, first, w):
         for i in range(len(xs)):

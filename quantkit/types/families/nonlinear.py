@@ -19,7 +19,7 @@ is a function of d alone, and this function is searched. The 16 sub-blocks are S
 5.  *Norm.* Least squares leave the block sqrt(1 - e^2) of its norm, e^2 being the relative error: at 2 bits each
     matrix gives 3 % less than it should, and a layer of several loses more. Multiplying d by 1 + e^2 / 2 corrects this
     and costs e^2 / 4 of the squared error: 1.6 % at 2 bits, negligible at 4. Perplexity decided: with it it is lower
-    (docs/notes/2026-11-22-encoder-weights.md). The reference's factors are 1.03 for IQ2_K and 1.01 for IQ3_K.
+    (docs/notes/2026-11-22-encoder-weights.md). ik_llama.cpp's factors are 1.03 for IQ2_K and 1.01 for IQ3_K.
 
 A negative scale times a book is a positive scale times the negated book. So there are four books, 2 * sign + flag.
 """

@@ -48,7 +48,7 @@ def load_block(x: np.ndarray, xs: np.ndarray, minimum: np.float32) -> tuple[np.f
 def relative_importance(importance: np.ndarray, first: int, w: np.ndarray) -> bool:
     """Weights of a block relative to its largest, at least LEAST_WEIGHT; 1 without importance or where it is all zero.
 
-    `importance` is float32[n] (the block starts at `first`) or float32[0]. Returns whether it is used. The reference's
+    `importance` is float32[n] (the block starts at `first`) or float32[0]. Returns whether it is used. ik_llama.cpp's
     weights are q sqrt(v + x^2); with them, or with weights between them and q, models diverge more from the original
     (docs/notes/2026-11-22-encoder-weights.md).
     """

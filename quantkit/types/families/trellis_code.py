@@ -64,7 +64,7 @@ def put_row_scale(out: np.ndarray, d: np.float32) -> None:
 def weigh(x: np.ndarray, importance: np.ndarray, w: np.ndarray) -> bool:
     """Fill w float32[n] with the weights of a row x. Returns whether there is an importance.
 
-    w is the importance relative to the row's largest. Without one w = v / 2 + x^2, as in the reference, v being the
+    w is the importance relative to the row's largest. Without one w = v / 2 + x^2, as in ik_llama.cpp, v being the
     mean of x^2 over 256 elements.
     """
     n = len(x)

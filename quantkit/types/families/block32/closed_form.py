@@ -1,6 +1,6 @@
 """Scales of blocks of 32 in closed form: for effort below "best" where all elements weigh the same.
 
-There the reference does not search: it takes the scale that puts the largest element on the last code, at the speed of
+There ik_llama.cpp does not search: it takes the scale that puts the largest element on the last code, at the speed of
 memory. These kernels do so for one or a few candidates, then move each to the least-squares optimum of its codes,
 
     y = d q:      d = d0 P / Q                          P = sum t q, Q = sum q^2,   t = x / d0

@@ -26,7 +26,7 @@ column that the calibration never saw is still encoded sanely. Scales end at the
 times the largest code are clipped, never stored as Inf. Candidates begin at the smallest half, so that blocks of
 weights around 1e-7 keep what can be kept.
 
-The weight is the importance alone. The reference multiplies it by sqrt(mean x^2 + x^2). Weights that grow with size
+The weight is the importance alone. ik_llama.cpp multiplies it by sqrt(mean x^2 + x^2). Weights that grow with size
 were tried on SmolLM2, over two random roundings of the source weights. Without importance the KL divergence moved by
 -11% and -1% (Q4_0), +1% (IQ4_NL) and +17% (Q4_1); with it, in one run, from 0.128 to 0.137 (Q4_0). No gain could be
 shown.

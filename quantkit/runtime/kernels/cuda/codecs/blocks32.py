@@ -40,7 +40,7 @@ def q4_0(r: Reader) -> SubBlock:
 
 
 def _runs(rows: int, run: int) -> tuple[Place, Place]:
-    """Where groups of q4_0_4x4 and its kin keep scales and bytes: `run` bytes of each row in turn."""
+    """Where groups of q4_0_4x4 and related types hold scales and bytes: `run` bytes of each row in turn."""
     k, j = np.arange(rows)[:, None], np.arange(16)
     return place(16, 16 * k), place(8, 8 * (2 * rows + (j // run * rows + k) * run + j % run))
 

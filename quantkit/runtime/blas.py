@@ -51,15 +51,19 @@ def single_threaded() -> Iterator[None]:
         yield
         return
     get, set_threads = functions
-    with _lock:
-        if _users == 0:
-            _before = get()
-            set_threads(1)
-        _users += 1
+    counted = False
     try:
+        with _lock:
+            threads = get()
+            if _users == 0:
+                _before = threads
+            _users += 1
+            counted = True  # no call since the last line: an interrupt comes before both or after both
+            set_threads(1)
         yield
     finally:
-        with _lock:
-            _users -= 1
-            if _users == 0:
-                set_threads(_before)
+        if counted:
+            with _lock:
+                _users -= 1
+                if _users == 0:
+                    set_threads(_before)

@@ -1,7 +1,8 @@
-"""Interrupts and threads: whatever line an interrupt comes at, and whoever else runs a model, results are the same."""
+"""Interrupts and threads: wherever an interrupt comes, and whoever else runs a model, results are the same."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import threading
@@ -17,6 +18,7 @@ import pytest
 
 from quantkit.codegen import thread_pool
 from quantkit.errors import DataError, QuantkitError
+from quantkit.runtime import blas
 from quantkit.runtime.compiled import plan_base
 from quantkit.runtime.kernels import dispatch
 from quantkit.runtime.kv.cache import Cache
@@ -41,35 +43,38 @@ def quantized(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return rewrite(tiny, tmp_path_factory.mktemp("quantized") / "m.gguf", "q8_0")
 
 
-# ----------------------------------------------------------------------------------------- interrupts at every line
+# ----------------------------------------------------------------------------------------- interrupts anywhere
 
 
 class Interrupting:
-    """Raises KeyboardInterrupt in this thread, once, at the n-th line of quantkit that runs inside; counts lines."""
+    """Raises KeyboardInterrupt in this thread, once, at the n-th of the places inside; counts the places.
+
+    CPython handles signals where a function begins, after a call and where a loop goes back, nowhere else: a lock that
+    a `with` has taken is released. The places are the first two kinds, in quantkit; calls of compiled kernels, which
+    Python's profiler does not see, are not among them.
+    """
 
     def __init__(self, n: int | None = None):
-        self.n, self.lines = n, 0
+        self.n, self.places = n, 0
 
-    def _trace(self, frame: FrameType, event: str, argument: Any) -> Callable | None:
-        if "/quantkit/" not in frame.f_code.co_filename:
-            return None
-        if event == "line":
-            self.lines += 1
-            if self.lines == self.n:
+    def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        resumes = event == "call" and frame.f_code.co_flags & inspect.CO_GENERATOR  # here, its handlers are not in force
+        if event in ("call", "c_return") and "/quantkit/" in frame.f_code.co_filename and not resumes:
+            self.places += 1
+            if self.places == self.n:
                 raise KeyboardInterrupt
-        return self._trace
 
     def __enter__(self) -> Interrupting:
-        self._before = sys.gettrace()
-        sys.settrace(self._trace)
+        self._before = sys.getprofile()
+        sys.setprofile(self._profile)
         return self
 
     def __exit__(self, *error: object) -> None:
-        sys.settrace(self._before)
+        sys.setprofile(self._before)
 
 
 def interrupted(task: Callable[[], Any], n: int) -> bool:
-    """Whether an interrupt at the n-th line met the task. How many lines it has differs a little from run to run."""
+    """Whether an interrupt at the n-th place met the task. How many places it has differs a little from run to run."""
     try:
         with Interrupting(n):
             task()
@@ -78,9 +83,9 @@ def interrupted(task: Callable[[], Any], n: int) -> bool:
     return False
 
 
-def spread_over(lines: int, count: int, seed: int) -> list[int]:
-    """Some lines, in any order."""
-    return [int(n) for n in np.random.default_rng(seed).permutation(np.linspace(1, lines, count).astype(int))]
+def spread_over(places: int, count: int, seed: int) -> list[int]:
+    """Some places, in any order."""
+    return [int(n) for n in np.random.default_rng(seed).permutation(np.linspace(1, places, count).astype(int))]
 
 
 def prompt_and_step(model: Model) -> np.ndarray:
@@ -96,7 +101,7 @@ def test_a_model_interrupted_while_it_is_prepared(tiny: Path, options: dict) -> 
     with Interrupting() as counted:
         prompt_and_step(model)
     hit = 0
-    for n in spread_over(counted.lines, 60, seed=1):
+    for n in spread_over(counted.places, 60, seed=1):
         model = load(tiny, threads=2, **options)
         hit += interrupted(lambda model=model: prompt_and_step(model), n)
         np.testing.assert_array_equal(prompt_and_step(model), wanted)
@@ -123,7 +128,7 @@ def test_a_sequence_interrupted_and_taken_up(tiny: Path, options: dict) -> None:
     wanted = run()
     with Interrupting() as counted:
         run()
-    each = counted.lines // len(parts)
+    each = counted.places // len(parts)
     for seed in range(6):
         np.testing.assert_array_equal(run(iter(spread_over(each, len(parts), seed))), wanted)
 
@@ -140,7 +145,7 @@ def test_a_recurrent_model_says_when_its_states_are_lost(recurrent: Path) -> Non
     with Interrupting() as counted:
         model.forward(TOKENS[20:24], cache)
     said = []
-    for count, n in enumerate(spread_over(counted.lines, 40, seed=2)):
+    for count, n in enumerate(spread_over(counted.places, 40, seed=2)):
         cache.restore(kept)
         cache.mark()
         interrupted(lambda: model.forward(TOKENS[20:24], cache), n)
@@ -182,7 +187,7 @@ def test_what_is_restored_halfway_is_not_taken_for_whole(recurrent: Path, device
         rewind()
         with Interrupting() as counted:
             task()
-        for n in range(1, counted.lines + 1):
+        for n in range(1, counted.places + 1):
             rewind()
             assert interrupted(task, n)
             try:
@@ -212,6 +217,30 @@ def test_another_cache_and_longer_tables_halfway(tiny: Path, monkeypatch: pytest
     for token, logits in zip(TOKENS[:20], wanted):
         np.testing.assert_array_equal(model.forward([token], short), logits)
     assert len(junk) == 50
+
+
+def test_the_threads_of_blas_are_given_back() -> None:
+    functions = blas._functions()
+    if functions is None:
+        pytest.skip("numpy is built without OpenBLAS")
+    get, set_threads = functions
+
+    def task() -> None:
+        with blas.single_threaded(), blas.single_threaded():
+            assert get() == 1
+
+    before = get()
+    set_threads(2)
+    try:
+        with Interrupting() as counted:
+            task()
+        assert counted.places >= 4  # the locks
+        for n in range(1, counted.places + 1):
+            assert interrupted(task, n)
+            assert get() == 2, n
+            task()
+    finally:
+        set_threads(before)
 
 
 # ------------------------------------------------------------------------------------------- threads of this process

@@ -1,5 +1,5 @@
 # `make demo`: the main job on a real model. `make test`: everything that is checked.
-# Both create .venv and install what they need; PYTHON chooses the interpreter (3.10 to 3.13).
+# Both create .venv and install what they need; PYTHON chooses the interpreter (3.10 to 3.14).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -58,7 +58,8 @@ class Interrupting:
         self.n, self.places = n, 0
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
-        resumes = event == "call" and frame.f_code.co_flags & inspect.CO_GENERATOR  # here, its handlers are not in force
+        # A generator that resumes is left out: the handlers around its `yield` are not in force yet.
+        resumes = event == "call" and frame.f_code.co_flags & inspect.CO_GENERATOR
         if event in ("call", "c_return") and "/quantkit/" in frame.f_code.co_filename and not resumes:
             self.places += 1
             if self.places == self.n:

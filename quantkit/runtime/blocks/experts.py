@@ -33,15 +33,16 @@ def reduction(parts: Sequence[blocks.Block], given: Reduction | None, path: Path
     """`given`, if the model has experts that it can leave out; DataError otherwise. None for (K, 0), which is none."""
     if given is None:
         return None
-    least, share = given
+    min_used, min_share = given
     used = min((p.used for block in parts for p in block.parts if isinstance(p, blocks.Experts)), default=0)
     if not used:
-        raise DataError(f"{path}: the model has no experts that -ser {least},{share:g} could leave out")
-    if not 1 <= least < used:
-        raise DataError(f"{path}: -ser {least},{share:g}: K must be at least 1 and below the {used} experts used")
-    if not 0 <= share <= 1:
-        raise DataError(f"{path}: -ser {least},{share:g}: the share t must be 0 to 1")
-    return given if share else None
+        raise DataError(f"{path}: the model has no experts that -ser {min_used},{min_share:g} could leave out")
+    option = f"-ser {min_used},{min_share:g}"
+    if not 1 <= min_used < used:
+        raise DataError(f"{path}: {option}: K must be at least 1 and below the {used} experts used")
+    if not 0 <= min_share <= 1:
+        raise DataError(f"{path}: {option}: the share t must be 0 to 1")
+    return given if min_share else None
 
 
 def route(
@@ -51,14 +52,14 @@ def route(
 
     `bias` is what `part.choice_bias` names.
     """
-    least, share = given or (part.used, 0.0)
+    min_used, min_share = given or (part.used, 0.0)
     bias = jit.readonly(np.zeros(0, np.float32)) if bias is None else bias
     chosen = np.full((len(logits), part.used), -1, np.int64)
     weights = np.zeros((len(logits), part.used), np.float32)
     for token in range(len(logits)):
         reference.route(
-            logits[token], bias, part.gating == "sigmoid", part.groups, part.groups_used, part.used, least,
-            np.float32(share), part.normalise, np.float32(part.scale), chosen[token], weights[token],
+            logits[token], bias, part.gating == "sigmoid", part.groups, part.groups_used, part.used, min_used,
+            np.float32(min_share), part.normalise, np.float32(part.scale), chosen[token], weights[token],
         )  # fmt: skip
     return chosen, weights
 

@@ -108,8 +108,8 @@ def _convolved(
         held = before.inputs[start:] if start < past else before.inputs[:0]
         held = np.concatenate([held, x[max(0, start - past) : start]])
         reference.short_conv(held, x[start:stop], taps, out[start:stop])
-        reference.unit_heads(out[start:stop], 0, sizes.key_heads, sizes.head_dim_k, sizes.head_dim_k**-0.5)
-        reference.unit_heads(out[start:stop], sizes.keys, sizes.key_heads, sizes.head_dim_k, 1.0)
+        reference.l2_norm_heads(out[start:stop], 0, sizes.key_heads, sizes.head_dim_k, sizes.head_dim_k**-0.5)
+        reference.l2_norm_heads(out[start:stop], sizes.keys, sizes.key_heads, sizes.head_dim_k, 1.0)
 
     thread_pool.over_rows(task, tokens, threads=threads if x.size > float_ops.SERIAL_ELEMENTS else 1, pieces=1)
     return out
@@ -186,7 +186,7 @@ def _chunks(
         reference.chunk_weights(among, seen, decay, beta[:, here].copy())
         whole = _shrinking(decay)[:, :, None]
         added = (values - whole * (keys @ state)) * beta[:, here, None]
-        reference.solve_unit_lower(among, added)
+        reference.solve_unit_triangular(among, added)
         made[here, heads] = (whole * (queries @ state) + seen @ added).transpose(1, 0, 2)
         keys *= _shrinking(decay[:, -1:] - decay)[:, :, None]
         state *= whole[:, -1:]

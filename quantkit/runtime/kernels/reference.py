@@ -8,7 +8,7 @@
     softmax_step  one block of keys of the streaming softmax
     route         which experts a token goes to, and their weights
     short_conv    a causal convolution over the last few tokens, each channel by itself, then x * sigmoid(x)
-    unit_heads    y = x / sqrt(sum(x^2) + 1e-6), each head
+    l2_norm_heads y = x / sqrt(sum(x^2) + 1e-6), each head
     gate          y = x * sigmoid(gate)
     delta_rule    a head of linear attention, token by token
 
@@ -118,21 +118,21 @@ def rope(x, head_dim, cos, sin, positions, step, stride):
 
 
 @kernel(fastmath=True)
-def _largest(row):
-    top = np.float32(-3.4e38)
+def _max(row):
+    largest = np.float32(-3.4e38)
     for i in range(row.shape[0]):
-        top = max(top, row[i])
-    return top
+        largest = max(largest, row[i])
+    return largest
 
 
 @kernel
-def _exponentials(row, top):
+def _exp_minus(row, maximum):
     for i in range(row.shape[0]):
-        row[i] = exp(row[i] - top)
+        row[i] = exp(row[i] - maximum)
 
 
 @kernel(fastmath=_SUMS)
-def _total(row):
+def _sum(row):
     total = np.float32(0)
     for i in range(row.shape[0]):
         total += row[i]
@@ -140,14 +140,14 @@ def _total(row):
 
 
 @kernel
-def softmax_step(scores, group, position, window, top, total, acc):
+def softmax_step(scores, group, position, window, maxima, sums, acc):
     """Turn the scores of a block of keys into weights, and rescale what earlier blocks gave to match.
 
     scores float32[tokens * group, keys]: row r belongs to token r // group, which stands at `position` + r // group
     counted from the block's first key and sees the `window` keys up to and including its own position.
-    top, total float32[rows]: the largest score and the sum of weights so far; acc float32[rows, dim]: the sum of
+    maxima, sums float32[rows]: the largest score and the sum of weights so far; acc float32[rows, dim]: the sum of
     weighted values so far. With the new largest score m: weight = e^(score - m), and what was before shrinks by
-    e^(top - m).
+    e^(maximum - m).
     """
     rows, keys = scores.shape
     for r in range(rows):
@@ -160,18 +160,18 @@ def softmax_step(scores, group, position, window, top, total, acc):
         if start == stop:
             continue
         seen = row[start:stop]
-        new_top = max(top[r], _largest(seen))
-        shrink = exp(top[r] - new_top) if total[r] > 0 else np.float32(0)
-        _exponentials(seen, new_top)
-        top[r] = new_top
-        total[r] = total[r] * shrink + _total(seen)
+        maximum = max(maxima[r], _max(seen))
+        shrink = exp(maxima[r] - maximum) if sums[r] > 0 else np.float32(0)
+        _exp_minus(seen, maximum)
+        maxima[r] = maximum
+        sums[r] = sums[r] * shrink + _sum(seen)
         for i in range(acc.shape[1]):
             acc[r, i] *= shrink
 
 
 @kernel
-def _chance(p, bias, e):
-    """How much speaks for expert e: its probability, with the bias where there is one."""
+def _selection_score(p, bias, e):
+    """What experts are compared by: the probability of e, with the bias where there is one."""
     return p[e] + bias[e] if bias.shape[0] else p[e]
 
 
@@ -180,33 +180,33 @@ def _keep_groups(p, bias, groups, kept):
     """Set p to -1 in all but the `kept` best of `groups` groups: by their best expert, with a bias their best two."""
     size = p.shape[0] // groups
     for _ in range(groups - kept):
-        worst, least = -1, np.float32(0)
+        worst, lowest = -1, np.float32(0)
         for group in range(groups):
             first = group * size
             if p[first] == np.float32(-1):
                 continue
             best = second = np.float32(-3.4e38)
             for e in range(first, first + size):
-                chance = _chance(p, bias, e)
-                if chance > best or chance != chance:
-                    best, second = chance, best
-                elif chance > second:
-                    second = chance
-            score = best + second if bias.shape[0] and size > 1 else best
-            if score == score and (worst < 0 or score <= least):  # NaN has to show in the result
-                worst, least = group, score
+                score = _selection_score(p, bias, e)
+                if score > best or score != score:
+                    best, second = score, best
+                elif score > second:
+                    second = score
+            group_score = best + second if bias.shape[0] and size > 1 else best
+            if group_score == group_score and (worst < 0 or group_score <= lowest):  # NaN has to show in the result
+                worst, lowest = group, group_score
         if worst >= 0:
             p[worst * size : (worst + 1) * size] = np.float32(-1)
 
 
 @kernel
-def route(logits, bias, sigmoid, groups, groups_used, used, least, share, normalise, scale, chosen, weights):
+def route(logits, bias, sigmoid, groups, groups_used, used, min_used, min_share, normalise, scale, chosen, weights):
     """Experts of one token, and how many: p = softmax(logits) or sigmoid, the `used` largest, of equal ones the first.
 
     `bias` float32[experts], or [0] for none, is added to p where experts are compared; only those of the `groups_used`
     best of `groups` groups of neighbours are, see `_keep_groups`.
     logits float32[experts] are overwritten; chosen int64[used] and weights float32[used] come ordered. Those after the
-    first `least` whose p is not above `share` times the first one's are left out (`share` 0 leaves none out). weights
+    first `min_used` whose p is not above `min_share` times the first one's are left out (0 leaves none out). weights
     are p, divided by their sum over those that are left with `normalise`, times `scale`.
     """
     experts = logits.shape[0]
@@ -214,7 +214,7 @@ def route(logits, bias, sigmoid, groups, groups_used, used, least, share, normal
         for e in range(experts):
             logits[e] = np.float32(1) / (np.float32(1) + exp(-logits[e]))
     else:
-        _exponentials(logits, _largest(logits))
+        _exp_minus(logits, _max(logits))
         total = np.float32(0)
         for e in range(experts):  # in this order on every CPU: fast numerics route with this too
             total += logits[e]
@@ -224,21 +224,21 @@ def route(logits, bias, sigmoid, groups, groups_used, used, least, share, normal
         _keep_groups(logits, bias, groups, groups_used)
     count = 0
     for rank in range(used):
-        best, most = -1, np.float32(0)
+        best, best_score = -1, np.float32(0)
         for e in range(experts):  # NaN is as good as any: it has to show in the result
             if logits[e] != np.float32(-1):
-                chance = _chance(logits, bias, e)
-                if best < 0 or chance > most or chance != chance:
-                    best, most = e, chance
+                score = _selection_score(logits, bias, e)
+                if best < 0 or score > best_score or score != score:
+                    best, best_score = e, score
         p = logits[best]
         logits[best] = np.float32(-1)  # taken
-        if rank >= least and not p > share * weights[0]:
+        if rank >= min_used and not p > min_share * weights[0]:
             break
         chosen[rank], weights[rank] = best, p
         count += 1
     factor = np.float32(scale)
     if normalise:
-        factor /= _total(weights[:count])
+        factor /= _sum(weights[:count])
     for rank in range(count):
         weights[rank] *= factor
     return count
@@ -265,8 +265,8 @@ def short_conv(before, x, taps, out):
 
 
 @kernel(fastmath=_SUMS)
-def unit_heads(x, first, heads, dim, scale):
-    """Make `heads` heads of x float32[tokens, n], from element `first` on, as long as `scale`, in place."""
+def l2_norm_heads(x, first, heads, dim, scale):
+    """L2-normalize `heads` heads of x float32[tokens, n] from element `first` on, times `scale`, in place."""
     for t in range(x.shape[0]):
         for head in range(heads):
             row = x[t, first + head * dim : first + (head + 1) * dim]
@@ -351,7 +351,7 @@ def chunk_weights(keys, queries, decay, beta):
 
 
 @kernel(fastmath=_SUMS)
-def solve_unit_lower(weights, x):
+def solve_unit_triangular(weights, x):
     """x = (I + weights)^-1 x, in place, head by head; weights float32[heads, n, n], of which only what is left of the
     diagonal is read, x float32[heads, n, width]."""
     heads, n, width = x.shape

@@ -27,7 +27,7 @@ def route(sigmoid: bool, biased: bool) -> Kernel:
 
     def kernel(logits, bias, experts, groups, groups_used, used, normalise, scale, chosen, weights):
         p = cuda.shared.array(MOST, np.float32)
-        chance = cuda.shared.array(MOST, np.float32)
+        selection = cuda.shared.array(MOST, np.float32)
         group_score = cuda.shared.array(WARP, np.float32)
         token, lane = np.int64(cuda.blockIdx.x), cuda.threadIdx.x
         most = _NEVER
@@ -47,17 +47,17 @@ def route(sigmoid: bool, biased: bool) -> Kernel:
             if not sigmoid:
                 p[e] /= total
             value = p[e] + bias[e] if biased else p[e]
-            chance[e] = value if value == value else np.float32(math.inf)
+            selection[e] = value if value == value else np.float32(math.inf)
         cuda.syncthreads()
         size = experts // groups
         if groups_used < groups:
             if lane < groups:
                 best, second = _NEVER, _NEVER
                 for e in range(lane * size, lane * size + size):
-                    if chance[e] > best:
-                        best, second = chance[e], best
-                    elif chance[e] > second:
-                        second = chance[e]
+                    if selection[e] > best:
+                        best, second = selection[e], best
+                    elif selection[e] > second:
+                        second = selection[e]
                 group_score[lane] = best + second if biased and size > 1 else best
             cuda.syncthreads()
             if lane < groups:
@@ -68,20 +68,20 @@ def route(sigmoid: bool, biased: bool) -> Kernel:
                         better += 1
                 if better >= groups_used:
                     for e in range(lane * size, lane * size + size):
-                        chance[e] = _TAKEN
+                        selection[e] = _TAKEN
             cuda.syncthreads()
         total = np.float32(0)
         for rank in range(used):
             best, place = _TAKEN, np.float32(-experts)
             for e in range(lane, experts, WARP):
-                if chance[e] > best:
-                    best, place = chance[e], -np.float32(e)
+                if selection[e] > best:
+                    best, place = selection[e], -np.float32(e)
             top = warp_max(best)
             expert = min(experts - 1, np.int32(-warp_max(place if best == top else np.float32(-experts))))
             cuda.syncthreads()
             total += p[expert]
             if lane == 0:
-                chance[expert] = _TAKEN
+                selection[expert] = _TAKEN
                 chosen[token * used + rank] = expert
                 weights[token * used + rank] = p[expert]
             cuda.syncthreads()

@@ -15,13 +15,16 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
 from quantkit.codegen import jit, thread_pool
 from quantkit.errors import DataError, UnknownNameError, UnsupportedError
 from quantkit.inputs import arguments
+
+if TYPE_CHECKING:
+    from quantkit.types.refine import Moments
 
 _by_id: dict[int, QuantType] = {}
 ids: dict[str, int] = {}  # of names in lower case, with and without codec
@@ -32,6 +35,7 @@ FAST, NORMAL, BEST = range(3)
 
 _MUCH = 1 << 18  # elements: from here on the fastest encoder is slow enough for threads to pay
 _PIECE_BYTES = 1 << 18  # of float32: checked, then encoded while it is still in the CPU's cache
+_ROWS_OF_MOMENTS = 128  # encoded together at least: each piece reads all second moments
 
 
 def effort_level(name: str) -> int:
@@ -149,12 +153,16 @@ class QuantType:
         x: Any,
         importance: Any = None,
         *,
+        second_moments: Any = None,
         effort: str = "normal",
         threads: int | None = None,
     ) -> np.ndarray:
         """Encode float32[rows, n] as uint8[rows, row_bytes(n)].
 
         `importance` float32[n] weighs the squared error of each column; types without `uses_imatrix` only check it.
+        `second_moments` float32[n, n], H = E[x x^T] of the inputs of the matrix (or `types.refine.prepare` of it, for
+        several calls): codes are then chosen so that the error e^T H e of each row is low. Without `importance`, its
+        diagonal is the importance. Types of more than 6 bits a code only check it.
         `effort` trades time for error: "fast", "normal" or "best"; types without a search ignore it.
         NaN, Inf or a value too large for the type in `x`, or a negative or non-finite importance, is a DataError that
         names its place. The bytes do not depend on `threads`.
@@ -170,9 +178,16 @@ class QuantType:
         self._check_rows(rows)
         if self.requires_imatrix and importance is None:
             raise DataError(f"{self.name}: this type needs an importance matrix; pass importance=")
+        moments = None
+        if second_moments is not None:
+            from quantkit.types.refine import prepare  # not loaded without: it needs numba
+
+            moments = prepare(second_moments, n)
+            importance = moments.importance if importance is None else importance
         weights = _scale_importance(check_importance(importance, n))
         x, weights = jit.readonly(x), jit.readonly(weights if self.uses_imatrix else weights[:0])
-        step = max(1, _PIECE_BYTES // (4 * n * self.interleave)) * self.interleave if n else rows
+        piece = _PIECE_BYTES if moments is None else max(_PIECE_BYTES, 4 * n * _ROWS_OF_MOMENTS)
+        step = max(1, piece // (4 * n * self.interleave)) * self.interleave if n else rows
 
         limit = int(np.float32(self.overflow).view(np.uint32)) if self.reports_largest else 0
 
@@ -184,10 +199,18 @@ class QuantType:
                     encode(x[a:b], weights, level, out[a:b])
                 elif (largest := encode(x[a:b], weights, level, out[a:b])) is None or largest >= limit:
                     check_finite(x[a:b], a, self.overflow, self.name)
+                if moments is not None:
+                    self.refine_rows(x[a:b], out[a:b], moments, level)
 
         if rows:
             thread_pool.over_rows(task, rows, multiple=self.interleave, threads=threads, is_long=x.size >= _MUCH)
         return out
+
+    def refine_rows(self, x: np.ndarray, data: np.ndarray, moments: Moments, effort: int) -> None:
+        """Lower the error of data uint8[rows, row bytes] by second moments, in place (`types.refine`)."""
+        from quantkit.types.refine import refine
+
+        refine(self, x, data, moments, effort)
 
     def dequantize(
         self,

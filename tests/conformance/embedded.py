@@ -6,6 +6,8 @@ of 768 values differs from that of 576 by a constant: every norm gets the weight
 576 / 768. Heads go from 9 (3 of keys) to 12 (4), the new ones zero. The output matrix, tied before, becomes its own.
 
     embed(source, out)    a GGUF of f16 weights; its perplexity is that of the source
+    pad(source, out)      the same with zeros in place of the rotation: the model in its own axes. Q is the first 576
+                          columns of the identity, and norm weights stay in the norms.
 """
 
 from __future__ import annotations
@@ -27,23 +29,36 @@ def _rows(weights: np.ndarray, count: int) -> np.ndarray:
 
 
 def embed(source: Path, out: Path, seed: int = 0) -> None:
+    narrow = int(gguf.open(source).metadata["llama.embedding_length"])
+    lift = np.linalg.qr(np.random.default_rng(seed).standard_normal((WIDE, narrow)))[0]
+    _write(source, out, lift, fold_norms=True)
+
+
+def pad(source: Path, out: Path) -> None:
+    narrow = int(gguf.open(source).metadata["llama.embedding_length"])
+    _write(source, out, np.eye(WIDE, narrow), fold_norms=False)
+
+
+def _write(source: Path, out: Path, lift: np.ndarray, fold_norms: bool) -> None:
+    """`lift` is Q."""
     f = gguf.open(source)
-    narrow, dim = int(f.metadata["llama.embedding_length"]), 64
-    rng = np.random.default_rng(seed)
-    lift = np.linalg.qr(rng.standard_normal((WIDE, narrow)))[0]  # Q
-    norm = np.full(WIDE, np.sqrt(narrow / WIDE))
+    narrow, dim = lift.shape[1], 64
 
     def weight(name: str) -> np.ndarray:
         return f.tensors[f"{name}.weight"].dequantize().astype(np.float64)
 
-    def reads(name: str, before: str) -> np.ndarray:
-        return weight(name) * weight(before) @ lift.T
+    def norm(name: str) -> np.ndarray:
+        kept = np.ones(WIDE) if fold_norms else lift @ weight(name)
+        return kept * np.sqrt(narrow / WIDE)
 
-    made: dict[str, np.ndarray] = {"token_embd": weight("token_embd") @ lift.T, "output_norm": norm}
-    made["output"] = weight("token_embd") * weight("output_norm") @ lift.T
+    def reads(name: str, before: str) -> np.ndarray:
+        return weight(name) * (weight(before) if fold_norms else 1) @ lift.T
+
+    made: dict[str, np.ndarray] = {"token_embd": weight("token_embd") @ lift.T, "output_norm": norm("output_norm")}
+    made["output"] = reads("token_embd", "output_norm")
     for i in range(int(f.metadata["llama.block_count"])):
         b = f"blk.{i}"
-        made[f"{b}.attn_norm"] = made[f"{b}.ffn_norm"] = norm
+        made[f"{b}.attn_norm"], made[f"{b}.ffn_norm"] = norm(f"{b}.attn_norm"), norm(f"{b}.ffn_norm")
         made[f"{b}.attn_q"] = _rows(reads(f"{b}.attn_q", f"{b}.attn_norm"), Q_HEADS * dim)
         made[f"{b}.attn_k"] = _rows(reads(f"{b}.attn_k", f"{b}.attn_norm"), KV_HEADS * dim)
         made[f"{b}.attn_v"] = _rows(reads(f"{b}.attn_v", f"{b}.attn_norm"), KV_HEADS * dim)

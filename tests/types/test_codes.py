@@ -1,4 +1,4 @@
-"""Which bits of a block are the code of an element, and what moving codes does."""
+"""Which bits of a block are the code of an element, and the ladder of their values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quantkit import types
-from quantkit.types.families.code_bits import codes_of, neighbours, step
+from quantkit.types.families.code_bits import codes_of, read_codes, write_codes
 from tests.types import data
 
 # Types whose elements have codes of their own; what else has a codec and an importance names several elements at once.
@@ -24,38 +24,54 @@ def test_which_types_have_codes_of_single_elements():
 
 @single
 def test_a_code_is_one_element(name):
-    """Every element moved alone: no other changes, and the new value is the next one on that side."""
+    """Every element moved alone: no other changes, and the new value is a ladder step away."""
     t = types.get(name)
     codes, n = codes_of(t), 2 * t.block_size
     rows = t.quantize(data.rows("gaussian", 1, 3, n), np.ones(n, np.float32))
     y = t.dequantize(rows, n)
-    next_rows, last_rows = rows.copy(), rows.copy()
-    neighbours(rows, next_rows, last_rows, n, codes)
-    above, below = t.dequantize(next_rows, n), t.dequantize(last_rows, n)
-    assert ((above - y) * (below - y) <= 0).all()
-    assert np.mean(above != below) > 0.9
+    found = np.empty((3, n), np.uint8)
+    read_codes(rows, codes, found)
     for j in (0, 1, 15, t.block_size - 1, t.block_size, n - 1):
-        for move, values in ((1, above), (-1, below)):
-            moves = np.zeros((3, n), np.int8)
-            moves[1, j] = move
-            moved = rows.copy()
-            step(moved, moves, codes)
-            expected = y.copy()
-            expected[1, j] = values[1, j]
-            assert np.array_equal(t.dequantize(moved, n), expected)
+        units = []
+        for following, ladder in ((codes.above, codes.up), (codes.below, codes.down)):
+            moved, changed = found.copy(), rows.copy()
+            moved[1, j] = following[found[1, j]]
+            write_codes(moved, codes, changed)
+            back = t.dequantize(changed, n)
+            others = np.ones((3, n), bool)
+            others[1, j] = False
+            assert np.array_equal(back[others], y[others])
+            if moved[1, j] != found[1, j]:
+                units.append((back[1, j] - y[1, j]) / ladder[found[1, j]])
+                assert units[-1] != 0
+        assert len(units) == 1 or np.isclose(*units, rtol=1e-3)
 
 
 @single
-def test_all_values_are_met_in_their_order(name):
+def test_written_codes_are_read(name):
+    t = types.get(name)
+    codes, n = codes_of(t), 2 * t.block_size
+    rows = t.quantize(data.rows("gaussian", 2, 5, n), np.ones(n, np.float32))
+    wanted = np.random.default_rng(3).integers(0, len(codes.above), (5, n)).astype(np.uint8)
+    write_codes(wanted, codes, rows)
+    found = np.empty_like(wanted)
+    read_codes(rows, codes, found)
+    assert np.array_equal(found, wanted)
+
+
+@single
+def test_the_ladder_holds_all_values_in_their_order(name):
     t = types.get(name)
     codes, n = codes_of(t), t.block_size
     row = t.quantize(data.rows("gaussian", 4, 1, n), np.ones(n, np.float32))
+    code = int(np.flatnonzero(codes.down == 0)[0])
     seen = []
-    for _ in range(len(codes.above) + 1):
-        step(row, np.full((1, n), -1, np.int8), codes)
-    for _ in range(len(codes.above)):
-        seen.append(t.dequantize(row, n)[0])
-        step(row, np.full((1, n), 1, np.int8), codes)
-    rising = np.diff(np.array(seen), axis=0)
-    assert ((rising >= 0).all(axis=0) | (rising <= 0).all(axis=0)).all()
-    assert len(np.unique(np.array(seen)[:, 0])) >= len(codes.above) - (name == "mxfp4")  # which has two zeros
+    while True:
+        write_codes(np.full((1, n), code, np.uint8), codes, row)
+        seen.append((code, t.dequantize(row, n)[0]))
+        if codes.above[code] == code:
+            break
+        code = int(codes.above[code])
+    rising = np.diff(np.array([values for _, values in seen]), axis=0)
+    assert ((rising > 0).all(axis=0) | (rising < 0).all(axis=0)).all()
+    assert len(seen) == len(codes.above) - (name == "mxfp4")  # which has two zeros

@@ -9,26 +9,35 @@ for several elements (grids, pairs, trellises) have none: `codes_of` gives None.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from quantkit.codegen import jit
 from quantkit.codegen.jit import kernel
-from quantkit.types.base import QuantType
+
+if TYPE_CHECKING:
+    from quantkit.types.base import QuantType
 
 WIDEST = 6  # bits; rounding errors of wider codes are negligible, and int8 has a value, -128, that kernels do not take
 _PROBES = 4  # encoded rows: a bit may have no effect in one of them
 
 
 class Codes(NamedTuple):
-    """Where the codes of a block's elements are: each is one run of bits within a byte, or two, low bits first."""
+    """Where the codes of a block's elements are: each is one run of bits within a byte, or two, low bits first.
+
+    Under any scale, the values of an element's codes are an affine function of the ladder: from `code` to the next
+    larger ladder value it is up[code] units, to the next smaller one down[code] (negative; both 0 at the ends).
+    """
 
     header: int  # bytes before the blocks of a row
     block_bytes: int
     runs: np.ndarray  # int64[elements, 2, 3]: byte of the block, first bit in it, mask at bit 0, which may be 0
     low: int  # bits in the first run
-    above: np.ndarray  # uint8[2^bits] the code of the next value after each code's; its own at the end
+    above: np.ndarray  # uint8[2^bits] the code of the next ladder value after each code's; its own at the end
     below: np.ndarray  # uint8[2^bits] of the value before
+    up: np.ndarray  # float32[2^bits]
+    down: np.ndarray  # float32[2^bits]
 
 
 @functools.cache
@@ -39,14 +48,27 @@ def codes_of(kind: QuantType) -> Codes | None:
         return None
     values = np.stack([_with_codes(kind, bits, code) for code in range(1 << bits.shape[1])])
     order = np.argsort(values[:, 0], kind="stable")
-    rising = np.diff(values[order], axis=0)
-    if not ((rising >= 0).all(axis=0) | (rising <= 0).all(axis=0)).all():
+    ladder = values[order, 0].astype(np.float64)
+    span = ladder[-1] - ladder[0]
+    if not span or not _are_affine(values[order], (ladder - ladder[0]) / span):
         return None
     above, below = np.empty((2, len(order)), np.uint8)
-    above[order] = order[np.minimum(np.arange(len(order)) + 1, len(order) - 1)]
-    below[order] = order[np.maximum(np.arange(len(order)) - 1, 0)]
+    up, down = np.empty((2, len(order)), np.float32)
+    higher = np.minimum(np.searchsorted(ladder, ladder, "right"), len(order) - 1)  # equal values are one step
+    lower = np.maximum(np.searchsorted(ladder, ladder, "left") - 1, 0)
+    above[order], below[order] = order[higher], order[lower]
+    up[order], down[order] = (ladder[higher] - ladder) / span, (ladder[lower] - ladder) / span
     runs = _runs(bits)
-    return Codes(kind.row_meta_bytes, kind.block_bytes, runs, int(runs[0, 0, 2]).bit_length(), above, below)
+    low = int(runs[0, 0, 2]).bit_length()
+    tables = (jit.readonly(table) for table in (above, below, up, down))
+    return Codes(kind.row_meta_bytes, kind.block_bytes, jit.readonly(runs), low, *tables)
+
+
+def _are_affine(values: np.ndarray, ladder: np.ndarray) -> bool:
+    """Whether each column of values float32[codes, elements] is a + b * ladder, ladder rising from 0 to 1."""
+    first, last = values[0].astype(np.float64), values[-1].astype(np.float64)
+    expected = first + (last - first) * ladder[:, None]
+    return bool((np.abs(values - expected) <= 1e-4 * np.abs(last - first)).all())
 
 
 @functools.cache
@@ -100,51 +122,30 @@ def _runs(bits: np.ndarray) -> np.ndarray:
 
 
 @kernel
-def neighbours(data: np.ndarray, above: np.ndarray, below: np.ndarray, n: int, codes: Codes) -> None:
-    """Move all codes to the next larger value in `above` and to the next smaller one in `below`.
-
-    Both are copies of data uint8[rows, row bytes], whose rows have n elements.
-    """
-    size = len(codes.runs)
-    next_code, last_code = codes.above, codes.below
-    for j in range(size):  # outermost: the place of its bits stays in registers
-        byte, shift, mask = codes.runs[j, 0]
-        high_byte, high_shift, high_mask = codes.runs[j, 1]
-        kept, high_kept = 255 - (mask << shift), 255 - (high_mask << high_shift)
-        for row in range(len(data)):
-            for b in range(n // size):
-                at = codes.header + b * codes.block_bytes
-                code = np.int64(data[row, at + byte]) >> shift & mask
-                code |= (np.int64(data[row, at + high_byte]) >> high_shift & high_mask) << codes.low
-                up, down = np.int64(next_code[code]), np.int64(last_code[code])
-                above[row, at + byte] = above[row, at + byte] & kept | (up & mask) << shift
-                below[row, at + byte] = below[row, at + byte] & kept | (down & mask) << shift
-                if high_mask != 0:
-                    up, down = (up >> codes.low) << high_shift, (down >> codes.low) << high_shift
-                    above[row, at + high_byte] = above[row, at + high_byte] & high_kept | up
-                    below[row, at + high_byte] = below[row, at + high_byte] & high_kept | down
-
-
-@kernel
-def step(data: np.ndarray, moves: np.ndarray, codes: Codes) -> None:
-    """Move codes of uint8[rows, row bytes], in place: to the next value where int8[rows, n] is 1, back where -1."""
+def read_codes(data: np.ndarray, codes: Codes, out: np.ndarray) -> None:
+    """The codes of data uint8[rows, row bytes] as out uint8[rows, n]."""
     size = len(codes.runs)
     for row in range(len(data)):
-        eights = moves[row].view(np.int64)  # most are all 0
-        for first in range(0, moves.shape[1], 8):
-            if eights[first // 8] == 0:
-                continue
-            for j in range(first, first + 8):
-                if moves[row, j] != 0:
-                    _move(data[row, codes.header + j // size * codes.block_bytes :], j % size, moves[row, j], codes)
+        for b in range(out.shape[1] // size):
+            block = data[row, codes.header + b * codes.block_bytes :]
+            for j in range(size):
+                byte, shift, mask = codes.runs[j, 0]
+                high_byte, high_shift, high_mask = codes.runs[j, 1]
+                code = np.int64(block[byte]) >> shift & mask
+                code |= (np.int64(block[high_byte]) >> high_shift & high_mask) << codes.low
+                out[row, b * size + j] = code
 
 
 @kernel
-def _move(block: np.ndarray, j: int, move: int, codes: Codes) -> None:
-    runs = codes.runs[j]
-    code = np.int64(block[runs[0, 0]]) >> runs[0, 1] & runs[0, 2]
-    code |= (np.int64(block[runs[1, 0]]) >> runs[1, 1] & runs[1, 2]) << codes.low
-    moved = np.int64(codes.above[code] if move > 0 else codes.below[code])
-    for i in range(2):
-        byte, shift, mask = runs[i]
-        block[byte] = block[byte] & (255 - (mask << shift)) | (moved >> codes.low * i & mask) << shift
+def write_codes(values: np.ndarray, codes: Codes, data: np.ndarray) -> None:
+    """Set the codes of data uint8[rows, row bytes] to values uint8[rows, n]; scales stay."""
+    size = len(codes.runs)
+    for row in range(len(data)):
+        for b in range(values.shape[1] // size):
+            block = data[row, codes.header + b * codes.block_bytes :]
+            for j in range(size):
+                code = np.int64(values[row, b * size + j])
+                for i in range(2):
+                    byte, shift, mask = codes.runs[j, i]
+                    part = code >> codes.low * i & mask
+                    block[byte] = block[byte] & (255 - (mask << shift)) | part << shift

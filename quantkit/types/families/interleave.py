@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -38,6 +38,9 @@ from quantkit.types.families.interleave_fields import (
     planes,
 )  # fmt: skip
 from quantkit.types.families.permutation import Permutation
+
+if TYPE_CHECKING:
+    from quantkit.types.refine import Moments
 
 __all__ = [
     "CRUMB", "NIB", "PLANE_A", "PLANE_B", "PLANE_C", "PLANE_D", "QUAD", "EvenOdd", "Field", "Interleaved", "Lines",
@@ -133,6 +136,12 @@ class Interleaved(QuantType):
         assert encode is not None  # interleaved types have base types with codecs
         encode(x, importance, effort, data)
         self.permutation.forward(data, out)
+
+    def refine_rows(self, x: np.ndarray, data: np.ndarray, moments: Moments, effort: int) -> None:
+        """As the base type does it."""
+        rows = self.deinterleave_rows(data, threads=1)
+        self.base_type.refine_rows(x, rows, moments, effort)
+        self.interleave_rows(rows, threads=1, out=data)
 
     def decode_rows(self, data: np.ndarray, out: np.ndarray) -> None:
         """Undo the interleaving and decode the base type; arguments as those of `QuantType.decode_rows`."""

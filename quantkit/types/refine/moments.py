@@ -1,0 +1,113 @@
+"""The second moment H = E[x x^T] of a matrix' input, made ready for rounding: damped, and cut into panels of columns.
+
+    error of a row    e^T H e,  e = decoded row - row,  with H + DAMPING mean(diag H) I in place of H
+    gradient          r = e H;  a change of element j by s changes the error by 2 s r_j + s^2 H_jj
+
+A panel holds PANEL columns of H, all rows, contiguous: `gradient` multiplies rows of e by one panel. Each sum runs over
+the columns in their order with one rounding a step, so its bits do not depend on the CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quantkit.codegen import jit
+from quantkit.codegen.jit import kernel
+from quantkit.codegen.simd import F32, IrBuilder, Value, simd_intrinsic, vector
+from quantkit.errors import DataError
+from quantkit.inputs import arguments
+
+PANEL = 128  # columns
+TILE_ROWS = 8
+DAMPING = 0.01  # of the mean of the diagonal, as GPTQ does
+_FLOATS16 = vector(16, F32)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Damped second moments of an input of `columns` elements.
+
+    importance: float32[columns], the diagonal before damping
+    panels: float32[number of panels, columns padded to panels, PANEL]; what is padded is zero
+    """
+
+    importance: np.ndarray
+    panels: np.ndarray
+
+    @property
+    def columns(self) -> int:
+        return len(self.importance)
+
+
+def prepare(second_moments: Any, n: int) -> Moments:
+    """`Moments` of float32[n, n], or `second_moments` itself where they are prepared already.
+
+    DataError for another shape, NaN, Inf, a negative diagonal, or a matrix that is not symmetric.
+    """
+    if isinstance(second_moments, Moments):
+        if second_moments.columns != n:
+            raise DataError(f"second moments are of {second_moments.columns} columns, the rows have {n}")
+        return second_moments
+    h = arguments.real_numbers(second_moments, "second moments")
+    if h.shape != (n, n):
+        raise DataError(f"second moments have shape {h.shape}, rows of {n} columns need ({n}, {n})")
+    largest = _check(h)
+    scale = np.float32(1 / largest if largest else 1)  # only ratios matter; products neither over- nor underflow
+    added = np.float32(DAMPING * float(np.diagonal(h).mean(dtype=np.float64)) * float(scale) if n else 0)
+    count = -(-n // PANEL)
+    panels = np.zeros((count, count * PANEL, PANEL), np.float32)
+    for p, panel in enumerate(panels):
+        columns = np.arange(p * PANEL, min(n, (p + 1) * PANEL))
+        panel[:n, : len(columns)] = h[:, columns] * scale
+        panel[columns, columns - p * PANEL] += added
+    return Moments(jit.readonly(np.diagonal(h).copy()), jit.readonly(panels))
+
+
+def _check(h: np.ndarray) -> float:
+    """The largest magnitude of a second moment; DataError for one that cannot be."""
+    largest = 0.0
+    for first in range(0, len(h), PANEL):
+        columns = h[:, first : first + PANEL]
+        most = float(np.abs(columns).max())
+        if not np.isfinite(most):
+            row, column = (int(v) for v in np.argwhere(~np.isfinite(columns))[0])
+            raise DataError(f"the second moment of columns {row} and {first + column} is {columns[row, column]}")
+        if (difference := np.abs(columns - h[first : first + PANEL].T)).max() > 1e-3 * most:
+            row, column = (int(v) for v in np.argwhere(difference == difference.max())[0])
+            raise DataError(
+                f"second moments are not symmetric: columns {row} and {first + column} have {columns[row, column]} "
+                f"one way and {h[first + column, row]} the other"
+            )
+        largest = max(largest, most)
+    if len(bad := np.flatnonzero(np.diagonal(h) < 0)):
+        raise DataError(f"the second moment of column {bad[0]} is {h[bad[0], bad[0]]}; it must not be negative")
+    return largest
+
+
+@simd_intrinsic("void")
+def _tile(ir: IrBuilder, e: Value, e_stride: Value, panel: Value, n: Value, out: Value) -> None:
+    """out[i, c] = sum over j of e[i, j] panel[j, c] for TILE_ROWS rows and PANEL columns; `e_stride` in bytes."""
+    rows, wide = (TILE_ROWS, 2) if ir.isa.startswith("avx512") else (TILE_ROWS // 2, 1)
+    for first in range(0, TILE_ROWS, rows):
+        for column in range(0, PANEL, 16 * wide):
+            sums = [[ir.variable(ir.zero(_FLOATS16)) for _ in range(wide)] for _ in range(rows)]
+            with ir.loop(0, n) as j:
+                right = [ir.load(_FLOATS16, panel + j * (4 * PANEL) + 4 * (column + 16 * v)) for v in range(wide)]
+                for i in range(rows):
+                    number = ir.splat(ir.load(F32, e + e_stride * (first + i) + j * 4), 16)
+                    for v in range(wide):
+                        sums[i][v].set(ir.fma(number, right[v], sums[i][v].get()))
+            for i in range(rows):
+                for v in range(wide):
+                    ir.store(sums[i][v].get(), out + 4 * ((first + i) * PANEL + column + 16 * v))
+
+
+@kernel
+def gradient(e: np.ndarray, panel: np.ndarray, n: int, out: np.ndarray) -> None:
+    """out = e @ panel over the first `n` columns of e float32[rows, columns]; rows are a multiple of TILE_ROWS."""
+    stride = e.shape[1] * 4
+    for row in range(0, len(e), TILE_ROWS):
+        _tile(e[row:].ctypes.data, stride, panel.ctypes.data, n, out[row:].ctypes.data)

@@ -9,18 +9,26 @@ for several elements (grids, pairs, trellises) have none: `codes_of` gives None.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from quantkit.codegen import jit
 from quantkit.codegen.jit import kernel
 
-if TYPE_CHECKING:
-    from quantkit.types.base import QuantType
-
 WIDEST = 6  # bits; rounding errors of wider codes are negligible, and int8 has a value, -128, that kernels do not take
 _PROBES = 4  # encoded rows: a bit may have no effect in one of them
+
+
+class Codec(Protocol):
+    """What is asked of a type here; `QuantType` has it. `base` itself uses this module, by way of `types.refine`."""
+
+    block_size: int
+    block_bytes: int
+    row_meta_bytes: int
+
+    def quantize(self, x: Any, importance: Any = None, *, threads: int | None = None) -> np.ndarray: ...
+    def dequantize(self, data: Any, n: int, *, threads: int | None = None) -> np.ndarray: ...
 
 
 class Codes(NamedTuple):
@@ -41,7 +49,7 @@ class Codes(NamedTuple):
 
 
 @functools.cache
-def codes_of(kind: QuantType) -> Codes | None:
+def codes_of(kind: Codec) -> Codes | None:
     """The codes of a type; None where they are not of single elements, or wider than WIDEST."""
     bits = _bits(kind)
     if bits is None:
@@ -72,13 +80,13 @@ def _are_affine(values: np.ndarray, ladder: np.ndarray) -> bool:
 
 
 @functools.cache
-def _block(kind: QuantType) -> np.ndarray:
+def _block(kind: Codec) -> np.ndarray:
     """uint8[_PROBES, row bytes]: rows of one block, with scales of no special value."""
     x = np.random.RandomState(1).standard_normal((_PROBES, kind.block_size)).astype(np.float32)
     return kind.quantize(x, np.ones(kind.block_size, np.float32), threads=1)
 
 
-def _bits(kind: QuantType) -> np.ndarray | None:
+def _bits(kind: Codec) -> np.ndarray | None:
     """int64[elements, width]: addresses in a block of the bits of each code, the lowest first."""
     data, size = _block(kind), kind.block_size
     y = kind.dequantize(data, size, threads=1)
@@ -100,7 +108,7 @@ def _bits(kind: QuantType) -> np.ndarray | None:
     return np.take_along_axis(bits, np.argsort(effect, axis=1, kind="stable"), axis=1)
 
 
-def _with_codes(kind: QuantType, bits: np.ndarray, code: int) -> np.ndarray:
+def _with_codes(kind: Codec, bits: np.ndarray, code: int) -> np.ndarray:
     """float32[elements]: the probe's first block with one code for all elements."""
     block = np.unpackbits(_block(kind)[0, kind.row_meta_bytes :], bitorder="little")
     block[bits] = code >> np.arange(bits.shape[1]) & 1

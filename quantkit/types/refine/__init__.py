@@ -7,23 +7,18 @@ Must not import `types.base`, which imports it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from quantkit.types.families.code_bits import codes_of
+from quantkit.types.families.code_bits import Codec, codes_of
 from quantkit.types.refine import scalar_codes
 from quantkit.types.refine.moments import Moments, prepare
-
-if TYPE_CHECKING:
-    from quantkit.types.base import QuantType
 
 __all__ = ["Moments", "prepare", "refine"]
 
 SWEEPS = (1, 3, 8)  # over all columns, by effort
 
 
-def refine(kind: QuantType, x: np.ndarray, data: np.ndarray, moments: Moments, effort: int) -> None:
+def refine(kind: Codec, x: np.ndarray, data: np.ndarray, moments: Moments, effort: int) -> None:
     """Lower the error of data uint8[rows, row bytes], the encoding of float32[rows, n], in place.
 
     Rows are independent: bytes depend neither on threads nor on the CPU. Types whose codes are wider than six bits stay

@@ -12,21 +12,16 @@ al., 2023).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from quantkit.codegen.jit import kernel
-from quantkit.types.families.code_bits import Codes, read_codes, write_codes
+from quantkit.types.families.code_bits import Codec, Codes, read_codes, write_codes
 from quantkit.types.refine.moments import PANEL, TILE_ROWS, Moments, gradient
-
-if TYPE_CHECKING:
-    from quantkit.types.base import QuantType
 
 INNER = 4  # sweeps of a panel
 
 
-def refine(kind: QuantType, found: Codes, x: np.ndarray, data: np.ndarray, moments: Moments, sweeps: int) -> None:
+def refine(kind: Codec, found: Codes, x: np.ndarray, data: np.ndarray, moments: Moments, sweeps: int) -> None:
     """Lower the error of data uint8[rows, row bytes], which encodes x float32[rows, n], in place, row by row.
 
     found: `codes_of(kind)`

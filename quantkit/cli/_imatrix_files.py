@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,8 +14,10 @@ from quantkit.cli._shared import Json, print_json, table
 
 if TYPE_CHECKING:
     from quantkit.evaluate.imatrix.coverage import Coverage
+    from quantkit.evaluate.imatrix.second_moments import InputMoments
     from quantkit.formats.imatrix import Imatrix
 
+FEW_PER_COLUMN = 4  # tokens: fewer, and more than a fifth of the correlations is noise
 FEW_TOKENS = 32  # the mean of 32 squares of normal numbers has a relative error of 1/4; as in recipe.lint
 
 Output = Annotated[
@@ -47,9 +50,11 @@ def show(
 
     tokens: minimum / median / maximum over experts; covered: share of experts with enough tokens; experts: effective
     number of experts (2 to the power of the entropy of the token counts); columns: effective number of columns, as a
-    share of all; similar: cosine similarity with the previous layer.
+    share of all; similar: cosine similarity with the previous layer. Of second moments: effective rank (sum of the
+    eigenvalues)² / (sum of their squares), and the share of the first eigenvector.
     """
     from quantkit.evaluate.imatrix.coverage import coverage, split_by_matrix
+    from quantkit.evaluate.imatrix.second_moments import describe
     from quantkit.formats.imatrix import read
 
     if plot is not None:
@@ -61,7 +66,7 @@ def show(
         import quantkit
 
         found = split_by_matrix(found, {t.name: t.shape for t in quantkit.open(model).tensors.values()})
-    rows = coverage(found, threshold)
+    rows, inputs = coverage(found, threshold), describe(found)
     if plot is not None:
         title = f"{file.name}: {len(found)} entries, {found.chunks} chunks of {found.dataset or 'an unnamed text'}"
         from quantkit.evaluate.report.plots import plot_importance
@@ -70,9 +75,12 @@ def show(
     if json:
         about = {"chunks": found.chunks, "chunk_size": found.chunk_size, "dataset": found.dataset,
                  "missing_experts": found.policy or None, "threshold": threshold}  # fmt: skip
-        print_json("quantkit.imatrix-show/1", {"path": file, **about, "tensors": [row.record() for row in rows]})
+        records = {"tensors": [row.record() for row in rows], "second_moments": [vars(row) for row in inputs]}
+        print_json("quantkit.imatrix-show/1", {"path": file, **about, **records})
         return
     _print_rows(rows)
+    if inputs:
+        _print_inputs(inputs)
     for line in few_experts_lines(rows, threshold):
         print(line)
     print(_summary(found))
@@ -91,6 +99,29 @@ def _print_rows(rows: Sequence[Coverage]) -> None:
             "" if r.similarity is None else f"{r.similarity:.3f}", f"{r.mean:.4g}", f"{100 * r.share_of_top:.1f} %",
         ))  # fmt: skip
     print(table(header, cells), end="\n\n")
+
+
+def _print_inputs(inputs: Sequence[InputMoments]) -> None:
+    header = (
+        "second moments of the input of",
+        "form",
+        "columns",
+        "tokens",
+        "tokens / column",
+        "effective rank",
+        "first",
+    )
+    cells = [
+        (", ".join([i.name, *(n.rpartition("blk.")[2].partition(".")[2] for n in i.shared_with)]), i.form, i.columns,
+         i.tokens, f"{i.tokens_per_column:.1f}", f"{i.effective_rank:.1f}", f"{100 * i.first_share:.1f} %")
+        for i in inputs
+    ]  # fmt: skip
+    print(table(header, cells), end="\n\n")
+    if few := [i for i in inputs if i.tokens_per_column < FEW_PER_COLUMN]:
+        print(
+            f"{len(few)} of {len(inputs)} inputs saw fewer than {FEW_PER_COLUMN} tokens a column, for example "
+            f"{few[0].name}: their correlations are uncertain; measure on more text"
+        )
 
 
 def _summary(found: Imatrix) -> str:
@@ -116,7 +147,7 @@ def merge(
     if formats.loses_counts(read):
         on_message(UNCOUNTED)
     merged = formats.merge(read, numbers("--weights", weights, len(files)))
-    merged = formats.fill_missing(merged, missing_experts)
+    merged = _for_format(formats.fill_missing(merged, missing_experts), output)
     formats.write(output, merged)
     print(f"{output}: {len(merged)} entries, {merged.chunks} chunks from {len(files)} files")
 
@@ -139,8 +170,18 @@ def convert(
         import quantkit
 
         found = split_by_matrix(found, {t.name: t.shape for t in quantkit.open(model).tensors.values()})
-    formats.write(output, found)
+    formats.write(output, _for_format(found, output))
     print(f"{output}: {_summary(found)}")
+
+
+def _for_format(found: Imatrix, output: Path) -> Imatrix:
+    """The matrix without second moments if the output's format does not hold them."""
+    from quantkit.formats.imatrix import form_of
+
+    if not found.second_moments or form_of(output) == "gguf":
+        return found
+    on_message(f"note: {output} is in the legacy format, which does not hold second moments; they are left out")
+    return replace(found, second_moments={})
 
 
 def few_experts_lines(rows: Sequence[Coverage], threshold: int) -> list[str]:

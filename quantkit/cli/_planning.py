@@ -51,6 +51,9 @@ IncludeWeights = Annotated[
 ExcludeWeights = Annotated[
     list[str] | None, typer.Option(metavar="TEXT", help="Ignore imatrix entries whose name contains TEXT. Repeatable.")
 ]
+NoSecondMoments = Annotated[
+    bool, typer.Option("--no-second-moments", help="Do not use second moments that the imatrix holds.")
+]
 Repack = Annotated[
     bool, typer.Option("--repack", help="Also interleave the rows of every tensor whose type has an interleaved form.")
 ]
@@ -89,6 +92,7 @@ _FORMS: dict[str, Any] = {
     "imatrix": ImatrixFile,
     "include_weights": IncludeWeights,
     "exclude_weights": ExcludeWeights,
+    "no_second_moments": NoSecondMoments,
     "custom_q": CustomQ,
     "tensor_type": TensorType,
     "tensor_type_file": TensorTypeFile,

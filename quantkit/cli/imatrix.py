@@ -19,7 +19,7 @@ from quantkit.cli._imatrix_files import (
     show,
 )
 from quantkit.cli._runtime import Launch, runs_a_model
-from quantkit.cli._shared import Json, Threads, print_json
+from quantkit.cli._shared import Json, Threads, parse_size, print_json
 from quantkit.errors import QuantkitError
 
 if TYPE_CHECKING:
@@ -71,6 +71,20 @@ def imatrix(
         ),
     ] = 0,
     restart: Annotated[bool, typer.Option("--restart", help="Discard the state of an interrupted run.")] = False,
+    second_moments: Annotated[
+        str | None,
+        typer.Option(
+            "--second-moments",
+            metavar="FORM",
+            help="Also collect how columns go together, for quantize: full, blocks, blocks:N or auto. Needs -o X.gguf.",
+        ),
+    ] = None,
+    second_moments_size: Annotated[
+        str | None,
+        typer.Option(
+            "--second-moments-size", metavar="SIZE", help="Memory they may take, for example 8G; auto fits in it."
+        ),
+    ] = None,
     batch_size: Batch = 2048,
     numerics: Numerics = "exact",
     threads: Threads = None,
@@ -92,11 +106,15 @@ def imatrix(
     texts = list(file or [])
     if not texts:
         raise QuantkitError("imatrix needs a text: pass it with -f FILE")
+    if second_moments_size is not None and second_moments is None:
+        raise QuantkitError("--second-moments-size limits second moments: add --second-moments auto")
+    limit = parse_size(second_moments_size) if second_moments_size else None
     options = run.ImatrixOptions(
         shares=numbers("--shares", shares, len(texts)), chat=chat, ctx_size=ctx_size, chunks=chunks,
         from_chunk=from_chunk, process_output=process_output, missing_experts=missing_experts, no_ppl=no_ppl,
         in_file=tuple(in_file or ()), output_frequency=output_frequency, save_frequency=save_frequency,
-        restart=restart, batch_size=batch_size, numerics=numerics, threads=threads,
+        restart=restart, second_moments=second_moments or "", second_moments_size=limit, batch_size=batch_size,
+        numerics=numerics, threads=threads,
     )  # fmt: skip
     running, complete = Running(), set()  # texts whose perplexity is printed
 

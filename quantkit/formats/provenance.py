@@ -2,7 +2,8 @@
 
     source      the type and the bytes of the tensor that was read. For a checkpoint, the bytes that `convert` would
                 write, so that quantizing a checkpoint and quantizing the converted file have the same source
-    importance  the float32 importance of its columns, "-" for none
+    importance  the float32 importance of its columns, "-" for none; where second moments of its input were used,
+                followed by their hash
     codec       the version of the encoder (below); "copy" if the bits were copied
     data        the bytes that were written
 
@@ -145,12 +146,25 @@ def of_importance(values: np.ndarray | None) -> str:
     return NONE if values is None else hashlib.sha256(np.ascontiguousarray(values, "<f4").data).hexdigest()[:32]
 
 
+def of_entry(imatrix: Imatrix, name: str, with_moments: bool) -> str:
+    """The hash of what an importance matrix tells of a tensor: importance and, `with_moments`, second moments."""
+    moments = imatrix.second_moments.get(name) if with_moments else None
+    return of_importance(imatrix[name].values) + (moments.sha256()[:32] if moments is not None else "")
+
+
+def has_moments(importance: str) -> bool:
+    """Whether second moments are in the hash that `of_entry` gave."""
+    return len(importance) > 32
+
+
 def of_imatrix(matrix: Imatrix) -> str:
-    """SHA-256 of the names and values of all entries; the same for both file formats."""
+    """SHA-256 of the names, values and second moments of all entries; the same for both file formats."""
     digest = hashlib.sha256()
     for name, entry in sorted(matrix.entries.items()):
         digest.update(f"{name} {entry.values.size}\n".encode("utf-8", "surrogateescape"))
         digest.update(np.ascontiguousarray(entry.values, "<f4").data)
+        if name in matrix.second_moments:
+            digest.update(matrix.second_moments[name].sha256().encode())
     return digest.hexdigest()
 
 
@@ -158,11 +172,15 @@ def of_imatrix(matrix: Imatrix) -> str:
 
 
 @functools.cache
-def codec(name: str, effort: str) -> str:
-    """The version of a type's encoder: a hash of the encoded probe, 16 hexadecimal digits."""
+def codec(name: str, effort: str, second_moments: bool = False) -> str:
+    """The version of a type's encoder: a hash of the encoded probe (under second moments), 16 hexadecimal digits."""
     kind, digest = types.get(name), hashlib.sha256()
     x, importance = _probe()
-    for weights in (None, importance):
+    if second_moments:
+        whole = np.rint(x[:16] * 2**15).astype(np.int64)  # sums of integers are the same on every machine
+        h = ((whole.T @ whole) / 2.0**34).astype(np.float32)
+        digest.update(kind.quantize(x, importance, second_moments=h, effort=effort, threads=1).tobytes())
+    for weights in () if second_moments else (None, importance):
         if weights is not None or not kind.requires_imatrix:
             digest.update(kind.quantize(x, weights, effort=effort, threads=1).tobytes())
     return digest.hexdigest()[:16]

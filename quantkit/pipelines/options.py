@@ -74,6 +74,7 @@ class TypeOptions:
         imatrix               a file, or an importance matrix that was read from one
         include_weights       use only entries whose name contains one of these texts
         exclude_weights       ignore entries whose name contains one of these texts
+        no_second_moments     do not use second moments that it holds
 
     Rules, in this order; the first that matches a tensor decides:
 
@@ -102,6 +103,7 @@ class TypeOptions:
     imatrix: PathLike | Imatrix | None = None
     include_weights: Sequence[str] = ()
     exclude_weights: Sequence[str] = ()
+    no_second_moments: bool = False
     custom_q: Sequence[str] = ()
     tensor_type: Sequence[str] = ()
     tensor_type_file: PathLike | None = None

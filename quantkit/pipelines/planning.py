@@ -113,6 +113,8 @@ def read_imatrix(options: TypeOptions) -> Imatrix | None:
     if options.imatrix is None:
         if include or exclude:
             raise OptionError("--include-weights and --exclude-weights filter an importance matrix: pass --imatrix")
+        if options.no_second_moments:
+            raise OptionError("--no-second-moments is about an importance matrix: pass --imatrix")
         return None
     matrix = options.imatrix if isinstance(options.imatrix, Imatrix) else imatrix.read(options.imatrix)
     entries = matrix.entries
@@ -120,7 +122,8 @@ def read_imatrix(options: TypeOptions) -> Imatrix | None:
         entries = {k: v for k, v in entries.items() if any(s in k for s in include)}
     if exclude:
         entries = {k: v for k, v in entries.items() if not any(s in k for s in exclude)}
-    return dataclasses.replace(matrix, entries=entries)
+    moments = {} if options.no_second_moments else {k: v for k, v in matrix.second_moments.items() if k in entries}
+    return dataclasses.replace(matrix, entries=entries, second_moments=moments)
 
 
 # ---------------------------------------------------------------------------------------------------------------- types

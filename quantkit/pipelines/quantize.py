@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -32,10 +32,14 @@ from quantkit.formats.mapping import release
 from quantkit.formats.owned import followed
 from quantkit.formats.pipeline import Job, Progress, pump
 from quantkit.pipelines import resume
+from quantkit.pipelines.second_moments import PreparedMoments
 from quantkit.recipe import Plan, PlannedTensor
 from quantkit.recipe.planning.interleaving import FILE_TYPE_BEFORE, rename_repacked
 from quantkit.types import check_finite, effort_level
 from quantkit.types.families.interleave import Interleaved
+
+if TYPE_CHECKING:
+    from quantkit.types.refine import Moments
 
 QUANTIZATION_VERSION = 2
 # Scales are f16 and never larger than the largest weight, so below this magnitude no encoding can overflow.
@@ -202,6 +206,7 @@ class _Run:
     ):
         self._source, self._plan, self._imatrix = source, plan, imatrix
         self._effort, self._job = effort, job
+        self._moments = PreparedMoments(imatrix) if imatrix is not None else None
         self._records: dict[str, provenance.Record] = dict(job.done)
         self._in_progress: dict[str, TensorProgress] = {}
 
@@ -241,15 +246,17 @@ class _Run:
                 yield name, self._piece(planned, progress, number, start, stop).encode
 
     def _piece(self, planned: PlannedTensor, progress: TensorProgress, number: int, start: int, stop: int) -> _Piece:
-        importance = None
-        if self._imatrix is not None and planned.importance is not None:
+        importance, moments = None, None
+        if self._imatrix is not None and self._moments is not None and planned.importance is not None:
             matrix = start // planned.shape[-2] if len(planned.shape) > 1 else 0
             importance = self._imatrix[planned.importance].columns(planned.shape[-1])[matrix]
+            if planned.type.uses_second_moments:
+                moments = functools.partial(self._moments.get, planned.importance, matrix)
         # Copied float tensors, above all norms, are checked too: a NaN in them breaks the model like any other.
         same_bits = planned.copied or planned.reordered
         verbatim = same_bits and (self._plan.file_type.default is None or planned.source.name not in _FLOATS)
         tensor = self._source.tensors[planned.name]
-        return _Piece(planned, tensor, start, stop, importance, self._effort, verbatim, progress, number)
+        return _Piece(planned, tensor, start, stop, importance, moments, self._effort, verbatim, progress, number)
 
 
 class TensorProgress:
@@ -275,6 +282,7 @@ class _Piece:
     start: int
     stop: int
     importance: np.ndarray | None
+    moments: Callable[[], Moments | None] | None
     effort: str
     verbatim: bool
     progress: TensorProgress
@@ -299,7 +307,10 @@ class _Piece:
             check_finite(x, self.start, self.planned.type.overflow, self.planned.type.name)
             if self.planned.copied or self.planned.reordered:
                 return self._same_bits(data)
-            encoded = self.planned.type.quantize(x, self.importance, effort=self.effort, threads=1)
+            moments = self.moments() if self.moments is not None else None
+            encoded = self.planned.type.quantize(
+                x, self.importance, second_moments=moments, effort=self.effort, threads=1
+            )
         except DataError as error:
             raise DataError(f"{self._label}: {error}") from None
         self._check_encoded(x, encoded)
@@ -342,11 +353,9 @@ def _expected_records(plan: Plan, imatrix: Imatrix | None, effort: str) -> dict[
     for planned in plan.tensors:
         importance, codec = provenance.NONE, provenance.COPY
         if not planned.copied and not planned.reordered:
-            codec = provenance.codec(planned.type.name, effort)
-            values = None
             if imatrix is not None and planned.importance is not None and planned.type.uses_imatrix:
-                values = imatrix[planned.importance].values
-            importance = provenance.of_importance(values)
+                importance = provenance.of_entry(imatrix, planned.importance, planned.type.uses_second_moments)
+            codec = provenance.codec(planned.type.name, effort, provenance.has_moments(importance))
         found[planned.name] = provenance.unknown(planned.name, planned.type.name, importance, codec)
     return found
 

@@ -154,7 +154,8 @@ def _reasons_to_change(record: Record, file: GGUF, source: OriginalModel | None,
     """Why a rerun would or might change a tensor's bytes; empty if it would not."""
     reasons = []
     if record.codec != provenance.COPY:
-        now = provenance.codec(record.type, str(file.metadata.get("quantkit.effort", "normal")))
+        effort = str(file.metadata.get("quantkit.effort", "normal"))
+        now = provenance.codec(record.type, effort, provenance.has_moments(record.importance))
         if now != record.codec:
             reasons.append(f"the codec of {record.type} has changed (it was {record.codec}, it is now {now})")
     if source is not None:
@@ -167,9 +168,23 @@ def _reasons_to_change(record: Record, file: GGUF, source: OriginalModel | None,
         entry = importance_entry(record.name, imatrix)
         if entry is None:
             reasons.append("it is missing from the importance matrix")
-        elif provenance.of_importance(imatrix[entry].values) != record.importance:
-            reasons.append("its importance has changed")
+        else:
+            reasons += _changed_importance(provenance.of_entry(imatrix, entry, _refines(record)), record.importance)
     return reasons
+
+
+def _refines(record: Record) -> bool:
+    return types.get(record.type).uses_second_moments
+
+
+def _changed_importance(now: str, recorded: str) -> list[str]:
+    """What differs between two hashes of `provenance.of_entry`."""
+    if now == recorded:
+        return []
+    if provenance.has_moments(now) != provenance.has_moments(recorded):
+        then, today = ("with", "without") if provenance.has_moments(recorded) else ("without", "with")
+        return [f"it was made {then} second moments, a rerun is {today}"]
+    return [f"its {'second moments have' if now[:32] == recorded[:32] else 'importance has'} changed"]
 
 
 def _conclude(

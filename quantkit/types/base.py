@@ -206,6 +206,13 @@ class QuantType:
             thread_pool.over_rows(task, rows, multiple=self.interleave, threads=threads, is_long=x.size >= _MUCH)
         return out
 
+    @property
+    def uses_second_moments(self) -> bool:
+        """Whether `quantize` gives other bytes with second moments."""
+        from quantkit.types.refine import applies_to
+
+        return self.uses_imatrix and applies_to(self)
+
     def refine_rows(self, x: np.ndarray, data: np.ndarray, moments: Moments, effort: int) -> None:
         """Lower the error of data uint8[rows, row bytes] by second moments, in place (`types.refine`)."""
         from quantkit.types.refine import refine

@@ -21,6 +21,7 @@ from quantkit.codegen import jit, thread_pool
 from quantkit.codegen.jit import kernel
 from quantkit.errors import DataError
 from quantkit.evaluate.chunk_runs import evaluate_chunks
+from quantkit.evaluate.imatrix.second_moments import MomentsCollector
 from quantkit.evaluate.models import ChunkModel
 from quantkit.evaluate.nll import negative_log_likelihood
 from quantkit.evaluate.perplexity import Perplexity
@@ -40,10 +41,10 @@ def _add_squares(x: np.ndarray, sums: np.ndarray, start: int, stop: int) -> None
 
 
 class Collector:
-    """Sums of squares by weight; set `observe` as the model's observer."""
+    """Sums of squares by weight, and of products where `moments` is given; set `observe` as the model's observer."""
 
-    def __init__(self, process_output: bool = False):
-        self.process_output = process_output
+    def __init__(self, process_output: bool = False, moments: MomentsCollector | None = None):
+        self.process_output, self.moments = process_output, moments
         self.chunks = 0
         self.sums: dict[str, np.ndarray] = {}  # float64[matrices, n]
         self.counts: dict[str, np.ndarray] = {}  # int64[matrices]
@@ -52,6 +53,8 @@ class Collector:
         """Add float32[tokens, n] that enters the weight `name`: matrix `number` of a stack of `matrices`."""
         if not (name.startswith("blk.") or (self.process_output and name in OUTPUT_NAMES)):
             return
+        if self.moments is not None:
+            self.moments.observe(name, x, number, matrices)
         x = x.reshape(-1, x.shape[-1])
         if name not in self.sums:
             self.sums[name] = np.zeros((matrices, x.shape[1]))
@@ -74,7 +77,8 @@ class Collector:
             counts = self.counts[name]
             values = np.asarray(sums / np.maximum(counts, 1)[:, None], np.float32)
             entries[name] = Entry(values, counts.copy(), max(1, self.chunks))
-        return Imatrix(entries, self.chunks, dataset, chunk_size)
+        moments = self.moments.result(entries, dataset) if self.moments is not None else {}
+        return Imatrix(entries, self.chunks, dataset, chunk_size, second_moments=moments)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -102,7 +102,7 @@ def split_by_matrix(imatrix: Imatrix, shapes: Mapping[str, tuple[int, ...]]) -> 
             )
         counts = np.broadcast_to(entry.counts, (matrices,)).copy()
         entries[name] = Entry(entry.columns(shape[-1]), counts, entry.calls)
-    return Imatrix(entries, imatrix.chunks, imatrix.dataset, imatrix.chunk_size, imatrix.policy)
+    return replace(imatrix, entries=entries)
 
 
 def _row(imatrix: Imatrix, name: str, entry: Entry, means: dict[str, np.ndarray], threshold: int) -> Coverage:

@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from quantkit.evaluate.fingerprint import fingerprint
 from quantkit.evaluate.imatrix.collect import Collector, TextState, collect, pooled
 from quantkit.evaluate.imatrix.coverage import split_by_matrix
 from quantkit.evaluate.imatrix.saved_run import SavedRun
+from quantkit.evaluate.imatrix.second_moments import MomentsCollector, MomentsForm, plan_blocks, sizes
 from quantkit.evaluate.models import OnMessage, OpenModel, no_message, open_model
 from quantkit.evaluate.perplexity import Perplexity
 from quantkit.evaluate.progress import ChunkClock, ChunkProgress
@@ -50,6 +51,8 @@ class ImatrixOptions:
     output_frequency   save the state to OUTPUT.resume and the matrix to OUTPUT.partial every so many chunks
     save_frequency     save a copy of the matrix as OUTPUT.at_CHUNKS every so many chunks; 0: none
     restart            discard the state of an interrupted run
+    second_moments     also collect second moments: "full", "blocks", "blocks:N" or "auto"; "" does not
+    second_moments_size  bytes of memory that their sums may take; None: no limit
     batch_size         tokens per batch, in whole chunks
     numerics, threads  for a model given by its path: "exact" or "fast", number of threads
     """
@@ -66,6 +69,8 @@ class ImatrixOptions:
     output_frequency: int = 10
     save_frequency: int = 0
     restart: bool = False
+    second_moments: str = ""
+    second_moments_size: int | None = None
     batch_size: int = DEFAULT_BATCH
     numerics: str = "exact"
     threads: int | None = None
@@ -113,9 +118,14 @@ def imatrix(
     if not paths:
         raise QuantkitError("imatrix needs a text: pass it with -f FILE")
     files.check_policy(o.missing_experts)
+    form = MomentsForm.parse(o.second_moments) if o.second_moments else None
+    if form is not None and files.form_of(output) != "gguf":
+        raise QuantkitError(f"{output}: only the GGUF form holds second moments; give the output a name in .gguf")
     if o.shares is not None and (len(o.shares) != len(paths) or any(not 0 < share < math.inf for share in o.shares)):
         raise QuantkitError(f"shares {list(o.shares)}: {len(paths)} texts need {len(paths)} positive numbers")
-    model_paths = gguf.open(path).paths
+    opened = gguf.open(path)
+    model_paths = opened.paths
+    blocks = _plan_moments(opened, form, o, on_message) if form is not None else None
     _check_names(output, [*model_paths, *paths], o.in_file, o.save_frequency)
     before = [files.read(file) for file in o.in_file]
     if any(matrix.chunk_size == 0 for matrix in before):
@@ -129,9 +139,10 @@ def imatrix(
     settings = result_conditions(conditions) | {
         "texts": paths, "shares": o.shares, "chunk": o.from_chunk, "output": o.process_output, "ppl": not o.no_ppl,
         "batch": o.batch_size, "chat": o.chat, "each": [len(chunks) for chunks in chunk_sets],
+        "second moments": o.second_moments, "blocks": blocks,
     }  # fmt: skip
     run = fingerprint([*model_paths, *paths, *o.in_file], settings)
-    checkpointer = _Checkpointer(output, run, chunk_sets, before, o, on_message)
+    checkpointer = _Checkpointer(output, run, chunk_sets, before, o, blocks, on_message)
     started = time.monotonic()
     parts: list[Imatrix] = []
     perplexities: dict[str, Perplexity] = {}
@@ -153,6 +164,25 @@ def imatrix(
     return ImatrixRun(output, made, perplexities, time.monotonic() - started, conditions)
 
 
+def _plan_moments(
+    model: gguf.GGUF, form: MomentsForm, options: ImatrixOptions, on_message: OnMessage
+) -> dict[str, int]:
+    """Columns of a block for each weight whose input is measured; says what they take."""
+    shapes = {
+        name: tensor.shape
+        for name, tensor in model.tensors.items()
+        if len(tensor.shape) > 1 and name.startswith("blk.") and ".ffn_gate_inp." not in name  # routers stay f32
+    }
+    blocks = plan_blocks(shapes, form, options.second_moments_size)
+    memory, stored = sizes(shapes, blocks)
+    full = sum(block >= shapes[name][-1] for name, block in blocks.items())
+    on_message(
+        f"second moments: {full} of {len(blocks)} weights in full; {memory / 1e6:,.1f} MB of memory for a text, "
+        f"{stored / 1e6:,.1f} MB in the file"
+    )
+    return blocks
+
+
 def _require_fit(path: Path, matrix: Imatrix, model: Path) -> None:
     """Raise QuantkitError if an importance matrix was measured on another model."""
     try:
@@ -171,8 +201,9 @@ class _Checkpointer:
 
     def __init__(
         self, output: Path, run: str, chunk_sets: Sequence[Chunks], before: Sequence[Imatrix], options: ImatrixOptions,
-        on_message: OnMessage,
+        blocks: Mapping[str, int] | None, on_message: OnMessage,
     ):  # fmt: skip
+        self._blocks = blocks  # of second moments
         self.output, self.chunk_sets, self.before, self.options = output, chunk_sets, list(before), options
         self.path, self.partial = _beside(output, "resume"), _beside(output, "partial")
         self._on_message = on_message
@@ -200,7 +231,8 @@ class _Checkpointer:
     def text(self, number: int) -> TextState:
         """The state of a text, added to the saved run if new."""
         if number == len(self.saved.texts):
-            self.saved.texts.append(TextState(Collector(self.options.process_output)))
+            moments = MomentsCollector(self._blocks) if self._blocks is not None else None
+            self.saved.texts.append(TextState(Collector(self.options.process_output, moments)))
         return self.saved.texts[number]
 
     def after_batch(self, number: int, state: TextState) -> None:

@@ -2,7 +2,8 @@
 
 The file is what `np.savez` writes, uncompressed. `about` is JSON: version, fingerprint, chunks done and weights of each
 text. For text i and weight j there are `sums.i.j` float64[matrices, n] and `counts.i.j` int64[matrices], and `nll.i`
-with perplexity.
+with perplexity. Second moments: `about` has the columns of a block by weight, the first weight of each input, and their
+order; `tokens.i.k` int64[stored] and `products.i.k.m.b` float32[n, n] are of input k, its matrix m and block b.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import numpy as np
 
 from quantkit.errors import FormatError
 from quantkit.evaluate.imatrix.collect import Collector, TextState
+from quantkit.evaluate.imatrix.second_moments import InputSums, MomentsCollector
 from quantkit.formats.atomic import writing
 from quantkit.formats.owned import read_own
 from quantkit.inputs import json_input
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass
@@ -42,6 +44,8 @@ class SavedRun:
             names = list(text.collector.sums)
             output = text.collector.process_output
             about["texts"].append({"done": text.done, "names": names, "process_output": output})
+            if text.collector.moments is not None:
+                about["texts"][-1]["moments"] = _add_moments(arrays, i, text.collector.moments)
             for j, name in enumerate(names):
                 arrays[f"sums.{i}.{j}"] = text.collector.sums[name]
                 arrays[f"counts.{i}.{j}"] = text.collector.counts[name]
@@ -73,11 +77,36 @@ def _stored(data: bytes) -> io.BytesIO:
     return io.BytesIO(data)
 
 
+def _add_moments(arrays: dict[str, np.ndarray], index: int, moments: MomentsCollector) -> dict[str, Any]:
+    """Add the sums of a text to `arrays`; what `about` says of them."""
+    for k, sums in enumerate(moments.sums.values()):
+        arrays[f"tokens.{index}.{k}"] = sums.tokens
+        for m, blocks in enumerate(sums.blocks):
+            arrays |= {f"products.{index}.{k}.{m}.{b}": block for b, block in enumerate(blocks)}
+    return {"blocks": dict(moments.blocks), "first": moments.first, "inputs": list(moments.sums)}
+
+
+def _restored_moments(file: Mapping[str, np.ndarray], index: int, about: dict[str, Any]) -> MomentsCollector:
+    found = MomentsCollector({name: int(block) for name, block in about["blocks"].items()}, first=dict(about["first"]))
+    for k, name in enumerate(about["inputs"]):
+        tokens = file[f"tokens.{index}.{k}"]
+        blocks: list[list[np.ndarray]] = []
+        for m in range(len(tokens)):
+            of_matrix: list[np.ndarray] = []
+            while (key := f"products.{index}.{k}.{m}.{len(of_matrix)}") in file:
+                of_matrix.append(file[key])
+            blocks.append(of_matrix)
+        found.sums[name] = InputSums(blocks, tokens)
+    return found
+
+
 def _restored(file: Mapping[str, np.ndarray], index: int, about: dict[str, Any]) -> TextState:
     collector = Collector(bool(about["process_output"]))
     collector.chunks = int(about["done"])
     for j, name in enumerate(about["names"]):
         collector.sums[name] = file[f"sums.{index}.{j}"]
         collector.counts[name] = file[f"counts.{index}.{j}"]
+    if "moments" in about:
+        collector.moments = _restored_moments(file, index, about["moments"])
     nll = file.get(f"nll.{index}")
     return TextState(collector, nll, int(about["done"]))

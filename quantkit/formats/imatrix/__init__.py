@@ -24,12 +24,14 @@ from quantkit.formats.imatrix.matrix import (
     merge,
     rarely_active,
 )
+from quantkit.formats.imatrix.second_moments import SecondMoments
 from quantkit.formats.mapping import map_file
 
 __all__ = [
     "POLICIES",
     "Entry",
     "Imatrix",
+    "SecondMoments",
     "check_policy",
     "fill_missing",
     "form_of",
@@ -65,4 +67,7 @@ def write(path: str | os.PathLike[str], imatrix: Imatrix, form: str = "") -> Non
     for name, entry in imatrix.entries.items():
         if not (np.isfinite(entry.values) & (entry.values >= 0)).all():
             raise DataError(f"{path}: entry {name!r} holds values that are negative or not finite")
-    (gguf_form if (form or form_of(path)) == "gguf" else legacy_form).write(path, imatrix)
+    form = form or form_of(path)
+    if form != "gguf" and imatrix.second_moments:
+        raise DataError(f"{path}: the legacy format does not hold second moments; give the output a name in .gguf")
+    (gguf_form if form == "gguf" else legacy_form).write(path, imatrix)

@@ -10,6 +10,10 @@ values are ones. Otherwise (`fill_missing`, layer-mean) its values are written w
 use them. Two more keys say so: quantkit.imatrix.missing_experts, the policy, and quantkit.imatrix.filled, a str[] of
 "NAME:3,17", the matrices whose count is not real.
 
+Second moments (`second_moments`), which other readers skip: NAME.correlations, f16 with dims [values, matrices], of the
+first weight of each input; quantkit.imatrix.second_moments, a str[] of "NAME BLOCK TOKENS,…" and, for weights with the
+same input, "NAME = FIRST".
+
 Older files call the sums NAME.sums. Files that were converted from legacy files hold all matrices of a weight as one
 row with one count. Their vectors were not counted: each call is written as a chunk of 512, and
 quantkit.imatrix.counted = false says that the counts are not real.
@@ -19,6 +23,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,11 +33,14 @@ from quantkit.errors import DataError, FormatError
 from quantkit.formats import gguf
 from quantkit.formats.gguf import GGUF, Metadata, Tensor, TensorSpec, Writer
 from quantkit.formats.imatrix.matrix import POLICIES, Entry, Imatrix
+from quantkit.formats.imatrix.second_moments import SecondMoments
 
 DEFAULT_CHUNK = 512  # tokens a call, assumed for legacy files, which have no counts
 _MOST_SEEN = 2.0**53  # vectors of a matrix; float32 counts beyond are no counts
 _SUMS = (".in_sum2", ".sums")
 _COUNTS = ".counts"
+_CORRELATIONS = ".correlations"
+_MOMENTS = "quantkit.imatrix.second_moments"
 
 
 def read(path: str | os.PathLike[str]) -> Imatrix:
@@ -55,7 +63,41 @@ def read(path: str | os.PathLike[str]) -> Imatrix:
     datasets = file.metadata.get("imatrix.datasets", [])
     dataset = "+".join(map(str, datasets)) if isinstance(datasets, list) else str(datasets)
     policy = file.metadata.get("quantkit.imatrix.missing_experts", "")
-    return Imatrix(entries, chunks, dataset, chunk_size, policy if policy in POLICIES else "")
+    made = Imatrix(entries, chunks, dataset, chunk_size, policy if policy in POLICIES else "")
+    return replace(made, second_moments=_read_moments(file, entries))
+
+
+def _read_moments(file: GGUF, entries: dict[str, Entry]) -> dict[str, SecondMoments]:
+    """Second moments by weight. Correlations stay in the file: they are checked when they are used."""
+    listed = file.metadata.get(_MOMENTS, [])
+    found: dict[str, SecondMoments] = {}
+    for line in listed if isinstance(listed, list) else [listed]:
+        name, _, rest = str(line).partition(" ")
+        stored = file.tensors.get(name + _CORRELATIONS)
+        try:
+            if rest.startswith("= "):
+                found[name] = found[rest[2:]]
+                continue
+            block, _, counts = rest.partition(" ")
+            tokens = np.array([int(count) for count in counts.split(",")], np.int64)
+            if stored is None or stored.type.name != "f16" or not 0 < int(block) <= entries[name].values.shape[1]:
+                raise ValueError
+            packed = stored.stored.view("<f2").reshape(len(tokens), -1)
+        except (KeyError, ValueError, OverflowError):
+            raise FormatError(
+                f"{file.path}: {_MOMENTS} says {str(line)!r:.80}, which does not fit the file's tensors; it is corrupt"
+            ) from None
+        found[name] = SecondMoments(
+            entries[name].values.shape[1], int(block), packed, tokens, f"{file.path}: {stored.name}"
+        )
+    for name, moments in found.items():
+        shape = entries[name].values.shape if name in entries else (0, 0)
+        if moments.columns != shape[1] or len(moments.tokens) not in (1, shape[0]):
+            raise FormatError(
+                f"{file.path}: {name} has {shape[0]} matrices of {shape[1]} columns, its second moments are of "
+                f"{len(moments.tokens)} of {moments.columns}; the file is corrupt"
+            )
+    return found
 
 
 def _count(file: GGUF, key: str) -> int:
@@ -147,6 +189,9 @@ def write(path: str | os.PathLike[str], imatrix: Imatrix) -> None:
     filled = [f"{n}:{','.join(map(str, shown))}" for n, e in imatrix.entries.items() if (shown := _not_ones(e))]
     if filled:
         metadata.set("quantkit.imatrix.filled", filled, "str")
+    owners = _owners(imatrix)
+    if owners:
+        metadata.set(_MOMENTS, _lines(imatrix, owners), "str")
     specs, f32 = [], types.layout("f32")
     for name, entry in imatrix.entries.items():
         matrices, columns = entry.values.shape
@@ -155,11 +200,35 @@ def write(path: str | os.PathLike[str], imatrix: Imatrix) -> None:
             raise DataError(f"{path}: entry {name!r} has {matrices} matrices and {len(entry.counts)} counts")
         specs.append(TensorSpec(name + _SUMS[0], (matrices, columns) if matrices > 1 else (columns,), f32))
         specs.append(TensorSpec(name + _COUNTS, (matrices, 1) if many else (1,), f32))
+        if owners.get(name) == name:
+            specs.append(
+                TensorSpec(name + _CORRELATIONS, imatrix.second_moments[name].correlations.shape, types.layout("f16"))
+            )
     with Writer(path, metadata, specs) as writer:
         for name, entry in imatrix.entries.items():
             sums, counts = _stored(imatrix, entry)
             writer.write(name + _SUMS[0], sums.astype("<f4").view(np.uint8))
             writer.write(name + _COUNTS, counts.astype("<f4").view(np.uint8))
+            if owners.get(name) == name:
+                packed = np.ascontiguousarray(imatrix.second_moments[name].correlations, "<f2")
+                writer.write(name + _CORRELATIONS, packed.view(np.uint8))
+
+
+def _owners(imatrix: Imatrix) -> dict[str, str]:
+    """For each weight with second moments the first weight with the same ones."""
+    first: dict[int, str] = {}
+    names = [name for name in imatrix.entries if name in imatrix.second_moments]
+    return {name: first.setdefault(id(imatrix.second_moments[name]), name) for name in names}
+
+
+def _lines(imatrix: Imatrix, owners: dict[str, str]) -> list[str]:
+    """What `_read_moments` reads."""
+    lines = []
+    for name, owner in owners.items():
+        moments = imatrix.second_moments[name]
+        tokens = ",".join(map(str, moments.tokens.tolist()))
+        lines.append(f"{name} {moments.block} {tokens}" if owner == name else f"{name} = {owner}")
+    return lines
 
 
 def _not_ones(entry: Entry) -> list[int]:

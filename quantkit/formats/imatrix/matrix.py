@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from quantkit.errors import DataError
+from quantkit.formats.imatrix import second_moments
+from quantkit.formats.imatrix.second_moments import SecondMoments
 
 POLICIES = ("weight-one", "layer-mean", "error")
 DESCRIBED_DATASET = re.compile(r"(.*) \(missing experts: (weight-one|layer-mean)\)", re.DOTALL)
@@ -51,6 +53,8 @@ class Imatrix:
 
     chunks      number of chunks of text          chunk_size  tokens of a chunk; 0 if counts are not known
     dataset     names of the texts, joined by +   policy      what `fill_missing` applied, "" if no values were missing
+
+    second_moments   by weight name, for weights that have them; weights that share an input share the object
     """
 
     entries: dict[str, Entry]
@@ -58,6 +62,7 @@ class Imatrix:
     dataset: str = ""
     chunk_size: int = 0
     policy: str = ""
+    second_moments: dict[str, SecondMoments] = field(default_factory=dict)
 
     @property
     def described(self) -> str:
@@ -100,7 +105,24 @@ def merge(imatrices: Iterable[Imatrix], weights: Sequence[float] | None = None) 
     if counted and not any(entry.missing for entry in entries.values()):
         policy = ""  # what one run lacked another saw
     chunks = sum(m.chunks for m in matrices)
-    return Imatrix(entries, chunks, "+".join(datasets), max(sizes) if counted else 0, policy)
+    made = Imatrix(entries, chunks, "+".join(datasets), max(sizes) if counted else 0, policy)
+    return replace(made, second_moments=_merged_moments(list(zip(shares, matrices)), entries))
+
+
+def _merged_moments(parts: list[tuple[float, Imatrix]], entries: dict[str, Entry]) -> dict[str, SecondMoments]:
+    """The second moments of a merge: of the weights for which all parts that have the entry have them."""
+    made: dict[tuple[int, ...], SecondMoments] = {}
+    found = {}
+    for name in entries:
+        own = [(share, matrix) for share, matrix in parts if name in matrix]
+        if all(name in matrix.second_moments for _, matrix in own):
+            key = tuple(id(matrix.second_moments[name]) for _, matrix in own)
+            if key not in made:  # of weights that share an input in all parts
+                measured = [(share, m.second_moments[name], m[name].columns(m.second_moments[name].columns))
+                            for share, m in own]  # fmt: skip
+                made[key] = second_moments.merge(name, measured)
+            found[name] = made[key]
+    return found
 
 
 def loses_counts(imatrices: Iterable[Imatrix]) -> bool:

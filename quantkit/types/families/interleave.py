@@ -137,6 +137,10 @@ class Interleaved(QuantType):
         encode(x, importance, effort, data)
         self.permutation.forward(data, out)
 
+    @property
+    def uses_second_moments(self) -> bool:
+        return self.base_type.uses_second_moments
+
     def refine_rows(self, x: np.ndarray, data: np.ndarray, moments: Moments, effort: int) -> None:
         """As the base type does it."""
         rows = self.deinterleave_rows(data, threads=1)

@@ -13,9 +13,14 @@ from quantkit.types.families.code_bits import Codec, codes_of
 from quantkit.types.refine import scalar_codes
 from quantkit.types.refine.moments import Moments, prepare
 
-__all__ = ["Moments", "prepare", "refine"]
+__all__ = ["Moments", "applies_to", "prepare", "refine"]
 
 SWEEPS = (1, 3, 8)  # over all columns, by effort
+
+
+def applies_to(kind: Codec) -> bool:
+    """Whether second moments change the bytes of a type (row by row, not interleaved)."""
+    return codes_of(kind) is not None
 
 
 def refine(kind: Codec, x: np.ndarray, data: np.ndarray, moments: Moments, effort: int) -> None:

@@ -22,6 +22,7 @@ from quantkit.inputs import arguments
 
 PANEL = 128  # columns
 TILE_ROWS = 8
+_TOGETHER = 512  # rows of a panel: 256 KiB
 DAMPING = 0.01  # of the mean of the diagonal, as GPTQ does
 _FLOATS16 = vector(16, F32)
 
@@ -88,26 +89,33 @@ def _check(h: np.ndarray) -> float:
 
 
 @simd_intrinsic("void")
-def _tile(ir: IrBuilder, e: Value, e_stride: Value, panel: Value, n: Value, out: Value) -> None:
-    """out[i, c] = sum over j of e[i, j] panel[j, c] for TILE_ROWS rows and PANEL columns; `e_stride` in bytes."""
+def _tile(ir: IrBuilder, e: Value, e_stride: Value, panel: Value, n: Value, out: Value, add: int) -> None:
+    """out[i, c] (+)= sum over j of e[i, j] panel[j, c] for TILE_ROWS rows and PANEL columns; `e_stride` in bytes."""
     rows, wide = (TILE_ROWS, 2) if ir.isa.startswith("avx512") else (TILE_ROWS // 2, 1)
     for first in range(0, TILE_ROWS, rows):
         for column in range(0, PANEL, 16 * wide):
-            sums = [[ir.variable(ir.zero(_FLOATS16)) for _ in range(wide)] for _ in range(rows)]
+            places = [(i, v) for i in range(rows) for v in range(wide)]
+            target = {(i, v): out + 4 * ((first + i) * PANEL + column + 16 * v) for i, v in places}
+            sums = {p: ir.variable(ir.load(_FLOATS16, target[p]) if add else ir.zero(_FLOATS16)) for p in places}
             with ir.loop(0, n) as j:
                 right = [ir.load(_FLOATS16, panel + j * (4 * PANEL) + 4 * (column + 16 * v)) for v in range(wide)]
                 for i in range(rows):
                     number = ir.splat(ir.load(F32, e + e_stride * (first + i) + j * 4), 16)
                     for v in range(wide):
-                        sums[i][v].set(ir.fma(number, right[v], sums[i][v].get()))
-            for i in range(rows):
-                for v in range(wide):
-                    ir.store(sums[i][v].get(), out + 4 * ((first + i) * PANEL + column + 16 * v))
+                        sums[i, v].set(ir.fma(number, right[v], sums[i, v].get()))
+            for p in places:
+                ir.store(sums[p].get(), target[p])
 
 
 @kernel
 def gradient(e: np.ndarray, panel: np.ndarray, n: int, out: np.ndarray) -> None:
     """out = e @ panel over the first `n` columns of e float32[rows, columns]; rows are a multiple of TILE_ROWS."""
     stride = e.shape[1] * 4
-    for row in range(0, len(e), TILE_ROWS):
-        _tile(e[row:].ctypes.data, stride, panel.ctypes.data, n, out[row:].ctypes.data)
+    for first in range(0, n, _TOGETHER):  # these rows of the panel stay in the cache for all rows of e
+        many = min(_TOGETHER, n - first)
+        for row in range(0, len(e), TILE_ROWS):
+            left, right = e[row, first:].ctypes.data, panel[first:].ctypes.data
+            if first == 0:
+                _tile(left, stride, right, many, out[row:].ctypes.data, 0)
+            else:
+                _tile(left, stride, right, many, out[row:].ctypes.data, 1)

@@ -1,0 +1,167 @@
+"""Second moments in importance matrices: storage, shrinkage, merging, hostile files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quantkit.errors import DataError, FormatError
+from quantkit.formats import gguf, imatrix
+from quantkit.formats.imatrix import Entry, Imatrix, SecondMoments
+from quantkit.formats.imatrix.second_moments import pack, shrinkage, stored_values, unpack
+
+TOKENS = 1 << 40  # so many that nothing is shrunk
+
+
+def vectors(count: int, n: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((count, n)) @ rng.standard_normal((n, n)) * np.exp(2 * rng.standard_normal(n))
+    x[:, n // 2] = 0
+    return np.float32(x)
+
+
+def measured(x: np.ndarray, block: int, tokens: int = TOKENS) -> tuple[SecondMoments, np.ndarray]:
+    """Second moments of vectors float32[count, n], and the importance of their columns."""
+    n = x.shape[1]
+    parts = [x[:, first : first + block] for first in range(0, n, block)]
+    packed = pack([part.T @ part for part in parts])
+    importance = np.float32((x.astype(np.float64) ** 2).mean(0))
+    return SecondMoments(n, block, packed[None], np.array([tokens])), importance
+
+
+@pytest.mark.parametrize("block", [1, 7, 32, 40, 64])
+def test_what_is_stored_comes_back(block: int) -> None:
+    x = vectors(300, 40)
+    moments, importance = measured(x, block)
+    assert moments.correlations.shape[1] == stored_values(40, block)
+    assert moments.form == ("full" if block >= 40 else f"blocks:{block}")
+    h = moments.dense(importance)
+    expected = x.astype(np.float64).T @ x / len(x)
+    same_block = np.arange(40)[:, None] // block == np.arange(40) // block
+    scale = np.sqrt(np.outer(importance, importance))
+    assert np.abs(h - np.where(same_block, expected, 0)).max() <= 2**-11 * scale.max()
+    assert (np.abs(h - np.where(same_block, expected, 0)) <= 2**-11 * scale + 1e-30).all()
+    np.testing.assert_allclose(np.diagonal(h), importance, rtol=1e-6)
+    np.testing.assert_allclose(h, h.T, rtol=1e-6)
+
+
+def test_packing_undoes_unpacking() -> None:
+    packed = np.float32(np.random.default_rng(1).uniform(-1, 1, stored_values(50, 16)))
+    c = unpack(packed, 50, 16)
+    assert np.array_equal(c, c.T)
+    triangles = [c[a : a + 16, a : a + 16][np.triu_indices(min(16, 50 - a))] for a in range(0, 50, 16)]
+    assert np.array_equal(np.concatenate(triangles), packed)
+
+
+def test_few_tokens_shrink_correlations() -> None:
+    x = vectors(300, 40)
+    many, importance = measured(x, 40)
+    few = replace(many, tokens=np.array([120]))
+    a = shrinkage(120, 40)
+    assert a == 0.25
+    off = ~np.eye(40, dtype=bool)
+    np.testing.assert_allclose(few.dense(importance)[off], (1 - a) * many.dense(importance)[off], rtol=1e-5, atol=1e-30)
+    np.testing.assert_allclose(np.diagonal(few.dense(importance)), importance, rtol=1e-6)
+    nothing = replace(many, tokens=np.array([0])).dense(importance)
+    assert not nothing[off].any()
+
+
+def example(seed: int = 0) -> Imatrix:
+    """Two weights with one input, one with its own, one in blocks, and a stack of three with two kinds of storage."""
+    x, y = vectors(200, 32, seed), vectors(200, 48, seed + 1)
+    (shared, a), (blocks, b) = measured(x, 32, 200), measured(y, 16, 200)
+    one, values = measured(vectors(90, 32, seed + 2), 32, 90)
+    stack = replace(one, correlations=np.repeat(one.correlations, 3, 0), tokens=np.array([30, 0, 60]))
+    entries = {name: Entry(a[None], np.array([200]), 2) for name in ("blk.0.attn_q.weight", "blk.0.attn_k.weight")}
+    entries["blk.0.ffn_down.weight"] = Entry(b[None], np.array([200]), 2)
+    for kind in ("up", "down"):
+        entries[f"blk.0.ffn_{kind}_exps.weight"] = Entry(np.repeat(values[None], 3, 0), np.array([30, 20, 40]), 2)
+    entries["blk.0.none.weight"] = Entry(a[None], np.array([200]), 2)
+    found = dict(zip(entries, (shared, shared, blocks, one, stack)))
+    return Imatrix(entries, 2, "t", 100, second_moments=found)
+
+
+def test_files_hold_them_once(tmp_path: Path) -> None:
+    made = example()
+    imatrix.write(tmp_path / "x.gguf", made)
+    names = [n for n in gguf.open(tmp_path / "x.gguf").tensors if n.endswith(".correlations")]
+    assert names == [f"blk.0.{n}.weight.correlations" for n in ("attn_q", "ffn_down", "ffn_up_exps", "ffn_down_exps")]
+    back = imatrix.read(tmp_path / "x.gguf")
+    assert back.second_moments.keys() == made.second_moments.keys()
+    assert back.second_moments["blk.0.attn_q.weight"] is back.second_moments["blk.0.attn_k.weight"]
+    for name, moments in made.second_moments.items():
+        read = back.second_moments[name]
+        assert (read.columns, read.block, read.form) == (moments.columns, moments.block, moments.form)
+        assert read.sha256() == moments.sha256()
+        for matrix in range(len(made[name].values)):
+            row = made[name].values[matrix]
+            assert np.array_equal(read.dense(row, matrix), moments.dense(row, matrix))
+    imatrix.write(tmp_path / "y.gguf", back)
+    assert (tmp_path / "y.gguf").read_bytes() == (tmp_path / "x.gguf").read_bytes()
+    with pytest.raises(DataError, match="legacy format does not hold second moments"):
+        imatrix.write(tmp_path / "x.dat", made)
+
+
+def test_a_merge_is_that_of_all_vectors(tmp_path: Path) -> None:
+    parts = [vectors(200, 32, 3), vectors(100, 32, 4) * np.float32(3)]
+    matrices = []
+    for x in parts:
+        moments, importance = measured(x, 32, len(x))
+        matrices.append(Imatrix({"w": Entry(importance[None], np.array([len(x)]), 1)}, 1, "t", 100,
+                                second_moments={"w": moments}))  # fmt: skip
+    merged = imatrix.merge(matrices)
+    whole, importance = measured(np.concatenate(parts), 32, 300)
+    np.testing.assert_allclose(merged["w"].values[0], importance, rtol=1e-5)
+    assert merged.second_moments["w"].tokens.tolist() == [300]
+    difference = np.abs(merged.second_moments["w"].correlation() - whole.correlation())
+    assert difference.max() < 2**-9
+    both = imatrix.merge([example(0), example(5)])
+    assert both.second_moments["blk.0.attn_q.weight"] is both.second_moments["blk.0.attn_k.weight"]
+    assert both.second_moments["blk.0.ffn_down_exps.weight"].tokens.tolist() == [60, 0, 120]
+    without = replace(example(5), second_moments={})
+    assert not imatrix.merge([example(0), without]).second_moments
+    other, _ = measured(parts[0], 16, 200)
+    with pytest.raises(DataError, match=r"w: second moments of form full .* and blocks:16 .* cannot be merged"):
+        imatrix.merge([matrices[0], replace(matrices[1], second_moments={"w": other})])
+
+
+def rewrite(source: Path, target: Path, lines: list[str] | None = None, drop: str = "", nan: bool = False) -> Path:
+    """A copy of an importance matrix with other lines of second moments, without a tensor, or with NaN in it."""
+    file = gguf.open(source)
+    if lines is not None:
+        file.metadata.set("quantkit.imatrix.second_moments", lines, "str")
+    kept = [t for t in file.tensors.values() if t.name != drop]
+    with gguf.Writer(target, file.metadata, [gguf.TensorSpec(t.name, t.shape, t.type) for t in kept]) as writer:
+        for t in kept:
+            data = t.stored.copy()
+            if nan and t.name.endswith(".correlations"):
+                data.view("<f2")[5] = np.nan
+            writer.write(t.name, data)
+    return target
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["blk.0.attn_q.weight 31 200", "blk.0.attn_q.weight 0 200", "blk.0.attn_q.weight -1 200", "blk.0.attn_q.weight 32",
+     "blk.0.attn_q.weight 32 1,2", "blk.0.attn_q.weight 99999999999999999999 200", "blk.0.attn_q.weight 32 x",
+     "nothing 32 200", "blk.0.attn_k.weight = nothing", "blk.0.attn_k.weight 32 200", "", "= ="],
+)  # fmt: skip
+def test_lines_that_do_not_fit_are_refused(tmp_path: Path, line: str) -> None:
+    imatrix.write(tmp_path / "x.gguf", example())
+    with pytest.raises(FormatError, match=r"x2\.gguf"):
+        imatrix.read(rewrite(tmp_path / "x.gguf", tmp_path / "x2.gguf", [line]))
+
+
+def test_other_hostile_files(tmp_path: Path) -> None:
+    imatrix.write(tmp_path / "x.gguf", example())
+    with pytest.raises(FormatError, match="does not fit the file's tensors"):
+        imatrix.read(rewrite(tmp_path / "x.gguf", tmp_path / "a.gguf", drop="blk.0.attn_q.weight.correlations"))
+    lines = ["blk.0.attn_q.weight 32 200", "blk.0.ffn_down.weight = blk.0.attn_q.weight"]
+    with pytest.raises(FormatError, match="its second moments are of"):
+        imatrix.read(rewrite(tmp_path / "x.gguf", tmp_path / "b.gguf", lines))
+    bad = imatrix.read(rewrite(tmp_path / "x.gguf", tmp_path / "c.gguf", nan=True))
+    with pytest.raises(DataError, match=r"c\.gguf: blk\.0\.attn_q\.weight\.correlations: 1 correlations are above 1"):
+        bad.second_moments["blk.0.attn_q.weight"].dense(bad["blk.0.attn_q.weight"].values[0])

@@ -25,6 +25,7 @@ from quantkit.inputs import arguments
 
 if TYPE_CHECKING:
     from quantkit.types.refine import Moments
+    from quantkit.types.refine.vector_codes import VectorCodes
 
 _by_id: dict[int, QuantType] = {}
 ids: dict[str, int] = {}  # of names in lower case, with and without codec
@@ -176,14 +177,14 @@ class QuantType:
         rows, n = x.shape
         out = np.empty((rows, self.row_bytes(n)), np.uint8)
         self._check_rows(rows)
-        if self.requires_imatrix and importance is None:
-            raise DataError(f"{self.name}: this type needs an importance matrix; pass importance=")
         moments = None
         if second_moments is not None:
             from quantkit.types.refine import prepare  # not loaded without: it needs numba
 
             moments = prepare(second_moments, n)
             importance = moments.importance if importance is None else importance
+        if self.requires_imatrix and importance is None:
+            raise DataError(f"{self.name}: this type needs an importance matrix; pass importance=")
         weights = _scale_importance(check_importance(importance, n))
         x, weights = jit.readonly(x), jit.readonly(weights if self.uses_imatrix else weights[:0])
         piece = _PIECE_BYTES if moments is None else max(_PIECE_BYTES, 4 * n * _ROWS_OF_MOMENTS)
@@ -205,6 +206,11 @@ class QuantType:
         if rows:
             thread_pool.over_rows(task, rows, multiple=self.interleave, threads=threads, is_long=x.size >= _MUCH)
         return out
+
+    @property
+    def vector_codes(self) -> VectorCodes | None:
+        """The codes of a type whose codes stand for groups of elements, as far as they can be moved; else None."""
+        return None
 
     @property
     def uses_second_moments(self) -> bool:

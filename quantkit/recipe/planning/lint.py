@@ -24,6 +24,7 @@ from quantkit.recipe.rules.shadows import Ordered, shadow
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 # imatrix does not measure these by default, so a missing entry is not a mistake.
 _UNMEASURED = frozenset((EMBEDDING, OUTPUT, "per_layer_token_embd.weight"))
+FEW_PER_COLUMN = 4  # tokens: of fewer, more than a fifth of the correlations is noise
 FEW_TOKENS = 32  # the mean of 32 squares of normal numbers has a relative error of sqrt(2 / 32) = 1/4
 
 
@@ -42,7 +43,9 @@ def check(uses: Sequence[RuleUse], planned: Sequence[PlannedTensor], imatrix: Im
         linter.rule(index)
     found = linter.warnings
     if imatrix is not None:
-        found += [text for text in (_missing_importance(planned), _unseen_experts(planned, imatrix)) if text]
+        found += [text for text in (
+            _missing_importance(planned), _unseen_experts(planned, imatrix), _uncertain_moments(planned, imatrix)
+        ) if text]  # fmt: skip
     return Findings(tuple(found), tuple(linter.notes))
 
 
@@ -260,4 +263,20 @@ def _unseen_experts(planned: Sequence[PlannedTensor], imatrix: Imatrix) -> str:
     return (
         f"the importance matrix saw fewer than {FEW_TOKENS} tokens of some experts of {tensors} tensor(s): {worst}; "
         "measure on more or more varied text (quantkit imatrix, more --chunks), or merge matrices"
+    )
+
+
+def _uncertain_moments(planned: Sequence[PlannedTensor], imatrix: Imatrix) -> str:
+    """Message about second moments that too few tokens were measured for; "" if there are none."""
+    used = {id(m): (t.name, m) for t in planned if t.importance and (m := imatrix.second_moments.get(t.importance))}
+    few = [(int(m.tokens.max()) / min(m.block, m.columns), name, m) for name, m in used.values()]
+    few.sort(key=lambda row: row[:2])
+    few = [row for row in few if row[0] < FEW_PER_COLUMN]
+    if not few:
+        return ""
+    _, name, worst = few[0]
+    return (
+        f"second moments of {len(few)} of {len(used)} inputs come from fewer than {FEW_PER_COLUMN} tokens a column: "
+        f"{int(worst.tokens.max())} tokens for {min(worst.block, worst.columns)} columns of {name}; they count less; "
+        "measure on more text, or --second-moments blocks"
     )

@@ -85,6 +85,13 @@ def imatrix(
             "--second-moments-size", metavar="SIZE", help="Memory they may take, for example 8G; auto fits in it."
         ),
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Only print the sizes of second moments; MODEL may be a checkpoint's folder or config.json.",
+        ),
+    ] = False,
     batch_size: Batch = 2048,
     numerics: Numerics = "exact",
     threads: Threads = None,
@@ -103,12 +110,15 @@ def imatrix(
     """
     from quantkit.evaluate.imatrix import run
 
+    limit = parse_size(second_moments_size) if second_moments_size else None
+    if dry_run:
+        _print_sizes(model, second_moments, limit, json)
+        return
     texts = list(file or [])
     if not texts:
         raise QuantkitError("imatrix needs a text: pass it with -f FILE")
     if second_moments_size is not None and second_moments is None:
         raise QuantkitError("--second-moments-size limits second moments: add --second-moments auto")
-    limit = parse_size(second_moments_size) if second_moments_size else None
     options = run.ImatrixOptions(
         shares=numbers("--shares", shares, len(texts)), chat=chat, ctx_size=ctx_size, chunks=chunks,
         from_chunk=from_chunk, process_output=process_output, missing_experts=missing_experts, no_ppl=no_ppl,
@@ -134,6 +144,27 @@ def imatrix(
         if text not in complete and not json:  # an earlier run had completed it
             print(f"Final estimate: PPL = {ppl}")
     _report(found, json)
+
+
+def _print_sizes(model: Path, form: str | None, limit: int | None, json: bool) -> None:
+    """What --second-moments takes, in each form or in the one that is asked for."""
+    from quantkit.cli._shared import table
+    from quantkit.evaluate.imatrix.second_moments import MomentsForm, measured_shapes, plan_blocks, sizes
+    from quantkit.pipelines import planning
+
+    shapes = measured_shapes(planning.open_model(model).tensors)
+    if not shapes:
+        raise QuantkitError(f"{model}: no matrices in blocks, so nothing to measure")
+    rows = []
+    for text in [form] if form else ["full", "blocks:1024", "blocks:256", "blocks:64"]:
+        memory, stored = sizes(shapes, plan_blocks(shapes, MomentsForm.parse(text), limit))
+        rows.append((text, memory, stored))
+    if json:
+        forms = [dict(zip(("form", "memory_bytes", "file_bytes"), row)) for row in rows]
+        print_json("quantkit.imatrix-sizes/1", {"path": model, "weights": len(shapes), "forms": forms})
+        return
+    cells = [(text, f"{memory / 1e9:,.2f} GB", f"{stored / 1e9:,.2f} GB") for text, memory, stored in rows]
+    print(table(("second moments", "memory, a text", "in the file"), cells))
 
 
 def _report(found: ImatrixRun, json: bool) -> None:

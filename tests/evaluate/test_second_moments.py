@@ -16,6 +16,7 @@ from quantkit.evaluate.imatrix.second_moments import MomentsCollector, MomentsFo
 from quantkit.formats import gguf, imatrix, provenance
 from quantkit.runtime.loading import load
 from tests.evaluate import test_imatrix
+from tests.recipe.configs import DEEPSEEK_V3
 from tests.runtime.test_experts import moe  # noqa: F401
 
 CTX = test_imatrix.CTX
@@ -157,6 +158,23 @@ def test_sizes_and_limits() -> None:
     for text in ("half", "blocks:", "blocks:0", "blocks:x", "", "full:3", "blocks:²"):
         with pytest.raises(QuantkitError, match="known are full, blocks"):
             MomentsForm.parse(text)
+
+
+def test_sizes_are_known_before(run, model, text, tmp_path) -> None:
+    """`--dry-run` gives the bytes that the file then has, and says nothing of a config that it cannot know."""
+    measured, forms = tmp_path / "x.gguf", ("full", "blocks:64")
+    for form in forms:
+        options = ["-f", text, "-c", CTX, "--chunks", 1, "--no-ppl", "--second-moments", form]
+        run("imatrix", model, *options, "-o", measured)
+        stored = {id(m): m.nbytes for m in imatrix.read(measured).second_moments.values()}
+        record = json.loads(run("imatrix", model, "--dry-run", "--second-moments", form, "--json"))
+        assert record["forms"] == [{"form": form, "memory_bytes": record["forms"][0]["memory_bytes"],
+                                    "file_bytes": sum(stored.values())}]  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    said = run("imatrix", tmp_path / "config.json", "--dry-run")
+    assert "full                 381.81 GB     95.49 GB" in said
+    assert "is 1,000,000,000" in run("imatrix", tmp_path / "config.json", "--dry-run", "--second-moments", "full",
+                                     "--second-moments-size", "1G", status=1)  # fmt: skip
 
 
 def test_bad_options(run, model, text, tmp_path) -> None:

@@ -18,7 +18,7 @@ from quantkit.evaluate.fingerprint import fingerprint
 from quantkit.evaluate.imatrix.collect import Collector, TextState, collect, pooled
 from quantkit.evaluate.imatrix.coverage import split_by_matrix
 from quantkit.evaluate.imatrix.saved_run import SavedRun
-from quantkit.evaluate.imatrix.second_moments import MomentsCollector, MomentsForm, plan_blocks, sizes
+from quantkit.evaluate.imatrix.second_moments import MomentsCollector, MomentsForm, measured_shapes, plan_blocks, sizes
 from quantkit.evaluate.models import OnMessage, OpenModel, no_message, open_model
 from quantkit.evaluate.perplexity import Perplexity
 from quantkit.evaluate.progress import ChunkClock, ChunkProgress
@@ -168,11 +168,7 @@ def _plan_moments(
     model: gguf.GGUF, form: MomentsForm, options: ImatrixOptions, on_message: OnMessage
 ) -> dict[str, int]:
     """Columns of a block for each weight whose input is measured; says what they take."""
-    shapes = {
-        name: tensor.shape
-        for name, tensor in model.tensors.items()
-        if len(tensor.shape) > 1 and name.startswith("blk.") and ".ffn_gate_inp." not in name  # routers stay f32
-    }
+    shapes = measured_shapes(model.tensors.values())
     blocks = plan_blocks(shapes, form, options.second_moments_size)
     memory, stored = sizes(shapes, blocks)
     full = sum(block >= shapes[name][-1] for name, block in blocks.items())

@@ -10,8 +10,10 @@ number of threads on one machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -22,7 +24,17 @@ from quantkit.formats.imatrix.second_moments import BLOCK, pack, stored_values
 
 FORMS = "full, blocks, blocks:N or auto"
 _PANEL = 256  # columns
+_ROUTER = re.compile(r"\.ffn_gate_inp(_shexp)?\.")
 _SAME_INPUT = ("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"), ("ffn_gate_exps", "ffn_up_exps")
+
+
+class HasShape(Protocol):
+    """A tensor of a file or of a plan."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -154,6 +166,15 @@ def plan_blocks(shapes: Mapping[str, tuple[int, ...]], form: MomentsForm, limit:
             f"{limit:,}; take --second-moments blocks, smaller blocks, or a larger size"
         )
     return blocks
+
+
+def measured_shapes(tensors: Iterable[HasShape]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights whose inputs are measured: matrices of the blocks but routers, which stay f32."""
+    return {
+        t.name: t.shape
+        for t in tensors
+        if len(t.shape) > 1 and t.name.startswith("blk.") and t.name.endswith(".weight") and not _ROUTER.search(t.name)
+    }
 
 
 def sizes(shapes: Mapping[str, tuple[int, ...]], blocks: Mapping[str, int]) -> tuple[int, int]:

@@ -199,7 +199,7 @@ class _Checkpointer:
         self, output: Path, run: str, chunk_sets: Sequence[Chunks], before: Sequence[Imatrix], options: ImatrixOptions,
         blocks: Mapping[str, int] | None, on_message: OnMessage,
     ):  # fmt: skip
-        self._blocks = blocks  # of second moments
+        self._blocks, self._next_save = blocks, 0.0  # of second moments; a time
         self.output, self.chunk_sets, self.before, self.options = output, chunk_sets, list(before), options
         self.path, self.partial = _beside(output, "resume"), _beside(output, "partial")
         self._on_message = on_message
@@ -240,9 +240,12 @@ class _Checkpointer:
         ended = state.done == len(self.chunk_sets[number])
         if ended and number + 1 == len(self.chunk_sets):
             return  # the output is next
-        if ended or self._seen // every > before // every:
+        if ended or (self._seen // every > before // every and time.monotonic() >= self._next_save):
+            begin = time.monotonic()
             self.saved.save(self.path)
             self._write_so_far(self.partial)
+            if self._blocks is not None:  # gigabytes, perhaps: saving takes a tenth of the time at most
+                self._next_save = time.monotonic() + 9 * (time.monotonic() - begin)
 
     def _write_so_far(self, path: Path) -> None:
         """Write the matrix so far; not if the policy is `error` and experts still lack tokens."""

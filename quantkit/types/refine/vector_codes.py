@@ -215,7 +215,7 @@ def descend(
     """
     size, n = codes.values.shape[2], points.shape[1] * codes.values.shape[2]
     r = np.empty((len(e), PANEL), np.float32)
-    step, gains = np.empty((size, NEAR), np.float32), np.empty(NEAR, np.float32)
+    step, gains, factors = np.empty((size, NEAR), np.float32), np.empty(NEAR, np.float32), np.empty(size, np.float32)
     values, near, near_values = codes.values, codes.near, codes.near_values
     moves = 0
     for p in range(len(panels)):
@@ -292,11 +292,11 @@ def _sweep_points(
     near_values: np.ndarray,
     step: np.ndarray,
     gains: np.ndarray,
+    factors: np.ndarray,
 ) -> int:
     """Move each group of a row's part in a panel to the best of its nearest points; how many moved."""
     size, moved = values.shape[2], 0
     of_points, of_near = values.strides[1], near_values.strides[1]
-    factors = np.empty(size, np.float32)
     own, neighbours = values.ctypes.data, near_values.ctypes.data
     for group in range(len(points)):
         if scales[group] == 0:

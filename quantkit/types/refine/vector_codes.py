@@ -229,19 +229,9 @@ def descend(
             own_points, own_tables, own_scales = points[row, groups], tables[row, groups], scales[row, groups]
             for _ in range(inner):
                 moved = _sweep_points(
-                    own_e,
-                    r[row],
-                    h,
-                    own_signs,
-                    own_points,
-                    own_tables,
-                    own_scales,
-                    values,
-                    near,
-                    near_values,
-                    step,
-                    gains,
-                )
+                    own_e, r[row], h, own_signs, own_points, own_tables, own_scales, values, near, near_values,
+                    step, gains, factors,
+                )  # fmt: skip
                 if flips > 0:
                     moved += _sweep_signs(
                         own_e, r[row], h, own_signs, own_points, own_tables, own_scales, values, flips, gains

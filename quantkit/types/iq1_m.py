@@ -15,6 +15,9 @@ x^2 over the block; search in `families/iq1.py`.
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from quantkit.codegen.half import float_to_half, half_to_float
@@ -23,6 +26,9 @@ from quantkit.types.base import QuantType
 from quantkit.types.families.iq1 import DELTA, LEVELS, NUMBER, new_space, search_span
 from quantkit.types.families.super_scale import ODD
 from quantkit.types.families.superblock import load_block, relative_importance
+
+if TYPE_CHECKING:
+    from quantkit.types.refine.vector_codes import VectorCodes
 
 BLOCK = 56
 
@@ -97,9 +103,21 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
             _store(d * unit, codes[0], negatives[0], multipliers[0], block)
 
 
+_G = np.arange(32)[:, None]
+_POINT_BITS = np.concatenate([8 * _G + np.arange(8), 8 * (32 + _G // 2) + 4 * (_G % 2) + np.arange(4)], axis=1)
+# g + delta, times 8, of each point with a positive delta, then of each with a negative one.
+_EIGHTHS = np.concatenate([8 * LEVELS + 1, 8 * LEVELS - 1]).astype(np.int8)[None]
+
+
 class IQ1_M(QuantType):
     name, ggml_type, file_type = "iq1_m", 29, 31
     block_size, block_bytes = 256, BLOCK
     uses_imatrix = True
     encode_rows = staticmethod(_encode)
     decode_rows = staticmethod(_decode)
+
+    @functools.cached_property
+    def vector_codes(self) -> VectorCodes:
+        from quantkit.types.refine.vector_codes import make_codes
+
+        return make_codes(0, BLOCK, _EIGHTHS, _POINT_BITS)

@@ -14,6 +14,9 @@ type is refused, as by ik_llama.cpp.
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from quantkit.codegen.half import half_to_float
@@ -22,6 +25,9 @@ from quantkit.types.base import QuantType
 from quantkit.types.families.iq1 import DELTA, LEVELS, NUMBER, new_space, search_span, set_weights
 from quantkit.types.families.super_scale import ODD
 from quantkit.types.families.superblock import load_block, put_half
+
+if TYPE_CHECKING:
+    from quantkit.types.refine.vector_codes import VectorCodes
 
 BLOCK = 50
 
@@ -90,9 +96,22 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
                 )
 
 
+_G = np.arange(32)[:, None]
+POINT_BITS = np.concatenate(  # of each group
+    [8 * (2 + _G) + np.arange(8), 8 * (34 + 2 * (_G // 4)) + 3 * (_G % 4) + np.arange(3)], axis=1
+)
+EIGHTHS = np.stack([8 * LEVELS + 1, 8 * LEVELS - 1]).astype(np.int8)  # g + delta of either sign, times 8
+
+
 class IQ1_S(QuantType):
     name, ggml_type, file_type = "iq1_s", 19, 24
     block_size, block_bytes = 256, BLOCK
     requires_imatrix = uses_imatrix = True
     encode_rows = staticmethod(_encode)
     decode_rows = staticmethod(_decode)
+
+    @functools.cached_property
+    def vector_codes(self) -> VectorCodes:
+        from quantkit.types.refine.vector_codes import make_codes
+
+        return make_codes(0, BLOCK, EIGHTHS, POINT_BITS, None, 8 * (34 + 2 * np.arange(8)) + 15)

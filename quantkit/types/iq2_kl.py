@@ -21,6 +21,9 @@ rounds: multipliers next to the best and the codes under them, chosen exactly; t
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from quantkit.codegen.half import half_to_float
@@ -28,6 +31,9 @@ from quantkit.codegen.jit import kernel, subkernel
 from quantkit.types.base import QuantType
 from quantkit.types.families.super_scale import SIGNED, best_super_scale, nearest_multiplier
 from quantkit.types.families.superblock import load_block, put_half, relative_importance, storable
+
+if TYPE_CHECKING:
+    from quantkit.types.refine.vector_codes import VectorCodes
 
 BLOCK = 86
 LEVELS = np.array([-63, -40, -23, -10, 1, 13, 28, 47], np.float32)
@@ -259,9 +265,19 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
             _store(codes[0, 128 * b : 128 * b + 128], multipliers[0, 8 * b : 8 * b + 8], out[row, at : at + BLOCK])
 
 
+_S, _P = np.divmod(np.arange(128)[:, None], 16)  # sub-block and number in it of each pair
+_PAIR_BITS = np.concatenate([8 * (6 + 16 * (_S // 2) + _P) + 4 * (_S % 2) + np.arange(4), 8 * (70 + _P) + _S], axis=1)
+
+
 class IQ2_KL(QuantType):
     name, ggml_type, file_type = "iq2_kl", 157, 155
     block_size, block_bytes, row_meta_bytes = 256, BLOCK, 2
     uses_imatrix = True
     encode_rows = staticmethod(_encode)
     decode_rows = staticmethod(_decode)
+
+    @functools.cached_property
+    def vector_codes(self) -> VectorCodes:
+        from quantkit.types.refine.vector_codes import make_codes
+
+        return make_codes(2, BLOCK, PAIRS.astype(np.int8)[None], _PAIR_BITS)

@@ -45,7 +45,7 @@ class GridType(QuantType):
     @functools.cached_property
     def vector_codes(self) -> VectorCodes:
         """Where points and signs are in a block: what changes in it when one bit of one of them does."""
-        from quantkit.types.refine.vector_codes import make_codes
+        from quantkit.types.refine.vector_codes import find_bits, make_codes
 
         count, size = self.grid.points.shape
         groups, bits = 256 // size, (count - 1).bit_length()
@@ -56,9 +56,9 @@ class GridType(QuantType):
         plain, with_points, with_signs = (
             self._blocks(p, s) for p, s in ((points[:1] * 0, signs[:1] * 0), (points, None), (None, signs))
         )
-        tables = np.empty((0, self.block_bytes), np.uint8)
         values = self.grid.points.astype(np.int8)[None]
-        return make_codes(0, values, plain[0], with_points.reshape(groups, bits, -1), with_signs, tables)
+        point_bits = find_bits(plain[0], with_points).reshape(groups, bits)
+        return make_codes(0, self.block_bytes, values, point_bits, find_bits(plain[0], with_signs))
 
     def _blocks(self, points: np.ndarray | None, signs: np.ndarray | None) -> np.ndarray:
         """Blocks with these points or signs, all else 0."""

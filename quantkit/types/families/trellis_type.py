@@ -53,16 +53,16 @@ class TrellisType(QuantType):
     @functools.cached_property
     def vector_codes(self) -> VectorCodes:
         """Where indices, signs and tables are in a block: what changes in it when one bit of one of them does."""
-        from quantkit.types.refine.vector_codes import make_codes
+        from quantkit.types.refine.vector_codes import find_bits, make_codes
 
         groups, bits = 256 // self.group, self.index_bits
         values = np.stack([code_values(bits, self.group, offset) for offset in self.offsets])
-        blocks = self._blocks(1 + groups * bits, 256 if self.folded else 0, 8 if len(self.offsets) > 1 else 0)
-        points, signs = blocks[1 : 1 + groups * bits], blocks[1 + groups * bits :]
-        tables = signs[256:] if self.folded else signs
-        signs = signs[: 256 if self.folded else 0]
+        signs, tables = 256 if self.folded else 0, 8 if len(self.offsets) > 1 else 0
+        blocks = self._blocks(1 + groups * bits, signs, tables)
+        found = find_bits(blocks[0], blocks[1:])
+        of_points, of_signs, of_tables = np.split(found, [groups * bits, groups * bits + signs])
         values = np.abs(values) if self.folded else values
-        return make_codes(4, values, blocks[0], points.reshape(groups, bits, -1), signs, tables)
+        return make_codes(4, self.block_bytes, values, of_points.reshape(groups, bits), of_signs, of_tables)
 
     def _blocks(self, points: int, signs: int, tables: int) -> np.ndarray:
         """uint8[points + signs + tables, block bytes]: first all zeros, then each with one bit of a field set."""

@@ -1,4 +1,4 @@
-"""Rounding by second moments, for types whose codes stand for groups of elements: grids and trellises.
+"""Rounding by second moments, for types whose codes stand for groups of elements: grids, trellises, pairs.
 
     group of G elements     y = a * s * V[p]      p a point of the codebook V, s signs, a the scale of the group
     error                   e^T H e of a row, as in `scalar_codes`
@@ -9,7 +9,7 @@ eight signs in place of the last), if that lowers the error: a change d of the e
     2 d . r_g + d^T H_gg d,   r = e H
 
 All neighbours of a point are weighed at once, as lanes. Where the fields are in a block, a type says by packing them:
-`find_bits` packs blocks with one bit of one field set.
+`find_bits` compares blocks that differ in one bit of one field.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class VectorCodes(NamedTuple):
     near_values: np.ndarray  # int8[tables, points, G, NEAR]
     point_bits: np.ndarray  # int64[groups of a block, bits], the lowest first
     sign_bits: np.ndarray  # int64[256], -1 where the sign is the parity of the seven before; int64[0] without signs
-    table_bits: np.ndarray  # int64[sub-blocks of 32]; int64[0] with one table
+    table_bits: np.ndarray  # int64[8], of sub-blocks of 32; int64[0] with one table
 
 
 class Decoder(Protocol):
@@ -52,21 +52,18 @@ class Decoder(Protocol):
 
 def make_codes(
     header: int,
+    block_bytes: int,
     values: np.ndarray,
-    plain: np.ndarray,
-    points: np.ndarray,
-    signs: np.ndarray,
-    tables: np.ndarray,
+    point_bits: np.ndarray,
+    sign_bits: np.ndarray | None = None,
+    table_bits: np.ndarray | None = None,
 ) -> VectorCodes:
-    """The codes of a type from blocks that differ from `plain` uint8[block bytes] in one bit of one field.
-
-    points uint8[groups, bits, block bytes]; signs uint8[256 or 0, block bytes]; tables uint8[8 or 0, block bytes];
-    values int8[tables, points, G].
-    """
-    found = disk_cached(nearest_points, np.ascontiguousarray(values), NEAR)
-    near, near_values = (jit.readonly(array) for array in found)
-    bits = [jit.readonly(find_bits(plain, fields)) for fields in (points, signs, tables)]
-    return VectorCodes(header, len(plain), jit.readonly(values), near, near_values, *bits)
+    """The codes of a type: the fields of `VectorCodes` but for neighbours, which are found once and kept on disk."""
+    near, near_values = disk_cached(nearest_points, np.ascontiguousarray(values), NEAR)
+    none = np.empty(0, np.int64)
+    arrays = (values, near, near_values, point_bits, none if sign_bits is None else sign_bits,
+              none if table_bits is None else table_bits)  # fmt: skip
+    return VectorCodes(header, block_bytes, *(jit.readonly(np.ascontiguousarray(array)) for array in arrays))
 
 
 def find_bits(plain: np.ndarray, blocks: np.ndarray) -> np.ndarray:
@@ -79,10 +76,11 @@ def find_bits(plain: np.ndarray, blocks: np.ndarray) -> np.ndarray:
 def nearest_points(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """For each point of int8[tables, points, G] the `count` nearest others, nearest first, and their values.
 
-    uint16[tables, points, count] and int8[tables, points, G, count]. Of equally near ones the first.
+    uint16[tables, points, count] and int8[tables, points, G, count]. Of equally near ones the first; a point is its own
+    neighbour where there are not as many others.
     """
     tables, points, _ = values.shape
-    near = np.empty((tables, points, count), np.uint16)
+    near = np.tile(np.arange(points, dtype=np.uint16)[:, None], (tables, 1, count))
     for table in range(tables):
         columns = jit.readonly(np.ascontiguousarray(values[table].T))
         thread_pool.over_rows(lambda a, b: _search(columns, a, b, near[table]), points, is_long=True)  # noqa: B023
@@ -296,7 +294,10 @@ def _sweep_points(
             factors[i] = scales[group] * signs[at + i]
         place = tables[group] * values.shape[1] + points[group]
         g_at, h_at = g.ctypes.data + 4 * at, h.ctypes.data + 4 * (PANEL + 1) * at
-        if size == 8:
+        if size == 2:
+            _weigh(2, neighbours + place * of_near, own + place * of_points, factors.ctypes.data, g_at, h_at,
+                   step.ctypes.data, gains.ctypes.data)  # fmt: skip
+        elif size == 8:
             _weigh(8, neighbours + place * of_near, own + place * of_points, factors.ctypes.data, g_at, h_at,
                    step.ctypes.data, gains.ctypes.data)  # fmt: skip
         else:

@@ -12,6 +12,7 @@ from quantkit.types.refine.vector_codes import NEAR, descend, nearest_points, re
 from tests.types.refine.test_scalar_codes import errors, second_moments
 
 GRIDS = ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")
+SHIFTED = ("iq1_s", "iq1_m", "iq2_kl")  # a code's values hold the shift; pairs
 TRELLISES = ("iq1_kt", "iq2_kt", "iq3_kt", "iq4_kt")
 
 
@@ -24,7 +25,7 @@ def fields_of(kind, data: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, n
 
 
 @pytest.mark.parametrize("rank", [40, 2000])
-@pytest.mark.parametrize("name", [*GRIDS, *TRELLISES, "iq3_s_r4", "iq4_kt"])
+@pytest.mark.parametrize("name", [*GRIDS, *TRELLISES, *SHIFTED, "iq3_s_r4"])
 def test_the_error_falls(name: str, rank: int) -> None:
     t = types.get(name)
     h = second_moments(512, rank)
@@ -37,7 +38,7 @@ def test_the_error_falls(name: str, rank: int) -> None:
     assert b.sum() < 0.9 * a.sum()
 
 
-@pytest.mark.parametrize("name", [*GRIDS, *TRELLISES])
+@pytest.mark.parametrize("name", [*GRIDS, *TRELLISES, *SHIFTED])
 def test_fields_are_those_that_the_decoder_reads(name: str) -> None:
     """Random points and signs, written and decoded: a scale times the codebook's values and the signs."""
     t = types.get(name)
@@ -51,7 +52,7 @@ def test_fields_are_those_that_the_decoder_reads(name: str) -> None:
     assert np.array_equal(unchanged, data)
     expected = signs * codes.values[np.repeat(tables, 32 // size, 1), points].reshape(3, 512)
     scales = (y.reshape(-1, 32) * expected.reshape(-1, 32)).sum(1) / (expected.reshape(-1, 32) ** 2).sum(1)
-    if name not in ("iq2_xs", "iq2_s"):  # whose sub-blocks have 16 elements
+    if name not in ("iq2_xs", "iq2_s", "iq1_m"):  # whose sub-blocks have 16 elements
         np.testing.assert_allclose(y.reshape(-1, 32), scales[:, None] * expected.reshape(-1, 32), rtol=1e-4, atol=1e-6)
     wanted = rng.integers(0, codes.values.shape[1], points.shape)
     flipped = signs.copy()
@@ -78,7 +79,7 @@ def test_nearest_points_are_those_of_sorting() -> None:
         assert np.array_equal(near_values[table].transpose(0, 2, 1), values[table][order])
 
 
-@pytest.mark.parametrize("name", ["iq2_xxs", "iq3_s", "iq2_kt", "iq4_kt"])
+@pytest.mark.parametrize("name", ["iq2_xxs", "iq3_s", "iq2_kt", "iq4_kt", "iq1_s", "iq1_m", "iq2_kl"])
 def test_one_sweep_against_the_plain_formula(name: str) -> None:
     """Every move of the first row, with the error computed anew for each of all neighbours and signs in float64."""
     t, n = types.get(name), 256

@@ -371,7 +371,7 @@ def test_only_what_changed_is_redone(
     # f16 is the same with any importance
     assert changed(importance((NAMES[1], NAMES[2]))) == {NAMES[1]}
     codec = provenance.codec
-    monkeypatch.setattr(provenance, "codec", lambda name, effort: "f" * 16 if name == "q4_0" else codec(name, effort))
+    monkeypatch.setattr(provenance, "codec", lambda name, *rest: "f" * 16 if name == "q4_0" else codec(name, *rest))
     assert changed(importance((NAMES[1], NAMES[2]))) == {NAMES[4]}
     assert changed(importance((NAMES[1], NAMES[2]))) == set()
 
@@ -508,7 +508,7 @@ def test_a_sound_file_and_its_rerun(made: Path, model: Path) -> None:
 
 def test_what_a_rerun_would_change(made: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(model, changed=(NAMES[2],))
-    monkeypatch.setattr(provenance, "codec", lambda name, effort: "f" * 16 if name == "f16" else _CODEC(name, effort))
+    monkeypatch.setattr(provenance, "codec", lambda name, *rest: "f" * 16 if name == "f16" else _CODEC(name, *rest))
     found = verify_gguf(quantkit.open(made), quantkit.open(model), importance((NAMES[4],)))
     assert found.damage == []
     assert found.rerun is False

@@ -5,6 +5,7 @@
 
     quantkit.convert, export, plan, quantize, repack_file, unpack_file, verify
                                        the commands of the same names: paths and options in, a result out
+    quantkit.quantize_calibrated       quantize, with importance measured on texts while the file is written
     quantkit.imatrix, perplexity, divergence, compare
                                        a model, a text and options in, a result with its conditions out
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from quantkit import errors, repack, types
     from quantkit.evaluate.compare import CompareOptions, compare
     from quantkit.evaluate.divergence import DivergenceOptions, divergence
+    from quantkit.evaluate.imatrix.one_pass import CalibrationOptions, quantize_calibrated
     from quantkit.evaluate.imatrix.run import ImatrixOptions, imatrix
     from quantkit.evaluate.perplexity import PerplexityOptions, perplexity
     from quantkit.formats.gguf import open
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from quantkit.runtime.loading import load
 
 __all__ = [
+    "CalibrationOptions",
     "CompareOptions",
     "ConvertOptions",
     "DivergenceOptions",
@@ -64,6 +67,7 @@ __all__ = [
     "perplexity",
     "plan",
     "quantize",
+    "quantize_calibrated",
     "repack",
     "repack_file",
     "types",
@@ -77,6 +81,7 @@ _MODULES = {
     "quantkit.errors": ("errors",),
     "quantkit.evaluate.compare": ("CompareOptions", "compare"),
     "quantkit.evaluate.divergence": ("DivergenceOptions", "divergence"),
+    "quantkit.evaluate.imatrix.one_pass": ("CalibrationOptions", "quantize_calibrated"),
     "quantkit.evaluate.imatrix.run": ("ImatrixOptions", "imatrix"),
     "quantkit.evaluate.perplexity": ("PerplexityOptions", "perplexity"),
     "quantkit.formats.gguf": ("open",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,13 +20,16 @@ from quantkit.cli._shared import (
     Threads,
     checked_threads,
     gib,
+    parse_size,
     print_json,
     print_left_out,
     split_limit,
 )
+from quantkit.errors import OptionError
 from quantkit.pipelines.options import PlanOptions, QuantizeOptions
 
 if TYPE_CHECKING:
+    from quantkit.evaluate.imatrix.one_pass import CalibrationOptions
     from quantkit.pipelines.api import QuantizeResult
 
 
@@ -60,6 +63,37 @@ def quantize(
         typer.Option(metavar="FILE", help="Use the plan that `quantkit plan --json` wrote, instead of TYPE."),
     ] = None,
     options: PlanOptions = PlanOptions(),  # noqa: B008  immutable
+    calibrate: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Measure importance and second moments on this text while quantizing, in place of --imatrix. "
+            "Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    calibrate_ctx: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens per chunk of the texts; default 512.", min=4)
+    ] = None,
+    calibrate_chunks: Annotated[
+        int | None, typer.Option(metavar="N", help="At most N chunks of each text.", min=1)
+    ] = None,
+    propagate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHICH", help="What makes the inputs of the next layer: original (default) or quantized weights."
+        ),
+    ] = None,
+    second_moments: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORM", help="Second moments that --calibrate measures: full (default), blocks, blocks:N or auto."
+        ),
+    ] = None,
+    second_moments_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory that those of a layer may take, for example 8G; auto fits in it."),
+    ] = None,
     hide_imatrix: Annotated[
         bool, typer.Option("--hide-imatrix", help="Do not store the name of the importance matrix in the output.")
     ] = False,
@@ -111,6 +145,9 @@ def quantize(
     To resume an interrupted run, give the same command again. --partial-requant quantizes only tensors whose type,
     source, importance or codec differs from what OUT records, and copies the rest; `quantkit verify` lists them. If OUT
     does not exist, it quantizes all tensors.
+
+    --calibrate runs the model over texts, layer by layer, and encodes each layer when its inputs are measured. Neither
+    a converted file nor an importance matrix is stored.
     """
     from quantkit.pipelines import api, planning
 
@@ -130,11 +167,21 @@ def quantize(
         split_max_tensors=split_max_tensors,
         keep_split=keep_split,
     )
-    job = api.prepare_quantize(source, positional.file_type, given, weights=not dry_run)
+    calibration = _calibration(calibrate_ctx, calibrate_chunks, propagate, second_moments, second_moments_size)
+    if calibrate:
+        from quantkit.evaluate.imatrix import one_pass
+
+        say = (lambda line: None) if json else print
+        job = one_pass.prepare(source, positional.file_type, calibrate, given, calibration, on_message=say)
+    elif calibration is not None:
+        raise OptionError("options of calibration are given without a text: pass --calibrate TEXT")
+    else:
+        job = api.prepare_quantize(source, positional.file_type, given, weights=not dry_run)
     devices = planning.plan_devices(options, job.plan, job.model.metadata)
     if options.strict:
         planning.require_clean(job.plan, devices)
-    print_imatrix(options.imatrix, job.imatrix)
+    if not calibrate:
+        print_imatrix(options.imatrix, job.imatrix)
     if not json:
         print_left_out(getattr(job.model.file, "left_out", {}), getattr(job.model.file, "warnings", ()))
         print_plan(job.plan, verbose, devices)
@@ -151,6 +198,25 @@ def quantize(
         _print_unfinished(path)
         raise
     _report(result, json)
+
+
+def _calibration(
+    ctx_size: int | None,
+    chunks: int | None,
+    propagate: str | None,
+    second_moments: str | None,
+    second_moments_size: str | None,
+) -> CalibrationOptions | None:
+    """Options of --calibrate; None where none is given."""
+    size = parse_size(second_moments_size) if second_moments_size else None
+    named = {"ctx_size": ctx_size, "chunks": chunks, "propagate": propagate, "second_moments": second_moments,
+             "second_moments_size": size}  # fmt: skip
+    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    if not given:
+        return None
+    from quantkit.evaluate.imatrix.one_pass import CalibrationOptions
+
+    return CalibrationOptions(**given)
 
 
 def _print_unfinished(out: Path) -> None:

@@ -34,4 +34,6 @@ RunChunks = Callable[..., Iterator[tuple[int, np.ndarray]]]  # same parameters a
 def check_context(model: ChunkModel, n_ctx: int) -> None:
     """Raise DataError if the chunks are longer than the model's training context."""
     if model.n_ctx_train and n_ctx > model.n_ctx_train:
-        raise DataError(f"chunks of {n_ctx} tokens, but the model was trained with {model.n_ctx_train}; lower -c")
+        raise DataError(
+            f"chunks of {n_ctx} tokens, but the model was trained with {model.n_ctx_train}; take shorter chunks"
+        )

@@ -92,7 +92,7 @@ def chunked(
     With `chat` the file holds conversations (see `conversations`), which the model's chat template formats.
     """
     if n_ctx < 4:
-        raise DataError(f"chunks of {n_ctx} tokens are too short to score; use at least 4 (-c)")
+        raise DataError(f"chunks of {n_ctx} tokens are too short to score; use at least 4")
     if limit is not None and limit < 1:
         raise DataError(f"a limit of {limit} chunks; use at least 1 (--chunks)")
     if chat:
@@ -105,7 +105,7 @@ def chunked(
     if len(ids) < (2 + skip) * n_ctx:
         raise DataError(
             f"{path}: {len(ids)} tokens, chunks of {n_ctx} need at least {(2 + skip) * n_ctx}; "
-            "use a longer text or shorter chunks (-c)"
+            "use a longer text or shorter chunks"
         )
     n_chunk = len(ids) // n_ctx - skip
     n_chunk = n_chunk if limit is None else min(n_chunk, limit)

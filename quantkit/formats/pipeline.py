@@ -43,21 +43,19 @@ Job = tuple[str, Callable[[], np.ndarray]]  # name of a tensor, function that ma
 def pump(
     jobs: Iterable[Job],
     write: Callable[[str, np.ndarray], None],
-    total: int,
+    bar: Bar,
     *,
     threads: int | None,
-    progress: Progress | bool,
 ) -> None:
     """Run jobs on `threads` threads and call `write(name, bytes)` with their results, in the order of the jobs.
 
-    `total` is the number of bytes of all results. `progress` is True for a bar on stderr where that is a terminal. The
-    first exception of a job ends the loop.
+    `bar` counts the bytes of the results. The first exception of a job ends the loop.
     """
     from concurrent.futures import ThreadPoolExecutor
 
     _keep_freed_memory()
     threads = threads or thread_pool.default_threads()
-    with Bar(total, progress) as bar, ThreadPoolExecutor(threads, thread_name_prefix="quantkit-pump") as pool:
+    with ThreadPoolExecutor(threads, thread_name_prefix="quantkit-pump") as pool:
         for name, data in _in_order(pool, jobs, ahead=2 * threads):
             write(name, data)
             release(data)  # a job that only copies gives a view of the input
@@ -69,8 +67,8 @@ def spread(
 ) -> None:
     """Run tasks on `threads` threads, including this one, in any order; each returns the number of bytes it wrote.
 
-    `total` and `progress` are as for `pump`; `unit` is what the tasks count if not bytes. After the first exception no
-    further task starts, and the exception is raised here.
+    `total` and `progress` are those of a `Bar`; `unit` is what the tasks count if not bytes. After the first exception
+    no further task starts, and the exception is raised here.
     """
     _keep_freed_memory()
     pending, lock = iter(tasks), threading.Lock()
@@ -112,7 +110,8 @@ def _keep_freed_memory() -> None:
 class Bar:
     """Counts the work that is done and reports it: to a `Progress`, to a bar on a terminal, or not at all.
 
-    tqdm is imported only where it draws, because loading it takes time.
+    `total` is the work in all. `progress` is True for a bar on stderr where that is a terminal. tqdm is imported only
+    where it draws, because loading it takes time.
     """
 
     def __init__(self, total: int, progress: Progress | bool, unit: str = "B"):
@@ -132,6 +131,13 @@ class Bar:
         if self._bar is not None:
             self._bar.set_description_str(printable(name), refresh=False)
             self._bar.update(nbytes)
+
+    def describe(self, what: str) -> None:
+        """Say what is being done, while nothing is written."""
+        if self._report is not None:
+            self._report(self._done, self._total, what)
+        if self._bar is not None:
+            self._bar.set_description_str(printable(what))
 
     def __enter__(self) -> Bar:
         return self

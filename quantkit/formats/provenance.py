@@ -13,6 +13,8 @@ An output has them in its metadata, one line a `Record`:
     quantkit.source.sha256      of the names and sources of all tensors
     quantkit.imatrix.sha256     of the whole importance matrix. With --hide-imatrix it is absent, and IMPORTANCE is
                                 "hidden"
+    quantkit.calibration        of a file whose importance was measured while it was written: how. IMPORTANCE and
+                                quantkit.imatrix.sha256 are then hashes of the text and the settings
 
 The records stay when the file is copied, split or repacked, so TYPE may be the type before repacking.
 
@@ -45,6 +47,7 @@ from quantkit.types import QuantType
 TENSORS = "quantkit.tensors"
 SOURCE = "quantkit.source.sha256"
 IMATRIX = "quantkit.imatrix.sha256"
+CALIBRATION = "quantkit.calibration"
 
 NONE, HIDDEN, COPY = "-", "hidden", "copy"
 _UNKNOWN = "0" * 32  # placeholder for a hash that is not known yet
@@ -152,8 +155,13 @@ def of_entry(imatrix: Imatrix, name: str, with_moments: bool) -> str:
     return of_importance(imatrix[name].values) + (moments.sha256()[:32] if moments is not None else "")
 
 
+def of_calibration(digest: str, with_moments: bool) -> str:
+    """The hash that stands for importance, and second moments, that are measured while a file is written."""
+    return digest[:32] * (1 + with_moments)
+
+
 def has_moments(importance: str) -> bool:
-    """Whether second moments are in the hash that `of_entry` gave."""
+    """Whether second moments are in the hash that `of_entry` or `of_calibration` gave."""
     return len(importance) > 32
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from quantkit.formats.gguf import GGUF
     from quantkit.formats.imatrix import Imatrix
     from quantkit.formats.pipeline import Progress
+    from quantkit.pipelines.calibration import Calibration
     from quantkit.pipelines.convert_plan import Conversion
     from quantkit.pipelines.export import Export
     from quantkit.pipelines.planning import Model
@@ -183,12 +184,16 @@ class QuantizeResult:
 
 @dataclass(frozen=True)
 class Quantization:
-    """A planned quantization: the opened input, the plan, the importance matrix. `write` executes it."""
+    """A planned quantization: the opened input, the plan, the importance matrix. `write` executes it.
+
+    With a `calibration`, importance is measured while the file is written, and `imatrix` only has the names.
+    """
 
     model: Model
     plan: Plan
     imatrix: Imatrix | None
     options: QuantizeOptions
+    calibration: Calibration | None = None
 
     def write(
         self,
@@ -212,6 +217,7 @@ class Quantization:
             imatrix=self.imatrix,
             imatrix_file=str(options.imatrix) if isinstance(options.imatrix, (str, Path)) else "",
             hide_imatrix=options.hide_imatrix,
+            calibration=self.calibration,
             overrides=[Override.parse(text) for text in texts(options.override_kv)],
             effort=options.effort,
             threads=options.threads,
@@ -229,7 +235,7 @@ class Quantization:
 
 
 def prepare_quantize(
-    source: PathLike | GGUF | Conversion,
+    source: PathLike | GGUF | Conversion | Model,
     type: str | None,
     options: QuantizeOptions | None = None,
     *,

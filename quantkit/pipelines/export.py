@@ -29,7 +29,7 @@ from quantkit.errors import DataError, FormatError, UnknownNameError, Unsupporte
 from quantkit.formats.atomic import writing
 from quantkit.formats.gguf import GGUF, Tensor
 from quantkit.formats.gguf import open as open_gguf
-from quantkit.formats.pipeline import Job, Progress, pump, row_ranges
+from quantkit.formats.pipeline import Bar, Job, Progress, pump, row_ranges
 from quantkit.formats.safetensors import CheckpointSpec, CheckpointWriter
 from quantkit.tokenizers import hf_tokenizer, vocab
 
@@ -99,7 +99,8 @@ def export_gguf(
             with writing(plan.directory / name) as stream:
                 stream.write(text.encode())
             plan.paths.append(plan.directory / name)
-        pump(plan.jobs(), writer.write, plan.nbytes, threads=threads, progress=progress)
+        with Bar(plan.nbytes, progress) as bar:
+            pump(plan.jobs(), writer.write, bar, threads=threads)
         plan.paths.extend(writer.paths)
     return plan
 

@@ -30,11 +30,13 @@ from quantkit.formats.gguf.writer import layouts
 from quantkit.formats.imatrix import Imatrix
 from quantkit.formats.mapping import release
 from quantkit.formats.owned import followed
-from quantkit.formats.pipeline import Job, Progress, pump
+from quantkit.formats.pipeline import Bar, Job, Progress, pump
 from quantkit.pipelines import resume
+from quantkit.pipelines.calibration import Calibration, Stage
 from quantkit.pipelines.second_moments import PreparedMoments
 from quantkit.recipe import Plan, PlannedTensor
 from quantkit.recipe.planning.interleaving import FILE_TYPE_BEFORE, rename_repacked
+from quantkit.recipe.planning.planner import importance_entry
 from quantkit.types import check_finite, effort_level
 from quantkit.types.families.interleave import Interleaved
 
@@ -120,6 +122,7 @@ def quantize_with_plan(
     imatrix: Imatrix | None = None,
     imatrix_file: str = "",
     hide_imatrix: bool = False,
+    calibration: Calibration | None = None,
     overrides: Sequence[Override] = (),
     effort: str = "normal",
     threads: int | None = None,
@@ -136,6 +139,7 @@ def quantize_with_plan(
 
     imatrix          the importance matrix that the plan was made with
     imatrix_file     its name in the output's metadata; with `hide_imatrix` the metadata say only that one was used
+    calibration      measures the importance stage by stage; `imatrix` then only names the tensors that will have one
     effort           encoder effort: "fast", "normal" or "best"; stored in the metadata unless it is "normal"
     keep_split       write the same shards as the source
     fresh            restart instead of resuming an interrupted run
@@ -153,7 +157,10 @@ def quantize_with_plan(
     refuse_directory(out)
     refuse_inputs([out], source.paths)
     metadata = output_metadata(source.metadata, plan, imatrix, imatrix_file, overrides, effort, hide_imatrix)
-    job = resume.ResumableJob(out, source.paths, _expected_records(plan, imatrix, effort))
+    if calibration is not None:
+        _set_calibration(metadata, calibration, hide_imatrix)
+    expected = _expected_records(plan, imatrix, effort, calibration)
+    job = resume.ResumableJob(out, source.paths, expected, whole_source=calibration is not None)
     if has_records := plan.file_type.number is not None:
         _set_records(metadata, job.expected.values(), hide_imatrix)
     specs = [TensorSpec(t.name, t.shape, t.type) for t in plan.tensors]
@@ -168,8 +175,10 @@ def quantize_with_plan(
             for message in job.find_unchanged(source.tensors, plan.tensors, old, threads=threads, progress=progress):
                 on_message(message)
             job.start(writer)
-            run = _Run(source, plan, imatrix, effort, job)
-            pump(run.pieces(), functools.partial(run.write, writer), run.nbytes, threads=threads, progress=progress)
+            run = _Run(source, plan, effort, job)
+            with Bar(run.nbytes, progress) as bar:
+                for stage in _stages(plan, imatrix, calibration, job, bar):
+                    pump(run.pieces(stage), functools.partial(run.write, writer), bar, threads=threads)
             job.close()
             if has_records:
                 _set_records(metadata, run.records(), hide_imatrix)
@@ -181,6 +190,15 @@ def quantize_with_plan(
     job.remove_leftovers()
     size = sum(path.stat().st_size for path in paths)
     return Written(paths, size, len(plan.tensors), len(job.resumed), len(job.reused))
+
+
+def _stages(
+    plan: Plan, imatrix: Imatrix | None, calibration: Calibration | None, job: resume.ResumableJob, bar: Bar
+) -> Iterable[Stage]:
+    """The tensors of a plan in the order in which they are encoded."""
+    if calibration is None:
+        return [Stage(plan.tensors, imatrix)]
+    return calibration.stages(plan.tensors, job.done.keys() | job.copied.keys(), job.written, bar.describe)
 
 
 def _shards(source: QuantizeSource) -> list[int]:
@@ -200,13 +218,10 @@ class _Run:
         self,
         source: QuantizeSource,
         plan: Plan,
-        imatrix: Imatrix | None,
         effort: str,
         job: resume.ResumableJob,
     ):
-        self._source, self._plan, self._imatrix = source, plan, imatrix
-        self._effort, self._job = effort, job
-        self._moments = PreparedMoments(imatrix) if imatrix is not None else None
+        self._source, self._plan, self._effort, self._job = source, plan, effort, job
         self._records: dict[str, provenance.Record] = dict(job.done)
         self._in_progress: dict[str, TensorProgress] = {}
 
@@ -221,8 +236,9 @@ class _Run:
 
     def write(self, writer: Writer, name: str, data: np.ndarray) -> None:
         """Write the next piece of a tensor; after the last one, add the tensor's record to the journal."""
-        writer.write(name, data)
         progress = self._in_progress[name]
+        writer.put(name, progress.written, data)
+        progress.written += data.nbytes
         progress.left -= 1
         if not progress.left:
             del self._in_progress[name]
@@ -230,9 +246,10 @@ class _Run:
             self._records[name] = copied[1] if copied else progress.record(self._job.expected[name])
             self._job.finish(self._records[name])
 
-    def pieces(self) -> Iterator[Job]:
-        """All unfinished pieces, in the order of the output."""
-        for planned in self._plan.tensors:
+    def pieces(self, stage: Stage) -> Iterator[Job]:
+        """The unfinished pieces of a stage, in its order."""
+        moments = PreparedMoments(stage.imatrix) if stage.imatrix is not None else None
+        for planned in stage.tensors:
             name = planned.name
             if name in self._job.done:
                 continue
@@ -243,28 +260,38 @@ class _Run:
                 yield from ((name, functools.partial(stored.rows, start, stop)) for start, stop in ranges)
                 continue
             for number, (start, stop) in enumerate(ranges):
-                yield name, self._piece(planned, progress, number, start, stop).encode
+                yield name, self._piece(planned, progress, number, (start, stop), moments).encode
 
-    def _piece(self, planned: PlannedTensor, progress: TensorProgress, number: int, start: int, stop: int) -> _Piece:
-        importance, moments = None, None
-        if self._imatrix is not None and self._moments is not None and planned.importance is not None:
-            matrix = start // planned.shape[-2] if len(planned.shape) > 1 else 0
-            importance = self._imatrix[planned.importance].columns(planned.shape[-1])[matrix]
-            if planned.type.uses_second_moments:
-                moments = functools.partial(self._moments.get, planned.importance, matrix)
+    def _piece(
+        self,
+        planned: PlannedTensor,
+        progress: TensorProgress,
+        number: int,
+        rows: tuple[int, int],
+        moments: PreparedMoments | None,
+    ) -> _Piece:
+        importance, of_matrix = None, None
+        if moments is not None and planned.importance is not None:
+            matrix = rows[0] // planned.shape[-2] if len(planned.shape) > 1 else 0
+            entry = importance_entry(planned.name, moments.imatrix)
+            if entry is not None:
+                importance = moments.imatrix[entry].columns(planned.shape[-1])[matrix]
+                of_matrix = functools.partial(moments.get, entry, matrix) if planned.type.uses_second_moments else None
+            elif planned.type.requires_imatrix:
+                raise DataError(f"{planned.name}: no importance was measured, which {planned.type.name} needs")
         # Copied float tensors, above all norms, are checked too: a NaN in them breaks the model like any other.
         same_bits = planned.copied or planned.reordered
         verbatim = same_bits and (self._plan.file_type.default is None or planned.source.name not in _FLOATS)
         tensor = self._source.tensors[planned.name]
-        return _Piece(planned, tensor, start, stop, importance, moments, self._effort, verbatim, progress, number)
+        return _Piece(planned, tensor, *rows, importance, of_matrix, self._effort, verbatim, progress, number)
 
 
 class TensorProgress:
-    """A tensor in progress: the number of pieces left to write, and the hashes of all source and output pieces."""
+    """A tensor in progress: the pieces left to write, the bytes written, the hashes of all source and output pieces."""
 
     def __init__(self, planned: PlannedTensor, pieces: int):
         self.planned = planned
-        self.left = pieces
+        self.left, self.written = pieces, 0  # bytes
         self.source, self.data = [b""] * pieces, [b""] * pieces
 
     def record(self, expected: provenance.Record) -> provenance.Record:
@@ -347,14 +374,19 @@ class _Piece:
 # ----------------------------------------------------------------------------------------------------------- provenance
 
 
-def _expected_records(plan: Plan, imatrix: Imatrix | None, effort: str) -> dict[str, provenance.Record]:
+def _expected_records(
+    plan: Plan, imatrix: Imatrix | None, effort: str, calibration: Calibration | None = None
+) -> dict[str, provenance.Record]:
     """The provenance record that each tensor will have; the hashes of source and output are not known yet."""
     found = {}
     for planned in plan.tensors:
         importance, codec = provenance.NONE, provenance.COPY
         if not planned.copied and not planned.reordered:
             if imatrix is not None and planned.importance is not None and planned.type.uses_imatrix:
-                importance = provenance.of_entry(imatrix, planned.importance, planned.type.uses_second_moments)
+                if calibration is not None:
+                    importance = provenance.of_calibration(calibration.digest, planned.type.uses_second_moments)
+                else:
+                    importance = provenance.of_entry(imatrix, planned.importance, planned.type.uses_second_moments)
             codec = provenance.codec(planned.type.name, effort, provenance.has_moments(importance))
         found[planned.name] = provenance.unknown(planned.name, planned.type.name, importance, codec)
     return found
@@ -365,6 +397,14 @@ def _set_records(metadata: Metadata, records: Iterable[provenance.Record], hidde
     listed = list(records)
     metadata.set(provenance.SOURCE, provenance.of_sources(listed), "str")
     metadata.set(provenance.TENSORS, [str(record.hidden() if hidden else record) for record in listed], "str")
+
+
+def _set_calibration(metadata: Metadata, calibration: Calibration, hidden: bool) -> None:
+    """Say how the importance was measured, in place of the matrix that was read."""
+    metadata.pop(provenance.IMATRIX, None)
+    if not hidden:
+        metadata.set(provenance.CALIBRATION, calibration.described, "str")
+        metadata.set(provenance.IMATRIX, calibration.digest, "str")
 
 
 def _settings(metadata: Metadata, source: QuantizeSource) -> dict[str, str]:
@@ -406,7 +446,8 @@ def output_metadata(
             made.set(provenance.IMATRIX, provenance.of_imatrix(imatrix), "str")
         made.set("quantkit.recipe", plan.text(), "str")
         made.set("quantkit.version", __version__, "str")
-        made.pop("quantkit.effort", None)  # describes the input
+        for key in ("quantkit.effort", provenance.CALIBRATION):  # describe the input
+            made.pop(key, None)
         if effort != "normal":
             made.set("quantkit.effort", effort, "str")
         made.pop(FILE_TYPE_BEFORE, None)  # describes the input

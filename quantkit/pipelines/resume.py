@@ -43,6 +43,7 @@ from quantkit.formats.stream import Layout, StreamWriter, partial
 from quantkit.types import QuantType
 
 if TYPE_CHECKING:
+    from quantkit.formats.gguf import Tensor
     from quantkit.recipe import PlannedTensor
 
 
@@ -116,6 +117,8 @@ class ResumableJob:
     sources   the input files
     layouts   the output files
     expected  the record that a new run would write for each tensor; hashes of bytes are not known yet
+    whole_source  whether each tensor depends on all of the sources, not only on its own: a changed source leaves none
+              as it was, and another file's tensors are not reused
     done      tensors that are already in the partial files
     copied    tensors to copy from another file, each with its record
     resumed   names of the tensors that an earlier run of this job finished
@@ -125,6 +128,7 @@ class ResumableJob:
     sources: Sequence[Path]
     expected: Mapping[str, Record]
     layouts: Sequence[Layout] = ()
+    whole_source: bool = False
     done: dict[str, Record] = field(default_factory=dict)
     copied: dict[str, tuple[Rows, Record]] = field(default_factory=dict)
     resumed: set[str] = field(default_factory=set)
@@ -197,14 +201,15 @@ class ResumableJob:
         stored = self._stored_tensors(planned)
         known = _records(self._found) if stored and self._found else {}
         unchanged = self._found is not None and self._found.header.get("sources") == _identities(self.sources)
-        old_files = [file for file in (_open_stale(self.journal_path), old) if file]
+        old_files = [file for file in (_open_stale(self.journal_path), old) if file and not self.whole_source]
 
         def examine(tensor: PlannedTensor) -> int:
             name, source_hash = tensor.name, functools.cache(lambda: hash_tensor(source[tensor.name]))
             record = known.get(name)
             if record and name in stored and record.made_like(self.expected[name]):
                 where, in_place = stored[name]
-                if (unchanged or source_hash() == record.source) and hash_tensor(where) == record.data:
+                same_source = unchanged or (not self.whole_source and source_hash() == record.source)
+                if same_source and hash_tensor(where) == record.data:
                     self.resumed.add(name)
                     if in_place:
                         self.done[name] = record
@@ -274,6 +279,11 @@ class ResumableJob:
         """Record in the journal that a tensor is complete."""
         assert self._journal is not None
         self._journal.add(asdict(record))
+
+    def written(self) -> dict[str, Tensor]:
+        """The tensors of the files that are being written; bytes that are not written yet are zero or stale."""
+        paths = [path for layout in self.layouts if (path := partial(layout.path)).exists()]
+        return gguf.open_parts(paths).tensors
 
     def close(self) -> None:
         """Write the last entries of the journal and close it."""

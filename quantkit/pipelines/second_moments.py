@@ -17,16 +17,16 @@ KEPT = 2  # inputs: a piece of the next one may begin before the last piece of t
 
 
 class PreparedMoments:
-    """`get` gives what `QuantType.quantize` takes as `second_moments`; any thread may call it."""
+    """`get` gives what `QuantType.quantize` takes as `second_moments`; any thread may call it. `imatrix`: as given."""
 
     def __init__(self, imatrix: Imatrix):
-        self._imatrix = imatrix
+        self.imatrix = imatrix
         self._lock = threading.Lock()
         self._kept: dict[tuple[int, int], Moments] = {}
 
     def get(self, entry: str, matrix: int) -> Moments | None:
         """Second moments of the input of a matrix (of several: of an expert); None if the file has none for `entry`."""
-        stored = self._imatrix.second_moments.get(entry)
+        stored = self.imatrix.second_moments.get(entry)
         if stored is None:
             return None
         from quantkit.types import refine  # loads numba
@@ -36,7 +36,7 @@ class PreparedMoments:
             if key not in self._kept:
                 while len(self._kept) >= KEPT:
                     del self._kept[next(iter(self._kept))]
-                importance = self._imatrix[entry].columns(stored.columns)[matrix]
+                importance = self.imatrix[entry].columns(stored.columns)[matrix]
                 self._kept[key] = refine.prepare(stored.dense(importance, matrix), stored.columns)
             self._kept[key] = self._kept.pop(key)  # the last one to go
             return self._kept[key]

@@ -164,7 +164,8 @@ def _reasons_to_change(record: Record, file: GGUF, source: OriginalModel | None,
             reasons.append("it is missing from the source")
         elif hash_tensor(original) != record.source:
             reasons.append("its source has changed")
-    if source is not None and record.importance not in (provenance.NONE, provenance.HIDDEN) and imatrix is not None:
+    compared = record.importance not in (provenance.NONE, provenance.HIDDEN) and not _is_calibrated(file)
+    if source is not None and compared and imatrix is not None:
         entry = importance_entry(record.name, imatrix)
         if entry is None:
             reasons.append("it is missing from the importance matrix")
@@ -197,7 +198,7 @@ def _conclude(
             f"{len(unrecorded)} of {len(found.file.tensors)} tensors have no record of what they were made from"
         )
     weighted = [r.importance for r in records.values() if r.importance != provenance.NONE]
-    unchecked = _not_compared(weighted, source, imatrix) if records else []
+    unchecked = _not_compared(weighted, source, imatrix, _is_calibrated(found.file)) if records else []
     found.notes += unchecked
     if found.changes:
         found.rerun = False
@@ -210,10 +211,19 @@ def _conclude(
             )
 
 
-def _not_compared(weighted: Sequence[str], source: OriginalModel | None, imatrix: Imatrix | None) -> list[str]:
+def _is_calibrated(file: GGUF) -> bool:
+    """Whether importance was measured while the file was written."""
+    return provenance.CALIBRATION in file.metadata
+
+
+def _not_compared(
+    weighted: Sequence[str], source: OriginalModel | None, imatrix: Imatrix | None, calibrated: bool
+) -> list[str]:
     """Inputs that are missing, so that the effect of a rerun is unknown."""
     if source is None:
         return ["sources were not compared: pass --source"]
+    if calibrated:
+        return ["the importance was measured while the file was written, so it cannot be compared"]
     if provenance.HIDDEN in weighted:
         return ["the file hides its importance matrix, so it cannot be compared"]
     if weighted and imatrix is None:

@@ -15,7 +15,7 @@ from quantkit.placement.offload import Offload
 from quantkit.placement.rules import Flags, place_model
 from quantkit.runtime.blocks.float_attention import AttentionOptions
 from quantkit.runtime.kv.cache_type import CacheType
-from quantkit.runtime.model import SEQUENCE_TOKENS, Model, cache_type_of
+from quantkit.runtime.model import SEQUENCE_TOKENS, Model, ModelFile, cache_type_of
 
 if TYPE_CHECKING:
     from quantkit.tokenizers.tokenizer import Tokenizer
@@ -24,7 +24,7 @@ GIB = 1 << 30
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | ModelFile,
     *,
     numerics: str = "exact",
     threads: int | None = None,
@@ -55,6 +55,8 @@ def load(
     tokenizer: Tokenizer | None = None,
 ) -> Model:
     """Open the GGUF file `path`, or any shard of a set, as a Model. Tensors are read when they are needed.
+
+    A `ModelFile` that is open already is taken as it is.
 
     numerics    "exact": weights are decoded exactly, activations are float32. "fast": activations are quantized where
                 that is faster.
@@ -90,7 +92,7 @@ def load(
     """
     attention = AttentionOptions(flash_attention, attention_mib)
     kind = cache_type_of(cache_type, numerics, attention)
-    file = gguf.require_model(gguf.open(path))
+    file = gguf.require_model(gguf.open(path)) if isinstance(path, (str, os.PathLike)) else path
     described = validate.describe(file.metadata, file.tensors, file.path)
     rules = (override_tensor,) if isinstance(override_tensor, str) else tuple(override_tensor)
     asked = parse_devices(devices) if isinstance(devices, str) else tuple(devices) or (CPU,)
@@ -117,7 +119,7 @@ def load(
             about = (file.tensors, file.metadata, there, cache.of_layers(file.metadata))
             fitted = fitting.fit(*about, margin=fit_margin, flags=flags, mla=mla)
             flags = fitted.flags
-        budget.require_memory(file.tensors, file.metadata, flags, cache, path)
+        budget.require_memory(file.tensors, file.metadata, flags, cache, file.path)
     placement = place_model(file.tensors, flags, file.metadata, there)
     model = Model(
         file, described, placement, numerics=numerics, threads=threads, cache_type=kind, attention=attention,

@@ -13,7 +13,8 @@ cannot.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -75,6 +76,19 @@ def _pairs(parts: Iterable[tuple[Sequence[int] | np.ndarray, Cache]]) -> list[tu
         raise DataError("forward_batch takes pairs of a list of tokens, at least one, and a cache") from None
 
 
+class ModelFile(Protocol):
+    """What a model is made of: an open GGUF file, or a checkpoint seen as one."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def metadata(self) -> gguf.Metadata: ...
+    @property
+    def tensors(self) -> dict[str, gguf.Tensor]: ...
+    @property
+    def size(self) -> int: ...
+
+
 class Model(BlockRunner, Locked):
     """An open model.
 
@@ -104,7 +118,7 @@ class Model(BlockRunner, Locked):
 
     def __init__(
         self,
-        file: gguf.GGUF,
+        file: ModelFile,
         described: validate.Description,
         placement: Placement,
         *,

@@ -18,13 +18,13 @@ from quantkit.errors import UnsupportedError
 from quantkit.evaluate.chunk_runs import check_context
 from quantkit.evaluate.text import DEFAULT_BATCH
 from quantkit.formats.kld.base_file import scored_rows
-from quantkit.formats.mapping import release
 from quantkit.runtime import blas
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.model import SEQUENCE_TOKENS
 from quantkit.runtime.scale_check import layer_of
 
 if TYPE_CHECKING:
+    from quantkit.archs.common.blocks import Block
     from quantkit.runtime.model import Model
 
 IN_MEMORY = 1 << 28  # bytes of hidden states; larger ones go to a file
@@ -47,14 +47,18 @@ def chunks_layer_by_layer(
     check_context(model, n_ctx)
     if model.numerics != "exact":
         raise UnsupportedError("--by-layer runs a model in exact numerics only; remove --numerics fast")
-    batches = _batches(n_chunk, n_ctx, n_batch, first)
-    hidden = _through_all(model, inputs, batches, on_layer)
+    batches = chunk_batches(n_chunk, n_ctx, n_batch, first)
+    run = LayerRun(model, inputs, batches)
+    for number, block in enumerate(model.blocks, 1):
+        run.advance(block)
+        run.release(block)
+        on_layer(number, len(model.blocks))
     for batch in batches:
         for index in range(batch.start, batch.stop):
-            yield index, model.project(hidden[index, rows or scored_rows(n_ctx)])
+            yield index, model.project(run.hidden[index, rows or scored_rows(n_ctx)])
 
 
-def _batches(n_chunk: int, n_ctx: int, n_batch: int, first: int) -> list[slice]:
+def chunk_batches(n_chunk: int, n_ctx: int, n_batch: int, first: int = 0) -> list[slice]:
     """The chunks that `evaluate_chunks` and `Model.hidden_sequences` multiply together."""
     together, most = max(1, n_batch // n_ctx), max(1, SEQUENCE_TOKENS // n_ctx)
     return [
@@ -64,25 +68,37 @@ def _batches(n_chunk: int, n_ctx: int, n_batch: int, first: int) -> list[slice]:
     ]
 
 
-def _through_all(
-    model: Model, inputs: np.ndarray, batches: list[slice], on_layer: Callable[[int, int], None]
-) -> np.ndarray:
-    """float32[n_chunk, n_ctx, n_embd] before the output norm; chunks in no batch are not set."""
-    n_ctx = inputs.shape[1]
-    x = _hidden_states((*inputs.shape, model.hparams.n_embd))
-    caches = [model.layer_cache(n_ctx) for _ in range(max((b.stop - b.start for b in batches), default=0))]
-    with blas.single_threaded():
-        for batch in batches:
-            x[batch] = model.embed_checked(inputs[batch].reshape(-1)).reshape(x[batch].shape)
-        _release(model, [model.head.embedding])
-        for number, block in enumerate(model.blocks, 1):
+class LayerRun:
+    """Chunks on their way through a model.
+
+    hidden   float32[n_chunk, n_ctx, n_embd] that enters the next layer; chunks in no batch are not set
+    """
+
+    def __init__(self, model: Model, inputs: np.ndarray, batches: list[slice]):
+        """Embed int[n_chunk, n_ctx]. `batches` are those of `chunk_batches`."""
+        self._model, self._batches = model, batches
+        n_ctx = inputs.shape[1]
+        x = self.hidden = _hidden_states((*inputs.shape, model.hparams.n_embd))
+        self._caches = [model.layer_cache(n_ctx) for _ in range(max((b.stop - b.start for b in batches), default=0))]
+        with blas.single_threaded():
             for batch in batches:
-                here = x[batch]
-                spans = [Span(i * n_ctx, (i + 1) * n_ctx, cache) for i, cache in enumerate(caches[: len(here)])]
-                here[:] = model.run_block_checked(block, here.reshape(-1, here.shape[2]), spans).reshape(here.shape)
-            _release(model, [name for name in model.weights if layer_of(name) == block.layer])
-            on_layer(number, len(model.blocks))
-    return x
+                x[batch] = model.embed_checked(inputs[batch].reshape(-1)).reshape(x[batch].shape)
+        _release(model, [model.head.embedding])
+
+    def advance(self, block: Block, keep: bool = True) -> None:
+        """Run all chunks through a block, the next one. `keep`: store what leaves it."""
+        n_ctx = self.hidden.shape[1]
+        with blas.single_threaded():
+            for batch in self._batches:
+                here = self.hidden[batch]
+                spans = [Span(i * n_ctx, (i + 1) * n_ctx, cache) for i, cache in enumerate(self._caches[: len(here)])]
+                made = self._model.run_block_checked(block, here.reshape(-1, here.shape[2]), spans)
+                if keep:
+                    here[:] = made.reshape(here.shape)
+
+    def release(self, block: Block) -> None:
+        """Drop the memory of a block's weights."""
+        _release(self._model, [name for name in self._model.weights if layer_of(name) == block.layer])
 
 
 def _hidden_states(shape: tuple[int, ...]) -> np.ndarray:
@@ -97,4 +113,4 @@ def _release(model: Model, names: list[str]) -> None:
     """Drop the memory of weights that are not needed any more."""
     model.drop_cached(names)
     for name in names:
-        release(model.weights[name].data)
+        model.weights[name].release()

@@ -34,7 +34,7 @@ from quantkit.errors import DataError, FormatError, UnsupportedError
 from quantkit.formats.atomic import allow_open_files
 from quantkit.formats.gguf.metadata import ARRAY, DTYPES, KINDS, Metadata
 from quantkit.formats.gguf.writer import ALIGNMENT, MAX_DIMS, TensorSpec, Writer
-from quantkit.formats.mapping import map_file, require_whole
+from quantkit.formats.mapping import map_file, release, require_whole
 from quantkit.types import QuantType
 
 __all__ = ["GGUF", "Metadata", "Shard", "Tensor", "TensorSpec", "Writer", "open"]
@@ -98,6 +98,10 @@ class Tensor:
         """uint8[nbytes]: a read-only view of the mapping, for callers that only copy."""
         require_whole(self._file, self.path)
         return self._file[self.offset : self.offset + self.nbytes]
+
+    def release(self) -> None:
+        """Remove its data from this process's memory; they are mapped again when they are needed."""
+        release(self.data)
 
     def _rows(self, start: int, stop: int) -> np.ndarray:
         return self.type.rows_of(self.stored, self.shape[-1], start, stop)

@@ -112,7 +112,7 @@ def embed(tensor: Tensor, tokens: np.ndarray) -> np.ndarray:
     """float32[tokens, n_embd]: the rows of the embedding that int[tokens] name. Only their groups are decoded."""
     group = tensor.type.interleave
     wanted, place = np.unique(tokens // group, return_inverse=True)
-    data = tensor.data.reshape(-1, group, tensor.data.shape[1])[wanted]
+    data = tensor.data.reshape(-1, group, tensor.row_bytes)[wanted]
     rows = tensor.type.dequantize(data.reshape(-1, data.shape[2]), tensor.shape[1])
     found: np.ndarray = rows[place.reshape(-1) * group + tokens % group]
     return found

@@ -1,0 +1,62 @@
+"""A checkpoint as a file that a model can be made of: its tensors give the rows that `convert` would write.
+
+Rows are computed each time they are asked for, so a model that runs layer by layer in large batches needs no memory for
+weights and no converted file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from quantkit.formats.gguf import Metadata, Tensor
+from quantkit.pipelines.convert_plan import CheckpointView
+from quantkit.pipelines.convert_tensor import OutputTensor
+
+
+class ComputedTensor(Tensor):
+    """A tensor whose rows are computed on demand. `data` is kept until `release`."""
+
+    __slots__ = ("_data", "_source")
+
+    def __init__(self, source: OutputTensor):
+        super().__init__(source.name, source.shape, source.type, source.nbytes, 0, source.path)
+        self._source = source
+        self._data: np.ndarray | None = None
+
+    @property
+    def data(self) -> np.ndarray:
+        """uint8[n_rows, row_bytes]."""
+        if self._data is None:
+            self._data = self._rows(0, self.n_rows)
+        return self._data
+
+    @property
+    def stored(self) -> np.ndarray:
+        """uint8[nbytes]."""
+        return self.data.reshape(-1)
+
+    def release(self) -> None:
+        """Drop `data`."""
+        self._data = None
+
+    def _rows(self, start: int, stop: int) -> np.ndarray:
+        return self._source.rows(start, stop).reshape(stop - start, self.row_bytes)
+
+
+@dataclass(frozen=True)
+class CheckpointModel:
+    """What `runtime.loading.load` takes, of a checkpoint."""
+
+    path: Path
+    metadata: Metadata
+    tensors: dict[str, Tensor]
+    size: int
+
+    @classmethod
+    def of(cls, view: CheckpointView) -> CheckpointModel:
+        """A model file of a checkpoint that is open."""
+        made: dict[str, Tensor] = {name: ComputedTensor(source) for name, source in view.tensors.items()}
+        return cls(view.paths[0].parent, view.metadata, made, sum(tensor.nbytes for tensor in made.values()))

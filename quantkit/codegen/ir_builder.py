@@ -177,6 +177,10 @@ class IrBuilder:
         """Largest lane of a float vector."""
         return self._fold(v, self.max)
 
+    def smallest(self, v: Value) -> Value:
+        """Smallest lane of a float vector."""
+        return self._fold(v, self.min)
+
     def lookup(self, table: Sequence[int], index: Value) -> Value:
         """`table[index]` for a table of bytes and a vector of 16 or 32 byte indices.
 

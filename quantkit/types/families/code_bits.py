@@ -81,15 +81,16 @@ def _are_affine(values: np.ndarray, ladder: np.ndarray) -> bool:
 
 
 @functools.cache
-def _block(kind: Codec) -> np.ndarray:
+def probes(kind: Codec) -> np.ndarray:
     """uint8[_PROBES, row bytes]: rows of one block, with scales of no special value."""
     x = np.random.RandomState(1).standard_normal((_PROBES, kind.block_size)).astype(np.float32)
     return kind.quantize(x, np.ones(kind.block_size, np.float32), threads=1)
 
 
-def _bits(kind: Codec) -> np.ndarray | None:
-    """int64[elements, width]: addresses in a block of the bits of each code, the lowest first."""
-    data, size = _block(kind), kind.block_size
+@functools.cache
+def changed_elements(kind: Codec) -> np.ndarray:
+    """bool[bits of a block, elements]: which elements each bit changes in one of the probes."""
+    data, size = probes(kind), kind.block_size
     y = kind.dequantize(data, size, threads=1)
     address = np.arange(8 * kind.block_bytes)
     changed = np.zeros((len(address), size), bool)
@@ -98,6 +99,12 @@ def _bits(kind: Codec) -> np.ndarray | None:
             flipped = np.repeat(row[None], len(address), axis=0)
             flipped[address, kind.row_meta_bytes + address // 8] ^= (1 << address % 8).astype(np.uint8)
             changed |= kind.dequantize(flipped, size, threads=1) != plain
+    return changed
+
+
+def _bits(kind: Codec) -> np.ndarray | None:
+    """int64[elements, width]: addresses in a block of the bits of each code, the lowest first."""
+    changed, size = changed_elements(kind), kind.block_size
     own = np.flatnonzero(changed.sum(axis=1) == 1)
     element = changed[own].argmax(axis=1)
     width = np.bincount(element, minlength=size)
@@ -111,9 +118,9 @@ def _bits(kind: Codec) -> np.ndarray | None:
 
 def _with_codes(kind: Codec, bits: np.ndarray, code: int) -> np.ndarray:
     """float32[elements]: the probe's first block with one code for all elements."""
-    block = np.unpackbits(_block(kind)[0, kind.row_meta_bytes :], bitorder="little")
+    block = np.unpackbits(probes(kind)[0, kind.row_meta_bytes :], bitorder="little")
     block[bits] = code >> np.arange(bits.shape[1]) & 1
-    row = np.concatenate([_block(kind)[0, : kind.row_meta_bytes], np.packbits(block, bitorder="little")])
+    row = np.concatenate([probes(kind)[0, : kind.row_meta_bytes], np.packbits(block, bitorder="little")])
     result: np.ndarray = kind.dequantize(row[None], kind.block_size, threads=1)[0]
     return result
 
@@ -133,28 +140,29 @@ def _runs(bits: np.ndarray) -> np.ndarray:
 @kernel
 def read_codes(data: np.ndarray, codes: Codes, out: np.ndarray) -> None:
     """The codes of data uint8[rows, row bytes] as out uint8[rows, n]."""
-    size = len(codes.runs)
+    size, two = len(codes.runs), codes.runs[0, 1, 2] != 0
     for row in range(len(data)):
         for b in range(out.shape[1] // size):
             block = data[row, codes.header + b * codes.block_bytes :]
             for j in range(size):
-                byte, shift, mask = codes.runs[j, 0]
-                high_byte, high_shift, high_mask = codes.runs[j, 1]
-                code = np.int64(block[byte]) >> shift & mask
-                code |= (np.int64(block[high_byte]) >> high_shift & high_mask) << codes.low
+                code = np.int64(block[codes.runs[j, 0, 0]]) >> codes.runs[j, 0, 1] & codes.runs[j, 0, 2]
+                if two:
+                    code |= (
+                        np.int64(block[codes.runs[j, 1, 0]]) >> codes.runs[j, 1, 1] & codes.runs[j, 1, 2]
+                    ) << codes.low
                 out[row, b * size + j] = code
 
 
 @kernel
 def write_codes(values: np.ndarray, codes: Codes, data: np.ndarray) -> None:
     """Set the codes of data uint8[rows, row bytes] to values uint8[rows, n]; scales stay."""
-    size = len(codes.runs)
+    size, runs = len(codes.runs), 2 if codes.runs[0, 1, 2] else 1
     for row in range(len(data)):
         for b in range(values.shape[1] // size):
             block = data[row, codes.header + b * codes.block_bytes :]
             for j in range(size):
                 code = np.int64(values[row, b * size + j])
-                for i in range(2):
+                for i in range(runs):
                     byte, shift, mask = codes.runs[j, i]
                     part = code >> codes.low * i & mask
                     block[byte] = block[byte] & (255 - (mask << shift)) | part << shift

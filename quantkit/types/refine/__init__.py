@@ -42,4 +42,4 @@ def refine(kind: Refinable, x: np.ndarray, data: np.ndarray, moments: Moments, e
     if (groups := kind.vector_codes) is not None:
         vector_codes.refine(kind, groups, x, data, moments, SWEEPS[effort])
     elif (codes := codes_of(kind)) is not None:
-        scalar_codes.refine(kind, codes, x, data, moments, SWEEPS[effort])
+        scalar_codes.refine(kind, codes, x, data, moments, scalar_codes.ROUNDS[effort])

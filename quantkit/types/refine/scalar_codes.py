@@ -4,7 +4,8 @@
 
 A code moves to the next larger or smaller value of its block if that lowers the error: a step s of element j changes it
 by 2 s r_j + s^2 H_jj, r = e H. Panels of columns are taken in turn: r of a panel comes from one product with all of e;
-within the panel, r is updated after each move, and the panel is swept until nothing moves or INNER times.
+within the panel, r is updated after each move. Where no code moves any more, scales and minima of sub-blocks do
+(`sub_block_scales`), then pairs of codes (`code_pairs`).
 
 Source of the method: coordinate descent on the objective of GPTQ (Frantar et al., 2022), as in QuantEase (Behdin et
 al., 2023).
@@ -14,32 +15,65 @@ from __future__ import annotations
 
 import numpy as np
 
-from quantkit.codegen.jit import kernel
+from quantkit.codegen.jit import kernel, subkernel
 from quantkit.types.families.code_bits import Codec, Codes, read_codes, write_codes
+from quantkit.types.families.scale_bits import minimum_of, scale_of, write_numbers
+from quantkit.types.refine import sub_block_scales
+from quantkit.types.refine.code_pairs import DOWN, UP, best_partner, least_partners
 from quantkit.types.refine.moments import PANEL, TILE_ROWS, Moments, gradient
+from quantkit.types.refine.panel_rows import add_scaled, weigh_steps
+from quantkit.types.refine.sub_block_scales import Numbers, move_numbers
 
-INNER = 4  # sweeps of a panel
+INNER = 4  # sweeps of a panel over single codes
+ROUNDS = ((0,), (0, 0, 1), (0, 0, 2, 2, 2, 2))  # by effort: for each sweep over all columns, rounds of scales and pairs
 
 
-def refine(kind: Codec, found: Codes, x: np.ndarray, data: np.ndarray, moments: Moments, sweeps: int) -> None:
+def refine(
+    kind: Codec, found: Codes, x: np.ndarray, data: np.ndarray, moments: Moments, rounds: tuple[int, ...]
+) -> None:
     """Lower the error of data uint8[rows, row bytes], which encodes x float32[rows, n], in place, row by row.
 
-    found: `codes_of(kind)`
+    found: `codes_of(kind)`; rounds: one of ROUNDS
     """
     rows, n = x.shape
-    codes = np.empty((rows, n), np.uint8)
+    codes, others = np.empty((2, rows, n), np.uint8)
     read_codes(data, found, codes)
     decoded = kind.dequantize(data, n, threads=1)
     e = np.zeros((-(-rows // TILE_ROWS) * TILE_ROWS, moments.panels.shape[1]), np.float32)
-    e[:rows, :n] = decoded - x
-    at_end = found.above == np.arange(len(found.above))
+    np.subtract(decoded, x, out=e[:rows, :n])
     moved = data.copy()
-    write_codes(np.where(at_end, found.below, found.above)[codes], found, moved)
-    unit = (kind.dequantize(moved, n, threads=1) - decoded) / np.where(at_end, found.down, found.up)[codes]
-    for _ in range(sweeps):
-        if not descend(e, codes, unit, found.up, found.down, found.above, found.below, moments.panels, rows, INNER):
+    _neighbours(codes, found, others)
+    write_codes(others, found, moved)
+    unit = kind.dequantize(moved, n, threads=1)
+    _units(codes, found, decoded, unit)
+    scale, minimum = (scale_of(kind), minimum_of(kind)) if any(rounds) else (None, None)
+    scales, minima = (sub_block_scales.read(kind, number, data, decoded) for number in (scale, minimum))
+    for count in rounds:
+        if not descend(e, codes, unit, found, scales, minima, moments.panels, rows, INNER, count) and count:
             break
     write_codes(codes, found, data)
+    for number, numbers in ((scale, scales), (minimum, minima)):
+        if number is not None:
+            write_numbers(number.codes[numbers.places], number, data)
+
+
+@kernel
+def _neighbours(codes: np.ndarray, found: Codes, out: np.ndarray) -> None:
+    """out uint8[rows, n] = the code of the next value of each element, of the last one for the largest value."""
+    for row in range(len(codes)):
+        for j in range(codes.shape[1]):
+            code = codes[row, j]
+            out[row, j] = found.above[code] if found.up[code] != 0 else found.below[code]
+
+
+@kernel
+def _units(codes: np.ndarray, found: Codes, decoded: np.ndarray, unit: np.ndarray) -> None:
+    """Make units of the ladder of unit float32[rows, n], the values of `_neighbours`; decoded: those of the codes."""
+    for row in range(len(codes)):
+        for j in range(codes.shape[1]):
+            code = codes[row, j]
+            step = found.up[code] if found.up[code] != 0 else found.down[code]
+            unit[row, j] = (unit[row, j] - decoded[row, j]) / step
 
 
 @kernel
@@ -47,46 +81,154 @@ def descend(
     e: np.ndarray,
     codes: np.ndarray,
     unit: np.ndarray,
-    up: np.ndarray,
-    down: np.ndarray,
-    next_code: np.ndarray,
-    last_code: np.ndarray,
+    found: Codes,
+    scales: Numbers,
+    minima: Numbers,
     panels: np.ndarray,
     rows: int,
     inner: int,
+    rounds: int,
 ) -> int:
-    """Move codes of uint8[rows, n] so that e^T H e falls, and e float32[padded rows, padded n] with them.
+    """Move codes of uint8[rows, n], scales and minima so that e^T H e falls, and e float32[padded rows, padded n].
 
     Returns the number of moves. From the code of an element to its next value it is unit * up[code], to its last one
     unit * down[code]: unit float32[rows, n], up and down the ladder of the type.
     """
     n = codes.shape[1]
-    r = np.empty((len(e), PANEL), np.float32)
+    r, work = np.empty((len(e), PANEL), np.float32), np.empty((8, PANEL), np.float32)
+    steps, diagonal, apart = work[:4], work[4], np.empty((PANEL, PANEL), np.float32)
+    no_numbers, no_floats = np.empty(0, np.int64), np.empty(0, np.float32)
     moves = 0
     for p in range(len(panels)):
-        first = p * PANEL
-        many = min(PANEL, n - first)
+        columns = slice(p * PANEL, min(n, (p + 1) * PANEL))
         gradient(e, panels[p], n, r)
-        h = panels[p, first : first + PANEL]
+        h = panels[p, p * PANEL : (p + 1) * PANEL]
+        apart[:] = h  # the products of different elements
+        for j in range(PANEL):
+            diagonal[j], apart[j, j] = h[j, j], 0
+        steps[:] = 0
         for row in range(rows):
-            g = r[row]
-            for _ in range(inner):
+            g, own_e, own_codes, own_unit = r[row], e[row, columns], codes[row, columns], unit[row, columns]
+            places, slope = no_numbers, no_floats
+            if scales.size:
+                blocks = slice(columns.start // scales.size, columns.stop // scales.size)
+                places, slope = scales.places[row, blocks], scales.directions[row, columns]
+            _read_steps(own_codes, own_unit, found, steps)
+            moves += _sweep_codes(
+                g, h, diagonal, own_e, own_codes, own_unit, slope, places, scales, found, steps, inner
+            )
+            for _ in range(rounds):
                 moved = 0
-                for j in range(many):
-                    at = first + j
-                    code, scale = codes[row, at], unit[row, at]
-                    a, b = scale * up[code], scale * down[code]
-                    slope, curve = np.float32(2) * g[j], h[j, j]
-                    gain_a, gain_b = a * (slope + a * curve), b * (slope + b * curve)
-                    step = a if gain_a <= gain_b else b
-                    gain = min(gain_a, gain_b)
-                    if gain < np.float32(-1e-5) * (step * step * curve):
-                        codes[row, at] = next_code[code] if gain_a <= gain_b else last_code[code]
-                        e[row, at] += step
-                        for k in range(PANEL):
-                            g[k] += step * h[j, k]
-                        moved += 1
-                moves += moved
+                if scales.size:
+                    moved += move_numbers(
+                        g, h, own_e, own_unit, slope, places, scales.values, scales.size, True, work[7]
+                    )
+                if minima.size:
+                    blocks = slice(columns.start // minima.size, columns.stop // minima.size)
+                    moved += move_numbers(
+                        g, h, own_e, own_unit, minima.directions[row, columns], minima.places[row, blocks],
+                        minima.values, minima.size, False, work[7],
+                    )  # fmt: skip
+                if moved:
+                    _read_steps(own_codes, own_unit, found, steps)
+                moved += _sweep_pairs(
+                    g, h, diagonal, apart, own_e, own_codes, own_unit, slope, places, scales, found, steps, work[5:7]
+                )
                 if moved == 0:
                     break
+                moves += moved
+                _sweep_codes(g, h, diagonal, own_e, own_codes, own_unit, slope, places, scales, found, steps, inner)
     return moves
+
+
+@subkernel
+def _read_steps(codes: np.ndarray, unit: np.ndarray, found: Codes, steps: np.ndarray) -> None:
+    """Rows UP and DOWN of steps float32[4, PANEL]: the steps of each code to its neighbours, 0 at the ends."""
+    for j in range(len(codes)):
+        steps[UP, j], steps[DOWN, j] = unit[j] * found.up[codes[j]], unit[j] * found.down[codes[j]]
+
+
+@subkernel
+def _move(
+    g: np.ndarray, h: np.ndarray, e: np.ndarray, codes: np.ndarray, unit: np.ndarray, slope: np.ndarray,
+    places: np.ndarray, scales: Numbers, found: Codes, steps: np.ndarray, j: int, k: int,
+) -> None:  # fmt: skip
+    """Move the code of element j of a row's part in a panel to its next value (k = UP) or the last one (DOWN)."""
+    step = steps[k, j]
+    e[j] += step
+    if len(slope):
+        slope[j] += step / scales.values[places[j // scales.size]]
+    add_scaled(step, h[j].ctypes.data, g.ctypes.data)
+    codes[j] = found.above[codes[j]] if k == UP else found.below[codes[j]]
+    steps[UP, j], steps[DOWN, j] = unit[j] * found.up[codes[j]], unit[j] * found.down[codes[j]]
+
+
+@subkernel
+def _sweep_codes(
+    g: np.ndarray,
+    h: np.ndarray,
+    diagonal: np.ndarray,
+    e: np.ndarray,
+    codes: np.ndarray,
+    unit: np.ndarray,
+    slope: np.ndarray,
+    places: np.ndarray,
+    scales: Numbers,
+    found: Codes,
+    steps: np.ndarray,
+    inner: int,
+) -> int:
+    """Move codes of a row's part in a panel to the better of their neighbours, in up to `inner` sweeps; the moves."""
+    moves = 0
+    for _ in range(inner):
+        weigh_steps(g.ctypes.data, diagonal.ctypes.data, steps.ctypes.data)
+        moved = 0
+        for j in range(len(codes)):
+            if not min(steps[2 + UP, j], steps[2 + DOWN, j]) < 0:  # so it was before the moves of this sweep
+                continue
+            curve, twice = diagonal[j], np.float32(2) * g[j]
+            up, down = steps[UP, j] * (twice + steps[UP, j] * curve), steps[DOWN, j] * (twice + steps[DOWN, j] * curve)
+            k = UP if up <= down else DOWN
+            if min(up, down) < np.float32(-1e-5) * (steps[k, j] * steps[k, j] * curve):
+                _move(g, h, e, codes, unit, slope, places, scales, found, steps, j, k)
+                moved += 1
+        moves += moved
+        if moved == 0:
+            break
+    return moves
+
+
+@subkernel
+def _sweep_pairs(
+    g: np.ndarray,
+    h: np.ndarray,
+    diagonal: np.ndarray,
+    apart: np.ndarray,
+    e: np.ndarray,
+    codes: np.ndarray,
+    unit: np.ndarray,
+    slope: np.ndarray,
+    places: np.ndarray,
+    scales: Numbers,
+    found: Codes,
+    steps: np.ndarray,
+    least: np.ndarray,
+) -> int:
+    """For each code of a row's part in a panel move it and the best partner if that helps; how many pairs moved."""
+    weigh_steps(g.ctypes.data, diagonal.ctypes.data, steps.ctypes.data)
+    least_partners(apart.ctypes.data, steps.ctypes.data, 0, len(codes), least.ctypes.data)
+    moved = 0
+    for i in range(len(codes)):
+        if not min(least[UP, i], least[DOWN, i]) < 0:
+            continue
+        if moved:  # pairs that have moved change what this one gains
+            least_partners(apart.ctypes.data, steps.ctypes.data, i, i + 1, least.ctypes.data)
+        first = UP if least[UP, i] <= least[DOWN, i] else DOWN
+        a = steps[first, i]
+        if least[first, i] < np.float32(-1e-5) * (a * a * diagonal[i]):
+            partner, second = best_partner(apart[i], steps, a)
+            _move(g, h, e, codes, unit, slope, places, scales, found, steps, i, first)
+            _move(g, h, e, codes, unit, slope, places, scales, found, steps, partner, second)
+            weigh_steps(g.ctypes.data, diagonal.ctypes.data, steps.ctypes.data)
+            moved += 1
+    return moved

@@ -9,7 +9,8 @@ from quantkit import types
 from quantkit.types.refine import prepare
 from quantkit.types.refine.moments import PANEL, TILE_ROWS
 from quantkit.types.refine.vector_codes import NEAR, descend, nearest_points, read_fields, write_fields
-from tests.types.refine.test_scalar_codes import errors, second_moments
+from tests.types.data import second_moments
+from tests.types.refine.test_scalar_codes import errors
 
 GRIDS = ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")
 SHIFTED = ("iq1_s", "iq1_m", "iq2_kl")  # a code's values hold the shift; pairs
@@ -28,7 +29,7 @@ def fields_of(kind, data: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, n
 @pytest.mark.parametrize("name", [*GRIDS, *TRELLISES, *SHIFTED, "iq3_s_r4"])
 def test_the_error_falls(name: str, rank: int) -> None:
     t = types.get(name)
-    h = second_moments(512, rank)
+    h = second_moments(0, 512, rank)
     x = np.random.default_rng(1).standard_normal((12, 512)).astype(np.float32)
     before = t.quantize(x, np.diagonal(h))
     after = t.quantize(x, second_moments=h)
@@ -83,7 +84,7 @@ def test_nearest_points_are_those_of_sorting() -> None:
 def test_one_sweep_against_the_plain_formula(name: str) -> None:
     """Every move of the first row, with the error computed anew for each of all neighbours and signs in float64."""
     t, n = types.get(name), 256
-    codes, h = t.vector_codes, second_moments(n, 400)
+    codes, h = t.vector_codes, second_moments(0, n, 400)
     prepared = prepare(h, n)
     x = np.random.default_rng(4).standard_normal((1, n)).astype(np.float32)
     data = t.quantize(x, np.diagonal(h))

@@ -165,8 +165,8 @@ class QuantType:
         `importance` float32[n] weighs the squared error of each column; types without `uses_imatrix` only check it.
         `second_moments` float32[n, n], H = E[x x^T] of the inputs of the matrix (or `types.refine.prepare` of it, for
         several calls): codes are then chosen so that the error e^T H e of each row is low. Without `importance`, its
-        diagonal is the importance. Types without `uses_second_moments` only check it; types of 8 bits, which encode
-        ten to two hundred times as fast without, use it at effort "best" only.
+        diagonal is the importance. Types without `uses_second_moments` only check it; types of 8 bits, whose encoding
+        takes 14 to 50 times as long with it, use it at effort "best" only.
         `effort` trades time for error: "fast", "normal" or "best"; types without a search ignore it.
         NaN, Inf or a value too large for the type in `x`, or a negative or non-finite importance, is a DataError that
         names its place. The bytes do not depend on `threads`.

@@ -9,7 +9,7 @@ from quantkit import types
 from quantkit.types.refine import prepare
 from quantkit.types.refine.moments import PANEL, TILE_ROWS
 from quantkit.types.refine.vector_codes import NEAR, descend, nearest_points, read_fields, write_fields
-from tests.types.data import second_moments
+from tests.types.data import second_moments, tame_bytes
 from tests.types.refine.test_scalar_codes import errors
 
 GRIDS = ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")
@@ -66,6 +66,27 @@ def test_fields_are_those_that_the_decoder_reads(name: str) -> None:
     assert np.array_equal(found[0], wanted)
     assert np.array_equal(found[1], flipped)
     assert np.array_equal(found[2], tables)
+
+
+@pytest.mark.parametrize("name", ["iq1_s_r4", "iq1_m_r4"])
+def test_fields_of_four_rows_taken_apart(name: str) -> None:
+    """Points of rows apart, written at random, put together and decoded: a scale times the codebook's values."""
+    t, n, rng = types.get(name), 96, np.random.default_rng(8)
+    found = tame_bytes(t, rng, 8, n)
+    rows = t.rows_apart(found)
+    assert np.array_equal(t.rows_together(rows), found)
+    codes = t.vector_codes
+    wanted, signs = rng.integers(0, codes.values.shape[1], (8, n // 8)), np.ones((8, n), np.float32)
+    before = fields_of(t, rows, n)
+    write_fields(rows, codes, wanted, signs)
+    after = fields_of(t, rows, n)
+    assert np.array_equal(after[0], wanted)
+    assert np.array_equal(after[2], before[2])
+    y = t.dequantize(t.rows_together(rows), n).reshape(-1, 8).astype(np.float64)
+    values = codes.values[np.repeat(after[2], 4, axis=1), wanted].reshape(-1, 8).astype(np.float64)
+    scales = (y * values).sum(1) / (values**2).sum(1)
+    np.testing.assert_allclose(y, scales[:, None] * values, rtol=1e-4, atol=1e-9)
+    assert np.mean(scales != 0) > 0.8
 
 
 def test_nearest_points_are_those_of_sorting() -> None:

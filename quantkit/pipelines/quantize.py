@@ -276,7 +276,8 @@ class _Run:
             entry = importance_entry(planned.name, moments.imatrix)
             if entry is not None:
                 importance = moments.imatrix[entry].columns(planned.shape[-1])[matrix]
-                of_matrix = functools.partial(moments.get, entry, matrix) if planned.type.uses_second_moments else None
+                if planned.type.uses_second_moments_at(self._effort):
+                    of_matrix = functools.partial(moments.get, entry, matrix)
             elif planned.type.requires_imatrix:
                 raise DataError(f"{planned.name}: no importance was measured, which {planned.type.name} needs")
         # Copied float tensors, above all norms, are checked too: a NaN in them breaks the model like any other.
@@ -383,10 +384,11 @@ def _expected_records(
         importance, codec = provenance.NONE, provenance.COPY
         if not planned.copied and not planned.reordered:
             if imatrix is not None and planned.importance is not None and planned.type.uses_imatrix:
+                with_moments = planned.type.uses_second_moments_at(effort)
                 if calibration is not None:
-                    importance = provenance.of_calibration(calibration.digest, planned.type.uses_second_moments)
+                    importance = provenance.of_calibration(calibration.digest, with_moments)
                 else:
-                    importance = provenance.of_entry(imatrix, planned.importance, planned.type.uses_second_moments)
+                    importance = provenance.of_entry(imatrix, planned.importance, with_moments)
             codec = provenance.codec(planned.type.name, effort, provenance.has_moments(importance))
         found[planned.name] = provenance.unknown(planned.name, planned.type.name, importance, codec)
     return found

@@ -153,8 +153,8 @@ def _to_recorded_layout(tensor: Tensor, record: Record) -> Callable[[np.ndarray]
 def _reasons_to_change(record: Record, file: GGUF, source: OriginalModel | None, imatrix: Imatrix | None) -> list[str]:
     """Why a rerun would or might change a tensor's bytes; empty if it would not."""
     reasons = []
+    effort = str(file.metadata.get("quantkit.effort", "normal"))
     if record.codec != provenance.COPY:
-        effort = str(file.metadata.get("quantkit.effort", "normal"))
         now = provenance.codec(record.type, effort, provenance.has_moments(record.importance))
         if now != record.codec:
             reasons.append(f"the codec of {record.type} has changed (it was {record.codec}, it is now {now})")
@@ -170,12 +170,9 @@ def _reasons_to_change(record: Record, file: GGUF, source: OriginalModel | None,
         if entry is None:
             reasons.append("it is missing from the importance matrix")
         else:
-            reasons += _changed_importance(provenance.of_entry(imatrix, entry, _refines(record)), record.importance)
+            with_moments = types.get(record.type).uses_second_moments_at(effort)
+            reasons += _changed_importance(provenance.of_entry(imatrix, entry, with_moments), record.importance)
     return reasons
-
-
-def _refines(record: Record) -> bool:
-    return types.get(record.type).uses_second_moments
 
 
 def _changed_importance(now: str, recorded: str) -> list[str]:

@@ -33,7 +33,7 @@ import numpy as np
 
 from quantkit.codegen.half import bfloat_to_float, float_to_half, half_to_float
 from quantkit.codegen.jit import kernel
-from quantkit.types.base import QuantType
+from quantkit.types.base import BEST, QuantType
 
 _ZERO, _ONE, _TOP = np.float32(0), np.float32(1), np.float32(127)
 _ROUND = np.float32(3 << 22)  # adding it rounds |t| < 2^22 to an integer, ties to even, in the sum's lowest bits
@@ -270,6 +270,7 @@ class Activation(QuantType):
 class Q8_K(Activation):
     name, ggml_type = "q8_K", 15
     block_size, block_bytes = 256, 296
+    unwritten_code, moments_effort = 0x80, BEST  # -128
     decode_rows = staticmethod(_decode_256)
 
     @staticmethod

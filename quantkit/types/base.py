@@ -80,6 +80,8 @@ class QuantType:
     base: str | None = None  # the row-by-row type of an interleaved one
     requires_imatrix: bool = False
     uses_imatrix: bool = False
+    unwritten_code: int | None = None  # of an element: it decodes, but kernels in use do not take it
+    moments_effort: int = FAST  # below it `quantize` does not use second moments
     overflow: float = np.inf  # finite magnitudes from here on would be stored as Inf: quantize refuses them
     activation: bool = False  # a format of right-hand sides of products, which files never hold
     whole_tensor: bool = False  # a tensor is stored as one row of all its elements
@@ -163,7 +165,8 @@ class QuantType:
         `importance` float32[n] weighs the squared error of each column; types without `uses_imatrix` only check it.
         `second_moments` float32[n, n], H = E[x x^T] of the inputs of the matrix (or `types.refine.prepare` of it, for
         several calls): codes are then chosen so that the error e^T H e of each row is low. Without `importance`, its
-        diagonal is the importance. Types of more than 6 bits a code only check it.
+        diagonal is the importance. Types without `uses_second_moments` only check it; types of 8 bits, whose encoding
+        takes 14 to 50 times as long with it, use it at effort "best" only.
         `effort` trades time for error: "fast", "normal" or "best"; types without a search ignore it.
         NaN, Inf or a value too large for the type in `x`, or a negative or non-finite importance, is a DataError that
         names its place. The bytes do not depend on `threads`.
@@ -187,6 +190,8 @@ class QuantType:
             raise DataError(f"{self.name}: this type needs an importance matrix; pass importance=")
         weights = _scale_importance(check_importance(importance, n))
         x, weights = jit.readonly(x), jit.readonly(weights if self.uses_imatrix else weights[:0])
+        if moments is not None and not self.uses_second_moments_at(effort):
+            moments = None
         piece = _PIECE_BYTES if moments is None else max(_PIECE_BYTES, 4 * n * _ROWS_OF_MOMENTS)
         step = max(1, piece // (4 * n * self.interleave)) * self.interleave if n else rows
 
@@ -214,10 +219,16 @@ class QuantType:
 
     @property
     def uses_second_moments(self) -> bool:
-        """Whether `quantize` gives other bytes with second moments."""
+        """Whether `quantize` gives other bytes with second moments, at effort "best" at least."""
+        if self.encode_rows is None or self.activation:
+            return False
         from quantkit.types.refine import applies_to
 
-        return self.uses_imatrix and applies_to(self)
+        return applies_to(self)
+
+    def uses_second_moments_at(self, effort: str) -> bool:
+        """Whether `quantize` at this effort gives other bytes with second moments."""
+        return effort_level(effort) >= self.moments_effort and self.uses_second_moments
 
     def refine_rows(self, x: np.ndarray, data: np.ndarray, moments: Moments, effort: int) -> None:
         """Lower the error of data uint8[rows, row bytes] by second moments, in place (`types.refine`)."""

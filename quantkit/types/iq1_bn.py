@@ -20,7 +20,6 @@ import numpy as np
 
 from quantkit.codegen.half import float_to_half, half_to_float
 from quantkit.codegen.jit import kernel
-from quantkit.types.base import QuantType
 from quantkit.types.families import ternary
 
 _HALF_MAX = np.float32(65504)
@@ -56,30 +55,43 @@ def _pack(digits: np.uint64) -> np.uint8:
 
 
 @kernel
+def _pack_blocks(codes: np.ndarray, out: np.ndarray) -> None:
+    """Write codes uint8[n] into a row behind its header."""
+    word = codes.view(np.uint64)
+    for b in range(codes.size // 64):
+        block = out[2 + 13 * b : 15 + 13 * b]
+        rest = np.uint64(0)
+        for i in range(4):
+            low, high = word[8 * b + 2 * i], word[8 * b + 2 * i + 1]
+            block[3 * i] = _pack(low)
+            block[3 * i + 1] = _pack(low >> np.uint64(40) | high << np.uint64(24))
+            block[3 * i + 2] = _pack(high >> np.uint64(16))
+            rest |= high >> np.uint64(56) << np.uint64(8 * i)
+        block[12] = _pack(rest)
+
+
+@kernel
+def _pack_rows(codes: np.ndarray, out: np.ndarray) -> None:
+    for row in range(len(out)):
+        _pack_blocks(codes[row], out[row])
+
+
+@kernel
 def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     rows, n = x.shape
     w, codes = np.empty(n, np.float32), np.empty(n, np.uint8)
     ternary.row_weights(importance, w)
-    word = codes.view(np.uint64)
     for row in range(rows):
         half = float_to_half(min(ternary.find_scale(x[row], w, effort), _HALF_MAX))
         out[row, :2].view(np.uint16)[0] = half
         ternary.nearest_codes(x[row], half_to_float(half), codes)
-        for b in range(n // 64):
-            block = out[row, 2 + 13 * b : 15 + 13 * b]
-            rest = np.uint64(0)
-            for i in range(4):
-                low, high = word[8 * b + 2 * i], word[8 * b + 2 * i + 1]
-                block[3 * i] = _pack(low)
-                block[3 * i + 1] = _pack(low >> np.uint64(40) | high << np.uint64(24))
-                block[3 * i + 2] = _pack(high >> np.uint64(16))
-                rest |= high >> np.uint64(56) << np.uint64(8 * i)
-            block[12] = _pack(rest)
+        _pack_blocks(codes, out[row])
 
 
-class IQ1_BN(QuantType):
+class IQ1_BN(ternary.TernaryType):
     name, ggml_type, file_type = "iq1_bn", 134, 136
     block_size, block_bytes, row_meta_bytes = 64, 13, 2
-    uses_imatrix = True
+    scale_dtype = np.float16
     encode_rows = staticmethod(_encode)
     decode_rows = staticmethod(_decode)
+    pack_rows = staticmethod(_pack_rows)

@@ -106,7 +106,7 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
 _G = np.arange(32)[:, None]
 _POINT_BITS = np.concatenate([8 * _G + np.arange(8), 8 * (32 + _G // 2) + 4 * (_G % 2) + np.arange(4)], axis=1)
 # g + delta, times 8, of each point with a positive delta, then of each with a negative one.
-_EIGHTHS = np.concatenate([8 * LEVELS + 1, 8 * LEVELS - 1]).astype(np.int8)[None]
+EIGHTHS = np.concatenate([8 * LEVELS + 1, 8 * LEVELS - 1]).astype(np.int8)[None]
 
 
 class IQ1_M(QuantType):
@@ -120,4 +120,4 @@ class IQ1_M(QuantType):
     def vector_codes(self) -> VectorCodes:
         from quantkit.types.refine.vector_codes import make_codes
 
-        return make_codes(0, BLOCK, _EIGHTHS, _POINT_BITS)
+        return make_codes(0, BLOCK, EIGHTHS, _POINT_BITS)

@@ -16,15 +16,21 @@ the mean of x^2 over the row; search in `families/iq1.py`.
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from quantkit.codegen.half import half_to_float
 from quantkit.codegen.jit import kernel
-from quantkit.types.base import QuantType
+from quantkit.types.families.four_rows import FourRows
 from quantkit.types.families.iq1 import NUMBER, new_space, search_row
 from quantkit.types.families.super_scale import SMALL
 from quantkit.types.families.superblock import put_half
-from quantkit.types.iq1_m import decode_group, high_nibble
+from quantkit.types.iq1_m import EIGHTHS, decode_group, high_nibble
+
+if TYPE_CHECKING:
+    from quantkit.types.refine.vector_codes import VectorCodes
 
 BLOCK = 28  # of four rows
 
@@ -67,10 +73,21 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
                 block[24 + k] = np.uint8(multipliers[0, 2 * b] + np.float32(16) * multipliers[0, 2 * b + 1])
 
 
-class IQ1_M_R4(QuantType):
+# Of a row apart: qs[0 .. 3], qh[0 .. 1], sc.
+_PLACES = np.array([[4 * i + k for i in range(7)] for k in range(4)])
+_G = np.arange(4)[:, None]
+_POINT_BITS = np.concatenate([8 * _G + np.arange(8), 32 + 4 * _G + np.arange(4)], axis=1)  # of each group
+
+
+class IQ1_M_R4(FourRows):
     name, ggml_type, file_type = "iq1_m_r4", 229, 231
-    block_size, block_bytes, row_meta_bytes = 32, BLOCK // 4, 2
-    interleave = 4
-    uses_imatrix = True
+    block_bytes = BLOCK // 4
+    places = _PLACES
     encode_rows = staticmethod(_encode)
     decode_rows = staticmethod(_decode)
+
+    @functools.cached_property
+    def vector_codes(self) -> VectorCodes:
+        from quantkit.types.refine.vector_codes import make_codes
+
+        return make_codes(2, BLOCK // 4, EIGHTHS, _POINT_BITS)

@@ -16,15 +16,21 @@ value.
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from quantkit.codegen.half import half_to_float
 from quantkit.codegen.jit import kernel
-from quantkit.types.base import QuantType
+from quantkit.types.families.four_rows import FourRows
 from quantkit.types.families.iq1 import new_space, search_row
 from quantkit.types.families.super_scale import ODD
 from quantkit.types.families.superblock import put_half
-from quantkit.types.iq1_s import decode_sub_block, encode_sub_block
+from quantkit.types.iq1_s import EIGHTHS, decode_sub_block, encode_sub_block
+
+if TYPE_CHECKING:
+    from quantkit.types.refine.vector_codes import VectorCodes
 
 BLOCK = 24  # of four rows
 
@@ -60,10 +66,21 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
                 )
 
 
-class IQ1_S_R4(QuantType):
+# Of a row apart: qs[0 .. 3], then its two bytes of qh.
+_PLACES = np.array([[k, 4 + k, 8 + k, 12 + k, 16 + 2 * k, 17 + 2 * k] for k in range(4)])
+_G = np.arange(4)[:, None]
+_POINT_BITS = np.concatenate([8 * _G + np.arange(8), 32 + 3 * _G + np.arange(3)], axis=1)  # of each group
+
+
+class IQ1_S_R4(FourRows):
     name, ggml_type, file_type = "iq1_s_r4", 219, 224
-    block_size, block_bytes, row_meta_bytes = 32, BLOCK // 4, 2
-    interleave = 4
-    uses_imatrix = True
+    block_bytes = BLOCK // 4
+    places = _PLACES
     encode_rows = staticmethod(_encode)
     decode_rows = staticmethod(_decode)
+
+    @functools.cached_property
+    def vector_codes(self) -> VectorCodes:
+        from quantkit.types.refine.vector_codes import make_codes
+
+        return make_codes(2, BLOCK // 4, EIGHTHS, _POINT_BITS, None, np.array([32 + 15]))

@@ -15,7 +15,6 @@ from __future__ import annotations
 import numpy as np
 
 from quantkit.codegen.jit import kernel
-from quantkit.types.base import QuantType
 from quantkit.types.families import ternary
 
 
@@ -33,6 +32,21 @@ def _decode(data: np.ndarray, out: np.ndarray) -> None:
 
 
 @kernel
+def _pack_blocks(codes: np.ndarray, out: np.ndarray) -> None:
+    """Write codes uint8[n] into a row behind its header."""
+    for b in range(codes.size // 64):
+        t, qs = codes[64 * b : 64 * b + 64], out[4 + 16 * b : 20 + 16 * b]
+        for j in range(16):
+            qs[j] = np.uint8(t[j] | t[j + 16] << 2 | t[j + 32] << 4 | t[j + 48] << 6)
+
+
+@kernel
+def _pack_rows(codes: np.ndarray, out: np.ndarray) -> None:
+    for row in range(len(out)):
+        _pack_blocks(codes[row], out[row])
+
+
+@kernel
 def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray) -> None:
     rows, n = x.shape
     w = np.empty(n, np.float32)
@@ -42,15 +56,13 @@ def _encode(x: np.ndarray, importance: np.ndarray, effort: int, out: np.ndarray)
         scale = ternary.find_scale(x[row], w, effort)
         out[row, :4].view(np.float32)[0] = scale
         ternary.nearest_codes(x[row], scale, codes)
-        for b in range(n // 64):
-            t, qs = codes[64 * b : 64 * b + 64], out[row, 4 + 16 * b : 20 + 16 * b]
-            for j in range(16):
-                qs[j] = np.uint8(t[j] | t[j + 16] << 2 | t[j + 32] << 4 | t[j + 48] << 6)
+        _pack_blocks(codes, out[row])
 
 
-class IQ2_BN(QuantType):
+class IQ2_BN(ternary.TernaryType):
     name, ggml_type, file_type = "iq2_bn", 135, 137
     block_size, block_bytes, row_meta_bytes = 64, 16, 4
-    uses_imatrix = True
+    unwritten_code, scale_dtype = 3, np.float32
     encode_rows = staticmethod(_encode)
     decode_rows = staticmethod(_decode)
+    pack_rows = staticmethod(_pack_rows)

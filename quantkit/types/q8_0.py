@@ -68,5 +68,6 @@ class Q8_0(QuantType):
     name, ggml_type, file_type = "q8_0", 8, 7
     block_size, block_bytes = 32, 34
     uses_imatrix = True
+    unwritten_code, moments_effort = 0x80, BEST  # -128
     encode_rows = staticmethod(_encode)
     decode_rows = staticmethod(_decode)

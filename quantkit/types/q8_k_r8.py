@@ -53,14 +53,26 @@ class _ByWords:
         blocks[..., 264:] = sums.astype("<i2").view(np.uint8)
 
 
-class Q8_K_R8(Interleaved):
+class _Q8_K(Interleaved):
+    """Rows whose codes second moments move under the rounded scale. Q8_K itself, for activations, does not."""
+
+    of = Q8_K
+
+    @property
+    def uses_second_moments(self) -> bool:
+        from quantkit.types.refine import applies_to  # not loaded without: it needs numba
+
+        return applies_to(self.base_type)
+
+
+class Q8_K_R8(_Q8_K):
     name, ggml_type, file_type = "q8_k_r8", 399, 399
     of, interleave, block_bytes = Q8_K, 8, 258
     overflow = 127 * 65520.0
     permutation = _ByWords(8, 0)
 
 
-class Q8_K_R16(Interleaved):
+class Q8_K_R16(_Q8_K):
     name, ggml_type, file_type = "q8_k_r16", 397, None
     of, interleave, block_bytes = Q8_K, 16, 258
     overflow = 127 * 65520.0

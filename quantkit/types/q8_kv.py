@@ -13,10 +13,15 @@ largest elements a little: effort "best" lowers d in steps and keeps the d with 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from quantkit.codegen.jit import kernel
 from quantkit.types.base import BEST, QuantType
+
+if TYPE_CHECKING:
+    from quantkit.types.refine import Moments
 
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INFINITE = np.int32(0x7F800000)
@@ -112,5 +117,11 @@ class Q8_KV(QuantType):
     name, ggml_type, file_type = "q8_KV", 151, 149
     block_size, block_bytes, row_meta_bytes = 32, 32, 8
     reports_largest = True
+    unwritten_code, moments_effort = 0x80, BEST  # -128
     encode_rows = staticmethod(_encode)
     decode_rows = staticmethod(_decode)
+
+    def refine_rows(self, x: np.ndarray, data: np.ndarray, moments: Moments, effort: int) -> None:
+        """As other types do it; then the sums of codes are those of the new codes."""
+        super().refine_rows(x, data, moments, effort)
+        data[:, 4:8] = data[:, 8:].view(np.int8).sum(axis=1, dtype=np.int32)[:, None].view(np.uint8)

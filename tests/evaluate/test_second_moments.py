@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quantkit import types
 from quantkit.errors import QuantkitError
 from quantkit.evaluate.imatrix import collect as collecting
 from quantkit.evaluate.imatrix import saved_run
@@ -185,6 +184,18 @@ def test_bad_options(run, model, text, tmp_path) -> None:
     assert "--second-moments-size is 1,000,000" in said
 
 
-def test_types_say_what_they_use() -> None:
-    assert all(types.get(name).uses_second_moments for name in ("q4_0", "iq4_k", "iq4_k_r4", "q2_K"))
-    assert not any(types.get(name).uses_second_moments for name in ("q8_0", "f16", "bf16"))
+def test_eight_bits_use_them_at_effort_best(run, model, text, tmp_path) -> None:
+    measured, name = tmp_path / "x.gguf", "blk.0.attn_v.weight"
+    run("imatrix", model, "-f", text, "-c", CTX, "--chunks", 2, "--no-ppl", "-o", measured, "--second-moments", "full")
+    entry, x = imatrix.read(measured)[name].values[0], gguf.open(model).tensors[name].dequantize()
+    h = imatrix.read(measured).second_moments[name].dense(entry, 0)
+    for effort in ("normal", "best"):
+        out = tmp_path / f"{effort}.gguf"
+        run("quantize", "--imatrix", measured, "--pure", "--effort", effort, model, out, "Q8_0")
+        file = gguf.open(out)
+        made, record = file.tensors[name], provenance.records(file.metadata)[name]
+        without = made.type.quantize(x, entry, effort=effort)
+        assert np.array_equal(made.data, made.type.quantize(x, entry, second_moments=h, effort=effort))
+        assert np.array_equal(made.data, without) == (effort == "normal")
+        assert provenance.has_moments(record.importance) == (effort == "best")
+        assert "a rerun would give the same bytes" in run("verify", out, "--source", model, "--imatrix", measured)

@@ -64,6 +64,15 @@ def importance(seed: int, n: int) -> np.ndarray:
     return (np.random.default_rng([seed, 99]).chisquare(1, n) + 0.05).astype(np.float32)
 
 
+def second_moments(seed: int, n: int, rank: int = 2000) -> np.ndarray:
+    """float32[n, n] of `rank` random vectors whose elements go together, some columns large, one always zero."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((rank, n)) @ (np.eye(n) + rng.standard_normal((n, n)) / np.sqrt(n))
+    x *= np.exp(rng.standard_normal(n))
+    x[:, n // 3] = 0
+    return np.float32(x.T @ x / rank)
+
+
 def random_bytes(t: QuantType, rng: np.random.Generator, count: int, n: int) -> np.ndarray:
     """uint8[count, row_bytes(n)]: every field takes every value, scales may be subnormal, Inf and NaN."""
     return rng.integers(0, 256, (count, t.row_bytes(n)), dtype=np.uint8)

@@ -1,6 +1,6 @@
 """Codecs as another CPU would run them: code is generated for it in a process of its own, digests come back.
 
-python -m tests.types.on_cpu decode|encode|encode-plain NAME…
+python -m tests.types.on_cpu decode|encode|encode-plain|encode-moments NAME…
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ N = 1024
 def digests(what: str, names: list[str]) -> dict[str, str]:
     """A digest of each type's decoded values of random bytes, or encoded bytes of heavy-tailed rows.
 
-    "encode-plain" is without importance.
+    "encode-plain" is without importance, "encode-moments" with second moments at effort "best".
     """
     found = {}
     for name in names:
@@ -31,6 +31,9 @@ def digests(what: str, names: list[str]) -> dict[str, str]:
             encoded = data.random_bytes(t, np.random.default_rng(5), 4 * t.interleave, N)
             result = t.dequantize(encoded, N)
             result[np.isnan(result)] = 0
+        elif what == "encode-moments":
+            x = data.rows("student3", 5, 4 * t.interleave, N)
+            result = t.quantize(x, second_moments=data.second_moments(5, N), effort="best")
         else:
             x = data.rows("student3", 5, 4 * t.interleave, N)
             importance = None if what == "encode-plain" else data.importance(5, N)

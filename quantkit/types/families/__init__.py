@@ -8,6 +8,7 @@
 | `rowscaled` | iq2_ks … iq5_ks, iq4_kss, iq4_xs: a codebook, groups of 32 |
 | `grid_points`, `grid_type` | iq2_xxs … iq3_s: points of a grid with signs |
 | `iq1`, `ternary` | iq1_s, iq1_m; iq1_bn, iq2_bn |
+| `four_rows` | iq1_s_r4, iq1_m_r4 |
 | `trellis_code`, `trellis_type` | iq1_kt … iq4_kt |
 | `interleave`, `interleave_fields`, `permutation` | all types of interleaved rows |
 | `codebooks`, `super_scale`, `superblock`, `code_bits` | parts that several of these use |

@@ -16,7 +16,7 @@ import numpy as np
 from quantkit.codegen import jit
 from quantkit.codegen.jit import kernel
 
-WIDEST = 6  # bits; rounding errors of wider codes are negligible, and int8 has a value, -128, that kernels do not take
+WIDEST = 8  # bits
 _PROBES = 4  # encoded rows: a bit may have no effect in one of them
 
 
@@ -26,6 +26,7 @@ class Codec(Protocol):
     block_size: int
     block_bytes: int
     row_meta_bytes: int
+    unwritten_code: int | None
 
     def __hash__(self) -> int: ...
     def quantize(self, x: Any, importance: Any = None, *, threads: int | None = None) -> np.ndarray: ...
@@ -36,7 +37,8 @@ class Codes(NamedTuple):
     """Where the codes of a block's elements are: each is one run of bits within a byte, or two, low bits first.
 
     Under any scale, the values of an element's codes are an affine function of the ladder: from `code` to the next
-    larger ladder value it is up[code] units, to the next smaller one down[code] (negative; both 0 at the ends).
+    larger ladder value it is up[code] units, to the next smaller one down[code] (negative; both 0 at the ends). A code
+    that the type never writes (`QuantType.unwritten_code`) is no rung of the ladder: no step leads to it.
     """
 
     header: int  # bytes before the blocks of a row
@@ -63,10 +65,12 @@ def codes_of(kind: Codec) -> Codes | None:
         return None
     above, below = np.empty((2, len(order)), np.uint8)
     up, down = np.empty((2, len(order)), np.float32)
-    higher = np.minimum(np.searchsorted(ladder, ladder, "right"), len(order) - 1)  # equal values are one step
-    lower = np.maximum(np.searchsorted(ladder, ladder, "left") - 1, 0)
-    above[order], below[order] = order[higher], order[lower]
-    up[order], down[order] = (ladder[higher] - ladder) / span, (ladder[lower] - ladder) / span
+    written = order != kind.unwritten_code
+    rungs, codes = ladder[written], order[written]
+    higher = np.minimum(np.searchsorted(rungs, ladder, "right"), len(rungs) - 1)  # equal values are one step
+    lower = np.maximum(np.searchsorted(rungs, ladder, "left") - 1, 0)
+    above[order], below[order] = codes[higher], codes[lower]
+    up[order], down[order] = (rungs[higher] - ladder) / span, (rungs[lower] - ladder) / span
     runs = _runs(bits)
     low = int(runs[0, 0, 2]).bit_length()
     tables = (jit.readonly(table) for table in (above, below, up, down))

@@ -69,7 +69,8 @@ class Interleaved(QuantType):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         cls.base = cls.of.name
-        for name in ("block_size", "block_bytes", "row_meta_bytes", "overflow", "requires_imatrix", "uses_imatrix"):
+        for name in ("block_size", "block_bytes", "row_meta_bytes", "overflow", "requires_imatrix", "uses_imatrix",
+                     "moments_effort"):  # fmt: skip
             if name not in cls.__dict__:
                 setattr(cls, name, getattr(cls.of, name))
         super().__init_subclass__(**kwargs)

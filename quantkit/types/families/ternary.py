@@ -12,10 +12,15 @@ Rows that are ternary already, {-a, 0, a}, as in the models for which these type
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
 import numpy as np
 
 from quantkit.codegen.jit import kernel
-from quantkit.types.base import BEST
+from quantkit.types.base import BEST, QuantType
+
+if TYPE_CHECKING:
+    from quantkit.types.refine import Moments
 
 _MAGNITUDE, _EXPONENT = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 _ZERO, _ONE, _HALF = np.float32(0), np.float32(1), np.float32(0.5)
@@ -97,3 +102,26 @@ def nearest_codes(x: np.ndarray, scale: np.float32, codes: np.ndarray) -> None:
     half = _HALF * scale
     for j in range(x.size):
         codes[j] = np.uint8(np.int32(1) + np.int32(x[j] >= half) - np.int32(x[j] <= -half))
+
+
+class PackRows(Protocol):
+    """Write codes t + 1, uint8[rows, n], into out uint8[rows, row bytes] behind the rows' headers."""
+
+    def __call__(self, codes: np.ndarray, out: np.ndarray, /) -> None: ...
+
+
+class TernaryType(QuantType):
+    """Rows of a scale and ternary codes. The header of a row is its scale, of `scale_dtype`."""
+
+    uses_imatrix = True
+    scale_dtype: ClassVar[Any] = None
+    pack_rows: PackRows
+
+    @property
+    def uses_second_moments(self) -> bool:
+        return True
+
+    def refine_rows(self, x: np.ndarray, data: np.ndarray, moments: Moments, effort: int) -> None:
+        from quantkit.types.refine import SWEEPS, ternary_rows  # not loaded without: it needs numba
+
+        ternary_rows.refine(self, x, data, moments, SWEEPS[effort])

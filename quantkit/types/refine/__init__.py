@@ -2,7 +2,8 @@
 
 Takes rows, their encoding and H; gives a better encoding in the same format, in place. `moments` makes H ready,
 `scalar_codes` moves the codes of types whose elements have codes of their own, `vector_codes` those of groups of
-elements. `QuantType.quantize` is the only user. Must not import `types.base`, which imports it.
+elements, `ternary_rows` and `even_words` those of the types that call them from their `refine_rows`.
+`QuantType.quantize` is the only user. Must not import `types.base`, which imports it.
 """
 
 from __future__ import annotations
@@ -29,15 +30,14 @@ class Refinable(Codec, Protocol):
 
 
 def applies_to(kind: Refinable) -> bool:
-    """Whether second moments change the bytes of a type (row by row, not interleaved)."""
+    """Whether `refine` changes the bytes of a type (row by row, not interleaved)."""
     return kind.vector_codes is not None or codes_of(kind) is not None
 
 
 def refine(kind: Refinable, x: np.ndarray, data: np.ndarray, moments: Moments, effort: int) -> None:
     """Lower the error of data uint8[rows, row bytes], the encoding of float32[rows, n], in place.
 
-    Rows are independent: bytes depend neither on threads nor on the CPU. Types whose codes are wider than six bits stay
-    as they are: hardly any error is left in them.
+    Rows are independent: bytes depend neither on threads nor on the CPU. Floats stay as they are.
     """
     if (groups := kind.vector_codes) is not None:
         vector_codes.refine(kind, groups, x, data, moments, SWEEPS[effort])

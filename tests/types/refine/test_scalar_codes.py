@@ -7,18 +7,11 @@ import pytest
 
 from quantkit import types
 from quantkit.errors import DataError
+from quantkit.types.base import NORMAL
 from quantkit.types.refine import moments as preparing
 from quantkit.types.refine.moments import DAMPING, PANEL, TILE_ROWS, gradient, prepare
+from tests.types.data import second_moments
 from tests.types.test_codes import SINGLE
-
-
-def second_moments(n: int, rank: int, seed: int = 0) -> np.ndarray:
-    """float32[n, n] of `rank` random vectors whose elements go together, some columns large, one always zero."""
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal((rank, n)) @ (np.eye(n) + rng.standard_normal((n, n)) / np.sqrt(n))
-    x *= np.exp(rng.standard_normal(n))
-    x[:, n // 3] = 0
-    return np.float32(x.T @ x / rank)
 
 
 def errors(kind: types.QuantType, x: np.ndarray, data: np.ndarray, h: np.ndarray) -> np.ndarray:
@@ -34,11 +27,12 @@ def errors(kind: types.QuantType, x: np.ndarray, data: np.ndarray, h: np.ndarray
 def test_the_error_falls(name: str, rank: int) -> None:
     t = types.get(name)
     n = 3 * 128 if t.block_size == 32 else 768
-    h = second_moments(n, rank)
+    h = second_moments(0, n, rank)
     x = np.random.default_rng(1).standard_normal((16, n)).astype(np.float32)
-    before = t.quantize(x, np.diagonal(h))
-    after = t.quantize(x, np.diagonal(h), second_moments=h)
-    assert np.array_equal(after, t.quantize(x, second_moments=h, threads=1))  # the diagonal is the importance
+    effort = types.EFFORTS[max(t.moments_effort, NORMAL)]
+    before = t.quantize(x, np.diagonal(h), effort=effort)
+    after = t.quantize(x, np.diagonal(h), second_moments=h, effort=effort)
+    assert np.array_equal(after, t.quantize(x, second_moments=h, effort=effort))  # the diagonal is the importance
     a, b = errors(t, x, before, h), errors(t, x, after, h)
     assert (b <= a * (1 + 1e-5)).all()
     assert b.sum() < 0.9 * a.sum()
@@ -46,7 +40,7 @@ def test_the_error_falls(name: str, rank: int) -> None:
 
 @pytest.mark.parametrize("n", [32, 96, 160, 416])
 def test_gradient_is_the_product(n: int) -> None:
-    h = second_moments(n, 2 * n)
+    h = second_moments(0, n, 2 * n)
     prepared = prepare(h, n)
     e = np.zeros((2 * TILE_ROWS, prepared.panels.shape[1]), np.float32)
     e[:, :n] = np.random.default_rng(2).standard_normal((2 * TILE_ROWS, n))
@@ -70,16 +64,9 @@ def test_without_correlations_codes_stay() -> None:
     assert np.array_equal(t.quantize(x, second_moments=h, effort="fast"), plain)
 
 
-def test_wide_codes_stay_as_they_are() -> None:
-    x, h = np.random.default_rng(5).standard_normal((4, 256)).astype(np.float32), second_moments(256, 300)
-    for name in ("q8_0", "f16", "bf16"):
-        t = types.get(name)
-        assert np.array_equal(t.quantize(x, second_moments=h), t.quantize(x, np.diagonal(h)))
-
-
 def test_zeros_huge_and_tiny_rows() -> None:
     t = types.get("iq4_k")
-    h = second_moments(256, 500)
+    h = second_moments(0, 256, 500)
     x = np.random.default_rng(6).standard_normal((4, 256)).astype(np.float32)
     x[0], x[1], x[2] = 0, x[1] * np.float32(1e-38), x[2] * np.float32(1000)
     for scale in (1e-30, 1.0, 1e30):
@@ -91,7 +78,7 @@ def test_zeros_huge_and_tiny_rows() -> None:
 
 def test_bad_second_moments_are_refused() -> None:
     t, x = types.get("q4_0"), np.ones((1, 64), np.float32)
-    good = second_moments(64, 100)
+    good = second_moments(0, 64, 100)
     bad = {"have shape": good[:32]}
     for text, place, value in (("is nan", (3, 5), np.nan), ("not symmetric", (3, 5), 9e3), ("negative", (4, 4), -1e-9)):
         bad[text] = good.copy()

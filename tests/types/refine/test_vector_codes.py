@@ -9,7 +9,8 @@ from quantkit import types
 from quantkit.types.refine import prepare
 from quantkit.types.refine.moments import PANEL, TILE_ROWS
 from quantkit.types.refine.vector_codes import NEAR, descend, nearest_points, read_fields, write_fields
-from tests.types.refine.test_scalar_codes import errors, second_moments
+from tests.types.data import second_moments, tame_bytes
+from tests.types.refine.test_scalar_codes import errors
 
 GRIDS = ("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")
 SHIFTED = ("iq1_s", "iq1_m", "iq2_kl")  # a code's values hold the shift; pairs
@@ -28,7 +29,7 @@ def fields_of(kind, data: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, n
 @pytest.mark.parametrize("name", [*GRIDS, *TRELLISES, *SHIFTED, "iq3_s_r4"])
 def test_the_error_falls(name: str, rank: int) -> None:
     t = types.get(name)
-    h = second_moments(512, rank)
+    h = second_moments(0, 512, rank)
     x = np.random.default_rng(1).standard_normal((12, 512)).astype(np.float32)
     before = t.quantize(x, np.diagonal(h))
     after = t.quantize(x, second_moments=h)
@@ -67,6 +68,27 @@ def test_fields_are_those_that_the_decoder_reads(name: str) -> None:
     assert np.array_equal(found[2], tables)
 
 
+@pytest.mark.parametrize("name", ["iq1_s_r4", "iq1_m_r4"])
+def test_fields_of_four_rows_taken_apart(name: str) -> None:
+    """Points of rows apart, written at random, put together and decoded: a scale times the codebook's values."""
+    t, n, rng = types.get(name), 96, np.random.default_rng(8)
+    found = tame_bytes(t, rng, 8, n)
+    rows = t.rows_apart(found)
+    assert np.array_equal(t.rows_together(rows), found)
+    codes = t.vector_codes
+    wanted, signs = rng.integers(0, codes.values.shape[1], (8, n // 8)), np.ones((8, n), np.float32)
+    before = fields_of(t, rows, n)
+    write_fields(rows, codes, wanted, signs)
+    after = fields_of(t, rows, n)
+    assert np.array_equal(after[0], wanted)
+    assert np.array_equal(after[2], before[2])
+    y = t.dequantize(t.rows_together(rows), n).reshape(-1, 8).astype(np.float64)
+    values = codes.values[np.repeat(after[2], 4, axis=1), wanted].reshape(-1, 8).astype(np.float64)
+    scales = (y * values).sum(1) / (values**2).sum(1)
+    np.testing.assert_allclose(y, scales[:, None] * values, rtol=1e-4, atol=1e-9)
+    assert np.mean(scales != 0) > 0.8
+
+
 def test_nearest_points_are_those_of_sorting() -> None:
     values = np.random.default_rng(3).integers(-126, 127, (2, 1500, 4)).astype(np.int8)
     near, near_values = nearest_points(values, NEAR)
@@ -83,7 +105,7 @@ def test_nearest_points_are_those_of_sorting() -> None:
 def test_one_sweep_against_the_plain_formula(name: str) -> None:
     """Every move of the first row, with the error computed anew for each of all neighbours and signs in float64."""
     t, n = types.get(name), 256
-    codes, h = t.vector_codes, second_moments(n, 400)
+    codes, h = t.vector_codes, second_moments(0, n, 400)
     prepared = prepare(h, n)
     x = np.random.default_rng(4).standard_normal((1, n)).astype(np.float32)
     data = t.quantize(x, np.diagonal(h))

@@ -34,7 +34,7 @@ def test_a_code_is_one_element(name):
     read_codes(rows, codes, found)
     for j in (0, 1, 15, t.block_size - 1, t.block_size, n - 1):
         units = []
-        for following, ladder in ((codes.above, codes.up), (codes.below, codes.down)):
+        for following, ladder in ((codes.ladder.above, codes.ladder.up), (codes.ladder.below, codes.ladder.down)):
             moved, changed = found.copy(), rows.copy()
             moved[1, j] = following[found[1, j]]
             write_codes(moved, codes, changed)
@@ -53,7 +53,7 @@ def test_written_codes_are_read(name):
     t = types.get(name)
     codes, n = codes_of(t), 2 * t.block_size
     rows = t.quantize(data.rows("gaussian", 2, 5, n), np.ones(n, np.float32))
-    wanted = np.random.default_rng(3).integers(0, len(codes.above), (5, n)).astype(np.uint8)
+    wanted = np.random.default_rng(3).integers(0, len(codes.ladder.above), (5, n)).astype(np.uint8)
     write_codes(wanted, codes, rows)
     found = np.empty_like(wanted)
     read_codes(rows, codes, found)
@@ -65,22 +65,22 @@ def test_the_ladder_holds_all_values_in_their_order(name):
     t = types.get(name)
     codes, n = codes_of(t), t.block_size
     row = t.quantize(data.rows("gaussian", 4, 1, n), np.ones(n, np.float32))
-    code = int(np.flatnonzero(codes.down == 0)[0])
+    code = int(np.flatnonzero(codes.ladder.down == 0)[0])
     seen = []
     while True:
         write_codes(np.full((1, n), code, np.uint8), codes, row)
         seen.append((code, t.dequantize(row, n)[0]))
-        if codes.above[code] == code:
+        if codes.ladder.above[code] == code:
             break
-        code = int(codes.above[code])
+        code = int(codes.ladder.above[code])
     rising = np.diff(np.array([values for _, values in seen]), axis=0)
     assert ((rising > 0).all(axis=0) | (rising < 0).all(axis=0)).all()
-    assert len(seen) == len(codes.above) - (name == "mxfp4") - (name in ("q8_0", "q8_KV"))  # two zeros; no -128
+    assert len(seen) == len(codes.ladder.above) - (name == "mxfp4") - (name in ("q8_0", "q8_KV"))  # two zeros; no -128
 
 
 def test_no_step_leads_to_a_code_that_is_never_written():
     for name in ("q8_0", "q8_KV", "iq2_bn"):
         t = types.get(name)
         codes = codes_of(t)
-        assert t.unwritten_code not in np.concatenate([codes.above, codes.below])
-        assert codes.up[t.unwritten_code] != 0  # but one away from it
+        assert t.unwritten_code not in np.concatenate([codes.ladder.above, codes.ladder.below])
+        assert codes.ladder.up[t.unwritten_code] != 0  # but one away from it

@@ -33,22 +33,27 @@ class Codec(Protocol):
     def dequantize(self, data: Any, n: int, *, threads: int | None = None) -> np.ndarray: ...
 
 
-class Codes(NamedTuple):
-    """Where the codes of a block's elements are: each is one run of bits within a byte, or two, low bits first.
+class Ladder(NamedTuple):
+    """The values of a type's codes in their order, up to a factor and an offset of the element.
 
-    Under any scale, the values of an element's codes are an affine function of the ladder: from `code` to the next
-    larger ladder value it is up[code] units, to the next smaller one down[code] (negative; both 0 at the ends). A code
-    that the type never writes (`QuantType.unwritten_code`) is no rung of the ladder: no step leads to it.
+    From `code` to the next larger value it is up[code] units, to the next smaller one down[code] (negative; both 0 at
+    the ends). A code that the type never writes (`QuantType.unwritten_code`) is no rung: no step leads to it.
     """
+
+    above: np.ndarray  # uint8[2^bits] the code of the next value after each code's; its own at the end
+    below: np.ndarray  # uint8[2^bits] of the value before
+    up: np.ndarray  # float32[2^bits]
+    down: np.ndarray  # float32[2^bits]
+
+
+class Codes(NamedTuple):
+    """Where the codes of a block's elements are: each is one run of bits within a byte, or two, low bits first."""
 
     header: int  # bytes before the blocks of a row
     block_bytes: int
     runs: np.ndarray  # int64[elements, 2, 3]: byte of the block, first bit in it, mask at bit 0, which may be 0
     low: int  # bits in the first run
-    above: np.ndarray  # uint8[2^bits] the code of the next ladder value after each code's; its own at the end
-    below: np.ndarray  # uint8[2^bits] of the value before
-    up: np.ndarray  # float32[2^bits]
-    down: np.ndarray  # float32[2^bits]
+    ladder: Ladder
 
 
 @functools.cache
@@ -74,7 +79,7 @@ def codes_of(kind: Codec) -> Codes | None:
     runs = _runs(bits)
     low = int(runs[0, 0, 2]).bit_length()
     tables = (jit.readonly(table) for table in (above, below, up, down))
-    return Codes(kind.row_meta_bytes, kind.block_bytes, jit.readonly(runs), low, *tables)
+    return Codes(kind.row_meta_bytes, kind.block_bytes, jit.readonly(runs), low, Ladder(*tables))
 
 
 def _are_affine(values: np.ndarray, ladder: np.ndarray) -> bool:

@@ -47,11 +47,12 @@ class FourRows(QuantType):
         return groups.reshape(rows.shape)
 
     def refine_rows(self, x: np.ndarray, data: np.ndarray, moments: Moments, effort: int) -> None:
-        from quantkit.types.refine import SWEEPS, vector_codes  # not loaded without: it needs numba
+        from quantkit.types.refine import vector_codes  # not loaded without: it needs numba
 
         rows = self.rows_apart(data)
         assert self.vector_codes is not None  # all subclasses have them
-        vector_codes.refine(_RowsApart(self), self.vector_codes, x, rows, moments, SWEEPS[effort])
+        scales = vector_codes.SCALES[effort]
+        vector_codes.refine(_RowsApart(self), self.vector_codes, None, x, rows, moments, scales)
         data[...] = self.rows_together(rows)
 
 

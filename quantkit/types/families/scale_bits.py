@@ -156,7 +156,7 @@ def _values(kind: Codec, bits: np.ndarray, is_minimum: bool) -> np.ndarray:
         return y
     if own is None:  # of groups of elements
         return _decoded(kind, bits, codes)
-    ends = np.flatnonzero(own.down == 0)[0], np.flatnonzero(own.up == 0)[0]
+    ends = np.flatnonzero(own.ladder.down == 0)[0], np.flatnonzero(own.ladder.up == 0)[0]
     low, high = (_decoded(kind, bits, codes, int(code)) for code in ends)
     high -= low
     return high

@@ -122,6 +122,6 @@ class TernaryType(QuantType):
         return True
 
     def refine_rows(self, x: np.ndarray, data: np.ndarray, moments: Moments, effort: int) -> None:
-        from quantkit.types.refine import SWEEPS, ternary_rows  # not loaded without: it needs numba
+        from quantkit.types.refine import ternary_rows  # not loaded without: it needs numba
 
-        ternary_rows.refine(self, x, data, moments, SWEEPS[effort])
+        ternary_rows.refine(self, x, data, moments, ternary_rows.ROUNDS[effort])

@@ -15,10 +15,11 @@ import numpy as np
 
 from quantkit.codegen.array_cache import disk_cached
 from quantkit.codegen.jit import readonly
-from quantkit.types.base import QuantType
+from quantkit.types.base import BEST, QuantType
 from quantkit.types.families.trellis_code import BOOK, OFFSET, Kind, code_values
 
 if TYPE_CHECKING:
+    from quantkit.types.refine import Moments
     from quantkit.types.refine.vector_codes import VectorCodes
 
 
@@ -49,6 +50,10 @@ class TrellisType(QuantType):
     largest: ClassVar[tuple[float, float]] = (90, 90)  # a sub-block's, in units of its own scale, without and with
     plans: ClassVar[tuple[Plan, Plan, Plan]]  # importance; plans of fast, normal, best
     _pack: ClassVar[Any] = None
+
+    def refine_rows(self, x: np.ndarray, data: np.ndarray, moments: Moments, effort: int) -> None:
+        """As the other types, with the sweeps of the next effort: encoding takes longer than all of them."""
+        super().refine_rows(x, data, moments, min(effort + 1, BEST))
 
     @functools.cached_property
     def vector_codes(self) -> VectorCodes:

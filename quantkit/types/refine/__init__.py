@@ -13,13 +13,14 @@ from typing import Protocol
 import numpy as np
 
 from quantkit.types.families.code_bits import Codec, codes_of
+from quantkit.types.families.scale_bits import scale_of
 from quantkit.types.refine import scalar_codes, vector_codes
 from quantkit.types.refine.moments import Moments, prepare
 from quantkit.types.refine.vector_codes import VectorCodes
 
 __all__ = ["Moments", "applies_to", "prepare", "refine"]
 
-SWEEPS = (1, 2, 6)  # over all columns, by effort
+SWEEPS = (1, 2, 6)  # over all columns, by effort, of types that call their method from `refine_rows`
 
 
 class Refinable(Codec, Protocol):
@@ -40,6 +41,6 @@ def refine(kind: Refinable, x: np.ndarray, data: np.ndarray, moments: Moments, e
     Rows are independent: bytes depend neither on threads nor on the CPU. Floats stay as they are.
     """
     if (groups := kind.vector_codes) is not None:
-        vector_codes.refine(kind, groups, x, data, moments, SWEEPS[effort])
+        vector_codes.refine(kind, groups, scale_of(kind), x, data, moments, vector_codes.SCALES[effort])
     elif (codes := codes_of(kind)) is not None:
         scalar_codes.refine(kind, codes, x, data, moments, scalar_codes.ROUNDS[effort])

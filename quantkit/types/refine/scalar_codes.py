@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from quantkit.codegen.jit import kernel, subkernel
-from quantkit.types.families.code_bits import Codec, Codes, read_codes, write_codes
+from quantkit.types.families.code_bits import Codec, Codes, Ladder, read_codes, write_codes
 from quantkit.types.families.scale_bits import minimum_of, scale_of, write_numbers
 from quantkit.types.refine import sub_block_scales
 from quantkit.types.refine.code_pairs import DOWN, UP, best_partner, least_partners
@@ -42,14 +42,14 @@ def refine(
     e = np.zeros((-(-rows // TILE_ROWS) * TILE_ROWS, moments.panels.shape[1]), np.float32)
     np.subtract(decoded, x, out=e[:rows, :n])
     moved = data.copy()
-    _neighbours(codes, found, others)
+    _neighbours(codes, found.ladder, others)
     write_codes(others, found, moved)
     unit = kind.dequantize(moved, n, threads=1)
-    _units(codes, found, decoded, unit)
+    _units(codes, found.ladder, decoded, unit)
     scale, minimum = (scale_of(kind), minimum_of(kind)) if any(rounds) else (None, None)
     scales, minima = (sub_block_scales.read(kind, number, data, decoded) for number in (scale, minimum))
     for count in rounds:
-        if not descend(e, codes, unit, found, scales, minima, moments.panels, rows, INNER, count) and count:
+        if not descend(e, codes, unit, found.ladder, scales, minima, moments.panels, rows, INNER, count) and count:
             break
     write_codes(codes, found, data)
     for number, numbers in ((scale, scales), (minimum, minima)):
@@ -58,21 +58,21 @@ def refine(
 
 
 @kernel
-def _neighbours(codes: np.ndarray, found: Codes, out: np.ndarray) -> None:
+def _neighbours(codes: np.ndarray, ladder: Ladder, out: np.ndarray) -> None:
     """out uint8[rows, n] = the code of the next value of each element, of the last one for the largest value."""
     for row in range(len(codes)):
         for j in range(codes.shape[1]):
             code = codes[row, j]
-            out[row, j] = found.above[code] if found.up[code] != 0 else found.below[code]
+            out[row, j] = ladder.above[code] if ladder.up[code] != 0 else ladder.below[code]
 
 
 @kernel
-def _units(codes: np.ndarray, found: Codes, decoded: np.ndarray, unit: np.ndarray) -> None:
+def _units(codes: np.ndarray, ladder: Ladder, decoded: np.ndarray, unit: np.ndarray) -> None:
     """Make units of the ladder of unit float32[rows, n], the values of `_neighbours`; decoded: those of the codes."""
     for row in range(len(codes)):
         for j in range(codes.shape[1]):
             code = codes[row, j]
-            step = found.up[code] if found.up[code] != 0 else found.down[code]
+            step = ladder.up[code] if ladder.up[code] != 0 else ladder.down[code]
             unit[row, j] = (unit[row, j] - decoded[row, j]) / step
 
 
@@ -81,7 +81,7 @@ def descend(
     e: np.ndarray,
     codes: np.ndarray,
     unit: np.ndarray,
-    found: Codes,
+    ladder: Ladder,
     scales: Numbers,
     minima: Numbers,
     panels: np.ndarray,
@@ -113,9 +113,9 @@ def descend(
             if scales.size:
                 blocks = slice(columns.start // scales.size, columns.stop // scales.size)
                 places, slope = scales.places[row, blocks], scales.directions[row, columns]
-            _read_steps(own_codes, own_unit, found, steps)
+            _read_steps(own_codes, own_unit, ladder, steps)
             moves += _sweep_codes(
-                g, h, diagonal, own_e, own_codes, own_unit, slope, places, scales, found, steps, inner
+                g, h, diagonal, own_e, own_codes, own_unit, slope, places, scales, ladder, steps, inner
             )
             for _ in range(rounds):
                 moved = 0
@@ -125,33 +125,33 @@ def descend(
                     )
                 if minima.size:
                     blocks = slice(columns.start // minima.size, columns.stop // minima.size)
+                    places_of_minima, direction = minima.places[row, blocks], minima.directions[row, columns]
                     moved += move_numbers(
-                        g, h, own_e, own_unit, minima.directions[row, columns], minima.places[row, blocks],
-                        minima.values, minima.size, False, work[7],
-                    )  # fmt: skip
+                        g, h, own_e, no_floats, direction, places_of_minima, minima.values, minima.size, False, work[7]
+                    )
                 if moved:
-                    _read_steps(own_codes, own_unit, found, steps)
+                    _read_steps(own_codes, own_unit, ladder, steps)
                 moved += _sweep_pairs(
-                    g, h, diagonal, apart, own_e, own_codes, own_unit, slope, places, scales, found, steps, work[5:7]
+                    g, h, diagonal, apart, own_e, own_codes, own_unit, slope, places, scales, ladder, steps, work[5:7]
                 )
                 if moved == 0:
                     break
                 moves += moved
-                _sweep_codes(g, h, diagonal, own_e, own_codes, own_unit, slope, places, scales, found, steps, inner)
+                _sweep_codes(g, h, diagonal, own_e, own_codes, own_unit, slope, places, scales, ladder, steps, inner)
     return moves
 
 
 @subkernel
-def _read_steps(codes: np.ndarray, unit: np.ndarray, found: Codes, steps: np.ndarray) -> None:
+def _read_steps(codes: np.ndarray, unit: np.ndarray, ladder: Ladder, steps: np.ndarray) -> None:
     """Rows UP and DOWN of steps float32[4, PANEL]: the steps of each code to its neighbours, 0 at the ends."""
     for j in range(len(codes)):
-        steps[UP, j], steps[DOWN, j] = unit[j] * found.up[codes[j]], unit[j] * found.down[codes[j]]
+        steps[UP, j], steps[DOWN, j] = unit[j] * ladder.up[codes[j]], unit[j] * ladder.down[codes[j]]
 
 
 @subkernel
 def _move(
     g: np.ndarray, h: np.ndarray, e: np.ndarray, codes: np.ndarray, unit: np.ndarray, slope: np.ndarray,
-    places: np.ndarray, scales: Numbers, found: Codes, steps: np.ndarray, j: int, k: int,
+    places: np.ndarray, scales: Numbers, ladder: Ladder, steps: np.ndarray, j: int, k: int,
 ) -> None:  # fmt: skip
     """Move the code of element j of a row's part in a panel to its next value (k = UP) or the last one (DOWN)."""
     step = steps[k, j]
@@ -159,8 +159,8 @@ def _move(
     if len(slope):
         slope[j] += step / scales.values[places[j // scales.size]]
     add_scaled(step, h[j].ctypes.data, g.ctypes.data)
-    codes[j] = found.above[codes[j]] if k == UP else found.below[codes[j]]
-    steps[UP, j], steps[DOWN, j] = unit[j] * found.up[codes[j]], unit[j] * found.down[codes[j]]
+    codes[j] = ladder.above[codes[j]] if k == UP else ladder.below[codes[j]]
+    steps[UP, j], steps[DOWN, j] = unit[j] * ladder.up[codes[j]], unit[j] * ladder.down[codes[j]]
 
 
 @subkernel
@@ -174,7 +174,7 @@ def _sweep_codes(
     slope: np.ndarray,
     places: np.ndarray,
     scales: Numbers,
-    found: Codes,
+    ladder: Ladder,
     steps: np.ndarray,
     inner: int,
 ) -> int:
@@ -190,7 +190,7 @@ def _sweep_codes(
             up, down = steps[UP, j] * (twice + steps[UP, j] * curve), steps[DOWN, j] * (twice + steps[DOWN, j] * curve)
             k = UP if up <= down else DOWN
             if min(up, down) < np.float32(-1e-5) * (steps[k, j] * steps[k, j] * curve):
-                _move(g, h, e, codes, unit, slope, places, scales, found, steps, j, k)
+                _move(g, h, e, codes, unit, slope, places, scales, ladder, steps, j, k)
                 moved += 1
         moves += moved
         if moved == 0:
@@ -210,7 +210,7 @@ def _sweep_pairs(
     slope: np.ndarray,
     places: np.ndarray,
     scales: Numbers,
-    found: Codes,
+    ladder: Ladder,
     steps: np.ndarray,
     least: np.ndarray,
 ) -> int:
@@ -227,8 +227,8 @@ def _sweep_pairs(
         a = steps[first, i]
         if least[first, i] < np.float32(-1e-5) * (a * a * diagonal[i]):
             partner, second = best_partner(apart[i], steps, a)
-            _move(g, h, e, codes, unit, slope, places, scales, found, steps, i, first)
-            _move(g, h, e, codes, unit, slope, places, scales, found, steps, partner, second)
+            _move(g, h, e, codes, unit, slope, places, scales, ladder, steps, i, first)
+            _move(g, h, e, codes, unit, slope, places, scales, ladder, steps, partner, second)
             weigh_steps(g.ctypes.data, diagonal.ctypes.data, steps.ctypes.data)
             moved += 1
     return moved

@@ -8,14 +8,19 @@ The error is a parabola of T. Its minimum lies between two values; the better on
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from quantkit.codegen.jit import subkernel
-from quantkit.types.families.code_bits import Codec
 from quantkit.types.families.scale_bits import SubBlockNumber, read_numbers, write_numbers
 from quantkit.types.refine.panel_rows import add_scaled, combine, dot
+
+
+class Decoder(Protocol):
+    """What is asked of a type here."""
+
+    def dequantize(self, data: np.ndarray, n: int, *, threads: int | None = None) -> np.ndarray: ...
 
 
 class Numbers(NamedTuple):
@@ -35,7 +40,7 @@ class Numbers(NamedTuple):
 NONE = Numbers(0, np.zeros((0, 0), np.int64), np.zeros(1, np.float32), np.zeros((0, 0), np.float32))
 
 
-def read(kind: Codec, number: SubBlockNumber | None, data: np.ndarray, decoded: np.ndarray) -> Numbers:
+def read(kind: Decoder, number: SubBlockNumber | None, data: np.ndarray, decoded: np.ndarray) -> Numbers:
     """A number in data uint8[rows, row bytes] with its directions; decoded: float32[rows, n] of `data`."""
     if number is None:
         return NONE
@@ -90,7 +95,8 @@ def move_numbers(
     """Move the numbers of a row's sub-blocks in a panel; how many moved.
 
     g float32[PANEL], the gradient r; h float32[PANEL, PANEL], H of the panel; e, unit, directions float32[columns];
-    places int64[sub-blocks]; product float32[PANEL]: work space. `scales_unit`: whether steps of codes grow with it.
+    places int64[sub-blocks]; product float32[PANEL]: work space. `scales_unit`: a scale, which must not be
+    0; unit float32[columns], or empty, grows with it.
     """
     moved = 0
     for i in range(len(places)):
@@ -116,7 +122,7 @@ def move_numbers(
         add_scaled(t, product.ctypes.data, g.ctypes.data)
         for j in range(first, first + size):
             e[j] += t * directions[j]
-            if scales_unit:
+            if j < len(unit):
                 unit[j] *= values[best] / value
         places[i] = best
         moved += 1

@@ -15,12 +15,18 @@ from typing import Any, Protocol
 import numpy as np
 
 from quantkit.codegen.jit import kernel
+from quantkit.types.families.code_bits import Ladder
 from quantkit.types.refine.moments import PANEL, TILE_ROWS, Moments, gradient
 from quantkit.types.refine.scalar_codes import INNER, descend
+from quantkit.types.refine.sub_block_scales import NONE
 
-# The ladder of codes t + 1 under the unit d.
-_ABOVE, _BELOW = np.array([1, 2, 2], np.uint8), np.array([0, 0, 1], np.uint8)
-_UP, _DOWN = np.array([1, 1, 0], np.float32), np.array([0, -1, -1], np.float32)
+_LADDER = Ladder(  # of codes t + 1 under the unit d
+    np.array([1, 2, 2], np.uint8),
+    np.array([0, 0, 1], np.uint8),
+    np.array([1, 1, 0], np.float32),
+    np.array([0, -1, -1], np.float32),
+)
+ROUNDS = ((0,), (1, 1), (1, 2, 2, 2, 2, 2))  # by effort: for each sweep over all columns, rounds of pairs
 
 
 class TernaryRows(Protocol):
@@ -33,8 +39,11 @@ class TernaryRows(Protocol):
     def dequantize(self, data: np.ndarray, n: int, *, threads: int | None = None) -> np.ndarray: ...
 
 
-def refine(kind: TernaryRows, x: np.ndarray, data: np.ndarray, moments: Moments, sweeps: int) -> None:
-    """Lower the error of data uint8[rows, row bytes], which encodes x float32[rows, n], in place, row by row."""
+def refine(kind: TernaryRows, x: np.ndarray, data: np.ndarray, moments: Moments, rounds: tuple[int, ...]) -> None:
+    """Lower the error of data uint8[rows, row bytes], which encodes x float32[rows, n], in place, row by row.
+
+    rounds: one of ROUNDS
+    """
     rows, n = x.shape
     decoded = kind.dequantize(data, n, threads=1)
     t = np.zeros((-(-rows // TILE_ROWS) * TILE_ROWS, moments.panels.shape[1]), np.float32)
@@ -42,9 +51,9 @@ def refine(kind: TernaryRows, x: np.ndarray, data: np.ndarray, moments: Moments,
     e[:rows, :n] = decoded - x
     header = np.dtype(kind.scale_dtype).itemsize
     scales = np.ascontiguousarray(data[:, :header]).view(kind.scale_dtype)[:, 0]
-    for _ in range(sweeps):
+    for count in rounds:
         unit = np.repeat(scales.astype(np.float32)[:, None], n, axis=1)
-        moved = descend(e, codes, unit, _UP, _DOWN, _ABOVE, _BELOW, moments.panels, rows, INNER)
+        moved = descend(e, codes, unit, _LADDER, NONE, NONE, moments.panels, rows, INNER, count)
         t[:rows, :n] = codes.astype(np.float32) - 1
         fitted = fit_scales(scales, t, e, moments)
         changed = fitted != scales

@@ -8,24 +8,34 @@ eight signs in place of the last), if that lowers the error: a change d of the e
 
     2 d . r_g + d^T H_gg d,   r = e H
 
-All neighbours of a point are weighed at once, as lanes. Where the fields are in a block, a type says by packing them:
+All neighbours of a point are weighed at once, as lanes. In the later sweeps the scales of sub-blocks move, too
+(`sub_block_scales`). Where the fields are in a block, a type says by packing them:
 `find_bits` compares blocks that differ in one bit of one field.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from quantkit.codegen import jit, thread_pool
 from quantkit.codegen.array_cache import disk_cached
-from quantkit.codegen.jit import kernel
+from quantkit.codegen.jit import kernel, subkernel
 from quantkit.codegen.simd import F32, I8, I32, IrBuilder, Value, simd_intrinsic, vector
+from quantkit.types.families.scale_bits import SubBlockNumber, write_numbers
+from quantkit.types.refine import sub_block_scales
 from quantkit.types.refine.moments import PANEL, TILE_ROWS, Moments, gradient
+from quantkit.types.refine.sub_block_scales import Decoder, Numbers, move_numbers
 
 NEAR = 32  # neighbours of a point
 INNER = 2  # sweeps of a panel
+SCALES = (
+    (False,),
+    (False, False, True, True),
+    (False, False, True, True, True, True, True, True),
+)  # by effort: `refine`
 
 
 class VectorCodes(NamedTuple):
@@ -39,12 +49,6 @@ class VectorCodes(NamedTuple):
     point_bits: np.ndarray  # int64[groups of a block, bits], the lowest first
     sign_bits: np.ndarray  # int64[256], -1 where the sign is the parity of the seven before; int64[0] without signs
     table_bits: np.ndarray  # int64[8], of sub-blocks of 32; int64[0] with one table
-
-
-class Decoder(Protocol):
-    """What is asked of a type here."""
-
-    def dequantize(self, data: np.ndarray, n: int, *, threads: int | None = None) -> np.ndarray: ...
 
 
 # ------------------------------------------------------------------------------------------------------------ codebooks
@@ -171,8 +175,19 @@ def write_fields(data: np.ndarray, codes: VectorCodes, points: np.ndarray, signs
 # -------------------------------------------------------------------------------------------------------------- descent
 
 
-def refine(kind: Decoder, codes: VectorCodes, x: np.ndarray, data: np.ndarray, moments: Moments, sweeps: int) -> None:
-    """Lower the error of data uint8[rows, row bytes], which encodes x float32[rows, n], in place, row by row."""
+def refine(
+    kind: Decoder,
+    codes: VectorCodes,
+    number: SubBlockNumber | None,
+    x: np.ndarray,
+    data: np.ndarray,
+    moments: Moments,
+    moves_scales: Sequence[bool],
+) -> None:
+    """Lower the error of data uint8[rows, row bytes], which encodes x float32[rows, n], in place, row by row.
+
+    number: the scale of sub-blocks; moves_scales: for each sweep over all columns, whether it moves as well
+    """
     rows, n = x.shape
     size = codes.values.shape[2]
     points = np.empty((rows, n // size), np.int64)
@@ -188,10 +203,15 @@ def refine(kind: Decoder, codes: VectorCodes, x: np.ndarray, data: np.ndarray, m
     e = np.zeros((-(-rows // TILE_ROWS) * TILE_ROWS, moments.panels.shape[1]), np.float32)
     e[:rows, :n] = decoded - x
     flips = 0 if not len(codes.sign_bits) else 2 if (codes.sign_bits < 0).any() else 1
-    for _ in range(sweeps):
-        if not descend(e, points, signs, table, scales, codes, moments.panels, rows, flips, INNER):
+    number = number if any(moves_scales) else None
+    numbers = sub_block_scales.read(kind, number, data, decoded)
+    for moves in moves_scales:
+        own = numbers if moves else sub_block_scales.NONE
+        if not descend(e, points, signs, table, scales, own, codes, moments.panels, rows, flips, INNER):
             break
     write_fields(data, codes, points, signs)
+    if number is not None:
+        write_numbers(number.codes[numbers.places], number, data)
 
 
 @kernel
@@ -201,18 +221,20 @@ def descend(
     signs: np.ndarray,
     tables: np.ndarray,
     scales: np.ndarray,
+    numbers: Numbers,
     codes: VectorCodes,
     panels: np.ndarray,
     rows: int,
     flips: int,
     inner: int,
 ) -> int:
-    """Move points int64[rows, groups] and signs so that e^T H e falls, and e with them. Returns the number of moves.
+    """Move points int64[rows, groups], signs and scales so that e^T H e falls, and e with them. Returns the moves.
 
     tables int64[rows, groups], scales float32[rows, groups]; flips: signs that change at once, 0 without signs.
     """
     size, n = codes.values.shape[2], points.shape[1] * codes.values.shape[2]
     r = np.empty((len(e), PANEL), np.float32)
+    work = np.empty((3, PANEL), np.float32)
     step, gains, factors = np.empty((size, NEAR), np.float32), np.empty(NEAR, np.float32), np.empty(size, np.float32)
     values, near, near_values = codes.values, codes.near, codes.near_values
     moves = 0
@@ -237,7 +259,49 @@ def descend(
                 moves += moved
                 if moved == 0:
                     break
+            if numbers.size:
+                places = numbers.places[row, first // numbers.size : (first + many) // numbers.size]
+                moves += _move_scales(
+                    own_e, r[row], h, own_signs, own_points, own_tables, own_scales, values, places, numbers.values,
+                    numbers.size, work,
+                )  # fmt: skip
     return moves
+
+
+@subkernel
+def _move_scales(
+    e: np.ndarray,
+    g: np.ndarray,
+    h: np.ndarray,
+    signs: np.ndarray,
+    points: np.ndarray,
+    tables: np.ndarray,
+    scales: np.ndarray,
+    values: np.ndarray,
+    places: np.ndarray,
+    of_places: np.ndarray,
+    block: int,
+    work: np.ndarray,
+) -> int:
+    """Move the scales of the sub-blocks of `block` elements of a row's part in a panel; how many moved.
+
+    of_places: the scale of each place, up to a factor; work float32[3, PANEL]
+    """
+    size = values.shape[2]
+    directions, before = work[0], work[1]
+    for group in range(len(points)):
+        scale = of_places[places[group * size // block]]
+        before[group] = scale
+        factor = scales[group] / scale if scale != 0 else np.float32(0)
+        for i in range(size):
+            value = np.float32(values[tables[group], points[group], i])
+            directions[group * size + i] = factor * signs[group * size + i] * value
+    moved = move_numbers(g, h, e, e[:0], directions[: len(e)], places, of_places, block, True, work[2])
+    if moved:
+        for group in range(len(points)):
+            if before[group] != 0:
+                scales[group] *= of_places[places[group * size // block]] / before[group]
+    return moved
 
 
 @simd_intrinsic("void")

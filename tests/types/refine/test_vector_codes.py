@@ -8,6 +8,7 @@ import pytest
 from quantkit import types
 from quantkit.types.refine import prepare
 from quantkit.types.refine.moments import PANEL, TILE_ROWS
+from quantkit.types.refine.sub_block_scales import NONE
 from quantkit.types.refine.vector_codes import NEAR, descend, nearest_points, read_fields, write_fields
 from tests.types.data import second_moments, tame_bytes
 from tests.types.refine.test_scalar_codes import errors
@@ -121,7 +122,7 @@ def test_one_sweep_against_the_plain_formula(name: str) -> None:
     e[0] = (y - x)[0]
     flips = 0 if not len(codes.sign_bits) else 2 if (codes.sign_bits < 0).any() else 1
     mine = [np.array(a) for a in (e[0].astype(np.float64), points[0], signs[0])]
-    descend(e, points, signs, tables, scales, codes, prepared.panels, 1, flips, 1)
+    descend(e, points, signs, tables, scales, NONE, codes, prepared.panels, 1, flips, 1)
     plain_sweep(*mine, tables[0], scales[0], codes, damped, flips)
     assert np.mean(mine[1] != points[0]) < 0.02  # a rounding error may decide between two
     assert np.mean(mine[2] != signs[0]) < 0.02

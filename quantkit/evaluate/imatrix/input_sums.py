@@ -3,7 +3,8 @@
 `ProductSums`     x x^T, whole or in blocks of columns: float32[n, n] for each block
 `ProductSketch`   Y = X^T (X O) with a fixed random matrix O of SKETCH times as many columns as the rank. At the end
                   H ~ Y (O^T Y)^+ Y^T (Nystroem approximation, Tropp et al., 2017, arXiv:1706.05736). Memory is that of
-                  Y, float32[n, SKETCH rank]; a wide input never has an n x n matrix.
+                  Y, float32[n, SKETCH rank], and of one O for all inputs of a width; a wide input never has an n x n
+                  matrix.
 
 Columns are divided by their root mean square in the vectors that come first, so that large ones do not hide the others
 in float32. What is left of scale is divided out at the end, when the importance is known.

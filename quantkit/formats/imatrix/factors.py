@@ -39,8 +39,11 @@ def fit(wide: np.ndarray, rank: int) -> np.ndarray:
     if k <= rank:
         return np.hstack([wide, np.zeros((n, rank - k))])
     with blas.single_threaded():
-        left, singular, _ = np.linalg.svd(wide, full_matrices=False)
-        basis, factors = left[:, :rank], left[:, :rank] * singular[:rank]
+        _, turned = np.linalg.eigh(wide.T @ wide)
+        factors = (
+            wide @ turned[:, ::-1][:, :rank]
+        )  # eigenvectors of `wide` `wide`^T, times the roots of the eigenvalues
+        basis, _ = np.linalg.qr(factors)
         own = _squares(wide)
         for _ in range(_FITS if rank < n else 0):
             change = np.minimum(_squares(factors), 1) - own  # of the diagonal of `wide` `wide`^T

@@ -76,7 +76,7 @@ def imatrix(
         typer.Option(
             "--second-moments",
             metavar="FORM",
-            help="Also collect how columns go together, for quantize: full, blocks, blocks:N or auto. Needs -o X.gguf.",
+            help="Also collect how columns go together, for quantize: full, rank:N, blocks:N or auto. Needs -o X.gguf.",
         ),
     ] = None,
     second_moments_size: Annotated[
@@ -149,15 +149,15 @@ def imatrix(
 def _print_sizes(model: Path, form: str | None, limit: int | None, json: bool) -> None:
     """What --second-moments takes, in each form or in the one that is asked for."""
     from quantkit.cli._shared import table
-    from quantkit.evaluate.imatrix.second_moments import MomentsForm, measured_shapes, plan_blocks, sizes
+    from quantkit.evaluate.imatrix.second_moments import MomentsForm, measured_shapes, plan_forms, sizes
     from quantkit.pipelines import planning
 
     shapes = measured_shapes(planning.open_model(model).tensors)
     if not shapes:
         raise QuantkitError(f"{model}: no matrices in blocks, so nothing to measure")
     rows = []
-    for text in [form] if form else ["full", "blocks:1024", "blocks:256", "blocks:64"]:
-        memory, stored = sizes(shapes, plan_blocks(shapes, MomentsForm.parse(text), limit))
+    for text in [form] if form else ["full", "rank:128", "rank:32", "blocks:1024", "blocks:256", "blocks:64"]:
+        memory, stored = sizes(shapes, plan_forms(shapes, MomentsForm.parse(text), limit))
         rows.append((text, memory, stored))
     if json:
         forms = [dict(zip(("form", "memory_bytes", "file_bytes"), row)) for row in rows]

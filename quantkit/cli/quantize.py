@@ -87,7 +87,7 @@ def quantize(
     second_moments: Annotated[
         str | None,
         typer.Option(
-            metavar="FORM", help="Second moments that --calibrate measures: full (default), blocks, blocks:N or auto."
+            metavar="FORM", help="Second moments that --calibrate measures: full (default), rank:N, blocks:N or auto."
         ),
     ] = None,
     second_moments_size: Annotated[

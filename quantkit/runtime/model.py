@@ -20,13 +20,13 @@ import numpy as np
 
 from quantkit.archs.common import blocks, validate
 from quantkit.archs.common.required_tensors import required
-from quantkit.codegen import thread_pool
+from quantkit.codegen import blas, thread_pool
 from quantkit.errors import DataError, UnknownNameError, UnsupportedError
 from quantkit.formats import gguf
 from quantkit.inputs import arguments
 from quantkit.placement.offload import Offload
 from quantkit.placement.rules import Placement
-from quantkit.runtime import blas, repacking
+from quantkit.runtime import repacking
 from quantkit.runtime.blocks import experts, float_linear, latent
 from quantkit.runtime.blocks.block_runner import BlockRunner
 from quantkit.runtime.blocks.float_attention import AttentionOptions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from quantkit.errors import DataError, OptionError, QuantkitError
 from quantkit.evaluate.imatrix import collect as collecting
 from quantkit.evaluate.imatrix.one_pass import CalibrationOptions, quantize_calibrated
-from quantkit.evaluate.imatrix.second_moments import MomentsCollector, MomentsForm, measured_shapes, plan_blocks
+from quantkit.evaluate.imatrix.second_moments import MomentsCollector, MomentsForm, measured_shapes, plan_forms
 from quantkit.evaluate.text import chunked
 from quantkit.formats import gguf, imatrix, provenance
 from quantkit.pipelines import api
@@ -31,8 +32,8 @@ SETTINGS = CalibrationOptions(ctx_size=CTX, chunks=CHUNKS, batch_size=2 * CTX)
 
 def measured(runner: Model, text: Path, form: str = "full") -> imatrix.Imatrix:
     """What `imatrix` measures, in memory."""
-    blocks = plan_blocks(measured_shapes(runner.weights.values()), MomentsForm.parse(form), None)
-    state = collecting.TextState(collecting.Collector(moments=MomentsCollector(blocks)))
+    forms = plan_forms(measured_shapes(runner.weights.values()), MomentsForm.parse(form), None)
+    state = collecting.TextState(collecting.Collector(moments=MomentsCollector(forms)))
     chunks = chunked(runner.tokenizer, text, CTX, CHUNKS)
     found, _ = collecting.collect(runner, chunks, with_perplexity=False, n_batch=2 * CTX, state=state)
     return imatrix.fill_missing(found, "weight-one")
@@ -58,6 +59,15 @@ def test_the_same_bytes_as_in_two_steps(model: Path, text: Path, two_steps: Path
     plain = tmp_path / "plain.gguf"
     api.quantize(model, plain, "IQ4_K")
     assert tensors(plain) != tensors(two_steps)
+
+
+def test_factors_are_those_of_two_steps(model: Path, text: Path, tmp_path: Path) -> None:
+    settings = replace(SETTINGS, second_moments="rank:24")
+    quantize_calibrated(model, tmp_path / "o.gguf", "IQ4_K", text, QuantizeOptions(), settings)
+    matrix = measured(load(model), text, "rank:24")
+    assert {m.form for m in matrix.second_moments.values()} == {"rank:24"}
+    api.quantize(model, tmp_path / "two.gguf", "IQ4_K", QuantizeOptions(imatrix=matrix))
+    assert tensors(tmp_path / "o.gguf") == tensors(tmp_path / "two.gguf")
 
 
 def test_quantized_layers_make_the_next_inputs(model: Path, text: Path, two_steps: Path, tmp_path: Path) -> None:
@@ -163,7 +173,7 @@ def test_bad_options(run: Any, model: Path, text: Path, tmp_path: Path) -> None:
     assert "drop one of them" in refused(*few, "--imatrix", tmp_path / "x.gguf", status=2)
     assert "nothing of an older file" in refused(*few, "--partial-requant", status=2)
     assert "known: original, quantized" in refused(*few, "--propagate", "both")
-    assert "known are full, blocks" in refused(*few, "--second-moments", "half")
+    assert "known are full, rank, rank:N, blocks" in refused(*few, "--second-moments", "half")
     assert "pass --calibrate TEXT" in refused("--propagate", "original", status=2)
     assert "second moments need" in refused(*few, "--second-moments-size", "1M")
     (tmp_path / "short.txt").write_text("a few words")

@@ -8,11 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from quantkit.codegen import blas, thread_pool
 from quantkit.errors import QuantkitError
 from quantkit.evaluate.imatrix import collect as collecting
 from quantkit.evaluate.imatrix import saved_run
-from quantkit.evaluate.imatrix.second_moments import MomentsCollector, MomentsForm, plan_blocks, sizes
+from quantkit.evaluate.imatrix.input_sums import ProductSketch, random_matrix
+from quantkit.evaluate.imatrix.second_moments import InputForm, MomentsCollector, MomentsForm, plan_forms, sizes
 from quantkit.formats import gguf, imatrix, provenance
+from quantkit.formats.imatrix import factors
 from quantkit.runtime.loading import load
 from tests.evaluate import test_imatrix
 from tests.recipe.configs import DEEPSEEK_V3
@@ -30,8 +33,8 @@ def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
 def test_sums_are_those_of_what_enters(moe: Path, form: str) -> None:  # noqa: F811
     """Against plain numpy, with the vectors that another observer takes down."""
     runner = load(moe)
-    blocks = plan_blocks(shapes_of(moe), MomentsForm.parse(form), None)
-    collector, seen = collecting.Collector(moments=MomentsCollector(blocks)), {}
+    forms = plan_forms(shapes_of(moe), MomentsForm.parse(form), None)
+    collector, seen = collecting.Collector(moments=MomentsCollector(forms)), {}
 
     def observe(name, x, number=0, matrices=1):
         collector.observe(name, x, number, matrices)
@@ -60,9 +63,10 @@ def test_sums_are_those_of_what_enters(moe: Path, form: str) -> None:  # noqa: F
         np.testing.assert_allclose(moments[name].correlation(number), expected, atol=2**-10)
 
 
-def test_a_saved_run_keeps_them(moe: Path, tmp_path: Path) -> None:  # noqa: F811
-    blocks = plan_blocks(shapes_of(moe), MomentsForm.parse("blocks:128"), None)
-    collector = collecting.Collector(moments=MomentsCollector(blocks))
+@pytest.mark.parametrize("form", ["blocks:128", "rank:40"])
+def test_a_saved_run_keeps_them(moe: Path, tmp_path: Path, form: str) -> None:  # noqa: F811
+    forms = plan_forms(shapes_of(moe), MomentsForm.parse(form), None)
+    collector = collecting.Collector(moments=MomentsCollector(forms))
     runner = load(moe)
     runner.observer = collector.observe
     runner.hidden_sequences(np.random.default_rng(1).integers(0, 320, (3, 16)), slice(0, 0))
@@ -74,6 +78,111 @@ def test_a_saved_run_keeps_them(moe: Path, tmp_path: Path) -> None:  # noqa: F81
     a, b = (one.result("t", 16).second_moments for one in (collector, again))
     assert a.keys() == b.keys()
     assert all(a[name].sha256() == b[name].sha256() for name in a)
+    assert {moments.form for moments in a.values()} == {form}
+
+
+def of_rank(count: int, n: int, rank: int, seed: int = 0) -> np.ndarray:
+    """Vectors float32[count, n] within a space of `rank` dimensions; columns differ in size, one is 0 at first."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((count, rank)) @ rng.standard_normal((rank, n)) * np.exp(2 * rng.standard_normal(n))
+    x[: count // 2, n // 3] = 0
+    x[:, n // 2] = 0
+    return x.astype(np.float32)
+
+
+def sketched(x: np.ndarray, rank: int, batch: int) -> ProductSketch:
+    sketch = ProductSketch.zeros(2, x.shape[1], rank)
+    for first in range(0, len(x), batch):
+        sketch.add(x[first : first + batch], 1)
+    return sketch
+
+
+def correlations(x: np.ndarray) -> np.ndarray:
+    length = np.sqrt((x.astype(np.float64) ** 2).sum(0))
+    unit = np.divide(x, length, out=np.zeros(x.shape), where=length > 0)
+    c = unit.T @ unit
+    np.fill_diagonal(c, 1)
+    return c
+
+
+def correlation_of(sketch: ProductSketch) -> np.ndarray:
+    n = sketch.squares.shape[1]
+    return imatrix.SecondMoments(n, n, sketch.packed(), sketch.tokens, rank=sketch.rank).correlation(1)
+
+
+@pytest.mark.parametrize(("n", "rank", "batch"), [(300, 20, 7), (513, 3, 64), (40, 10, 50), (96, 48, 1000)])
+def test_a_sketch_is_the_product(n: int, rank: int, batch: int) -> None:
+    """Against plain float64; correlations are exact where the vectors have no more dimensions than the rank."""
+    x = of_rank(400, n, rank - 1)  # and one more, because of the column that is 0 at first
+    sketch = sketched(x, rank, batch)
+    scaled = x.astype(np.float64) / sketch.scales[1]
+    k = min(n, 4 * rank)
+    expected = scaled.T @ (scaled @ random_matrix(n, k) if k < n else scaled)
+    size = np.sqrt(np.diagonal(scaled.T @ scaled))[:, None] * np.sqrt(np.trace(scaled.T @ scaled))
+    assert (np.abs(sketch.products[1] - expected) <= 1e-5 * size + 1e-30).all()
+    np.testing.assert_allclose(sketch.squares[1], (x.astype(np.float64) ** 2).sum(0), rtol=1e-6)
+    assert sketch.tokens.tolist() == [0, 400]
+    assert not sketch.products[0].any()
+    assert np.abs(correlation_of(sketch) - correlations(x)).max() < 5e-3
+    assert not sketch.packed()[0].any()  # of nothing: no correlations
+
+
+def test_a_sketch_is_near_the_eigenvectors() -> None:
+    """With a tail of small eigenvalues: not much worse than the best factors of the whole matrix."""
+    x = of_rank(3000, 400, 400, seed=1) * 0.1 + of_rank(3000, 400, 30, seed=2)
+    c = correlations(x)
+    best = factors.expand(factors.fit(np.linalg.cholesky(c + 1e-9 * np.eye(400)), 24).astype(np.float32))
+    errors = [np.linalg.norm(found - c) for found in (correlation_of(sketched(x, 24, 512)), best, np.eye(400))]
+    assert errors[1] < errors[0] < 1.6 * errors[1]
+    assert errors[0] < 0.6 * errors[2]
+
+
+def test_sketches_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For any number of threads of ours and of BLAS."""
+    x, found, functions = of_rank(300, 700, 50), set(), blas._functions()
+    before = functions[0]() if functions else 0
+    for threads in (1, 2, 3):
+        monkeypatch.setattr(thread_pool, "default_threads", lambda count=threads: count)
+        if functions:
+            functions[1](threads)
+        found.add(sketched(x, 16, 100).packed().tobytes())
+    if functions:
+        functions[1](before)
+    assert len(found) == 1
+
+
+def test_factors_from_text_to_file(run, model, text, tmp_path) -> None:
+    """Measured, shown, merged, used and refused, by the commands."""
+    options = ["-f", text, "-c", CTX, "--no-ppl", "--second-moments", "rank:24"]
+    paths = [tmp_path / "a.gguf", tmp_path / "b.gguf", tmp_path / "both.gguf"]
+    for path, first in zip(paths, ("0", "2")):
+        run("imatrix", model, *options, "--chunks", 2, "--from-chunk", first, "-o", path)
+    run("imatrix", "merge", *paths[:2], "-o", paths[2])
+    said = run("imatrix", "show", paths[2])
+    assert "rank:24" in said
+    assert "128  " in said  # tokens
+    record = json.loads(run("imatrix", "show", paths[2], "--json"))["second_moments"]
+    assert {row["form"] for row in record} == {"rank:24"}
+    assert record[0]["tokens"] == 4 * CTX
+    out = tmp_path / "q.gguf"
+    run("quantize", "--imatrix", paths[2], "--pure", model, out, "IQ4_K")
+    found, file, source = imatrix.read(paths[2]), gguf.open(out), gguf.open(model)
+    changed = 0
+    for name in ("blk.0.attn_v.weight", "blk.1.ffn_down_exps.weight"):
+        made, values, rows = file.tensors[name], found[name].values, file.tensors[name].shape[-2]
+        for matrix in (0, len(values) - 1):
+            x = source.tensors[name].decode_rows(matrix * rows, (matrix + 1) * rows)
+            h = found.second_moments[name].dense(values[matrix], matrix)
+            expected = made.type.quantize(x, values[matrix], second_moments=h)
+            assert np.array_equal(made.rows(matrix * rows, (matrix + 1) * rows), expected)
+            changed += not np.array_equal(expected, made.type.quantize(x, values[matrix]))
+    assert changed >= 2
+    assert "a rerun would give the same bytes" in run("verify", out, "--source", model, "--imatrix", paths[2])
+    options[-1] = "rank:23"
+    run("imatrix", model, *options, "--chunks", 1, "-o", tmp_path / "other.gguf")
+    said = run("imatrix", "merge", paths[0], tmp_path / "other.gguf", "-o", tmp_path / "c.gguf", status=1)
+    assert "rank:24" in said
+    assert "rank:23" in said
 
 
 def test_from_text_to_file(run, model, text, tmp_path) -> None:
@@ -144,24 +253,60 @@ def test_sizes_and_limits() -> None:
     wide |= {"ffn_gate": (512, 64), "ffn_up": (512, 64), "ffn_down": (64, 512)}
     wide |= {"ffn_up_exps": (4, 512, 64), "ffn_down_exps": (4, 64, 512)}
     shapes = {f"blk.0.{name}.weight": shape for name, shape in wide.items()}
-    full = plan_blocks(shapes, MomentsForm.parse("full"), None)
+    full = plan_forms(shapes, MomentsForm.parse("full"), None)
     memory, stored = sizes(shapes, full)
     assert memory == 4 * (4 * 64**2 + 5 * 512**2)
     assert stored == 2 * (4 * 64 * 65 // 2 + 5 * 512 * 513 // 2)
-    auto = plan_blocks(shapes, MomentsForm.parse("auto"), memory - 1)
+    auto = plan_forms(shapes, MomentsForm.parse("auto"), memory - 1)
     assert sizes(shapes, auto)[0] < memory
-    assert {name for name in shapes if auto[name] != full[name]} == {"blk.0.ffn_down.weight"}
-    assert plan_blocks(shapes, MomentsForm.parse("auto"), memory) == full
+    assert {name: form.key for name, form in auto.items() if form != full[name]} == {
+        "blk.0.ffn_down_exps.weight": "rank:32"
+    }  # what takes most; a sketch for rank 128 would have all 512 columns
+    assert plan_forms(shapes, MomentsForm.parse("auto"), memory) == full
     with pytest.raises(QuantkitError, match="second moments need"):
-        plan_blocks(shapes, MomentsForm.parse("full"), memory - 1)
-    for text in ("half", "blocks:", "blocks:0", "blocks:x", "", "full:3", "blocks:²"):
-        with pytest.raises(QuantkitError, match="known are full, blocks"):
+        plan_forms(shapes, MomentsForm.parse("full"), memory - 1)
+    for text in ("half", "blocks:", "blocks:0", "blocks:x", "", "full:3", "blocks:²", "rank:", "rank:0", "rank:-1"):
+        with pytest.raises(QuantkitError, match="known are full, rank, rank:N, blocks"):
             MomentsForm.parse(text)
+
+
+def test_auto_takes_the_best_that_fits() -> None:
+    """From full to rank:128, rank:32 and blocks:64, what takes most memory first, weights of one input together."""
+    shapes = {f"blk.{i}.{name}.weight": (8, 2048) for i in range(2) for name in ("attn_q", "attn_k", "attn_output")}
+    shapes |= {f"blk.{i}.ffn_down.weight": (8, 8192) for i in range(2)}
+    auto, full = MomentsForm.parse("auto"), sizes(shapes, plan_forms(shapes, MomentsForm.parse("full"), None))[0]
+
+    def chosen(limit: int) -> list[int | str]:
+        forms = plan_forms(shapes, auto, limit)
+        assert sizes(shapes, forms)[0] <= limit
+        assert all(forms[f"blk.{i}.attn_q.weight"] == forms[f"blk.{i}.attn_k.weight"] for i in range(2))
+        return [forms[f"blk.{i}.{name}.weight"].key for name in ("ffn_down", "attn_q", "attn_output") for i in range(2)]
+
+    wide, narrow = InputForm(0, 128).memory(8192), InputForm(0, 128).memory(2048)
+    assert chosen(full) == [8192, 8192, 2048, 2048, 2048, 2048]
+    assert chosen(full - 1) == ["rank:128", 8192, 2048, 2048, 2048, 2048]
+    assert chosen(2 * wide + 4 * narrow) == ["rank:128"] * 6
+    assert chosen(2 * wide + 4 * narrow - 1) == ["rank:32"] + ["rank:128"] * 5
+    least = sum(n * 64 * 4 for n in (8192, 8192, 2048, 2048, 2048, 2048))
+    assert chosen(least) == [64] * 6
+    with pytest.raises(QuantkitError, match=f"is {least - 1:,}; take"):
+        chosen(least - 1)
+
+
+def test_a_rank_that_is_no_smaller_is_full() -> None:
+    """Factors of half the columns take as many bytes as all of a symmetric matrix."""
+    form = MomentsForm.parse("rank:48")
+    assert [form.of(n) for n in (97, 96, 32)] == [InputForm(0, 48), InputForm(96), InputForm(32)]
+    assert InputForm(0, 48).stored(97) < InputForm(97).stored(97)
+    assert InputForm(0, 48).stored(96) > InputForm(96).stored(96) - 2 * 96
+    for made in (InputForm(0, 48), InputForm(96)):
+        assert InputForm.of(made.key) == made
+    assert MomentsForm.parse("rank").of(4096) == InputForm(0, 128)
 
 
 def test_sizes_are_known_before(run, model, text, tmp_path) -> None:
     """`--dry-run` gives the bytes that the file then has, and says nothing of a config that it cannot know."""
-    measured, forms = tmp_path / "x.gguf", ("full", "blocks:64")
+    measured, forms = tmp_path / "x.gguf", ("full", "blocks:64", "rank:16", "rank:200")
     for form in forms:
         options = ["-f", text, "-c", CTX, "--chunks", 1, "--no-ppl", "--second-moments", form]
         run("imatrix", model, *options, "-o", measured)
@@ -172,6 +317,7 @@ def test_sizes_are_known_before(run, model, text, tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
     said = run("imatrix", tmp_path / "config.json", "--dry-run")
     assert "full                 381.81 GB     95.49 GB" in said
+    assert "rank:32 " in said
     assert "is 1,000,000,000" in run("imatrix", tmp_path / "config.json", "--dry-run", "--second-moments", "full",
                                      "--second-moments-size", "1G", status=1)  # fmt: skip
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from quantkit.codegen import blas
 from quantkit.errors import DataError, FormatError
 from quantkit.formats import gguf, imatrix
-from quantkit.formats.imatrix import Entry, Imatrix, SecondMoments
-from quantkit.formats.imatrix.second_moments import pack, shrinkage, stored_values, unpack
+from quantkit.formats.imatrix import Entry, Imatrix, SecondMoments, factors
+from quantkit.formats.imatrix.second_moments import merge, pack, shrinkage, stored_values, unpack
 
 TOKENS = 1 << 40  # so many that nothing is shrunk
 
@@ -128,8 +129,10 @@ def test_a_merge_is_that_of_all_vectors(tmp_path: Path) -> None:
         imatrix.merge([matrices[0], replace(matrices[1], second_moments={"w": other})])
 
 
-def rewrite(source: Path, target: Path, lines: list[str] | None = None, drop: str = "", nan: bool = False) -> Path:
-    """A copy of an importance matrix with other lines of second moments, without a tensor, or with NaN in it."""
+def rewrite(
+    source: Path, target: Path, lines: list[str] | None = None, drop: str = "", value: float | None = None
+) -> Path:
+    """A copy of an importance matrix with other lines of second moments, without a tensor, or another value in each."""
     file = gguf.open(source)
     if lines is not None:
         file.metadata.set("quantkit.imatrix.second_moments", lines, "str")
@@ -137,8 +140,8 @@ def rewrite(source: Path, target: Path, lines: list[str] | None = None, drop: st
     with gguf.Writer(target, file.metadata, [gguf.TensorSpec(t.name, t.shape, t.type) for t in kept]) as writer:
         for t in kept:
             data = t.stored.copy()
-            if nan and t.name.endswith(".correlations"):
-                data.view("<f2")[5] = np.nan
+            if value is not None and t.name.endswith((".correlations", ".factors")):
+                data.view("<f2").reshape(-1)[5] = value
             writer.write(t.name, data)
     return target
 
@@ -162,6 +165,166 @@ def test_other_hostile_files(tmp_path: Path) -> None:
     lines = ["blk.0.attn_q.weight 32 200", "blk.0.ffn_down.weight = blk.0.attn_q.weight"]
     with pytest.raises(FormatError, match="its second moments are of"):
         imatrix.read(rewrite(tmp_path / "x.gguf", tmp_path / "b.gguf", lines))
-    bad = imatrix.read(rewrite(tmp_path / "x.gguf", tmp_path / "c.gguf", nan=True))
+    bad = imatrix.read(rewrite(tmp_path / "x.gguf", tmp_path / "c.gguf", value=np.nan))
     with pytest.raises(DataError, match=r"c\.gguf: blk\.0\.attn_q\.weight\.correlations: 1 correlations are above 1"):
         bad.second_moments["blk.0.attn_q.weight"].dense(bad["blk.0.attn_q.weight"].values[0])
+
+
+# ------------------------------------------------------------------------------------------------------------ of a rank
+
+
+def few_directions(count: int, n: int, rank: int, seed: int = 0) -> np.ndarray:
+    """Vectors within a space of `rank` dimensions; one column is always 0."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((count, rank)) @ rng.standard_normal((rank, n)) * np.exp(rng.standard_normal(n))
+    x[:, n // 2] = 0
+    return np.float32(x)
+
+
+def factored(x: np.ndarray, rank: int, tokens: int = TOKENS) -> tuple[SecondMoments, np.ndarray]:
+    """Second moments of a rank of vectors float32[count, n], and the importance of their columns."""
+    length = np.sqrt((x.astype(np.float64) ** 2).sum(axis=0))
+    packed = factors.pack(factors.fit((x / np.where(length > 0, length, 1)).T, rank))
+    n = x.shape[1]
+    importance = np.float32((x.astype(np.float64) ** 2).mean(0))
+    return SecondMoments(n, n, packed[None], np.array([tokens]), rank=rank), importance
+
+
+@pytest.mark.parametrize(("n", "rank"), [(5, 3), (40, 40), (129, 6), (200, 17), (300, 64)])
+def test_enough_factors_are_exact(n: int, rank: int) -> None:
+    x = few_directions(400, n, min(rank, n - 1))
+    moments, importance = factored(x, rank)
+    assert moments.form == f"rank:{rank}"
+    h, expected = moments.dense(importance), x.astype(np.float64).T @ x / len(x)
+    assert (np.abs(h - expected) <= 2e-3 * np.sqrt(np.outer(importance, importance)) + 1e-30).all()
+    np.testing.assert_allclose(np.diagonal(h), importance, rtol=1e-6)
+    c = moments.correlation()
+    assert np.array_equal(c, c.T)
+
+
+@pytest.mark.parametrize(("n", "rank"), [(1, 1), (7, 2), (128, 5), (131, 33), (257, 128)])
+def test_expanding_is_the_product(n: int, rank: int) -> None:
+    found = np.float32(np.random.default_rng(n).uniform(-1, 1, (n, rank)) / rank**0.5)
+    expected = found.astype(np.float64) @ found.T
+    np.fill_diagonal(expected, 1)
+    np.testing.assert_allclose(factors.expand(found), expected, atol=1e-5)
+
+
+def test_factors_fit_what_is_outside_the_diagonal() -> None:
+    """Better than eigenvectors of C do; and the bits do not depend on the threads of BLAS."""
+    x = vectors(900, 150) + 2 * np.random.default_rng(1).standard_normal((900, 150)).astype(np.float32)
+    c = measured(x, 150)[0].correlation().astype(np.float64)
+    values, directions = np.linalg.eigh(c)
+    eigenvectors = directions[:, -10:] * np.sqrt(values[-10:])
+    errors = []
+    for found in (factored(x, 10)[0].correlation(), eigenvectors @ eigenvectors.T):
+        difference = found - c
+        np.fill_diagonal(difference, 0)
+        errors.append(np.linalg.norm(difference))
+    assert errors[0] < 0.97 * errors[1]
+    functions = blas._functions()
+    if functions is not None:
+        threads, hashes = functions[0](), set()
+        for count in (1, 2, 3):
+            functions[1](count)
+            hashes.add(factored(x, 10)[0].sha256())
+        functions[1](threads)
+        assert len(hashes) == 1
+
+
+@pytest.mark.parametrize("tokens", [10, TOKENS])
+def test_they_are_positive_semidefinite(tokens: int) -> None:
+    """Whatever the factors are: those of inputs that hardly fit, random ones, and rows that are a little too long."""
+    random = np.random.default_rng(0).standard_normal((60, 4))
+    random *= (np.linspace(0, 1.009, 60) / np.linalg.norm(random, axis=1))[:, None]
+    made = [factored(vectors(300, 60), 3)[0], factored(vectors(300, 60), 59)[0]]
+    made.append(SecondMoments(60, 60, np.float16(random).reshape(1, -1), np.array([1]), rank=4))
+    for moments in made:
+        h = replace(moments, tokens=np.array([tokens])).dense(np.ones(60, np.float32))
+        assert np.linalg.eigvalsh(h.astype(np.float64)).min() >= -1e-6
+        assert np.abs(h).max() <= 1 + 1e-6
+
+
+def with_factors(seed: int = 0) -> Imatrix:
+    """Two weights with one input of a rank, one that is full, and a stack of experts with their own factors."""
+    (shared, a), (full, b) = (
+        factored(few_directions(200, 40, 4, seed), 4, 200),
+        measured(vectors(200, 16, seed), 16, 200),
+    )
+    stack = replace(shared, correlations=np.repeat(shared.correlations, 3, 0), tokens=np.array([30, 0, 60]))
+    entries = {name: Entry(a[None], np.array([200]), 2) for name in ("blk.0.attn_q.weight", "blk.0.attn_k.weight")}
+    entries["blk.0.attn_output.weight"] = Entry(b[None], np.array([200]), 2)
+    entries["blk.0.ffn_down_exps.weight"] = Entry(np.repeat(a[None], 3, 0), np.array([30, 0, 60]), 2)
+    return Imatrix(entries, 2, "t", 100, second_moments=dict(zip(entries, (shared, shared, full, stack))))
+
+
+def test_files_hold_factors(tmp_path: Path) -> None:
+    made = with_factors()
+    imatrix.write(tmp_path / "x.gguf", made)
+    file = gguf.open(tmp_path / "x.gguf")
+    assert file.tensors["blk.0.ffn_down_exps.weight.factors"].shape == (3, 40, 4)
+    assert file.metadata["quantkit.imatrix.second_moments"] == [
+        "blk.0.attn_q.weight rank:4 200",
+        "blk.0.attn_k.weight = blk.0.attn_q.weight",
+        "blk.0.attn_output.weight 16 200",  # as files without factors have it
+        "blk.0.ffn_down_exps.weight rank:4 30,0,60",
+    ]
+    back = imatrix.read(tmp_path / "x.gguf")
+    assert back.second_moments["blk.0.attn_q.weight"] is back.second_moments["blk.0.attn_k.weight"]
+    for name, moments in made.second_moments.items():
+        read = back.second_moments[name]
+        assert (read.form, read.sha256()) == (moments.form, moments.sha256())
+        row = made[name].values[-1]
+        assert np.array_equal(
+            read.dense(row, len(made[name].values) - 1), moments.dense(row, len(made[name].values) - 1)
+        )
+    imatrix.write(tmp_path / "y.gguf", back)
+    assert (tmp_path / "y.gguf").read_bytes() == (tmp_path / "x.gguf").read_bytes()
+    assert len({m.sha256() for m in (factored(few_directions(9, 8, 1), r)[0] for r in (1, 2))}) == 2
+
+
+def test_merged_factors_are_those_of_all_vectors() -> None:
+    parts = [few_directions(200, 40, 3, 3), few_directions(100, 40, 4, 4) * np.float32(3)]
+    merged = merge("w", [(1, *with_importance(x)) for x in parts])
+    whole, importance = factored(np.concatenate(parts), 7, 300)
+    assert (merged.form, merged.tokens.tolist()) == ("rank:7", [300])
+    np.testing.assert_allclose(merged.correlation(), whole.correlation(), atol=4e-3)
+    both = imatrix.merge([with_factors(0), with_factors(5)])
+    assert both.second_moments["blk.0.attn_q.weight"] is both.second_moments["blk.0.attn_k.weight"]
+    assert both.second_moments["blk.0.ffn_down_exps.weight"].tokens.tolist() == [60, 0, 120]
+    full, importance = measured(parts[1], 40)
+    other = {"rank:6": with_importance(parts[1], 6), "full": (full, importance[None])}
+    for form, measurement in other.items():
+        with pytest.raises(DataError, match=rf"w: second moments of form rank:7 .* and {form} .* cannot be merged"):
+            merge("w", [(1, *with_importance(parts[0])), (1, *measurement)])
+
+
+def with_importance(x: np.ndarray, rank: int = 7) -> tuple[SecondMoments, np.ndarray]:
+    moments, importance = factored(x, rank, len(x))
+    return moments, importance[None]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["blk.0.attn_q.weight rank:3 200", "blk.0.attn_q.weight rank:0 200", "blk.0.attn_q.weight rank:-4 200",
+     "blk.0.attn_q.weight rank:41 200", "blk.0.attn_q.weight rank: 200", "blk.0.attn_q.weight rank:x 200",
+     "blk.0.attn_q.weight rank:4", "blk.0.attn_q.weight rank:4 1,2", "blk.0.attn_q.weight 40 200",
+     "blk.0.attn_output.weight rank:4 200", "blk.0.ffn_down_exps.weight rank:12 30", "nothing rank:4 200"],
+)  # fmt: skip
+def test_lines_of_factors_that_do_not_fit_are_refused(tmp_path: Path, line: str) -> None:
+    imatrix.write(tmp_path / "x.gguf", with_factors())
+    with pytest.raises(FormatError, match=r"x2\.gguf"):
+        imatrix.read(rewrite(tmp_path / "x.gguf", tmp_path / "x2.gguf", [line]))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1.02, -60000])
+def test_hostile_factors_are_refused(tmp_path: Path, value: float) -> None:
+    imatrix.write(tmp_path / "x.gguf", with_factors())
+    bad = imatrix.read(rewrite(tmp_path / "x.gguf", tmp_path / "c.gguf", value=value))
+    with pytest.raises(
+        DataError, match=r"c\.gguf: blk\.0\.attn_q\.weight\.factors: the factors of a column are longer"
+    ):
+        bad.second_moments["blk.0.attn_q.weight"].dense(bad["blk.0.attn_q.weight"].values[0])
+    for rank in (-1, 41):
+        with pytest.raises(FormatError, match=f"rank {rank} of 40 columns"):
+            SecondMoments(40, 40, np.zeros((1, 40), np.float16), np.array([1]), rank=rank)

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quantkit.codegen import thread_pool
+from quantkit.codegen import blas, thread_pool
 from quantkit.errors import DataError, QuantkitError
-from quantkit.runtime import blas
 from quantkit.runtime.compiled import plan_base
 from quantkit.runtime.kernels import dispatch
 from quantkit.runtime.kv.cache import Cache

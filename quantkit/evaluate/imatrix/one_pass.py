@@ -25,7 +25,14 @@ import numpy as np
 from quantkit.errors import OptionError, UnknownNameError
 from quantkit.evaluate.chunk_runs import check_context
 from quantkit.evaluate.imatrix.collect import Collector
-from quantkit.evaluate.imatrix.second_moments import MomentsCollector, MomentsForm, measured_shapes, plan_blocks, sizes
+from quantkit.evaluate.imatrix.second_moments import (
+    InputForm,
+    MomentsCollector,
+    MomentsForm,
+    measured_shapes,
+    plan_forms,
+    sizes,
+)  # fmt: skip
 from quantkit.evaluate.layers.checkpoint_model import CheckpointModel
 from quantkit.evaluate.layers.layer_by_layer import LayerRun, chunk_batches
 from quantkit.evaluate.text import DEFAULT_BATCH, DEFAULT_CONTEXT, Chunks, chunked
@@ -53,7 +60,7 @@ class CalibrationOptions:
     ctx_size             tokens per chunk
     chunks               at most this many chunks of each text; None: all
     propagate            what makes the inputs of the next layer: the "original" layer or the "quantized" one
-    second_moments       form: "full", "blocks", "blocks:N" or "auto"; "" measures importance only
+    second_moments       form: "full", "rank:N", "blocks:N" or "auto"; "" measures importance only
     second_moments_size  bytes of memory that the sums of a layer may take; None: no limit
     missing_experts      for experts without tokens: "weight-one", "layer-mean" or "error"
     batch_size           tokens per batch, in whole chunks
@@ -144,11 +151,11 @@ class _OnePass:
 
     def __init__(self, model: Model, chunks: Chunks, form: MomentsForm | None, options: CalibrationOptions):
         self._model, self._chunks, self._form, self._options = model, chunks, form, options
-        self._blocks = {block.layer: self._plan_blocks(block.layer) for block in model.blocks} if form else {}
+        self._forms = {block.layer: self._plan_forms(block.layer) for block in model.blocks} if form else {}
 
-    def _plan_blocks(self, layer: int) -> dict[str, int]:
+    def _plan_forms(self, layer: int) -> dict[str, InputForm]:
         assert self._form is not None
-        return plan_blocks(self._shapes(layer), self._form, self._options.second_moments_size)
+        return plan_forms(self._shapes(layer), self._form, self._options.second_moments_size)
 
     def _shapes(self, layer: int) -> dict[str, tuple[int, ...]]:
         return measured_shapes(t for t in self._model.weights.values() if layer_of(t.name) == layer)
@@ -157,7 +164,7 @@ class _OnePass:
         """What will be run, and the memory that it takes."""
         chunks, n_ctx = self._chunks.inputs.shape
         states = 4 * chunks * n_ctx * self._model.hparams.n_embd
-        sums = max((sizes(self._shapes(layer), blocks)[0] for layer, blocks in self._blocks.items()), default=0)
+        sums = max((sizes(self._shapes(layer), forms)[0] for layer, forms in self._forms.items()), default=0)
         return (
             f"calibrating on {chunks} chunks of {n_ctx} tokens of {self._chunks.source}, layer by layer: hidden states "
             f"{states / 1e6:,.1f} MB, second moments of a layer up to {sums / 1e6:,.1f} MB"
@@ -177,7 +184,10 @@ class _OnePass:
     @property
     def digest(self) -> str:
         """SHA-256 of tokens and settings."""
-        o, blocks = self._options, sorted(self._blocks.items())
+        o = self._options
+        blocks = sorted(
+            (layer, {name: form.key for name, form in forms.items()}) for layer, forms in self._forms.items()
+        )
         settings = f"{self._form} {blocks} {o.propagate} {o.missing_experts} {o.batch_size} {self._chunks.inputs.shape}"
         digest = hashlib.sha256(settings.encode())
         digest.update(np.ascontiguousarray(self._chunks.inputs, "<i4").data)
@@ -220,8 +230,8 @@ class _OnePass:
 
     def _measure(self, run: LayerRun, block: Block) -> Imatrix:
         """The importance matrix of a block's weights on the hidden states that enter it."""
-        blocks = self._blocks.get(block.layer)
-        collector = Collector(moments=MomentsCollector(blocks) if blocks is not None else None)
+        forms = self._forms.get(block.layer)
+        collector = Collector(moments=MomentsCollector(forms) if forms is not None else None)
         collector.chunks = len(self._chunks)
         self._model.observer = collector.observe
         try:

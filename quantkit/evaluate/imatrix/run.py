@@ -18,7 +18,14 @@ from quantkit.evaluate.fingerprint import fingerprint
 from quantkit.evaluate.imatrix.collect import Collector, TextState, collect, pooled
 from quantkit.evaluate.imatrix.coverage import split_by_matrix
 from quantkit.evaluate.imatrix.saved_run import SavedRun
-from quantkit.evaluate.imatrix.second_moments import MomentsCollector, MomentsForm, measured_shapes, plan_blocks, sizes
+from quantkit.evaluate.imatrix.second_moments import (
+    InputForm,
+    MomentsCollector,
+    MomentsForm,
+    measured_shapes,
+    plan_forms,
+    sizes,
+)
 from quantkit.evaluate.models import OnMessage, OpenModel, no_message, open_model
 from quantkit.evaluate.perplexity import Perplexity
 from quantkit.evaluate.progress import ChunkClock, ChunkProgress
@@ -51,7 +58,7 @@ class ImatrixOptions:
     output_frequency   save the state to OUTPUT.resume and the matrix to OUTPUT.partial every so many chunks
     save_frequency     save a copy of the matrix as OUTPUT.at_CHUNKS every so many chunks; 0: none
     restart            discard the state of an interrupted run
-    second_moments     also collect second moments: "full", "blocks", "blocks:N" or "auto"; "" does not
+    second_moments     also collect second moments: "full", "rank:N", "blocks:N" or "auto"; "" does not
     second_moments_size  bytes of memory that their sums may take; None: no limit
     batch_size         tokens per batch, in whole chunks
     numerics, threads  for a model given by its path: "exact" or "fast", number of threads
@@ -125,7 +132,7 @@ def imatrix(
         raise QuantkitError(f"shares {list(o.shares)}: {len(paths)} texts need {len(paths)} positive numbers")
     opened = gguf.open(path)
     model_paths = opened.paths
-    blocks = _plan_moments(opened, form, o, on_message) if form is not None else None
+    forms = _plan_moments(opened, form, o, on_message) if form is not None else None
     _check_names(output, [*model_paths, *paths], o.in_file, o.save_frequency)
     before = [files.read(file) for file in o.in_file]
     if any(matrix.chunk_size == 0 for matrix in before):
@@ -139,10 +146,11 @@ def imatrix(
     settings = result_conditions(conditions) | {
         "texts": paths, "shares": o.shares, "chunk": o.from_chunk, "output": o.process_output, "ppl": not o.no_ppl,
         "batch": o.batch_size, "chat": o.chat, "each": [len(chunks) for chunks in chunk_sets],
-        "second moments": o.second_moments, "blocks": blocks,
+        "second moments": o.second_moments,
+        "blocks": {name: form.key for name, form in forms.items()} if forms is not None else None,
     }  # fmt: skip
     run = fingerprint([*model_paths, *paths, *o.in_file], settings)
-    checkpointer = _Checkpointer(output, run, chunk_sets, before, o, blocks, on_message)
+    checkpointer = _Checkpointer(output, run, chunk_sets, before, o, forms, on_message)
     started = time.monotonic()
     parts: list[Imatrix] = []
     perplexities: dict[str, Perplexity] = {}
@@ -166,17 +174,17 @@ def imatrix(
 
 def _plan_moments(
     model: gguf.GGUF, form: MomentsForm, options: ImatrixOptions, on_message: OnMessage
-) -> dict[str, int]:
-    """Columns of a block for each weight whose input is measured; says what they take."""
+) -> dict[str, InputForm]:
+    """The form of each weight's input that is measured; says what they take."""
     shapes = measured_shapes(model.tensors.values())
-    blocks = plan_blocks(shapes, form, options.second_moments_size)
-    memory, stored = sizes(shapes, blocks)
-    full = sum(block >= shapes[name][-1] for name, block in blocks.items())
+    forms = plan_forms(shapes, form, options.second_moments_size)
+    memory, stored = sizes(shapes, forms)
+    full = sum(not form.rank and form.block >= shapes[name][-1] for name, form in forms.items())
     on_message(
-        f"second moments: {full} of {len(blocks)} weights in full; {memory / 1e6:,.1f} MB of memory for a text, "
+        f"second moments: {full} of {len(forms)} weights in full; {memory / 1e6:,.1f} MB of memory for a text, "
         f"{stored / 1e6:,.1f} MB in the file"
     )
-    return blocks
+    return forms
 
 
 def _require_fit(path: Path, matrix: Imatrix, model: Path) -> None:
@@ -197,9 +205,9 @@ class _Checkpointer:
 
     def __init__(
         self, output: Path, run: str, chunk_sets: Sequence[Chunks], before: Sequence[Imatrix], options: ImatrixOptions,
-        blocks: Mapping[str, int] | None, on_message: OnMessage,
+        forms: Mapping[str, InputForm] | None, on_message: OnMessage,
     ):  # fmt: skip
-        self._blocks, self._next_save = blocks, 0.0  # of second moments; a time
+        self._forms, self._next_save = forms, 0.0  # of second moments; a time
         self.output, self.chunk_sets, self.before, self.options = output, chunk_sets, list(before), options
         self.path, self.partial = _beside(output, "resume"), _beside(output, "partial")
         self._on_message = on_message
@@ -227,7 +235,7 @@ class _Checkpointer:
     def text(self, number: int) -> TextState:
         """The state of a text, added to the saved run if new."""
         if number == len(self.saved.texts):
-            moments = MomentsCollector(self._blocks) if self._blocks is not None else None
+            moments = MomentsCollector(self._forms) if self._forms is not None else None
             self.saved.texts.append(TextState(Collector(self.options.process_output, moments)))
         return self.saved.texts[number]
 
@@ -244,7 +252,7 @@ class _Checkpointer:
             begin = time.monotonic()
             self.saved.save(self.path)
             self._write_so_far(self.partial)
-            if self._blocks is not None:  # gigabytes, perhaps: saving takes a tenth of the time at most
+            if self._forms is not None:  # gigabytes, perhaps: saving takes a tenth of the time at most
                 self._next_save = time.monotonic() + 9 * (time.monotonic() - begin)
 
     def _write_so_far(self, path: Path) -> None:

@@ -2,8 +2,8 @@
 
 The file is what `np.savez` writes, uncompressed. `about` is JSON: version, fingerprint, chunks done and weights of each
 text. For text i and weight j there are `sums.i.j` float64[matrices, n] and `counts.i.j` int64[matrices], and `nll.i`
-with perplexity. Second moments: `about` has the columns of a block by weight, the first weight of each input, and their
-order; `tokens.i.k` int64[stored] and `products.i.k.m.b` float32[n, n] are of input k, its matrix m and block b.
+with perplexity. Second moments: `about` has the form of each weight's input (`InputForm.key`), the first weight of each
+input, and their order; `moments.i.k.NAME` are the arrays of input k, by the names that its sums give them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import numpy as np
 
 from quantkit.errors import FormatError
 from quantkit.evaluate.imatrix.collect import Collector, TextState
-from quantkit.evaluate.imatrix.second_moments import InputSums, MomentsCollector
+from quantkit.evaluate.imatrix.input_sums import ProductSketch, ProductSums
+from quantkit.evaluate.imatrix.second_moments import InputForm, MomentsCollector
 from quantkit.formats.atomic import writing
 from quantkit.formats.owned import read_own
 from quantkit.inputs import json_input
 
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass
@@ -80,23 +81,18 @@ def _stored(data: bytes) -> io.BytesIO:
 def _add_moments(arrays: dict[str, np.ndarray], index: int, moments: MomentsCollector) -> dict[str, Any]:
     """Add the sums of a text to `arrays`; what `about` says of them."""
     for k, sums in enumerate(moments.sums.values()):
-        arrays[f"tokens.{index}.{k}"] = sums.tokens
-        for m, blocks in enumerate(sums.blocks):
-            arrays |= {f"products.{index}.{k}.{m}.{b}": block for b, block in enumerate(blocks)}
-    return {"blocks": dict(moments.blocks), "first": moments.first, "inputs": list(moments.sums)}
+        arrays |= {f"moments.{index}.{k}.{name}": array for name, array in sums.arrays().items()}
+    forms = {name: form.key for name, form in moments.forms.items()}
+    return {"forms": forms, "first": moments.first, "inputs": list(moments.sums)}
 
 
 def _restored_moments(file: Mapping[str, np.ndarray], index: int, about: dict[str, Any]) -> MomentsCollector:
-    found = MomentsCollector({name: int(block) for name, block in about["blocks"].items()}, first=dict(about["first"]))
+    forms = {name: InputForm.of(key) for name, key in about["forms"].items()}
+    found = MomentsCollector(forms, first=dict(about["first"]))
     for k, name in enumerate(about["inputs"]):
-        tokens = file[f"tokens.{index}.{k}"]
-        blocks: list[list[np.ndarray]] = []
-        for m in range(len(tokens)):
-            of_matrix: list[np.ndarray] = []
-            while (key := f"products.{index}.{k}.{m}.{len(of_matrix)}") in file:
-                of_matrix.append(file[key])
-            blocks.append(of_matrix)
-        found.sums[name] = InputSums(blocks, tokens)
+        prefix = f"moments.{index}.{k}."
+        arrays = {key.removeprefix(prefix): file[key] for key in file if key.startswith(prefix)}
+        found.sums[name] = (ProductSketch if forms[name].rank else ProductSums).of_arrays(arrays)
     return found
 
 

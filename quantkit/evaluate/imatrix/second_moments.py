@@ -4,26 +4,26 @@ Weights that get the same array one after the other (q, k and v; gate and up) sh
 matrices of a stack (experts) that share an input with the next weight (gate and up), all are summed together: they see
 the same hidden states. Inputs that belong to one expert (down) have sums of their own.
 
-Sums are float32, of products that BLAS computes in panels of 256 columns, upper part only. So they are the same for any
-number of threads on one machine.
+What is summed depends on the form in which an input is stored (`InputForm`): all products, those within blocks, or a
+sketch of them (`input_sums`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from quantkit.codegen import thread_pool
 from quantkit.errors import DataError, QuantkitError
+from quantkit.evaluate.imatrix.input_sums import InputSums, ProductSketch, ProductSums, sketch_columns
 from quantkit.formats.imatrix import Entry, Imatrix, SecondMoments
-from quantkit.formats.imatrix.second_moments import BLOCK, pack, stored_values
+from quantkit.formats.imatrix.factors import RANK
+from quantkit.formats.imatrix.second_moments import BLOCK, stored_values
 
-FORMS = "full, blocks, blocks:N or auto"
-_PANEL = 256  # columns
+FORMS = "full, rank, rank:N, blocks, blocks:N or auto"
 _ROUTER = re.compile(r"\.ffn_gate_inp(_shexp)?\.")
 _SAME_INPUT = ("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up"), ("ffn_gate_exps", "ffn_up_exps")
 
@@ -38,15 +38,57 @@ class HasShape(Protocol):
 
 
 @dataclass(frozen=True)
+class InputForm:
+    """How the second moments of an input are stored: blocks of `block` columns (one if full), or factors of `rank`."""
+
+    block: int
+    rank: int = 0
+
+    @classmethod
+    def of(cls, key: int | str) -> InputForm:
+        """The form of a `key`."""
+        if isinstance(key, str):
+            return cls(0, int(key.removeprefix("rank:")))
+        return cls(int(key))
+
+    @property
+    def key(self) -> int | str:
+        """What stands for it in JSON and in hashes of settings: the columns of a block, or "rank:N"."""
+        return f"rank:{self.rank}" if self.rank else self.block
+
+    def zeros(self, stored: int, columns: int) -> InputSums:
+        """Sums of nothing."""
+        if self.rank:
+            return ProductSketch.zeros(stored, columns, self.rank)
+        return ProductSums.zeros(stored, columns, self.block)
+
+    def memory(self, columns: int) -> int:
+        """Bytes of the sums of a matrix."""
+        if self.rank:
+            return columns * (4 * sketch_columns(columns, self.rank) + 12)  # with squares and scales
+        whole, rest = divmod(columns, min(self.block, columns))
+        return 4 * (whole * min(self.block, columns) ** 2 + rest**2)
+
+    def stored(self, columns: int) -> int:
+        """Bytes in the file of a matrix."""
+        return 2 * stored_values(columns, self.block, self.rank)
+
+
+@dataclass(frozen=True)
 class MomentsForm:
-    """What `--second-moments` asks for. `block`: columns of a block, 0 for the full form; `auto` chooses by size."""
+    """What `--second-moments` asks for; `auto` chooses by size.
+
+    block   columns of a block, 0 for the full form
+    rank    factors of a column, 0 for the other forms
+    """
 
     block: int
     auto: bool = False
+    rank: int = field(default=0, repr=False)  # the hash of a calibration is made of what repr shows, and of the plan
 
     @classmethod
     def parse(cls, text: str) -> MomentsForm:
-        """Read full, blocks, blocks:N or auto; QuantkitError otherwise."""
+        """Read full, rank, rank:N, blocks, blocks:N or auto; QuantkitError otherwise."""
         name, colon, size = text.partition(":")
         if text == "auto":
             return cls(0, auto=True)
@@ -54,60 +96,32 @@ class MomentsForm:
             return cls(0)
         if name == "blocks" and (not colon or (size.isdecimal() and 32 <= int(size) <= 1 << 16)):
             return cls(int(size) if colon else BLOCK)
-        raise QuantkitError(f"--second-moments {text}: known are {FORMS}, N at least 32 columns")
+        if name == "rank" and (not colon or (size.isdecimal() and 1 <= int(size) <= 1 << 16)):
+            return cls(0, rank=int(size) if colon else RANK)
+        raise QuantkitError(f"--second-moments {text}: known are {FORMS}, N at least 32 columns or a rank of 1")
 
-
-@dataclass
-class InputSums:
-    """Sums of one input. blocks: for each stored matrix, float32[n, n] for each block of columns."""
-
-    blocks: list[list[np.ndarray]]
-    tokens: np.ndarray  # int64[stored]
-
-    @classmethod
-    def zeros(cls, stored: int, columns: int, block: int) -> InputSums:
-        sizes = [min(block, columns - first) for first in range(0, columns, block)]
-        return cls([[np.zeros((n, n), np.float32) for n in sizes] for _ in range(stored)], np.zeros(stored, np.int64))
-
-    def add(self, x: np.ndarray, matrix: int) -> None:
-        """Add float32[tokens, columns]."""
-        jobs = [
-            (sums, x[:, first : first + len(sums)], a)
-            for first, sums in _placed(self.blocks[matrix])
-            for a in range(0, len(sums), _PANEL)
-        ]
-
-        def task(start: int, stop: int) -> None:
-            for sums, part, a in jobs[start:stop]:
-                sums[a : a + _PANEL, a:] += part[:, a : a + _PANEL].T @ part[:, a:]
-
-        thread_pool.over_rows(task, len(jobs), pieces=len(jobs))
-        self.tokens[matrix] += len(x)
-
-
-def _placed(blocks: list[np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:
-    """Blocks with their first columns."""
-    first = 0
-    for sums in blocks:
-        yield first, sums
-        first += len(sums)
+    def of(self, columns: int) -> InputForm:
+        """The form of an input. It is full where factors would take as many bytes."""
+        if self.rank and 2 * self.rank < columns:
+            return InputForm(0, self.rank)
+        return InputForm(self.block or columns)
 
 
 @dataclass
 class MomentsCollector:
     """Sums of all inputs by their first weight, and the other weights that have the same input.
 
-    blocks   columns of a block by weight, of `plan_blocks`
+    forms   by weight, of `plan_forms`
     """
 
-    blocks: Mapping[str, int]
+    forms: Mapping[str, InputForm]
     sums: dict[str, InputSums] = field(default_factory=dict)
     first: dict[str, str] = field(default_factory=dict)  # of every weight: the first weight with its input
     _last: tuple[str, np.ndarray] | None = None
 
     def observe(self, name: str, x: np.ndarray, matrix: int, matrices: int) -> None:
         """Add float32[tokens, n] that enters matrix `matrix` of the weight `name`."""
-        if name not in self.blocks:
+        if name not in self.forms:
             return
         if self._last is not None and self._last[1] is x and name not in self.sums:
             self.first[name] = self.first[self._last[0]]
@@ -117,21 +131,21 @@ class MomentsCollector:
         rows = x.reshape(-1, x.shape[-1])
         if name not in self.sums:
             shared = _shares_states(name)
-            self.sums[name] = InputSums.zeros(1 if shared else matrices, x.shape[-1], self.blocks[name])
+            self.sums[name] = self.forms[name].zeros(1 if shared else matrices, x.shape[-1])
         sums = self.sums[name]
-        sums.add(rows, matrix if len(sums.blocks) > 1 else 0)
+        sums.add(rows, matrix if len(sums.tokens) > 1 else 0)
 
     def result(self, entries: Mapping[str, Entry], origin: str) -> dict[str, SecondMoments]:
         """By weight name. DataError that names the first weight that NaN or Inf entered."""
         made: dict[str, SecondMoments] = {}
         for name, first in self.first.items():
             if first not in made:
-                sums = self.sums[first]
-                if not all(np.isfinite(block).all() for matrix in sums.blocks for block in matrix):
+                sums, form = self.sums[first], self.forms[first]
+                if not sums.are_finite():
                     raise DataError(f"{first}: NaN or Inf entered it, so it has no second moments")
-                packed = np.stack([pack(blocks) for blocks in sums.blocks])
                 columns = entries[first].values.shape[1]
-                made[first] = SecondMoments(columns, self.blocks[first], packed, sums.tokens.copy(), origin)
+                block = columns if form.rank else form.block
+                made[first] = SecondMoments(columns, block, sums.packed(), sums.tokens.copy(), origin, form.rank)
             made[name] = made[first]
         return {name: made[name] for name in entries if name in made}
 
@@ -143,29 +157,49 @@ def _shares_states(name: str) -> bool:
 
 # --------------------------------------------------------------------------------------------------------------- sizes
 
+# What `auto` stores where not all fits: the best first, of those that take less memory than the one before.
+_SMALLER = MomentsForm(0, rank=RANK), MomentsForm(0, rank=32), MomentsForm(64)
 
-def plan_blocks(shapes: Mapping[str, tuple[int, ...]], form: MomentsForm, limit: int | None) -> dict[str, int]:
-    """Columns of a block for each weight that is measured, float32 sums and float16 file within `limit` bytes.
+
+def plan_forms(shapes: Mapping[str, tuple[int, ...]], form: MomentsForm, limit: int | None) -> dict[str, InputForm]:
+    """The form of each weight's input, so that sums fit in `limit` bytes of memory.
 
     shapes   of the weights in the blocks of a model (rows last but one)
-    limit    bytes of the sums in memory; None: no limit
+    limit    bytes; None: no limit
 
-    With `auto`, inputs are full, and the widest become blocks until all fit. QuantkitError where they do not fit.
+    With `auto`, inputs are full. Until all fit, those that take most memory get the first form of _SMALLER, then the
+    next. QuantkitError where they do not fit.
     """
     columns = {name: shape[-1] for name, shape in shapes.items() if len(shape) > 1}
-    blocks = {name: form.block or n for name, n in columns.items()}
-    if form.auto and limit is not None:
-        for name in sorted(columns, key=lambda name: -columns[name]):
-            if sizes(shapes, blocks)[0] <= limit:
-                break
-            blocks[name] = min(BLOCK, columns[name])
-    memory, stored = sizes(shapes, blocks)
+    forms = {name: form.of(n) for name, n in columns.items()}
+    memory, stored = sizes(shapes, forms)
+    if limit is not None and form.auto and memory > limit:
+        _make_smaller(shapes, forms, limit)
+        memory, stored = sizes(shapes, forms)
     if limit is not None and memory > limit:
         raise QuantkitError(
             f"second moments need {memory:,} bytes of memory ({stored:,} in the file), --second-moments-size is "
-            f"{limit:,}; take --second-moments blocks, smaller blocks, or a larger size"
+            f"{limit:,}; take --second-moments rank:32, blocks:64, or a larger size"
         )
-    return blocks
+    return forms
+
+
+def _make_smaller(shapes: Mapping[str, tuple[int, ...]], forms: dict[str, InputForm], limit: int) -> None:
+    """Change forms, those of weights with the same input together, until sums fit in `limit`, or none is left."""
+    sharing: dict[str, list[str]] = {}
+    for name in forms:
+        sharing.setdefault(_first_with_input(name, shapes), []).append(name)
+    memory = sizes(shapes, forms)[0]
+    for smaller in _SMALLER:
+        by_size = sorted(sharing, key=lambda name: -_matrices(name, shapes) * forms[name].memory(shapes[name][-1]))
+        for first in by_size:
+            columns, matrices = shapes[first][-1], _matrices(first, shapes)
+            saved = matrices * (forms[first].memory(columns) - smaller.of(columns).memory(columns))
+            if memory <= limit:
+                return
+            if saved > 0:
+                memory -= saved
+                forms.update({name: smaller.of(columns) for name in sharing[first]})
 
 
 def measured_shapes(tensors: Iterable[HasShape]) -> dict[str, tuple[int, ...]]:
@@ -177,26 +211,29 @@ def measured_shapes(tensors: Iterable[HasShape]) -> dict[str, tuple[int, ...]]:
     }
 
 
-def sizes(shapes: Mapping[str, tuple[int, ...]], blocks: Mapping[str, int]) -> tuple[int, int]:
-    """Bytes of the sums in memory, and of the correlations in the file, where weights share inputs as is usual."""
+def sizes(shapes: Mapping[str, tuple[int, ...]], forms: Mapping[str, InputForm]) -> tuple[int, int]:
+    """Bytes of the sums in memory, and of what is stored in the file, where weights share inputs as is usual."""
     memory = stored = 0
-    for name, block in blocks.items():
-        if _is_repeated(name, shapes):
-            continue
-        n, matrices = shapes[name][-1], 1 if _shares_states(name) else int(np.prod(shapes[name][:-2]))
-        whole, rest = divmod(n, min(block, n))
-        memory += 4 * matrices * (whole * min(block, n) ** 2 + rest**2)
-        stored += 2 * matrices * stored_values(n, block)
+    for name, form in forms.items():
+        if _first_with_input(name, shapes) == name:
+            memory += _matrices(name, shapes) * form.memory(shapes[name][-1])
+            stored += _matrices(name, shapes) * form.stored(shapes[name][-1])
     return memory, stored
 
 
-def _is_repeated(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether a weight of the same layer that comes before it in _SAME_INPUT has the same input."""
+def _matrices(name: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Matrices of a stack that are summed apart."""
+    return 1 if _shares_states(name) else int(np.prod(shapes[name][:-2]))
+
+
+def _first_with_input(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """The first weight in _SAME_INPUT of the same layer that has the same input; `name` where there is none before."""
     for kinds in _SAME_INPUT:
         for i, kind in enumerate(kinds):
             if f".{kind}." in name:
-                return any(name.replace(f".{kind}.", f".{other}.") in shapes for other in kinds[:i])
-    return False
+                others = (name.replace(f".{kind}.", f".{other}.") for other in kinds[:i])
+                return next((other for other in others if other in shapes), name)
+    return name
 
 
 # ------------------------------------------------------------------------------------------------------------- to show

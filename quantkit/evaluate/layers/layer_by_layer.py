@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quantkit.codegen import blas
 from quantkit.errors import UnsupportedError
 from quantkit.evaluate.chunk_runs import check_context
 from quantkit.evaluate.text import DEFAULT_BATCH
 from quantkit.formats.kld.base_file import scored_rows
-from quantkit.runtime import blas
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.model import SEQUENCE_TOKENS
 from quantkit.runtime.scale_check import layer_of

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quantkit.codegen import blas
 from quantkit.formats.gguf import Tensor
-from quantkit.runtime import blas
 from quantkit.runtime.blocks.spans import Span
 from quantkit.runtime.kv.cache import Cache
 from quantkit.runtime.scale_check import layer_of

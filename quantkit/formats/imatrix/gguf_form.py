@@ -11,8 +11,8 @@ use them. Two more keys say so: quantkit.imatrix.missing_experts, the policy, an
 "NAME:3,17", the matrices whose count is not real.
 
 Second moments (`second_moments`), which other readers skip: NAME.correlations, f16 with dims [values, matrices], of the
-first weight of each input; quantkit.imatrix.second_moments, a str[] of "NAME BLOCK TOKENS,…" and, for weights with the
-same input, "NAME = FIRST".
+first weight of each input, or NAME.factors, f16 with dims [rank, columns, matrices]; quantkit.imatrix.second_moments, a
+str[] of "NAME BLOCK TOKENS,…" or "NAME rank:N TOKENS,…" and, for weights with the same input, "NAME = FIRST".
 
 Older files call the sums NAME.sums. Files that were converted from legacy files hold all matrices of a weight as one
 row with one count. Their vectors were not counted: each call is written as a chunk of 512, and
@@ -39,7 +39,8 @@ DEFAULT_CHUNK = 512  # tokens a call, assumed for legacy files, which have no co
 _MOST_SEEN = 2.0**53  # vectors of a matrix; float32 counts beyond are no counts
 _SUMS = (".in_sum2", ".sums")
 _COUNTS = ".counts"
-_CORRELATIONS = ".correlations"
+_CORRELATIONS, _FACTORS = ".correlations", ".factors"
+_RANK = "rank:"
 _MOMENTS = "quantkit.imatrix.second_moments"
 
 
@@ -73,23 +74,26 @@ def _read_moments(file: GGUF, entries: dict[str, Entry]) -> dict[str, SecondMome
     found: dict[str, SecondMoments] = {}
     for line in listed if isinstance(listed, list) else [listed]:
         name, _, rest = str(line).partition(" ")
-        stored = file.tensors.get(name + _CORRELATIONS)
         try:
             if rest.startswith("= "):
                 found[name] = found[rest[2:]]
                 continue
-            block, _, counts = rest.partition(" ")
+            form, _, counts = rest.partition(" ")
             tokens = np.array([int(count) for count in counts.split(",")], np.int64)
-            if stored is None or stored.type.name != "f16" or not 0 < int(block) <= entries[name].values.shape[1]:
+            columns, has_rank = entries[name].values.shape[1], form.startswith(_RANK)
+            size = int(form.removeprefix(_RANK))  # a rank, or columns of a block
+            stored = file.tensors[name + (_FACTORS if has_rank else _CORRELATIONS)]
+            if stored.type.name != "f16" or not 0 < size <= columns:
+                raise ValueError
+            if has_rank and stored.shape != (len(tokens), columns, size):
                 raise ValueError
             packed = stored.stored.view("<f2").reshape(len(tokens), -1)
         except (KeyError, ValueError, OverflowError):
             raise FormatError(
                 f"{file.path}: {_MOMENTS} says {str(line)!r:.80}, which does not fit the file's tensors; it is corrupt"
             ) from None
-        found[name] = SecondMoments(
-            entries[name].values.shape[1], int(block), packed, tokens, f"{file.path}: {stored.name}"
-        )
+        block, rank = (columns, size) if has_rank else (size, 0)
+        found[name] = SecondMoments(columns, block, packed, tokens, f"{file.path}: {stored.name}", rank)
     for name, moments in found.items():
         shape = entries[name].values.shape if name in entries else (0, 0)
         if moments.columns != shape[1] or len(moments.tokens) not in (1, shape[0]):
@@ -201,17 +205,23 @@ def write(path: str | os.PathLike[str], imatrix: Imatrix) -> None:
         specs.append(TensorSpec(name + _SUMS[0], (matrices, columns) if matrices > 1 else (columns,), f32))
         specs.append(TensorSpec(name + _COUNTS, (matrices, 1) if many else (1,), f32))
         if owners.get(name) == name:
-            specs.append(
-                TensorSpec(name + _CORRELATIONS, imatrix.second_moments[name].correlations.shape, types.layout("f16"))
-            )
+            specs.append(TensorSpec(*_place(name, imatrix.second_moments[name]), types.layout("f16")))
     with Writer(path, metadata, specs) as writer:
         for name, entry in imatrix.entries.items():
             sums, counts = _stored(imatrix, entry)
             writer.write(name + _SUMS[0], sums.astype("<f4").view(np.uint8))
             writer.write(name + _COUNTS, counts.astype("<f4").view(np.uint8))
             if owners.get(name) == name:
-                packed = np.ascontiguousarray(imatrix.second_moments[name].correlations, "<f2")
-                writer.write(name + _CORRELATIONS, packed.view(np.uint8))
+                moments = imatrix.second_moments[name]
+                packed = np.ascontiguousarray(moments.correlations, "<f2").reshape(_place(name, moments)[1])
+                writer.write(_place(name, moments)[0], packed.view(np.uint8))
+
+
+def _place(name: str, moments: SecondMoments) -> tuple[str, tuple[int, ...]]:
+    """Name and shape of the tensor of second moments whose first weight is `name`."""
+    if moments.rank:
+        return name + _FACTORS, (len(moments.tokens), moments.columns, moments.rank)
+    return name + _CORRELATIONS, moments.correlations.shape
 
 
 def _owners(imatrix: Imatrix) -> dict[str, str]:
@@ -227,7 +237,8 @@ def _lines(imatrix: Imatrix, owners: dict[str, str]) -> list[str]:
     for name, owner in owners.items():
         moments = imatrix.second_moments[name]
         tokens = ",".join(map(str, moments.tokens.tolist()))
-        lines.append(f"{name} {moments.block} {tokens}" if owner == name else f"{name} = {owner}")
+        form = f"{_RANK}{moments.rank}" if moments.rank else moments.block
+        lines.append(f"{name} {form} {tokens}" if owner == name else f"{name} = {owner}")
     return lines
 
 

@@ -10,7 +10,9 @@
 | `iq1`, `ternary` | iq1_s, iq1_m; iq1_bn, iq2_bn |
 | `trellis_code`, `trellis_type` | iq1_kt … iq4_kt |
 | `interleave`, `interleave_fields`, `permutation` | all types of interleaved rows |
-| `codebooks`, `super_scale`, `superblock`, `code_bits` | parts that several of these use |
+| `codebooks` | codebooks of the non-linear types and their rounding tables |
+| `superblock`, `super_scale` | loading and storing blocks of 256; the super-scale d of many sub-blocks |
+| `code_bits` | which bits of a block are the code of an element |
 
 Takes and gives numpy arrays of rows. Imports `codegen` and `types.base`; the searches written with SIMD intrinsics
 (`types.native`) are imported when they first run.

@@ -131,7 +131,7 @@ class OnCpu:
 
     import torch
 
-    place = torch.device("cpu")
+    torch_device = torch.device("cpu")
     array, empty, matrices = Gpu.array, Gpu.empty, Gpu.matrices
 
 

@@ -50,7 +50,7 @@ def _of_sub_block(ir: IrBuilder, flags: Value, j: int) -> Value:
     return ir.splat(ir.load(I32, flags + 4 * j), 8).view(BYTES32)
 
 
-def _odd_scales(ir: IrBuilder, d: Value, multipliers: Value) -> Value:
+def _odd_scales(d: Value, multipliers: Value) -> Value:
     """d * m of eight bytes: bits 1..7 give odd m from -127 on, bit 0 is a flag."""
     return float_minus(multipliers.unsigned(I32) & 254, 127) * d
 
@@ -96,7 +96,7 @@ def _iq3_ks(ir, block, head):
 @format_of("iq4_ks", columns=256, nbytes=136, offset=127, largest=244, head=4)
 def _iq4_ks(ir, block, head):
     multipliers = ir.load(vector(8, I8), block)
-    scales, flags = _odd_scales(ir, ir.splat(ir.load(F32, head), 8), multipliers), _odd_flags(ir, multipliers, 2)
+    scales, flags = _odd_scales(ir.splat(ir.load(F32, head), 8), multipliers), _odd_flags(ir, multipliers, 2)
     for g in range(8):
         codes = ir.lookup(K4_CODES, low_then_high(ir, ir.load(BYTES16, block + 8 + 16 * g)))
         yield SubBlock(codes + _of_sub_block(ir, flags, g), spread(ir, scales, g))
@@ -105,7 +105,7 @@ def _iq4_ks(ir, block, head):
 @format_of("iq5_ks", columns=256, nbytes=168, offset=127, largest=250, head=4)
 def _iq5_ks(ir, block, head):
     multipliers = ir.load(vector(8, I8), block)
-    scales, flags = _odd_scales(ir, ir.splat(ir.load(F32, head), 8), multipliers), _odd_flags(ir, multipliers, 1)
+    scales, flags = _odd_scales(ir.splat(ir.load(F32, head), 8), multipliers), _odd_flags(ir, multipliers, 1)
     high = ir.load(BYTES32, block + 136)
     for pair in range(4):
         packed = ir.load(BYTES32, block + 8 + 32 * pair)
@@ -119,7 +119,7 @@ def _iq5_ks(ir, block, head):
 def _iq4_kss(ir, block, head):
     # A word has four codes in its upper 15 bits; the lowest bits of a sub-block's words are its multiplier.
     multipliers = _lowest_bits(ir, block)
-    scales, flags = _odd_scales(ir, ir.splat(ir.load(F32, head), 8), multipliers), _odd_flags(ir, multipliers, 2)
+    scales, flags = _odd_scales(ir.splat(ir.load(F32, head), 8), multipliers), _odd_flags(ir, multipliers, 2)
     for g in range(8):
         words = ir.shuffle(ir.load(BYTES16, block + 16 * g), None, [*range(16), *range(16)]).view(WORDS16)
         packed = ((words >> 1) ^ (words & -2)).view(BYTES32)

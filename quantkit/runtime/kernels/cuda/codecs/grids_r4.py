@@ -34,7 +34,7 @@ def _running(sevens: Any) -> Any:
     return (sevens ^ sevens << 1) & 255
 
 
-def _signs_and_scale(r: Reader, word: Any) -> tuple[list[Any], Any]:
+def _signs_and_scale(word: Any) -> tuple[list[Any], Any]:
     """Of a word of four bytes: a bit of the scale each, and seven signs."""
     each = bytes_of(word)
     number = (each[0] & 1) | (each[1] & 1) << 1 | (each[2] & 1) << 2 | (each[3] & 1) << 3
@@ -45,7 +45,7 @@ def _signs_and_scale(r: Reader, word: Any) -> tuple[list[Any], Any]:
 def iq2_xxs_r4(r: Reader) -> SubBlock:
     """`types/iq2_xxs_r4.py`."""
     d, signs, points = r.fields
-    negative, number = _signs_and_scale(r, signs.at(1))
+    negative, number = _signs_and_scale(signs.at(1))
     codes = signed(r, "iq2_xxs", bytes_of(points.at(1)), negative)
     return SubBlock(codes, [odd(r, r.half(d.at()), number, 0.125)], [])
 
@@ -75,7 +75,7 @@ def iq2_s_r4(r: Reader) -> SubBlock:
 def iq3_xxs_r4(r: Reader) -> SubBlock:
     """`types/iq3_xxs_r4.py`."""
     d, signs, points = r.fields
-    negative, number = _signs_and_scale(r, signs.at(1))
+    negative, number = _signs_and_scale(signs.at(1))
     numbers = [byte for i in range(2) for byte in bytes_of(points.at(2, i))]
     return SubBlock(signed(r, "iq3_xxs", numbers, negative), [odd(r, r.half(d.at()), number, 0.25)], [])
 

@@ -152,7 +152,7 @@ def test_a_state_goes_back_to_the_mark_or_the_beginning_only(hybrid: Path) -> No
     cache.truncate(40)
     cache.truncate(0)
     assert np.abs(model.forward(TOKENS[:40], cache)[30:] - expected).max() < 1e-4
-    with pytest.raises(DataError, match=r"keeps those of 0; mark\(\) or save\(\)"):
+    with pytest.raises(DataError, match=r"only of 0; call mark\(\) or save\(\)"):
         cache.truncate(30)
     cache.clear()
     assert np.abs(model.forward(TOKENS[:40], cache)[30:] - expected).max() < 1e-4

@@ -155,7 +155,7 @@ class Cache:
                 available = f"0 and the mark at {self._mark[0]}" if self._mark else "0"
                 raise DataError(
                     f"cannot truncate a cache of {self.length} tokens to {length}: recurrent layers have no state of "
-                    f"each length, this cache has those of {available}; call mark() or save() at the length first"
+                    f"each length, only of {available}; call mark() or save() at that length first"
                 )
             for i, state in self._mark[1].items() if is_marked and self._mark else ():
                 self.states[i].take(state)  # also at this length: a failed pass has advanced some of the states

@@ -176,7 +176,7 @@ def test_states_are_saved_and_restored_when_sliced(arch: str, how: dict[str, Any
     other.restore(saved)
     assert np.abs(model.forward(TOKENS[25:], other) - expected[25:]).max() < 1e-4
     if arch == "qwen35moe":
-        with pytest.raises(DataError, match="a recurrent layer has no state of each position"):
+        with pytest.raises(DataError, match="recurrent layers have no state of each length"):
             other.truncate(7)
     with pytest.raises(DataError, match="saved from devices CPU alone"):
         cache.restore(load(path).new_cache(8).save())
